@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "larger_sets": {"l2_bytes": 32 * 10**6},
     "one_kernel": {"mean_keys": None},
     "two_kernels": {"deterministic": True},
-    "narrow_queries": {"deterministic": True, "of_queries": prefill.KernelSizes(tile_kv=64, stages=3)},
+    "dq_tile_64": {"deterministic": True, "dq_sizes": prefill.PrefillSizes(tile_kv=64, stages=3)},
 }
 Arrays = dict[str, Any]
 
@@ -50,7 +50,7 @@ class Work:
     variant: str = "default"
 
     @property
-    def sizes(self) -> backward.KernelSizes:
+    def sizes(self) -> backward.BackwardSizes:
         """The kernel's."""
         changes = dict(VARIANTS[self.variant])
         static = {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}

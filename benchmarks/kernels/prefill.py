@@ -21,10 +21,10 @@ from pallas_kernels.shared import Score
 from pallas_kernels.support import WIDENED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import (
     CallBounds,
-    KernelSizes,
+    PrefillSizes,
     default_sizes,
     make_schedule,
-    pays_to_widen,
+    should_dequantize_in_kernel,
     varlen_prefill,
 )
 
@@ -50,7 +50,7 @@ class Work:
     case: PrefillCase
     block_size: int | None
     modifier: str
-    sizes: KernelSizes
+    sizes: PrefillSizes
     quantization: str = "none"
     widens: bool = False
 
@@ -95,10 +95,10 @@ class Work:
         return f"{self.case.name} {self.block_size}{stored} {self.modifier} {name_of(self.sizes)}"
 
 
-def name_of(sizes: KernelSizes) -> str:
+def name_of(sizes: PrefillSizes) -> str:
     """How rows name tiles."""
     splits = "" if sizes.max_splits == 1 else f" splits{sizes.max_splits}"
-    splits = splits if sizes.heads_per_tile == 1 else f" heads{sizes.heads_per_tile}{splits}"
+    splits = splits if sizes.pack_gqa == 1 else f" heads{sizes.pack_gqa}{splits}"
     return f"q{sizes.tile_q} kv{sizes.tile_kv} stages{sizes.stages} buffers{sizes.query_buffers}{splits}"
 
 
@@ -144,7 +144,7 @@ def default_work(
     kinds, scales = zip(*QUANTIZATIONS[quantization], strict=True)
     is_narrow = case.head_dim in WIDENED_HEAD_DIMS and all(jnp.dtype(kind).itemsize == 1 for kind in kinds)
     costs: Any = {"kv_dtypes": kinds, "has_token_scales": "token" in scales}
-    widens = is_narrow and pays_to_widen(case.head_dim, bounds, **costs)
+    widens = is_narrow and should_dequantize_in_kernel(case.head_dim, bounds, **costs)
     sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds, widens=widens)
     return Work(
         case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization,
@@ -161,7 +161,7 @@ def bounds_of(case: PrefillCase, score: Score) -> CallBounds:
         kv_heads=case.kv_heads,
         max_kv=max(case.seq_lens),
     )
-    return bounds.seen_by(score)
+    return bounds.limited_by(score)
 
 
 def inputs(work: Work) -> dict[str, jax.Array]:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.kernels.prefill import Work, measure, name_of
 from benchmarks.runner import Rows
 from pallas_kernels.cases import PREFILL
-from pallas_kernels.varlen_prefill import SHARED_MEMORY, KernelSizes
+from pallas_kernels.varlen_prefill import SHARED_MEMORY, PrefillSizes
 
 KEYS_AND_STAGES = ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
 VARIANTS = ((None, "plain"), (16, "plain"), (None, "soft_cap"), (None, "alibi"))  # block size and modifier
@@ -78,7 +78,7 @@ def _row(work: Work) -> tuple[dict[str, Any] | None, str]:
         return None, f"{work}: {type(error).__name__}: {error}"[:300]
 
 
-def candidates(width: int) -> list[KernelSizes]:
+def candidates(width: int) -> list[PrefillSizes]:
     """The tiles that fit shared memory, with two buffers of queries where those do."""
     found = []
     for (tile_kv, stages), warpgroups in itertools.product(KEYS_AND_STAGES, (2, 3)):
@@ -86,7 +86,7 @@ def candidates(width: int) -> list[KernelSizes]:
         if warpgroups == 3 and width + tile_kv > 192:
             continue
         for buffers in (2, 1):
-            sizes = KernelSizes(tile_kv=tile_kv, stages=stages, warpgroups=warpgroups, query_buffers=buffers)
+            sizes = PrefillSizes(tile_kv=tile_kv, stages=stages, warpgroups=warpgroups, query_buffers=buffers)
             if sizes.shared_memory(width) <= SHARED_MEMORY:
                 found.append(sizes)
                 break

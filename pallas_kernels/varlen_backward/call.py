@@ -20,20 +20,19 @@ from pallas_kernels.shared.memory import unsliced
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
-from pallas_kernels.varlen_backward.refs import Inputs, ListRefs, QueryInputs, ScheduleRefs
-from pallas_kernels.varlen_backward.schedule import Schedule, made_for_call, make_schedule, max_tiles
-from pallas_kernels.varlen_backward.sizes import KernelSizes, sizes_of_layer
+from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs
+from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule, max_tiles, schedule_key
+from pallas_kernels.varlen_backward.sizes import BackwardSizes, default_layer_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_lists import PairMask, TileLists
-from pallas_kernels.varlen_prefill.refs import CacheRefs
-from pallas_kernels.varlen_prefill.refs import Inputs as PrefillInputs
-from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH, heads_at_once
-from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
-from pallas_kernels.varlen_prefill.tile_lists import items_of
+from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
+from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillInputs
+from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH, heads_per_l2_group
+from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec
+from pallas_kernels.varlen_prefill.tile_lists import schedule_refs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class BackwardCall:
     """Arguments of varlen_backward, of the same names.
 
     The gradient of a head's sink is the sum over its tokens of `exp(sink - lse) * (grad_lse - expected)`;
@@ -67,8 +66,8 @@ class Call:
     seq_lens: jax.Array
     kv_start_loc: jax.Array
     alibi_slopes: jax.Array | None
-    lists: TileLists | None
-    mask: PairMask | None
+    lists: BackwardTileLists | None
+    mask: BackwardMask | None
 
     def check(self) -> None:
         """Raises what varlen_backward raises, but for what a schedule is given."""
@@ -101,40 +100,42 @@ class Call:
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
-    def given_to_kernel(self) -> "Call":
+    def given_to_kernel(self) -> "BackwardCall":
         """The same call, which refuses to be differentiated."""
         names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse", "alibi_slopes")
         arrays = {name: getattr(self, name) for name in names}
         way_out = "Ask attend for implementation='reference'"
         return dataclasses.replace(self, **given_to_kernel(arrays, "varlen_backward", way_out))
 
-    def default_sizes(self, schedule: Schedule | None, score: Score, *, deterministic: bool) -> KernelSizes:
+    def default_sizes(
+        self, schedule: BackwardSchedule | None, score: Score, *, deterministic: bool
+    ) -> BackwardSizes:
         """Where the caller names none: what lists or a schedule are made for, or what suits the shapes."""
         head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
         if given is not None:
             return given.made_for.sizes
         mean_len = self.query.shape[0] // self.seq_lens.shape[0]
-        return sizes_of_layer(head_dim, score, mean_len=mean_len, deterministic=deterministic)
+        return default_layer_sizes(head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
-    def check_queries(self, sizes: KernelSizes, *, deterministic: bool) -> None:
+    def check_queries(self, sizes: BackwardSizes, *, deterministic: bool) -> None:
         """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""
-        has_kernel = sizes.of_queries is not None
-        require(has_kernel or not deterministic, "sizes.of_queries", "be given with deterministic", None)
+        has_kernel = sizes.dq_sizes is not None
+        require(has_kernel or not deterministic, "sizes.dq_sizes", "be given with deterministic", None)
         if self.lists is None:
             return
         if not has_kernel:  # whose lists say more of a tile
-            require(self.lists.queries is None, "sizes.of_queries", "be given with lists.queries", None)
+            require(self.lists.dq_lists is None, "sizes.dq_sizes", "be given with lists.dq_lists", None)
             return
-        require(self.lists.queries is not None, "lists.queries", "be given with sizes.of_queries", None)
-        has_mask = self.mask is None or self.mask.of_queries is not None
-        require(has_mask, "mask.of_queries", "be given with sizes.of_queries", None)
+        require(self.lists.dq_lists is not None, "lists.dq_lists", "be given with sizes.dq_sizes", None)
+        has_mask = self.mask is None or self.mask.dq_mask is not None
+        require(has_mask, "mask.dq_mask", "be given with sizes.dq_sizes", None)
 
     @property
     def is_empty(self) -> bool:
         """Nobody sees a key, as shapes tell."""
         return 0 in (self.query.shape[0], self.key.shape[0], self.seq_lens.shape[0])
 
-    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
+    def make_schedule(self, score: Score, sizes: BackwardSizes) -> BackwardSchedule:
         """Its own."""
         return make_schedule(
             self.query_start_loc,
@@ -148,10 +149,10 @@ class Call:
             num_tokens=self.query.shape[0],
         )
 
-    def check_schedule(self, schedule: Schedule, score: Score, sizes: KernelSizes) -> None:
+    def check_schedule(self, schedule: BackwardSchedule, score: Score, sizes: BackwardSizes) -> None:
         """Refuses a schedule, or lists, made for other keys, requests, masks or tiles."""
         (kv_tokens, kv_heads, _), reqs, q_heads = self.key.shape, self.seq_lens.shape[0], self.query.shape[1]
-        wanted = made_for_call(kv_tokens, kv_heads, score, sizes, self.query.shape[0])
+        wanted = schedule_key(kv_tokens, kv_heads, score, sizes, self.query.shape[0])
         require_made_for("schedule", schedule.made_for, wanted)
         what, rows = f"{kv_tokens} keys of {reqs} requests", max_tiles(kv_tokens, reqs)
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
@@ -160,21 +161,21 @@ class Call:
             what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
             require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
-            if self.lists.queries is not None and schedule.queries is not None:
-                made_for = self.lists.queries.made_for
-                require_made_for("lists.queries", made_for, schedule.queries.made_for)
-                rows = schedule.queries.table.shape[0] * q_heads
+            if self.lists.dq_lists is not None and schedule.dq_schedule is not None:
+                made_for = self.lists.dq_lists.made_for
+                require_made_for("lists.dq_lists", made_for, schedule.dq_schedule.made_for)
+                rows = schedule.dq_schedule.table.shape[0] * q_heads
                 what = f"tiles of {self.query.shape[0]} queries, {q_heads} heads"
-                require_shape("lists.queries", self.lists.queries.table.shape, (rows, TABLE_WIDTH), what)
+                require_shape("lists.dq_lists", self.lists.dq_lists.table.shape, (rows, TABLE_WIDTH), what)
 
-    def inputs(self, schedule: Schedule, spec: BackwardSpec) -> Inputs:
+    def inputs(self, schedule: BackwardSchedule, spec: BackwardSpec) -> DkDvInputs:
         """The kernel's; gradients of queries begin as zeros."""
         as_copied = lambda x: spec.cut.split(_whole_rows(x, axis=0))
         tokens = self.query.shape[0]
         rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
         zeros = lambda: jnp.zeros((self.query.shape[1], spec.units, rows, UNIT), jnp.float32)
         slopes = self.alibi_slopes
-        return Inputs(
+        return DkDvInputs(
             query=as_copied(self.query),
             key=as_copied(self.key),
             value=as_copied(self.value),
@@ -186,59 +187,59 @@ class Call:
             grad_query=zeros() if spec.adds_grad_query else None,
         )
 
-    def _schedule_refs(self, schedule: Schedule) -> ScheduleRefs:
+    def _schedule_refs(self, schedule: BackwardSchedule) -> DkDvScheduleRefs:
         if self.lists is None:
-            return ScheduleRefs(schedule.table, schedule.num_live, schedule.order, None)
-        lists = ListRefs(self.lists.entries, self.lists.num_partial, self.lists.num_full)
-        return ScheduleRefs(schedule.table, schedule.num_live, self.lists.order, lists)
+            return DkDvScheduleRefs(schedule.table, schedule.num_valid, schedule.order, None)
+        lists = QueryListRefs(self.lists.entries, self.lists.num_partial, self.lists.num_full)
+        return DkDvScheduleRefs(schedule.table, schedule.num_valid, self.lists.order, lists)
 
     def query_inputs(
-        self, inputs: Inputs, schedule: Schedule, spec: PrefillSpec, *, sums_outputs: bool
-    ) -> QueryInputs:
+        self, inputs: DkDvInputs, schedule: BackwardSchedule, spec: PrefillSpec, *, fuses_delta: bool
+    ) -> DqInputs:
         """Those of the kernel of the queries' gradient, from the other's."""
-        assert schedule.queries is not None
+        assert schedule.dq_schedule is not None
         as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
-        lists = None if self.lists is None else self.lists.queries
+        lists = None if self.lists is None else self.lists.dq_lists
         attention = PrefillInputs(
             query=as_copied(self.query),
-            cache=CacheRefs(as_copied(self.key), as_copied(self.value), None),
+            cache=KvRefs(as_copied(self.key), as_copied(self.value), None),
             slopes=inputs.slopes,
             sinks=None,
-            schedule=items_of(schedule.queries, lists),
+            schedule=schedule_refs(schedule.dq_schedule, lists),
             mask=() if spec.mask is None else spec.mask.arrays,
         )
-        out = as_copied(self.out) if sums_outputs else None
-        return QueryInputs(attention, as_copied(self.grad_out), inputs.stats, out)
+        out = as_copied(self.out) if fuses_delta else None
+        return DqInputs(attention, as_copied(self.grad_out), inputs.stats, out)
 
-    def query_spec(self, schedule: Schedule, spec: BackwardSpec) -> PrefillSpec:
+    def query_spec(self, schedule: BackwardSchedule, spec: BackwardSpec) -> PrefillSpec:
         """What that kernel is compiled for."""
         (_, q_heads, head_dim), (kv_tokens, kv_heads, _) = self.query.shape, self.key.shape
-        sizes = spec.sizes.of_queries
+        sizes = spec.sizes.dq_sizes
         assert sizes is not None
-        assert schedule.queries is not None
-        rows, kv_bytes = len(schedule.queries.table), 4 * kv_tokens * head_dim
-        shape = Shape(
+        assert schedule.dq_schedule is not None
+        rows, kv_bytes = len(schedule.dq_schedule.table), 4 * kv_tokens * head_dim
+        shape = PrefillShape(
             q_heads=q_heads, group=spec.group, cut=head_cut(head_dim), in_cache=None,
-            heads_at_once=heads_at_once(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes),
+            heads_at_once=heads_per_l2_group(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes),
         )  # fmt: skip
-        mask = None if self.mask is None else self.mask.of_queries
+        mask = None if self.mask is None else self.mask.dq_mask
         return PrefillSpec(
             shape=shape, score=spec.score, sizes=sizes, dtype=spec.dtype, mask=mask,
             has_lists=spec.has_lists, has_alibi=spec.has_alibi, returns_lse=False, interpret=spec.interpret,
         )  # fmt: skip
 
-    def stats(self, *, more_rows: int, sizes: KernelSizes) -> jax.Array:
+    def stats(self, *, more_rows: int, sizes: BackwardSizes) -> jax.Array:
         """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32.
 
         Args:
             more_rows: Static: behind the tokens.
-            sizes: With sums_outputs the second row is 0 and grad_lse, if there is one, a third.
+            sizes: With fuses_delta the second row is 0 and grad_lse, if there is one, a third.
         """
         as_f32 = lambda x: x.astype(jnp.float32)
         lse = as_f32(self.lse)
         less = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)  # a row without keys has probabilities of 0
         stacked = lambda *rows: _whole_rows(jnp.stack([less, *rows], axis=1), axis=2, more=more_rows)
-        if sizes.sums_outputs:
+        if sizes.fuses_delta:
             return stacked(jnp.zeros_like(less), *(() if self.grad_lse is None else (as_f32(self.grad_lse),)))
         # A kernel of its own: summed where the two are stacked, a thread would read a whole head.
         products = as_f32(self.out) * as_f32(self.grad_out)

@@ -10,12 +10,12 @@ from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import Item, aligned
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile, align_row
 
 
-def store_rows(
+def store_valid_rows(
     grad_g: Ref,
-    item: Item,
+    item: BackwardWorkTile,
     wg: Scalar,
     swizzled_s: Ref,
     plain_s: Ref,
@@ -47,7 +47,7 @@ def store_rows(
             swizzled_s[unit] = tile
         plgpu.commit_smem()
         for unit in range(spec.units):
-            plgpu.copy_smem_to_gmem(swizzled_s.at[unit], to(pl.ds(aligned(first), UNIT), unit))
+            plgpu.copy_smem_to_gmem(swizzled_s.at[unit], to(pl.ds(align_row(first), UNIT), unit))
 
     @pl.when((num > 0) & (num < UNIT))
     def _() -> None:

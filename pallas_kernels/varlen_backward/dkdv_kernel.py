@@ -62,31 +62,31 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Scalar
-from pallas_kernels.varlen_backward.dkdv_loader import Loader
-from pallas_kernels.varlen_backward.dkdv_mainloop import Gradients
-from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
+from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvMainloop
+from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, Makes, f32
-from pallas_kernels.varlen_backward.tile_scheduler import Worklist
+from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, ComputedGrads, f32
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
-def backward_of_keys(inputs: Inputs, spec: BackwardSpec) -> Outputs:
+def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
     """Gradients of keys and values, by one kernel or by two; those of queries as `backward` has them."""
-    if not spec.sizes.is_apart:
-        return backward(inputs, spec)
-    of = lambda **makes: backward(inputs, dataclasses.replace(spec, makes=Makes(**makes)))
+    if not spec.sizes.separate_dk_dv:
+        return launch_dkdv(inputs, spec)
+    of = lambda **makes: launch_dkdv(inputs, dataclasses.replace(spec, makes=ComputedGrads(**makes)))
     of_key, of_value = of(key=True, value=False), of(key=False, value=True)
-    return Outputs(of_key.grad_key, of_value.grad_value)
+    return DkDvOutputs(of_key.grad_key, of_value.grad_value)
 
 
-def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
+def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
     """The gradients that `spec.makes` names; those of queries are added to `inputs.grad_query`."""
     ctas = spec.sizes.ctas or len(inputs.schedule.order)
     kernel = plgpu.kernel(
-        functools.partial(backward_body, ctas=ctas, spec=spec),
+        functools.partial(dkdv_body, ctas=ctas, spec=spec),
         out_type=(output_types(inputs, spec),),
         scratch_types=(smem_types(spec), pipeline_types(spec)),
         grid=(ctas,),
@@ -103,12 +103,18 @@ def backward(inputs: Inputs, spec: BackwardSpec) -> Outputs:
     return outputs
 
 
-def backward_body(
-    inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, ctas: int, spec: BackwardSpec
+def dkdv_body(
+    inputs: DkDvInputs,
+    outputs: DkDvOutputs,
+    smem: DkDvSmem,
+    pipeline: DkDvBarriers,
+    *,
+    ctas: int,
+    spec: BackwardSpec,
 ) -> None:
     """What a thread block does: its last warpgroup loads, the others compute."""
     wg = lax.axis_index("warpgroup")
-    work = Worklist(inputs.schedule, ctas, spec)
+    work = BackwardTileScheduler(inputs.schedule, ctas, spec)
 
     @pl.when(wg == WARPGROUPS)
     def _() -> None:
@@ -116,21 +122,23 @@ def backward_body(
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            pl.when(warp == 0)(lambda: Loader(inputs, smem, pipeline, spec).load_share(work))
+            pl.when(warp == 0)(lambda: DkDvLoader(inputs, smem, pipeline, spec).load_share(work))
 
     @pl.when(wg < WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        Gradients(inputs, outputs, smem, pipeline, spec).work_share(work)
+        DkDvMainloop(inputs, outputs, smem, pipeline, spec).work_share(work)
 
 
-def output_types(inputs: Inputs, spec: BackwardSpec) -> Outputs:
+def output_types(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
     """Gradients of keys and values, or one of them."""
     grad = lambda x, is_made: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_made else None
-    return Outputs(grad_key=grad(inputs.key, spec.makes.key), grad_value=grad(inputs.value, spec.makes.value))
+    return DkDvOutputs(
+        grad_key=grad(inputs.key, spec.makes.key), grad_value=grad(inputs.value, spec.makes.value)
+    )
 
 
-def smem_types(spec: BackwardSpec) -> Smem:
+def smem_types(spec: BackwardSpec) -> DkDvSmem:
     """Shared memory: see refs.Smem."""
     sizes, dtype = spec.sizes, spec.dtype
     keys = WARPGROUPS, spec.units, UNIT, UNIT
@@ -139,7 +147,7 @@ def smem_types(spec: BackwardSpec) -> Smem:
     pieces = WARPGROUPS, spec.pieces, UNIT, UNIT
     exchanges = spec.adds_grad_query or (spec.is_interpreted and spec.makes.key)
     both = lambda: plgpu.RefUnion((swizzled_smem(keys, dtype),), (plgpu.SMEM(keys, dtype),))
-    return Smem(
+    return DkDvSmem(
         key_and_grad=both(),
         value_and_grad=both() if spec.makes.key else None,
         query=queries(sizes.stages),
@@ -152,12 +160,12 @@ def smem_types(spec: BackwardSpec) -> Smem:
     )
 
 
-def pipeline_types(spec: BackwardSpec) -> Pipeline:
+def pipeline_types(spec: BackwardSpec) -> DkDvBarriers:
     """Barriers: see refs.Pipeline."""
     stages, of_grads = spec.sizes.stages, spec.grad_out_stages
     read = 2 if spec.makes.key else 1  # keys, and values
     by_warpgroups = lambda num: plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=num)
-    return Pipeline(
+    return DkDvBarriers(
         kv_full=plgpu.Barrier(num_arrivals=read * WARPGROUPS * spec.units + 1),
         kv_free=by_warpgroups(1),
         kv_read=by_warpgroups(1),

@@ -9,19 +9,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
-from pallas_kernels.varlen_backward.refs import Inputs, Pipeline, Smem
+from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import Item, Worklist, aligned
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, align_row
 
 
-class Loader:
+class DkDvLoader:
     """Loads what the warpgroups compute with."""
 
-    def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, spec: BackwardSpec):
+    def __init__(self, inputs: DkDvInputs, smem: DkDvSmem, pipeline: DkDvBarriers, spec: BackwardSpec):
         self.inputs, self.smem, self.pipeline, self.spec = inputs, smem, pipeline, spec
 
-    def load_share(self, work: Worklist) -> None:
+    def load_share(self, work: BackwardTileScheduler) -> None:
         """All items of the thread block."""
         rounds, number_of = work.rounds()
 
@@ -44,11 +44,11 @@ class Loader:
             def _(step: Scalar) -> None:
                 plgpu.barrier_wait(self.pipeline.do_free.at[self.spec.stages_of(step).grad_out])
 
-    def load_keys(self, item: Item) -> None:
+    def load_keys(self, item: BackwardWorkTile) -> None:
         """An item's keys, columns and, where keys have a gradient, values."""
         full = self.pipeline.kv_full
         for wg in range(WARPGROUPS):
-            rows = pl.ds(aligned(item["first_key_row"] + wg * UNIT), UNIT)
+            rows = pl.ds(align_row(item["first_key_row"] + wg * UNIT), UNIT)
             for unit in range(self.spec.units):
                 at = (rows, item.kv_head, *self.spec.at_unit(unit, item.row * 0))
                 plgpu.copy_gmem_to_smem(self.inputs.key.at[at], self.smem.key.at[wg, unit], full)
@@ -56,7 +56,7 @@ class Loader:
                     plgpu.copy_gmem_to_smem(self.inputs.value.at[at], self.smem.value.at[wg, unit], full)
         plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[item.row], self.smem.item, full)
 
-    def load_head(self, item: Item, nth: Scalar, step: Scalar) -> Scalar:
+    def load_head(self, item: BackwardWorkTile, nth: Scalar, step: Scalar) -> Scalar:
         """All steps of an item's n-th query head, from `step` on; returns the one behind."""
         head, steps = item.head(nth), item.steps(nth)
 
@@ -71,7 +71,7 @@ class Loader:
             pl.loop(0, steps.num)(lambda i: self.load_tile(item, head, steps.tile(i), step + i))
         return step + steps.num
 
-    def load_tile(self, item: Item, head: Scalar, tile: Scalar, step: Scalar) -> None:
+    def load_tile(self, item: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
         """A tile of queries, and the gradients of its outputs with its stats."""
         stages, pipeline, smem = self.spec.stages_of(step), self.pipeline, self.smem
         rows = pl.ds(item.query_row(tile), self.spec.sizes.tile_q)

@@ -16,23 +16,23 @@ from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.paged_kv import clear_unseen
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_backward.dkdv_epilogue import store_rows
+from pallas_kernels.varlen_backward.dkdv_epilogue import store_valid_rows
 from pallas_kernels.varlen_backward.dkdv_mma import (
-    Place,
-    Sums,
+    DkDvCallbacks,
+    DkDvSums,
+    DqTarget,
     Units,
-    Work,
-    products_of,
+    mma_class,
     store_units,
 )
-from pallas_kernels.varlen_backward.dkdv_scores import QueryTile, Scores
-from pallas_kernels.varlen_backward.refs import Inputs, Outputs, Pipeline, Smem
+from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
+from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, W
-from pallas_kernels.varlen_backward.tile_scheduler import Item, Worklist, tile_of
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
 
 
-class Done(NamedTuple):
+class DkDvState(NamedTuple):
     """What an item's steps so far came to; traced.
 
     Attributes:
@@ -41,22 +41,29 @@ class Done(NamedTuple):
             row is negative before the first step. None where another kernel makes the gradient of queries.
     """
 
-    sums: Sums
-    last: Place | None
+    sums: DkDvSums
+    last: DqTarget | None
 
 
-class Gradients:
+class DkDvMainloop:
     """One warpgroup."""
 
-    def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, spec: BackwardSpec):
+    def __init__(
+        self,
+        inputs: DkDvInputs,
+        outputs: DkDvOutputs,
+        smem: DkDvSmem,
+        pipeline: DkDvBarriers,
+        spec: BackwardSpec,
+    ):
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
         self.spec = spec
         columns_s = smem.stats_and_columns.at[wg * 0 + spec.grad_out_stages, wg]
-        self.scores = Scores(inputs.mask, columns_s, wg, spec)
-        self.products = products_of(spec)(smem, wg, spec)
+        self.scores = DkDvScores(inputs.mask, columns_s, wg, spec)
+        self.products = mma_class(spec)(smem, wg, spec)
 
-    def work_share(self, work: Worklist) -> None:
+    def work_share(self, work: BackwardTileScheduler) -> None:
         """All items of the thread block."""
         rounds, number_of = work.rounds()
         self.scores.store_columns()
@@ -74,18 +81,18 @@ class Gradients:
         lax.fori_loop(0, rounds, attend, rounds * 0)
         plgpu.wait_smem_to_gmem(0)
 
-    def grads_of(self, item: Item, step: Scalar) -> tuple[Scalar, Sums]:
+    def grads_of(self, item: BackwardWorkTile, step: Scalar) -> tuple[Scalar, DkDvSums]:
         """All steps of an item, from `step` on: the one behind, and the sums."""
 
-        def of_head(nth: Scalar, carry: tuple[Scalar, Done]) -> tuple[Scalar, Done]:
+        def of_head(nth: Scalar, carry: tuple[Scalar, DkDvState]) -> tuple[Scalar, DkDvState]:
             step, done = carry
             head, steps = item.head(nth), item.steps(nth)
             slope = self.slope(head)
 
-            def of_tile(is_masked: bool) -> Callable[[Scalar, Done], Done]:
-                def take(i: Scalar, done: Done) -> Done:
+            def of_tile(is_masked: bool) -> Callable[[Scalar, DkDvState], DkDvState]:
+                def take(i: Scalar, done: DkDvState) -> DkDvState:
                     entry = steps.entry(i)
-                    nth = tile_of(entry) if self.spec.has_parts else entry
+                    nth = entry_tile(entry) if self.spec.has_parts else entry
                     tile = QueryTile(item, head, nth, slope, is_masked)
                     if not self.spec.has_parts:
                         return self.take_step(tile, step + i, done)
@@ -101,9 +108,9 @@ class Gradients:
 
         nowhere = None
         if self.spec.adds_grad_query:
-            nowhere = Place(item.head(step * 0), step * 0 - 1)
-            plgpu.barrier_arrive(self.pipeline.ds_full.at[before(step)])  # awaited by the first step
-        begin = Done(self.products.zeros(), nowhere)
+            nowhere = DqTarget(item.head(step * 0), step * 0 - 1)
+            plgpu.barrier_arrive(self.pipeline.ds_full.at[previous_buffer(step)])  # awaited by the first step
+        begin = DkDvState(self.products.zeros(), nowhere)
         step, (sums, last) = lax.fori_loop(0, self.spec.group, of_head, (step, begin))
         if last is not None:
             self.add_last_grad_query(item, last, step)
@@ -113,7 +120,7 @@ class Gradients:
         """ALiBi's of a query head, times log2(e)."""
         return None if self.inputs.slopes is None else self.inputs.slopes[head]
 
-    def let_pass(self, step: Scalar, done: Done) -> Done:
+    def let_pass(self, step: Scalar, done: DkDvState) -> DkDvState:
         """A tile of queries that see none of the warpgroup's keys."""
         stages, pipeline = self.spec.stages_of(step), self.pipeline
         plgpu.barrier_wait(pipeline.q_full.at[stages.query])
@@ -122,7 +129,7 @@ class Gradients:
         plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
         return done
 
-    def take_step(self, tile: QueryTile, step: Scalar, done: Done) -> Done:
+    def take_step(self, tile: QueryTile, step: Scalar, done: DkDvState) -> DkDvState:
         """A tile of queries."""
         stages = self.spec.stages_of(step)
         buffer = lax.rem(step, jnp.int32(DS_BUFFERS))
@@ -151,7 +158,7 @@ class Gradients:
             plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
             self.add_grad_query(last, dq)
 
-        work = Work(
+        work = DkDvCallbacks(
             zero=tile.item["zero"],
             await_queries=lambda: arrived(pipeline.q_full, smem.query, stages.query),
             await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out, stages.grad_out),
@@ -165,16 +172,16 @@ class Gradients:
         )
         sums = self.products.step(done.sums, stages, buffer, work)
         plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
-        return Done(sums, None if last is None else Place(tile.head, tile.item.query_row(tile.nth)))
+        return DkDvState(sums, None if last is None else DqTarget(tile.head, tile.item.query_row(tile.nth)))
 
-    def add_last_grad_query(self, item: Item, last: Place, step: Scalar) -> None:
+    def add_last_grad_query(self, item: BackwardWorkTile, last: DqTarget, step: Scalar) -> None:
         """Of an item's last step, which is the one before `step`."""
-        buffer = before(step)
+        buffer = previous_buffer(step)
         plgpu.barrier_wait(self.pipeline.ds_full.at[buffer])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.add_grad_query(last, self.products.grad_query(buffer, item["zero"]))
 
-    def add_grad_query(self, place: Place, dq: Units) -> None:
+    def add_grad_query(self, place: DqTarget, dq: Units) -> None:
         """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
         if not self.spec.is_interpreted:
             for nth, piece in enumerate(dq):
@@ -192,7 +199,7 @@ class Gradients:
                 else:
                     plgpu.copy_smem_to_gmem(self.smem.grad_query.at[self.wg, nth], to, reduction_op="add")
 
-    def store(self, item: Item, sums: Sums) -> None:
+    def store(self, item: BackwardWorkTile, sums: DkDvSums) -> None:
         """Gradients of the keys and values, in the place of these; one alone in the place of the keys."""
         scale, dtype = self.spec.score.scale, self.spec.dtype
         of_key = tuple((acc * scale).astype(dtype) for acc in sums.key)
@@ -200,7 +207,9 @@ class Gradients:
 
         def store(grad_g: Ref, both: Ref, tiles: Units) -> None:
             (swizzled,), (plain,) = both
-            store_rows(grad_g, item, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec)
+            store_valid_rows(
+                grad_g, item, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec
+            )
 
         makes, outputs = self.spec.makes, self.outputs
         if makes.key and makes.value:
@@ -211,7 +220,7 @@ class Gradients:
         last = (outputs.grad_key, of_key) if makes.key else (outputs.grad_value, of_value)
         store(last[0], self.smem.key_and_grad, last[1])
 
-    def _clear_keys(self, item: Item) -> None:
+    def _clear_keys(self, item: BackwardWorkTile) -> None:
         """Zeros for rows that are not the request's: a gradient of 0 hides no NaN."""
         begin, end = item["begin"], item["end"]
 
@@ -237,6 +246,6 @@ class Gradients:
         clear_unseen(unit_s, pl.ds(0, UNIT), row, begin, end)
 
 
-def before(step: Scalar) -> Scalar:
+def previous_buffer(step: Scalar) -> Scalar:
     """The buffer of gradients of scores of the step before."""
     return lax.rem(step + 1, jnp.int32(DS_BUFFERS))

@@ -10,15 +10,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
-from pallas_kernels.varlen_backward.dkdv_scores import Probabilities
-from pallas_kernels.varlen_backward.refs import Smem
+from pallas_kernels.varlen_backward.dkdv_scores import TileProbabilities
+from pallas_kernels.varlen_backward.refs import DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes, Stages, W, f32
+from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, StepStages, W, f32
 
 type Units = tuple[Tile, ...]
 
 
-class Sums(NamedTuple):
+class DkDvSums(NamedTuple):
     """Gradients of a warpgroup's keys and values so far, a unit of the head each: [64, 64] f32.
 
     Attributes:
@@ -30,14 +30,14 @@ class Sums(NamedTuple):
     value: Units
 
 
-class Place(NamedTuple):
+class DqTarget(NamedTuple):
     """Where the gradient of a tile of queries goes: query head and first row."""
 
     head: Scalar
     row: Scalar
 
 
-class Work(NamedTuple):
+class DkDvCallbacks(NamedTuple):
     """What a warpgroup does between the products of a step.
 
     Attributes:
@@ -61,17 +61,17 @@ class Work(NamedTuple):
     await_grad_out: Callable[[], None]
     await_last_grad_query: Callable[[], None]
     stats: Callable[[int], Columns]
-    probabilities: Callable[[Tile, Columns], Probabilities]
-    grad_scores: Callable[[Probabilities, Tile, Columns], Tile]
+    probabilities: Callable[[Tile, Columns], TileProbabilities]
+    grad_scores: Callable[[TileProbabilities, Tile, Columns], Tile]
     exchange: Callable[[Tile], None]
     release_grad_out: Callable[[], None]
     add_grad_query: Callable[[Units], None]
 
 
-class Products:
+class DkDvMma:
     """Of one warpgroup."""
 
-    def __init__(self, smem: Smem, wg: Scalar, spec: BackwardSpec):
+    def __init__(self, smem: DkDvSmem, wg: Scalar, spec: BackwardSpec):
         self.smem, self.wg, self.spec = smem, wg, spec
 
     def begin_scores(self, s_ref: Ref, stage: Scalar, wg: Scalar) -> None:
@@ -99,7 +99,7 @@ class Products:
         units = jnp.int32(self.spec.units)
         return (number, 0) if self.spec.units == 1 else (lax.div(number, units), lax.rem(number, units))
 
-    def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
         """All five of a step, whose tiles are in `stages`; gradients of scores go through `buffer`.
 
         P is made while dP is in flight, dS while dV is; dQ, of the step before, leaves while dK is.
@@ -147,30 +147,30 @@ class Products:
             if num:
                 work.add_grad_query(tuple(lax.optimization_barrier(dq)))
 
-        start = Sums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
-        return Sums(*(tuple(units) for units in pl.run_state(products)(start)))
+        start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
+        return DkDvSums(*(tuple(units) for units in pl.run_state(products)(start)))
 
     def grad_query(self, buffer: Scalar, zero: Scalar) -> Units:
         """The warpgroup's pieces of dS K, of the step whose dS is in `buffer`."""
-        piece = lambda n: product((UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, zero))
+        piece = lambda n: run_mma((UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, zero))
         return tuple(piece(n) for n in range(self.spec.pieces))
 
-    def zeros(self) -> Sums:
+    def zeros(self) -> DkDvSums:
         """No gradients yet."""
         zero = lambda: plgpu.layout_cast(jnp.zeros((UNIT, UNIT), f32), W)
         zeros = lambda is_made: tuple(zero() for _ in range(self.spec.units if is_made else 0))
-        return Sums(*map(zeros, self.spec.makes))
+        return DkDvSums(*map(zeros, self.spec.makes))
 
 
-class InterpretedProducts(Products):
+class InterpretedDkDvMma(DkDvMma):
     """For interpret mode, which has neither accumulators with a past nor operands in registers."""
 
-    def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
         """See Products; one after the other."""
         spec, smem, wg = self.spec, self.smem, self.wg
         queries, grads = smem.query.at[stages.query], smem.grad_out.at[stages.grad_out]
         work.await_queries()
-        s = product(spec.s_shape, lambda ref: self.begin_scores(ref, stages.query, wg))
+        s = run_mma(spec.s_shape, lambda ref: self.begin_scores(ref, stages.query, wg))
         work.await_grad_out()
         of = work.probabilities(s, work.stats(0))
         if spec.makes.value:
@@ -181,8 +181,8 @@ class InterpretedProducts(Products):
         )
         if not spec.makes.key:
             work.release_grad_out()
-            return Sums((), values)
-        dp = product(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
+            return DkDvSums((), values)
+        dp = run_mma(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
         ds = work.grad_scores(of, dp, work.stats(1)).astype(spec.dtype)
         work.exchange(ds)
         dq = self.grad_query(1 - buffer, work.zero) if spec.adds_grad_query else ()
@@ -193,7 +193,7 @@ class InterpretedProducts(Products):
         work.release_grad_out()
         if spec.adds_grad_query:
             work.add_grad_query(dq)
-        return Sums(keys, values)
+        return DkDvSums(keys, values)
 
     def of_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
         """[64, tile_q] of SMEM, in units, times a unit of a tile of queries' heads."""
@@ -202,7 +202,7 @@ class InterpretedProducts(Products):
             for nth in range(self.spec.query_units):
                 plgpu.wgmma(ref, rows_s.at[nth], queries_s.at[unit, pl.ds(nth * UNIT, UNIT)])
 
-        return product((UNIT, UNIT), begin)
+        return run_mma((UNIT, UNIT), begin)
 
 
 def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
@@ -211,7 +211,7 @@ def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
         to_s[nth] = tile[:, nth * UNIT : (nth + 1) * UNIT]
 
 
-def product(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
+def run_mma(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
     """Of operands in shared memory, one after the other: what `begin` adds to an accumulator of 0."""
 
     def run(ref: Ref) -> Tile:
@@ -221,10 +221,10 @@ def product(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
     return pl.run_scoped(run, plgpu.ACC(shape, f32))
 
 
-class KeyProducts(Products):
+class DkMma(DkDvMma):
     """S, dP and dK: P is made while dP is in flight."""
 
-    def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
         """See Products."""
         wg, units = self.wg + work.zero, self.spec.units
 
@@ -241,7 +241,7 @@ class KeyProducts(Products):
             return ds
 
         ds = pl.run_scoped(grad_scores, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
-        return Sums(self.added(sums.key, ds, self.smem.query.at[stages.query]), ())
+        return DkDvSums(self.added(sums.key, ds, self.smem.query.at[stages.query]), ())
 
     def added(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
         """Sums with `rows` times a tile of queries, or of gradients of their outputs."""
@@ -253,10 +253,10 @@ class KeyProducts(Products):
         return tuple(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
 
-class ValueProducts(KeyProducts):
+class DvMma(DkMma):
     """S and dV."""
 
-    def step(self, sums: Sums, stages: Stages, buffer: Scalar, work: Work) -> Sums:
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
         """See Products."""
         wg = self.wg + work.zero
 
@@ -270,13 +270,13 @@ class ValueProducts(KeyProducts):
         of = work.probabilities(lax.optimization_barrier(s), work.stats(0))
         values = self.added(sums.value, of.p, self.smem.grad_out.at[stages.grad_out])
         work.release_grad_out()
-        return Sums((), values)
+        return DkDvSums((), values)
 
 
-def products_of(spec: BackwardSpec) -> type[Products]:
+def mma_class(spec: BackwardSpec) -> type[DkDvMma]:
     """What a kernel multiplies with."""
     if spec.is_interpreted:
-        return InterpretedProducts
-    if spec.makes == Makes(key=True, value=True):
-        return Products
-    return KeyProducts if spec.makes.key else ValueProducts
+        return InterpretedDkDvMma
+    if spec.makes == ComputedGrads(key=True, value=True):
+        return DkDvMma
+    return DkMma if spec.makes.key else DvMma

@@ -11,14 +11,14 @@ from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_backward.schedule import query_range
+from pallas_kernels.varlen_backward.schedule import visible_query_range
 from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
-from pallas_kernels.varlen_backward.tile_scheduler import Item
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile
 from pallas_kernels.varlen_prefill import PairTile
-from pallas_kernels.varlen_prefill.kernel_mask import Stored
+from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 
 
-def capped(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
+def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
     """Q K^T scaled and soft-capped, times log2(e); and of what the cap bends its tanh, None without a cap."""
     if score.soft_cap is None:
         return s * (score.scale * LOG2E), None
@@ -27,7 +27,7 @@ def capped(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyRows(PairTile):
+class TransposedPairTile(PairTile):
     """PairTile on its side."""
 
     has_key_rows: ClassVar[bool] = True
@@ -82,7 +82,7 @@ class QueryTile(NamedTuple):
         is_masked: Static: some pair of it may not be seen.
     """
 
-    item: Item
+    item: BackwardWorkTile
     head: Scalar
     nth: Scalar
     slope: Scalar | None
@@ -94,7 +94,7 @@ class QueryTile(NamedTuple):
         return self.item["first_position"] - position, self.item["seq_len"] - position
 
 
-class Probabilities(NamedTuple):
+class TileProbabilities(NamedTuple):
     """Of a tile.
 
     Attributes:
@@ -108,7 +108,7 @@ class Probabilities(NamedTuple):
     is_masked: bool
 
 
-class Scores:
+class DkDvScores:
     """Of one warpgroup."""
 
     def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
@@ -121,7 +121,7 @@ class Scores:
         self.columns_s[...] = columns.astype(f32)
         plgpu.commit_smem()
 
-    def stored(self, tile: QueryTile) -> Stored:
+    def stored(self, tile: QueryTile) -> LoadedMask:
         """What the mask has stored of a tile: read early, for it comes from global memory."""
         if not tile.is_masked or not self.arrays:
             return ()
@@ -139,18 +139,18 @@ class Scores:
             return less
         return less + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
 
-    def probabilities(self, s: Tile, less: Columns, tile: QueryTile, stored: Stored) -> Probabilities:
+    def probabilities(self, s: Tile, less: Columns, tile: QueryTile, stored: LoadedMask) -> TileProbabilities:
         """Of Q K^T; `less` is stats(0), `stored` what the mask has stored."""
-        y, bend = capped(s, self.spec.score)
+        y, bend = apply_soft_cap(s, self.spec.score)
         if tile.slope is not None:
             y = self._biased(y, tile, tile.slope)
         y = y - self._wide(less)
         p = jnp.exp2(self._masked(y, tile, stored) if tile.is_masked else y)
         # Not the cap's part and p: registers are short.
         weight = p if bend is None else p * (1.0 - bend * bend)
-        return Probabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
+        return TileProbabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
 
-    def gradients(self, of: Probabilities, grad_p: Tile, less: Columns) -> Tile:
+    def gradients(self, of: TileProbabilities, grad_p: Tile, less: Columns) -> Tile:
         """Of scores, but for the scale; `less` is stats(1)."""
         grad = of.weight * (grad_p - self._wide(less))
         return jnp.where(of.weight > 0.0, grad, 0.0) if of.is_masked else grad
@@ -163,12 +163,12 @@ class Scores:
         distances = jnp.maximum(self._columns() - self._of_rows(first.astype(f32)), 0.0)
         return y - jnp.sqrt(distances) * slope
 
-    def _masked(self, y: Tile, tile: QueryTile, stored: Stored) -> Tile:
+    def _masked(self, y: Tile, tile: QueryTile, stored: LoadedMask) -> Tile:
         """-inf where a pair is not seen: of each key the queries from one on up to another see it at most."""
         item = tile.item
         first, seq_len = item["first_position"], item["seq_len"]
         row = self._rows() + self.wg * UNIT
-        low, high = query_range(self.spec.score, row + item["key_position"], first, seq_len)
+        low, high = visible_query_range(self.spec.score, row + item["key_position"], first, seq_len)
         is_live = (row >= item["begin"]) & (row < item["end"])
         high = jnp.where(is_live, high, low)
         position = item.position(tile.nth)
@@ -182,8 +182,8 @@ class Scores:
             return pairs.masked(y, tuple(a & b for a, b in zip(seen, words, strict=True)))
         return pairs.masked(jnp.where(seen, y, -jnp.inf), words)
 
-    def _pairs(self, tile: QueryTile) -> KeyRows:
-        return KeyRows(
+    def _pairs(self, tile: QueryTile) -> TransposedPairTile:
+        return TransposedPairTile(
             head=tile.head,
             first_query=tile.item.position(tile.nth),
             first_key=tile.item["key_position"] + self.wg * UNIT,

@@ -26,20 +26,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Ref, Scalar
-from pallas_kernels.varlen_backward.dq_loader import KeyRing, value_stages
-from pallas_kernels.varlen_backward.dq_mainloop import QueryGradients
-from pallas_kernels.varlen_backward.refs import QueryInputs, QuerySmem
-from pallas_kernels.varlen_prefill.kernel import pipeline_types, registers, smem_types
-from pallas_kernels.varlen_prefill.loader import Loader
-from pallas_kernels.varlen_prefill.refs import Pipeline
+from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, num_value_stages
+from pallas_kernels.varlen_backward.dq_mainloop import DqMainloop
+from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
+from pallas_kernels.varlen_prefill.kernel import pipeline_types, register_counts, smem_types
+from pallas_kernels.varlen_prefill.loader import PrefillLoader
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers
 from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
-from pallas_kernels.varlen_prefill.tile_scheduler import Item, Worklist, aligned
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile, align_row
 
 
-def backward_queries(inputs: QueryInputs, spec: PrefillSpec) -> jax.Array:
+def run_dq(inputs: DqInputs, spec: PrefillSpec) -> jax.Array:
     """The gradient of queries, as these."""
     chunks = spec.shape.cut.chunks
-    cut, num_values = spec.shape.cut, value_stages(spec)
+    cut, num_values = spec.shape.cut, num_value_stages(spec)
     values = swizzled_smem((num_values, chunks, spec.sizes.tile_kv, cut.width), spec.dtype)
     in_smem = smem_types(spec)._replace(alibi=None, v=values)
     rows = (spec.sizes.warpgroups, spec.sizes.query_buffers, chunks, M, cut.width)
@@ -51,9 +51,9 @@ def backward_queries(inputs: QueryInputs, spec: PrefillSpec) -> jax.Array:
     )
     query = inputs.attention.query
     kernel = plgpu.kernel(
-        functools.partial(queries_body, spec=spec),
+        functools.partial(dq_body, spec=spec),
         out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        scratch_types=(QuerySmem(in_smem, swizzled_smem(rows, spec.dtype)), barriers._replace(q_full=both)),
+        scratch_types=(DqSmem(in_smem, swizzled_smem(rows, spec.dtype)), barriers._replace(q_full=both)),
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),
         num_threads=spec.sizes.warpgroups + 1,
@@ -66,13 +66,13 @@ def backward_queries(inputs: QueryInputs, spec: PrefillSpec) -> jax.Array:
     return kernel(inputs)
 
 
-def queries_body(
-    inputs: QueryInputs, grad_query: Ref, smem: QuerySmem, pipeline: Pipeline, *, spec: PrefillSpec
+def dq_body(
+    inputs: DqInputs, grad_query: Ref, smem: DqSmem, pipeline: PrefillBarriers, *, spec: PrefillSpec
 ) -> None:
     """What a thread block does: its last warpgroup loads, the others compute."""
     wg, loads = lax.axis_index("warpgroup"), spec.sizes.warpgroups
-    work = Worklist(inputs.attention.schedule, spec)
-    load_registers, compute_registers = registers(spec)
+    work = PrefillTileScheduler(inputs.attention.schedule, spec)
+    load_registers, compute_registers = register_counts(spec)
 
     @pl.when(wg == loads)
     def _() -> None:
@@ -80,28 +80,28 @@ def queries_body(
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            loader = QueryLoader(inputs, smem, pipeline, spec)
+            loader = DqLoader(inputs, smem, pipeline, spec)
             pl.when(warp == 0)(functools.partial(loader.load_share, work))
 
     @pl.when(wg < loads)
     def _() -> None:
         plgpu.set_max_registers(compute_registers, action="increase")
-        QueryGradients(inputs, grad_query, smem, pipeline, spec).work_share(work)
+        DqMainloop(inputs, grad_query, smem, pipeline, spec).work_share(work)
 
 
-class QueryLoader(Loader):
+class DqLoader(PrefillLoader):
     """Loads what the warpgroups compute with."""
 
-    ring: KeyRing
+    ring: DqKvPipeline
 
-    def __init__(self, inputs: QueryInputs, smem: QuerySmem, pipeline: Pipeline, spec: PrefillSpec):
+    def __init__(self, inputs: DqInputs, smem: DqSmem, pipeline: PrefillBarriers, spec: PrefillSpec):
         super().__init__(inputs.attention, smem.attention, pipeline, spec, 0)
-        self.ring = KeyRing(smem.attention, pipeline, spec)
+        self.ring = DqKvPipeline(smem.attention, pipeline, spec)
         self.arrays = inputs.attention.cache.k, inputs.attention.cache.v
         self.grad_out_g, self.grad_out_s = inputs.grad_out, smem.grad_out
         self.out_g, self.steps_before = inputs.out, inputs.steps_before
 
-    def load_share(self, work: Worklist) -> None:
+    def load_share(self, work: PrefillTileScheduler) -> None:
         """See Loader; an item's outputs come before its keys."""
         rounds, number_of = work.rounds_of(self.team)
 
@@ -117,18 +117,18 @@ class QueryLoader(Loader):
             self.ring.wait_until_read(steps)
             self.wait_for_queries(rounds)
 
-    def load_outputs(self, item: Item, step: Scalar) -> None:
+    def load_outputs(self, item: PrefillWorkTile, step: Scalar) -> None:
         """The first warpgroup's in the place of keys, the second one's in that of values."""
         cut = self.spec.shape.cut
         for rank, (stream, stage, num) in enumerate(self.ring.stages(step)):
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
-            rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
+            rows = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * M, 0)), M)
             for chunk in range(cut.chunks):
                 source = self.out_g.at[(rows, item.head, *cut.at(chunk, step * 0))]
                 plgpu.copy_gmem_to_smem(source, stream.tiles.at[stage, chunk], stream.full.at[stage])
 
     def load_tile(
-        self, item: Item, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
+        self, item: PrefillWorkTile, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
     ) -> None:
         """A tile's keys, then what is to be done between, then its values: see Loader."""
         kv_head = lax.div(item.head, jnp.int32(self.spec.shape.group))
@@ -139,12 +139,12 @@ class QueryLoader(Loader):
             if between is not None and nth == 0:
                 between()
 
-    def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
+    def load_queries(self, item: PrefillWorkTile, row: Scalar, nth: Scalar) -> None:
         """Each warpgroup's queries, the item's columns, and the gradients of the queries' outputs."""
         super().load_queries(item, row, nth)
         cut, buffer = self.spec.shape.cut, self.queries[0].buffer(nth)
         for rank, queries in enumerate(self.queries):
-            rows = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * M, 0)), M)
+            rows = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * M, 0)), M)
             for chunk in range(cut.chunks):
                 source = self.grad_out_g.at[(rows, item.head, *cut.at(chunk, nth * 0))]
                 to = self.grad_out_s.at[rank, buffer, chunk]

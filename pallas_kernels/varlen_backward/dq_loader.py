@@ -6,17 +6,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Scalar
-from pallas_kernels.varlen_prefill.pipeline import Ring, Stream
-from pallas_kernels.varlen_prefill.refs import Pipeline, Smem
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillSmem
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 
 
-def is_wide(spec: PrefillSpec) -> bool:
+def has_wide_heads(spec: PrefillSpec) -> bool:
     """Heads of 192 and 256."""
     return spec.shape.cut.padded_dim > 128
 
 
-def value_stages(spec: PrefillSpec) -> int:
+def num_value_stages(spec: PrefillSpec) -> int:
     """Tiles of values in shared memory: one beside two of keys where heads are of 256.
 
     Values are read once, by dP; keys by S and, while the next tile's S is made, by dQ.
@@ -24,12 +24,12 @@ def value_stages(spec: PrefillSpec) -> int:
     return 1 if spec.shape.cut.padded_dim > 192 else spec.sizes.stages
 
 
-class KeyRing(Ring):
+class DqKvPipeline(KvPipeline):
     """A team's stages, those of values counted for themselves."""
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, spec: PrefillSpec):
+    def __init__(self, smem: PrefillSmem, pipeline: PrefillBarriers, spec: PrefillSpec):
         super().__init__(smem, pipeline, spec.sizes, 0)
-        self.num_values = value_stages(spec)
+        self.num_values = num_value_stages(spec)
 
     def value_stage(self, step: Scalar) -> Scalar:
         """Where the values of a step are."""
@@ -37,7 +37,7 @@ class KeyRing(Ring):
             return self.stage(step)
         return lax.rem(step, jnp.int32(self.num_values))
 
-    def stages(self, step: Scalar) -> tuple[tuple[Stream, Scalar, int], ...]:
+    def stages(self, step: Scalar) -> tuple[tuple[KvStages, Scalar, int], ...]:
         """Of keys and of values: the stream, where it has those of a step, and how many stages it has."""
         return (
             (self.keys, self.stage(step), self.sizes.stages),

@@ -8,40 +8,40 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_backward.dq_loader import KeyRing, is_wide
+from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
 from pallas_kernels.varlen_backward.dq_mma import (
-    Rows,
-    State,
-    Work,
-    products_of,
+    DqCallbacks,
+    DqOperands,
+    DqState,
+    mma_class,
 )
-from pallas_kernels.varlen_backward.dq_scores import QueryScores, Stats
-from pallas_kernels.varlen_backward.refs import QueryInputs, QuerySmem
-from pallas_kernels.varlen_prefill.block_info import Edges, KvTile, QueryRows
+from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats
+from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
+from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.epilogue import store_rows
-from pallas_kernels.varlen_prefill.masking import Masking, Values
-from pallas_kernels.varlen_prefill.pipeline import Queries
-from pallas_kernels.varlen_prefill.refs import Pipeline
+from pallas_kernels.varlen_prefill.masking import Masking, ValueTiles
+from pallas_kernels.varlen_prefill.pipeline import QueryBuffers
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers
 from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
-from pallas_kernels.varlen_prefill.tile_scheduler import Worklist
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
-class QueryGradients:
+class DqMainloop:
     """One warpgroup."""
 
     def __init__(
-        self, inputs: QueryInputs, grad_query: Ref, smem: QuerySmem, pipeline: Pipeline, spec: PrefillSpec
+        self, inputs: DqInputs, grad_query: Ref, smem: DqSmem, pipeline: PrefillBarriers, spec: PrefillSpec
     ):
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.grad_query, self.smem, self.spec = inputs, grad_query, smem, spec
-        self.queries = Queries(smem.attention, pipeline, spec.sizes, wg)
-        self.ring, of_keys = (KeyRing(smem.attention, pipeline, spec) for _ in range(2))
+        self.queries = QueryBuffers(smem.attention, pipeline, spec.sizes, wg)
+        self.ring, of_keys = (DqKvPipeline(smem.attention, pipeline, spec) for _ in range(2))
         # Here it is keys that a gradient of 0 is multiplied by.
         of_keys.values = of_keys.keys
-        self.clear = Values(of_keys, spec)
+        self.clear = ValueTiles(of_keys, spec)
         masking = Masking(inputs.attention.mask, self.columns, spec)
-        self.scores = QueryScores(inputs.stats, masking, spec)
-        self.products = products_of(spec)(
+        self.scores = DqScores(inputs.stats, masking, spec)
+        self.products = mma_class(spec)(
             self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec
         )
 
@@ -50,7 +50,7 @@ class QueryGradients:
         column = plgpu.load(self.smem.attention.columns.at[self.wg], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
 
-    def work_share(self, work: Worklist) -> None:
+    def work_share(self, work: PrefillTileScheduler) -> None:
         """All items of the thread block."""
         rounds, number_of = work.rounds_of(0)
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
@@ -88,15 +88,15 @@ class QueryGradients:
         if queries.num == 1:
             queries.release(nth)
 
-    def here(self, rows: QueryRows, buffer: Scalar) -> Rows:
+    def here(self, rows: QueryRows, buffer: Scalar) -> DqOperands:
         """Rows in shared memory.
 
         Wide heads have more addresses for the tensor core than registers: these are made anew each step, of
         a 0 that the compiler does not know.
         """
-        if is_wide(self.spec):
+        if has_wide_heads(self.spec):
             buffer = buffer + lax.shift_right_logical(rows.item["seq_len"], jnp.int32(31))
-        return Rows(self.queries.query.at[buffer], self.smem.grad_out.at[self.wg, buffer])
+        return DqOperands(self.queries.query.at[buffer], self.smem.grad_out.at[self.wg, buffer])
 
     def grads_of(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
         """All keys of rows, which are in a buffer, and whose item's first are those of `step`."""
@@ -112,8 +112,8 @@ class QueryGradients:
         work = self.work(first, stats, await_first)
         state = self.products.start(self.here(rows, buffer), step + begin, work)
 
-        def take(edges: Edges) -> Callable[[Scalar, State], State]:
-            def take(i: Scalar, state: State) -> State:
+        def take(edges: MaskedEnds) -> Callable[[Scalar, DqState], DqState]:
+            def take(i: Scalar, state: DqState) -> DqState:
                 tile = rows.tile(i, edges)
                 work = self.work(tile, stats, lambda: self.clear.await_next(tile, step + i))
                 return self.products.take(self.here(rows, buffer), step + i, work, state)
@@ -121,17 +121,17 @@ class QueryGradients:
             return take
 
         if has_window or has_lists:
-            state = lax.fori_loop(begin + 1, low_edge, take(Edges.BOTH), state)
-        state = lax.fori_loop(low_edge, high_edge, take(Edges.NONE), state)
+            state = lax.fori_loop(begin + 1, low_edge, take(MaskedEnds.BOTH), state)
+        state = lax.fori_loop(low_edge, high_edge, take(MaskedEnds.NONE), state)
         if not has_lists:
-            state = lax.fori_loop(high_edge, end, take(Edges.HIGH), state)
+            state = lax.fori_loop(high_edge, end, take(MaskedEnds.HIGH), state)
         self.clear.clear_last(rows, end - 1, step + end - 1)
         grads = self.products.finish(step + end - 1, state)
         if not has_lists:
             self.ring.skip(step, end, rows.item.num)
         return grads
 
-    def expected(self, here: Rows, step: Scalar) -> Tile:
+    def expected(self, here: DqOperands, step: Scalar) -> Tile:
         """The sum of outputs, which are where keys and values of a step are, times their gradients."""
         for stream, stage, _ in self.ring.stages(step):
             plgpu.barrier_wait(stream.full.at[stage])
@@ -151,9 +151,9 @@ class QueryGradients:
             plgpu.barrier_arrive(stream.free.at[stage])
         return total
 
-    def work(self, tile: KvTile, stats: Stats, await_keys: Callable[[], None]) -> Work:
+    def work(self, tile: KvTile, stats: RowStats, await_keys: Callable[[], None]) -> DqCallbacks:
         """What is done between the products of a tile."""
-        return Work(
+        return DqCallbacks(
             await_keys=await_keys,
             stored=lambda: self.scores.masking.stored(tile),
             weights=lambda s, stored: self.scores.weights(s, stats, tile, stored),

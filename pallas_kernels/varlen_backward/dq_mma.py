@@ -9,20 +9,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_backward.dkdv_mma import product
-from pallas_kernels.varlen_backward.dq_loader import KeyRing
-from pallas_kernels.varlen_prefill.kernel_mask import Stored
+from pallas_kernels.varlen_backward.dkdv_mma import run_mma
+from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline
+from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 
 
-class Rows(NamedTuple):
+class DqOperands(NamedTuple):
     """Of a warpgroup's item in shared memory, [chunks, 64, width] each."""
 
     query: Ref
     grad_out: Ref
 
 
-class State(NamedTuple):
+class DqState(NamedTuple):
     """Gradients of queries so far.
 
     Attributes:
@@ -34,7 +34,7 @@ class State(NamedTuple):
     ds: Tile
 
 
-class Work(NamedTuple):
+class DqCallbacks(NamedTuple):
     """What a warpgroup does between the products of a tile.
 
     Attributes:
@@ -45,15 +45,15 @@ class Work(NamedTuple):
     """
 
     await_keys: Callable[[], None]
-    stored: Callable[[], Stored]
-    weights: Callable[[Tile, Stored], Tile]
+    stored: Callable[[], LoadedMask]
+    weights: Callable[[Tile, LoadedMask], Tile]
     grad_scores: Callable[[Tile, Tile], Tile]
 
 
-class QueryProducts:
+class DqMma:
     """Of one warpgroup."""
 
-    def __init__(self, ring: KeyRing, ds_s: Ref, spec: PrefillSpec):
+    def __init__(self, ring: DqKvPipeline, ds_s: Ref, spec: PrefillSpec):
         """With [64, tile_kv] of shared memory for gradients of scores where nothing multiplies registers."""
         self.ring, self.ds_s, self.spec = ring, ds_s, spec
 
@@ -62,12 +62,12 @@ class QueryProducts:
         """Products that one of whole heads is made of."""
         return self.spec.shape.cut.chunks
 
-    def begin_scores(self, s_ref: Ref, rows: Rows, stage: Scalar) -> None:
+    def begin_scores(self, s_ref: Ref, rows: DqOperands, stage: Scalar) -> None:
         """Begins S += Q K^T."""
         for chunk in range(self.chunks):
             plgpu.wgmma(s_ref, rows.query.at[chunk], self.ring.keys.tiles.at[stage, chunk].T)
 
-    def begin_grad_p(self, dp_ref: Ref, rows: Rows, stage: Scalar) -> None:
+    def begin_grad_p(self, dp_ref: Ref, rows: DqOperands, stage: Scalar) -> None:
         """Begins dP += dO V^T."""
         for chunk in range(self.chunks):
             plgpu.wgmma(dp_ref, rows.grad_out.at[chunk], self.ring.values.tiles.at[stage, chunk].T)
@@ -77,13 +77,13 @@ class QueryProducts:
         for chunk, ref in enumerate(sum_refs):
             plgpu.wgmma(ref, ds, self.ring.keys.tiles.at[stage, chunk])
 
-    def start(self, rows: Rows, step: Scalar, work: Work) -> State:
+    def start(self, rows: DqOperands, step: Scalar, work: DqCallbacks) -> DqState:
         """An item's first tile, whose keys are those of `step`."""
         ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return State(tuple(zeros() for _ in range(self.chunks)), ds.astype(self.spec.dtype))
+        return DqState(tuple(zeros() for _ in range(self.chunks)), ds.astype(self.spec.dtype))
 
-    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+    def take(self, rows: DqOperands, step: Scalar, work: DqCallbacks, state: DqState) -> DqState:
         """A later tile, beside dQ of the tile before: P is made while dP is in flight, dS while dQ is."""
         before = self.ring.stage(step - 1)
 
@@ -97,9 +97,9 @@ class QueryProducts:
         empty = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
         sums, ds = pl.run_state(products)((start, empty))
         plgpu.barrier_arrive(self.ring.keys.free.at[before])
-        return State(tuple(sums), ds.astype(self.spec.dtype))
+        return DqState(tuple(sums), ds.astype(self.spec.dtype))
 
-    def finish(self, step: Scalar, state: State) -> tuple[Tile, ...]:
+    def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
         """With the last tile's part, whose keys are those of `step`."""
         stage = self.ring.stage(step)
         issue = lambda refs: self.begin_grad_query(refs, state.ds, stage)
@@ -108,7 +108,13 @@ class QueryProducts:
         return sums
 
     def _scores(
-        self, rows: Rows, step: Scalar, work: Work, *, in_flight: int, between: Callable[[], None]
+        self,
+        rows: DqOperands,
+        step: Scalar,
+        work: DqCallbacks,
+        *,
+        in_flight: int,
+        between: Callable[[], None],
     ) -> Tile:
         """DS of a tile; `between` issues `in_flight` products that nobody waits for."""
         stage, values, of_values = self.ring.stage(step), self.ring.values, self.ring.value_stage(step)
@@ -129,54 +135,56 @@ class QueryProducts:
         return pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
 
 
-class WideQueryProducts(QueryProducts):
+class WideDqMma(DqMma):
     """For heads of 256, whose sums leave no registers for a tile's dS beside the next one's S and dP."""
 
-    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+    def take(self, rows: DqOperands, step: Scalar, work: DqCallbacks, state: DqState) -> DqState:
         """See QueryProducts; dQ of the tile before is done before S begins."""
         sums = self.finish(step - 1, state)
         ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
-        return State(sums, ds.astype(self.spec.dtype))
+        return DqState(sums, ds.astype(self.spec.dtype))
 
 
-def products_of(spec: PrefillSpec) -> type[QueryProducts]:
+def mma_class(spec: PrefillSpec) -> type[DqMma]:
     """What the kernel multiplies with."""
     if spec.is_interpreted:
-        return InterpretedQueryProducts
-    return WideQueryProducts if spec.shape.cut.padded_dim > 192 else QueryProducts
+        return InterpretedDqMma
+    return WideDqMma if spec.shape.cut.padded_dim > 192 else DqMma
 
 
-class InterpretedQueryProducts(QueryProducts):
+class InterpretedDqMma(DqMma):
     """For interpret mode, which has neither accumulators with a past nor operands in registers."""
 
-    def start(self, rows: Rows, step: Scalar, work: Work) -> State:
+    def start(self, rows: DqOperands, step: Scalar, work: DqCallbacks) -> DqState:
         """See QueryProducts."""
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
         return self._one_by_one(rows, step, work, tuple(zeros() for _ in range(self.chunks)))
 
-    def take(self, rows: Rows, step: Scalar, work: Work, state: State) -> State:
+    def take(self, rows: DqOperands, step: Scalar, work: DqCallbacks, state: DqState) -> DqState:
         """See QueryProducts; one after the other."""
         return self._one_by_one(rows, step, work, self.finish(step - 1, state))
 
-    def finish(self, step: Scalar, state: State) -> tuple[Tile, ...]:
+    def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
         """See QueryProducts."""
         stage, keys = self.ring.stage(step), self.ring.keys
         self.ds_s[...] = state.ds
         plgpu.commit_smem()
-        of_chunk = lambda chunk: product(
+        of_chunk = lambda chunk: run_mma(
             self.spec.acc_shape, lambda ref: plgpu.wgmma(ref, self.ds_s, keys.tiles.at[stage, chunk])
         )
         sums = tuple(acc + of_chunk(chunk) for chunk, acc in enumerate(state.sums))
         plgpu.barrier_arrive(keys.free.at[stage])
         return sums
 
-    def _one_by_one(self, rows: Rows, step: Scalar, work: Work, sums: tuple[Tile, ...]) -> State:
+    def _one_by_one(
+        self, rows: DqOperands, step: Scalar, work: DqCallbacks, sums: tuple[Tile, ...]
+    ) -> DqState:
         stage, values, shape = self.ring.stage(step), self.ring.values, self.spec.s_shape
         of_values = self.ring.value_stage(step)
         work.await_keys()
-        s = product(shape, lambda ref: self.begin_scores(ref, rows, stage))
+        s = run_mma(shape, lambda ref: self.begin_scores(ref, rows, stage))
         weights = work.weights(s, work.stored())
         plgpu.barrier_wait(values.full.at[of_values])
-        grad_p = product(shape, lambda ref: self.begin_grad_p(ref, rows, of_values))
+        grad_p = run_mma(shape, lambda ref: self.begin_grad_p(ref, rows, of_values))
         plgpu.barrier_arrive(values.free.at[of_values])
-        return State(sums, work.grad_scores(weights, grad_p).astype(self.spec.dtype))
+        return DqState(sums, work.grad_scores(weights, grad_p).astype(self.spec.dtype))

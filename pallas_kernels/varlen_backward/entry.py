@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret, Ref
-from pallas_kernels.varlen_backward.call import Call
-from pallas_kernels.varlen_backward.dkdv_kernel import backward_of_keys, output_types
-from pallas_kernels.varlen_backward.dq_kernel import backward_queries
-from pallas_kernels.varlen_backward.schedule import Schedule
-from pallas_kernels.varlen_backward.sizes import KernelSizes
-from pallas_kernels.varlen_backward.spec import BackwardSpec, Makes, units_of
-from pallas_kernels.varlen_backward.tile_lists import PairMask, TileLists
+from pallas_kernels.varlen_backward.call import BackwardCall
+from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
+from pallas_kernels.varlen_backward.dq_kernel import run_dq
+from pallas_kernels.varlen_backward.schedule import BackwardSchedule
+from pallas_kernels.varlen_backward.sizes import BackwardSizes
+from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_units
+from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
 
 
 def varlen_backward(
@@ -33,11 +33,11 @@ def varlen_backward(
     score: Score,
     grad_lse: Float[Array, "q_heads tokens"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
-    schedule: Schedule | None = None,
-    lists: TileLists | None = None,
-    mask: PairMask | None = None,
+    schedule: BackwardSchedule | None = None,
+    lists: BackwardTileLists | None = None,
+    mask: BackwardMask | None = None,
     deterministic: bool = False,
-    sizes: KernelSizes | None = None,
+    sizes: BackwardSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Array, Array, Array]:
     """Gradients of the queries, keys and values that varlen_prefill attended over, packed.
@@ -72,22 +72,22 @@ def varlen_backward(
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
-    call = Call(
+    call = BackwardCall(
         query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, mask=mask,
         query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc, lists=lists,
         alibi_slopes=alibi_slopes,
     )  # fmt: skip
     options: dict[str, Any] = {"deterministic": deterministic, "sizes": sizes, "interpret": interpret}
-    return grads_of_call(call, schedule, score=score, **options)
+    return run_backward(call, schedule, score=score, **options)
 
 
-def grads_of_call(
-    call: Call,
-    schedule: Schedule | None,
+def run_backward(
+    call: BackwardCall,
+    schedule: BackwardSchedule | None,
     *,
     score: Score,
     deterministic: bool,
-    sizes: KernelSizes | None,
+    sizes: BackwardSizes | None,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_backward."""
@@ -100,29 +100,29 @@ def grads_of_call(
     call.check_queries(sizes, deterministic=deterministic)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
     call.check_schedule(schedule, score, sizes)
-    kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.of_keys
+    kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.dkdv_mask
     spec = BackwardSpec(
-        kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=units_of(query.shape[2]), score=score,
+        kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=head_units(query.shape[2]), score=score,
         sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
-        has_lists=call.lists is not None, mask=mask, makes=Makes(key=True, value=True),
+        has_lists=call.lists is not None, mask=mask, makes=ComputedGrads(key=True, value=True),
         interpret=interpret,
     )  # fmt: skip
     inputs = call.inputs(schedule, spec)
     live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
     if spec.adds_grad_query:
-        of_keys = lambda summed: backward_of_keys(inputs._replace(grad_query=summed), spec)
+        of_keys = lambda summed: run_dkdv(inputs._replace(grad_query=summed), spec)
         outputs, summed = _with_ref(of_keys, inputs.grad_query, output_types(inputs, spec))
         grad_query = call.grad_query(summed, spec)
     else:
         of_queries, stats = call.query_spec(schedule, spec), inputs.stats
-        given = call.query_inputs(inputs, schedule, of_queries, sums_outputs=sizes.sums_outputs)
-        grads_of = lambda stats: backward_queries(given._replace(stats=stats), of_queries)
-        if sizes.sums_outputs:
+        given = call.query_inputs(inputs, schedule, of_queries, fuses_delta=sizes.fuses_delta)
+        grads_of = lambda stats: run_dq(given._replace(stats=stats), of_queries)
+        if sizes.fuses_delta:
             grads, stats = _with_ref(grads_of, stats, given.attention.query)
         else:
             grads = grads_of(stats)
         grad_query = live(grads, query)
-        outputs = backward_of_keys(inputs._replace(stats=stats), spec)
+        outputs = run_dkdv(inputs._replace(stats=stats), spec)
     return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.shared.types import Barriers, Ref
 from pallas_kernels.varlen_prefill import refs as prefill
 
 
-class ListRefs(NamedTuple):
+class QueryListRefs(NamedTuple):
     """Which tiles of queries the items see: fields of lists.TileLists."""
 
     entries: Ref
@@ -18,23 +18,23 @@ class ListRefs(NamedTuple):
     num_full: Ref
 
 
-class ScheduleRefs(NamedTuple):
+class DkDvScheduleRefs(NamedTuple):
     """What is to be done.
 
     Attributes:
         table: [tiles, columns]: the schedule.
-        num_live: [1]: rows of the table that mean something.
+        num_valid: [1]: rows of the table that mean something.
         order: [items]: which item, as `row * kv_heads + kv_head`.
         lists: Or None: all tiles of queries that the score's mask leaves.
     """
 
     table: Ref
-    num_live: Ref
+    num_valid: Ref
     order: Ref
-    lists: ListRefs | None
+    lists: QueryListRefs | None
 
 
-class Inputs(NamedTuple):
+class DkDvInputs(NamedTuple):
     """What the kernel reads, in global memory; 8 divides tokens and kv_tokens.
 
     Attributes:
@@ -56,12 +56,12 @@ class Inputs(NamedTuple):
     grad_out: Ref
     stats: Ref
     slopes: Ref
-    schedule: ScheduleRefs
+    schedule: DkDvScheduleRefs
     mask: tuple[Ref, ...]
     grad_query: Ref
 
 
-class Outputs(NamedTuple):
+class DkDvOutputs(NamedTuple):
     """What it writes.
 
     Attributes:
@@ -73,7 +73,7 @@ class Outputs(NamedTuple):
     grad_value: Ref
 
 
-class Smem(NamedTuple):
+class DkDvSmem(NamedTuple):
     """Shared memory. Where a first axis is of warpgroups, each has its own.
 
     Attributes:
@@ -114,7 +114,7 @@ class Smem(NamedTuple):
         return value
 
 
-class Pipeline(NamedTuple):
+class DkDvBarriers(NamedTuple):
     """Barriers between the loading warp and the warpgroups that compute: see kernel.py's figure.
 
     Attributes:
@@ -139,7 +139,7 @@ class Pipeline(NamedTuple):
     ds_full: Barriers
 
 
-class QueryInputs(NamedTuple):
+class DqInputs(NamedTuple):
     """What the kernel reads, in global memory.
 
     Attributes:
@@ -150,7 +150,7 @@ class QueryInputs(NamedTuple):
             gradients, less a third row if there is one. Else None.
     """
 
-    attention: prefill.Inputs
+    attention: prefill.PrefillInputs
     grad_out: Ref
     stats: Ref
     out: Ref
@@ -161,7 +161,7 @@ class QueryInputs(NamedTuple):
         return 0 if self.out is None else 1
 
 
-class QuerySmem(NamedTuple):
+class DqSmem(NamedTuple):
     """Shared memory.
 
     Attributes:
@@ -169,5 +169,5 @@ class QuerySmem(NamedTuple):
         grad_out: As the queries: [warpgroups, query_buffers, chunks, 64, width], swizzled.
     """
 
-    attention: prefill.Smem
+    attention: prefill.PrefillSmem
     grad_out: Ref

@@ -10,8 +10,8 @@ from jaxtyping import Array, Int, Int32
 from pallas_kernels.checks import require
 from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
-from pallas_kernels.varlen_prefill import Schedule as PrefillSchedule
+from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
+from pallas_kernels.varlen_prefill import PrefillSchedule
 from pallas_kernels.varlen_prefill import make_schedule as prefill_schedule
 from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
@@ -38,12 +38,12 @@ COLUMNS = (
 )
 QUERY_BYTES = 2 + 2 + 4  # of an element of a query: itself, its output's gradient, its own
 MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # that an order tells apart
-LAST_SHARE = 1 / 8
+TAIL_FRACTION = 1 / 8
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class MadeFor:
+class BackwardScheduleKey:
     """The static part of what a schedule is made for; it serves no other call.
 
     Attributes:
@@ -57,36 +57,36 @@ class MadeFor:
     kv_tokens: int
     kv_heads: int
     mask: tuple[bool, tuple[int | None, int | None], int | None]
-    sizes: KernelSizes
+    sizes: BackwardSizes
     num_tokens: int | None
 
 
-class Schedule(NamedTuple):
+class BackwardSchedule(NamedTuple):
     """The tiles of keys of a step, shared by the layers of one mask.
 
     Attributes:
-        table: One row a tile: COLUMNS, in the order of the keys. Rows from `num_live` on are 0.
-        num_live: How many tiles there are.
+        table: One row a tile: COLUMNS, in the order of the keys. Rows from `num_valid` on are 0.
+        num_valid: How many tiles there are.
         sets: Of each item, a tile of keys and a kv head: which items read the same queries, or neighbours of
             them, so that L2 holds what a set reads.
         order: The items in the order in which thread blocks take them, each as `tile * kv_heads + kv_head`.
-        queries: The tiles of queries, of a kernel of their own; or None.
+        dq_schedule: The tiles of queries, of a kernel of their own; or None.
         made_for: Static.
     """
 
     table: Int32[Array, "tiles columns"]
-    num_live: Int32[Array, " 1"]
+    num_valid: Int32[Array, " 1"]
     sets: Int32[Array, " items"]
     order: Int32[Array, " items"]
-    queries: PrefillSchedule | None
-    made_for: MadeFor
+    dq_schedule: PrefillSchedule | None
+    made_for: BackwardScheduleKey
 
 
-def made_for_call(
-    kv_tokens: int, kv_heads: int, score: Score, sizes: KernelSizes, num_tokens: int | None
-) -> MadeFor:
+def schedule_key(
+    kv_tokens: int, kv_heads: int, score: Score, sizes: BackwardSizes, num_tokens: int | None
+) -> BackwardScheduleKey:
     """What the schedule of a call has to be made for."""
-    return MadeFor(kv_tokens, kv_heads, score.mask, sizes, num_tokens if sizes.of_queries else None)
+    return BackwardScheduleKey(kv_tokens, kv_heads, score.mask, sizes, num_tokens if sizes.dq_sizes else None)
 
 
 def max_tiles(kv_tokens: int, reqs: int) -> int:
@@ -103,9 +103,9 @@ def make_schedule(
     kv_heads: int,
     head_dim: int,
     score: Score,
-    sizes: KernelSizes,
+    sizes: BackwardSizes,
     num_tokens: int | None = None,
-) -> Schedule:
+) -> BackwardSchedule:
     """Cuts each request's keys into tiles, with what follows them up to the next request's.
 
     Args:
@@ -138,7 +138,7 @@ def make_schedule(
     first_position = keys - (starts[1:] - starts[:-1])
     skew = starts[:-1] % ALIGN
     query_position = first_position - skew
-    tiles = query_tiles(
+    tiles = visible_query_tiles(
         score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < TILE_KV,
         bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
@@ -149,24 +149,26 @@ def make_schedule(
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     live = jnp.where(is_live[:, None], table, 0)
     sets = _sets(live, kv_heads, head_dim, sizes)
-    order = item_order(jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads)
+    order = order_work_tiles(
+        jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads
+    )
     queries = _schedule_of_queries((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
-    made_for = made_for_call(kv_tokens, kv_heads, score, sizes, num_tokens)
-    return Schedule(live, last_tiles[-1:], sets, order, queries, made_for)
+    made_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
+    return BackwardSchedule(live, last_tiles[-1:], sets, order, queries, made_for)
 
 
 def _schedule_of_queries(
-    lens: tuple[jax.Array, jax.Array, jax.Array], score: Score, sizes: KernelSizes, num_tokens: int | None
+    lens: tuple[jax.Array, jax.Array, jax.Array], score: Score, sizes: BackwardSizes, num_tokens: int | None
 ) -> PrefillSchedule | None:
-    """Schedule.queries."""
-    if sizes.of_queries is None:
+    """BackwardSchedule.dq_schedule."""
+    if sizes.dq_sizes is None:
         return None
-    require(num_tokens is not None, "num_tokens", "be given with sizes.of_queries", num_tokens)
-    return prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.of_queries)
+    require(num_tokens is not None, "num_tokens", "be given with sizes.dq_sizes", num_tokens)
+    return prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.dq_sizes)
 
 
 def _sets(
-    table: Int32[Array, "tiles columns"], kv_heads: int, head_dim: int, sizes: KernelSizes
+    table: Int32[Array, "tiles columns"], kv_heads: int, head_dim: int, sizes: BackwardSizes
 ) -> Int32[Array, " items"]:
     """Schedule.sets: one request and kv head after the other, as many as read `sizes.l2_bytes` together."""
     if sizes.l2_bytes == 0:
@@ -178,8 +180,8 @@ def _sets(
     return (first * (QUERY_BYTES * head_dim / sizes.l2_bytes)).astype(jnp.int32).reshape(-1)
 
 
-def item_order(
-    lengths: Int32[Array, " items"], sets: Int32[Array, " items"], num_live: Int32[Array, " 1"]
+def order_work_tiles(
+    lengths: Int32[Array, " items"], sets: Int32[Array, " items"], num_valid: Int32[Array, " 1"]
 ) -> Int32[Array, " items"]:
     """Schedule.order: set by set, of each the longest first; but the shortest of all items last.
 
@@ -188,20 +190,20 @@ def item_order(
     Args:
         lengths: Steps of each item.
         sets: Schedule.sets.
-        num_live: How many items there are; the others come behind.
+        num_valid: How many items there are; the others come behind.
     """
     number = jnp.arange(len(lengths), dtype=jnp.int32)
-    is_live = number < num_live
+    is_live = number < num_valid
     lengths = jnp.where(is_live, jnp.minimum(lengths, MAX_LENGTH), 0)
     of_work = lengths.astype(jnp.float32)
     up_to_mine = jnp.where(lengths[None, :] <= lengths[:, None], of_work[None, :], 0.0).sum(axis=1)
-    is_last = up_to_mine <= of_work.sum() * LAST_SHARE
+    is_last = up_to_mine <= of_work.sum() * TAIL_FRACTION
     group = jnp.where(is_last, MAX_SETS, jnp.minimum(sets, MAX_SETS - 1))
     keys = jnp.where(is_live, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
     return jnp.zeros_like(number).at[sorted_places(keys[None])[0]].set(number)
 
 
-def query_range(
+def visible_query_range(
     score: Score, position: jax.Array, first_position: jax.Array, seq_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """First query that sees the key at `position`, and one past the last.
@@ -228,7 +230,7 @@ def query_range(
     return low, jnp.maximum(high, low)
 
 
-def query_tiles(
+def visible_query_tiles(
     score: Score,
     first_key: jax.Array,
     last_key: jax.Array,
@@ -251,8 +253,8 @@ def query_tiles(
         origin: Position at which its tiles of queries begin.
         tile_q: Static.
     """
-    low, full_high = query_range(score, first_key, *bounds)
-    full_low, high = query_range(score, last_key, *bounds)
+    low, full_high = visible_query_range(score, first_key, *bounds)
+    full_low, high = visible_query_range(score, last_key, *bounds)
     first = jnp.maximum(low - origin, 0) // tile_q
     end = (high - origin + tile_q - 1) // tile_q
     num = jnp.where(is_dead | (high <= low), 0, end - first)

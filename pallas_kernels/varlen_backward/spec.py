@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.head_dims import UNIT, HeadCut, head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
-from pallas_kernels.varlen_backward.sizes import WARPGROUPS, KernelSizes
+from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
 from pallas_kernels.varlen_prefill import KernelMask
 
 W = plgpu.Layout.WGMMA
@@ -23,12 +23,12 @@ f32 = jnp.float32
 DS_BUFFERS = 2
 
 
-def units_of(head_dim: int) -> HeadCut:
+def head_units(head_dim: int) -> HeadCut:
     """The cut of a head into chunks that are a unit wide in shared memory."""
     return HeadCut(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_cut(head_dim)
 
 
-class Makes(NamedTuple):
+class ComputedGrads(NamedTuple):
     """Which gradients a kernel makes, beside that of queries."""
 
     key: bool
@@ -40,7 +40,7 @@ class Makes(NamedTuple):
         return "" if self.key and self.value else "_keys" if self.key else "_values"
 
 
-class Stages(NamedTuple):
+class StepStages(NamedTuple):
     """Where a step's queries and the gradients of their outputs are; traced."""
 
     query: Scalar
@@ -69,9 +69,9 @@ class BackwardSpec:
     group: int
     cut: HeadCut
     score: Score
-    sizes: KernelSizes
+    sizes: BackwardSizes
     dtype: np.dtype
-    makes: Makes
+    makes: ComputedGrads
     has_alibi: bool
     has_lists: bool
     mask: KernelMask | None
@@ -85,7 +85,7 @@ class BackwardSpec:
     @property
     def adds_grad_query(self) -> bool:
         """The gradient of queries is added up on the way; else another kernel makes it."""
-        return self.sizes.of_queries is None
+        return self.sizes.dq_sizes is None
 
     @property
     def grad_out_stages(self) -> int:
@@ -94,12 +94,14 @@ class BackwardSpec:
         Heads of 256 fill it with keys, values and two tiles of queries but for one such tile, which without
         a gradient of values is read once, early in a step.
         """
-        return 1 if self.units > 3 and self.makes == Makes(key=True, value=False) else self.sizes.stages
+        return (
+            1 if self.units > 3 and self.makes == ComputedGrads(key=True, value=False) else self.sizes.stages
+        )
 
-    def stages_of(self, step: Scalar) -> Stages:
+    def stages_of(self, step: Scalar) -> StepStages:
         """Where a step's tiles are."""
         of = lambda num: lax.rem(step, jnp.int32(num))
-        return Stages(of(self.sizes.stages), of(self.grad_out_stages))
+        return StepStages(of(self.sizes.stages), of(self.grad_out_stages))
 
     @property
     def units(self) -> int:

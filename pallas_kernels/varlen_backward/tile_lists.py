@@ -13,13 +13,17 @@ from jaxtyping import Array, Int32, UInt
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.shared.head_dims import UNIT
 from pallas_kernels.shared.tile_codes import SEEN, WHOLE, codes_of
-from pallas_kernels.varlen_backward.schedule import COLUMNS, MadeFor, Schedule, item_order
-from pallas_kernels.varlen_backward.sizes import TILE_KV, KernelSizes
-from pallas_kernels.varlen_prefill import KernelMask
-from pallas_kernels.varlen_prefill import TileLists as ListsOfQueries
+from pallas_kernels.varlen_backward.schedule import (
+    COLUMNS,
+    BackwardSchedule,
+    BackwardScheduleKey,
+    order_work_tiles,
+)
+from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
+from pallas_kernels.varlen_prefill import KernelMask, PrefillTileLists
 
 
-class TileLists(NamedTuple):
+class BackwardTileLists(NamedTuple):
     """The lists of a step's items, and the order in which thread blocks take these.
 
     Attributes:
@@ -29,8 +33,8 @@ class TileLists(NamedTuple):
             from bit QUERY_BLOCK_SHIFT on which warpgroup's keys, 64 each, are seen; the other lets it pass.
         num_partial: So many of each list need a mask.
         num_full: And so many do not.
-        queries: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
-            for Schedule.queries.
+        dq_lists: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
+            for BackwardSchedule.dq_schedule.
         made_for: Static: what their schedule is made for.
     """
 
@@ -38,20 +42,20 @@ class TileLists(NamedTuple):
     entries: Int32[Array, "lists max_list"]
     num_partial: Int32[Array, " lists"]
     num_full: Int32[Array, " lists"]
-    queries: ListsOfQueries | None
-    made_for: MadeFor
+    dq_lists: PrefillTileLists | None
+    made_for: BackwardScheduleKey
 
 
-class PairMask(NamedTuple):
+class BackwardMask(NamedTuple):
     """Which pairs see each other in tiles that are listed as seen in part.
 
     Attributes:
-        of_keys: As it is asked where a row is a key: of KeyRows.
-        of_queries: As varlen_prefill has it, where queries have a kernel.
+        dkdv_mask: As it is asked where a row is a key: of KeyRows.
+        dq_mask: As varlen_prefill has it, where queries have a kernel.
     """
 
-    of_keys: KernelMask
-    of_queries: KernelMask | None = None
+    dkdv_mask: KernelMask
+    dq_mask: KernelMask | None = None
 
 
 class QueryTiles(NamedTuple):
@@ -68,14 +72,14 @@ class QueryTiles(NamedTuple):
     end: Int32[Array, " tiles"]
 
 
-def make_lists(
-    schedule: Schedule,
+def make_tile_lists(
+    schedule: BackwardSchedule,
     query_tiles: QueryTiles,
     codes: UInt[Array, "query_tiles q_heads kv_tiles"],
     *,
     kv_heads: int,
-    sizes: KernelSizes,
-) -> TileLists:
+    sizes: BackwardSizes,
+) -> BackwardTileLists:
     """Lists for the tiles of keys of a schedule.
 
     Args:
@@ -92,25 +96,25 @@ def make_lists(
     tiles, heads, max_list = of_keys.shape
     listed = list_tiles(of_keys.reshape(tiles * heads, max_list))
     lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
-    order = item_order(lengths.astype(jnp.int32), schedule.sets, schedule.num_live * kv_heads)
-    return TileLists(order, *listed, queries=None, made_for=schedule.made_for)
+    order = order_work_tiles(lengths.astype(jnp.int32), schedule.sets, schedule.num_valid * kv_heads)
+    return BackwardTileLists(order, *listed, dq_lists=None, made_for=schedule.made_for)
 
 
-def keys_of_code(sizes: KernelSizes) -> int:
+def keys_per_code(sizes: BackwardSizes) -> int:
     """How many keys make_lists is told of at once: a warpgroup's where these need not wait for each other."""
-    return TILE_KV if sizes.of_queries is None else UNIT
+    return TILE_KV if sizes.dq_sizes is None else UNIT
 
 
 def _transposed(
-    schedule: Schedule, query_tiles: QueryTiles, codes: Array, sizes: KernelSizes
+    schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Codes of each tile of keys and each tile of its request's queries."""
-    num, num_keys = codes.shape[0], keys_of_code(sizes)
+    num, num_keys = codes.shape[0], keys_per_code(sizes)
     column = lambda name: schedule.table[:, COLUMNS.index(name)]
     first, behind = (query_tiles.first_tiles[column("req") + more] for more in (0, 1))
     tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
     is_mine = tile < behind[:, None]
-    is_mine &= (jnp.arange(len(schedule.table)) < schedule.num_live)[:, None]
+    is_mine &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
     tile = jnp.minimum(tile, num - 1)
     is_full = ((query_tiles.end - query_tiles.begin) == sizes.tile_q)[tile]
 

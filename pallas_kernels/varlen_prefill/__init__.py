@@ -2,13 +2,13 @@
 
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
 from pallas_kernels.varlen_prefill.kernel_mask import WORD, KernelMask, PairTile, Words
-from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, Schedule, key_range, make_schedule
+from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, PrefillSchedule, key_range, make_schedule
 from pallas_kernels.varlen_prefill.sizes import (
     SHARED_MEMORY,
     WARPGROUP_ROWS,
     CallBounds,
-    KernelSizes,
+    PrefillSizes,
     default_sizes,
-    pays_to_widen,
+    should_dequantize_in_kernel,
 )
-from pallas_kernels.varlen_prefill.tile_lists import TileLists, make_lists, num_query_blocks
+from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, make_tile_lists, num_query_blocks

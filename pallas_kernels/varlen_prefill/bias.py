@@ -26,7 +26,7 @@ class Bias:
         self.columns, self.spec, self.wg = columns, spec, wg
         self.of_all = operands
         self.operands = None if operands is None else AlibiOperands(*(ref.at[wg] for ref in operands))
-        self.factor = factor_of(spec)
+        self.factor = score_factor(spec)
 
     def store_columns(self, wg: Scalar | int) -> None:
         """The tensor core's right operand, the same for all heads."""
@@ -46,7 +46,7 @@ class Bias:
         at = plgpu.broadcasted_iota(jnp.int32, slopes_s.shape, 1, layout=W)
         for nth in range(SLOPE_TERMS):
             rounded = rest.astype(dtype).astype(f32)
-            rest, tile = rest - rounded, jnp.where(at == nth, over_keys(rounded, tile), tile)
+            rest, tile = rest - rounded, jnp.where(at == nth, broadcast_to_keys(rounded, tile), tile)
         slopes_s[...] = tile.astype(dtype)
         plgpu.commit_smem()
 
@@ -60,7 +60,7 @@ class Bias:
         if rows.slope is None:
             return s, None
         first = (rows.positions() - tile.first_key()).astype(f32)
-        lean = over_keys(rows.slope * (1 / self.factor), s)
+        lean = broadcast_to_keys(rows.slope * (1 / self.factor), s)
         if score.sqrt_alibi:
             first = lax.broadcast_in_dim(first, s.shape, [0])
             distances = jnp.maximum(first - self.columns(), 0.0)
@@ -68,12 +68,12 @@ class Bias:
         return s if self.operands is not None else s + self.columns() * lean, first * -rows.slope
 
 
-def over_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
+def broadcast_to_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
     """A number of all rows, or of each, for each column of a tile."""
     return x if x.ndim == 0 else lax.broadcast_in_dim(x, tile.shape, [0])
 
 
-def factor_of(spec: PrefillSpec) -> float:
+def score_factor(spec: PrefillSpec) -> float:
     """What biased scores are to be multiplied by for powers of 2."""
     score = spec.score
     is_positive = score.soft_cap is not None or score.scale > 0

@@ -12,10 +12,10 @@ from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec
-from pallas_kernels.varlen_prefill.tile_scheduler import Item, heads_of
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed_heads
 
 
-class Edges(enum.Flag):
+class MaskedEnds(enum.Flag):
     """Which ends of what is seen a tile of keys may hold: with none of them there is nothing to mask."""
 
     NONE = 0
@@ -24,7 +24,7 @@ class Edges(enum.Flag):
     BOTH = LOW | HIGH
 
 
-class Share(NamedTuple):
+class KvTileRange(NamedTuple):
     """Tiles [begin, end) of an item are for its rows; before low_edge and from high_edge on with a mask."""
 
     begin: Scalar
@@ -42,7 +42,7 @@ class QueryRows:
         slope: ALiBi's times log2(e), of the item's head or, where heads share its tile, of each row; or None.
     """
 
-    def __init__(self, item: Item, rank: Scalar, slopes: Ref, spec: PrefillSpec):
+    def __init__(self, item: PrefillWorkTile, rank: Scalar, slopes: Ref, spec: PrefillSpec):
         """With the slopes of all heads, or None."""
         self.item, self.rank, self.spec = item, rank, spec
         self.tokens = spec.sizes.warpgroup_tokens
@@ -50,7 +50,7 @@ class QueryRows:
 
     def of_heads(self, value_of: Callable[[Scalar], Scalar]) -> Scalar | Rows:
         """The value of the item's head or, where heads share the tile, of each row's."""
-        first, *others = heads_of(self.item, self.spec)
+        first, *others = packed_heads(self.item, self.spec)
         value = value_of(first.head)
         if not others:
             return value
@@ -77,19 +77,19 @@ class QueryRows:
 
     def first_tile(self, begin: Scalar) -> "KvTile":
         """The first tile of a share, either end of what is seen perhaps in it."""
-        return KvTile(self, self.item.first_entry() + begin, Edges.BOTH)
+        return KvTile(self, self.item.first_entry() + begin, MaskedEnds.BOTH)
 
-    def tile(self, i: Scalar, edges: Edges) -> "KvTile":
+    def tile(self, i: Scalar, edges: MaskedEnds) -> "KvTile":
         """The item's tile i; what its list says is read early, if somebody asks: it is in global memory."""
-        is_asked = edges is not Edges.NONE or self.spec.has_alibi
+        is_asked = edges is not MaskedEnds.NONE or self.spec.has_alibi
         return KvTile(self, self.item.entry(i) if is_asked else None, edges)
 
-    def share(self) -> Share:
+    def share(self) -> KvTileRange:
         """Which tiles of the item are for these rows."""
         item = self.item
         if self.spec.has_lists:
             low_edge = jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1)
-            return Share(jnp.int32(0), low_edge, item.num, item.num)
+            return KvTileRange(jnp.int32(0), low_edge, item.num, item.num)
         score, tile = self.spec.score, jnp.int32(self.spec.sizes.tile_kv)
         nearest = lambda row: item["position"] + jnp.clip(row, item["begin"], item["end"] - 1)
         live, last = nearest(self.rank * self.tokens), nearest(self.rank * self.tokens + (self.tokens - 1))
@@ -107,7 +107,7 @@ class QueryRows:
             low_edge = lax.div(full_low + item.skew + (tile - 1), tile) - item.first
             low_edge = jnp.clip(low_edge, begin + 1, end)
         high_edge = lax.div(jnp.maximum(full_high, 0) + item.skew, tile) - item.first
-        return Share(begin, low_edge, jnp.clip(high_edge, low_edge, end), end)
+        return KvTileRange(begin, low_edge, jnp.clip(high_edge, low_edge, end), end)
 
 
 class KvTile(NamedTuple):
@@ -121,7 +121,7 @@ class KvTile(NamedTuple):
 
     rows: QueryRows
     entry: Scalar | None
-    edges: Edges
+    edges: MaskedEnds
 
     def first_key(self) -> Scalar:
         """Position of its first key."""
@@ -131,7 +131,7 @@ class KvTile(NamedTuple):
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
         """As masks are asked about it; `columns()` is the number of each key in the tile."""
         spec = self.rows.spec
-        assert spec.sizes.heads_per_tile == 1 or spec.mask is None  # masks are asked about a head
+        assert spec.sizes.pack_gqa == 1 or spec.mask is None  # masks are asked about a head
         return PairTile(
             head=self.rows.item.head,
             first_query=self.rows.first_query,

@@ -25,29 +25,29 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_prefill, why_not_widening
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
-from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs
+from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillInputs
 from pallas_kernels.varlen_prefill.schedule import (
     ALIGN,
     TABLE_WIDTH,
-    Schedule,
-    heads_at_once,
-    made_for_call,
+    PrefillSchedule,
+    heads_per_l2_group,
     make_schedule,
     max_tiles,
+    schedule_key,
 )
 from pallas_kernels.varlen_prefill.sizes import (
+    QUANTIZED_TABLE,
     SHARED_MEMORY,
-    WIDENING_TABLE,
     CallBounds,
-    KernelSizes,
+    PrefillSizes,
     default_sizes,
 )
-from pallas_kernels.varlen_prefill.spec import NarrowKV, PrefillSpec, Shape
-from pallas_kernels.varlen_prefill.tile_lists import TileLists, items_of, num_query_blocks
+from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec, QuantizedKV
+from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, num_query_blocks, schedule_refs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class PrefillCall:
     """Arguments of varlen_prefill.
 
     Attributes:
@@ -89,7 +89,7 @@ class Call:
     v_scale: jax.Array | None
     sinks: jax.Array | None
     alibi_slopes: jax.Array | None
-    lists: TileLists | None
+    lists: PrefillTileLists | None
     block_q: int | None
     mask: KernelMask | None
 
@@ -147,17 +147,17 @@ class Call:
         if self.block_table is not None:
             require_axes(2, block_table=self.block_table)
 
-    def default_sizes(self, score: Score) -> KernelSizes:
+    def default_sizes(self, score: Score) -> PrefillSizes:
         """What is chosen where neither the caller nor a schedule of its own names any."""
         num_tokens, q_heads, head_dim = self.query.shape
         reqs = self.seq_lens.shape[0]
-        bounds = CallBounds(num_tokens, reqs, q_heads, self.kv_heads, self.max_kv).seen_by(score)
+        bounds = CallBounds(num_tokens, reqs, q_heads, self.kv_heads, self.max_kv).limited_by(score)
         may_cut, has_lists = self.block_table is not None, self.lists is not None
         return default_sizes(
             head_dim, has_lists=has_lists, bounds=bounds if may_cut else None, widens=self.is_narrow
         )
 
-    def check_lists(self, sizes: KernelSizes) -> None:
+    def check_lists(self, sizes: PrefillSizes) -> None:
         """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
         has_lists = self.lists is not None
         require(
@@ -168,28 +168,28 @@ class Call:
             rule = f"cut {sizes.tile_q} queries into {MAX_QUERY_BLOCKS} at most"
             require(touched <= MAX_QUERY_BLOCKS, "block_q", rule, self.block_q)
 
-    def check_heads(self, sizes: KernelSizes) -> None:
+    def check_heads(self, sizes: PrefillSizes) -> None:
         """Refuses tiles that heads of different kv heads would share, and shared ones with lists."""
-        group, together = self.query.shape[1] // self.kv_heads, sizes.heads_per_tile
-        require(group % together == 0, "heads_per_tile", f"divide {group} query heads of a kv head", together)
-        require(together == 1 or self.lists is None, "heads_per_tile", "be 1 with lists", together)
+        group, together = self.query.shape[1] // self.kv_heads, sizes.pack_gqa
+        require(group % together == 0, "pack_gqa", f"divide {group} query heads of a kv head", together)
+        require(together == 1 or self.lists is None, "pack_gqa", "be 1 with lists", together)
 
-    def check_widening(self, sizes: KernelSizes) -> None:
+    def check_widening(self, sizes: PrefillSizes) -> None:
         """Refuses sizes with which keys of 8 bits leave no warpgroups, or no memory, to widen them."""
         if self.is_narrow:
-            most_keys = WIDENING_TABLE[self.padded_dim].tile_kv
+            most_keys = QUANTIZED_TABLE[self.padded_dim].tile_kv
             for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", most_keys)):
                 value = getattr(sizes, name)
                 require(value <= most, name, f"be at most {most} with keys of 8 bits", value)
             fits = sizes.shared_memory(self.padded_dim, is_narrow=True) <= SHARED_MEMORY
             require(fits, "stages", "leave room for keys of 8 bits in shared memory", sizes.stages)
 
-    def check_schedule(self, schedule: Schedule, score: Score, sizes: KernelSizes) -> None:
+    def check_schedule(self, schedule: PrefillSchedule, score: Score, sizes: PrefillSizes) -> None:
         """Refuses a schedule made for other tokens, requests, masks, heads or tiles."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
         how = {"has_lists": lists is not None, "is_packed": self.kv_start_loc is not None}
-        wanted = made_for_call(num_tokens, score, sizes, q_heads, **how)
+        wanted = schedule_key(num_tokens, score, sizes, q_heads, **how)
         require_made_for("schedule", schedule.made_for, wanted)
         if lists is not None:
             require_made_for("lists", lists.made_for, wanted)
@@ -198,7 +198,7 @@ class Call:
             require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
             require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), what)
 
-    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
+    def make_schedule(self, score: Score, sizes: PrefillSizes) -> PrefillSchedule:
         """Its own."""
         seq_lens = self.seq_lens
         if self.block_table is not None:  # no table is read behind its end
@@ -227,12 +227,12 @@ class Call:
         return is_narrow and self.block_table is not None
 
     @property
-    def narrow(self) -> NarrowKV | None:
+    def narrow(self) -> QuantizedKV | None:
         """How they are stored, if so."""
         if not self.is_narrow:
             return None
         kind = lambda scale: None if scale is None else ("head", "head", "channel", "token")[scale.ndim]
-        return NarrowKV((self.key.dtype, self.value.dtype), (kind(self.k_scale), kind(self.v_scale)))
+        return QuantizedKV((self.key.dtype, self.value.dtype), (kind(self.k_scale), kind(self.v_scale)))
 
     @property
     def block_size(self) -> int | None:
@@ -266,7 +266,7 @@ class Call:
             return self.key.shape[0]
         return self.block_table.shape[1] * self.block_size
 
-    def shape(self, sizes: KernelSizes) -> Shape:
+    def shape(self, sizes: PrefillSizes) -> PrefillShape:
         """Static sizes."""
         num_tokens, q_heads, head_dim = self.query.shape
         rows = max_tiles(num_tokens, self.seq_lens.shape[0], sizes.tile_tokens)
@@ -274,25 +274,25 @@ class Call:
         if self.block_size is not None:
             is_hnd = self.layout == "HND"
             in_cache = CacheCut(block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=cut)
-        return Shape(
+        return PrefillShape(
             q_heads=q_heads,
             group=q_heads // self.kv_heads,
             cut=cut,
             in_cache=in_cache,
-            heads_at_once=heads_at_once(
+            heads_at_once=heads_per_l2_group(
                 q_heads, self.kv_heads, kv_bytes=self.kv_bytes, rows=rows, sizes=sizes
             ),
             block_q=self.block_q,
         )
 
-    def inputs(self, schedule: Schedule, spec: PrefillSpec) -> Inputs:
+    def inputs(self, schedule: PrefillSchedule, spec: PrefillSpec) -> PrefillInputs:
         """The kernel's."""
         in_cache, cut = spec.shape.in_cache, spec.shape.cut
         as_copied = lambda x: cut.split(_whole_rows(x)) if in_cache is None else in_cache.cut_cache(x)
         in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
-        return Inputs(
+        return PrefillInputs(
             query=cut.split(_whole_rows(self.query)),
-            cache=CacheRefs(
+            cache=KvRefs(
                 as_copied(self.key),
                 as_copied(self.value),
                 self.block_table,
@@ -301,7 +301,7 @@ class Call:
             ),
             slopes=in_log2(self.alibi_slopes),
             sinks=in_log2(self.sinks),
-            schedule=items_of(schedule, self.lists),
+            schedule=schedule_refs(schedule, self.lists),
             mask=() if self.mask is None else self.mask.arrays,
         )
 

@@ -11,13 +11,13 @@ from pallas_kernels.shared.dequant import NARROW, converted
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE
 from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
-from pallas_kernels.varlen_prefill.pipeline import Ring, Stream
-from pallas_kernels.varlen_prefill.refs import Inputs, Pipeline, Smem
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillSmem
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
-from pallas_kernels.varlen_prefill.tile_scheduler import Item, Worklist
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile
 
 
-class Widened(NamedTuple):
+class DequantizeOperand(NamedTuple):
     """Keys or values on their way from 8 bits.
 
     Attributes:
@@ -28,23 +28,25 @@ class Widened(NamedTuple):
         of_tokens: As NarrowKeys has it.
     """
 
-    narrow: Stream
-    wide: Stream
+    narrow: KvStages
+    wide: KvStages
     kind: str | None
     scale: Ref
     of_tokens: Ref
 
 
-class Widener:
+class Dequantizer:
     """Goes through a thread block's items as its loading warp does, behind it, and widens keys or values."""
 
-    def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, spec: PrefillSpec, nth: int):
+    def __init__(
+        self, inputs: PrefillInputs, smem: PrefillSmem, pipeline: PrefillBarriers, spec: PrefillSpec, nth: int
+    ):
         """Of keys (0) or of values (1)."""
-        self.spec, self.ring = spec, Ring(smem, pipeline, spec.sizes, 0)
+        self.spec, self.ring = spec, KvPipeline(smem, pipeline, spec.sizes, 0)
         cache, narrow_s = inputs.cache, smem.narrow
         assert spec.narrow is not None
         assert narrow_s is not None
-        self.of = Widened(
+        self.of = DequantizeOperand(
             narrow=self.ring.loaded[nth],
             wide=(self.ring.keys, self.ring.values)[nth],
             kind=spec.narrow.scales[nth],
@@ -52,7 +54,7 @@ class Widener:
             of_tokens=(narrow_s.k_scale, narrow_s.v_scale)[nth],
         )
 
-    def widen_share(self, work: Worklist) -> None:
+    def widen_share(self, work: PrefillTileScheduler) -> None:
         """All items of the thread block."""
         rounds, number_of = work.rounds_of(0)
 
@@ -65,7 +67,7 @@ class Widener:
         if self.spec.is_interpreted:
             self.ring.wait_for(self.of.wide, steps)
 
-    def widen_item(self, item: Item, step: Scalar) -> None:
+    def widen_item(self, item: PrefillWorkTile, step: Scalar) -> None:
         """An item whose first keys are those of `step`."""
         head, of = item.kv_head, self.of
         number = of.scale[head] if of.kind == "head" else None

@@ -6,14 +6,14 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.derivatives import given_to_kernel
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.varlen_prefill.call import Call
-from pallas_kernels.varlen_prefill.combine import merge_splits
+from pallas_kernels.varlen_prefill.call import PrefillCall
+from pallas_kernels.varlen_prefill.combine import combine_splits
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
-from pallas_kernels.varlen_prefill.schedule import Schedule
-from pallas_kernels.varlen_prefill.sizes import KernelSizes
+from pallas_kernels.varlen_prefill.schedule import PrefillSchedule
+from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
-from pallas_kernels.varlen_prefill.tile_lists import TileLists
+from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists
 
 
 def varlen_prefill(
@@ -31,11 +31,11 @@ def varlen_prefill(
     v_scale: Float[Array, "..."] | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
-    schedule: Schedule | None = None,
-    lists: TileLists | None = None,
+    schedule: PrefillSchedule | None = None,
+    lists: PrefillTileLists | None = None,
     block_q: int | None = None,
     mask: KernelMask | None = None,
-    sizes: KernelSizes | None = None,
+    sizes: PrefillSizes | None = None,
     return_lse: bool = False,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -70,20 +70,20 @@ def varlen_prefill(
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
-    call = Call(
+    call = PrefillCall(
         query=query, key=key, value=value, query_start_loc=query_start_loc, seq_lens=seq_lens,
         kv_start_loc=kv_start_loc, block_table=block_table, layout=layout, k_scale=k_scale, v_scale=v_scale,
         sinks=sinks, alibi_slopes=alibi_slopes, lists=lists, block_q=block_q, mask=mask,
     )  # fmt: skip
-    return attend_call(call, schedule, score=score, sizes=sizes, return_lse=return_lse, interpret=interpret)
+    return run_prefill(call, schedule, score=score, sizes=sizes, return_lse=return_lse, interpret=interpret)
 
 
-def attend_call(
-    call: Call,
-    schedule: Schedule | None,
+def run_prefill(
+    call: PrefillCall,
+    schedule: PrefillSchedule | None,
     *,
     score: Score,
-    sizes: KernelSizes | None,
+    sizes: PrefillSizes | None,
     return_lse: bool,
     interpret: Interpret,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -109,7 +109,7 @@ def attend_call(
     way_out = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
     inputs = given_to_kernel(call.inputs(schedule, spec), "varlen_prefill", way_out)
     outputs = prefill(inputs, spec)
-    if schedule.merges is not None:
-        outputs = merge_splits(outputs, schedule.table, schedule.merges, inputs.sinks, spec)
+    if schedule.split_tiles is not None:
+        outputs = combine_splits(outputs, schedule.table, schedule.split_tiles, inputs.sinks, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
     return out, None if outputs.lse is None else outputs.lse[:, :num_tokens]

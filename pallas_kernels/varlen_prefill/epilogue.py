@@ -13,13 +13,13 @@ from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.softmax import normalized
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.block_info import QueryRows
-from pallas_kernels.varlen_prefill.refs import Outputs, Partials
-from pallas_kernels.varlen_prefill.softmax import wide
+from pallas_kernels.varlen_prefill.refs import PrefillOutputs, SplitOutputs
+from pallas_kernels.varlen_prefill.softmax import broadcast_rows
 from pallas_kernels.varlen_prefill.spec import M
-from pallas_kernels.varlen_prefill.tile_scheduler import aligned, heads_of
+from pallas_kernels.varlen_prefill.tile_scheduler import align_row, packed_heads
 
 
-class Attended(NamedTuple):
+class RowResults(NamedTuple):
     """Rows behind all of their keys, or behind those of a split.
 
     Attributes:
@@ -33,8 +33,8 @@ class Attended(NamedTuple):
     total: Rows
 
 
-def store_attended(
-    outputs: Outputs, sinks: Ref, rows: QueryRows, attended: Attended, swizzled_s: Ref, plain_s: Ref
+def store_output(
+    outputs: PrefillOutputs, sinks: Ref, rows: QueryRows, attended: RowResults, swizzled_s: Ref, plain_s: Ref
 ) -> None:
     """Writes rows behind all of their keys, normalized, and their log-sum-exp.
 
@@ -46,17 +46,17 @@ def store_attended(
         swizzled_s: See store_rows.
         plain_s: See store_rows.
     """
-    factor, lse = factor_and_lse(rows, attended.top, attended.total, sinks)
+    factor, lse = output_scale_and_lse(rows, attended.top, attended.total, sinks)
     # Read before the fence in store_rows: TMA may put another item's row in its place.
-    live = None if outputs.lse is None else live_rows(rows)
-    outs = tuple((acc * wide(factor, acc)).astype(rows.spec.dtype) for acc in attended.accs)
+    live = None if outputs.lse is None else valid_rows(rows)
+    outs = tuple((acc * broadcast_rows(factor, acc)).astype(rows.spec.dtype) for acc in attended.accs)
     store_rows(outputs.out, rows, swizzled_s, plain_s, outs)
     if live is not None:
         # Behind the outputs: before them it cost lists of tiles 4 us more of 414 (forward-lse).
         store_lse(outputs.lse, rows, live, lse)
 
 
-def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple[Rows, Rows]:
+def output_scale_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple[Rows, Rows]:
     """What P V is multiplied by, and the log-sum-exp, once a sink has joined; see Attended."""
     item, sink = rows.item, None
     if sinks is not None:
@@ -64,7 +64,7 @@ def factor_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple
     return normalized(top, total, sink)
 
 
-class Live(NamedTuple):
+class ValidRows(NamedTuple):
     """Which of a warpgroup's rows of a head are the item's: `begin` to `end`; `token` is that of row 0."""
 
     token: Scalar
@@ -72,26 +72,28 @@ class Live(NamedTuple):
     end: Scalar
 
 
-def live_rows(rows: QueryRows) -> Live:
+def valid_rows(rows: QueryRows) -> ValidRows:
     """They are alike in each head that shares the tile."""
     item, each, before = rows.item, rows.tokens, rows.rank * rows.tokens
     begin, end = (jnp.clip(row - before, 0, each) for row in (item["begin"], item["end"]))
-    return Live(item["first_row"] + before, begin, end)
+    return ValidRows(item["first_row"] + before, begin, end)
 
 
-def store_lse(lse_g: Ref, rows: QueryRows, live: Live, lse: Rows) -> None:
+def store_lse(lse_g: Ref, rows: QueryRows, live: ValidRows, lse: Rows) -> None:
     """Writes a warpgroup's live rows of Outputs.lse.
 
     From registers: Pallas stores whole tiles alone, which XLA turned into rows of tokens in 5 us.
     """
-    first, *_ = heads_of(rows.item, rows.spec)
+    first, *_ = packed_heads(rows.item, rows.spec)
     is_interpreted = rows.spec.is_interpreted
     store_tokens(lse_g, lse, first.head, *live, each=rows.tokens, is_interpreted=is_interpreted)
 
 
-def store_partial(partials: Partials, partial: Scalar, rows: QueryRows, attended: Attended) -> None:
+def store_split_output(
+    partials: SplitOutputs, partial: Scalar, rows: QueryRows, attended: RowResults
+) -> None:
     """Writes rows behind the keys of a split, live or not, as one of the partial results."""
-    at, here = (partial, rows.item.head), rows_of_tile(rows)
+    at, here = (partial, rows.item.head), warpgroup_rows(rows)
     for chunk, acc in enumerate(attended.accs):
         store_unoptimized(partials.out.at[(*at, chunk, here)], acc)
     partials.top[(*at, here)] = attended.top
@@ -99,7 +101,7 @@ def store_partial(partials: Partials, partial: Scalar, rows: QueryRows, attended
     plgpu.commit_smem()  # the item's row has been read: TMA may put another in its place
 
 
-def rows_of_tile(rows: QueryRows) -> Slice:
+def warpgroup_rows(rows: QueryRows) -> Slice:
     """A warpgroup's among those of its tile."""
     return pl.ds(pl.multiple_of(rows.rank * M, M), M)
 
@@ -119,10 +121,10 @@ def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs:
     def to(live: Slice, head: Scalar, chunk: int) -> Ref:
         return out_g.at[(live, head, *cut.at(chunk, head * 0))]
 
-    store_live(to, rows, swizzled_s, plain_s, outs)
+    store_valid_rows(to, rows, swizzled_s, plain_s, outs)
 
 
-def store_live(
+def store_valid_rows(
     to: Callable[[Slice, Scalar, int], Ref],
     rows: QueryRows,
     swizzled_s: Ref,
@@ -130,8 +132,8 @@ def store_live(
     outs: Sequence[Tile],
 ) -> None:
     """As store_rows; `to(tokens, head, nth)` is where the nth of outs goes."""
-    each, heads = rows.tokens, heads_of(rows.item, rows.spec)
-    first, begin, end = live_rows(rows)
+    each, heads = rows.tokens, packed_heads(rows.item, rows.spec)
+    first, begin, end = valid_rows(rows)
     num = jnp.maximum(end - begin, 0)
 
     @pl.when(num == each)
@@ -140,7 +142,7 @@ def store_live(
             swizzled_s[nth] = out
         plgpu.commit_smem()
         for nth, (head, row) in itertools.product(range(len(outs)), heads):
-            live = pl.ds(aligned(first), each)
+            live = pl.ds(align_row(first), each)
             plgpu.copy_smem_to_gmem(swizzled_s.at[nth, pl.ds(row, each)], to(live, head, nth))
 
     @pl.when((num > 0) & (num < each))

@@ -52,27 +52,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Memory, Scalar
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
-from pallas_kernels.varlen_prefill.dequantize import Widener
-from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE, Loader
-from pallas_kernels.varlen_prefill.mainloop import Attention
-from pallas_kernels.varlen_prefill.pipeline import Queries
+from pallas_kernels.varlen_prefill.dequantize import Dequantizer
+from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE, PrefillLoader
+from pallas_kernels.varlen_prefill.mainloop import PrefillMainloop
+from pallas_kernels.varlen_prefill.pipeline import QueryBuffers
 from pallas_kernels.varlen_prefill.refs import (
     AlibiOperands,
-    Inputs,
-    NarrowBarriers,
-    NarrowKeys,
-    Outputs,
-    Partials,
-    Pipeline,
-    Smem,
+    PrefillBarriers,
+    PrefillInputs,
+    PrefillOutputs,
+    PrefillSmem,
+    QuantizedKvBarriers,
+    QuantizedKvSmem,
+    SplitOutputs,
 )
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
-from pallas_kernels.varlen_prefill.spec import M, NarrowKV, PrefillSpec, f32
-from pallas_kernels.varlen_prefill.splits import most_partials
-from pallas_kernels.varlen_prefill.tile_scheduler import Worklist
+from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, QuantizedKV, f32
+from pallas_kernels.varlen_prefill.splits import max_split_outputs
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
-def prefill(inputs: Inputs, spec: PrefillSpec) -> Outputs:
+def prefill(inputs: PrefillInputs, spec: PrefillSpec) -> PrefillOutputs:
     """Output, and the log-sum-exp of every token and head."""
     kernel = plgpu.kernel(
         functools.partial(prefill_body, spec=spec),
@@ -91,12 +91,17 @@ def prefill(inputs: Inputs, spec: PrefillSpec) -> Outputs:
 
 
 def prefill_body(
-    inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, spec: PrefillSpec
+    inputs: PrefillInputs,
+    outputs: PrefillOutputs,
+    smem: PrefillSmem,
+    pipeline: PrefillBarriers,
+    *,
+    spec: PrefillSpec,
 ) -> None:
     """What a thread block does: the first warpgroups compute, one loads, a warp a team, two widen."""
     wg, loads = lax.axis_index("warpgroup"), spec.sizes.warpgroups
-    work = Worklist(inputs.schedule, spec)
-    load_registers, compute_registers = registers(spec)
+    work = PrefillTileScheduler(inputs.schedule, spec)
+    load_registers, compute_registers = register_counts(spec)
 
     @pl.when(wg == loads)
     def _() -> None:
@@ -105,12 +110,12 @@ def prefill_body(
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
             for team in range(spec.sizes.teams):
-                loader = Loader(inputs, smem, pipeline, spec, team)
+                loader = PrefillLoader(inputs, smem, pipeline, spec, team)
                 pl.when(warp == team)(functools.partial(loader.load_share, work))
 
     def widen(nth: int) -> None:
-        plgpu.set_max_registers(WIDEN_REGISTERS, action="decrease")
-        Widener(inputs, smem, pipeline, spec, nth).widen_share(work)
+        plgpu.set_max_registers(DEQUANTIZE_REGISTERS, action="decrease")
+        Dequantizer(inputs, smem, pipeline, spec, nth).widen_share(work)
 
     if spec.narrow is not None:
         for nth in range(2):
@@ -119,38 +124,40 @@ def prefill_body(
     @pl.when(wg < loads)
     def _() -> None:
         plgpu.set_max_registers(compute_registers, action="increase")
-        queries = Queries(smem, pipeline, spec.sizes, wg)
-        Attention(inputs, outputs, smem, pipeline, spec=spec, queries=queries).attend_share(work)
+        queries = QueryBuffers(smem, pipeline, spec.sizes, wg)
+        PrefillMainloop(inputs, outputs, smem, pipeline, spec=spec, queries=queries).attend_share(work)
 
 
 REGISTERS = 65536  # of an SM
 # Of a thread that widens, one that loads and one that computes, where keys have 8 bits.
-WIDEN_REGISTERS, WIDENING_REGISTERS = 64, (32, 160)
+DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
 
 
-def output_types(inputs: Inputs, spec: PrefillSpec) -> Outputs:
+def output_types(inputs: PrefillInputs, spec: PrefillSpec) -> PrefillOutputs:
     """The output, the log-sum-exp of every token and head, partial results."""
     lse_shape = spec.shape.q_heads, inputs.query.shape[0]
     lse = jax.ShapeDtypeStruct(lse_shape, f32) if spec.returns_lse else None
     partials = _partial_types(spec) if spec.has_splits else None
-    return Outputs(out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials)
+    return PrefillOutputs(
+        out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials
+    )
 
 
-def _partial_types(spec: PrefillSpec) -> Partials:
+def _partial_types(spec: PrefillSpec) -> SplitOutputs:
     sizes, cut, items = spec.sizes, spec.shape.cut, spec.items_per_tile
-    most = most_partials(spec.shape.q_heads, sizes)
+    most = max_split_outputs(spec.shape.q_heads, sizes)
     a_row = jax.ShapeDtypeStruct((most, items, sizes.tile_q), f32)
     out = jax.ShapeDtypeStruct((most, items, cut.chunks, sizes.tile_q, cut.width), f32)
-    return Partials(out=out, top=a_row, total=a_row)
+    return SplitOutputs(out=out, top=a_row, total=a_row)
 
 
-def smem_types(spec: PrefillSpec) -> Smem:
+def smem_types(spec: PrefillSpec) -> PrefillSmem:
     """Shared memory: see refs.Smem."""
     sizes, cut, dtype = spec.sizes, spec.shape.cut, spec.dtype
     wgs = sizes.warpgroups
     tokens = (wgs, sizes.query_buffers, cut.chunks, M, cut.width)
     keys = (sizes.teams * sizes.stages, cut.chunks, sizes.tile_kv, cut.width)
-    return Smem(
+    return PrefillSmem(
         query_and_out=plgpu.RefUnion((swizzled_smem(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
         items=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
         k=swizzled_smem(keys, dtype),
@@ -162,12 +169,12 @@ def smem_types(spec: PrefillSpec) -> Smem:
     )
 
 
-def _narrow_types(narrow: NarrowKV, keys: tuple[int, ...]) -> NarrowKeys:
+def _narrow_types(narrow: QuantizedKV, keys: tuple[int, ...]) -> QuantizedKvSmem:
     stages, _, tile_kv, _ = keys
     of_tokens = plgpu.SMEM((stages, tile_kv), f32)
     k_scale, v_scale = (of_tokens if scale == "token" else None for scale in narrow.scales)
     k, v = (swizzled_smem(keys, dtype) for dtype in narrow.dtypes)
-    return NarrowKeys(k, v, k_scale, v_scale)
+    return QuantizedKvSmem(k, v, k_scale, v_scale)
 
 
 def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
@@ -177,7 +184,7 @@ def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
     return AlibiOperands(slopes=operand(M), columns=operand(spec.sizes.tile_kv))
 
 
-def pipeline_types(spec: PrefillSpec) -> Pipeline:
+def pipeline_types(spec: PrefillSpec) -> PrefillBarriers:
     """Barriers: see refs.Pipeline."""
     sizes = spec.sizes
     stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
@@ -185,16 +192,14 @@ def pipeline_types(spec: PrefillSpec) -> Pipeline:
     def of_stages(arrivals: int) -> Memory:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
 
-    return Pipeline(
-        q_full=plgpu.Barrier(
-            num_arrivals=spec.shape.cut.chunks * sizes.heads_per_tile + 1, num_barriers=buffers
-        ),
+    return PrefillBarriers(
+        q_full=plgpu.Barrier(num_arrivals=spec.shape.cut.chunks * sizes.pack_gqa + 1, num_barriers=buffers),
         q_free=plgpu.Barrier(num_barriers=buffers),
         k_full=of_stages(spec.copies if spec.narrow is None else 1),
         v_full=of_stages(spec.copies if spec.narrow is None else 1),
         k_free=of_stages(sizes.team_size),
         v_free=of_stages(sizes.team_size),
-        narrow=None if spec.narrow is None else NarrowBarriers(*map(of_stages, _narrow_arrivals(spec))),
+        narrow=None if spec.narrow is None else QuantizedKvBarriers(*map(of_stages, _narrow_arrivals(spec))),
     )
 
 
@@ -206,7 +211,7 @@ def _narrow_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
     return *(spec.copies + count for count in of_scales), 1, 1
 
 
-def registers(spec: PrefillSpec) -> tuple[int, int]:
+def register_counts(spec: PrefillSpec) -> tuple[int, int]:
     """Of a thread that loads, and of one that computes."""
     shape, wgs = spec.shape, spec.sizes.warpgroups
     # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute. Where a split's
@@ -216,11 +221,11 @@ def registers(spec: PrefillSpec) -> tuple[int, int]:
     has_many = spec.has_splits and spec.copies == BLOCKS_AT_ONCE
     loads_more = spec.has_lists or has_many or has_parts
     load, compute = (40, 232) if is_light or loads_more else (24, 240)
-    widen = 0 if spec.narrow is None else 2 * WIDEN_REGISTERS
+    widen = 0 if spec.narrow is None else 2 * DEQUANTIZE_REGISTERS
     if wgs == 3:
         load, compute = 32, 160
     if widen:
-        load, compute = WIDENING_REGISTERS
+        load, compute = QUANTIZED_REGISTERS
     # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
     at_start = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
     assert load + widen + wgs * compute <= spec.num_warpgroups * at_start

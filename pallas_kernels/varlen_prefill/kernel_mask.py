@@ -19,9 +19,9 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 # What a row has of a tile's columns, as bits, one int32 each row: bit i of word w is that of column 32 w + i.
 type Words = tuple[Rows, ...]
 
-type Stored = Any  # what a KernelMask's load returned; its sees alone looks into it
+type LoadedMask = Any  # what a KernelMask's load returned; its sees alone looks into it
 
-type Seen = Any  # Words where KernelMask.is_words, else a Tile of Bool: its reader knows which
+type VisiblePairs = Any  # Words where KernelMask.is_words, else a Tile of Bool: its reader knows which
 
 
 def lowest_bits(num: Rows) -> Rows:
@@ -41,8 +41,8 @@ class KernelMask(NamedTuple):
     """
 
     arrays: tuple[jax.Array, ...]
-    load: Callable[["PairTile", Scalar, tuple[Ref, ...]], Stored]
-    sees: Callable[["PairTile", Stored], Seen]
+    load: Callable[["PairTile", Scalar, tuple[Ref, ...]], LoadedMask]
+    sees: Callable[["PairTile", LoadedMask], VisiblePairs]
     is_words: bool
 
 

@@ -12,15 +12,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import BULK
 from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
-from pallas_kernels.varlen_prefill.pipeline import Queries, Ring, Stream
-from pallas_kernels.varlen_prefill.refs import CacheRefs, Inputs, Pipeline, Smem
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages, QueryBuffers
+from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillBarriers, PrefillInputs, PrefillSmem
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
-from pallas_kernels.varlen_prefill.tile_scheduler import Item, Worklist, aligned, heads_of
+from pallas_kernels.varlen_prefill.tile_scheduler import (
+    PrefillTileScheduler,
+    PrefillWorkTile,
+    align_row,
+    packed_heads,
+)
 
 BLOCKS_AT_ONCE = 8
 
 
-class Window(NamedTuple):
+class KvCopy(NamedTuple):
     """One copy.
 
     Attributes:
@@ -34,7 +39,7 @@ class Window(NamedTuple):
     scales: Index = ()
 
 
-class PackedWindows:
+class PackedKvCopies:
     """Packed keys: a tile is one copy, past the end of the array zeros."""
 
     copies = 1
@@ -42,20 +47,24 @@ class PackedWindows:
     def __init__(self, spec: PrefillSpec):
         self.tile_kv = spec.sizes.tile_kv
 
-    def of(self, item: Item, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int) -> list[Window]:
+    def of(
+        self, item: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
+    ) -> list[KvCopy]:
         """Copies `first` to `first + count` of a tile."""
-        rows = pl.ds(aligned(item["kv_start"] - item.skew + tile * self.tile_kv), self.tile_kv)
-        return [Window((rows, kv_head), pl.ds(0, self.tile_kv))]
+        rows = pl.ds(align_row(item["kv_start"] - item.skew + tile * self.tile_kv), self.tile_kv)
+        return [KvCopy((rows, kv_head), pl.ds(0, self.tile_kv))]
 
 
-class PagedWindows:
+class PagedKvCopies:
     """A paged cache: a copy is a block, or what of it a tile holds."""
 
     def __init__(self, table: Ref, in_cache: CacheCut, spec: PrefillSpec):
         self.table, self.in_cache = BlockTable(table, in_cache.block_size), in_cache
         self.tile_kv, self.copies = spec.sizes.tile_kv, in_cache.copies
 
-    def of(self, item: Item, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int) -> list[Window]:
+    def of(
+        self, item: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
+    ) -> list[KvCopy]:
         """As PackedWindows.of. Keys that no query sees may have no block: another stands in."""
         cut, first_key = self.in_cache, tile * self.tile_kv
         seen = self.table.seen(item["req"], item.low, item.high, is_checked=True)
@@ -63,17 +72,24 @@ class PagedWindows:
         copy = cut.copy_of(first_key)
         rows = [pl.ds((first + j) * cut.rows, cut.rows) for j in range(count)]
         return [
-            Window(cut.at(block, copy, kv_head), to, (block, kv_head, copy))
+            KvCopy(cut.at(block, copy, kv_head), to, (block, kv_head, copy))
             for block, to in zip(blocks, rows, strict=True)
         ]
 
 
-class Loader:
+class PrefillLoader:
     """Loads what the warpgroups of a team compute with."""
 
-    def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, spec: PrefillSpec, team: int):
+    def __init__(
+        self,
+        inputs: PrefillInputs,
+        smem: PrefillSmem,
+        pipeline: PrefillBarriers,
+        spec: PrefillSpec,
+        team: int,
+    ):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
-        self.ring, self.team = Ring(smem, pipeline, spec.sizes, team), team
+        self.ring, self.team = KvPipeline(smem, pipeline, spec.sizes, team), team
         keys, values = self.ring.loaded
         self.streams = (inputs.cache.k, keys), (inputs.cache.v, values)
         # Scales per token, and where they go.
@@ -81,13 +97,13 @@ class Loader:
         if smem.narrow is not None:
             narrow = smem.narrow
             self.scales = [(inputs.cache.k_scale, narrow.k_scale), (inputs.cache.v_scale, narrow.v_scale)]
-        self.windows = windows_of(inputs.cache, spec)
+        self.windows = make_kv_copies(inputs.cache, spec)
         team_size = spec.sizes.team_size
         self.queries = [
-            Queries(smem, pipeline, spec.sizes, team * team_size + rank) for rank in range(team_size)
+            QueryBuffers(smem, pipeline, spec.sizes, team * team_size + rank) for rank in range(team_size)
         ]
 
-    def load_share(self, work: Worklist) -> None:
+    def load_share(self, work: PrefillTileScheduler) -> None:
         """All items of the team."""
         rounds, number_of = work.rounds_of(self.team)
 
@@ -102,7 +118,7 @@ class Loader:
             self.ring.wait_until_read(steps)
             self.wait_for_queries(rounds)
 
-    def load_item(self, item: Item, row: Scalar, nth: Scalar, step: Scalar) -> None:
+    def load_item(self, item: PrefillWorkTile, row: Scalar, nth: Scalar, step: Scalar) -> None:
         """An item, whose row of the schedule is `row` and whose first keys are those of `step`."""
         tile, first = lambda i: item.tile_of(item.entry(i)), item.tile_of(item.first_entry())
 
@@ -124,7 +140,7 @@ class Loader:
         pl.when(item.num == 0)(lambda: self.load_queries(item, row, nth))
 
     def load_tile(
-        self, item: Item, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
+        self, item: PrefillWorkTile, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
     ) -> None:
         """A tile's keys, then what is to be done between, then its values, into the stage of a step."""
         stage, stages = self.ring.stage(step), self.spec.sizes.stages
@@ -141,7 +157,7 @@ class Loader:
             else:
                 # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
                 @pl.loop(0, copies // at_once + jnp.minimum(step, 0))
-                def _(n: Scalar, nth: int = nth, kv_g: Ref = kv_g, stream: Stream = stream) -> None:
+                def _(n: Scalar, nth: int = nth, kv_g: Ref = kv_g, stream: KvStages = stream) -> None:
                     windows = self.windows.of(item, tile, kv_head, n * at_once, at_once)
                     self.copy(kv_g, stream, stage, windows)
                     self.copy_scales(nth, stream, stage, windows)
@@ -149,7 +165,7 @@ class Loader:
             if between is not None and nth == 0:
                 between()
 
-    def copy(self, kv_g: Ref, stream: Stream, stage: Scalar, windows: list[Window]) -> None:
+    def copy(self, kv_g: Ref, stream: KvStages, stage: Scalar, windows: list[KvCopy]) -> None:
         """Begins to fill a stage."""
         cut = self.spec.shape.cut
         for window in windows:
@@ -158,7 +174,7 @@ class Loader:
                 to = stream.tiles.at[stage, chunk, window.rows]
                 plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
 
-    def copy_scales(self, nth: int, stream: Stream, stage: Scalar, windows: list[Window]) -> None:
+    def copy_scales(self, nth: int, stream: KvStages, stage: Scalar, windows: list[KvCopy]) -> None:
         """Scales per token besides, if keys (0) or values (1) have some."""
         scales_g, scales_s = self.scales[nth]
         if scales_s is not None:
@@ -166,7 +182,7 @@ class Loader:
                 source, to = scales_g.at[window.scales], scales_s.at[stage, window.rows]
                 plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage], oob_mode=BULK)
 
-    def load_queries(self, item: Item, row: Scalar, nth: Scalar) -> None:
+    def load_queries(self, item: PrefillWorkTile, row: Scalar, nth: Scalar) -> None:
         """Each warpgroup's queries, and the item's columns."""
         cut, each = self.spec.shape.cut, self.spec.sizes.warpgroup_tokens
         buffer = self.queries[0].buffer(nth)
@@ -174,8 +190,8 @@ class Loader:
             barrier = queries.barrier(buffer)
             pl.when(nth >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
             # A warpgroup without rows may stand before the first.
-            tokens = pl.ds(aligned(jnp.maximum(item["first_row"] + rank * each, 0)), each)
-            for head, first in heads_of(item, self.spec):
+            tokens = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * each, 0)), each)
+            for head, first in packed_heads(item, self.spec):
                 for chunk in range(cut.chunks):
                     source = self.query.at[(tokens, head, *cut.at(chunk, nth * 0))]
                     to = queries.query.at[buffer, chunk, pl.ds(first, each)]
@@ -192,7 +208,7 @@ class Loader:
                 plgpu.barrier_wait(queries.free.at[queries.barrier(queries.buffer(nth))])
 
 
-def windows_of(cache: CacheRefs, spec: PrefillSpec) -> PackedWindows | PagedWindows:
+def make_kv_copies(cache: KvRefs, spec: PrefillSpec) -> PackedKvCopies | PagedKvCopies:
     """Where the keys of a tile are."""
     in_cache = spec.shape.in_cache
-    return PackedWindows(spec) if in_cache is None else PagedWindows(cache.block_table, in_cache, spec)
+    return PackedKvCopies(spec) if in_cache is None else PagedKvCopies(cache.block_table, in_cache, spec)

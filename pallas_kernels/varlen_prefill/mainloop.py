@@ -13,50 +13,50 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_prefill.bias import Bias
-from pallas_kernels.varlen_prefill.block_info import Edges, QueryRows
-from pallas_kernels.varlen_prefill.epilogue import Attended, store_attended, store_partial
-from pallas_kernels.varlen_prefill.masking import Masking, Stored, Values
-from pallas_kernels.varlen_prefill.mma import InterpretedProducts, Products
-from pallas_kernels.varlen_prefill.pipeline import Queries, Ring
-from pallas_kernels.varlen_prefill.refs import Inputs, Outputs, Pipeline, Smem
-from pallas_kernels.varlen_prefill.softmax import Softmax, State, Step, rows_of
+from pallas_kernels.varlen_prefill.block_info import MaskedEnds, QueryRows
+from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
+from pallas_kernels.varlen_prefill.masking import LoadedMask, Masking, ValueTiles
+from pallas_kernels.varlen_prefill.mma import InterpretedPrefillMma, PrefillMma
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline, QueryBuffers
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillOutputs, PrefillSmem
+from pallas_kernels.varlen_prefill.softmax import Softmax, SoftmaxState, SoftmaxStep, full_rows
 from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
-from pallas_kernels.varlen_prefill.tile_scheduler import Worklist
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
-class Attention:
+class PrefillMainloop:
     """One warpgroup."""
 
     def __init__(
         self,
-        inputs: Inputs,
-        outputs: Outputs,
-        smem: Smem,
-        pipeline: Pipeline,
+        inputs: PrefillInputs,
+        outputs: PrefillOutputs,
+        smem: PrefillSmem,
+        pipeline: PrefillBarriers,
         *,
         spec: PrefillSpec,
-        queries: Queries,
+        queries: QueryBuffers,
     ):
         # The number that `queries` has, asked anew: one for both makes other addresses than those measured.
         self.wg = wg = lax.axis_index("warpgroup")
         # A team's warpgroups have the same item: 64 rows each, from rank * 64 on.
         self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
-        self.ring, self.queries = Ring(smem, pipeline, spec.sizes, self.team), queries
+        self.ring, self.queries = KvPipeline(smem, pipeline, spec.sizes, self.team), queries
         self.bias = Bias(smem.alibi, self.columns, wg, spec)
         self.masking, self.softmax = Masking(inputs.mask, self.columns, spec), Softmax(spec)
-        self.values = Values(self.ring, spec)
+        self.values = ValueTiles(self.ring, spec)
         if spec.is_interpreted:
-            self.products: Products = InterpretedProducts(self.ring, smem.p.at[wg], spec)
+            self.products: PrefillMma = InterpretedPrefillMma(self.ring, smem.p.at[wg], spec)
         else:
-            self.products = Products(self.ring, self.bias.operands, spec)
+            self.products = PrefillMma(self.ring, self.bias.operands, spec)
 
     def columns(self) -> Tile:
         """Number of each key in its tile, f32. Read, or the compiler keeps them all in registers."""
         column = plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
 
-    def attend_share(self, work: Worklist) -> None:
+    def attend_share(self, work: PrefillTileScheduler) -> None:
         """All items of the team."""
         rounds, number_of = work.rounds_of(self.team)
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
@@ -84,20 +84,20 @@ class Attention:
             if queries.num > 1:
                 pl.when(nth >= 1)(lambda: queries.release(nth - 1))
 
-        def work() -> Attended:
+        def work() -> RowResults:
             return self.attend(rows, queries.query.at[buffer], step, release_last)
 
-        def rest() -> Attended:
+        def rest() -> RowResults:
             release_last()
             self.ring.skip(step, jnp.int32(0), item.num)
             zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            return Attended(tuple(zeros() for _ in range(chunks)), rows_of(-jnp.inf), rows_of(0.0))
+            return RowResults(tuple(zeros() for _ in range(chunks)), full_rows(-jnp.inf), full_rows(0.0))
 
         self.store(rows, buffer, lax.cond(rows.has_work(), work, rest))
         if queries.num == 1:
             queries.release(nth)
 
-    def attend(self, rows: QueryRows, q_s: Ref, step: Scalar, meanwhile: Callable[[], None]) -> Attended:
+    def attend(self, rows: QueryRows, q_s: Ref, step: Scalar, meanwhile: Callable[[], None]) -> RowResults:
         """All keys of rows, whose item's first are those of `step`.
 
         `meanwhile` is done beside the first scores.
@@ -108,25 +108,25 @@ class Attention:
             self.ring.skip(step, jnp.int32(0), begin)
         state = self.attend_first(rows, q_s, step, begin, meanwhile)
 
-        def attend_tiles(first: Scalar, end: Scalar, edges: Edges, state: State) -> State:
+        def attend_tiles(first: Scalar, end: Scalar, edges: MaskedEnds, state: SoftmaxState) -> SoftmaxState:
             attend_tile = lambda i, state: self.attend_tile(rows, q_s, step, i, edges, state)
             return lax.fori_loop(first, end, attend_tile, state)
 
         if has_window or has_lists:
-            state = attend_tiles(begin + 1, low_edge, Edges.BOTH, state)
-        state = attend_tiles(low_edge, high_edge, Edges.NONE, state)
+            state = attend_tiles(begin + 1, low_edge, MaskedEnds.BOTH, state)
+        state = attend_tiles(low_edge, high_edge, MaskedEnds.NONE, state)
         if not has_lists:
-            state = attend_tiles(high_edge, end, Edges.HIGH, state)
+            state = attend_tiles(high_edge, end, MaskedEnds.HIGH, state)
         total = state.total.sum(axis=1)
         self.values.clear_last(rows, end - 1, step + end - 1)
         accs = self.products.add_values(state.accs, state.p, step + end - 1)
         if not has_lists:
             self.ring.skip(step, end, rows.item.num)
-        return Attended(accs, state.top, total)
+        return RowResults(accs, state.top, total)
 
     def attend_first(
         self, rows: QueryRows, q_s: Ref, step: Scalar, begin: Scalar, meanwhile: Callable[[], None]
-    ) -> State:
+    ) -> SoftmaxState:
         """The first tile that is for the rows: scores and softmax."""
         tile = rows.first_tile(begin)
         stored = self.masking.stored(tile)
@@ -137,13 +137,13 @@ class Attention:
         return state
 
     def attend_tile(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, i: Scalar, edges: Edges, state: State
-    ) -> State:
+        self, rows: QueryRows, q_s: Ref, step: Scalar, i: Scalar, edges: MaskedEnds, state: SoftmaxState
+    ) -> SoftmaxState:
         """Scores of tile i, beside the values of the tile before, and their softmax meanwhile."""
         step = step + i
         tile = rows.tile(i, edges)
 
-        def softmax(s: Tile, stored: Stored, before_exponents: Callable[[], None]) -> Step:
+        def softmax(s: Tile, stored: LoadedMask, before_exponents: Callable[[], None]) -> SoftmaxStep:
             s, row_term = self.bias.added(tile, s)
             masked = lambda s: self.masking.applied(tile, stored, s)
             return self.softmax.step(s, row_term, masked, state.top, before_exponents)
@@ -156,16 +156,16 @@ class Attention:
         )  # fmt: skip
         return self.softmax.joined(accs, state.total, new)
 
-    def store(self, rows: QueryRows, buffer: Scalar, attended: Attended) -> None:
+    def store(self, rows: QueryRows, buffer: Scalar, attended: RowResults) -> None:
         """Rows behind all of their keys, or what a split brings."""
         buffers = self.queries.query.at[buffer], self.queries.out.at[buffer]
 
         def whole() -> None:
-            store_attended(self.outputs, self.inputs.sinks, rows, attended, *buffers)
+            store_output(self.outputs, self.inputs.sinks, rows, attended, *buffers)
 
         partials = self.outputs.partials
         if partials is None:
             whole()
         else:
             partial = rows.item["partial"]
-            lax.cond(partial < 0, whole, lambda: store_partial(partials, partial, rows, attended))
+            lax.cond(partial < 0, whole, lambda: store_split_output(partials, partial, rows, attended))

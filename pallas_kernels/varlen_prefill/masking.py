@@ -11,14 +11,14 @@ from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared import block_of
 from pallas_kernels.shared.paged_kv import clear_unseen
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.block_info import Edges, KvTile, QueryRows
-from pallas_kernels.varlen_prefill.kernel_mask import Stored
-from pallas_kernels.varlen_prefill.pipeline import Ring
+from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
+from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
 
-type Ends = Scalar | Rows
+type ColumnBound = Scalar | Rows
 
 
 class Masking:
@@ -31,19 +31,19 @@ class Masking:
         self.has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
         self.has_parts = spec.shape.block_q is not None
 
-    def stored(self, tile: KvTile) -> Stored:
+    def stored(self, tile: KvTile) -> LoadedMask:
         """What the mask has stored of a tile: read early, for it comes from global memory."""
-        if tile.edges is Edges.NONE or not self.arrays:
+        if tile.edges is MaskedEnds.NONE or not self.arrays:
             return ()
         assert self.mask is not None
         return self.mask.load(tile.pairs(self.columns), tile.rows.item["req"], self.arrays)
 
-    def applied(self, tile: KvTile, stored: Stored, s: Tile) -> Tile:
+    def applied(self, tile: KvTile, stored: LoadedMask, s: Tile) -> Tile:
         """Scores of pairs of which the query sees the key, -inf for the others."""
-        if tile.edges is Edges.NONE:
+        if tile.edges is MaskedEnds.NONE:
             return s
         first_key = tile.first_key()
-        has_low = self.spec.has_low_edge and Edges.LOW in tile.edges
+        has_low = self.spec.has_low_edge and MaskedEnds.LOW in tile.edges
         low, high = self._ends(tile, first_key, has_low=has_low)
         pairs, mask = tile.pairs(self.columns), self.mask
         if mask is not None and mask.is_words:
@@ -51,7 +51,7 @@ class Masking:
             in_range = pairs.words_between(jnp.maximum(low, 0 - first_key) if has_low else None, high)
             return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
 
-        def wide(end: Ends) -> Tile | Scalar:
+        def wide(end: ColumnBound) -> Tile | Scalar:
             is_row = end.ndim > 0
             return pairs.wide(plgpu.layout_cast(end, ROW).astype(f32)) if is_row else end.astype(f32)
 
@@ -64,7 +64,7 @@ class Masking:
             sees = sees & mask.sees(pairs, stored)
         return jnp.where(sees, s, -jnp.inf)
 
-    def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[Ends, Ends]:
+    def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[ColumnBound, ColumnBound]:
         """First column that a row may see, and one past the last: of the request, or of each row.
 
         Rows are numbered only where they have ends of their own: for a number that nobody uses Pallas finds
@@ -99,14 +99,14 @@ class Masking:
 ROWS_AT_ONCE = 64
 
 
-class Values:
+class ValueTiles:
     """Awaits values, and clears those that no query of the request sees: a probability of 0 hides no NaN.
 
     Warpgroups do it side by side in the same memory, so what one stores must be right at once: with both
     edges in a tile, a store of the low one that kept the high one's NaN undid another's zeros.
     """
 
-    def __init__(self, ring: Ring, spec: PrefillSpec):
+    def __init__(self, ring: KvPipeline, spec: PrefillSpec):
         self.ring, self.spec = ring, spec
 
     def await_first(self, tile: KvTile, step: Scalar) -> None:
@@ -115,34 +115,34 @@ class Values:
         A list begins with the tile that the request ends in, if that is listed. Without lists it ends in the
         last tile, whose end `await_last` clears.
         """
-        self._await(tile, step, Edges.BOTH if self.spec.has_lists else Edges.LOW)
+        self._await(tile, step, MaskedEnds.BOTH if self.spec.has_lists else MaskedEnds.LOW)
 
     def await_next(self, tile: KvTile, step: Scalar) -> None:
         """Those of a later tile: with lists, what is seen may begin in any tile that is seen in part.
 
         Without them it begins in the first tile: a compare for each tile behind it would be one too many.
         """
-        self._await(tile, step, tile.edges & Edges.LOW if self.spec.has_lists else Edges.NONE)
+        self._await(tile, step, tile.edges & MaskedEnds.LOW if self.spec.has_lists else MaskedEnds.NONE)
 
     def clear_last(self, rows: QueryRows, last: Scalar, step: Scalar) -> None:
         """The end of an item's last tile, whose values have come with `step`."""
         if not self.spec.has_lists:
-            self._clear(rows.tile(last, Edges.HIGH), self.ring.stage(step), Edges.HIGH)
+            self._clear(rows.tile(last, MaskedEnds.HIGH), self.ring.stage(step), MaskedEnds.HIGH)
 
-    def _await(self, tile: KvTile, step: Scalar, edges: Edges) -> None:
+    def _await(self, tile: KvTile, step: Scalar, edges: MaskedEnds) -> None:
         stage = self.ring.stage(step)
         plgpu.barrier_wait(self.ring.values.full.at[stage])
-        if Edges.LOW in edges and self.spec.has_low_edge:
-            self._clear(tile, stage, Edges.LOW)
-        if Edges.HIGH in edges:
-            self._clear(tile, stage, Edges.HIGH)
+        if MaskedEnds.LOW in edges and self.spec.has_low_edge:
+            self._clear(tile, stage, MaskedEnds.LOW)
+        if MaskedEnds.HIGH in edges:
+            self._clear(tile, stage, MaskedEnds.HIGH)
 
-    def _clear(self, tile: KvTile, stage: Scalar, edge: Edges) -> None:
+    def _clear(self, tile: KvTile, stage: Scalar, edge: MaskedEnds) -> None:
         """Zeros before the first key that the request sees, or behind its last, if the tile has some."""
         tile_kv, item = self.spec.sizes.tile_kv, tile.rows.item
         first_key = tile.first_key()
         begin, end = item["seen"] - first_key, item["seq_len"] - first_key
-        is_low = edge is Edges.LOW
+        is_low = edge is MaskedEnds.LOW
         is_edge = begin > 0 if is_low else end < tile_kv
 
         @pl.when(is_edge)

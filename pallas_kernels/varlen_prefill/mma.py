@@ -8,17 +8,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_prefill.masking import Stored
-from pallas_kernels.varlen_prefill.pipeline import Ring
+from pallas_kernels.varlen_prefill.masking import LoadedMask
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline
 from pallas_kernels.varlen_prefill.refs import AlibiOperands
-from pallas_kernels.varlen_prefill.softmax import State, Step
+from pallas_kernels.varlen_prefill.softmax import SoftmaxState, SoftmaxStep
 from pallas_kernels.varlen_prefill.spec import PrefillSpec, f32
 
 
-class Products:
+class PrefillMma:
     """Of one warpgroup."""
 
-    def __init__(self, ring: Ring, alibi: AlibiOperands | None, spec: PrefillSpec):
+    def __init__(self, ring: KvPipeline, alibi: AlibiOperands | None, spec: PrefillSpec):
         self.ring, self.alibi, self.spec = ring, alibi, spec
 
     def begin_scores(self, s_ref: Ref, q_s: Ref, stage: Scalar) -> None:
@@ -59,13 +59,13 @@ class Products:
         self,
         q_s: Ref,
         step: Scalar,
-        state: State,
-        empty: Step,
+        state: SoftmaxState,
+        empty: SoftmaxStep,
         *,
-        meanwhile: Callable[[], Stored],
-        softmax: Callable[[Tile, Stored, Callable[[], None]], Step],
+        meanwhile: Callable[[], LoadedMask],
+        softmax: Callable[[Tile, LoadedMask, Callable[[], None]], SoftmaxStep],
         await_values: Callable[[], None],
-    ) -> tuple[tuple[Tile, ...], Step]:
+    ) -> tuple[tuple[Tile, ...], SoftmaxStep]:
         """Scores of the keys of `step` and values of the step before, in flight together.
 
         Args:
@@ -91,10 +91,10 @@ class Products:
                 await_values()
                 plgpu.wgmma_wait(0)
 
-        def products(refs: tuple[tuple[Ref, ...], Step]) -> None:
+        def products(refs: tuple[tuple[Ref, ...], SoftmaxStep]) -> None:
             acc_refs, result_refs = refs
 
-            def issue(s_ref: Ref) -> tuple[Tile, Stored]:
+            def issue(s_ref: Ref) -> tuple[Tile, LoadedMask]:
                 self.begin_scores(s_ref, q_s, k_stage)
                 self.begin_values(acc_refs, state.p, v_stage)
                 early = meanwhile()
@@ -115,10 +115,10 @@ class Products:
         return tuple(accs), results
 
 
-class InterpretedProducts(Products):
+class InterpretedPrefillMma(PrefillMma):
     """For interpret mode, which has neither accumulators with a past nor operands in registers."""
 
-    def __init__(self, ring: Ring, p_s: Ref, spec: PrefillSpec):
+    def __init__(self, ring: KvPipeline, p_s: Ref, spec: PrefillSpec):
         """With [64, tile_kv] of shared memory for probabilities."""
         super().__init__(ring, None, spec)
         self.p_s = p_s
@@ -144,13 +144,13 @@ class InterpretedProducts(Products):
         self,
         q_s: Ref,
         step: Scalar,
-        state: State,
-        empty: Step,
+        state: SoftmaxState,
+        empty: SoftmaxStep,
         *,
-        meanwhile: Callable[[], Stored],
-        softmax: Callable[[Tile, Stored, Callable[[], None]], Step],
+        meanwhile: Callable[[], LoadedMask],
+        softmax: Callable[[Tile, LoadedMask, Callable[[], None]], SoftmaxStep],
         await_values: Callable[[], None],
-    ) -> tuple[tuple[Tile, ...], Step]:
+    ) -> tuple[tuple[Tile, ...], SoftmaxStep]:
         """See Products; one after the other."""
         s = self.scores(q_s, step)
         accs = self.add_values(state.accs, state.p, step - 1)

@@ -8,11 +8,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
-from pallas_kernels.varlen_prefill.refs import Pipeline, Smem
-from pallas_kernels.varlen_prefill.sizes import KernelSizes
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillSmem
+from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 
 
-class Stream(NamedTuple):
+class KvStages(NamedTuple):
     """Keys or values on their way: a ring of stages.
 
     Attributes:
@@ -26,7 +26,7 @@ class Stream(NamedTuple):
     free: Barriers
 
 
-class Ring:
+class KvPipeline:
     """The stages of a team: step i, of all tiles of keys that the team loads, is in one of them.
 
     Attributes:
@@ -35,15 +35,15 @@ class Ring:
         loaded: What TMA fills: these two, or the same in 8 bits.
     """
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, sizes: KernelSizes, team: Scalar | int):
-        self.keys = Stream(smem.k, pipeline.k_full, pipeline.k_free)
-        self.values = Stream(smem.v, pipeline.v_full, pipeline.v_free)
+    def __init__(self, smem: PrefillSmem, pipeline: PrefillBarriers, sizes: PrefillSizes, team: Scalar | int):
+        self.keys = KvStages(smem.k, pipeline.k_full, pipeline.k_free)
+        self.values = KvStages(smem.v, pipeline.v_full, pipeline.v_free)
         self.loaded = self.keys, self.values
         narrow_s, narrow = smem.narrow, pipeline.narrow
         if narrow_s is not None and narrow is not None:
             self.loaded = (
-                Stream(narrow_s.k, narrow.k_full, narrow.k_free),
-                Stream(narrow_s.v, narrow.v_full, narrow.v_free),
+                KvStages(narrow_s.k, narrow.k_full, narrow.k_free),
+                KvStages(narrow_s.v, narrow.v_full, narrow.v_free),
             )
         self.sizes, self.team = sizes, team
 
@@ -69,7 +69,7 @@ class Ring:
         for stream in self.loaded:
             self.wait_for(stream, steps)
 
-    def wait_for(self, stream: Stream, steps: Scalar) -> None:
+    def wait_for(self, stream: KvStages, steps: Scalar) -> None:
         """The same of one stream."""
 
         @pl.loop(jnp.maximum(steps - self.sizes.stages, 0), steps)
@@ -77,10 +77,10 @@ class Ring:
             plgpu.barrier_wait(stream.free.at[self.stage(step)])
 
 
-class Queries:
+class QueryBuffers:
     """The buffers of a warpgroup: queries and columns of its team's n-th item, in their place its output."""
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, sizes: KernelSizes, wg: Scalar | int):
+    def __init__(self, smem: PrefillSmem, pipeline: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
         self.query, self.out, self.columns = (ref.at[wg] for ref in (smem.query, smem.out, smem.items))
         self.full, self.free = pipeline.q_full, pipeline.q_free
         self.num, self.wg = sizes.query_buffers, wg

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pallas_kernels.shared.types import Barriers, Ref
 
 
-class CacheRefs(NamedTuple):
+class KvRefs(NamedTuple):
     """Keys and values.
 
     Attributes:
@@ -28,22 +28,22 @@ class CacheRefs(NamedTuple):
     v_scale: Ref = None
 
 
-class ScheduleRefs(NamedTuple):
+class PrefillScheduleRefs(NamedTuple):
     """What is to be done.
 
     Attributes:
         table: [tiles, columns]: schedule.COLUMNS; where keys may be cut [splits, columns]:
             splits.SPLIT_COLUMNS follow; with lists [items, columns]: lists.ITEM_COLUMNS do.
-        num_live: [1]: rows of the table that mean something.
+        num_valid: [1]: rows of the table that mean something.
         entries: [items, max_list]: the lists of tiles of keys; None = all tiles that the score's mask leaves.
     """
 
     table: Ref
-    num_live: Ref
+    num_valid: Ref
     entries: Ref
 
 
-class Inputs(NamedTuple):
+class PrefillInputs(NamedTuple):
     """What the kernel reads, in global memory.
 
     Attributes:
@@ -56,14 +56,14 @@ class Inputs(NamedTuple):
     """
 
     query: Ref
-    cache: CacheRefs
+    cache: KvRefs
     slopes: Ref
     sinks: Ref
-    schedule: ScheduleRefs
+    schedule: PrefillScheduleRefs
     mask: tuple[Ref, ...]
 
 
-class Outputs(NamedTuple):
+class PrefillOutputs(NamedTuple):
     """What it writes.
 
     Attributes:
@@ -74,10 +74,10 @@ class Outputs(NamedTuple):
 
     out: Ref
     lse: Ref
-    partials: "Partials | None"
+    partials: "SplitOutputs | None"
 
 
-class Partials(NamedTuple):
+class SplitOutputs(NamedTuple):
     """Rows behind the keys of a split, f32.
 
     Attributes:
@@ -91,29 +91,29 @@ class Partials(NamedTuple):
     total: Ref
 
 
-class MergeRefs(NamedTuple):
+class CombineRefs(NamedTuple):
     """What the merge reads, and the output and LSE that it writes in place.
 
     Attributes:
         partials: As Outputs.partials.
         table: [rows, columns]: as ScheduleRefs.table.
-        num_live: [1]: tiles of queries that are cut.
+        num_valid: [1]: tiles of queries that are cut.
         rows: [most]: of each the first split's row of the table.
         sinks: As Inputs.sinks.
         out: As Outputs.out.
         lse: As Outputs.lse.
     """
 
-    partials: Partials
+    partials: SplitOutputs
     table: Ref
-    num_live: Ref
+    num_valid: Ref
     rows: Ref
     sinks: Ref
     out: Ref
     lse: Ref
 
 
-class Smem(NamedTuple):
+class PrefillSmem(NamedTuple):
     """Shared memory, each warpgroup's own but for k, v and narrow.
 
     Attributes:
@@ -134,7 +134,7 @@ class Smem(NamedTuple):
     p: Ref
     columns: Ref
     alibi: "AlibiOperands | None"
-    narrow: "NarrowKeys | None"
+    narrow: "QuantizedKvSmem | None"
 
     @property
     def query(self) -> Ref:
@@ -161,7 +161,7 @@ class AlibiOperands(NamedTuple):
     columns: Ref
 
 
-class NarrowKeys(NamedTuple):
+class QuantizedKvSmem(NamedTuple):
     """Keys and values in 8 bits, as the cache has them.
 
     Attributes:
@@ -177,7 +177,7 @@ class NarrowKeys(NamedTuple):
     v_scale: Ref
 
 
-class NarrowBarriers(NamedTuple):
+class QuantizedKvBarriers(NamedTuple):
     """Between the loading warp and the warpgroup that widens, [stages] each: as Pipeline's of their names."""
 
     k_full: Barriers
@@ -186,7 +186,7 @@ class NarrowBarriers(NamedTuple):
     v_free: Barriers
 
 
-class Pipeline(NamedTuple):
+class PrefillBarriers(NamedTuple):
     """Barriers between the loading warps and the warpgroups that compute: see kernel.py's figure.
 
     Attributes:
@@ -205,4 +205,4 @@ class Pipeline(NamedTuple):
     v_full: Barriers
     k_free: Barriers
     v_free: Barriers
-    narrow: NarrowBarriers | None
+    narrow: QuantizedKvBarriers | None

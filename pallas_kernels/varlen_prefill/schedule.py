@@ -11,15 +11,21 @@ from jaxtyping import Array, Bool, Int, Int32
 from pallas_kernels.checks import require
 from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill.sizes import KernelSizes
-from pallas_kernels.varlen_prefill.splits import Merges, cut_tiles, merges_of, most_partials, num_splits
+from pallas_kernels.varlen_prefill.sizes import PrefillSizes
+from pallas_kernels.varlen_prefill.splits import (
+    SplitTiles,
+    choose_num_splits,
+    find_split_tiles,
+    max_split_outputs,
+    split_kv_tiles,
+)
 
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that 8 divides
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class MadeFor:
+class PrefillScheduleKey:
     """The static part of what a schedule is made for; it serves no other call.
 
     Attributes:
@@ -33,45 +39,45 @@ class MadeFor:
 
     num_tokens: int
     mask: tuple[bool, tuple[int | None, int | None], int | None]
-    sizes: KernelSizes
+    sizes: PrefillSizes
     q_heads: int | None
     has_lists: bool
     is_packed: bool
 
 
-class Schedule(NamedTuple):
+class PrefillSchedule(NamedTuple):
     """The tiles of a step, shared by the layers of one mask.
 
     Attributes:
         table: One row a tile: COLUMNS; or, where keys may be cut, one a split, with splits.SPLIT_COLUMNS
             behind. The longest first, or in the order of the tokens where lists are to be made, which say how
-            long it takes. Rows from `num_live` on are 0.
-        num_live: How many of them there are.
+            long it takes. Rows from `num_valid` on are 0.
+        num_valid: How many of them there are.
         first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
             last request counts as one more request.
-        merges: The tiles whose keys are cut; None where none can be.
+        split_tiles: The tiles whose keys are cut; None where none can be.
         made_for: Static.
     """
 
     table: Int32[Array, "tiles columns"]
-    num_live: Int32[Array, " 1"]
+    num_valid: Int32[Array, " 1"]
     first_tiles: Int32[Array, " bounds"]
-    merges: Merges | None
-    made_for: MadeFor
+    split_tiles: SplitTiles | None
+    made_for: PrefillScheduleKey
 
 
-def made_for_call(
+def schedule_key(
     num_tokens: int,
     score: Score,
-    sizes: KernelSizes,
+    sizes: PrefillSizes,
     q_heads: int | None,
     *,
     has_lists: bool,
     is_packed: bool,
-) -> MadeFor:
+) -> PrefillScheduleKey:
     """What the schedule of a call has to be made for."""
     of_splits = q_heads if sizes.max_splits > 1 else None
-    return MadeFor(num_tokens, score.mask, sizes, of_splits, has_lists, is_packed)
+    return PrefillScheduleKey(num_tokens, score.mask, sizes, of_splits, has_lists, is_packed)
 
 
 # What a kernel reads of a tile:
@@ -90,11 +96,11 @@ TABLE_WIDTH = 32  # 128 bytes: what TMA wants a row to be aligned to
 
 FEW_REQUESTS = 8
 # XLA compares anew for each column that it puts in place: of 258 rows that takes 8 us, alone 1.
-COMPARED_TWICE = 160
+MAX_RECOMPUTED_ROWS = 160
 L2_BYTES = 36 * 10**6  # of keys and values that stay in the 50 MB of an H100 or H200 beside all else
 
 
-def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, sizes: KernelSizes) -> int:
+def heads_per_l2_group(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, sizes: PrefillSizes) -> int:
     """Query heads to read side by side: of as many kv heads as fit L2, if these keep all thread blocks busy.
 
     Args:
@@ -106,7 +112,7 @@ def heads_at_once(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, size
     """
     at_once = kv_heads
     is_too_much = lambda: at_once * kv_bytes > L2_BYTES
-    items = rows * (q_heads // kv_heads) // sizes.heads_per_tile  # of a kv head
+    items = rows * (q_heads // kv_heads) // sizes.pack_gqa  # of a kv head
     is_enough = lambda: items * (at_once // 2) >= 4 * sizes.ctas
     while at_once % 2 == 0 and is_too_much() and is_enough():
         at_once //= 2
@@ -118,9 +124,9 @@ def max_tiles(num_tokens: int, reqs: int, tile_tokens: int) -> int:
     return (num_tokens + (ALIGN - 1) * (reqs + 1)) // tile_tokens + reqs + 1
 
 
-def max_rows(num_tokens: int, reqs: int, *, q_heads: int, sizes: KernelSizes) -> int:
+def max_table_rows(num_tokens: int, reqs: int, *, q_heads: int, sizes: PrefillSizes) -> int:
     """Rows of a schedule's table: tiles, and splits besides where keys may be cut."""
-    extra = most_partials(q_heads, sizes) if sizes.max_splits > 1 else 0
+    extra = max_split_outputs(q_heads, sizes) if sizes.max_splits > 1 else 0
     return max_tiles(num_tokens, reqs, sizes.tile_tokens) + extra
 
 
@@ -131,10 +137,10 @@ def make_schedule(
     *,
     num_tokens: int,
     score: Score,
-    sizes: KernelSizes,
+    sizes: PrefillSizes,
     q_heads: int | None = None,
     has_lists: bool = False,
-) -> Schedule:
+) -> PrefillSchedule:
     """Cuts each request's tokens into tiles, and the padding behind the last into tiles without keys.
 
     Warpgroups that a request's rows do not fill stand at the beginning of its first tile, which with a causal
@@ -156,26 +162,28 @@ def make_schedule(
     """
     may_cut = sizes.max_splits > 1
     require(not (may_cut and has_lists), "max_splits", "be 1 with lists", sizes.max_splits)
-    is_alone = sizes.heads_per_tile == 1 or not has_lists
-    require(is_alone, "heads_per_tile", "be 1 with lists", sizes.heads_per_tile)
+    is_alone = sizes.pack_gqa == 1 or not has_lists
+    require(is_alone, "pack_gqa", "be 1 with lists", sizes.pack_gqa)
     require(not (may_cut and q_heads is None), "q_heads", "be given where keys may be cut", q_heads)
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
-    made_for = made_for_call(
+    made_for = schedule_key(
         num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=kv_start_loc is not None
     )
     if q_heads is not None and may_cut:
-        splits = num_splits(tiles.kv_tiles, tiles.is_live, q_heads=q_heads, sizes=sizes)
-        rows = max_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)
-        cut = cut_tiles(tiles.kv_tiles, splits, rows=rows)
+        splits = choose_num_splits(tiles.kv_tiles, tiles.is_live, q_heads=q_heads, sizes=sizes)
+        rows = max_table_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)
+        cut = split_kv_tiles(tiles.kv_tiles, splits, rows=rows)
         table = _table([*[column[cut.tile] for column in tiles.columns], *cut.columns], cut.is_live)
         table, places = _longest_first(table, jnp.where(cut.is_live, -cut.num_tiles, 1))
-        merges = merges_of(cut, places, most=most_partials(q_heads, sizes) // 2)
-        return Schedule(table, splits.sum(dtype=jnp.int32)[None], tiles.first_tiles, merges, made_for)
+        split_tiles = find_split_tiles(cut, places, most=max_split_outputs(q_heads, sizes) // 2)
+        return PrefillSchedule(
+            table, splits.sum(dtype=jnp.int32)[None], tiles.first_tiles, split_tiles, made_for
+        )
     table = _table(tiles.columns, tiles.is_live)
     if not has_lists:
         table, _ = _longest_first(table, jnp.where(tiles.is_live, -tiles.kv_tiles, 1))
-    return Schedule(table, tiles.num_live, tiles.first_tiles, None, made_for)
+    return PrefillSchedule(table, tiles.num_valid, tiles.first_tiles, None, made_for)
 
 
 class Tiles(NamedTuple):
@@ -184,14 +192,14 @@ class Tiles(NamedTuple):
     Attributes:
         columns: COLUMNS.
         is_live: Whether there is such a tile.
-        num_live: How many there are.
+        num_valid: How many there are.
         kv_tiles: Tiles of keys that each sees.
         first_tiles: See Schedule.
     """
 
     columns: list[Int32[Array, " tiles"]]
     is_live: Bool[Array, " tiles"]
-    num_live: Int32[Array, " 1"]
+    num_valid: Int32[Array, " 1"]
     kv_tiles: Int32[Array, " tiles"]
     first_tiles: Int32[Array, " bounds"]
 
@@ -203,7 +211,7 @@ def _tiles_of(
     *,
     num_tokens: int,
     score: Score,
-    sizes: KernelSizes,
+    sizes: PrefillSizes,
     has_lists: bool,
 ) -> Tiles:
     """See make_schedule."""
@@ -228,12 +236,12 @@ def _tiles_of(
     req = jnp.minimum(req, reqs)
     first_row = first_rows[req] + (number - first_tiles[req]) * tile
     lens = ends - starts
-    seen, _ = tile_range(score, keys - lens, keys - 1, keys)
+    seen, _ = visible_key_range(score, keys - lens, keys - 1, keys)
     begin = jnp.maximum(starts[req] - first_row, 0)
     end = jnp.minimum(ends[req] - first_row, tile)
     position = (keys - lens - starts)[req] + first_row
     seq_len, kv_start = keys[req], kv_starts[req]
-    low, high = tile_range(score, position + begin, position + end - 1, seq_len)
+    low, high = visible_key_range(score, position + begin, position + end - 1, seq_len)
     _, kv_tiles = kv_tile_range(low, high, kv_start, sizes.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, seen[req], kv_start]
     return Tiles(columns, is_live, last_tiles[-1:], kv_tiles, first_tiles)
@@ -262,7 +270,7 @@ def _longest_first(
 ) -> tuple[Int32[Array, "tiles columns"], Int32[Array, " tiles"]]:
     """The rows in the order of their keys, and each one's place."""
     places = sorted_places(keys[None])[0]
-    if len(table) > COMPARED_TWICE:
+    if len(table) > MAX_RECOMPUTED_ROWS:
         places = jax.lax.optimization_barrier(places)
     return jnp.zeros_like(table).at[places].set(table), places
 
@@ -275,7 +283,7 @@ def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[ja
     return low, high
 
 
-def tile_range(
+def visible_key_range(
     score: Score, first: jax.Array, last: jax.Array, seq_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """First key that some query from position `first` to `last` sees, and one past the last key."""

@@ -10,13 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ptx import warp_votes
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.bias import factor_of
+from pallas_kernels.varlen_prefill.bias import score_factor
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 
 LANE_COLUMNS = 8  # a thread holds two neighbours of each eight columns of a tile
 
 
-class Step(NamedTuple):
+class SoftmaxStep(NamedTuple):
     """What a tile of keys brings.
 
     Attributes:
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     is_due: Scalar | None
 
 
-class State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """What rows have seen, but for the values of the last tile.
 
     Attributes:
@@ -58,15 +58,15 @@ class Softmax:
     """
 
     def __init__(self, spec: PrefillSpec):
-        self.policy, self.spec = policy_of(spec), spec
+        self.policy, self.spec = row_max_policy(spec), spec
 
-    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile]) -> State:
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile]) -> SoftmaxState:
         """Rows that have seen the scores of their first tile."""
         y, top, _, _ = self.policy.first(s, row_term, mask, self.policy.start())
         p, sums = probabilities(y)
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
         accs = tuple(zeros() for _ in range(self.spec.shape.cut.chunks))
-        return State(accs, sums, top, p.astype(self.spec.dtype))
+        return SoftmaxState(accs, sums, top, p.astype(self.spec.dtype))
 
     def step(
         self,
@@ -75,22 +75,22 @@ class Softmax:
         mask: Callable[[Tile], Tile],
         top: Rows,
         before_exponents: Callable[[], None],
-    ) -> Step:
+    ) -> SoftmaxStep:
         """What a later tile brings to rows with tops from before."""
         y, top, shrink, is_due = self.policy.next(s, row_term, mask, top)
         before_exponents()
         p, sums = probabilities(y)
-        return Step(p, sums, top, shrink, is_due)
+        return SoftmaxStep(p, sums, top, shrink, is_due)
 
-    def empty_step(self, top: Rows) -> Step:
+    def empty_step(self, top: Rows) -> SoftmaxStep:
         """A Step for accumulators to hold until there is one."""
         zeros = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        return Step(zeros, zeros[:, :LANE_COLUMNS], top, top, self.policy.no_answer())
+        return SoftmaxStep(zeros, zeros[:, :LANE_COLUMNS], top, top, self.policy.no_answer())
 
-    def joined(self, accs: tuple[Tile, ...], total: Tile, step: Step) -> State:
+    def joined(self, accs: tuple[Tile, ...], total: Tile, step: SoftmaxStep) -> SoftmaxState:
         """Rows whose sums the step joins."""
         *accs_shrunk, total = self.policy.shrunk(step.shrink, step.is_due, (*accs, total))
-        return State(tuple(accs_shrunk), total + step.sums, step.top, step.p.astype(self.spec.dtype))
+        return SoftmaxState(tuple(accs_shrunk), total + step.sums, step.top, step.p.astype(self.spec.dtype))
 
 
 def probabilities(y: Tile) -> tuple[Tile, Tile]:
@@ -104,15 +104,15 @@ def probabilities(y: Tile) -> tuple[Tile, Tile]:
 
 # A row's top lies so many powers of two above its largest score when it is chosen, and serves until a score
 # reaches it. bf16 has the exponents of f32; probabilities of f16 must not fall below its own.
-ROOM = {jnp.dtype(jnp.bfloat16): 80.0, jnp.dtype(jnp.float16): 4.0}
+HEADROOM = {jnp.dtype(jnp.bfloat16): 80.0, jnp.dtype(jnp.float16): 4.0}
 # With a bias tops rise from tile to tile. 8 x 2k: 480 us with the largest score as the top, 488 with room for
 # 40 powers of two, 470 for 80, 461 for 100. In tiles of 128 keys they rise too far: 669 us with the largest,
 # 695 with room for 80.
-BIASED_ROOM = 100.0
-BIASED_KEYS = 64
+BIASED_HEADROOM = 100.0
+MAX_BIASED_TILE_KV = 64
 
 
-class Exponents(NamedTuple):
+class ShiftedScores(NamedTuple):
     """What a policy makes of a tile's scores.
 
     Attributes:
@@ -129,7 +129,7 @@ class Exponents(NamedTuple):
 
 
 @runtime_checkable
-class TopPolicy(Protocol):
+class RowMaxPolicy(Protocol):
     """Which top a row's scores are less. Scores are given but for `factor_of`, masked by `mask`.
 
     `row_term` is what is to be added to all of a row's scores, or None.
@@ -138,10 +138,10 @@ class TopPolicy(Protocol):
     def start(self) -> Rows:
         """The tops of rows that have seen no tile."""
 
-    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """Of a row's first tile, whose top is `start`'s; shrink has no meaning."""
 
-    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """Of a later tile."""
 
     def no_answer(self) -> Scalar | None:
@@ -151,38 +151,38 @@ class TopPolicy(Protocol):
         """What sums from before are from now on."""
 
 
-def policy_of(spec: PrefillSpec) -> TopPolicy:
+def row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
     """The policy of a kernel."""
     soft_cap = spec.score.soft_cap
-    is_small = soft_cap is not None and soft_cap * LOG2E <= ROOM[spec.dtype]
+    is_small = soft_cap is not None and soft_cap * LOG2E <= HEADROOM[spec.dtype]
     if is_small and not spec.has_alibi:
-        return NoTop(spec)
+        return NoRowMax(spec)
     # KeptTops rounds a row's first scores once in the tile's first step, twice where it sees nothing before.
     must_round_alike = spec.sizes.batch_invariant and (spec.has_window or spec.has_lists)
-    rises_little = spec.dtype == jnp.bfloat16 and spec.sizes.tile_kv <= BIASED_KEYS
+    rises_little = spec.dtype == jnp.bfloat16 and spec.sizes.tile_kv <= MAX_BIASED_TILE_KV
     if must_round_alike or (spec.has_alibi and not rises_little):
-        return LargestScore(spec)
-    room = BIASED_ROOM if spec.has_alibi else ROOM[spec.dtype]
-    return KeptTops(spec, room)
+        return RunningRowMax(spec)
+    room = BIASED_HEADROOM if spec.has_alibi else HEADROOM[spec.dtype]
+    return LazyRescale(spec, room)
 
 
-class NoTop:
+class NoRowMax:
     """Scores as they are."""
 
     def __init__(self, spec: PrefillSpec):
-        self.factor = factor_of(spec)
+        self.factor = score_factor(spec)
 
     def start(self) -> Rows:
         """See TopPolicy."""
-        return rows_of(0.0)
+        return full_rows(0.0)
 
-    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """See TopPolicy."""
         return self.next(s, row_term, mask, top)
 
-    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """See TopPolicy."""
-        return Exponents(mask(s * self.factor), top, top)
+        return ShiftedScores(mask(s * self.factor), top, top)
 
     def no_answer(self) -> Scalar | None:
         """See TopPolicy."""
@@ -193,7 +193,7 @@ class NoTop:
         return sums
 
 
-class LargestScore(NoTop):
+class RunningRowMax(NoRowMax):
     """The largest score that a row has seen, or `room` above it."""
 
     def __init__(self, spec: PrefillSpec, room: float = 0.0):
@@ -202,26 +202,26 @@ class LargestScore(NoTop):
 
     def start(self) -> Rows:
         """See TopPolicy."""
-        return rows_of(-jnp.inf)
+        return full_rows(-jnp.inf)
 
-    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """See TopPolicy."""
         return self.with_largest(mask(s), row_term, top)
 
-    def with_largest(self, s: Tile, row_term: Rows | None, top: Rows) -> Exponents:
+    def with_largest(self, s: Tile, row_term: Rows | None, top: Rows) -> ShiftedScores:
         """Scores less a top by the largest that a row has seen."""
         tile_top = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
         new_top = jnp.maximum(top, tile_top + self.room)
-        base = above_infinity(new_top)
-        y = s * self.factor - wide(base if row_term is None else base - row_term, s)
-        return Exponents(y, new_top, jnp.exp2(top - base))
+        base = finite_row_max(new_top)
+        y = s * self.factor - broadcast_rows(base if row_term is None else base - row_term, s)
+        return ShiftedScores(y, new_top, jnp.exp2(top - base))
 
     def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """See TopPolicy."""
-        return tuple(x * wide(shrink, x) for x in sums)
+        return tuple(x * broadcast_rows(shrink, x) for x in sums)
 
 
-class KeptTops(LargestScore):
+class LazyRescale(RunningRowMax):
     """A top stays until one of the row's scores reaches it; then one is chosen `room` above the largest.
 
     Looked at only by warps of which a row needs it.
@@ -231,28 +231,28 @@ class KeptTops(LargestScore):
         super().__init__(spec, room)
         self.is_interpreted = spec.is_interpreted
 
-    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """See TopPolicy."""
         return self.with_largest(mask(s), row_term, top)
 
-    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> Exponents:
+    def next(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], top: Rows) -> ShiftedScores:
         """See TopPolicy."""
-        base = above_infinity(top) if row_term is None else above_infinity(top) - row_term
-        y = mask(s * self.factor - wide(base, s))
+        base = finite_row_max(top) if row_term is None else finite_row_max(top) - row_term
+        y = mask(s * self.factor - broadcast_rows(base, s))
         is_due = warp_votes.is_due(y, top, is_interpreted=self.is_interpreted)
         y, top, shrink = lax.cond(is_due, self.with_new, lambda y, top: (y, top, top), y, top)
-        return Exponents(y, top, shrink, is_due)
+        return ShiftedScores(y, top, shrink, is_due)
 
     def with_new(self, y: Tile, top: Rows) -> tuple[Tile, Rows, Rows]:
         """Scores less a new top for rows that need one, the tops, by what sums from before shrink.
 
         Which rows do is for each to say, not for its neighbours.
         """
-        tile_top, base = y.max(axis=1), above_infinity(top)
+        tile_top, base = y.max(axis=1), finite_row_max(top)
         is_due = (tile_top >= 0) | (top == -jnp.inf)
         new_top = jnp.where(is_due, tile_top + base + self.room, top)
-        new_base = above_infinity(new_top)
-        return y - wide(new_base - base, y), new_top, jnp.exp2(top - new_base)
+        new_base = finite_row_max(new_top)
+        return y - broadcast_rows(new_base - base, y), new_top, jnp.exp2(top - new_base)
 
     def no_answer(self) -> Scalar | None:
         """See TopPolicy."""
@@ -260,20 +260,20 @@ class KeptTops(LargestScore):
 
     def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """See TopPolicy."""
-        rescaled = lambda *sums: super(KeptTops, self).shrunk(shrink, is_due, sums)
+        rescaled = lambda *sums: super(LazyRescale, self).shrunk(shrink, is_due, sums)
         return lax.cond(is_due, rescaled, lambda *sums: sums, *sums)
 
 
-def rows_of(value: float) -> Rows:
+def full_rows(value: float) -> Rows:
     """The same number for each row."""
     return plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
 
 
-def wide(x: Rows, like: Tile) -> Tile:
+def broadcast_rows(x: Rows, like: Tile) -> Tile:
     """One value a row to a tile."""
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
-def above_infinity(top: Rows) -> Rows:
+def finite_row_max(top: Rows) -> Rows:
     """The top, or 0 for rows that have seen no key yet, whose top is -inf."""
     return jnp.where(top == -jnp.inf, 0.0, top)

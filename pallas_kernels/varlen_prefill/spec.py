@@ -12,7 +12,7 @@ from pallas_kernels.shared.paged_kv import CacheCut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
-from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, KernelSizes
+from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, PrefillSizes
 
 W = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -22,7 +22,7 @@ f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class PrefillShape:
     """Sizes of a call.
 
     Attributes:
@@ -42,7 +42,7 @@ class Shape:
     block_q: int | None = None
 
 
-class NarrowKV(NamedTuple):
+class QuantizedKV(NamedTuple):
     """How keys and values of 8 bits are stored.
 
     Attributes:
@@ -72,15 +72,15 @@ class PrefillSpec:
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
-    shape: Shape
+    shape: PrefillShape
     score: Score
-    sizes: KernelSizes
+    sizes: PrefillSizes
     dtype: np.dtype
     mask: KernelMask | None
     has_lists: bool
     has_alibi: bool
     returns_lse: bool
-    narrow: NarrowKV | None = None
+    narrow: QuantizedKV | None = None
     interpret: Interpret = None
 
     @property
@@ -121,7 +121,7 @@ class PrefillSpec:
     @property
     def items_per_tile(self) -> int:
         """Items of a tile of tokens: each is of one head, or of those that share the tile."""
-        return self.shape.q_heads // self.sizes.heads_per_tile
+        return self.shape.q_heads // self.sizes.pack_gqa
 
     @property
     def copies(self) -> int:

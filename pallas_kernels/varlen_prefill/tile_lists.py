@@ -12,11 +12,11 @@ from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.ptx import tile_order
-from pallas_kernels.varlen_prefill.refs import ScheduleRefs
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, MadeFor, Schedule
+from pallas_kernels.varlen_prefill.refs import PrefillScheduleRefs
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, PrefillScheduleKey
 
 # What a kernel reads of an item, after the columns of its tile of queries:
-ITEM_COLUMNS = (
+LIST_COLUMNS = (
     "head",
     "list",  # which row of the entries is its list
     "first_entry",  # of its list
@@ -30,34 +30,34 @@ def num_query_blocks(tile_q: int, block_q: int) -> int:
     return (tile_q + block_q - 2) // block_q + 1
 
 
-class TileLists(NamedTuple):
+class PrefillTileLists(NamedTuple):
     """The items of a step in the order in which thread blocks take them.
 
     Attributes:
-        table: One row an item: COLUMNS of its tile of queries, then ITEM_COLUMNS. Rows from num_live on are
+        table: One row an item: COLUMNS of its tile of queries, then ITEM_COLUMNS. Rows from num_valid on are
             garbage.
-        num_live: How many items there are.
+        num_valid: How many items there are.
         entries: The lists: tiles that need a mask, the last one first, then the others. A tile is its number,
             and from bit QUERY_BLOCK_SHIFT on which blocks of queries see it, of those that the item touches.
         made_for: Static: what their schedule is made for.
     """
 
     table: Int32[Array, "items columns"]
-    num_live: Int32[Array, " 1"]
+    num_valid: Int32[Array, " 1"]
     entries: Int32[Array, "lists max_list"]
-    made_for: MadeFor
+    made_for: PrefillScheduleKey
 
 
-def items_of(schedule: Schedule, lists: TileLists | None) -> ScheduleRefs:
+def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> PrefillScheduleRefs:
     """What a kernel is to do: with lists they say it."""
     if lists is None:
-        return ScheduleRefs(schedule.table, schedule.num_live, None)
-    return ScheduleRefs(lists.table, lists.num_live, lists.entries)
+        return PrefillScheduleRefs(schedule.table, schedule.num_valid, None)
+    return PrefillScheduleRefs(lists.table, lists.num_valid, lists.entries)
 
 
-def make_lists(
-    schedule: Schedule, codes: UInt[Array, "tiles q_heads kv_tiles"], *, sets: int = 1
-) -> TileLists:
+def make_tile_lists(
+    schedule: PrefillSchedule, codes: UInt[Array, "tiles q_heads kv_tiles"], *, sets: int = 1
+) -> PrefillTileLists:
     """Lists for the tiles of queries of a schedule.
 
     Args:
@@ -70,9 +70,9 @@ def make_lists(
         codes = jnp.pad(codes, ((0, 0), (0, 0), (0, 1)))
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))
-    arrays = schedule.table, schedule.num_live, *listed
+    arrays = schedule.table, schedule.num_valid, *listed
     sort: Callable[..., Any] = tile_order.sorted_items.by_platform
     if not tile_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
         sort = tile_order.sorted_items.twin
-    table, num_live = sort(*arrays, columns=len(COLUMNS), sets=sets)
-    return TileLists(table, num_live, listed.entries, schedule.made_for)
+    table, num_valid = sort(*arrays, columns=len(COLUMNS), sets=sets)
+    return PrefillTileLists(table, num_valid, listed.entries, schedule.made_for)

@@ -8,15 +8,15 @@ from jax import lax
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar
-from pallas_kernels.varlen_prefill.refs import ScheduleRefs
-from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, kv_tile_range, tile_range
+from pallas_kernels.varlen_prefill.refs import PrefillScheduleRefs
+from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, kv_tile_range, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.splits import SPLIT_COLUMNS
-from pallas_kernels.varlen_prefill.tile_lists import ITEM_COLUMNS
+from pallas_kernels.varlen_prefill.tile_lists import LIST_COLUMNS
 
 
-class Item:
+class PrefillWorkTile:
     """A tile of queries, of one head or of those that share it, before all of its keys or a split.
 
     Its scalars are traced.
@@ -27,7 +27,7 @@ class Item:
     at every use.
 
     Attributes:
-        head: Query head, or which of its tile's items it is: that of heads `head * heads_per_tile` onward.
+        head: Query head, or which of its tile's items it is: that of heads `head * pack_gqa` onward.
         low: First key whose block is certain to be there; a stand-in for those before may not hold keys that
             are neither seen nor cleared.
         high: One past the last.
@@ -39,11 +39,11 @@ class Item:
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
         self.column, self.entries, self.tile_kv = column, entries, spec.sizes.tile_kv
-        self.items_per_kv_head = spec.shape.group // spec.sizes.heads_per_tile
+        self.items_per_kv_head = spec.shape.group // spec.sizes.pack_gqa
         self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
-        self.low, self.high = low, high = tile_range(spec.score, first, last, column("seq_len"))
+        self.low, self.high = low, high = visible_key_range(spec.score, first, last, column("seq_len"))
         # The request's last block may hold anything behind its end, and must not stand in for blocks whose
         # keys some query of the request sees. No item of more than 64 tokens begins in it and has others in
         # its first tile.
@@ -89,14 +89,14 @@ class Item:
         return self.column(name)
 
 
-class Worklist:
+class PrefillTileScheduler:
     """The items of a step, and which of them a team of warpgroups takes, the longest first."""
 
-    def __init__(self, schedule: ScheduleRefs, spec: PrefillSpec):
+    def __init__(self, schedule: PrefillScheduleRefs, spec: PrefillSpec):
         self.schedule, self.spec = schedule, spec
-        self.num_rows = schedule.num_live[0]
+        self.num_rows = schedule.num_valid[0]
         self.num_items = self.num_rows * (1 if spec.has_lists else spec.items_per_tile)
-        self.columns = columns_of(spec)
+        self.columns = table_columns(spec)
 
     def rounds_of(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """How many items this team has, and the function from their place among these to their number.
@@ -110,20 +110,20 @@ class Worklist:
         rounds = full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32)
         return rounds, place
 
-    def in_registers(self, number: Scalar) -> tuple[Item, Scalar]:
+    def in_registers(self, number: Scalar) -> tuple[PrefillWorkTile, Scalar]:
         """An item, all columns of its row of the table read at once, and the row."""
         row, head = (number, None) if self.spec.has_lists else self._row_and_head(number)
         columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.columns)}
         return self._item(columns["head"] if head is None else head, columns.__getitem__), row
 
-    def in_memory(self, number: Scalar, columns_s: Ref) -> Item:
+    def in_memory(self, number: Scalar, columns_s: Ref) -> PrefillWorkTile:
         """An item whose row of the table is in shared memory, each column read where it is used."""
         column = lambda name: columns_s[self.columns.index(name)]
         head = column("head") if self.spec.has_lists else self._row_and_head(number)[1]
         return self._item(head, column)
 
-    def _item(self, head: Scalar, column: Callable[[str], Scalar]) -> Item:
-        return Item(head, column, self.schedule.entries, self.spec)
+    def _item(self, head: Scalar, column: Callable[[str], Scalar]) -> PrefillWorkTile:
+        return PrefillWorkTile(head, column, self.schedule.entries, self.spec)
 
     def _row_and_head(self, number: Scalar) -> tuple[Scalar, Scalar]:
         """Which row of the schedule and which head an item is, where there are no lists.
@@ -133,7 +133,7 @@ class Worklist:
         stay equal. The last heads end with the shortest row.
         """
         shape, num_rows = self.spec.shape, self.num_rows
-        at_once = jnp.int32(shape.heads_at_once // self.spec.sizes.heads_per_tile)
+        at_once = jnp.int32(shape.heads_at_once // self.spec.sizes.pack_gqa)
         if shape.heads_at_once == shape.q_heads:
             return lax.div(number, at_once), lax.rem(number, at_once)
         per_set, sets = num_rows * at_once, shape.q_heads // shape.heads_at_once
@@ -155,21 +155,21 @@ class HeadRows(NamedTuple):
     first: int
 
 
-def heads_of(item: Item, spec: PrefillSpec) -> list[HeadRows]:
+def packed_heads(item: PrefillWorkTile, spec: PrefillSpec) -> list[HeadRows]:
     """The query heads of an item."""
-    num = spec.sizes.heads_per_tile
+    num = spec.sizes.pack_gqa
     if num == 1:
         return [HeadRows(item.head, 0)]
     return [HeadRows(item.head * num + nth, nth * spec.sizes.warpgroup_tokens) for nth in range(num)]
 
 
-def columns_of(spec: PrefillSpec) -> tuple[str, ...]:
+def table_columns(spec: PrefillSpec) -> tuple[str, ...]:
     """What the schedule's table has of an item."""
     if spec.has_lists:
-        return *COLUMNS, *ITEM_COLUMNS
+        return *COLUMNS, *LIST_COLUMNS
     return (*COLUMNS, *SPLIT_COLUMNS) if spec.has_splits else COLUMNS
 
 
-def aligned(row: Scalar) -> Scalar:
+def align_row(row: Scalar) -> Scalar:
     """A row that 8 divides, so that the compiler sees it; multiple_of is not for a single warp."""
     return lax.div(row, jnp.int32(ALIGN)) * ALIGN

@@ -14,7 +14,7 @@ from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks.base import leaves
 from jattn.masks.documents import Runs, come_in_runs, runs_of, with_runs
 from pallas_kernels.shared import Score
-from pallas_kernels.varlen_prefill import KernelSizes, make_schedule
+from pallas_kernels.varlen_prefill import PrefillSizes, make_schedule
 
 rows = st.lists(
     st.lists(st.integers(-2, 4), min_size=12, max_size=12).map(lambda ids: np.asarray(ids, np.int32)),
@@ -57,7 +57,7 @@ def test_kernels_decline_ids_that_come_again_where_they_are_seen(ids, is_right):
 def test_the_kernels_lists_have_every_tile_of_documents_that_fall_and_no_other():
     """The usual packing, padding 0 or -1 behind the documents."""
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=64, causal=False)
-    sizes, tokens = KernelSizes(tile_kv=64, warpgroups=2), 512
+    sizes, tokens = PrefillSizes(tile_kv=64, warpgroups=2), 512
     ids = np.r_[np.repeat([1, 2, 3], [100, 120, 130]), np.zeros(162, int)].astype(np.int32)
     lens = jnp.asarray([0, tokens]), jnp.asarray([tokens]), jnp.asarray([0])
     schedule = make_schedule(

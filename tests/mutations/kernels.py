@@ -50,7 +50,7 @@ def check_decode(window=None, split_kv=None) -> None:
 def check_prefill(window=None, max_splits=1) -> None:
     """Prompts of several tiles, one behind context."""
     problem = problem_of([150, 3, 70], [150, 3, 270], window)
-    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3, max_splits=max_splits)
+    sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, max_splits=max_splits)
     metadata = problem.metadata
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
     kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
@@ -67,7 +67,7 @@ def check_splits() -> None:
 def check_shared_tiles() -> None:
     """Requests of few tokens whose heads share tiles, each head with a slope and a sink of its own."""
     problem = problem_of([40, 3, 70], [150, 3, 270], has_alibi=True, has_sinks=True)
-    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3, heads_per_tile=2)
+    sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, pack_gqa=2)
     metadata = problem.metadata
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
     of_heads = {"alibi_slopes": jnp.asarray(problem.slopes), "sinks": jnp.asarray(problem.sinks)}
@@ -78,7 +78,7 @@ def check_shared_tiles() -> None:
 def check_widening() -> None:
     """Over keys and values of 8 bits, each kv head of both with a scale of its own; a head is 128 wide."""
     problem = problem_of([40, 3, 70], [150, 3, 270], head_dim=128, stored="fp8_head")
-    sizes = varlen_prefill.KernelSizes(tile_kv=64, ctas=3)
+    sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3)
     metadata, kv = problem.metadata, problem.kv
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
     scales = {"k_scale": jnp.asarray(kv.stored_k_scale), "v_scale": jnp.asarray(kv.stored_v_scale)}
@@ -91,7 +91,7 @@ def check_lists() -> None:
     mask = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64) & masks.Dilated(400, 3)
     sees = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
     problem = problem_of([150, 3, 270], [150, 3, 270], sees=sees)
-    sizes, metadata, spec = varlen_prefill.KernelSizes(tile_kv=64, ctas=3), problem.metadata, problem.spec
+    sizes, metadata, spec = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3), problem.metadata, problem.spec
 
     def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):
         make = functools.partial(varlen_prefill.make_schedule, num_tokens=query.shape[0], has_lists=True)
@@ -113,9 +113,9 @@ def check_backward(window=(None, None), *, deterministic=False) -> None:
     score = Score(scale=0.125, window=window)
     lens = {"query_lens": (150, 3, 270), "seq_lens": (150, 3, 300)}
     problem = backward_problem.BackwardProblem(backward_problem.Setting(score=score, heads=(4, 2), **lens))
-    of_queries = varlen_prefill.KernelSizes(ctas=3, stages=3) if deterministic else None
+    dq_sizes = varlen_prefill.PrefillSizes(ctas=3, stages=3) if deterministic else None
     static = {
-        "sizes": varlen_backward.KernelSizes(tile_q=128, ctas=3, of_queries=of_queries),
+        "sizes": varlen_backward.BackwardSizes(tile_q=128, ctas=3, dq_sizes=dq_sizes),
         "interpret": plgpu.InterpretGPUParams(),
     }
     kernel = functools.partial(varlen_backward.varlen_backward, score=score, **static)

@@ -20,12 +20,12 @@ from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
 from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import tile_lists as lists_of_keys
 from pallas_kernels.varlen_backward import tile_scheduler as backward_items
-from pallas_kernels.varlen_backward.dkdv_scores import KeyRows
+from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_prefill import block_info, tile_scheduler
 from pallas_kernels.varlen_prefill import call as prefill_call
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from pallas_kernels.varlen_prefill.block_info import QueryRows
-from pallas_kernels.varlen_prefill.dequantize import Widener
+from pallas_kernels.varlen_prefill.dequantize import Dequantizer
 from pallas_kernels.varlen_prefill.spec import ROW, M
 from tests.mutations import kernels
 
@@ -101,9 +101,9 @@ def without_first(first, num):
 
 def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(item, i)`: which tile stands for the item's tile i."""
-    right = tile_scheduler.Item.entry
+    right = tile_scheduler.PrefillWorkTile.entry
     return lambda patch: patch.setattr(
-        tile_scheduler.Item, "entry", lambda item, i: right(item, change(item, i))
+        tile_scheduler.PrefillWorkTile, "entry", lambda item, i: right(item, change(item, i))
     )
 
 
@@ -119,18 +119,20 @@ def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
 
 def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(skipped, split_tiles, partial, num_splits)` of what the table says of splits."""
-    right = prefill_schedule.cut_tiles
+    right = prefill_schedule.split_kv_tiles
 
     def wrong(*args, **how):
         cut = right(*args, **how)
         return cut._replace(columns=change(*cut.columns))
 
-    return lambda patch: patch.setattr(prefill_schedule, "cut_tiles", wrong)
+    return lambda patch: patch.setattr(prefill_schedule, "split_kv_tiles", wrong)
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_call.Shape
-    patch.setattr(prefill_call, "Shape", lambda **fields: right(**fields | {"group": 2 * fields["group"]}))
+    right = prefill_call.PrefillShape
+    patch.setattr(
+        prefill_call, "PrefillShape", lambda **fields: right(**fields | {"group": 2 * fields["group"]})
+    )
 
 
 def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -139,27 +141,27 @@ def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_of_the_first_head(patch: pytest.MonkeyPatch) -> None:
-    right = block_info.heads_of
+    right = block_info.packed_heads
 
     def wrong(item, spec):
         first, *others = right(item, spec)
         return [first, *(other._replace(head=first.head) for other in others)]
 
-    patch.setattr(block_info, "heads_of", wrong)
+    patch.setattr(block_info, "packed_heads", wrong)
 
 
 def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:
-    right = Widener.__init__
+    right = Dequantizer.__init__
 
     def wrong(widener, inputs, *args):
         cache = inputs.cache
         right(widener, inputs._replace(cache=cache._replace(v_scale=cache.k_scale)), *args)
 
-    patch.setattr(Widener, "__init__", wrong)
+    patch.setattr(Dequantizer, "__init__", wrong)
 
 
 def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
-    right = Widener.widen
+    right = Dequantizer.widen
 
     def wrong(widener, *args):
         spec, cut = widener.spec, widener.spec.shape.cut
@@ -168,7 +170,7 @@ def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
         right(widener, *args)
         widener.spec = spec
 
-    patch.setattr(Widener, "widen", wrong)
+    patch.setattr(Dequantizer, "widen", wrong)
 
 
 # -------------------------------------------------------------------------------------------- lists
@@ -181,9 +183,9 @@ def codes(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 def listed(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(lists)` of the lists that are made."""
-    right = tile_lists.make_lists
+    right = tile_lists.make_tile_lists
     wrong = lambda *args, **kwargs: change(right(*args, **kwargs))
-    return lambda patch: patch.setattr(tile_lists, "make_lists", wrong)
+    return lambda patch: patch.setattr(tile_lists, "make_tile_lists", wrong)
 
 
 def without_a_seen_tile(some, every, query_blocks):
@@ -194,25 +196,25 @@ def without_a_seen_tile(some, every, query_blocks):
 # ---------------------------------------------------------------------------------- varlen_backward
 def query_tiles(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(first, low, high, num)` of the tiles of queries that see a tile of keys."""
-    right = backward_schedule.query_tiles
+    right = backward_schedule.visible_query_tiles
     wrong = lambda *args, **kwargs: change(*right(*args, **kwargs))
-    return lambda patch: patch.setattr(backward_schedule, "query_tiles", wrong)
+    return lambda patch: patch.setattr(backward_schedule, "visible_query_tiles", wrong)
 
 
 def query_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
     """Ends of the queries that see a key, shifted."""
-    right = backward_scores.query_range
+    right = backward_scores.visible_query_range
 
     def shifted(*args):
         first, end = right(*args)
         return first + low, end + high
 
-    return lambda patch: patch.setattr(backward_scores, "query_range", shifted)
+    return lambda patch: patch.setattr(backward_scores, "visible_query_range", shifted)
 
 
 def one_head(patch: pytest.MonkeyPatch) -> None:
-    right = backward_items.Item.head
-    patch.setattr(backward_items.Item, "head", lambda item, nth: right(item, nth * 0))
+    right = backward_items.BackwardWorkTile.head
+    patch.setattr(backward_items.BackwardWorkTile, "head", lambda item, nth: right(item, nth * 0))
 
 
 def swapped_parts(patch: pytest.MonkeyPatch) -> None:
@@ -223,9 +225,9 @@ def swapped_parts(patch: pytest.MonkeyPatch) -> None:
 
 def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(first)`: where what a mask has stored for rows that are keys is read from."""
-    right = KeyRows.rows_from
+    right = TransposedPairTile.rows_from
     wrong = lambda tile, ref, index, first: right(tile, ref, index, change(first))
-    return lambda patch: patch.setattr(KeyRows, "rows_from", wrong, raising=False)
+    return lambda patch: patch.setattr(TransposedPairTile, "rows_from", wrong, raising=False)
 
 
 def queries_codes(patch: pytest.MonkeyPatch) -> None:

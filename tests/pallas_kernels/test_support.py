@@ -19,8 +19,7 @@ from pallas_kernels.cache_write import cache_write
 from pallas_kernels.list_tiles import codes_of, list_tiles
 from pallas_kernels.paged_decode import KernelSizes, default_sizes, paged_decode, schedule_for
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
-from pallas_kernels.varlen_prefill import make_lists, make_schedule, varlen_prefill
+from pallas_kernels.varlen_prefill import PrefillSizes, make_schedule, make_tile_lists, varlen_prefill
 
 HEAD_DIMS = [128, 64, 16, 32, 48, 72, 80, 96, 112, 120, 160, 192, 256, 320, 512]
 HEADS = {"kv_heads": [1, 2, 3, 5, 8], "head_dim": HEAD_DIMS}
@@ -299,7 +298,7 @@ class TestSchedulesOfOthers:
         [
             ({"sizes": PrefillSizes(teams=2)}, r"sizes must be .*teams=1.*, got .*teams=2"),
             (
-                {"sizes": PrefillSizes(heads_per_tile=2)},
+                {"sizes": PrefillSizes(pack_gqa=2)},
                 r"sizes must be .*per_tile=1.*, got .*per_tile=2",
             ),
             ({"sizes": PrefillSizes(tile_kv=64)}, r"sizes must be .*tile_kv=128.*, got .*tile_kv=64"),
@@ -343,7 +342,7 @@ class TestSchedulesOfOthers:
 
 def lists_of(schedule, heads, kv_tiles):
     seen = jnp.ones((schedule.table.shape[0], heads, kv_tiles), bool)
-    return make_lists(schedule, codes_of(seen, seen))
+    return make_tile_lists(schedule, codes_of(seen, seen))
 
 
 WRONG_SHAPES = [

@@ -40,7 +40,7 @@ def decode_problem(is_interpreted):
 
 def prefill_problem(is_interpreted):
     """The queries of two steps over the same packed keys."""
-    sizes = prefill.KernelSizes(tile_kv=64, stages=2, ctas=3)
+    sizes = prefill.PrefillSizes(tile_kv=64, stages=2, ctas=3)
     starts = jnp.asarray([0, 20, 30], jnp.int32)
 
     def run(query, key, value):

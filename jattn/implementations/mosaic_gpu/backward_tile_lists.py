@@ -40,15 +40,15 @@ class PackedLens(NamedTuple):
     kv_start_loc: jax.Array
 
 
-def why_not_backward_lists(mask: Mask, sizes: backward.KernelSizes) -> str | None:
+def why_not_backward_lists(mask: Mask, sizes: backward.BackwardSizes) -> str | None:
     """Why varlen_backward cannot serve a mask; None if it can."""
     if any(isinstance(leaf, Interleaved) for leaf in leaves(mask)):
         return "there is no kernel for gradients over keys that lie on several devices"
-    reason, own = why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q), sizes.of_queries
+    reason, own = why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q), sizes.dq_sizes
     return reason if reason is not None or own is None else why_not_kernel_mask(mask, own.tile_kv)
 
 
-def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> backward.KernelSizes:
+def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> backward.BackwardSizes:
     """The sizes of varlen_backward for a layer.
 
     Args:
@@ -58,7 +58,7 @@ def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> 
     """
     mean_len = 0 if mask is not None and _leaves_few(mask) else mean_len
     score, deterministic = score_of(spec), spec.deterministic
-    return backward.sizes_of_layer(spec.head_dim, score, mean_len=mean_len, deterministic=deterministic)
+    return backward.default_layer_sizes(spec.head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
 
 def _leaves_few(mask: Mask) -> bool:
@@ -77,8 +77,8 @@ def _leaves_few(mask: Mask) -> bool:
 
 
 def backward_mask(
-    mask: Mask, spec: AttentionSpec, sizes: backward.KernelSizes, *, max_seq_len: int
-) -> backward.PairMask:
+    mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes, *, max_seq_len: int
+) -> backward.BackwardMask:
     """What varlen_backward computes for each pair of a tile that is seen in part. Traced.
 
     Args:
@@ -87,22 +87,22 @@ def backward_mask(
         sizes: The kernel's sizes.
         max_seq_len: Static: bound of the requests' lengths.
     """
-    num_heads, own = (spec.num_q_heads, spec.num_kv_heads), sizes.of_queries
+    num_heads, own = (spec.num_q_heads, spec.num_kv_heads), sizes.dq_sizes
     of = functools.partial(Call, num_heads, is_prefill=True, is_packed=True, max_seq_len=max_seq_len)
     of_queries = None if own is None else kernel_mask(mask, of(tile_kv=own.tile_kv))
-    return backward.PairMask(kernel_mask(mask, of(tile_kv=KEYS, has_key_rows=True)), of_queries)
+    return backward.BackwardMask(kernel_mask(mask, of(tile_kv=KEYS, has_key_rows=True)), of_queries)
 
 
 def backward_lists(
     mask: Mask,
     spec: AttentionSpec,
     lens: PackedLens,
-    schedule: backward.Schedule,
+    schedule: backward.BackwardSchedule,
     *,
-    sizes: backward.KernelSizes,
+    sizes: backward.BackwardSizes,
     num_tokens: int,
     max_seq_len: int,
-) -> backward.TileLists:
+) -> backward.BackwardTileLists:
     """The lists of a step's tiles of keys under a mask and the spec's numbers. Traced.
 
     Args:
@@ -115,14 +115,14 @@ def backward_lists(
         max_seq_len: Static: bound of the requests' lengths.
     """
     teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
-    of_queries = prefill.KernelSizes(tile_kv=backward.keys_of_code(sizes), warpgroups=2, teams=teams)
+    of_queries = prefill.PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
     score = Score(scale=1.0, causal=spec.causal)  # no number of these is looked at
     tiles = prefill.make_schedule(*lens, num_tokens=num_tokens, score=score, sizes=of_queries, has_lists=True)
     codes = packed_codes(mask, spec, tiles, of_queries, ListsCall(max_seq_len, is_packed=True))
     column = lambda name: tiles.table[:, prefill.COLUMNS.index(name)]
     query_tiles = backward.QueryTiles(tiles.first_tiles, column("begin"), column("end"))
-    lists = backward.make_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
-    if sizes.of_queries is None or schedule.queries is None:
+    lists = backward.make_tile_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
+    if sizes.dq_sizes is None or schedule.dq_schedule is None:
         return lists
     call = ListsCall(max_seq_len, is_packed=True)
-    return lists._replace(queries=tile_lists(mask, spec, schedule.queries, sizes.of_queries, call))
+    return lists._replace(dq_lists=tile_lists(mask, spec, schedule.dq_schedule, sizes.dq_sizes, call))

@@ -49,7 +49,7 @@ class PrefillKernel:
         widens: Whether it reads an 8-bit cache itself, and widens what it reads.
     """
 
-    sizes: varlen_prefill.KernelSizes
+    sizes: varlen_prefill.PrefillSizes
     has_lists: bool = False
     is_packed: bool = False
     is_read_first: bool = False
@@ -63,7 +63,7 @@ class PrefillKernel:
     @property
     def tiles(self) -> str:
         """Its tiles in few words."""
-        heads = self.sizes.heads_per_tile
+        heads = self.sizes.pack_gqa
         shared = "" if heads == 1 else f", {heads} heads of {self.sizes.tile_tokens} tokens each"
         return _in_words(self.sizes.tile_q, self.sizes) + shared
 
@@ -77,7 +77,7 @@ class PrefillKernel:
 type Kernel = DecodeKernel | PrefillKernel
 
 
-def _in_words(queries: int, sizes: paged_decode.KernelSizes | varlen_prefill.KernelSizes) -> str:
+def _in_words(queries: int, sizes: paged_decode.KernelSizes | varlen_prefill.PrefillSizes) -> str:
     return f"{queries} x {sizes.tile_kv} keys, {sizes.stages} stages"
 
 

@@ -41,8 +41,8 @@ class PrefillWork:
         of_columns: Of the gathered columns, where the rest alone is the mask here; None where none are.
     """
 
-    schedule: prefill_kernel.Schedule
-    lists: prefill_kernel.TileLists | None
+    schedule: prefill_kernel.PrefillSchedule
+    lists: prefill_kernel.PrefillTileLists | None
     mask_arrays: tuple[Array, ...]
     of_columns: "PrefillWork | None" = None
 

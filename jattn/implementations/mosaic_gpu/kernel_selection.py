@@ -119,7 +119,7 @@ def _bounds(spec: AttentionSpec, region: Region) -> prefill_kernel.CallBounds:
         kv_heads=spec.num_kv_heads,
         max_kv=region.max_blocks * region.block_size,
     )
-    return bounds.seen_by(score_of(spec))
+    return bounds.limited_by(score_of(spec))
 
 
 def _widens_itself(layer: Layer, bounds: prefill_kernel.CallBounds) -> bool:
@@ -128,11 +128,11 @@ def _widens_itself(layer: Layer, bounds: prefill_kernel.CallBounds) -> bool:
     assert cache is not None
     reason = support.why_not_widening(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
     how: Any = {"kv_dtypes": cache.dtypes, "has_token_scales": any(cache.has_token_scales)}
-    pays = prefill_kernel.pays_to_widen(spec.head_dim, bounds, **how)
+    pays = prefill_kernel.should_dequantize_in_kernel(spec.head_dim, bounds, **how)
     return reason is None and pays and not spec.batch_invariant
 
 
-def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.KernelSizes:
+def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.PrefillSizes:
     """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
     sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant)
     if sizes.tile_kv == 128:

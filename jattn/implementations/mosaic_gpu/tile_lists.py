@@ -25,10 +25,10 @@ from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
     KernelMask,
-    KernelSizes,
-    Schedule,
-    TileLists,
-    make_lists,
+    PrefillSchedule,
+    PrefillSizes,
+    PrefillTileLists,
+    make_tile_lists,
     num_query_blocks,
 )
 
@@ -61,7 +61,7 @@ class Factors(NamedTuple):
     block_q: int | None
 
 
-def taken_apart(mask: Mask, sizes: KernelSizes, *, is_packed: bool) -> Factors:
+def taken_apart(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> Factors:
     """Takes a mask apart.
 
     Args:
@@ -87,7 +87,7 @@ def taken_apart(mask: Mask, sizes: KernelSizes, *, is_packed: bool) -> Factors:
     return Factors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
 
 
-def why_not_lists(mask: Mask, sizes: KernelSizes, *, is_packed: bool, max_seq_len: int = 0) -> str | None:
+def why_not_lists(mask: Mask, sizes: PrefillSizes, *, is_packed: bool, max_seq_len: int = 0) -> str | None:
     """Why varlen_prefill cannot serve a mask; None if it can.
 
     Arguments are those of taken_apart, and `max_seq_len`, a bound of the requests' lengths; 0 = not known.
@@ -99,7 +99,7 @@ def why_not_lists(mask: Mask, sizes: KernelSizes, *, is_packed: bool, max_seq_le
     return None if pairs is None else why_not_kernel_mask(pairs, sizes.tile_kv)
 
 
-def max_kv_tiles(call: ListsCall, sizes: KernelSizes) -> int:
+def max_kv_tiles(call: ListsCall, sizes: PrefillSizes) -> int:
     """Tiles of keys that a request may lie in."""
     return -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // sizes.tile_kv)
 
@@ -118,7 +118,7 @@ def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
     return any(size is not None and size % tile_q != 0 for size in sizes)
 
 
-def mask_of_pairs(mask: Mask, spec: AttentionSpec, sizes: KernelSizes, call: ListsCall) -> KernelMask | None:
+def mask_of_pairs(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, call: ListsCall) -> KernelMask | None:
     """What varlen_prefill computes for each pair of a tile that is seen in part; None = nothing. Traced.
 
     Arguments are tile_lists'.
@@ -133,8 +133,8 @@ def mask_of_pairs(mask: Mask, spec: AttentionSpec, sizes: KernelSizes, call: Lis
 
 
 def tile_lists(
-    mask: Mask, spec: AttentionSpec, schedule: Schedule, sizes: KernelSizes, call: ListsCall
-) -> TileLists:
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: ListsCall
+) -> PrefillTileLists:
     """The lists of a step's tiles of queries under a mask and the spec's numbers. Traced.
 
     Args:
@@ -160,11 +160,11 @@ def tile_lists(
     # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
-    return make_lists(schedule, codes_of(some, every, seen_by_block), sets=sets)
+    return make_tile_lists(schedule, codes_of(some, every, seen_by_block), sets=sets)
 
 
 def packed_codes(
-    mask: Mask, spec: AttentionSpec, schedule: Schedule, sizes: KernelSizes, call: ListsCall
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: ListsCall
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
     """What is known of each tile of queries and tile of packed keys, pair by pair masks among it. Traced.
 
@@ -181,7 +181,9 @@ class _Items:
     Both may be before 0, where there are more queries than keys.
     """
 
-    def __init__(self, schedule: Schedule, spec: AttentionSpec, sizes: KernelSizes, call: ListsCall) -> None:
+    def __init__(
+        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, call: ListsCall
+    ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]
         self.last = column["position"] + column["end"] - 1

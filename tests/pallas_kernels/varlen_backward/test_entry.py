@@ -12,16 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import BACKWARD_HEAD_DIMS
 from pallas_kernels.varlen_backward import (
-    KernelSizes,
+    BackwardSizes,
     default_sizes,
     make_schedule,
-    mean_keys_of,
+    mean_visible_keys,
     reference,
     varlen_backward,
 )
-from pallas_kernels.varlen_backward.call import Call
-from pallas_kernels.varlen_backward.schedule import COLUMNS, item_order, max_tiles
-from pallas_kernels.varlen_prefill import KernelSizes as PrefillSizes
+from pallas_kernels.varlen_backward.call import BackwardCall
+from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles, order_work_tiles
+from pallas_kernels.varlen_prefill import PrefillSizes
 from tests import aot, assertions
 from tests.contract import every_other
 from tests.covering_array import covering_array
@@ -108,8 +108,8 @@ def two_kernels(head_dim):
 
 
 def two_blocks(sizes):
-    of_queries = None if sizes.of_queries is None else dataclasses.replace(sizes.of_queries, ctas=2)
-    return dataclasses.replace(sizes, ctas=2, of_queries=of_queries)
+    dq_sizes = None if sizes.dq_sizes is None else dataclasses.replace(sizes.dq_sizes, ctas=2)
+    return dataclasses.replace(sizes, ctas=2, dq_sizes=dq_sizes)
 
 
 class TestContract:
@@ -132,7 +132,7 @@ class TestContract:
         layer = {"score": score, "heads": (2, 1), "head_dim": 128, "has_grad_lse": has_grad_lse}
         problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, **layer))
         sizes = two_kernels(128)
-        assert sizes.sums_outputs
+        assert sizes.fuses_delta
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
 
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
@@ -164,7 +164,7 @@ class TestRaces:
         )
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        sizes = two_kernels(head_dim) if deterministic else KernelSizes(tile_q=64, ctas=1)
+        sizes = two_kernels(head_dim) if deterministic else BackwardSizes(tile_q=64, ctas=1)
         with assertions.none_in(kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
             problem.check(grads_of(problem, interpret, sizes))
 
@@ -205,9 +205,9 @@ def schedule_of(query_lens, seq_lens, score, *, tile_q=64, gap=0):
         kv_heads=1,
         head_dim=64,
         score=score,
-        sizes=KernelSizes(tile_q=tile_q),
+        sizes=BackwardSizes(tile_q=tile_q),
     )
-    rows = np.asarray(schedule.table)[: int(schedule.num_live[0])]
+    rows = np.asarray(schedule.table)[: int(schedule.num_valid[0])]
     return [dict(zip(COLUMNS, row.tolist(), strict=False)) for row in rows]
 
 
@@ -257,12 +257,12 @@ class TestSchedule:
 
     def test_the_longest_come_first_and_dead_items_last(self):
         lengths, sets = jnp.asarray([3, 9, 5, 9, 0, 7], jnp.int32), jnp.zeros(6, jnp.int32)
-        order = item_order(lengths, sets, jnp.asarray([4], jnp.int32))
+        order = order_work_tiles(lengths, sets, jnp.asarray([4], jnp.int32))
         assert order.tolist() == [1, 3, 2, 0, 4, 5]
 
     def test_items_of_a_set_follow_each_other_but_for_the_shortest(self):
         lengths, sets = jnp.asarray([40, 30, 4, 50, 60, 5], jnp.int32), jnp.asarray([0, 0, 0, 1, 1, 1])
-        order = item_order(lengths, sets, jnp.asarray([6], jnp.int32))
+        order = order_work_tiles(lengths, sets, jnp.asarray([6], jnp.int32))
         assert order.tolist() == [0, 1, 4, 3, 5, 2]
 
     def test_a_set_reads_what_l2_holds(self):
@@ -270,7 +270,7 @@ class TestSchedule:
         starts, lens = jnp.asarray([0, 1000, 2000], jnp.int32), jnp.asarray([1000, 1000], jnp.int32)
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
         make = functools.partial(make_schedule, starts, lens, starts[:-1], kv_tokens=2000, **static)
-        of = lambda l2_bytes: make(sizes=KernelSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
+        of = lambda l2_bytes: make(sizes=BackwardSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
         first, second = [0, 1], [2, 3]
         assert of(512_000)[:16] == [first] * 8 + [second] * 8
         assert of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8
@@ -322,7 +322,7 @@ class TestRefusals:
         }
         arguments.pop("score")
         with pytest.raises(ValueError, match=message):
-            Call(**arguments).check()  # without the annotations, which tests execute
+            BackwardCall(**arguments).check()  # without the annotations, which tests execute
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -363,7 +363,7 @@ class TestRefusals:
     def test_a_schedule_says_whether_queries_have_a_kernel(self):
         arguments = plain_arguments()
         arguments.pop("score")
-        call = Call(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
+        call = BackwardCall(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
         fused, two = default_sizes(64), default_sizes(64, deterministic=True)
         assert call.default_sizes(None, Score(scale=1.0), deterministic=False) == fused
         for sizes in (fused, two):
@@ -371,9 +371,9 @@ class TestRefusals:
             assert call.default_sizes(schedule, Score(scale=1.0), deterministic=False) == sizes
 
     def test_where_few_keys_are_seen_there_are_two_kernels(self):
-        has_two = lambda keys: default_sizes(128, mean_keys=keys).of_queries is not None
+        has_two = lambda keys: default_sizes(128, mean_keys=keys).dq_sizes is not None
         assert [has_two(keys) for keys in (None, 256, 2048, 4096)] == [False, True, True, False]
-        assert default_sizes(64, mean_keys=256).of_queries is None
+        assert default_sizes(64, mean_keys=256).dq_sizes is None
 
     @pytest.mark.parametrize(
         ("score", "keys"),
@@ -391,22 +391,20 @@ class TestRefusals:
         ],
     )
     def test_how_many_keys_a_query_sees(self, score, keys):
-        assert mean_keys_of(Score(scale=1.0, **score), 1000) == keys
+        assert mean_visible_keys(Score(scale=1.0, **score), 1000) == keys
 
     def test_a_kernel_of_queries_that_is_not_there(self):
-        with pytest.raises(ValueError, match=r"sizes\.of_queries must be given with deterministic, got None"):
-            varlen_backward(**plain_arguments(sizes=KernelSizes(tile_q=128), deterministic=True))
+        with pytest.raises(ValueError, match=r"sizes\.dq_sizes must be given with deterministic, got None"):
+            varlen_backward(**plain_arguments(sizes=BackwardSizes(tile_q=128), deterministic=True))
 
     def test_a_schedule_without_tiles_of_queries(self):
         arguments, sizes = plain_arguments(), default_sizes(64, deterministic=True)
         lens = [arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
         static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
-        with pytest.raises(ValueError, match=r"num_tokens must be given with sizes\.of_queries, got None"):
+        with pytest.raises(ValueError, match=r"num_tokens must be given with sizes\.dq_sizes, got None"):
             make_schedule(*lens, **static, sizes=sizes)
-        without = make_schedule(*lens, **static, sizes=KernelSizes(tile_q=128))
-        with pytest.raises(
-            ValueError, match=r"made_for\.sizes must be .*tile_kv=128.*, got .*of_queries=None"
-        ):
+        without = make_schedule(*lens, **static, sizes=BackwardSizes(tile_q=128))
+        with pytest.raises(ValueError, match=r"made_for\.sizes must be .*tile_kv=128.*, got .*dq_sizes=None"):
             varlen_backward(**arguments, schedule=without, sizes=sizes)
 
     @pytest.mark.parametrize(
@@ -416,13 +414,13 @@ class TestRefusals:
             ({"stages": 1}, "stages must be at least 2, got 1"),
             ({"ctas": 0}, "ctas must be positive, got 0"),
             ({"l2_bytes": -1}, "l2_bytes must be at least 0, got -1"),
-            ({"of_queries": PrefillSizes(teams=2)}, "of_queries.teams must be 1, got 2"),
-            ({"is_apart": True}, r"sizes\.of_queries must be given with is_apart, got None"),
+            ({"dq_sizes": PrefillSizes(teams=2)}, "dq_sizes.teams must be 1, got 2"),
+            ({"separate_dk_dv": True}, r"sizes\.dq_sizes must be given with separate_dk_dv, got None"),
         ],
     )
     def test_sizes(self, changes, message):
         with pytest.raises(ValueError, match=message):
-            KernelSizes(**changes)
+            BackwardSizes(**changes)
 
     def test_nothing_to_do_is_done(self):
         empty = {name: jnp.zeros((0, *shape[1:]), jnp.bfloat16) for name, shape in ARGUMENTS.items()}

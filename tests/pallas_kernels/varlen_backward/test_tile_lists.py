@@ -23,14 +23,14 @@ from pallas_kernels.list_tiles import codes_of
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.varlen_backward import (
-    KernelSizes,
+    BackwardSizes,
     QueryTiles,
     default_sizes,
-    make_lists,
     make_schedule,
+    make_tile_lists,
     varlen_backward,
 )
-from pallas_kernels.varlen_backward.call import Call
+from pallas_kernels.varlen_backward.call import BackwardCall
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
 from tests import aot
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
@@ -98,12 +98,12 @@ class TestContract:
     @pytest.mark.parametrize("name", MASKS)
     def test_equals_float64(self, name):
         problem = problem_of(name)
-        problem.check(grads_of(problem, sizes=KernelSizes(tile_q=128, ctas=2), interpret=INTERPRETED))
+        problem.check(grads_of(problem, sizes=BackwardSizes(tile_q=128, ctas=2), interpret=INTERPRETED))
 
     @pytest.mark.parametrize("name", ["documents_and_window", "blocks_of_128"])
     def test_equals_float64_with_narrow_tiles_and_a_window(self, name):
         problem = problem_of(name, head_dim=96, window=(60, 0))
-        problem.check(grads_of(problem, sizes=KernelSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
+        problem.check(grads_of(problem, sizes=BackwardSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
 
     @pytest.mark.parametrize("name", MASKS)
     def test_equals_float64_where_queries_have_a_kernel(self, name):
@@ -113,7 +113,7 @@ class TestContract:
     @pytest.mark.parametrize("name", ["documents_and_window", "strided"])
     def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, name):
         problem, sizes = problem_of(name, head_dim=128, window=(90, 0)), two_kernels(128)
-        assert sizes.sums_outputs
+        assert sizes.fuses_delta
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
@@ -140,18 +140,18 @@ class TestSizes:
     def test_masks_that_leave_few_keys_of_long_requests_have_two_kernels(self, mask, leaves_few):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
         sizes = backward_sizes(mask, spec, mean_len=10**5)
-        assert (sizes.of_queries is not None) == leaves_few
+        assert (sizes.dq_sizes is not None) == leaves_few
 
     @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
     def test_a_window_leaves_few(self, changes, has_two):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
-        assert (backward_sizes(None, spec, mean_len=8192).of_queries is not None) == has_two
+        assert (backward_sizes(None, spec, mean_len=8192).dq_sizes is not None) == has_two
 
 
 class TestLists:
     def test_each_tile_that_is_seen_is_listed_for_its_keys_once(self):
         """Literal codes: tile 1 of queries sees tile 0 of keys in part, tile 2 sees both whole."""
-        sizes, lens = KernelSizes(tile_q=64), jnp.asarray([192], jnp.int32)
+        sizes, lens = BackwardSizes(tile_q=64), jnp.asarray([192], jnp.int32)
         starts = jnp.asarray([0, 192], jnp.int32)
         score = Score(scale=1.0, causal=False)
         static = {"kv_tokens": 256, "kv_heads": 1, "head_dim": 64, "score": score, "sizes": sizes}
@@ -160,7 +160,7 @@ class TestLists:
         every = jnp.asarray([[[0, 0]], [[0, 0]], [[1, 1]]], bool)
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
-        lists = make_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        lists = make_tile_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
         numbers = schedule.table[:, COLUMNS.index("number")].tolist()
         found = {}
         for row, number in enumerate(numbers[:2]):
@@ -180,7 +180,7 @@ class TestLists:
         every = jnp.asarray([[[0, 1, 1]], [[1, 0, 0]], [[0, 0, 0]]], bool)
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
-        lists = make_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        lists = make_tile_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
         numbers, found = schedule.table[:, COLUMNS.index("number")].tolist(), {}
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
@@ -204,19 +204,19 @@ def lists_for(sizes):
 class TestRefusals:
     def test_a_mask_without_lists(self):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
-        mask = backward_mask(MASKS["formula"], spec, KernelSizes(), max_seq_len=16)
+        mask = backward_mask(MASKS["formula"], spec, BackwardSizes(), max_seq_len=16)
         with pytest.raises(ValueError, match="lists must be given with a mask, got None"):
             varlen_backward(**plain_arguments(mask=mask))
 
     @pytest.mark.parametrize("names", [("order",), ("entries", "num_partial", "num_full")])
     def test_lists_of_other_tiles(self, names):
-        arguments, sizes = plain_arguments(), KernelSizes()
+        arguments, sizes = plain_arguments(), BackwardSizes()
         lens = [arguments[field] for field in PackedLens._fields]
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
         schedule = make_schedule(*lens, kv_tokens=16, **static)
         tiles = QueryTiles(*(jnp.zeros(n, jnp.int32) for n in (2, 1, 1)))
         codes = jnp.zeros((1, 4, 1), jnp.uint8)
-        lists = make_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)
+        lists = make_tile_lists(schedule, tiles, codes, kv_heads=2, sizes=sizes)
         lists = lists._replace(**{name: getattr(lists, name)[:1] for name in names})
         assert max_tiles(16, 1) == 1
         with pytest.raises(ValueError, match=rf"lists.{names[0]} must have shape .* got \(1,"):
@@ -225,8 +225,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("made_for", "given", "message"),
         [
-            ({}, {"deterministic": True}, r"lists\.queries must be given with sizes\.of_queries, got None"),
-            ({"deterministic": True}, {}, r"sizes\.of_queries must be given with lists\.queries, got None"),
+            ({}, {"deterministic": True}, r"lists\.dq_lists must be given with sizes\.dq_sizes, got None"),
+            ({"deterministic": True}, {}, r"sizes\.dq_sizes must be given with lists\.dq_lists, got None"),
         ],
     )
     def test_lists_for_other_kernels(self, made_for, given, message):
@@ -242,20 +242,20 @@ class TestRefusals:
 
     def test_lists_whose_queries_are_another_step_s(self):
         lists = lists_for(default_sizes(64, deterministic=True))
-        other = dataclasses.replace(lists.queries.made_for, num_tokens=999)
-        lists = lists._replace(queries=lists.queries._replace(made_for=other))
-        with pytest.raises(ValueError, match=r"lists\.queries\.made_for\.num_tokens must be 16, got 999"):
+        other = dataclasses.replace(lists.dq_lists.made_for, num_tokens=999)
+        lists = lists._replace(dq_lists=lists.dq_lists._replace(made_for=other))
+        with pytest.raises(ValueError, match=r"lists\.dq_lists\.made_for\.num_tokens must be 16, got 999"):
             varlen_backward(**plain_arguments(), lists=lists)
 
     @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
     def test_lists_say_which_kernels_they_are_for(self, sizes):
         arguments = plain_arguments(lists=lists_for(sizes), mask=None, grad_lse=None, alibi_slopes=None)
         score = arguments.pop("score")
-        assert Call(**arguments).default_sizes(None, score, deterministic=False) == sizes
+        assert BackwardCall(**arguments).default_sizes(None, score, deterministic=False) == sizes
 
     def test_blocks_too_small(self):
         mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
-        reason = why_not_backward_lists(mask, KernelSizes(tile_q=128))
+        reason = why_not_backward_lists(mask, BackwardSizes(tile_q=128))
         assert reason == "there is no kernel for blocks of 8 queries (128 touch more than 10)"
 
 

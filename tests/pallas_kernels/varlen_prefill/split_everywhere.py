@@ -18,7 +18,7 @@ def cut_everywhere(monkeypatch):
         made.append(how)
         return jnp.where(is_live, jnp.clip(kv_tiles, 1, MOST), 0)
 
-    monkeypatch.setattr(schedule, "num_splits", num_splits)
-    monkeypatch.setattr(splits, "MOST_ITEMS", 40)
-    monkeypatch.setattr(sizes, "MIN_KV_OF_SPLITS", 0)
+    monkeypatch.setattr(schedule, "choose_num_splits", num_splits)
+    monkeypatch.setattr(splits, "SPLIT_OUTPUTS_PER_CTA", 40)
+    monkeypatch.setattr(sizes, "MIN_KV_TO_SPLIT", 0)
     return made

@@ -15,7 +15,7 @@ from jattn.implementations.mosaic_gpu import choose_kernel
 from jattn.implementations.mosaic_gpu.kernel_plans import work_key
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import WIDENED_HEAD_DIMS
-from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, varlen_prefill
+from pallas_kernels.varlen_prefill import PrefillSizes, default_sizes, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import assertions, contract
 from tests.contract import Problem, case_id, every_other
@@ -46,7 +46,7 @@ def cases(factors):
 def sizes_of(case, **changes):
     """Few thread blocks, so that each has several tiles; as many heads a tile as the group allows, or one."""
     is_wide = case["causal"] or case["head_dim"] > 64
-    sizes = KernelSizes(tile_kv=64 if is_wide else 128, stages=2, ctas=3)
+    sizes = PrefillSizes(tile_kv=64 if is_wide else 128, stages=2, ctas=3)
     q_heads, kv_heads = case["heads"]
     return dataclasses.replace(sizes if q_heads // kv_heads % 2 else shared(case, sizes), **changes)
 
@@ -77,7 +77,7 @@ class TestContract:
             varlen_prefill, draw(0, 64, 4, 64), k, v, jnp.asarray([0, 64]), jnp.asarray([400]),
             score=Score(scale=0.1), block_table=jnp.arange(25)[None] + 1,
             k_scale=jnp.ones((26, 1, 16)), v_scale=jnp.ones((26, 1, 16)),
-            sizes=KernelSizes(tile_kv=64, stages=2, ctas=2, heads_per_tile=4),
+            sizes=PrefillSizes(tile_kv=64, stages=2, ctas=2, pack_gqa=4),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )  # fmt: skip
         with assertions.none_in(kernels=1):
@@ -87,8 +87,8 @@ class TestContract:
     def test_the_cache_s_scales_reach_the_kernel(self, stored, monkeypatch):
         cut_everywhere(monkeypatch)
         monkeypatch.setattr(contract, "REGIONS", {"groups": ([20, 0, 3, 17, 5], [90, 0, 130, 70, 250], 1)})
-        few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in sizes_module.WIDENING_TABLE.items()}
-        monkeypatch.setattr(sizes_module, "WIDENING_TABLE", few)
+        few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in sizes_module.QUANTIZED_TABLE.items()}
+        monkeypatch.setattr(sizes_module, "QUANTIZED_TABLE", few)
         plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
         plain |= {"head_dim": 64, "block_size": 16, "dtype": "bfloat16", "region": "groups"}
         problem = Problem(plain | {"heads": (4, 1), "stored": stored})
@@ -114,13 +114,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="v_scale's shape must be one of"):
             self.run(v_scale=jnp.ones((2,)))
         with pytest.raises(ValueError, match="warpgroups must be at most 2 with keys of 8 bits, got 3"):
-            self.run(sizes=KernelSizes(warpgroups=3, tile_kv=64))
+            self.run(sizes=PrefillSizes(warpgroups=3, tile_kv=64))
         with pytest.raises(ValueError, match="tile_kv must be at most 64 with keys of 8 bits, got 128"):
-            self.run(head_dim=128, sizes=KernelSizes())
+            self.run(head_dim=128, sizes=PrefillSizes())
         with pytest.raises(
             ValueError, match="stages must leave room for keys of 8 bits in shared memory, got 4"
         ):
-            self.run(head_dim=128, sizes=KernelSizes(tile_kv=64, stages=4))
+            self.run(head_dim=128, sizes=PrefillSizes(tile_kv=64, stages=4))
         for name in ("has_lists", "batch_invariant"):
             with pytest.raises(ValueError, match=f"{name} must be False with keys of 8 bits, got True"):
                 default_sizes(128, widens=True, **{name: True})
@@ -150,7 +150,7 @@ class TestWhoWidens:
         kernel = self.kernel()
         assert str(kernel) == "varlen_prefill over 8 bits"
         assert (kernel.widens, kernel.is_read_first) == (True, False)
-        assert (kernel.sizes.heads_per_tile, kernel.sizes.max_splits) == (4, 16)
+        assert (kernel.sizes.pack_gqa, kernel.sizes.max_splits) == (4, 16)
         assert kernel.tiles == "128 x 64 keys, 3 stages, 4 heads of 32 tokens each"
         assert work_key(kernel, self.LAYER) is not None  # layers share their schedule
         for other in (

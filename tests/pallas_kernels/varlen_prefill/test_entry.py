@@ -14,7 +14,13 @@ from jattn.implementations.mosaic_gpu import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import WIDENED_HEAD_DIMS, why_not_prefill
-from pallas_kernels.varlen_prefill import KernelSizes, default_sizes, make_schedule, reference, varlen_prefill
+from pallas_kernels.varlen_prefill import (
+    PrefillSizes,
+    default_sizes,
+    make_schedule,
+    reference,
+    varlen_prefill,
+)
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, assertions, contract
@@ -80,7 +86,7 @@ def plain_case(**changes):
 def sizes_of(case):
     """Few thread blocks, so that each has several tiles, and tiles of both widths of keys."""
     is_wide = case["head_dim"] > 128
-    return KernelSizes(
+    return PrefillSizes(
         tile_kv=64 if is_wide or case["causal"] else 128,
         stages=2,
         warpgroups=3 if case["head_dim"] == 64 else 2,
@@ -137,7 +143,7 @@ class TestContract:
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     def test_queries_before_the_first_key_see_nothing(self):
-        spec = {"score": Score(scale=0.1, chunk_size=4), "sizes": KernelSizes(tile_kv=64, ctas=1)}
+        spec = {"score": Score(scale=0.1, chunk_size=4), "sizes": PrefillSizes(tile_kv=64, ctas=1)}
         q, k, v = (
             jax.random.normal(jax.random.key(i), (n, 2, 64), jnp.bfloat16) for i, n in enumerate((70, 5, 5))
         )
@@ -264,7 +270,7 @@ class TestRaces:
         draw = lambda seed, heads: jax.random.normal(
             jax.random.key(seed), (sum(lens), heads, 64), jnp.bfloat16
         )
-        sizes = KernelSizes(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
+        sizes = PrefillSizes(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
         args = draw(0, 2), draw(1, 1), draw(2, 1)
         with assertions.none_in(kernels=1):
             run = packed(lens, lens, *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
@@ -280,7 +286,7 @@ class TestSchedule:
             as_jax(kv_starts),
             num_tokens=num_tokens,
             score=Score(scale=1.0, **score),
-            sizes=KernelSizes(tile_kv=64),
+            sizes=PrefillSizes(tile_kv=64),
             has_lists=has_lists,
         )
 
@@ -298,7 +304,7 @@ class TestSchedule:
         """Without lists the warpgroups that have no rows stand first; with lists, tiles stand in order."""
         got = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160, has_lists=has_lists)
         table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(got.table)]
-        live = table[: int(got.num_live[0])]
+        live = table[: int(got.num_valid[0])]
         rows = [(t["req"], t["first_row"], t["begin"], t["end"], t["position"]) for t in live]
         assert rows == want
         np.testing.assert_array_equal(got.first_tiles, [0, 1, 1, 3])
@@ -309,7 +315,7 @@ class TestSchedule:
             starts = np.concatenate([[0], np.cumsum(lens)])
             got = self.make(starts, lens, num_tokens=int(starts[-1]) + 3)
             needed = sum(-(-(b - a // 8 * 8) // 128) for a, b in itertools.pairwise(starts))
-            assert needed + 1 == got.num_live[0] <= max_tiles(int(starts[-1]) + 3, len(lens), 128)
+            assert needed + 1 == got.num_valid[0] <= max_tiles(int(starts[-1]) + 3, len(lens), 128)
 
     def test_a_window_makes_all_tiles_short(self):
         got = self.make([0, 1024], [1024], num_tokens=1024, window=(63, None))
@@ -318,7 +324,7 @@ class TestSchedule:
     def test_made_before_it_changes_no_bit(self):
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (96, 1, 64), jnp.bfloat16)
         args, lens = (draw(0), draw(1), draw(2)), [33, 60]
-        options = {"score": Score(scale=0.1), "sizes": KernelSizes(tile_kv=64, ctas=2)}
+        options = {"score": Score(scale=0.1), "sizes": PrefillSizes(tile_kv=64, ctas=2)}
         made = make_schedule(
             jnp.asarray([0, 33, 93]), jnp.asarray(lens), jnp.asarray([0, 33]), num_tokens=96, **options
         )
@@ -329,13 +335,15 @@ class TestSchedule:
 
 class TestHeadsAtOnce:
     def test_as_many_as_fit(self):
-        of = functools.partial(schedule_module.heads_at_once, 32, 8, sizes=KernelSizes())
+        of = functools.partial(schedule_module.heads_per_l2_group, 32, 8, sizes=PrefillSizes())
         assert of(kv_bytes=4 * 10**6, rows=128) == 32
         assert of(kv_bytes=8 * 10**6, rows=128) == 16
         assert of(kv_bytes=10**9, rows=512) == 4
 
     def test_as_many_as_keep_all_thread_blocks_busy(self):
-        of = functools.partial(schedule_module.heads_at_once, 32, 8, sizes=KernelSizes(), kv_bytes=10**9)
+        of = functools.partial(
+            schedule_module.heads_per_l2_group, 32, 8, sizes=PrefillSizes(), kv_bytes=10**9
+        )
         assert of(rows=132) == 4
         assert of(rows=131) == 8
         assert of(rows=1) == 32
@@ -344,7 +352,7 @@ class TestHeadsAtOnce:
         """Four parts of heads: every other takes the rows in the opposite order."""
         draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (300, heads, 64), jnp.bfloat16)
         args, lens = (draw(0, 4), draw(1, 4), draw(2, 4)), [33, 260]
-        options = {"score": Score(scale=0.1), "sizes": KernelSizes(tile_kv=64, ctas=1)}
+        options = {"score": Score(scale=0.1), "sizes": PrefillSizes(tile_kv=64, ctas=1)}
         out, _ = packed(lens, lens, *args, **options)
         monkeypatch.setattr(schedule_module, "L2_BYTES", 1)
         again, _ = packed(lens, lens, *args, **options)
@@ -356,7 +364,7 @@ class TestReference:
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (40, 2, 64), jnp.bfloat16)
         q, k, v = draw(0)[:24], draw(1), draw(2)
         score = Score(scale=0.1, window=(9, None))
-        out, _ = packed([24], [40], q, k, v, score=score, sizes=KernelSizes(tile_kv=64, ctas=1))
+        out, _ = packed([24], [40], q, k, v, score=score, sizes=PrefillSizes(tile_kv=64, ctas=1))
         want = reference.attend_request(q, k, v, scale=0.1, window=(9, None))
         np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
 
@@ -404,7 +412,7 @@ class TestRefusals:
     )
     def test_tiles_that_cannot_be_are_named(self, change, message):
         with pytest.raises(ValueError, match=message):
-            KernelSizes(**change)
+            PrefillSizes(**change)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -478,7 +486,7 @@ class TestTops:
         q[:, :, 0], k[:, 0, 0] = 1.0, np.repeat(self.RISES, 64) / 8
         score = Score(scale=8.0, window=window)
         q, k, v = (jnp.asarray(x, dtype) for x in (q, k, v))
-        run = functools.partial(packed, score=score, sizes=KernelSizes(tile_kv=64, ctas=1), return_lse=True)
+        run = functools.partial(packed, score=score, sizes=PrefillSizes(tile_kv=64, ctas=1), return_lse=True)
         alibi = None if slopes is None else jnp.asarray(slopes, jnp.float32)
         out, lse = run([tokens], [keys], q, k, v, alibi_slopes=alibi, interpret=interpret)
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

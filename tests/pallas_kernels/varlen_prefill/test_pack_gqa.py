@@ -8,10 +8,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_backward import KernelSizes as BackwardSizes
+from pallas_kernels.varlen_backward import BackwardSizes
 from pallas_kernels.varlen_prefill import (
     CallBounds,
-    KernelSizes,
+    PrefillSizes,
     default_sizes,
     make_schedule,
     varlen_prefill,
@@ -43,7 +43,7 @@ def shared(case, sizes, **changes):
     """Sizes with as many heads a tile as the case's group allows."""
     q_heads, kv_heads = case["heads"]
     together = max(n for n in (2, 4, 8) if q_heads // kv_heads % n == 0)
-    return dataclasses.replace(sizes, heads_per_tile=together, **changes)
+    return dataclasses.replace(sizes, pack_gqa=together, **changes)
 
 
 class TestContract:
@@ -72,7 +72,7 @@ class TestContract:
     def test_none_of_them_races(self, splits, monkeypatch):
         cut_everywhere(monkeypatch)
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-        sizes = KernelSizes(tile_kv=64, ctas=2, heads_per_tile=4, max_splits=splits)
+        sizes = PrefillSizes(tile_kv=64, ctas=2, pack_gqa=4, max_splits=splits)
         args = draw(0, 64, 4, 64), draw(1, 200, 1, 64), draw(2, 200, 1, 64)
         with assertions.none_in(kernels=1 if splits == 1 else 2):
             run = packed([64], [200], *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
@@ -83,7 +83,7 @@ def test_a_tile_has_as_many_fewer_tokens():
     starts, lens = jnp.asarray([0, 100]), jnp.asarray([1000])
     how = {"num_tokens": 104, "score": Score(scale=1.0)}
     alone, shared = (
-        make_schedule(starts, lens, **how, sizes=KernelSizes(heads_per_tile=n)).num_live[0] for n in (1, 4)
+        make_schedule(starts, lens, **how, sizes=PrefillSizes(pack_gqa=n)).num_valid[0] for n in (1, 4)
     )
     assert (alone, shared) == (2, 5)  # 100 tokens and 4 of padding, in tiles of 128 and of 32
 
@@ -92,31 +92,31 @@ def test_what_cannot_share_is_refused():
     x, lens = jnp.zeros((8, 6, 64), jnp.bfloat16), (jnp.asarray([0, 8]), jnp.asarray([8]))
     run = lambda n: varlen_prefill(
         x, x[:, ::3], x[:, ::3], *lens,
-        score=Score(scale=1.0), kv_start_loc=jnp.asarray([0]), sizes=KernelSizes(heads_per_tile=n),
+        score=Score(scale=1.0), kv_start_loc=jnp.asarray([0]), sizes=PrefillSizes(pack_gqa=n),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="heads_per_tile must divide 3 query heads of a kv head, got 2"):
+    with pytest.raises(ValueError, match="pack_gqa must divide 3 query heads of a kv head, got 2"):
         run(2)
-    with pytest.raises(ValueError, match="heads_per_tile must be one of"):
+    with pytest.raises(ValueError, match="pack_gqa must be one of"):
         run(3)
-    sizes = KernelSizes(heads_per_tile=2)
-    with pytest.raises(ValueError, match="heads_per_tile must be 1 with lists, got 2"):
+    sizes = PrefillSizes(pack_gqa=2)
+    with pytest.raises(ValueError, match="pack_gqa must be 1 with lists, got 2"):
         make_schedule(*lens, num_tokens=8, score=Score(scale=1.0), sizes=sizes, has_lists=True)
-    with pytest.raises(ValueError, match=r"of_queries\.heads_per_tile must be 1, got 2"):
-        BackwardSizes(of_queries=sizes)
+    with pytest.raises(ValueError, match=r"dq_sizes\.pack_gqa must be 1, got 2"):
+        BackwardSizes(dq_sizes=sizes)
 
 
 class TestWhoSharesTiles:
     @pytest.mark.parametrize(("heads", "together"), [(32, 4), (64, 4), (48, 2), (8, 1), (24, 1), (128, 4)])
     def test_up_to_four_heads_of_a_kv_head(self, heads, together):
-        assert default_sizes(128, bounds=CallBounds(64, 1, heads, 8, 65536)).heads_per_tile == together
+        assert default_sizes(128, bounds=CallBounds(64, 1, heads, 8, 65536)).pack_gqa == together
 
     def test_few_queries_alone(self):
         few = CallBounds(256, 4, 32, 8, 65536)
-        assert default_sizes(128, bounds=few).heads_per_tile == 4
+        assert default_sizes(128, bounds=few).pack_gqa == 4
         for other in (few._replace(num_tokens=8192), few._replace(max_kv=2048)):
-            assert default_sizes(128, bounds=other).heads_per_tile == 1
-        assert default_sizes(128, bounds=few, batch_invariant=True).heads_per_tile == 1
-        assert default_sizes(128, bounds=few, has_lists=True).heads_per_tile == 1
+            assert default_sizes(128, bounds=other).pack_gqa == 1
+        assert default_sizes(128, bounds=few, batch_invariant=True).pack_gqa == 1
+        assert default_sizes(128, bounds=few, has_lists=True).pack_gqa == 1
 
     @pytest.mark.parametrize(
         ("tokens", "reqs", "tile_q"),

@@ -10,17 +10,17 @@ from pallas_kernels.shared.head_dims import head_cut
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.varlen_prefill import kernel, softmax
-from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, KernelSizes
-from pallas_kernels.varlen_prefill.spec import PrefillSpec, Shape
+from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, PrefillSizes
+from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec
 
-INVARIANT = KernelSizes(tile_kv=64, batch_invariant=True)
+INVARIANT = PrefillSizes(tile_kv=64, batch_invariant=True)
 
 
 def spec_of(
     *, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, window=None, **fields
 ):
-    shape = Shape(q_heads=2, group=1, cut=head_cut(64), in_cache=None, heads_at_once=2)
-    fields = {"sizes": KernelSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
+    shape = PrefillShape(q_heads=2, group=1, cut=head_cut(64), in_cache=None, heads_at_once=2)
+    fields = {"sizes": PrefillSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
     call = {"mask": None, "has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
     return PrefillSpec(score=score, dtype=jnp.dtype(dtype), **fields, **call)
@@ -29,27 +29,27 @@ def spec_of(
 @pytest.mark.parametrize(
     ("changes", "policy", "room"),
     [
-        ({}, softmax.KeptTops, 80.0),
-        ({"dtype": "float16"}, softmax.KeptTops, 4.0),
-        ({"interpret": plgpu.InterpretGPUParams()}, softmax.KeptTops, 80.0),
-        ({"has_alibi": True}, softmax.KeptTops, 100.0),
-        ({"has_alibi": True, "dtype": "float16"}, softmax.LargestScore, 0.0),
-        ({"has_alibi": True, "tile_kv": 128}, softmax.LargestScore, 0.0),
-        ({"soft_cap": 30.0}, softmax.NoTop, None),
-        ({"soft_cap": 30.0, "dtype": "float16"}, softmax.KeptTops, 4.0),
-        ({"soft_cap": 30.0, "has_alibi": True}, softmax.KeptTops, 100.0),
-        ({"sizes": INVARIANT}, softmax.KeptTops, 80.0),  # each row sees the first keys
-        ({"sizes": INVARIANT, "window": (9, 0)}, softmax.LargestScore, 0.0),
-        ({"sizes": INVARIANT, "has_lists": True}, softmax.LargestScore, 0.0),
-        ({"sizes": INVARIANT, "has_lists": True, "soft_cap": 30.0}, softmax.NoTop, None),
+        ({}, softmax.LazyRescale, 80.0),
+        ({"dtype": "float16"}, softmax.LazyRescale, 4.0),
+        ({"interpret": plgpu.InterpretGPUParams()}, softmax.LazyRescale, 80.0),
+        ({"has_alibi": True}, softmax.LazyRescale, 100.0),
+        ({"has_alibi": True, "dtype": "float16"}, softmax.RunningRowMax, 0.0),
+        ({"has_alibi": True, "tile_kv": 128}, softmax.RunningRowMax, 0.0),
+        ({"soft_cap": 30.0}, softmax.NoRowMax, None),
+        ({"soft_cap": 30.0, "dtype": "float16"}, softmax.LazyRescale, 4.0),
+        ({"soft_cap": 30.0, "has_alibi": True}, softmax.LazyRescale, 100.0),
+        ({"sizes": INVARIANT}, softmax.LazyRescale, 80.0),  # each row sees the first keys
+        ({"sizes": INVARIANT, "window": (9, 0)}, softmax.RunningRowMax, 0.0),
+        ({"sizes": INVARIANT, "has_lists": True}, softmax.RunningRowMax, 0.0),
+        ({"sizes": INVARIANT, "has_lists": True, "soft_cap": 30.0}, softmax.NoRowMax, None),
     ],
     ids=str,
 )
 def test_a_kernel_has_the_policy_that_its_scores_need(changes, policy, room):
-    found = softmax.policy_of(spec_of(**changes))
+    found = softmax.row_max_policy(spec_of(**changes))
     assert type(found) is policy
     assert getattr(found, "room", None) == room
-    assert isinstance(found, softmax.TopPolicy)
+    assert isinstance(found, softmax.RowMaxPolicy)
 
 
 class TestSums:
@@ -61,11 +61,11 @@ class TestSums:
     @pytest.mark.parametrize(
         ("policy", "has_row_term"),
         [
-            (softmax.NoTop, False),  # a bias may be large: a kernel with one has tops
-            (softmax.LargestScore, False),
-            (softmax.LargestScore, True),
-            (softmax.KeptTops, False),
-            (softmax.KeptTops, True),
+            (softmax.NoRowMax, False),  # a bias may be large: a kernel with one has tops
+            (softmax.RunningRowMax, False),
+            (softmax.RunningRowMax, True),
+            (softmax.LazyRescale, False),
+            (softmax.LazyRescale, True),
         ],
     )
     def test_are_those_of_the_softmax(self, policy, has_row_term):
@@ -73,11 +73,11 @@ class TestSums:
         rng = np.random.default_rng(0)
         tiles_of_s = rng.standard_normal((4, 64, 64)).astype(np.float32) * 3
         term = jnp.asarray(rng.standard_normal(64), jnp.float32) if has_row_term else None
-        rise = np.asarray([0.0, 30.0, -20.0, 45.0]) if policy is not softmax.NoTop else np.zeros(4)
+        rise = np.asarray([0.0, 30.0, -20.0, 45.0]) if policy is not softmax.NoRowMax else np.zeros(4)
         tiles_of_s = tiles_of_s + rise.astype(np.float32)[:, None, None]
         is_seen = np.ones((4, 64, 64), bool)
         is_seen[0, :7] = False
-        room = () if policy is not softmax.KeptTops else (8.0,)
+        room = () if policy is not softmax.LazyRescale else (8.0,)
         policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *room)
         top, total = policy.start(), jnp.zeros((64, 64), jnp.float32)
         for nth, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
@@ -93,7 +93,7 @@ class TestSums:
         want = np.log2(np.exp2(s - s.max()).sum(axis=(0, 2))) + s.max()
         np.testing.assert_allclose(np.log2(total.sum(axis=1)) + top, want, rtol=1e-5)
 
-    @pytest.mark.parametrize("policy", [softmax.LargestScore, softmax.NoTop])
+    @pytest.mark.parametrize("policy", [softmax.RunningRowMax, softmax.NoRowMax])
     def test_have_the_same_bits_whatever_a_row_saw_nothing_of_before(self, policy):
         """In one program each, where a compiler may round a product and a difference at once."""
         s = jnp.asarray(np.random.default_rng(1).standard_normal((64, 64)) * 3, jnp.float32)
@@ -119,9 +119,11 @@ class TestSums:
 @pytest.mark.parametrize("heads_at_once", [1, 2])
 def test_no_kernel_asks_for_more_registers_than_there_are(table, heads_at_once):
     for width, sizes in table.items():
-        shape = Shape(q_heads=2, group=1, cut=head_cut(width), in_cache=None, heads_at_once=heads_at_once)
+        shape = PrefillShape(
+            q_heads=2, group=1, cut=head_cut(width), in_cache=None, heads_at_once=heads_at_once
+        )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
-        load, compute = kernel.registers(spec)
+        load, compute = kernel.register_counts(spec)
         assert (load + sizes.warpgroups * compute) * 128 <= kernel.REGISTERS
         assert load % 8 == 0
         assert compute % 8 == 0

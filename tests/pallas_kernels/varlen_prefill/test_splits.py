@@ -17,17 +17,22 @@ from jattn.implementations.mosaic_gpu import choose_kernel
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernel
 from jattn.implementations.mosaic_gpu.kernel_plans import work_key
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_backward import KernelSizes as BackwardSizes
+from pallas_kernels.varlen_backward import BackwardSizes
 from pallas_kernels.varlen_prefill import (
     COLUMNS,
     CallBounds,
-    KernelSizes,
+    PrefillSizes,
     default_sizes,
     make_schedule,
     varlen_prefill,
 )
 from pallas_kernels.varlen_prefill import splits as splits_module
-from pallas_kernels.varlen_prefill.splits import CANDIDATES, ITEM_KEYS, SPLIT_COLUMNS, most_partials
+from pallas_kernels.varlen_prefill.splits import (
+    NUM_SPLITS_CANDIDATES,
+    SPLIT_COLUMNS,
+    TILE_OVERHEAD_KEYS,
+    max_split_outputs,
+)
 from tests import assertions, contract
 from tests.contract import Problem, case_id
 from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
@@ -67,7 +72,7 @@ class TestContract:
 
     def test_without_a_log_sum_exp(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
-        args, sizes = (draw(0, 70), draw(1, 300), draw(2, 300)), KernelSizes(tile_kv=64, ctas=2)
+        args, sizes = (draw(0, 70), draw(1, 300), draw(2, 300)), PrefillSizes(tile_kv=64, ctas=2)
         run = functools.partial(packed, [70], [300], *args, score=Score(scale=0.1))
         want, _ = run(sizes=sizes)
         out, lse = run(sizes=cut(sizes))
@@ -76,7 +81,7 @@ class TestContract:
 
     def test_none_of_them_races(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
-        args, sizes = (draw(0, 128), draw(1, 320), draw(2, 320)), KernelSizes(tile_kv=64, ctas=2)
+        args, sizes = (draw(0, 128), draw(1, 320), draw(2, 320)), PrefillSizes(tile_kv=64, ctas=2)
         with assertions.none_in(kernels=2):
             run = packed([128], [320], *args, score=Score(scale=0.1), sizes=cut(sizes), detect_races=True)
             jax.block_until_ready(run)
@@ -95,7 +100,7 @@ def made(query_lens, seq_lens, *, q_heads=4, sizes):
     )
     names = (*COLUMNS, *SPLIT_COLUMNS)
     rows = [dict(zip(names, map(int, row), strict=False)) for row in np.asarray(schedule.table)]
-    return schedule, rows[: int(schedule.num_live[0])]
+    return schedule, rows[: int(schedule.num_valid[0])]
 
 
 LENS = [
@@ -111,9 +116,9 @@ class TestSchedule:
     @pytest.mark.parametrize("lens", LENS, ids=str)
     @pytest.mark.parametrize("q_heads", [1, 4, 32])
     def test_splits_of_a_tile_are_its_keys_once(self, lens, q_heads):
-        sizes = KernelSizes(tile_kv=64, max_splits=16)
+        sizes = PrefillSizes(tile_kv=64, max_splits=16)
         schedule, rows = made(*lens, q_heads=q_heads, sizes=sizes)
-        _, whole = made(*lens, sizes=KernelSizes(tile_kv=64))
+        _, whole = made(*lens, sizes=PrefillSizes(tile_kv=64))
         place = lambda row: (row["req"], row["first_row"])
         assert {place(row) for row in rows} == set(map(place, whole))
         partials = []
@@ -132,37 +137,37 @@ class TestSchedule:
                 partials.append([row["partial"] for row in mine])
         numbers = sorted(itertools.chain(*partials))
         assert numbers == list(range(len(numbers)))
-        assert len(numbers) <= most_partials(q_heads, sizes)
+        assert len(numbers) <= max_split_outputs(q_heads, sizes)
         assert all(nums == list(range(nums[0], nums[0] + len(nums))) for nums in partials)
         firsts = [at for at, row in enumerate(rows) if row["num_splits"] > 1 and row["skipped"] == 0]
-        assert sorted(map(int, schedule.merges.rows[: int(schedule.merges.num_live[0])])) == firsts
+        assert sorted(map(int, schedule.split_tiles.rows[: int(schedule.split_tiles.num_valid[0])])) == firsts
 
     def test_as_many_as_make_the_step_end_earliest(self):
         """Of candidates whose items are dealt out one by one."""
         draw, gained = np.random.default_rng(0), []
         for _ in range(60):
-            sizes = KernelSizes(tile_kv=64, max_splits=16)
+            sizes = PrefillSizes(tile_kv=64, max_splits=16)
             heads, count = int(draw.choice([4, 8, 16, 32])), int(draw.integers(1, 9))
             lens = np.exp(draw.uniform(np.log(64), np.log(65536), count)).astype(int)
             tiles = -(-lens // 64)
-            chosen = splits_module.num_splits(
+            chosen = splits_module.choose_num_splits(
                 jnp.asarray(tiles, jnp.int32), jnp.ones(count, bool), q_heads=heads, sizes=sizes
             )
             end = functools.partial(simulated, tiles, heads=heads, sizes=sizes)
-            longest = [-(-max(tiles) // n) for n in CANDIDATES]
+            longest = [-(-max(tiles) // n) for n in NUM_SPLITS_CANDIDATES]
             others = [np.maximum(-(-tiles // length), 1) for length in longest]
-            allowed = [n for n in others if n[n > 1].sum() <= most_partials(heads, sizes)]
-            ends = [end(n) + splits_module.MERGE_KEYS * (n > 1).any() for n in allowed]
+            allowed = [n for n in others if n[n > 1].sum() <= max_split_outputs(heads, sizes)]
+            ends = [end(n) + splits_module.COMBINE_OVERHEAD_KEYS * (n > 1).any() for n in allowed]
             np.testing.assert_array_equal(chosen, allowed[int(np.argmin(ends))])
             gained.append(end(np.ones(count, int)) / end(np.asarray(chosen)))
         assert np.median(gained) > 1.5  # or there would be no point in it
 
     def test_short_requests_are_left_whole(self):
-        _, rows = made([1024], [1024], q_heads=32, sizes=KernelSizes(tile_kv=64, max_splits=16))
+        _, rows = made([1024], [1024], q_heads=32, sizes=PrefillSizes(tile_kv=64, max_splits=16))
         assert all(row["partial"] == -1 for row in rows)
 
     def test_what_has_no_splits_is_refused(self):
-        sizes = KernelSizes(max_splits=2)
+        sizes = PrefillSizes(max_splits=2)
         args = jnp.asarray([0, 8]), jnp.asarray([8])
         how = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
         with pytest.raises(ValueError, match="q_heads must be given where keys may be cut, got None"):
@@ -170,18 +175,18 @@ class TestSchedule:
         with pytest.raises(ValueError, match="max_splits must be 1 with lists, got 2"):
             make_schedule(*args, **how, q_heads=1, has_lists=True)
         with pytest.raises(ValueError, match="max_splits must be 1 where a row's bits are its own, got 2"):
-            KernelSizes(max_splits=2, batch_invariant=True)
+            PrefillSizes(max_splits=2, batch_invariant=True)
         with pytest.raises(ValueError, match="max_splits must be at most 16, got 17"):
-            KernelSizes(max_splits=17)
-        with pytest.raises(ValueError, match=r"of_queries\.max_splits must be 1, got 2"):
-            BackwardSizes(of_queries=sizes)
+            PrefillSizes(max_splits=17)
+        with pytest.raises(ValueError, match=r"dq_sizes\.max_splits must be 1, got 2"):
+            BackwardSizes(dq_sizes=sizes)
 
     def test_a_schedule_of_other_splits_is_refused(self):
         x, starts, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([0, 8]), jnp.asarray([8])
-        whole = make_schedule(starts, lens, num_tokens=8, score=Score(scale=1.0), sizes=KernelSizes())
+        whole = make_schedule(starts, lens, num_tokens=8, score=Score(scale=1.0), sizes=PrefillSizes())
         where = {"score": Score(scale=1.0), "kv_start_loc": jnp.asarray([0])}
         with pytest.raises(ValueError, match=r"sizes must be .*max_splits=2.*, got .*max_splits=1"):
-            varlen_prefill(x, x, x, starts, lens, **where, schedule=whole, sizes=KernelSizes(max_splits=2))
+            varlen_prefill(x, x, x, starts, lens, **where, schedule=whole, sizes=PrefillSizes(max_splits=2))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def test_windows_and_chunks_bound_what_neighbours_see(score):
 def simulated(tiles, splits, *, heads, sizes):
     """When the last thread block ends, in keys: items dealt as Worklist deals them."""
     each = np.repeat(-(-tiles // splits), splits)
-    items = np.repeat(np.sort(each)[::-1], heads) * sizes.tile_kv + ITEM_KEYS
+    items = np.repeat(np.sort(each)[::-1], heads) * sizes.tile_kv + TILE_OVERHEAD_KEYS
     shares = np.zeros(sizes.workers)
     for nth, first in enumerate(range(0, len(items), sizes.workers)):
         dealt = items[first : first + sizes.workers]

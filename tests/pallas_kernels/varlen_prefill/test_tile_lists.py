@@ -26,10 +26,16 @@ from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
 from pallas_kernels.ptx import tile_order
 from pallas_kernels.shared.arithmetic import sorted_places
 from pallas_kernels.shared.score import Score
-from pallas_kernels.varlen_prefill import KernelSizes, PairTile, Schedule, make_lists, varlen_prefill
+from pallas_kernels.varlen_prefill import (
+    PairTile,
+    PrefillSchedule,
+    PrefillSizes,
+    make_tile_lists,
+    varlen_prefill,
+)
 from pallas_kernels.varlen_prefill import sizes as sizes_module
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, MadeFor, make_schedule
-from pallas_kernels.varlen_prefill.tile_lists import ITEM_COLUMNS, TileLists
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, PrefillScheduleKey, make_schedule
+from pallas_kernels.varlen_prefill.tile_lists import LIST_COLUMNS, PrefillTileLists
 from tests import aot, assertions, contract
 from tests.contract import FACTORS
 from tests.covering_array import covering_array
@@ -258,7 +264,7 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
     blocks = jnp.asarray([[[True, False, False], [True, True, False], [False, False, True]]])
     mask = masks.BlockMask(blocks=blocks, block_q=64, block_kv=64)
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
-    sizes = KernelSizes(tile_kv=64)
+    sizes = PrefillSizes(tile_kv=64)
     schedule = make_schedule(
         jnp.asarray([0, 192]),
         jnp.asarray([192]),
@@ -268,15 +274,15 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
         has_lists=True,
     )
     lists = tile_lists.tile_lists(mask, spec, schedule, sizes, tile_lists.ListsCall(192))
-    column = len(COLUMNS) + ITEM_COLUMNS.index("list")
+    column = len(COLUMNS) + LIST_COLUMNS.index("list")
     entries = np.asarray(lists.entries)[np.asarray(lists.table)[:2, column]]
     # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.
     assert entries[0, :2].tolist() == [1 + (0b010 << QUERY_BLOCK_SHIFT), 0 + (0b011 << QUERY_BLOCK_SHIFT)]
     assert entries[1, 0] == 2 + (0b001 << QUERY_BLOCK_SHIFT)
-    assert int(lists.num_live[0]) == int(schedule.num_live[0])
+    assert int(lists.num_valid[0]) == int(schedule.num_valid[0])
 
 
-MADE_FOR = MadeFor(8, (True, (None, None), None), KernelSizes(), None, True, True)
+MADE_FOR = PrefillScheduleKey(8, (True, (None, None), None), PrefillSizes(), None, True, True)
 
 
 def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
@@ -284,16 +290,16 @@ def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
     table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
     starts = jnp.zeros(2, jnp.int32)
-    schedule = Schedule(table, jnp.asarray([2]), starts, None, MADE_FOR)
-    lists = make_lists(schedule, codes_of(some, some), sets=2)
-    columns = [COLUMNS.index("req"), *(len(COLUMNS) + ITEM_COLUMNS.index(name) for name in ("head", "num"))]
-    items = np.asarray(lists.table)[: int(lists.num_live[0]), columns].tolist()
+    schedule = PrefillSchedule(table, jnp.asarray([2]), starts, None, MADE_FOR)
+    lists = make_tile_lists(schedule, codes_of(some, some), sets=2)
+    columns = [COLUMNS.index("req"), *(len(COLUMNS) + LIST_COLUMNS.index(name) for name in ("head", "num"))]
+    items = np.asarray(lists.table)[: int(lists.num_valid[0]), columns].tolist()
     assert items == [[7, 0, 1], [8, 0, 2], [7, 1, 3], [8, 1, 4], [8, 3, 5], [8, 2, 4], [7, 2, 2], [7, 3, 0]]
-    longest = int(lists.table[4, len(COLUMNS) + ITEM_COLUMNS.index("list")])
+    longest = int(lists.table[4, len(COLUMNS) + LIST_COLUMNS.index("list")])
     np.testing.assert_array_equal(lists.entries[longest], [0, 1, 2, 3, 4, 0])
 
 
-def lists_of_any_lengths(tiles, heads, max_len, num_live):
+def lists_of_any_lengths(tiles, heads, max_len, num_valid):
     """A table of tiles, how many are live, each head's entries, and their counts, garbage of dead tiles."""
     rng = np.random.default_rng(tiles)
     as_jax = lambda x: jnp.asarray(x, jnp.int32)
@@ -301,14 +307,14 @@ def lists_of_any_lengths(tiles, heads, max_len, num_live):
     entries = rng.integers(0, 2**20, (tiles * heads, max_len))
     partial, full = rng.integers(0, max_len // 2 + 1, (2, tiles * heads))
     full = np.where(rng.random(tiles * heads) < 0.5, full, full // 8)  # ties
-    dead = np.arange(tiles * heads) >= num_live * heads
+    dead = np.arange(tiles * heads) >= num_valid * heads
     partial[dead], full[dead] = 2**31 - 1, -7
-    return tuple(map(as_jax, (table, [num_live], entries, partial, full)))
+    return tuple(map(as_jax, (table, [num_valid], entries, partial, full)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("tiles", "heads", "max_len", "num_live", "sets"),
+    ("tiles", "heads", "max_len", "num_valid", "sets"),
     [
         (1, 2, 1, 1, 1),
         (5, 12, 9, 4, 3),
@@ -317,14 +323,14 @@ def lists_of_any_lengths(tiles, heads, max_len, num_live):
         (2050, 16, 2048, 2049, 4),
     ],
 )
-def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_live, sets):
-    arrays = lists_of_any_lengths(tiles, heads, max_len, num_live)
+def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_valid, sets):
+    arrays = lists_of_any_lengths(tiles, heads, max_len, num_valid)
     assert tile_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
     static = {"columns": len(COLUMNS), "sets": sets}
     table, count = jax.jit(functools.partial(tile_order.sorted_items.on_gpu, **static))(*arrays)
     want, want_count = jax.jit(functools.partial(tile_order.sorted_items.twin, **static))(*arrays)
     np.testing.assert_array_equal(count, want_count)
-    live = slice(0, num_live * heads), slice(0, len(COLUMNS) + len(ITEM_COLUMNS))
+    live = slice(0, num_valid * heads), slice(0, len(COLUMNS) + len(LIST_COLUMNS))
     np.testing.assert_array_equal(table[live], want[live])
 
 
@@ -431,9 +437,9 @@ def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
 def test_arguments_that_disagree_are_named(options, message):
     x = jnp.zeros((8, 1, 64), jnp.bfloat16)
     starts = jnp.asarray([0, 8]), jnp.asarray([8])
-    run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=KernelSizes())
+    run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=PrefillSizes())
     if "lists" in options:
-        options["lists"] = TileLists(
+        options["lists"] = PrefillTileLists(
             *(jnp.zeros(shape, jnp.int32) for shape in ((1, 32), 1, (1, 1))), MADE_FOR
         )
     with pytest.raises(Exception, match=f"{message}|Type-check"):
