@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
 from jattn.pytree import set_bools, set_floats, set_ints
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
-from pallas_kernels.shared import MAX_CHUNK_SIZE, bounded
+from pallas_kernels.shared import MAX_CHUNK_SIZE, normalize_window_side
 
 # What each AttentionSpec.query_quantization rounds queries to.
 QUERY_DTYPES = {None: None, "int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}
@@ -31,7 +31,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
         is_int = isinstance(width, numbers.Integral) and not isinstance(width, bool)
         require(width is None or is_int, f"window's {side} side", "be None or an int", repr(width))
         require(width is None or width >= 0, f"window's {side} side", "be None or at least 0", width)
-    left, right = (bounded(None if width is None else int(width)) for width in window)
+    left, right = (normalize_window_side(None if width is None else int(width)) for width in window)
     return None if left is None and right is None else (left, right)
 
 

@@ -41,11 +41,21 @@ def require_number(**values: object) -> None:
         require(is_number, name, "be a number", repr(value))
 
 
-def require_made_for(name: str, made_for: Any, wanted: Any) -> None:
-    """Every field of what something was made for, a dataclass, must be the call's."""
-    for field in dataclasses.fields(wanted):
-        found, right = (getattr(each, field.name) for each in (made_for, wanted))
-        require(found == right, f"{name}.made_for.{field.name}", f"be {right}", found)
+def require_built_for(name: str, built_for: Any, expected: Any) -> None:
+    """Raise ValueError unless the static sizes that `name` was built for are this call's.
+
+    Args:
+        name: Argument that was built ahead of the call, such as "schedule".
+        built_for: Dataclass of the static sizes that it was built for.
+        expected: The same dataclass for this call.
+    """
+    for field in dataclasses.fields(expected):
+        actual, needed = getattr(built_for, field.name), getattr(expected, field.name)
+        if actual != needed:
+            raise ValueError(
+                f"{name} was built for {field.name}={actual}, but this call has {field.name}={needed}. "
+                f"Build it from the arguments of this call."
+            )
 
 
 def require_positive(**values: int | float) -> None:

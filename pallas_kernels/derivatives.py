@@ -9,7 +9,7 @@ from pallas_kernels.checks import unsupported
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def underivable[Tree](arrays: Tree, what: str, reason: str, way_out: str) -> Tree:
+def forbid_derivative[Tree](arrays: Tree, what: str, reason: str, way_out: str) -> Tree:
     """The same arrays; what is made of them cannot be differentiated, forward or backward.
 
     Args:
@@ -24,12 +24,12 @@ def underivable[Tree](arrays: Tree, what: str, reason: str, way_out: str) -> Tre
     return arrays
 
 
-@underivable.defjvp
+@forbid_derivative.defjvp
 def _refused(what: str, reason: str, way_out: str, primals: Any, tangents: Any) -> Any:
     raise unsupported(what, reason, way_out)
 
 
-def given_to_kernel[Tree](arrays: Tree, kernel: str, way_out: str) -> Tree:
+def forbid_kernel_derivative[Tree](arrays: Tree, kernel: str, way_out: str) -> Tree:
     """The same arrays, for a kernel that has no derivative.
 
     Args:
@@ -41,4 +41,4 @@ def given_to_kernel[Tree](arrays: Tree, kernel: str, way_out: str) -> Tree:
         NotImplementedError: As they are differentiated.
     """
     way_out = f"{way_out}, or take jax.lax.stop_gradient of what it is given"
-    return underivable(arrays, f"a derivative of {kernel}", "the kernel has none", way_out)
+    return forbid_derivative(arrays, f"a derivative of {kernel}", "the kernel has none", way_out)

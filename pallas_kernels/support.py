@@ -16,7 +16,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
 BACKWARD_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
 # Wider heads in both widths do not fit shared memory; 80 is cut otherwise in 8 bits.
-WIDENED_HEAD_DIMS = (32, 64, 96, 128)
+DEQUANTIZED_HEAD_DIMS = (32, 64, 96, 128)
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
 COMPUTE_CAPABILITY = "9.0"
@@ -63,7 +63,7 @@ def why_not_device(device: Any) -> str | None:
     return None
 
 
-def takes_kernel(what: str, implementation: str | None, reason: str | None) -> bool:
+def should_use_kernel(what: str, implementation: str | None, reason: str | None) -> bool:
     """Whether a call that XLA can serve, too, takes its kernel.
 
     Args:
@@ -134,7 +134,7 @@ def why_not_decode(
     return _first_broken(rules)
 
 
-def why_not_head(head_dim: int, kv_dtypes: tuple[DTypeLike, DTypeLike]) -> str | None:
+def why_not_head_dim(head_dim: int, kv_dtypes: tuple[DTypeLike, DTypeLike]) -> str | None:
     """Why paged_decode has no kernel for heads of a width, stored as these dtypes; None if it has."""
     return _first_broken(_head_rules(head_dim, kv_dtypes))
 
@@ -177,9 +177,9 @@ def why_not_prefill(
     return _first_broken(rules)
 
 
-def why_not_widening(*, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int) -> str | None:
+def why_not_dequantize(*, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int) -> str | None:
     """Why varlen_prefill does not widen these keys and values of a paged cache itself; None if it does."""
-    names, served = [jnp.dtype(x).name for x in kv_dtypes], WIDENED_HEAD_DIMS
+    names, served = [jnp.dtype(x).name for x in kv_dtypes], DEQUANTIZED_HEAD_DIMS
     of_head = head_dim in served, f"head_dim {head_dim} in 8 bits ({_listed(served)} have one)"
     return _first_broken((*((x in EIGHT_BIT_DTYPES, f"{x} to be widened") for x in names), of_head))
 

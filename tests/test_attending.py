@@ -212,10 +212,11 @@ class TestKernels:
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
-        kernels = kernel_selection.decode_kernel, kernel_selection.prefill_kernel
-        decode, prefill = (kernel.KernelSizes(stages=2, ctas=3, tile_kv=64) for kernel in kernels)
-        monkeypatch.setattr(kernels[0], "default_sizes", lambda *args, **kwargs: decode)
-        monkeypatch.setattr(kernels[1], "default_sizes", lambda *args, **kwargs: prefill)
+        decode_kernel, prefill_kernel = kernel_selection.decode_kernel, kernel_selection.prefill_kernel
+        decode = decode_kernel.DecodeSizes(stages=2, ctas=3, tile_kv=64)
+        prefill = prefill_kernel.KernelSizes(stages=2, ctas=3, tile_kv=64)
+        monkeypatch.setattr(decode_kernel, "default_sizes", lambda *args, **kwargs: decode)
+        monkeypatch.setattr(prefill_kernel, "default_sizes", lambda *args, **kwargs: prefill)
         in_entry = "pallas_kernels.varlen_prefill.call.default_sizes"
         monkeypatch.setattr(in_entry, lambda *args, **kwargs: prefill)
         monkeypatch.setattr(support, "why_not_on", lambda *_: None)

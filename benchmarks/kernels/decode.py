@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.runner import Rows, kernel_times, read_ceiling, wall_time
 from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.cases import DECODE, DecodeCase
-from pallas_kernels.paged_decode import KernelSizes, default_sizes, paged_decode
+from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references
 from pallas_kernels.shared import Score
 
@@ -69,16 +69,16 @@ def main(arguments: argparse.Namespace) -> None:
 
 def sizes_of(
     case: DecodeCase, kv_dtypes: Any, tile_kv: Any, stages: Any, ctas_per_sm: Any, split_kv: Any, by: Any
-) -> KernelSizes:
+) -> DecodeSizes:
     """The default sizes, changed where an option says so."""
     sizes = default_sizes(case.head_dim, rows=case.q_heads // case.kv_heads, kv_dtypes=kv_dtypes)
-    return KernelSizes(
+    return DecodeSizes(
         tile_kv=tile_kv or sizes.tile_kv,
         stages=stages or sizes.stages,
         ctas=ctas_per_sm * 132 if ctas_per_sm else sizes.ctas,
         max_rows=sizes.max_rows,
         split_kv=split_kv,
-        by_warp=sizes.by_warp if by is None else by == "warp",
+        per_warp_mma=sizes.per_warp_mma if by is None else by == "warp",
     )
 
 
@@ -165,7 +165,7 @@ def measure(
         dtype=dtype,
         quantization=quantization,
         tiles=f"kv{sizes.tile_kv} stages{sizes.stages} ctas{sizes.ctas} split{sizes.split_kv}"
-        + " by warp" * sizes.by_warp,
+        + " by warp" * sizes.per_warp_mma,
         **time,
         **({"wall_us": wall_time(run, *args, scales)} if has_wall_time else {}),
         gb_per_s=speed,

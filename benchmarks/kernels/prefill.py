@@ -18,7 +18,7 @@ from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.support import WIDENED_HEAD_DIMS
+from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import (
     CallBounds,
     PrefillSizes,
@@ -142,7 +142,9 @@ def default_work(
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
     bounds = bounds_of(case, Score(scale=1.0, **MODIFIERS[modifier]))
     kinds, scales = zip(*QUANTIZATIONS[quantization], strict=True)
-    is_narrow = case.head_dim in WIDENED_HEAD_DIMS and all(jnp.dtype(kind).itemsize == 1 for kind in kinds)
+    is_narrow = case.head_dim in DEQUANTIZED_HEAD_DIMS and all(
+        jnp.dtype(kind).itemsize == 1 for kind in kinds
+    )
     costs: Any = {"kv_dtypes": kinds, "has_token_scales": "token" in scales}
     widens = is_narrow and should_dequantize_in_kernel(case.head_dim, bounds, **costs)
     sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds, widens=widens)

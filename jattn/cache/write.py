@@ -60,7 +60,7 @@ def write_kv(
         require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
     require_own_arrays(cache)
     reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
-    use_kernel = support.takes_kernel("write_kv", implementation, reason)
+    use_kernel = support.should_use_kernel("write_kv", implementation, reason)
     written = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
     )

@@ -23,7 +23,7 @@ from jattn.masks import Mask
 from jattn.masks.functions import with_arrays
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
-from pallas_kernels.derivatives import underivable
+from pallas_kernels.derivatives import forbid_derivative
 
 type OutAndLse = tuple[Array, Array | None]
 
@@ -224,7 +224,7 @@ recall.defvjp(
 
 def underivable_cache[Tree](arrays: Tree, implementation: str) -> Tree:
     """The same arrays, for an implementation that has no derivative over a paged cache."""
-    return underivable(
+    return forbid_derivative(
         arrays,
         "a derivative of attend",
         f"{implementation} has none over a paged cache or 8-bit keys",
@@ -235,7 +235,7 @@ def underivable_cache[Tree](arrays: Tree, implementation: str) -> Tree:
 
 def once_derivable[Tree](arrays: Tree) -> Tree:
     """The same arrays, in what a derivative is made of."""
-    return underivable(
+    return forbid_derivative(
         arrays,
         "a derivative of a derivative of attention",
         "the backward pass has none",

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import require_array, set_ints
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles, block_of, quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
@@ -131,9 +131,9 @@ class BlockMask(Mask):
         if self.block_q is None:
             return query * 0
         if self.first_q_block is None:
-            return block_of(query, self.block_q)
+            return floor_div(query, self.block_q)
         first = jnp.asarray(self.first_q_block)
-        return block_of(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
+        return floor_div(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
 
     def _at(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
         blocks = jnp.asarray(self.blocks)
@@ -227,12 +227,12 @@ class BigBird(Mask):
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        a, b = block_of(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
+        a, b = floor_div(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
         return self._sees_block(pairs.head, a, b)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        query_block = lambda position: block_of(position, self.block_size)
+        query_block = lambda position: floor_div(position, self.block_size)
         key_block = lambda position: quotient(position, self.block_size)
         return block_coverage(
             lambda a, b: self._sees_block(tiles.head, a, b),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import set_ints
-from jattn.masks.pairs import Coverage, Pairs, Tiles, block_of, quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import set_bools
 from pallas_kernels.checks import require, require_positive
 
@@ -96,14 +96,14 @@ class LocalStrided(Mask):
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        a, b = block_of(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
+        a, b = floor_div(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
         shift = self.head_shifts(pairs.head, *pairs.num_heads, is_prefill=pairs.is_prefill)
         is_stripe = remainder(b + shift + 1, self.vert_stride) == 0
         return (b <= a) & ((a - b < self.local_blocks) | is_stripe)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        first_a, last_a = (block_of(x, self.block_size) for x in (tiles.first_query, tiles.last_query))
+        first_a, last_a = (floor_div(x, self.block_size) for x in (tiles.first_query, tiles.last_query))
         first_b, last_b = (quotient(x, self.block_size) for x in (tiles.first_key, tiles.last_key))
         shift = self.head_shifts(tiles.head, *tiles.num_heads, is_prefill=tiles.is_prefill)
         # Stripes among the blocks up to and with b, but for a constant.

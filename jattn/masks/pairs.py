@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.shared import block_of as block_of
+from pallas_kernels.shared import floor_div as floor_div
 
 
 class Pairs(NamedTuple):

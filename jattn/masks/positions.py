@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import MAX_INT, require_array, set_ints
-from jattn.masks.pairs import Coverage, Pairs, Tiles, block_of, quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree
 from pallas_kernels.checks import require
 
@@ -126,11 +126,11 @@ class Chunked(Mask):
 
     @override
     def sees(self, pairs: Pairs) -> Any:
-        return quotient(pairs.key, self.size) == block_of(pairs.query, self.size)
+        return quotient(pairs.key, self.size) == floor_div(pairs.query, self.size)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        first_q, last_q = (block_of(x, self.size) for x in (tiles.first_query, tiles.last_query))
+        first_q, last_q = (floor_div(x, self.size) for x in (tiles.first_query, tiles.last_query))
         first_k, last_k = (quotient(x, self.size) for x in (tiles.first_key, tiles.last_key))
         some = (first_q <= last_k) & (first_k <= last_q)
         return Coverage(some, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))

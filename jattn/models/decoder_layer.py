@@ -101,10 +101,10 @@ class DecoderLayer(nnx.Module):
         Returns:
             The stream and this layer's delta, and its cache with the step's keys and values in it.
         """
-        takes_kernel = self.may_take_kernel and cache is not None
+        should_use_kernel = self.may_take_kernel and cache is not None
         sums: Any = {"axis_name": self.axis_name, "peers": None if cache is None else self.peers}
-        added = functools.partial(add_and_norm, may_take_kernel=takes_kernel)
-        given_added = functools.partial(sum_add_and_norm, **sums, may_take_kernel=takes_kernel)
+        added = functools.partial(add_and_norm, may_take_kernel=should_use_kernel)
+        given_added = functools.partial(sum_add_and_norm, **sums, may_take_kernel=should_use_kernel)
         given_added = given_added if self.takes_parts else added
         given = lambda part: part if self.takes_parts else self._scaled(summed(part, **sums))
         x, normed = given_added(x, delta, self.input_layernorm)

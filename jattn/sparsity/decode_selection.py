@@ -135,7 +135,7 @@ def select_blocks(
     _check_numbers(num_selected, max_blocks, block_size=block_size, num_recent=num_recent)
     reason = None if interpret else support.why_not_on(query, bounds, block_table)
     reason = reason or _why_not_select(bounds, num_q_heads=query.shape[1], max_blocks=max_blocks)
-    use_kernel = support.takes_kernel("select_blocks", implementation, reason)
+    use_kernel = support.should_use_kernel("select_blocks", implementation, reason)
     number = jnp.arange(max_blocks, dtype=jnp.int32)[None, :]
     num_blocks = (seq_lens + (block_size - 1)) // block_size
     is_recent = (number >= num_blocks[:, None] - num_recent)[:, None, :]
@@ -196,4 +196,4 @@ def _why_not_select(bounds: KeyBounds, *, num_q_heads: int, max_blocks: int) -> 
         return f"there is no kernel to choose among {max_blocks} blocks (at most {kernels.MAX_LEN})"
     _, kv_heads, head_dim = bounds.low.shape
     sizes = {"q_heads": num_q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return kernels.why_not_scores(dtype=bounds.low.dtype, **sizes)
+    return kernels.why_not_block_scores(dtype=bounds.low.dtype, **sizes)

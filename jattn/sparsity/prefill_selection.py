@@ -63,7 +63,7 @@ def select_prefill_blocks(
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     bucket, kv_blocks = metadata.bucket, _num_blocks(kv, metadata, block_size)
     reason = (None if interpret else support.why_not_on(query, kv)) or _why_not_least(kv_blocks)
-    use_kernel = support.takes_kernel("select_prefill_blocks", implementation, reason)
+    use_kernel = support.should_use_kernel("select_prefill_blocks", implementation, reason)
     first = metadata.num_computed_tokens // block_size
     as_mask = functools.partial(BlockMask, first_q_block=first, block_q=block_size, block_kv=block_size)
     if not (bucket.max_reqs and kv_blocks):
@@ -133,7 +133,7 @@ def _kept(
         return s != -jnp.inf
     s = jax.lax.stop_gradient(s)  # what is chosen has no gradient, and neither has the kernel
     if use_kernel:
-        least = kernels.least_of_mass(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
+        least = kernels.top_p_threshold(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
         return (s >= least.reshape(*s.shape[:2], 1)) | jnp.isnan(s)
     return largest(jax.nn.softmax(s, axis=-1), mass)
 
@@ -175,8 +175,8 @@ def _num_blocks(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: 
 
 def _why_not_least(blocks: int) -> str | None:
     """Why there is no kernel for a selection on a GPU that has some; None if there is."""
-    if blocks > kernels.MAX_SHARES:
-        return f"there is no kernel to choose among {blocks} blocks (at most {kernels.MAX_SHARES})"
+    if blocks > kernels.MAX_TOP_P_LEN:
+        return f"there is no kernel to choose among {blocks} blocks (at most {kernels.MAX_TOP_P_LEN})"
     return None
 
 

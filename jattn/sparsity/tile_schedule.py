@@ -11,7 +11,7 @@ from jattn.masks.checks import require_array, require_heads, require_ints
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape
-from pallas_kernels.list_tiles import by_sorting, codes_of
+from pallas_kernels.list_tiles import by_sorting, encode_tiles
 
 
 @pytree
@@ -130,7 +130,7 @@ def _tiles_of_queries(seq_lens: Array, query_lens: Array, per_req: int, tile_q: 
 def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -> TileSchedule:
     """The tiles that are seen, those that need a mask first."""
     some = coverage.some
-    listed = by_sorting(codes_of(some, coverage.every).reshape(-1, some.shape[-1]))
+    listed = by_sorting(encode_tiles(some, coverage.every).reshape(-1, some.shape[-1]))
     num_partial, num_full = (x.reshape(some.shape[:2]) for x in (listed.num_partial, listed.num_full))
     return TileSchedule(
         kv_tiles=listed.entries.reshape(some.shape),

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.add_norm.kernel import Norm, Refs, add_and_norm
 from pallas_kernels.checks import require_axes, require_shape, unsupported
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_add_norm
 
@@ -51,5 +51,5 @@ def add_norm(
     if x.shape[0] == 0:
         return x, x
     way_out = "Use jax.numpy, as jattn's layers do without a cache or with implementation='xla'"
-    refs = given_to_kernel(Refs(x, delta, weight), "add_norm", way_out)
+    refs = forbid_kernel_derivative(Refs(x, delta, weight), "add_norm", way_out)
     return add_and_norm(refs, Norm(eps=eps, is_offset=is_offset), interpret=interpret)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_scores.kernel import MAX_SMEM, ROWS, Shape, score_tiles
 from pallas_kernels.checks import require, require_axes, require_positive, require_shape, unsupported
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import DTYPES
 
@@ -15,7 +15,7 @@ MAX_Q_HEADS = 256
 HEAD_DIMS = (64, 128, 256)
 
 
-def why_not_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
+def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
     """Why block_scores has no kernel for some heads; None if it has.
 
     Args:
@@ -78,7 +78,7 @@ def block_scores(
     require(high.dtype == low.dtype, "high's dtype", f"be {low.dtype.name}, as low", high.dtype.name)
     require_positive(kv_heads=kv_heads, block_size=block_size)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
-    reason = why_not_scores(dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+    reason = why_not_block_scores(dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
     if reason is not None:
         raise unsupported("block_scores", reason, "Use jattn.sparsity.block_scores")
     max_blocks = block_table.shape[1]
@@ -87,6 +87,6 @@ def block_scores(
     sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
     shape = Shape(**sizes, max_blocks=max_blocks, block_size=block_size)
     bounds = query.astype(low.dtype), low, high
-    bounds = given_to_kernel(bounds, "block_scores", "Use jattn.sparsity.block_scores")
+    bounds = forbid_kernel_derivative(bounds, "block_scores", "Use jattn.sparsity.block_scores")
     scores = score_tiles(*bounds, block_table, seq_lens, shape=shape, interpret=interpret)
     return scores[:, :, :max_blocks]

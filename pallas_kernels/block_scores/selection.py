@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.checks import require, require_axes, require_positive, require_shape
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.ptx.top_k_blocks import MAX_LEN
 from pallas_kernels.ptx.top_k_blocks import best_blocks as kernel
 
@@ -58,6 +58,6 @@ def best_blocks(
         reqs, heads, _ = scores.shape
         least, none = jnp.full((reqs, heads), -jnp.inf, jnp.float32), jnp.zeros((reqs, heads), jnp.int32)
         return BestBlocks(least, jnp.zeros(scores.shape, jnp.int32), none)
-    scores = given_to_kernel(scores, "best_blocks", "Choose by jax.lax.top_k")
+    scores = forbid_kernel_derivative(scores, "best_blocks", "Choose by jax.lax.top_k")
     counts = {"num_selected": min(num_selected, scores.shape[2]), "num_recent": num_recent}
     return BestBlocks(*kernel.by_platform(scores, seq_lens, block_size=block_size, **counts))

@@ -8,24 +8,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.checks import require, require_axes
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret, Layout, Rows, Scalar
 
 WIDTH = 128  # threads of a warpgroup
-MAX_SHARES = 8192  # of a row: scores and probabilities stay in registers
-MAX_SHORT = 128  # rows so short share a warpgroup, four threads each, whose sums need no barrier
+MAX_TOP_P_LEN = 8192  # of a row: scores and probabilities stay in registers
+MAX_SHORT_ROW_LEN = 128  # rows so short share a warpgroup, four threads each, whose sums need no barrier
 TOGETHER = 64
 TOP_BIT = 29  # of a probability: at most 1.0
 f32 = jnp.float32
 
 
-def least_of_mass(
+def top_p_threshold(
     scores: Float[Array, "rows len"], mass: float, *, interpret: Interpret = None
 ) -> Float[Array, " rows"]:
     """The largest score such that it and all that score more have `mass` of the row's softmax.
 
     Args:
-        scores: At most MAX_SHARES a row, no NaN and no inf. A row of -inf has no such score: inf.
+        scores: At most MAX_TOP_P_LEN a row, no NaN and no inf. A row of -inf has no such score: inf.
         mass: Static: more than 0, less than 1.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -35,13 +35,13 @@ def least_of_mass(
     """
     require_axes(2, scores=scores)
     num_rows, length = scores.shape
-    require(length <= MAX_SHARES, "scores", f"have at most {MAX_SHARES} a row", scores.shape)
+    require(length <= MAX_TOP_P_LEN, "scores", f"have at most {MAX_TOP_P_LEN} a row", scores.shape)
     require(0 < mass < 1, "mass", "lie in (0, 1)", mass)
     if 0 in scores.shape:
         return jnp.full(num_rows, jnp.inf, f32)
-    scores = given_to_kernel(scores, "least_of_mass", "Sort the scores and add up their softmax")
+    scores = forbid_kernel_derivative(scores, "top_p_threshold", "Sort the scores and add up their softmax")
     width = -(-length // WIDTH) * WIDTH
-    together = TOGETHER if width <= MAX_SHORT else 1
+    together = TOGETHER if width <= MAX_SHORT_ROW_LEN else 1
     spare = -num_rows % together
     scores = jnp.pad(scores, ((0, spare), (0, width - length)), constant_values=-jnp.inf)
     layout: Layout = plgpu.Layout.WGMMA
@@ -75,7 +75,7 @@ def least_of_mass(
         out_type=jax.ShapeDtypeStruct((num_rows + spare,), f32),
         grid=((num_rows + spare) // together,),
         grid_names=("cta",),
-        kernel_name="least_of_mass",
+        kernel_name="top_p_threshold",
         interpret=interpret,
     )
     return kernel(scores)[:num_rows]

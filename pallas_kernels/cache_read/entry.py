@@ -13,9 +13,9 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import given_to_kernel
-from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
+from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.paged_kv import CacheTiling, cache_dims
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_read
 
@@ -65,18 +65,18 @@ def cache_read(
     """
     is_hnd = layout == "HND"
     _check(cache, block_table, first_keys, seq_lens, scale, dtype=dtype, layout=layout)
-    blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=is_hnd)
+    blocks, block_size, kv_heads, head_dim = cache_dims(cache, is_hnd=is_hnd)
     reqs, max_blocks = block_table.shape
     starts, rows = _rows_of(kv_start_loc, buffer_len, reqs=reqs, padded=padded_len(max_blocks, block_size))
     if 0 in (blocks, reqs, max_blocks, rows):
         return jnp.zeros((rows, kv_heads, head_dim), dtype)
-    cache, scale = given_to_kernel((cache, scale), "cache_read", "Read the cache by jax.numpy")
+    cache, scale = forbid_kernel_derivative((cache, scale), "cache_read", "Read the cache by jax.numpy")
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    cut = head_cut(head_dim, itemsize=cache.dtype.itemsize)
-    in_cache = CacheCut(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
+    cut = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
+    in_cache = CacheTiling(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
     per_token, per_channel = _scales(scale, in_cache, kv_heads)
     inputs = Inputs(
-        cache=in_cache.cut_cache(cache),
+        cache=in_cache.tile_cache(cache),
         per_token=per_token,
         per_channel=per_channel,
         tiles=_tiles(starts.astype(jnp.int32), firsts, lens, rows),
@@ -101,7 +101,7 @@ def _check(
     require_axes(4, cache=cache)
     require_axes(2, block_table=block_table)
     require_axes(1, first_keys=first_keys, seq_lens=seq_lens)
-    blocks, block_size, kv_heads, head_dim = sizes_of(cache, is_hnd=layout == "HND")
+    blocks, block_size, kv_heads, head_dim = cache_dims(cache, is_hnd=layout == "HND")
     require_positive(kv_heads=kv_heads)
     for name, lens in (("first_keys", first_keys), ("seq_lens", seq_lens)):
         require_shape(name, lens.shape, block_table.shape[:1], "reqs")
@@ -130,16 +130,18 @@ def _rows_of(
     return kv_start_loc, buffer_len
 
 
-def _scales(scale: Array | None, in_cache: CacheCut, kv_heads: int) -> tuple[Array | None, Array | None]:
+def _scales(scale: Array | None, in_cache: CacheTiling, kv_heads: int) -> tuple[Array | None, Array | None]:
     """Scales per token, or per channel; None where there are none."""
     if scale is None:
         return None, None
     if jnp.ndim(scale) == 3:
-        return in_cache.cut_scales(scale.astype(jnp.float32)), None
+        return in_cache.tile_scales(scale.astype(jnp.float32)), None
     cut = in_cache.head
     scale = jnp.asarray(scale, jnp.float32)
     wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-    return None, in_cache.cut_channels(jnp.broadcast_to(wide, (kv_heads, cut.chunks * cut.chunk)))
+    return None, in_cache.tile_channel_scales(
+        jnp.broadcast_to(wide, (kv_heads, cut.num_chunks * cut.chunk_dim))
+    )
 
 
 def _tiles(starts: Array, firsts: Array, lens: Array, rows: int) -> Array:

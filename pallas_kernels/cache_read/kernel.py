@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import widened
-from pallas_kernels.shared.memory import BULK, padded_slice, swizzled_smem
-from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+from pallas_kernels.shared.dequant import load_dequantized
+from pallas_kernels.shared.memory import BULK_COPY, padded_slice, swizzled_smem
+from pallas_kernels.shared.paged_kv import BlockTable, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
 
 TILE = 64  # keys of a thread block
@@ -48,7 +48,7 @@ class Shape:
 
     rows: int
     kv_heads: int
-    in_cache: CacheCut
+    in_cache: CacheTiling
     dtype: np.dtype
 
 
@@ -56,8 +56,8 @@ class Inputs(NamedTuple):
     """What the kernel reads.
 
     Attributes:
-        cache: `cut_cache`'s.
-        per_token: f32 scales, `cut_scales`', or None.
+        cache: `tile_cache`'s.
+        per_token: f32 scales, `tile_scales`', or None.
         per_channel: f32 scales [kv_heads, chunks, width], or None.
         tiles: int32 [rows / TILE, 2]: the request that each tile of rows is for, or -1, and the first of its
             keys there, a multiple of TILE.
@@ -100,16 +100,20 @@ def read_tiles(inputs: Inputs, *, shape: Shape, interpret: Interpret = None) -> 
         interpret: Interpret-mode parameters, or None for a GPU.
     """
     cut, has_token_scales = shape.in_cache.head, inputs.per_token is not None
-    tile_shape = (cut.chunks, TILE, cut.width)
+    tile_shape = (cut.num_chunks, TILE, cut.width)
     return plgpu.kernel(
         functools.partial(read_body, shape=shape),
-        out_type=jax.ShapeDtypeStruct((shape.rows, shape.kv_heads, cut.chunks, cut.chunk), shape.dtype),
+        out_type=jax.ShapeDtypeStruct(
+            (shape.rows, shape.kv_heads, cut.num_chunks, cut.chunk_dim), shape.dtype
+        ),
         scratch_types=[
             Smem(
                 stored=swizzled_smem(tile_shape, inputs.cache.dtype),
                 per_token=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
                 out=swizzled_smem(tile_shape, shape.dtype),
-                loaded=plgpu.Barrier(num_arrivals=shape.in_cache.copies * (cut.chunks + has_token_scales)),
+                loaded=plgpu.Barrier(
+                    num_arrivals=shape.in_cache.copies * (cut.num_chunks + has_token_scales)
+                ),
             )
         ],
         # One axis: only the last may be longer than 65,535, and heads of a tile are to follow each other.
@@ -127,21 +131,21 @@ def read_body(inputs: Inputs, out: Ref, smem: Smem, *, shape: Shape) -> None:
     is_narrow = inputs.cache.dtype.itemsize == 1
     item, heads = lax.axis_index("item"), jnp.int32(shape.kv_heads)
     tile, head = lax.div(item, heads), lax.rem(item, heads)
-    columns = padded_slice(cut.width, cut.chunk, tile * 0)
+    columns = padded_slice(cut.width, cut.chunk_dim, tile * 0)
     row, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
 
     def load() -> None:
         blocks_of = BlockTable(inputs.block_table, in_cache.block_size)
-        wanted = blocks_of.seen(row, inputs.first_keys[row], inputs.seq_lens[row])
-        nth = in_cache.copy_of(first_key)
-        for j, block in enumerate(wanted.ids(in_cache.column_of(first_key), in_cache.copies)):
-            to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.at(block, nth, head)
-            for chunk in range(cut.chunks):
-                stored = inputs.cache.at[(*at, *cut.at(chunk, tile * 0))]
+        wanted = blocks_of.visible(row, inputs.first_keys[row], inputs.seq_lens[row])
+        nth = in_cache.copy_index(first_key)
+        for j, block in enumerate(wanted.ids(in_cache.table_column(first_key), in_cache.copies)):
+            to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.gmem_index(block, nth, head)
+            for chunk in range(cut.num_chunks):
+                stored = inputs.cache.at[(*at, *cut.gmem_index(chunk, tile * 0))]
                 plgpu.copy_gmem_to_smem(stored, smem.stored.at[chunk, to], smem.loaded)
             if inputs.per_token is not None:
                 scales = inputs.per_token.at[block, head, nth]
-                plgpu.copy_gmem_to_smem(scales, smem.per_token.at[to], smem.loaded, oob_mode=BULK)
+                plgpu.copy_gmem_to_smem(scales, smem.per_token.at[to], smem.loaded, oob_mode=BULK_COPY)
 
     def scaled(x: Tile, chunk: int) -> Tile:
         if inputs.per_token is not None:
@@ -156,12 +160,12 @@ def read_body(inputs: Inputs, out: Ref, smem: Smem, *, shape: Shape) -> None:
     def read() -> None:
         load()
         plgpu.barrier_wait(smem.loaded)
-        for chunk in range(cut.chunks):
+        for chunk in range(cut.num_chunks):
             x = smem.stored.at[chunk]
-            x = widened(x, shape.dtype) if is_narrow else plgpu.load(x, layout=W)
+            x = load_dequantized(x, shape.dtype) if is_narrow else plgpu.load(x, layout=W)
             smem.out[chunk] = scaled(x, chunk).astype(shape.dtype)
         plgpu.commit_smem()
-        for chunk in range(cut.chunks):  # TMA drops what is past the end of a chunk
+        for chunk in range(cut.num_chunks):  # TMA drops what is past the end of a chunk
             to = out.at[pl.ds(pl.multiple_of(tile * TILE, TILE), TILE), head, chunk, columns]
             plgpu.copy_smem_to_gmem(smem.out.at[chunk], to)
         plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
 """Writes of new keys and values into a paged cache, in place."""
 
 from pallas_kernels.cache_write.entry import cache_write as cache_write
-from pallas_kernels.cache_write.sizes import KernelSizes as KernelSizes
+from pallas_kernels.cache_write.sizes import CacheWriteSizes as CacheWriteSizes

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.cache_write.kernel import Refs, Shape, Side, write_rows
-from pallas_kernels.cache_write.sizes import KernelSizes, default_sizes
+from pallas_kernels.cache_write.sizes import CacheWriteSizes, default_sizes
 from pallas_kernels.checks import (
     require_arrays,
     require_axes,
@@ -14,8 +14,8 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import given_to_kernel
-from pallas_kernels.shared.paged_kv import sizes_of
+from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_write
 
@@ -32,7 +32,7 @@ def cache_write(
     k_scale: Float32[Array, "..."] | None = None,
     v_scale: Float32[Array, "..."] | None = None,
     layout: str = "NHD",
-    sizes: KernelSizes | None = None,
+    sizes: CacheWriteSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."], Array | None, Array | None]:
     """Writes each token's key and value to its slot; the caches are changed in place where they are donated.
@@ -65,7 +65,7 @@ def cache_write(
     if 0 in (tokens, *k_cache.shape):
         return k_cache, v_cache, k_scale, v_scale
     given = key, value, k_cache, v_cache, k_scale, v_scale
-    key, value, k_cache, v_cache, k_scale, v_scale = given_to_kernel(given, "cache_write", WAY_OUT)
+    key, value, k_cache, v_cache, k_scale, v_scale = forbid_kernel_derivative(given, "cache_write", WAY_OUT)
     is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
     flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
     as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
@@ -104,7 +104,7 @@ def _check(
     require_arrays(k_scale=k_scale, v_scale=v_scale)
     tokens, kv_heads, head_dim = key.shape
     require_positive(kv_heads=kv_heads)
-    blocks, size, _, _ = sizes_of(k_cache, is_hnd=is_hnd)
+    blocks, size, _, _ = cache_dims(k_cache, is_hnd=is_hnd)
     wanted = (blocks, kv_heads, size, head_dim) if is_hnd else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, wanted, f"of key {key.shape}, {layout}")
     require_shape("v_cache", v_cache.shape, wanted, "as k_cache")

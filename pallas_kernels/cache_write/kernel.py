@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Replicated, Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import BULK, store_unoptimized
-from pallas_kernels.shared.paged_kv import place_of_slot
-from pallas_kernels.shared.types import Barriers, Interpret, Layout, Memory, Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.memory import BULK_COPY, store_unoptimized
+from pallas_kernels.shared.paged_kv import split_slot
+from pallas_kernels.shared.types import Barriers, Interpret, Layout, Ref, Rows, Scalar, ScratchType, Tile
 
 MIN_SCALE = 1e-6
 # Adding it leaves the nearest integer, halves to even, in the low bits of a float32 below 2^22.
@@ -46,7 +46,7 @@ class Side:
     dtype: np.dtype | None = None
     has_token_scales: bool = False
 
-    def smem(self, rows: int, array: jax.Array) -> Memory:
+    def smem(self, rows: int, array: jax.Array) -> ScratchType:
         """Where rows pass through on their way, if they need no registers."""
         return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.dtype is None else None
 
@@ -100,7 +100,7 @@ class Smem(NamedTuple):
         loaded: Arrived at by every copy; None where there is none.
     """
 
-    new: Both[Memory]
+    new: Both[ScratchType]
     loaded: Barriers
 
 
@@ -153,7 +153,7 @@ def write_body(refs: Refs, unused: Ref, smem: Smem, *, shape: Shape) -> None:
     for side, rows_g, rows_s, scale in zip(sides, refs.new, smem.new, refs.scales, strict=True):
         if side.dtype is None:
             for j, token in enumerate(index):
-                plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], smem.loaded, oob_mode=BULK)
+                plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], smem.loaded, oob_mode=BULK_COPY)
             new.append([])
         else:
             load = functools.partial(plgpu.load, layout=row_layout(*rows_g.shape[1:]), optimized=False)
@@ -172,7 +172,7 @@ def write_body(refs: Refs, unused: Ref, smem: Smem, *, shape: Shape) -> None:
 
         @pl.when((slot >= 0) & (first + j < tokens))
         def _store(j: int = j, slot: Scalar = slot) -> None:
-            block, offset = place_of_slot(slot, shape.block_size)
+            block, offset = split_slot(slot, shape.block_size)
             for side, rows_s, cache, results, scale in writes:
                 target = cache.at[(block, slice(None), offset) if shape.is_hnd else slot]
                 if side.dtype is None:

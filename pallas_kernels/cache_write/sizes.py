@@ -9,7 +9,7 @@ SHARED_MEMORY = 96 * 1024  # bytes a thread block may take, so that two fit an S
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelSizes:
+class CacheWriteSizes:
     """Static sizes of one write kernel.
 
     Attributes:
@@ -22,7 +22,7 @@ class KernelSizes:
         require_positive(rows=self.rows)
 
 
-def default_sizes(tokens: int, row_bytes: int, heads: int | None = None) -> KernelSizes:
+def default_sizes(tokens: int, row_bytes: int, heads: int | None = None) -> CacheWriteSizes:
     """One token a thread block while that fills the SMs, then up to 8.
 
     Args:
@@ -33,4 +33,4 @@ def default_sizes(tokens: int, row_bytes: int, heads: int | None = None) -> Kern
     most = max(min(SHARED_MEMORY // (2 * row_bytes), 8), 1)
     if heads is not None:
         most = max(min(most, 64 // heads), 1)
-    return KernelSizes(rows=min(-(-tokens // NUM_SMS), most))
+    return CacheWriteSizes(rows=min(-(-tokens // NUM_SMS), most))

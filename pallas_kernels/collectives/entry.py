@@ -21,7 +21,7 @@ from pallas_kernels.collectives.ptx.all_gather import peer_gather
 from pallas_kernels.collectives.ptx.all_reduce import Norm, peer_sum
 from pallas_kernels.collectives.ptx.exchange import Exchange
 from pallas_kernels.collectives.support import why_not_all_gather, why_not_all_reduce
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 
 # Two H100, a process each (mesh-two-shots), bf16 rows of 4,096: 256 take 9.7 us in one shot and 10.4 in two,
 # 1,024 take 34.3 and 32.1, with the norm 38.1 and 31.5, 2,048 75.6 and 64.6, 86.6 and 67.6. They send as many
@@ -83,7 +83,7 @@ def all_reduce(
     of = _exchange("all_reduce", x, peers, axis_name, shots=shots)
     if of.rows == 0:
         return x
-    x = given_to_kernel(x, "all_reduce", "Use jax.lax.psum")
+    x = forbid_kernel_derivative(x, "all_reduce", "Use jax.lax.psum")
     (out,) = peer_sum.by_platform(peers.table.reshape(-1), x, of=of, norm=None, axis_name=axis_name)
     return out
 
@@ -127,7 +127,7 @@ def all_reduce_rms_norm(
     of = _exchange("all_reduce_rms_norm", x, peers, axis_name, shots=shots)
     if of.rows == 0:
         return x, x
-    given = given_to_kernel((x, residual, weight), "all_reduce_rms_norm", "Use jax.lax.psum")
+    given = forbid_kernel_derivative((x, residual, weight), "all_reduce_rms_norm", "Use jax.lax.psum")
     norm = Norm(float(eps), is_offset, rounds_once)
     arrays = peers.table.reshape(-1), *given
     stream, normed = peer_sum.by_platform(*arrays, of=of, norm=norm, axis_name=axis_name)
@@ -155,7 +155,7 @@ def all_gather(
     of = _exchange("all_gather", x, peers, axis_name, shots=1, **asked)
     if of.rows == 0:
         return jnp.zeros((of.devices, *x.shape), x.dtype)
-    x = given_to_kernel(x, "all_gather", "Use jax.lax.all_gather")
+    x = forbid_kernel_derivative(x, "all_gather", "Use jax.lax.all_gather")
     return peer_gather.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.checks import require, require_axes, require_shape, unsupported
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, Shape, multiply_tiles
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_grouped_matmul
@@ -50,6 +50,6 @@ def grouped_matmul(
     if 0 in (rows, len(weights)):
         return jnp.zeros((rows, outputs), x.dtype)
     way_out = "Ask jattn.models.experts.Experts for implementation='xla'"
-    x, weights = given_to_kernel((x, weights), "grouped_matmul", way_out)
+    x, weights = forbid_kernel_derivative((x, weights), "grouped_matmul", way_out)
     shape = Shape(inputs=inputs, outputs=outputs, outputs_first=outputs_first)
     return multiply_tiles(x, weights, group_of_tile, shape=shape, interpret=interpret)

@@ -3,4 +3,4 @@
 from pallas_kernels.paged_decode.call import LIST_BLOCK_SIZES
 from pallas_kernels.paged_decode.entry import paged_decode
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule, schedule_for
-from pallas_kernels.paged_decode.sizes import KernelSizes, default_sizes
+from pallas_kernels.paged_decode.sizes import DecodeSizes, default_sizes

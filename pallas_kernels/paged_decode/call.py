@@ -9,7 +9,7 @@ from pallas_kernels.checks import (
     require,
     require_arrays,
     require_axes,
-    require_made_for,
+    require_built_for,
     require_one_of,
     require_positive,
     require_shape,
@@ -18,10 +18,10 @@ from pallas_kernels.checks import (
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.paged_decode.refs import CacheRefs, Inputs, ListRefs
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule, made_for_call, schedule_for
-from pallas_kernels.paged_decode.sizes import KernelSizes
+from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec, Shape
-from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.shared.paged_kv import sizes_of
+from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_decode
@@ -30,7 +30,7 @@ LIST_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class DecodeCall:
     """Arguments of paged_decode.
 
     Attributes:
@@ -51,8 +51,8 @@ class Call:
         block_list: The sparse blocks to visit, all queries of a request the same; the score's mask holds
             inside them. None = all keys.
         list_block_size: Keys of a sparse block.
-        lists_tell_heads: Bit QUERY_BLOCK_SHIFT + g of an id says whether query head g of the group sees the
-            block; else all do.
+        lists_have_head_bits: Whether bit QUERY_BLOCK_SHIFT + g of an id says that query head g of the group
+            visits the block; otherwise all heads do.
     """
 
     query: jax.Array
@@ -68,7 +68,7 @@ class Call:
     alibi_slopes: jax.Array | None
     block_list: BlockList | None
     list_block_size: int | None
-    lists_tell_heads: bool
+    lists_have_head_bits: bool
 
     def check(self) -> None:
         """Raises what paged_decode raises."""
@@ -117,10 +117,10 @@ class Call:
         require_shape("block_table", self.block_table.shape, (reqs, max_blocks), "reqs, max_blocks")
 
     def _check_lists(self) -> None:
-        size, lists, tell_heads = self.list_block_size, self.block_list, self.lists_tell_heads
+        size, lists, tell_heads = self.list_block_size, self.block_list, self.lists_have_head_bits
         if lists is None:
             require(size is None, "list_block_size", "be None without block_list", size)
-            require(not tell_heads, "lists_tell_heads", "be False without block_list", tell_heads)
+            require(not tell_heads, "lists_have_head_bits", "be False without block_list", tell_heads)
             return
         require_axes(3, **{"block_list.ids": lists.ids})
         expected = self.seq_lens.shape[0], self.cache_sizes[2]
@@ -130,16 +130,16 @@ class Call:
         rule = f"have at most {MAX_QUERY_BLOCKS} of a kv head where lists tell them apart"
         require(not tell_heads or self.group <= MAX_QUERY_BLOCKS, "q_heads", rule, self.group)
 
-    def check_schedule(self, schedule: Schedule, score: Score, sizes: KernelSizes) -> None:
+    def check_schedule(self, schedule: Schedule, score: Score, sizes: DecodeSizes) -> None:
         """Refuses a schedule made for other requests, masks, lists or units."""
         scheduled = self.seq_lens.shape[0] * (1 if self.block_list is None else self.cache_sizes[2])
         ends = schedule.unit_ends.shape
         require_shape("schedule.unit_ends", ends, (scheduled,), "requests, or their kv heads")
         how = self.decode_query_len, self.list_block_size, self.cache_sizes[2]
         wanted = made_for_call(score, sizes, *how)
-        require_made_for("schedule", schedule.made_for, wanted)
+        require_built_for("schedule", schedule.built_for, wanted)
 
-    def make_schedule(self, score: Score, sizes: KernelSizes) -> Schedule:
+    def make_schedule(self, score: Score, sizes: DecodeSizes) -> Schedule:
         """Its own."""
         return schedule_for(
             self.seq_lens,
@@ -156,7 +156,7 @@ class Call:
     @property
     def cache_sizes(self) -> tuple[int, int, int, int]:
         """Blocks, block_size, kv_heads and head_dim."""
-        return sizes_of(self.k_cache, is_hnd=self.layout == "HND")
+        return cache_dims(self.k_cache, is_hnd=self.layout == "HND")
 
     @property
     def group(self) -> int:
@@ -168,7 +168,7 @@ class Call:
         """Query rows of a kv head."""
         return self.group * self.decode_query_len
 
-    def shape(self, sizes: KernelSizes) -> Shape:
+    def shape(self, sizes: DecodeSizes) -> Shape:
         """Static sizes."""
         _, block_size, kv_heads, head_dim = self.cache_sizes
         itemsize = min(cache.dtype.itemsize for cache in (self.k_cache, self.v_cache))
@@ -182,10 +182,10 @@ class Call:
             query_len=self.decode_query_len,
             block_size=block_size,
             is_hnd=self.layout == "HND",
-            cut=head_cut(head_dim, itemsize=itemsize),
+            cut=head_chunks(head_dim, itemsize=itemsize),
             tile_q=tile_q,
             list_block_size=self.list_block_size,
-            lists_tell_heads=self.lists_tell_heads,
+            lists_have_head_bits=self.lists_have_head_bits,
         )
 
     def inputs(self, spec: DecodeSpec, unit_ends: jax.Array) -> Inputs:
@@ -197,8 +197,8 @@ class Call:
             query = query.reshape(rows, shape.row_tiles, *query.shape[2:])
             lists = ListRefs(self.block_list.ids.reshape(rows, -1), self.block_list.counts.reshape(-1))
         cache = CacheRefs(
-            k=spec.cache_cut.cut_cache(self.k_cache),
-            v=spec.cache_cut.cut_cache(self.v_cache),
+            k=spec.cache_tiling.tile_cache(self.k_cache),
+            v=spec.cache_tiling.tile_cache(self.v_cache),
             block_table=self.block_table,
             seq_lens=self.seq_lens,
             k_scale=cut_scale(self.k_scale, spec),
@@ -219,10 +219,10 @@ def cut_scale(scale: jax.Array | None, spec: DecodeSpec) -> jax.Array | None:
     if scale is None or scale.ndim == 1:
         return scale
     if scale.ndim == 3:
-        return spec.cache_cut.cut_scales(scale)
+        return spec.cache_tiling.tile_scales(scale)
     if scale.ndim == 0:
         return scale.reshape(1)
-    return spec.cache_cut.cut_channels(scale)
+    return spec.cache_tiling.tile_channel_scales(scale)
 
 
 def to_rows(x: jax.Array, shape: Shape) -> jax.Array:

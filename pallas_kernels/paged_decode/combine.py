@@ -11,12 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.refs import Outputs, Partials
-from pallas_kernels.paged_decode.sizes import KernelSizes
+from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.layouts import BY_THREAD, THREADS
 from pallas_kernels.ptx.span_search import span_start, span_units
 from pallas_kernels.ptx.split_outputs import Share, groups_of, of_queries, partials, store
-from pallas_kernels.shared.softmax import normalized
+from pallas_kernels.shared.softmax import finalize_softmax
 from pallas_kernels.shared.types import Ref, Rows, Scalar
 from pallas_kernels.support import NUM_SMS
 
@@ -120,7 +120,7 @@ class Merger:
                 if refs.sinks is None
                 else of_queries(refs.sinks.at[heads], share=share, is_interpreted=is_interpreted)
             )
-            factor, lse = normalized(top, total, sink)
+            factor, lse = finalize_softmax(top, total, sink)
             to = refs.out.at[candidate.row, head_tile], refs.lse.at[candidate.row, head_tile]
             accs = [acc * factor for acc in accs]
             store(*to, accs, lse, strip, share=share, is_interpreted=is_interpreted)
@@ -170,7 +170,7 @@ class Merger:
 
 
 def partials_of(
-    row: Scalar, start: Scalar, end: Scalar, per_span: Scalar, sizes: KernelSizes
+    row: Scalar, start: Scalar, end: Scalar, per_span: Scalar, sizes: DecodeSizes
 ) -> tuple[Scalar, Scalar, Scalar | int]:
     """First partial result of a request, how many it has, and its first span (0 where splits are fixed)."""
     if sizes.split_kv is not None:

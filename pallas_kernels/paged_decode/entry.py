@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels.derivatives import given_to_kernel
-from pallas_kernels.paged_decode.call import Call, from_rows
+from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.paged_decode.call import DecodeCall, from_rows
 from pallas_kernels.paged_decode.combine import merge_partials
 from pallas_kernels.paged_decode.kernel import decode_partials
 from pallas_kernels.paged_decode.schedule import BlockList, Schedule
-from pallas_kernels.paged_decode.sizes import KernelSizes, default_sizes
+from pallas_kernels.paged_decode.sizes import DecodeSizes, default_sizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
@@ -30,16 +30,16 @@ def paged_decode(
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
-    lists_tell_heads: bool = False,
+    lists_have_head_bits: bool = False,
     schedule: Schedule | None = None,
-    sizes: KernelSizes | None = None,
+    sizes: DecodeSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Attends the last `decode_query_len` tokens of each request to its keys, those tokens' own included.
 
     Args:
         query: `decode_query_len` tokens of each request, one request after the other.
-        k_cache: Paged keys; Call tells how they lie, and what scales and lists are.
+        k_cache: Paged keys; DecodeCall tells how they lie, and what scales and lists are.
         v_cache: As k_cache; may be of another dtype.
         block_table: Blocks of each request.
         seq_lens: Keys of each request, at most those that the table has room for. 0 marks a padding row.
@@ -50,9 +50,9 @@ def paged_decode(
         v_scale: The same for values.
         sinks: One more score of each head, without a value.
         alibi_slopes: Slope of each head.
-        block_list: The sparse blocks to visit; None = all keys. For it and the next two see Call.
+        block_list: The sparse blocks to visit; None = all keys. For it and the next two see DecodeCall.
         list_block_size: Static.
-        lists_tell_heads: Static.
+        lists_have_head_bits: Static.
         schedule: schedule_for's for the same seq_lens, mask, sizes and list; made here when None.
         sizes: Static. Chosen from the shapes when None.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
@@ -65,17 +65,22 @@ def paged_decode(
         ValueError: Shapes disagree.
         NotImplementedError: There is no kernel for this request, or it is differentiated.
     """
-    call = Call(
+    call = DecodeCall(
         query=query, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens,
         layout=layout, decode_query_len=decode_query_len, k_scale=k_scale, v_scale=v_scale, sinks=sinks,
         alibi_slopes=alibi_slopes, block_list=block_list, list_block_size=list_block_size,
-        lists_tell_heads=lists_tell_heads,
+        lists_have_head_bits=lists_have_head_bits,
     )  # fmt: skip
     return attend_call(call, score=score, schedule=schedule, sizes=sizes, interpret=interpret)
 
 
 def attend_call(
-    call: Call, *, score: Score, schedule: Schedule | None, sizes: KernelSizes | None, interpret: Interpret
+    call: DecodeCall,
+    *,
+    score: Score,
+    schedule: Schedule | None,
+    sizes: DecodeSizes | None,
+    interpret: Interpret,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Checks a call, chooses what it leaves open, and runs both kernels; see paged_decode."""
     query, k_cache, v_cache = call.query, call.k_cache, call.v_cache
@@ -93,7 +98,7 @@ def attend_call(
         interpret=interpret,
     )  # fmt: skip
     way_out = "Use jattn.attend over a PackedKV"
-    inputs = given_to_kernel(call.inputs(spec, schedule.unit_ends), "paged_decode", way_out)
+    inputs = forbid_kernel_derivative(call.inputs(spec, schedule.unit_ends), "paged_decode", way_out)
     partials = decode_partials(inputs, spec)
     out, lse = merge_partials(partials, inputs.sinks, schedule.unit_ends, spec)
     out = out.reshape(*out.shape[:3], query.shape[2])

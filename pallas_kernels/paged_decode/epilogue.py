@@ -12,7 +12,7 @@ from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
 from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.softmax import normalized
+from pallas_kernels.shared.softmax import finalize_softmax
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
 W = plgpu.Layout.WGMMA
@@ -53,7 +53,7 @@ class Store:
         if self.sinks is not None:
             sink = plgpu.load(self.sinks.at[segment.heads], layout=W.reduce(0), optimized=False)
             sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
-        factor, lse = normalized(top, total, sink)
+        factor, lse = finalize_softmax(top, total, sink)
         store_unoptimized(self.outputs.lse.at[segment.row, self.head_tile], lse)
         for chunk, acc in enumerate(accs):
             which = (chunk,) if self.spec.shape.cut.is_padded else ()

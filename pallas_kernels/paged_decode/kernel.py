@@ -9,7 +9,7 @@ the same requests (n) and tiles of keys (i, over all requests; s = i % stages) a
     for each request n of the span:                       for each request n of the span:
       block ids of its first tile
       wait q_free[n % 2]                                    wait q_full[n % 2]
-      TMA: queries --------------------> Q [2] -----------> (MmaProducts: into registers)
+      TMA: queries --------------------> Q [2] -----------> (WarpMma: into registers)
       for each tile i:                                      for each tile i:
         wait k_free[s]                                        wait k_full[s]
         TMA: keys, scales a token -----> K [stages] --------> S^T = K Q^T
@@ -24,9 +24,9 @@ the same requests (n) and tiles of keys (i, over all requests; s = i % stages) a
     paged_decode_merge, the next kernel (merge.py): adds up the partials of each request that was cut
 
 A barrier `full` completes when all TMA copies into it have landed, one `free` by the consumer's arrival.
-WgmmaProducts: the warpgroup multiplies together and P^T passes through shared memory; 8-bit values are
+WarpgroupMma: the warpgroup multiplies together and P^T passes through shared memory; 8-bit values are
 widened there before the mask, where v_full is awaited then, and v_free arrived at before the softmax.
-MmaProducts: each warp has 16 of a tile's 64 keys and a softmax of its own, P^T stays in registers, and the
+WarpMma: each warp has 16 of a tile's 64 keys and a softmax of its own, P^T stays in registers, and the
 four results meet in shared memory behind a request's last tile. Values with a scale a token: v_full is
 awaited before the softmax, which the scales join.
 """
@@ -42,8 +42,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode import softmax
 from pallas_kernels.paged_decode.epilogue import Store
 from pallas_kernels.paged_decode.loader import Loader
-from pallas_kernels.paged_decode.masking import Mask, has_unseen, only_seen
-from pallas_kernels.paged_decode.mma import MmaProducts, Products, WgmmaProducts
+from pallas_kernels.paged_decode.masking import Mask, has_unseen, where_visible
+from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.refs import (
     Inputs,
     Outputs,
@@ -74,7 +74,9 @@ def decode_partials(inputs: Inputs, spec: DecodeSpec) -> Outputs:
         num_threads=2,
         thread_name="warpgroup",
         # Warps share nothing but Smem.merge, whose barriers stand in ptx/warp_results.py.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=spec.sizes.by_warp),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=spec.sizes.per_warp_mma
+        ),
         kernel_name="paged_decode",
         interpret=spec.interpret,
     )
@@ -149,8 +151,8 @@ class Attention:
 
     def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, span: Span):
         self.inputs, self.smem, self.pipeline, self.span, self.spec = inputs, smem, pipeline, span, span.spec
-        make_products = MmaProducts if self.spec.sizes.by_warp else WgmmaProducts
-        self.products: Products = make_products(smem, pipeline, self.spec)
+        make_products = WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma
+        self.products: TileMma = make_products(smem, pipeline, self.spec)
         self.mask = Mask(self.spec, span.head_tile)
         self.store = Store(outputs, inputs.sinks, span.head_tile, self.spec)
 
@@ -224,7 +226,7 @@ class Attention:
             if not self.products.widens_values:
                 plgpu.barrier_wait(self.pipeline.v_full.at[stage])
             scale = softmax.of_keys(v_scale_s, stage, self.spec.tile)
-            seen = functools.partial(only_seen, scale, segment, keys, 1.0)
+            seen = functools.partial(where_visible, scale, segment, keys, 1.0)
             weight = lax.cond(has_unseen(segment, keys), seen, lambda: scale)
         if self.products.widens_values:
             plgpu.barrier_arrive(self.pipeline.v_free.at[stage])

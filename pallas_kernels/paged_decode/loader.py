@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_scales
 from pallas_kernels.paged_decode.span import Segment, Span
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
-from pallas_kernels.shared.memory import BULK, padded_slice
+from pallas_kernels.shared.memory import BULK_COPY, padded_slice
 from pallas_kernels.shared.paged_kv import BlockTable
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 
@@ -46,7 +46,7 @@ class Loader:
     def __init__(self, inputs: Inputs, smem: Smem, pipeline: Pipeline, span: Span):
         cache, of_tokens = inputs.cache, lambda scale: scale if has_token_scales(scale) else None
         self.inputs, self.q_s, self.pipeline, self.span, self.spec = inputs, smem.q, pipeline, span, span.spec
-        self.cut = self.spec.cache_cut
+        self.cut = self.spec.cache_tiling
         self.blocks = BlockTable(cache.block_table, self.spec.shape.block_size)
         self.streams = (
             Stream(cache.k, of_tokens(cache.k_scale), smem.k, smem.k_scale, pipeline.k_full, pipeline.k_free),
@@ -72,9 +72,9 @@ class Loader:
         shape, pipeline, buffer = self.spec.shape, self.pipeline, lax.rem(nth, jnp.int32(2))
         rows = padded_slice(shape.tile_q, shape.rows, nth * 0)
         pl.when(nth >= 2)(functools.partial(plgpu.barrier_wait, pipeline.q_free.at[buffer]))
-        for chunk in range(shape.cut.chunks):
+        for chunk in range(shape.cut.num_chunks):
             # Rows past the last load as zeros, and so do columns past the end of a chunk.
-            at = segment.row, self.span.head_tile, rows, *shape.cut.at(chunk, nth * 0)
+            at = segment.row, self.span.head_tile, rows, *shape.cut.gmem_index(chunk, nth * 0)
             plgpu.copy_gmem_to_smem(
                 self.inputs.query.at[at], self.q_s.at[buffer, chunk], pipeline.q_full.at[buffer]
             )
@@ -104,10 +104,12 @@ class Loader:
         """The copies that bring a tile, maybe one past the last; `entries`: its list's, if there is one."""
         entries = entries or entries_of(segment, tile_index, self.inputs.lists.ids, self.spec)
         keys = keys_of(segment, tile_index, entries, self.spec)
-        seen = self.blocks.seen(segment.request, segment.low, segment.high)  # the mask hides what stands in
+        seen = self.blocks.visible(
+            segment.request, segment.low, segment.high
+        )  # the mask hides what stands in
         found = []
         for first in keys.firsts:
-            column, copy = self.cut.column_of(first), self.cut.copy_of(first)
+            column, copy = self.cut.table_column(first), self.cut.copy_index(first)
             found += [(block, copy) for block in seen.ids(column, self.cut.copies)]
         return found
 
@@ -119,16 +121,16 @@ class Loader:
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             full = stream.full.at[stage]
             for j, (block, copy) in enumerate(copies):
-                to, at = pl.ds(j * rows, rows), self.cut.at(block, copy, segment.kv_head)
-                for chunk in range(head.chunks):
-                    source = stream.cache_g.at[(*at, *head.at(chunk, copy * 0))]
+                to, at = pl.ds(j * rows, rows), self.cut.gmem_index(block, copy, segment.kv_head)
+                for chunk in range(head.num_chunks):
+                    source = stream.cache_g.at[(*at, *head.gmem_index(chunk, copy * 0))]
                     plgpu.copy_gmem_to_smem(source, stream.tile_s.at[stage, chunk, to], full)
                 if stream.scale_g is not None:
                     plgpu.copy_gmem_to_smem(
                         stream.scale_g.at[block, segment.kv_head, copy],
                         stream.scale_s.at[stage, to],
                         full,
-                        oob_mode=BULK,
+                        oob_mode=BULK_COPY,
                     )
 
 

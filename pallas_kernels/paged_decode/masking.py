@@ -27,7 +27,7 @@ class Mask:
         if slopes is not None:
             s = self.with_alibi(s, slopes, position, keys)
         s = self.only_in_range(s, segment, position, keys)
-        return self.only_listed(s, keys) if self.shape.lists_tell_heads else s
+        return self.only_listed(s, keys) if self.shape.lists_have_head_bits else s
 
     def query_positions(self, segment: Segment) -> Scalar | Tile:
         """Positions of the queries: a scalar where all rows are one token."""
@@ -71,6 +71,6 @@ def has_unseen(segment: Segment, keys: TileKeys) -> Scalar:
     return keys.reach_out(segment.low, segment.high)
 
 
-def only_seen(x: Tile, segment: Segment, keys: TileKeys, otherwise: float) -> Tile:
+def where_visible(x: Tile, segment: Segment, keys: TileKeys, otherwise: float) -> Tile:
     """Rows of x, one a key; `otherwise` for keys that no query sees."""
-    return paged_kv.only_seen(x, keys.over(x.shape), segment.low, segment.high, otherwise)
+    return paged_kv.where_visible(x, keys.over(x.shape), segment.low, segment.high, otherwise)

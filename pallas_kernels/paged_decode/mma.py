@@ -1,8 +1,8 @@
 """What multiplies a tile: the protocol that the whole warpgroup and its warps alone both meet.
 
-WgmmaProducts: wgmma over 64 or 128 keys and up to 64 query rows; warps wait for each other between the two
-products. MmaProducts: mma.sync, each warp 16 keys of 64, few rows; they wait for nobody until a segment ends.
-KernelSizes.by_warp says which is compiled.
+WarpgroupMma: wgmma over 64 or 128 keys and up to 64 query rows; warps wait for each other between the two
+products. WarpMma: mma.sync, each warp 16 keys of 64, few rows; they wait for nobody until a segment ends.
+DecodeSizes.per_warp_mma says which is compiled.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.masking import has_unseen, only_seen
+from pallas_kernels.paged_decode.masking import has_unseen, where_visible
 from pallas_kernels.paged_decode.refs import Pipeline, Smem
 from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
@@ -22,9 +22,9 @@ from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.ptx.warp_mma import key_products, value_products, warp_largest
 from pallas_kernels.ptx.warp_outputs import store_results
 from pallas_kernels.ptx.warp_query import WARPS, WarpTile, query_fragments
-from pallas_kernels.shared.dequant import widened
+from pallas_kernels.shared.dequant import load_dequantized
 from pallas_kernels.shared.memory import swizzle_of
-from pallas_kernels.shared.paged_kv import clear_unseen
+from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
@@ -34,7 +34,7 @@ HEADROOM = 14
 
 
 @runtime_checkable
-class Products(Protocol):
+class TileMma(Protocol):
     """K Q^T and V^T P of one tile, and the reductions between them; state is in the caller's hands.
 
     Asked in this order: `start` and `query` once a segment; then of every tile `scores`, `widen_values`,
@@ -109,8 +109,8 @@ class Products(Protocol):
         ...
 
 
-class WgmmaProducts(Products):
-    """See Products. A largest score and a shrinking factor for each query, whole in every warp."""
+class WarpgroupMma(TileMma):
+    """See TileMma. A largest score and a shrinking factor for each query, whole in every warp."""
 
     def __init__(self, smem: Smem, pipeline: Pipeline, spec: DecodeSpec):
         self.smem, self.pipeline, self.cut, self.dtype = smem, pipeline, spec.shape.cut, spec.dtype
@@ -129,7 +129,11 @@ class WgmmaProducts(Products):
         zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
         rows = self.tile[1]
         lowest = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, f32), W.reduce(0))
-        return tuple(zeros(self.cut.width, rows) for _ in range(self.cut.chunks)), lowest, zeros(*self.tile)
+        return (
+            tuple(zeros(self.cut.width, rows) for _ in range(self.cut.num_chunks)),
+            lowest,
+            zeros(*self.tile),
+        )
 
     def query(self, q_s: Ref) -> tuple[Ref, float]:
         """They stay where they are."""
@@ -139,7 +143,7 @@ class WgmmaProducts(Products):
         """K Q^T of a stage."""
 
         def product(acc: Ref) -> Tile:
-            for chunk in range(self.cut.chunks):
+            for chunk in range(self.cut.num_chunks):
                 for columns, operand in self.key_operands(stage, chunk):
                     plgpu.wgmma(acc, operand, query.at[chunk, :, columns].T)
             # Waits: values widened beside this product would need more registers than two thread blocks have.
@@ -154,7 +158,7 @@ class WgmmaProducts(Products):
             yield slice(None), tile_s
             return
         for columns in pieces(self.cut.width):
-            operand = widened(tile_s.at[:, columns], self.dtype)
+            operand = load_dequantized(tile_s.at[:, columns], self.dtype)
             if self.is_interpreted:  # it takes no operand from registers
                 self.smem.wide[chunk, :, columns] = operand
                 operand = self.smem.wide.at[chunk, :, columns]
@@ -169,10 +173,10 @@ class WgmmaProducts(Products):
         if not self.widens_values:
             return
         plgpu.barrier_wait(self.pipeline.v_full.at[stage])
-        for chunk in range(self.cut.chunks):
+        for chunk in range(self.cut.num_chunks):
             for columns in pieces(self.cut.width):
-                v = widened(self.smem.v.at[stage, chunk, :, columns], self.dtype)
-                seen = functools.partial(only_seen, v, segment, keys, 0.0)
+                v = load_dequantized(self.smem.v.at[stage, chunk, :, columns], self.dtype)
+                seen = functools.partial(where_visible, v, segment, keys, 0.0)
                 v = lax.cond(has_unseen(segment, keys), seen, lambda v=v: v)
                 self.smem.wide[chunk, :, columns] = v
 
@@ -182,7 +186,7 @@ class WgmmaProducts(Products):
         @pl.when(has_unseen(segment, keys))
         def _() -> None:
             rows = pl.ds(0, self.tile[0])
-            clear_unseen(self.smem.v.at[stage], rows, keys.over, segment.low, segment.high)
+            clear_masked_out(self.smem.v.at[stage], rows, keys.over, segment.low, segment.high)
             plgpu.commit_smem()
 
     def add_values(
@@ -235,8 +239,8 @@ def pieces(width: int) -> list[Slice]:
     return [pl.ds(start, span) for start in range(0, width, span)]
 
 
-class MmaProducts(Products):
-    """See Products. A warp's largest scores, sums and accumulators are of its own 16 keys.
+class WarpMma(TileMma):
+    """See TileMma. A warp's largest scores, sums and accumulators are of its own 16 keys.
 
     Arrays of a tile are [64, rows]: row 16 w + i belongs to warp w. The accumulators are a tuple of them, one
     for every 16 columns of a head.
@@ -320,7 +324,7 @@ class MmaProducts(Products):
         weights = [jnp.exp2(top - finite) for top in tops]
         total = functools.reduce(jnp.add, [weights[w] * of_query(w, dim + 1) for w in range(WARPS)])
         outs = []
-        for chunk in range(self.cut.chunks):
+        for chunk in range(self.cut.num_chunks):
             rows = slice(chunk * self.cut.width, (chunk + 1) * self.cut.width)
             of_warps = [plgpu.load(merge_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
             column = functools.partial(

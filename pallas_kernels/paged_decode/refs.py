@@ -151,7 +151,7 @@ def output_types(inputs: Inputs, spec: DecodeSpec) -> Outputs:
         max_kv = ids.shape[1] * (shape.list_block_size or 0)
     partials = num_partials(reqs, max_kv, sizes=spec.sizes, num_spans=spec.num_spans)
     per_query = jax.ShapeDtypeStruct((partials, shape.head_tiles, n), f32)
-    outs = jax.ShapeDtypeStruct((partials, shape.head_tiles, cut.chunks, cut.width, n), f32)
+    outs = jax.ShapeDtypeStruct((partials, shape.head_tiles, cut.num_chunks, cut.width, n), f32)
     return Outputs(
         out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype),
         lse=jax.ShapeDtypeStruct((reqs, shape.head_tiles, n), f32),
@@ -162,27 +162,27 @@ def output_types(inputs: Inputs, spec: DecodeSpec) -> Outputs:
 def smem_types(cache: CacheRefs, spec: DecodeSpec) -> Smem:
     """Of the shared memory that a cache of these dtypes and scales needs."""
     sizes, cut, n = spec.sizes, spec.shape.cut, spec.shape.tile_q
-    stage = cut.chunks, sizes.tile_kv, cut.width
+    stage = cut.num_chunks, sizes.tile_kv, cut.width
     # Interpret mode takes no operand from registers, so widened keys pass through shared memory there.
     is_widened = cache.v.dtype != spec.dtype or (spec.is_interpreted and cache.k.dtype != spec.dtype)
     scale_smem = plgpu.SMEM((sizes.stages, sizes.tile_kv), f32)
-    together = cut.width if sizes.by_warp else 64
+    together = cut.width if sizes.per_warp_mma else 64
     return Smem(
-        q=swizzled_smem((2, cut.chunks, n, cut.width), spec.dtype),
+        q=swizzled_smem((2, cut.num_chunks, n, cut.width), spec.dtype),
         k=swizzled_smem((sizes.stages, *stage), cache.k.dtype, width=together),
         v=swizzled_smem((sizes.stages, *stage), cache.v.dtype, width=together),
         k_scale=scale_smem if has_token_scales(cache.k_scale) else None,
         v_scale=scale_smem if has_token_scales(cache.v_scale) else None,
-        wide=swizzled_smem(stage, spec.dtype) if is_widened and not sizes.by_warp else None,
-        p=None if sizes.by_warp else swizzled_smem((n, sizes.tile_kv), spec.dtype),
-        merge=plgpu.SMEM((WARPS, cut.padded_dim + 2, n), f32) if sizes.by_warp else None,
+        wide=swizzled_smem(stage, spec.dtype) if is_widened and not sizes.per_warp_mma else None,
+        p=None if sizes.per_warp_mma else swizzled_smem((n, sizes.tile_kv), spec.dtype),
+        merge=plgpu.SMEM((WARPS, cut.padded_dim + 2, n), f32) if sizes.per_warp_mma else None,
     )
 
 
 def pipeline_types(cache: CacheRefs, spec: DecodeSpec) -> Pipeline:
     """Of the barriers; every copy into a buffer or stage is one arrival."""
-    stages, chunks = spec.sizes.stages, spec.shape.cut.chunks
-    copies = lambda scale: spec.sizes.tile_kv // spec.cache_cut.rows * (chunks + has_token_scales(scale))
+    stages, chunks = spec.sizes.stages, spec.shape.cut.num_chunks
+    copies = lambda scale: spec.sizes.tile_kv // spec.cache_tiling.rows * (chunks + has_token_scales(scale))
     return Pipeline(
         q_full=plgpu.Barrier(num_arrivals=chunks, num_barriers=2),
         q_free=plgpu.Barrier(num_barriers=2),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from pallas_kernels.paged_decode.sizes import KernelSizes
+from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.ptx.cumulative_units import unit_ends
 from pallas_kernels.shared.score import Score
 
@@ -33,7 +33,7 @@ class BlockList(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeFor:
+class DecodeScheduleKey:
     """The static part of what a schedule is made for; it serves no other call.
 
     Attributes:
@@ -52,7 +52,7 @@ class MadeFor:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["num_spans", "made_for"]
+    jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["num_spans", "built_for"]
 )
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -61,12 +61,12 @@ class Schedule:
     Attributes:
         unit_ends: One past each request's last unit, when the requests' units are laid end to end.
         num_spans: Of a step. Whoever works on one finds its first request by itself (span_start).
-        made_for: Static.
+        built_for: Static.
     """
 
     unit_ends: Int32[Array, " reqs"]
     num_spans: int
-    made_for: MadeFor
+    built_for: DecodeScheduleKey
 
 
 MASKED = 256  # requests whose units XLA adds up in one kernel, by a mask; of more it would write out the mask
@@ -76,7 +76,7 @@ def make_schedule(
     seq_lens: Int32[Array, " reqs"],
     *,
     score: Score,
-    sizes: KernelSizes,
+    sizes: DecodeSizes,
     decode_query_len: int,
     num_spans: int,
     block_list: BlockList | None = None,
@@ -87,17 +87,17 @@ def make_schedule(
     With lists, "a request" of the schedule is a request's kv head.
     """
     kv_heads = None if block_list is None else block_list.counts.shape[1]
-    unit, made_for = sizes.unit, made_for_call(score, sizes, decode_query_len, list_block_size, kv_heads)
+    unit, built_for = sizes.unit, made_for_call(score, sizes, decode_query_len, list_block_size, kv_heads)
     divided = lambda x: lax.div(x, jnp.full_like(x, unit))
     if block_list is not None:
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
             ends = unit_ends.by_platform(counts, listed=list_block_size, unit=unit)
-            return Schedule(ends, num_spans, made_for)
+            return Schedule(ends, num_spans, built_for)
         units = divided(counts * list_block_size + (unit - 1))
     else:
-        low, high = score.row_range(seq_lens, decode_query_len)
+        low, high = score.request_key_range(seq_lens, decode_query_len)
         units = divided(high + (unit - 1)) - divided(low)
     # A request that sees nothing has a unit too: whoever meets it writes its zeros.
     units = jnp.maximum(units, 1)
@@ -106,23 +106,23 @@ def make_schedule(
         ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
     else:
         ends = jnp.cumsum(units)
-    return Schedule(ends.astype(jnp.int32), num_spans, made_for)
+    return Schedule(ends.astype(jnp.int32), num_spans, built_for)
 
 
 def made_for_call(
-    score: Score, sizes: KernelSizes, decode_query_len: int, list_block_size: int | None, kv_heads: int | None
-) -> MadeFor:
+    score: Score, sizes: DecodeSizes, decode_query_len: int, list_block_size: int | None, kv_heads: int | None
+) -> DecodeScheduleKey:
     """What the schedule of a call has to be made for."""
     if list_block_size is not None:
-        return MadeFor(sizes.unit, None, None, list_block_size, kv_heads)
-    return MadeFor(sizes.unit, score.mask, decode_query_len, None, None)
+        return DecodeScheduleKey(sizes.unit, None, None, list_block_size, kv_heads)
+    return DecodeScheduleKey(sizes.unit, score.mask, decode_query_len, None, None)
 
 
 def schedule_for(
     seq_lens: Int32[Array, " reqs"],
     *,
     score: Score,
-    sizes: KernelSizes,
+    sizes: DecodeSizes,
     kv_heads: int,
     group: int,
     decode_query_len: int,
@@ -149,7 +149,7 @@ def schedule_for(
     )
 
 
-def num_partials(reqs: int, max_kv: int, *, sizes: KernelSizes, num_spans: int) -> int:
+def num_partials(reqs: int, max_kv: int, *, sizes: DecodeSizes, num_spans: int) -> int:
     """How many partial results there may be for each head."""
     if sizes.split_kv is None:
         return reqs + num_spans

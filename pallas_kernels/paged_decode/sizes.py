@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
-from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.support import NUM_SMS, why_not_head
+from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.support import NUM_SMS, why_not_head_dim
 
 MAX_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KernelSizes:
+class DecodeSizes:
     """Static sizes of one decode kernel.
 
     Attributes:
@@ -23,7 +23,7 @@ class KernelSizes:
         max_rows: Query rows (query heads of a kv head x decode_query_len) worked on together; more are cut.
         split_kv: Keys of a split where it is fixed, so that a request's bits do not depend on its batch; a
             multiple of tile_kv. None = splits follow the load.
-        by_warp: Each warp multiplies for itself (MmaProducts), not the warpgroup together (WgmmaProducts);
+        per_warp_mma: Each warp multiplies for itself (WarpMma), not the warpgroup together (WarpgroupMma);
             tile_kv is 64 then.
     """
 
@@ -32,7 +32,7 @@ class KernelSizes:
     ctas: int = NUM_SMS
     max_rows: int = MAX_ROWS
     split_kv: int | None = None
-    by_warp: bool = False
+    per_warp_mma: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
@@ -40,7 +40,9 @@ class KernelSizes:
         rows_ok = self.max_rows % 8 == 0 and 0 < self.max_rows <= MAX_ROWS
         require(rows_ok, "max_rows", f"be a multiple of 8 up to {MAX_ROWS}", self.max_rows)
         split_ok = self.split_kv is None or (self.split_kv > 0 and self.split_kv % self.tile_kv == 0)
-        require(not self.by_warp or self.tile_kv == 64, "tile_kv", "be 64 with by_warp", self.tile_kv)
+        require(
+            not self.per_warp_mma or self.tile_kv == 64, "tile_kv", "be 64 with per_warp_mma", self.tile_kv
+        )
         require(split_ok, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
 
     @property
@@ -84,7 +86,7 @@ def default_sizes(
     kv_dtypes: tuple[DTypeLike, DTypeLike] = ("bfloat16", "bfloat16"),
     batch_invariant: bool = False,
     has_lists: bool = False,
-) -> KernelSizes:
+) -> DecodeSizes:
     """Sizes for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results).
 
     Args:
@@ -97,18 +99,18 @@ def default_sizes(
     Raises:
         NotImplementedError: There is no kernel for heads of this width, stored like this.
     """
-    reason = why_not_head(head_dim, kv_dtypes)
+    reason = why_not_head_dim(head_dim, kv_dtypes)
     if reason is not None:
         raise unsupported("paged_decode", reason, "Use another implementation")
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_narrow = min(itemsizes) == 1
-    width = head_cut(head_dim, itemsize=min(itemsizes)).padded_dim
+    width = head_chunks(head_dim, itemsize=min(itemsizes)).padded_dim
     # More rows of wider heads spill with every feature on.
     widest_at = EIGHT_BIT_WIDEST_AT if is_narrow else WIDEST_AT
     max_rows = next(count for widest, count in widest_at if width <= widest)
     tile_rows = min(-(-rows // 8) * 8, max_rows)
     # Warps that do not wait for each other gain 1 % in 16 bits (measured to 16 rows), a third to a half in 8.
-    by_warp = width * tile_rows <= MOST_BY_WARP and (is_narrow or tile_rows <= 16)
+    per_warp_mma = width * tile_rows <= MOST_BY_WARP and (is_narrow or tile_rows <= 16)
     # Tiles of few bytes need two thread blocks an SM, or memory waits for the softmax; more rows, or wider
     # heads in 8 bits, fit but one: their registers are over 128 a thread.
     fits_two = width * max(rows, 8) <= 1024 if is_narrow or has_lists else width <= 64 and rows <= 32
@@ -116,11 +118,11 @@ def default_sizes(
     in_flight = LISTED_IN_FLIGHT if has_lists else IN_FLIGHT
     tile_kv = 64
     stage = tile_kv * width * sum(itemsizes)
-    return KernelSizes(
+    return DecodeSizes(
         tile_kv=tile_kv,
         stages=min(max(in_flight // ctas_per_sm // stage, 2), MOST_STAGES),
         ctas=ctas_per_sm * NUM_SMS,
         max_rows=max_rows,
         split_kv=2048 if batch_invariant else None,
-        by_warp=by_warp,
+        per_warp_mma=per_warp_mma,
     )

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.mma import Products
+from pallas_kernels.paged_decode.mma import TileMma
 from pallas_kernels.paged_decode.refs import has_token_scales
 from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
@@ -13,14 +13,14 @@ SMALLEST_SCALE = 2.0**-60
 
 
 def online_softmax(
-    s: Tile, weight: Tile | None, top: Columns | Tile, total: Tile, products: Products
+    s: Tile, weight: Tile | None, top: Columns | Tile, total: Tile, products: TileMma
 ) -> tuple[Tile, Columns | Tile, Columns | Tile, Tile]:
     """Takes the scores of one more tile of keys.
 
     Args:
         s: Scores times log2(e): [tile_kv, tile_q].
         weight: What each key's value is to be multiplied by, or None.
-        top: Largest scores so far; see Products.spread.
+        top: Largest scores so far; see TileMma.spread.
         total: Sums of the exponentials so far.
         products: Who multiplies.
 

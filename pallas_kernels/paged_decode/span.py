@@ -140,7 +140,7 @@ class Span:
         (end, seq_len, num_listed), row, unit, start = at.current, at.row, at.unit, at.start
         tiles_per_unit = sizes.unit // sizes.tile_kv
         request, heads = shape.request_of(row, self.head_tile)
-        low, high = score.row_range(seq_len, shape.query_len)
+        low, high = score.request_key_range(seq_len, shape.query_len)
         left = jnp.maximum(jnp.minimum(end, stop) - unit, 0)
         units = left if sizes.split_kv is None else jnp.minimum(left, 1)
         low_tile = lax.div(low, jnp.int32(sizes.tile_kv)) if num_listed is None else self.number * 0

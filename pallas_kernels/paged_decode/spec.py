@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_kernels.paged_decode.sizes import KernelSizes
-from pallas_kernels.shared.head_dims import HeadCut
-from pallas_kernels.shared.paged_kv import CacheCut
+from pallas_kernels.paged_decode.sizes import DecodeSizes
+from pallas_kernels.shared.head_dims import HeadChunks
+from pallas_kernels.shared.paged_kv import CacheTiling
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret, Scalar
 
@@ -30,7 +30,7 @@ class Shape:
         list_block_size: Keys of a sparse block, where each request and kv head has its own list of them; None
             = every key is visited. With lists, "a request" of the schedule, the queries and the results is a
             kv head of a request, so that lists of any lengths keep all thread blocks busy.
-        lists_tell_heads: Each entry of a list says which query heads of the group see the block.
+        lists_have_head_bits: Each entry of a list says which query heads of the group see the block.
     """
 
     kv_heads: int
@@ -40,10 +40,10 @@ class Shape:
     query_len: int
     block_size: int
     is_hnd: bool
-    cut: HeadCut
+    cut: HeadChunks
     tile_q: int
     list_block_size: int | None
-    lists_tell_heads: bool = False
+    lists_have_head_bits: bool = False
 
     @property
     def head_tiles(self) -> int:
@@ -73,7 +73,7 @@ class DecodeSpec:
 
     shape: Shape
     score: Score
-    sizes: KernelSizes
+    sizes: DecodeSizes
     num_spans: int
     dtype: DTypeLike
     interpret: Interpret = None
@@ -94,7 +94,9 @@ class DecodeSpec:
         return min(self.shape.list_block_size or self.sizes.tile_kv, self.sizes.tile_kv)
 
     @property
-    def cache_cut(self) -> CacheCut:
+    def cache_tiling(self) -> CacheTiling:
         """How a tile's neighbours are copied from the cache: a block at once, or what of it is needed."""
         shape = self.shape
-        return CacheCut(block_size=shape.block_size, tile_kv=self.piece, is_hnd=shape.is_hnd, head=shape.cut)
+        return CacheTiling(
+            block_size=shape.block_size, tile_kv=self.piece, is_hnd=shape.is_hnd, head=shape.cut
+        )

@@ -76,7 +76,7 @@ def keys_of(segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], s
     numbers, inside = _listed_at(segment, tile_index, spec)
     firsts, heads = [], []
     for number, entry in zip(numbers, entries, strict=True):
-        if shape.lists_tell_heads:
+        if shape.lists_have_head_bits:
             heads.append(lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT)))
             entry = entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
         is_live = number < segment.num_listed

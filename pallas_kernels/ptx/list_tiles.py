@@ -21,27 +21,33 @@ from jaxtyping import Array, UInt
 
 from pallas_kernels.ptx.fallback import with_twin
 from pallas_kernels.ptx.launch import run_program
-from pallas_kernels.shared.tile_codes import FIRST_QUERY_BLOCK, QUERY_BLOCK_SHIFT, SEEN, WHOLE, Lists
+from pallas_kernels.shared.tile_codes import (
+    FULL_BIT,
+    QUERY_BLOCK_BIT,
+    QUERY_BLOCK_SHIFT,
+    VISIBLE_BIT,
+    ListedTiles,
+)
 
 LANES, WARPS = 32, 4
 WORD_BYTES = 4
 MANY_LISTS = 2048  # from here on a warp a list keeps the GPU busy; fewer have four warps each
 
 
-def by_sorting(codes: UInt[Array, "lists tiles"]) -> Lists:
+def by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     """Lists; behind them zeros."""
     tiles = codes.shape[1]
     code, number = codes.astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32)[None, :]
-    is_seen, is_whole = (code >> SEEN) & 1 != 0, (code >> WHOLE) & 1 != 0
+    is_seen, is_whole = (code >> VISIBLE_BIT) & 1 != 0, (code >> FULL_BIT) & 1 != 0
     place = jnp.where(is_seen, jnp.where(is_whole, number, -1 - number), tiles)
-    entries = jnp.where(is_seen, number + (code >> FIRST_QUERY_BLOCK << QUERY_BLOCK_SHIFT), 0)
+    entries = jnp.where(is_seen, number + (code >> QUERY_BLOCK_BIT << QUERY_BLOCK_SHIFT), 0)
     _, entries = jax.lax.sort((place, entries), num_keys=1)
     count = lambda which: which.sum(axis=1, dtype=jnp.int32)
-    return Lists(entries, count(is_seen & ~is_whole), count(is_seen & is_whole))
+    return ListedTiles(entries, count(is_seen & ~is_whole), count(is_seen & is_whole))
 
 
 @with_twin(by_sorting)
-def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
+def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     """Lists; behind them garbage."""
     lists, tiles = codes.shape
     warps = 1 if lists >= MANY_LISTS else WARPS
@@ -60,7 +66,7 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> Lists:
         grid=(-(-lists * warps // WARPS),),
         warpgroups=1,
     )
-    return Lists(*listed)
+    return ListedTiles(*listed)
 
 
 def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) -> str:
@@ -118,8 +124,8 @@ def _counted(words: int, per_word: int) -> Iterator[str]:
     yield "mov.b32 sum, 0;"
     for n in range(words):
         yield (
-            f"and.b32 x, c{n}, {mask(SEEN)}; popc.b32 x, x; add.u32 sum, sum, x; "
-            f"and.b32 x, c{n}, {mask(WHOLE)}; popc.b32 x, x; mad.lo.u32 sum, x, 65536, sum;"
+            f"and.b32 x, c{n}, {mask(VISIBLE_BIT)}; popc.b32 x, x; add.u32 sum, sum, x; "
+            f"and.b32 x, c{n}, {mask(FULL_BIT)}; popc.b32 x, x; mad.lo.u32 sum, x, 65536, sum;"
         )
     yield "mov.b32 before, sum;"
     for n in range(LANES.bit_length() - 1):
@@ -132,10 +138,10 @@ def _listed(word: int, place: int, words: int, per_word: int) -> Iterator[str]:
     """A tile to where it belongs, if it is seen: a lane's code at `place` of its nth `word`."""
     bits = 8 * WORD_BYTES // per_word
     bit = place * bits
-    yield f"and.b32 x, c{word}, {1 << (bit + SEEN):#x}; setp.ne.u32 is_seen, x, 0;"
-    yield f"and.b32 x, c{word}, {1 << (bit + WHOLE):#x}; setp.ne.and.u32 is_whole, x, 0, is_seen;"
+    yield f"and.b32 x, c{word}, {1 << (bit + VISIBLE_BIT):#x}; setp.ne.u32 is_seen, x, 0;"
+    yield f"and.b32 x, c{word}, {1 << (bit + FULL_BIT):#x}; setp.ne.and.u32 is_whole, x, 0, is_seen;"
     yield (
-        f"bfe.u32 x, c{word}, {bit + FIRST_QUERY_BLOCK}, {bits - FIRST_QUERY_BLOCK}; "
+        f"bfe.u32 x, c{word}, {bit + QUERY_BLOCK_BIT}, {bits - QUERY_BLOCK_BIT}; "
         f"shl.b32 x, x, {QUERY_BLOCK_SHIFT};"
     )
     number = word * per_word + place

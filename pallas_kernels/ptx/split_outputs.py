@@ -19,7 +19,7 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_twin
 from pallas_kernels.ptx.layouts import BY_THREAD, SCALAR, THREADS
 from pallas_kernels.ptx.mma import rounded
-from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.head_dims import HeadChunks
 from pallas_kernels.shared.types import Ref, Scalar
 
 f32 = jnp.float32
@@ -40,7 +40,7 @@ class Share:
 
     tile_q: int
     rows: int
-    cut: HeadCut
+    cut: HeadChunks
     columns: int
     head_tiles: int
     at_once: int
@@ -188,7 +188,7 @@ def _store(
     block = jnp.stack(accs)[:, : share.groups * n].reshape(share.each, share.groups, n)
     block = block.T.reshape(n, share.columns)[: share.rows].astype(out_ref.dtype)
     if cut.is_padded:
-        out_ref[:, strip] = block[:, : cut.chunk]
+        out_ref[:, strip] = block[:, : cut.chunk_dim]
     else:
         out_ref[:, pl.ds(strip * share.columns, share.columns)] = block
 
@@ -233,11 +233,11 @@ def _store_by_thread(
     query, group = _query_and_group(share)
     nth, cut = fragments.scalar(strip), share.cut
     inside = lanes.times(group, share.each)
-    column = lanes.add(lanes.times(nth, cut.chunk if cut.is_padded else share.columns), inside)
-    at = lanes.element(out_ref, lanes.add(lanes.times(query, cut.chunks * cut.chunk), column), 2)
+    column = lanes.add(lanes.times(nth, cut.chunk_dim if cut.is_padded else share.columns), inside)
+    at = lanes.element(out_ref, lanes.add(lanes.times(query, cut.num_chunks * cut.chunk_dim), column), 2)
     is_live = arith.andi(lanes.is_below(query, share.rows), lanes.is_below(group, share.groups))
     for e in range(0, share.each, 2):
-        is_column = lanes.is_below(lanes.add(inside, e), cut.chunk) if cut.is_padded else is_live
+        is_column = lanes.is_below(lanes.add(inside, e), cut.chunk_dim) if cut.is_padded else is_live
         pair = rounded(fragments.of_thread(accs[e]), fragments.of_thread(accs[e + 1]), dtype)
         lanes.run(f"st.global.b32 [$0 + {2 * e}], $1;", at, pair, predicate=arith.andi(is_live, is_column))
     is_first = lanes.is_below(lanes.add(group, nth), 1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.ptx.fallback import with_twin
 from pallas_kernels.ptx.launch import THREADS, WARPS, run_program, sum_before, wait_for_all
-from pallas_kernels.shared.arithmetic import sorted_places
+from pallas_kernels.shared.arithmetic import sort_ranks
 
 MAX_ITEMS = 2**16 - 1  # of a set: counts have 16 bits
 MAX_LEN = 2800  # of a list: the counts of all lengths fit shared memory
@@ -48,7 +48,7 @@ def _by_comparing(
     number = jnp.arange(sets, dtype=jnp.int32)[:, None]
     keys = jnp.where((sets - 1 - number) % 2 == 0, -lens, lens)
     per_set = num_live[0] * (heads // sets)
-    rows = sorted_places(jnp.where(is_live, keys, entries.shape[1] + 1)) + number * per_set
+    rows = sort_ranks(jnp.where(is_live, keys, entries.shape[1] + 1)) + number * per_set
     rows = jnp.where(is_live, rows, tiles * heads)
     rows = jnp.swapaxes(rows.reshape(sets, tiles, -1), 0, 1).reshape(tiles * heads)
     lists = jnp.arange(tiles * heads, dtype=jnp.int32)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float32, Int32
 from pallas_kernels.ptx.fallback import with_twin
 from pallas_kernels.ptx.launch import THREADS, WARPS, run_program, sum_before, wait_for_all
 from pallas_kernels.ptx.list_tiles import by_sorting
-from pallas_kernels.shared.tile_codes import codes_of
+from pallas_kernels.shared.tile_codes import encode_tiles
 
 MAX_LEN = 16 * THREADS  # of a list: it stays in registers
 LOG_BINS = 11  # two bins a thread
@@ -53,7 +53,7 @@ def _by_sorting(
     scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
     least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
     chosen = (scores >= least[..., None]) & is_live
-    listed = by_sorting(codes_of(chosen, chosen).reshape(-1, max_blocks))
+    listed = by_sorting(encode_tiles(chosen, chosen).reshape(-1, max_blocks))
     return least, listed.entries.reshape(scores.shape), listed.num_full.reshape(least.shape)
 
 

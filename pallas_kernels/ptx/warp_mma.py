@@ -66,7 +66,7 @@ def _key_products(
         [[lanes.number(0.0)] * 4 for _ in range(row_tiles)] for _ in (0, 1)
     ]
     step = 0
-    for chunk in range(tile.cut.chunks):
+    for chunk in range(tile.cut.num_chunks):
         for pair in range(matrices.steps):
             for left in _left_keys(matrices.load(chunk, pair), tile.k_dtype):
                 for nth in range(row_tiles):
@@ -196,7 +196,7 @@ def _value_products(
         right.append([transposed(half) for half in halves])
     sums: list[Sequence[Sequence[ir.Value]]] = [fragments.numbers(acc) for acc in accs]
     nth = 0
-    for chunk in range(tile.cut.chunks):
+    for chunk in range(tile.cut.num_chunks):
         for pair in range(matrices.steps):
             loaded = matrices.load(chunk, pair, transpose=True)
             loaded = [arith.andi(x, masks[i % 2]) for i, x in enumerate(loaded)]

@@ -17,7 +17,7 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import rounded_to, with_twin
 from pallas_kernels.ptx.layouts import RIGHT_LAYOUT, TILE, require_layout, require_tiles
 from pallas_kernels.ptx.mma import rounded
-from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.head_dims import HeadChunks
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Layout, Ref, Tile
 
@@ -42,7 +42,7 @@ class WarpTile(NamedTuple):
     """
 
     tile_q: int
-    cut: HeadCut
+    cut: HeadChunks
     dtype: np.dtype
     k_dtype: np.dtype
     v_dtype: np.dtype
@@ -141,7 +141,7 @@ def _load(
         code = f"ld.shared.b32 $0, [$1 + {offset}];"
         return [lanes.ptx(code, at(step % 4 * 2 + half), touches_memory=True) for half in (0, 1)]
 
-    steps = [(chunk, step) for chunk in range(tile.cut.chunks) for step in range(per_chunk)]
+    steps = [(chunk, step) for chunk in range(tile.cut.num_chunks) for step in range(per_chunk)]
     rows = [[read(chunk, row_tile, step) for chunk, step in steps] for row_tile in range(row_tiles)]
     factors = [[lanes.number(1.0)] * 4 for _ in rows]
     if tile.key_operand != tile.dtype:  # bf16 has a wider range than f16

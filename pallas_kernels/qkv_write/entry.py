@@ -12,9 +12,9 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.qkv_write.kernel import Refs, Shape, write_tokens
-from pallas_kernels.shared.paged_kv import sizes_of
+from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_qkv_write
 
@@ -71,7 +71,7 @@ def qkv_write(
         block_size=k_cache.shape[2 if layout == "HND" else 1], eps=eps, is_offset=is_offset,
     )  # fmt: skip
     given = qkv, k_cache, v_cache, cos, sin, q_norm, k_norm
-    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = given_to_kernel(given, "qkv_write", WAY_OUT)
+    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = forbid_kernel_derivative(given, "qkv_write", WAY_OUT)
     as_slots = lambda x: x if shape.is_hnd else x.reshape(-1, kv_heads, head_dim)
     k_ref, v_ref = (jax.new_ref(as_slots(cache)) for cache in (k_cache, v_cache))
     refs = Refs(qkv, slot_mapping.astype(jnp.int32), k_ref, v_ref, cos, sin, q_norm, k_norm)
@@ -98,7 +98,7 @@ def _check(
     require_arrays(cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     tokens, kv_heads, width, head_dim = qkv.shape
     require(width > 2, "qkv", "have a query head beside key and value", qkv.shape)
-    blocks, size, _, _ = sizes_of(k_cache, is_hnd=layout == "HND")
+    blocks, size, _, _ = cache_dims(k_cache, is_hnd=layout == "HND")
     wanted = (blocks, kv_heads, size, head_dim) if layout == "HND" else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, wanted, f"of qkv {qkv.shape}, {layout}")
     require_shape("v_cache", v_cache.shape, wanted, "as k_cache")

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.add_norm.kernel import weighted
 from pallas_kernels.cache_write.kernel import row_layout
 from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.paged_kv import place_of_slot
+from pallas_kernels.shared.paged_kv import split_slot
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
 type Halves = tuple[Tile, Tile]  # of the last axis
@@ -106,7 +106,7 @@ def write_body(refs: Refs, query: Ref, *, shape: Shape) -> None:
 
     @pl.when(slot >= 0)
     def _write() -> None:
-        block, offset = place_of_slot(slot, shape.block_size)
+        block, offset = split_slot(slot, shape.block_size)
         place = (block, slice(None), offset) if shape.is_hnd else slot
         _store(refs.k_cache.at[place], _turned(_normed(key, k_weight, shape), cos_sin), shape)
         _store(refs.v_cache.at[place], value, shape)

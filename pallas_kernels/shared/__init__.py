@@ -1,9 +1,9 @@
 """What kernels share: scores and masks, the cut of head_dim that the tensor core wants."""
 
-from pallas_kernels.shared.arithmetic import block_of as block_of
+from pallas_kernels.shared.arithmetic import floor_div as floor_div
 from pallas_kernels.shared.memory import ALIGNED_BYTES as ALIGNED_BYTES
-from pallas_kernels.shared.memory import unsliced as unsliced
+from pallas_kernels.shared.memory import copy_if_unaligned as copy_if_unaligned
 from pallas_kernels.shared.score import MAX_CHUNK_SIZE as MAX_CHUNK_SIZE
 from pallas_kernels.shared.score import Score as Score
-from pallas_kernels.shared.score import bounded as bounded
+from pallas_kernels.shared.score import normalize_window_side as normalize_window_side
 from pallas_kernels.shared.types import Interpret as Interpret

@@ -8,15 +8,15 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.shared.types import Ref, Tile
 
-NARROW = plgpu.Layout.WGMMA_UPCAST_2X
+QUANTIZED_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
 
 
-def widened(ref: Ref, dtype: DTypeLike) -> Tile:
+def load_dequantized(ref: Ref, dtype: DTypeLike) -> Tile:
     """An 8-bit tile in registers, in a 16-bit dtype, exactly, as the tensor core wants it."""
-    return plgpu.layout_cast(converted(plgpu.load(ref, layout=NARROW), dtype), plgpu.Layout.WGMMA)
+    return plgpu.layout_cast(dequantize(plgpu.load(ref, layout=QUANTIZED_LAYOUT), dtype), plgpu.Layout.WGMMA)
 
 
-def converted(x: Tile, dtype: DTypeLike, scaled: Callable[[Tile], Tile] | None = None) -> Tile:
+def dequantize(x: Tile, dtype: DTypeLike, scaled: Callable[[Tile], Tile] | None = None) -> Tile:
     """An 8-bit tile in a 16-bit dtype, in the same layout.
 
     Args:

@@ -18,38 +18,38 @@ EIGHT_BIT_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 UNIT = 64
 
 
-class HeadCut(NamedTuple):
+class HeadChunks(NamedTuple):
     """A head of `chunks * chunk` elements, each chunk `width` wide in shared memory."""
 
-    chunks: int
-    chunk: int
+    num_chunks: int
+    chunk_dim: int
     width: int
 
     @property
     def is_padded(self) -> bool:
         """Shared memory holds more than global memory."""
-        return self.width != self.chunk
+        return self.width != self.chunk_dim
 
     @property
     def padded_dim(self) -> int:
         """Elements of a head in shared memory."""
-        return self.chunks * self.width
+        return self.num_chunks * self.width
 
     def split(self, x: jax.Array) -> jax.Array:
         """[..., head_dim] as [..., chunks, chunk] where TMA pads its chunks."""
-        return x.reshape(*x.shape[:-1], self.chunks, self.chunk) if self.is_padded else x
+        return x.reshape(*x.shape[:-1], self.num_chunks, self.chunk_dim) if self.is_padded else x
 
-    def at(self, chunk: int, zero: Scalar) -> Index:
+    def gmem_index(self, chunk: int, zero: Scalar) -> Index:
         """The last indices of what `split` returned: a chunk of a head, as wide as in shared memory.
 
         Args:
             chunk: Static.
             zero: A traced int32 0.
         """
-        return (chunk, padded_slice(self.width, self.chunk, zero)) if self.is_padded else ()
+        return (chunk, padded_slice(self.width, self.chunk_dim, zero)) if self.is_padded else ()
 
 
-def head_cut(head_dim: int, *, itemsize: int = 2) -> HeadCut:
+def head_chunks(head_dim: int, *, itemsize: int = 2) -> HeadChunks:
     """The cut of a head; whole where 64 divides it.
 
     Args:
@@ -62,8 +62,8 @@ def head_cut(head_dim: int, *, itemsize: int = 2) -> HeadCut:
     served = HEAD_DIMS if itemsize == 2 else EIGHT_BIT_HEAD_DIMS
     require(head_dim in served, "head_dim", f"be one of {served}", head_dim)
     if head_dim % UNIT == 0:
-        return HeadCut(1, head_dim, head_dim)
+        return HeadChunks(1, head_dim, head_dim)
     count = -(-head_dim // UNIT)
     while head_dim % (16 // itemsize * count):  # TMA wants strides of 16 bytes
         count += 1
-    return HeadCut(count, head_dim // count, UNIT)
+    return HeadChunks(count, head_dim // count, UNIT)

@@ -9,11 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.shared.types import Memory, Ref, Scalar, Slice
+from pallas_kernels.shared.types import Ref, Scalar, ScratchType, Slice
 
 # A copy of what is contiguous and within bounds takes no tensor map: any length of 16 bytes and more will do,
 # without alignment to 128.
-BULK = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+BULK_COPY = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 def padded_slice(size: int, length: int, zero: Scalar) -> Slice:
@@ -50,13 +50,13 @@ def store_unoptimized(ref: Ref, value: jax.Array) -> None:
 ALIGNED_BYTES = 256  # where Mosaic GPU wants the arrays of a kernel to begin
 
 
-def unsliced(x: jax.Array) -> jax.Array:
+def copy_if_unaligned(x: jax.Array) -> jax.Array:
     """Rows that may be some of another array's, traced; behind a barrier where they may begin in between."""
     row = math.prod(x.shape[1:]) * x.dtype.itemsize
     return x if row % ALIGNED_BYTES == 0 else lax.optimization_barrier(x)
 
 
-def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 64) -> Memory:
+def swizzled_smem(shape: tuple[int, ...], dtype: DTypeLike, *, width: int = 64) -> ScratchType:
     """Shared memory that TMA fills and the tensor core reads; for `width`, see swizzle_of."""
     return plgpu.SMEM(shape, dtype, transforms=swizzle_transforms(jnp.dtype(dtype).itemsize, width))
 

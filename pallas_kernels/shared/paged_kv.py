@@ -1,6 +1,6 @@
 """Where keys and values stand in a paged cache: layouts, blocks cut into copies, block ids, what none sees.
 
-Every kernel that finds keys by a block table does it through here. Block ids come out of SeenBlocks alone,
+Every kernel that finds keys by a block table does it through here. Block ids come out of VisibleBlocks alone,
 which stays between the blocks of the first and the last key that somebody sees: the others may not be there,
 and their entries of the table may hold anything.
 """
@@ -14,14 +14,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import HeadCut
+from pallas_kernels.shared.head_dims import HeadChunks
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
 COLUMNS_AT_ONCE = 64  # of values in registers
 
 
-def sizes_of(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
+def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
     """Blocks, block_size, kv_heads and head_dim; HND is [blocks, kv_heads, block_size, head_dim]."""
     blocks, tokens, heads, head_dim = cache.shape
     return (blocks, heads, tokens, head_dim) if is_hnd else (blocks, tokens, heads, head_dim)
@@ -29,7 +29,7 @@ def sizes_of(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
 
 # ------------------------------------------------------------------------------------- copies
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheCut:
+class CacheTiling:
     """How blocks are cut into copies: neighbours of one kv head, which TMA takes at once.
 
     Attributes:
@@ -42,7 +42,7 @@ class CacheCut:
     block_size: int
     tile_kv: int
     is_hnd: bool
-    head: HeadCut
+    head: HeadChunks
 
     @property
     def rows(self) -> int:
@@ -54,7 +54,7 @@ class CacheCut:
         """Copies that bring `tile_kv` neighbours, or a chunk of each where heads are cut."""
         return self.tile_kv // self.rows
 
-    def cut_cache(self, cache: jax.Array) -> jax.Array:
+    def tile_cache(self, cache: jax.Array) -> jax.Array:
         """[blocks, copies of a block, rows, kv_heads, ...], or HND [blocks, kv_heads, copies, rows, ...].
 
         Last come head_dim or, where TMA pads them, chunks and their elements.
@@ -62,26 +62,26 @@ class CacheCut:
         axis = 2 if self.is_hnd else 1
         return self.head.split(cache.reshape(*cache.shape[:axis], -1, self.rows, *cache.shape[axis + 1 :]))
 
-    def cut_scales(self, scales: jax.Array) -> jax.Array:
+    def tile_scales(self, scales: jax.Array) -> jax.Array:
         """Scales per token and head, [blocks, kv_heads, block_size], as [blocks, kv_heads, copies, rows]."""
         return scales.reshape(*scales.shape[:2], -1, self.rows)
 
-    def cut_channels(self, scales: jax.Array) -> jax.Array:
+    def tile_channel_scales(self, scales: jax.Array) -> jax.Array:
         """Scales per channel, [kv_heads, head_dim], as [kv_heads, chunks, width], padded with zeros."""
         cut = self.head
-        of_chunks = scales.reshape(-1, cut.chunks, cut.chunk)
-        return jnp.pad(of_chunks, ((0, 0), (0, 0), (0, cut.width - cut.chunk)))
+        of_chunks = scales.reshape(-1, cut.num_chunks, cut.chunk_dim)
+        return jnp.pad(of_chunks, ((0, 0), (0, 0), (0, cut.width - cut.chunk_dim)))
 
-    def column_of(self, key: Scalar) -> Scalar:
+    def table_column(self, key: Scalar) -> Scalar:
         """Which column of the block table has the block of the key at a position."""
         return lax.div(key, jnp.int32(self.block_size))
 
-    def copy_of(self, key: Scalar) -> Scalar:
+    def copy_index(self, key: Scalar) -> Scalar:
         """Which copy of its block brings the key at a position."""
         return lax.div(lax.rem(key, jnp.int32(self.block_size)), jnp.int32(self.rows))
 
-    def at(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> Index:
-        """Where in cut_cache's a copy is; `head.at` follows."""
+    def gmem_index(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> Index:
+        """Where in tile_cache's a copy is; `head.at` follows."""
         rows = pl.ds(0, self.rows)
         return (block, kv_head, copy, rows) if self.is_hnd else (block, copy, rows, kv_head)
 
@@ -97,7 +97,7 @@ class BlockTable:
         """Of [reqs, max_blocks] in global memory."""
         self._table_g, self._block_size = table_g, block_size
 
-    def seen(self, req: Scalar, low: Scalar, high: Scalar, *, is_checked: bool = False) -> "SeenBlocks":
+    def visible(self, req: Scalar, low: Scalar, high: Scalar, *, is_checked: bool = False) -> "VisibleBlocks":
         """The blocks of a request from that of key `low` to that of key `high - 1`.
 
         Args:
@@ -109,17 +109,17 @@ class BlockTable:
         """
         size = jnp.int32(self._block_size)
         if is_checked:
-            return SeenBlocks(self._table_g, req, lax.div(low, size), lax.div(high - 1, size))
+            return VisibleBlocks(self._table_g, req, lax.div(low, size), lax.div(high - 1, size))
         first = lax.div(jnp.maximum(low, 0), size)
         last = jnp.maximum(lax.div(high - 1, size), first)
-        return SeenBlocks(self._table_g, req, first, jnp.minimum(last, self._table_g.shape[1] - 1))
+        return VisibleBlocks(self._table_g, req, first, jnp.minimum(last, self._table_g.shape[1] - 1))
 
-    def first(self, req: Scalar, num_blocks: Scalar) -> "SeenBlocks":
+    def first(self, req: Scalar, num_blocks: Scalar) -> "VisibleBlocks":
         """The first blocks of a request, as many as its row has room for at most; columns ascend from 0."""
-        return SeenBlocks(self._table_g, req, None, jnp.maximum(num_blocks - 1, 0))
+        return VisibleBlocks(self._table_g, req, None, jnp.maximum(num_blocks - 1, 0))
 
 
-class SeenBlocks:
+class VisibleBlocks:
     """Blocks of a request that are there. For those before the nearest stands in, and for those behind."""
 
     def __init__(self, table_g: Ref, req: Scalar, first: Scalar | None, last: Scalar):
@@ -136,13 +136,13 @@ class SeenBlocks:
         return self._table_g[self._req, jnp.clip(column, self._first, self._last)]
 
 
-def place_of_slot(slot: Scalar, block_size: int) -> tuple[Scalar, Scalar]:
+def split_slot(slot: Scalar, block_size: int) -> tuple[Scalar, Scalar]:
     """The block of a slot of vLLM's slot_mapping, and where in the block it is."""
     return lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
 
 
 # ------------------------------------------------------------------------------------- what none may see
-def only_seen(x: Tile, keys: Tile, low: Scalar, high: Scalar, otherwise: float = 0.0) -> Tile:
+def where_visible(x: Tile, keys: Tile, low: Scalar, high: Scalar, otherwise: float = 0.0) -> Tile:
     """X where its row's key is in [low, high), elsewhere `otherwise`.
 
     Args:
@@ -155,7 +155,7 @@ def only_seen(x: Tile, keys: Tile, low: Scalar, high: Scalar, otherwise: float =
     return jnp.where((keys >= low) & (keys < high), x, jnp.full_like(x, otherwise))
 
 
-def clear_unseen(
+def clear_masked_out(
     tile_s: Ref, rows: Slice, keys: Callable[[tuple[int, ...]], Tile], low: Scalar, high: Scalar
 ) -> None:
     """Zeros for values that nobody sees: a probability of 0 hides no NaN. To be followed by commit_smem.
@@ -172,4 +172,4 @@ def clear_unseen(
         for start in range(0, width, COLUMNS_AT_ONCE):
             here = tile_s.at[chunk, rows, pl.ds(start, COLUMNS_AT_ONCE)]
             v = plgpu.load(here, layout=W, optimized=False)
-            here[...] = only_seen(v, keys(v.shape), low, high)
+            here[...] = where_visible(v, keys(v.shape), low, high)

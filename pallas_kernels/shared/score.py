@@ -16,7 +16,7 @@ UNLIMITED = 2**30
 MAX_CHUNK_SIZE = UNLIMITED // MAX_QUERIES_BEFORE_KEYS
 
 
-def bounded(width: int | None) -> int | None:
+def normalize_window_side(width: int | None) -> int | None:
     """A window's side; None where it hides nothing."""
     return None if width is None or width >= UNLIMITED else width
 
@@ -47,7 +47,7 @@ class Score:
         """What decides which keys a query sees; layers that agree in it share a schedule."""
         return self.causal, self.window, self.chunk_size
 
-    def most_keys(self, rows: int) -> int | None:
+    def max_visible_keys(self, rows: int) -> int | None:
         """A bound on the keys that `rows` neighbouring queries see together; None: the request's length."""
         left, right = self.window
         bounds = []
@@ -73,7 +73,7 @@ class Score:
             low, high = jnp.maximum(low, chunk), jnp.minimum(high, chunk + self.chunk_size)
         return low, jnp.maximum(high, low)
 
-    def row_range(self, seq_len: jax.Array, query_len: int) -> tuple[jax.Array, jax.Array]:
+    def request_key_range(self, seq_len: jax.Array, query_len: int) -> tuple[jax.Array, jax.Array]:
         """First key that some of a request's last `query_len` queries sees, and one past the last."""
         low, _ = self.key_range(seq_len - query_len, seq_len)
         _, high = self.key_range(seq_len - 1, seq_len)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 LOG2E = math.log2(math.e)  # scores times it are powers of 2
 
 
-def normalized(top: jax.Array, total: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def finalize_softmax(top: jax.Array, total: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """What each query's accumulator is multiplied by, and its natural log-sum-exp, once a sink has joined.
 
     Args:

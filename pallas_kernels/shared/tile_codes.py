@@ -6,13 +6,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt
 
-SEEN, WHOLE, FIRST_QUERY_BLOCK = 0, 1, 2  # bits of a code
+VISIBLE_BIT, FULL_BIT, QUERY_BLOCK_BIT = 0, 1, 2  # bits of a code
 QUERY_BLOCK_SHIFT = 20  # an entry: the tile's number below, above it one bit for each block of queries
 MAX_QUERY_BLOCKS = 10  # that the bits of an entry tell apart
 MAX_TILES = 2**16 - 1  # of a list
 
 
-class Lists(NamedTuple):
+class ListedTiles(NamedTuple):
     """Which tiles each list names.
 
     Attributes:
@@ -28,7 +28,7 @@ class Lists(NamedTuple):
     num_full: Int32[Array, " lists"]
 
 
-def codes_of(
+def encode_tiles(
     some: Bool[Array, "*lists tiles"],
     every: Bool[Array, "*lists tiles"],
     query_blocks: Sequence[Array] = (),
@@ -42,8 +42,8 @@ def codes_of(
             MAX_QUERY_BLOCKS. In decode a query head is a block.
     """
     assert len(query_blocks) <= MAX_QUERY_BLOCKS
-    dtype = jnp.uint8 if len(query_blocks) <= 8 - FIRST_QUERY_BLOCK else jnp.uint16
-    code = (some.astype(dtype) << SEEN) | ((some & every).astype(dtype) << WHOLE)
-    for nth, sees in enumerate(query_blocks, FIRST_QUERY_BLOCK):
+    dtype = jnp.uint8 if len(query_blocks) <= 8 - QUERY_BLOCK_BIT else jnp.uint16
+    code = (some.astype(dtype) << VISIBLE_BIT) | ((some & every).astype(dtype) << FULL_BIT)
+    for nth, sees in enumerate(query_blocks, QUERY_BLOCK_BIT):
         code = code | (sees.astype(dtype) << nth)
     return code

@@ -11,7 +11,7 @@ type Ref = Any
 type Barriers = Any
 """plgpu.Barrier as a kernel body sees it: `num_barriers` of them."""
 
-type Memory = Any
+type ScratchType = Any
 """What scratch_types are made of: plgpu.SMEM, plgpu.Barrier, plgpu.RefUnion; None where there is none."""
 
 type Scalar = jax.Array

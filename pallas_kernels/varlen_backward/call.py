@@ -9,14 +9,14 @@ from pallas_kernels.checks import (
     require,
     require_arrays,
     require_axes,
-    require_made_for,
+    require_built_for,
     require_positive,
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import given_to_kernel
-from pallas_kernels.shared.head_dims import UNIT, head_cut
-from pallas_kernels.shared.memory import unsliced
+from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.shared.head_dims import UNIT, head_chunks
+from pallas_kernels.shared.memory import copy_if_unaligned
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.support import why_not_backward
@@ -100,12 +100,12 @@ class BackwardCall:
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
-    def given_to_kernel(self) -> "BackwardCall":
+    def forbid_kernel_derivative(self) -> "BackwardCall":
         """The same call, which refuses to be differentiated."""
         names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse", "alibi_slopes")
         arrays = {name: getattr(self, name) for name in names}
         way_out = "Ask attend for implementation='reference'"
-        return dataclasses.replace(self, **given_to_kernel(arrays, "varlen_backward", way_out))
+        return dataclasses.replace(self, **forbid_kernel_derivative(arrays, "varlen_backward", way_out))
 
     def default_sizes(
         self, schedule: BackwardSchedule | None, score: Score, *, deterministic: bool
@@ -113,7 +113,7 @@ class BackwardCall:
         """Where the caller names none: what lists or a schedule are made for, or what suits the shapes."""
         head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
         if given is not None:
-            return given.made_for.sizes
+            return given.built_for.sizes
         mean_len = self.query.shape[0] // self.seq_lens.shape[0]
         return default_layer_sizes(head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
@@ -153,17 +153,17 @@ class BackwardCall:
         """Refuses a schedule, or lists, made for other keys, requests, masks or tiles."""
         (kv_tokens, kv_heads, _), reqs, q_heads = self.key.shape, self.seq_lens.shape[0], self.query.shape[1]
         wanted = schedule_key(kv_tokens, kv_heads, score, sizes, self.query.shape[0])
-        require_made_for("schedule", schedule.made_for, wanted)
+        require_built_for("schedule", schedule.built_for, wanted)
         what, rows = f"{kv_tokens} keys of {reqs} requests", max_tiles(kv_tokens, reqs)
         require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
         if self.lists is not None:
-            require_made_for("lists", self.lists.made_for, wanted)
+            require_built_for("lists", self.lists.built_for, wanted)
             what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
             require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
             require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
             if self.lists.dq_lists is not None and schedule.dq_schedule is not None:
-                made_for = self.lists.dq_lists.made_for
-                require_made_for("lists.dq_lists", made_for, schedule.dq_schedule.made_for)
+                built_for = self.lists.dq_lists.built_for
+                require_built_for("lists.dq_lists", built_for, schedule.dq_schedule.built_for)
                 rows = schedule.dq_schedule.table.shape[0] * q_heads
                 what = f"tiles of {self.query.shape[0]} queries, {q_heads} heads"
                 require_shape("lists.dq_lists", self.lists.dq_lists.table.shape, (rows, TABLE_WIDTH), what)
@@ -219,7 +219,7 @@ class BackwardCall:
         assert schedule.dq_schedule is not None
         rows, kv_bytes = len(schedule.dq_schedule.table), 4 * kv_tokens * head_dim
         shape = PrefillShape(
-            q_heads=q_heads, group=spec.group, cut=head_cut(head_dim), in_cache=None,
+            q_heads=q_heads, group=spec.group, cut=head_chunks(head_dim), in_cache=None,
             heads_at_once=heads_per_l2_group(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes),
         )  # fmt: skip
         mask = None if self.mask is None else self.mask.dq_mask
@@ -251,11 +251,15 @@ class BackwardCall:
     def grad_query(self, summed: jax.Array, spec: BackwardSpec) -> jax.Array:
         """From [q_heads, units, rows, 64] f32, but for the scale, to what query is."""
         tokens, q_heads, head_dim = self.query.shape
-        scaled = (summed[:, :, :tokens, : spec.cut.chunk] * spec.score.scale).astype(self.query.dtype)
+        scaled = (summed[:, :, :tokens, : spec.cut.chunk_dim] * spec.score.scale).astype(self.query.dtype)
         return scaled.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
 
 
 def _whole_rows(x: jax.Array, *, axis: int, more: int = 0) -> jax.Array:
     """Tokens padded to what TMA takes."""
     missing = -x.shape[axis] % ALIGN + more
-    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)]) if missing else unsliced(x)
+    return (
+        jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])
+        if missing
+        else copy_if_unaligned(x)
+    )

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.head_dims import UNIT
-from pallas_kernels.shared.paged_kv import clear_unseen
+from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_epilogue import store_valid_rows
@@ -243,7 +243,7 @@ class DkDvMainloop:
 
     def _clear(self, unit_s: Ref, begin: Scalar, end: Scalar) -> None:
         row = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
-        clear_unseen(unit_s, pl.ds(0, UNIT), row, begin, end)
+        clear_masked_out(unit_s, pl.ds(0, UNIT), row, begin, end)
 
 
 def previous_buffer(step: Scalar) -> Scalar:

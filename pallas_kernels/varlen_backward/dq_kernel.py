@@ -38,7 +38,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, P
 
 def run_dq(inputs: DqInputs, spec: PrefillSpec) -> jax.Array:
     """The gradient of queries, as these."""
-    chunks = spec.shape.cut.chunks
+    chunks = spec.shape.cut.num_chunks
     cut, num_values = spec.shape.cut, num_value_stages(spec)
     values = swizzled_smem((num_values, chunks, spec.sizes.tile_kv, cut.width), spec.dtype)
     in_smem = smem_types(spec)._replace(alibi=None, v=values)
@@ -123,8 +123,8 @@ class DqLoader(PrefillLoader):
         for rank, (stream, stage, num) in enumerate(self.ring.stages(step)):
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             rows = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * M, 0)), M)
-            for chunk in range(cut.chunks):
-                source = self.out_g.at[(rows, item.head, *cut.at(chunk, step * 0))]
+            for chunk in range(cut.num_chunks):
+                source = self.out_g.at[(rows, item.head, *cut.gmem_index(chunk, step * 0))]
                 plgpu.copy_gmem_to_smem(source, stream.tiles.at[stage, chunk], stream.full.at[stage])
 
     def load_tile(
@@ -145,7 +145,7 @@ class DqLoader(PrefillLoader):
         cut, buffer = self.spec.shape.cut, self.queries[0].buffer(nth)
         for rank, queries in enumerate(self.queries):
             rows = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * M, 0)), M)
-            for chunk in range(cut.chunks):
-                source = self.grad_out_g.at[(rows, item.head, *cut.at(chunk, nth * 0))]
+            for chunk in range(cut.num_chunks):
+                source = self.grad_out_g.at[(rows, item.head, *cut.gmem_index(chunk, nth * 0))]
                 to = self.grad_out_s.at[rank, buffer, chunk]
                 plgpu.copy_gmem_to_smem(source, to, queries.full.at[queries.barrier(buffer)])

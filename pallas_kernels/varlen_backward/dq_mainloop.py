@@ -80,7 +80,7 @@ class DqMainloop:
         def rest() -> tuple[Tile, ...]:
             self.ring.skip(step, jnp.int32(0), rows.item.num + self.inputs.steps_before)
             zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            return tuple(zeros() for _ in range(self.spec.shape.cut.chunks))
+            return tuple(zeros() for _ in range(self.spec.shape.cut.num_chunks))
 
         scale, dtype = self.spec.score.scale, self.spec.dtype
         grads = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), work, rest)]
@@ -141,7 +141,7 @@ class DqMainloop:
             as_f32 = lambda ref: plgpu.load(ref, layout=W).astype(f32)
             products = [
                 as_f32(stream.tiles.at[stage, chunk]) * as_f32(here.grad_out.at[chunk])
-                for chunk in range(self.spec.shape.cut.chunks)
+                for chunk in range(self.spec.shape.cut.num_chunks)
             ]
             return sum(products[1:], start=products[0]).sum(axis=1)
 

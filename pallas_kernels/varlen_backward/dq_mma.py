@@ -60,7 +60,7 @@ class DqMma:
     @property
     def chunks(self) -> int:
         """Products that one of whole heads is made of."""
-        return self.spec.shape.cut.chunks
+        return self.spec.shape.cut.num_chunks
 
     def begin_scores(self, s_ref: Ref, rows: DqOperands, stage: Scalar) -> None:
         """Begins S += Q K^T."""

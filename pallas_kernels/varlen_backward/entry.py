@@ -92,7 +92,7 @@ def run_backward(
 ) -> tuple[Array, Array, Array]:
     """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_backward."""
     call.check()
-    call = call.given_to_kernel()
+    call = call.forbid_kernel_derivative()
     query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
 from pallas_kernels.checks import require
-from pallas_kernels.shared.arithmetic import sorted_places
+from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
 from pallas_kernels.varlen_prefill import PrefillSchedule
@@ -71,7 +71,7 @@ class BackwardSchedule(NamedTuple):
             them, so that L2 holds what a set reads.
         order: The items in the order in which thread blocks take them, each as `tile * kv_heads + kv_head`.
         dq_schedule: The tiles of queries, of a kernel of their own; or None.
-        made_for: Static.
+        built_for: Static.
     """
 
     table: Int32[Array, "tiles columns"]
@@ -79,7 +79,7 @@ class BackwardSchedule(NamedTuple):
     sets: Int32[Array, " items"]
     order: Int32[Array, " items"]
     dq_schedule: PrefillSchedule | None
-    made_for: BackwardScheduleKey
+    built_for: BackwardScheduleKey
 
 
 def schedule_key(
@@ -153,8 +153,8 @@ def make_schedule(
         jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads
     )
     queries = _schedule_of_queries((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
-    made_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
-    return BackwardSchedule(live, last_tiles[-1:], sets, order, queries, made_for)
+    built_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
+    return BackwardSchedule(live, last_tiles[-1:], sets, order, queries, built_for)
 
 
 def _schedule_of_queries(
@@ -200,7 +200,7 @@ def order_work_tiles(
     is_last = up_to_mine <= of_work.sum() * TAIL_FRACTION
     group = jnp.where(is_last, MAX_SETS, jnp.minimum(sets, MAX_SETS - 1))
     keys = jnp.where(is_live, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
-    return jnp.zeros_like(number).at[sorted_places(keys[None])[0]].set(number)
+    return jnp.zeros_like(number).at[sort_ranks(keys[None])[0]].set(number)
 
 
 def visible_query_range(

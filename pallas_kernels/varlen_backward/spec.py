@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT, HeadCut, head_cut
+from pallas_kernels.shared.head_dims import UNIT, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
@@ -23,9 +23,9 @@ f32 = jnp.float32
 DS_BUFFERS = 2
 
 
-def head_units(head_dim: int) -> HeadCut:
+def head_units(head_dim: int) -> HeadChunks:
     """The cut of a head into chunks that are a unit wide in shared memory."""
-    return HeadCut(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_cut(head_dim)
+    return HeadChunks(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_chunks(head_dim)
 
 
 class ComputedGrads(NamedTuple):
@@ -67,7 +67,7 @@ class BackwardSpec:
 
     kv_heads: int
     group: int
-    cut: HeadCut
+    cut: HeadChunks
     score: Score
     sizes: BackwardSizes
     dtype: np.dtype
@@ -106,7 +106,7 @@ class BackwardSpec:
     @property
     def units(self) -> int:
         """Chunks of a head."""
-        return self.cut.chunks
+        return self.cut.num_chunks
 
     @property
     def has_parts(self) -> bool:
@@ -135,4 +135,4 @@ class BackwardSpec:
             unit: Static.
             zero: A traced int32 0.
         """
-        return self.cut.at(unit, zero) if self.cut.is_padded else (pl.ds(unit * UNIT, UNIT),)
+        return self.cut.gmem_index(unit, zero) if self.cut.is_padded else (pl.ds(unit * UNIT, UNIT),)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.shared.head_dims import UNIT
-from pallas_kernels.shared.tile_codes import SEEN, WHOLE, codes_of
+from pallas_kernels.shared.tile_codes import FULL_BIT, VISIBLE_BIT, encode_tiles
 from pallas_kernels.varlen_backward.schedule import (
     COLUMNS,
     BackwardSchedule,
@@ -35,7 +35,7 @@ class BackwardTileLists(NamedTuple):
         num_full: And so many do not.
         dq_lists: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
             for BackwardSchedule.dq_schedule.
-        made_for: Static: what their schedule is made for.
+        built_for: Static: what their schedule is made for.
     """
 
     order: Int32[Array, " items"]
@@ -43,7 +43,7 @@ class BackwardTileLists(NamedTuple):
     num_partial: Int32[Array, " lists"]
     num_full: Int32[Array, " lists"]
     dq_lists: PrefillTileLists | None
-    made_for: BackwardScheduleKey
+    built_for: BackwardScheduleKey
 
 
 class BackwardMask(NamedTuple):
@@ -86,7 +86,7 @@ def make_tile_lists(
         schedule: The tiles of keys.
         query_tiles: The tiles of queries: each request's begin where its first query stands, at the last row
             before it that 8 divides, `sizes.tile_q` apart.
-        codes: list_tiles.codes_of's of each tile of queries and each tile of its request's keys, which begin
+        codes: `encode_tiles` of each tile of queries and each tile of its request's keys, which begin
             likewise, `keys_of_code(sizes)` apart: no tile is seen where a tile of queries is not live or a
             tile of keys lies outside the request.
         kv_heads: Static.
@@ -97,7 +97,7 @@ def make_tile_lists(
     listed = list_tiles(of_keys.reshape(tiles * heads, max_list))
     lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
     order = order_work_tiles(lengths.astype(jnp.int32), schedule.sets, schedule.num_valid * kv_heads)
-    return BackwardTileLists(order, *listed, dq_lists=None, made_for=schedule.made_for)
+    return BackwardTileLists(order, *listed, dq_lists=None, built_for=schedule.built_for)
 
 
 def keys_per_code(sizes: BackwardSizes) -> int:
@@ -125,9 +125,9 @@ def _transposed(
         is_whole = (column("begin") <= begin) & (column("end") >= begin + num_keys)
         found = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
         has = lambda bit, where: (found & (1 << bit) != 0) & where[:, :, None]
-        return has(SEEN, is_there), has(WHOLE, is_full & is_whole[:, None])
+        return has(VISIBLE_BIT, is_there), has(FULL_BIT, is_full & is_whole[:, None])
 
     some, every = zip(*map(of_part, range(0, TILE_KV, num_keys)), strict=True)
     whole = functools.reduce(operator.and_, (~a | b for a, b in zip(some, every, strict=True)))
-    kept = codes_of(functools.reduce(operator.or_, some), whole, some if len(some) > 1 else ())
+    kept = encode_tiles(functools.reduce(operator.or_, some), whole, some if len(some) > 1 else ())
     return kept.transpose(0, 2, 1)

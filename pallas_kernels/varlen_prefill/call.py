@@ -11,19 +11,19 @@ from pallas_kernels.checks import (
     require,
     require_arrays,
     require_axes,
-    require_made_for,
+    require_built_for,
     require_one_of,
     require_positive,
     require_shape,
     unsupported,
 )
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
-from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.shared.memory import unsliced
-from pallas_kernels.shared.paged_kv import CacheCut, sizes_of
+from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import copy_if_unaligned
+from pallas_kernels.shared.paged_kv import CacheTiling, cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.support import why_not_prefill, why_not_widening
+from pallas_kernels.support import why_not_dequantize, why_not_prefill
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillInputs
 from pallas_kernels.varlen_prefill.schedule import (
@@ -117,7 +117,7 @@ class PrefillCall:
         reason = why_not_prefill(kv_dtype=self.query.dtype if self.is_narrow else self.key.dtype, **how)
         if self.is_narrow and reason is None:
             kv_dtypes = self.key.dtype, self.value.dtype
-            reason = why_not_widening(kv_dtypes=kv_dtypes, head_dim=head_dim)
+            reason = why_not_dequantize(kv_dtypes=kv_dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_prefill", reason, "Use another implementation")
         self._check_scales()
@@ -129,7 +129,7 @@ class PrefillCall:
             if scale is None:
                 continue
             require(self.is_narrow, name, f"be None with keys of {self.key.dtype.name}", jnp.shape(scale))
-            blocks, block_size, kv_heads, head_dim = sizes_of(self.key, is_hnd=self.layout == "HND")
+            blocks, block_size, kv_heads, head_dim = cache_dims(self.key, is_hnd=self.layout == "HND")
             shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size))
             require_one_of(f"{name}'s shape", tuple(jnp.shape(scale)), shapes)
 
@@ -177,8 +177,8 @@ class PrefillCall:
     def check_widening(self, sizes: PrefillSizes) -> None:
         """Refuses sizes with which keys of 8 bits leave no warpgroups, or no memory, to widen them."""
         if self.is_narrow:
-            most_keys = QUANTIZED_TABLE[self.padded_dim].tile_kv
-            for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", most_keys)):
+            max_visible_keys = QUANTIZED_TABLE[self.padded_dim].tile_kv
+            for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", max_visible_keys)):
                 value = getattr(sizes, name)
                 require(value <= most, name, f"be at most {most} with keys of 8 bits", value)
             fits = sizes.shared_memory(self.padded_dim, is_narrow=True) <= SHARED_MEMORY
@@ -190,9 +190,9 @@ class PrefillCall:
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
         how = {"has_lists": lists is not None, "is_packed": self.kv_start_loc is not None}
         wanted = schedule_key(num_tokens, score, sizes, q_heads, **how)
-        require_made_for("schedule", schedule.made_for, wanted)
+        require_built_for("schedule", schedule.built_for, wanted)
         if lists is not None:
-            require_made_for("lists", lists.made_for, wanted)
+            require_built_for("lists", lists.built_for, wanted)
             rows = schedule.table.shape[0]
             what = f"{rows} tiles of queries, {q_heads} heads"
             require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
@@ -237,19 +237,19 @@ class PrefillCall:
     @property
     def block_size(self) -> int | None:
         """Of a paged cache, else None."""
-        return None if self.block_table is None else sizes_of(self.key, is_hnd=self.layout == "HND")[1]
+        return None if self.block_table is None else cache_dims(self.key, is_hnd=self.layout == "HND")[1]
 
     @property
     def padded_dim(self) -> int:
         """Elements of a head in shared memory."""
-        return head_cut(self.query.shape[2]).padded_dim
+        return head_chunks(self.query.shape[2]).padded_dim
 
     @property
     def kv_heads(self) -> int:
         """Key/value heads."""
         if self.block_table is None:
             return self.key.shape[1]
-        return sizes_of(self.key, is_hnd=self.layout == "HND")[2]
+        return cache_dims(self.key, is_hnd=self.layout == "HND")[2]
 
     @property
     def kv_bytes(self) -> int:
@@ -270,10 +270,10 @@ class PrefillCall:
         """Static sizes."""
         num_tokens, q_heads, head_dim = self.query.shape
         rows = max_tiles(num_tokens, self.seq_lens.shape[0], sizes.tile_tokens)
-        cut, in_cache = head_cut(head_dim), None
+        cut, in_cache = head_chunks(head_dim), None
         if self.block_size is not None:
             is_hnd = self.layout == "HND"
-            in_cache = CacheCut(block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=cut)
+            in_cache = CacheTiling(block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=cut)
         return PrefillShape(
             q_heads=q_heads,
             group=q_heads // self.kv_heads,
@@ -288,7 +288,7 @@ class PrefillCall:
     def inputs(self, schedule: PrefillSchedule, spec: PrefillSpec) -> PrefillInputs:
         """The kernel's."""
         in_cache, cut = spec.shape.in_cache, spec.shape.cut
-        as_copied = lambda x: cut.split(_whole_rows(x)) if in_cache is None else in_cache.cut_cache(x)
+        as_copied = lambda x: cut.split(_whole_rows(x)) if in_cache is None else in_cache.tile_cache(x)
         in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
         return PrefillInputs(
             query=cut.split(_whole_rows(self.query)),
@@ -305,19 +305,19 @@ class PrefillCall:
             mask=() if self.mask is None else self.mask.arrays,
         )
 
-    def _scales(self, scale: jax.Array | None, in_cache: CacheCut | None) -> jax.Array | None:
+    def _scales(self, scale: jax.Array | None, in_cache: CacheTiling | None) -> jax.Array | None:
         """As CacheRefs has them."""
         if scale is None or in_cache is None:
             return None
         scale = scale.astype(jnp.float32)
         if scale.ndim == 3:
-            return in_cache.cut_scales(scale)
+            return in_cache.tile_scales(scale)
         if scale.ndim == 2:
-            return in_cache.cut_channels(scale)
+            return in_cache.tile_channel_scales(scale)
         return jnp.broadcast_to(scale, (self.kv_heads,))
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:
     """Tokens padded to what TMA takes."""
     missing = -x.shape[0] % ALIGN
-    return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else unsliced(x)
+    return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else copy_if_unaligned(x)

@@ -103,7 +103,7 @@ class Combiner:
 
         def to(live: Slice, head: Scalar, nth: int) -> Ref:
             if cut.is_padded:
-                return refs.out.at[(live, head, strip, *cut.at(0, strip * 0)[1:])]
+                return refs.out.at[(live, head, strip, *cut.gmem_index(0, strip * 0)[1:])]
             return refs.out.at[live, head, columns]
 
         @pl.when((first < item["end"]) & (first + rows.tokens > item["begin"]))

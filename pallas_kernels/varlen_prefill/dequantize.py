@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.dequant import NARROW, converted
+from pallas_kernels.shared.dequant import QUANTIZED_LAYOUT, dequantize
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE
 from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
@@ -90,19 +90,21 @@ class Dequantizer:
 
         def scaled(x: Tile, columns: tuple[int, Slice]) -> Tile:
             if of.kind == "token":
-                scale = plgpu.load(of.of_tokens.at[stage], layout=NARROW.reduce(1), optimized=False)
+                scale = plgpu.load(of.of_tokens.at[stage], layout=QUANTIZED_LAYOUT.reduce(1), optimized=False)
                 return x * lax.broadcast_in_dim(scale, x.shape, [0])
             if of.kind == "channel":
                 of_columns = of.scale.at[(head, *columns)]
-                scale = plgpu.load(of_columns, layout=NARROW.reduce(0), optimized=False)
+                scale = plgpu.load(of_columns, layout=QUANTIZED_LAYOUT.reduce(0), optimized=False)
                 return x * lax.broadcast_in_dim(scale, x.shape, [1])
             assert number is not None
             return x * number
 
-        for chunk in range(cut.chunks):
+        for chunk in range(cut.num_chunks):
             for first in range(0, cut.width, COLUMNS_AT_ONCE):
                 columns = chunk, pl.ds(first, COLUMNS_AT_ONCE)
                 here = (stage, chunk, slice(None), columns[1])
                 times = None if of.kind is None else functools.partial(scaled, columns=columns)
-                tile = converted(plgpu.load(of.narrow.tiles.at[here], layout=NARROW), self.spec.dtype, times)
+                tile = dequantize(
+                    plgpu.load(of.narrow.tiles.at[here], layout=QUANTIZED_LAYOUT), self.spec.dtype, times
+                )
                 store_unoptimized(of.wide.tiles.at[here], tile)

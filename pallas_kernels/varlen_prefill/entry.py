@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.call import PrefillCall
@@ -92,7 +92,7 @@ def run_prefill(
     num_tokens, q_heads, head_dim = call.query.shape
     if sizes is None:
         given = call.lists if schedule is None else schedule
-        sizes = call.default_sizes(score) if given is None else given.made_for.sizes
+        sizes = call.default_sizes(score) if given is None else given.built_for.sizes
     call.check_lists(sizes)
     call.check_heads(sizes)
     call.check_widening(sizes)
@@ -107,7 +107,7 @@ def run_prefill(
         narrow=call.narrow, interpret=interpret,
     )  # fmt: skip
     way_out = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
-    inputs = given_to_kernel(call.inputs(schedule, spec), "varlen_prefill", way_out)
+    inputs = forbid_kernel_derivative(call.inputs(schedule, spec), "varlen_prefill", way_out)
     outputs = prefill(inputs, spec)
     if schedule.split_tiles is not None:
         outputs = combine_splits(outputs, schedule.table, schedule.split_tiles, inputs.sinks, spec)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_tokens
 from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.softmax import normalized
+from pallas_kernels.shared.softmax import finalize_softmax
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.refs import PrefillOutputs, SplitOutputs
@@ -61,7 +61,7 @@ def output_scale_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) ->
     item, sink = rows.item, None
     if sinks is not None:
         sink = rows.of_heads(lambda head: jnp.where(item["seq_len"] > 0, sinks[head], -jnp.inf))
-    return normalized(top, total, sink)
+    return finalize_softmax(top, total, sink)
 
 
 class ValidRows(NamedTuple):
@@ -119,7 +119,7 @@ def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs:
     cut = rows.spec.shape.cut
 
     def to(live: Slice, head: Scalar, chunk: int) -> Ref:
-        return out_g.at[(live, head, *cut.at(chunk, head * 0))]
+        return out_g.at[(live, head, *cut.gmem_index(chunk, head * 0))]
 
     store_valid_rows(to, rows, swizzled_s, plain_s, outs)
 

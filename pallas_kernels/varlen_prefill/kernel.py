@@ -50,7 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.types import Memory, Scalar
+from pallas_kernels.shared.types import Scalar, ScratchType
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
 from pallas_kernels.varlen_prefill.dequantize import Dequantizer
 from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE, PrefillLoader
@@ -147,7 +147,7 @@ def _partial_types(spec: PrefillSpec) -> SplitOutputs:
     sizes, cut, items = spec.sizes, spec.shape.cut, spec.items_per_tile
     most = max_split_outputs(spec.shape.q_heads, sizes)
     a_row = jax.ShapeDtypeStruct((most, items, sizes.tile_q), f32)
-    out = jax.ShapeDtypeStruct((most, items, cut.chunks, sizes.tile_q, cut.width), f32)
+    out = jax.ShapeDtypeStruct((most, items, cut.num_chunks, sizes.tile_q, cut.width), f32)
     return SplitOutputs(out=out, top=a_row, total=a_row)
 
 
@@ -155,8 +155,8 @@ def smem_types(spec: PrefillSpec) -> PrefillSmem:
     """Shared memory: see refs.Smem."""
     sizes, cut, dtype = spec.sizes, spec.shape.cut, spec.dtype
     wgs = sizes.warpgroups
-    tokens = (wgs, sizes.query_buffers, cut.chunks, M, cut.width)
-    keys = (sizes.teams * sizes.stages, cut.chunks, sizes.tile_kv, cut.width)
+    tokens = (wgs, sizes.query_buffers, cut.num_chunks, M, cut.width)
+    keys = (sizes.teams * sizes.stages, cut.num_chunks, sizes.tile_kv, cut.width)
     return PrefillSmem(
         query_and_out=plgpu.RefUnion((swizzled_smem(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
         items=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
@@ -189,11 +189,13 @@ def pipeline_types(spec: PrefillSpec) -> PrefillBarriers:
     sizes = spec.sizes
     stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
 
-    def of_stages(arrivals: int) -> Memory:
+    def of_stages(arrivals: int) -> ScratchType:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
 
     return PrefillBarriers(
-        q_full=plgpu.Barrier(num_arrivals=spec.shape.cut.chunks * sizes.pack_gqa + 1, num_barriers=buffers),
+        q_full=plgpu.Barrier(
+            num_arrivals=spec.shape.cut.num_chunks * sizes.pack_gqa + 1, num_barriers=buffers
+        ),
         q_free=plgpu.Barrier(num_barriers=buffers),
         k_full=of_stages(spec.copies if spec.narrow is None else 1),
         v_full=of_stages(spec.copies if spec.narrow is None else 1),

@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import BULK
-from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+from pallas_kernels.shared.memory import BULK_COPY
+from pallas_kernels.shared.paged_kv import BlockTable, CacheTiling
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages, QueryBuffers
 from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillBarriers, PrefillInputs, PrefillSmem
@@ -58,7 +58,7 @@ class PackedKvCopies:
 class PagedKvCopies:
     """A paged cache: a copy is a block, or what of it a tile holds."""
 
-    def __init__(self, table: Ref, in_cache: CacheCut, spec: PrefillSpec):
+    def __init__(self, table: Ref, in_cache: CacheTiling, spec: PrefillSpec):
         self.table, self.in_cache = BlockTable(table, in_cache.block_size), in_cache
         self.tile_kv, self.copies = spec.sizes.tile_kv, in_cache.copies
 
@@ -67,12 +67,12 @@ class PagedKvCopies:
     ) -> list[KvCopy]:
         """As PackedWindows.of. Keys that no query sees may have no block: another stands in."""
         cut, first_key = self.in_cache, tile * self.tile_kv
-        seen = self.table.seen(item["req"], item.low, item.high, is_checked=True)
-        blocks = seen.ids(cut.column_of(first_key) + first, count)
-        copy = cut.copy_of(first_key)
+        seen = self.table.visible(item["req"], item.low, item.high, is_checked=True)
+        blocks = seen.ids(cut.table_column(first_key) + first, count)
+        copy = cut.copy_index(first_key)
         rows = [pl.ds((first + j) * cut.rows, cut.rows) for j in range(count)]
         return [
-            KvCopy(cut.at(block, copy, kv_head), to, (block, kv_head, copy))
+            KvCopy(cut.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
             for block, to in zip(blocks, rows, strict=True)
         ]
 
@@ -169,8 +169,8 @@ class PrefillLoader:
         """Begins to fill a stage."""
         cut = self.spec.shape.cut
         for window in windows:
-            for chunk in range(cut.chunks):
-                source = kv_g.at[(*window.source, *cut.at(chunk, stage * 0))]
+            for chunk in range(cut.num_chunks):
+                source = kv_g.at[(*window.source, *cut.gmem_index(chunk, stage * 0))]
                 to = stream.tiles.at[stage, chunk, window.rows]
                 plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
 
@@ -180,7 +180,7 @@ class PrefillLoader:
         if scales_s is not None:
             for window in windows:
                 source, to = scales_g.at[window.scales], scales_s.at[stage, window.rows]
-                plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage], oob_mode=BULK)
+                plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage], oob_mode=BULK_COPY)
 
     def load_queries(self, item: PrefillWorkTile, row: Scalar, nth: Scalar) -> None:
         """Each warpgroup's queries, and the item's columns."""
@@ -192,8 +192,8 @@ class PrefillLoader:
             # A warpgroup without rows may stand before the first.
             tokens = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * each, 0)), each)
             for head, first in packed_heads(item, self.spec):
-                for chunk in range(cut.chunks):
-                    source = self.query.at[(tokens, head, *cut.at(chunk, nth * 0))]
+                for chunk in range(cut.num_chunks):
+                    source = self.query.at[(tokens, head, *cut.gmem_index(chunk, nth * 0))]
                     to = queries.query.at[buffer, chunk, pl.ds(first, each)]
                     plgpu.copy_gmem_to_smem(source, to, queries.full.at[barrier])
             plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])

@@ -76,7 +76,7 @@ class PrefillMainloop:
 
     def attend_item(self, rows: QueryRows, buffer: Scalar, nth: Scalar, step: Scalar) -> None:
         """The rows of an item, whose queries are in a buffer, and whose first keys are those of `step`."""
-        queries, item, chunks = self.queries, rows.item, self.spec.shape.cut.chunks
+        queries, item, chunks = self.queries, rows.item, self.spec.shape.cut.num_chunks
         if rows.slope is not None:
             self.bias.store_slope(rows.slope)
 

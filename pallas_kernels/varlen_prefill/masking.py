@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
-from pallas_kernels.shared import block_of
-from pallas_kernels.shared.paged_kv import clear_unseen
+from pallas_kernels.shared import floor_div
+from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
@@ -88,7 +88,7 @@ class Masking:
         assert tile.entry is not None
         assert block is not None
         bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
-        first = block_of(item["position"] + item["begin"], block)
+        first = floor_div(item["position"] + item["begin"], block)
         sees = positions * 0 + (bits & 1)
         for nth in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
             bit = lax.shift_right_logical(bits, jnp.int32(nth)) & 1
@@ -155,6 +155,6 @@ class ValueTiles:
             def _(n: Scalar) -> None:
                 rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
                 at = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
-                clear_unseen(self.ring.values.tiles.at[stage], rows, lambda _: at, begin, end)
+                clear_masked_out(self.ring.values.tiles.at[stage], rows, lambda _: at, begin, end)
 
             plgpu.commit_smem()

@@ -23,7 +23,7 @@ class PrefillMma:
 
     def begin_scores(self, s_ref: Ref, q_s: Ref, stage: Scalar) -> None:
         """Begins S += Q K^T."""
-        for chunk in range(self.spec.shape.cut.chunks):
+        for chunk in range(self.spec.shape.cut.num_chunks):
             plgpu.wgmma(s_ref, q_s.at[chunk], self.ring.keys.tiles.at[stage, chunk].T)
         if self.alibi is not None:
             plgpu.wgmma(s_ref, self.alibi.slopes, self.alibi.columns.T)

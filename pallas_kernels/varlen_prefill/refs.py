@@ -13,11 +13,11 @@ class KvRefs(NamedTuple):
 
     Attributes:
         k: Packed: [tokens, kv_heads, head_dim], or [..., chunks, chunk] where the head is cut. Paged:
-            CacheCut.cut_cache's.
+            CacheTiling.tile_cache's.
         v: As k.
         block_table: [reqs, max_blocks]: blocks of each request; None where keys are packed.
         k_scale: Of keys in 8 bits, f32: [kv_heads], per channel [kv_heads, chunks, width], or per token
-            CacheCut.cut_scales'; None: 1.
+            CacheTiling.tile_scales'; None: 1.
         v_scale: The same of values.
     """
 

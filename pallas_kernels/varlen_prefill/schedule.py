@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.checks import require
-from pallas_kernels.shared.arithmetic import sorted_places
+from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 from pallas_kernels.varlen_prefill.splits import (
@@ -56,14 +56,14 @@ class PrefillSchedule(NamedTuple):
         first_tiles: Number (in the order of the tokens) of each request's first tile; the padding behind the
             last request counts as one more request.
         split_tiles: The tiles whose keys are cut; None where none can be.
-        made_for: Static.
+        built_for: Static.
     """
 
     table: Int32[Array, "tiles columns"]
     num_valid: Int32[Array, " 1"]
     first_tiles: Int32[Array, " bounds"]
     split_tiles: SplitTiles | None
-    made_for: PrefillScheduleKey
+    built_for: PrefillScheduleKey
 
 
 def schedule_key(
@@ -167,7 +167,7 @@ def make_schedule(
     require(not (may_cut and q_heads is None), "q_heads", "be given where keys may be cut", q_heads)
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
-    made_for = schedule_key(
+    built_for = schedule_key(
         num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=kv_start_loc is not None
     )
     if q_heads is not None and may_cut:
@@ -178,12 +178,12 @@ def make_schedule(
         table, places = _longest_first(table, jnp.where(cut.is_live, -cut.num_tiles, 1))
         split_tiles = find_split_tiles(cut, places, most=max_split_outputs(q_heads, sizes) // 2)
         return PrefillSchedule(
-            table, splits.sum(dtype=jnp.int32)[None], tiles.first_tiles, split_tiles, made_for
+            table, splits.sum(dtype=jnp.int32)[None], tiles.first_tiles, split_tiles, built_for
         )
     table = _table(tiles.columns, tiles.is_live)
     if not has_lists:
         table, _ = _longest_first(table, jnp.where(tiles.is_live, -tiles.kv_tiles, 1))
-    return PrefillSchedule(table, tiles.num_valid, tiles.first_tiles, None, made_for)
+    return PrefillSchedule(table, tiles.num_valid, tiles.first_tiles, None, built_for)
 
 
 class Tiles(NamedTuple):
@@ -269,7 +269,7 @@ def _longest_first(
     table: Int32[Array, "tiles columns"], keys: Int32[Array, " tiles"]
 ) -> tuple[Int32[Array, "tiles columns"], Int32[Array, " tiles"]]:
     """The rows in the order of their keys, and each one's place."""
-    places = sorted_places(keys[None])[0]
+    places = sort_ranks(keys[None])[0]
     if len(table) > MAX_RECOMPUTED_ROWS:
         places = jax.lax.optimization_barrier(places)
     return jnp.zeros_like(table).at[places].set(table), places

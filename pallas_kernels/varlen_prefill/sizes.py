@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import NUM_SMS
 
@@ -159,7 +159,7 @@ class CallBounds(NamedTuple):
 
     def limited_by(self, score: Score) -> "CallBounds":
         """With no more keys than windows and chunks let a tile of queries see."""
-        seen = score.most_keys(3 * WARPGROUP_ROWS)
+        seen = score.max_visible_keys(3 * WARPGROUP_ROWS)
         return self if seen is None else self._replace(max_kv=min(seen, self.max_kv))
 
 
@@ -183,7 +183,7 @@ def default_sizes(
     Raises:
         ValueError: Keys of 8 bits come with lists, or a row's bits are to be its own over them.
     """
-    padded_dim = head_cut(head_dim).padded_dim
+    padded_dim = head_chunks(head_dim).padded_dim
     if widens:
         require(not has_lists, "has_lists", "be False with keys of 8 bits", has_lists)
         require(not batch_invariant, "batch_invariant", "be False with keys of 8 bits", batch_invariant)
@@ -203,7 +203,7 @@ def default_sizes(
 
 def is_small_batch(head_dim: int, bounds: CallBounds) -> bool:
     """Whether queries are so few, and keys so many, that keys may have to be cut."""
-    sizes = TABLE[head_cut(head_dim).padded_dim]
+    sizes = TABLE[head_chunks(head_dim).padded_dim]
     items = -(-bounds.num_tokens // sizes.tile_q) * bounds.q_heads
     return items <= SMALL_BATCH_TILES_PER_CTA * sizes.ctas and bounds.max_kv >= MIN_KV_TO_SPLIT
 

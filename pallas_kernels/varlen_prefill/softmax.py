@@ -65,7 +65,7 @@ class Softmax:
         y, top, _, _ = self.policy.first(s, row_term, mask, self.policy.start())
         p, sums = probabilities(y)
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        accs = tuple(zeros() for _ in range(self.spec.shape.cut.chunks))
+        accs = tuple(zeros() for _ in range(self.spec.shape.cut.num_chunks))
         return SoftmaxState(accs, sums, top, p.astype(self.spec.dtype))
 
     def step(

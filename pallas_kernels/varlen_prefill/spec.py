@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import HeadCut
-from pallas_kernels.shared.paged_kv import CacheCut
+from pallas_kernels.shared.head_dims import HeadChunks
+from pallas_kernels.shared.paged_kv import CacheTiling
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
@@ -36,8 +36,8 @@ class PrefillShape:
 
     q_heads: int
     group: int
-    cut: HeadCut
-    in_cache: CacheCut | None
+    cut: HeadChunks
+    in_cache: CacheTiling | None
     heads_at_once: int
     block_q: int | None = None
 
@@ -127,7 +127,7 @@ class PrefillSpec:
     def copies(self) -> int:
         """TMA copies that bring the keys of a tile, or its values."""
         in_cache = self.shape.in_cache
-        return (1 if in_cache is None else in_cache.copies) * self.shape.cut.chunks
+        return (1 if in_cache is None else in_cache.copies) * self.shape.cut.num_chunks
 
     @property
     def has_window(self) -> bool:

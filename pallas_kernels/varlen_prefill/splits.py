@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.shared.arithmetic import is_before
+from pallas_kernels.shared.arithmetic import sorts_before
 from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 
 # What a kernel reads of a split, after the columns of its tile of queries:
@@ -81,7 +81,7 @@ def choose_num_splits(
     splits = jnp.where(is_live, jnp.maximum(_ceil_div(kv_tiles, length), 1), 0)
     each = _ceil_div(kv_tiles, jnp.maximum(splits, 1))
     items = splits * (q_heads // sizes.pack_gqa)
-    begin = jnp.where(is_before(-each), items[:, None, :], 0).sum(axis=2, dtype=jnp.int32)
+    begin = jnp.where(sorts_before(-each), items[:, None, :], 0).sum(axis=2, dtype=jnp.int32)
     workers = sizes.workers
     worker = jnp.arange(workers, dtype=jnp.int32)[None, :, None]
     dealt = _dealt(begin, items, 2 * workers - worker, workers) + _dealt(begin, items, worker + 1, workers)

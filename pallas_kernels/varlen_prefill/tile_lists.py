@@ -39,13 +39,13 @@ class PrefillTileLists(NamedTuple):
         num_valid: How many items there are.
         entries: The lists: tiles that need a mask, the last one first, then the others. A tile is its number,
             and from bit QUERY_BLOCK_SHIFT on which blocks of queries see it, of those that the item touches.
-        made_for: Static: what their schedule is made for.
+        built_for: Static: what their schedule is made for.
     """
 
     table: Int32[Array, "items columns"]
     num_valid: Int32[Array, " 1"]
     entries: Int32[Array, "lists max_list"]
-    made_for: PrefillScheduleKey
+    built_for: PrefillScheduleKey
 
 
 def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> PrefillScheduleRefs:
@@ -62,7 +62,7 @@ def make_tile_lists(
 
     Args:
         schedule: The tiles of queries.
-        codes: list_tiles.codes_of's, for each head: no tile is seen where a tile of queries is not live or a
+        codes: `encode_tiles`, for each head: no tile is seen where a tile of queries is not live or a
             tile of keys lies outside the request; none is seen whole that reaches past the request's ends.
         sets: Static: the heads are worked through in so many sets, one after the other.
     """
@@ -75,4 +75,4 @@ def make_tile_lists(
     if not tile_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
         sort = tile_order.sorted_items.twin
     table, num_valid = sort(*arrays, columns=len(COLUMNS), sets=sets)
-    return PrefillTileLists(table, num_valid, listed.entries, schedule.made_for)
+    return PrefillTileLists(table, num_valid, listed.entries, schedule.built_for)

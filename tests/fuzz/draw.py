@@ -58,7 +58,7 @@ def draw(implementation: str, seed: int, *, is_large: bool = False) -> dict:
 
 
 def _draw_lens(rng: random.Random, *, is_large: bool, is_small: bool) -> dict:
-    most_tokens, most_keys = (900, 4000) if is_large else (260, 330) if is_small else (300, 600)
+    most_tokens, max_visible_keys = (900, 4000) if is_large else (260, 330) if is_small else (300, 600)
     length = lambda most: min(rng.choice([rng.choice(EDGES), rng.randint(1, most)]), most)
     phase = one_of(rng, decode=3, speculative=2, prefill=2, chunked=3, mixed=4, cross=1)
     num_reqs = rng.randint(1, 40 if is_large and phase == "decode" else 5)
@@ -71,11 +71,11 @@ def _draw_lens(rng: random.Random, *, is_large: bool, is_small: bool) -> dict:
         if new > room:
             break
         has_context = phase in ("decode", "speculative", "mixed", "chunked")
-        context = length(most_keys) if has_context and rng.random() < 0.9 else 0
+        context = length(max_visible_keys) if has_context and rng.random() < 0.9 else 0
         context = min(context, max(MOST_KEYS - sum(seq_lens), 0))
         total = new + context
         if phase == "cross":
-            total = 0 if rng.random() < 0.1 else length(most_keys // 2)
+            total = 0 if rng.random() < 0.1 else length(max_visible_keys // 2)
         query_lens.append(new)
         seq_lens.append(total)
     lens = {"query_lens": query_lens, "seq_lens": seq_lens, "decode_query_len": decode_len}

@@ -127,7 +127,7 @@ def read_in_tiles(size):
     ids=str,
 )
 def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, monkeypatch):
-    sizes = kernel_selection.decode_kernel.KernelSizes(stages=2, ctas=4)
+    sizes = kernel_selection.decode_kernel.DecodeSizes(stages=2, ctas=4)
     monkeypatch.setattr(kernel_selection.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
     monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))
     problem, mask = problem_of(name, *options, region=region)

@@ -28,7 +28,7 @@ from jattn.models.experts import Experts
 from jattn.models.layers import MLP
 from jattn.models.routing import Routing
 from jattn.models.specs import MLPSpec
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 
 HIDDEN, INTERMEDIATE = 24, 40
 # Tokens that make each way of computing the products: fewer rows than experts, all experts, tiles.
@@ -348,7 +348,9 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
 
 def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
     def product(x, weights, group_of_tile, *, outputs_first=False, interpret=None):
-        x = given_to_kernel(x, "grouped_matmul", "None")  # as the kernel, whose results no gradient reads
+        x = forbid_kernel_derivative(
+            x, "grouped_matmul", "None"
+        )  # as the kernel, whose results no gradient reads
         return jnp.zeros((len(x), weights.shape[1 if outputs_first else 2]), x.dtype) + x[:, :1]
 
     monkeypatch.setattr(expert_matmuls, "grouped_matmul", product)

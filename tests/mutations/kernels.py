@@ -41,7 +41,7 @@ def run(kernel, problem: AttentionProblem, **arrays) -> None:
 def check_decode(window=None, split_kv=None) -> None:
     """A request of one key, and two that are cut into tiles and spans."""
     problem = problem_of([1, 1, 1], [330, 1, 200], window)
-    sizes = paged_decode.KernelSizes(stages=2, ctas=12, split_kv=split_kv)
+    sizes = paged_decode.DecodeSizes(stages=2, ctas=12, split_kv=split_kv)
     metadata = problem.metadata
     where = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}
     run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **where)

@@ -176,9 +176,9 @@ def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------------------- lists
 def codes(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(some, every, query_blocks)` of the tiles to be listed: [tiles of queries, heads, tiles]."""
-    right = tile_lists.codes_of
+    right = tile_lists.encode_tiles
     wrong = lambda some, every, query_blocks=(): right(*change(some, every, query_blocks))
-    return lambda patch: patch.setattr(tile_lists, "codes_of", wrong)
+    return lambda patch: patch.setattr(tile_lists, "encode_tiles", wrong)
 
 
 def listed(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
@@ -218,9 +218,9 @@ def one_head(patch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_parts(patch: pytest.MonkeyPatch) -> None:
-    right = lists_of_keys.codes_of
+    right = lists_of_keys.encode_tiles
     wrong = lambda some, every, parts=(): right(some, every, tuple(parts)[::-1])
-    patch.setattr(lists_of_keys, "codes_of", wrong)
+    patch.setattr(lists_of_keys, "encode_tiles", wrong)
 
 
 def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.add_norm import add_norm
-from pallas_kernels.block_scores import best_blocks, block_scores, least_of_mass
+from pallas_kernels.block_scores import best_blocks, block_scores, top_p_threshold
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -80,6 +80,6 @@ ENTRIES = {
             "jattn",
         ),
         Entry(best_blocks, {"scores": jnp.ones((2, 2, 1))}, {"seq_lens": PAGES["seq_lens"]}, CHOICE, "top_k"),
-        Entry(least_of_mass, {"scores": jnp.ones((2, 8))}, {}, {"mass": 0.5}, "softmax"),
+        Entry(top_p_threshold, {"scores": jnp.ones((2, 8))}, {}, {"mass": 0.5}, "softmax"),
     )
 }

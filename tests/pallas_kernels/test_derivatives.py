@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.sparsity import KeyBounds, select_blocks, select_prefill_blocks
 from pallas_kernels.add_norm import add_norm
-from pallas_kernels.derivatives import given_to_kernel
+from pallas_kernels.derivatives import forbid_kernel_derivative
 from tests.pallas_kernels.entry_points import ENTRIES, half
 
 
@@ -58,7 +58,7 @@ def test_masks_that_kernels_choose_may_depend_on_what_is_differentiated():
 
 
 def test_nothing_is_compiled_of_it():
-    named = lambda x: given_to_kernel({"x": x, "none": None}, "a kernel", "Do without")["x"] + 1
+    named = lambda x: forbid_kernel_derivative({"x": x, "none": None}, "a kernel", "Do without")["x"] + 1
     bare = lambda x: x + 1
     text = lambda f: jax.jit(f, donate_argnums=0).lower(half(2)).as_text()
     assert text(named) == text(bare)

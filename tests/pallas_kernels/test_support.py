@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import support
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
-from pallas_kernels.list_tiles import codes_of, list_tiles
-from pallas_kernels.paged_decode import KernelSizes, default_sizes, paged_decode, schedule_for
+from pallas_kernels.list_tiles import encode_tiles, list_tiles
+from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode, schedule_for
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import PrefillSizes, make_schedule, make_tile_lists, varlen_prefill
 
@@ -264,7 +264,7 @@ def test_no_tokens_and_no_blocks_leave_a_cache_as_it_is():
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
 def test_no_lists_and_no_tiles_are_lists_of_nothing(shape):
     none = jnp.zeros(shape, bool)
-    listed = list_tiles(codes_of(none, none))
+    listed = list_tiles(encode_tiles(none, none))
     assert listed.entries.shape == shape
     for count in (listed.num_partial, listed.num_full):
         np.testing.assert_array_equal(count, np.zeros(shape[0], np.int32))
@@ -281,14 +281,18 @@ class TestSchedulesOfOthers:
     def test_decode(self):
         query, cache, table, lens, *_ = zeros_of(decode)
         score = Score(scale=0.1)
-        plain = {"score": score, "sizes": KernelSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
+        plain = {"score": score, "sizes": DecodeSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
         made = lambda lens, **change: schedule_for(lens, **(plain | change))
         run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
-        with pytest.raises(ValueError, match=r"schedule\.made_for\.unit must be 64, got 2048"):
-            run(schedule=made(lens, sizes=KernelSizes(split_kv=2048)))
-        with pytest.raises(ValueError, match=r"made_for\.mask must be .*None\), None\), got .*\(5, None\)"):
+        with pytest.raises(ValueError, match="schedule was built for unit=2048, but this call has unit=64"):
+            run(schedule=made(lens, sizes=DecodeSizes(split_kv=2048)))
+        with pytest.raises(
+            ValueError, match=r"built for mask=.*\(5, None\).*, but this call has mask=.*None\), None\)"
+        ):
             run(schedule=made(lens, score=Score(scale=0.1, window=(5, None))))
-        with pytest.raises(ValueError, match=r"made_for\.decode_query_len must be 1, got 2"):
+        with pytest.raises(
+            ValueError, match="built for decode_query_len=2, but this call has decode_query_len=1"
+        ):
             run(schedule=made(lens, decode_query_len=2))
         with pytest.raises(ValueError, match=r"schedule.unit_ends must have shape \(1,\) .*got \(2,\)"):
             run(schedule=made(jnp.zeros(2, jnp.int32)))
@@ -302,10 +306,10 @@ class TestSchedulesOfOthers:
                 r"sizes must be .*per_tile=1.*, got .*per_tile=2",
             ),
             ({"sizes": PrefillSizes(tile_kv=64)}, r"sizes must be .*tile_kv=128.*, got .*tile_kv=64"),
-            ({"num_tokens": 999}, r"made_for\.num_tokens must be 150, got 999"),
-            ({"score": Score(scale=0.1, causal=False)}, r"made_for\.mask must be \(True, .* got \(False, "),
-            ({"has_lists": True}, r"made_for\.has_lists must be False, got True"),
-            ({"kv_start_loc": jnp.zeros(2, jnp.int32)}, r"made_for\.is_packed must be False, got True"),
+            ({"num_tokens": 999}, "built for num_tokens=999, but this call has num_tokens=150"),
+            ({"score": Score(scale=0.1, causal=False)}, r"built for mask=\(False, .* has mask=\(True, "),
+            ({"has_lists": True}, "built for has_lists=True, but"),
+            ({"kv_start_loc": jnp.zeros(2, jnp.int32)}, "built for is_packed=True, but"),
             ({"reqs": 1}, r"schedule.first_tiles must have shape \(3,\) .*got \(2,\)"),
         ],
     )
@@ -330,7 +334,9 @@ class TestSchedulesOfOthers:
         of_narrow = make_schedule(
             starts, lens, num_tokens=1, score=score, sizes=PrefillSizes(tile_kv=64), has_lists=True
         )
-        with pytest.raises(ValueError, match=r"lists\.made_for\.sizes must be .*kv=128.*, got .*kv=64"):
+        with pytest.raises(
+            ValueError, match=r"lists was built for sizes=.*kv=64.*, but this call has .*kv=128"
+        ):
             run(schedule=schedule, lists=lists_of(of_narrow, 1, 1), sizes=sizes)
 
     def test_lists_of_no_tiles_of_keys_are_lists_of_nothing(self):
@@ -342,7 +348,7 @@ class TestSchedulesOfOthers:
 
 def lists_of(schedule, heads, kv_tiles):
     seen = jnp.ones((schedule.table.shape[0], heads, kv_tiles), bool)
-    return make_tile_lists(schedule, codes_of(seen, seen))
+    return make_tile_lists(schedule, encode_tiles(seen, seen))
 
 
 WRONG_SHAPES = [

@@ -31,7 +31,7 @@ def decode_problem(is_interpreted):
     cache = (BLOCKS, SIZE, HEADS, DIM)
     table = jnp.asarray([np.arange(12).reshape(2, 6), np.arange(12)[::-1].reshape(2, 6)], jnp.int32)
     lens = jnp.asarray([[90, 7], [0, 70]], jnp.int32)
-    sizes = decode.KernelSizes(tile_kv=64, stages=2, ctas=2 * HEADS, max_rows=16)
+    sizes = decode.DecodeSizes(tile_kv=64, stages=2, ctas=2 * HEADS, max_rows=16)
     run = functools.partial(decode.paged_decode, score=Score(scale=0.1), sizes=sizes)
     run = functools.partial(run, interpret=plgpu.InterpretGPUParams() if is_interpreted else None)
     arguments = normal(0, 2, 2, 4, DIM), normal(KEY, *cache), normal(VALUE, *cache), table, lens

@@ -13,7 +13,7 @@ import jattn
 from jattn import masks
 from jattn.batch.transitions import pad_tokens
 from jattn.sparsity.prefill_selection import _query_means, largest, select_prefill_blocks
-from pallas_kernels.block_scores import MAX_SHARES
+from pallas_kernels.block_scores import MAX_TOP_P_LEN
 
 pytestmark = pytest.mark.kernels
 SPEC = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
@@ -78,9 +78,9 @@ def test_the_kernel_chooses_what_a_sort_does(block_size):
 
 def test_more_blocks_than_the_kernel_takes_are_named():
     query, cache, metadata = problem()
-    wide = dataclasses.replace(metadata, block_table=jnp.zeros((3, MAX_SHARES + 1), jnp.int32))
+    wide = dataclasses.replace(metadata, block_table=jnp.zeros((3, MAX_TOP_P_LEN + 1), jnp.int32))
     options = {"mass": 0.5, "block_size": 4, "interpret": plgpu.InterpretGPUParams()}
-    with pytest.raises(NotImplementedError, match=f"choose among {MAX_SHARES + 1} blocks"):
+    with pytest.raises(NotImplementedError, match=f"choose among {MAX_TOP_P_LEN + 1} blocks"):
         select_prefill_blocks(query, cache, wide, SPEC, implementation="mosaic_gpu", **options)
 
 

@@ -91,7 +91,7 @@ def _of_decode(
         **_scales_of(cache),
         "block_list": work.block_list,
         "list_block_size": kernel.list_block_size,
-        "lists_tell_heads": kernel.lists_tell_heads,
+        "lists_have_head_bits": kernel.lists_have_head_bits,
         "schedule": work.schedule,
         "sizes": kernel.sizes,
     }

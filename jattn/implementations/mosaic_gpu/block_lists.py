@@ -10,7 +10,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.layer_config import Region
 from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, OnMesh, coverage_of_tiles
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, codes_of, list_tiles
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles, list_tiles
 from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
 
 
@@ -91,5 +91,5 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
     if tells_heads(mask, spec):
         heads = [by_head[:, :, nth] for nth in range(spec.q_heads_per_kv_head)]
         some = functools.reduce(operator.or_, heads)
-    listed = list_tiles(codes_of(some, some, heads).reshape(-1, some.shape[-1]))
+    listed = list_tiles(encode_tiles(some, some, heads).reshape(-1, some.shape[-1]))
     return BlockList(ids=listed.entries.reshape(some.shape), counts=listed.num_full.reshape(some.shape[:2]))

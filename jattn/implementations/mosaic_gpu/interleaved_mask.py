@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jattn.masks import And, Causal, Chunked, Interleaved, Mask, Window
 from jattn.masks.pairs import quotient
-from pallas_kernels.shared import bounded
+from pallas_kernels.shared import normalize_window_side
 from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 
 
@@ -58,7 +58,7 @@ def _stretch(mask: Mask, query: Any) -> tuple[Any | None, Any | None]:
             begin = quotient(query, one.size) * one.size
             end = begin + one.size
         elif isinstance(one, Window):
-            right = bounded(one.right)
+            right = normalize_window_side(one.right)
             begin = None if one.left is None else jnp.maximum(query - one.left, 0)
             end = None if right is None else query + (right + 1)
         else:

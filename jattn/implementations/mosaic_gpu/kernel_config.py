@@ -14,12 +14,12 @@ class DecodeKernel:
     Attributes:
         sizes: What it is compiled for.
         list_block_size: Keys of a listed block; None = it reads all that the spec's numbers let queries see.
-        lists_tell_heads: Whether lists say which query heads see a block.
+        lists_have_head_bits: Whether lists say which query heads see a block.
     """
 
-    sizes: paged_decode.KernelSizes
+    sizes: paged_decode.DecodeSizes
     list_block_size: int | None = None
-    lists_tell_heads: bool = False
+    lists_have_head_bits: bool = False
 
     def __str__(self) -> str:
         over = "" if self.list_block_size is None else f" over lists of blocks of {self.list_block_size}"
@@ -77,7 +77,7 @@ class PrefillKernel:
 type Kernel = DecodeKernel | PrefillKernel
 
 
-def _in_words(queries: int, sizes: paged_decode.KernelSizes | varlen_prefill.PrefillSizes) -> str:
+def _in_words(queries: int, sizes: paged_decode.DecodeSizes | varlen_prefill.PrefillSizes) -> str:
     return f"{queries} x {sizes.tile_kv} keys, {sizes.stages} stages"
 
 

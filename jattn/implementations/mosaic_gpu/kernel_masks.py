@@ -38,8 +38,8 @@ from jattn.masks.base import leaves
 from jattn.masks.blocks import blocks_of_tile
 from jattn.masks.documents import come_in_runs
 from jattn.masks.functions import closed_over
-from jattn.masks.pairs import block_of, quotient, remainder
-from pallas_kernels.shared import bounded
+from jattn.masks.pairs import floor_div, quotient, remainder
+from pallas_kernels.shared import normalize_window_side
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
 
 HALF = WORD // 2
@@ -154,7 +154,7 @@ def _window(mask: Mask) -> KernelMask | None:
         mask = Window(right=0)
     if not isinstance(mask, Window) or mask == Window():
         return None
-    left, right = bounded(mask.left), bounded(mask.right)
+    left, right = normalize_window_side(mask.left), normalize_window_side(mask.right)
 
     def sees(tile: PairTile, _: Any) -> Words:
         own = tile.rows - tile.first_column
@@ -258,7 +258,7 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
 
         if block_q is None:
             return tile.of_queries(word(jnp.int32(0)))
-        queries, first = tile.queries, block_of(tile.first_query, block_q)
+        queries, first = tile.queries, floor_div(tile.first_query, block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
         bits = tile.of_queries(word(first - ahead))
         for nth in range(1, blocks_of_tile(tile.num_queries, block_q)):

@@ -61,7 +61,7 @@ def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKer
         batch_invariant=spec.batch_invariant,
         has_lists=mask is not None,
     )
-    return DecodeKernel(sizes=sizes, list_block_size=size, lists_tell_heads=tells_heads)
+    return DecodeKernel(sizes=sizes, list_block_size=size, lists_have_head_bits=tells_heads)
 
 
 def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillKernel | str:
@@ -126,7 +126,7 @@ def _widens_itself(layer: Layer, bounds: prefill_kernel.CallBounds) -> bool:
     """Whether the kernel reads an 8-bit cache itself: few queries do not pay for reading it first."""
     spec, cache = layer.spec, layer.cache
     assert cache is not None
-    reason = support.why_not_widening(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
+    reason = support.why_not_dequantize(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
     how: Any = {"kv_dtypes": cache.dtypes, "has_token_scales": any(cache.has_token_scales)}
     pays = prefill_kernel.should_dequantize_in_kernel(spec.head_dim, bounds, **how)
     return reason is None and pays and not spec.batch_invariant

@@ -20,7 +20,7 @@ from jattn.masks import (
 from jattn.masks.base import leaves
 from jattn.masks.documents import with_runs
 from jattn.spec import AttentionSpec
-from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, codes_of
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles
 from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
@@ -160,7 +160,7 @@ def tile_lists(
     # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
-    return make_tile_lists(schedule, codes_of(some, every, seen_by_block), sets=sets)
+    return make_tile_lists(schedule, encode_tiles(some, every, seen_by_block), sets=sets)
 
 
 def packed_codes(
@@ -172,7 +172,7 @@ def packed_codes(
     """
     items = _Items(schedule, spec, sizes, call)
     some, every = items.coverage(spec.mask_of_numbers & with_runs(mask), items.first, items.last)
-    return codes_of(some, every & items.is_inside()[:, None, :])
+    return encode_tiles(some, every & items.is_inside()[:, None, :])
 
 
 class _Items:

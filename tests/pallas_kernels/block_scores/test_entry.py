@@ -1,4 +1,4 @@
-"""block_scores, best_blocks and least_of_mass against plain numpy, interpreted and on a GPU."""
+"""block_scores, best_blocks and top_p_threshold against plain numpy, interpreted and on a GPU."""
 
 import functools
 import inspect
@@ -14,12 +14,12 @@ from jattn.sparsity.decode_selection import KeyBounds, select_blocks
 from jattn.sparsity.decode_selection import block_scores as by_xla
 from pallas_kernels.block_scores import (
     MAX_LEN,
-    MAX_SHARES,
-    MAX_SHORT,
+    MAX_SHORT_ROW_LEN,
+    MAX_TOP_P_LEN,
     best_blocks,
     block_scores,
-    least_of_mass,
-    why_not_scores,
+    top_p_threshold,
+    why_not_block_scores,
 )
 from tests import aot
 
@@ -140,13 +140,13 @@ def test_bounds_and_tables_of_others_are_named(change, message):
 @pytest.mark.parametrize(
     ("length", "mass", "message"),
     [
-        (MAX_SHARES + 1, 0.5, rf"scores must have at most {MAX_SHARES} a row"),
+        (MAX_TOP_P_LEN + 1, 0.5, rf"scores must have at most {MAX_TOP_P_LEN} a row"),
         (4, 1.0, r"mass must lie in \(0, 1\), got 1.0"),
     ],
 )
 def test_masses_that_have_no_kernel_are_refused(length, mass, message):
     with pytest.raises(ValueError, match=message):
-        least_of_mass(jnp.zeros((1, length)), mass)
+        top_p_threshold(jnp.zeros((1, length)), mass)
 
 
 def test_more_blocks_than_are_counted_are_refused():
@@ -161,7 +161,7 @@ def test_more_blocks_than_are_counted_are_refused():
 def test_the_least_of_a_mass_is_that_of_a_sorted_sum(length, mass, interpret):
     scores = 3 * RNG.normal(size=(5, length)).astype(np.float32)
     scores[0, 5:], scores[1], scores[2], scores[3, 7] = -np.inf, -np.inf, 1.5, 100.0
-    found = least_of_mass(jnp.asarray(scores), mass, interpret=interpret)
+    found = top_p_threshold(jnp.asarray(scores), mass, interpret=interpret)
     ordered = -np.sort(-scores.astype(np.float64), axis=1)
     top = np.maximum(ordered[:, :1], -1e9)
     p = np.exp(ordered - top)
@@ -201,7 +201,7 @@ def test_what_is_not_refused_can_be_lowered_for_a_gpu(head_dim):
         where = shape((2, 9), jnp.int32), shape((2,), jnp.int32)
         run = jax.jit(functools.partial(block_scores, block_size=16))
         trace = functools.partial(run.trace, query, bounds, bounds, *where)
-        reason = why_not_scores(dtype=dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
+        reason = why_not_block_scores(dtype=dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
         if reason is None:
             trace().lower(lowering_platforms=("cuda",))
             lowered.append((q_heads, kv_heads))
@@ -240,7 +240,7 @@ def test_of_nothing_there_are_no_scores_and_no_best():
         assert [x.shape for x in best] == [(reqs, 8), (reqs, 8, blocks), (reqs, 8)]
         assert not best.counts.any()
     for rows, length in ((0, 7), (0, 0), (2, 0)):
-        least = least_of_mass(jnp.zeros((rows, length)), 0.5, interpret=INTERPRET)
+        least = top_p_threshold(jnp.zeros((rows, length)), 0.5, interpret=INTERPRET)
         np.testing.assert_array_equal(least, np.full(rows, np.inf))
 
 
@@ -267,8 +267,8 @@ def test_requests_or_blocks_that_are_none_are_lowered_too():
 )
 def test_what_has_no_kernel_is_named(changes, message):
     served = {"dtype": jnp.bfloat16, "q_heads": 32, "kv_heads": 8, "head_dim": 128}
-    assert why_not_scores(**served) is None
-    assert re.search(message, why_not_scores(**served | changes) or "")
+    assert why_not_block_scores(**served) is None
+    assert re.search(message, why_not_block_scores(**served | changes) or "")
 
 
 def test_refusals_reach_the_caller():
@@ -305,9 +305,10 @@ def aot_cases():
         return run, (shape((8, 8, max_blocks), jnp.float32), shape((8,), jnp.int32))
 
     cases |= {f"best-{size}": best(size) for size in (301, 8192, MAX_LEN)}
-    mass = functools.partial(least_of_mass, mass=0.9)
+    mass = functools.partial(top_p_threshold, mass=0.9)
     return cases | {
-        f"mass-{size}": (mass, (shape((64, size), jnp.float32),)) for size in (MAX_SHORT, MAX_SHARES)
+        f"mass-{size}": (mass, (shape((64, size), jnp.float32),))
+        for size in (MAX_SHORT_ROW_LEN, MAX_TOP_P_LEN)
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jattn.cache.quantization import quantize_static, quantize_token_head
-from pallas_kernels.cache_write import KernelSizes, cache_write, reference
+from pallas_kernels.cache_write import CacheWriteSizes, cache_write, reference
 from pallas_kernels.support import why_not_write
 from tests import aot
 
@@ -93,7 +93,9 @@ def check_rounding(arguments, scales, layout, **options):
 @pytest.mark.parametrize("name", FORMATS)
 def test_8_bit_rows_are_rounded_on_the_way(layout, name):
     arguments, scales = rounding_problem(layout, name, heads=2, dim=64)
-    check_rounding(arguments, scales, layout, sizes=KernelSizes(rows=4), interpret=plgpu.InterpretGPUParams())
+    check_rounding(
+        arguments, scales, layout, sizes=CacheWriteSizes(rows=4), interpret=plgpu.InterpretGPUParams()
+    )
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -101,7 +103,7 @@ def test_8_bit_rows_are_rounded_on_the_way(layout, name):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
 def test_each_token_lands_in_its_slot_and_nowhere_else(layout, rows, dtype):
     arguments = problem(layout, dtype=dtype)
-    check(arguments, layout, sizes=KernelSizes(rows=rows), interpret=plgpu.InterpretGPUParams())
+    check(arguments, layout, sizes=CacheWriteSizes(rows=rows), interpret=plgpu.InterpretGPUParams())
 
 
 def aot_cases():

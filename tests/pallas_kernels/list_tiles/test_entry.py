@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, QUERY_BLOCK_SHIFT, by_sorting, codes_of, list_tiles
+from pallas_kernels.list_tiles import (
+    MAX_QUERY_BLOCKS,
+    QUERY_BLOCK_SHIFT,
+    by_sorting,
+    encode_tiles,
+    list_tiles,
+)
 from pallas_kernels.ptx.list_tiles import list_tiles as kernel
 from tests import aot
 
@@ -37,13 +43,13 @@ def check(listed, some, every, query_blocks):
 
 
 def codes(some, every, query_blocks):
-    return codes_of(jnp.asarray(some), jnp.asarray(every), [jnp.asarray(part) for part in query_blocks])
+    return encode_tiles(jnp.asarray(some), jnp.asarray(every), [jnp.asarray(part) for part in query_blocks])
 
 
 def test_lists_name_tiles_seen_in_part_first():
     some = jnp.asarray([[True, True, False, True], [False, False, False, False]])
     every = jnp.asarray([[True, False, True, False], [False, False, False, False]])
-    listed = list_tiles(codes_of(some, every))
+    listed = list_tiles(encode_tiles(some, every))
     np.testing.assert_array_equal(listed.entries, [[3, 1, 0, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(listed.num_partial, [2, 0])
     np.testing.assert_array_equal(listed.num_full, [1, 0])

@@ -42,7 +42,7 @@ STORED = {
 
 
 def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=False, has_alibi=False,
-         is_batch_invariant=False, list_block_size=None, lists_tell_heads=False, **score):  # fmt: skip
+         is_batch_invariant=False, list_block_size=None, lists_have_head_bits=False, **score):  # fmt: skip
     q_heads, kv_heads, query_len = heads
     shape, blocks = jax.ShapeDtypeStruct, 100_000
     per_block = (block_size, kv_heads) if layout == "NHD" else (kv_heads, block_size)
@@ -57,7 +57,7 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
         layout=layout,
         decode_query_len=query_len,
         list_block_size=list_block_size,
-        lists_tell_heads=lists_tell_heads,
+        lists_have_head_bits=lists_have_head_bits,
         sizes=default_sizes(
             head_dim,
             rows=q_heads // kv_heads * query_len,
@@ -116,6 +116,6 @@ def aot_cases():
         name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}-listed{size}"
         found[name + "-by-head" * by_head] = case(
             HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), kind,
-            list_block_size=size, lists_tell_heads=by_head, **FEATURES[feature],
+            list_block_size=size, lists_have_head_bits=by_head, **FEATURES[feature],
         )  # fmt: skip
     return found

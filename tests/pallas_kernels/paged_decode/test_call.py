@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.paged_decode.call import from_rows, heads_to_rows, to_rows
 from pallas_kernels.paged_decode.spec import Shape
 from pallas_kernels.paged_decode.tile_keys import TileKeys
-from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.softmax import LOG2E
 
 
@@ -21,7 +21,7 @@ def shape_of(*, kv_heads=2, group=3, query_len=1, row_tiles=1, rows=None, tile_q
         query_len=query_len,
         block_size=16,
         is_hnd=False,
-        cut=head_cut(64),
+        cut=head_chunks(64),
         tile_q=tile_q,
         list_block_size=None,
     )

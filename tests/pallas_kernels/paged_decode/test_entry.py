@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
-from pallas_kernels.paged_decode import BlockList, KernelSizes, paged_decode, reference, schedule_for
-from pallas_kernels.paged_decode.mma import MmaProducts, Products, WgmmaProducts
+from pallas_kernels.paged_decode import BlockList, DecodeSizes, paged_decode, reference, schedule_for
+from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.ptx.span_search import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
-from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_cut
+from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
 from tests import aot, assertions
@@ -39,7 +39,7 @@ FACTORS = {
     "block_size": [8, 16, 32, 64, 128, 256],
     "padded": [False, True],
     "split_kv": [None, 64],
-    "by_warp": [True, False],
+    "per_warp_mma": [True, False],
     "stored": [
         "plain", "plain_scalar", "fp8_scalar", "fp8_head", "fp8_token_head", "fp8e5_scalar", "int8_scalar",
         "int8_token_head", "int8_static_v", "int8_k_only",
@@ -71,9 +71,11 @@ def has_kernel(case):
 
 def sizes_of(case):
     """Few thread blocks, so that spans cut requests and interpret mode stays fast."""
-    by_warp = case.get("by_warp", False)
-    max_rows = 8 if by_warp and case["head_dim"] > 128 else 16
-    return KernelSizes(stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), by_warp=by_warp)
+    per_warp_mma = case.get("per_warp_mma", False)
+    max_rows = 8 if per_warp_mma and case["head_dim"] > 128 else 16
+    return DecodeSizes(
+        stages=2, ctas=6, max_rows=max_rows, split_kv=case.get("split_kv"), per_warp_mma=per_warp_mma
+    )
 
 
 def attend(problem: Problem, interpret=None, sizes=None):
@@ -224,7 +226,7 @@ def check_listed(listed, interpret=None):
     one |= {"block_list": lists, "list_block_size": list_block_size}
     if layout == "HND":
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    sizes = KernelSizes(stages=2, ctas=6, **changed)
+    sizes = DecodeSizes(stages=2, ctas=6, **changed)
     run = functools.partial(paged_decode, score=kwargs["score"], sizes=sizes, interpret=interpret)
     static = ("layout", "decode_query_len", "list_block_size")
     out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **one)
@@ -253,18 +255,18 @@ class TestBlockLists:
 
 class TestRaces:
     @pytest.mark.parametrize(
-        ("query_len", "score", "by_warp"), [(1, {}, True), (2, {"window": (70, 0)}, False)]
+        ("query_len", "score", "per_warp_mma"), [(1, {}, True), (2, {"window": (70, 0)}, False)]
     )
-    def test_there_are_none(self, query_len, score, by_warp):
+    def test_there_are_none(self, query_len, score, per_warp_mma):
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
-        sizes = KernelSizes(stages=2, ctas=6, by_warp=by_warp)
+        sizes = DecodeSizes(stages=2, ctas=6, per_warp_mma=per_warp_mma)
         with assertions.none_in(kernels=2):
             jax.block_until_ready(interpreted(*args, **kwargs, sizes=sizes, detect_races=True))
 
 
 def test_padding_rows_are_zero_whatever_the_sink():
     args, kwargs = random_step([0, 3], 3, 1, 32, 16, 1)
-    sinks, sizes = jnp.asarray([0.5, -jnp.inf, jnp.inf]), KernelSizes(stages=1, ctas=1)
+    sinks, sizes = jnp.asarray([0.5, -jnp.inf, jnp.inf]), DecodeSizes(stages=1, ctas=1)
     out, lse = interpreted(*args, **kwargs, sizes=sizes, sinks=sinks)
     assert not np.asarray(out[0], np.float32).any()
     assert np.isneginf(lse[:, 0]).all()
@@ -272,9 +274,9 @@ def test_padding_rows_are_zero_whatever_the_sink():
 
 
 class TestProducts:
-    @pytest.mark.parametrize("products", [WgmmaProducts, MmaProducts])
+    @pytest.mark.parametrize("products", [WarpgroupMma, WarpMma])
     def test_each_answers_all_that_the_protocol_asks_by_the_same_names(self, products):
-        asked = {name: f for name, f in vars(Products).items() if inspect.isfunction(f) and name[0] != "_"}
+        asked = {name: f for name, f in vars(TileMma).items() if inspect.isfunction(f) and name[0] != "_"}
         assert len(asked) == 8
         for name, method in asked.items():
             own = vars(products)[name]
@@ -294,7 +296,7 @@ class TestSchedule:
         )
 
     def test_spans_are_equal_and_meet_requests_in_order(self):
-        got = self.schedule([130, 0, 64, 320], KernelSizes(tile_kv=64, ctas=6))
+        got = self.schedule([130, 0, 64, 320], DecodeSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
@@ -319,13 +321,13 @@ class TestSchedule:
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
     def test_a_window_shortens_what_is_read(self):
-        got = self.schedule([1000, 64], KernelSizes(tile_kv=64, ctas=4), window=(63, 0))
+        got = self.schedule([1000, 64], DecodeSizes(tile_kv=64, ctas=4), window=(63, 0))
         np.testing.assert_array_equal(got.unit_ends, [2, 3])
 
     @pytest.mark.parametrize("reqs", [1, 33, 257])
     def test_ends_add_up_however_many_requests(self, reqs):
         lens = np.random.default_rng(reqs).integers(0, 1000, reqs)
-        got = self.schedule(lens, KernelSizes(tile_kv=64, ctas=6))
+        got = self.schedule(lens, DecodeSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
     @pytest.mark.parametrize("way", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
@@ -334,7 +336,7 @@ class TestSchedule:
         assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
         counts = np.random.default_rng(reqs).integers(0, 100, (reqs, 8)).astype(np.int32)
         lists = BlockList(jnp.zeros((reqs, 8, 100), jnp.int32), jnp.asarray(counts))
-        static = {"sizes": KernelSizes(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
+        static = {"sizes": DecodeSizes(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
         lens = jnp.full(reqs, 1600, jnp.int32)
         got = schedule_for(lens, score=Score(scale=1.0), **static, block_list=lists, list_block_size=16)
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
@@ -361,11 +363,11 @@ class TestSchedule:
                 assert [int(x[number]) for x in found] == [int(x) for x in want]
 
     def test_there_are_no_more_spans_than_units(self):
-        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2
-        assert self.schedule([70], KernelSizes(tile_kv=64, ctas=6), max_kv=1024).num_spans == 3
+        assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2
+        assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=6), max_kv=1024).num_spans == 3
 
     def test_fixed_splits_ignore_the_rest_of_the_batch(self):
-        sizes = KernelSizes(tile_kv=64, stages=2, ctas=6, split_kv=128)
+        sizes = DecodeSizes(tile_kv=64, stages=2, ctas=6, split_kv=128)
         (query, k, v, table, lens), kwargs = random_step([300, 17, 500], 4, 2, 64, 16)
         together = interpreted(query, k, v, table, lens, **kwargs, sizes=sizes)[0]
         alone = interpreted(query[:1], k, v, table[:1], lens[:1], **kwargs, sizes=sizes)[0]
@@ -373,7 +375,7 @@ class TestSchedule:
 
     def test_a_schedule_made_before_changes_no_bit(self):
         args, kwargs = random_step([130, 40], 4, 2, 64, 16)
-        kwargs["sizes"] = KernelSizes(tile_kv=64, stages=2, ctas=4)
+        kwargs["sizes"] = DecodeSizes(tile_kv=64, stages=2, ctas=4)
         made = self.schedule([130, 40], kwargs["sizes"])
         np.testing.assert_array_equal(
             interpreted(*args, **kwargs)[0], interpreted(*args, **kwargs, schedule=made)[0]
@@ -388,7 +390,7 @@ class TestReference:
         want, want_lse = reference.paged_decode(
             *args, scale=score.scale, window=(9, 0), soft_cap=3.0, decode_query_len=2, sinks=sinks
         )
-        out, lse = interpreted(*args, **kwargs, sizes=KernelSizes(ctas=4, stages=2), sinks=sinks)
+        out, lse = interpreted(*args, **kwargs, sizes=DecodeSizes(ctas=4, stages=2), sinks=sinks)
         np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
         np.testing.assert_allclose(lse, want_lse, atol=1e-2)
 
@@ -398,7 +400,7 @@ class TestHeadCut:
         ("head_dim", "cut"), [(32, (1, 32, 64)), (80, (2, 40, 64)), (120, (3, 40, 64)), (192, (1, 192, 192))]
     )
     def test_chunks_are_equal_and_a_tensor_core_unit_wide(self, head_dim, cut):
-        assert head_cut(head_dim) == cut
+        assert head_chunks(head_dim) == cut
 
 
 class TestRefusals:
@@ -439,7 +441,7 @@ class TestRefusals:
     def test_query_heads_that_lists_cannot_tell_apart_are_counted(self):
         args, kwargs = random_step([5, 6], 22, 2, 64, 16)
         lists = BlockList(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
-        options = {"block_list": lists, "list_block_size": 16, "lists_tell_heads": True}
+        options = {"block_list": lists, "list_block_size": 16, "lists_have_head_bits": True}
         with pytest.raises(ValueError, match=r"q_heads must have at most 10 of a kv head .* got 11"):
             paged_decode(*args, **kwargs, **options)
 
@@ -466,7 +468,10 @@ class TestRefusals:
                 {"block_list": ((2, 2, 3), (2, 2)), "list_block_size": 24},
                 "list_block_size must be .*24",
             ),
-            ({"lists_tell_heads": True}, "lists_tell_heads must be False without block_list, got True"),
+            (
+                {"lists_have_head_bits": True},
+                "lists_have_head_bits must be False without block_list, got True",
+            ),
         ],
     )
     def test_scales_and_lists_that_disagree_are_named(self, change, message):
@@ -485,13 +490,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [({"tile_kv": 32}, "tile_kv must .*64, 128, got 32"),
-         ({"tile_kv": 128, "by_warp": True}, "tile_kv must be 64 with by_warp, got 128"),
+         ({"tile_kv": 128, "per_warp_mma": True}, "tile_kv must be 64 with per_warp_mma, got 128"),
          ({"split_kv": 100}, "multiple of tile_kv.*100"),
          ({"max_rows": 12}, "max_rows must .*12"), ({"stages": 0}, "stages must be positive")],
     )  # fmt: skip
     def test_tiles_that_cannot_be_are_named(self, change, message):
         with pytest.raises(ValueError, match=message):
-            KernelSizes(**change)
+            DecodeSizes(**change)
 
 
 class TestAheadOfTime:

@@ -15,7 +15,7 @@ from pallas_kernels.ptx.layouts import BY_THREAD, ROW, THREADS, TILE
 from pallas_kernels.ptx.warp_mma import key_products, value_products, warp_largest
 from pallas_kernels.ptx.warp_outputs import store_results
 from pallas_kernels.ptx.warp_query import WARPS, WarpTile, query_fragments
-from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.memory import store_unoptimized, swizzled_smem
 
 f32 = jnp.float32
@@ -55,7 +55,7 @@ def stored(x: np.ndarray, dtype: Any) -> jax.Array:
 
 
 def tile_of(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> WarpTile:
-    cut = head_cut(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
+    cut = head_chunks(head_dim, itemsize=jnp.dtype(cache_dtype).itemsize)
     return WarpTile(tile_q, cut, jnp.dtype(dtype), jnp.dtype(cache_dtype), jnp.dtype(cache_dtype))
 
 
@@ -63,8 +63,8 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
     """Scores in the end: an operand in registers is nobody else's to read."""
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
     cut = tile.cut
-    q = jnp.asarray(drawn(cut.chunks, tile_q, cut.width) * 30, dtype)
-    k = stored(drawn(cut.chunks, 64, cut.width, seed=1), cache_dtype)
+    q = jnp.asarray(drawn(cut.num_chunks, tile_q, cut.width) * 30, dtype)
+    k = stored(drawn(cut.num_chunks, 64, cut.width, seed=1), cache_dtype)
 
     def body(q_g, k_g, s_g, factor_g, q_s, k_s, loaded):
         plgpu.copy_gmem_to_smem(q_g, q_s, loaded)
@@ -91,7 +91,7 @@ def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int)
     """Results in shared memory in the end: which column an accumulator has is theirs alone to know."""
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
     cut, dim = tile.cut, tile.cut.padded_dim
-    v = stored(drawn(cut.chunks, 64, cut.width), cache_dtype)
+    v = stored(drawn(cut.num_chunks, 64, cut.width), cache_dtype)
     p = jnp.asarray(np.abs(drawn(64, tile_q, seed=1)))
     top = jnp.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
     firsts = np.arange(64 // piece, dtype=np.int32) * (piece + 100)
@@ -237,7 +237,7 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
 
 def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
     """Loads of three partial results, and the sums of those there are, stored."""
-    cut, at_once = head_cut(head_dim), 3
+    cut, at_once = head_chunks(head_dim), 3
     share = split_outputs.Share(
         tile_q=tile_q, rows=rows, cut=cut, columns=columns, head_tiles=2, at_once=at_once
     )
@@ -245,7 +245,7 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
     o = jnp.asarray(drawn(4, 2, cut.padded_dim, tile_q))
     top, total = (jnp.asarray(drawn(4, 2, tile_q, seed=seed)) for seed in (1, 2))
     lefts = jnp.asarray([left], jnp.int32)
-    out = (rows, cut.chunks, cut.chunk) if cut.is_padded else (rows, head_dim)
+    out = (rows, cut.num_chunks, cut.chunk_dim) if cut.is_padded else (rows, head_dim)
     found = strips, at_once + at_once + 1, THREADS
 
     def one(code: str, refs: Any, left: Any, strip: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared import paged_kv
-from pallas_kernels.shared.head_dims import head_cut
-from pallas_kernels.shared.paged_kv import BlockTable, CacheCut
+from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.paged_kv import BlockTable, CacheTiling
 
 SIZE, WIDTH = 16, 7
 ANYTHING = st.integers(-(2**30), 2**30)
@@ -35,7 +35,7 @@ class Row:
 
 
 def ids(first_column, count=4, **ends):
-    seen = BlockTable(Row(), SIZE).seen(scalar(3), **ends)
+    seen = BlockTable(Row(), SIZE).visible(scalar(3), **ends)
     return seen.ids(scalar(first_column), count)
 
 
@@ -69,7 +69,7 @@ class TestBlockIds:
             BlockTable(Row(), SIZE)[3, 0]
 
     def test_a_slot_is_a_block_and_a_place_in_it(self):
-        assert paged_kv.place_of_slot(scalar(5 * SIZE + 3), SIZE) == (5, 3)
+        assert paged_kv.split_slot(scalar(5 * SIZE + 3), SIZE) == (5, 3)
 
 
 def fetched(cache, table, first_key, cut):
@@ -77,30 +77,30 @@ def fetched(cache, table, first_key, cut):
     head = cut.head
 
     def body(cache_g, table_g, out_g, tile_s, loaded):
-        seen = BlockTable(table_g, cut.block_size).seen(jnp.int32(1), jnp.int32(0), jnp.int32(100))
+        seen = BlockTable(table_g, cut.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
         key = jax.lax.axis_index("cta") + first_key
-        for j, block in enumerate(seen.ids(cut.column_of(key), cut.copies)):
-            at = cut.at(block, cut.copy_of(key), jnp.int32(1))
-            for chunk in range(head.chunks):
-                source = cache_g.at[(*at, *head.at(chunk, key * 0))]
+        for j, block in enumerate(seen.ids(cut.table_column(key), cut.copies)):
+            at = cut.gmem_index(block, cut.copy_index(key), jnp.int32(1))
+            for chunk in range(head.num_chunks):
+                source = cache_g.at[(*at, *head.gmem_index(chunk, key * 0))]
                 plgpu.copy_gmem_to_smem(source, tile_s.at[chunk, pl.ds(j * cut.rows, cut.rows)], loaded)
         plgpu.barrier_wait(loaded)
         plgpu.copy_smem_to_gmem(tile_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
-    shape = head.chunks, cut.tile_kv, head.width
+    shape = head.num_chunks, cut.tile_kv, head.width
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, cache.dtype),
         scratch_types=[
             plgpu.SMEM(shape, cache.dtype),
-            plgpu.Barrier(num_arrivals=cut.copies * head.chunks),
+            plgpu.Barrier(num_arrivals=cut.copies * head.num_chunks),
         ],
         grid=(1,),
         grid_names=("cta",),
         interpret=plgpu.InterpretGPUParams(),
-    )(cut.cut_cache(cache), table)
-    return np.concatenate(np.asarray(out)[:, :, : head.chunk], axis=1)
+    )(cut.tile_cache(cache), table)
+    return np.concatenate(np.asarray(out)[:, :, : head.chunk_dim], axis=1)
 
 
 class TestCopies:
@@ -109,7 +109,7 @@ class TestCopies:
     )
     def test_a_tile_has_the_keys_of_its_positions(self, is_hnd, block_size, head_dim):
         rng, tile_kv = np.random.default_rng(0), 64
-        cut = CacheCut(block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head_cut(head_dim))
+        cut = CacheTiling(block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head_chunks(head_dim))
         columns = -(-128 // block_size)
         table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
         keys = rng.standard_normal((2 * columns, block_size, 3, head_dim), np.float32)
@@ -125,12 +125,12 @@ class TestCopies:
     @pytest.mark.parametrize("is_hnd", [False, True])
     def test_sizes_are_named_in_one_order(self, is_hnd):
         cache = jnp.zeros((9, 2, 16, 64) if is_hnd else (9, 16, 2, 64))
-        assert paged_kv.sizes_of(cache, is_hnd=is_hnd) == (9, 16, 2, 64)
+        assert paged_kv.cache_dims(cache, is_hnd=is_hnd) == (9, 16, 2, 64)
 
     def test_scales_are_cut_as_the_cache_is(self):
-        cut = CacheCut(block_size=256, tile_kv=64, is_hnd=False, head=head_cut(64))
+        cut = CacheTiling(block_size=256, tile_kv=64, is_hnd=False, head=head_chunks(64))
         scales = jnp.arange(2 * 3 * 256).reshape(2, 3, 256)
-        np.testing.assert_array_equal(cut.cut_scales(scales)[1, 2, 3], scales[1, 2, 192:])
+        np.testing.assert_array_equal(cut.tile_scales(scales)[1, 2, 3], scales[1, 2, 192:])
 
 
 class TestWhatNobodySees:
@@ -142,7 +142,7 @@ class TestWhatNobodySees:
             plgpu.barrier_wait(loaded)
             upper = pl.ds(64, 64)
             keys = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=paged_kv.W) + 100
-            paged_kv.clear_unseen(tile_s, upper, keys, ends_g[0], ends_g[1])
+            paged_kv.clear_masked_out(tile_s, upper, keys, ends_g[0], ends_g[1])
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile_s, out_g)
             plgpu.wait_smem_to_gmem(0)
@@ -167,7 +167,7 @@ class TestWhatNobodySees:
 
     def test_takes_what_it_is_told_to(self):
         x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])
-        found = paged_kv.only_seen(x, keys, scalar(5), scalar(6), 7.0)
+        found = paged_kv.where_visible(x, keys, scalar(5), scalar(6), 7.0)
         np.testing.assert_array_equal(found, [7.0, 2.0, 7.0])
 
 

@@ -352,7 +352,9 @@ class TestRefusals:
         for field, other in {"kv_tokens": 24, "kv_heads": 1, "score": Score(scale=1.0, causal=False)}.items():
             schedule = make_schedule(*lens, **(static | {field: other}))
             named = "mask" if field == "score" else field
-            with pytest.raises(ValueError, match=rf"schedule\.made_for\.{named} must be .*, got "):
+            with pytest.raises(
+                ValueError, match=rf"schedule was built for {named}=.*, but this call has {named}="
+            ):
                 varlen_backward(**arguments, schedule=schedule)
         starts, kv_starts = jnp.asarray([0, 8, 16]), jnp.asarray([0, 8])
         schedule = make_schedule(starts, jnp.asarray([8, 8]), kv_starts, **static)
@@ -404,7 +406,9 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"num_tokens must be given with sizes\.dq_sizes, got None"):
             make_schedule(*lens, **static, sizes=sizes)
         without = make_schedule(*lens, **static, sizes=BackwardSizes(tile_q=128))
-        with pytest.raises(ValueError, match=r"made_for\.sizes must be .*tile_kv=128.*, got .*dq_sizes=None"):
+        with pytest.raises(
+            ValueError, match=r"built for sizes=.*dq_sizes=None.*, but this call has .*tile_kv=128"
+        ):
             varlen_backward(**arguments, schedule=without, sizes=sizes)
 
     @pytest.mark.parametrize(

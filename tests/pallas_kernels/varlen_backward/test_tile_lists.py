@@ -19,7 +19,7 @@ from jattn.implementations.mosaic_gpu.backward_tile_lists import (
     backward_sizes,
     why_not_backward_lists,
 )
-from pallas_kernels.list_tiles import codes_of
+from pallas_kernels.list_tiles import encode_tiles
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.varlen_backward import (
@@ -160,7 +160,7 @@ class TestLists:
         every = jnp.asarray([[[0, 0]], [[0, 0]], [[1, 1]]], bool)
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
-        lists = make_tile_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
         numbers = schedule.table[:, COLUMNS.index("number")].tolist()
         found = {}
         for row, number in enumerate(numbers[:2]):
@@ -180,7 +180,7 @@ class TestLists:
         every = jnp.asarray([[[0, 1, 1]], [[1, 0, 0]], [[0, 0, 0]]], bool)
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
-        lists = make_tile_lists(schedule, tiles, codes_of(some, every), kv_heads=1, sizes=sizes)
+        lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
         numbers, found = schedule.table[:, COLUMNS.index("number")].tolist(), {}
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
@@ -223,28 +223,30 @@ class TestRefusals:
             varlen_backward(**arguments, schedule=schedule, lists=lists)
 
     @pytest.mark.parametrize(
-        ("made_for", "given", "message"),
+        ("built_for", "given", "message"),
         [
             ({}, {"deterministic": True}, r"lists\.dq_lists must be given with sizes\.dq_sizes, got None"),
             ({"deterministic": True}, {}, r"sizes\.dq_sizes must be given with lists\.dq_lists, got None"),
         ],
     )
-    def test_lists_for_other_kernels(self, made_for, given, message):
-        arguments, lists = plain_arguments(), lists_for(default_sizes(64, **made_for))
+    def test_lists_for_other_kernels(self, built_for, given, message):
+        arguments, lists = plain_arguments(), lists_for(default_sizes(64, **built_for))
         with pytest.raises(ValueError, match=message):
             varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **given))
 
     def test_lists_of_other_kv_heads(self):
         lists = lists_for(default_sizes(64))
-        lists = lists._replace(made_for=dataclasses.replace(lists.made_for, kv_heads=1))
-        with pytest.raises(ValueError, match=r"lists\.made_for\.kv_heads must be 2, got 1"):
+        lists = lists._replace(built_for=dataclasses.replace(lists.built_for, kv_heads=1))
+        with pytest.raises(ValueError, match="lists was built for kv_heads=1, but this call has kv_heads=2"):
             varlen_backward(**plain_arguments(), lists=lists)
 
     def test_lists_whose_queries_are_another_step_s(self):
         lists = lists_for(default_sizes(64, deterministic=True))
-        other = dataclasses.replace(lists.dq_lists.made_for, num_tokens=999)
-        lists = lists._replace(dq_lists=lists.dq_lists._replace(made_for=other))
-        with pytest.raises(ValueError, match=r"lists\.dq_lists\.made_for\.num_tokens must be 16, got 999"):
+        other = dataclasses.replace(lists.dq_lists.built_for, num_tokens=999)
+        lists = lists._replace(dq_lists=lists.dq_lists._replace(built_for=other))
+        with pytest.raises(
+            ValueError, match=r"lists\.dq_lists was built for num_tokens=999, but this call has num_tokens=16"
+        ):
             varlen_backward(**plain_arguments(), lists=lists)
 
     @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])

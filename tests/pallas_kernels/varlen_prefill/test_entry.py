@@ -13,7 +13,7 @@ import jattn
 from jattn.implementations.mosaic_gpu import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import WIDENED_HEAD_DIMS, why_not_prefill
+from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS, why_not_prefill
 from pallas_kernels.varlen_prefill import (
     PrefillSizes,
     default_sizes,
@@ -438,12 +438,12 @@ class TestRefusals:
     @pytest.mark.parametrize("has_lists", [False, True])
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     def test_default_sizes_fit_shared_memory(self, head_dim, has_lists):
-        from pallas_kernels.shared.head_dims import head_cut
+        from pallas_kernels.shared.head_dims import head_chunks
         from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
-        sizes, padded_dim = default_sizes(head_dim, has_lists=has_lists), head_cut(head_dim).padded_dim
+        sizes, padded_dim = default_sizes(head_dim, has_lists=has_lists), head_chunks(head_dim).padded_dim
         assert sizes.shared_memory(padded_dim) <= SHARED_MEMORY
-        if head_dim in WIDENED_HEAD_DIMS:
+        if head_dim in DEQUANTIZED_HEAD_DIMS:
             widening = default_sizes(head_dim, widens=True)
             assert widening.shared_memory(padded_dim, is_narrow=True) <= SHARED_MEMORY
 

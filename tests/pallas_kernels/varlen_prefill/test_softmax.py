@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import head_cut
+from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.varlen_prefill import kernel, softmax
@@ -19,7 +19,7 @@ INVARIANT = PrefillSizes(tile_kv=64, batch_invariant=True)
 def spec_of(
     *, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, window=None, **fields
 ):
-    shape = PrefillShape(q_heads=2, group=1, cut=head_cut(64), in_cache=None, heads_at_once=2)
+    shape = PrefillShape(q_heads=2, group=1, cut=head_chunks(64), in_cache=None, heads_at_once=2)
     fields = {"sizes": PrefillSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
     call = {"mask": None, "has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
@@ -120,7 +120,7 @@ class TestSums:
 def test_no_kernel_asks_for_more_registers_than_there_are(table, heads_at_once):
     for width, sizes in table.items():
         shape = PrefillShape(
-            q_heads=2, group=1, cut=head_cut(width), in_cache=None, heads_at_once=heads_at_once
+            q_heads=2, group=1, cut=head_chunks(width), in_cache=None, heads_at_once=heads_at_once
         )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
         load, compute = kernel.register_counts(spec)

@@ -207,8 +207,8 @@ def test_windows_and_chunks_bound_what_neighbours_see(score):
     low, high = (np.asarray(end) for end in score.key_range(position, jnp.int32(keys)))
     low, high = np.maximum(low, 0), np.minimum(high, keys)
     most = max(high[i : i + rows].max() - low[i : i + rows].min() for i in range(keys - rows))
-    assert most <= score.most_keys(rows) < keys
-    assert Score(scale=1.0, causal=score.causal).most_keys(rows) is None
+    assert most <= score.max_visible_keys(rows) < keys
+    assert Score(scale=1.0, causal=score.causal).max_visible_keys(rows) is None
 
 
 def simulated(tiles, splits, *, heads, sizes):

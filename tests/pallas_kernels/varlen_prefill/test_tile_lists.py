@@ -22,9 +22,9 @@ from jattn.implementations.mosaic_gpu import (
     sparse_sizes,
     tile_lists,
 )
-from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, codes_of
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT, encode_tiles
 from pallas_kernels.ptx import tile_order
-from pallas_kernels.shared.arithmetic import sorted_places
+from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import (
     PairTile,
@@ -256,7 +256,7 @@ def test_equals_float64_on_a_gpu(case):
 
 
 def test_sorted_places_keep_the_order_of_equals():
-    places = sorted_places(jnp.asarray([[3, 1, 3, -2], [5, 5, 5, 4]]))
+    places = sort_ranks(jnp.asarray([[3, 1, 3, -2], [5, 5, 5, 4]]))
     np.testing.assert_array_equal(places, [[2, 1, 3, 0], [1, 2, 3, 0]])
 
 
@@ -291,7 +291,7 @@ def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
     starts = jnp.zeros(2, jnp.int32)
     schedule = PrefillSchedule(table, jnp.asarray([2]), starts, None, MADE_FOR)
-    lists = make_tile_lists(schedule, codes_of(some, some), sets=2)
+    lists = make_tile_lists(schedule, encode_tiles(some, some), sets=2)
     columns = [COLUMNS.index("req"), *(len(COLUMNS) + LIST_COLUMNS.index(name) for name in ("head", "num"))]
     items = np.asarray(lists.table)[: int(lists.num_valid[0]), columns].tolist()
     assert items == [[7, 0, 1], [8, 0, 2], [7, 1, 3], [8, 1, 4], [8, 3, 5], [8, 2, 4], [7, 2, 2], [7, 3, 0]]

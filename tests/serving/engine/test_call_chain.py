@@ -11,7 +11,7 @@ from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, attention
 from jattn.planning import kernel_plans, layer_plans
 from jattn.pytree import unchecked
 from jattn.serving import Engine
-from pallas_kernels.paged_decode import KernelSizes
+from pallas_kernels.paged_decode import DecodeSizes
 from tests.serving.tiny import one_layer_model
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def kernel_entry(*_, **__):
 def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
-    monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernel(sizes=KernelSizes()))
+    monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernel(sizes=DecodeSizes()))
     nothing = unchecked(DecodeWork, schedule=None, block_list=None)
     monkeypatch.setattr(kernel_plans, "decode_work", lambda *_, **__: nothing)
     monkeypatch.setattr(attention, "paged_decode", kernel_entry)
