@@ -299,7 +299,7 @@ def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
 def _mask_of(spec: AttentionSpec, mask: Mask | None, part: Part) -> Mask | None:
     """What the queries of a region see beyond the spec's numbers."""
     whole = spec.mask_with(mask)
-    return None if whole is None else whole.of_rows_from(part.first_row)
+    return None if whole is None else whole.slice_rows(part.first_row)
 
 
 def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, mask: Any) -> None:

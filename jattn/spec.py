@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jattn.masks import Causal, Chunked, Mask, Sizes, Window, check_ahead
+from jattn.masks import BatchSizes, Causal, Chunked, Mask, Window, check_causal_mask
 from jattn.pytree import set_bools, set_floats, set_ints
 from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
 from pallas_kernels.shared import MAX_CHUNK_SIZE, normalize_window_side
@@ -124,8 +124,8 @@ class AttentionSpec:
             number = getattr(self, name)
             require(number is None or math.isfinite(number), name, "be finite or None", number)
         if self.sparsity is not None:
-            check_ahead("sparsity", self.sparsity, causal=self.causal)
-            self.sparsity.check(Sizes(num_q_heads=self.num_q_heads))
+            check_causal_mask("sparsity", self.sparsity, causal=self.causal)
+            self.sparsity.check(BatchSizes(num_q_heads=self.num_q_heads))
         require(
             self.sparsity is None or self.sparsity.is_static,
             "sparsity",

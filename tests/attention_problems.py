@@ -44,7 +44,7 @@ class Setting:
         kv: A cache's layout, or "no_cache".
         has_sinks: Whether heads have sinks.
         has_alibi: Whether heads have slopes.
-        sees: What of (request, head, i, j) a query sees besides what the spec says.
+        visible: What of (request, head, i, j) a query sees besides what the spec says.
         seen: Or all that it sees, the spec included: of each request bool [q_heads, query_len, seq_len].
         is_cross: Whether keys are another sequence's, which need not cover the queries.
         shared_blocks: Blocks at the start of every request that all of them share.
@@ -64,7 +64,7 @@ class Setting:
     kv: str = "NHD"
     has_sinks: bool = False
     has_alibi: bool = False
-    sees: Callable[[int, int, int, int], bool] | None = None
+    visible: Callable[[int, int, int, int], bool] | None = None
     seen: list[np.ndarray] | None = None
     is_cross: bool = False
     shared_blocks: int = 0
@@ -168,7 +168,7 @@ class AttentionProblem:
             is_decode=[r < decodes for r in range(len(self.query_lens))],
             sinks=in_float64(self.sinks),
             alibi_slopes=in_float64(self.slopes),
-            mask=self.setting.sees,
+            mask=self.setting.visible,
             seen=self.setting.seen,
         )
 

@@ -123,7 +123,7 @@ class Problem(AttentionProblem):
             bucket=bucket,
             has_sinks=case["sinks"],
             has_alibi=case["alibi"] is not None,
-            sees=mask,
+            visible=mask,
             seed=seed,
             **{name: case[name] for name in ("block_size", "dtype", "stored", "kv")},
         )

@@ -40,11 +40,11 @@ class Step:
         return np.array(rows, bool).reshape(num_queries, seq_len)
 
     def _sees(self, spec, r: int, head: int, i: int, j: np.ndarray) -> np.ndarray:
-        ok = sees(spec, head, i, j, self.is_decode[r])
+        ok = visible(spec, head, i, j, self.is_decode[r])
         return ok if self.mask is None else ok & np.array([self.mask(r, head, i, key) for key in j], bool)
 
 
-def sees(spec, head: int, i: int, j: np.ndarray, is_decode: bool) -> np.ndarray:
+def visible(spec, head: int, i: int, j: np.ndarray, is_decode: bool) -> np.ndarray:
     """Which keys j the query at position i sees."""
     ok = np.ones(len(j), bool)
     if spec.causal:

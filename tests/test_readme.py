@@ -279,11 +279,11 @@ class Multiples(jattn.masks.Mask):
 
     step: int | jax.Array
 
-    def sees(self, pairs):
+    def visible(self, pairs):
         return pairs.key % self.step == 0
 
     def coverage(self, tiles):
-        return jattn.masks.Coverage(some=True, every=False)
+        return jattn.masks.Coverage(any_visible=True, all_visible=False)
 
 
 def test_a_mask_touches_the_kernels_only_if_it_has_arrays():

@@ -102,13 +102,13 @@ def scores(
     away = query - key
     if "alibi_slopes" in arrays:
         s = s - arrays["alibi_slopes"][:, None, None] * away
-    sees = (away >= 0) if score.causal else jnp.full_like(away, True, bool)
-    sees = sees & (away <= (score.window[0] if score.window[0] is not None else away))
+    visible = (away >= 0) if score.causal else jnp.full_like(away, True, bool)
+    visible = visible & (away <= (score.window[0] if score.window[0] is not None else away))
     if "mask" in arrays:
         head = jnp.arange(layer.q_heads, dtype=jnp.int32)[:, None, None]
         pairs = Pairs(head, jnp.int32(0), query, key, num_heads=(layer.q_heads, layer.kv_heads))
-        sees = sees & arrays["mask"].sees(pairs)
-    return jnp.where(sees, s, -jnp.inf), slope
+        visible = visible & arrays["mask"].visible(pairs)
+    return jnp.where(visible, s, -jnp.inf), slope
 
 
 def pairs(

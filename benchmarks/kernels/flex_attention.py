@@ -62,10 +62,10 @@ def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
     q, k, v, grad = (draw(heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
     to = lambda x: torch.as_tensor(np.array(x), device=DEVICE)
     mask, score_mod = mask_of(case, modifier), score_mod_of(case, modifier, to)
-    sees = mask_mod_of_case(case, modifier, mask, to)
+    visible = mask_mod_of_case(case, modifier, mask, to)
     heads = case.q_heads if mask is not None and mask.num_heads[0] != 1 else None
     of_blocks = create_block_mask(
-        sees, None, heads, tokens, tokens, device=DEVICE, _compile=heads is not None
+        visible, None, heads, tokens, tokens, device=DEVICE, _compile=heads is not None
     )
     compiled = torch.compile(flex_attention, dynamic=False)
     given = [x.requires_grad_() for x in (q, k, v)]
@@ -73,16 +73,16 @@ def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
     out = compiled(*given, **options, enable_gqa=True)
     backward = lambda: torch.autograd.grad(out, given, grad, retain_graph=True)
     found = {"out": out, "query's gradient": backward()[0]}
-    errors = errors_of(found, (q, k, v, grad), sees, score_mod)
+    errors = errors_of(found, (q, k, v, grad), visible, score_mod)
     for name, error in errors.items():
         require(error < TOLERANCE, f"the error of {name}", f"be less than {TOLERANCE}", error)
-    flops = 10.0 * case.head_dim * num_pairs(sees, batch, case.q_heads, tokens)
+    flops = 10.0 * case.head_dim * num_pairs(visible, batch, case.q_heads, tokens)
     us = microseconds(backward)
     row = {"name": case.name, "modifier": modifier, "peer": "flex_attention", "us": us}
     return row | {"tflop_per_s": flops / us / 1e6, "errors": {n: round(e, 5) for n, e in errors.items()}}
 
 
-def errors_of(found: dict[str, Any], arrays: Any, sees: MaskMod, score_mod: Any) -> dict[str, float]:
+def errors_of(found: dict[str, Any], arrays: Any, visible: MaskMod, score_mod: Any) -> dict[str, float]:
     """Of a few queries of the first request, by the largest number looked at."""
     import torch
 
@@ -95,7 +95,7 @@ def errors_of(found: dict[str, Any], arrays: Any, sees: MaskMod, score_mod: Any)
     places = torch.arange(tokens, device=q.device)
     at = (0 * rows[:1, None], torch.arange(len(q), device=q.device)[:, None, None], rows[:, None], places)
     s = s if score_mod is None else score_mod(s, *at)
-    out = torch.softmax(s.masked_fill(~sees(*at), -torch.inf), dim=-1) @ v
+    out = torch.softmax(s.masked_fill(~visible(*at), -torch.inf), dim=-1) @ v
     (of_query,) = torch.autograd.grad(out, mine, grad[:, rows])
     wanted = dict(zip(found, (out, of_query), strict=True))
     off = {
@@ -104,12 +104,12 @@ def errors_of(found: dict[str, Any], arrays: Any, sees: MaskMod, score_mod: Any)
     return {name: float(off[name].max() / x.abs().max()) for name, x in wanted.items()}
 
 
-def num_pairs(sees: MaskMod, batch: int, q_heads: int, tokens: int) -> int:
+def num_pairs(visible: MaskMod, batch: int, q_heads: int, tokens: int) -> int:
     """Pairs that see each other, of all heads; every one is counted."""
     import torch
 
     places, heads = (torch.arange(n, device=DEVICE) for n in (tokens, q_heads))
-    seen = lambda rows: sees(0 * heads[:1], heads[:, None, None], rows[:, None], places)
+    seen = lambda rows: visible(0 * heads[:1], heads[:, None, None], rows[:, None], places)
     of = lambda rows: int(seen(rows).expand(q_heads, len(rows), tokens).sum())
     return batch * sum(of(rows) for rows in places.split(ROWS))
 
@@ -148,15 +148,15 @@ def mask_mod_of_case(
     inner = (lambda b, h, q, k: q == q) if mask is None else mask_mod_of_mask(mask, case, to)
     left = max(lens) if score.window[0] is None else score.window[0]
 
-    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
         found = inner(b, h, q, k) & (q - k <= left)
         return found & (q >= k) if score.causal else found
 
     if len(set(lens)) == 1:
-        return sees
+        return visible
     text = to(np.repeat(np.arange(len(lens)), lens))
     position = to(np.concatenate([np.arange(n) for n in lens]))
-    return lambda b, h, q, k: (text[q] == text[k]) & sees(b, h, position[q], position[k])
+    return lambda b, h, q, k: (text[q] == text[k]) & visible(b, h, position[q], position[k])
 
 
 def mask_mod_of_mask(mask: masks.Mask, case: PrefillCase, to: Callable[[Any], Any]) -> MaskMod:

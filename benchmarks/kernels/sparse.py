@@ -234,7 +234,7 @@ class Step:
             kernel_of_ideal=ideal / times["kernel_us"],
         )
 
-    def sees(self, mask: Mask | None, queries: jax.Array) -> jax.Array:
+    def visible(self, mask: Mask | None, queries: jax.Array) -> jax.Array:
         """[q_heads, queries, tokens]: causal, and the mask."""
         keys = jnp.arange(self.tokens, dtype=jnp.int32)[None, None, :]
         heads = jnp.arange(Q_HEADS, dtype=jnp.int32)[:, None, None]
@@ -244,7 +244,7 @@ class Step:
         pairs = Pairs(
             heads, jnp.zeros((1, 1, 1), jnp.int32), queries[None, :, None], keys, (Q_HEADS, KV_HEADS)
         )
-        return causal & mask.sees(pairs)
+        return causal & mask.visible(pairs)
 
     def worst_error(self, out: jax.Array, mask: Mask | None) -> float:
         """Of a few queries, against plain attention in f32; relative to a query's largest output."""
@@ -265,8 +265,8 @@ class Step:
         def one_query(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             q, place, got = inputs
             s = jnp.einsum("hgd,khd->hgk", q, k, preferred_element_type=jnp.float32) * SPEC.softmax_scale
-            sees = self.sees(mask, place[None])[:, 0].reshape(s.shape)
-            p = jax.nn.softmax(jnp.where(sees, s, -jnp.inf), axis=-1)
+            visible = self.visible(mask, place[None])[:, 0].reshape(s.shape)
+            p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1)
             want = jnp.einsum("hgk,khd->hgd", p, v.astype(jnp.float32), precision="highest")
             errors = jnp.abs(got.reshape(want.shape).astype(jnp.float32) - want).max(axis=-1)
             return (errors / jnp.abs(want).max(axis=-1)).max()

@@ -155,7 +155,7 @@ class DecodeStep:
         q = query[row].reshape(KV_HEADS, -1, HEAD_DIM).astype(jnp.float32)
         s = jnp.einsum("hgd,khd->hgk", q, k, precision="highest") * SPEC.softmax_scale
         if mask is not None:
-            s = jnp.where(self.sees(mask, row)[0].reshape(s.shape), s, -jnp.inf)
+            s = jnp.where(self.visible(mask, row)[0].reshape(s.shape), s, -jnp.inf)
         want = jnp.einsum("hgk,khd->hgd", jax.nn.softmax(s, axis=-1), v, precision="highest")
         want = want.reshape(Q_HEADS, HEAD_DIM)
         errors = jnp.abs(out[row].astype(jnp.float32) - want).max(axis=-1)
@@ -164,17 +164,19 @@ class DecodeStep:
     @functools.partial(jax.jit, static_argnums=0)
     def densities(self, mask: Mask) -> tuple[jax.Array, jax.Array]:
         """Visible keys over all; the same of keys that some query head of a kv head sees, which are read."""
-        sees = self.sees(mask, slice(None))
-        return sees.mean(), sees.reshape(-1, KV_HEADS, Q_HEADS // KV_HEADS, self.context).any(axis=2).mean()
+        visible = self.visible(mask, slice(None))
+        return visible.mean(), visible.reshape(-1, KV_HEADS, Q_HEADS // KV_HEADS, self.context).any(
+            axis=2
+        ).mean()
 
-    def sees(self, mask: Mask, rows: Any) -> jax.Array:
+    def visible(self, mask: Mask, rows: Any) -> jax.Array:
         """[rows, q_heads, keys] of some rows: what the newest query sees."""
         keys = jnp.arange(self.context, dtype=jnp.int32)[None, None, :]
         heads = jnp.arange(Q_HEADS, dtype=jnp.int32)[None, :, None]
         row = jnp.arange(self.query.shape[0], dtype=jnp.int32)[rows].reshape(-1, 1, 1)
         query = jnp.full((1, 1, 1), self.context - 1, jnp.int32)
-        sees = mask.sees(Pairs(heads, row, query, keys, HEADS, False))
-        return jnp.broadcast_to(sees, (row.shape[0], Q_HEADS, self.context))
+        visible = mask.visible(Pairs(heads, row, query, keys, HEADS, False))
+        return jnp.broadcast_to(visible, (row.shape[0], Q_HEADS, self.context))
 
     def check_selected(self, mask: masks.BlockMask, bounds: KeyBounds) -> None:
         """No block that was left out has a larger bound than one that was taken, but for rounding."""

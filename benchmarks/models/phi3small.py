@@ -240,9 +240,9 @@ def densities(step: Step) -> tuple[float, float]:
         return density, density
     at = lambda *shape: jnp.zeros(shape, jnp.int32)
     keys, head = jnp.arange(length)[None, :], jnp.arange(heads[0])[:, None]
-    sees = mask.sees(Pairs(head, at(1, 1), at(1, 1) + length - 1, keys, heads, False))
-    sees = np.broadcast_to(sees, (heads[0], length))
-    return float(sees.mean()), float(sees.reshape(heads[1], -1, length).any(axis=1).mean())
+    visible = mask.visible(Pairs(head, at(1, 1), at(1, 1) + length - 1, keys, heads, False))
+    visible = np.broadcast_to(visible, (heads[0], length))
+    return float(visible.mean()), float(visible.reshape(heads[1], -1, length).any(axis=1).mean())
 
 
 def agreement(tokens: int) -> dict[str, float]:

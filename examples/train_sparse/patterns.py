@@ -83,8 +83,8 @@ def nsa() -> Pattern:
         gated = [gates[..., n, None] * x.astype(gates.dtype) for n, x in enumerate(parts)]
         return sum(gated[1:], gated[0]).astype(query.dtype)
 
-    def selected_blocks(q: Array, k: Array) -> masks.Mask:
-        return sparsity.selected_blocks(
+    def select_nsa_blocks(q: Array, k: Array) -> masks.Mask:
+        return sparsity.select_nsa_blocks(
             q, sparsity.block_means(k, BLOCK), block_size=BLOCK, num_selected=TOP_K, block_q=BLOCK
         )
 
@@ -93,7 +93,7 @@ def nsa() -> Pattern:
             q, k, v, gates, block_size=BLOCK, num_selected=TOP_K, window=WINDOW, block_q=BLOCK
         ),
         decode=decode,
-        mask=lambda q, k: masks.Causal() & (selected_blocks(q, k) | masks.Window(left=WINDOW - 1)),
+        mask=lambda q, k: masks.Causal() & (select_nsa_blocks(q, k) | masks.Window(left=WINDOW - 1)),
     )
 
 

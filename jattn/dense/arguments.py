@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.implementations.selection import Asked, asked_for, hashable
-from jattn.masks import BlockMask, Document, Mask, Sizes, check_mask
+from jattn.masks import BatchSizes, BlockMask, Document, Mask, check_mask
 from jattn.masks.base import leaves, row_counts
-from jattn.masks.documents import as_int32, come_in_runs
+from jattn.masks.documents import as_int32, has_contiguous_ids
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, unsupported
@@ -114,18 +114,18 @@ def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: Atte
 
 def _sizes_of(
     q_tokens: int, kv_tokens: int, num_rows: int, cu_seqlens: Array | None, spec: AttentionSpec
-) -> Sizes:
+) -> BatchSizes:
     """How far a mask must reach: over all queries, and the keys that anyone may see; None where traced."""
     if cu_seqlens is None:
         ahead = last_ahead(spec)
         seen = kv_tokens if ahead is None else min(kv_tokens, q_tokens + ahead)
         ends = lambda: np.full(num_rows, q_tokens)
-        return Sizes(spec.num_q_heads, num_rows, q_tokens, seen, max_query_end=q_tokens, query_ends=ends)
+        return BatchSizes(spec.num_q_heads, num_rows, q_tokens, seen, max_query_end=q_tokens, query_ends=ends)
     if not support.is_concrete(cu_seqlens):
-        return Sizes(spec.num_q_heads, num_rows)
+        return BatchSizes(spec.num_q_heads, num_rows)
     lens = np.diff(np.asarray(cu_seqlens))
     longest = int(lens.max())
-    return Sizes(spec.num_q_heads, num_rows, longest, max_seq_len=longest, query_ends=lambda: lens)
+    return BatchSizes(spec.num_q_heads, num_rows, longest, max_seq_len=longest, query_ends=lambda: lens)
 
 
 def knows_names_of_jax[F: Callable[..., Any]](attention: F) -> F:
@@ -179,7 +179,7 @@ def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementa
     if "mosaic_gpu" not in asked:
         return hashable(implementation)
     for name, ids in given:
-        if support.why_not_on(ids) or come_in_runs(ids):
+        if support.why_not_on(ids) or has_contiguous_ids(ids):
             continue
         rest = tuple(other for other in asked if other != "mosaic_gpu")
         if not rest:

@@ -142,8 +142,8 @@ def _by_tiles(
     rows, shown = Rows(None, None, None), None
     if given.mask is not None:
         shown = _of_texts(given.mask, batch)
-        sees = mask_of_array(shown.astype(bool), (len(q), q_heads, q_tokens, k.shape[1]))
-        rows = Rows(None, None, sees)
+        visible = mask_of_array(shown.astype(bool), (len(q), q_heads, q_tokens, k.shape[1]))
+        rows = Rows(None, None, visible)
     per_head = {"sinks": given.sinks, "alibi_slopes": given.alibi_slopes}
     out, _ = attend_arrays((q, k, v), rows, per_head, spec=spec, implementation=implementation)
     if shown is not None and shown.dtype != bool:

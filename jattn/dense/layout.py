@@ -10,7 +10,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.cache import PackedKV
 from jattn.masks import Document, Mask, Sinks
-from jattn.masks.documents import runs_of
+from jattn.masks.documents import document_runs
 
 
 class Laid(NamedTuple):
@@ -105,7 +105,7 @@ def segments(segment_ids: Int[Array, "batch tokens"], *, as_runs: bool) -> Docum
         segment_ids: An id of each token.
         as_runs: Static: number the runs of equal ids instead: ids that ascend, as skipping whole tiles needs.
     """
-    return runs_of(segment_ids) if as_runs else Document(ids=segment_ids)
+    return document_runs(segment_ids) if as_runs else Document(ids=segment_ids)
 
 
 def _metadata(query_start_loc: Array, seq_lens: Int32[Array, " reqs"], num_tokens: int) -> BatchMetadata:

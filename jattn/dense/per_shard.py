@@ -20,7 +20,7 @@ from jattn.implementations import differentiable_attention
 from jattn.implementations.differentiable_attention import once_derivable
 from jattn.implementations.layer_config import layer_of
 from jattn.implementations.selection import Asked, Choice
-from jattn.masks.functions import with_arrays
+from jattn.masks.functions import lift_captured_arrays
 from jattn.planning import choose_layers
 from jattn.spec import AttentionSpec
 
@@ -145,7 +145,7 @@ def attend_parts(how: How, values: Values, rows: Rows) -> Attended:
     """Attention of arrays that XLA's partitioner may cut: texts and heads stay where they lie. Traced."""
     is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
     of_heads = jax.tree.map(lambda x: x if is_real(x) else x.astype(jnp.float32), values.per_head)
-    rows = rows if rows.mask is None else rows._replace(mask=with_arrays(rows.mask))
+    rows = rows if rows.mask is None else rows._replace(mask=lift_captured_arrays(rows.mask))
     return _attend_parts(how, values._replace(per_head=of_heads), rows)
 
 

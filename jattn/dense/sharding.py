@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.masks import Mask, on_mesh, row_array_ids
+from jattn.masks import Mask, per_request_array_ids, shard_mask
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, unsupported
 
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
 
     def of_mask(self, mask: Mask | None) -> Any:
         """The partitions of a mask's arrays: by texts where they have a row for each, else whole."""
-        rows = set() if mask is None else row_array_ids(mask)
+        rows = set() if mask is None else per_request_array_ids(mask)
         return jax.tree.map(lambda x: P(*self.texts) if id(x) in rows and x.shape[0] > 1 else P(), mask)
 
     def part_of(self, spec: AttentionSpec) -> AttentionSpec:
@@ -93,7 +93,7 @@ class Cut(NamedTuple):
         if mask is None or self.heads is None:
             return mask
         num_heads = spec.num_q_heads, spec.num_kv_heads
-        return on_mesh(mask, self.heads, size_of(self.mesh, self.heads), num_heads)
+        return shard_mask(mask, self.heads, size_of(self.mesh, self.heads), num_heads)
 
 
 def cut_of(q: Array, k: Array, v: Array) -> Cut | None:

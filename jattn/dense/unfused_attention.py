@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Shaped
 
-from jattn.implementations.xla import alibi_bias, pairs_of, visible
+from jattn.implementations.xla import alibi_bias, is_visible, pairs_of
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_shape
 
@@ -28,12 +28,12 @@ class Given(NamedTuple):
 def by_scores(given: Given, spec: AttentionSpec, is_causal: bool) -> Float[Array, "..."]:
     """The output, in memory of queries x keys."""
     wide = jnp.float64 if given.query.dtype == jnp.float64 else jnp.float32
-    sees, added = _seen_and_added(given, spec, is_causal, wide)
-    given = _cleared(given, sees, spec)
+    visible, added = _seen_and_added(given, spec, is_causal, wide)
+    given = _cleared(given, visible, spec)
     scores = _scores(given.query, given.key, spec, wide) + added
     if given.mask is not None and given.mask.dtype != bool:
         scores = jnp.where(jnp.broadcast_to(given.mask, scores.shape) < 0, jnp.nan, scores)
-    return _average(jnp.where(sees, scores, -jnp.inf), given.value, given.sinks, spec)
+    return _average(jnp.where(visible, scores, -jnp.inf), given.value, given.sinks, spec)
 
 
 def is_positional(given: Given, spec: AttentionSpec) -> bool:
@@ -50,27 +50,27 @@ def _seen_and_added(
     *batch, q_tokens, q_heads, _ = query.shape
     kv_tokens = given.key.shape[-3]
     added = jnp.zeros((*batch, q_heads, q_tokens, kv_tokens), dtype)
-    sees = jnp.broadcast_to(jnp.asarray(True) if mask is None else mask.astype(bool), added.shape)
+    visible = jnp.broadcast_to(jnp.asarray(True) if mask is None else mask.astype(bool), added.shape)
     if is_positional(given, spec):
-        shown = None if mask is None else sees
+        shown = None if mask is None else visible
         positions = _positions(query.shape[:-2], kv_tokens, shown, given.input_positions)
         by_spec, slopes = _of_positions(spec, given.alibi_slopes, positions, dtype)
-        sees, added = sees & _over_batch(by_spec, added), _over_batch(slopes, added)
+        visible, added = visible & _over_batch(by_spec, added), _over_batch(slopes, added)
     if is_causal or (spec.causal and q_tokens == kv_tokens):
-        sees &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), added.shape)
+        visible &= jnp.broadcast_to(jnp.tri(q_tokens, kv_tokens, dtype=bool), added.shape)
     if given.bias is not None:
         added += jnp.broadcast_to(given.bias, added.shape).astype(dtype)
-    return sees, added
+    return visible, added
 
 
-def _cleared(given: Given, sees: Bool[Array, "..."], spec: AttentionSpec) -> Given:
+def _cleared(given: Given, visible: Bool[Array, "..."], spec: AttentionSpec) -> Given:
     """Keys and values that no query sees, and queries that see no key, may be NaN: they count as 0.
 
     A product, and its gradient, would get 0 * NaN of them.
     """
-    by_kv_head = (*sees.shape[:-3], spec.num_kv_heads, spec.q_heads_per_kv_head, *sees.shape[-2:])
-    is_seen = jnp.swapaxes(sees.reshape(by_kv_head).any(axis=(-3, -2)), -1, -2)
-    can_see = jnp.swapaxes(sees.any(axis=-1), -1, -2)
+    by_kv_head = (*visible.shape[:-3], spec.num_kv_heads, spec.q_heads_per_kv_head, *visible.shape[-2:])
+    is_seen = jnp.swapaxes(visible.reshape(by_kv_head).any(axis=(-3, -2)), -1, -2)
+    can_see = jnp.swapaxes(visible.any(axis=-1), -1, -2)
     clear = lambda x, is_kept: jnp.where(is_kept[..., None], x, jnp.zeros((), x.dtype))
     key, value = clear(given.key, is_seen), clear(given.value, is_seen)
     return given._replace(query=clear(given.query, can_see), key=key, value=value)
@@ -85,14 +85,14 @@ def _scores(query: Array, key: Array, spec: AttentionSpec, dtype: DTypeLike) -> 
 
 
 def _positions(
-    queries: tuple[int, ...], kv_tokens: int, sees: Bool[Array, "..."] | None, given: Array | None
+    queries: tuple[int, ...], kv_tokens: int, visible: Bool[Array, "..."] | None, given: Array | None
 ) -> tuple[Array, Array]:
     """Where queries and keys stand: each [tokens], or [*batch, tokens].
 
     Args:
         queries: (*batch, q_tokens).
         kv_tokens: Keys.
-        sees: The mask.
+        visible: The mask.
         given: input_positions.
     """
     *batch, q_tokens = queries
@@ -105,11 +105,11 @@ def _positions(
         return given, given if q_tokens == kv_tokens else jnp.broadcast_to(keys, (*batch, kv_tokens))
     rule = f"be given for {q_tokens} queries over {kv_tokens} keys (where each query stands)"
     require(q_tokens <= kv_tokens, "input_positions", rule, None)
-    if q_tokens == kv_tokens or sees is None:
+    if q_tokens == kv_tokens or visible is None:
         return keys[:q_tokens] + (kv_tokens - q_tokens), keys
     rule = f"be given for {q_tokens} queries over {kv_tokens} keys with a mask (where each query stands)"
     require(q_tokens == 1, "input_positions", rule, None)
-    last = jnp.max(jnp.where(sees.any(axis=-3), keys, 0), axis=-1)  # [*batch, 1]
+    last = jnp.max(jnp.where(visible.any(axis=-3), keys, 0), axis=-1)  # [*batch, 1]
     return last, jnp.broadcast_to(keys, (*batch, kv_tokens))
 
 
@@ -121,13 +121,13 @@ def _of_positions(
     slopes = slopes.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head)
 
     def of_row(q_positions: Array, k_positions: Array) -> tuple[Array, Array]:
-        sees = visible(spec, q_positions, k_positions)
+        visible = is_visible(spec, q_positions, k_positions)
         if spec.sparsity is not None:
             pairs = pairs_of(spec, jnp.int32(0), q_positions, k_positions, is_prefill=True)
-            sees = sees & spec.sparsity.sees(pairs)
+            visible = visible & spec.sparsity.visible(pairs)
         bias = alibi_bias(spec, slopes, q_positions, k_positions)
         shape = (spec.num_q_heads, *bias.shape[2:])
-        return jnp.broadcast_to(sees, bias.shape).reshape(shape), bias.reshape(shape)
+        return jnp.broadcast_to(visible, bias.shape).reshape(shape), bias.reshape(shape)
 
     for _ in range(positions[0].ndim - 1):
         of_row = jax.vmap(of_row)

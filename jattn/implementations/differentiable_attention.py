@@ -20,7 +20,7 @@ from jattn.implementations.mosaic_gpu import Work
 from jattn.implementations.selection import Choice, KernelFallbackWarning
 from jattn.implementations.xla import QueryTiles, varying_as
 from jattn.masks import Mask
-from jattn.masks.functions import with_arrays
+from jattn.masks.functions import lift_captured_arrays
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 from pallas_kernels.derivatives import forbid_derivative
@@ -94,7 +94,7 @@ def attend(how: How, values: Values, context: Context) -> OutAndLse:
         way_out = "Say jax.shard_map(check_vma=False), or implementation='xla'"
         raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, way_out)
     if how.choice.kernel is None and context.mask is not None:
-        context = context._replace(mask=with_arrays(context.mask))
+        context = context._replace(mask=lift_captured_arrays(context.mask))
     return _attend(how, values, context)
 
 

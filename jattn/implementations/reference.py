@@ -48,17 +48,17 @@ def attend(
         k, v = keys_and_values(kv, metadata, row, dtype)  # [kv_heads, keys, head_dim]
         k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
-        sees = visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
+        visible = is_visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
         mine = (metadata.token_rows == row) & metadata.is_live_token
-        sees &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
-        k, v = (jnp.where(sees.any(axis=1)[..., None], x, 0.0) for x in (k, v))
+        visible &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
+        k, v = (jnp.where(visible.any(axis=1)[..., None], x, 0.0) for x in (k, v))
         own = jnp.where(mine[None, :, None], q, 0.0)
         s = jnp.einsum("htd,hkd->htk", own, k, precision="highest") * spec.softmax_scale
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         if alibi_slopes is not None:
             s += alibi_bias(spec, alibi_slopes.astype(dtype), positions, k_positions)
-        out, lse = softmax_average(jnp.where(sees, s, -jnp.inf), v, sinks)
+        out, lse = softmax_average(jnp.where(visible, s, -jnp.inf), v, sinks)
         outs, lses = carry
         return (jnp.where(mine[None, :, None], out, outs), jnp.where(mine[None, :], lse, lses)), None
 
@@ -98,7 +98,7 @@ def softmax_average(
     return out / total[..., None], jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
 
 
-def visible(
+def is_visible(
     spec: AttentionSpec,
     mask: Mask | None,
     row: Int[Array, ""],
@@ -108,19 +108,19 @@ def visible(
 ) -> Bool[Array, "q_heads tokens keys"]:
     """Which keys of request `row` each query may see."""
     i, j = q_positions[:, None], k_positions[None, :]
-    sees = jnp.ones((q_positions.size, k_positions.size), bool)
+    visible = jnp.ones((q_positions.size, k_positions.size), bool)
     if spec.causal:
-        sees &= j <= i
+        visible &= j <= i
     left, right = spec.window or (None, None)
     if left is not None:
-        sees &= i - j <= left
+        visible &= i - j <= left
     if right is not None:
-        sees &= j - i <= right
+        visible &= j - i <= right
     if spec.chunk_size is not None:
-        sees &= i // spec.chunk_size == j // spec.chunk_size
-    sees = jnp.broadcast_to(sees, (spec.num_q_heads, *sees.shape))
+        visible &= i // spec.chunk_size == j // spec.chunk_size
+    visible = jnp.broadcast_to(visible, (spec.num_q_heads, *visible.shape))
     if mask is None:
-        return sees
+        return visible
     pairs = Pairs(
         head=jnp.arange(spec.num_q_heads, dtype=jnp.int32)[:, None, None],
         row=row.reshape(1, 1, 1),
@@ -128,8 +128,8 @@ def visible(
         key=j[None],
         num_heads=(spec.num_q_heads, spec.num_kv_heads),
     )
-    in_decode = mask.sees(pairs._replace(is_prefill=False))
-    return sees & jnp.where(is_prefill[None, :, None], mask.sees(pairs), in_decode)
+    in_decode = mask.visible(pairs._replace(is_prefill=False))
+    return visible & jnp.where(is_prefill[None, :, None], mask.visible(pairs), in_decode)
 
 
 def alibi_bias(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.batch.metadata import BatchMetadata, rows_from
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
 from jattn.pytree import replace
 from pallas_kernels import support
 from pallas_kernels.checks import require
@@ -32,7 +32,7 @@ class Mask(abc.ABC):
     row_axes: ClassVar[Mapping[str, int] | None] = None
 
     @abc.abstractmethod
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         """Bool, of the shape that the pairs broadcast to (or one that broadcasts to it)."""
 
     @abc.abstractmethod
@@ -62,12 +62,12 @@ class Mask(abc.ABC):
         return False
 
     @property
-    def sees_all_before(self) -> bool:
+    def allows_all_past_keys(self) -> bool:
         """Every query sees itself and all earlier keys."""
         return False
 
     @property
-    def sees_ahead(self) -> bool:
+    def allows_future_keys(self) -> bool:
         """It is made to let queries see later keys, which causal attention would undo.
 
         Masks that choose among keys wherever these are, as blocks and documents do, are not: causal
@@ -84,7 +84,7 @@ class Mask(abc.ABC):
         return 1, 1
 
     @property
-    def says_num_heads(self) -> bool:
+    def has_exact_num_heads(self) -> bool:
         """There must be just so many query heads as num_heads says, no multiple of them."""
         return False
 
@@ -93,7 +93,7 @@ class Mask(abc.ABC):
         """It holds no arrays, so it is hashable and may be a part of a spec."""
         return not jax.tree.leaves(self)
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         """Raises ValueError where a step of these sizes asks for what the mask does not hold.
 
         An array with a row for each request must have the step's rows, or one for all of them.
@@ -111,11 +111,11 @@ class Mask(abc.ABC):
         changed = {name: of(array) for name, array in row_arrays(self).items()}
         return replace(self, **changed) if changed else self
 
-    def of_rows_from(self, first: int) -> "Mask":
+    def slice_rows(self, first: int) -> "Mask":
         """The mask of a part of the batch that begins at row `first`."""
         return self if first == 0 else self.map_rows(lambda x: x if x.shape[0] == 1 else rows_from(x, first))
 
-    def of_requests(self, metadata: BatchMetadata) -> "Mask":
+    def to_batch_rows(self, metadata: BatchMetadata) -> "Mask":
         """The mask of a step's rows, from one whose arrays are in the order of the requests.
 
         A bucket pads the decode rows, so prefill rows begin behind them; a mask is to have the metadata's
@@ -206,26 +206,26 @@ class _Joined(Mask):
         return type(self)(masks=tuple(mask.map_rows(of) for mask in self.masks))
 
     @override
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         for mask in self.masks:
             mask.check(sizes)
 
     @property
     @override
-    def sees_all_before(self) -> bool:
-        return all(mask.sees_all_before for mask in self.masks)
+    def allows_all_past_keys(self) -> bool:
+        return all(mask.allows_all_past_keys for mask in self.masks)
 
     @property
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
         query, kv = zip(*(mask.num_heads for mask in self.masks), strict=True)
         # Where one mask says how many query heads there are, formulas are about as many.
-        return _common([num for num in query if num] if self.says_num_heads else query), _common(kv)
+        return _common([num for num in query if num] if self.has_exact_num_heads else query), _common(kv)
 
     @property
     @override
-    def says_num_heads(self) -> bool:
-        return any(mask.says_num_heads for mask in self.masks)
+    def has_exact_num_heads(self) -> bool:
+        return any(mask.has_exact_num_heads for mask in self.masks)
 
 
 def _common(nums: Sequence[int | None]) -> int | None:
@@ -245,17 +245,19 @@ class And(_Joined):
 
     @property
     @override
-    def sees_ahead(self) -> bool:
-        return not self.is_causal and any(mask.sees_ahead for mask in self.masks)
+    def allows_future_keys(self) -> bool:
+        return not self.is_causal and any(mask.allows_future_keys for mask in self.masks)
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
-        return functools.reduce(operator.and_, (mask.sees(pairs) for mask in self.masks))
+    def visible(self, pairs: Pairs) -> Any:
+        return functools.reduce(operator.and_, (mask.visible(pairs) for mask in self.masks))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        some, every = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
-        return Coverage(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
+        any_visible, all_visible = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
+        return Coverage(
+            functools.reduce(operator.and_, any_visible), functools.reduce(operator.and_, all_visible)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -270,19 +272,23 @@ class Or(_Joined):
 
     @property
     @override
-    def sees_ahead(self) -> bool:
+    def allows_future_keys(self) -> bool:
         # Beside causality itself, what another mask adds is later keys.
-        is_more = any(mask.is_causal and mask.sees_all_before for mask in self.masks) and not self.is_causal
-        return is_more or any(mask.sees_ahead for mask in self.masks)
+        is_more = (
+            any(mask.is_causal and mask.allows_all_past_keys for mask in self.masks) and not self.is_causal
+        )
+        return is_more or any(mask.allows_future_keys for mask in self.masks)
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
-        return functools.reduce(operator.or_, (mask.sees(pairs) for mask in self.masks))
+    def visible(self, pairs: Pairs) -> Any:
+        return functools.reduce(operator.or_, (mask.visible(pairs) for mask in self.masks))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        some, every = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
-        return Coverage(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
+        any_visible, all_visible = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
+        return Coverage(
+            functools.reduce(operator.or_, any_visible), functools.reduce(operator.or_, all_visible)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -292,14 +298,14 @@ class Not(_Joined):
 
     @property
     @override
-    def sees_all_before(self) -> bool:
+    def allows_all_past_keys(self) -> bool:
         return False
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
-        return ~self.masks[0].sees(pairs)
+    def visible(self, pairs: Pairs) -> Any:
+        return ~self.masks[0].visible(pairs)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        some, every = self.masks[0].coverage(tiles)
-        return Coverage(~every, ~some)
+        any_visible, all_visible = self.masks[0].coverage(tiles)
+        return Coverage(~all_visible, ~any_visible)

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.base import Mask
-from jattn.masks.checks import require_array, set_ints
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles, floor_div, quotient, remainder
+from jattn.masks.checks import normalize_ints, require_array
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
@@ -20,29 +20,29 @@ DRAWS = 32749  # numbers that a draw may give; a prime
 MAX_PLACES = 2**31 - 1  # that a number in 32 bits tells apart
 
 
-def block_coverage(
-    sees: Callable[[Any, Any], Any], query_blocks: tuple[Any, Any], key_blocks: tuple[Any, Any], count: Any
+def coverage_of_blocks(
+    visible: Callable[[Any, Any], Any], query_blocks: tuple[Any, Any], key_blocks: tuple[Any, Any], count: Any
 ) -> Coverage:
-    """Coverage of tiles of whole or part blocks, from what `sees(query block, key block)` says of each block.
+    """Return the coverage of tiles from `visible(query_block, key_block)`, evaluated for each block.
 
     Args:
-        sees: Of block numbers.
+        visible: Of block numbers.
         query_blocks: First and last block of queries of each tile.
         key_blocks: First and last block of keys.
         count: Static: how many blocks of queries and of keys a tile has at most.
     """
-    some: Any = False
-    every: Any = True
+    any_visible: Any = False
+    all_visible: Any = True
     for i in range(count[0]):
         for j in range(count[1]):
             a, b = query_blocks[0] + i, key_blocks[0] + j
             is_in = (a <= query_blocks[1]) & (b <= key_blocks[1])
-            seen = sees(a, b)
-            some, every = some | (seen & is_in), every & (seen | ~is_in)
-    return Coverage(some, every)
+            seen = visible(a, b)
+            any_visible, all_visible = any_visible | (seen & is_in), all_visible & (seen | ~is_in)
+    return Coverage(any_visible, all_visible)
 
 
-def blocks_of_tile(tile: int, block: int) -> int:
+def max_blocks_per_tile(tile: int, block: int) -> int:
     """How many blocks a tile of so many positions touches at most."""
     return (tile + block - 2) // block + 1
 
@@ -75,12 +75,12 @@ class BlockMask(Mask):
         require_array("blocks", self.blocks, "bool", {3: axes, 4: f"[reqs, *{axes}]"})
         if self.first_q_block is not None:
             require_array("first_q_block", self.first_q_block, "integer", {1: "[reqs]"})
-        set_ints(self, 1, "block_kv")
+        normalize_ints(self, 1, "block_kv")
         shape = self.blocks.shape
         if self.block_q is None:
             require(shape[-2] == 1, "blocks", "have one block of queries where block_q is None", shape)
         else:
-            set_ints(self, 1, "block_q")
+            normalize_ints(self, 1, "block_q")
         require(0 not in shape[-3:], "blocks", "have at least one block and one head", shape)
 
     @property
@@ -89,7 +89,7 @@ class BlockMask(Mask):
         return self.blocks.shape[-3], 1
 
     @override
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         super().check(sizes)
         _, q_blocks, kv_blocks = self.blocks.shape[-3:]
         self._check_heads(sizes.num_q_heads)
@@ -105,7 +105,7 @@ class BlockMask(Mask):
                 require(got >= need, f"BlockMask's {axis} of {size}", wanted, got)
         self._check_rows_reach(sizes)
 
-    def _check_rows_reach(self, sizes: Sizes) -> None:
+    def _check_rows_reach(self, sizes: BatchSizes) -> None:
         """What first_q_block leaves of each row must reach over its queries, where both can be seen.
 
         Queries may begin anywhere in a block and so touch one more than as many whole ones are. Where the
@@ -115,7 +115,7 @@ class BlockMask(Mask):
         ends, longest = sizes.query_ends, sizes.max_query_len
         if first is None or size is None or ends is None or not support.is_concrete(first):
             return
-        if longest is not None and q_blocks >= blocks_of_tile(longest, size):
+        if longest is not None and q_blocks >= max_blocks_per_tile(longest, size):
             return
         last = ends()
         need = int(np.max(np.where(last > 0, -(-last // size) - np.asarray(first), 0), initial=0))
@@ -144,7 +144,7 @@ class BlockMask(Mask):
         row = jnp.minimum(row, blocks.shape[0] - 1) if blocks.ndim == 4 else 0
         first = (row * heads + head) * q_blocks
 
-        def sees(a: Any, b: Any) -> Any:
+        def visible(a: Any, b: Any) -> Any:
             is_in = (a >= 0) & (a < q_blocks) & (b < kv_blocks)
             places = first + jnp.clip(a, 0, q_blocks - 1), jnp.minimum(b, kv_blocks - 1)
             if blocks.size > MAX_PLACES:
@@ -154,10 +154,10 @@ class BlockMask(Mask):
                 seen = blocks.reshape(-1).at[places[0] * kv_blocks + places[1]]
             return seen.get(mode="promise_in_bounds") & is_in
 
-        return sees
+        return visible
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         at = self._at(pairs.head, pairs.row, pairs.num_heads[0])
         return at(self._query_block(pairs.row, pairs.query), quotient(pairs.key, self.block_kv))
 
@@ -166,8 +166,10 @@ class BlockMask(Mask):
         at = self._at(tiles.head, tiles.row, tiles.num_heads[0])
         queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
         keys = quotient(tiles.first_key, self.block_kv), quotient(tiles.last_key, self.block_kv)
-        num_q = 1 if self.block_q is None else blocks_of_tile(tiles.size[0], self.block_q)
-        return block_coverage(at, queries, keys, (num_q, blocks_of_tile(tiles.size[1], self.block_kv)))
+        num_q = 1 if self.block_q is None else max_blocks_per_tile(tiles.size[0], self.block_q)
+        return coverage_of_blocks(
+            at, queries, keys, (num_q, max_blocks_per_tile(tiles.size[1], self.block_kv))
+        )
 
 
 @pytree
@@ -206,8 +208,8 @@ class BigBird(Mask):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        set_ints(self, 1, "block_size")
-        set_ints(self, 0, "local_blocks", "global_blocks", "random_blocks")
+        normalize_ints(self, 1, "block_size")
+        normalize_ints(self, 0, "local_blocks", "global_blocks", "random_blocks")
         require_int(seed=self.seed)
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
 
@@ -218,15 +220,15 @@ class BigBird(Mask):
 
     def _sees_block(self, head: Any, a: Any, b: Any) -> Any:
         is_global = (b < self.global_blocks) | ((a >= 0) & (a < self.global_blocks))
-        sees = (jnp.abs(a - b) < self.local_blocks) | is_global
+        visible = (jnp.abs(a - b) < self.local_blocks) | is_global
         of_seed = int(self.seed) * 7919 % DRAWS  # of any seed, within int32
         for nth in range(self.random_blocks):
             drawn = _mixed(_mixed(a * 64 + nth + of_seed) + head * 977)
-            sees = sees | ((a >= 0) & (jax.lax.rem(drawn, a + 1) == b))
-        return sees
+            visible = visible | ((a >= 0) & (jax.lax.rem(drawn, a + 1) == b))
+        return visible
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         a, b = floor_div(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
         return self._sees_block(pairs.head, a, b)
 
@@ -234,11 +236,11 @@ class BigBird(Mask):
     def coverage(self, tiles: Tiles) -> Coverage:
         query_block = lambda position: floor_div(position, self.block_size)
         key_block = lambda position: quotient(position, self.block_size)
-        return block_coverage(
+        return coverage_of_blocks(
             lambda a, b: self._sees_block(tiles.head, a, b),
             (query_block(tiles.first_query), query_block(tiles.last_query)),
             (key_block(tiles.first_key), key_block(tiles.last_key)),
-            tuple(blocks_of_tile(size, self.block_size) for size in tiles.size),
+            tuple(max_blocks_per_tile(size, self.block_size) for size in tiles.size),
         )
 
 

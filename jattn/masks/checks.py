@@ -7,12 +7,12 @@ import numpy as np
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.masks.base import And, Mask, Not, Or, check_is_mask
-from jattn.masks.pairs import Sizes
+from jattn.masks.pairs import BatchSizes
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
 
 
-def check_mask_of_step(
+def check_batch_mask(
     mask: Mask, metadata: BatchMetadata, *, num_q_heads: int, causal: bool, has_cache: bool
 ) -> None:
     """What a mask must be to hold in a layer of a step, on top of what the spec says: as check_mask.
@@ -43,7 +43,7 @@ def check_mask_of_step(
     max_query_len: int | None = num_queries if max_seq_len is None else min(num_queries, max_seq_len)
     if max_seq_len is None and bucket.max_prefills > 1:
         max_query_len = None  # the region's tokens are those of all rows: one may have any number of them
-    sizes = Sizes(
+    sizes = BatchSizes(
         num_q_heads=num_q_heads,
         num_rows=bucket.max_reqs,
         max_query_len=max_query_len,
@@ -53,7 +53,7 @@ def check_mask_of_step(
     check_mask(mask, sizes, causal=causal)
 
 
-def check_mask(mask: Mask, sizes: Sizes, *, causal: bool) -> None:
+def check_mask(mask: Mask, sizes: BatchSizes, *, causal: bool) -> None:
     """What a mask must be to hold in a step: `attend(mask=)`'s, `plan(mask=)`'s, or a spec's.
 
     Args:
@@ -65,18 +65,18 @@ def check_mask(mask: Mask, sizes: Sizes, *, causal: bool) -> None:
         ValueError: It is no mask; its rows are not the step's; it has other heads; it is smaller than the
             step's lengths; or it lets queries see later keys, and causality does not.
     """
-    check_ahead("mask", mask, causal=causal)
+    check_causal_mask("mask", mask, causal=causal)
     mask.check(sizes)
 
 
-def check_ahead(name: str, mask: Mask, *, causal: bool) -> None:
+def check_causal_mask(name: str, mask: Mask, *, causal: bool) -> None:
     """Raises ValueError where `mask` is none, or causal attention would take from it what it is there for.
 
     `Causal() | Prefix(length=n)` on top of causality would be causality alone.
     """
     check_is_mask(name, mask)
     rule = "let no query of a causal layer see later keys (AttentionSpec(causal=False) leaves that to it)"
-    require(not (causal and mask.sees_ahead), name, rule, _written(mask))
+    require(not (causal and mask.allows_future_keys), name, rule, _written(mask))
 
 
 def _written(mask: Mask) -> str:
@@ -99,7 +99,7 @@ def require_ints(at_least: int, **values: Any) -> None:
         require(value <= MAX_INT, name, f"be at most {MAX_INT}", value)
 
 
-def set_ints(mask: Any, at_least: int, *names: str) -> None:
+def normalize_ints(mask: Any, at_least: int, *names: str) -> None:
     """Checks fields of a mask by require_ints, and makes numpy's ints Python's: those wrap in few bits."""
     require_ints(at_least, **{name: getattr(mask, name) for name in names})
     for name in names:

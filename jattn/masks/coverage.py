@@ -10,7 +10,7 @@ from jattn.masks.base import Mask
 from jattn.masks.pairs import Coverage, Tiles
 
 
-def coverage_of_tiles(
+def tile_coverage(
     mask: Mask,
     *,
     rows: Int32[Array, " q_tiles"],
@@ -59,6 +59,6 @@ def coverage_of_tiles(
         size=(1, 1) if is_inside_blocks else size,
         is_prefill=is_prefill,
     )
-    some, every = mask.coverage(tiles)
-    some = jnp.broadcast_to(some & is_real, shape)
-    return Coverage(some, jnp.broadcast_to(every, shape) & some)
+    any_visible, all_visible = mask.coverage(tiles)
+    any_visible = jnp.broadcast_to(any_visible & is_real, shape)
+    return Coverage(any_visible, jnp.broadcast_to(all_visible, shape) & any_visible)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int32
 
 from jattn.masks.base import Mask, check_is_mask, row_counts
 from jattn.masks.checks import require_heads
-from jattn.masks.pairs import Pairs, Sizes
+from jattn.masks.pairs import BatchSizes, Pairs
 from pallas_kernels.checks import require
 
 GOLDEN_RATIO = 0.6180339887
@@ -86,7 +86,7 @@ def density(
     return float(np.asarray(seen, np.float64).sum() / np.asarray(queries + 1, np.float64).sum() / heads[0])
 
 
-def heads_of(mask: Mask, num_q_heads: int | None, num_kv_heads: int | None) -> tuple[int, int]:
+def resolve_num_heads(mask: Mask, num_q_heads: int | None, num_kv_heads: int | None) -> tuple[int, int]:
     """Query heads and kv heads of a mask: as given, or as many as it tells apart.
 
     Raises:
@@ -106,8 +106,8 @@ def heads_of(mask: Mask, num_q_heads: int | None, num_kv_heads: int | None) -> t
 
 def _check(mask: Mask, num_q_heads: int | None, num_kv_heads: int | None, row: int) -> tuple[int, int]:
     """The heads of a mask that is drawn for a row; ValueError where it has other heads or no such row."""
-    heads = heads_of(mask, num_q_heads, num_kv_heads)
-    mask.check(Sizes(num_q_heads=heads[0]))
+    heads = resolve_num_heads(mask, num_q_heads, num_kv_heads)
+    mask.check(BatchSizes(num_q_heads=heads[0]))
     for name, num_rows in row_counts(mask):
         require(num_rows == 1 or 0 <= row < num_rows, "row", f"lie in {name}'s {num_rows} rows", row)
     return heads
@@ -150,4 +150,4 @@ def _seen(
         num_heads=num_heads,
         is_prefill=is_prefill,
     )
-    return jnp.broadcast_to(mask.sees(pairs), (num_heads[0], queries.shape[0], seq_len))
+    return jnp.broadcast_to(mask.visible(pairs), (num_heads[0], queries.shape[0], seq_len))

@@ -62,7 +62,7 @@ class Document(Mask):
         object.__setattr__(self, "ids", as_int32(self.ids))
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return entry(self.ids, pairs.row, pairs.query) == entry(self.ids, pairs.row, pairs.key)
 
     @override
@@ -71,12 +71,12 @@ class Document(Mask):
         bounds = _bounds(self.ids, max(tiles.size))
         low_q, high_q = bounds(tiles.row, tiles.first_query, tiles.last_query)
         low_k, high_k = bounds(tiles.row, tiles.first_key, tiles.last_key)
-        some = (low_q <= high_k) & (low_k <= high_q)
-        return Coverage(some, (low_q == high_q) & (low_k == high_k) & (low_q == low_k))
+        any_visible = (low_q <= high_k) & (low_k <= high_q)
+        return Coverage(any_visible, (low_q == high_q) & (low_k == high_k) & (low_q == low_k))
 
 
 @pytree
-class Runs(Document):
+class DocumentRuns(Document):
     """Documents whose ids never decrease, so that those at a tile's ends say which lie between."""
 
     @override
@@ -84,32 +84,32 @@ class Runs(Document):
         of = lambda position: entry(self.ids, tiles.row, position)
         first_q, last_q = of(tiles.first_query), of(tiles.last_query)
         first_k, last_k = of(tiles.first_key), of(tiles.last_key)
-        some = (first_q <= last_k) & (first_k <= last_q)
-        return Coverage(some, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
+        any_visible = (first_q <= last_k) & (first_k <= last_q)
+        return Coverage(any_visible, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
 
 
-def runs_of(ids: Int[Array, "*reqs positions"]) -> Runs:
+def document_runs(ids: Int[Array, "*reqs positions"]) -> DocumentRuns:
     """The runs of equal ids, numbered from 0, as documents."""
     begins = ids[..., 1:] != ids[..., :-1]
     ends = [(0, 0)] * (ids.ndim - 1) + [(1, 0)]
-    return Runs(ids=jnp.pad(jnp.cumsum(begins, axis=-1, dtype=jnp.int32), ends))
+    return DocumentRuns(ids=jnp.pad(jnp.cumsum(begins, axis=-1, dtype=jnp.int32), ends))
 
 
-def with_runs(mask: Mask) -> Mask:
+def documents_to_runs(mask: Mask) -> Mask:
     """The mask with each run of equal ids as a document of its own: what the kernels compute."""
     if isinstance(mask, And | Or | Not):
-        return type(mask)(masks=tuple(map(with_runs, mask.masks)))
-    if isinstance(mask, Document) and not isinstance(mask, Runs):
-        return runs_of(jnp.asarray(mask.ids))
+        return type(mask)(masks=tuple(map(documents_to_runs, mask.masks)))
+    if isinstance(mask, Document) and not isinstance(mask, DocumentRuns):
+        return document_runs(jnp.asarray(mask.ids))
     return mask
 
 
-def documents_come_in_runs(mask: Mask) -> bool:
-    """Whether `with_runs` is the mask itself, as far as can be seen."""
-    return all(come_in_runs(leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document))
+def has_contiguous_documents(mask: Mask) -> bool:
+    """Whether `documents_to_runs` is the mask itself, as far as can be seen."""
+    return all(has_contiguous_ids(leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document))
 
 
-def come_in_runs(ids: Any) -> bool:
+def has_contiguous_ids(ids: Any) -> bool:
     """Whether equal ids stand together in each row, as far as can be seen."""
     if not support.is_concrete(ids):
         return True

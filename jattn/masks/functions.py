@@ -12,7 +12,7 @@ import numpy as np
 
 from jattn.masks.base import And, Mask, Not, Or
 from jattn.masks.pairs import Coverage, Pairs, Tiles
-from jattn.masks.sharded import OnMesh
+from jattn.masks.sharded import ShardedMask
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
 
@@ -67,7 +67,7 @@ class MaskFunction(Mask):
         return said
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return self._says(pairs.head, pairs.query, pairs.key)
 
     @override
@@ -84,13 +84,13 @@ class MaskFunction(Mask):
             is_in = (query <= wide(tiles.last_query)) & (key <= wide(tiles.last_key))
             return of(self._says(wide(tiles.head), query, key), is_in)
 
-        some = every_pair(lambda sees, is_in: sees & is_in).any(axis=(-2, -1))
-        every = every_pair(lambda sees, is_in: sees | ~is_in).all(axis=(-2, -1))
-        return Coverage(some, every)
+        any_visible = every_pair(lambda visible, is_in: visible & is_in).any(axis=(-2, -1))
+        all_visible = every_pair(lambda visible, is_in: visible | ~is_in).all(axis=(-2, -1))
+        return Coverage(any_visible, all_visible)
 
 
 @pytree
-class ClosedFunction(Mask):
+class LiftedMaskFunction(Mask):
     """A MaskFunction, taken apart.
 
     Attributes:
@@ -114,27 +114,27 @@ class ClosedFunction(Mask):
         return self._function.num_heads
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
-        return self._function.sees(pairs)
+    def visible(self, pairs: Pairs) -> Any:
+        return self._function.visible(pairs)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         return self._function.coverage(tiles)
 
 
-def with_arrays(mask: Mask) -> Mask:
+def lift_captured_arrays(mask: Mask) -> Mask:
     """The mask; functions that close over traced arrays, which jax.custom_vjp would lose, hold them."""
     match mask:
         case And() | Or() | Not():
-            return type(mask)(masks=tuple(map(with_arrays, mask.masks)))
-        case OnMesh():
-            return dataclasses.replace(mask, mask=with_arrays(mask.mask))
+            return type(mask)(masks=tuple(map(lift_captured_arrays, mask.masks)))
+        case ShardedMask():
+            return dataclasses.replace(mask, mask=lift_captured_arrays(mask.mask))
         case MaskFunction():
             return _taken_apart(mask)
     return mask
 
 
-def closed_over(mask: MaskFunction) -> Any:
+def mask_function_jaxpr(mask: MaskFunction) -> Any:
     """The function of a head, a query and a key as a jaxpr, whose constants are what it closes over."""
     one = jax.ShapeDtypeStruct((), np.int32)
     with elementwise():
@@ -142,7 +142,7 @@ def closed_over(mask: MaskFunction) -> Any:
 
 
 def _taken_apart(mask: MaskFunction) -> Mask:
-    closed = closed_over(mask)
+    closed = mask_function_jaxpr(mask)
     if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
         return mask
-    return ClosedFunction(arrays=tuple(closed.consts), jaxpr=closed.jaxpr)
+    return LiftedMaskFunction(arrays=tuple(closed.consts), jaxpr=closed.jaxpr)

@@ -8,7 +8,7 @@ import jax
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import require_ints
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
 from jattn.masks.positions import Sinks, Window
 from pallas_kernels.checks import require
 
@@ -33,19 +33,19 @@ class OnlyHeads(Mask):
         return None, 1
 
     @override
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         super().check(sizes)
         is_there = not self.heads or self.heads[-1] < sizes.num_q_heads
         require(is_there, "OnlyHeads.heads", f"lie in [0, {sizes.num_q_heads})", self.heads)
 
     def _has(self, head: Any) -> Any:
-        sees = head != head
+        visible = head != head
         for one in self.heads:
-            sees = sees | (head == one)
-        return sees
+            visible = visible | (head == one)
+        return visible
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return self._has(pairs.head)
 
     @override

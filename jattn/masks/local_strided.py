@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.masks.base import Mask
-from jattn.masks.checks import set_ints
+from jattn.masks.checks import normalize_ints
 from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import set_bools
 from pallas_kernels.checks import require, require_positive
@@ -56,8 +56,8 @@ class LocalStrided(Mask):
     vllm_prefill_heads: bool = False
 
     def __post_init__(self) -> None:
-        set_ints(self, 1, "block_size", "vert_stride", "tp_size")
-        set_ints(self, 0, "local_blocks", "tp_rank")
+        normalize_ints(self, 1, "block_size", "vert_stride", "tp_size")
+        normalize_ints(self, 0, "local_blocks", "tp_rank")
         set_bools(self, "homo_head", "homo_head_group", "vllm_prefill_heads")
         require(0 <= self.tp_rank < self.tp_size, "tp_rank", f"lie in [0, {self.tp_size})", self.tp_rank)
 
@@ -95,7 +95,7 @@ class LocalStrided(Mask):
         return (self.tp_rank * num_kv_heads + kv_head) * -step
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         a, b = floor_div(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
         shift = self.head_shifts(pairs.head, *pairs.num_heads, is_prefill=pairs.is_prefill)
         is_stripe = remainder(b + shift + 1, self.vert_stride) == 0

@@ -60,17 +60,17 @@ class Tiles(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How much of each tile is seen: `some` False = no pair, `every` True = all pairs.
+    """How much of each tile is visible: `any_visible` is False if no pair is, `all_visible` True if all are.
 
-    `some` may be True where no pair is seen and `every` False where all are: that costs time, no more.
-    Masks by themselves are exact (but VerticalSlash, and Document where ids fall); & and | may err that way.
+    A tile is EMPTY if not `any_visible`, FULL if `all_visible`, and PARTIAL otherwise. Both fields may err on
+    the side of PARTIAL, which costs time but not correctness.
     """
 
-    some: Any
-    every: Any
+    any_visible: Any
+    all_visible: Any
 
 
-class Sizes(NamedTuple):
+class BatchSizes(NamedTuple):
     """What is static of a step that a mask meets.
 
     Attributes:

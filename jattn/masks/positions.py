@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.masks.base import Mask
-from jattn.masks.checks import MAX_INT, require_array, set_ints
+from jattn.masks.checks import MAX_INT, normalize_ints, require_array
 from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree
 from pallas_kernels.checks import require
@@ -33,11 +33,11 @@ class Causal(Mask):
 
     @property
     @override
-    def sees_all_before(self) -> bool:
+    def allows_all_past_keys(self) -> bool:
         return True
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return pairs.key <= pairs.query
 
     @override
@@ -57,7 +57,7 @@ class Window(Mask):
     def __post_init__(self) -> None:
         for name, width in (("left", self.left), ("right", self.right)):
             if width is not None:
-                set_ints(self, 0, name)
+                normalize_ints(self, 0, name)
 
     @property
     @override
@@ -66,33 +66,39 @@ class Window(Mask):
 
     @property
     @override
-    def sees_all_before(self) -> bool:
+    def allows_all_past_keys(self) -> bool:
         return self.left is None
 
     @property
     @override
-    def sees_ahead(self) -> bool:
+    def allows_future_keys(self) -> bool:
         return bool(self.right)
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         ahead = pairs.key - pairs.query
-        sees = ahead == ahead
+        visible = ahead == ahead
         if self.left is not None:
-            sees = sees & (ahead >= -self.left)
+            visible = visible & (ahead >= -self.left)
         if self.right is not None:
-            sees = sees & (ahead <= self.right)
-        return sees
+            visible = visible & (ahead <= self.right)
+        return visible
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         nearest, farthest = distances(tiles)
-        some = every = nearest == nearest
+        any_visible = all_visible = nearest == nearest
         if self.left is not None:
-            some, every = some & (nearest <= self.left), every & (farthest <= self.left)
+            any_visible, all_visible = (
+                any_visible & (nearest <= self.left),
+                all_visible & (farthest <= self.left),
+            )
         if self.right is not None:
-            some, every = some & (farthest >= -self.right), every & (nearest >= -self.right)
-        return Coverage(some, every)
+            any_visible, all_visible = (
+                any_visible & (farthest >= -self.right),
+                all_visible & (nearest >= -self.right),
+            )
+        return Coverage(any_visible, all_visible)
 
 
 @jax.tree_util.register_static
@@ -103,10 +109,10 @@ class Sinks(Mask):
     num: int
 
     def __post_init__(self) -> None:
-        set_ints(self, 1, "num")
+        normalize_ints(self, 1, "num")
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return pairs.key < self.num
 
     @override
@@ -122,18 +128,18 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        set_ints(self, 1, "size")
+        normalize_ints(self, 1, "size")
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return quotient(pairs.key, self.size) == floor_div(pairs.query, self.size)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         first_q, last_q = (floor_div(x, self.size) for x in (tiles.first_query, tiles.last_query))
         first_k, last_k = (quotient(x, self.size) for x in (tiles.first_key, tiles.last_key))
-        some = (first_q <= last_k) & (first_k <= last_q)
-        return Coverage(some, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
+        any_visible = (first_q <= last_k) & (first_k <= last_q)
+        return Coverage(any_visible, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
 
 
 @jax.tree_util.register_static
@@ -148,14 +154,14 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        set_ints(self, 0, "num")
-        set_ints(self, 1, "step")
+        normalize_ints(self, 0, "num")
+        normalize_ints(self, 1, "step")
         rule = f"be at most {MAX_INT}, the last position that there may be"
         reach = self.num * self.step
         require(reach <= MAX_INT, "num * step", rule, reach)
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         distance = jnp.abs(pairs.query - pairs.key)
         return (remainder(distance, self.step) == 0) & (distance <= self.num * self.step)
 
@@ -195,7 +201,7 @@ class Prefix(Mask):
 
     @property
     @override
-    def sees_ahead(self) -> bool:
+    def allows_future_keys(self) -> bool:
         return True
 
     def _length(self, row: Any) -> Any:
@@ -203,11 +209,11 @@ class Prefix(Mask):
         return lengths if lengths.ndim == 0 else lengths[jnp.minimum(row, lengths.shape[0] - 1)]
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return jnp.maximum(pairs.query, pairs.key) < self._length(pairs.row)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         length = self._length(tiles.row)
-        some = jnp.maximum(tiles.first_query, tiles.first_key) < length
-        return Coverage(some, jnp.maximum(tiles.last_query, tiles.last_key) < length)
+        any_visible = jnp.maximum(tiles.first_query, tiles.first_key) < length
+        return Coverage(any_visible, jnp.maximum(tiles.last_query, tiles.last_key) < length)

@@ -9,13 +9,13 @@ from jaxtyping import Array, Int32
 
 from jattn.masks.base import Mask, leaves, row_arrays
 from jattn.masks.local_strided import LocalStrided
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles, quotient, remainder
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, quotient, remainder
 from jattn.pytree import pytree, static
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OnMesh(Mask):
+class ShardedMask(Mask):
     """A mask of all heads, as those of one device see it; inside shard_map, where heads lie along an axis.
 
     Attributes:
@@ -37,13 +37,13 @@ class OnMesh(Mask):
 
     @property
     @override
-    def sees_all_before(self) -> bool:
-        return self.mask.sees_all_before
+    def allows_all_past_keys(self) -> bool:
+        return self.mask.allows_all_past_keys
 
     @property
     @override
-    def sees_ahead(self) -> bool:
-        return self.mask.sees_ahead
+    def allows_future_keys(self) -> bool:
+        return self.mask.allows_future_keys
 
     @property
     @override
@@ -51,7 +51,7 @@ class OnMesh(Mask):
         return None, None
 
     @override
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         self.mask.check(sizes._replace(num_q_heads=self.num_heads_of_all[0]))
 
     @override
@@ -59,8 +59,8 @@ class OnMesh(Mask):
         return dataclasses.replace(self, mask=self.mask.map_rows(of))
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
-        return self.mask.sees(self._of_all(pairs))
+    def visible(self, pairs: Pairs) -> Any:
+        return self.mask.visible(self._of_all(pairs))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
@@ -72,7 +72,7 @@ class OnMesh(Mask):
         return places._replace(head=places.head + first, num_heads=self.num_heads_of_all)
 
 
-def on_mesh(
+def shard_mask(
     mask: Mask, axis_name: str | tuple[str, ...], num_devices: int, num_heads_of_all: tuple[int, int]
 ) -> Mask:
     """A mask of all heads as each of some devices sees it; the mask itself where that is the same for all.
@@ -81,7 +81,7 @@ def on_mesh(
         mask: Of all heads.
         axis_name: Along which the devices lie.
         num_devices: How many of them.
-        num_heads_of_all: As in `OnMesh`.
+        num_heads_of_all: As in `ShardedMask`.
     """
     if num_devices == 1 or mask.num_heads == (1, 1):
         return mask
@@ -92,16 +92,16 @@ def on_mesh(
         is_even = heads % num_devices == 0 and not mask.vllm_prefill_heads
         if is_even and (heads // num_devices * step) % mask.vert_stride == 0:
             return dataclasses.replace(mask, tp_size=num_devices)
-    return OnMesh(mask=mask, axis_name=axis_name, num_heads_of_all=num_heads_of_all)
+    return ShardedMask(mask=mask, axis_name=axis_name, num_heads_of_all=num_heads_of_all)
 
 
-def row_array_ids(mask: Mask) -> set[int]:
+def per_request_array_ids(mask: Mask) -> set[int]:
     """`id` of each array, of a mask or of those it is composed of, that has a row for each request."""
     return {id(array) for leaf in leaves(mask) for array in row_arrays(leaf).values()}
 
 
 @pytree
-class Interleaved(Mask):
+class InterleavedMask(Mask):
     """What `mask` says of the positions that a rank's own keys, and the queries, have in their request.
 
     A rank stores position p where `(p // interleave) % num_ranks` is its number, close together. A query is
@@ -129,9 +129,9 @@ class Interleaved(Mask):
         return self.mask.num_heads
 
     @override
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         super().check(sizes)
-        self.mask.check(Sizes(num_q_heads=sizes.num_q_heads))
+        self.mask.check(BatchSizes(num_q_heads=sizes.num_q_heads))
 
     def position(self, key: Any) -> Any:
         """Where a key of the rank stands in its request."""
@@ -139,9 +139,9 @@ class Interleaved(Mask):
         return (turn * self.num_ranks + self.rank) * self.interleave + offset
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         moved = {"query": pairs.query + self.shift[pairs.row], "key": self.position(pairs.key)}
-        return self.mask.sees(pairs._replace(**moved))
+        return self.mask.visible(pairs._replace(**moved))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:

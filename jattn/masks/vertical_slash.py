@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from jattn.masks.base import Mask
-from jattn.masks.checks import require_array, require_ints, set_ints
-from jattn.masks.pairs import Coverage, Pairs, Sizes, Tiles
+from jattn.masks.checks import normalize_ints, require_array, require_ints
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
 from jattn.masks.positions import distances
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require, require_bool
@@ -44,7 +44,7 @@ class VerticalSlash(Mask):
         rows = self.columns.shape[:-2]
         rule = f"have the rows of columns {rows}"
         require(self.slashes.shape[:-2] == rows, "slashes", rule, self.slashes.shape)
-        set_ints(self, 0, "num_gathered")
+        normalize_ints(self, 0, "num_gathered")
 
     @property
     @override
@@ -53,11 +53,11 @@ class VerticalSlash(Mask):
 
     @property
     @override
-    def says_num_heads(self) -> bool:
+    def has_exact_num_heads(self) -> bool:
         return True
 
     @override
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: BatchSizes) -> None:
         super().check(sizes)
         self._check_heads(sizes.num_q_heads)
 
@@ -95,7 +95,7 @@ class VerticalSlash(Mask):
         require(heads == (num_q_heads, num_q_heads), "columns' and slashes' heads", wanted, heads)
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         self._check_heads(pairs.num_heads[0])
 
         by_column = marks_in(self.columns, pairs, pairs.key)
@@ -107,8 +107,8 @@ class VerticalSlash(Mask):
         nearest, farthest = distances(tiles)
         columns = num_marks(self.columns, tiles, tiles.first_key, tiles.last_key)
         slashes = num_marks(self.slashes, tiles, nearest, farthest)
-        every = (columns == tiles.last_key - tiles.first_key + 1) | (slashes == farthest - nearest + 1)
-        return Coverage((columns > 0) | (slashes > 0), every)
+        all_visible = (columns == tiles.last_key - tiles.first_key + 1) | (slashes == farthest - nearest + 1)
+        return Coverage((columns > 0) | (slashes > 0), all_visible)
 
 
 def marks_in(marks: Any, pairs: Pairs, place: Any) -> Any:
@@ -166,7 +166,7 @@ class GatheredColumns(Mask):
         return places[line_of(self.places, row, head), jnp.minimum(key, places.shape[1] - 1)]
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         is_in = pairs.key < self.places.shape[-1]
         return is_in & (self._place(pairs.row, pairs.head, pairs.key) <= pairs.query)
 
@@ -174,12 +174,12 @@ class GatheredColumns(Mask):
     def coverage(self, tiles: Tiles) -> Coverage:
         num_keys = self.places.shape[-1]  # behind them stand the next request's
         first, last = (self._place(tiles.row, tiles.head, key) for key in (tiles.first_key, tiles.last_key))
-        some = (tiles.first_key < num_keys) & (first <= tiles.last_query)
-        return Coverage(some, (tiles.last_key < num_keys) & (last <= tiles.first_query))
+        any_visible = (tiles.first_key < num_keys) & (first <= tiles.last_query)
+        return Coverage(any_visible, (tiles.last_key < num_keys) & (last <= tiles.first_query))
 
 
 @pytree
-class Ungathered(VerticalSlash):
+class UngatheredVerticalSlash(VerticalSlash):
     """What is left of a VerticalSlash: slashes except at gathered keys, and columns that are not gathered.
 
     Attributes:
@@ -190,7 +190,7 @@ class Ungathered(VerticalSlash):
     row_axes: ClassVar[dict[str, int]] = {**VerticalSlash.row_axes, "gathered": 3}
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         by_slash = marks_in(self.slashes, pairs, pairs.query - pairs.key)
         return marks_in(self.columns, pairs, pairs.key) | (
             by_slash & ~marks_in(self.gathered, pairs, pairs.key)
@@ -198,18 +198,20 @@ class Ungathered(VerticalSlash):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        some, every = super().coverage(tiles)
-        return Coverage(some, every & (num_marks(self.gathered, tiles, tiles.first_key, tiles.last_key) == 0))
+        any_visible, all_visible = super().coverage(tiles)
+        return Coverage(
+            any_visible, all_visible & (num_marks(self.gathered, tiles, tiles.first_key, tiles.last_key) == 0)
+        )
 
 
-class InParts(NamedTuple):
+class VerticalSlashParts(NamedTuple):
     """A VerticalSlash under causality: a query sees a key in just one of the two."""
 
     columns: GatheredColumns
-    rest: Ungathered
+    rest: UngatheredVerticalSlash
 
 
-def in_parts(mask: VerticalSlash) -> InParts:
+def split_gathered(mask: VerticalSlash) -> VerticalSlashParts:
     """Takes a mask apart whose num_gathered is not 0; columns beyond that stay where they are. Traced."""
     marks = jnp.asarray(mask.columns)
     most = min(mask.num_gathered, marks.shape[-1])
@@ -221,5 +223,7 @@ def in_parts(mask: VerticalSlash) -> InParts:
     places = jnp.full((place.shape[0], room), NOWHERE, jnp.int32)
     places = places.at[line[:, None], place].set(position[None], mode="drop")
     columns = GatheredColumns(places=places.reshape(*marks.shape[:-1], room), counts=jnp.minimum(ranks, most))
-    rest = Ungathered(columns=marks & ~gathered, slashes=jnp.asarray(mask.slashes), gathered=gathered)
-    return InParts(columns, rest)
+    rest = UngatheredVerticalSlash(
+        columns=marks & ~gathered, slashes=jnp.asarray(mask.slashes), gathered=gathered
+    )
+    return VerticalSlashParts(columns, rest)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.batch.context_parallel import Ranks
 from jattn.cache import PagedCache
-from jattn.masks import LocalStrided, Mask, on_mesh
+from jattn.masks import LocalStrided, Mask, shard_mask
 from jattn.models.config import DecoderConfig
 from jattn.models.kv_cache_groups import ByReach
 from jattn.models.layers import AllHeadsNorm, take_rows
@@ -128,7 +128,7 @@ def sharding_of(mesh: Mesh, path: Path, num_axes: int) -> NamedSharding:
 def mask_on_mesh(mask: Mask, config: DecoderConfig) -> Mask:
     """A mask of all heads as each device sees it, inside shard_map."""
     heads = config.num_attention_heads, config.num_key_value_heads // config.num_kv_head_replicas
-    return on_mesh(mask, TP, config.tp, heads)
+    return shard_mask(mask, TP, config.tp, heads)
 
 
 def require_no_mask(ranks: Ranks, mask: Mask | None) -> None:

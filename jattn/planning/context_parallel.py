@@ -19,7 +19,7 @@ from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
 from jattn.cascade import can_cascade, check_prefix
 from jattn.implementations.layer_config import AnyCache, Layer, layer_of, regions_of
 from jattn.implementations.selection import Asked
-from jattn.masks import Interleaved, Mask
+from jattn.masks import InterleavedMask, Mask
 from jattn.planning.layer_plans import LayerPlan
 from jattn.planning.plans import Plan, RankPlan, RankRegion, plan
 from jattn.pytree import replace
@@ -112,7 +112,7 @@ def _region(
         of_rank, mask = _masked(spec, ranks)
         shift = whole.seq_lens - local.seq_lens
         sizes: dict[str, int] = {"num_ranks": ranks.size, "interleave": ranks.interleave}
-        mask = Interleaved(mask=mask, rank=ranks.rank, shift=shift, **sizes)
+        mask = InterleavedMask(mask=mask, rank=ranks.rank, shift=shift, **sizes)
         prefix_len = None  # where a prefix ends among a rank's keys, the mask's positions do not say
     made = plan(local, of_rank, cache, mask=mask, common_prefix_len=prefix_len, **how)
     return RankRegion(metadata=local, plan=made, spec=of_rank)

@@ -68,7 +68,7 @@ def make_works(
     for _, spec, choice, region in shared:
         part, kernel = part_of(metadata, region), choice.kernel
         whole = spec.mask_with(mask)
-        whole = None if whole is None else whole.of_rows_from(part.first_row)
+        whole = None if whole is None else whole.slice_rows(part.first_row)
         assert kernel is not None
         if isinstance(kernel, DecodeKernel):
             sizes = kernel.list_block_size, spec.num_q_heads, spec.num_kv_heads, spec.sparsity

@@ -9,7 +9,7 @@ from typing import Any
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.implementations.layer_config import Layer, regions_of
 from jattn.implementations.selection import Asked, Choice, KernelFallbackWarning, asked_for, choose
-from jattn.masks import Mask, check_mask_of_step
+from jattn.masks import Mask, check_batch_mask
 from pallas_kernels import support
 
 COLUMNS = ("layer", "region", "implementation", "tiles", "split", "reason")
@@ -96,7 +96,7 @@ def choose_layers(
         if mask is not None:
             heads, causal = layer.spec.num_q_heads, layer.spec.causal
             has_cache = layer.cache is not None
-            check_mask_of_step(mask, metadata, num_q_heads=heads, causal=causal, has_cache=has_cache)
+            check_batch_mask(mask, metadata, num_q_heads=heads, causal=causal, has_cache=has_cache)
         whole = layer.spec.mask_with(mask)
         choices = {region.name: choose(layer, region, whole, **how) for region in regions}
         one = LayerPlan(

@@ -3,26 +3,26 @@
 from jattn import masks
 from jattn.masks import *  # noqa: F403  (a mask is named in its own package, and nowhere else)
 from jattn.sparsity.decode_selection import KeyBounds, select_blocks, write_key_bounds
-from jattn.sparsity.native_sparse_attention import nsa, selected_blocks
+from jattn.sparsity.native_sparse_attention import nsa, select_nsa_blocks
 from jattn.sparsity.plotting import plot
 from jattn.sparsity.prefill_selection import select_prefill_blocks
 from jattn.sparsity.recipes import moba, streaming_llm, vertical_slash, x_attention
 from jattn.sparsity.scores import block_means, top_k_blocks
-from jattn.sparsity.tile_schedule import TileSchedule, schedule, tile_classes
+from jattn.sparsity.tile_schedule import TileSchedule, expand_schedule, schedule
 
 __all__ = [
     "KeyBounds",
     "TileSchedule",
     "block_means",
+    "expand_schedule",
     "moba",
     "nsa",
     "plot",
     "schedule",
     "select_blocks",
+    "select_nsa_blocks",
     "select_prefill_blocks",
-    "selected_blocks",
     "streaming_llm",
-    "tile_classes",
     "top_k_blocks",
     "vertical_slash",
     "write_key_bounds",

@@ -12,7 +12,7 @@ from jattn.dense.attention import attention
 from jattn.masks import BlockMask, Coverage, Mask, Pairs, Tiles
 from jattn.masks.checks import require_floats, require_ints
 from jattn.masks.pairs import quotient
-from jattn.sparsity.scores import as_texts, choosable, in_blocks, top_k_blocks
+from jattn.sparsity.scores import as_batch, force_blocks, split_into_blocks, top_k_blocks
 from pallas_kernels.checks import require, require_shape
 
 type Compress = Callable[[Array], Array]
@@ -57,7 +57,7 @@ def nsa(
     Source: Native Sparse Attention (DeepSeek).
     """
     has_batch = getattr(q, "ndim", None) == 4
-    q, k, v = as_texts(q, k, v)
+    q, k, v = as_batch(q, k, v)
     require(hasattr(gates, "shape"), "gates", "be an array", type(gates).__name__)
     gates = gates if has_batch else gates[None]
     require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, one of each")
@@ -65,8 +65,8 @@ def nsa(
     require_ints(1, **sizes, window=window)
     keys, values = (_compressed(x, block_size, compress) for x in (k, v))
     how: dict[str, Any] = {"implementation": implementation}
-    compressed = attention(q, keys, values, mask=EndedBlocks(block_size), **how)
-    mask = selected_blocks(q, keys, **sizes)
+    compressed = attention(q, keys, values, mask=CompletedBlocks(block_size), **how)
+    mask = select_nsa_blocks(q, keys, **sizes)
     selected = attention(q, k, v, causal=True, mask=mask, **how)
     nearby = attention(q, k, v, causal=True, window=(window - 1, 0), **how)
     parts = (compressed, selected, nearby)
@@ -80,7 +80,7 @@ def _compressed(
     x: Float[Array, "batch tokens kv_heads head_dim"], block_size: int, compress: Compress | None
 ) -> Float[Array, "batch blocks kv_heads head_dim"]:
     """One key, or value, of each block."""
-    blocks = in_blocks(x, block_size)
+    blocks = split_into_blocks(x, block_size)
     if compress is None:
         return blocks.mean(axis=2).astype(x.dtype)
     require(callable(compress), "compress", "be a function of blocks, or None", repr(compress))
@@ -90,7 +90,7 @@ def _compressed(
     return made.astype(x.dtype)
 
 
-def selected_blocks(
+def select_nsa_blocks(
     q: Float[Array, "batch tokens q_heads head_dim"],
     keys: Float[Array, "batch blocks kv_heads head_dim"],
     *,
@@ -120,7 +120,7 @@ def selected_blocks(
     has_ended = places[:, None] >= (jnp.arange(blocks)[None, :] + 1) * block_size - 1
     # Logarithms of shares: of a peaked attention most shares are 0 in f32, and equals are chosen together.
     shares = jax.nn.log_softmax(jnp.where(has_ended, scores, -1e30), axis=-1)
-    chosen = choosable(jax.nn.logsumexp(shares, axis=2), block_q=block_q, block_kv=block_size, num_first=1)
+    chosen = force_blocks(jax.nn.logsumexp(shares, axis=2), block_q=block_q, block_kv=block_size, num_first=1)
     return BlockMask(blocks=top_k_blocks(chosen, num_selected), block_q=block_q, block_kv=block_size)
 
 
@@ -139,13 +139,13 @@ def _check_choosers(q: Any, keys: Any, block_size: int) -> None:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class EndedBlocks(Mask):
+class CompletedBlocks(Mask):
     """Key b stands for positions `b * size` onward of the queries' text: those that end up to a query."""
 
     size: int
 
     @override
-    def sees(self, pairs: Pairs) -> Any:
+    def visible(self, pairs: Pairs) -> Any:
         return pairs.key < quotient(pairs.query + 1, self.size)
 
     @override

@@ -6,7 +6,7 @@ import numpy as np
 
 from jattn.masks import Mask, dense
 from jattn.masks.checks import require_ints
-from jattn.sparsity.tile_schedule import TileSchedule, tile_classes
+from jattn.sparsity.tile_schedule import TileSchedule, expand_schedule
 from pallas_kernels.checks import require
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def classes(
     require(is_schedule == (seq_len is None), "seq_len", rule, seq_len)
     if isinstance(what, TileSchedule):
         require(not options, "options", "be given for a mask only", ", ".join(options))
-        partial, full = (np.asarray(x).swapaxes(0, 1) for x in tile_classes(what))
+        partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(what))
         return (partial * PARTIAL + full * FULL)[:num_heads]
     assert seq_len is not None
     return np.asarray(dense(what, seq_len, seq_len, **options))[:num_heads] * FULL

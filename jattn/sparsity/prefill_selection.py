@@ -14,7 +14,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, keys_of_row
 from jattn.masks import BlockMask
-from jattn.masks.blocks import blocks_of_tile
+from jattn.masks.blocks import max_blocks_per_tile
 from jattn.masks.checks import require_ints
 from jattn.spec import AttentionSpec
 from pallas_kernels import block_scores as kernels
@@ -135,10 +135,10 @@ def _kept(
     if use_kernel:
         least = kernels.top_p_threshold(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
         return (s >= least.reshape(*s.shape[:2], 1)) | jnp.isnan(s)
-    return largest(jax.nn.softmax(s, axis=-1), mass)
+    return top_mass(jax.nn.softmax(s, axis=-1), mass)
 
 
-def largest(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows n"]:
+def top_mass(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows n"]:
     """The fewest entries of each row that together have `mass` of its sum; zeros are never among them.
 
     NaN always is, so that it comes out of attention, as it does of dense attention.
@@ -160,7 +160,7 @@ def _check_numbers(mass: float, block_size: int, **counts: int) -> None:
 def _num_q_blocks(bucket: Bucket, block_size: int) -> int:
     """Blocks of queries that a request may touch, wherever they begin."""
     of_decodes = bucket.decode_query_len if bucket.max_decodes else 1
-    return blocks_of_tile(max(bucket.max_prefill_tokens, of_decodes), block_size)
+    return max_blocks_per_tile(max(bucket.max_prefill_tokens, of_decodes), block_size)
 
 
 def _num_blocks(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int) -> int:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from jattn.masks import BlockMask, Mask, Sinks, VerticalSlash, Window
 from jattn.masks.checks import require_floats, require_ints
-from jattn.sparsity.prefill_selection import largest
-from jattn.sparsity.scores import as_texts, block_means, choosable, in_blocks, top_k_blocks
+from jattn.sparsity.prefill_selection import top_mass
+from jattn.sparsity.scores import as_batch, block_means, force_blocks, split_into_blocks, top_k_blocks
 from pallas_kernels.checks import require, require_number
 
 
@@ -63,9 +63,9 @@ def moba(
     Source: MoBA.
     """
     require_ints(1, block_size=block_size, top_k=top_k, block_q=block_q)
-    q, k = as_texts(q, k)
+    q, k = as_batch(q, k)
     scores = _products(q[:, ::block_q].astype(jnp.float32), block_means(k, block_size))
-    scores = choosable(scores, block_q=block_q, block_kv=block_size)
+    scores = force_blocks(scores, block_q=block_q, block_kv=block_size)
     return BlockMask(blocks=top_k_blocks(scores, top_k), block_q=block_q, block_kv=block_size)
 
 
@@ -102,7 +102,7 @@ def x_attention(
     require(0 < mass <= 1, "mass", "lie in (0, 1]", mass)
     require_ints(1, block_size=block_size, stride=stride)
     require(block_size % stride == 0, "stride", f"divide block_size ({block_size})", stride)
-    q, k = as_texts(q, k)
+    q, k = as_batch(q, k)
     # Query s - 1 - r of a square's rows meets key r of its columns: side by side they are one long product.
     queries = _side_by_side(q, block_size, stride, is_backward=True)
     keys = _side_by_side(k, block_size, stride, is_backward=False)
@@ -115,8 +115,8 @@ def x_attention(
     blocks, size = scores.shape[-1] * stride // block_size, block_size // stride
     weights = shares.reshape(*shares.shape[:2], blocks, size, blocks, size).sum(axis=(3, 5))
     # In f32 shares vanish beside larger ones, and with them blocks whose keys one query may want.
-    kept = largest(jax.lax.stop_gradient(weights), mass) if mass < 1 else jnp.ones(weights.shape, bool)
-    always = choosable(jnp.zeros(weights.shape), block_q=block_size, block_kv=block_size, num_first=1)
+    kept = top_mass(jax.lax.stop_gradient(weights), mass) if mass < 1 else jnp.ones(weights.shape, bool)
+    always = force_blocks(jnp.zeros(weights.shape), block_q=block_size, block_kv=block_size, num_first=1)
     kept = (kept | jnp.isposinf(always)) & ~jnp.isneginf(always)
     return BlockMask(blocks=kept, block_q=block_size, block_kv=block_size)
 
@@ -153,7 +153,7 @@ def vertical_slash(
     require(q.ndim == 3, "q", "be of one text (jax.vmap takes several)", tuple(q.shape))
     require_ints(1, last=last)
     require_ints(0, num_columns=num_columns, num_slashes=num_slashes)
-    q, k = (x[0] for x in as_texts(q, k))
+    q, k = (x[0] for x in as_batch(q, k))
     tokens, last = q.shape[0], min(last, q.shape[0])
     scores = _products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
     distance = jnp.arange(tokens - last, tokens)[:, None] - jnp.arange(tokens)[None, :]
@@ -170,7 +170,7 @@ def _side_by_side(
     x: Float[Array, "batch tokens heads head_dim"], block_size: int, stride: int, *, is_backward: bool
 ) -> Float[Array, "batch squares heads width"]:
     """The vectors of each `stride` tokens as one, first or last token first; whole blocks of them."""
-    whole = in_blocks(x, block_size)
+    whole = split_into_blocks(x, block_size)
     squares = whole.shape[1] * block_size // stride
     pieces = whole.reshape(x.shape[0], squares, stride, *x.shape[2:])
     pieces = jnp.moveaxis(pieces[:, :, ::-1] if is_backward else pieces, 2, 3)

@@ -50,12 +50,12 @@ def block_means(
     require(hasattr(x, "ndim"), "x", "be an array [batch, tokens, heads, head_dim]", type(x).__name__)
     require(x.ndim == 4, "x", "have shape [batch, tokens, heads, head_dim]", x.shape)
     tokens = x.shape[1]
-    sums = in_blocks(x.astype(jnp.float32), block_size).sum(axis=2)
+    sums = split_into_blocks(x.astype(jnp.float32), block_size).sum(axis=2)
     counts = jnp.minimum(tokens - jnp.arange(sums.shape[1]) * block_size, block_size)
     return sums / counts.astype(jnp.float32)[None, :, None, None]
 
 
-def in_blocks(
+def split_into_blocks(
     x: Float[Array, "batch tokens heads head_dim"], block_size: int
 ) -> Float[Array, "batch blocks block_size heads head_dim"]:
     """Tokens by block, the last one filled up with zeros."""
@@ -67,7 +67,7 @@ def in_blocks(
     return x.reshape(batch, blocks, block_size, *width)
 
 
-def choosable(
+def force_blocks(
     scores: Float[Array, "batch heads q_blocks kv_blocks"],
     *,
     block_q: int,
@@ -93,7 +93,7 @@ def choosable(
     return jnp.where(nth > own, -jnp.inf, jnp.where(is_kept, jnp.inf, scores))
 
 
-def as_texts(
+def as_batch(
     q: Float[Array, "..."], *keys: Float[Array, "..."], names: Sequence[str] = ("k", "v")
 ) -> tuple[Float[Array, "batch tokens heads head_dim"], ...]:
     """The same with a batch, of one where there is none.

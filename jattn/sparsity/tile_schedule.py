@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from jattn.masks import Coverage, Mask, Sizes, check_mask, coverage_of_tiles
+from jattn.masks import BatchSizes, Coverage, Mask, check_mask, tile_coverage
 from jattn.masks.checks import require_array, require_heads, require_ints
 from jattn.pytree import pytree, static
 from pallas_kernels import support
@@ -80,9 +80,9 @@ def schedule(
     require_heads(num_q_heads, num_kv_heads)
     query_lens = seq_lens if query_lens is None else query_lens
     _check_lens(seq_lens, query_lens, max_seq_len, max_query_len)
-    check_mask(mask, Sizes(num_q_heads, seq_lens.shape[0], max_query_len, max_seq_len), causal=False)
+    check_mask(mask, BatchSizes(num_q_heads, seq_lens.shape[0], max_query_len, max_seq_len), causal=False)
     tiles = _tiles_of_queries(seq_lens, query_lens, -(-max_query_len // tile_q), tile_q)
-    coverage = coverage_of_tiles(
+    coverage = tile_coverage(
         mask,
         **tiles._asdict(),
         num_heads=(num_q_heads, num_kv_heads or num_q_heads),
@@ -129,11 +129,11 @@ def _tiles_of_queries(seq_lens: Array, query_lens: Array, per_req: int, tile_q: 
 
 def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -> TileSchedule:
     """The tiles that are seen, those that need a mask first."""
-    some = coverage.some
-    listed = by_sorting(encode_tiles(some, coverage.every).reshape(-1, some.shape[-1]))
-    num_partial, num_full = (x.reshape(some.shape[:2]) for x in (listed.num_partial, listed.num_full))
+    any_visible = coverage.any_visible
+    listed = by_sorting(encode_tiles(any_visible, coverage.all_visible).reshape(-1, any_visible.shape[-1]))
+    num_partial, num_full = (x.reshape(any_visible.shape[:2]) for x in (listed.num_partial, listed.num_full))
     return TileSchedule(
-        kv_tiles=listed.entries.reshape(some.shape),
+        kv_tiles=listed.entries.reshape(any_visible.shape),
         num_partial=num_partial,
         num_full=num_full,
         order=jnp.argsort(-(num_partial + num_full).reshape(-1), stable=True).astype(jnp.int32),
@@ -145,7 +145,7 @@ def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -
     )
 
 
-def tile_classes(
+def expand_schedule(
     made: TileSchedule,
 ) -> tuple[Bool[Array, "q_tiles q_heads tiles"], Bool[Array, "q_tiles q_heads tiles"]]:
     """The lists as arrays again: which tiles are seen in part, and which whole. For tests and pictures.

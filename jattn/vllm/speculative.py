@@ -138,6 +138,6 @@ def make_xqa_spec_decode_causal_mask(
     num_reqs, query_len = plain_ints(num_reqs=num_reqs, query_len=query_len)
     require_positive(num_reqs=num_reqs, query_len=query_len)
     num_lanes = 2 * -(-query_len // 32)
-    sees = np.arange(16 * num_lanes)[None, :] <= np.arange(query_len)[:, None]
-    bits = sees.reshape(query_len, num_lanes, 16) << np.arange(16)
+    visible = np.arange(16 * num_lanes)[None, :] <= np.arange(query_len)[:, None]
+    bits = visible.reshape(query_len, num_lanes, 16) << np.arange(16)
     return np.broadcast_to(bits.sum(axis=-1).astype(np.uint16), (num_reqs, query_len, num_lanes))

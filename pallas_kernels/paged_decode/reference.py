@@ -39,9 +39,9 @@ def paged_decode(
         k, v = (of_head(stored(*x, blocks, wide), 1) for x in ((k_cache, k_scale), (v_cache, v_scale)))
         i = seq_len - decode_query_len + jnp.arange(decode_query_len)[:, None]
         j = jnp.arange(k.shape[0])[None, :]
-        sees = jnp.broadcast_to((j < seq_len) & is_visible(i, j, **mask), (q_heads, len(q), len(k)))
+        visible = jnp.broadcast_to((j < seq_len) & is_visible(i, j, **mask), (q_heads, len(q), len(k)))
         if lists is not None:
-            sees &= of_head(is_listed(j[0] // list_block_size, *lists), 0)[:, None]
+            visible &= of_head(is_listed(j[0] // list_block_size, *lists), 0)[:, None]
 
         s = jnp.einsum("qhd,khd->hqk", q.astype(wide), k, precision="highest") * scale
         if soft_cap is not None:
@@ -49,12 +49,12 @@ def paged_decode(
         if alibi_slopes is not None:
             back = jnp.sqrt(jnp.maximum(i - j, 0).astype(wide)) if sqrt_alibi else (i - j).astype(wide)
             s -= alibi_slopes.astype(wide)[:, None, None] * back[None]
-        s = jnp.where(sees, s, -jnp.inf)
+        s = jnp.where(visible, s, -jnp.inf)
         lse = jax.nn.logsumexp(s, axis=2)
         if sinks is not None:
             lse = jnp.logaddexp(lse, jnp.where(seq_len > 0, sinks.astype(wide), -jnp.inf)[:, None])
         p = jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
-        v = jnp.where(sees.any(axis=1).T[..., None], v, 0.0)  # 0 * NaN is NaN
+        v = jnp.where(visible.any(axis=1).T[..., None], v, 0.0)  # 0 * NaN is NaN
         return jnp.einsum("hqk,khd->qhd", p, v, precision="highest"), lse
 
     q = query.reshape(reqs, decode_query_len, q_heads, head_dim)
@@ -85,12 +85,12 @@ def is_visible(
     chunk_size: int | None = None,
 ) -> jax.Array:
     """Whether the query at position i may see the key at j."""
-    sees = (j <= i) | (not causal)
+    visible = (j <= i) | (not causal)
     if window[0] is not None:
-        sees &= i - j <= window[0]
+        visible &= i - j <= window[0]
     if window[1] is not None:
-        sees &= j - i <= window[1]
-    return sees if chunk_size is None else sees & (i // chunk_size == j // chunk_size)
+        visible &= j - i <= window[1]
+    return visible if chunk_size is None else visible & (i // chunk_size == j // chunk_size)
 
 
 def is_listed(blocks: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:

@@ -44,6 +44,6 @@ def encode_tiles(
     assert len(query_blocks) <= MAX_QUERY_BLOCKS
     dtype = jnp.uint8 if len(query_blocks) <= 8 - QUERY_BLOCK_BIT else jnp.uint16
     code = (some.astype(dtype) << VISIBLE_BIT) | ((some & every).astype(dtype) << FULL_BIT)
-    for nth, sees in enumerate(query_blocks, QUERY_BLOCK_BIT):
-        code = code | (sees.astype(dtype) << nth)
+    for nth, visible in enumerate(query_blocks, QUERY_BLOCK_BIT):
+        code = code | (visible.astype(dtype) << nth)
     return code

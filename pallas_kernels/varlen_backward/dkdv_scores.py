@@ -177,7 +177,7 @@ class DkDvScores:
         words = pairs.words_between(low, high)
         if mask is None:
             return pairs.masked(y, words)
-        seen = mask.sees(pairs, stored)
+        seen = mask.visible(pairs, stored)
         if mask.is_words:
             return pairs.masked(y, tuple(a & b for a, b in zip(seen, words, strict=True)))
         return pairs.masked(jnp.where(seen, y, -jnp.inf), words)

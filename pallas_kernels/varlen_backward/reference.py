@@ -13,7 +13,7 @@ def grads_of_request(
     grad_lse: np.ndarray | None = None,
     *,
     scale: float,
-    sees: np.ndarray,
+    visible: np.ndarray,
     soft_cap: float | None = None,
     bias: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
@@ -28,7 +28,7 @@ def grads_of_request(
         grad_out: As query.
         grad_lse: [q_heads, tokens]: of the natural log of the softmax's denominator; None = 0.
         scale: Of scores.
-        sees: Bool [tokens, keys], or [q_heads, tokens, keys].
+        visible: Bool [tokens, keys], or [q_heads, tokens, keys].
         soft_cap: Of scaled scores.
         bias: [q_heads, tokens, keys]: added to scores behind the cap.
         sinks: [q_heads]: one more score of each head, without a value.
@@ -45,7 +45,7 @@ def grads_of_request(
     if soft_cap is not None:
         bent = np.tanh(scores / soft_cap)
         scores, slope = bent * soft_cap, (1 - bent * bent) * scale
-    scores = np.where(sees, scores if bias is None else scores + bias, -np.inf)
+    scores = np.where(visible, scores if bias is None else scores + bias, -np.inf)
     columns = scores
     if sinks is not None:
         columns = np.pad(scores, ((0, 0), (0, 0), (0, 1)))

@@ -36,13 +36,13 @@ class KernelMask(NamedTuple):
         arrays: Of 32-bit elements; they stay in global memory.
         load: `load(tile, row of the batch, arrays)`: what is read of them for a tile, before its scores are
             there. Not called where there are none: () then.
-        sees: `sees(tile, what was loaded)`: Words, or Bool of the tile's shape.
+        visible: `visible(tile, what was loaded)`: Words, or Bool of the tile's shape.
         is_words: Static: which of the two.
     """
 
     arrays: tuple[jax.Array, ...]
     load: Callable[["PairTile", Scalar, tuple[Ref, ...]], LoadedMask]
-    sees: Callable[["PairTile", LoadedMask], VisiblePairs]
+    visible: Callable[["PairTile", LoadedMask], VisiblePairs]
     is_words: bool
 
 

@@ -47,7 +47,7 @@ class Masking:
         low, high = self._ends(tile, first_key, has_low=has_low)
         pairs, mask = tile.pairs(self.columns), self.mask
         if mask is not None and mask.is_words:
-            words = mask.sees(pairs, stored)
+            words = mask.visible(pairs, stored)
             in_range = pairs.words_between(jnp.maximum(low, 0 - first_key) if has_low else None, high)
             return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
 
@@ -57,12 +57,12 @@ class Masking:
 
         low, high = wide(low), wide(high)
         keys = self.columns()
-        sees = keys < high
+        visible = keys < high
         if has_low:
-            sees = sees & (keys >= low)
+            visible = visible & (keys >= low)
         if mask is not None:
-            sees = sees & mask.sees(pairs, stored)
-        return jnp.where(sees, s, -jnp.inf)
+            visible = visible & mask.visible(pairs, stored)
+        return jnp.where(visible, s, -jnp.inf)
 
     def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[ColumnBound, ColumnBound]:
         """First column that a row may see, and one past the last: of the request, or of each row.
@@ -89,11 +89,11 @@ class Masking:
         assert block is not None
         bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
         first = floor_div(item["position"] + item["begin"], block)
-        sees = positions * 0 + (bits & 1)
+        visible = positions * 0 + (bits & 1)
         for nth in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
             bit = lax.shift_right_logical(bits, jnp.int32(nth)) & 1
-            sees = jnp.where(positions >= (first + nth) * block, bit, sees)
-        return sees > 0
+            visible = jnp.where(positions >= (first + nth) * block, bit, visible)
+        return visible > 0
 
 
 ROWS_AT_ONCE = 64

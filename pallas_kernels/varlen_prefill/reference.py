@@ -17,12 +17,12 @@ def attend_request(
     q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
     position = jnp.arange(q.shape[0])[:, None] + (k.shape[0] - q.shape[0])
     ahead = jnp.arange(k.shape[0])[None, :] - position
-    sees = (ahead <= 0) if causal else jnp.ones(ahead.shape, bool)
+    visible = (ahead <= 0) if causal else jnp.ones(ahead.shape, bool)
     left, right = window
     if left is not None:
-        sees &= ahead >= -left
+        visible &= ahead >= -left
     if right is not None:
-        sees &= ahead <= right
+        visible &= ahead <= right
     s = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
-    p = jax.nn.softmax(jnp.where(sees, s, -jnp.inf), axis=-1)
+    p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), axis=-1)
     return jnp.einsum("hqk,khd->qhd", p, v, precision="highest")

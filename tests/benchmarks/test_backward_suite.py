@@ -114,9 +114,9 @@ def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, 
     """Of texts of different lengths, one behind the other, none sees another's."""
     case = dataclasses.replace(CASE, query_lens=lens, context_lens=(0,) * len(lens))
     mask = backward_cases.mask_of(case, modifier)
-    sees = flex_attention.mask_mod_of_case(case, modifier, mask, np.asarray)
+    visible = flex_attention.mask_mod_of_case(case, modifier, mask, np.asarray)
     place = np.arange(160)
-    found = sees(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
+    found = visible(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
     want = np.zeros((2, 160, 160), bool)
     for start, n in zip(np.cumsum(lens) - lens, lens, strict=True):
         every = np.ones((2, n, n), bool)

@@ -38,12 +38,12 @@ def close(got, want, atol=3e-6):
     np.testing.assert_allclose(got, want, rtol=3e-6, atol=atol)
 
 
-def visible(q_tokens, kv_tokens, causal, window):
+def is_visible(q_tokens, kv_tokens, causal, window):
     i, j = np.arange(q_tokens)[:, None], np.arange(kv_tokens)[None, :]
-    sees = np.ones((q_tokens, kv_tokens), bool) if not causal else j <= i
+    visible = np.ones((q_tokens, kv_tokens), bool) if not causal else j <= i
     left, right = window or (None, None)
-    sees = sees if left is None else sees & (i - j <= left)
-    return sees if right is None else sees & (j - i <= right)
+    visible = visible if left is None else visible & (i - j <= left)
+    return visible if right is None else visible & (j - i <= right)
 
 
 class TestAsJaxNNHasIt:
@@ -64,14 +64,14 @@ class TestAsJaxNNHasIt:
     def test_outputs_and_gradients_are_jax_nn_s(self, lens, causal, window):
         """Where queries and keys differ in number, too; rows without keys, where jax.nn has means, are 0."""
         given = arrays(*lens)
-        sees = visible(*lens, causal, window)
+        visible = is_visible(*lens, causal, window)
 
         def ours(given):
             return jattn.attention(*given, causal=causal, window=window)
 
         def theirs(given):
-            out = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
-            return jnp.where(sees.any(axis=1)[:, None, None], out, 0.0)
+            out = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible)[None, None])
+            return jnp.where(visible.any(axis=1)[:, None, None], out, 0.0)
 
         close(ours(given), theirs(given))
         of = lambda run: jax.jit(jax.grad(lambda given: (run(given) ** 2).sum()))(given)
@@ -270,16 +270,16 @@ class TestMasks:
         lengths = np.asarray([3, 9], np.int32)
         mask = masks.Prefix(length=lengths) | masks.Causal()
         i, j = np.arange(16)[:, None], np.arange(16)[None, :]
-        sees = np.stack([(j <= i) | (np.maximum(i, j) < n) for n in lengths])[:, None]
-        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees))
+        visible = np.stack([(j <= i) | (np.maximum(i, j) < n) for n in lengths])[:, None]
+        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible))
         close(jattn.attention(*given, mask=mask), want)
 
     def test_they_are_those_of_fewer_queries_than_keys(self):
         given = arrays(6, 16)
         mask = masks.Sinks(2) | masks.Window(left=1, right=3)
         i, j = np.arange(6)[:, None], np.arange(16)[None, :]
-        sees = (j < 2) | ((i - j <= 1) & (j - i <= 3))
-        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(sees)[None, None])
+        visible = (j < 2) | ((i - j <= 1) & (j - i <= 3))
+        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible)[None, None])
         close(jattn.attention(*given, mask=mask), want)
 
     def test_functions_that_close_over_traced_arrays_have_gradients(self):

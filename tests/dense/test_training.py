@@ -138,7 +138,7 @@ def blocks_of_texts():
 def test_a_batch_under_a_mask_lists_tiles_of_one_text_s_keys():
     given, mask = arrays(), blocks_of_texts()
     want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(given)
-    wraps = mock.patch.object(tile_lists, "coverage_of_tiles", wraps=tile_lists.coverage_of_tiles)
+    wraps = mock.patch.object(tile_lists, "tile_coverage", wraps=tile_lists.tile_coverage)
     with as_on_a_gpu() as called, wraps as asked:
         got = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(given)
     assert set(called) == {"attend", "gradients"}

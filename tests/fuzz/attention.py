@@ -31,7 +31,7 @@ QUANTIZATIONS = {
 def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
     """The case's arrays, and the mask that is not the spec's."""
     mask, rule = (None, None) if case["mask"] is None else masks.make(case["mask"], sizes_of(case))
-    if mask is not None and mask.sees_ahead:  # which a causal layer refuses
+    if mask is not None and mask.allows_future_keys:  # which a causal layer refuses
         case = case | {"causal": False}
     in_spec = mask is not None and case["mask_in"] == "spec" and mask.is_static
     names = ("causal", "chunk_size", "soft_cap", "scale", "head_dim", "batch_invariant", "query_quantization")

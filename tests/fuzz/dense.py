@@ -165,7 +165,7 @@ def _made(case: dict, rng: np.random.Generator, i, j, row) -> tuple:
         ).reshape(case["batch"], q_heads, *full)
     if kind == "not":
         mask, shown = ~mask, ~shown
-    return mask, shown, bool(mask.sees_ahead)
+    return mask, shown, bool(mask.allows_future_keys)
 
 
 def _poisoned(case: dict, x):

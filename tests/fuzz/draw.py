@@ -171,16 +171,16 @@ def seen_of(case: dict, rule) -> list[np.ndarray]:
     found = []
     for r, new, total in zip(rows_of(case), case["query_lens"], case["seq_lens"], strict=True):
         i, j = np.arange(total - new, total)[:, None], np.arange(total)[None, :]
-        sees = np.ones((new, total), bool)
+        visible = np.ones((new, total), bool)
         if case["causal"]:
-            sees &= j <= i
+            visible &= j <= i
         left, right = case["window"] or (None, None)
         if left is not None:
-            sees &= i - j <= left
+            visible &= i - j <= left
         if right is not None:
-            sees &= j - i <= right
+            visible &= j - i <= right
         if case["chunk_size"] is not None:
-            sees &= i // case["chunk_size"] == j // case["chunk_size"]
+            visible &= i // case["chunk_size"] == j // case["chunk_size"]
         heads = range(case["q_heads"])
-        found.append(np.array([sees if rule is None else sees & rule(r, h, i, j) for h in heads], bool))
+        found.append(np.array([visible if rule is None else visible & rule(r, h, i, j) for h in heads], bool))
     return found

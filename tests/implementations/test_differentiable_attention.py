@@ -49,7 +49,7 @@ def make(case: dict) -> tuple[Problem, jattn.masks.Mask | None]:
     problem = Problem(case, mask=rule)
     if mask is not None:
         num_reqs = len(problem.query_lens)
-        mask = mask.map_rows(lambda array: array[:num_reqs]).of_requests(problem.metadata)
+        mask = mask.map_rows(lambda array: array[:num_reqs]).to_batch_rows(problem.metadata)
     return problem, mask
 
 

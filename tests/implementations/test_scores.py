@@ -117,7 +117,7 @@ def test_local_strided_blocks_are_vllms(metadata_cases, is_prefill):
             **tp,
         )
         spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=8, sparsity=sparsity)
-        sees = reference.visible(
+        visible = reference.is_visible(
             spec,
             sparsity,
             jnp.int32(0),
@@ -126,6 +126,8 @@ def test_local_strided_blocks_are_vllms(metadata_cases, is_prefill):
             jnp.full(len(positions), is_prefill),
         )
         for head in range(q_heads):
-            blocks = [sorted(set((np.flatnonzero(row) // size).tolist())) for row in np.asarray(sees[head])]
+            blocks = [
+                sorted(set((np.flatnonzero(row) // size).tolist())) for row in np.asarray(visible[head])
+            ]
             want = case["attended_k_blocks"][head]
             assert blocks == (want if is_prefill else [want])

@@ -20,7 +20,7 @@ class Ruled:
     """
 
     make: Callable[[], masks.Mask]
-    sees: Callable[[int, int, int, int], bool]  # (row, head, i, j)
+    visible: Callable[[int, int, int, int], bool]  # (row, head, i, j)
 
     @property
     def mask(self) -> masks.Mask:
@@ -28,7 +28,7 @@ class Ruled:
 
     def dense(self, query_len: int, seq_len: int, row: int = 0) -> np.ndarray:
         queries = range(seq_len - query_len, seq_len)
-        of = lambda h, i: [bool(self.sees(row, h, i, j)) for j in range(seq_len)]
+        of = lambda h, i: [bool(self.visible(row, h, i, j)) for j in range(seq_len)]
         return np.array([[of(h, i) for i in queries] for h in range(Q_HEADS)], bool).reshape(
             Q_HEADS, query_len, seq_len
         )
@@ -143,13 +143,13 @@ def block_masks(draw, reach=36):
         block_kv=block_kv,
     )
 
-    def sees(r, h, i, j):
+    def visible(r, h, i, j):
         a = 0 if block_q is None else i // block_q - (first[r] if first else 0)
         b = j // block_kv
         inside = 0 <= a < shape[2] and b < shape[3]
         return inside and blocks[r if has_rows else 0, h * heads // Q_HEADS, a, b]
 
-    return Ruled(mask, sees)
+    return Ruled(mask, visible)
 
 
 @st.composite
@@ -168,11 +168,11 @@ def local_strided(draw):
             return (rank * KV_HEADS + h // 2) * max(1, stride // (2 * KV_HEADS))
         return (rank * Q_HEADS + h) * max(1, stride // (2 * Q_HEADS))
 
-    def sees(r, h, i, j):
+    def visible(r, h, i, j):
         a, b = i // size, j // size
         return b <= a and (a - b < local or (b + shift(h) + 1) % stride == 0)
 
-    return Ruled(mask, sees)
+    return Ruled(mask, visible)
 
 
 WHOLE = st.one_of(
@@ -190,9 +190,13 @@ def compositions(draw, of=SINGLE):
     for _ in range(draw(st.integers(1, 2))):
         a, b = result, draw(of)
         if draw(st.integers(0, 3)) == 0:
-            a = Ruled(lambda a=a: ~a.mask, lambda *p, a=a: not a.sees(*p))
+            a = Ruled(lambda a=a: ~a.mask, lambda *p, a=a: not a.visible(*p))
         if draw(st.booleans()):
-            result = Ruled(lambda a=a, b=b: a.mask & b.mask, lambda *p, a=a, b=b: a.sees(*p) and b.sees(*p))
+            result = Ruled(
+                lambda a=a, b=b: a.mask & b.mask, lambda *p, a=a, b=b: a.visible(*p) and b.visible(*p)
+            )
         else:
-            result = Ruled(lambda a=a, b=b: a.mask | b.mask, lambda *p, a=a, b=b: a.sees(*p) or b.sees(*p))
+            result = Ruled(
+                lambda a=a, b=b: a.mask | b.mask, lambda *p, a=a, b=b: a.visible(*p) or b.visible(*p)
+            )
     return result

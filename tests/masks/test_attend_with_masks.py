@@ -65,7 +65,7 @@ def masked(case, make=Problem):
     problem = make(plain | case, mask=rule)
     num_reqs = len(problem.query_lens)
     of_reqs = mask.map_rows(lambda array: array[:num_reqs])
-    return problem, of_reqs.of_requests(problem.metadata)
+    return problem, of_reqs.to_batch_rows(problem.metadata)
 
 
 @pytest.mark.kernels
@@ -92,7 +92,7 @@ def test_a_prefix_lm_sees_ahead_in_its_prefix_wherever_its_rows_stand(implementa
     plain = {name: values[0] for name, values in FACTORS.items()} | {"heads": (4, 2), "head_dim": 16}
     lengths = np.array([0, 0, 5, 0, 61], np.int32)
     problem = Problem(plain | case, mask=lambda r, h, i, j: j <= i or max(i, j) < lengths[r])
-    mask = (masks.Causal() | masks.Prefix(length=lengths)).of_requests(problem.metadata)
+    mask = (masks.Causal() | masks.Prefix(length=lengths)).to_batch_rows(problem.metadata)
     contract = AttentionContract()
     contract.implementation = implementation
     problem.check(*contract.attend(problem, mask=mask))

@@ -27,7 +27,7 @@ def metadata(**options):
 
 def sizes(**changes):
     known = {"num_q_heads": 4, "num_rows": 8, "max_query_len": 20, "max_seq_len": 32}
-    return masks.Sizes(**known | changes)
+    return masks.BatchSizes(**known | changes)
 
 
 def of_each_request():
@@ -45,8 +45,8 @@ def of_each_request():
 def test_requests_are_laid_out_where_their_rows_stand(to_device):
     assert jattn.batch.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
     for mask in of_each_request():
-        laid = mask.of_requests(metadata(to_device=to_device))
-        traced = jax.jit(lambda mask, step: mask.of_requests(step))(mask, metadata())
+        laid = mask.to_batch_rows(metadata(to_device=to_device))
+        traced = jax.jit(lambda mask, step: mask.to_batch_rows(step))(mask, metadata())
         for got, again, given in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
             np.testing.assert_array_equal(np.asarray(got)[ROWS], given)
             np.testing.assert_array_equal(got, again)
@@ -61,16 +61,16 @@ def test_what_holds_for_all_requests_stays_as_it_is():
         masks.Document(ids=IDS[:1]),
         masks.Causal(),
     ):
-        jax.tree.map(np.testing.assert_array_equal, mask.of_requests(metadata()), mask)
+        jax.tree.map(np.testing.assert_array_equal, mask.to_batch_rows(metadata()), mask)
         masks.check_mask(mask, sizes(), causal=False)
 
 
 def test_rows_that_are_not_the_requests_are_named():
     with pytest.raises(ValueError, match=r"Document.ids must have one row for each request \(4\), got 3"):
-        masks.Document(ids=IDS[:3]).of_requests(metadata())
+        masks.Document(ids=IDS[:3]).to_batch_rows(metadata())
     many = masks.Prefix(length=np.arange(9))
     with pytest.raises(ValueError, match=r"Prefix.length must have one row for each request .* 8\), got 9"):
-        jax.eval_shape(lambda step: many.of_requests(step), metadata())
+        jax.eval_shape(lambda step: many.to_batch_rows(step), metadata())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_mask_of_other_rows_than_the_step_s_is_named(mask, name, rows):
 
 def test_a_mask_of_somebody_s_own_says_which_of_its_arrays_have_rows():
     class Own(masks.Mask):
-        sees = coverage = None
+        visible = coverage = None
 
     Own.__abstractmethods__ = frozenset()
     jax.tree_util.register_pytree_node(Own, lambda own: ((jnp.ones(3),), None), lambda _, leaves: Own())
@@ -204,13 +204,13 @@ def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message, types_unche
     layer = {"num_q_heads": 4, "causal": True}
     if not isinstance(mask, masks.BlockMask):  # the lengths, where they are seen, are within it
         with pytest.raises(Exception, match=message):
-            masks.check_mask_of_step(mask, metadata(), **layer, has_cache=True)
+            masks.check_batch_mask(mask, metadata(), **layer, has_cache=True)
     with pytest.raises(Exception, match=message):
-        jax.eval_shape(lambda step: masks.check_mask_of_step(mask, step, **layer, has_cache=True), metadata())
+        jax.eval_shape(lambda step: masks.check_batch_mask(mask, step, **layer, has_cache=True), metadata())
     if isinstance(mask, masks.BlockMask) and mask.first_q_block is None:
-        masks.check_mask_of_step(mask, metadata(), **layer, has_cache=False)
-    fitting = masks.Document(ids=IDS).of_requests(metadata()) & block_mask(4, 2) & masks.OnlyHeads((3,))
-    masks.check_mask_of_step(fitting, metadata(), **layer, has_cache=True)
+        masks.check_batch_mask(mask, metadata(), **layer, has_cache=False)
+    fitting = masks.Document(ids=IDS).to_batch_rows(metadata()) & block_mask(4, 2) & masks.OnlyHeads((3,))
+    masks.check_batch_mask(fitting, metadata(), **layer, has_cache=True)
 
 
 @pytest.mark.parametrize(("end", "first", "need"), [(9, 0, 3), (9, 1, 2), (10, 1, 2), (12, 1, 2), (12, 2, 1)])
@@ -222,13 +222,13 @@ def test_blocks_that_end_before_a_row_s_last_query_are_named(end, first, need):
     make = lambda count, firsts: masks.BlockMask(
         blocks=np.ones((1, count, 3), bool), block_q=4, block_kv=4, first_q_block=firsts
     )
-    masks.check_mask_of_step(make(max(need, 2), firsts), step, **layer)
+    masks.check_batch_mask(make(max(need, 2), firsts), step, **layer)
     if need > 2:
         message = "q_blocks of 4 must be at least 3, to reach from first_q_block over a row's last .*, got 2"
         with pytest.raises(ValueError, match=message):
-            masks.check_mask_of_step(make(2, firsts), step, **layer)
+            masks.check_batch_mask(make(2, firsts), step, **layer)
     # Nobody knows where queries begin that are traced.
-    jax.eval_shape(lambda firsts: masks.check_mask_of_step(make(2, firsts), step, **layer), firsts)
+    jax.eval_shape(lambda firsts: masks.check_batch_mask(make(2, firsts), step, **layer), firsts)
 
 
 def test_a_mask_that_reaches_is_served_to_its_edge():
@@ -332,8 +332,8 @@ NONSENSE = {
     "masks.MaskFunction(lambda b, h, q, k: q > k)": r"function must take three .*, got one of \(b, h, q, k\)",
     "masks.MaskFunction(lambda q, k: q > k)": r"function must take three arguments: .*, got one of \(q, k\)",
     "attended(masks.MaskFunction(lambda h, q, k: q > k and k > 3))": "function must be elementwise: & for",
-    "masks.MaskFunction(lambda h, q, k: None).sees(PAIRS)": "function must return bool, .*, got NoneType",
-    "masks.MaskFunction(lambda h, q, k: 1).sees(PAIRS)": "function must return bool, .*, got int",
+    "masks.MaskFunction(lambda h, q, k: None).visible(PAIRS)": "function must return bool, .*, got NoneType",
+    "masks.MaskFunction(lambda h, q, k: 1).visible(PAIRS)": "function must return bool, .*, got int",
     "masks.Sinks(2**31)": "num must be at most 2147483647, got 2147483648",
     "masks.LocalStrided(vert_stride=2**31)": "vert_stride must be at most 2147483647, got 2147483648",
     "masks.Dilated(2**20, 2**11)": r"num \* step must be at most 2147483647, .*, got 2147483648",
@@ -377,7 +377,7 @@ NONSENSE = {
     "masks.dense(BOOLS, 1, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
     "masks.density(BOOLS, 1, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
     "masks.density(lambda h, q, k: q > k, 1, 1)": "mask must be .*MaskFunction takes functions.*a function",
-    "masks.check_mask(BOOLS, masks.Sizes(1), causal=True)": "mask must be a mask .*, got a ndarray",
+    "masks.check_mask(BOOLS, masks.BatchSizes(1), causal=True)": "mask must be a mask .*, got a ndarray",
     "jattn.sparsity.plot(BOOLS, 1)": "mask must be a mask of jattn.masks .*, got a ndarray",
     "jattn.sparsity.plot(masks.Causal(), 4, num_heads=0)": "num_heads must be positive, got 0",
     "schedule(seq_lens=[5, 3])": "seq_lens must be an array of integer elements, got a list",
@@ -405,11 +405,11 @@ NONSENSE = {
     "nsa(window=True)": "window must be an int, got True",
     "nsa(num_selected=1.0)": "num_selected must be an int, got 1.0",
     "nsa(compress=4)": "compress must be a function of blocks, or None, got 4",
-    "selected_blocks(q=ONES[0])": r"q must have shape \[batch, tokens, q_heads, head_dim\], got \(8, 2, 4\)",
-    "selected_blocks(keys=ONES[0])": r"keys must have shape \[batch, blocks, .*, got \(8, 2, 4\)",
-    "selected_blocks(keys=[1.0])": "keys must be an array, got list",
-    "selected_blocks(keys=ONES[:, :1])": r"keys must have shape \(1, 2, 2, 4\) .*, got \(1, 1, 2, 4\)",
-    "selected_blocks(q=ONES[:, :, :1])": r"q's heads must be a multiple of keys' \(2\), got 1",
+    "select_nsa_blocks(q=ONES[0])": r"q must have shape \[batch, tokens, .*, got \(8, 2, 4\)",
+    "select_nsa_blocks(keys=ONES[0])": r"keys must have shape \[batch, blocks, .*, got \(8, 2, 4\)",
+    "select_nsa_blocks(keys=[1.0])": "keys must be an array, got list",
+    "select_nsa_blocks(keys=ONES[:, :1])": r"keys must have shape \(1, 2, 2, 4\) .*, got \(1, 1, 2, 4\)",
+    "select_nsa_blocks(q=ONES[:, :, :1])": r"q's heads must be a multiple of keys' \(2\), got 1",
     "nsa(block_q=2.0)": "block_q must be an int, got 2.0",
     "jattn.sparsity.schedule(BOOLS, jnp.ones(1, int), max_query_len=1, max_seq_len=1, num_q_heads=1)": (
         "mask must be a mask .*, got a ndarray"
@@ -427,7 +427,7 @@ from functools import partial
 BOOLS, ONES = np.ones((1, 2, 2), bool), np.ones((1, 8, 2, 4), np.float32)
 PAIRS = masks.Pairs(0, 0, 0, 0, (1, 1))
 class Own(masks.Mask):
-    sees = coverage = lambda self, where: None
+    visible = coverage = lambda self, where: None
 OWN = Own()
 attended = lambda mask: jattn.attention(ONES, ONES, ONES, mask=mask)
 sizes = {"max_query_len": 8, "max_seq_len": 8, "num_q_heads": 2, "seq_lens": np.array([5, 3])}
@@ -436,7 +436,7 @@ vertical_slash = partial(jattn.sparsity.vertical_slash, ONES[0], ONES[0], num_co
 sizes = {"block_size": 4, "num_selected": 1, "window": 2}
 nsa = partial(jattn.sparsity.nsa, ONES, ONES, ONES, ONES[..., :3], **sizes)
 chosen = {"q": ONES, "keys": ONES[:, :2], "block_size": 4, "num_selected": 1}
-selected_blocks = lambda **given: jattn.sparsity.selected_blocks(**chosen | given)
+select_nsa_blocks = lambda **given: jattn.sparsity.select_nsa_blocks(**chosen | given)
 bounds = jattn.sparsity.KeyBounds(low=jnp.zeros((3, 2, 4)), high=jnp.zeros((3, 2, 4)))
 slots = {"bounds": bounds, "key": ONES[0], "slot_mapping": np.arange(8), "block_size": 4}
 write_key_bounds = lambda **given: jattn.sparsity.write_key_bounds(**slots | given)

@@ -12,7 +12,7 @@ from jattn import masks
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks.base import leaves
-from jattn.masks.documents import Runs, come_in_runs, runs_of, with_runs
+from jattn.masks.documents import DocumentRuns, document_runs, documents_to_runs, has_contiguous_ids
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import PrefillSizes, make_schedule
 
@@ -26,21 +26,21 @@ rows = st.lists(
 @settings(max_examples=30)
 @given(rows)
 def test_runs_are_documents_of_which_none_comes_again(ids):
-    runs = np.asarray(runs_of(jnp.asarray(ids)).ids)
+    runs = np.asarray(document_runs(jnp.asarray(ids)).ids)
     for row, given_ids in zip(runs, ids, strict=True):
         edges = given_ids[1:] != given_ids[:-1]
         np.testing.assert_array_equal(np.diff(row), edges)
     pairs = lambda x: x[:, :, None] == x[:, None, :]
-    assert come_in_runs(ids) == (pairs(runs) == pairs(ids)).all()
-    np.testing.assert_array_equal(runs_of(jnp.asarray(ids[0])).ids, runs[0])
+    assert has_contiguous_ids(ids) == (pairs(runs) == pairs(ids)).all()
+    np.testing.assert_array_equal(document_runs(jnp.asarray(ids[0])).ids, runs[0])
 
 
 def test_every_document_of_a_mask_becomes_runs():
     document = masks.Document(ids=np.asarray([5, 5, 2, 2, 0]))
-    mask = with_runs((~document | masks.Sinks(2)) & masks.Causal() & document)
-    assert [type(leaf) for leaf in leaves(mask)] == [Runs, masks.Sinks, masks.Causal, Runs]
+    mask = documents_to_runs((~document | masks.Sinks(2)) & masks.Causal() & document)
+    assert [type(leaf) for leaf in leaves(mask)] == [DocumentRuns, masks.Sinks, masks.Causal, DocumentRuns]
     assert [ids.tolist() for ids in jax.tree.leaves(mask)] == [[0, 0, 1, 1, 2]] * 2
-    assert with_runs(mask.masks[-1]) is mask.masks[-1]
+    assert documents_to_runs(mask.masks[-1]) is mask.masks[-1]
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_the_kernels_lists_have_every_tile_of_documents_that_fall_and_no_other()
     call = tile_lists.ListsCall(tokens, is_packed=True)
     codes = np.asarray(tile_lists.packed_codes(masks.Document(ids=ids), spec, schedule, sizes, call))[:, 0]
     seen = ids[:, None] == ids[None, :]
-    some = seen.reshape(-1, sizes.tile_q, tokens // 64, 64).any(axis=(1, 3))
-    np.testing.assert_array_equal((codes != 0)[: len(some), : some.shape[1]], some)
+    any_visible = seen.reshape(-1, sizes.tile_q, tokens // 64, 64).any(axis=(1, 3))
+    np.testing.assert_array_equal((codes != 0)[: len(any_visible), : any_visible.shape[1]], any_visible)
 
 
 def test_attention_of_documents_that_fall_is_that_of_each():

@@ -41,15 +41,15 @@ def test_masks_written_out():
 
 def test_big_bird_has_neighbours_first_blocks_and_as_many_draws_as_it_says():
     mask = masks.BigBird(block_size=1, local_blocks=2, global_blocks=1, random_blocks=3, seed=5)
-    sees = np.asarray(masks.dense(mask, 64, 64, num_q_heads=4))
+    visible = np.asarray(masks.dense(mask, 64, 64, num_q_heads=4))
     a, b = np.arange(64)[:, None], np.arange(64)[None, :]
     certain = (abs(a - b) < 2) | (np.minimum(a, b) == 0)
-    assert sees[:, certain].all()
-    drawn = (sees & ~certain).sum(axis=2)
+    assert visible[:, certain].all()
+    drawn = (visible & ~certain).sum(axis=2)
     assert drawn.max() == 3
     assert drawn[:, 32:].mean() > 2.5
-    assert not (sees & ~certain)[:, b > a].any()
-    assert len({head.tobytes() for head in sees}) == 4
+    assert not (visible & ~certain)[:, b > a].any()
+    assert len({head.tobytes() for head in visible}) == 4
 
 
 @pytest.mark.parametrize("seed", [271_182, 2**40 + 1])
@@ -57,10 +57,12 @@ def test_big_bird_draws_by_any_seed(seed):
     mixed = lambda x: ((y := x % 32749 * 31337 + 12345) ^ (y // 4096)) % 32749
     of = lambda head, a: mixed(mixed(a * 64 + seed * 7919) + head * 977) % (a + 1)
     none = {"local_blocks": 0, "global_blocks": 0}
-    sees = masks.dense(masks.BigBird(block_size=1, random_blocks=1, seed=seed, **none), 9, 9, num_q_heads=2)
+    visible = masks.dense(
+        masks.BigBird(block_size=1, random_blocks=1, seed=seed, **none), 9, 9, num_q_heads=2
+    )
     want = [[of(head, a) for a in range(9)] for head in range(2)]
-    np.testing.assert_array_equal(np.asarray(sees).argmax(axis=-1), want)
-    assert np.asarray(sees).sum() == 18
+    np.testing.assert_array_equal(np.asarray(visible).argmax(axis=-1), want)
+    assert np.asarray(visible).sum() == 18
 
 
 def test_a_function_returns_bool():
@@ -128,7 +130,7 @@ def test_the_rows_of_a_region_see_what_they_saw(first):
     firsts = np.array([0, 1, 2], np.int32)
     many = masks.BlockMask(blocks=blocks, first_q_block=firsts, block_q=8, block_kv=8)
     whole = many & masks.Window(left=20)
-    part = whole.of_rows_from(first)
+    part = whole.slice_rows(first)
     assert [type(mask) for mask in part.masks] == [masks.BlockMask, masks.Window]
     for row in range(3 - first):
         of = [
@@ -304,18 +306,18 @@ def test_queries_before_position_0_stand_in_blocks_before_block_0(name, size):
     first = -2 * size - 1
     query, key = np.arange(first, 3 * size, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
     at = {"head": np.int32(0), "row": np.int32(0), "num_heads": (1, 1)}
-    seen = np.broadcast_to(make(size).sees(masks.Pairs(query=query, key=key, **at)), (len(query), 12))
+    seen = np.broadcast_to(make(size).visible(masks.Pairs(query=query, key=key, **at)), (len(query), 12))
     np.testing.assert_array_equal(seen, rule(query // size, key // size))
     for begin in range(first, size, 3):
         tile = {"first_query": np.int32(begin), "last_query": np.int32(begin + 2)}
         keys = {"first_key": np.int32(2), "last_key": np.int32(4)}
-        some, every = make(size).coverage(masks.Tiles(**tile, **keys, size=(3, 3), **at))
+        any_visible, all_visible = make(size).coverage(masks.Tiles(**tile, **keys, size=(3, 3), **at))
         inside = seen[begin - first : begin - first + 3, 2:5]
-        assert (bool(some), bool(every)) == (inside.any(), inside.all())
+        assert (bool(any_visible), bool(all_visible)) == (inside.any(), inside.all())
 
 
 def test_no_block_is_drawn_for_queries_before_position_0():
     pairs = {"head": np.int32(1), "row": np.int32(0), "num_heads": (2, 1)}
     query, key = np.arange(-9, 0, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
     mask = masks.BigBird(block_size=2, local_blocks=0, global_blocks=0, random_blocks=4)
-    assert not np.any(mask.sees(masks.Pairs(query=query, key=key, **pairs)))
+    assert not np.any(mask.visible(masks.Pairs(query=query, key=key, **pairs)))

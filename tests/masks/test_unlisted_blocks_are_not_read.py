@@ -70,7 +70,7 @@ def problem_of(name, kv, block_size, is_padded, region="mixed"):
     case |= {"dtype": "bfloat16", "padded": is_padded}
     problem = Problem(plain | case, mask=rule)
     of_reqs = mask.map_rows(lambda array: array[: len(problem.query_lens)])
-    return problem, of_reqs.of_requests(problem.metadata)
+    return problem, of_reqs.to_batch_rows(problem.metadata)
 
 
 def share_of_poison(problem):
@@ -138,7 +138,7 @@ def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, 
 
     def run(query, kv, metadata, mask):
         of_region = getattr(metadata, f"{region}_part")
-        how = {"mask": mask.of_rows_from(first), "interpret": plgpu.InterpretGPUParams()}
+        how = {"mask": mask.slice_rows(first), "interpret": plgpu.InterpretGPUParams()}
         return attend_region(query[part], kv, of_region, problem.spec, **how)
 
     out, lse = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, mask)

@@ -39,18 +39,18 @@ def pairs_of(keys):
 @pytest.mark.parametrize("num_gathered", [1, 7, TOKENS, 10 * TOKENS])
 def test_each_pair_that_is_seen_is_in_one_part(num_gathered):
     mask = slashed(num_gathered)
-    columns, rest = masks.in_parts(mask)
+    columns, rest = masks.split_gathered(mask)
     causal = np.tri(TOKENS, dtype=bool)
-    in_rest = np.asarray(rest.sees(pairs_of(TOKENS))) & causal
+    in_rest = np.asarray(rest.visible(pairs_of(TOKENS))) & causal
     places = np.asarray(columns.places)
     assert places.shape[-1] % 128 == 0
-    by_number = np.asarray(columns.sees(pairs_of(places.shape[-1])))
+    by_number = np.asarray(columns.visible(pairs_of(places.shape[-1])))
     in_columns = np.zeros_like(in_rest)
     for row, head, nth in zip(*np.nonzero(places < NOWHERE), strict=True):
         in_columns[row, head, :, places[row, head, nth]] |= by_number[row, head, :, nth]
     assert by_number.sum() == in_columns.sum()  # no key is gathered twice, none that there is not is seen
     assert not (in_columns & in_rest).any()
-    np.testing.assert_array_equal(in_columns | in_rest, np.asarray(mask.sees(pairs_of(TOKENS))) & causal)
+    np.testing.assert_array_equal(in_columns | in_rest, np.asarray(mask.visible(pairs_of(TOKENS))) & causal)
     counts = np.minimum(np.cumsum(mask.columns, axis=-1), num_gathered)
     np.testing.assert_array_equal(columns.counts, counts)
 
@@ -61,12 +61,12 @@ def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
     mask = slashed(40, share=0.3)
     every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
-    of_part = getattr(masks.in_parts(mask), part)
+    of_part = getattr(masks.split_gathered(mask), part)
     num = of_part.places.shape[-1] if part == "columns" else TOKENS
     first = np.arange(0, TOKENS, size[0], dtype=np.int32)
-    some, every = (
+    any_visible, all_visible = (
         np.asarray(x)
-        for x in masks.coverage_of_tiles(
+        for x in masks.tile_coverage(
             of_part,
             rows=jnp.ones(len(first), jnp.int32),
             first_query=jnp.asarray(first),
@@ -77,21 +77,21 @@ def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
             max_kv_tiles=-(-num // size[1]),
         )
     )
-    sees = np.asarray(of_part.sees(pairs_of(num)))[1]
-    for (i, head, j), has_some in np.ndenumerate(some):
-        tile = sees[head, first[i] : first[i] + size[0], j * size[1] : (j + 1) * size[1]]
+    visible = np.asarray(of_part.visible(pairs_of(num)))[1]
+    for (i, head, j), has_some in np.ndenumerate(any_visible):
+        tile = visible[head, first[i] : first[i] + size[0], j * size[1] : (j + 1) * size[1]]
         assert has_some >= tile.any()
-        assert every[i, head, j] <= tile.all()
-    assert every.any()
-    assert not every.all()
-    assert not some.all()
+        assert all_visible[i, head, j] <= tile.all()
+    assert all_visible.any()
+    assert not all_visible.all()
+    assert not any_visible.all()
 
 
 def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
     """There stand the next row's: where one is NaN, the product with it would be."""
-    columns, _ = masks.in_parts(slashed(128, share=0.95))
+    columns, _ = masks.split_gathered(slashed(128, share=0.95))
     assert (np.asarray(columns.places) < NOWHERE).all()
-    some, every = masks.coverage_of_tiles(
+    any_visible, all_visible = masks.tile_coverage(
         columns,
         rows=jnp.zeros(1, jnp.int32),
         first_query=jnp.full(1, TOKENS - 1),
@@ -101,18 +101,18 @@ def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
         size=(64, 64),
         max_kv_tiles=3,
     )
-    np.testing.assert_array_equal(some, np.broadcast_to([True, True, False], some.shape))
-    assert not every[..., 2].any()
+    np.testing.assert_array_equal(any_visible, np.broadcast_to([True, True, False], any_visible.shape))
+    assert not all_visible[..., 2].any()
 
 
 @pytest.mark.parametrize("tile_of", [Queries, Keys])
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
 def test_a_kernel_sees_of_either_part_what_the_part_sees(tile_of, first_query, first_key):
-    for part in masks.in_parts(slashed(25)):
+    for part in masks.split_gathered(slashed(25)):
         place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
         got, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
-        wanted = part.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        wanted = part.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
         np.testing.assert_array_equal(got, wanted)
         assert got.size > 500
 
@@ -148,7 +148,7 @@ def test_either_region_of_a_step_gathers_its_own_rows_columns():
     k = jnp.broadcast_to(jnp.arange(8 * 16.0).reshape(8, 16, 1, 1), (8, 16, HEADS[1], 8))  # a key is its slot
     cache, rows = jattn.PagedCache(k=k, v=k), iter(zip((20, 45, 30), table, marks[0], strict=True))
     for part, first in ((metadata.decode_part, 0), (metadata.prefill_part, 2)):
-        columns, _ = masks.in_parts(mask.of_rows_from(first))
+        columns, _ = masks.split_gathered(mask.slice_rows(first))
         gathered, _ = gathered_kv(cache, part, columns)
         for mine in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
             seq_len, blocks, its = next(rows)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import jattn
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
-from jattn.masks import on_mesh
+from jattn.masks import shard_mask
 from jattn.models import DecoderConfig, load, save
 from jattn.models.loading.pretrained import load_shapes, read_config
 from jattn.models.mesh_padding import gathered, spread, whole_shape
@@ -156,17 +156,17 @@ class TestWhatDoesNotFit:
         assert not (tmp_path / "saved").exists()
 
     def test_a_pattern_of_each_device_has_no_kernel(self):
-        mask = on_mesh(jattn.LocalStrided(), "tp", 8, (32, 8))
+        mask = shard_mask(jattn.LocalStrided(), "tp", 8, (32, 8))
         assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
-        assert why_not_kernel_mask(on_mesh(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
+        assert why_not_kernel_mask(shard_mask(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
 
     def test_a_pattern_that_all_devices_have_is_one_device_s(self):
         phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart
         for tp in (2, 4):
-            assert on_mesh(phi, "tp", tp, (32, 8)) == jattn.LocalStrided(tp_size=tp)
-        assert isinstance(on_mesh(phi, "tp", 8, (32, 8)), jattn.masks.OnMesh)
+            assert shard_mask(phi, "tp", tp, (32, 8)) == jattn.LocalStrided(tp_size=tp)
+        assert isinstance(shard_mask(phi, "tp", 8, (32, 8)), jattn.masks.ShardedMask)
         same = jattn.LocalStrided(homo_head=True)
-        assert on_mesh(same, "tp", 8, (32, 8)) is same
+        assert shard_mask(same, "tp", 8, (32, 8)) is same
 
     def test_a_draft_model_elsewhere(self):
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)

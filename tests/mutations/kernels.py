@@ -89,8 +89,8 @@ def check_widening() -> None:
 def check_lists() -> None:
     """Over lists of tiles: blocks that differ from head to head, and a mask that is computed in tiles."""
     mask = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64) & masks.Dilated(400, 3)
-    sees = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
-    problem = problem_of([150, 3, 270], [150, 3, 270], sees=sees)
+    visible = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
+    problem = problem_of([150, 3, 270], [150, 3, 270], visible=visible)
     sizes, metadata, spec = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3), problem.metadata, problem.spec
 
     def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):

@@ -11,7 +11,7 @@ import pytest
 import jattn
 from jattn.batch.context_parallel import Ranks, slots_of_rank
 from jattn.batch.requests import exact_bucket
-from jattn.masks import Causal, Chunked, Interleaved, Window
+from jattn.masks import Causal, Chunked, InterleavedMask, Window
 from jattn.masks.pairs import Pairs, Tiles
 from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import plan_on_rank
@@ -215,26 +215,26 @@ class TestInterleaved:
             queries, keys = np.arange(seq_len - query_len, seq_len), np.asarray(stored)
             near = self.of(mask, rank, shift, size, interleave)
             places = np.arange(len(stored))
-            got = near.sees(pairs_of(queries - shift, places))
-            want = np.asarray(mask.sees(pairs_of(queries, keys)))
+            got = near.visible(pairs_of(queries - shift, places))
+            want = np.asarray(mask.visible(pairs_of(queries, keys)))
             np.testing.assert_array_equal(np.asarray(got), want)
             self.check_tiles(near, want, queries - shift)
 
     def of(self, mask, rank, shift, size, interleave):
         arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray([0, shift], jnp.int32)}
-        return Interleaved(mask=mask, **arrays, num_ranks=size, interleave=interleave)
+        return InterleavedMask(mask=mask, **arrays, num_ranks=size, interleave=interleave)
 
-    def check_tiles(self, near, sees, queries):
+    def check_tiles(self, near, visible, queries):
         """What has a pair is walked over, and what is said to be seen whole is."""
         num_listed = 0
-        for q, k in itertools.product(range(0, sees.shape[0], 4), range(0, sees.shape[1], 4)):
-            tile = sees[q : q + 4, k : k + 4]
+        for q, k in itertools.product(range(0, visible.shape[0], 4), range(0, visible.shape[1], 4)):
+            tile = visible[q : q + 4, k : k + 4]
             ends = [int(queries[q]), int(queries[q]) + len(tile) - 1, k, k + tile.shape[1] - 1]
             ends = [jnp.int32(end) for end in ends]
-            some, every = near.coverage(Tiles(jnp.int32(0), jnp.int32(1), *ends, (4, 2), (4, 4)))
-            assert bool(some) or not tile.any()
-            assert tile.all() or not bool(every)
-            num_listed += bool(some)
+            any_visible, all_visible = near.coverage(Tiles(jnp.int32(0), jnp.int32(1), *ends, (4, 2), (4, 4)))
+            assert bool(any_visible) or not tile.any()
+            assert tile.all() or not bool(all_visible)
+            num_listed += bool(any_visible)
         assert num_listed >= 1
 
 

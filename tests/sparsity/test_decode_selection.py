@@ -104,7 +104,7 @@ def test_lists_that_a_selection_made_are_taken_as_they_are_by_the_requests_that_
     ids, counts = jnp.argsort(~blocks, axis=-1).astype(jnp.int32), blocks.sum(axis=-1, dtype=jnp.int32)
     sizes = {"block_q": None, "block_kv": 16}
     mask = ListedBlocks(blocks=blocks[:, :, None], ids=ids, counts=counts, **sizes)
-    listed = block_list(mask.of_rows_from(1), spec, metadata, 16)
+    listed = block_list(mask.slice_rows(1), spec, metadata, 16)
     np.testing.assert_array_equal(listed.ids, ids[1:])
     np.testing.assert_array_equal(listed.counts, counts[1:])
     made = block_list(mask, spec, metadata, 16)  # of three requests, not two

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.batch.transitions import pad_tokens
-from jattn.sparsity.prefill_selection import _query_means, largest, select_prefill_blocks
+from jattn.sparsity.prefill_selection import _query_means, select_prefill_blocks, top_mass
 from pallas_kernels.block_scores import MAX_TOP_P_LEN
 
 pytestmark = pytest.mark.kernels
@@ -145,7 +145,7 @@ def test_attention_over_what_was_chosen_reads_nothing_else():
     query, cache, metadata = problem()
     tokens, spoiled, padded = poisoned(query, cache, metadata)
     mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=0.4, block_size=4)
-    mask_of_padded = mask.of_requests(padded)
+    mask_of_padded = mask.to_batch_rows(padded)
     for implementation in ("xla", "reference"):
         run = functools.partial(jattn.attend, spec=SPEC, implementation=implementation)
         want = run(query, cache, metadata, mask=mask)
@@ -191,10 +191,10 @@ def test_masks_change_without_a_recompile(traced_once):
 
 def test_largest_takes_the_fewest_that_suffice():
     weights = jnp.asarray([[0.1, 0.6, 0.0, 0.3], [0.25, 0.25, 0.25, 0.25]])
-    np.testing.assert_array_equal(largest(weights, 0.5)[0], [False, True, False, False])
-    np.testing.assert_array_equal(largest(weights, 0.85)[0], [False, True, False, True])
-    np.testing.assert_array_equal(largest(weights, 1.0)[0], [True, True, False, True])
-    assert largest(weights, 0.3)[1].all()  # equals are kept together
+    np.testing.assert_array_equal(top_mass(weights, 0.5)[0], [False, True, False, False])
+    np.testing.assert_array_equal(top_mass(weights, 0.85)[0], [False, True, False, True])
+    np.testing.assert_array_equal(top_mass(weights, 1.0)[0], [True, True, False, True])
+    assert top_mass(weights, 0.3)[1].all()  # equals are kept together
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ def in_numpy(*given):
     return [np.repeat(x, Q_HEADS // x.shape[1], axis=1) for x in found]
 
 
-def softmax(s, sees):
+def softmax(s, visible):
     p = np.zeros(len(s))
-    if sees.any():
-        p[sees] = np.exp(s[sees] - s[sees].max())
+    if visible.any():
+        p[visible] = np.exp(s[visible] - s[visible].max())
     return p / max(p.sum(), 1e-300)
 
 
@@ -244,8 +244,8 @@ class TestTopKBlocks:
             k, v = (np.asarray(x[ids], np.float64).reshape(64, KV_HEADS, DIM) for x in (cache.k, cache.v))
             for h in range(Q_HEADS):
                 best = np.argsort(np.asarray(scores)[row, h // 2, 0])[-2:]
-                sees = np.isin(np.arange(64) // 16, best) & (np.arange(64) < n)
-                p = softmax(k[:, h // 2] @ np.asarray(query)[row, h] * DIM**-0.5, sees)
+                visible = np.isin(np.arange(64) // 16, best) & (np.arange(64) < n)
+                p = softmax(k[:, h // 2] @ np.asarray(query)[row, h] * DIM**-0.5, visible)
                 np.testing.assert_allclose(out[row, h], p @ v[:, h // 2], atol=1e-5)
 
 
@@ -379,8 +379,8 @@ class TestNSA:
                 group[0] = group[own] = np.inf
                 group[own + 1 :] = -np.inf
                 chosen = np.argsort(group)[::-1][: min(3, own + 1)]
-                attend = lambda sees, i=i, b=b, h=h: (
-                    softmax(keys[b, h] @ queries[b, h, i] * DIM**-0.5, sees) @ values[b, h]
+                attend = lambda visible, i=i, b=b, h=h: (
+                    softmax(keys[b, h] @ queries[b, h, i] * DIM**-0.5, visible) @ values[b, h]
                 )
                 parts = (
                     of(h) @ short[1][b, h],
@@ -397,7 +397,7 @@ class TestNSA:
             step * jnp.asarray([3, 1, 5, 2, 4, 0, 6.0])[None, :, None, None], (1, 7, 1, 1)
         )
         q = jnp.ones((1, 50, 2, 1))
-        chosen = sparsity.selected_blocks(q, keys, block_size=8, num_selected=4, block_q=8).blocks[0, 0]
+        chosen = sparsity.select_nsa_blocks(q, keys, block_size=8, num_selected=4, block_q=8).blocks[0, 0]
         want = [[0, 2, 3, 4], [0, 2, 4, 5], [0, 2, 4, 6]]
         assert [np.flatnonzero(row).tolist() for row in chosen[4:]] == want
 
@@ -452,9 +452,9 @@ def test_not_is_the_rest_and_twice_is_the_mask():
     assert ~~window is window
     assert hash(~window) == hash(~masks.Window(left=3))
     with pytest.raises(ValueError, match=r"sparsity must let no query .*, got \(Prefix & ~Window\)"):
-        masks.check_ahead("sparsity", masks.Prefix(length=3) & ~window, causal=True)
+        masks.check_causal_mask("sparsity", masks.Prefix(length=3) & ~window, causal=True)
     run = functools.partial(jattn.attention, *arrays(9), causal=True)
-    sees = jnp.asarray((i - j > 3) & (j <= i))
-    got, want = run(mask=~window), run(mask=sees)
+    visible = jnp.asarray((i - j > 3) & (j <= i))
+    got, want = run(mask=~window), run(mask=visible)
     np.testing.assert_allclose(got, want, atol=1e-6)
     assert (got[:, :4] == 0).all()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn import masks
-from jattn.sparsity.tile_schedule import schedule, tile_classes
+from jattn.sparsity.tile_schedule import expand_schedule, schedule
 from tests.masks import mask_rules
 
 BLOCKS = masks.BlockMask(blocks=np.ones((1, 1, 4), bool), block_q=None, block_kv=20)
@@ -19,12 +19,12 @@ def classes_of(seen, tile_q, tile_kv):
     """(some, every) of [heads, queries, keys], cut into tiles."""
     heads, queries, keys = seen.shape
     shape = heads, -(-queries // tile_q), -(-keys // tile_kv)
-    some, every = np.zeros(shape, bool), np.zeros(shape, bool)
+    any_visible, all_visible = np.zeros(shape, bool), np.zeros(shape, bool)
     for i in range(shape[1]):
         for j in range(shape[2]):
             tile = seen[:, i * tile_q : (i + 1) * tile_q, j * tile_kv : (j + 1) * tile_kv]
-            some[:, i, j], every[:, i, j] = tile.any(axis=(1, 2)), tile.all(axis=(1, 2))
-    return some, every
+            any_visible[:, i, j], all_visible[:, i, j] = tile.any(axis=(1, 2)), tile.all(axis=(1, 2))
+    return any_visible, all_visible
 
 
 def compared(ruled, lens, tile_q, tile_kv):
@@ -35,14 +35,19 @@ def compared(ruled, lens, tile_q, tile_kv):
         max_query_len=max_q, max_seq_len=max_kv, tile_q=tile_q, tile_kv=tile_kv, **HEADS,
     )  # fmt: skip
     per_req = -(-max_q // tile_q)
-    partial, full = (np.asarray(x).swapaxes(0, 1) for x in tile_classes(made))  # [heads, q_tiles, tiles]
+    partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(made))  # [heads, q_tiles, tiles]
     for r, (query_len, seq_len) in enumerate(lens):
-        some, every = classes_of(ruled.dense(query_len, seq_len, r), tile_q, tile_kv)
-        here = slice(r * per_req, r * per_req + some.shape[1])
+        any_visible, all_visible = classes_of(ruled.dense(query_len, seq_len, r), tile_q, tile_kv)
+        here = slice(r * per_req, r * per_req + any_visible.shape[1])
         rest = slice(here.stop, (r + 1) * per_req)
         assert not (partial | full)[:, rest].any()
-        assert not (partial | full)[:, here, some.shape[2] :].any()
-        yield partial[:, here, : some.shape[2]], full[:, here, : some.shape[2]], some, every
+        assert not (partial | full)[:, here, any_visible.shape[2] :].any()
+        yield (
+            partial[:, here, : any_visible.shape[2]],
+            full[:, here, : any_visible.shape[2]],
+            any_visible,
+            all_visible,
+        )
 
 
 lengths = st.lists(
@@ -56,48 +61,48 @@ sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
 @settings(max_examples=15)
 @given(mask_rules.WHOLE, lengths, sizes)
 def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
-    for partial, full, some, every in compared(ruled, lens, *size):
-        np.testing.assert_array_equal(full, every)
-        np.testing.assert_array_equal(partial, some & ~every)
+    for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
+        np.testing.assert_array_equal(full, all_visible)
+        np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 
 
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(mask_rules.compositions(mask_rules.WHOLE | mask_rules.vertical_slash()), lengths, sizes)
 def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(ruled, lens, size):
-    for partial, full, some, every in compared(ruled, lens, *size):
-        assert not (full & ~every).any()
-        assert not (some & ~(partial | full)).any()
+    for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
+        assert not (full & ~all_visible).any()
+        assert not (any_visible & ~(partial | full)).any()
 
 
 @settings(max_examples=25)
 @given(mask_rules.documents_in_any_order(), lengths, sizes)
 def test_documents_in_any_order_miss_no_tile_and_show_none_that_is_hidden(ruled, lens, size):
-    for partial, full, some, every in compared(ruled, lens, *size):
-        assert not (full & ~every).any()
-        assert not (some & ~(partial | full)).any()
+    for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
+        assert not (full & ~all_visible).any()
+        assert not (any_visible & ~(partial | full)).any()
 
 
 @settings(max_examples=15)
 @given(mask_rules.documents(), lengths, sizes)
 def test_documents_that_ascend_are_listed_as_they_are(ruled, lens, size):
-    for partial, full, some, every in compared(ruled, lens, *size):
-        np.testing.assert_array_equal(full, every)
-        np.testing.assert_array_equal(partial, some & ~every)
+    for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
+        np.testing.assert_array_equal(full, all_visible)
+        np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 
 
 def test_padding_behind_the_documents_costs_the_tile_where_it_begins():
     """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is lost, and one sees more than it needs."""
     ids = np.r_[np.repeat(np.arange(1, 7), 32), np.zeros(64, int)].astype(np.int32)
     made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
-    partial, full = (np.asarray(x)[:, 0] for x in tile_classes(made))
+    partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(made))
     want = np.eye(8, dtype=bool)
     want[6:, 6:] = True
     np.testing.assert_array_equal(full, want)
     assert not partial.any()
     ids[190:] = 0  # the padding begins in the middle of a tile
     made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
-    partial, full = (np.asarray(x)[:, 0] for x in tile_classes(made))
+    partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(made))
     np.testing.assert_array_equal(full[:5, :5], want[:5, :5])
     assert partial[5].all()
     assert partial[:, 5].all()
@@ -110,7 +115,7 @@ def test_causal_blocks_are_exact_too(ruled, lens):
     """Of a causal block pattern the lists are exact where tiles are blocks."""
     blocks = getattr(ruled.mask, "block_size", None) or ruled.mask.block_kv
     both = mask_rules.Ruled(
-        lambda: masks.Causal() & ruled.mask, lambda r, h, i, j: j <= i and ruled.sees(r, h, i, j)
+        lambda: masks.Causal() & ruled.mask, lambda r, h, i, j: j <= i and ruled.visible(r, h, i, j)
     )
     lens = [(k, k) for _, k in lens]
     if (
@@ -118,9 +123,9 @@ def test_causal_blocks_are_exact_too(ruled, lens):
         or getattr(ruled.mask, "first_q_block", None) is not None
     ):
         return
-    for partial, full, some, every in compared(both, lens, blocks, blocks):
-        np.testing.assert_array_equal(full, every)
-        np.testing.assert_array_equal(partial, some & ~every)
+    for partial, full, any_visible, all_visible in compared(both, lens, blocks, blocks):
+        np.testing.assert_array_equal(full, all_visible)
+        np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 
 
 def make(mask, seq_lens, **options):
@@ -153,7 +158,7 @@ def test_a_traced_mask_changes_its_schedule_without_a_recompile(traced_once):
     for made, (mask, lens) in zip(
         traced_once(run, masks_of(1), masks_of(2)), map(masks_of, (1, 2)), strict=True
     ):
-        _, full = tile_classes(made)
+        _, full = expand_schedule(made)
         blocks = np.asarray(mask.blocks).swapaxes(0, 1) & (np.arange(4) * 16 < int(lens[0]))
         np.testing.assert_array_equal(full[: -(-int(lens[0]) // 16)], blocks[: -(-int(lens[0]) // 16)])
 

@@ -88,7 +88,7 @@ def test_patterns_follow_the_definition_block_by_block(seq_lens, tp_rank, **opti
     step_q = max(1, options["vert_stride"] // 8)
     step_kv = max(1, options["vert_stride"] // 4)
 
-    def sees(head, a, b):
+    def visible(head, a, b):
         shift = (tp_rank * q_heads + head) * step_q
         if options["homo_head_group"]:
             shift = (tp_rank * kv_heads + head // 2) * step_kv
@@ -99,10 +99,10 @@ def test_patterns_follow_the_definition_block_by_block(seq_lens, tp_rank, **opti
     for head in range(q_heads):
         for b in range(num_blocks):
             for a in range(num_blocks):
-                assert prefill[head, a, b] == sees(head, a, b)
+                assert prefill[head, a, b] == visible(head, a, b)
             for request, seq_len in enumerate(seq_lens):
                 last = (seq_len - 1) // 4
-                assert decode[request, head, b] == (seq_len > 0 and sees(head, last, b))
+                assert decode[request, head, b] == (seq_len > 0 and visible(head, last, b))
 
 
 def test_tensor_parallel_devices_hold_slices_of_one_pattern():

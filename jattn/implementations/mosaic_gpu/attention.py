@@ -21,7 +21,7 @@ from jattn.implementations.mosaic_gpu.kernel_plans import (
     prefill_work,
 )
 from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
-from jattn.masks import Mask, in_parts
+from jattn.masks import Mask, split_gathered
 from jattn.merge import merge_parts
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.paged_decode import paged_decode
@@ -126,7 +126,7 @@ def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
         return _over_keys(region, **options)
     if options["alibi_slopes"] is not None:
         return _over_keys(region._replace(work=None, mask=in_place(mask)), **options)
-    columns, rest = in_parts(mask)
+    columns, rest = split_gathered(mask)
     layer, (gathered, _) = columns_layer(spec, columns), gathered_kv(kv, metadata, columns)
     of_columns = _Region(
         query, gathered, metadata, *layer, None if work is None else work.of_columns, columns

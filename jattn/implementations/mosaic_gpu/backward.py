@@ -24,7 +24,7 @@ from jattn.implementations.mosaic_gpu.gathered_columns import (
 )
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
-from jattn.masks import Mask, in_parts
+from jattn.masks import Mask, split_gathered
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
@@ -94,7 +94,7 @@ def gradients(
     of: Callable[..., tuple[Array, Array, Array]] = functools.partial(_over_keys, query, **saved)
     if not gathers(mask, spec) or alibi_slopes is not None:
         return of(kv, metadata, spec, mask=mask)
-    columns, rest = in_parts(mask)
+    columns, rest = split_gathered(mask)
     gathered, places = gathered_kv(kv, metadata, columns)
     # `out` and `lse` are of all that a query sees, so either part's gradients are what they are in the whole.
     of_query, *of_kv = of(kv, metadata, spec, mask=rest)

@@ -15,7 +15,7 @@ from jattn.masks import (
     Chunked,
     Document,
     GatheredColumns,
-    Interleaved,
+    InterleavedMask,
     LocalStrided,
     Mask,
     Or,
@@ -42,7 +42,7 @@ class PackedLens(NamedTuple):
 
 def why_not_backward_lists(mask: Mask, sizes: backward.BackwardSizes) -> str | None:
     """Why varlen_backward cannot serve a mask; None if it can."""
-    if any(isinstance(leaf, Interleaved) for leaf in leaves(mask)):
+    if any(isinstance(leaf, InterleavedMask) for leaf in leaves(mask)):
         return "there is no kernel for gradients over keys that lie on several devices"
     reason, own = why_not_kernel_mask(mask, KEYS, rows=sizes.tile_q), sizes.dq_sizes
     return reason if reason is not None or own is None else why_not_kernel_mask(mask, own.tile_kv)

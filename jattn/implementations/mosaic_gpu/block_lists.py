@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.layer_config import Region
-from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, OnMesh, coverage_of_tiles
+from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, ShardedMask, tile_coverage
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles, list_tiles
 from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
@@ -32,7 +32,7 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | st
             sizes.append(factor.block_kv)
         elif isinstance(factor, LocalStrided):
             sizes.append(factor.block_size)
-        elif isinstance(factor, OnMesh):
+        elif isinstance(factor, ShardedMask):
             return "there are no block lists for patterns that differ from device to device"
         else:
             return "block lists are for whole blocks"
@@ -74,7 +74,7 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
     seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
     if isinstance(mask, ListedBlocks) and mask.counts.shape == (seq_lens.shape[0], kv_heads):
         return BlockList(ids=mask.ids, counts=mask.counts)
-    coverage = coverage_of_tiles(
+    coverage = tile_coverage(
         mask,
         rows=jnp.arange(seq_lens.shape[0], dtype=jnp.int32),
         first_query=jnp.maximum(seq_lens - 1, 0),
@@ -86,10 +86,12 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
         is_prefill=False,
         is_inside_blocks=True,
     )
-    by_head = coverage.some.reshape(seq_lens.shape[0], kv_heads, spec.q_heads_per_kv_head, -1)
-    some, heads = by_head[:, :, 0], []
+    by_head = coverage.any_visible.reshape(seq_lens.shape[0], kv_heads, spec.q_heads_per_kv_head, -1)
+    any_visible, heads = by_head[:, :, 0], []
     if tells_heads(mask, spec):
         heads = [by_head[:, :, nth] for nth in range(spec.q_heads_per_kv_head)]
-        some = functools.reduce(operator.or_, heads)
-    listed = list_tiles(encode_tiles(some, some, heads).reshape(-1, some.shape[-1]))
-    return BlockList(ids=listed.entries.reshape(some.shape), counts=listed.num_full.reshape(some.shape[:2]))
+        any_visible = functools.reduce(operator.or_, heads)
+    listed = list_tiles(encode_tiles(any_visible, any_visible, heads).reshape(-1, any_visible.shape[-1]))
+    return BlockList(
+        ids=listed.entries.reshape(any_visible.shape), counts=listed.num_full.reshape(any_visible.shape[:2])
+    )

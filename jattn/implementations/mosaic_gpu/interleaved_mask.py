@@ -8,13 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jattn.masks import And, Causal, Chunked, Interleaved, Mask, Window
+from jattn.masks import And, Causal, Chunked, InterleavedMask, Mask, Window
 from jattn.masks.pairs import quotient
 from pallas_kernels.shared import normalize_window_side
 from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 
 
-def why_not_interleaved(mask: Interleaved) -> str | None:
+def why_not_interleaved(mask: InterleavedMask) -> str | None:
     """Why a kernel cannot compute a mask over one rank's keys; None if it can."""
     others = [
         type(one).__name__ for one in _factors(mask.mask) if not isinstance(one, Causal | Chunked | Window)
@@ -24,7 +24,7 @@ def why_not_interleaved(mask: Interleaved) -> str | None:
     return None
 
 
-def interleaved_mask(mask: Interleaved) -> KernelMask:
+def interleaved_mask(mask: InterleavedMask) -> KernelMask:
     """The mask for the kernel; why_not_interleaved is None. Traced."""
     shift = jnp.asarray(mask.shift).astype(jnp.int32)
     arrays = (shift, jnp.asarray(mask.rank).astype(jnp.int32).reshape(1))
@@ -32,7 +32,7 @@ def interleaved_mask(mask: Interleaved) -> KernelMask:
     def load(_: PairTile, row: Any, refs: tuple[Any, ...]) -> tuple[Any, Any]:
         return refs[0][jnp.minimum(row, shift.shape[0] - 1)], refs[1][0]
 
-    def sees(tile: PairTile, loaded: tuple[Any, Any]) -> Words:
+    def visible(tile: PairTile, loaded: tuple[Any, Any]) -> Words:
         ahead, rank = loaded
         low, high = _stretch(mask.mask, jnp.maximum(tile.queries + ahead, 0))
         column = lambda position: _num_keys(mask, rank, position) - tile.first_key
@@ -41,7 +41,7 @@ def interleaved_mask(mask: Interleaved) -> KernelMask:
             None if low is None else column(low), every if high is None else column(high)
         )
 
-    return KernelMask(arrays, load, sees, is_words=True)
+    return KernelMask(arrays, load, visible, is_words=True)
 
 
 def _factors(mask: Mask) -> tuple[Mask, ...]:
@@ -74,7 +74,7 @@ def _joined(join: Callable[[Any, Any], Any], one: Any | None, other: Any | None)
     return join(*known) if len(known) == 2 else next(iter(known), None)
 
 
-def _num_keys(mask: Interleaved, rank: Any, num_positions: Any) -> Any:
+def _num_keys(mask: InterleavedMask, rank: Any, num_positions: Any) -> Any:
     """How many of the first positions the rank stores."""
     interleave, size = mask.interleave, mask.interleave * mask.num_ranks
     rounds = quotient(num_positions, size)

@@ -23,21 +23,21 @@ from jattn.masks import (
     Causal,
     Document,
     GatheredColumns,
-    Interleaved,
+    InterleavedMask,
     Mask,
     MaskFunction,
     Not,
-    OnMesh,
     Or,
     Pairs,
     Prefix,
+    ShardedMask,
     VerticalSlash,
     Window,
 )
 from jattn.masks.base import leaves
-from jattn.masks.blocks import blocks_of_tile
-from jattn.masks.documents import come_in_runs
-from jattn.masks.functions import closed_over
+from jattn.masks.blocks import max_blocks_per_tile
+from jattn.masks.documents import has_contiguous_ids
+from jattn.masks.functions import mask_function_jaxpr
 from jattn.masks.pairs import floor_div, quotient, remainder
 from pallas_kernels.shared import normalize_window_side
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
@@ -78,22 +78,22 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
     """
     for leaf in leaves(mask):
         if isinstance(leaf, BlockMask):
-            if leaf.block_q is not None and blocks_of_tile(rows, leaf.block_q) > MAX_TOUCHED:
+            if leaf.block_q is not None and max_blocks_per_tile(rows, leaf.block_q) > MAX_TOUCHED:
                 few = f"{rows} touch more than {MAX_TOUCHED}"
                 return f"there is no kernel for blocks of {leaf.block_q} queries ({few})"
-            if blocks_of_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
+            if max_blocks_per_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
                 few = f"{tile_kv} touch more than {MAX_BLOCKS}"
                 return f"there is no kernel for blocks of {leaf.block_kv} keys ({few})"
-        elif isinstance(leaf, OnMesh):
+        elif isinstance(leaf, ShardedMask):
             return "there is no kernel for patterns that differ from device to device"
-        elif isinstance(leaf, Interleaved):
+        elif isinstance(leaf, InterleavedMask):
             if (reason := why_not_interleaved(leaf)) is not None:
                 return reason
         elif isinstance(leaf, Document):
-            if not come_in_runs(leaf.ids):
+            if not has_contiguous_ids(leaf.ids):
                 return "there is no kernel for a Document whose ids come again behind others"
         elif isinstance(leaf, MaskFunction):
-            if any(np.ndim(array) for array in closed_over(leaf).consts):
+            if any(np.ndim(array) for array in mask_function_jaxpr(leaf).consts):
                 return "there is no kernel for a mask function that closes over arrays"
         elif not leaf.is_static and not isinstance(leaf, Prefix | VerticalSlash | GatheredColumns):
             return f"there is no kernel for the arrays of a {type(leaf).__name__}"
@@ -114,7 +114,7 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
             return _document(mask, call)
         case Prefix():
             return _prefix(mask)
-        case Interleaved():
+        case InterleavedMask():
             return interleaved_mask(mask)
         case VerticalSlash():
             return slashes_of_keys(mask) if call.has_key_rows else slashes_of_queries(mask)
@@ -125,13 +125,13 @@ def kernel_mask(mask: Mask, call: Call) -> KernelMask:
 
 
 def _formula(mask: Mask, call: Call) -> KernelMask:
-    def sees(tile: PairTile, _: Any) -> Any:
+    def visible(tile: PairTile, _: Any) -> Any:
         row = jnp.int32(0)  # no static mask looks at it
         pairs = _PairsOfTile(tile.head, row, None, None, call.num_heads, call.is_prefill)
         pairs.tile = tile
-        return mask.sees(pairs)
+        return mask.visible(pairs)
 
-    return KernelMask((), lambda *_: (), sees, is_words=False)
+    return KernelMask((), lambda *_: (), visible, is_words=False)
 
 
 class _PairsOfTile(Pairs):
@@ -156,13 +156,13 @@ def _window(mask: Mask) -> KernelMask | None:
         return None
     left, right = normalize_window_side(mask.left), normalize_window_side(mask.right)
 
-    def sees(tile: PairTile, _: Any) -> Words:
+    def visible(tile: PairTile, _: Any) -> Words:
         own = tile.rows - tile.first_column
         before, behind = (right, left) if tile.has_key_rows else (left, right)
         high = tile.of_rows(jnp.int32(tile.shape[1])) if behind is None else own + (behind + 1)
         return tile.words_between(None if before is None else own - before, high)
 
-    return KernelMask((), lambda *_: (), sees, is_words=True)
+    return KernelMask((), lambda *_: (), visible, is_words=True)
 
 
 def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> KernelMask:
@@ -173,11 +173,11 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
             loaded.append(operand.load(tile, row, tuple(mine)))
         return tuple(loaded)
 
-    def sees(tile: PairTile, loaded: Any) -> Any:
+    def visible(tile: PairTile, loaded: Any) -> Any:
         words: list[Words] = []
         pairs: list[Any] = []
         for operand, x in zip(operands, loaded, strict=True):
-            (words if operand.is_words else pairs).append(operand.sees(tile, x))
+            (words if operand.is_words else pairs).append(operand.visible(tile, x))
         if words:
             joined = tuple(functools.reduce(join, each) for each in zip(*words, strict=True))
             if not pairs:
@@ -186,15 +186,15 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
         return functools.reduce(join, pairs)
 
     arrays = tuple(x for operand in operands for x in operand.arrays)
-    return KernelMask(arrays, load, sees, is_words=all(operand.is_words for operand in operands))
+    return KernelMask(arrays, load, visible, is_words=all(operand.is_words for operand in operands))
 
 
 def _inverted(operand: KernelMask) -> KernelMask:
-    def sees(tile: PairTile, loaded: Any) -> Any:
-        seen = operand.sees(tile, loaded)
+    def visible(tile: PairTile, loaded: Any) -> Any:
+        seen = operand.visible(tile, loaded)
         return tuple(~word for word in seen) if operand.is_words else ~seen
 
-    return operand._replace(sees=sees)
+    return operand._replace(visible=visible)
 
 
 def _document(mask: Document, call: Call) -> KernelMask:
@@ -212,10 +212,10 @@ def _document(mask: Document, call: Call) -> KernelMask:
         place = jnp.maximum(tile.first_row, -MAX_ROWS) + MAX_ROWS  # before 0 all rows are alike
         return tuple(tile.rows_from(ref, index, place) for ref in refs)
 
-    def sees(tile: PairTile, ends: tuple[Any, Any]) -> Words:
+    def visible(tile: PairTile, ends: tuple[Any, Any]) -> Words:
         return tile.words_between(*(x - tile.first_column for x in ends))
 
-    return KernelMask((first, end), load, sees, is_words=True)
+    return KernelMask((first, end), load, visible, is_words=True)
 
 
 def _prefix(mask: Prefix) -> KernelMask:
@@ -224,10 +224,10 @@ def _prefix(mask: Prefix) -> KernelMask:
     def load(_: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         return refs[0][jnp.minimum(row, lengths.shape[0] - 1)]
 
-    def sees(tile: PairTile, length: Any) -> Words:
+    def visible(tile: PairTile, length: Any) -> Words:
         return tile.words_between(None, jnp.where(tile.rows < length, length - tile.first_column, 0))
 
-    return KernelMask((lengths,), load, sees, is_words=True)
+    return KernelMask((lengths,), load, visible, is_words=True)
 
 
 def _blocks(mask: BlockMask, call: Call) -> KernelMask:
@@ -261,12 +261,12 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
         queries, first = tile.queries, floor_div(tile.first_query, block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
         bits = tile.of_queries(word(first - ahead))
-        for nth in range(1, blocks_of_tile(tile.num_queries, block_q)):
+        for nth in range(1, max_blocks_per_tile(tile.num_queries, block_q)):
             is_there = queries >= (first + nth) * block_q
             bits = jnp.where(is_there, word(first + nth - ahead), bits)
         return bits
 
-    def sees(tile: PairTile, bits: Any) -> Any:
+    def visible(tile: PairTile, bits: Any) -> Any:
         nth = quotient(tile.key, block_kv) - first_block(tile)
         return lax.shift_right_logical(tile.wide_queries(bits), nth) & 1 != 0
 
@@ -274,7 +274,7 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
     is_aligned = not call.is_packed and (call.tile_kv % block_kv == 0 or block_kv % call.tile_kv == 0)
     arrays = (words,) if firsts is None else (words, firsts)
     as_words = functools.partial(_words_of_blocks, block_kv)
-    return KernelMask(arrays, load, as_words if is_aligned else sees, is_words=is_aligned)
+    return KernelMask(arrays, load, as_words if is_aligned else visible, is_words=is_aligned)
 
 
 def _words_of_blocks(block_kv: int, tile: PairTile, bits: Any) -> Words:

@@ -10,7 +10,7 @@ from jattn.implementations.mosaic_gpu import block_lists, tile_lists
 from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, where_gathered
 from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
-from jattn.masks import Mask, in_parts
+from jattn.masks import Mask, split_gathered
 from jattn.pytree import pytree
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
@@ -134,7 +134,7 @@ def prefill_work(
         return PrefillWork(schedule=schedule, lists=None, mask_arrays=())
     of_columns = None
     if gathers(mask, spec):
-        columns, mask = in_parts(mask)
+        columns, mask = split_gathered(mask)
         layer, where = columns_layer(spec, columns), where_gathered(columns, metadata)
         of_columns = prefill_work(layer.kernel, metadata, layer.spec, columns, **where)
     call = lists_call(kernel, metadata, max_seq_len)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jattn.masks import GatheredColumns, Mask, Ungathered, VerticalSlash
+from jattn.masks import GatheredColumns, Mask, UngatheredVerticalSlash, VerticalSlash
 from jattn.masks.vertical_slash import NOWHERE, line_of, lines_of
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
@@ -43,7 +43,7 @@ def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
     slashes, rows = lines_of(mask.slashes), MAX_ROWS
     num_columns, num_slashes = mask.columns.shape[-1], slashes.shape[1]
     of_keys = lambda marks: jnp.pad(words_of(lines_of(marks)), ((0, 0), (1, 1)))  # nothing at either end
-    of_gathered = (of_keys(mask.gathered),) if isinstance(mask, Ungathered) else ()
+    of_gathered = (of_keys(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
     of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
@@ -71,7 +71,7 @@ def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
     slashes, rows = lines_of(mask.slashes), MAX_ROWS
     num_columns, num_slashes = mask.columns.shape[-1], slashes.shape[1]
     of_keys = lambda marks: jnp.pad(0 - lines_of(marks).astype(jnp.int32), ((0, 0), (rows, rows)))
-    of_gathered = (of_keys(mask.gathered),) if isinstance(mask, Ungathered) else ()
+    of_gathered = (of_keys(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
     of_slashes = jnp.pad(words_of(slashes)[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
@@ -103,10 +103,10 @@ def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
         place = jnp.clip(tile.first_row, -MAX_ROWS, num_positions) + MAX_ROWS
         return tile.rows_from(refs[0], (line_of(mask.counts, row, tile.head),), place)
 
-    def sees(tile: PairTile, counts: Any) -> Words:
+    def visible(tile: PairTile, counts: Any) -> Words:
         return tile.words_between(None, counts - tile.first_column)
 
-    return KernelMask((padded,), load, sees, is_words=True)
+    return KernelMask((padded,), load, visible, is_words=True)
 
 
 def gathered_keys(mask: GatheredColumns) -> KernelMask:
@@ -119,7 +119,7 @@ def gathered_keys(mask: GatheredColumns) -> KernelMask:
         first = jnp.clip(tile.first_row, -MAX_ROWS, num_keys) + MAX_ROWS
         return tile.rows_from(refs[0], (line_of(mask.places, row, tile.head),), first)
 
-    def sees(tile: PairTile, places: Any) -> Words:
+    def visible(tile: PairTile, places: Any) -> Words:
         return tile.words_between(places - tile.first_column, tile.of_rows(jnp.int32(tile.shape[1])))
 
-    return KernelMask((padded,), load, sees, is_words=True)
+    return KernelMask((padded,), load, visible, is_words=True)

@@ -15,10 +15,10 @@ from jattn.masks import (
     Coverage,
     LocalStrided,
     Mask,
-    coverage_of_tiles,
+    tile_coverage,
 )
 from jattn.masks.base import leaves
-from jattn.masks.documents import with_runs
+from jattn.masks.documents import documents_to_runs
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles
 from pallas_kernels.varlen_prefill import (
@@ -144,23 +144,23 @@ def tile_lists(
         sizes: The kernel's sizes.
         call: What is static.
     """
-    factors = taken_apart(with_runs(mask), sizes, is_packed=call.is_packed)
+    factors = taken_apart(documents_to_runs(mask), sizes, is_packed=call.is_packed)
     items = _Items(schedule, spec, sizes, call)
     numbers = spec.mask_of_numbers if factors.pairs is None else spec.mask_of_numbers & factors.pairs
-    some, every = items.coverage(numbers, items.first, items.last)
-    every &= items.is_inside()[:, None, :]
+    any_visible, all_visible = items.coverage(numbers, items.first, items.last)
+    all_visible &= items.is_inside()[:, None, :]
     seen_by_block = []
     if factors.blocks:
         blocks = functools.reduce(operator.and_, factors.blocks)
         for ends in items.blocks_of_queries(factors.block_q):
-            seen = items.coverage(blocks, *ends, is_inside_blocks=True).some
-            every &= seen | (ends[1] < ends[0])[:, None, None]
+            seen = items.coverage(blocks, *ends, is_inside_blocks=True).any_visible
+            all_visible &= seen | (ends[1] < ends[0])[:, None, None]
             seen_by_block.append(seen)
-        some &= functools.reduce(operator.or_, seen_by_block)
+        any_visible &= functools.reduce(operator.or_, seen_by_block)
     # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
-    return make_tile_lists(schedule, encode_tiles(some, every, seen_by_block), sets=sets)
+    return make_tile_lists(schedule, encode_tiles(any_visible, all_visible, seen_by_block), sets=sets)
 
 
 def packed_codes(
@@ -171,8 +171,10 @@ def packed_codes(
     Arguments are tile_lists'.
     """
     items = _Items(schedule, spec, sizes, call)
-    some, every = items.coverage(spec.mask_of_numbers & with_runs(mask), items.first, items.last)
-    return encode_tiles(some, every & items.is_inside()[:, None, :])
+    any_visible, all_visible = items.coverage(
+        spec.mask_of_numbers & documents_to_runs(mask), items.first, items.last
+    )
+    return encode_tiles(any_visible, all_visible & items.is_inside()[:, None, :])
 
 
 class _Items:
@@ -194,7 +196,7 @@ class _Items:
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         """How much of each tile the queries from first to last see."""
-        return coverage_of_tiles(
+        return tile_coverage(
             mask,
             rows=self._rows,
             first_query=first,

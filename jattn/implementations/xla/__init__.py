@@ -3,7 +3,7 @@
 from jattn.implementations.xla.attention import attend
 from jattn.implementations.xla.backward import Gradients, Saved, gradient_of_sinks, gradients
 from jattn.implementations.xla.query_tiles import QueryTiles, prefill_tiles
-from jattn.implementations.xla.scores import alibi_bias, pairs_of, visible
+from jattn.implementations.xla.scores import alibi_bias, is_visible, pairs_of
 from jattn.implementations.xla.tile_attention import Problem, varying_as
 
 __all__ = [

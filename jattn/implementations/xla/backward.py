@@ -72,18 +72,18 @@ def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Probl
     chunk = load_chunk(problem.kv, problem.metadata.block_table, queries.row, c)
     keys = c * chunk.k.shape[0] + jnp.arange(chunk.k.shape[0], dtype=jnp.int32)
     static_k, _ = static_scales(problem.kv, summed)
-    capped, sees = capped_scores(queries, chunk, keys, static_k, problem)
-    is_seen = sees.any(axis=(1, 2)).T[..., None]  # of each kv head: what nobody sees may be NaN
+    capped, visible = capped_scores(queries, chunk, keys, static_k, problem)
+    is_seen = visible.any(axis=(1, 2)).T[..., None]  # of each kv head: what nobody sees may be NaN
     k, v = (jnp.where(is_seen, x, jnp.zeros((), x.dtype)).astype(multiplied) for x in (chunk.k, chunk.v))
     grad_out, lse, delta = (_by_head(x, problem.spec) for x in tokens[1:])
     grad_out = grad_out.astype(multiplied)
     product = functools.partial(jnp.einsum, preferred_element_type=summed, precision=precision(multiplied))
-    s = jnp.where(sees, biased(capped, queries, keys, problem), -jnp.inf)
+    s = jnp.where(visible, biased(capped, queries, keys, problem), -jnp.inf)
     p = jnp.exp(s - lse[..., None])
     dp = product("hgqd,khd->hgqk", grad_out, v)
-    ds = jnp.where(sees, p * (dp - delta[..., None]), 0.0)
+    ds = jnp.where(visible, p * (dp - delta[..., None]), 0.0)
     slopes = _of_slopes(ds, queries, keys, problem)
-    ds = _before_cap(ds, capped, sees, problem.spec) * problem.spec.softmax_scale
+    ds = _before_cap(ds, capped, visible, problem.spec) * problem.spec.softmax_scale
     ds, p = ds.astype(multiplied), p.astype(multiplied)
     dq = product("hgqk,khd->qhgd", ds, k)
     dk, dv = product("hgqk,hgqd->khd", ds, queries.q), product("hgqk,hgqd->khd", p, grad_out)
@@ -111,11 +111,11 @@ def _of_slopes(ds: Array, queries: Queries, keys: Array, problem: Problem) -> Fl
     return jnp.sum(ds * of_one, axis=(2, 3))
 
 
-def _before_cap(ds: Array, capped: Array, sees: Bool[Array, "..."], spec: AttentionSpec) -> Array:
+def _before_cap(ds: Array, capped: Array, visible: Bool[Array, "..."], spec: AttentionSpec) -> Array:
     """Gradients of scores before the soft cap, from those behind it."""
     if spec.soft_cap is None:
         return ds
-    return jnp.where(sees, ds * (1.0 - jnp.square(capped / spec.soft_cap)), 0.0)
+    return jnp.where(visible, ds * (1.0 - jnp.square(capped / spec.soft_cap)), 0.0)
 
 
 class Saved(NamedTuple):

@@ -7,7 +7,7 @@ from jattn.masks import And, Mask, Or, Pairs, Sinks
 from jattn.spec import AttentionSpec
 
 
-def visible(
+def is_visible(
     spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"]
 ) -> Bool[Array, "1 1 tile_q keys"]:
     """Which keys each query sees by the spec's numbers."""
@@ -15,14 +15,14 @@ def visible(
     left, right = spec.window or (None, None)
     if spec.causal:
         right = 0 if right is None else min(right, 0)
-    sees = jnp.ones(ahead.shape, bool)
+    visible = jnp.ones(ahead.shape, bool)
     if left is not None:
-        sees &= ahead >= -left
+        visible &= ahead >= -left
     if right is not None:
-        sees &= ahead <= right
+        visible &= ahead <= right
     if spec.chunk_size is not None:
-        sees &= (keys // spec.chunk_size)[None, :] == (positions // spec.chunk_size)[:, None]
-    return sees[None, None]
+        visible &= (keys // spec.chunk_size)[None, :] == (positions // spec.chunk_size)[:, None]
+    return visible[None, None]
 
 
 def pairs_of(

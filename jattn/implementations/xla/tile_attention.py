@@ -12,7 +12,7 @@ from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import quantize_token_head
 from jattn.implementations.xla.kv_chunks import Chunk, chunk_size, load_chunk, static_scales
 from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
-from jattn.implementations.xla.scores import alibi_bias, key_range, num_first_keys, pairs_of, visible
+from jattn.implementations.xla.scores import alibi_bias, is_visible, key_range, num_first_keys, pairs_of
 from jattn.masks import Mask
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
@@ -69,9 +69,9 @@ def attend_tile(
     def step(c: Array, state: Softmax) -> Softmax:
         chunk = load_chunk(kv, problem.metadata.block_table, row, c)
         keys = c * size + jnp.arange(size, dtype=jnp.int32)
-        s, sees = capped_scores(queries, chunk, keys, static_k, problem)
-        s = jnp.where(sees, biased(s, queries, keys, problem), -jnp.inf)
-        return add_chunk(state, s, chunk, sees.any(axis=(1, 2)), multiplied)
+        s, visible = capped_scores(queries, chunk, keys, static_k, problem)
+        s = jnp.where(visible, biased(s, queries, keys, problem), -jnp.inf)
+        return add_chunk(state, s, chunk, visible.any(axis=(1, 2)), multiplied)
 
     state = varying_as(q, nothing_yet((*heads, tile_q), spec.head_dim, summed))
     state = jax.lax.fori_loop(*chunk_range(queries, problem, size), step, state)
@@ -159,11 +159,11 @@ def capped_scores(
     if spec.soft_cap is not None:
         s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
     is_real = (keys < queries.seq_len)[None, :] & queries.is_live[:, None]
-    sees = visible(spec, queries.positions, keys) & is_real[None, None]
+    visible = is_visible(spec, queries.positions, keys) & is_real[None, None]
     if problem.mask is not None:
         pairs = pairs_of(spec, queries.row, queries.positions, keys, is_prefill=queries.is_prefill)
-        sees &= problem.mask.sees(pairs)
-    return s, sees
+        visible &= problem.mask.visible(pairs)
+    return s, visible
 
 
 def biased(s: Array, queries: Queries, keys: Int[Array, " keys"], problem: Problem) -> Array:

@@ -67,12 +67,12 @@ def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_
         **{name: jnp.int32(value) for name, value in place.items()},
         columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
-    sees = made.sees(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
+    visible = made.visible(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
     queries = [i for i in range(first_query, first_query + num_queries) if least_query <= i < seq_len]
     keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
-    sees = np.broadcast_to(tile.has_bits(sees) if made.is_words else sees, tile.shape)
-    sees = sees.T if of_keys else sees
-    return sees[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
+    visible = np.broadcast_to(tile.has_bits(visible) if made.is_words else visible, tile.shape)
+    visible = visible.T if of_keys else visible
+    return visible[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
 
 
 tiles = st.fixed_dictionaries(
@@ -95,10 +95,11 @@ def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
         return
     mask = ruled.mask
     if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
-        mask, tile = mask.of_rows_from(1), tile | {"row": 0}
+        mask, tile = mask.slice_rows(1), tile | {"row": 0}
     got, queries, keys = seen(mask, mask_rules.MAX_LEN, **tile)
     wanted = [
-        [ruled.sees(1 if is_second_row else tile["row"], tile["head"], i, j) for j in keys] for i in queries
+        [ruled.visible(1 if is_second_row else tile["row"], tile["head"], i, j) for j in keys]
+        for i in queries
     ]
     np.testing.assert_array_equal(got, np.array(wanted, bool).reshape(got.shape))
 
@@ -117,7 +118,7 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block, til
         place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
         got, queries, keys = seen(mask, 764, num_columns=128, tile_of=tile_of, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
-        wanted = mask.sees(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        wanted = mask.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
         np.testing.assert_array_equal(got, wanted)
         assert got.size > 3000
 
@@ -132,10 +133,10 @@ def test_queries_before_position_0_see_in_a_kernel_what_they_see(first_query, ti
     by_blocks = [masks.BlockMask(blocks=blocks, block_q=size, block_kv=16) for size in (16, 24)]
     documents = masks.Document(ids=np.arange(150)[None] // 20)
     place = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
-    for mask in (slashed, *masks.in_parts(slashed), *by_blocks, ~by_blocks[0], documents):
+    for mask in (slashed, *masks.split_gathered(slashed), *by_blocks, ~by_blocks[0], documents):
         got, queries, keys = seen(mask, 150, tile_of=tile_of, least_query=first_query, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
-        wanted = mask.sees(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
+        wanted = mask.visible(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
         np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
 
 
@@ -176,7 +177,7 @@ class Strange(masks.Mask):
     table: jax.Array
     row_axes: ClassVar = {}
 
-    def sees(self, pairs):
+    def visible(self, pairs):
         return self.table[pairs.key]
 
     def coverage(self, tiles):
@@ -190,7 +191,7 @@ BLOCKS = np.ones((4, 6, 6), bool)
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (masks.Sinks(1) | Strange(jnp.zeros(3)).of_rows_from(2), "no kernel for the arrays of a Strange"),
+        (masks.Sinks(1) | Strange(jnp.zeros(3)).slice_rows(2), "no kernel for the arrays of a Strange"),
         (
             masks.BlockMask(blocks=BLOCKS, block_q=4, block_kv=64) | masks.Sinks(1),
             "blocks of 4 queries .64 touch more than 10",
@@ -220,8 +221,8 @@ def test_kernels_decline_functions_that_close_over_arrays(of_key):
     """Pallas would refuse them, in words that name no mask; numbers they may close over."""
 
     def reason(of_key):
-        sees = lambda head, query, key: (of_key if of_key.ndim == 0 else of_key[key]) + query > key
-        return why_not_kernel_mask(masks.Causal() & masks.MaskFunction(sees), 64)
+        visible = lambda head, query, key: (of_key if of_key.ndim == 0 else of_key[key]) + query > key
+        return why_not_kernel_mask(masks.Causal() & masks.MaskFunction(visible), 64)
 
     closes = "there is no kernel for a mask function that closes over arrays" if of_key.ndim else None
     assert reason(of_key) == closes

@@ -31,7 +31,9 @@ def lists_of(some, every, query_blocks):
     """Each list, and how many of its tiles are seen in part."""
     for row, (seen, whole) in enumerate(zip(some, some & every, strict=True)):
         tiles = [*np.flatnonzero(seen & ~whole)[::-1], *np.flatnonzero(whole)]
-        bits = lambda tile, row=row: sum(int(sees[row, tile]) << n for n, sees in enumerate(query_blocks))
+        bits = lambda tile, row=row: sum(
+            int(visible[row, tile]) << n for n, visible in enumerate(query_blocks)
+        )
         yield [int(tile) + (bits(tile) << QUERY_BLOCK_SHIFT) for tile in tiles], int((seen & ~whole).sum())
 
 

@@ -123,19 +123,19 @@ class BackwardProblem:
         mine = slice(self.kv_starts[r], self.kv_starts[r] + keys)
         grad_lse = self.rng.normal(size=(q_heads, num)).astype(np.float32)
         position = np.arange(num) + keys - num
-        sees = sees_of(score, position, keys)
+        visible = sees_of(score, position, keys)
         if setting.mask is not None:
             head, query, key = np.ix_(range(q_heads), position, range(keys))
             pairs = (jnp.asarray(x, jnp.int32) for x in (head, np.full((1, 1, 1), r), query, key))
-            sees = sees & np.asarray(setting.mask.sees(Pairs(*pairs, num_heads=setting.heads)))
-        q, k, v, grad = (x.astype(dtype) for x in self._draw_arrays(sees))
-        self.cancelling = max(self.cancelling, cancelling_of(q, k, v, grad, score.scale, sees))
+            visible = visible & np.asarray(setting.mask.visible(Pairs(*pairs, num_heads=setting.heads)))
+        q, k, v, grad = (x.astype(dtype) for x in self._draw_arrays(visible))
+        self.cancelling = max(self.cancelling, cancelling_of(q, k, v, grad, score.scale, visible))
         bias = None
         if self.slopes is not None:
             distance = position[:, None] - np.arange(keys)
             far = np.sqrt(np.maximum(distance, 0)) if score.sqrt_alibi else distance
             bias = -self.slopes[:, None, None].astype(np.float64) * far
-        out, lse = forward(q, k, v, score, sees, bias, self.sinks)
+        out, lse = forward(q, k, v, score, visible, bias, self.sinks)
         named = {"query": q, "key": k, "value": v, "grad_out": grad, "out": out.astype(dtype)}
         for name, x in named.items():
             self.arrays[name][mine if name in ("key", "value") else tokens] = x
@@ -143,7 +143,7 @@ class BackwardProblem:
         in_64 = lambda x: None if x is None else np.asarray(x, np.float64)
         round_to = lambda x: x.astype(dtype).astype(np.float64)
         arrays = [in_64(x) for x in (q, k, v, grad, grad_lse if setting.has_grad_lse else None)]
-        options = {"scale": score.scale, "soft_cap": score.soft_cap, "sees": sees}
+        options = {"scale": score.scale, "soft_cap": score.soft_cap, "visible": visible}
         options |= {"bias": in_64(bias), "sinks": in_64(self.sinks)}
         exact = reference.grads_of_request(*arrays, **options)
         rounded = reference.grads_of_request(*arrays, **options, rounded=round_to)
@@ -151,14 +151,14 @@ class BackwardProblem:
             here = tokens if name == "query" else mine
             self.want[name][here], self.in_16_bits[name][here] = x, round_to(y)
 
-    def _draw_arrays(self, sees):
+    def _draw_arrays(self, visible):
         """Queries, keys, values and gradients of outputs, in float64.
 
         Args:
-            sees: Bool [queries, keys], or [q_heads, queries, keys].
+            visible: Bool [queries, keys], or [q_heads, queries, keys].
         """
         (q_heads, kv_heads), dim, score = self.setting.heads, self.setting.head_dim, self.setting.score
-        num, keys = sees.shape[-2:]
+        num, keys = visible.shape[-2:]
         draw = lambda rows, heads: self.rng.normal(size=(rows, heads, dim))
         q, grad, k, v = draw(num, q_heads), draw(num, q_heads), draw(keys, kv_heads), draw(keys, kv_heads)
         direction = self.rng.choice([-1.0, 1.0], dim) * dim**-0.5
@@ -168,7 +168,7 @@ class BackwardProblem:
         length = (wanted / score.scale) ** 0.5  # of queries and needles: their product is the score
         q = along(q, direction, length)
         group = q_heads // kv_heads
-        of_heads = np.broadcast_to(sees, (q_heads, num, keys)).reshape(kv_heads, group, num, keys)
+        of_heads = np.broadcast_to(visible, (q_heads, num, keys)).reshape(kv_heads, group, num, keys)
         for g, seen in enumerate(of_heads.any(axis=1)):
             of_keys, of_queries = seen.any(axis=0), seen.any(axis=1)
             needles = needle_places(of_keys, self.rng, NEEDLE_EVERY)
@@ -189,14 +189,14 @@ def sees_of(score, position, keys):
     return (at >= low[:, None]) & (at < high[:, None])
 
 
-def cancelling_of(q, k, v, grad, scale, sees):
+def cancelling_of(q, k, v, grad, scale, visible):
     """The largest sum of |dO V| of a pair that is seen, times what its score's gradient is multiplied by."""
     group = q.shape[1] // k.shape[1]
     q, k, v, grad = (
         np.abs(np.asarray(x, np.float64)) for x in (q, np.repeat(k, group, 1), np.repeat(v, group, 1), grad)
     )
-    sums = np.where(sees, products_of(grad, v), 0.0)
-    of_keys = np.where(np.broadcast_to(sees, sums.shape).any(axis=1), k.max(axis=-1).T, 0.0)
+    sums = np.where(visible, products_of(grad, v), 0.0)
+    of_keys = np.where(np.broadcast_to(visible, sums.shape).any(axis=1), k.max(axis=-1).T, 0.0)
     return float(sums.max(initial=0.0) * scale * max(q.max(initial=0.0), of_keys.max(initial=0.0)))
 
 
@@ -205,14 +205,14 @@ def products_of(x, y):
     return x.swapaxes(0, 1) @ y.transpose(1, 2, 0)
 
 
-def forward(q, k, v, score, sees, bias, sinks):
+def forward(q, k, v, score, visible, bias, sinks):
     """Output and LSE of a request in float64."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     s = products_of(q, np.repeat(k, group, 1)) * score.scale
     if score.soft_cap is not None:
         s = np.tanh(s / score.soft_cap) * score.soft_cap
-    p = np.exp(np.where(sees, s if bias is None else s + bias, -np.inf))
+    p = np.exp(np.where(visible, s if bias is None else s + bias, -np.inf))
     total = p.sum(-1) + (0 if sinks is None else np.exp(sinks.astype(np.float64))[:, None])
     with np.errstate(divide="ignore"):
         lse = np.log(total)

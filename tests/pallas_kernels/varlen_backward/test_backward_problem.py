@@ -17,8 +17,8 @@ def weights_of(problem):
         for name in ("query", "key", "value", "grad_out", "out")
     )
     score, tokens = problem.setting.score, q.shape[1]
-    sees = sees_of(score, np.arange(tokens), tokens)
-    s = np.where(sees, q @ k.swapaxes(1, 2) * score.scale, -np.inf)
+    visible = sees_of(score, np.arange(tokens), tokens)
+    s = np.where(visible, q @ k.swapaxes(1, 2) * score.scale, -np.inf)
     p = np.exp(s - problem.lse[:, :, None].astype(np.float64))
     expected = (grad * out).sum(axis=2, keepdims=True)
     return p, p * (grad @ v.swapaxes(1, 2) - expected) * score.scale
@@ -43,13 +43,13 @@ def test_a_lost_tile_does_not_hide_wherever_it_lies(window):
     p, ds = weights_of(problem)
     right = gradients(problem, p, ds)
     problem.check(right.values())
-    sees = sees_of(score, np.arange(TOKENS), TOKENS)
+    visible = sees_of(score, np.arange(TOKENS), TOKENS)
     tiles = [
         np.s_[head, first : first + TILE, key : key + TILE]
         for head in range(2)
         for first in FIRST_ROWS
         for key in FIRST_ROWS
-        if sees[first : first + TILE, key : key + TILE].all()
+        if visible[first : first + TILE, key : key + TILE].all()
     ]
     assert len(tiles) > 40
     for tile in tiles:

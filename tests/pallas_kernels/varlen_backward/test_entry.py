@@ -175,19 +175,19 @@ class TestReference:
         draw = lambda seed, rows, heads: jax.random.normal(jax.random.key(seed), (rows, heads, 8))
         q, k, v, grad_out = draw(0, 7, 4), draw(1, 9, 2), draw(2, 9, 2), draw(3, 7, 4)
         grad_lse, sinks = jax.random.normal(jax.random.key(4), (4, 7)), jnp.linspace(-1, 2, 4)
-        sees = jnp.asarray(sees_of(Score(scale=0.3), np.arange(7) + 2, 9))
+        visible = jnp.asarray(sees_of(Score(scale=0.3), np.arange(7) + 2, 9))
         bias = jax.random.normal(jax.random.key(5), (4, 7, 9))
 
         def attend(q, k, v):
             s = jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, 2, 1), precision="highest") * 0.3
             s = s if soft_cap is None else jnp.tanh(s / soft_cap) * soft_cap
-            s = jnp.where(sees, s + bias, -jnp.inf)
+            s = jnp.where(visible, s + bias, -jnp.inf)
             lse = jnp.logaddexp(jax.nn.logsumexp(s, axis=2), sinks[:, None])
             p = jnp.exp(s - lse[:, :, None])
             return jnp.einsum("hqk,khd->qhd", p, jnp.repeat(v, 2, 1), precision="highest"), lse
 
         want = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
-        options = {"sees": sees, "bias": bias, "sinks": sinks}
+        options = {"visible": visible, "bias": bias, "sinks": sinks}
         arrays, options = jax.tree.map(np.asarray, ((q, k, v, grad_out, grad_lse), options))
         got = reference.grads_of_request(*arrays, scale=0.3, soft_cap=soft_cap, **options)
         for a, b in zip(got, want, strict=True):
@@ -230,8 +230,8 @@ class TestSchedule:
         starts = np.cumsum([0, *query_lens[:-1]])
         kv_starts = np.cumsum([0, *(np.asarray(seq_lens) + gap)[:-1]])
         for r, (num, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            sees = sees_of(score, np.arange(num) + keys - num, keys)
-            found = np.zeros_like(sees)
+            visible = sees_of(score, np.arange(num) + keys - num, keys)
+            found = np.zeros_like(visible)
             for row in rows:
                 first_key = row["first_key_row"] - kv_starts[r]
                 if not 0 <= first_key + row["begin"] < keys or row["begin"] >= row["end"]:
@@ -245,8 +245,8 @@ class TestSchedule:
                     if row["num_low"] <= nth < row["num"] - row["num_high"]:
                         assert 0 <= first <= num - tile_q
                         assert row["end"] - row["begin"] == 128
-                        assert sees[queries, live].all()
-            assert found[sees].all()
+                        assert visible[queries, live].all()
+            assert found[visible].all()
 
     def test_every_row_of_the_keys_is_written_once(self):
         rows = schedule_of([5, 0, 300, 9], [5, 0, 300, 9], Score(scale=1.0), gap=11)

@@ -43,7 +43,7 @@ MASKS = {
         )
     ),
     "of_one_rank": lambda: jax.eval_shape(
-        lambda: masks.Interleaved(
+        lambda: masks.InterleavedMask(
             mask=masks.Window(4095, None) & masks.Causal(),
             rank=jnp.int32(1),
             shift=jnp.zeros(2, jnp.int32),

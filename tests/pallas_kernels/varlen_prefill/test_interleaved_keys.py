@@ -73,7 +73,7 @@ def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave
     # What the kernel is given: the rank's keys, close together, and the queries behind them.
     local = replace(whole, seq_lens=jnp.asarray(lens))
     arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray(SEQ_LENS, jnp.int32) - lens}
-    mask = masks.Interleaved(mask=INNER[name], **arrays, num_ranks=size, interleave=interleave)
+    mask = masks.InterleavedMask(mask=INNER[name], **arrays, num_ranks=size, interleave=interleave)
     spec = jattn.AttentionSpec(num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, causal=False)
     run = lambda query, cache: attend_region(
         query, cache, local, spec, mask=mask, interpret=plgpu.InterpretGPUParams()
@@ -89,7 +89,9 @@ def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave
 
 def test_what_has_no_kernel_is_named():
     arrays = {"rank": jnp.int32(0), "shift": jnp.zeros(1, jnp.int32)}
-    mask = masks.Interleaved(mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1)
+    mask = masks.InterleavedMask(
+        mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1
+    )
     assert "no kernel for a LocalStrided over keys that lie on several" in str(why_not_kernel_mask(mask, 128))
 
 

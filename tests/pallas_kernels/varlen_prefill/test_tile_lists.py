@@ -380,7 +380,7 @@ class PlainTile(PairTile):
 def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
     tile = PlainTile(has_key_rows)
     window = kernel_masks._window(masks.Window(left, right))
-    words = np.stack(window.sees(tile, ()), axis=1).astype(np.uint32)
+    words = np.stack(window.visible(tile, ()), axis=1).astype(np.uint32)
     seen = (words[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(64, 128) != 0
     ahead = 100 + np.arange(128)[None, :] - np.arange(150, 214)[:, None]
     ahead = -ahead if has_key_rows else ahead
