@@ -14,7 +14,7 @@ from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache.quantization import MIN_SCALE, largest
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
 from jattn.models.kv_scales import KVScales, LayerScales
-from jattn.parallel import num_ranks, on_all_parts
+from jattn.parallel import num_ranks, replicated_sharding
 from jattn.serving.engine.input_processor import Prompt, token_ids_of
 from pallas_kernels.checks import (
     require,
@@ -78,7 +78,7 @@ def calibrate(
         return _peaks(nnx.merge(graphdef, params), token_ids, metadata)
 
     # Whole on all devices: of several processes none could read what the others' have.
-    peaks_of = jax.jit(peaks_of_prompt, out_shardings=on_all_parts(model))
+    peaks_of = jax.jit(peaks_of_prompt, out_shardings=replicated_sharding(model))
 
     peaks: Any = None
     for index, prompt in enumerate(prompts):

@@ -15,7 +15,7 @@ from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, wor
 from benchmarks.runner import wall_time
 from jattn.batch.context_parallel import Ranks
 from jattn.parallel import TP, make_mesh
-from jattn.parallel.context_parallel import share_of_rank
+from jattn.parallel.context_parallel import scale_rank_output
 from jattn.pytree import replace
 from pallas_kernels.cases import DecodeCase
 from pallas_kernels.collectives import PeerMemory, all_reduce, make_peer_memory
@@ -159,7 +159,7 @@ def _scattered(out: jax.Array, lse: jax.Array, peers: Peers | None) -> jax.Array
 
 
 def _share(out: jax.Array, lse: jax.Array, peers: PeerMemory | None = None) -> jax.Array:
-    return share_of_rank(out, lse, Ranks(axis_name=TP, size=jax.lax.axis_size(TP)), peers=peers)
+    return scale_rank_output(out, lse, Ranks(axis_name=TP, size=jax.lax.axis_size(TP)), peers=peers)
 
 
 # vLLM's: cp_lse_ag_out_ar sums, cp_lse_ag_out_rs scatters.

@@ -19,7 +19,7 @@ from benchmarks.models.graphs import Call, walls
 from benchmarks.models.random_decoder import random_decoder
 from benchmarks.runner import read_ceiling
 from jattn.models import use_peer_memory
-from jattn.parallel import CP, TP, on_all_parts
+from jattn.parallel import CP, TP, replicated_sharding
 from jattn.serving.engine.sampler import build_sampling_metadata
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.step import StepTokens, make_step, step_graphs
@@ -169,7 +169,7 @@ class Steps:
         self._metadata = {size: metadata_of(size, block_size=block_size) for size in sizes}
         self._most = max(one.bucket.max_reqs for one in self._metadata.values())
         greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_reqs)
-        place = on_all_parts(model)
+        place = replicated_sharding(model)
         self._last = jax.device_put(jnp.zeros(self._most, jnp.int32), place)  # as a step before leaves it
         self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
         num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1

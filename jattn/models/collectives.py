@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jattn.models.layers import RMSNorm, add_and_norm
-from jattn.parallel import ALL, CP, Axes
+from jattn.parallel import ALL_AXES, CP, Axes
 from pallas_kernels.checks import require, require_type
 from pallas_kernels.support import GPU_PLATFORMS
 
@@ -77,7 +77,7 @@ def use_peer_memory(model: Any, *, max_rows: int = 2048) -> None:
     mesh = getattr(model, "mesh", None)
     require(mesh is not None, "model", "be on a mesh (load(DIR, mesh=))", mesh)
     make = functools.partial(collectives.make_peer_memory, model.mesh)
-    all_sums, ranks = make(ALL, max_rows=max_rows, width=model.config.hidden_size), None
+    all_sums, ranks = make(ALL_AXES, max_rows=max_rows, width=model.config.hidden_size), None
     if model.mesh.shape[CP] > 1:
         of_heads = 2 * model.config.num_attention_heads  # f32, in 16-bit numbers; a device has some of them
         ranks = make(CP, max_rows=min(max_rows, MAX_ROWS_OF_RANKS), width=of_heads + of_heads % 4)

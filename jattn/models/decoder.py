@@ -34,7 +34,7 @@ from jattn.models.sharding import (
     take_part,
 )
 from jattn.models.specs import require_one_a_layer
-from jattn.parallel import Axes, cuts_logits
+from jattn.parallel import Axes, has_sharded_logits
 from jattn.planning import Plan, plan, plan_on_rank
 from pallas_kernels.checks import require
 
@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         """Next-token scores of hidden states. A mesh has them cut by the vocabulary, if it divides that."""
         if self.mesh is None:
             scores = self._scores(hidden)
-        elif cuts_logits(self):
+        elif has_sharded_logits(self):
             scores = run_on_mesh(self, "_scores", (hidden,), returns="columns")
         else:
             scores = run_on_mesh(self, "_gathered_scores", (hidden,))

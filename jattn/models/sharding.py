@@ -26,7 +26,7 @@ from jattn.models.kv_cache_groups import ByReach
 from jattn.models.layers import AllHeadsNorm, take_rows
 from jattn.models.mesh_padding import num_copied_rows
 from jattn.models.specs import MLPSpec
-from jattn.parallel import ALL, CP, TP, Axes, cache_partitions, check_mesh
+from jattn.parallel import ALL_AXES, CP, TP, Axes, cache_partition_specs, check_mesh
 from jattn.parallel.context_parallel import check_alibi
 from jattn.planning import Plan
 from pallas_kernels.checks import require, unsupported
@@ -43,16 +43,16 @@ _BY_HEADS: dict[tuple[str, str], P] = {
     ("k_norm", "weight"): P(TP),
 }
 _BY_WIDTH: dict[tuple[str, str], P] = {
-    ("gate_up_proj", "kernel"): P(None, None, ALL),  # [hidden, 2, intermediate]
-    ("gate_up_proj", "bias"): P(None, ALL),
-    ("up_proj", "kernel"): P(None, ALL),
-    ("up_proj", "bias"): P(ALL),
-    ("down_proj", "kernel"): P(ALL),
+    ("gate_up_proj", "kernel"): P(None, None, ALL_AXES),  # [hidden, 2, intermediate]
+    ("gate_up_proj", "bias"): P(None, ALL_AXES),
+    ("up_proj", "kernel"): P(None, ALL_AXES),
+    ("up_proj", "bias"): P(ALL_AXES),
+    ("down_proj", "kernel"): P(ALL_AXES),
     # Of experts: [experts, 2, intermediate, hidden] and [experts, intermediate, hidden].
-    ("gate_up_proj", "weight"): P(None, None, ALL),
-    ("down_proj", "weight"): P(None, ALL),
+    ("gate_up_proj", "weight"): P(None, None, ALL_AXES),
+    ("down_proj", "weight"): P(None, ALL_AXES),
 }
-_BY_VOCABULARY = {("embed_tokens", "embedding"): P(ALL), ("lm_head", "kernel"): P(None, ALL)}
+_BY_VOCABULARY = {("embed_tokens", "embedding"): P(ALL_AXES), ("lm_head", "kernel"): P(None, ALL_AXES)}
 _PARTITIONS = _BY_HEADS | _BY_WIDTH | _BY_VOCABULARY
 # What is added to sums over the devices: one of them adds it.
 _OF_SUMS = (("o_proj", "bias"), ("down_proj", "bias"))
@@ -68,7 +68,7 @@ def parameter_partition(path: Path, num_axes: int) -> P:
     if path[0] == "peers":
         return P(TP, CP)
     if path[-2:] == ("gate_up_proj", "bias") and num_axes == 3:
-        return P(None, None, ALL)
+        return P(None, None, ALL_AXES)
     if path[-2] in ("q_norm", "k_norm") and num_axes == 1:
         return P()
     return _PARTITIONS.get(path[-2:], P())
@@ -159,7 +159,7 @@ def take_part(
 
 def create_on(mesh: Mesh, create: Any) -> tuple[PagedCache, ...]:
     """What makes caches, run so that each device makes only what it holds."""
-    partitions = [cache_partitions(cache) for cache in jax.eval_shape(create)]
+    partitions = [cache_partition_specs(cache) for cache in jax.eval_shape(create)]
     places = jax.tree.map(functools.partial(NamedSharding, mesh), tuple(partitions))
     caches: tuple[PagedCache, ...] = jax.jit(create, out_shardings=places)()
     return caches
@@ -238,12 +238,12 @@ def _run(values: Any, caches: Any, arguments: Any, options: Any, plan: Any, *, h
     each = zip(how.paths, values, strict=False)  # no values of a model of shapes
     of_values = tuple(parameter_partition(path, value.ndim) for path, value in each)
     is_cache = lambda node: isinstance(node, PagedCache)
-    of_caches = jax.tree.map(cache_partitions, caches, is_leaf=is_cache)
+    of_caches = jax.tree.map(cache_partition_specs, caches, is_leaf=is_cache)
     return jax.shard_map(
         run,
         mesh=how.mesh,
         in_specs=(of_values, of_caches, P(), P(CP)),
-        out_specs={"whole": P(), "caches": (P(), of_caches), "columns": P(None, ALL), "plan": P(CP)}[
+        out_specs={"whole": P(), "caches": (P(), of_caches), "columns": P(None, ALL_AXES), "plan": P(CP)}[
             how.returns
         ],
         check_vma=False,  # kernels do not say over which axes their results vary
@@ -269,7 +269,7 @@ def _without_empty(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     """The decoder of one device, inside shard_map: its heads, its widths, its part of the vocabulary."""
-    is_first = jax.lax.axis_index(ALL) == 0
+    is_first = jax.lax.axis_index(ALL_AXES) == 0
     of_first = lambda value: jnp.where(is_first, value, jnp.zeros_like(value))
     flat: dict[Path, Any] = {}
     for path, kind, value in zip(how.paths, how.kinds, values or how.shapes, strict=True):
@@ -282,7 +282,7 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     model: Any = nnx.merge(how.graphdef, nnx.from_flat_state(flat))
     tp = how.mesh.shape[TP]
     model.ranks = ranks_of(how.mesh, model.cp_kv_cache_interleave_size)
-    model.mesh, model.axis_name = None, ALL
+    model.mesh, model.axis_name = None, ALL_AXES
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.LinearGeneral):
             module.out_features = module.kernel.shape[1:]
@@ -291,7 +291,7 @@ def _own_part(how: _How, values: tuple[Any, ...]) -> Any:
     here = lambda arrays: None if arrays is None else nnx.data(arrays.here)
     sums, ranks = (None, None) if model.peers is None else map(here, (model.peers.sums, model.peers.ranks))
     for layer in model.layers:
-        layer.axis_name, layer.self_attn.ranks = ALL, model.ranks
+        layer.axis_name, layer.self_attn.ranks = ALL_AXES, model.ranks
         layer.peers, layer.self_attn.peers = (sums, ranks) if layer.may_take_kernel else (None, None)
         _cut_heads(layer.self_attn, tp, model.config)
     return model

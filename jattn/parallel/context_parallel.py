@@ -78,10 +78,10 @@ def attend_on_rank(
     if not outs:
         return query
     out, lse = jnp.concatenate(outs), jnp.concatenate(lses, axis=1)
-    return share_of_rank(out, lse, ranks, sinks=sinks, peers=peers)
+    return scale_rank_output(out, lse, ranks, sinks=sinks, peers=peers)
 
 
-def share_of_rank(
+def scale_rank_output(
     out: Float[Array, "tokens q_heads head_dim"],
     lse: Float[Array, "q_heads tokens"],
     ranks: Ranks,

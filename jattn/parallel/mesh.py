@@ -11,7 +11,7 @@ from jattn.cache import PagedCache
 from pallas_kernels.checks import require, require_int, require_positive, require_type
 
 TP, CP = "tp", "cp"  # the axes of a mesh: heads are cut by one, keys by the other, widths of products by both
-ALL = (TP, CP)
+ALL_AXES = (TP, CP)
 type Axes = str | tuple[str, ...]
 
 
@@ -50,14 +50,14 @@ def check_mesh(mesh: Any) -> None:
     require(are_auto, "mesh's axes", "be Auto (jattn.parallel.make_mesh makes such)", kinds)
 
 
-def num_parts(model: Any) -> int:
+def num_mesh_devices(model: Any) -> int:
     """Devices that a model, and its caches, are spread over; 1 where it has no mesh."""
     mesh = _mesh_of(model)
     return 1 if mesh is None else mesh.size
 
 
-def num_local_parts(model: Any) -> int:
-    """As `num_parts`, of this process's devices."""
+def num_local_mesh_devices(model: Any) -> int:
+    """As `num_mesh_devices`, of this process's devices."""
     mesh = _mesh_of(model)
     if mesh is None:
         return 1
@@ -70,25 +70,27 @@ def num_ranks(model: Any) -> int:
     return 1 if mesh is None else mesh.shape[CP]
 
 
-def on_all_parts(model: Any) -> NamedSharding | None:
+def replicated_sharding(model: Any) -> NamedSharding | None:
     """Where an array is whole on each of a model's devices; None where it has no mesh."""
     mesh = _mesh_of(model)
     return None if mesh is None else NamedSharding(mesh, P())
 
 
-def cuts_logits(model: Any) -> bool:
+def has_sharded_logits(model: Any) -> bool:
     """Whether a device has the logits of its part of the vocabulary alone: all parts are equal."""
     mesh = _mesh_of(model)
     return mesh is not None and model.config.vocab_size % mesh.size == 0
 
 
-def by_vocabulary(model: Any) -> NamedSharding | None:
+def logits_sharding(model: Any) -> NamedSharding | None:
     """Where logits of a model lie; None where it has no mesh."""
     mesh = _mesh_of(model)
-    return None if mesh is None else NamedSharding(mesh, P(None, ALL) if cuts_logits(model) else P())
+    return (
+        None if mesh is None else NamedSharding(mesh, P(None, ALL_AXES) if has_sharded_logits(model) else P())
+    )
 
 
-def cache_partitions(cache: PagedCache) -> PagedCache:
+def cache_partition_specs(cache: PagedCache) -> PagedCache:
     """A cache with PartitionSpecs in the place of its arrays: each device holds, of its kv heads, its keys.
 
     Args:

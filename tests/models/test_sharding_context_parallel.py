@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import jattn
 from jattn.models.loading.pretrained import load, load_shapes
-from jattn.parallel import cache_partitions
+from jattn.parallel import cache_partition_specs
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
 
@@ -64,7 +64,7 @@ def test_each_rank_has_its_tokens_of_a_block(layout):
     shards = jax.tree.map(
         lambda array, spec: jax.NamedSharding(mesh, spec).shard_shape(array.shape),
         whole,
-        cache_partitions(whole),
+        cache_partition_specs(whole),
     )
     assert jax.tree.leaves(shards, is_leaf=lambda x: type(x) is tuple) == [
         x.shape for x in jax.tree.leaves(part)

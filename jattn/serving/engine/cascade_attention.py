@@ -10,7 +10,7 @@ from flax import nnx
 from jattn.batch.bucket import Bucket
 from jattn.cascade import MIN_REQS, use_cascade_attention, why_no_cascade
 from jattn.nn import PagedAttention
-from jattn.parallel import num_parts, num_ranks
+from jattn.parallel import num_mesh_devices, num_ranks
 from jattn.runtime.decode_graphs import GraphStep
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.served_model import ServedModel
@@ -126,7 +126,7 @@ def cascade_steps_of(
     spec, *_ = _specs(model)
     sizes = [Bucket(max_decodes=n, max_blocks=width) for width in widths for n in rows]
     cp = num_ranks(model)
-    devices = {"tp": num_parts(model) // cp, "cp": cp}
+    devices = {"tp": num_mesh_devices(model) // cp, "cp": cp}
     return CascadeSteps(step, sizes, spec, block_size=block_size, num_sms=num_sms, **devices)
 
 

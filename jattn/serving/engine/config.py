@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jattn.batch.bucket import Bucket, default_buckets
-from jattn.parallel import num_local_parts, num_parts, num_ranks
+from jattn.parallel import num_local_mesh_devices, num_mesh_devices, num_ranks
 from jattn.runtime.decode_graphs import WASTE, DecodeGraphs, GraphStep
 from jattn.serving.engine.batch_invariance import check_goes_with_invariance, invariant_buckets
 from jattn.serving.engine.block_manager import BlockManager
@@ -232,7 +232,9 @@ class StepLimits(NamedTuple):
             plain: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
             specs += draft.cache_specs(1, block_size=self.block_size, **plain)
         most = self._blocks_at_once(model) * self.max_num_seqs + 1
-        size, near_size = (sum(one.bytes_per_block for one in of) // num_parts(model) for of in (specs, own))
+        size, near_size = (
+            sum(one.bytes_per_block for one in of) // num_mesh_devices(model) for of in (specs, own)
+        )
         most_near = self._most_near_blocks(model)
         name, value = ("num_blocks", num_blocks) if cache_bytes is None else ("cache_bytes", cache_bytes)
         if num_blocks is None:
@@ -391,4 +393,4 @@ def memory_of_device(model: Any) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit") or None  # 0: of allocators without a limit
     if not hasattr(os, "sysconf"):
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_parts(model)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_mesh_devices(model)

@@ -21,7 +21,7 @@ from flax import nnx
 from jattn.batch.bucket import Bucket
 from jattn.batch.check import check_batch
 from jattn.batch.metadata import build_batch_metadata
-from jattn.parallel import on_all_parts
+from jattn.parallel import replicated_sharding
 from jattn.serving.engine.batch_invariance import InvariantBuckets, make_invariant
 from jattn.serving.engine.block_copies import BlockCopies, free
 from jattn.serving.engine.cascade_attention import cascade_steps_of
@@ -102,7 +102,7 @@ class Runner:
         all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
         of_all = [bucket for graphs in all_graphs for bucket in graphs.buckets]
         # Processes are told of the parameters in each step; placing them together would take all of them.
-        self._sampling = StepSampling(None if processes is not None else on_all_parts(model))
+        self._sampling = StepSampling(None if processes is not None else replicated_sharding(model))
         self._samplers = Samplers(of_all, limits.max_num_seqs, model, self._sampling)
         self._max_rows = self._samplers.max_rows
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)

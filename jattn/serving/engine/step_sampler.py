@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.parallel import by_vocabulary, on_all_parts
+from jattn.parallel import logits_sharding, replicated_sharding
 from jattn.serving.engine.logits_processors import Adjustments, adjusted
 from jattn.serving.engine.logprobs import TokenLogprobs, logprobs_of
 from jattn.serving.engine.rejection_sampler import Verified, rejection_sample
@@ -120,7 +120,7 @@ class Samplers:
         """
         self._max_num_seqs, self._vocab_size = max_num_seqs, model.config.vocab_size
         self._sampling_place = sampling.place
-        self._by_vocabulary, self._whole = by_vocabulary(model), on_all_parts(model)
+        self._by_vocabulary, self._whole = logits_sharding(model), replicated_sharding(model)
         self._gathered = jax.jit(lambda logits: logits, out_shardings=self._whole)
         self.max_rows = max(map(self.rows_of, buckets))
 
