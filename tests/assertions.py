@@ -1,4 +1,4 @@
-"""What interpret mode's race detector found."""
+"""Assertions about compiled and interpreted programs: no races, updates in place, no extra compilations."""
 
 import contextlib
 import re
@@ -10,32 +10,32 @@ import jattn
 
 
 @contextlib.contextmanager
-def none_in(kernels):
-    """In so many kernels that run inside, to their end, with `detect_races=True`.
+def assert_no_races(num_kernels):
+    """Assert that exactly `num_kernels` kernels run inside with `detect_races=True`, none with a data race.
 
-    JAX has no public way to ask, and keeps what it found in the last kernel alone.
+    JAX has no public API for the result and keeps it for the last kernel only.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    found = []
-    right = gpu_callbacks.GPURaceDetectionState
+    states = []
+    original = gpu_callbacks.GPURaceDetectionState
 
-    def noted(*args, **named):
-        found.append(right(*args, **named))
-        return found[-1]
+    def record(*args, **kwargs):
+        states.append(original(*args, **kwargs))
+        return states[-1]
 
-    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", noted):
+    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", record):
         yield
-    assert [state.races_found for state in found] == [False] * kernels
+    assert [state.races_found for state in states] == [False] * num_kernels
 
 
-def check_in_place(step, cache_spec, arguments):
-    """A jitted step must alias its cache, hold no copy of it, and leave the caller's arrays deleted.
+def assert_updates_in_place(step, cache_spec, arguments):
+    """Assert that a jitted step aliases its cache, never copies it, and deletes the caller's arrays.
 
     Args:
-        step: Returns the cache among its results.
-        cache_spec: Of the cache.
-        arguments: From a cache to the step's arguments.
+        step: Jitted function that donates the cache and returns it among its results.
+        cache_spec: CacheSpec of the cache.
+        arguments: Function from a cache to the step's arguments.
     """
     cache = jattn.PagedCache.create(cache_spec)
     compiled = step.lower(*arguments(cache)).compile()
@@ -48,22 +48,22 @@ def check_in_place(step, cache_spec, arguments):
 
 
 def copies_of(compiled, array):
-    """Instructions of the compiled program that copy something of the array's shape."""
+    """Return the compiled program's copy instructions whose result has the array's shape."""
     shape = ",".join(map(str, array.shape))
     return re.findall(rf"\S+ = \w+\[{shape}\]\S* copy\(.*", compiled.as_text())
 
 
 @contextlib.contextmanager
-def compilations():
-    """What is compiled inside, whoever asks for it: a list that grows."""
-    names = []
+def record_compilations():
+    """Yield a list that gets one entry, the seconds taken, for each program that XLA compiles inside."""
+    durations = []
 
-    def note(event, seconds, **_):
+    def record(event, seconds, **_):
         if event == "/jax/core/compile/backend_compile_duration":
-            names.append(seconds)
+            durations.append(seconds)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(record)
     try:
-        yield names
+        yield durations
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(record)

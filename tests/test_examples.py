@@ -20,7 +20,7 @@ from examples import (
     serve_with_loop,
     sparsity_study,
 )
-from tests.assertions import check_in_place
+from tests.assertions import assert_updates_in_place
 from tests.serving.tiny import one_layer_model
 
 pytestmark = pytest.mark.kernels
@@ -46,7 +46,9 @@ def test_decode_one_step(capsys):
 def test_decode_one_step_writes_into_the_cache_it_is_given():
     metadata = jattn.build_batch_metadata([1, 1, 5], [7, 3, 5], [[5, 9], [2], [7, 3]], block_size=4)
     rows = [jnp.ones((7, heads, 64)) for heads in (8, 2, 2)]
-    check_in_place(decode_one_step.step, decode_one_step.CACHE_SPEC, lambda cache: (cache, metadata, *rows))
+    assert_updates_in_place(
+        decode_one_step.step, decode_one_step.CACHE_SPEC, lambda cache: (cache, metadata, *rows)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from jattn.serving.cli.main import ELSEWHERE, build_parser
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
 from pallas_kernels.ptx import mma
-from tests.assertions import check_in_place
+from tests.assertions import assert_updates_in_place
 from tests.readme import Block, blocks, examples, run, run_all
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -47,7 +47,9 @@ def test_the_first_example_runs_by_itself_and_is_short(names):
 
 def test_the_first_example_s_step_writes_into_the_cache_it_is_given(names):
     rows = [jnp.ones((7, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
-    check_in_place(names["step"], names["cache_spec"], lambda cache: (*rows, cache, names["metadata"]))
+    assert_updates_in_place(
+        names["step"], names["cache_spec"], lambda cache: (*rows, cache, names["metadata"])
+    )
 
 
 LONG = ("serving.md", "sparsity.md", "models.md", "training.md")  # pages that train, serve or load
@@ -267,7 +269,7 @@ def test_a_walk_goes_through_files_and_functions_that_exist(title):
 
 
 def test_the_walk_to_a_cache_format_goes_by_every_list_of_formats():
-    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, mma.EIGHT_BIT
+    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, mma.EIGHT_BIT_NAMES
     stored = {one.dtype for both in QUANTIZATIONS.values() for one in both if one.dtype is not None}
     for formats in lists:
         assert {jnp.dtype(x) for x in formats} == {jnp.dtype(x) for x in stored}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.runner import RESULTS
-from pallas_kernels.collectives import LINK_BYTES_A_US, WAIT_US, bytes_sent, default_shots
+from pallas_kernels.collectives import LINK_BYTES_PER_US, WAIT_US, bytes_sent, default_shots
 
 MEASURED = "mesh-later-nvidia-h200-2026-11-24.jsonl"
 BY, BEST = ("all_reduce_norm_", "sum_norm_"), {(1, "psum"), (2, "all_reduce")}  # rows of it that count
@@ -74,7 +74,7 @@ def _more_us(gpus: int, rows: int) -> float:
     """How much longer a sum takes than one of two GPUs: for what more is sent, and the second shot's wait."""
     shots = default_shots(rows, WIDTH // 2, gpus)
     more = bytes_sent(rows * WIDTH, gpus, shots) - bytes_sent(rows * WIDTH, 2, 1)
-    return (shots - 1) * WAIT_US + more / LINK_BYTES_A_US
+    return (shots - 1) * WAIT_US + more / LINK_BYTES_PER_US
 
 
 def _bytes_us(gpus: int, requests: int, context: int) -> float:

@@ -103,8 +103,8 @@ def why_no_peer_memory(model: Any) -> str | None:
     if any(device.platform not in GPU_PLATFORMS for device in devices):
         return "devices are no NVIDIA GPUs"
     sizes = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
-    why_no_kernel = collectives.why_not_all_reduce(dtype=model.dtype, **sizes)
-    return why_no_kernel or collectives.why_not_peers(devices, mesh.size)
+    why_no_kernel = collectives.why_no_all_reduce_kernel(dtype=model.dtype, **sizes)
+    return why_no_kernel or collectives.why_not_peer_memory(devices, mesh.size)
 
 
 def summed(
@@ -117,7 +117,7 @@ def summed(
         return jax.lax.psum(x, axis_name)
     from pallas_kernels import collectives
 
-    if collectives.why_not(x, peers) is not None:
+    if collectives.why_not_all_reduce(x, peers) is not None:
         return jax.lax.psum(x, axis_name)
     return collectives.all_reduce(x, peers, axis_name=axis_name)
 
@@ -153,7 +153,7 @@ def sum_add_and_norm(
         return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
     from pallas_kernels import collectives
 
-    if collectives.why_not(part, peers) is not None:
+    if collectives.why_not_all_reduce(part, peers) is not None:
         return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
     return collectives.all_reduce_rms_norm(
         part,

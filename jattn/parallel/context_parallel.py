@@ -114,9 +114,9 @@ def _of_all_ranks(
     even = jnp.pad(mine, ((0, 0), (0, q_heads % 2)))  # what the kernel sends at once is two
     if peers is None:
         return jax.lax.all_gather(mine, ranks.axis_name)
-    from pallas_kernels.collectives import all_gather, why_not_gather
+    from pallas_kernels.collectives import all_gather, why_not_all_gather
 
-    if why_not_gather(even, peers) is not None:
+    if why_not_all_gather(even, peers) is not None:
         return jax.lax.all_gather(mine, ranks.axis_name)
     return all_gather(even, peers, axis_name=ranks.axis_name)[:, :, :q_heads]
 

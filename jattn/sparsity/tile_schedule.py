@@ -11,7 +11,7 @@ from jattn.masks.checks import require_array, require_heads, require_ints
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape
-from pallas_kernels.list_tiles import by_sorting, encode_tiles
+from pallas_kernels.list_tiles import build_lists_by_sorting, encode_tiles
 
 
 @pytree
@@ -130,7 +130,9 @@ def _tiles_of_queries(seq_lens: Array, query_lens: Array, per_req: int, tile_q: 
 def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -> TileSchedule:
     """The tiles that are seen, those that need a mask first."""
     any_visible = coverage.any_visible
-    listed = by_sorting(encode_tiles(any_visible, coverage.all_visible).reshape(-1, any_visible.shape[-1]))
+    listed = build_lists_by_sorting(
+        encode_tiles(any_visible, coverage.all_visible).reshape(-1, any_visible.shape[-1])
+    )
     num_partial, num_full = (x.reshape(any_visible.shape[:2]) for x in (listed.num_partial, listed.num_full))
     return TileSchedule(
         kv_tiles=listed.entries.reshape(any_visible.shape),

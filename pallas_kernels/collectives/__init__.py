@@ -1,16 +1,16 @@
 """Sums and gathers over GPUs of a host that write into each other's memory: of a decode step's few rows."""
 
-from pallas_kernels.collectives.entry import LINK_BYTES_A_US as LINK_BYTES_A_US
+from pallas_kernels.collectives.entry import LINK_BYTES_PER_US as LINK_BYTES_PER_US
 from pallas_kernels.collectives.entry import WAIT_US as WAIT_US
 from pallas_kernels.collectives.entry import all_gather as all_gather
 from pallas_kernels.collectives.entry import all_reduce as all_reduce
 from pallas_kernels.collectives.entry import all_reduce_rms_norm as all_reduce_rms_norm
 from pallas_kernels.collectives.entry import bytes_sent as bytes_sent
 from pallas_kernels.collectives.entry import default_shots as default_shots
-from pallas_kernels.collectives.entry import why_not as why_not
-from pallas_kernels.collectives.entry import why_not_gather as why_not_gather
+from pallas_kernels.collectives.entry import why_not_all_gather as why_not_all_gather
+from pallas_kernels.collectives.entry import why_not_all_reduce as why_not_all_reduce
 from pallas_kernels.collectives.peer_memory import PeerMemory as PeerMemory
 from pallas_kernels.collectives.peer_memory import make_peer_memory as make_peer_memory
-from pallas_kernels.collectives.support import why_not_all_gather as why_not_all_gather
-from pallas_kernels.collectives.support import why_not_all_reduce as why_not_all_reduce
-from pallas_kernels.collectives.support import why_not_peers as why_not_peers
+from pallas_kernels.collectives.support import why_no_all_gather_kernel as why_no_all_gather_kernel
+from pallas_kernels.collectives.support import why_no_all_reduce_kernel as why_no_all_reduce_kernel
+from pallas_kernels.collectives.support import why_not_peer_memory as why_not_peer_memory

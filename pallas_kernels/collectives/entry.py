@@ -17,10 +17,10 @@ from pallas_kernels.checks import (
     unsupported,
 )
 from pallas_kernels.collectives.peer_memory import PeerMemory
-from pallas_kernels.collectives.ptx.all_gather import peer_gather
-from pallas_kernels.collectives.ptx.all_reduce import Norm, peer_sum
+from pallas_kernels.collectives.ptx.all_gather import all_gather_kernel
+from pallas_kernels.collectives.ptx.all_reduce import Norm, all_reduce_kernel
 from pallas_kernels.collectives.ptx.exchange import Exchange
-from pallas_kernels.collectives.support import why_not_all_gather, why_not_all_reduce
+from pallas_kernels.collectives.support import why_no_all_gather_kernel, why_no_all_reduce_kernel
 from pallas_kernels.derivatives import forbid_kernel_derivative
 
 # Two H100, a process each (mesh-two-shots), bf16 rows of 4,096: 256 take 9.7 us in one shot and 10.4 in two,
@@ -30,7 +30,7 @@ BYTES_OF_TWO = 1 << 22
 # More than two devices send fewer in two shots. Reckoned: bytes take the time of NVLink's 450 GB/s, the
 # second wait up to 1 us. Four H100 (mesh-four) agree: 256 rows take 28.5 us in one shot and 13.8 in two, 64
 # with the norm 13.4 and 9.9; of 8, and of one, it is the host that takes longest.
-LINK_BYTES_A_US, WAIT_US = 450_000, 1
+LINK_BYTES_PER_US, WAIT_US = 450_000, 1
 
 
 def default_shots(rows: int, width: int, devices: int) -> int:
@@ -43,7 +43,7 @@ def default_shots(rows: int, width: int, devices: int) -> int:
     """
     of_rows = 2 * rows * width
     in_one, in_two = (bytes_sent(of_rows, devices, shots) for shots in (1, 2))
-    return 2 if of_rows > BYTES_OF_TWO or in_one - in_two > WAIT_US * LINK_BYTES_A_US else 1
+    return 2 if of_rows > BYTES_OF_TWO or in_one - in_two > WAIT_US * LINK_BYTES_PER_US else 1
 
 
 def bytes_sent(of_rows: int, devices: int, shots: int) -> float:
@@ -84,7 +84,7 @@ def all_reduce(
     if of.rows == 0:
         return x
     x = forbid_kernel_derivative(x, "all_reduce", "Use jax.lax.psum")
-    (out,) = peer_sum.by_platform(peers.table.reshape(-1), x, of=of, norm=None, axis_name=axis_name)
+    (out,) = all_reduce_kernel.by_platform(peers.table.reshape(-1), x, of=of, norm=None, axis_name=axis_name)
     return out
 
 
@@ -130,7 +130,7 @@ def all_reduce_rms_norm(
     given = forbid_kernel_derivative((x, residual, weight), "all_reduce_rms_norm", "Use jax.lax.psum")
     norm = Norm(float(eps), is_offset, rounds_once)
     arrays = peers.table.reshape(-1), *given
-    stream, normed = peer_sum.by_platform(*arrays, of=of, norm=norm, axis_name=axis_name)
+    stream, normed = all_reduce_kernel.by_platform(*arrays, of=of, norm=norm, axis_name=axis_name)
     return stream, normed
 
 
@@ -151,22 +151,22 @@ def all_gather(
 
     Source: vLLM `CustomAllreduce`'s shared buffer, by the words of all_reduce.
     """
-    asked: Any = {"why_not": why_not_gather, "instead": "jax.lax.all_gather gathers it"}
+    asked: Any = {"why_not": why_not_all_gather, "instead": "jax.lax.all_gather gathers it"}
     of = _exchange("all_gather", x, peers, axis_name, shots=1, **asked)
     if of.rows == 0:
         return jnp.zeros((of.devices, *x.shape), x.dtype)
     x = forbid_kernel_derivative(x, "all_gather", "Use jax.lax.all_gather")
-    return peer_gather.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
+    return all_gather_kernel.by_platform(peers.table.reshape(-1), x, of=of, axis_name=axis_name)
 
 
-def why_not_gather(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
+def why_not_all_gather(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Why there is no kernel that gathers it; None if there is. Only shapes and dtypes are looked at."""
-    return why_not_all_gather(dtype=x.dtype, width=x.shape[1], **_memory_of(x, peers))
+    return why_no_all_gather_kernel(dtype=x.dtype, width=x.shape[1], **_memory_of(x, peers))
 
 
-def why_not(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
+def why_not_all_reduce(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Why there is no kernel for a sum; None if there is. Only shapes and dtypes are looked at."""
-    return why_not_all_reduce(dtype=x.dtype, width=x.shape[1], **_memory_of(x, peers))
+    return why_no_all_reduce_kernel(dtype=x.dtype, width=x.shape[1], **_memory_of(x, peers))
 
 
 def _exchange(
@@ -176,7 +176,7 @@ def _exchange(
     axis_name: str | tuple[str, ...],
     *,
     shots: int | None,
-    why_not: Callable[[jax.Array, PeerMemory], str | None] = why_not,
+    why_not: Callable[[jax.Array, PeerMemory], str | None] = why_not_all_reduce,
     instead: str = "jax.lax.psum sums it",
 ) -> Exchange:
     """See all_reduce's Raises."""

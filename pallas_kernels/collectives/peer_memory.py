@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 from pallas_kernels.checks import require, require_int, require_one_of, require_positive, unsupported
 from pallas_kernels.collectives.ipc_memory import Addresses, share_memory
 from pallas_kernels.collectives.ptx.exchange import COUNTERS, EMPTY, MAX_BLOCKS, block_bytes_of, memory_bytes
-from pallas_kernels.collectives.support import why_not_peers
+from pallas_kernels.collectives.support import why_not_peer_memory
 from pallas_kernels.support import GPU_PLATFORMS
 
 _WAY_OUT = "jax.lax.psum sums there"
@@ -76,7 +76,7 @@ def make_peer_memory(
     require_positive(max_rows=max_rows, width=width)
     require(width % 4 == 0, "width", "be a multiple of 4", width)
     devices = math.prod(mesh.shape[name] for name in axes)
-    reason = why_not_peers(list(mesh.devices.flat), devices)
+    reason = why_not_peer_memory(list(mesh.devices.flat), devices)
     if reason is not None:
         raise unsupported("make_peer_memory", reason, _WAY_OUT)
     words = memory_bytes(devices, block_bytes_of(max_rows, width)) // 4

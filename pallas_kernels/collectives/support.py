@@ -14,7 +14,7 @@ from pallas_kernels.support import DTYPES, GPU_PLATFORMS, why_not_device
 MAX_PEERS = 8
 
 
-def why_not_peers(devices: Sequence[jax.Device], count: int) -> str | None:
+def why_not_peer_memory(devices: Sequence[jax.Device], count: int) -> str | None:
     """Why devices cannot write into each other's memory, as all_reduce does; None if they can, or need not.
 
     Where devices are GPUs of several processes, all processes call at once, open a few bytes of each other's
@@ -48,7 +48,9 @@ def _why_no_reach(gpus: Sequence[jax.Device]) -> str | None:
     return None
 
 
-def why_not_all_reduce(*, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int) -> str | None:
+def why_no_all_reduce_kernel(
+    *, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int
+) -> str | None:
     """Why all_reduce has no kernel; None if it has.
 
     Args:
@@ -66,8 +68,10 @@ def why_not_all_reduce(*, dtype: DTypeLike, width: int, bytes_needed: int, block
     return _first_broken(rules)
 
 
-def why_not_all_gather(*, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int) -> str | None:
-    """Why all_gather has no kernel; None if it has. Arguments as why_not_all_reduce's."""
+def why_no_all_gather_kernel(
+    *, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int
+) -> str | None:
+    """Why all_gather has no kernel; None if it has. Arguments as why_no_all_reduce_kernel's."""
     rules = (
         (jnp.dtype(dtype) == jnp.float32, f"{jnp.dtype(dtype).name} (float32 has one)"),
         (width % 2 == 0, f"rows of {width} numbers (even ones have one)"),

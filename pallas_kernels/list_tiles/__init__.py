@@ -1,7 +1,7 @@
 """Lists of the tiles that a mask leaves partly or fully visible, built from one code per tile."""
 
 from pallas_kernels.list_tiles.entry import list_tiles as list_tiles
-from pallas_kernels.ptx.list_tiles import by_sorting as by_sorting
+from pallas_kernels.ptx.list_tiles import build_lists_by_sorting as build_lists_by_sorting
 from pallas_kernels.shared.tile_codes import MAX_QUERY_BLOCKS as MAX_QUERY_BLOCKS
 from pallas_kernels.shared.tile_codes import MAX_TILES as MAX_TILES
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT as QUERY_BLOCK_SHIFT

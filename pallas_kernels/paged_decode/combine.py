@@ -14,8 +14,14 @@ from pallas_kernels.paged_decode.refs import Outputs, Partials
 from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.layouts import BY_THREAD, THREADS
-from pallas_kernels.ptx.span_search import span_start, span_units
-from pallas_kernels.ptx.split_outputs import Share, groups_of, of_queries, partials, store
+from pallas_kernels.ptx.span_search import find_span_start, span_units
+from pallas_kernels.ptx.split_outputs import (
+    CombineTile,
+    load_per_query,
+    load_split_outputs,
+    num_thread_groups,
+    store_combined,
+)
 from pallas_kernels.shared.softmax import finalize_softmax
 from pallas_kernels.shared.types import Ref, Rows, Scalar
 from pallas_kernels.support import NUM_SMS
@@ -102,7 +108,7 @@ class Merger:
     """
 
     spec: DecodeSpec
-    share: Share
+    share: CombineTile
     by_request: bool
 
     def body(self, refs: MergeRefs, unused_g: Ref) -> None:
@@ -118,12 +124,12 @@ class Merger:
             sink = (
                 None
                 if refs.sinks is None
-                else of_queries(refs.sinks.at[heads], share=share, is_interpreted=is_interpreted)
+                else load_per_query(refs.sinks.at[heads], tile=share, is_interpreted=is_interpreted)
             )
             factor, lse = finalize_softmax(top, total, sink)
             to = refs.out.at[candidate.row, head_tile], refs.lse.at[candidate.row, head_tile]
             accs = [acc * factor for acc in accs]
-            store(*to, accs, lse, strip, share=share, is_interpreted=is_interpreted)
+            store_combined(*to, accs, lse, strip, tile=share, is_interpreted=is_interpreted)
 
     def candidate(self, unit_ends: Ref, nth: Scalar) -> Candidate:
         """The `nth` request, or the one that lies across the end of span `nth`."""
@@ -132,7 +138,7 @@ class Merger:
             row, is_row, total = nth, True, unit_ends[last]
             start, end = jnp.where(row > 0, unit_ends[jnp.maximum(row - 1, 0)], 0), unit_ends[row]
         else:
-            next_span = span_start(
+            next_span = find_span_start(
                 unit_ends, unit_ends, nth + 1, num_spans=num_spans, is_interpreted=self.spec.is_interpreted
             )
             row, is_row = jnp.minimum(next_span.row, last), next_span.row < last + 1
@@ -152,8 +158,8 @@ class Merger:
             done = i * share.at_once
             # All loads of a round before any use.
             place = candidate.first + done, candidate.num_partials - done, head_tile, strip
-            tops, totals, outs = partials(
-                tuple(refs), *place, share=share, is_interpreted=self.spec.is_interpreted
+            tops, totals, outs = load_split_outputs(
+                tuple(refs), *place, tile=share, is_interpreted=self.spec.is_interpreted
             )
             new_top = functools.reduce(jnp.maximum, tops, top)
             finite = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -179,7 +185,7 @@ def partials_of(
     return row + first, lax.div(end - 1, per_span) - first + 1, first
 
 
-def share_of(spec: DecodeSpec, *, candidates: int, likely: int) -> Share:
+def share_of(spec: DecodeSpec, *, candidates: int, likely: int) -> CombineTile:
     """What a thread block merges: little where few have work, so that they share its bytes.
 
     Args:
@@ -188,14 +194,14 @@ def share_of(spec: DecodeSpec, *, candidates: int, likely: int) -> Share:
         likely: How many of them it has then.
     """
     shape, cut, n = spec.shape, spec.shape.cut, spec.shape.tile_q
-    widths, most = [64], 16 * groups_of(n)
+    widths, most = [64], 16 * num_thread_groups(n)
     if not cut.is_padded:
         widths = [width for width in (32, 64, 128) if cut.padded_dim % width == 0 and width <= most]
     blocks = lambda width: candidates * shape.head_tiles * (cut.padded_dim // width)
     columns = next((width for width in widths if blocks(width) <= MOST_THREAD_BLOCKS), widths[-1])
-    room = lambda width: max(128 // (width // groups_of(n) + 2), 1)  # 128 registers
+    room = lambda width: max(128 // (width // num_thread_groups(n) + 2), 1)  # 128 registers
     # Where splits are fixed it does not depend on the batch, or a request's bits would.
     at_once = min(4, room(widths[-1])) if spec.sizes.split_kv else min(likely, room(columns))
-    return Share(
+    return CombineTile(
         tile_q=n, rows=shape.rows, cut=cut, columns=columns, head_tiles=shape.head_tiles, at_once=at_once
     )

@@ -19,9 +19,9 @@ from pallas_kernels.paged_decode.refs import Pipeline, Smem
 from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tile_keys import TileKeys
-from pallas_kernels.ptx.warp_mma import key_products, value_products, warp_largest
-from pallas_kernels.ptx.warp_outputs import store_results
-from pallas_kernels.ptx.warp_query import WARPS, WarpTile, query_fragments
+from pallas_kernels.ptx.warp_mma import pv_mma, qk_mma, warp_row_max
+from pallas_kernels.ptx.warp_outputs import store_warp_outputs
+from pallas_kernels.ptx.warp_query import WARPS, WarpTile, load_query_fragments
 from pallas_kernels.shared.dequant import load_dequantized
 from pallas_kernels.shared.memory import swizzle_of
 from pallas_kernels.shared.paged_kv import clear_masked_out
@@ -271,19 +271,19 @@ class WarpMma(TileMma):
 
     def query(self, q_s: Ref) -> tuple[Tile, Tile]:
         """The queries in registers, as the tensor core's right operand."""
-        return query_fragments(q_s, tile=self.tile, is_interpreted=self.is_interpreted)
+        return load_query_fragments(q_s, tile=self.tile, is_interpreted=self.is_interpreted)
 
     def scores(self, stage: Scalar, query: Tile) -> Tile:
         """K Q^T of a stage."""
         k_s = self.smem.k.at[stage]
-        return key_products(k_s, query, tile=self.tile, is_interpreted=self.is_interpreted)
+        return qk_mma(k_s, query, tile=self.tile, is_interpreted=self.is_interpreted)
 
     def widen_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
         """Nothing: see add_values."""
 
     def largest(self, s: Tile) -> Tile:
         """The largest of each warp's rows, in all of its rows."""
-        return warp_largest(s, tile=self.tile, is_interpreted=self.is_interpreted)
+        return warp_row_max(s, tile=self.tile, is_interpreted=self.is_interpreted)
 
     def add_values(
         self,
@@ -297,7 +297,7 @@ class WarpMma(TileMma):
         """Accs * shrink + V^T P of each warp's keys."""
         if self.smem.v_scale is None:
             plgpu.barrier_wait(self.pipeline.v_full.at[stage])
-        accs = value_products(
+        accs = pv_mma(
             self.smem.v.at[stage],
             p,
             [acc * shrink for acc in accs],
@@ -316,7 +316,7 @@ class WarpMma(TileMma):
     ) -> tuple[tuple[Tile, ...], Columns, Columns]:
         """The four warps' results as one."""
         merge_s, dim = self.smem.merge, self.cut.padded_dim
-        store_results(merge_s, accs, top, total, tile=self.tile, is_interpreted=self.is_interpreted)
+        store_warp_outputs(merge_s, accs, top, total, tile=self.tile, is_interpreted=self.is_interpreted)
         of_query = lambda w, row: plgpu.load(merge_s.at[w, row], layout=W.reduce(0), optimized=False)
         tops = [of_query(w, dim) for w in range(WARPS)]
         of_all = functools.reduce(jnp.maximum, tops)

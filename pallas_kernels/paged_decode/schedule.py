@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from pallas_kernels.paged_decode.sizes import DecodeSizes
-from pallas_kernels.ptx.cumulative_units import unit_ends
+from pallas_kernels.ptx.cumulative_units import cumulative_units
 from pallas_kernels.shared.score import Score
 
 
@@ -93,7 +93,7 @@ def make_schedule(
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MASKED:
-            ends = unit_ends.by_platform(counts, listed=list_block_size, unit=unit)
+            ends = cumulative_units.by_platform(counts, listed=list_block_size, unit=unit)
             return Schedule(ends, num_spans, built_for)
         units = divided(counts * list_block_size + (unit - 1))
     else:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.ptx.span_search import SpanStart, span_start
+from pallas_kernels.ptx.span_search import SpanStart, find_span_start
 from pallas_kernels.shared.types import Ref, Scalar
 
 
@@ -125,7 +125,7 @@ class Span:
     def _begin(self) -> SpanStart:
         of_rows = self.seq_lens if self.counts is None else self.counts
         num_spans, is_interpreted = self.spec.num_spans, self.spec.is_interpreted
-        return span_start(
+        return find_span_start(
             self.unit_ends, of_rows, self.number, num_spans=num_spans, is_interpreted=is_interpreted
         )
 

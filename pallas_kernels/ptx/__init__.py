@@ -1,6 +1,6 @@
-"""All PTX, and all that a kernel says a lane at a time: nothing outside of this room builds either.
+"""PTX and all other code that a kernel builds per lane; no other package but `collectives.ptx` builds any.
 
-A module is named for what it does. Each function has a twin in plain jnp (`twins`), which interpreted kernels
-and other machines run, and says what it takes for granted of JAX (`assumptions`), so that a newer one which
-differs stops it with a sentence. What stays here has been measured to earn it: the table in CONTRIBUTING.
+Each function has a fallback in plain jnp for interpret mode and other platforms (`fallback`). `layouts`
+compares what the code assumes about register and memory layouts with what JAX reports, so that another
+version of JAX fails with a message. CONTRIBUTING.md has the measurements that justify the code.
 """

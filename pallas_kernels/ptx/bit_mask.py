@@ -8,25 +8,25 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, TILE, require_layout
 from pallas_kernels.shared.types import Rows, Tile
 
-WORD = 32  # bits
+WORD_BITS = 32  # bits
 
 
 def _by_shifts(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
     bits = jnp.zeros(shape, jnp.int32)
     for nth, word in enumerate(words):
-        place = jnp.clip(column - nth * WORD, 0, WORD - 1)
+        place = jnp.clip(column - nth * WORD_BITS, 0, WORD_BITS - 1)
         mine = lax.shift_right_logical(lax.broadcast_in_dim(word, shape, [0]), place) & 1
-        bits = jnp.where(lax.div(column, jnp.int32(WORD)) == nth, mine, bits)
+        bits = jnp.where(lax.div(column, jnp.int32(WORD_BITS)) == nth, mine, bits)
     return bits != 0
 
 
-@with_twin(lambda s, words: jnp.where(_by_shifts(words, shape=s.shape), s, -jnp.inf))
-def masked_by_bits(s: Tile, words: tuple[Rows, ...]) -> Tile:
+@with_fallback(lambda s, words: jnp.where(_by_shifts(words, shape=s.shape), s, -jnp.inf))
+def apply_bit_mask(s: Tile, words: tuple[Rows, ...]) -> Tile:
     """Scores where the row's bit of the column is set, elsewhere -inf.
 
     A thread has two neighbours of each eight columns: which bits these are it knows but for one shift. Of
@@ -59,7 +59,10 @@ def masked_by_bits(s: Tile, words: tuple[Rows, ...]) -> Tile:
             return lanes.ptx(code, x, row, of=lanes.f32())
 
         columns = [
-            [one(x, shifted[8 * nth // WORD][i // 2], 8 * nth % WORD + i % 2) for i, x in enumerate(four)]
+            [
+                one(x, shifted[8 * nth // WORD_BITS][i // 2], 8 * nth % WORD_BITS + i % 2)
+                for i, x in enumerate(four)
+            ]
             for nth, four in enumerate(fragments.numbers(s))
         ]
         return fragments.array_of(columns)
@@ -67,10 +70,10 @@ def masked_by_bits(s: Tile, words: tuple[Rows, ...]) -> Tile:
     return select(s, *words)
 
 
-@with_twin(_by_shifts)
-def has_bits(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
-    """Whether the row's bit of the column is set: Bool, of `shape`; `words` as masked_by_bits'."""
-    return masked_by_bits.on_gpu(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE), words) == 0
+@with_fallback(_by_shifts)
+def unpack_bit_mask(words: tuple[Rows, ...], *, shape: tuple[int, int]) -> Tile:
+    """Whether the row's bit of the column is set: Bool, of `shape`; `words` as apply_bit_mask'."""
+    return apply_bit_mask.on_gpu(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE), words) == 0
 
 
 def _rows(array: mgpu.FragmentedArray) -> list[ir.Value]:

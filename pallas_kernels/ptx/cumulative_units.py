@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.ptx.fallback import with_twin
-from pallas_kernels.ptx.launch import THREADS, WARPS, run_program, sum_before
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.launch import THREADS, WARPS, block_exclusive_sum, launch_ptx
 
 
 def _by_xla(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[Array, " rows"]:
@@ -13,8 +13,8 @@ def _by_xla(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[A
     return jnp.cumsum(jnp.maximum(units, 1), dtype=jnp.int32)
 
 
-@with_twin(_by_xla)
-def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[Array, " rows"]:
+@with_fallback(_by_xla)
+def cumulative_units(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32[Array, " rows"]:
     """One past each row's last unit; a row has one at least. XLA's cumulative sum takes two kernels, 3.5 us.
 
     Args:
@@ -24,7 +24,7 @@ def unit_ends(counts: Int32[Array, " rows"], *, listed: int, unit: int) -> Int32
     """
     code = program(rows=counts.shape[0], listed=listed, unit=unit)
     like_counts = jax.ShapeDtypeStruct(counts.shape, jnp.int32)
-    return run_program(code, (counts,), name="unit_ends", out_type=(like_counts,), words=WARPS)[0]
+    return launch_ptx(code, (counts,), name="unit_ends", out_type=(like_counts,), words=WARPS)[0]
 
 
 def program(*, rows: int, listed: int, unit: int) -> str:
@@ -45,7 +45,7 @@ def program(*, rows: int, listed: int, unit: int) -> str:
             f"max.u32 u{n}, u{n}, 1; add.u32 own, own, u{n};"
             for n in each
         ),
-        *sum_before("$2", 0),
+        *block_exclusive_sum("$2", 0),
         "mad.wide.u32 at, first, 4, $1;",
         *(
             f"{is_row(n)} add.u32 before, before, u{n}; @p st.global.b32 [at + {4 * n}], before;"

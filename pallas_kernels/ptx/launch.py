@@ -23,7 +23,7 @@ WARPS = THREADS // 32
 BARRIER = WARPGROUPS + 1
 
 
-def run_program(
+def launch_ptx(
     code: str,
     arrays: Sequence[jax.Array],
     *,
@@ -70,12 +70,12 @@ def run_program(
     return kernel(*arrays)
 
 
-def wait_for_all() -> Iterator[str]:
+def block_barrier() -> Iterator[str]:
     """All threads wait for each other."""
     yield f"bar.sync {BARRIER}, {THREADS};"
 
 
-def sum_before(memory: str, totals: int) -> Iterator[str]:
+def block_exclusive_sum(memory: str, totals: int) -> Iterator[str]:
     """The register before = the sum of the register own of all threads before this one.
 
     Args:
@@ -89,7 +89,7 @@ def sum_before(memory: str, totals: int) -> Iterator[str]:
     yield from up("before")
     yield "shfl.sync.idx.b32 top, before, 31, 31, -1; sub.u32 before, before, own;"
     yield f"mad.lo.u32 x, warp, 4, {memory}; @is_first st.shared.b32 [x + {totals}], top;"
-    yield from wait_for_all()
+    yield from block_barrier()
     yield f"mad.lo.u32 x, lane, 4, {memory}; ld.shared.b32 sum, [x + {totals}];"
     yield from up("sum")
     yield "sub.u32 x, warp, 1; shfl.sync.idx.b32 sum, sum, x, 31, -1; setp.ne.u32 p, warp, 0;"

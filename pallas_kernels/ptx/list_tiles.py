@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
-from pallas_kernels.ptx.fallback import with_twin
-from pallas_kernels.ptx.launch import run_program
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.launch import launch_ptx
 from pallas_kernels.shared.tile_codes import (
     FULL_BIT,
     QUERY_BLOCK_BIT,
@@ -34,7 +34,7 @@ WORD_BYTES = 4
 MANY_LISTS = 2048  # from here on a warp a list keeps the GPU busy; fewer have four warps each
 
 
-def by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
+def build_lists_by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     """Lists; behind them zeros."""
     tiles = codes.shape[1]
     code, number = codes.astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32)[None, :]
@@ -46,7 +46,7 @@ def by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     return ListedTiles(entries, count(is_seen & ~is_whole), count(is_seen & is_whole))
 
 
-@with_twin(by_sorting)
+@with_fallback(build_lists_by_sorting)
 def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     """Lists; behind them garbage."""
     lists, tiles = codes.shape
@@ -57,7 +57,7 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     counts = jax.ShapeDtypeStruct((lists,), jnp.int32)
     code = program(lists=lists, tiles=tiles, words=words, per_word=per_word, warps=warps)
 
-    listed = run_program(
+    listed = launch_ptx(
         code,
         (codes,),
         name="list_tiles",

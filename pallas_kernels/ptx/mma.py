@@ -18,7 +18,7 @@ from pallas_kernels.ptx.layouts import require_tiles
 ELEMENTS_16 = {"bfloat16": "bf16", "float16": "f16"}
 
 
-class Matrices:
+class LdmatrixTile:
     """Where a warp's 16 rows of a swizzled tile lie: `chunks` tiles of [rows, width], as TMA fills them.
 
     ldmatrix reads four 8x8 matrices of 16-bit units: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
@@ -49,15 +49,15 @@ class Matrices:
         return lanes.several(code, at, results=4, touches_memory=True)
 
 
-# What `widen` has code for. Of another type it would make wrong numbers, not none.
-EIGHT_BIT = ("int8", "float8_e5m2", "float8_e4m3fn")
+# What `dequantize_to_f16x2` has code for. Of another type it would make wrong numbers, not none.
+EIGHT_BIT_NAMES = ("int8", "float8_e5m2", "float8_e4m3fn")
 
 # Which two bytes of a register become the two halves of another.
-NEIGHBOURS = ((0, 1), (2, 3))
-EVERY_OTHER = ((0, 2), (1, 3))
+ADJACENT_BYTES = ((0, 1), (2, 3))
+ALTERNATING_BYTES = ((0, 2), (1, 3))
 
 
-def widen(
+def dequantize_to_f16x2(
     x: ir.Value, dtype: DTypeLike, pairs: tuple[tuple[int, int], tuple[int, int]]
 ) -> tuple[ir.Value, ir.Value]:
     """Four 8-bit numbers as two registers of two f16 each, exactly.
@@ -67,7 +67,7 @@ def widen(
     Raises:
         ValueError: There is no code for the type.
     """
-    require_one_of("dtype", jnp.dtype(dtype).name, EIGHT_BIT)
+    require_one_of("dtype", jnp.dtype(dtype).name, EIGHT_BIT_NAMES)
     if dtype == jnp.int8:
         x = arith.xori(x, lanes.const(0x80808080))
         out = []
@@ -78,7 +78,7 @@ def widen(
     if dtype == jnp.float8_e5m2:  # the upper half of an f16
         low, high = (lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{b}4{a}4;", x, lanes.const(0)) for a, b in pairs)
         return low, high
-    if pairs != NEIGHBOURS:
+    if pairs != ADJACENT_BYTES:
         (a, b), (c, d) = pairs
         x = lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{d}{c}{b}{a};", x, lanes.const(0))
     low, high = lanes.several(
@@ -89,7 +89,7 @@ def widen(
     return low, high
 
 
-def product(
+def mma_m16n8k16(
     acc: Sequence[ir.Value], a: Sequence[ir.Value], b: Sequence[ir.Value], dtype: DTypeLike
 ) -> Sequence[ir.Value]:
     """Acc + a @ b: [16, 8] += [16, 16] @ [16, 8] by one warp, f32 accumulators."""
@@ -101,12 +101,12 @@ def product(
     return lanes.several(code, *a, *b, *acc, results=4, of=lanes.f32())
 
 
-def transposed(x: ir.Value) -> ir.Value:
+def transpose_8x8(x: ir.Value) -> ir.Value:
     """An 8x8 matrix of 16-bit elements, one register a lane."""
     return lanes.ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x)
 
 
-def rounded(low: ir.Value, high: ir.Value, dtype: DTypeLike) -> ir.Value:
+def pack_16bit(low: ir.Value, high: ir.Value, dtype: DTypeLike) -> ir.Value:
     """Two f32 as one register of 16-bit numbers."""
     kind = ELEMENTS_16[jnp.dtype(dtype).name]
     return lanes.ptx(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", high, low)

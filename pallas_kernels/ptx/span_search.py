@@ -15,11 +15,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import SCALAR
 from pallas_kernels.shared.types import Ref, Scalar
 
-MOST_AT_ONCE = 512  # rows; of more a lane would hold too many
+MAX_ROWS_PER_WARP = 512  # rows; of more a lane would hold too many
 WAYS = 16  # rows looked at together where they are narrowed down
 BEYOND = 2**31 - 1
 
@@ -42,7 +42,7 @@ def span_units(total: Scalar, num_spans: int) -> Scalar:
     return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
 
 
-def span_start(
+def find_span_start(
     ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int, is_interpreted: bool
 ) -> SpanStart:
     """Where span `number` begins.
@@ -54,11 +54,11 @@ def span_start(
         num_spans: Of the schedule.
         is_interpreted: Without lanes.
     """
-    is_narrowed = is_interpreted or ends_g.shape[0] > MOST_AT_ONCE
-    return compared_at_once(ends_g, values_g, number, num_spans=num_spans, is_interpreted=is_narrowed)
+    is_narrowed = is_interpreted or ends_g.shape[0] > MAX_ROWS_PER_WARP
+    return search_by_warp(ends_g, values_g, number, num_spans=num_spans, is_interpreted=is_narrowed)
 
 
-def narrowed_down(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
+def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
     """A few of all rows, then a few of those in between, and so on."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
@@ -81,9 +81,9 @@ def narrowed_down(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int)
     return SpanStart(total, span, unit, row, rows_before(unit + span), start, ends_g[at], values_g[at])
 
 
-@with_twin(narrowed_down)
-def compared_at_once(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
-    """See span_start; for up to MOST_AT_ONCE rows."""
+@with_fallback(search_k_ary)
+def search_by_warp(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
+    """See span_start; for up to MAX_ROWS_PER_WARP rows."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
     types = plgpu.RefType(), plgpu.RefType(), SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))

@@ -6,7 +6,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import lanes
-from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import is_contiguous
 from pallas_kernels.ptx.mma import ELEMENTS_16
 from pallas_kernels.shared.memory import swizzle_transforms
@@ -18,7 +18,7 @@ def _by_comparing(x_s: Ref) -> None:
     x_s[0], x_s[1] = jnp.minimum(x, 0), jnp.maximum(x, 0)
 
 
-@with_twin(_by_comparing)
+@with_fallback(_by_comparing)
 def split_signs(x_s: Ref) -> None:
     """From x in x_s[0] min(x, 0) there and max(x, 0) in x_s[1].
 

@@ -13,9 +13,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, require_layout
-from pallas_kernels.ptx.mma import rounded, transposed
+from pallas_kernels.ptx.mma import pack_16bit, transpose_8x8
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 
 
@@ -24,7 +24,7 @@ def _transposed(ref: Ref, acc: Tile) -> None:
     ref[...] = acc.T[:rows, :columns].astype(ref.dtype)
 
 
-@with_twin(_transposed)
+@with_fallback(_transposed)
 def store_transposed(ref: Ref, acc: Tile) -> None:
     """Stores an accumulator's columns as 16-bit rows; what is past the reference's end is dropped.
 
@@ -56,9 +56,9 @@ def _store_transposed(
                 if row >= rows or start >= columns:
                     continue
                 is_live = arith.andi(lanes.is_below(g, rows - row), lanes.is_below(column, columns - start))
-                pair = rounded(four[2 * half], four[2 * half + 1], dtype)
+                pair = pack_16bit(four[2 * half], four[2 * half + 1], dtype)
                 code = f"st.global.b32 [$0 + {2 * (row * stride + start)}], $1;"
-                lanes.run(code, first, transposed(pair), predicate=is_live)
+                lanes.run(code, first, transpose_8x8(pair), predicate=is_live)
     return ()
 
 
@@ -67,7 +67,7 @@ def _by_head(ref: Ref, values: Rows) -> None:
     ref[...] = values.reshape(blocks, kv_heads).T
 
 
-@with_twin(_by_head)
+@with_fallback(_by_head)
 def store_heads(ref: Ref, values: Rows) -> None:
     """Stores a number for each row of a tile, which are a block's heads, then the next block's.
 
@@ -105,7 +105,7 @@ def _piece_by_piece(
         offset, size = offset + (num & size), size // 2
 
 
-@with_twin(_piece_by_piece)
+@with_fallback(_piece_by_piece)
 def store_tokens(
     ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, each: int
 ) -> None:

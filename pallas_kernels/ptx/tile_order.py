@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.ptx.fallback import with_twin
-from pallas_kernels.ptx.launch import THREADS, WARPS, run_program, sum_before, wait_for_all
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.launch import THREADS, WARPS, block_barrier, block_exclusive_sum, launch_ptx
 from pallas_kernels.shared.arithmetic import sort_ranks
 
-MAX_ITEMS = 2**16 - 1  # of a set: counts have 16 bits
+MAX_TILES_PER_SET = 2**16 - 1  # of a set: counts have 16 bits
 MAX_LEN = 2800  # of a list: the counts of all lengths fit shared memory
 CTAS = 128  # all sort, each writes some of the rows
 COUNTS = 2 * WARPS  # bytes of a length's counts: 16 bits for each warp
@@ -23,9 +23,9 @@ WORDS = tuple(f"w{n}" for n in range(COUNTS // 4))  # registers with them
 APART = COUNTS + 16  # lengths are so far apart that neighbours' lie in different banks
 
 
-def has_kernel(*, items: int, max_len: int) -> bool:
+def has_kernel(*, num_tiles: int, max_len: int) -> bool:
     """Whether a set of items whose lists have up to so many tiles can be sorted."""
-    return items <= MAX_ITEMS and max_len <= MAX_LEN
+    return num_tiles <= MAX_TILES_PER_SET and max_len <= MAX_LEN
 
 
 def _by_comparing(
@@ -59,8 +59,8 @@ def _by_comparing(
     return jnp.zeros_like(items).at[rows].set(items, mode="drop"), num_live * heads
 
 
-@with_twin(_by_comparing)
-def sorted_items(
+@with_fallback(_by_comparing)
+def sort_work_tiles(
     table: jax.Array,
     num_live: jax.Array,
     entries: jax.Array,
@@ -95,10 +95,10 @@ def sorted_items(
         writers=max(CTAS // sets, 1),
     )
 
-    items, num_items = run_program(
+    items, num_items = launch_ptx(
         program(shape),
         (table, num_live, entries, num_partial, num_full),
-        name="sorted_items",
+        name="sort_work_tiles",
         out_type=(jax.ShapeDtypeStruct((lists, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)),
         words=shape.totals // 4 + WARPS,
         grid=(sets, shape.writers),
@@ -155,16 +155,16 @@ def program(shape: Shape) -> str:
         "ld.global.b32 live, [$1]; mad.lo.u32 y, $10, 16, $7;",
         *_cleared(shape.totals),
         f"mul.lo.u32 first, warp, {shape.rounds * 32}; add.u32 first, first, lane;",
-        *wait_for_all(),
+        *block_barrier(),
         "mov.b32 round, 0;",
         "COUNT:",
         *_bin(shape),
         "@p ld.shared.u16 half, [y]; @p cvt.u32.u16 x, half; @p add.u32 x, x, count;",
         "@p cvt.u16.u32 half, x; @p st.shared.u16 [y], half; bar.warp.sync -1;",
         f"add.u32 round, round, 1; setp.lt.u32 p, round, {shape.rounds}; @p bra COUNT;",
-        *wait_for_all(),
+        *block_barrier(),
         *_counts_before(shape.max_len, shape.totals),
-        *wait_for_all(),
+        *block_barrier(),
         f"mul.lo.u32 base, live, {shape.per_set}; mul.lo.u32 base, base, $8; mov.b32 round, 0;",
         "PLACE:",
         *_bin(shape),
@@ -206,7 +206,7 @@ def _counts_before(max_len: int, totals: int) -> Iterator[str]:
         yield from (f"add.u32 sum, sum, {word};" for word in WORDS[2:])
         yield "and.b32 x, sum, 0xffff; shr.u32 sum, sum, 16; add.u32 own, own, x;"
         yield from ("add.u32 own, own, sum;", f"SUMMED{nth}:")
-    yield from (*sum_before("$7", totals), mine)
+    yield from (*block_exclusive_sum("$7", totals), mine)
     for nth in range(each):
         yield from (_past_end(nth, max_len, "WRITTEN"), *_counts(nth, "ld"))
         for word in WORDS:

@@ -1,4 +1,4 @@
-"""The kernel of best_blocks: a thread block a list, whose threads keep the scores in registers.
+"""The kernel of top_k_blocks: a thread block a list, whose threads keep the scores in registers.
 
 Scores become integers of the same order. Those between the smallest and the largest are counted into 2,048
 equal bins; the bin that the last wanted one lies in becomes the range of the next round. After three rounds
@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.ptx.fallback import with_twin
-from pallas_kernels.ptx.launch import THREADS, WARPS, run_program, sum_before, wait_for_all
-from pallas_kernels.ptx.list_tiles import by_sorting
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.launch import THREADS, WARPS, block_barrier, block_exclusive_sum, launch_ptx
+from pallas_kernels.ptx.list_tiles import build_lists_by_sorting
 from pallas_kernels.shared.tile_codes import encode_tiles
 
 MAX_LEN = 16 * THREADS  # of a list: it stays in registers
@@ -53,12 +53,12 @@ def _by_sorting(
     scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
     least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
     chosen = (scores >= least[..., None]) & is_live
-    listed = by_sorting(encode_tiles(chosen, chosen).reshape(-1, max_blocks))
+    listed = build_lists_by_sorting(encode_tiles(chosen, chosen).reshape(-1, max_blocks))
     return least, listed.entries.reshape(scores.shape), listed.num_full.reshape(least.shape)
 
 
-@with_twin(_by_sorting)
-def best_blocks(
+@with_fallback(_by_sorting)
+def top_k_blocks(
     scores: Float32[Array, "reqs kv_heads max_blocks"],
     seq_lens: Int32[Array, " reqs"],
     *,
@@ -80,10 +80,10 @@ def best_blocks(
         num_recent=num_recent,
     )
 
-    least, ids, counts = run_program(
+    least, ids, counts = launch_ptx(
         program(shape),
         (scores, seq_lens),
-        name="best_blocks",
+        name="top_k_blocks",
         out_type=(
             jax.ShapeDtypeStruct((reqs, heads), jnp.float32),
             jax.ShapeDtypeStruct((reqs, heads, max_blocks), jnp.int32),
@@ -192,7 +192,7 @@ def _ends(each: int) -> Iterator[str]:
         yield f"setp.gt.s32 p, live, {n}; @p min.u32 lo, lo, k{n}; @p max.u32 hi, hi, k{n};"
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1; mad.lo.u32 x, warp, 4, $5;"
     yield f"@is_first st.shared.b32 [x + {LOWS * 4}], lo; @is_first st.shared.b32 [x + {HIGHS * 4}], hi;"
-    yield from wait_for_all()
+    yield from block_barrier()
     yield "mad.lo.u32 x, lane, 4, $5;"
     yield f"ld.shared.b32 lo, [x + {LOWS * 4}]; ld.shared.b32 hi, [x + {HIGHS * 4}];"
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1;"
@@ -202,13 +202,13 @@ def _counted(each: int) -> Iterator[str]:
     """All candidates from lo to hi, in bins of 1 << shift integers."""
     yield f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;"
     yield "max.s32 shift, shift, 0;"
-    yield from wait_for_all()
+    yield from block_barrier()
     for n in range(each):
         yield (
             f"sub.u32 x, k{n}, lo; setp.le.u32 p, x, range; setp.gt.and.s32 p, live, {n}, p; "
             "shr.u32 x, x, shift; mad.lo.u32 x, x, 4, $5; @p red.shared.add.u32 [x], 1;"
         )
-    yield from wait_for_all()
+    yield from block_barrier()
 
 
 def _next_range() -> Iterator[str]:
@@ -218,7 +218,7 @@ def _next_range() -> Iterator[str]:
     """
     yield f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $7; sub.u32 bin, bin, $7; mad.lo.u32 y, bin, 4, $5;"
     yield "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;"
-    yield from sum_before("$5", TOTALS * 4)
+    yield from block_exclusive_sum("$5", TOTALS * 4)
     # Every bin has been read: the next round finds them empty.
     yield "st.shared.v2.b32 [y], {0, 0};"
     yield "add.u32 x, before, own; setp.lt.u32 p, before, want; setp.ge.and.u32 p, x, want, p;"
@@ -227,7 +227,7 @@ def _next_range() -> Iterator[str]:
     yield "@q add.u32 bin, bin, 1; selp.b32 count, high_bin, low_bin, q; selp.b32 above, before, x, q;"
     yield f"st.shared.v2.b32 [$5 + {FOUND * 4}], {{bin, above}}; st.shared.b32 [$5 + {FOUND * 4 + 8}], count;"
     yield "AWAIT:"
-    yield from wait_for_all()
+    yield from block_barrier()
     yield f"ld.shared.v2.b32 {{bin, above}}, [$5 + {FOUND * 4}]; ld.shared.b32 count, [$5 + {FOUND * 4 + 8}];"
     yield "sub.u32 want, want, above; shl.b32 bin, bin, shift; add.u32 lo, lo, bin;"
     yield "mov.b32 x, 1; shl.b32 x, x, shift; sub.u32 x, x, 1; add.u32 hi, lo, x;"
@@ -243,7 +243,7 @@ def _listed(shape: Shape) -> Iterator[str]:
             f"@p or.b32 chosen, chosen, {1 << n};"
         )
     yield "popc.b32 own, chosen;"
-    yield from sum_before("$5", TOTALS * 4)
+    yield from block_exclusive_sum("$5", TOTALS * 4)
     yield "add.u32 count, before, own;"
     yield f"mad.wide.u32 out, $6, {shape.max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;"
     for n in range(shape.each):

@@ -16,18 +16,18 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import rounded_to, with_twin
+from pallas_kernels.ptx.fallback import rounded_to, with_fallback
 from pallas_kernels.ptx.layouts import RIGHT_LAYOUT, SCALAR, TILE, require_layout
 from pallas_kernels.ptx.mma import (
-    EVERY_OTHER,
-    NEIGHBOURS,
-    Matrices,
-    product,
-    rounded,
-    transposed,
-    widen,
+    ADJACENT_BYTES,
+    ALTERNATING_BYTES,
+    LdmatrixTile,
+    dequantize_to_f16x2,
+    mma_m16n8k16,
+    pack_16bit,
+    transpose_8x8,
 )
-from pallas_kernels.ptx.warp_query import KEYS, WARPS, Operand, WarpTile, ref_type, right_layout
+from pallas_kernels.ptx.warp_query import KEYS, WARPS, Operand, WarpTile, mma_rhs_layout, ref_type
 from pallas_kernels.shared.memory import swizzle_of
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 
@@ -39,16 +39,16 @@ def _scores(k_s: Ref, query: Operand, *, tile: WarpTile) -> Tile:
     return jnp.einsum("ckd,cqd->kq", k_s[...].astype(f32), query)
 
 
-@with_twin(_scores, reads_smem=True)
-def key_products(k_s: Ref, query: Operand, *, tile: WarpTile) -> Tile:
+@with_fallback(_scores, reads_smem=True)
+def qk_mma(k_s: Ref, query: Operand, *, tile: WarpTile) -> Tile:
     """K Q^T: [64, tile_q].
 
     Args:
         k_s: [chunks, 64, width] in SMEM.
-        query: query_fragments' operand.
+        query: load_query_fragments' operand.
         tile: Static sizes.
     """
-    types = ref_type(tile.k_dtype.itemsize, tile.cut.width), right_layout(tile.key_operand)
+    types = ref_type(tile.k_dtype.itemsize, tile.cut.width), mma_rhs_layout(tile.key_operand)
     run = plgpu.inline_mgpu(arg_types=types, return_type=tile.scores_type)
     return run(functools.partial(_key_products, tile=tile))(k_s, query)
 
@@ -61,7 +61,7 @@ def _key_products(
     registers = [lanes.bits(x, lanes.i32()) for x in query.registers.flatten()]
     right = lambda step, row_tile: registers[(step * row_tiles + row_tile) * 2 :][:2]
     matrices = _matrices_of(k_s, tile.k_dtype, tile)
-    # Two sums a row tile: a product waits for the one before it.
+    # Two sums a row tile: a mma_m16n8k16 waits for the one before it.
     sums: list[list[Sequence[ir.Value]]] = [
         [[lanes.number(0.0)] * 4 for _ in range(row_tiles)] for _ in (0, 1)
     ]
@@ -70,7 +70,7 @@ def _key_products(
         for pair in range(matrices.steps):
             for left in _left_keys(matrices.load(chunk, pair), tile.k_dtype):
                 for nth in range(row_tiles):
-                    sums[step % 2][nth] = product(
+                    sums[step % 2][nth] = mma_m16n8k16(
                         sums[step % 2][nth], left, right(step, nth), tile.key_operand
                     )
                 step += 1
@@ -78,17 +78,19 @@ def _key_products(
     return fragments.array_of(both)
 
 
-def _matrices_of(ref: ir.Value, dtype: np.dtype, tile: WarpTile) -> Matrices:
+def _matrices_of(ref: ir.Value, dtype: np.dtype, tile: WarpTile) -> LdmatrixTile:
     """A stage's keys or values."""
     itemsize, width = dtype.itemsize, tile.cut.width
-    return Matrices(ref, rows=WARPS * KEYS, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width))
+    return LdmatrixTile(
+        ref, rows=WARPS * KEYS, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width)
+    )
 
 
 def _left_keys(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequence[ir.Value]]:
     """Left operands of what ldmatrix gave: one of 16-bit keys, two of 8-bit ones."""
     if dtype.itemsize == 2:
         return [loaded]
-    wide = [widen(x, dtype, NEIGHBOURS) for x in loaded]
+    wide = [dequantize_to_f16x2(x, dtype, ADJACENT_BYTES) for x in loaded]
     pairs = (wide[:2], wide[2:])
     return [(a[0], b[0], a[1], b[1]) for a, b in pairs]
 
@@ -99,8 +101,8 @@ def _largest(x: Tile, *, tile: WarpTile) -> Tile:
     return jnp.broadcast_to(of_warp, (WARPS, KEYS, x.shape[1])).reshape(x.shape)
 
 
-@with_twin(_largest)
-def warp_largest(x: Tile, *, tile: WarpTile) -> Tile:
+@with_fallback(_largest)
+def warp_row_max(x: Tile, *, tile: WarpTile) -> Tile:
     """The largest of each warp's rows, in all of its rows: [64, tile_q]."""
     return plgpu.inline_mgpu(arg_types=(TILE,), return_type=tile.scores_type)(_warp_largest)(x)
 
@@ -138,8 +140,8 @@ def _sums(
     return tuple(acc + x.swapaxes(0, 1).reshape(tile.shape) for acc, x in zip(accs, new, strict=True))
 
 
-@with_twin(_sums, reads_smem=True)
-def value_products(
+@with_fallback(_sums, reads_smem=True)
+def pv_mma(
     v_s: Ref,
     p: Tile,
     accs: Sequence[Tile],
@@ -156,7 +158,7 @@ def value_products(
         v_s: [chunks, 64, width] in SMEM.
         p: Probabilities, [64, tile_q].
         accs: `num_accs` of [64, tile_q]: row 16 w + i is warp w's sum for one of 16 columns of a head, in an
-            order that store_results knows.
+            order that store_warp_outputs knows.
         low: First key that some query sees.
         high: One past the last.
         firsts: The keys are `piece` neighbours from each of them, which ascend.
@@ -192,8 +194,8 @@ def _value_products(
     matrices = _matrices_of(v_s, tile.v_dtype, tile)
     right = []
     for a, b, c, d in fragments.numbers(p):
-        halves = (rounded(a, b, tile.value_operand), rounded(c, d, tile.value_operand))
-        right.append([transposed(half) for half in halves])
+        halves = (pack_16bit(a, b, tile.value_operand), pack_16bit(c, d, tile.value_operand))
+        right.append([transpose_8x8(half) for half in halves])
     sums: list[Sequence[Sequence[ir.Value]]] = [fragments.numbers(acc) for acc in accs]
     nth = 0
     for chunk in range(tile.cut.num_chunks):
@@ -202,7 +204,7 @@ def _value_products(
             loaded = [arith.andi(x, masks[i % 2]) for i, x in enumerate(loaded)]
             for left in _left_values(loaded, tile.v_dtype):
                 fours = zip(sums[nth], right, strict=True)
-                sums[nth] = [product(acc, left, b, tile.value_operand) for acc, b in fours]
+                sums[nth] = [mma_m16n8k16(acc, left, b, tile.value_operand) for acc, b in fours]
                 nth += 1
     return tuple(fragments.array_of(columns) for columns in sums)
 
@@ -215,7 +217,7 @@ def _left_values(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequence[i
     if dtype.itemsize == 2:
         keys_low, keys_high, next_low, next_high = loaded
         return [(keys_low, next_low, keys_high, next_high)]
-    wide = [widen(x, dtype, EVERY_OTHER) for x in loaded]
+    wide = [dequantize_to_f16x2(x, dtype, ALTERNATING_BYTES) for x in loaded]
     return [(*wide[i], *wide[i + 1]) for i in (0, 2)]
 
 

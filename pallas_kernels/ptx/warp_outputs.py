@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import TILE, is_contiguous
 from pallas_kernels.ptx.warp_query import KEYS, WARPS, WarpTile
 from pallas_kernels.shared.types import Ref, Tile
@@ -24,13 +24,13 @@ def _store(merge_s: Ref, accs: Sequence[Tile], top: Tile, total: Tile, *, tile: 
     merge_s[:, dim + 1] = of_warps(total).sum(axis=1)
 
 
-@with_twin(_store, reads_smem=True)
-def store_results(merge_s: Ref, accs: Sequence[Tile], top: Tile, total: Tile, *, tile: WarpTile) -> None:
+@with_fallback(_store, reads_smem=True)
+def store_warp_outputs(merge_s: Ref, accs: Sequence[Tile], top: Tile, total: Tile, *, tile: WarpTile) -> None:
     """Each warp's results into its place, columns of a head in their order; then all may read.
 
     Args:
         merge_s: [warps, head_dim + 2, tile_q] f32 in SMEM: accumulators, largest scores, sums.
-        accs: value_products'.
+        accs: pv_mma'.
         top: The largest score of each of a warp's queries, in all of its rows: [64, tile_q].
         total: Sums of exponentials, to be added over a warp's rows: [64, tile_q].
         tile: Static sizes.

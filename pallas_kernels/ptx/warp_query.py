@@ -14,9 +14,9 @@ from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import rounded_to, with_twin
+from pallas_kernels.ptx.fallback import rounded_to, with_fallback
 from pallas_kernels.ptx.layouts import RIGHT_LAYOUT, TILE, require_layout, require_tiles
-from pallas_kernels.ptx.mma import rounded
+from pallas_kernels.ptx.mma import pack_16bit
 from pallas_kernels.shared.head_dims import HeadChunks
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Layout, Ref, Tile
@@ -27,7 +27,7 @@ QUERY_BITS = 10  # bf16 queries become f16 with their largest element about 2 **
 f32 = jnp.float32
 
 type Operand = jax.Array
-"""A request's queries as a right operand of the tensor core; the twin's is f32 [chunks, tile_q, width]."""
+"""A request's queries as a right operand of the tensor core; in the fallback f32 [chunks, tile_q, width]."""
 
 
 class WarpTile(NamedTuple):
@@ -55,12 +55,12 @@ class WarpTile(NamedTuple):
     @property
     def key_operand(self) -> np.dtype:
         """What the tensor core multiplies keys as."""
-        return operand_of(self.k_dtype, self.dtype)
+        return operand_dtype(self.k_dtype, self.dtype)
 
     @property
     def value_operand(self) -> np.dtype:
         """What it multiplies values as."""
-        return operand_of(self.v_dtype, self.dtype)
+        return operand_dtype(self.v_dtype, self.dtype)
 
     @property
     def num_accs(self) -> int:
@@ -73,7 +73,7 @@ class WarpTile(NamedTuple):
         return plgpu.ShapeDtypeStruct(self.shape, f32, TILE)
 
 
-def operand_of(stored: np.dtype, dtype: np.dtype) -> np.dtype:
+def operand_dtype(stored: np.dtype, dtype: np.dtype) -> np.dtype:
     """What the tensor core multiplies: 8 bits have instructions to f16 only, and fit into it exactly."""
     return jnp.dtype(dtype) if stored.itemsize == 2 else jnp.dtype(jnp.float16)
 
@@ -83,7 +83,7 @@ def ref_type(itemsize: int, width: int = 64) -> plgpu.RefType:
     return plgpu.RefType(swizzle_transforms(itemsize, width))
 
 
-def right_layout(dtype: DTypeLike) -> Layout:
+def mma_rhs_layout(dtype: DTypeLike) -> Layout:
     """A right operand's, whole in every warp."""
     return plgpu.Layout.MMA_RHS(dtype, m_warps=4)
 
@@ -98,15 +98,15 @@ def _scaled_by_powers(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
     return q, jnp.broadcast_to(jnp.exp2(exponent)[None], tile.shape)
 
 
-@with_twin(_scaled_by_powers, reads_smem=True)
-def query_fragments(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
+@with_fallback(_scaled_by_powers, reads_smem=True)
+def load_query_fragments(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
     """The queries as a right operand, and what scores are multiplied by: [64, tile_q].
 
     Args:
         q_s: [chunks, tile_q, width] in SMEM.
         tile: Static sizes.
     """
-    layout = right_layout(tile.key_operand)
+    layout = mma_rhs_layout(tile.key_operand)
     fragments_type = plgpu.ShapeDtypeStruct((tile.cut.padded_dim, tile.tile_q), tile.key_operand, layout)
     run = plgpu.inline_mgpu(arg_types=(ref_type(2),), return_type=(fragments_type, tile.scores_type))
     return run(functools.partial(_load, tile=tile, layout=layout.to_mgpu()))(q_s)
@@ -115,7 +115,7 @@ def query_fragments(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
 def _load(
     _ctx: mgpu.LaunchContext, q_s: ir.Value, *, tile: WarpTile, layout: mgpu.FragmentedLayout
 ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-    """See query_fragments.
+    """See load_query_fragments.
 
     Where keys are 8-bit, an operand's columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of 16 are a head's 4 t to
     4 t + 3: one register of keys holds four neighbours.
@@ -169,7 +169,7 @@ def _scaled_row(row: list[list[ir.Value]]) -> tuple[list[list[ir.Value]], fragme
     power = lambda e: as_f32(arith.shli(e, lanes.const(23)))
     factor = power(arith.subi(lanes.const(254 + QUERY_BITS), exponent))
     inverse = power(arith.subi(exponent, lanes.const(QUERY_BITS)))
-    narrow = [rounded(arith.mulf(a, factor), arith.mulf(b, factor), jnp.float16) for a, b in wide]
+    narrow = [pack_16bit(arith.mulf(a, factor), arith.mulf(b, factor), jnp.float16) for a, b in wide]
     _, t = lanes.lane_row_and_pair()
     # A column of the scores is a row of the queries: that row's lanes have its factor.
     of_column = [lanes.shuffled(inverse, "idx", lanes.add(lanes.times(t, 8), 4 * i)) for i in (0, 1)]

@@ -1,7 +1,7 @@
-"""Questions about tiles in registers that each warp answers for itself: scalars that differ between warps.
+"""Votes of single warps over tiles in registers: scalars that may differ between warps.
 
-A warp may branch by its answer as long as the branch holds nothing that the warpgroup does together. A twin
-answers for all warps at once, with yes where one would say so: who is told yes may find nothing to do.
+A warp may branch on its vote as long as the branch contains nothing that the whole warpgroup must execute. A
+fallback votes for all warps at once and says yes if any warp would; a warp may find nothing to do then.
 """
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, lanes
-from pallas_kernels.ptx.fallback import with_twin
+from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, TILE_LAYOUT, require_layout
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 
@@ -21,8 +21,8 @@ def _is_due(y: Tile, top: Rows) -> Scalar:
     return jnp.any(y >= 0) | jnp.any(top == -jnp.inf)
 
 
-@with_twin(_is_due)
-def is_due(y: Tile, top: Rows) -> Scalar:
+@with_fallback(_is_due)
+def needs_rescale(y: Tile, top: Rows) -> Scalar:
     """Whether the warp's part of y has a value that is not negative, or that of top one of -inf.
 
     Half an instruction a value, where a maximum takes one and asks the neighbours, too.

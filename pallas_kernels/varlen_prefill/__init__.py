@@ -1,7 +1,7 @@
 """Varlen prefill on Hopper: packed prompts of many requests against their own keys, packed or paged."""
 
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
-from pallas_kernels.varlen_prefill.kernel_mask import WORD, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill.kernel_mask import WORD_BITS, KernelMask, PairTile, Words
 from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, PrefillSchedule, key_range, make_schedule
 from pallas_kernels.varlen_prefill.sizes import (
     SHARED_MEMORY,

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.bit_mask import WORD, has_bits, masked_by_bits
+from pallas_kernels.ptx.bit_mask import WORD_BITS, apply_bit_mask, unpack_bit_mask
 from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -26,7 +26,7 @@ type VisiblePairs = Any  # Words where KernelMask.is_words, else a Tile of Bool:
 
 def lowest_bits(num: Rows) -> Rows:
     """The `num` lowest of 32 bits, 0 to 32."""
-    return jnp.where(num == WORD, -1, (jnp.int32(1) << (num & (WORD - 1))) - 1)
+    return jnp.where(num == WORD_BITS, -1, (jnp.int32(1) << (num & (WORD_BITS - 1))) - 1)
 
 
 class KernelMask(NamedTuple):
@@ -126,15 +126,15 @@ class PairTile:
     def words_between(self, low: Rows | None, high: Rows) -> Words:
         """Columns from `low` of the tile up to `high`, one a row; low None: from the first."""
         words = []
-        for begin in range(0, self.shape[1], WORD):
-            word = lowest_bits(jnp.clip(high - begin, 0, WORD))
-            words.append(word if low is None else word & ~lowest_bits(jnp.clip(low - begin, 0, WORD)))
+        for begin in range(0, self.shape[1], WORD_BITS):
+            word = lowest_bits(jnp.clip(high - begin, 0, WORD_BITS))
+            words.append(word if low is None else word & ~lowest_bits(jnp.clip(low - begin, 0, WORD_BITS)))
         return tuple(words)
 
-    def has_bits(self, words: Words) -> Tile:
+    def unpack_bit_mask(self, words: Words) -> Tile:
         """Whether a pair's bit is set: Bool, of the tile's shape."""
-        return has_bits(words, shape=self.shape, is_interpreted=bool(self.interpret))
+        return unpack_bit_mask(words, shape=self.shape, is_interpreted=bool(self.interpret))
 
     def masked(self, s: Tile, words: Words) -> Tile:
         """The scores of pairs whose bits are set, -inf for the others."""
-        return masked_by_bits(s, words, is_interpreted=bool(self.interpret))
+        return apply_bit_mask(s, words, is_interpreted=bool(self.interpret))

@@ -23,15 +23,15 @@ class SoftmaxStep(NamedTuple):
         p: Probabilities, not normalized.
         sums: Theirs, as far as each thread can add them alone: [64, LANE_COLUMNS].
         top: What scores were less, of each row.
-        shrink: What sums from before are to be multiplied by; see tops.Exponents, as for is_due.
-        is_due: Whether that is anything but 1.
+        shrink: What sums from before are to be multiplied by; see tops.Exponents, as for needs_rescale.
+        needs_rescale: Whether that is anything but 1.
     """
 
     p: Tile
     sums: Tile
     top: Rows
     shrink: Rows
-    is_due: Scalar | None
+    needs_rescale: Scalar | None
 
 
 class SoftmaxState(NamedTuple):
@@ -77,10 +77,10 @@ class Softmax:
         before_exponents: Callable[[], None],
     ) -> SoftmaxStep:
         """What a later tile brings to rows with tops from before."""
-        y, top, shrink, is_due = self.policy.next(s, row_term, mask, top)
+        y, top, shrink, needs_rescale = self.policy.next(s, row_term, mask, top)
         before_exponents()
         p, sums = probabilities(y)
-        return SoftmaxStep(p, sums, top, shrink, is_due)
+        return SoftmaxStep(p, sums, top, shrink, needs_rescale)
 
     def empty_step(self, top: Rows) -> SoftmaxStep:
         """A Step for accumulators to hold until there is one."""
@@ -89,7 +89,7 @@ class Softmax:
 
     def joined(self, accs: tuple[Tile, ...], total: Tile, step: SoftmaxStep) -> SoftmaxState:
         """Rows whose sums the step joins."""
-        *accs_shrunk, total = self.policy.shrunk(step.shrink, step.is_due, (*accs, total))
+        *accs_shrunk, total = self.policy.shrunk(step.shrink, step.needs_rescale, (*accs, total))
         return SoftmaxState(tuple(accs_shrunk), total + step.sums, step.top, step.p.astype(self.spec.dtype))
 
 
@@ -119,13 +119,13 @@ class ShiftedScores(NamedTuple):
         y: Probabilities are 2 ** y.
         top: Of each row, from now on.
         shrink: What a row's sums from before are to be multiplied by.
-        is_due: Whether that is anything but 1 in the warp; None: nobody has asked.
+        needs_rescale: Whether that is anything but 1 in the warp; None: nobody has asked.
     """
 
     y: Tile
     top: Rows
     shrink: Rows
-    is_due: Scalar | None = None
+    needs_rescale: Scalar | None = None
 
 
 @runtime_checkable
@@ -145,9 +145,9 @@ class RowMaxPolicy(Protocol):
         """Of a later tile."""
 
     def no_answer(self) -> Scalar | None:
-        """A False where is_due is a Scalar."""
+        """A False where needs_rescale is a Scalar."""
 
-    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+    def shrunk(self, shrink: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """What sums from before are from now on."""
 
 
@@ -188,7 +188,7 @@ class NoRowMax:
         """See TopPolicy."""
         return None
 
-    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+    def shrunk(self, shrink: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """See TopPolicy."""
         return sums
 
@@ -216,7 +216,7 @@ class RunningRowMax(NoRowMax):
         y = s * self.factor - broadcast_rows(base if row_term is None else base - row_term, s)
         return ShiftedScores(y, new_top, jnp.exp2(top - base))
 
-    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+    def shrunk(self, shrink: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """See TopPolicy."""
         return tuple(x * broadcast_rows(shrink, x) for x in sums)
 
@@ -239,9 +239,9 @@ class LazyRescale(RunningRowMax):
         """See TopPolicy."""
         base = finite_row_max(top) if row_term is None else finite_row_max(top) - row_term
         y = mask(s * self.factor - broadcast_rows(base, s))
-        is_due = warp_votes.is_due(y, top, is_interpreted=self.is_interpreted)
-        y, top, shrink = lax.cond(is_due, self.with_new, lambda y, top: (y, top, top), y, top)
-        return ShiftedScores(y, top, shrink, is_due)
+        needs_rescale = warp_votes.needs_rescale(y, top, is_interpreted=self.is_interpreted)
+        y, top, shrink = lax.cond(needs_rescale, self.with_new, lambda y, top: (y, top, top), y, top)
+        return ShiftedScores(y, top, shrink, needs_rescale)
 
     def with_new(self, y: Tile, top: Rows) -> tuple[Tile, Rows, Rows]:
         """Scores less a new top for rows that need one, the tops, by what sums from before shrink.
@@ -249,8 +249,8 @@ class LazyRescale(RunningRowMax):
         Which rows do is for each to say, not for its neighbours.
         """
         tile_top, base = y.max(axis=1), finite_row_max(top)
-        is_due = (tile_top >= 0) | (top == -jnp.inf)
-        new_top = jnp.where(is_due, tile_top + base + self.room, top)
+        needs_rescale = (tile_top >= 0) | (top == -jnp.inf)
+        new_top = jnp.where(needs_rescale, tile_top + base + self.room, top)
         new_base = finite_row_max(new_top)
         return y - broadcast_rows(new_base - base, y), new_top, jnp.exp2(top - new_base)
 
@@ -258,10 +258,10 @@ class LazyRescale(RunningRowMax):
         """See TopPolicy."""
         return jnp.bool_(False)
 
-    def shrunk(self, shrink: Rows, is_due: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
+    def shrunk(self, shrink: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """See TopPolicy."""
-        rescaled = lambda *sums: super(LazyRescale, self).shrunk(shrink, is_due, sums)
-        return lax.cond(is_due, rescaled, lambda *sums: sums, *sums)
+        rescaled = lambda *sums: super(LazyRescale, self).shrunk(shrink, needs_rescale, sums)
+        return lax.cond(needs_rescale, rescaled, lambda *sums: sums, *sums)
 
 
 def full_rows(value: float) -> Rows:

@@ -71,8 +71,8 @@ def make_tile_lists(
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))
     arrays = schedule.table, schedule.num_valid, *listed
-    sort: Callable[..., Any] = tile_order.sorted_items.by_platform
-    if not tile_order.has_kernel(items=tiles * heads // sets, max_len=kv_tiles):
-        sort = tile_order.sorted_items.twin
+    sort: Callable[..., Any] = tile_order.sort_work_tiles.by_platform
+    if not tile_order.has_kernel(num_tiles=tiles * heads // sets, max_len=kv_tiles):
+        sort = tile_order.sort_work_tiles.fallback
     table, num_valid = sort(*arrays, columns=len(COLUMNS), sets=sets)
     return PrefillTileLists(table, num_valid, listed.entries, schedule.built_for)

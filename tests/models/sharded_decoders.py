@@ -25,7 +25,7 @@ from jattn.models.mesh_padding import spread  # noqa: E402
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
-from tests.assertions import compilations  # noqa: E402
+from tests.assertions import record_compilations  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.tiny_checkpoints import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
@@ -108,7 +108,7 @@ def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
     num_compiles = engine.stats.num_compiles
     assert engine.graphs.num_compiles == len(engine.graphs.buckets)
     uploads = watch_uploads(engine)
-    with compilations() as compiles:
+    with record_compilations() as compiles:
         assert tokens_of(engine) == alone.tokens
     assert not compiles
     assert forks_of(engine) == alone.forks

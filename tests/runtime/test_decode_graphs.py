@@ -23,7 +23,7 @@ from jattn.batch.metadata import abstract_metadata
 from jattn.batch.requests import row_indices
 from jattn.runtime import decode_graphs as graphs_module
 from jattn.runtime.decode_graphs import DecodeGraphs
-from tests.assertions import compilations
+from tests.assertions import record_compilations
 from tests.tiny_step import (
     BLOCK_SIZE,
     CACHE_BYTES,
@@ -96,11 +96,11 @@ class TestCompiles:
             new_caches(),
             np.random.default_rng(0),
         )
-        with compilations() as compiles:
+        with record_compilations() as compiles:
             graphs.precompile(PARAMS, caches, block_size=BLOCK_SIZE, inputs=shape_of, progress=False)
         assert graphs.num_compiles == len(compiles) == 2
         used = set()
-        with compilations() as compiles:
+        with record_compilations() as compiles:
             for _ in range(1000):
                 tokens, seq_lens, tables = random_batch(rng, random_lens(rng))
                 bucket = graphs.choose([len(ids) for ids in tokens])

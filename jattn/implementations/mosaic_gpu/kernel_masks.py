@@ -40,9 +40,9 @@ from jattn.masks.documents import has_contiguous_ids
 from jattn.masks.functions import mask_function_jaxpr
 from jattn.masks.pairs import floor_div, quotient, remainder
 from pallas_kernels.shared import normalize_window_side
-from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD_BITS, KernelMask, PairTile, Words
 
-HALF = WORD // 2
+HALF = WORD_BITS // 2
 MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
 BEFORE_ALL = -(2**30)  # where the first document begins: queries may stand before position 0
 MAX_TOUCHED = 10  # blocks of queries, by the rows of a tile: a word is read for each
@@ -182,7 +182,7 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
             joined = tuple(functools.reduce(join, each) for each in zip(*words, strict=True))
             if not pairs:
                 return joined
-            pairs.append(tile.has_bits(joined))
+            pairs.append(tile.unpack_bit_mask(joined))
         return functools.reduce(join, pairs)
 
     arrays = tuple(x for operand in operands for x in operand.arrays)
@@ -279,11 +279,11 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
 
 def _words_of_blocks(block_kv: int, tile: PairTile, bits: Any) -> Words:
     """Bits of keys out of those of blocks: a tile begins with the first of these, or lies in it."""
-    words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD)
+    words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
     for nth, begin in enumerate(range(0, tile.shape[1], block_kv)):
         is_seen = 0 - (lax.shift_right_logical(bits, jnp.int32(nth)) & 1)  # all bits or none
         for n in range(len(words)):
-            low, high = (min(max(end - n * WORD, 0), WORD) for end in (begin, begin + block_kv))
+            low, high = (min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + block_kv))
             if low < high:
                 its = (1 << high) - (1 << low)
                 words[n] = words[n] | (is_seen & np.uint32(its).astype(np.int32))

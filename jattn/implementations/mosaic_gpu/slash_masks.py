@@ -10,7 +10,7 @@ from jattn.masks import GatheredColumns, Mask, UngatheredVerticalSlash, Vertical
 from jattn.masks.vertical_slash import NOWHERE, line_of, lines_of
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
-from pallas_kernels.varlen_prefill import WORD, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill import WORD_BITS, KernelMask, PairTile, Words
 
 MAX_ROWS = 128  # queries of a tile
 
@@ -28,9 +28,9 @@ def in_place(mask: Mask | None) -> Mask | None:
 
 def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
     """Word i has mark `i - 31 + j` as bit j: so many bits from any place on, n + 31 words."""
-    ends = [(0, 0)] * (marks.ndim - 1) + [(WORD - 1, WORD - 1)]
+    ends = [(0, 0)] * (marks.ndim - 1) + [(WORD_BITS - 1, WORD_BITS - 1)]
     words, bits = jnp.pad(marks, ends).astype(jnp.uint32), 1
-    while bits < WORD:
+    while bits < WORD_BITS:
         words, bits = words[..., :-bits] | (words[..., bits:] << bits), 2 * bits
     return lax.bitcast_convert_type(words, jnp.int32)
 
@@ -49,10 +49,10 @@ def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
         words = []
-        for begin in range(0, tile.shape[1], WORD):
+        for begin in range(0, tile.shape[1], WORD_BITS):
             key = tile.first_key + begin
-            at = of_column, jnp.clip(key, -WORD, num_columns) + WORD
-            distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD - 1)
+            at = of_column, jnp.clip(key, -WORD_BITS, num_columns) + WORD_BITS
+            distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD_BITS - 1)
             column, word = refs[0][at], tile.rows_from(refs[1], (of_slash,), distance + rows)
             for gathered in refs[2:]:
                 word = word & ~gathered[at]
@@ -79,9 +79,9 @@ def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
         first = jnp.clip(tile.first_key, -rows, num_columns) + rows
         of_rows = lambda ref: tile.rows_from(ref, (of_column,), first)
         column, gathered, words = of_rows(refs[0]), [of_rows(ref) for ref in refs[2:]], []
-        for begin in range(0, tile.shape[1], WORD):
+        for begin in range(0, tile.shape[1], WORD_BITS):
             behind = num_slashes - 1 - (tile.first_query + begin - tile.first_key)  # the next key is nearer
-            at = jnp.clip(behind, -rows, num_slashes + WORD - 1) + rows
+            at = jnp.clip(behind, -rows, num_slashes + WORD_BITS - 1) + rows
             word = tile.rows_from(refs[1], (of_slash,), at)
             for its in gathered:
                 word = word & ~its

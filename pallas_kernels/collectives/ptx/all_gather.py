@@ -18,8 +18,8 @@ from pallas_kernels.collectives.ptx.exchange import (
     stored,
     waited_for,
 )
-from pallas_kernels.ptx.fallback import with_twin
-from pallas_kernels.ptx.launch import WARPS, run_program, wait_for_all
+from pallas_kernels.ptx.fallback import with_fallback
+from pallas_kernels.ptx.launch import WARPS, block_barrier, launch_ptx
 
 
 def _by_xla(table: jax.Array, x: jax.Array, *, of: Exchange, axis_name: str | tuple[str, ...]) -> jax.Array:
@@ -27,20 +27,20 @@ def _by_xla(table: jax.Array, x: jax.Array, *, of: Exchange, axis_name: str | tu
     return lax.all_gather(x, axis_name)
 
 
-@with_twin(_by_xla)
-def peer_gather(
+@with_fallback(_by_xla)
+def all_gather_kernel(
     table: jax.Array, x: jax.Array, *, of: Exchange, axis_name: str | tuple[str, ...]
 ) -> jax.Array:
     """All devices' x: [devices, rows, width].
 
     Args:
-        table: As peer_sum has it.
+        table: As all_reduce_kernel has it.
         x: [rows, width], of 32-bit numbers; one whose bits are a word that is never sent becomes 0.
         of: Static: of twice as wide rows of 16-bit numbers.
-        axis_name: Static: the axes of shard_map that the devices lie along, for the twin.
+        axis_name: Static: the axes of shard_map that the devices lie along, for the fallback.
     """
     del axis_name
-    (gathered,) = run_program(
+    (gathered,) = launch_ptx(
         program(of),
         (table, x),
         name="all_gather",
@@ -64,7 +64,7 @@ def program(of: Exchange) -> str:
         *places(of, "$0", "$4"),
         *each_row(of, "$4", "SEND", [*sent(of, "$1")]),
         *each_row(of, "$4", "KEEP", [*_kept(of)]),
-        *wait_for_all(),  # all threads have read the call's number
+        *block_barrier(),  # all threads have read the call's number
         call_ends("$5"),
     ]
     return "{ " + "\n".join(lines) + " }"

@@ -28,8 +28,8 @@ from pallas_kernels.collectives.ptx.exchange import (
     stored,
     waited_for,
 )
-from pallas_kernels.ptx.fallback import rounded_to, with_twin
-from pallas_kernels.ptx.launch import WARPS, run_program, wait_for_all
+from pallas_kernels.ptx.fallback import rounded_to, with_fallback
+from pallas_kernels.ptx.launch import WARPS, block_barrier, launch_ptx
 
 
 class Norm(NamedTuple):
@@ -67,8 +67,8 @@ def _by_xla(
     return stream.astype(x.dtype), normed.astype(x.dtype)
 
 
-@with_twin(_by_xla)
-def peer_sum(
+@with_fallback(_by_xla)
+def all_reduce_kernel(
     table: jax.Array,
     x: jax.Array,
     *stream_and_weight: jax.Array,
@@ -84,11 +84,11 @@ def peer_sum(
         stream_and_weight: Where there is a norm: the stream, as x, and the weight [width], in x's dtype.
         of: Static.
         norm: Static: what follows; None = nothing.
-        axis_name: Static: the axes of shard_map that the devices lie along, for the twin.
+        axis_name: Static: the axes of shard_map that the devices lie along, for the fallback.
     """
     del axis_name
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return run_program(
+    return launch_ptx(
         program(of, norm, x.dtype == jnp.bfloat16),
         (table, x, *stream_and_weight),
         name="all_reduce",
@@ -113,7 +113,7 @@ class _Operands(NamedTuple):
 
 
 def program(of: Exchange, norm: Norm | None, is_bfloat16: bool) -> str:
-    """PTX of a thread; operands in the order of peer_sum's arrays, its results, run_program's own."""
+    """PTX of a thread; operands in the order of all_reduce_kernel's arrays, its results, launch_ptx's own."""
     names = [name for name in _Operands._fields if norm or name not in ("residual", "weight", "normed")]
     at = _Operands(**dict.fromkeys(_Operands._fields, "") | {name: f"${n}" for n, name in enumerate(names)})
     numbers = _Numbers(is_bfloat16)
@@ -127,7 +127,7 @@ def program(of: Exchange, norm: Norm | None, is_bfloat16: bool) -> str:
         f"and.b32 lane, {at.thread}, 31; shr.u32 warp, {at.thread}, 5;",
         f"mov.b32 turn, {at.shared}; mad.lo.u32 both_turns, {at.shared}, 2, {4 * WARPS};",
         *_rows(of, at, norm, numbers),
-        *wait_for_all(),  # all threads have read the call's number
+        *block_barrier(),  # all threads have read the call's number
         call_ends(at.thread),
     ]
     return "{ " + "\n".join(lines) + " }"
@@ -266,7 +266,7 @@ def _total_of_all() -> Iterator[str]:
     ]
     yield from across
     yield "setp.eq.u32 p, lane, 0; mad.lo.u32 x, warp, 4, turn; @p st.shared.f32 [x], total;"
-    yield from wait_for_all()
+    yield from block_barrier()
     yield "mad.lo.u32 x, lane, 4, turn; ld.shared.f32 total, [x];"
     yield from across
     yield "sub.u32 turn, both_turns, turn;"

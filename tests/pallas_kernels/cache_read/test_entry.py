@@ -130,7 +130,7 @@ def test_reads_every_format_on_a_gpu(case):
 
 def test_there_are_no_races():
     case = {name: values[0] for name, values in FAST.items()}
-    with assertions.none_in(kernels=1):
+    with assertions.assert_no_races(num_kernels=1):
         Problem(case).run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
 
 

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.collectives.ptx.all_gather import peer_gather
-from pallas_kernels.collectives.ptx.all_reduce import Norm, peer_sum
+from pallas_kernels.collectives.ptx.all_gather import all_gather_kernel
+from pallas_kernels.collectives.ptx.all_reduce import Norm, all_reduce_kernel
 from pallas_kernels.collectives.ptx.exchange import Exchange, block_bytes_of
 
 LLAMA, GEMMA = Norm(1e-6, is_offset=False, rounds_once=False), Norm(1e-6, is_offset=True, rounds_once=True)
@@ -33,12 +33,12 @@ def aot_cases():
         }
         table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
         x, weight = (jax.ShapeDtypeStruct(of, dtype) for of in ((rows, width), (width,)))
-        plain = lambda table, x, how=how: peer_sum.on_gpu(table, x, **how)
-        normed = functools.partial(peer_sum.on_gpu, **how)
+        plain = lambda table, x, how=how: all_reduce_kernel.on_gpu(table, x, **how)
+        normed = functools.partial(all_reduce_kernel.on_gpu, **how)
         cases[name] = (plain, (table, x)) if norm is None else (normed, (table, x, x, weight))
     for name, (rows, width, devices) in GATHERED.items():
         of = Exchange(rows, 2 * width, devices, block_bytes_of(rows, 2 * width))
         table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
-        run = functools.partial(peer_gather.on_gpu, of=of, axis_name="cp")
+        run = functools.partial(all_gather_kernel.on_gpu, of=of, axis_name="cp")
         cases[name] = (run, (table, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
     return cases

@@ -70,7 +70,7 @@ def check_trial(cuda: Cuda) -> None:
         return collect(*args, **named)
 
     multihost_utils.process_allgather, cuda.log[:] = collect_and_note, []
-    assert support.why_not_peers(jax.devices(), 4) is None
+    assert support.why_not_peer_memory(jax.devices(), 4) is None
     multihost_utils.process_allgather = collect
     assert not cuda.allocated
     assert not cuda.open

@@ -1,4 +1,4 @@
-"""peer_sum's program on one GPU in the place of several: thread blocks of one kernel, a part for each device.
+"""The all-reduce kernel on one GPU that stands for several devices: each has some of the thread blocks.
 
 They wait for each other, so all of them must run at once: on an H200 no more than 132.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels.collectives.ptx import exchange
 from pallas_kernels.collectives.ptx.all_reduce import Norm, program
 from pallas_kernels.collectives.ptx.exchange import Exchange, block_bytes_of, memory_bytes
-from pallas_kernels.ptx.launch import WARPS, run_program
+from pallas_kernels.ptx.launch import WARPS, launch_ptx
 
 
 class Devices:
@@ -42,7 +42,7 @@ class Devices:
         strides = [4 * self.tables.shape[1], parts[0].nbytes, *(0 for _ in stream_and_weight)]
         strides += [parts[0].nbytes for _ in results]
         code = of_each_device(program(of, norm, parts.dtype == jnp.bfloat16), strides, of.blocks)
-        return run_program(
+        return launch_ptx(
             code, operands, name="sums", out_type=results, words=2 * WARPS, grid=(of.blocks * self.count,)
         )
 

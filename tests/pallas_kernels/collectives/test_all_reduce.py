@@ -162,7 +162,7 @@ class TestErrors:
         other = Other()
         for name, value in change.items():
             setattr(other, name, value)
-        found = support.why_not_peers([jax.devices()[0], other], 2)
+        found = support.why_not_peer_memory([jax.devices()[0], other], 2)
         assert found is None if reason is None else found.endswith(reason)
 
     @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ class TestErrors:
                 return 0
 
         monkeypatch.setattr(ctypes_of_driver, "CDLL", Driver)
-        found = support.why_not_peers([GPU(0), GPU(1)], 2)
+        found = support.why_not_peer_memory([GPU(0), GPU(1)], 2)
         assert found is None if reason is None else found.startswith(reason)
 
     @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.collectives import cuda_driver, ipc_memory, support
 from pallas_kernels.collectives.cuda_driver import Driver, DriverError
 from tests.pallas_kernels.collectives.fake_cuda_driver import ERRORS, NOT_PERMITTED, SEEN_AT, Cuda
-from tests.subprocesses import free_port, run_both
+from tests.subprocesses import free_port, run_processes
 
 RIGHT = {
     "cpu": ("{'tp': 2, 'cp': 2}, 68 wide: right", "{'tp': 4, 'cp': 1}, 68 wide: right"),
@@ -31,7 +31,7 @@ def run_two(where):
     port = str(free_port())
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
     module = "tests.pallas_kernels.collectives.run_in_processes"
-    ends = run_both([[module, port, str(rank), where] for rank in range(2)], environment)
+    ends = run_processes([[module, port, str(rank), where] for rank in range(2)], environment)
     assert [code for code, *_ in ends] == [0, 0], ends[0][2][-4000:] + ends[1][2][-4000:]
     return ["\n".join(lines) for _, lines, _ in ends]
 
@@ -64,7 +64,7 @@ def test_devices_of_a_part_of_the_processes_are_refused(monkeypatch, types_unche
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     reason = "devices are of 2 of 3 processes (all of them have some, or one has all)"
-    assert support.why_not_peers([GPU(0), GPU(1)], 2) == reason
+    assert support.why_not_peer_memory([GPU(0), GPU(1)], 2) == reason
 
 
 def test_the_others_hear_of_what_nobody_foresaw(monkeypatch):

@@ -1,4 +1,4 @@
-"""The programs of peer_sum and peer_gather, thread by thread on a CPU: whoever is first, the definition's."""
+"""The PTX of the all-reduce and the all-gather, run by an emulator of several devices."""
 
 import itertools
 import random

@@ -69,7 +69,7 @@ def test_each_tile_is_multiplied_with_its_group_s_matrix(inputs, outputs, output
 
 def test_there_are_no_races():
     problem = Problem(320, 128, outputs_first=True)
-    with assertions.none_in(kernels=1):
+    with assertions.assert_no_races(num_kernels=1):
         problem.run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
 
 

@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels.list_tiles import (
     MAX_QUERY_BLOCKS,
     QUERY_BLOCK_SHIFT,
-    by_sorting,
+    build_lists_by_sorting,
     encode_tiles,
     list_tiles,
 )
@@ -60,7 +60,7 @@ def test_lists_name_tiles_seen_in_part_first():
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
 def test_sorting_equals_a_loop(shape):
     masks = drawn(*shape)
-    check(by_sorting(codes(*masks)), *masks)
+    check(build_lists_by_sorting(codes(*masks)), *masks)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.paged_decode import BlockList, DecodeSizes, paged_decode, reference, schedule_for
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
-from pallas_kernels.ptx.span_search import MOST_AT_ONCE, SpanStart, narrowed_down, span_start
+from pallas_kernels.ptx.span_search import MAX_ROWS_PER_WARP, SpanStart, find_span_start, search_k_ary
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
@@ -260,7 +260,7 @@ class TestRaces:
     def test_there_are_none(self, query_len, score, per_warp_mma):
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
         sizes = DecodeSizes(stages=2, ctas=6, per_warp_mma=per_warp_mma)
-        with assertions.none_in(kernels=2):
+        with assertions.assert_no_races(num_kernels=2):
             jax.block_until_ready(interpreted(*args, **kwargs, sizes=sizes, detect_races=True))
 
 
@@ -301,7 +301,7 @@ class TestSchedule:
             got.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
         starts = [
-            narrowed_down(got.unit_ends, got.unit_ends, jnp.int32(number), num_spans=got.num_spans)
+            search_k_ary(got.unit_ends, got.unit_ends, jnp.int32(number), num_spans=got.num_spans)
             for number in range(4)
         ]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
@@ -316,7 +316,7 @@ class TestSchedule:
     def test_a_span_begins_in_the_request_that_holds_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
         for number in range(8):
-            found = narrowed_down(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
+            found = search_k_ary(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
             row = np.searchsorted(ends, number * -(-ends[-1] // 7), side="right")
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
@@ -342,14 +342,14 @@ class TestSchedule:
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MOST_AT_ONCE, 1000])
+    @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MAX_ROWS_PER_WARP, 1000])
     def test_a_warp_finds_the_same_start(self, reqs):
         ends = jnp.cumsum(jax.random.randint(jax.random.key(reqs), (reqs,), 1, 20), dtype=jnp.int32)
         values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
 
         def body(ends_g, values_g, found_g):
             number = jax.lax.axis_index("span")
-            found = span_start(ends_g, values_g, number, num_spans=num_spans, is_interpreted=False)
+            found = find_span_start(ends_g, values_g, number, num_spans=num_spans, is_interpreted=False)
             for i, x in enumerate(found):
                 found_g[number, i] = x
 
@@ -357,7 +357,7 @@ class TestSchedule:
         find = plgpu.kernel(body, out_type=shape, grid=(num_spans + 1,), grid_names=("span",))
         found = SpanStart(*find(ends, values).T)
         for number in range(num_spans + 1):
-            want = narrowed_down(ends, values, jnp.int32(number), num_spans=num_spans)
+            want = search_k_ary(ends, values, jnp.int32(number), num_spans=num_spans)
             assert int(found.row[number]) == int(want.row)
             if want.row < reqs:
                 assert [int(x[number]) for x in found] == [int(x) for x in want]

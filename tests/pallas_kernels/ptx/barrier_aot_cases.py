@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.cumulative_units import unit_ends
+from pallas_kernels.ptx.cumulative_units import cumulative_units
 from pallas_kernels.ptx.launch import WARPGROUPS
 
 
@@ -31,7 +31,7 @@ def of_warpgroups(x):
 def aot_cases():
     """Name -> function and abstract arguments."""
     shape = jax.ShapeDtypeStruct
-    ends = lambda counts: unit_ends.by_platform(counts, listed=16, unit=64)
+    ends = lambda counts: cumulative_units.by_platform(counts, listed=16, unit=64)
     return {
         "program": (ends, (shape((512,), jnp.int32),)),
         "warpgroups": (of_warpgroups, (shape((WARPGROUPS, 128), jnp.float32),)),

@@ -1,4 +1,4 @@
-"""Each piece of per-lane code in a kernel of its own, and its twin on the same arrays."""
+"""Each piece of per-lane code in a kernel of its own, and its fallback on the same arrays."""
 
 import functools
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import bit_mask, span_search, split_outputs, split_signs, stores, warp_votes
 from pallas_kernels.ptx.layouts import BY_THREAD, ROW, THREADS, TILE
-from pallas_kernels.ptx.warp_mma import key_products, value_products, warp_largest
-from pallas_kernels.ptx.warp_outputs import store_results
-from pallas_kernels.ptx.warp_query import WARPS, WarpTile, query_fragments
+from pallas_kernels.ptx.warp_mma import pv_mma, qk_mma, warp_row_max
+from pallas_kernels.ptx.warp_outputs import store_warp_outputs
+from pallas_kernels.ptx.warp_query import WARPS, WarpTile, load_query_fragments
 from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.memory import store_unoptimized, swizzled_smem
 
@@ -22,12 +22,12 @@ f32 = jnp.float32
 
 
 class Case(NamedTuple):
-    """Code and twin of the same arrays; both give a tuple of arrays."""
+    """Code and fallback of the same arrays; both give a tuple of arrays."""
 
     arrays: tuple[Any, ...]
     on_gpu: Callable[..., tuple[Any, ...]]
-    twin: Callable[..., tuple[Any, ...]]
-    codes: tuple[Any, ...]  # that it runs
+    fallback: Callable[..., tuple[Any, ...]]
+    functions: tuple[Any, ...]  # the device functions that it runs
     tolerance: float = 0.0
 
 
@@ -70,13 +70,13 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
         plgpu.copy_gmem_to_smem(q_g, q_s, loaded)
         plgpu.copy_gmem_to_smem(k_g, k_s, loaded)
         plgpu.barrier_wait(loaded)
-        operand, factor = query_fragments.on_gpu(q_s, tile=tile)
-        store_unoptimized(s_g, key_products.on_gpu(k_s, operand, tile=tile))
+        operand, factor = load_query_fragments.on_gpu(q_s, tile=tile)
+        store_unoptimized(s_g, qk_mma.on_gpu(k_s, operand, tile=tile))
         store_unoptimized(factor_g, factor)
 
-    def twin(q, k):
-        operand, factor = query_fragments.twin(jax.new_ref(q), tile=tile)
-        return key_products.twin(jax.new_ref(k), operand, tile=tile), factor
+    def fallback(q, k):
+        operand, factor = load_query_fragments.fallback(jax.new_ref(q), tile=tile)
+        return qk_mma.fallback(jax.new_ref(k), operand, tile=tile), factor
 
     scratch = (
         swizzled_smem(q.shape, q.dtype),
@@ -84,7 +84,7 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
         plgpu.Barrier(num_arrivals=2),
     )
     run = kernel(body, (tile.shape, f32), (tile.shape, f32), scratch=scratch)
-    return Case((q, k), run, twin, (query_fragments, key_products), 1e-4)
+    return Case((q, k), run, fallback, (load_query_fragments, qk_mma), 1e-4)
 
 
 def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int) -> Case:
@@ -100,8 +100,8 @@ def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int)
 
     def results(code: str, v_s: Any, p: Any, top: Any, merge_s: Any, ends: list[Any], accs: Any) -> None:
         for _ in range(2):  # what was there counts, too
-            accs = getattr(value_products, code)(v_s, p, accs, *ends[:2], ends[2:], piece=piece, tile=tile)
-        getattr(store_results, code)(merge_s, accs, top, p, tile=tile)
+            accs = getattr(pv_mma, code)(v_s, p, accs, *ends[:2], ends[2:], piece=piece, tile=tile)
+        getattr(store_warp_outputs, code)(merge_s, accs, top, p, tile=tile)
 
     def body(v_g, p_g, top_g, ends_g, out_g, v_s, merge_s, loaded):
         plgpu.copy_gmem_to_smem(v_g, v_s, loaded)
@@ -113,41 +113,41 @@ def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int)
         plgpu.copy_smem_to_gmem(merge_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
-    def twin(v, p, top, ends_here):
+    def fallback(v, p, top, ends_here):
         merge_s = jax.new_ref(jnp.full(out, jnp.nan, f32))
         accs = [jnp.zeros(tile.shape, f32)] * tile.num_accs
-        results("twin", jax.new_ref(v), p, top, merge_s, list(ends_here), accs)
+        results("fallback", jax.new_ref(v), p, top, merge_s, list(ends_here), accs)
         return (merge_s[...],)
 
     scratch = swizzled_smem(v.shape, v.dtype, width=cut.width), plgpu.SMEM(out, f32), plgpu.Barrier()
     run = kernel(body, (out, f32), scratch=scratch)
-    return Case((v, p, top, ends), run, twin, (value_products, store_results), 1e-4)
+    return Case((v, p, top, ends), run, fallback, (pv_mma, store_warp_outputs), 1e-4)
 
 
 def largest() -> Case:
     tile = tile_of(24, 64, jnp.bfloat16, jnp.bfloat16)
 
     def body(x_g, out_g):
-        store_unoptimized(out_g, warp_largest.on_gpu(load(x_g), tile=tile))
+        store_unoptimized(out_g, warp_row_max.on_gpu(load(x_g), tile=tile))
 
-    twin = lambda x: (warp_largest.twin(x, tile=tile),)
-    return Case((jnp.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), twin, (warp_largest,))
+    fallback = lambda x: (warp_row_max.fallback(x, tile=tile),)
+    return Case((jnp.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), fallback, (warp_row_max,))
 
 
 def votes_of(y: np.ndarray, top: np.ndarray) -> Case:
-    """Warps answer for themselves, rows of 16: the twin says what one of them does."""
+    """Warps answer for themselves, rows of 16: the fallback says what one of them does."""
 
     def body(y_g, top_g, due_g):
         spread = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.int32), (64,), []), ROW)
-        due = warp_votes.is_due.on_gpu(load(y_g), load(top_g, ROW))
+        due = warp_votes.needs_rescale.on_gpu(load(y_g), load(top_g, ROW))
         store_unoptimized(due_g, spread(due))
 
-    def twin(y, top):
-        return (warp_votes.is_due.twin(y, top),)
+    def fallback(y, top):
+        return (warp_votes.needs_rescale.fallback(y, top),)
 
     ran = kernel(body, ((64,), jnp.int32))
     of_any = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
-    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, twin, (warp_votes.is_due,))
+    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, fallback, (warp_votes.needs_rescale,))
 
 
 def masked_scores() -> Case:
@@ -156,29 +156,33 @@ def masked_scores() -> Case:
 
     def body(s_g, words_g, out_g, bits_g):
         both = tuple(load(words_g.at[w], ROW) for w in range(2))
-        store_unoptimized(out_g, bit_mask.masked_by_bits.on_gpu(load(s_g), both))
+        store_unoptimized(out_g, bit_mask.apply_bit_mask.on_gpu(load(s_g), both))
         ones = plgpu.layout_cast(jnp.ones((64, 64), f32), TILE)
-        store_unoptimized(bits_g, jnp.where(bit_mask.has_bits.on_gpu(both, shape=(64, 64)), ones, ones * 0.0))
+        store_unoptimized(
+            bits_g, jnp.where(bit_mask.unpack_bit_mask.on_gpu(both, shape=(64, 64)), ones, ones * 0.0)
+        )
 
-    def twin(s, words):
+    def fallback(s, words):
         both = tuple(words)
-        return bit_mask.masked_by_bits.twin(s, both), bit_mask.has_bits.twin(both, shape=(64, 64)).astype(f32)
+        return bit_mask.apply_bit_mask.fallback(s, both), bit_mask.unpack_bit_mask.fallback(
+            both, shape=(64, 64)
+        ).astype(f32)
 
     run = kernel(body, ((64, 64), f32), ((64, 64), f32))
-    return Case((s, words), run, twin, (bit_mask.masked_by_bits, bit_mask.has_bits))
+    return Case((s, words), run, fallback, (bit_mask.apply_bit_mask, bit_mask.unpack_bit_mask))
 
 
 def rows_out(rows: int, columns: int, acc: tuple[int, int], dtype: Any) -> Case:
     def body(acc_g, out_g):
         stores.store_transposed.on_gpu(out_g, load(acc_g))
 
-    def twin(acc):
+    def fallback(acc):
         out = jax.new_ref(jnp.zeros((rows, columns), dtype))
-        stores.store_transposed.twin(out, acc)
+        stores.store_transposed.fallback(out, acc)
         return (out[...],)
 
     run = kernel(body, ((rows, columns), dtype))
-    return Case((jnp.asarray(drawn(*acc)),), run, twin, (stores.store_transposed,))
+    return Case((jnp.asarray(drawn(*acc)),), run, fallback, (stores.store_transposed,))
 
 
 def heads_out(kv_heads: int) -> Case:
@@ -187,12 +191,12 @@ def heads_out(kv_heads: int) -> Case:
     def body(x_g, out_g):
         stores.store_heads.on_gpu(out_g, load(x_g, ROW))
 
-    def twin(x):
+    def fallback(x):
         out = jax.new_ref(jnp.zeros(shape, f32))
-        stores.store_heads.twin(out, x)
+        stores.store_heads.fallback(out, x)
         return (out[...],)
 
-    return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), twin, (stores.store_heads,))
+    return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), fallback, (stores.store_heads,))
 
 
 def tokens_out(token: int, begin: int, end: int, each: int) -> Case:
@@ -205,13 +209,13 @@ def tokens_out(token: int, begin: int, end: int, each: int) -> Case:
             out_g[head] = before_g[head]
         stores.store_tokens.on_gpu(out_g, load(x_g, ROW), *(at_g[nth] for nth in range(4)), each=each)
 
-    def twin(x, before, at):
+    def fallback(x, before, at):
         out = jax.new_ref(before)
-        stores.store_tokens.twin(out, x, *at, each=each)
+        stores.store_tokens.fallback(out, x, *at, each=each)
         return (out[...],)
 
     arrays = jnp.asarray(drawn(64)), jnp.asarray(drawn(*shape)), jnp.asarray(at, jnp.int32)
-    return Case(arrays, kernel(body, (shape, f32)), twin, (stores.store_tokens,))
+    return Case(arrays, kernel(body, (shape, f32)), fallback, (stores.store_tokens,))
 
 
 def split(rows: int, columns: int, dtype: Any) -> Case:
@@ -225,20 +229,20 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
         plgpu.copy_smem_to_gmem(x_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
-    def twin(x):
+    def fallback(x):
         both = jax.new_ref(jnp.stack([x, jnp.zeros_like(x)]))
-        split_signs.split_signs.twin(both)
+        split_signs.split_signs.fallback(both)
         return (both[...],)
 
     scratch = swizzled_smem((2, rows, columns), dtype), plgpu.Barrier()
     run = kernel(body, ((2, rows, columns), dtype), scratch=scratch)
-    return Case((x,), run, twin, (split_signs.split_signs,))
+    return Case((x,), run, fallback, (split_signs.split_signs,))
 
 
 def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
     """Loads of three partial results, and the sums of those there are, stored."""
     cut, at_once = head_chunks(head_dim), 3
-    share = split_outputs.Share(
+    share = split_outputs.CombineTile(
         tile_q=tile_q, rows=rows, cut=cut, columns=columns, head_tiles=2, at_once=at_once
     )
     strips = cut.padded_dim // columns
@@ -249,13 +253,13 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
     found = strips, at_once + at_once + 1, THREADS
 
     def one(code: str, refs: Any, left: Any, strip: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
-        get = lambda piece: functools.partial(getattr(getattr(split_outputs, piece), code), share=share)
-        tops, totals, accs = get("partials")(refs, 1, left, 1, strip)
-        query = get("of_queries")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
+        get = lambda piece: functools.partial(getattr(getattr(split_outputs, piece), code), tile=share)
+        tops, totals, accs = get("load_split_outputs")(refs, 1, left, 1, strip)
+        query = get("load_per_query")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
         for i, x in enumerate([*tops, *totals, query]):
             write(strip, i, x)
         sums = [functools.reduce(jnp.add, of_column) for of_column in zip(*accs, strict=True)]
-        get("store")(out_ref, lse_ref, sums, query, strip)
+        get("store_combined")(out_ref, lse_ref, sums, query, strip)
 
     def body(o_g, top_g, total_g, left_g, found_g, out_g, lse_g):
         def write(strip: Any, i: int, x: Any) -> None:
@@ -264,7 +268,7 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
         strip = lax.axis_index("nth")
         one("on_gpu", (o_g, top_g, total_g), left_g[0], strip, write, out_g, lse_g)
 
-    def twin(o, top, total, left):
+    def fallback(o, top, total, left):
         refs = tuple(map(jax.new_ref, (o, top, total)))
         found_ref, out_ref, lse_ref = (
             jax.new_ref(jnp.zeros(*x)) for x in ((found, f32), (out, jnp.bfloat16), ((tile_q,), f32))
@@ -274,12 +278,12 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
             found_ref[strip, i] = x
 
         for strip in range(strips):
-            one("twin", refs, left[0], strip, write, out_ref, lse_ref)
+            one("fallback", refs, left[0], strip, write, out_ref, lse_ref)
         return found_ref[...], out_ref[...], lse_ref[...]
 
     outs = (found, f32), (out, jnp.bfloat16), ((tile_q,), f32)
-    codes = split_outputs.partials, split_outputs.of_queries, split_outputs.store
-    return Case((o, top, total, lefts), kernel(body, *outs, grid=strips), twin, codes)
+    codes = split_outputs.load_split_outputs, split_outputs.load_per_query, split_outputs.store_combined
+    return Case((o, top, total, lefts), kernel(body, *outs, grid=strips), fallback, codes)
 
 
 def start_of_spans(reqs: int) -> Case:
@@ -290,14 +294,14 @@ def start_of_spans(reqs: int) -> Case:
 
     def body(ends_g, values_g, found_g):
         number = lax.axis_index("nth")
-        found = span_search.compared_at_once.on_gpu(ends_g, values_g, number, num_spans=num_spans)
+        found = span_search.search_by_warp.on_gpu(ends_g, values_g, number, num_spans=num_spans)
         for i, x in enumerate(found):
             found_g[number, i] = x
 
-    def twin(ends, values):
+    def fallback(ends, values):
         refs = jax.new_ref(ends), jax.new_ref(values)
         spans = [
-            span_search.compared_at_once.twin(*refs, jnp.int32(number), num_spans=num_spans)
+            span_search.search_by_warp.fallback(*refs, jnp.int32(number), num_spans=num_spans)
             for number in range(num_spans)
         ]
         return (meant(jnp.asarray([list(span) for span in spans])),)
@@ -311,7 +315,7 @@ def start_of_spans(reqs: int) -> Case:
 
     made = kernel(body, ((num_spans, num), jnp.int32), grid=num_spans)
     run = lambda *arrays: tuple(map(meant, made(*arrays)))
-    return Case((ends, values), run, twin, (span_search.compared_at_once,))
+    return Case((ends, values), run, fallback, (span_search.search_by_warp,))
 
 
 def all_cases() -> dict[str, Case]:

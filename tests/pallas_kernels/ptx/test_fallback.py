@@ -1,4 +1,4 @@
-"""Code of lanes against its twin: on a GPU side by side; elsewhere the twin, and that the code compiles."""
+"""Device functions agree with their fallbacks on a GPU; without one, both run or compile."""
 
 import importlib
 import pathlib
@@ -9,74 +9,72 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import ptx
-from pallas_kernels.ptx.fallback import LaneCode
+from pallas_kernels import collectives, ptx
+from pallas_kernels.ptx.fallback import DeviceFunction
 from tests import aot
 from tests.pallas_kernels.ptx.cases import all_cases
 
 CASES = all_cases()
-# Whole kernels, held against their twins by the tests of what they are for.
-PROGRAMS = {"unit_ends", "list_tiles", "best_blocks", "sorted_items", "peer_sum", "peer_gather"}
+# Complete kernels, which the tests of the functions that launch them compare with their fallbacks.
+KERNELS = {"cumulative_units", "list_tiles", "top_k_blocks", "sort_work_tiles"}
 
 
-def codes():
-    """Name -> LaneCode, of the whole room."""
+def device_functions():
+    """Yield (name, DeviceFunction) for each one in the ptx package."""
     for module in pkgutil.iter_modules(ptx.__path__):
         for x in vars(importlib.import_module(f"{ptx.__name__}.{module.name}")).values():
-            if isinstance(x, LaneCode):
+            if isinstance(x, DeviceFunction):
                 yield x.on_gpu.__name__, x
 
 
-def test_each_piece_of_code_has_a_case():
-    tested = [code for case in CASES.values() for code in case.codes]
-    assert {name for name, code in codes() if code not in tested} == PROGRAMS
+def test_each_device_function_has_a_case():
+    tested = [function for case in CASES.values() for function in case.functions]
+    assert {name for name, function in device_functions() if function not in tested} == KERNELS
 
 
-def test_contributing_says_what_each_module_costs():
-    """And what it gains, for somebody to judge."""
+def test_contributing_lists_each_ptx_module():
     text = (pathlib.Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
-    table = re.findall(r"^\| ([\w, ]+) \| .* \| ([\d, ]+) \| .*\|$", text, flags=re.MULTILINE)
-    said = {
-        name: int(n) for names, ns in table for name, n in zip(names.split(", "), ns.split(", "), strict=True)
-    }
-    folder = pathlib.Path(ptx.__path__[0])
-    modules = {path.stem: len(path.read_text().splitlines()) for path in folder.glob("[!_]*.py")}
-    assert said.keys() == modules.keys()
-    assert max(abs(said[name] - num) for name, num in modules.items()) <= 20, modules
+    rows = re.findall(
+        r"^\| ((?:collectives/ptx: )?[a-z0-9_, ]+) \| [^|]* \| [^|]*\|$", text, flags=re.MULTILINE
+    )
+    listed = {name.split(": ")[-1] for names in rows for name in names.split(", ")}
+    folders = [pathlib.Path(ptx.__path__[0]), pathlib.Path(collectives.__path__[0]) / "ptx"]
+    modules = {path.stem for folder in folders for path in folder.glob("[!_]*.py")}
+    assert modules <= listed
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_code_does_what_its_twin_does(name):
+def test_device_function_equals_its_fallback(name):
     case = CASES[name]
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(case.twin)(*case.arrays)
-    for found, want in zip(jax.jit(case.on_gpu)(*case.arrays), wanted, strict=True):
-        found, want = (np.asarray(x, np.float64) for x in (found, want))
-        scale = np.abs(want[np.isfinite(want)]).max(initial=0.0)
-        np.testing.assert_allclose(found, want, rtol=0, atol=case.tolerance * scale)
+        fallback_results = jax.jit(case.fallback)(*case.arrays)
+    for result, expected in zip(jax.jit(case.on_gpu)(*case.arrays), fallback_results, strict=True):
+        result, expected = (np.asarray(x, np.float64) for x in (result, expected))
+        scale = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
+        np.testing.assert_allclose(result, expected, rtol=0, atol=case.tolerance * scale)
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_twin_takes_and_gives_what_the_code_does(name):
+def test_fallback_has_the_device_functions_shapes_and_dtypes(name):
     case = CASES[name]
-    given = jax.eval_shape(case.on_gpu, *case.arrays)
-    found = jax.jit(case.twin)(*case.arrays)
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in given]
-    assert not any(np.isnan(np.asarray(x, np.float64)).any() for x in found)
+    expected = jax.eval_shape(case.on_gpu, *case.arrays)
+    results = jax.jit(case.fallback)(*case.arrays)
+    assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in expected]
+    assert not any(np.isnan(np.asarray(x, np.float64)).any() for x in results)
 
 
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return each case's function and abstract arguments by name."""
     as_shapes = lambda case: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.arrays)
     return {name: (case.on_gpu, as_shapes(case)) for name, case in CASES.items()}
 
 
-def test_the_code_compiles():
+def test_device_functions_compile_without_spills():
     aot.require_plugin()
     module = "tests.pallas_kernels.ptx.test_fallback"
     reports = aot.compile_all(module, list(CASES))
-    alike = [name for name, kernels in reports.items() if not kernels]  # another case has the same code
-    reports |= {name: aot.kernels_in(text) for name, text in aot.apart_reports(module, alike).items()}
+    same = [name for name, kernels in reports.items() if not kernels]  # an earlier case has the same code
+    reports |= {name: aot.kernels_in(text) for name, text in aot.apart_reports(module, same).items()}
     for name, kernels in reports.items():
         assert [kernel.spilled_bytes for kernel in kernels] == [0], name

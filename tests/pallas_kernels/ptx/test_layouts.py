@@ -14,7 +14,7 @@ from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, layouts
 from pallas_kernels.ptx.launch import BARRIER, THREADS
-from pallas_kernels.ptx.warp_query import right_layout
+from pallas_kernels.ptx.warp_query import mma_rhs_layout
 from tests import aot
 
 
@@ -25,8 +25,8 @@ from tests import aot
         (layouts.ROW, layouts.ROW_LAYOUT),
         (layouts.SCALAR, layouts.SCALAR_LAYOUT),
         (layouts.BY_THREAD, layouts.BY_THREAD_LAYOUT),
-        (right_layout(jnp.bfloat16), layouts.RIGHT_LAYOUT),
-        (right_layout(jnp.float16), layouts.RIGHT_LAYOUT),
+        (mma_rhs_layout(jnp.bfloat16), layouts.RIGHT_LAYOUT),
+        (mma_rhs_layout(jnp.float16), layouts.RIGHT_LAYOUT),
     ],
 )
 def test_jax_s_layouts_are_those_that_are_known(layout, known):

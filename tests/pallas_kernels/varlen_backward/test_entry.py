@@ -165,7 +165,7 @@ class TestRaces:
         problem = BackwardProblem(setting)
         interpret = plgpu.InterpretGPUParams(detect_races=True)
         sizes = two_kernels(head_dim) if deterministic else BackwardSizes(tile_q=64, ctas=1)
-        with assertions.none_in(kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
+        with assertions.assert_no_races(num_kernels=1 if not deterministic else 3 if head_dim == 256 else 2):
             problem.check(grads_of(problem, interpret, sizes))
 
 

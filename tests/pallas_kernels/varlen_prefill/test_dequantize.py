@@ -80,7 +80,7 @@ class TestContract:
             sizes=PrefillSizes(tile_kv=64, stages=2, ctas=2, pack_gqa=4),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )  # fmt: skip
-        with assertions.none_in(kernels=1):
+        with assertions.assert_no_races(num_kernels=1):
             jax.block_until_ready(run())
 
     @pytest.mark.parametrize("stored", ["fp8_head", "int8_token_head"])

@@ -272,7 +272,7 @@ class TestRaces:
         )
         sizes = PrefillSizes(tile_kv=64, stages=2, warpgroups=warpgroups, ctas=2)
         args = draw(0, 2), draw(1, 1), draw(2, 1)
-        with assertions.none_in(kernels=1):
+        with assertions.assert_no_races(num_kernels=1):
             run = packed(lens, lens, *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
             jax.block_until_ready(run)
 

@@ -74,7 +74,7 @@ class TestContract:
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         sizes = PrefillSizes(tile_kv=64, ctas=2, pack_gqa=4, max_splits=splits)
         args = draw(0, 64, 4, 64), draw(1, 200, 1, 64), draw(2, 200, 1, 64)
-        with assertions.none_in(kernels=1 if splits == 1 else 2):
+        with assertions.assert_no_races(num_kernels=1 if splits == 1 else 2):
             run = packed([64], [200], *args, score=Score(scale=0.1), sizes=sizes, detect_races=True)
             jax.block_until_ready(run)
 

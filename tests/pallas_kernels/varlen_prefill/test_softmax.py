@@ -83,9 +83,9 @@ class TestSums:
         for nth, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             mask = lambda s, seen=seen: jnp.where(seen, s, -jnp.inf)
             step = policy.next if nth else policy.first
-            y, top, shrink, is_due = step(jnp.asarray(s), term, mask, top)
+            y, top, shrink, needs_rescale = step(jnp.asarray(s), term, mask, top)
             if nth:
-                (total,) = policy.shrunk(shrink, is_due, (total,))
+                (total,) = policy.shrunk(shrink, needs_rescale, (total,))
             total = total + jnp.exp2(y)
         s = np.where(is_seen, tiles_of_s.astype(np.float64) * LOG2E, -np.inf)
         if has_row_term:

@@ -82,7 +82,7 @@ class TestContract:
     def test_none_of_them_races(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
         args, sizes = (draw(0, 128), draw(1, 320), draw(2, 320)), PrefillSizes(tile_kv=64, ctas=2)
-        with assertions.none_in(kernels=2):
+        with assertions.assert_no_races(num_kernels=2):
             run = packed([128], [320], *args, score=Score(scale=0.1), sizes=cut(sizes), detect_races=True)
             jax.block_until_ready(run)
 

@@ -325,10 +325,10 @@ def lists_of_any_lengths(tiles, heads, max_len, num_valid):
 )
 def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_valid, sets):
     arrays = lists_of_any_lengths(tiles, heads, max_len, num_valid)
-    assert tile_order.has_kernel(items=tiles * heads // sets, max_len=max_len)
+    assert tile_order.has_kernel(num_tiles=tiles * heads // sets, max_len=max_len)
     static = {"columns": len(COLUMNS), "sets": sets}
-    table, count = jax.jit(functools.partial(tile_order.sorted_items.on_gpu, **static))(*arrays)
-    want, want_count = jax.jit(functools.partial(tile_order.sorted_items.twin, **static))(*arrays)
+    table, count = jax.jit(functools.partial(tile_order.sort_work_tiles.on_gpu, **static))(*arrays)
+    want, want_count = jax.jit(functools.partial(tile_order.sort_work_tiles.fallback, **static))(*arrays)
     np.testing.assert_array_equal(count, want_count)
     live = slice(0, num_valid * heads), slice(0, len(COLUMNS) + len(LIST_COLUMNS))
     np.testing.assert_array_equal(table[live], want[live])
@@ -354,7 +354,7 @@ def test_what_ships_compiles_and_hardly_spills(name):
     spilled = collections.defaultdict(int)
     for kernel in compiled()[name]:  # with gathered columns there are two of one name
         spilled[kernel.name] = max(spilled[kernel.name], kernel.spilled_bytes)
-    for small in ("list_tiles", "sorted_items"):  # jax 0.12 compiles what two cases share but once
+    for small in ("list_tiles", "sort_work_tiles"):  # jax 0.12 compiles what two cases share but once
         assert spilled.pop(f"{small}_mosaic_gpu_kernel", 0) == 0
     assert list(spilled) == ["varlen_prefill_mosaic_gpu_kernel"]
     assert max(spilled.values()) <= 80
@@ -454,5 +454,5 @@ def test_warpgroups_do_not_race_over_lists():
     cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
     mask = masks.BlockMask(blocks=SMALL[:2, :4, :4] | np.eye(4, dtype=bool), block_q=64, block_kv=64)
     run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    with assertions.none_in(kernels=1):
+    with assertions.assert_no_races(num_kernels=1):
         jax.block_until_ready(jax.jit(run)(draw(2, 256, 2, 64), cache, metadata, mask=mask))

@@ -11,7 +11,7 @@ from jattn.serving.engine.cascade_attention import CascadeSteps, num_common_pref
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.step_sampler import next_tokens
 from jattn.spec import AttentionSpec
-from tests.assertions import compilations
+from tests.assertions import record_compilations
 from tests.serving.tiny import one_layer_model
 
 MODEL = one_layer_model()
@@ -98,7 +98,7 @@ def test_precompile_brings_cascades_too():
     assert engine.stats.num_compiles == 1 + 2
     assert engine.warm_up(0) == 0  # those of cascades have run, too
     assert [sum(runs.num_runs.values()) for runs in engine._runner._runs] == [2, 4]
-    with compilations() as compiled:
+    with record_compilations() as compiled:
         engine.generate(PROMPTS[:1], max_tokens=1)
         engine.generate(PROMPTS, max_tokens=4)
     assert compiled == []

@@ -18,7 +18,7 @@ from jattn.serving.engine.config import memory_of_device
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.input_processor import token_ids_of
 from jattn.serving.engine.sampling_params import SamplingParams
-from tests.assertions import compilations
+from tests.assertions import record_compilations
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
 
@@ -297,7 +297,7 @@ class TestSteps:
         )
         engine.precompile(progress=False)
         assert engine.stats.num_compiles == 2
-        with compilations() as compiled:
+        with record_compilations() as compiled:
             engine.generate([[3, 1, 4], [1] * 33], max_tokens=8)
             assert (engine.stats.num_compiles, engine.stats.num_steps) == (2, 9)
             for hot in ({}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"min_p": 0.1}):

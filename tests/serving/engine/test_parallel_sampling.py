@@ -11,7 +11,7 @@ from jattn.serving import SamplingParams
 from jattn.serving.engine.block_copies import BlockCopies
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.scheduler import Scheduler
-from tests.assertions import compilations, copies_of
+from tests.assertions import copies_of, record_compilations
 from tests.serving.engine.test_engine_requests import drained, engine_of
 from tests.serving.engine.test_prefix_cache import Pool
 
@@ -267,7 +267,7 @@ class TestEngine:
         engine = engine_of()
         engine.precompile(progress=False)
         params = SamplingParams(seed=0, n=3, **HOT)
-        with compilations() as compiled:
+        with record_compilations() as compiled:
             engine.generate([list(range(13)), list(range(50, 63))], params)
         assert (engine.stats.num_forked_tokens, compiled) == (4 * 12, [])
 

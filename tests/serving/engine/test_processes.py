@@ -24,7 +24,7 @@ from jattn.serving.engine.processes import processes_of, require_alike
 from jattn.serving.engine.warmup import Cold, Runs
 from tests.serving.engine.process_requests import SIZES, asked, drafted, scales_of
 from tests.serving.tiny import one_layer_model
-from tests.subprocesses import ROOT, free_port, run_both
+from tests.subprocesses import ROOT, free_port, run_processes
 
 MODEL = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}  # on four, each held twice
 SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itself watches takes 100 and more
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 def run_two(folder, what):
     """Exit code, lines of stdout and stderr of both processes."""
     port = free_port()
-    return run_both(
+    return run_processes(
         ["tests.serving.engine.two_process_engine", str(port), str(rank), str(folder), what]
         for rank in range(2)
     )
@@ -128,7 +128,7 @@ def tokens_of_peers(where):
     if where == "gpu":
         environment["JAX_PLATFORMS"] = "cuda,cpu"  # parameters of a mesh are made on the host
     module = "tests.serving.engine.two_process_peer_memory"
-    (code, lines, error), (other_code, _, other_error) = run_both(
+    (code, lines, error), (other_code, _, other_error) = run_processes(
         [[module, port, str(rank), where] for rank in range(2)], environment
     )
     assert (code, other_code) == (0, 0), error + other_error
@@ -159,7 +159,7 @@ class TestNodesOfTheCommandLine:
 
     def run(self, *options):
         nodes = ["--nnodes", "2", "--master-port", str(free_port())]
-        return run_both(
+        return run_processes(
             [*self.COMMAND, *self.SIZES, *options, *nodes, "--node-rank", str(rank)] for rank in range(2)
         )
 

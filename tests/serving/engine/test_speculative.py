@@ -9,7 +9,7 @@ from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutpu
 from jattn.serving.engine.proposer import BALANCE_TOKENS, draft_buckets
 from jattn.serving.engine.sequence import MAX_SLEEP, Drafting
 from jattn.serving.engine.speculative import Speculation
-from tests.assertions import compilations
+from tests.assertions import record_compilations
 from tests.serving.tiny import one_layer_model
 
 MODEL = one_layer_model()
@@ -383,7 +383,7 @@ class TestDraftModels:
             SamplingParams(max_tokens=9, temperature=1.0, top_k=3, seed=0),
         ]
         assert engine.warm_up(0) == 0
-        with compilations() as compiled:
+        with record_compilations() as compiled:
             engine.generate([[3, 1, 4], [1] * 20], params)
             engine.generate([[3, 1, 4], [1] * 20], max_tokens=9)
         assert compiled == []
