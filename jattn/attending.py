@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.batch.metadata import BatchMetadata, Part, part_of, rows_from
-from jattn.cache import PackedKV, PagedCache, require_alive
+from jattn.batch.metadata import BatchMetadata, RegionBatch, region_batch, rows_from
+from jattn.cache import PackedKV, PagedCache, require_not_deleted
 from jattn.cascade import CascadeMetadata, check_causal_rows, why_no_cascade
 from jattn.implementations import differentiable_attention, mosaic_gpu, reference, xla
-from jattn.implementations.differentiable_attention import underivable_cache
-from jattn.implementations.layer_config import Layer, layer_of
-from jattn.implementations.mosaic_gpu import Work
-from jattn.implementations.selection import Asked, Choice, asked_for
+from jattn.implementations.differentiable_attention import reject_gradient_over_cache
+from jattn.implementations.layer_config import LayerConfig, layer_config
+from jattn.implementations.mosaic_gpu import KernelPlan
+from jattn.implementations.selection import ImplementationArg, ImplementationChoice, requested_implementations
 from jattn.masks import Mask
-from jattn.merge import merge_parts
-from jattn.planning import LayerPlan, Plan, can_cascade, check_batch_of, choose_layers, planned
+from jattn.merge import merge_attention_outputs
+from jattn.planning import LayerPlan, Plan, build_plan, can_cascade, check_plan_matches, plan_layers
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_bool, require_shape, require_type, unsupported
@@ -101,12 +101,12 @@ def attend(
     """
     require_bool(return_lse=return_lse)
     how: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "implementation": implementation}
-    run = checked(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
+    run = validated_attend(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
     out, lse = run()
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
-def checked(
+def validated_attend(
     query: Any,
     cache: Any,
     metadata: Any,
@@ -116,23 +116,23 @@ def checked(
     sinks: Any,
     alibi_slopes: Any,
     mask: Any,
-    implementation: Asked,
+    implementation: ImplementationArg,
     return_lse: bool,
 ) -> Callable[[], tuple[Array, Any]]:
     """`attend`, yet to be called. Its log-sum-exp, or None, is f64 of f64 queries, as it was summed."""
     _check_types(query, cache, metadata, spec, plan, mask)
-    per_head = PerHead(**spec.per_head(sinks, alibi_slopes))
+    per_head = PerHeadInputs(**spec.per_head(sinks, alibi_slopes))
     _check(query, cache, metadata, spec, per_head)
     no_mask = "be None with a plan (give it to plan, or leave plan=None)"
     require(plan is None or mask is None, "mask", no_mask, mask)
     has_prefix = plan is not None and plan.cascade is not None and isinstance(cache, PagedCache)
     if has_prefix and can_cascade(spec, per_head.alibi_slopes):
-        check_batch_of(plan, metadata)
+        check_plan_matches(plan, metadata)
         parts, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
         how: dict[str, Any] = {"sinks": sinks, "implementation": implementation}
         return functools.partial(attend_cascade, query, cache, parts, spec, plans, **how)
-    chosen = _chosen(layer_of(spec, cache, query.dtype), metadata, plan, mask, implementation)
-    require_uncut(chosen.choices, query, cache)
+    chosen = _chosen(layer_config(spec, cache, query.dtype), metadata, plan, mask, implementation)
+    require_unsharded(chosen.choices, query, cache)
     of_call: dict[str, Any] = {"layer": chosen, "return_lse": return_lse}
     return functools.partial(_attend_once, query, cache, metadata, plan, mask, per_head, **of_call)
 
@@ -145,7 +145,7 @@ def attend_cascade(
     plans: tuple[Plan | None, Plan | None] = (None, None),
     *,
     sinks: Array | None = None,
-    implementation: Asked = None,
+    implementation: ImplementationArg = None,
 ) -> tuple[Array, Array]:
     """`attend` with LSE over a prefix that all rows share, once, and over what each has besides, merged.
 
@@ -167,16 +167,16 @@ def attend_cascade(
         check_causal_rows(metadata)
     sinks = spec.per_head(sinks, None)["sinks"]
     how: dict[str, Any] = {"alibi_slopes": None, "mask": None, "implementation": implementation}
-    run = lambda part, spec, plan, sinks: checked(
+    run = lambda part, spec, plan, sinks: validated_attend(
         query, cache, part, spec, plan, sinks=sinks, return_lse=True, **how
     )()
     prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
     suffix = run(metadata.suffix, spec, plans[1], sinks)
     bare_sinks = None
     if sinks is not None:  # to attention a row without keys is padding, and has no sinks
-        is_bare = metadata.is_live_token & ~metadata.suffix.is_live_token
+        is_bare = metadata.is_valid_token & ~metadata.suffix.is_valid_token
         bare_sinks = jnp.where(is_bare[None, :], sinks.astype(suffix[1].dtype)[:, None], -jnp.inf)
-    return _merge_once(prefix, suffix, bare_sinks, metadata.is_live_token)
+    return _merge_once(prefix, suffix, bare_sinks, metadata.is_valid_token)
 
 
 type Attended = tuple[Array, Array]  # an output and its log-sum-exp
@@ -188,12 +188,12 @@ def _merge_once(prefix: Attended, suffix: Attended, bare_sinks: Array | None, is
     outs, lses = [prefix[0], suffix[0]], [prefix[1], suffix[1]]
     if bare_sinks is not None:
         outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, bare_sinks]
-    out, lse = merge_parts(outs, lses)
+    out, lse = merge_attention_outputs(outs, lses)
     out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
     return out, jnp.where(is_live[None, :], lse, -jnp.inf)
 
 
-class PerHead(NamedTuple):
+class PerHeadInputs(NamedTuple):
     """What a layer has one of for each query head, f32 [q_heads], or None."""
 
     sinks: Array | None
@@ -201,16 +201,20 @@ class PerHead(NamedTuple):
 
 
 def _chosen(
-    layer: Layer, metadata: BatchMetadata, plan: Plan | None, mask: Mask | None, implementation: Asked
+    layer: LayerConfig,
+    metadata: BatchMetadata,
+    plan: Plan | None,
+    mask: Mask | None,
+    implementation: ImplementationArg,
 ) -> LayerPlan:
     """What serves the layer: as the plan says, unless something else is asked for by name."""
     if plan is None:
-        return choose_layers(metadata, (layer,), mask, implementation=implementation)[0]
-    check_batch_of(plan, metadata)
+        return plan_layers(metadata, (layer,), mask, implementation=implementation)[0]
+    check_plan_matches(plan, metadata)
     chosen = plan.layer_plan(layer)
     if implementation is None or _is_asked_for(chosen, implementation):
         return chosen
-    return choose_layers(metadata, (layer,), plan.mask, implementation=implementation)[0]
+    return plan_layers(metadata, (layer,), plan.mask, implementation=implementation)[0]
 
 
 def _attend(
@@ -219,7 +223,7 @@ def _attend(
     metadata: BatchMetadata,
     plan: Plan | None,
     mask: Mask | None,
-    per_head: PerHead,
+    per_head: PerHeadInputs,
     *,
     layer: LayerPlan,
     return_lse: bool,
@@ -227,15 +231,17 @@ def _attend(
     """Both regions by what was chosen for them."""
     spec = layer.layer.spec
     if plan is None:
-        plan = planned(metadata, (layer,), mask)
+        plan = build_plan(metadata, (layer,), mask)
         layer = plan.layers[0]
     outs: list[Array] = []
     lses: list[Any] = []  # None where it is not wanted
     for region, choice in layer.choices:
-        part = part_of(metadata, region)
-        q, kv = queries_of(query, metadata, region), _keys_of(cache, part)
-        how = differentiable_attention.how_of(spec, choice, kv, part.first_row, return_lse=return_lse)
-        out, lse = _way_of(how, q, kv, part, plan, plan.work_of(layer, region), per_head)()
+        part = region_batch(metadata, region)
+        q, kv = region_queries(query, metadata, region), _keys_of(cache, part)
+        how = differentiable_attention.make_static_args(
+            spec, choice, kv, part.first_row, return_lse=return_lse
+        )
+        out, lse = _way_of(how, q, kv, part, plan, plan.kernel_plan(layer, region), per_head)()
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -246,13 +252,13 @@ def _attend(
 
 
 def _way_of(
-    how: differentiable_attention.How,
+    how: differentiable_attention.StaticArgs,
     query: Array,
     kv: PagedCache | PackedKV,
-    part: Part,
+    part: RegionBatch,
     plan: Plan,
-    work: Work | None,
-    per_head: PerHead,
+    work: KernelPlan | None,
+    per_head: PerHeadInputs,
 ) -> Callable[[], tuple[Array, Array | None]]:
     """What attends one region, as was chosen for it."""
     spec, choice, mask = how.spec, how.choice, _mask_of(how.spec, plan.mask, part)
@@ -260,16 +266,16 @@ def _way_of(
     if choice.implementation == "reference":
         return functools.partial(reference.attend, query, kv, part.metadata, spec, **options)
     if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
-        context = differentiable_attention.Context(
+        context = differentiable_attention.NonDifferentiableArgs(
             kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work
         )
         return functools.partial(
             differentiable_attention.attend,
             how,
-            differentiable_attention.Values(query, kv.k, kv.v, *per_head),
+            differentiable_attention.DifferentiableArgs(query, kv.k, kv.v, *per_head),
             context,
         )
-    query, kv, per_head = underivable_cache((query, kv, per_head), choice.implementation)
+    query, kv, per_head = reject_gradient_over_cache((query, kv, per_head), choice.implementation)
     given, options = (query, kv, part.metadata, spec), {"mask": mask, **per_head._asdict()}
     if choice.kernel is None:
         return functools.partial(xla.attend, *given, tiles=plan.query_tiles, **options)
@@ -282,13 +288,13 @@ def _way_of(
 _attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
 
 
-def queries_of(query: Array, metadata: BatchMetadata, region: str) -> Array:
+def region_queries(query: Array, metadata: BatchMetadata, region: str) -> Array:
     """The queries of one of REGIONS."""
     tokens = metadata.bucket.max_decode_tokens
     return query[:tokens] if region == "decode" else query[tokens:]
 
 
-def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
+def _keys_of(cache: PagedCache | PackedKV, part: RegionBatch) -> PagedCache | PackedKV:
     """Where the keys of a region's rows are."""
     if isinstance(cache, PagedCache):
         return cache
@@ -296,7 +302,7 @@ def _keys_of(cache: PagedCache | PackedKV, part: Part) -> PagedCache | PackedKV:
     return replace(cache, kv_start_loc=rows_from(cache.kv_start_loc, part.first_row, end))
 
 
-def _mask_of(spec: AttentionSpec, mask: Mask | None, part: Part) -> Mask | None:
+def _mask_of(spec: AttentionSpec, mask: Mask | None, part: RegionBatch) -> Mask | None:
     """What the queries of a region see beyond the spec's numbers."""
     whole = spec.mask_with(mask)
     return None if whole is None else whole.slice_rows(part.first_row)
@@ -316,7 +322,9 @@ def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, ma
 
 def _is_asked_for(chosen: LayerPlan, implementation: str | Sequence[str]) -> bool:
     """Whether a plan has what is asked for by name."""
-    return all(choice.implementation in asked_for(implementation) for _, choice in chosen.choices)
+    return all(
+        choice.implementation in requested_implementations(implementation) for _, choice in chosen.choices
+    )
 
 
 def _check(
@@ -324,7 +332,7 @@ def _check(
     cache: PagedCache | PackedKV,
     metadata: BatchMetadata,
     spec: AttentionSpec,
-    per_head: PerHead,
+    per_head: PerHeadInputs,
 ) -> None:
     want = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
     require_shape("query", query.shape, want, "tokens of the bucket, q_heads, head_dim")
@@ -338,14 +346,16 @@ def _check(
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
         cache.check_rows(metadata.seq_lens, metadata.query_lens)
         return
-    require_alive(cache)
+    require_not_deleted(cache)
     own, rule = metadata.block_size, f"be the cache's ({cache.block_size})"
     require(own == cache.block_size, "metadata.block_size", rule, own)
     shape, rule = metadata.block_table.shape, "have columns to attend over a paged cache"
     require(shape[1] > 0, "metadata.block_table", rule, shape)
 
 
-def require_uncut(choices: Iterable[tuple[str, Choice]], query: Array, cache: PagedCache | PackedKV) -> None:
+def require_unsharded(
+    choices: Iterable[tuple[str, ImplementationChoice]], query: Array, cache: PagedCache | PackedKV
+) -> None:
     """Explicit axes of a mesh must cut nothing that `attend` is given: what serves it is not told of them.
 
     Args:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from jattn.batch.bucket import Bucket
 from jattn.batch.check import query_lens_on_host, row_lens_on_host
-from jattn.batch.int_arrays import IntVector, plain_ints, with_namespace
+from jattn.batch.int_arrays import IntVector, python_ints, with_namespace
 from jattn.batch.metadata import BatchMetadata
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace
@@ -25,12 +25,12 @@ class CascadeMetadata:
     Attributes:
         prefix: All tokens of the step as one request over the shared blocks; attend without causality.
         suffix: The step's requests over the rest of their keys, of which one may have none.
-        is_live_token: Of the step's tokens; False for padding.
+        is_valid_token: Of the step's tokens; False for padding.
     """
 
     prefix: BatchMetadata
     suffix: BatchMetadata
-    is_live_token: Bool[Array, " tokens"]
+    is_valid_token: Bool[Array, " tokens"]
 
 
 def build_cascade_metadata(
@@ -75,7 +75,7 @@ def build_cascade_metadata(
         seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),
         block_table=metadata.block_table[:, columns],
     )
-    return CascadeMetadata(prefix=prefix, suffix=suffix, is_live_token=metadata.is_live_token)
+    return CascadeMetadata(prefix=prefix, suffix=suffix, is_valid_token=metadata.is_valid_token)
 
 
 def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]) -> None:
@@ -109,7 +109,7 @@ def check_causal_rows(metadata: CascadeMetadata) -> None:
     if not support.is_concrete(metadata):
         return
     step, prefix_len = metadata.suffix, int(np.asarray(metadata.prefix.seq_lens)[0])
-    rows = np.asarray(step.token_rows)[np.asarray(metadata.is_live_token)]
+    rows = np.asarray(step.token_rows)[np.asarray(metadata.is_valid_token)]
     context = np.asarray(step.seq_lens) + prefix_len - row_lens_on_host(step)
     for r in rows[context[rows] < prefix_len - 1][:1]:
         rule = f"be at most row {r}'s context and one more ({context[r] + 1}) where attention is causal"
@@ -170,7 +170,7 @@ def use_cascade_attention(
 
     Source: vLLM V1 FlashAttention `use_cascade_attention`.
     """
-    common_prefix_len, num_query_heads, num_kv_heads, num_sms = plain_ints(
+    common_prefix_len, num_query_heads, num_kv_heads, num_sms = python_ints(
         common_prefix_len=common_prefix_len,
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,

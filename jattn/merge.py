@@ -46,10 +46,10 @@ def merge_attn_states(
     tokens, q_heads, _ = prefix_out.shape
     for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
         require_shape(name, lse.shape, (q_heads, tokens), "q_heads, tokens")
-    return merge_parts([prefix_out, suffix_out], [prefix_lse, suffix_lse])
+    return merge_attention_outputs([prefix_out, suffix_out], [prefix_lse, suffix_lse])
 
 
-def merge_parts(
+def merge_attention_outputs(
     outs: Sequence[Float[Array, "tokens q_heads head_dim"]], lses: Sequence[Float[Array, "q_heads tokens"]]
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """`merge_attn_states` of any number of parts; without keys the output is the first one's."""

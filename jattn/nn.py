@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.attending import attend
 from jattn.batch.check import require_no_context
-from jattn.batch.context_parallel import Ranks, slots_of_rank
+from jattn.batch.context_parallel import ContextParallelAxis, slot_mapping_on_rank
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, write_kv
 from jattn.cache.fused_qkv import Turning, turning, why_not_write_qkv, write_qkv
-from jattn.implementations.selection import asked_for, hashable
+from jattn.implementations.selection import as_static_arg, requested_implementations
 from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import Plan
 from jattn.spec import AttentionSpec
@@ -52,7 +52,7 @@ class PagedAttention(nnx.Module):
         peers: There, this device's part of what ranks write log-sum-exps to; None = XLA exchanges them.
     """
 
-    ranks: Ranks | None
+    ranks: ContextParallelAxis | None
     peers: "PeerMemory | None"
 
     def __init__(
@@ -111,7 +111,7 @@ class PagedAttention(nnx.Module):
         self.rope, self.q_norm, self.k_norm = rope, q_norm, k_norm
         self.alibi_slopes = None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
         self.clip_qkv, self.query_scale, self.shares_kv = clip_qkv, query_scale, shares_kv
-        self.implementation, self.ranks, self.peers = hashable(implementation), None, None
+        self.implementation, self.ranks, self.peers = as_static_arg(implementation), None, None
         how = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "rngs": rngs}
         self._make_projections(fuses_qkv, use_bias, use_out_bias, how)
         self.sinks = nnx.Param(jnp.zeros(spec.num_q_heads, jnp.float32)) if has_sinks else None
@@ -175,7 +175,7 @@ class PagedAttention(nnx.Module):
 
     def _slots(self, metadata: BatchMetadata) -> Array:
         """Where keys and values are written; < 0: not here."""
-        return metadata.slot_mapping if self.ranks is None else slots_of_rank(metadata, self.ranks)
+        return metadata.slot_mapping if self.ranks is None else slot_mapping_on_rank(metadata, self.ranks)
 
     def _query_and_kv(
         self, x: Array, cache: PagedCache | None, metadata: BatchMetadata, positions: Array
@@ -205,7 +205,7 @@ class PagedAttention(nnx.Module):
         self, cache: PagedCache, dtype: np.dtype, metadata: BatchMetadata, positions: Array
     ) -> Turning | None:
         """What `write_qkv` does in the place of norms, rope and write; None where it cannot."""
-        if self.query_scale is not None or "mosaic_gpu" not in asked_for(self.implementation):
+        if self.query_scale is not None or "mosaic_gpu" not in requested_implementations(self.implementation):
             return None
         if why_not_write_qkv(cache, dtype, self.rope, (self.q_norm, self.k_norm)) is not None:
             return None

@@ -215,7 +215,9 @@ class AttentionProblem:
         is_cross = self.setting.is_cross
         build = jattn.build_cross_attention_metadata if is_cross else jattn.build_batch_metadata
         self.metadata = build(self.query_lens, self.seq_lens, table, bucket=self.setting.bucket, **how)
-        self.starts = jattn.batch.requests.token_starts(np.asarray(self.query_lens), self.metadata.bucket)
+        self.starts = jattn.batch.requests.request_token_starts(
+            np.asarray(self.query_lens), self.metadata.bucket
+        )
 
     @functools.cached_property
     def kv(self) -> jattn.PagedCache | jattn.PackedKV:

@@ -1,14 +1,14 @@
 """A region of a step by the kernel that a plan chooses for it on a GPU; interpreted where there is none."""
 
 from jattn.implementations import mosaic_gpu
-from jattn.implementations.layer_config import layer_of, regions_of
+from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu import choose_kernel
 
 
 def kernel_for(query, kv, metadata, spec, mask=None):
     """The kernel, or why there is none."""
-    (region,) = regions_of(metadata)
-    return choose_kernel(layer_of(spec, kv, query.dtype), region, mask)
+    (region,) = region_sizes(metadata)
+    return choose_kernel(layer_config(spec, kv, query.dtype), region, mask)
 
 
 def attend_region(query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, **options):

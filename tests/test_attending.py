@@ -14,7 +14,7 @@ import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.mosaic_gpu import attention, block_lists, kernel_selection, tile_lists
-from jattn.implementations.selection import asked_for, first_able
+from jattn.implementations.selection import first_supported, requested_implementations
 from pallas_kernels import support
 from tests import oracle
 from tests.contract import CASES, FACTORS, AttentionContract, Problem, allowed
@@ -49,8 +49,11 @@ class TestDispatch:
         return jattn.attend(jnp.asarray(problem.query), **(arguments | changes))
 
     def test_the_first_that_nothing_speaks_against_is_taken(self):
-        assert first_able(asked_for(None), {"mosaic_gpu": "no GPU"}) == ("xla", "mosaic_gpu: no GPU")
-        assert first_able(("mosaic_gpu", "reference"), {}) == ("mosaic_gpu", None)
+        assert first_supported(requested_implementations(None), {"mosaic_gpu": "no GPU"}) == (
+            "xla",
+            "mosaic_gpu: no GPU",
+        )
+        assert first_supported(("mosaic_gpu", "reference"), {}) == ("mosaic_gpu", None)
 
     def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*ask for 'xla'"):
@@ -237,7 +240,7 @@ class TestKernels:
         without = self.run(problem)
         problem.check(*without)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
-        assert len(plan.works) == 2
+        assert len(plan.kernel_plans) == 2
         with_plan = self.run(problem, plan=plan)
         for a, b in zip(without, with_plan, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -338,7 +341,7 @@ class TestKernels:
         windowed = dataclasses.replace(problem.spec, window=(7, 0))
         specs = [problem.spec, capped, windowed, problem.spec]
         plan = jattn.plan(problem.metadata, specs, problem.kv)
-        assert [one.works for one in plan.layers] == [(0, 1), (0, 1), (2, 3)]
+        assert [one.kernel_plans for one in plan.layers] == [(0, 1), (0, 1), (2, 3)]
 
     def test_what_has_no_kernel_goes_to_xla_unless_asked_for_by_name(self):
         problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})

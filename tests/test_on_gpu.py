@@ -53,7 +53,7 @@ def step_logits(model, implementation, prompt):
         lens, ends = [end - start for _, start, end in step], [end for _, _, end in step]
         table = tables[[request for request, _, _ in step]]
         metadata = jattn.build_batch_metadata(lens, ends, table, bucket=BUCKET)
-        places, ids = np.flatnonzero(metadata.is_live_token), np.zeros(BUCKET.max_tokens, np.int32)
+        places, ids = np.flatnonzero(metadata.is_valid_token), np.zeros(BUCKET.max_tokens, np.int32)
         ids[places] = np.concatenate([prompt[start:end] for _, start, end in step])
         logits, caches = run(params, caches, jnp.asarray(ids), metadata)
         rows.append(np.asarray(logits)[places][: lens[0]])

@@ -107,7 +107,7 @@ class Work:
         schedule = make(score=self.score, sizes=sizes, has_lists=has_lists)
         if not has_lists:
             return schedule, None
-        call = tile_lists.ListsCall(self.max_seq_len, is_packed=True)
+        call = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
         return schedule, tile_lists.tile_lists(arrays["mask"], self.spec, schedule, sizes, call)
 
     def forward(self, arrays: Arrays, made: Any, *, return_lse: bool) -> tuple[jax.Array, Any]:
@@ -115,8 +115,8 @@ class Work:
         (schedule, lists), mask = made, None
         sizes = prefill.default_sizes(self.case.head_dim, has_lists=lists is not None)
         if lists is not None:
-            call = tile_lists.ListsCall(self.max_seq_len, is_packed=True)
-            mask = tile_lists.mask_of_pairs(arrays["mask"], self.spec, sizes, call)
+            call = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
+            mask = tile_lists.pair_mask(arrays["mask"], self.spec, sizes, call)
         given = {name: x for name, x in arrays.items() if name not in ("mask", "grad_out")}
         of_layer = {"score": self.score, "sizes": sizes, "schedule": schedule}
         return prefill.varlen_prefill(**given, **of_layer, lists=lists, mask=mask, return_lse=return_lse)

@@ -67,7 +67,7 @@ def agreement(model: Decoder, expected: dict[str, np.ndarray]) -> dict[str, floa
     tokens = expected["tokens"]
     step = Step([len(tokens)], [len(tokens)])
     metadata, caches = step.metadata(), model.create_caches(1 + step.num_blocks, block_size=64)
-    places = np.flatnonzero(metadata.is_live_token)
+    places = np.flatnonzero(metadata.is_valid_token)
     ids = np.zeros(metadata.bucket.max_tokens, np.int32)
     ids[places] = tokens
     run = nnx.jit(lambda model, ids, caches: model.logits(model(ids, caches, metadata)[0]))

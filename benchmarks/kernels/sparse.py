@@ -148,7 +148,9 @@ class Step:
         )
         blocks = tokens // PAGE
         table = np.random.default_rng(0).permutation(blocks) + 1
-        self.metadata = jattn.build_batch_metadata([tokens], [tokens], [table], block_size=PAGE).prefill_part
+        self.metadata = jattn.build_batch_metadata(
+            [tokens], [tokens], [table], block_size=PAGE
+        ).prefill_region
         shape = (blocks + 1, PAGE, KV_HEADS, HEAD_DIM)
         self.query = draw(0, (tokens, Q_HEADS, HEAD_DIM))
         self.cache = jattn.PagedCache(k=draw(1, shape), v=draw(2, shape))

@@ -64,7 +64,7 @@ class DecodeStep:
         self.cache = jattn.PagedCache(k=k, v=v, **scales)
         ones = [1] * reqs
         made = jattn.build_batch_metadata(ones, np.asarray(lens), np.asarray(table), block_size=page)
-        self.metadata, self.context, self.page = made.decode_part, context, page
+        self.metadata, self.context, self.page = made.decode_region, context, page
         self.run, self.choose = jax.jit(self.attend), jax.jit(self.select)
         self.run_chosen = jax.jit(self.select_and_attend)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
 from benchmarks.runner import wall_time
-from jattn.batch.context_parallel import Ranks
+from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.parallel import TP, make_mesh
 from jattn.parallel.context_parallel import scale_rank_output
 from jattn.pytree import replace
@@ -159,7 +159,9 @@ def _scattered(out: jax.Array, lse: jax.Array, peers: Peers | None) -> jax.Array
 
 
 def _share(out: jax.Array, lse: jax.Array, peers: PeerMemory | None = None) -> jax.Array:
-    return scale_rank_output(out, lse, Ranks(axis_name=TP, size=jax.lax.axis_size(TP)), peers=peers)
+    return scale_rank_output(
+        out, lse, ContextParallelAxis(axis_name=TP, size=jax.lax.axis_size(TP)), peers=peers
+    )
 
 
 # vLLM's: cp_lse_ag_out_ar sums, cp_lse_ag_out_rs scatters.

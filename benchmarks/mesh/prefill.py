@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
-from jattn.batch.context_parallel import Ranks
+from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.parallel import TP, make_mesh
 from jattn.parallel.context_parallel import attend_on_rank
 from pallas_kernels.cases import DecodeCase
@@ -135,7 +135,7 @@ def _attends(case: PromptCase, mesh: Mesh, cut: Cut) -> Callable[..., jax.Array]
 
 def _attends_by_keys(case: PromptCase, mesh: Mesh, cut: Cut) -> Callable[..., jax.Array]:
     spec = jattn.AttentionSpec(num_q_heads=case.q_heads, num_kv_heads=case.kv_heads, head_dim=case.head_dim)
-    ranks = Ranks(axis_name=TP, size=mesh.shape[TP])
+    ranks = ContextParallelAxis(axis_name=TP, size=mesh.shape[TP])
 
     def run(query: Any, k: Any, v: Any, metadata: Any) -> jax.Array:
         return jax.lax.psum(attend_on_rank(query, jattn.PagedCache(k=k, v=v), metadata, spec, ranks), TP)

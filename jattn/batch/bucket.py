@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from jattn.batch.int_arrays import plain_ints
+from jattn.batch.int_arrays import python_ints
 from jattn.pytree import set_ints
 from pallas_kernels.checks import require, require_positive
 
@@ -77,9 +77,9 @@ def default_capture_sizes(
     Source: vLLM `VllmConfig._set_cudagraph_sizes`.
     """
     if max_capture_size is None:
-        (most,) = plain_ints(max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs)
+        (most,) = python_ints(max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs)
         max_capture_size = min(2 * most, DEFAULT_MAX_CAPTURE_SIZE)
-    (largest,) = plain_ints(max_capture_size=max_capture_size)
+    (largest,) = python_ints(max_capture_size=max_capture_size)
     require_positive(max_capture_size=largest)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
     return tuple(size for size in sizes if size <= largest)
@@ -110,12 +110,12 @@ def default_buckets(
     Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
     """
     sizes_of = {"max_num_seqs": max_num_seqs, "max_blocks": max_blocks, "decode_query_len": decode_query_len}
-    max_num_seqs, max_blocks, decode_query_len = plain_ints(**sizes_of)
+    max_num_seqs, max_blocks, decode_query_len = python_ints(**sizes_of)
     require_positive(**sizes_of)
     is_list = isinstance(prefill_tokens, Iterable)
     require(is_list, "prefill_tokens", "be a list of sizes", repr(prefill_tokens))
     for tokens in prefill_tokens:
-        plain_ints(prefill_tokens=tokens)
+        python_ints(prefill_tokens=tokens)
         require_positive(prefill_tokens=tokens)
     sizes = default_capture_sizes(max_num_seqs)
     decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from jattn.batch.int_arrays import AnyArray, IntLike, IntVector, plain_ints, with_namespace
+from jattn.batch.int_arrays import AnyArray, IntLike, IntVector, python_ints, with_namespace
 from jattn.batch.metadata import BatchMetadata
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import replace
@@ -21,7 +21,7 @@ from pallas_kernels.checks import require, require_positive, require_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ranks:
+class ContextParallelAxis:
     """The devices that the keys of each request lie on, inside `jax.shard_map`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         sizes = {"size": self.size, "cp_kv_cache_interleave_size": self.interleave}
-        for name, size in zip(("size", "interleave"), plain_ints(**sizes), strict=True):
+        for name, size in zip(("size", "interleave"), python_ints(**sizes), strict=True):
             object.__setattr__(self, name, size)
         require_positive(**sizes)
 
@@ -100,7 +100,7 @@ def get_dcp_local_seq_lens(
 def checked_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int, ...]:
     """Both as Python's, positive ints: with others lengths and slots come out as of no rank."""
     sizes = {"dcp_size": dcp_size, "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size}
-    plain = plain_ints(**sizes)
+    plain = python_ints(**sizes)
     require_positive(**sizes)
     return plain
 
@@ -112,7 +112,7 @@ def require_rank(dcp_rank: Any, dcp_size: int) -> None:
         require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
 
 
-def slots_of_rank(metadata: BatchMetadata, ranks: Ranks) -> Int32[Array, " tokens"]:
+def slot_mapping_on_rank(metadata: BatchMetadata, ranks: ContextParallelAxis) -> Int32[Array, " tokens"]:
     """Where this rank writes each token of a step: -1 for tokens that another one stores, and for padding.
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
@@ -125,7 +125,7 @@ def slots_of_rank(metadata: BatchMetadata, ranks: Ranks) -> Int32[Array, " token
     return jnp.where(is_mine, block * local_size + local_offset, PAD_SLOT_ID)
 
 
-def keys_of_rank(metadata: BatchMetadata, ranks: Ranks) -> BatchMetadata:
+def metadata_on_rank(metadata: BatchMetadata, ranks: ContextParallelAxis) -> BatchMetadata:
     """The step over the keys that this rank stores, which stand close together there.
 
     A row of which it stores none is a padding row. Where a query stands among such keys says `seq_lens` for
@@ -134,6 +134,6 @@ def keys_of_rank(metadata: BatchMetadata, ranks: Ranks) -> BatchMetadata:
     return replace(
         metadata,
         seq_lens=ranks.num_keys(metadata.seq_lens),
-        slot_mapping=slots_of_rank(metadata, ranks),
+        slot_mapping=slot_mapping_on_rank(metadata, ranks),
         block_size=ranks.local_block_size(metadata.block_size),
     )

@@ -28,7 +28,7 @@ class BlockTable(NamedTuple):
     lens: np.ndarray
 
 
-def int_vector(name: str, values: Any) -> np.ndarray:
+def parse_int_vector(name: str, values: Any) -> np.ndarray:
     """Ints of the host, at least 0 and at most an int32 can hold, as int64.
 
     Raises:
@@ -42,7 +42,7 @@ def int_vector(name: str, values: Any) -> np.ndarray:
     return ints
 
 
-def plain_ints(**values: Any) -> tuple[int, ...]:
+def python_ints(**values: Any) -> tuple[int, ...]:
     """Named ints as Python's, in their order: numpy's wrap in few bits, and unsigned ones when negated.
 
     Raises:
@@ -52,7 +52,7 @@ def plain_ints(**values: Any) -> tuple[int, ...]:
     return tuple(map(int, values.values()))
 
 
-def block_rows(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTable:
+def parse_block_table(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTable:
     """A block table from ragged rows or an array.
 
     Args:
@@ -75,14 +75,14 @@ def block_rows(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTabl
         table = _from_array(block_table) if is_array else _from_rows(block_table)
     except jax.errors.TracerArrayConversionError as error:
         raise _traced("block_table") from error
-    limit, rule = last_block(block_size)
+    limit, rule = max_block_id(block_size)
     if table.ids.size and table.ids.max() > limit:
         row = int(np.argmax((table.ids > limit).any(axis=1)))
         require(False, f"block_table[{row}]", rule, table.ids[row].tolist())
     return table
 
 
-def last_block(block_size: int) -> tuple[int, str]:
+def max_block_id(block_size: int) -> tuple[int, str]:
     """The largest block id whose slots fit int32, and the rule that says so."""
     limit = (INT32_MAX + 1) // block_size - 1
     return limit, f"hold block ids of at most {limit} (slots are int32)"
@@ -106,7 +106,7 @@ def require_blocks(table: BlockTable, seq_lens: np.ndarray, block_size: int) -> 
         require(False, f"block_table[{r}]", rule, table.ids[r, : table.lens[r]].tolist())
 
 
-def with_columns(
+def pad_columns(
     table: BlockTable, num_columns: int | None, seq_lens: np.ndarray, block_size: int
 ) -> np.ndarray:
     """The ids in `num_columns` columns; None = as many as the longest row has, and at least 1.
@@ -128,7 +128,7 @@ def with_columns(
     return wide
 
 
-def int_table(name: str, table: Any) -> Any:
+def as_block_table(name: str, table: Any) -> Any:
     """A block table for host or device: a jax array as it is, else numpy's, ragged rows padded with -1.
 
     Raises:
@@ -233,7 +233,7 @@ def _as_ints(name: str, value: Any) -> Any:
     return ints
 
 
-def require_one_a_request(**arrays: Any) -> None:
+def require_one_per_request(**arrays: Any) -> None:
     """Named arrays must have an entry a request, as many as the first: numpy would stretch one entry to all.
 
     Raises:
@@ -248,7 +248,7 @@ def require_one_a_request(**arrays: Any) -> None:
         )
 
 
-def host_int(value: Any) -> Any:
+def to_python_int(value: Any) -> Any:
     """A numpy number as a Python int; a jax array as it is."""
     return value if isinstance(value, jax.Array) else int(value)
 

@@ -12,8 +12,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.batch.int_arrays import block_rows, int_vector, plain_ints, require_blocks, with_columns
-from jattn.batch.requests import decodes_in, exact_bucket, row_indices, token_starts
+from jattn.batch.int_arrays import (
+    pad_columns,
+    parse_block_table,
+    parse_int_vector,
+    python_ints,
+    require_blocks,
+)
+from jattn.batch.requests import exact_bucket, num_bucket_decodes, request_token_starts, row_indices
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import pytree, replace, static, unchecked
 from pallas_kernels.checks import require, require_positive
@@ -78,7 +84,7 @@ class BatchMetadata:
         return jnp.concatenate([decode, jnp.minimum(prefill, max(bucket.max_reqs - 1, 0))])
 
     @property
-    def is_live_token(self) -> Bool[Array, " tokens"]:
+    def is_valid_token(self) -> Bool[Array, " tokens"]:
         """False for padding tokens."""
         tokens = jnp.arange(self.bucket.max_tokens, dtype=jnp.int32)
         in_prefill = tokens >= self.bucket.max_decode_tokens
@@ -90,7 +96,7 @@ class BatchMetadata:
         rows = self.token_rows
         tokens = jnp.arange(self.bucket.max_tokens, dtype=jnp.int32)
         starts = self.row_starts
-        return jnp.where(self.is_live_token, self.num_computed_tokens[rows] + tokens - starts[rows], 0)
+        return jnp.where(self.is_valid_token, self.num_computed_tokens[rows] + tokens - starts[rows], 0)
 
     @property
     def row_starts(self) -> Int32[Array, " reqs"]:
@@ -106,7 +112,7 @@ class BatchMetadata:
         return jnp.where(self.query_lens > 0, last, 0)
 
     @property
-    def decode_part(self) -> "BatchMetadata":
+    def decode_region(self) -> "BatchMetadata":
         """The decode region as a step of its own."""
         bucket, rows = self.bucket, self.bucket.max_decodes
         return replace(
@@ -120,7 +126,7 @@ class BatchMetadata:
         )
 
     @property
-    def prefill_part(self) -> "BatchMetadata":
+    def prefill_region(self) -> "BatchMetadata":
         """The prefill region as a step of its own."""
         bucket, first = self.bucket, self.bucket.max_decodes
         return replace(
@@ -167,8 +173,8 @@ def build_batch_metadata(
         ValueError: Lengths disagree, a request has more tokens than blocks, a needed block id is negative,
             an id is no int or makes slots beyond int32, or the requests do not fit `bucket`.
     """
-    query_lens, seq_lens = int_vector("query_lens", query_lens), int_vector("seq_lens", seq_lens)
-    (block_size,) = plain_ints(block_size=block_size)
+    query_lens, seq_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("seq_lens", seq_lens)
+    (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     _require_one_each("seq_lens", seq_lens, query_lens)
     short = np.flatnonzero(seq_lens < query_lens)
@@ -206,8 +212,8 @@ def build_cross_attention_metadata(
     Raises:
         ValueError: As build_batch_metadata.
     """
-    query_lens, kv_lens = int_vector("query_lens", query_lens), int_vector("kv_lens", kv_lens)
-    (block_size,) = plain_ints(block_size=block_size)
+    query_lens, kv_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("kv_lens", kv_lens)
+    (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     _require_one_each("kv_lens", kv_lens, query_lens)
     table = _host_table(block_table, kv_lens, block_size, bucket)
@@ -230,9 +236,9 @@ def _host_table(
     max_blocks = None if bucket is None else bucket.max_blocks
     if block_table is None:
         return np.zeros((len(seq_lens), max_blocks or 0), np.int64)
-    table = block_rows(block_table, len(seq_lens), block_size=block_size)
+    table = parse_block_table(block_table, len(seq_lens), block_size=block_size)
     require_blocks(table, seq_lens, block_size)
-    return with_columns(table, max_blocks, seq_lens, block_size)
+    return pad_columns(table, max_blocks, seq_lens, block_size)
 
 
 def _laid_out(
@@ -245,8 +251,8 @@ def _laid_out(
     has_cache: bool,
 ) -> BatchMetadata:
     """Puts each request into its row and its tokens, in numpy."""
-    num_decodes = decodes_in(query_lens, bucket)
-    rows, first_tokens = row_indices(query_lens, bucket), token_starts(query_lens, bucket)
+    num_decodes = num_bucket_decodes(query_lens, bucket)
+    rows, first_tokens = row_indices(query_lens, bucket), request_token_starts(query_lens, bucket)
     starts = np.full(bucket.max_reqs + 1, num_decodes * bucket.decode_query_len, np.int32)
     starts[:num_decodes] = np.arange(num_decodes) * bucket.decode_query_len
     if bucket.max_prefills:
@@ -283,7 +289,7 @@ def abstract_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
     Raises:
         ValueError: `bucket.max_blocks` is None, so the block table has no width yet.
     """
-    (block_size,) = plain_ints(block_size=block_size)
+    (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
     zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
@@ -304,7 +310,7 @@ def abstract_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
 REGIONS = ("decode", "prefill")
 
 
-class Part(NamedTuple):
+class RegionBatch(NamedTuple):
     """A region as a step of its own.
 
     Attributes:
@@ -318,11 +324,13 @@ class Part(NamedTuple):
     first_token: int
 
 
-def part_of(metadata: BatchMetadata, region: str) -> Part:
+def region_batch(metadata: BatchMetadata, region: str) -> RegionBatch:
     """One of REGIONS of a step. Traced."""
     if region == "decode":
-        return Part(metadata.decode_part, 0, 0)
-    return Part(metadata.prefill_part, metadata.bucket.max_decodes, metadata.bucket.max_decode_tokens)
+        return RegionBatch(metadata.decode_region, 0, 0)
+    return RegionBatch(
+        metadata.prefill_region, metadata.bucket.max_decodes, metadata.bucket.max_decode_tokens
+    )
 
 
 def rows_from(array: Any, first: int, end: int | None = None) -> Any:

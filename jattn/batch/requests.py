@@ -36,7 +36,7 @@ def exact_bucket(
     )
 
 
-def decodes_in(query_lens: np.ndarray, bucket: Bucket) -> int:
+def num_bucket_decodes(query_lens: np.ndarray, bucket: Bucket) -> int:
     """How many leading requests the decode region of `bucket` takes; the rest go to the prefill region.
 
     Raises:
@@ -59,9 +59,9 @@ def decodes_in(query_lens: np.ndarray, bucket: Bucket) -> int:
     return num_decodes
 
 
-def token_starts(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
+def request_token_starts(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Where the first token of each request stands among the step's `bucket.max_tokens` tokens."""
-    num_decodes = decodes_in(query_lens, bucket)
+    num_decodes = num_bucket_decodes(query_lens, bucket)
     starts = np.arange(len(query_lens)) * bucket.decode_query_len
     rest = query_lens[num_decodes:]
     starts[num_decodes:] = bucket.max_decode_tokens + np.cumsum(rest) - rest
@@ -84,7 +84,7 @@ def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
     require_type("bucket", bucket, Bucket, "the step's")
     query_lens = np.asarray(query_lens)
     _require_ints("query_lens", query_lens)
-    num_decodes = decodes_in(query_lens, bucket)
+    num_decodes = num_bucket_decodes(query_lens, bucket)
     rows = np.arange(len(query_lens))
     return np.where(rows < num_decodes, rows, bucket.max_decodes + rows - num_decodes)
 
@@ -110,7 +110,7 @@ def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *,
     for r, ids in enumerate(tokens):
         require(hasattr(ids, "__len__"), f"tokens[{r}]", "be a list of token ids", repr(ids))
     lens = np.asarray([len(ids) for ids in tokens], np.int64)
-    for r, (start, ids) in enumerate(zip(token_starts(lens, bucket), tokens, strict=True)):
+    for r, (start, ids) in enumerate(zip(request_token_starts(lens, bucket), tokens, strict=True)):
         row = np.asarray(ids)
         _require_ints(f"tokens[{r}]", row)
         require(row.ndim == 1, f"tokens[{r}]", "be a list of token ids", f"shape {row.shape}")

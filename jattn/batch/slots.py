@@ -10,8 +10,8 @@ from jattn.batch.int_arrays import (
     IntLike,
     IntTable,
     IntVector,
-    int_table,
-    last_block,
+    as_block_table,
+    max_block_id,
     with_namespace,
 )
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
@@ -31,14 +31,14 @@ def gather_blocks(xp: Any, table: Any, rows: Any, positions: Any, tokens_per_blo
     return blocks, is_inside & (blocks >= 0)
 
 
-def slots_in(xp: Any, blocks: Any, has_block: Any, offsets: Any, block_size: int) -> Any:
+def block_slots(xp: Any, blocks: Any, has_block: Any, offsets: Any, block_size: int) -> Any:
     """The slot at an offset of each block; -1 where there is none.
 
     Raises:
         ValueError: A slot is seen to be beyond int32: it would wrap to a negative one, which nobody writes.
     """
     if xp is np:
-        (limit, rule), largest = last_block(block_size), int(np.max(blocks, initial=0, where=has_block))
+        (limit, rule), largest = max_block_id(block_size), int(np.max(blocks, initial=0, where=has_block))
         require(largest <= limit, "block_table", rule, largest)
     return xp.where(has_block, blocks * block_size + offsets, PAD_SLOT_ID)
 
@@ -66,9 +66,12 @@ def compute_slot_mapping(
     require_int(block_size=block_size)
     require_positive(block_size=block_size)
     xp, table, row, position, first = with_namespace(
-        block_table=int_table("block_table", block_table), rows=rows, positions=positions, start_idx=start_idx
+        block_table=as_block_table("block_table", block_table),
+        rows=rows,
+        positions=positions,
+        start_idx=start_idx,
     )
     require_shape("positions", position.shape, row.shape, "one for each of rows")
     block_size = int(block_size)  # numpy's own would make int64s
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size)
-    return slots_in(xp, blocks, is_valid & (position >= first), position % block_size, block_size)
+    return block_slots(xp, blocks, is_valid & (position >= first), position % block_size, block_size)

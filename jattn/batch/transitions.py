@@ -12,9 +12,9 @@ from jattn.pytree import replace
 from pallas_kernels.checks import require, require_int32s, require_shape, require_type
 
 
-def slot_mapping_of(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
+def recompute_slot_mapping(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
     """The slot of every token, from its position and its row's blocks; -1 for padding and past the table."""
-    rows = jnp.where(metadata.is_live_token, metadata.token_rows, -1)
+    rows = jnp.where(metadata.is_valid_token, metadata.token_rows, -1)
     slots = compute_slot_mapping(metadata.block_table, rows, metadata.positions, metadata.block_size)
     return jnp.asarray(slots)
 
@@ -34,7 +34,7 @@ def update_block_table(
     Source: vLLM's update_block_table, for cache groups that share all but their blocks.
     """
     moved = replace(metadata, block_table=_checked_table(metadata, block_table))
-    return replace(moved, slot_mapping=slot_mapping_of(moved))
+    return replace(moved, slot_mapping=recompute_slot_mapping(moved))
 
 
 def advance(
@@ -83,7 +83,7 @@ def advance(
         num_prefills=jnp.zeros_like(metadata.num_prefills),
         bucket=Bucket(max_decodes=bucket.max_reqs, decode_query_len=decode_len, max_blocks=bucket.max_blocks),
     )
-    return replace(stepped, slot_mapping=slot_mapping_of(stepped))
+    return replace(stepped, slot_mapping=recompute_slot_mapping(stepped))
 
 
 def _checked_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array, "reqs max_blocks"]:

@@ -1,9 +1,9 @@
 """The paged KV cache: what it is, how it is written, how its blocks move."""
 
 from jattn.cache.block_copy import copy_blocks, swap_blocks
-from jattn.cache.read import blocks_of, keys_of_row, tokens_at
+from jattn.cache.read import blocks_of, gather_tokens, row_keys
 from jattn.cache.spec import CacheSpec
-from jattn.cache.types import PackedKV, PagedCache, block_arrays, has_token_axis, require_alive
+from jattn.cache.types import PackedKV, PagedCache, block_arrays, has_token_axis, require_not_deleted
 from jattn.cache.write import write_kv
 
 __all__ = [
@@ -13,10 +13,10 @@ __all__ = [
     "block_arrays",
     "blocks_of",
     "copy_blocks",
+    "gather_tokens",
     "has_token_axis",
-    "keys_of_row",
-    "require_alive",
+    "require_not_deleted",
+    "row_keys",
     "swap_blocks",
-    "tokens_at",
     "write_kv",
 ]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.cache.types import PagedCache, block_arrays, require_own_arrays
+from jattn.cache.types import PagedCache, block_arrays, require_distinct_arrays
 from jattn.pytree import replace
 from pallas_kernels.checks import require, require_int32s, require_shape
 
@@ -34,7 +34,7 @@ def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | n
     leaves, tree = jax.tree.flatten(caches, is_leaf=lambda node: isinstance(node, PagedCache))
     for leaf in leaves:
         require(isinstance(leaf, PagedCache), "caches", "be a tree of PagedCache", type(leaf).__name__)
-    require_own_arrays(*leaves)
+    require_distinct_arrays(*leaves)
     pairs = _as_pairs(block_mapping)
     if isinstance(pairs, np.ndarray):
         for cache in leaves:
@@ -97,7 +97,7 @@ def swap_blocks(
     pairs = np.asarray(_as_pairs(block_mapping))
     _check_pairs(pairs, source, target)
     pairs = pairs[(pairs >= 0).all(axis=1)]
-    padded = padded_pairs(pairs)
+    padded = pad_block_pairs(pairs)
     if isinstance(target.k, np.ndarray):
         gathered = jax.device_get(
             {
@@ -127,7 +127,7 @@ def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -
     return {name: _put_blocks(a, blocks[name], pairs[:, 0], pairs[:, 1]) for name, a in arrays.items()}
 
 
-def padded_pairs(pairs: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
+def pad_block_pairs(pairs: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
     """Pairs of blocks, int32: a power of two of them, so that a serving loop compiles a handful of shapes."""
     padded = np.full((1 << max(len(pairs) - 1, 0).bit_length(), 2), -1, np.int32)
     padded[: len(pairs)] = pairs

@@ -48,7 +48,7 @@ def why_not_write_qkv(cache: PagedCache, dtype: np.dtype, rope: Any, norms: Sequ
     if rope is not None and not getattr(rope, "turns_halves", False):
         return "the rope does not turn the halves of whole heads"
     given = [norm for norm in norms if norm is not None]
-    kinds = {(norm.eps, norm.is_offset) if rounds_as_kernels(norm) else None for norm in given}
+    kinds = {(norm.eps, norm.is_offset) if is_kernel_rms_norm(norm) else None for norm in given}
     if None in kinds or len(kinds) > 1:
         return "the norms are no RMS norms of one kind that round as Llama's or Gemma's"
     return support.why_not_on(cache.k) or support.why_not_qkv_write(
@@ -60,7 +60,7 @@ def why_not_write_qkv(cache: PagedCache, dtype: np.dtype, rope: Any, norms: Sequ
     )
 
 
-def rounds_as_kernels(norm: Any) -> bool:
+def is_kernel_rms_norm(norm: Any) -> bool:
     """Whether it is an RMS norm that rounds before the weight, as Llama's, or once, as Gemma's."""
     return hasattr(norm, "rounds_once") and norm.rounds_once == norm.is_offset
 

@@ -36,7 +36,7 @@ def blocks_of(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple[A
     return k, v
 
 
-def tokens_at(
+def gather_tokens(
     kv: PagedCache | PackedKV,
     block_table: Int32[Array, "reqs max_blocks"],
     positions: Int32[Array, "reqs n q_heads"],
@@ -62,7 +62,7 @@ def tokens_at(
     return where(k[at]), where(v[at])
 
 
-def keys_of_row(
+def row_keys(
     kv: PagedCache | PackedKV, block_table: Int32[Array, "reqs max_blocks"], row: Int[Array, ""]
 ) -> Float[Array, "kv_heads keys head_dim"]:
     """The keys of one row of a batch in f32, from position 0 on; what is past its end is garbage."""

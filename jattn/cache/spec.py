@@ -38,17 +38,17 @@ class Stored(NamedTuple):
         }[self.scale]
 
 
-AS_IT_IS = Stored(None, None)
+UNQUANTIZED = Stored(None, None)
 INT8_TOKEN_HEAD = Stored(jnp.int8, "token_head")
 # What each CacheSpec.quantization stores keys as, and values.
 QUANTIZATIONS = {
-    None: (AS_IT_IS, AS_IT_IS),
+    None: (UNQUANTIZED, UNQUANTIZED),
     "fp8_e4m3": (Stored(jnp.float8_e4m3fn, "static"),) * 2,
     "fp8_e5m2": (Stored(jnp.float8_e5m2, "static"),) * 2,
     "fp8_e4m3_token_head": (Stored(jnp.float8_e4m3fn, "token_head"),) * 2,
     "int8_token_head": (INT8_TOKEN_HEAD, INT8_TOKEN_HEAD),
     "int8_static_v": (INT8_TOKEN_HEAD, Stored(jnp.int8, "channel")),
-    "int8_k_only": (INT8_TOKEN_HEAD, AS_IT_IS),
+    "int8_k_only": (INT8_TOKEN_HEAD, UNQUANTIZED),
 }
 
 
@@ -61,7 +61,7 @@ QUANTIZATION_ALIASES = {
 }
 
 
-def quantization_of(name: str | None) -> str | None:
+def resolve_quantization(name: str | None) -> str | None:
     """The quantisation that a name means: ours, or vLLM's kv_cache_dtype.
 
     Raises:
@@ -78,7 +78,7 @@ def quantization_of(name: str | None) -> str | None:
     return name
 
 
-def as_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
+def checked_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
     """The dtype that is meant, which must be one of floats; the hint says what else there is."""
     try:
         meant = jnp.dtype(dtype)
@@ -125,9 +125,9 @@ class CacheSpec:
             head_dim=self.head_dim,
         )
         require_one_of("layout", self.layout, LAYOUTS)
-        object.__setattr__(self, "quantization", quantization_of(self.quantization))
+        object.__setattr__(self, "quantization", resolve_quantization(self.quantization))
         hint = " (quantization='int8_token_head' and the like make integers)"
-        object.__setattr__(self, "dtype", as_float_dtype("dtype", self.dtype, hint))
+        object.__setattr__(self, "dtype", checked_float_dtype("dtype", self.dtype, hint))
         if self.layout == "packed":
             require(
                 self.head_dim % self.pack_width == 0,

@@ -253,7 +253,7 @@ class PackedKV:
         return self.k.shape[2]
 
     @property
-    def most_keys_of_a_row(self) -> int:
+    def max_keys_per_row(self) -> int:
         """Static: what no row exceeds, said or not."""
         num_keys = self.k.shape[0]
         return num_keys if self.max_seq_len is None else min(self.max_seq_len, num_keys)
@@ -289,7 +289,7 @@ class PackedKV:
                 require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
 
 
-def require_alive(cache: PagedCache) -> None:
+def require_not_deleted(cache: PagedCache) -> None:
     """No array of a cache may have been given up to a call that it was donated to.
 
     Raises:
@@ -300,14 +300,14 @@ def require_alive(cache: PagedCache) -> None:
     require(not any(array.is_deleted() for array in own), "cache", rule, "one that was given up")
 
 
-def require_own_arrays(*caches: PagedCache) -> None:
+def require_distinct_arrays(*caches: PagedCache) -> None:
     """No array may stand at two places of what is donated: its memory cannot be given up twice.
 
     Raises:
         ValueError: One does, or was given up before; inside jit nothing is donated and nobody minds.
     """
     for cache in caches:
-        require_alive(cache)
+        require_not_deleted(cache)
     every = (array for cache in caches for array in block_arrays(cache).values())
     arrays = [array for array in every if isinstance(array, jax.Array) and is_concrete(array)]
     rule = "have arrays of their own for keys and values, which are donated (jnp.copy makes one)"

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn.cache.quantization import quantize_static, quantize_token_head
-from jattn.cache.types import PagedCache, block_arrays, has_token_axis, require_own_arrays
+from jattn.cache.types import PagedCache, block_arrays, has_token_axis, require_distinct_arrays
 from jattn.pytree import replace
 from pallas_kernels import support
 from pallas_kernels.cache_write import cache_write
@@ -58,7 +58,7 @@ def write_kv(
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
         require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
-    require_own_arrays(cache)
+    require_distinct_arrays(cache)
     reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
     use_kernel = support.should_use_kernel("write_kv", implementation, reason)
     written = _write_kv(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.implementations.selection import Asked, asked_for, hashable
+from jattn.implementations.selection import ImplementationArg, as_static_arg, requested_implementations
 from jattn.masks import BatchSizes, BlockMask, Document, Mask, check_mask
 from jattn.masks.base import leaves, row_counts
 from jattn.masks.documents import as_int32, has_contiguous_ids
@@ -170,14 +170,16 @@ def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
     return BlockMask(blocks=blocks, block_q=1, block_kv=1 if given[3] > 1 else shape[3])
 
 
-def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementation: Asked) -> Asked:
+def asked_for_documents(
+    segment_ids: Array | None, mask: Mask | None, implementation: ImplementationArg
+) -> ImplementationArg:
     """What may serve these ids, and a mask's: without the kernels where an id comes again behind another."""
-    asked = asked_for(implementation)
+    asked = requested_implementations(implementation)
     given: list[tuple[str, Any]] = [] if segment_ids is None else [("segment_ids", segment_ids)]
     if mask is not None:
         given += [("mask", leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document)]
     if "mosaic_gpu" not in asked:
-        return hashable(implementation)
+        return as_static_arg(implementation)
     for name, ids in given:
         if support.why_not_on(ids) or has_contiguous_ids(ids):
             continue
@@ -186,4 +188,4 @@ def asked_for_documents(segment_ids: Array | None, mask: Mask | None, implementa
             reason = "mosaic_gpu: an id comes again behind another one"
             raise unsupported(name, reason, "Leave implementation=None or ask for 'xla'")
         return rest
-    return hashable(implementation)
+    return as_static_arg(implementation)

@@ -19,7 +19,7 @@ from jattn.dense.arguments import (
 from jattn.dense.auto_sharding import are_automatic
 from jattn.dense.per_shard import Attended, How, Values, attend_part, attend_parts, partitions
 from jattn.dense.sharding import cut_of, on_each_device
-from jattn.implementations.selection import Asked, asked_for
+from jattn.implementations.selection import ImplementationArg, requested_implementations
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require_bool
@@ -95,7 +95,7 @@ def attend_arrays(
     per_head: dict[str, Array | None],
     *,
     spec: AttentionSpec,
-    implementation: Asked,
+    implementation: ImplementationArg,
 ) -> Attended:
     """`attention` of what belongs together, with its log-sum-exp; compiled once, called eagerly, too.
 
@@ -113,7 +113,7 @@ def attend_arrays(
         run = functools.partial(attend_part, cut, how)
         attended: Attended = on_each_device(cut, run, (values, rows), (of_values, of_rows), returns)
         return attended
-    before_xla = itertools.takewhile(lambda name: name != "xla", asked_for(implementation))
+    before_xla = itertools.takewhile(lambda name: name != "xla", requested_implementations(implementation))
     if are_automatic(arrays) and "reference" not in before_xla:  # which has second derivatives, too
         return attend_parts(how, values, rows)
     return attend_part(None, how, values, rows)

@@ -25,7 +25,13 @@ from jattn.dense.arguments import Rows, mask_of_array
 from jattn.dense.attention import attend_arrays
 from jattn.dense.sharding import cut_of, on_each_device
 from jattn.dense.unfused_attention import Given, by_scores, is_positional
-from jattn.implementations.selection import Asked, asked_for, first_able, hashable, reasons_against
+from jattn.implementations.selection import (
+    ImplementationArg,
+    as_static_arg,
+    first_supported,
+    requested_implementations,
+    unsupported_reasons,
+)
 from jattn.masks.checks import require_floats
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_arrays, require_shape, require_type, unsupported
@@ -89,13 +95,13 @@ def attention_fn(
     _check_scores_shape(query, key, bias=bias, mask=mask)
     given = Given(query, key, value, bias, mask, input_positions, **per_head)
     is_cut = cut_of(query, key, value) is not None
-    out = (_attend_on_devices if is_cut else _attend)(given, spec, is_causal, hashable(implementation))
+    out = (_attend_on_devices if is_cut else _attend)(given, spec, is_causal, as_static_arg(implementation))
     return out.astype(query.dtype if dtype is None else dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "is_causal", "implementation"))
 def _attend_on_devices(
-    given: Given, spec: AttentionSpec, is_causal: bool, implementation: Asked
+    given: Given, spec: AttentionSpec, is_causal: bool, implementation: ImplementationArg
 ) -> Float[Array, "..."]:
     """`attention_fn` of arrays that Explicit axes of a mesh cut."""
     cut = cut_of(given.query, given.key, given.value)
@@ -114,14 +120,16 @@ def _attend_on_devices(
     return out
 
 
-def _attend(given: Given, spec: AttentionSpec, is_causal: bool, implementation: Asked) -> Float[Array, "..."]:
+def _attend(
+    given: Given, spec: AttentionSpec, is_causal: bool, implementation: ImplementationArg
+) -> Float[Array, "..."]:
     """`attention_fn` of what one device has."""
     has_places = given.bias is not None or given.input_positions is not None
     if not has_places and _takes_tiles(given, spec):
         return _by_tiles(given, spec, is_causal, implementation)
     reason = "there is no kernel with a bias, input_positions, or queries that stand elsewhere than keys"
     spec.check_keys(given.key.dtype)
-    first_able(asked_for(implementation), reasons_against(spec, reason))
+    first_supported(requested_implementations(implementation), unsupported_reasons(spec, reason))
     return by_scores(given, spec, is_causal)
 
 
@@ -132,7 +140,7 @@ def _takes_tiles(given: Given, spec: AttentionSpec) -> bool:
 
 
 def _by_tiles(
-    given: Given, spec: AttentionSpec, is_causal: bool, implementation: Asked
+    given: Given, spec: AttentionSpec, is_causal: bool, implementation: ImplementationArg
 ) -> Float[Array, "..."]:
     """By `attention`, nothing of queries x keys but the mask itself."""
     spec = dataclasses.replace(spec, causal=spec.causal or is_causal)

@@ -10,18 +10,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.attending import checked
-from jattn.batch.metadata import part_of
+from jattn.attending import validated_attend
+from jattn.batch.metadata import region_batch
 from jattn.dense.arguments import Rows, last_ahead
 from jattn.dense.auto_sharding import by_partitioner, labels, sum_of_parts
 from jattn.dense.layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
 from jattn.dense.sharding import Cut
 from jattn.implementations import differentiable_attention
-from jattn.implementations.differentiable_attention import once_derivable
-from jattn.implementations.layer_config import layer_of
-from jattn.implementations.selection import Asked, Choice
+from jattn.implementations.differentiable_attention import reject_second_derivative
+from jattn.implementations.layer_config import layer_config
+from jattn.implementations.selection import ImplementationArg, ImplementationChoice
 from jattn.masks.functions import lift_captured_arrays
-from jattn.planning import choose_layers
+from jattn.planning import plan_layers
 from jattn.spec import AttentionSpec
 
 
@@ -29,7 +29,7 @@ class How(NamedTuple):
     """What is static: the layer of all devices, and what is to serve it."""
 
     spec: AttentionSpec
-    implementation: Asked
+    implementation: ImplementationArg
 
 
 class Values(NamedTuple):
@@ -88,7 +88,7 @@ def attend_part(
         laid, implementation = _laid_batch(arrays, rows, per_head, How(spec, implementation))
     if attended is None:
         options: Any = {"mask": laid.mask, "implementation": implementation, **per_head}
-        out, lse = checked(laid.query, laid.kv, laid.metadata, spec, return_lse=True, **options)()
+        out, lse = validated_attend(laid.query, laid.kv, laid.metadata, spec, return_lse=True, **options)()
     else:
         out, lse = attended if has_batch or is_packed else (x[None] for x in attended)
         if not is_packed:
@@ -102,7 +102,7 @@ def attend_part(
 
 def _laid_batch(
     arrays: tuple[Array, Array, Array], rows: Rows, per_head: dict[str, Array | None], how: How
-) -> tuple[Laid, Asked]:
+) -> tuple[Laid, ImplementationArg]:
     """A batch's rows, and what serves them where that had to be asked to make their mask."""
     spec, implementation = how
     is_masked = any(x is not None for x in (spec.sparsity, rows.mask, per_head["alibi_slopes"]))
@@ -122,11 +122,11 @@ def _laid_batch(
     return lay(both(segments(rows.segment_ids, as_runs=False))), chosen.implementation
 
 
-def _chosen(laid: Laid, how: How) -> Choice | None:
+def _chosen(laid: Laid, how: How) -> ImplementationChoice | None:
     """What is to serve rows; None where there is no token."""
-    layer = layer_of(how.spec, None, laid.query.dtype)
+    layer = layer_config(how.spec, None, laid.query.dtype)
     asked = how.implementation
-    return choose_layers(laid.metadata, (layer,), laid.mask, implementation=asked)[0].prefill
+    return plan_layers(laid.metadata, (layer,), laid.mask, implementation=asked)[0].prefill
 
 
 def _recalled(laid: Laid, how: How, per_head: dict[str, Array | None], attended: Attended) -> Attended:
@@ -134,11 +134,13 @@ def _recalled(laid: Laid, how: How, per_head: dict[str, Array | None], attended:
     spec, chosen = how.spec, _chosen(laid, how)
     if chosen is None:  # there is no token
         return attended
-    part, mask = part_of(laid.metadata, "prefill"), spec.mask_with(laid.mask)
-    served = differentiable_attention.how_of(spec, chosen, laid.kv, part.first_row, return_lse=True)
-    context = differentiable_attention.Context(laid.kv.kv_start_loc, part.metadata, mask, None, None)
-    values = differentiable_attention.Values(laid.query, laid.kv.k, laid.kv.v, **per_head)
-    return Attended(*differentiable_attention.recall(served, values, context, tuple(attended)))
+    part, mask = region_batch(laid.metadata, "prefill"), spec.mask_with(laid.mask)
+    served = differentiable_attention.make_static_args(spec, chosen, laid.kv, part.first_row, return_lse=True)
+    context = differentiable_attention.NonDifferentiableArgs(
+        laid.kv.kv_start_loc, part.metadata, mask, None, None
+    )
+    values = differentiable_attention.DifferentiableArgs(laid.query, laid.kv.k, laid.kv.v, **per_head)
+    return Attended(*differentiable_attention.attach_gradient(served, values, context, tuple(attended)))
 
 
 def attend_parts(how: How, values: Values, rows: Rows) -> Attended:
@@ -177,14 +179,14 @@ def _forward(how: How, values: Values, rows: Rows) -> tuple[Attended, _Kept]:
     """Called with CustomVJPPrimal for each array."""
     is_wanted: Any = jax.tree.map(lambda primal: () if primal.perturbed else None, values)
     values, rows = jax.tree.map(lambda primal: primal.value, (values, rows))
-    attended = _attend_parts(how, once_derivable(values), rows)
+    attended = _attend_parts(how, reject_second_derivative(values), rows)
     return attended, _Kept(values, rows, attended, is_wanted)
 
 
 def _backward(how: How, kept: _Kept, grads: Any) -> tuple[Values, None]:
     values, rows, attended, is_wanted = kept
     grads = tuple(None if isinstance(grad, SymbolicZero) else grad for grad in grads)
-    values, attended, grads = once_derivable((values, attended, grads))
+    values, attended, grads = reject_second_derivative((values, attended, grads))
     of_values, of_rows, returns = partitions(labels(values.q.ndim == 4), values, rows)
     of_grads = tuple(None if grad is None else of for grad, of in zip(grads, returns, strict=True))
 

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations import mosaic_gpu, xla
-from jattn.implementations.mosaic_gpu import Work
-from jattn.implementations.selection import Choice, KernelFallbackWarning
-from jattn.implementations.xla import QueryTiles, varying_as
+from jattn.implementations.mosaic_gpu import KernelPlan
+from jattn.implementations.selection import ImplementationChoice, KernelFallbackWarning
+from jattn.implementations.xla import QueryTiles, match_varying_axes
 from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
 from jattn.spec import AttentionSpec
@@ -29,7 +29,7 @@ type OutAndLse = tuple[Array, Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class StaticArgs:
     """What is static.
 
     Attributes:
@@ -41,23 +41,28 @@ class How:
     """
 
     spec: AttentionSpec
-    choice: Choice
+    choice: ImplementationChoice
     return_lse: bool
     is_in_order: bool
     max_seq_len: int | None
 
 
-def how_of(
-    spec: AttentionSpec, choice: Choice, kv: PagedCache | PackedKV, first_row: int, *, return_lse: bool
-) -> How:
+def make_static_args(
+    spec: AttentionSpec,
+    choice: ImplementationChoice,
+    kv: PagedCache | PackedKV,
+    first_row: int,
+    *,
+    return_lse: bool,
+) -> StaticArgs:
     """How the rows of a region are attended, of which the step's `first_row` is the first."""
     if isinstance(kv, PagedCache):
-        return How(spec, choice, return_lse, is_in_order=False, max_seq_len=None)
+        return StaticArgs(spec, choice, return_lse, is_in_order=False, max_seq_len=None)
     is_in_order = kv.is_in_order and first_row == 0
-    return How(spec, choice, return_lse, is_in_order, kv.max_seq_len)
+    return StaticArgs(spec, choice, return_lse, is_in_order, kv.max_seq_len)
 
 
-class Values(NamedTuple):
+class DifferentiableArgs(NamedTuple):
     """What has a gradient."""
 
     query: Float[Array, "tokens q_heads head_dim"]
@@ -67,7 +72,7 @@ class Values(NamedTuple):
     alibi_slopes: Float[Array, " q_heads"] | None
 
 
-class Context(NamedTuple):
+class NonDifferentiableArgs(NamedTuple):
     """What has none.
 
     Attributes:
@@ -82,10 +87,10 @@ class Context(NamedTuple):
     metadata: BatchMetadata
     mask: Mask | None
     tiles: QueryTiles | None
-    work: Work | None
+    work: KernelPlan | None
 
 
-def attend(how: How, values: Values, context: Context) -> OutAndLse:
+def attend(how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
     """Output of a region's tokens, and their log-sum-exp or None, in the type that it was summed in."""
     values = varying_together(values)
     axes = sorted(jax.typeof(values.query).manual_axis_type.varying)
@@ -98,18 +103,18 @@ def attend(how: How, values: Values, context: Context) -> OutAndLse:
     return _attend(how, values, context)
 
 
-def varying_together(values: Values) -> Values:
+def varying_together(values: DifferentiableArgs) -> DifferentiableArgs:
     """All values varying over every device axis that one of them varies over, under shard_map.
 
     What they lack is broadcast here, so that the sum over devices that its gradient needs is made here, too.
     """
     for like in values:
-        values = values if like is None else varying_as(like, values)
+        values = values if like is None else match_varying_axes(like, values)
     return values
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: How, values: Values, context: Context) -> OutAndLse:
+def _attend(how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
     query, _, _, sinks, alibi_slopes = values
     kv, metadata, spec, kernel = _kv(how, values, context), context.metadata, how.spec, how.choice.kernel
     options: dict[str, Any] = {"mask": context.mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
@@ -120,7 +125,7 @@ def _attend(how: How, values: Values, context: Context) -> OutAndLse:
     return out, lse if how.return_lse else None
 
 
-class _Kept(NamedTuple):
+class _Residuals(NamedTuple):
     """What the backward pass gets.
 
     Attributes:
@@ -131,54 +136,58 @@ class _Kept(NamedTuple):
         wants_slopes: () where ALiBi's slopes are to have a gradient, else None: both are without arrays.
     """
 
-    values: Values
-    context: Context
+    values: DifferentiableArgs
+    context: NonDifferentiableArgs
     out: Array
     lse: Array
     wants_slopes: tuple[()] | None
 
 
-def _forward(how: How, values: Values, context: Context) -> tuple[OutAndLse, _Kept]:
+def _forward(
+    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs
+) -> tuple[OutAndLse, _Residuals]:
     """Called with CustomVJPPrimal for each array."""
     wants_slopes = _wants_slopes(values)
     values, context = jax.tree.map(lambda primal: primal.value, (values, context))
-    values = once_derivable(values)
+    values = reject_second_derivative(values)
     out, lse = _attend(dataclasses.replace(how, return_lse=True), values, context)
     assert lse is not None
-    return (out, lse if how.return_lse else None), _Kept(values, context, out, lse, wants_slopes)
+    return (out, lse if how.return_lse else None), _Residuals(values, context, out, lse, wants_slopes)
 
 
-def _wants_slopes(values: Values) -> tuple[()] | None:
+def _wants_slopes(values: DifferentiableArgs) -> tuple[()] | None:
     """`_Kept`'s, of CustomVJPPrimal in the place of arrays."""
     slopes = values.alibi_slopes
     return () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
 
 
-def _backward(how: How, kept: _Kept, grads: tuple[Any, Any]) -> tuple[Values, None]:
+def _backward(how: StaticArgs, kept: _Residuals, grads: tuple[Any, Any]) -> tuple[DifferentiableArgs, None]:
     (values, context, out, lse, wants_slopes) = kept
     is_zero = [isinstance(grad, SymbolicZero) for grad in grads]
     grad_out = jnp.zeros_like(out) if is_zero[0] else grads[0]
     grad_lse = None if is_zero[1] else grads[1]
-    values, out, lse, grad_out, grad_lse = once_derivable((values, out, lse, grad_out, grad_lse))
+    values, out, lse, grad_out, grad_lse = reject_second_derivative((values, out, lse, grad_out, grad_lse))
     saved = xla.Saved(out, lse, grad_out, grad_lse)
     if how.choice.kernel is None or not _takes_kernel(how, values, context, wants_slopes is not None):
         given = how.spec, context.mask, values.sinks, values.alibi_slopes
         problem = xla.Problem(_kv(how, values, context), context.metadata, *given)
-        return Values(*xla.gradients(values.query, problem, saved)), None
+        return DifferentiableArgs(*xla.gradients(values.query, problem, saved)), None
     options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **saved._asdict()}
     kv, metadata = _kv(how, values, context), context.metadata
     of_arrays = mosaic_gpu.gradients(values.query, kv, metadata, how.spec, **options)
     sinks, slopes = values.sinks, values.alibi_slopes
     of_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
-    return Values(*of_arrays, of_sinks, None if slopes is None else jnp.zeros_like(slopes)), None
+    return DifferentiableArgs(*of_arrays, of_sinks, None if slopes is None else jnp.zeros_like(slopes)), None
 
 
-def _kv(how: How, values: Values, context: Context) -> PackedKV:
+def _kv(how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> PackedKV:
     starts, most = context.kv_start_loc, how.max_seq_len
     return PackedKV(k=values.k, v=values.v, kv_start_loc=starts, max_seq_len=most)
 
 
-def _takes_kernel(how: How, values: Values, context: Context, wants_slopes: bool) -> bool:
+def _takes_kernel(
+    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, wants_slopes: bool
+) -> bool:
     """Whether there is a kernel for the gradients; where there is none XLA does it, if that is allowed."""
     reason = mosaic_gpu.why_not_gradients(
         how.spec,
@@ -203,26 +212,28 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recall(how: How, values: Values, context: Context, attended: tuple[Array, Array]) -> tuple[Array, Array]:
+def attach_gradient(
+    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: tuple[Array, Array]
+) -> tuple[Array, Array]:
     """What `attend` gave before, output and log-sum-exp, with its derivative: nothing is attended anew."""
     return attended
 
 
 def _recall_forward(
-    how: How, values: Values, context: Context, attended: Any
-) -> tuple[tuple[Array, Array], _Kept]:
+    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: Any
+) -> tuple[tuple[Array, Array], _Residuals]:
     """Called with CustomVJPPrimal for each array."""
     wants_slopes = _wants_slopes(values)
     values, context, (out, lse) = jax.tree.map(lambda primal: primal.value, (values, context, attended))
-    return (out, lse), _Kept(values, context, out, lse, wants_slopes)
+    return (out, lse), _Residuals(values, context, out, lse, wants_slopes)
 
 
-recall.defvjp(
+attach_gradient.defvjp(
     _recall_forward, lambda how, kept, grads: (*_backward(how, kept, grads), None), symbolic_zeros=True
 )
 
 
-def underivable_cache[Tree](arrays: Tree, implementation: str) -> Tree:
+def reject_gradient_over_cache[Tree](arrays: Tree, implementation: str) -> Tree:
     """The same arrays, for an implementation that has no derivative over a paged cache."""
     return forbid_derivative(
         arrays,
@@ -233,7 +244,7 @@ def underivable_cache[Tree](arrays: Tree, implementation: str) -> Tree:
     )
 
 
-def once_derivable[Tree](arrays: Tree) -> Tree:
+def reject_second_derivative[Tree](arrays: Tree) -> Tree:
     """The same arrays, in what a derivative is made of."""
     return forbid_derivative(
         arrays,

@@ -10,10 +10,10 @@ from jax.typing import DTypeLike
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
-from jattn.cache.spec import as_float_dtype
+from jattn.cache.spec import checked_float_dtype
 from jattn.spec import AttentionSpec
 
-type AnyCache = CacheSpec | PagedCache | PackedKV
+type CacheOrSpec = CacheSpec | PagedCache | PackedKV
 
 
 class CacheFormat(NamedTuple):
@@ -47,7 +47,7 @@ class CacheFormat(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerConfig:
     """A kind of layer: those that agree in this are served alike.
 
     Attributes:
@@ -65,7 +65,7 @@ class Layer:
         return f"{_described(self.spec)}; {self.query_dtype.name} queries, {where}"
 
 
-class Region(NamedTuple):
+class RegionSizes(NamedTuple):
     """The static sizes of a region of a step.
 
     Attributes:
@@ -81,7 +81,7 @@ class Region(NamedTuple):
     block_size: int
 
 
-def regions_of(metadata: BatchMetadata) -> tuple[Region, ...]:
+def region_sizes(metadata: BatchMetadata) -> tuple[RegionSizes, ...]:
     """The regions of a step that have room for tokens. Looks at shapes alone."""
     bucket = metadata.bucket
     parts = (
@@ -90,12 +90,15 @@ def regions_of(metadata: BatchMetadata) -> tuple[Region, ...]:
     )
     max_blocks = metadata.block_table.shape[1]
     regions = (
-        Region(name, part, max_blocks, metadata.block_size) for name, part in zip(REGIONS, parts, strict=True)
+        RegionSizes(name, part, max_blocks, metadata.block_size)
+        for name, part in zip(REGIONS, parts, strict=True)
     )
     return tuple(region for region in regions if region.bucket.max_tokens)
 
 
-def layer_of(spec: AttentionSpec, cache: AnyCache | None, query_dtype: DTypeLike | None = None) -> Layer:
+def layer_config(
+    spec: AttentionSpec, cache: CacheOrSpec | None, query_dtype: DTypeLike | None = None
+) -> LayerConfig:
     """The kind of a layer.
 
     Args:
@@ -103,11 +106,11 @@ def layer_of(spec: AttentionSpec, cache: AnyCache | None, query_dtype: DTypeLike
         cache: What its keys are in, or that cache's spec; None = keys outside a cache.
         query_dtype: Of its queries; None = what the cache was made for.
     """
-    dtype = as_float_dtype("query_dtype", _computed_in(cache) if query_dtype is None else query_dtype)
-    return Layer(spec=spec, query_dtype=dtype, cache=format_of(cache))
+    dtype = checked_float_dtype("query_dtype", _computed_in(cache) if query_dtype is None else query_dtype)
+    return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache))
 
 
-def format_of(cache: AnyCache | None) -> CacheFormat | None:
+def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:
     """How a cache stores what it holds; None where there is no paged cache."""
     if cache is None or isinstance(cache, PackedKV):
         return None
@@ -120,7 +123,7 @@ def format_of(cache: AnyCache | None) -> CacheFormat | None:
     return CacheFormat(cache.layout, (jnp.dtype(cache.k.dtype), jnp.dtype(cache.v.dtype)), scales)
 
 
-def _computed_in(cache: AnyCache | None) -> DTypeLike:
+def _computed_in(cache: CacheOrSpec | None) -> DTypeLike:
     """The dtype of the layer that a cache belongs to, as far as the cache shows it."""
     if isinstance(cache, CacheSpec):
         return cache.dtype

@@ -31,13 +31,13 @@ def attend(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
     """Output and log-sum-exp of every token, as `jattn.attend` defines them; of f64 queries both are f64."""
     tokens = query.shape[0]
-    if tokens == 0 or holds_nothing(kv, metadata):
+    if tokens == 0 or has_no_keys(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, tokens), -jnp.inf, jnp.float32)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     # What is masked is cleared before it is multiplied, not only after: in a product's gradient, NaN of
     # another request's query or of a key that nobody sees meets a 0, and that is NaN, in every row of the
     # other side.
-    query = jnp.where(metadata.is_live_token[:, None, None], query, jnp.zeros((), query.dtype))
+    query = jnp.where(metadata.is_valid_token[:, None, None], query, jnp.zeros((), query.dtype))
     q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
         jnp.arange(tokens, dtype=jnp.int32) - metadata.row_starts[metadata.token_rows]
@@ -49,7 +49,7 @@ def attend(
         k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
         visible = is_visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
-        mine = (metadata.token_rows == row) & metadata.is_live_token
+        mine = (metadata.token_rows == row) & metadata.is_valid_token
         visible &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
         k, v = (jnp.where(visible.any(axis=1)[..., None], x, 0.0) for x in (k, v))
         own = jnp.where(mine[None, :, None], q, 0.0)
@@ -67,7 +67,7 @@ def attend(
     return jnp.swapaxes(out, 0, 1).astype(query.dtype), lse
 
 
-def holds_nothing(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
+def has_no_keys(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
     """Whether there is no key at all, by the shapes: no row can see one."""
     return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
 

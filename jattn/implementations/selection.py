@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from jattn.implementations import reference
-from jattn.implementations.layer_config import Layer, Region
-from jattn.implementations.mosaic_gpu import Kernel, choose_kernel
+from jattn.implementations.layer_config import LayerConfig, RegionSizes
+from jattn.implementations.mosaic_gpu import KernelConfig, choose_kernel
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, unsupported
 
 IMPLEMENTATIONS = ("mosaic_gpu", "xla", "reference")  # best first
 
-type Asked = str | Sequence[str] | None
+type ImplementationArg = str | Sequence[str] | None
 
 
 class KernelFallbackWarning(UserWarning):
@@ -20,7 +20,7 @@ class KernelFallbackWarning(UserWarning):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class ImplementationChoice:
     """What serves a kind of layer in a region.
 
     Attributes:
@@ -31,18 +31,18 @@ class Choice:
     """
 
     implementation: str
-    kernel: Kernel | None = None
+    kernel: KernelConfig | None = None
     reason: str | None = None
     asked: tuple[str, ...] | None = None
 
 
-def asked_for(implementation: Asked) -> tuple[str, ...]:
+def requested_implementations(implementation: ImplementationArg) -> tuple[str, ...]:
     """The names of implementations in the order in which they are tried.
 
     Raises:
         ValueError: There is no implementation of a name, or none is named.
     """
-    named = hashable(implementation)
+    named = as_static_arg(implementation)
     asked = IMPLEMENTATIONS if named is None else (named,) if isinstance(named, str) else named
     require(len(asked) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), asked)
     for name in asked:
@@ -50,7 +50,7 @@ def asked_for(implementation: Asked) -> tuple[str, ...]:
     return asked
 
 
-def hashable(implementation: Asked) -> str | tuple[str, ...] | None:
+def as_static_arg(implementation: ImplementationArg) -> str | tuple[str, ...] | None:
     """What was asked for, as a static argument may be. None stays None: nobody asked, so a fallback warns."""
     if isinstance(implementation, str | None):
         return implementation
@@ -59,12 +59,12 @@ def hashable(implementation: Asked) -> str | tuple[str, ...] | None:
     return tuple(implementation)
 
 
-def reasons_against(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:
+def unsupported_reasons(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:
     """Why implementations cannot serve a layer, by their names; None of one that can."""
     return {"mosaic_gpu": no_kernels, "reference": reference.why_not(spec)}
 
 
-def first_able(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
+def first_supported(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
     """The first name that no reason speaks against, and the reasons against those before it.
 
     Raises:
@@ -79,14 +79,14 @@ def first_able(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple
     raise unsupported("attend", "; ".join(declined), "Leave implementation=None or ask for 'xla'")
 
 
-def choose(
-    layer: Layer,
-    region: Region,
+def choose_implementation(
+    layer: LayerConfig,
+    region: RegionSizes,
     mask: Mask | None,
     *,
-    implementation: Asked,
+    implementation: ImplementationArg,
     no_kernels: str | None,
-) -> Choice:
+) -> ImplementationChoice:
     """The first implementation of those asked for that can serve a region. Looks at shapes alone.
 
     Args:
@@ -100,16 +100,16 @@ def choose(
         ValueError: There is no implementation of that name.
         NotImplementedError: None of them can; the message has each one's reason.
     """
-    asked = asked_for(implementation)
-    kernel: Kernel | None = None
-    reasons = reasons_against(layer.spec, no_kernels)
+    asked = requested_implementations(implementation)
+    kernel: KernelConfig | None = None
+    reasons = unsupported_reasons(layer.spec, no_kernels)
     if no_kernels is None and "mosaic_gpu" in asked:
         found = choose_kernel(layer, region, mask)
         if isinstance(found, str):
             reasons["mosaic_gpu"] = found
         else:
             kernel = found
-    name, reason = first_able(asked, reasons)
+    name, reason = first_supported(asked, reasons)
     named = None if implementation is None else asked
     kernel = kernel if name == "mosaic_gpu" else None
-    return Choice(implementation=name, kernel=kernel, reason=reason, asked=named)
+    return ImplementationChoice(implementation=name, kernel=kernel, reason=reason, asked=named)

@@ -101,7 +101,7 @@ class Mask(abc.ABC):
         rule = (
             f"have one row for all requests, or the {sizes.num_rows} rows of the metadata "
             "(mask.of_requests(metadata) makes them of the requests' rows; a mask of the decode rows alone "
-            "goes with metadata.decode_part)"
+            "goes with metadata.decode_region)"
         )
         for name, got in row_counts(self):
             require(got in (1, sizes.num_rows) or sizes.num_rows is None, name, rule, got)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jattn.batch.check import require_no_context
-from jattn.batch.context_parallel import Ranks
+from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PagedCache
 from jattn.masks import Mask
@@ -71,7 +71,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.mesh: Mesh | None = None
         self.axis_name: Axes | None = None
-        self.ranks: Ranks | None = None
+        self.ranks: ContextParallelAxis | None = None
         self.cp_kv_cache_interleave_size = 1
         self.peers: Peers | None = None
         self.tokenizer: Any = None

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PagedCache
-from jattn.implementations.selection import asked_for
+from jattn.implementations.selection import requested_implementations
 from jattn.models.collectives import sum_add_and_norm, summed
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
         self.axis_name: Axes | None = None
         self.peers: PeerMemory | None = None
-        self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
+        self.may_take_kernel = "mosaic_gpu" in requested_implementations(implementation)
         self.adds_to_normed, self.residual_scale = config.adds_to_normed, config.residual_scale
         self.is_parallel = config.norm_placement.startswith("parallel")
 

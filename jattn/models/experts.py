@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from jattn.implementations.selection import Asked, asked_for
+from jattn.implementations.selection import ImplementationArg, requested_implementations
 from jattn.models.activations import ClampedSwiGLU, Gated
 from jattn.models.expert_matmuls import How, Weights, run_experts
 from jattn.models.layers import matmul_precision
@@ -60,7 +60,7 @@ class Experts(nnx.Module):
         gates_shared_expert: bool = False,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
-        implementation: Asked = None,
+        implementation: ImplementationArg = None,
     ) -> None:
         """Makes the parameters.
 
@@ -88,7 +88,7 @@ class Experts(nnx.Module):
         self.experts_per_token, self.routing = experts_per_token, routing
         self.activation = Gated(activation) if isinstance(activation, str) else activation
         self.precision = matmul_precision(dtype)
-        self.may_take_kernel = "mosaic_gpu" in asked_for(implementation)
+        self.may_take_kernel = "mosaic_gpu" in requested_implementations(implementation)
         linear: Any = {"param_dtype": dtype, "precision": self.precision, "rngs": rngs}
         self.router = nnx.Linear(hidden_size, num_experts, use_bias=routing.has_bias, **linear)
         correction = jnp.zeros(num_experts, jnp.float32) if routing.is_corrected else None

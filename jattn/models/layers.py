@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.cache.fused_qkv import rounds_as_kernels
+from jattn.cache.fused_qkv import is_kernel_rms_norm
 from jattn.models.activations import ACTIVATIONS, XIELU, gegelu
 from jattn.models.rope import Rope
 from jattn.models.specs import MLPSpec, NormSpec, QKNorm
@@ -254,7 +254,7 @@ _add_norm = jax.jit(add_norm, static_argnames=("eps", "is_offset"))  # lowered o
 
 def _why_no_kernel(x: Array, delta: Array, norm: Any) -> str | None:
     """Why `add_norm` does not serve; None if it does."""
-    if not rounds_as_kernels(norm):
+    if not is_kernel_rms_norm(norm):
         return "the norm is no RMS norm that rounds as Llama's or Gemma's"
     others = (delta.dtype, norm.weight[...].dtype)
     return support.why_not_on(x) or support.why_not_add_norm(dtype=x.dtype, others=others, width=x.shape[-1])

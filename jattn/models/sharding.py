@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jattn.batch.context_parallel import Ranks
+from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.cache import PagedCache
 from jattn.masks import LocalStrided, Mask, shard_mask
 from jattn.models.config import DecoderConfig
@@ -74,9 +74,9 @@ def parameter_partition(path: Path, num_axes: int) -> P:
     return _PARTITIONS.get(path[-2:], P())
 
 
-def ranks_of(mesh: Mesh, interleave: int) -> Ranks | None:
+def ranks_of(mesh: Mesh, interleave: int) -> ContextParallelAxis | None:
     """Where the keys of requests lie on a mesh, for what runs in shard_map; None = each device has all."""
-    ranks = Ranks(axis_name=CP, size=mesh.shape[CP], interleave=interleave)
+    ranks = ContextParallelAxis(axis_name=CP, size=mesh.shape[CP], interleave=interleave)
     return ranks if ranks.size > 1 else None
 
 
@@ -131,7 +131,7 @@ def mask_on_mesh(mask: Mask, config: DecoderConfig) -> Mask:
     return shard_mask(mask, TP, config.tp, heads)
 
 
-def require_no_mask(ranks: Ranks, mask: Mask | None) -> None:
+def require_no_mask(ranks: ContextParallelAxis, mask: Mask | None) -> None:
     """A step of a model whose keys lie on several ranks must have no mask but its layers'.
 
     Raises:

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jattn.attending import checked, queries_of
-from jattn.batch.context_parallel import Ranks
-from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
+from jattn.attending import region_queries, validated_attend
+from jattn.batch.context_parallel import ContextParallelAxis
+from jattn.batch.metadata import REGIONS, BatchMetadata, region_batch
 from jattn.cache import PagedCache
-from jattn.implementations.layer_config import Layer, layer_of
-from jattn.implementations.selection import Asked
-from jattn.planning import Plan, RankRegion, plan_on_rank
+from jattn.implementations.layer_config import LayerConfig, layer_config
+from jattn.implementations.selection import ImplementationArg
+from jattn.planning import ContextParallelRegion, Plan, plan_on_rank
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, unsupported
 
@@ -29,19 +29,19 @@ def attend_on_rank(
     cache: PagedCache,
     metadata: BatchMetadata,
     spec: AttentionSpec,
-    ranks: Ranks,
+    ranks: ContextParallelAxis,
     plan: Plan | None = None,
     sinks: Float[Array, " q_heads"] | None = None,
     alibi_slopes: Float[Array, " q_heads"] | None = None,
     *,
-    implementation: Asked = None,
+    implementation: ImplementationArg = None,
     peers: "PeerMemory | None" = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """What this rank's keys bring each token of a step: the sum over the ranks is what `attend` gives.
 
     Args:
         query: The step's queries, the same on all ranks.
-        cache: This rank's part of the cache, with its part of the step's keys in it (slots_of_rank).
+        cache: This rank's part of the cache, with its part of the step's keys in it (slot_mapping_on_rank).
         metadata: The step's, of all ranks.
         spec: The layer.
         ranks: Where keys lie.
@@ -64,13 +64,13 @@ def attend_on_rank(
         options: dict[str, Any] = {"implementation": implementation, "query_dtype": query.dtype}
         plan = plan_on_rank(metadata, (spec,), (cache,), ranks, **options)
     outs, lses = [], []
-    for name, region in zip(REGIONS, _regions_of(plan, layer_of(spec, cache, query.dtype)), strict=True):
+    for name, region in zip(REGIONS, _regions_of(plan, layer_config(spec, cache, query.dtype)), strict=True):
         if region is not None:
-            q, whole = queries_of(query, metadata, name), part_of(metadata, name).metadata
+            q, whole = region_queries(query, metadata, name), region_batch(metadata, name).metadata
             slopes = None if alibi_slopes is None else alibi_slopes * ranks.size
             given: Any = (q, cache, region.metadata, region.spec, region.plan)
             how: Any = {"sinks": None, "alibi_slopes": slopes, "mask": None, "implementation": implementation}
-            out, lse = checked(*given, **how, return_lse=True)()  # an LSE of f64 where queries are
+            out, lse = validated_attend(*given, **how, return_lse=True)()  # an LSE of f64 where queries are
             if alibi_slopes is not None:
                 lse = lse + alibi_slopes[:, None] * _ahead(whole, ranks)[None, :].astype(lse.dtype)
             outs.append(out)
@@ -84,7 +84,7 @@ def attend_on_rank(
 def scale_rank_output(
     out: Float[Array, "tokens q_heads head_dim"],
     lse: Float[Array, "q_heads tokens"],
-    ranks: Ranks,
+    ranks: ContextParallelAxis,
     *,
     sinks: Float[Array, " q_heads"] | None = None,
     peers: "PeerMemory | None" = None,
@@ -107,7 +107,7 @@ def scale_rank_output(
 
 
 def _of_all_ranks(
-    mine: Float[Array, "tokens q_heads"], ranks: Ranks, peers: "PeerMemory | None"
+    mine: Float[Array, "tokens q_heads"], ranks: ContextParallelAxis, peers: "PeerMemory | None"
 ) -> Float[Array, "ranks tokens q_heads"]:
     """What each rank has: by the kernel where it serves, whose latency is a fraction of NCCL's."""
     _, q_heads = mine.shape
@@ -121,7 +121,7 @@ def _of_all_ranks(
     return all_gather(even, peers, axis_name=ranks.axis_name)[:, :, :q_heads]
 
 
-def check_alibi(spec: AttentionSpec, ranks: Ranks, *, has_slopes: bool) -> None:
+def check_alibi(spec: AttentionSpec, ranks: ContextParallelAxis, *, has_slopes: bool) -> None:
     """A layer's bias must follow from a line through the rank's own keys, which lie at equal distances then.
 
     Raises:
@@ -136,14 +136,16 @@ def check_alibi(spec: AttentionSpec, ranks: Ranks, *, has_slopes: bool) -> None:
         raise unsupported(what, reason, "Leave it 1")
 
 
-def _regions_of(plan: Plan, layer: Layer) -> tuple[RankRegion | None, RankRegion | None]:
+def _regions_of(
+    plan: Plan, layer: LayerConfig
+) -> tuple[ContextParallelRegion | None, ContextParallelRegion | None]:
     """Both regions of a kind of layer."""
-    require(plan.of_rank is not None, "plan", "be made by plan_on_rank", "one of all keys")
-    assert plan.of_rank is not None
-    return plan.of_rank.regions[plan.layers.index(plan.layer_plan(layer))]
+    require(plan.context_parallel is not None, "plan", "be made by plan_on_rank", "one of all keys")
+    assert plan.context_parallel is not None
+    return plan.context_parallel.regions[plan.layers.index(plan.layer_plan(layer))]
 
 
-def _ahead(whole: BatchMetadata, ranks: Ranks) -> Int32[Array, " tokens"]:
+def _ahead(whole: BatchMetadata, ranks: ContextParallelAxis) -> Int32[Array, " tokens"]:
     """By how much a token's bias says too little: where it is said to stand, less where it stands.
 
     Its bias is linear in the rank's keys, `ranks.size` positions apart, so it is one number for all of them.

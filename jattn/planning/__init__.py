@@ -3,21 +3,21 @@
 from jattn.cascade import can_cascade
 from jattn.implementations.selection import KernelFallbackWarning
 from jattn.planning.context_parallel import plan_on_rank
-from jattn.planning.layer_plans import COLUMNS, LayerPlan, aligned, choose_layers, table_lines
-from jattn.planning.plans import Plan, RankRegion, check_batch_of, plan, planned
+from jattn.planning.layer_plans import COLUMNS, LayerPlan, format_table, plan_layers, table_rows
+from jattn.planning.plans import ContextParallelRegion, Plan, build_plan, check_plan_matches, plan
 
 __all__ = [
     "COLUMNS",
+    "ContextParallelRegion",
     "KernelFallbackWarning",
     "LayerPlan",
     "Plan",
-    "RankRegion",
-    "aligned",
+    "build_plan",
     "can_cascade",
-    "check_batch_of",
-    "choose_layers",
+    "check_plan_matches",
+    "format_table",
     "plan",
+    "plan_layers",
     "plan_on_rank",
-    "planned",
-    "table_lines",
+    "table_rows",
 ]

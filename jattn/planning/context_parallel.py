@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jattn.batch.context_parallel import Ranks, keys_of_rank
-from jattn.batch.metadata import REGIONS, BatchMetadata, part_of
+from jattn.batch.context_parallel import ContextParallelAxis, metadata_on_rank
+from jattn.batch.metadata import REGIONS, BatchMetadata, region_batch
 from jattn.cascade import can_cascade, check_prefix
-from jattn.implementations.layer_config import AnyCache, Layer, layer_of, regions_of
-from jattn.implementations.selection import Asked
+from jattn.implementations.layer_config import CacheOrSpec, LayerConfig, layer_config, region_sizes
+from jattn.implementations.selection import ImplementationArg
 from jattn.masks import InterleavedMask, Mask
 from jattn.planning.layer_plans import LayerPlan
-from jattn.planning.plans import Plan, RankPlan, RankRegion, plan
+from jattn.planning.plans import ContextParallelPlan, ContextParallelRegion, Plan, plan
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 
@@ -29,10 +29,10 @@ from jattn.spec import AttentionSpec
 def plan_on_rank(
     metadata: BatchMetadata,
     specs: Sequence[AttentionSpec],
-    caches: Sequence[AnyCache | None],
-    ranks: Ranks,
+    caches: Sequence[CacheOrSpec | None],
+    ranks: ContextParallelAxis,
     *,
-    implementation: Asked = None,
+    implementation: ImplementationArg = None,
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
@@ -56,12 +56,12 @@ def plan_on_rank(
     if common_prefix_len is not None:
         check_prefix(metadata, common_prefix_len)
         common_prefix_len = common_prefix_len // ranks.size
-    there = [region.name for region in regions_of(metadata)]
+    there = [region.name for region in region_sizes(metadata)]
     kinds: dict[Any, Any] = {}
     for spec, cache in zip(specs, caches, strict=True):
-        kinds.setdefault(layer_of(spec, cache, query_dtype), cache)
+        kinds.setdefault(layer_config(spec, cache, query_dtype), cache)
     layers: list[LayerPlan] = []
-    regions: list[tuple[RankRegion | None, RankRegion | None]] = []
+    regions: list[tuple[ContextParallelRegion | None, ContextParallelRegion | None]] = []
     for layer, cache in kinds.items():
         prefix = common_prefix_len if can_cascade(layer.spec) else None
         of = functools.partial(
@@ -71,17 +71,19 @@ def plan_on_rank(
         regions.append((decode, prefill))
         layers.append(_layer_plan(layer, decode, prefill))
     return Plan(
-        works=(),
+        kernel_plans=(),
         query_tiles=None,
         mask=None,
         seq_lens=metadata.seq_lens,
-        of_rank=RankPlan(regions=tuple(regions)),
+        context_parallel=ContextParallelPlan(regions=tuple(regions)),
         layers=tuple(layers),
         bucket=metadata.bucket,
     )
 
 
-def _layer_plan(layer: Layer, decode: RankRegion | None, prefill: RankRegion | None) -> LayerPlan:
+def _layer_plan(
+    layer: LayerConfig, decode: ContextParallelRegion | None, prefill: ContextParallelRegion | None
+) -> LayerPlan:
     """What serves a layer, as both regions' plans have it."""
     chosen = [None if region is None else region.plan.layers[0] for region in (decode, prefill)]
     return LayerPlan(
@@ -97,17 +99,17 @@ def _region(
     name: str,
     *,
     spec: AttentionSpec,
-    cache: AnyCache | None,
-    ranks: Ranks,
+    cache: CacheOrSpec | None,
+    ranks: ContextParallelAxis,
     prefix_len: int | Int[Array, ""] | None,
     how: dict[str, Any],
-) -> RankRegion:
-    whole = part_of(metadata, name).metadata
-    local, mask = keys_of_rank(whole, ranks), None
-    if name == "decode" and whole.bucket.decode_query_len == 1 and says_it_all(spec, ranks):
+) -> ContextParallelRegion:
+    whole = region_batch(metadata, name).metadata
+    local, mask = metadata_on_rank(whole, ranks), None
+    if name == "decode" and whole.bucket.decode_query_len == 1 and is_expressible_on_rank(spec, ranks):
         if spec.chunk_size is not None:
             local = _of_chunks(local, whole, spec.chunk_size, ranks)
-        of_rank = spec_of_rank(spec, ranks)
+        of_rank = spec_on_rank(spec, ranks)
     else:
         of_rank, mask = _masked(spec, ranks)
         shift = whole.seq_lens - local.seq_lens
@@ -115,31 +117,33 @@ def _region(
         mask = InterleavedMask(mask=mask, rank=ranks.rank, shift=shift, **sizes)
         prefix_len = None  # where a prefix ends among a rank's keys, the mask's positions do not say
     made = plan(local, of_rank, cache, mask=mask, common_prefix_len=prefix_len, **how)
-    return RankRegion(metadata=local, plan=made, spec=of_rank)
+    return ContextParallelRegion(metadata=local, plan=made, spec=of_rank)
 
 
-def says_it_all(spec: AttentionSpec, ranks: Ranks) -> bool:
+def is_expressible_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> bool:
     """Whether a spec's numbers can say which of a rank's keys the last query of a row sees."""
     left = None if spec.window is None else spec.window[0]
     sizes = (None if left is None else left + 1, spec.chunk_size)
     return spec.sparsity is None and all(n is None or n % ranks.round_size == 0 for n in sizes)
 
 
-def spec_of_rank(spec: AttentionSpec, ranks: Ranks) -> AttentionSpec:
-    """What a layer is to the last query of a row over a rank's keys; says_it_all."""
+def spec_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> AttentionSpec:
+    """What a layer is to the last query of a row over a rank's keys; is_expressible_on_rank."""
     left, right = spec.window or (None, None)
     window = None if left is None else ((left + 1) // ranks.size - 1, right)
     chunk_size = None if spec.chunk_size is None else spec.chunk_size // ranks.size
     return dataclasses.replace(spec, window=window, chunk_size=chunk_size)
 
 
-def _of_chunks(local: BatchMetadata, whole: BatchMetadata, chunk_size: int, ranks: Ranks) -> BatchMetadata:
+def _of_chunks(
+    local: BatchMetadata, whole: BatchMetadata, chunk_size: int, ranks: ContextParallelAxis
+) -> BatchMetadata:
     """Without the rows of whose last query's chunk the rank has no key: their last keys are of another."""
     first = jnp.maximum(whole.seq_lens - 1, 0) // chunk_size * chunk_size
     return replace(local, seq_lens=jnp.where(local.seq_lens > ranks.num_keys(first), local.seq_lens, 0))
 
 
-def _masked(spec: AttentionSpec, ranks: Ranks) -> tuple[AttentionSpec, Mask]:
+def _masked(spec: AttentionSpec, ranks: ContextParallelAxis) -> tuple[AttentionSpec, Mask]:
     """What a layer is whose queries are told their keys by a mask, and the mask of true positions.
 
     The window that is left spares the keys far before the layer's, and hides none of them: a query's last key

@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jattn.batch.metadata import REGIONS, BatchMetadata
-from jattn.implementations.layer_config import Layer, regions_of
-from jattn.implementations.selection import Asked, Choice, KernelFallbackWarning, asked_for, choose
+from jattn.implementations.layer_config import LayerConfig, region_sizes
+from jattn.implementations.selection import (
+    ImplementationArg,
+    ImplementationChoice,
+    KernelFallbackWarning,
+    choose_implementation,
+    requested_implementations,
+)
 from jattn.masks import Mask, check_batch_mask
 from pallas_kernels import support
 
@@ -27,24 +33,24 @@ class LayerPlan:
         works: Which of the plan's works each of the two is given; None = none, or one of the layer's own.
     """
 
-    layer: Layer
+    layer: LayerConfig
     is_for_any_cache: bool
-    decode: Choice | None
-    prefill: Choice | None
-    works: tuple[int | None, int | None] = (None, None)
+    decode: ImplementationChoice | None
+    prefill: ImplementationChoice | None
+    kernel_plans: tuple[int | None, int | None] = (None, None)
 
-    def covers(self, layer: Layer) -> bool:
+    def covers(self, layer: LayerConfig) -> bool:
         """Whether a layer is of this kind."""
         return layer == self.layer or (self.is_for_any_cache and layer.spec == self.layer.spec)
 
     @property
-    def choices(self) -> tuple[tuple[str, Choice], ...]:
+    def choices(self) -> tuple[tuple[str, ImplementationChoice], ...]:
         """The regions that there are, by name, and what serves them."""
         pairs = zip(REGIONS, (self.decode, self.prefill), strict=True)
         return tuple((name, choice) for name, choice in pairs if choice is not None)
 
 
-def table_lines(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
+def table_rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
     """COLUMNS of each kind of layer and region."""
     return [
         (
@@ -62,10 +68,10 @@ def table_lines(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
 
 def table(layers: Sequence[LayerPlan]) -> str:
     """Choices as lines of text, a kind of layer and a region each."""
-    return aligned([COLUMNS, *table_lines(layers)])
+    return format_table([COLUMNS, *table_rows(layers)])
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def format_table(rows: Sequence[Sequence[str]]) -> str:
     """A table whose first row is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -73,8 +79,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def choose_layers(
-    metadata: BatchMetadata, layers: Sequence[Layer], mask: Mask | None, *, implementation: Asked
+def plan_layers(
+    metadata: BatchMetadata,
+    layers: Sequence[LayerConfig],
+    mask: Mask | None,
+    *,
+    implementation: ImplementationArg,
 ) -> tuple[LayerPlan, ...]:
     """What serves each kind of layer. Looks at shapes, and at the device of the metadata.
 
@@ -88,9 +98,9 @@ def choose_layers(
         ValueError: The mask does not belong to the step or to a layer.
         NotImplementedError: As `plan`.
     """
-    regions, no_kernels = regions_of(metadata), support.why_not_on(metadata)
+    regions, no_kernels = region_sizes(metadata), support.why_not_on(metadata)
     how: dict[str, Any] = {"implementation": implementation, "no_kernels": no_kernels}
-    is_for_any = no_kernels is not None or "mosaic_gpu" not in asked_for(implementation)
+    is_for_any = no_kernels is not None or "mosaic_gpu" not in requested_implementations(implementation)
     made = []
     for layer in layers:
         if mask is not None:
@@ -98,7 +108,7 @@ def choose_layers(
             has_cache = layer.cache is not None
             check_batch_mask(mask, metadata, num_q_heads=heads, causal=causal, has_cache=has_cache)
         whole = layer.spec.mask_with(mask)
-        choices = {region.name: choose(layer, region, whole, **how) for region in regions}
+        choices = {region.name: choose_implementation(layer, region, whole, **how) for region in regions}
         one = LayerPlan(
             layer=layer,
             is_for_any_cache=is_for_any,

@@ -11,13 +11,18 @@ from jaxtyping import Array, Int, Int32
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cascade import CascadeMetadata, build_cascade_metadata, can_cascade
-from jattn.implementations.layer_config import AnyCache, Layer, layer_of
-from jattn.implementations.mosaic_gpu import Work
-from jattn.implementations.selection import Asked
+from jattn.implementations.layer_config import CacheOrSpec, LayerConfig, layer_config
+from jattn.implementations.mosaic_gpu import KernelPlan
+from jattn.implementations.selection import ImplementationArg
 from jattn.implementations.xla import QueryTiles
 from jattn.masks import Mask
-from jattn.planning.kernel_plans import make_works, make_works_eagerly, numbered, shared_works
-from jattn.planning.layer_plans import LayerPlan, choose_layers, table
+from jattn.planning.kernel_plans import (
+    make_kernel_plans,
+    make_kernel_plans_eagerly,
+    numbered,
+    shared_kernel_plans,
+)
+from jattn.planning.layer_plans import LayerPlan, plan_layers, table
 from jattn.pytree import pytree, replace, static
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
@@ -39,16 +44,16 @@ class Plan:
         bucket: Static: the bucket that it was made for.
     """
 
-    works: tuple[Work, ...]
+    kernel_plans: tuple[KernelPlan, ...]
     query_tiles: QueryTiles | None
     mask: Mask | None
     seq_lens: Int32[Array, " reqs"]
     cascade: Optional["CascadePlan"] = None
-    of_rank: Optional["RankPlan"] = None
+    context_parallel: Optional["ContextParallelPlan"] = None
     layers: tuple[LayerPlan, ...] = static()
     bucket: Bucket = static()
 
-    def layer_plan(self, layer: Layer) -> LayerPlan:
+    def layer_plan(self, layer: LayerConfig) -> LayerPlan:
         """What serves a layer.
 
         Raises:
@@ -60,10 +65,10 @@ class Plan:
         kinds = " or ".join(f"({one.layer})" for one in self.layers)
         raise ValueError(f"the layer must be one that the plan was made for, {kinds}, got ({layer}).")
 
-    def work_of(self, layer: LayerPlan, region: str) -> Work | None:
+    def kernel_plan(self, layer: LayerPlan, region: str) -> KernelPlan | None:
         """What was made for a layer of this plan in one of REGIONS; None = nothing."""
-        number = layer.works[REGIONS.index(region)]
-        return None if number is None else self.works[number]
+        number = layer.kernel_plans[REGIONS.index(region)]
+        return None if number is None else self.kernel_plans[number]
 
     def __str__(self) -> str:
         return table(self.layers)
@@ -85,7 +90,7 @@ class CascadePlan:
 
 
 @pytree
-class RankRegion:
+class ContextParallelRegion:
     """A region of a step, for one kind of layer, over the keys of one rank.
 
     Attributes:
@@ -100,23 +105,23 @@ class RankRegion:
 
 
 @pytree
-class RankPlan:
+class ContextParallelPlan:
     """How layers attend to the keys of one rank.
 
     Attributes:
         regions: Of each of the plan's layers, in REGIONS' order; None where the step has none.
     """
 
-    regions: tuple[tuple[RankRegion | None, RankRegion | None], ...]
+    regions: tuple[tuple[ContextParallelRegion | None, ContextParallelRegion | None], ...]
 
 
 def plan(
     metadata: BatchMetadata,
     specs: AttentionSpec | Sequence[AttentionSpec],
-    cache_specs: AnyCache | Sequence[AnyCache | None] | None = None,
+    cache_specs: CacheOrSpec | Sequence[CacheOrSpec | None] | None = None,
     *,
     mask: Mask | None = None,
-    implementation: Asked = None,
+    implementation: ImplementationArg = None,
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
@@ -144,8 +149,8 @@ def plan(
             and a mask; the message says why.
     """
     layers = _kinds(metadata, specs, cache_specs, query_dtype)
-    chosen = choose_layers(metadata, layers, mask, implementation=implementation)
-    whole = planned(metadata, chosen, mask)
+    chosen = plan_layers(metadata, layers, mask, implementation=implementation)
+    whole = build_plan(metadata, chosen, mask)
     if common_prefix_len is None:
         return whole
     if mask is not None:
@@ -156,7 +161,7 @@ def plan(
 
 
 def _cascade_plan(
-    parts: CascadeMetadata, layers: Sequence[Layer], implementation: Asked
+    parts: CascadeMetadata, layers: Sequence[LayerConfig], implementation: ImplementationArg
 ) -> CascadePlan | None:
     """The plans of both parts, for the layers that can."""
     able = tuple(layer for layer in layers if layer.cache is not None and can_cascade(layer.spec))
@@ -164,19 +169,19 @@ def _cascade_plan(
         return None
     blind = (dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able)
     each = ((parts.prefix, tuple(dict.fromkeys(blind))), (parts.suffix, able))
-    chosen = [(part, choose_layers(part, kinds, None, implementation=implementation)) for part, kinds in each]
-    prefix, suffix = (planned(part, layers, None) for part, layers in chosen)
+    chosen = [(part, plan_layers(part, kinds, None, implementation=implementation)) for part, kinds in each]
+    prefix, suffix = (build_plan(part, layers, None) for part, layers in chosen)
     return CascadePlan(metadata=parts, prefix=prefix, suffix=suffix)
 
 
-def planned(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:
+def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:
     """The plan of these choices. Eagerly it is one call of a compiled function, which jax keeps."""
-    make = make_works_eagerly if support.is_concrete(metadata, mask) else make_works
-    shared = shared_works(layers)
-    wants_tiles = any(one.prefill is not None and one.prefill.implementation == "xla" for one in layers)
-    works, tiles = make(metadata, mask, shared, wants_tiles=wants_tiles)
+    make = make_kernel_plans_eagerly if support.is_concrete(metadata, mask) else make_kernel_plans
+    shared = shared_kernel_plans(layers)
+    needs_query_tiles = any(one.prefill is not None and one.prefill.implementation == "xla" for one in layers)
+    kernel_plans, tiles = make(metadata, mask, shared, needs_query_tiles=needs_query_tiles)
     return Plan(
-        works=works,
+        kernel_plans=kernel_plans,
         query_tiles=tiles,
         mask=mask,
         seq_lens=metadata.seq_lens,
@@ -188,9 +193,9 @@ def planned(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask |
 def _kinds(
     metadata: BatchMetadata,
     specs: AttentionSpec | Sequence[AttentionSpec],
-    cache_specs: AnyCache | Sequence[AnyCache | None] | None,
+    cache_specs: CacheOrSpec | Sequence[CacheOrSpec | None] | None,
     query_dtype: DTypeLike | None,
-) -> tuple[Layer, ...]:
+) -> tuple[LayerConfig, ...]:
     """The kinds of the layers, each once."""
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     each = tuple(specs) if isinstance(specs, Iterable) else (specs,)
@@ -204,7 +209,7 @@ def _kinds(
         caches = (cache_specs,) * len(each)
     for spec, cache in zip(each, caches, strict=True):
         _check_cache(metadata, spec, cache)
-    layers = (layer_of(spec, cache, query_dtype) for spec, cache in zip(each, caches, strict=True))
+    layers = (layer_config(spec, cache, query_dtype) for spec, cache in zip(each, caches, strict=True))
     return tuple(dict.fromkeys(layers))
 
 
@@ -218,7 +223,7 @@ def _check_cache(metadata: BatchMetadata, spec: AttentionSpec, cache: Any) -> No
         require(got == want, f"cache_spec.{name}", f"be the {owner} ({want})", got)
 
 
-def check_batch_of(plan: Plan, metadata: BatchMetadata) -> None:
+def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
     """A plan must have been made for this batch: told by its bucket and, where they can be seen, its lengths.
 
     Raises:

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from jattn.batch.bucket import Bucket
-from jattn.batch.int_arrays import int_vector, plain_ints
+from jattn.batch.int_arrays import parse_int_vector, python_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
 from jattn.batch.requests import count_decodes
-from jattn.runtime.executables import Executables, Lower, bar
-from jattn.runtime.host_transfer import Layout
-from jattn.runtime.parameters import Leaves
+from jattn.runtime.executables import ExecutableCache, Lower, progress_bar
+from jattn.runtime.host_transfer import TransferLayout
+from jattn.runtime.parameters import ParameterLeaves
 from pallas_kernels.checks import require
 
 WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds
@@ -67,9 +67,9 @@ class DecodeGraphs:
         self.buckets = tuple(ordered)
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=(0, 1), donate_argnums=3)
         self._from_host = from_host
-        self._layouts: dict[Bucket, Layout] = {}  # of what is compiled, or being
-        self._leaves: Leaves | None = None  # of the last step's parameters
-        self._executables = Executables(compiler_options)
+        self._layouts: dict[Bucket, TransferLayout] = {}  # of what is compiled, or being
+        self._leaves: ParameterLeaves | None = None  # of the last step's parameters
+        self._executables = ExecutableCache(compiler_options)
 
     @property
     def num_compiles(self) -> int:
@@ -100,9 +100,9 @@ class DecodeGraphs:
             require(bucket in self.buckets, "metadata.bucket", rule, bucket)
             lower = lambda _: self._lowered(leaves.structure, leaves.values, caches, metadata, *inputs)
             executable = self._executables.get(bucket, lower)
-        return executable(leaves.values, caches, *self._layouts[bucket].joined((metadata, *inputs)))
+        return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
 
-    def leaves_of(self, params: Any) -> Leaves:
+    def leaves_of(self, params: Any) -> ParameterLeaves:
         """The parameters' leaves as they are now; the object of the step before where nothing has changed.
 
         Whoever has looked already may hand these on in the parameters' place: they are taken as they are.
@@ -110,12 +110,12 @@ class DecodeGraphs:
         Raises:
             ValueError: They have not the structure of the first ones.
         """
-        if isinstance(params, Leaves):
+        if isinstance(params, ParameterLeaves):
             return params
         last = self._leaves
-        if last is not None and last.are_those_of(params):
+        if last is not None and last.match(params):
             return last
-        leaves = Leaves(params)
+        leaves = ParameterLeaves(params)
         if last is not None and leaves.structure != last.structure:
             require(False, "params", f"keep the structure {last.structure}", leaves.structure)
         self._leaves = leaves
@@ -151,15 +151,15 @@ class DecodeGraphs:
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
         lower = self._lower_with(params, caches, block_size, inputs)
         first = missing if wait else [one for one in missing if serves_all and not _is_covered(one, missing)]
-        with bar(len(first), progress) as moved:
+        with progress_bar(len(first), progress) as moved:
             self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, moved=moved)
         if rest := sorted(set(missing) - set(first), key=_usefulness):
-            self._executables.compile_behind(rest, lower, progress=progress)
+            self._executables.compile_in_background(rest, lower, progress=progress)
 
     @property
-    def are_coming(self) -> bool:
+    def is_compiling(self) -> bool:
         """Whether some are being compiled behind what runs."""
-        return self._executables.are_coming
+        return self._executables.is_compiling
 
     def wait(self) -> None:
         """Returns when nothing is being compiled behind; raises what went wrong there, if something did."""
@@ -181,9 +181,9 @@ class DecodeGraphs:
         return lower
 
     def _lowered(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
-        layout = Layout.of(brought, from_host=self._from_host)
+        layout = TransferLayout.of(brought, from_host=self._from_host)
         self._layouts[brought[0].bucket] = layout
-        return self._step.lower(structure, layout, leaves, caches, *layout.joined(brought))
+        return self._step.lower(structure, layout, leaves, caches, *layout.pack(brought))
 
     def choose(
         self,
@@ -222,8 +222,8 @@ class DecodeGraphs:
         require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
         given = {"num_decodes": num_decodes, "num_prefills": num_prefills}
         given |= {"num_prefill_tokens": num_prefill_tokens, "num_blocks": num_blocks}
-        *counts, num_blocks = plain_ints(**given)
-        lens_of_batch = None if query_lens is None else int_vector("query_lens", query_lens)
+        *counts, num_blocks = python_ints(**given)
+        lens_of_batch = None if query_lens is None else parse_int_vector("query_lens", query_lens)
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
         each = max(num_blocks // BLOCKS_OF_A_TOKEN, 1)
@@ -244,16 +244,22 @@ class DecodeGraphs:
         best, ready = fitting[0], self._executables.ready
         if best in ready:
             return best
-        most = float("inf") if self._executables.are_coming else WASTE * best.max_tokens
+        most = float("inf") if self._executables.is_compiling else WASTE * best.max_tokens
         alike = (one for one in fitting if _is_mixed(one) == _is_mixed(best) and one.max_tokens <= most)
         return next((one for one in alike if one in ready), best)
 
 
 def _on_leaves(
-    step: GraphStep, structure: Any, layout: Layout, leaves: Any, caches: Any, joined: Any, others: Any
+    step: GraphStep,
+    structure: Any,
+    layout: TransferLayout,
+    leaves: Any,
+    caches: Any,
+    packed: Any,
+    unpacked: Any,
 ) -> tuple[Any, Any]:
     """The step with its parameters as a flat list, and what is sent together as one array."""
-    return step(jax.tree.unflatten(structure, leaves), caches, *layout.split(joined, others))
+    return step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, unpacked))
 
 
 def _size(bucket: Bucket) -> tuple[int, int, int]:

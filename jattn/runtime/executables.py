@@ -16,7 +16,7 @@ from jattn.batch.bucket import Bucket
 type Lower = Callable[[Bucket], jax.stages.Lowered]
 
 
-class Executables:
+class ExecutableCache:
     """What is compiled, and what is being compiled: nothing is compiled twice."""
 
     def __init__(self, options: Callable[[Bucket], dict[str, Any]]) -> None:
@@ -29,7 +29,7 @@ class Executables:
         self.error: BaseException | None = None  # that ended the work behind
 
     @property
-    def are_coming(self) -> bool:
+    def is_compiling(self) -> bool:
         """Whether some are being compiled behind what runs."""
         return self._behind is not None and self._behind.is_alive()
 
@@ -75,13 +75,13 @@ class Executables:
         for future in running:
             future.result()
 
-    def compile_behind(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
+    def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
         """`compile_all` in a thread of its own, on half of the cores: the other half serves."""
         workers = max((os.cpu_count() or 2) // 2, 1)
 
         def run() -> None:
             try:
-                with bar(len(buckets), progress) as moved:
+                with progress_bar(len(buckets), progress) as moved:
                     self.compile_all(buckets, lower, workers=workers, moved=moved)
             except BaseException as error:
                 self.error = error
@@ -133,7 +133,7 @@ def _is_over() -> bool:
 
 
 @contextlib.contextmanager
-def bar(total: int, is_shown: bool) -> Iterator[Callable[[], Any]]:
+def progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[], Any]]:
     """A tqdm bar as the function that moves it on by one; nothing where there is no tqdm."""
     if not (is_shown and total and importlib.util.find_spec("tqdm")):
         yield lambda: None

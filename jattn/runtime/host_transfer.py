@@ -18,7 +18,7 @@ from pallas_kernels.shared import ALIGNED_BYTES
 ALIGNMENT = ALIGNED_BYTES // 4  # words: XLA hands a kernel a part of the array as it lies there
 
 
-class Sent(NamedTuple):
+class TransferLeaf(NamedTuple):
     """An array that is sent with the others.
 
     Attributes:
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Layout(NamedTuple):
+class TransferLayout(NamedTuple):
     """Which leaves of some arguments are sent together, in their order. Hashable: static under jit.
 
     Attributes:
@@ -39,15 +39,15 @@ class Layout(NamedTuple):
     """
 
     structure: Any
-    leaves: tuple[Sent | None, ...]
+    leaves: tuple[TransferLeaf | None, ...]
 
     @classmethod
-    def of(cls, arguments: Any, *, from_host: bool) -> "Layout":
+    def of(cls, arguments: Any, *, from_host: bool) -> "TransferLayout":
         """With `from_host`, numpy's arrays among the leaves are sent together; else nothing is."""
         leaves, structure = jax.tree.flatten(arguments)
         return cls(structure, tuple(_sent(leaf) if from_host else None for leaf in leaves))
 
-    def joined(self, arguments: Any) -> tuple[Any, list[Any]]:
+    def pack(self, arguments: Any) -> tuple[Any, list[Any]]:
         """The arrays that are sent together as one of int32, None where there are none; and the others.
 
         What the device has already is joined there: nothing is fetched.
@@ -71,13 +71,13 @@ class Layout(NamedTuple):
             return None, others
         if any([isinstance(part, jax.Array) for part in parts]):
             return _joined_on_device(parts), others
-        joined, start = np.zeros(sum([_aligned(part.size) for part in parts]), np.int32), 0
+        packed, start = np.zeros(sum([_aligned(part.size) for part in parts]), np.int32), 0
         for part in parts:
-            joined[start : start + part.size] = _as_ints(part)
+            packed[start : start + part.size] = _as_ints(part)
             start += _aligned(part.size)
-        return joined, others
+        return packed, others
 
-    def split(self, joined: Any, others: Sequence[Any]) -> Any:
+    def unpack(self, packed: Any, others: Sequence[Any]) -> Any:
         """The arguments again. Traced."""
         leaves, rest, start = [], iter(others), 0
         for sent in self.leaves:
@@ -85,16 +85,16 @@ class Layout(NamedTuple):
                 leaves.append(next(rest))
                 continue
             size = math.prod(sent.shape)
-            leaves.append(_from_ints(joined[start : start + size].reshape(sent.shape), sent.dtype))
+            leaves.append(_from_ints(packed[start : start + size].reshape(sent.shape), sent.dtype))
             start += _aligned(size)
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _sent(leaf: Any) -> Sent | None:
+def _sent(leaf: Any) -> TransferLeaf | None:
     """None for what the device has, and for dtypes of other sizes than int32's."""
     if not isinstance(leaf, np.ndarray | np.generic) or (leaf.dtype.itemsize != 4 and leaf.dtype != np.bool_):
         return None
-    return Sent(leaf.shape, leaf.dtype)
+    return TransferLeaf(leaf.shape, leaf.dtype)
 
 
 def _as_ints(array: np.ndarray | np.generic) -> np.ndarray:

@@ -123,7 +123,7 @@ def select_blocks(
 
     Returns:
         A mask for `attend(mask=)` whose rows are the requests: of a step that has prefill rows too, attend to
-        the decode region alone with it (`metadata.decode_part`).
+        the decode region alone with it (`metadata.decode_region`).
 
     Raises:
         ValueError: num_selected is not between 1 and max_blocks, or another number is out of range, or the

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
-from jattn.cache import PackedKV, PagedCache, keys_of_row
+from jattn.cache import PackedKV, PagedCache, row_keys
 from jattn.masks import BlockMask
 from jattn.masks.blocks import max_blocks_per_tile
 from jattn.masks.checks import require_ints
@@ -218,7 +218,7 @@ def _key_means(
     kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int, row: Array
 ) -> Float[Array, "kv_heads kv_blocks head_dim"]:
     """Mean key of each block of one request; 0 past its end."""
-    keys = keys_of_row(kv, metadata.block_table, row)
+    keys = row_keys(kv, metadata.block_table, row)
     is_live = jnp.arange(keys.shape[1], dtype=jnp.int32) < metadata.seq_lens[row]
     keys = jnp.where(is_live[None, :, None], keys, 0.0)
     missing = -keys.shape[1] % block_size

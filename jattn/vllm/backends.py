@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jattn.batch.int_arrays import plain_ints
+from jattn.batch.int_arrays import python_ints
 from pallas_kernels.checks import require, require_one_of, require_positive, require_type
 
 KV_CACHE_LAYOUTS = ("NHD", "HND")
@@ -100,7 +100,7 @@ def choose_paged_attention_version(max_seq_len: int, num_seqs: int, num_heads: i
 
     Source: vLLM `PagedAttention.forward_decode`.
     """
-    max_seq_len, num_seqs, num_heads = plain_ints(
+    max_seq_len, num_seqs, num_heads = python_ints(
         max_seq_len=max_seq_len, num_seqs=num_seqs, num_heads=num_heads
     )
     require_positive(max_seq_len=max_seq_len)

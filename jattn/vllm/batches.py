@@ -11,10 +11,10 @@ from jattn.batch.int_arrays import (
     AnyArray,
     IntLike,
     IntVector,
-    host_int,
-    plain_ints,
-    require_one_a_request,
+    python_ints,
+    require_one_per_request,
     start_locs,
+    to_python_int,
     with_namespace,
 )
 from pallas_kernels.checks import require, require_int, require_one_of
@@ -74,7 +74,7 @@ def split_decodes_and_prefills(
     Source: vLLM `split_decodes_and_prefills`, newest version.
     """
     xp, prefilling, lens = with_namespace(is_prefilling, query_lens=query_lens)
-    require_one_a_request(query_lens=lens)
+    require_one_per_request(query_lens=lens)
     num_reqs = lens.shape[0]
     num_tokens = xp.sum(lens) if padded_num_actual_tokens is None else padded_num_actual_tokens
     is_prefill = lens != lens[:1] if require_uniform else lens > decode_threshold
@@ -99,7 +99,7 @@ def split_decodes_and_prefills(
     first = xp.where(all_decodes, num_reqs, _first_true(xp, is_prefill))
     decode_tokens = xp.where(first == num_reqs, num_tokens, start_locs(xp, lens)[first])
     counts = (first, num_reqs - first, decode_tokens, num_tokens - decode_tokens)
-    return DecodePrefillSplit(*map(host_int, counts))
+    return DecodePrefillSplit(*map(to_python_int, counts))
 
 
 def split_decodes_prefills_and_extends(
@@ -121,7 +121,7 @@ def split_decodes_prefills_and_extends(
     Source: vLLM `split_decodes_prefills_and_extends`.
     """
     xp, lens, totals = with_namespace(query_lens=query_lens, seq_lens=seq_lens)
-    require_one_a_request(query_lens=lens, seq_lens=totals)
+    require_one_per_request(query_lens=lens, seq_lens=totals)
     num_reqs, starts = lens.shape[0], start_locs(xp, lens)
     is_long = lens > decode_threshold
     first_long = _first_true(xp, is_long)
@@ -132,7 +132,7 @@ def split_decodes_prefills_and_extends(
         starts[first_prefill] - starts[first_long],
         starts[-1] - starts[first_prefill],
     )
-    return DecodeExtendPrefillSplit(*map(host_int, (*rows, *tokens)))
+    return DecodeExtendPrefillSplit(*map(to_python_int, (*rows, *tokens)))
 
 
 def split_prefill_chunks(
@@ -153,7 +153,7 @@ def split_prefill_chunks(
 
     Source: vLLM `split_prefill_chunks`.
     """
-    workspace_size, request_offset = plain_ints(workspace_size=workspace_size, request_offset=request_offset)
+    workspace_size, request_offset = python_ints(workspace_size=workspace_size, request_offset=request_offset)
     bounds: list[tuple[int, int]] = []
     start = used = 0
     lens = np.asarray(with_namespace(seq_lens_cpu=seq_lens_cpu)[1]).tolist()
@@ -221,7 +221,7 @@ def split_prefill_and_decode(
     """
     _, *arrays = with_namespace(query_lens=query_lens, seq_lens=seq_lens, slot_mapping=slot_mapping)
     lens, totals, slots = map(np.asarray, arrays)
-    require_one_a_request(query_lens=lens, seq_lens=totals)
+    require_one_per_request(query_lens=lens, seq_lens=totals)
     is_v0 = num_prefills is not None
     boundary = (
         num_prefills
@@ -376,7 +376,7 @@ def make_metadata_with_slice(
     Source: vLLM `_make_metadata_with_slice`.
     """
     xp, totals, lens = with_namespace(seq_lens=seq_lens, query_lens=query_lens)
-    require_one_a_request(query_lens=lens, seq_lens=totals)
+    require_one_per_request(query_lens=lens, seq_lens=totals)
     starts = start_locs(xp, lens)
     first, stop = _bounds("req_slice", req_slice, lens.shape[0])
     first_token, stop_token = _bounds("token_slice", token_slice, None)
@@ -394,7 +394,7 @@ def make_metadata_with_slice(
     return MicroBatch(
         num_reqs=stop - first,
         num_actual_tokens=stop_token - first_token,
-        max_query_len=host_int(xp.max(xp.diff(query_start_loc))),
+        max_query_len=to_python_int(xp.max(xp.diff(query_start_loc))),
         query_start_loc=query_start_loc,
         seq_lens=totals[first:stop] - cut_off,
     )

@@ -16,11 +16,11 @@ from jattn.batch.int_arrays import (
     IntLike,
     IntTable,
     IntVector,
-    int_table,
-    plain_ints,
+    as_block_table,
+    python_ints,
     with_namespace,
 )
-from jattn.batch.slots import gather_blocks, slots_in
+from jattn.batch.slots import block_slots, gather_blocks
 from pallas_kernels.checks import require, require_int, require_positive, require_shape
 
 
@@ -80,7 +80,7 @@ def compute_dcp_slot_mapping(
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
     dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
-    (block_size,) = plain_ints(block_size=block_size)
+    (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     require(
         block_size % interleave == 0,
@@ -90,7 +90,10 @@ def compute_dcp_slot_mapping(
     )
     require(dcp_rank is not None, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
     xp, table, row, position, rank = with_namespace(
-        block_table=int_table("block_table", block_table), rows=rows, positions=positions, dcp_rank=dcp_rank
+        block_table=as_block_table("block_table", block_table),
+        rows=rows,
+        positions=positions,
+        dcp_rank=dcp_rank,
     )
     require_rank(dcp_rank, dcp_size)
     require_shape("positions", position.shape, row.shape, "one for each of rows")
@@ -98,7 +101,7 @@ def compute_dcp_slot_mapping(
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)
     is_local = offset // interleave % dcp_size == rank
     local_offset = offset // (dcp_size * interleave) * interleave + offset % interleave
-    return slots_in(xp, blocks, is_valid & is_local, local_offset, block_size)
+    return block_slots(xp, blocks, is_valid & is_local, local_offset, block_size)
 
 
 def cp_lse_combine(

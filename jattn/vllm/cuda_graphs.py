@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from jattn.batch.int_arrays import AnyArray, IntTable, IntVector, int_table, plain_ints, with_namespace
+from jattn.batch.int_arrays import AnyArray, IntTable, IntVector, as_block_table, python_ints, with_namespace
 from jattn.batch.slots import PAD_SLOT_ID
 from pallas_kernels.checks import require, require_positive, require_type
 
@@ -120,10 +120,10 @@ def round_capture_sizes(capture_sizes: Sequence[int], uniform_decode_query_len: 
 
     Source: vLLM `CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`.
     """
-    (step,) = plain_ints(uniform_decode_query_len=uniform_decode_query_len)
+    (step,) = python_ints(uniform_decode_query_len=uniform_decode_query_len)
     require_positive(uniform_decode_query_len=step)
     require(len(capture_sizes) > 0, "capture_sizes", "have at least one size", capture_sizes)
-    sizes = [plain_ints(capture_sizes=size)[0] for size in capture_sizes]
+    sizes = [python_ints(capture_sizes=size)[0] for size in capture_sizes]
     largest = max(sizes)
     require(
         step <= largest, "uniform_decode_query_len", f"be at most the largest capture size ({largest})", step
@@ -181,7 +181,7 @@ def pad_batch_for_graph(
     xp, starts, lens, table, slots = with_namespace(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        block_table=int_table("block_table", block_table),
+        block_table=as_block_table("block_table", block_table),
         slot_mapping=slot_mapping,
     )
     num_reqs = lens.shape[0]
@@ -254,11 +254,11 @@ def make_graph_keys(
     Source: vLLM `CudagraphDispatcher.initialize_cudagraph_keys`.
     """
     require_type("mode", mode, CUDAGraphMode, "a member, not its name")
-    max_num_seqs, query_len = plain_ints(
+    max_num_seqs, query_len = python_ints(
         max_num_seqs=max_num_seqs, uniform_decode_query_len=uniform_decode_query_len
     )
     require_positive(max_num_seqs=max_num_seqs, uniform_decode_query_len=query_len)
-    sizes = tuple(sorted({plain_ints(capture_sizes=size)[0] for size in capture_sizes}))
+    sizes = tuple(sorted({python_ints(capture_sizes=size)[0] for size in capture_sizes}))
     mixed = frozenset(BatchDescriptor(size, has_lora=lora) for size in sizes for lora in lora_cases)
     decode = frozenset(
         BatchDescriptor(size, size // query_len, uniform=True, has_lora=lora)

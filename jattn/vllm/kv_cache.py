@@ -9,8 +9,8 @@ from jattn.batch.int_arrays import (
     IntLike,
     IntTable,
     IntVector,
-    int_table,
-    plain_ints,
+    as_block_table,
+    python_ints,
     with_namespace,
 )
 from jattn.batch.slots import PAD_SLOT_ID
@@ -58,7 +58,7 @@ def compute_slot_mapping_start_idx(
     """
     if not is_prompt or sliding_window is None:
         return 0
-    new, seen = plain_ints(query_len=query_len, sliding_window=sliding_window)
+    new, seen = python_ints(query_len=query_len, sliding_window=sliding_window)
     return max(0, new - seen)
 
 
@@ -88,9 +88,11 @@ def physical_to_logical_mapping(
 
     Source: vLLM V1 FlexAttention `physical_to_logical_mapping`.
     """
-    block_size, total_blocks = plain_ints(block_size=block_size, total_blocks=total_blocks)
+    block_size, total_blocks = python_ints(block_size=block_size, total_blocks=total_blocks)
     require_positive(block_size=block_size, total_blocks=total_blocks)
-    xp, table, lens = with_namespace(block_table=int_table("block_table", block_table), seq_lens=seq_lens)
+    xp, table, lens = with_namespace(
+        block_table=as_block_table("block_table", block_table), seq_lens=seq_lens
+    )
     num_reqs, num_columns = table.shape
     require(lens.shape == (num_reqs,), "seq_lens", f"have one entry per request ({num_reqs})", lens.shape)
     logical = xp.broadcast_to(xp.arange(num_columns, dtype=np.int32)[None, :], table.shape)

@@ -9,9 +9,9 @@ from jattn.batch.int_arrays import (
     AnyArray,
     IntTable,
     IntVector,
-    int_table,
-    plain_ints,
-    require_one_a_request,
+    as_block_table,
+    python_ints,
+    require_one_per_request,
     start_locs,
     with_namespace,
 )
@@ -42,7 +42,7 @@ def prefill_block_pattern(
 
     Source: vLLM `get_sparse_attn_mask`.
     """
-    (num_blocks,) = plain_ints(num_blocks=num_blocks)
+    (num_blocks,) = python_ints(num_blocks=num_blocks)
     require_positive(num_blocks=num_blocks)
     shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=True)[:, None, None]
     q_block, k_block = np.arange(num_blocks)[None, :, None], np.arange(num_blocks)[None, None, :]
@@ -65,7 +65,7 @@ def decode_block_pattern(
 
     Source: vLLM `paged_attention_v1`, `paged_attention_v2` with block sparsity.
     """
-    (num_blocks,) = plain_ints(num_blocks=num_blocks)
+    (num_blocks,) = python_ints(num_blocks=num_blocks)
     require_positive(num_blocks=num_blocks)
     xp, lens = with_namespace(seq_lens)
     shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=False)[:, None]
@@ -105,7 +105,7 @@ def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
 def _head_shifts(
     sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool
 ) -> np.ndarray:
-    num_q_heads, num_kv_heads = plain_ints(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
+    num_q_heads, num_kv_heads = python_ints(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     require_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
     require(num_q_heads % num_kv_heads == 0, "num_q_heads", rule, num_q_heads)
@@ -155,7 +155,7 @@ def make_local_attention_virtual_batches(
     _, starts, totals, table = with_namespace(
         query_start_loc_np=query_start_loc_np,
         seq_lens_np=seq_lens_np,
-        block_table=int_table("block_table", block_table),
+        block_table=as_block_table("block_table", block_table),
     )
     attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
     _check_rows(starts, totals, table, "query_start_loc_np", "seq_lens_np")
@@ -194,10 +194,10 @@ def make_padded_local_attention_virtual_batches(
     xp, starts, totals, table = with_namespace(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        block_table=int_table("block_table", block_table),
+        block_table=as_block_table("block_table", block_table),
     )
     attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
-    (max_virtual_batches,) = plain_ints(max_virtual_batches=max_virtual_batches)
+    (max_virtual_batches,) = python_ints(max_virtual_batches=max_virtual_batches)
     _check_rows(starts, totals, table, "query_start_loc", "seq_lens")
     return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
 
@@ -209,7 +209,7 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
 
     Source: vLLM `max_local_attention_virtual_batches`; this bound is the least one.
     """
-    attn_chunk_size, max_num_seqs, num_tokens = plain_ints(
+    attn_chunk_size, max_num_seqs, num_tokens = python_ints(
         attn_chunk_size=attn_chunk_size, max_num_seqs=max_num_seqs, num_tokens=num_tokens
     )
     require_positive(attn_chunk_size=attn_chunk_size)
@@ -218,7 +218,7 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
 
 
 def _checked_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
-    chunk, block_size = plain_ints(attn_chunk_size=chunk, block_size=block_size)
+    chunk, block_size = python_ints(attn_chunk_size=chunk, block_size=block_size)
     require_positive(attn_chunk_size=chunk, block_size=block_size)
     require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
     return chunk, block_size
@@ -226,7 +226,7 @@ def _checked_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
 
 def _check_rows(starts: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:
     """All must be of the same requests; rows of a table that nobody has may stand behind."""
-    require_one_a_request(**{lens_name: seq_lens})
+    require_one_per_request(**{lens_name: seq_lens})
     num_reqs = seq_lens.shape[0]
     require(starts.shape == (num_reqs + 1,), starts_name, f"have {num_reqs + 1} entries", starts.shape)
     require(table.shape[0] >= num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")

@@ -9,10 +9,10 @@ from jattn.batch.int_arrays import (
     AnyArray,
     IntLike,
     IntVector,
-    host_int,
-    plain_ints,
-    require_one_a_request,
+    python_ints,
+    require_one_per_request,
     start_locs,
+    to_python_int,
     with_namespace,
 )
 from pallas_kernels.checks import require, require_positive
@@ -48,7 +48,7 @@ def spec_decode_reorder_threshold(
     """
     if dcp > 1 and not supports_dcp_varlen:
         return 1
-    (drafted,) = plain_ints(num_speculative_tokens=num_speculative_tokens or 0)
+    (drafted,) = python_ints(num_speculative_tokens=num_speculative_tokens or 0)
     return max(reorder_batch_threshold, 1 + drafted * (2 if parallel_drafting else 1))
 
 
@@ -79,7 +79,7 @@ def make_kv_sharing_fast_prefill_metadata(
         logits_indices_padded=logits_indices_padded,
         num_logits_indices=num_logits_indices,
     )
-    require_one_a_request(query_lens=lens, seq_lens=totals)
+    require_one_per_request(query_lens=lens, seq_lens=totals)
     starts, num_reqs = start_locs(xp, lens), lens.shape[0]
     row = xp.searchsorted(starts[1:], indices, side="right")
     is_live = xp.arange(indices.shape[0], dtype=np.int32) < num_indices
@@ -87,7 +87,9 @@ def make_kv_sharing_fast_prefill_metadata(
     is_decode_only = xp.max(lens, initial=0) <= 1
     new_lens = xp.where(is_decode_only, lens, xp.sum(wanted, axis=0)).astype(np.int32)
     new_starts = start_locs(xp, new_lens)
-    return FastPrefill(new_starts, host_int(new_starts[-1]), host_int(xp.max(new_lens, initial=0)), totals)
+    return FastPrefill(
+        new_starts, to_python_int(new_starts[-1]), to_python_int(xp.max(new_lens, initial=0)), totals
+    )
 
 
 def reshape_query_for_spec_decode(
@@ -100,7 +102,7 @@ def reshape_query_for_spec_decode(
 
     Source: vLLM `reshape_query_for_spec_decode`.
     """
-    (batch_size,) = plain_ints(batch_size=batch_size)
+    (batch_size,) = python_ints(batch_size=batch_size)
     require_positive(batch_size=batch_size)
     tokens, *rest = query.shape
     require(
@@ -135,7 +137,7 @@ def make_xqa_spec_decode_causal_mask(
 
     Source: vLLM FlashInfer back end, mask of XQA decode.
     """
-    num_reqs, query_len = plain_ints(num_reqs=num_reqs, query_len=query_len)
+    num_reqs, query_len = python_ints(num_reqs=num_reqs, query_len=query_len)
     require_positive(num_reqs=num_reqs, query_len=query_len)
     num_lanes = 2 * -(-query_len // 32)
     visible = np.arange(16 * num_lanes)[None, :] <= np.arange(query_len)[:, None]

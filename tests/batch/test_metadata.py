@@ -65,7 +65,12 @@ def check_against_a_loop(metadata, batch):
     token_rows, positions, slots, live = {}, {}, {}, set()
     seq_lens_of, query_lens_of, last_tokens, is_live = (
         np.asarray(x)
-        for x in (metadata.seq_lens, metadata.query_lens, metadata.last_token_indices, metadata.is_live_token)
+        for x in (
+            metadata.seq_lens,
+            metadata.query_lens,
+            metadata.last_token_indices,
+            metadata.is_valid_token,
+        )
     )
     next_prefill = bucket.max_decodes * decode_len
     for r, (n, total) in enumerate(zip(query_lens, seq_lens, strict=True)):

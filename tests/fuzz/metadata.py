@@ -81,7 +81,7 @@ def expected(query_lens, seq_lens, table, bucket, size) -> dict[str, np.ndarray]
         "starts": starts,
         "slot_mapping": slots,
         "positions": positions,
-        "is_live_token": live,
+        "is_valid_token": live,
         "block_table": blocks,
         "num_decodes": np.asarray(num_decodes),
         "num_prefills": np.asarray(num_prefills),
@@ -90,7 +90,7 @@ def expected(query_lens, seq_lens, table, bucket, size) -> dict[str, np.ndarray]
 
 def properties(metadata) -> dict:
     """What a step's metadata says that is not among its arrays."""
-    names = ("positions", "is_live_token", "row_starts", "token_rows", "query_lens")
+    names = ("positions", "is_valid_token", "row_starts", "token_rows", "query_lens")
     return {name: getattr(metadata, name) for name in names}
 
 
@@ -98,7 +98,7 @@ def compare(got, want) -> None:
     told = jax.jit(properties)(got)
     for name in ("seq_lens", "slot_mapping", "num_decodes", "num_prefills"):
         np.testing.assert_array_equal(getattr(got, name), want[name], err_msg=name)
-    for name in ("positions", "is_live_token"):
+    for name in ("positions", "is_valid_token"):
         np.testing.assert_array_equal(told[name], want[name], err_msg=name)
     blocks = want["block_table"]
     width = max(got.block_table.shape[1], blocks.shape[1])
@@ -123,7 +123,7 @@ def check_other_blocks(metadata, rng) -> None:
         metadata.block_size,
     )
     rows = told["token_rows"]
-    for t, (is_live, position) in enumerate(zip(told["is_live_token"], told["positions"], strict=True)):
+    for t, (is_live, position) in enumerate(zip(told["is_valid_token"], told["positions"], strict=True)):
         want = table[rows[t], position // size] * size + position % size if is_live else -1
         assert slots[t] == want, f"slot of token {t}"
 

@@ -16,7 +16,7 @@ FLOATS = [case for case in CASES if case["stored"] == "plain" and not case.get("
 
 def gradients(problem, query, kv):
     """Of a weighted sum of outputs and log-sum-exps of live tokens, by all that is a float."""
-    live = problem.metadata.is_live_token
+    live = problem.metadata.is_valid_token
     rng = np.random.default_rng(7)
     weights = jnp.asarray(rng.normal(size=query.shape), jnp.float32)
     heads = [None if x is None else jnp.asarray(x) for x in (problem.sinks, problem.slopes)]

@@ -63,7 +63,7 @@ def test_the_kernels_lists_have_every_tile_of_documents_that_fall_and_no_other()
     schedule = make_schedule(
         *lens, num_tokens=tokens, score=Score(scale=1.0, causal=False), sizes=sizes, has_lists=True
     )
-    call = tile_lists.ListsCall(tokens, is_packed=True)
+    call = tile_lists.TileListConfig(tokens, is_packed=True)
     codes = np.asarray(tile_lists.packed_codes(masks.Document(ids=ids), spec, schedule, sizes, call))[:, 0]
     seen = ids[:, None] == ids[None, :]
     any_visible = seen.reshape(-1, sizes.tile_q, tokens // 64, 64).any(axis=(1, 3))

@@ -11,9 +11,9 @@ import pytest
 
 import jattn
 from jattn import masks
-from jattn.cache import blocks_of, tokens_at
+from jattn.cache import blocks_of, gather_tokens
 from jattn.implementations.mosaic_gpu import attention
-from jattn.implementations.mosaic_gpu.gathered_columns import added_at_places, gathered_kv
+from jattn.implementations.mosaic_gpu.gathered_columns import add_gathered_gradients, gather_kv
 from jattn.masks.vertical_slash import NOWHERE
 from tests.attention_problems import in_layout
 from tests.dense.test_training import as_on_a_gpu
@@ -131,7 +131,7 @@ def test_tokens_are_those_of_their_blocks(layout):
     table = np.array([[4, 1], [2, 5]], np.int32)
     positions = RNG.integers(0, 32, (2, 9, 4), dtype=np.int32)
     is_real = RNG.random((2, 9, 4)) < 0.7
-    got = tokens_at(cache, jnp.asarray(table), jnp.asarray(positions), jnp.asarray(is_real))
+    got = gather_tokens(cache, jnp.asarray(table), jnp.asarray(positions), jnp.asarray(is_real))
     for one, stored in zip(got, (k, v), strict=True):
         wanted = stored[table].reshape(2, 32, 2, 8)
         for (row, nth, head), real in np.ndenumerate(is_real):
@@ -147,9 +147,9 @@ def test_either_region_of_a_step_gathers_its_own_rows_columns():
     mask = masks.VerticalSlash(columns=marks[0], slashes=marks[1], num_gathered=20)
     k = jnp.broadcast_to(jnp.arange(8 * 16.0).reshape(8, 16, 1, 1), (8, 16, HEADS[1], 8))  # a key is its slot
     cache, rows = jattn.PagedCache(k=k, v=k), iter(zip((20, 45, 30), table, marks[0], strict=True))
-    for part, first in ((metadata.decode_part, 0), (metadata.prefill_part, 2)):
+    for part, first in ((metadata.decode_region, 0), (metadata.prefill_region, 2)):
         columns, _ = masks.split_gathered(mask.slice_rows(first))
-        gathered, _ = gathered_kv(cache, part, columns)
+        gathered, _ = gather_kv(cache, part, columns)
         for mine in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
             seq_len, blocks, its = next(rows)
             for head in range(HEADS[0]):
@@ -168,7 +168,7 @@ def test_gradients_of_gathered_keys_go_where_the_keys_are():
     for (row, nth, head), place in np.ndenumerate(places):
         if place < NOWHERE:
             wanted[starts[row] + place, head // 2] += np.asarray(of_gathered, np.float64)[3 * row + nth, head]
-    got = added_at_places(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
+    got = add_gathered_gradients(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=1e-6)
 
 
@@ -212,7 +212,7 @@ def test_attention_over_gathered_columns_is_xla_s():
     mask = dataclasses.replace(mask, columns=mask.columns[:, :2], slashes=mask.slashes[:, :2])
     k, v = jax.random.normal(jax.random.key(1), (2, 12, 16, 1, 64), jnp.bfloat16)
     table = [[3, 5, 1, 7, 9, 11], [2, 4, 6, 8, 10]]
-    metadata = jattn.build_batch_metadata([40, 70], [90, 70], table, block_size=16).prefill_part
+    metadata = jattn.build_batch_metadata([40, 70], [90, 70], table, block_size=16).prefill_region
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
     given = jax.random.normal(jax.random.key(0), (110, 2, 64), jnp.bfloat16), cache_of(k, v, "HND")
     options = {"mask": mask, "sinks": jnp.linspace(-1.0, 1.0, 2)}

@@ -49,7 +49,7 @@ class Golden:
         seq_lens = np.add(lens, contexts)
         table = self.tables[[request for request, _, _ in rows]]
         metadata = jattn.build_batch_metadata(lens, seq_lens, table, block_size=BLOCK, bucket=BUCKET)
-        places = np.flatnonzero(metadata.is_live_token)
+        places = np.flatnonzero(metadata.is_valid_token)
         token_ids = np.zeros(BUCKET.max_tokens, np.int32)
         token_ids[places] = np.concatenate([tokens for _, tokens, _ in rows])
         logits, self.caches = step(self.model, jnp.asarray(token_ids), self.caches, metadata)

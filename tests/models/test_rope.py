@@ -166,7 +166,7 @@ def test_llama4_rotates_in_f32():
     assert jnp.array_equal(got, want.astype(jnp.bfloat16))
 
 
-def layer_of(rope):
+def layer_config(rope):
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=HEAD_DIM)
     return PagedAttention(8, spec, rngs=nnx.Rngs(0), rope=rope)
 
@@ -175,7 +175,7 @@ def attend(rope, query_lens, seq_lens):
     """A layer's outputs without a cache, and its metadata."""
     metadata = build_batch_metadata(query_lens, seq_lens, [[1] * 9] * len(seq_lens), block_size=16)
     x = jax.random.normal(jax.random.key(1), (metadata.bucket.max_tokens, 8))
-    out, _ = layer_of(rope)(x, None, metadata, metadata.positions)
+    out, _ = layer_config(rope)(x, None, metadata, metadata.positions)
     return out
 
 

@@ -47,7 +47,7 @@ def solved(case, monkeypatch, interpret=None):
     case = plain | {"dtype": "bfloat16", "block_size": 16} | case
     problem = Problem(case)
     metadata = problem.metadata
-    region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
+    region = metadata.decode_region if metadata.bucket.max_decodes else metadata.prefill_region
     query = jnp.asarray(problem.query)
     if interpret is not None:
         few = decode_tests.sizes_of(case), test_entry.sizes_of(case)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.batch.context_parallel import Ranks, slots_of_rank
+from jattn.batch.context_parallel import ContextParallelAxis, slot_mapping_on_rank
 from jattn.batch.requests import exact_bucket
 from jattn.masks import Causal, Chunked, InterleavedMask, Window
 from jattn.masks.pairs import Pairs, Tiles
@@ -27,7 +27,7 @@ SINKS = jnp.asarray([0.3, -1.0, 2.0, 0.0], jnp.float32)
 
 
 def ranks_of(size, interleave=1):
-    return Ranks(axis_name="cp", size=size, interleave=interleave)
+    return ContextParallelAxis(axis_name="cp", size=size, interleave=interleave)
 
 
 def on_ranks(ranks, of):
@@ -68,7 +68,7 @@ def filled(ranks, history, **cache):
         return jattn.write_kv(poisoned, key, value, slots)
 
     whole = write(BLOCK * ranks.size, history.slot_mapping)
-    return whole, on_ranks(ranks, lambda: write(BLOCK, slots_of_rank(history, ranks)))
+    return whole, on_ranks(ranks, lambda: write(BLOCK, slot_mapping_on_rank(history, ranks)))
 
 
 def shared_step_of(ranks, seq_lens, num_shared):
@@ -98,7 +98,7 @@ def both(ranks, spec, step=None, cache=(), implementation="xla", prefix_len=None
             step, (spec,), (cache,), ranks, implementation=implementation, query_dtype=query.dtype,
             common_prefix_len=prefix_len,
         )  # fmt: skip
-        is_cut = plan.of_rank.regions[0][0].plan.cascade is not None
+        is_cut = plan.context_parallel.regions[0][0].plan.cascade is not None
         assert is_cut == (prefix_len is not None and spec.window is None)
         share = attend_on_rank(query, cache, step, spec, ranks, plan, **per_head)
         return jax.lax.psum(share, "cp")

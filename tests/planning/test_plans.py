@@ -11,7 +11,7 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
-from jattn.planning import COLUMNS, table_lines
+from jattn.planning import COLUMNS, table_rows
 from pallas_kernels import support
 from tests.contract import AttentionContract, Problem
 
@@ -86,7 +86,7 @@ class TestChoice:
         in_8_bits = dataclasses.replace(CACHE, quantization="int8_token_head")
         plan = jattn.plan(batch([1], [9]), [SPEC, SPEC, SPEC], [CACHE, in_8_bits, CACHE])
         assert len(plan.layers) == 2
-        assert len(plan.works) == len({one.decode.kernel.sizes.spans for one in plan.layers})
+        assert len(plan.kernel_plans) == len({one.decode.kernel.sizes.spans for one in plan.layers})
 
     def test_where_no_kernel_runs_the_reason_is_kept(self):
         (choice,) = choices_of(jattn.plan(batch([1], [9]), SPEC, CACHE)).values()
@@ -169,7 +169,7 @@ class TestTable:
         assert "192 x 128 keys, 3 stages" in lines[1]
 
     def test_reasons_stand_behind_what_was_passed_over(self):
-        (row,) = table_lines(jattn.plan(batch([1], [9]), SPEC, CACHE).layers)
+        (row,) = table_rows(jattn.plan(batch([1], [9]), SPEC, CACHE).layers)
         assert row[1:3] == ("decode", "xla")
         assert row[-1].startswith("mosaic_gpu: the kernels need an NVIDIA GPU")
 

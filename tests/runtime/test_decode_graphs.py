@@ -70,7 +70,7 @@ ENDS_EARLY = """
     import threading
     import time
     from jattn.batch.bucket import Bucket
-    from jattn.runtime.executables import Executables
+    from jattn.runtime.executables import ExecutableCache
 
     has_begun = threading.Event()
 
@@ -80,8 +80,9 @@ ENDS_EARLY = """
         print("lowered", flush=True)
         raise SystemExit
 
-    executables = Executables(lambda bucket: {})
-    begin = lambda: executables.compile_behind([Bucket(max_decodes=1, max_blocks=1)], lower, progress=False)
+    executables = ExecutableCache(lambda bucket: {})
+    buckets = [Bucket(max_decodes=1, max_blocks=1)]
+    begin = lambda: executables.compile_in_background(buckets, lower, progress=False)
     threading.Thread(target=begin, daemon=DAEMON).start()
     has_begun.wait()
     print("over", flush=True)
@@ -254,10 +255,10 @@ class TestCompilingBehind:
         graphs = self.gated(gate, self.SIZES[:2])
         how = {"block_size": BLOCK_SIZE, "progress": False, "wait": False}
         graphs.precompile(jnp.int32(1), new_caches(), serves_all=False, **how)
-        assert (graphs.num_compiles, graphs.are_coming) == (0, True)
+        assert (graphs.num_compiles, graphs.is_compiling) == (0, True)
         gate.set()
         graphs.wait()
-        assert (graphs.num_compiles, graphs.are_coming) == (2, False)
+        assert (graphs.num_compiles, graphs.is_compiling) == (2, False)
 
     def test_begins_with_those_that_take_every_batch_and_goes_on_to_all(self):
         gate = threading.Event()
@@ -436,12 +437,12 @@ class TestParameters:
     def test_are_flattened_once_while_they_stay_as_they_are(self, monkeypatch):
         collected = []
 
-        class Counting(graphs_module.Leaves):
+        class Counting(graphs_module.ParameterLeaves):
             def __init__(self, tree):
                 collected.append(tree)
                 super().__init__(tree)
 
-        monkeypatch.setattr(graphs_module, "Leaves", Counting)
+        monkeypatch.setattr(graphs_module, "ParameterLeaves", Counting)
         graphs, params = DecodeGraphs(step, [DECODES]), PARAMS
         caches = new_caches()
         for _ in range(3):

@@ -7,7 +7,7 @@ import pytest
 
 import jattn
 from jattn import Bucket, DecodeGraphs
-from jattn.runtime.host_transfer import Layout
+from jattn.runtime.host_transfer import TransferLayout
 
 ARGUMENTS = {
     "ids": np.arange(-3, 4, dtype=np.int32),
@@ -22,8 +22,8 @@ ARGUMENTS = {
 
 
 def arrived(layout, arguments):
-    joined, others = layout.joined(arguments)
-    return jax.jit(layout.split)(joined, others)
+    packed, others = layout.pack(arguments)
+    return jax.jit(layout.unpack)(packed, others)
 
 
 def assert_same_bits(got, want):
@@ -36,30 +36,30 @@ def assert_same_bits(got, want):
 
 class TestLayout:
     def test_arrays_of_the_host_arrive_as_they_were(self):
-        layout = Layout.of(ARGUMENTS, from_host=True)
-        joined, others = layout.joined(ARGUMENTS)
-        assert (joined.dtype, joined.size) == (np.int32, 64 * 5)  # of one that is empty nothing
+        layout = TransferLayout.of(ARGUMENTS, from_host=True)
+        packed, others = layout.pack(ARGUMENTS)
+        assert (packed.dtype, packed.size) == (np.int32, 64 * 5)  # of one that is empty nothing
         assert [x.dtype for x in others] == [np.float16]
         assert_same_bits(arrived(layout, ARGUMENTS), ARGUMENTS)
 
     @pytest.mark.parametrize("name", ["ids", "seeds", "scales", "is_last", "count"])
     def test_what_the_device_has_by_now_is_not_fetched(self, name):
-        layout = Layout.of(ARGUMENTS, from_host=True)
+        layout = TransferLayout.of(ARGUMENTS, from_host=True)
         with jax.transfer_guard_device_to_host("disallow"):
             got = arrived(layout, ARGUMENTS | {name: jnp.asarray(ARGUMENTS[name])})
         assert_same_bits(got, ARGUMENTS)
 
     def test_what_the_device_had_before_goes_by_itself(self):
         before = {"last": jnp.arange(3), "ids": np.arange(3, dtype=np.int32)}
-        layout = Layout.of(before, from_host=True)
-        joined, others = layout.joined(before)
-        assert joined[:3].tolist() == [0, 1, 2]
+        layout = TransferLayout.of(before, from_host=True)
+        packed, others = layout.pack(before)
+        assert packed[:3].tolist() == [0, 1, 2]
         assert others == [before["last"]]
 
     def test_nothing_is_joined_unasked(self):
-        layout = Layout.of(ARGUMENTS, from_host=False)
-        joined, others = layout.joined(ARGUMENTS)
-        assert joined is None
+        layout = TransferLayout.of(ARGUMENTS, from_host=False)
+        packed, others = layout.pack(ARGUMENTS)
+        assert packed is None
         assert len(others) == len(ARGUMENTS) - 1
 
     @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ class TestLayout:
     )
     def test_another_shape_than_was_compiled_is_an_error(self, changed, message):
         with pytest.raises(ValueError, match=message):
-            Layout.of(ARGUMENTS, from_host=True).joined(ARGUMENTS | changed)
+            TransferLayout.of(ARGUMENTS, from_host=True).pack(ARGUMENTS | changed)
 
 
 class TestGraphs:
@@ -95,9 +95,9 @@ class TestGraphs:
         of = {"block_size": 16, "inputs": lambda bucket: self.arguments()[1:], "progress": False}
         graphs.precompile(jnp.int32(1), jnp.zeros(4), **of)
         (executable,) = graphs.executables.values()
-        *_, joined, last = jax.tree.leaves(executable.args_info)
+        *_, packed, last = jax.tree.leaves(executable.args_info)
         # Lengths, starts, tables, slots, two counts; ids.
-        assert (joined.dtype, joined.shape) == (jnp.int32, (64 * 7,))
+        assert (packed.dtype, packed.shape) == (jnp.int32, (64 * 7,))
         assert last.shape == (1,)
         assert len(jax.tree.leaves(executable.args_info)) == 4
 

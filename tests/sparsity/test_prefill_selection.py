@@ -122,7 +122,7 @@ def poisoned(query, cache, metadata):
     spoiled = lambda x: jnp.where(is_owned.reshape(14, 4, 1, 1), x, jnp.nan)
     cache = jattn.PagedCache(k=spoiled(cache.k), v=spoiled(cache.v))
     tokens = pad_tokens(query, metadata.bucket, bucket)
-    tokens = jnp.where(padded.is_live_token[:, None, None], tokens, jnp.nan)
+    tokens = jnp.where(padded.is_valid_token[:, None, None], tokens, jnp.nan)
     return tokens, cache, padded
 
 
@@ -150,7 +150,7 @@ def test_attention_over_what_was_chosen_reads_nothing_else():
         run = functools.partial(jattn.attend, spec=SPEC, implementation=implementation)
         want = run(query, cache, metadata, mask=mask)
         got = run(tokens, spoiled, padded, mask=mask_of_padded)
-        live = np.asarray(padded.is_live_token)
+        live = np.asarray(padded.is_valid_token)
         np.testing.assert_allclose(np.asarray(got)[live], want, atol=1e-5)
         assert not np.asarray(got)[~live].any()
 

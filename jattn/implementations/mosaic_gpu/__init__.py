@@ -2,29 +2,34 @@
 
 from jattn.implementations.mosaic_gpu.attention import attend
 from jattn.implementations.mosaic_gpu.backward import gradients, why_not_gradients
-from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.kernel_config import (
+    DecodeKernelConfig,
+    KernelConfig,
+    PrefillKernelConfig,
+    score_of,
+)
 from jattn.implementations.mosaic_gpu.kernel_plans import (
-    DecodeWork,
-    Work,
-    decode_work,
-    prefill_work,
-    work_key,
+    DecodeKernelPlan,
+    KernelPlan,
+    kernel_plan_key,
+    plan_decode_kernel,
+    plan_prefill_kernel,
 )
 from jattn.implementations.mosaic_gpu.kernel_selection import choose_kernel, sparse_sizes
 
 __all__ = [
-    "DecodeKernel",
-    "DecodeWork",
-    "Kernel",
-    "PrefillKernel",
-    "Work",
+    "DecodeKernelConfig",
+    "DecodeKernelPlan",
+    "KernelConfig",
+    "KernelPlan",
+    "PrefillKernelConfig",
     "attend",
     "choose_kernel",
-    "decode_work",
     "gradients",
-    "prefill_work",
+    "kernel_plan_key",
+    "plan_decode_kernel",
+    "plan_prefill_kernel",
     "score_of",
     "sparse_sizes",
     "why_not_gradients",
-    "work_key",
 ]

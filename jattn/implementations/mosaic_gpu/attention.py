@@ -9,20 +9,25 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import rounded_token_head
 from jattn.implementations.mosaic_gpu import tile_lists
-from jattn.implementations.mosaic_gpu.dequantized_prefill import attend_widened
-from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, gathered_kv
-from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.dequantized_prefill import attend_dequantized
+from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_layer
+from jattn.implementations.mosaic_gpu.kernel_config import (
+    DecodeKernelConfig,
+    KernelConfig,
+    PrefillKernelConfig,
+    score_of,
+)
 from jattn.implementations.mosaic_gpu.kernel_plans import (
-    DecodeWork,
-    PrefillWork,
-    Work,
-    decode_work,
+    DecodeKernelPlan,
+    KernelPlan,
+    PrefillKernelPlan,
     lists_call,
-    prefill_work,
+    plan_decode_kernel,
+    plan_prefill_kernel,
 )
 from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
 from jattn.masks import Mask, split_gathered
-from jattn.merge import merge_parts
+from jattn.merge import merge_attention_outputs
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.shared import Interpret
@@ -34,8 +39,8 @@ def attend(
     kv: PagedCache | PackedKV,
     metadata: BatchMetadata,
     spec: AttentionSpec,
-    kernel: Kernel,
-    work: Work | None,
+    kernel: KernelConfig,
+    work: KernelPlan | None,
     *,
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
@@ -62,13 +67,13 @@ def attend(
         # In 16 bits again, in which the kernels multiply.
         query = rounded_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
     options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "interpret": interpret}
-    if isinstance(kernel, PrefillKernel):
-        assert work is None or isinstance(work, PrefillWork)
+    if isinstance(kernel, PrefillKernelConfig):
+        assert work is None or isinstance(work, PrefillKernelPlan)
         region = _Region(query, kv, metadata, spec, kernel, work, mask)
         return _prefill(region, return_lse=return_lse, **options)
     assert isinstance(kv, PagedCache)
-    work = decode_work(kernel, metadata, spec, mask) if work is None else work
-    assert isinstance(work, DecodeWork)
+    work = plan_decode_kernel(kernel, metadata, spec, mask) if work is None else work
+    assert isinstance(work, DecodeKernelPlan)
     return paged_decode(
         query,
         jnp.asarray(kv.k),
@@ -82,7 +87,7 @@ def attend(
 
 
 def _of_decode(
-    kernel: DecodeKernel, work: DecodeWork, cache: PagedCache, metadata: BatchMetadata
+    kernel: DecodeKernelConfig, work: DecodeKernelPlan, cache: PagedCache, metadata: BatchMetadata
 ) -> dict[str, Any]:
     """paged_decode's arguments that say how it reads the cache, and which of it."""
     return {
@@ -110,8 +115,8 @@ class _Region(NamedTuple):
     kv: PagedCache | PackedKV
     metadata: BatchMetadata
     spec: AttentionSpec
-    kernel: PrefillKernel
-    work: PrefillWork | None
+    kernel: PrefillKernelConfig
+    work: PrefillKernelPlan | None
     mask: Mask | None
 
 
@@ -121,13 +126,13 @@ def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     if kernel.is_read_first and isinstance(kv, PagedCache):
         of = lambda kv, metadata: _prefill(region._replace(kv=kv, metadata=metadata, work=None), **options)
         how = {name: options[name] for name in ("return_lse", "interpret")}
-        return attend_widened(query, kv, metadata, spec, of, **how)
+        return attend_dequantized(query, kv, metadata, spec, of, **how)
     if not gathers(mask, spec):
         return _over_keys(region, **options)
     if options["alibi_slopes"] is not None:
         return _over_keys(region._replace(work=None, mask=in_place(mask)), **options)
     columns, rest = split_gathered(mask)
-    layer, (gathered, _) = columns_layer(spec, columns), gathered_kv(kv, metadata, columns)
+    layer, (gathered, _) = gathered_columns_layer(spec, columns), gather_kv(kv, metadata, columns)
     of_columns = _Region(
         query, gathered, metadata, *layer, None if work is None else work.of_columns, columns
     )
@@ -136,7 +141,9 @@ def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
         _over_keys(region._replace(mask=rest), **options),
         _over_keys(of_columns, **options | {"sinks": None}),
     ]
-    out, lse = merge_parts([out for out, _ in parts], [lse for _, lse in parts if lse is not None])
+    out, lse = merge_attention_outputs(
+        [out for out, _ in parts], [lse for _, lse in parts if lse is not None]
+    )
     return out, lse if return_lse else None
 
 
@@ -145,9 +152,9 @@ def _over_keys(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     query, kv, metadata, spec, kernel, work, mask = region
     starts, max_seq_len = None, None
     if isinstance(kv, PackedKV):
-        starts, max_seq_len = kv.kv_start_loc, kv.most_keys_of_a_row if kernel.is_packed else None
+        starts, max_seq_len = kv.kv_start_loc, kv.max_keys_per_row if kernel.is_packed else None
     if work is None:
-        work = prefill_work(kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len)
+        work = plan_prefill_kernel(kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len)
     where: dict[str, Any] = {"kv_start_loc": starts}
     if isinstance(kv, PagedCache):
         where = {"block_table": metadata.block_table, "layout": kv.layout}
@@ -155,10 +162,10 @@ def _over_keys(region: _Region, **options: Any) -> tuple[Array, Array | None]:
             where |= _scales_of(kv)
     if mask is not None:
         call = lists_call(kernel, metadata, max_seq_len)
-        of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.sizes, call)
+        of_pairs = tile_lists.pair_mask(mask, spec, kernel.sizes, call)
         where |= {
             "lists": work.lists,
-            "block_q": tile_lists.taken_apart(mask, kernel.sizes, is_packed=kernel.is_packed).block_q,
+            "block_q": tile_lists.split_mask_factors(mask, kernel.sizes, is_packed=kernel.is_packed).block_q,
             "mask": None if of_pairs is None else of_pairs._replace(arrays=work.mask_arrays),
         }
     return varlen_prefill(

@@ -18,9 +18,9 @@ from jattn.implementations.mosaic_gpu.backward_tile_lists import (
     why_not_backward_lists,
 )
 from jattn.implementations.mosaic_gpu.gathered_columns import (
-    added_at_places,
-    columns_layer,
-    gathered_kv,
+    add_gathered_gradients,
+    gather_kv,
+    gathered_columns_layer,
 )
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
@@ -95,13 +95,15 @@ def gradients(
     if not gathers(mask, spec) or alibi_slopes is not None:
         return of(kv, metadata, spec, mask=mask)
     columns, rest = split_gathered(mask)
-    gathered, places = gathered_kv(kv, metadata, columns)
+    gathered, places = gather_kv(kv, metadata, columns)
     # `out` and `lse` are of all that a query sees, so either part's gradients are what they are in the whole.
     of_query, *of_kv = of(kv, metadata, spec, mask=rest)
-    by_columns, *of_gathered = of(gathered, metadata, columns_layer(spec, columns).spec, mask=columns)
+    by_columns, *of_gathered = of(
+        gathered, metadata, gathered_columns_layer(spec, columns).spec, mask=columns
+    )
     of_query = (of_query.astype(jnp.float32) + by_columns.astype(jnp.float32)).astype(of_query.dtype)
     pairs = zip(of_kv, of_gathered, strict=True)
-    of_key, of_value = (added_at_places(*pair, places, kv.kv_start_loc) for pair in pairs)
+    of_key, of_value = (add_gathered_gradients(*pair, places, kv.kv_start_loc) for pair in pairs)
     return of_query, of_key, of_value
 
 
@@ -131,7 +133,7 @@ def _over_keys(
     )  # fmt: skip
     listed: dict[str, Any] = {}
     if mask is not None:
-        most = kv.most_keys_of_a_row
+        most = kv.max_keys_per_row
         bounds = {"num_tokens": query.shape[0], "max_seq_len": most}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, **bounds)
         listed = {"lists": lists, "mask": backward_mask(mask, spec, sizes, max_seq_len=most)}

@@ -7,7 +7,7 @@ import jax
 
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
-from jattn.implementations.mosaic_gpu.tile_lists import ListsCall, packed_codes, tile_lists
+from jattn.implementations.mosaic_gpu.tile_lists import TileListConfig, packed_codes, tile_lists
 from jattn.masks import (
     And,
     BigBird,
@@ -118,11 +118,11 @@ def backward_lists(
     of_queries = prefill.PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
     score = Score(scale=1.0, causal=spec.causal)  # no number of these is looked at
     tiles = prefill.make_schedule(*lens, num_tokens=num_tokens, score=score, sizes=of_queries, has_lists=True)
-    codes = packed_codes(mask, spec, tiles, of_queries, ListsCall(max_seq_len, is_packed=True))
+    codes = packed_codes(mask, spec, tiles, of_queries, TileListConfig(max_seq_len, is_packed=True))
     column = lambda name: tiles.table[:, prefill.COLUMNS.index(name)]
     query_tiles = backward.QueryTiles(tiles.first_tiles, column("begin"), column("end"))
     lists = backward.make_tile_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
     if sizes.dq_sizes is None or schedule.dq_schedule is None:
         return lists
-    call = ListsCall(max_seq_len, is_packed=True)
+    call = TileListConfig(max_seq_len, is_packed=True)
     return lists._replace(dq_lists=tile_lists(mask, spec, schedule.dq_schedule, sizes.dq_sizes, call))

@@ -7,14 +7,14 @@ import operator
 import jax.numpy as jnp
 
 from jattn.batch.metadata import BatchMetadata
-from jattn.implementations.layer_config import Region
+from jattn.implementations.layer_config import RegionSizes
 from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, ShardedMask, tile_coverage
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles, list_tiles
 from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
 
 
-def list_block_size(mask: Mask, spec: AttentionSpec, region: Region) -> int | str:
+def list_block_size(mask: Mask, spec: AttentionSpec, region: RegionSizes) -> int | str:
     """Keys of a listed block, or why paged_decode cannot walk through lists of this mask.
 
     A list serves all query heads of a kv head: it names what one of them sees, and who does.

@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
     ends: Int32[Array, " reqs"]
 
 
-def attend_widened(
+def attend_dequantized(
     query: Float[Array, "tokens q_heads head_dim"],
     cache: PagedCache,
     metadata: BatchMetadata,

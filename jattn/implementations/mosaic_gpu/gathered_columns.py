@@ -12,35 +12,37 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
-from jattn.cache import PackedKV, PagedCache, tokens_at
-from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernel
+from jattn.cache import PackedKV, PagedCache, gather_tokens
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
 from jattn.implementations.mosaic_gpu.kernel_selection import sparse_sizes
 from jattn.masks import GatheredColumns
 from jattn.masks.vertical_slash import NOWHERE
 from jattn.spec import AttentionSpec
 
 
-class ColumnsLayer(NamedTuple):
+class GatheredColumnsLayer(NamedTuple):
     """The layer that attends to gathered keys, of which each query head has its own, and its kernel."""
 
     spec: AttentionSpec
-    kernel: PrefillKernel
+    kernel: PrefillKernelConfig
 
 
-def columns_layer(spec: AttentionSpec, columns: GatheredColumns) -> ColumnsLayer:
+def gathered_columns_layer(spec: AttentionSpec, columns: GatheredColumns) -> GatheredColumnsLayer:
     """Of a layer whose columns are gathered."""
     own = dataclasses.replace(spec, num_kv_heads=spec.num_q_heads, causal=False, sparsity=None)
-    return ColumnsLayer(own, PrefillKernel(sizes=sparse_sizes(own, columns), has_lists=True, is_packed=True))
+    return GatheredColumnsLayer(
+        own, PrefillKernelConfig(sizes=sparse_sizes(own, columns), has_lists=True, is_packed=True)
+    )
 
 
-def where_gathered(columns: GatheredColumns, metadata: BatchMetadata) -> dict[str, Any]:
+def gathered_kv_layout(columns: GatheredColumns, metadata: BatchMetadata) -> dict[str, Any]:
     """First gathered key of each row, and how many there are at most: PackedKV's."""
     room = columns.places.shape[-1]
     starts = jnp.arange(metadata.seq_lens.shape[0], dtype=jnp.int32) * room
     return {"kv_start_loc": starts, "max_seq_len": room}
 
 
-def gathered_kv(
+def gather_kv(
     kv: PagedCache | PackedKV, metadata: BatchMetadata, columns: GatheredColumns
 ) -> tuple[PackedKV, Int32[Array, "reqs gathered q_heads"]]:
     """Gathered keys and values, those of a row one after the other, and their positions; NOWHERE: zeros.
@@ -52,13 +54,13 @@ def gathered_kv(
     places = columns.places.reshape(-1, heads, room)[: len(lens)]  # a step's decode rows are its first ones
     places = jnp.swapaxes(jnp.broadcast_to(places, (len(lens), heads, room)), 1, 2)
     places = jnp.where(places < lens[:, None, None], places, NOWHERE)
-    k, v = tokens_at(kv, metadata.block_table, places, places < NOWHERE)
+    k, v = gather_tokens(kv, metadata.block_table, places, places < NOWHERE)
     flat = lambda x: x.reshape(len(lens) * room, heads, x.shape[-1])
-    where = where_gathered(columns, metadata)
+    where = gathered_kv_layout(columns, metadata)
     return PackedKV(k=flat(k), v=flat(v), is_in_order=True, **where), places
 
 
-def added_at_places(
+def add_gathered_gradients(
     of_rest: Float[Array, "kv_tokens kv_heads head_dim"],
     of_gathered: Float[Array, "gathered_tokens q_heads head_dim"],
     places: Int32[Array, "reqs gathered q_heads"],

@@ -8,7 +8,7 @@ from pallas_kernels.shared import Score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeKernel:
+class DecodeKernelConfig:
     """paged_decode, of one size.
 
     Attributes:
@@ -38,7 +38,7 @@ class DecodeKernel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillKernel:
+class PrefillKernelConfig:
     """varlen_prefill, of one size.
 
     Attributes:
@@ -74,7 +74,7 @@ class PrefillKernel:
         return "by tiles of queries" + ("" if most == 1 else f", the keys of each in up to {most} splits")
 
 
-type Kernel = DecodeKernel | PrefillKernel
+type KernelConfig = DecodeKernelConfig | PrefillKernelConfig
 
 
 def _in_words(queries: int, sizes: paged_decode.DecodeSizes | varlen_prefill.PrefillSizes) -> str:

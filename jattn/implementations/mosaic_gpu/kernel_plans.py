@@ -7,8 +7,13 @@ from jaxtyping import Array, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
-from jattn.implementations.mosaic_gpu.gathered_columns import columns_layer, where_gathered
-from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.gathered_columns import gathered_columns_layer, gathered_kv_layout
+from jattn.implementations.mosaic_gpu.kernel_config import (
+    DecodeKernelConfig,
+    KernelConfig,
+    PrefillKernelConfig,
+    score_of,
+)
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask, split_gathered
 from jattn.pytree import pytree
@@ -18,7 +23,7 @@ from pallas_kernels import varlen_prefill as prefill_kernel
 
 
 @pytree
-class DecodeWork:
+class DecodeKernelPlan:
     """What paged_decode is given besides the batch.
 
     Attributes:
@@ -31,7 +36,7 @@ class DecodeWork:
 
 
 @pytree
-class PrefillWork:
+class PrefillKernelPlan:
     """What varlen_prefill is given besides the batch.
 
     Attributes:
@@ -44,16 +49,16 @@ class PrefillWork:
     schedule: prefill_kernel.PrefillSchedule
     lists: prefill_kernel.PrefillTileLists | None
     mask_arrays: tuple[Array, ...]
-    of_columns: "PrefillWork | None" = None
+    of_columns: "PrefillKernelPlan | None" = None
 
 
-type Work = DecodeWork | PrefillWork
+type KernelPlan = DecodeKernelPlan | PrefillKernelPlan
 
 
-def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
+def kernel_plan_key(kernel: KernelConfig, spec: AttentionSpec) -> tuple[Any, ...] | None:
     """Layers of equal keys share their work under one more mask; None: it depends on the layer's own keys."""
     mask = *score_of(spec).mask, spec.sparsity
-    if isinstance(kernel, DecodeKernel):
+    if isinstance(kernel, DecodeKernelConfig):
         heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
         return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
     if kernel.is_packed or kernel.is_read_first:
@@ -64,14 +69,14 @@ def work_key(kernel: Kernel, spec: AttentionSpec) -> tuple[Any, ...] | None:
     return "prefill", of_lists, of_splits, *mask, kernel.sizes, kernel.has_lists
 
 
-def decode_work(
-    kernel: DecodeKernel,
+def plan_decode_kernel(
+    kernel: DecodeKernelConfig,
     metadata: BatchMetadata,
     spec: AttentionSpec,
     mask: Mask | None,
     *,
     block_list: decode_kernel.BlockList | None = None,
-) -> DecodeWork:
+) -> DecodeKernelPlan:
     """What paged_decode is given. Traced.
 
     Args:
@@ -95,18 +100,18 @@ def decode_work(
         block_list=blocks,
         list_block_size=size,
     )
-    return DecodeWork(schedule=schedule, block_list=blocks)
+    return DecodeKernelPlan(schedule=schedule, block_list=blocks)
 
 
-def prefill_work(
-    kernel: PrefillKernel,
+def plan_prefill_kernel(
+    kernel: PrefillKernelConfig,
     metadata: BatchMetadata,
     spec: AttentionSpec,
     mask: Mask | None,
     *,
     kv_start_loc: Int32[Array, " reqs"] | None = None,
     max_seq_len: int | None = None,
-) -> PrefillWork:
+) -> PrefillKernelPlan:
     """What varlen_prefill is given. Traced.
 
     Args:
@@ -131,24 +136,24 @@ def prefill_work(
         has_lists=kernel.has_lists,
     )
     if mask is None:
-        return PrefillWork(schedule=schedule, lists=None, mask_arrays=())
+        return PrefillKernelPlan(schedule=schedule, lists=None, mask_arrays=())
     of_columns = None
     if gathers(mask, spec):
         columns, mask = split_gathered(mask)
-        layer, where = columns_layer(spec, columns), where_gathered(columns, metadata)
-        of_columns = prefill_work(layer.kernel, metadata, layer.spec, columns, **where)
+        layer, where = gathered_columns_layer(spec, columns), gathered_kv_layout(columns, metadata)
+        of_columns = plan_prefill_kernel(layer.kernel, metadata, layer.spec, columns, **where)
     call = lists_call(kernel, metadata, max_seq_len)
     lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, call)
-    of_pairs = tile_lists.mask_of_pairs(mask, spec, kernel.sizes, call)
+    of_pairs = tile_lists.pair_mask(mask, spec, kernel.sizes, call)
     arrays = () if of_pairs is None else of_pairs.arrays
-    return PrefillWork(schedule=schedule, lists=lists, mask_arrays=arrays, of_columns=of_columns)
+    return PrefillKernelPlan(schedule=schedule, lists=lists, mask_arrays=arrays, of_columns=of_columns)
 
 
 def lists_call(
-    kernel: PrefillKernel, metadata: BatchMetadata, max_seq_len: int | None
-) -> tile_lists.ListsCall:
+    kernel: PrefillKernelConfig, metadata: BatchMetadata, max_seq_len: int | None
+) -> tile_lists.TileListConfig:
     """What is static of a call over lists."""
-    return tile_lists.ListsCall(
+    return tile_lists.TileListConfig(
         max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
         is_packed=kernel.is_packed,
         is_prefill=metadata.bucket.max_decodes == 0,

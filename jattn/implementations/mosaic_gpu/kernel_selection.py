@@ -3,9 +3,14 @@
 import dataclasses
 from typing import Any
 
-from jattn.implementations.layer_config import Layer, Region
+from jattn.implementations.layer_config import LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
-from jattn.implementations.mosaic_gpu.kernel_config import DecodeKernel, Kernel, PrefillKernel, score_of
+from jattn.implementations.mosaic_gpu.kernel_config import (
+    DecodeKernelConfig,
+    KernelConfig,
+    PrefillKernelConfig,
+    score_of,
+)
 from jattn.implementations.mosaic_gpu.slash_masks import gathers
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
@@ -14,7 +19,7 @@ from pallas_kernels import support
 from pallas_kernels import varlen_prefill as prefill_kernel
 
 
-def choose_kernel(layer: Layer, region: Region, mask: Mask | None) -> Kernel | str:
+def choose_kernel(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> KernelConfig | str:
     """The kernel for a region on a GPU that has the kernels, or why there is none. Looks at shapes alone.
 
     Args:
@@ -32,7 +37,7 @@ def choose_kernel(layer: Layer, region: Region, mask: Mask | None) -> Kernel | s
     return declined if isinstance(prefill, str) and declined is not None else prefill
 
 
-def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKernel | str:
+def _choose_decode(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> DecodeKernelConfig | str:
     spec, cache = layer.spec, layer.cache
     assert cache is not None
     reason = support.why_not_decode(
@@ -61,10 +66,10 @@ def _choose_decode(layer: Layer, region: Region, mask: Mask | None) -> DecodeKer
         batch_invariant=spec.batch_invariant,
         has_lists=mask is not None,
     )
-    return DecodeKernel(sizes=sizes, list_block_size=size, lists_have_head_bits=tells_heads)
+    return DecodeKernelConfig(sizes=sizes, list_block_size=size, lists_have_head_bits=tells_heads)
 
 
-def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillKernel | str:
+def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> PrefillKernelConfig | str:
     spec, cache, dtype = layer.spec, layer.cache, layer.query_dtype
     is_packed, is_narrow = cache is None, cache is not None and not cache.is_plain(dtype)
     if is_packed and spec.batch_invariant:
@@ -100,17 +105,17 @@ def _choose_prefill(layer: Layer, region: Region, mask: Mask | None) -> PrefillK
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed, max_seq_len=max_seq_len)
         if reason is not None:
             return reason
-        return PrefillKernel(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_narrow)
+        return PrefillKernelConfig(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_narrow)
     bounds = None if is_packed else _bounds(spec, region)
     widens = bounds is not None and is_narrow and _widens_itself(layer, bounds)
     sizes = prefill_kernel.default_sizes(
         spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, widens=widens
     )
     is_read_first = is_narrow and not widens
-    return PrefillKernel(sizes=sizes, is_packed=is_packed, is_read_first=is_read_first, widens=widens)
+    return PrefillKernelConfig(sizes=sizes, is_packed=is_packed, is_read_first=is_read_first, widens=widens)
 
 
-def _bounds(spec: AttentionSpec, region: Region) -> prefill_kernel.CallBounds:
+def _bounds(spec: AttentionSpec, region: RegionSizes) -> prefill_kernel.CallBounds:
     """What is static of a region's queries and keys."""
     bounds = prefill_kernel.CallBounds(
         num_tokens=region.bucket.max_tokens,
@@ -122,7 +127,7 @@ def _bounds(spec: AttentionSpec, region: Region) -> prefill_kernel.CallBounds:
     return bounds.limited_by(score_of(spec))
 
 
-def _widens_itself(layer: Layer, bounds: prefill_kernel.CallBounds) -> bool:
+def _widens_itself(layer: LayerConfig, bounds: prefill_kernel.CallBounds) -> bool:
     """Whether the kernel reads an 8-bit cache itself: few queries do not pay for reading it first."""
     spec, cache = layer.spec, layer.cache
     assert cache is not None

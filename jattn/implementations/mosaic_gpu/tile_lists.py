@@ -33,7 +33,7 @@ from pallas_kernels.varlen_prefill import (
 )
 
 
-class ListsCall(NamedTuple):
+class TileListConfig(NamedTuple):
     """What is static of a call of varlen_prefill over lists.
 
     Attributes:
@@ -61,7 +61,7 @@ class Factors(NamedTuple):
     block_q: int | None
 
 
-def taken_apart(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> Factors:
+def split_mask_factors(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> Factors:
     """Takes a mask apart.
 
     Args:
@@ -90,16 +90,16 @@ def taken_apart(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> Factors:
 def why_not_lists(mask: Mask, sizes: PrefillSizes, *, is_packed: bool, max_seq_len: int = 0) -> str | None:
     """Why varlen_prefill cannot serve a mask; None if it can.
 
-    Arguments are those of taken_apart, and `max_seq_len`, a bound of the requests' lengths; 0 = not known.
+    For the arguments see split_mask_factors; `max_seq_len` bounds the requests' lengths, 0 = unknown.
     """
-    num = max_kv_tiles(ListsCall(max_seq_len, is_packed), sizes)
+    num = max_kv_tiles(TileListConfig(max_seq_len, is_packed), sizes)
     if num > MAX_TILES:
         return f"there are no lists of {num} tiles of {sizes.tile_kv} keys (at most {MAX_TILES})"
-    pairs = taken_apart(mask, sizes, is_packed=is_packed).pairs
+    pairs = split_mask_factors(mask, sizes, is_packed=is_packed).pairs
     return None if pairs is None else why_not_kernel_mask(pairs, sizes.tile_kv)
 
 
-def max_kv_tiles(call: ListsCall, sizes: PrefillSizes) -> int:
+def max_kv_tiles(call: TileListConfig, sizes: PrefillSizes) -> int:
     """Tiles of keys that a request may lie in."""
     return -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // sizes.tile_kv)
 
@@ -118,12 +118,14 @@ def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
     return any(size is not None and size % tile_q != 0 for size in sizes)
 
 
-def mask_of_pairs(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, call: ListsCall) -> KernelMask | None:
+def pair_mask(
+    mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, call: TileListConfig
+) -> KernelMask | None:
     """What varlen_prefill computes for each pair of a tile that is seen in part; None = nothing. Traced.
 
     Arguments are tile_lists'.
     """
-    pairs = taken_apart(mask, sizes, is_packed=call.is_packed).pairs
+    pairs = split_mask_factors(mask, sizes, is_packed=call.is_packed).pairs
     if pairs is None:
         return None
     num_heads = (spec.num_q_heads, spec.num_kv_heads)
@@ -133,7 +135,7 @@ def mask_of_pairs(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, call: Li
 
 
 def tile_lists(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: ListsCall
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: TileListConfig
 ) -> PrefillTileLists:
     """The lists of a step's tiles of queries under a mask and the spec's numbers. Traced.
 
@@ -144,7 +146,7 @@ def tile_lists(
         sizes: The kernel's sizes.
         call: What is static.
     """
-    factors = taken_apart(documents_to_runs(mask), sizes, is_packed=call.is_packed)
+    factors = split_mask_factors(documents_to_runs(mask), sizes, is_packed=call.is_packed)
     items = _Items(schedule, spec, sizes, call)
     numbers = spec.mask_of_numbers if factors.pairs is None else spec.mask_of_numbers & factors.pairs
     any_visible, all_visible = items.coverage(numbers, items.first, items.last)
@@ -164,7 +166,7 @@ def tile_lists(
 
 
 def packed_codes(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: ListsCall
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: TileListConfig
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
     """What is known of each tile of queries and tile of packed keys, pair by pair masks among it. Traced.
 
@@ -184,7 +186,7 @@ class _Items:
     """
 
     def __init__(
-        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, call: ListsCall
+        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, call: TileListConfig
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]

@@ -4,7 +4,7 @@ from jattn.implementations.xla.attention import attend
 from jattn.implementations.xla.backward import Gradients, Saved, gradient_of_sinks, gradients
 from jattn.implementations.xla.query_tiles import QueryTiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias, is_visible, pairs_of
-from jattn.implementations.xla.tile_attention import Problem, varying_as
+from jattn.implementations.xla.tile_attention import Problem, match_varying_axes
 
 __all__ = [
     "Gradients",
@@ -15,8 +15,8 @@ __all__ = [
     "attend",
     "gradient_of_sinks",
     "gradients",
+    "match_varying_axes",
     "pairs_of",
     "prefill_tiles",
-    "varying_as",
     "visible",
 ]

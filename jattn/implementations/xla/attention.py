@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.xla.kv_chunks import holds_nothing
-from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, in_groups, prefill_tiles
+from jattn.implementations.xla.kv_chunks import has_no_keys
+from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, group_tiles, prefill_tiles
 from jattn.implementations.xla.tile_attention import Problem, attend_tile
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
@@ -50,7 +50,7 @@ def attend(
         alibi_slopes: Slope per head.
     """
     bucket = metadata.bucket
-    if bucket.max_tokens == 0 or holds_nothing(kv, metadata):
+    if bucket.max_tokens == 0 or has_no_keys(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
     problem = Problem(kv, metadata, spec, mask, sinks, alibi_slopes)
     regions = []
@@ -104,5 +104,5 @@ def _map_tiles(tile: Callable[..., OutAndLse], inputs: tuple[Array, ...], at_onc
     if groups == 1:
         return jax.vmap(tile)(*inputs)
     size = -(-num // groups)
-    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), tuple(in_groups(x, size) for x in inputs))
+    outputs = jax.lax.map(lambda xs: jax.vmap(tile)(*xs), tuple(group_tiles(x, size) for x in inputs))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], outputs)

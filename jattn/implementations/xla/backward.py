@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
-from jattn.implementations.xla.kv_chunks import chunk_size, holds_nothing, load_chunk, static_scales
+from jattn.implementations.xla.kv_chunks import chunk_size, has_no_keys, load_chunk, static_scales
 from jattn.implementations.xla.online_softmax import precision
-from jattn.implementations.xla.query_tiles import in_groups, prefill_tiles
+from jattn.implementations.xla.query_tiles import group_tiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias
 from jattn.implementations.xla.tile_attention import (
     Problem,
@@ -25,8 +25,8 @@ from jattn.implementations.xla.tile_attention import (
     biased,
     capped_scores,
     chunk_range,
+    match_varying_axes,
     queries_of,
-    varying_as,
 )
 from jattn.spec import AttentionSpec
 
@@ -178,7 +178,7 @@ def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, 
     """
     kv, metadata, sinks = problem.kv, problem.metadata, problem.sinks
     assert isinstance(kv, PackedKV)
-    if metadata.bucket.max_tokens == 0 or holds_nothing(kv, metadata):
+    if metadata.bucket.max_tokens == 0 or has_no_keys(kv, metadata):
         return jax.tree.map(jnp.zeros_like, Gradients(query, kv.k, kv.v, sinks, problem.alibi_slopes))
     summed = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
     tokens = _tokens(query, saved, metadata, summed)
@@ -186,7 +186,7 @@ def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, 
     spec = problem.spec
     nothing = jnp.zeros(room, summed), jnp.zeros(room, summed)
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head
-    sums = varying_as(query, Sums(*nothing, jnp.zeros(heads, summed)))
+    sums = match_varying_axes(query, Sums(*nothing, jnp.zeros(heads, summed)))
     grad_query = jnp.zeros_like(query)
     for tiles, is_prefill in _regions(metadata):
         of_group = functools.partial(_add_group, tokens=tokens, problem=problem, is_prefill=is_prefill)
@@ -206,7 +206,7 @@ def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, 
 def _tokens(query: Array, saved: Saved, metadata: BatchMetadata, summed: Any) -> Tokens:
     """What padding and rows without keys hold, NaN or not, is cleared here."""
     lse = saved.lse.T.astype(summed)
-    is_real = metadata.is_live_token[:, None] & ~jnp.isneginf(lse)
+    is_real = metadata.is_valid_token[:, None] & ~jnp.isneginf(lse)
     clear = lambda x: jnp.where(is_real[..., None], x, jnp.zeros((), x.dtype))
     grad_out, out = clear(saved.grad_out), clear(saved.out)
     delta = jnp.sum(grad_out.astype(summed) * out.astype(summed), axis=-1)
@@ -248,7 +248,7 @@ def _grouped(tiles: Tiles, past_end: int) -> Tiles:
     """The tiles in groups of QUERIES_AT_ONCE, the last one with spare tiles."""
     count, tile_q = tiles.tokens.shape
     size = min(max(QUERIES_AT_ONCE // tile_q, 1), count)
-    return Tiles(in_groups(tiles.tokens, size, past_end), *(in_groups(x, size) for x in tiles[1:]))
+    return Tiles(group_tiles(tiles.tokens, size, past_end), *(group_tiles(x, size) for x in tiles[1:]))
 
 
 def _add_group(
@@ -293,6 +293,6 @@ def _add_group(
         sum_k, sum_v = jax.lax.fori_loop(0, num_tiles, add, (sum_k, sum_v))
         return Sums(sum_k, sum_v, sum_slopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
 
-    dq = varying_as(tokens.query, jnp.zeros(of_tiles.query.shape, tokens.lse.dtype))
+    dq = match_varying_axes(tokens.query, jnp.zeros(of_tiles.query.shape, tokens.lse.dtype))
     sums, dq = jax.lax.fori_loop(0, jnp.max(high - low), step, (sums, dq))
     return sums, dq.astype(tokens.query.dtype)

@@ -21,7 +21,7 @@ class Chunk(NamedTuple):
     v_scale: Float[Array, "kv_heads keys"] | None
 
 
-def holds_nothing(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
+def has_no_keys(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
     """Whether there is no key at all, by the shapes: then no chunk can be read, and no row sees one."""
     return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
 

@@ -17,7 +17,7 @@ class Softmax(NamedTuple):
     acc: Float[Array, "kv_heads group tile_q head_dim"]
 
 
-def nothing_yet(shape: tuple[int, int, int], head_dim: int, dtype: np.dtype) -> Softmax:
+def initial_softmax(shape: tuple[int, int, int], head_dim: int, dtype: np.dtype) -> Softmax:
     """The softmax before the first chunk; shape: kv_heads, group, tile_q."""
     return Softmax(
         jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, head_dim), dtype)

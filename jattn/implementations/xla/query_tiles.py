@@ -65,7 +65,7 @@ def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTi
     )
 
 
-def in_groups(x: Shaped[Array, "tiles ..."], size: int, fill: int = 0) -> Shaped[Array, "groups size ..."]:
+def group_tiles(x: Shaped[Array, "tiles ..."], size: int, fill: int = 0) -> Shaped[Array, "groups size ..."]:
     """What tiles have, in groups of `size`; the last one is filled up: spare tiles have len 0."""
     ends = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, ends, constant_values=fill).reshape(-1, size, *x.shape[1:])

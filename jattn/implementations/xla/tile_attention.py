@@ -11,7 +11,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.cache.quantization import quantize_token_head
 from jattn.implementations.xla.kv_chunks import Chunk, chunk_size, load_chunk, static_scales
-from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, nothing_yet, precision
+from jattn.implementations.xla.online_softmax import Softmax, add_chunk, add_sink, initial_softmax, precision
 from jattn.implementations.xla.scores import alibi_bias, is_visible, key_range, num_first_keys, pairs_of
 from jattn.masks import Mask
 from jattn.spec import QUERY_DTYPES, AttentionSpec
@@ -73,7 +73,7 @@ def attend_tile(
         s = jnp.where(visible, biased(s, queries, keys, problem), -jnp.inf)
         return add_chunk(state, s, chunk, visible.any(axis=(1, 2)), multiplied)
 
-    state = varying_as(q, nothing_yet((*heads, tile_q), spec.head_dim, summed))
+    state = match_varying_axes(q, initial_softmax((*heads, tile_q), spec.head_dim, summed))
     state = jax.lax.fori_loop(*chunk_range(queries, problem, size), step, state)
     if sinks is not None:
         is_real = (queries.seq_len > 0) & queries.is_live
@@ -174,7 +174,7 @@ def biased(s: Array, queries: Queries, keys: Int[Array, " keys"], problem: Probl
     return s + alibi_bias(problem.spec, slopes, queries.positions, keys)
 
 
-def varying_as[Tree](like: Float[Array, "..."], tree: Tree) -> Tree:
+def match_varying_axes[Tree](like: Float[Array, "..."], tree: Tree) -> Tree:
     """`tree` of floats, each of which varies over the axes of devices that `like` varies over, too.
 
     A sum over nothing is added: 0, whatever `like` holds, and XLA takes it away again. That `like` has a

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jattn.cache.spec import as_float_dtype
+from jattn.cache.spec import checked_float_dtype
 from jattn.models.activations import Constant
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
@@ -116,7 +116,7 @@ def _shapes(
     if dtype is None:
         (embedding,) = tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
         dtype = config.dtype or float_dtype(tensors, embedding)
-    dtype = as_float_dtype("dtype", dtype)
+    dtype = checked_float_dtype("dtype", dtype)
     make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
     return nnx.eval_shape(make)
 

@@ -16,8 +16,8 @@ from jattn.serving.cli.openai_client import address, events
 from jattn.serving.cli.options import (
     add_engine_options,
     add_sampling_options,
-    asked_for,
     make_engine,
+    requested_implementations,
     require_silence,
 )
 from jattn.serving.engine.detokenizer import tokens_of
@@ -86,7 +86,7 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
     template = templates.load_chat_template(folder, file)
     has_one = template is not None
     require(has_one, "model", "have a chat template (or give --chat-template FILE)", args.model)
-    asked = asked_for(args) | {"max_tokens": args.max_tokens}
+    asked = requested_implementations(args) | {"max_tokens": args.max_tokens}
     SamplingParams(**asked)  # an error now, not when the model is loaded
     engine = make_engine(args, functools.partial(load, progress=sys.stderr.isatty()))
     require(engine.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", args.model)
@@ -109,7 +109,9 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
 def _of_server(args: argparse.Namespace) -> Speaker:
     address(args.url)
     others = {"max_tokens": args.max_tokens, "model": args.model}
-    asked = asked_for(args) | {name: value for name, value in others.items() if value is not None}
+    asked = requested_implementations(args) | {
+        name: value for name, value in others.items() if value is not None
+    }
 
     def speak(messages: list[Message]) -> Iterator[str]:
         with asyncio.Runner() as runner:

@@ -8,7 +8,12 @@ from collections.abc import Callable, Sequence
 
 from jattn.models import load
 from jattn.serving.cli.nodes import add_node_options
-from jattn.serving.cli.options import add_engine_options, add_sampling_options, asked_for, make_engine
+from jattn.serving.cli.options import (
+    add_engine_options,
+    add_sampling_options,
+    make_engine,
+    requested_implementations,
+)
 from jattn.serving.engine.outputs import GenerationResult
 from jattn.serving.engine.sampling_params import SamplingParams, as_told
 
@@ -29,7 +34,7 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def generate(args: argparse.Namespace) -> None:
     """Completes prompts."""
-    asked = asked_for(args)
+    asked = requested_implementations(args)
     SamplingParams(**asked, max_tokens=args.max_tokens)  # an error now, not when the model is loaded
     prompts = args.prompts or [sys.stdin.read()]
     is_terminal = sys.stderr.isatty()

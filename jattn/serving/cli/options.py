@@ -133,7 +133,7 @@ def require_silence(args: argparse.Namespace, adds: Sequence[Callable[..., None]
         require(getattr(args, name) == value, name, rule, getattr(args, name))
 
 
-def asked_for(args: argparse.Namespace) -> dict[str, Any]:
+def requested_implementations(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling parameters that the options name."""
     return {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
 

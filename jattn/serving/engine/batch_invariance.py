@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jattn.batch.bucket import Bucket
-from jattn.implementations.selection import asked_for
+from jattn.implementations.selection import requested_implementations
 from jattn.nn import PagedAttention
 from jattn.serving.engine.scheduled_step import Step
 from pallas_kernels.checks import require, unsupported
@@ -83,7 +83,7 @@ def make_invariant(model: Any) -> Any:
         reason = f"a {type(model).__name__} has no PagedAttention layers"
         raise unsupported("batch_invariant=True", reason, "The engine cannot speak for other attention")
     for layer in layers:
-        if set(asked_for(layer.implementation)) == {"reference"}:
+        if set(requested_implementations(layer.implementation)) == {"reference"}:
             reason = "its sums depend on the sizes of the bucket"
             raise unsupported("batch_invariant=True by the reference", reason, "Leave implementation=None")
         layer.spec = dataclasses.replace(layer.spec, batch_invariant=True)

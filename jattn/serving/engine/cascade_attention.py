@@ -66,7 +66,7 @@ class CascadeSteps:
     def _is_ready(self, num_decodes: int, num_blocks: int) -> bool:
         """False while the executable is one of those that are compiled behind what runs."""
         bucket = self.graphs.choose(num_decodes=num_decodes, num_blocks=num_blocks)
-        return bucket in self.graphs.executables or not self.graphs.are_coming
+        return bucket in self.graphs.executables or not self.graphs.is_compiling
 
     def _pays(self, length: int, rows: int) -> bool:
         if self._num_sms is None:

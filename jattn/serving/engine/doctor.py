@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.cache import CacheSpec
-from jattn.implementations.layer_config import layer_of
-from jattn.implementations.selection import IMPLEMENTATIONS, Choice
+from jattn.implementations.layer_config import layer_config
+from jattn.implementations.selection import IMPLEMENTATIONS, ImplementationChoice
 from jattn.masks import Document, LocalStrided
-from jattn.planning import KernelFallbackWarning, aligned, choose_layers
+from jattn.planning import KernelFallbackWarning, format_table, plan_layers
 from jattn.runtime.decode_graphs import named
 from jattn.spec import AttentionSpec
 
@@ -51,7 +51,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
 }
 
 
-def diagnose(feature: str, region: str) -> Choice:
+def diagnose(feature: str, region: str) -> ImplementationChoice:
     """What serves a feature in a region on jax's default device. Nothing is computed.
 
     Args:
@@ -63,7 +63,7 @@ def diagnose(feature: str, region: str) -> Choice:
     cache_spec = CacheSpec(**{"num_blocks": 64, "num_kv_heads": 8, "head_dim": 128, **cache_changes})
     metadata = abstract_metadata(REGIONS[region], cache_spec.block_size)
     # Any of the implementations in its turn: this is where to learn that there is no kernel, not a warning.
-    (chosen,) = choose_layers(metadata, (layer_of(spec, cache_spec),), mask, implementation=IMPLEMENTATIONS)
+    (chosen,) = plan_layers(metadata, (layer_config(spec, cache_spec),), mask, implementation=IMPLEMENTATIONS)
     ((_, choice),) = chosen.choices
     return choice
 
@@ -99,7 +99,7 @@ def report() -> str:
         versions,
         f"devices: {devices}",
         "",
-        aligned(rows),
+        format_table(rows),
         "",
         "ALiBi and sinks: wherever the layer is.",
     ]
@@ -107,7 +107,7 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def _cell(choice: Choice, notes: list[str]) -> str:
+def _cell(choice: ImplementationChoice, notes: list[str]) -> str:
     """The implementation, and the number of the note that says why it is not a better one."""
     if choice.reason is None:
         return choice.implementation

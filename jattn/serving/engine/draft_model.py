@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.batch.requests import pack_tokens
-from jattn.batch.transitions import advance, slot_mapping_of
+from jattn.batch.transitions import advance, recompute_slot_mapping
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import GraphStep
 from jattn.serving.engine.block_copies import BlockCopies, free
@@ -249,7 +249,7 @@ def _behind(metadata: BatchMetadata) -> BatchMetadata:
         slot_mapping=_no_slots(metadata),
         bucket=dataclasses.replace(metadata.bucket, decode_query_len=1),
     )
-    return replace(stepped, slot_mapping=slot_mapping_of(stepped))
+    return replace(stepped, slot_mapping=recompute_slot_mapping(stepped))
 
 
 def _no_slots(metadata: BatchMetadata) -> Int32[Array, " reqs"]:

@@ -161,7 +161,7 @@ class EngineThread:
         """The next task. Meanwhile new executables run on nothing: those of decodes, in milliseconds."""
         engine = self._engine
         warm_up = functools.partial(engine.warm_up, max_tokens=engine.scheduler.max_num_seqs)
-        while engine.graphs.are_coming or warm_up(0):
+        while engine.graphs.is_compiling or warm_up(0):
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=PAUSE_S)
             with contextlib.suppress(Exception):  # of the device, which ended all that was open: nothing

@@ -36,7 +36,7 @@ from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.speculative import Speculation
 from jattn.serving.engine.step import StepTokens, make_step, near_tables, with_implementation
 from jattn.serving.engine.step_io import (
-    Asked,
+    ImplementationArg,
     InFlight,
     NewTokens,
     PromptCall,
@@ -231,7 +231,7 @@ class Runner:
                 elif self._proposer is not None:
                     self._proposer.warm_up(place - len(self._runs), bucket)
 
-    def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, Asked]:
+    def prepare(self, step: Step, generations: Sequence[Generation]) -> tuple[StepCall, ImplementationArg]:
         """What `start` is given for a step of these generations, one a row."""
         lens = np.asarray(step.query_lens)
         # Named where buckets have several: a prompt of 1 + k tokens would look like a row with drafts.
@@ -279,9 +279,9 @@ class Runner:
             num_logprobs=most_wanted(wanted),
             prompt=PromptCall.of(parts, bucket),
         )
-        return call, Asked(step, wanted, parts)
+        return call, ImplementationArg(step, wanted, parts)
 
-    def start(self, call: StepCall, asked: Asked | None = None) -> Any:
+    def start(self, call: StepCall, asked: ImplementationArg | None = None) -> Any:
         """Starts a step; waits for nothing. Nobody asks in a process that follows: it gets the new tokens."""
         if self._processes is not None and asked is not None:
             call = call.on_host()

@@ -12,7 +12,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache import CacheSpec
-from jattn.implementations.selection import asked_for, first_able, hashable
+from jattn.implementations.selection import as_static_arg, first_supported, requested_implementations
 from jattn.models.kv_cache_groups import ByReach
 from jattn.nn import PagedAttention
 from jattn.pytree import replace
@@ -139,9 +139,11 @@ def with_implementation(model: Any, implementation: str | Sequence[str] | None) 
     if implementation is None:
         return model
     # Raises now, not in the first step.
-    first_able(asked_for(implementation), {"mosaic_gpu": support.why_not_on(nnx.state(model))})
+    first_supported(
+        requested_implementations(implementation), {"mosaic_gpu": support.why_not_on(nnx.state(model))}
+    )
     model = nnx.merge(*nnx.split(model))
     for _, module in nnx.iter_modules(model):
         if isinstance(module, PagedAttention):
-            module.implementation = hashable(implementation)
+            module.implementation = as_static_arg(implementation)
     return model

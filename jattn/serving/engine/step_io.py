@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
-from jattn.batch.requests import token_starts
+from jattn.batch.requests import request_token_starts
 from jattn.serving.engine.logits_processors import Adjusted, Adjustments, build_adjustments, without
 from jattn.serving.engine.logprobs import TokenLogprobs, fetched
 from jattn.serving.engine.outputs import Logprobs
@@ -41,7 +41,7 @@ def step_tokens(
         num_rows: Of the sampler.
     """
     lens = np.asarray(step.query_lens)
-    starts = token_starts(lens, bucket)
+    starts = request_token_starts(lens, bucket)
     ids, sources = [], []  # of each row's last token
     for generation, request_id, end in zip(generations, step.request_ids, step.seq_lens, strict=True):
         is_known = len(generation.token_ids) >= end
@@ -112,7 +112,7 @@ def prompt_parts(step: Step, generations: Sequence[Generation], bucket: Bucket) 
     """Where a step makes what is likely behind a prompt's tokens, for those who want to know."""
     if all(one.sampling_params.prompt_logprobs is None for one in generations):
         return []
-    starts = token_starts(np.asarray(step.query_lens), bucket).tolist()
+    starts = request_token_starts(np.asarray(step.query_lens), bucket).tolist()
     rows = zip(step.request_ids, generations, step.query_lens, step.seq_lens, starts, strict=True)
     return [
         PromptPart(request_id, end - count + 1, token_ids, place, one.sampling_params.prompt_logprobs)
@@ -206,7 +206,7 @@ class NewTokens(NamedTuple):
     is_verified: bool = False
 
 
-class Asked(NamedTuple):
+class ImplementationArg(NamedTuple):
     """What a step's requests want to know."""
 
     step: Step

@@ -41,7 +41,7 @@ def attended(monkeypatch):
         attend = functools.partial(
             attend_region, spec=problem.spec, mask=mask, interpret=plgpu.InterpretGPUParams()
         )
-        query, metadata = jnp.asarray(problem.query), problem.metadata.prefill_part
+        query, metadata = jnp.asarray(problem.query), problem.metadata.prefill_region
         sinks = None if problem.sinks is None else jnp.asarray(problem.sinks)
         return jax.jit(attend)(query, problem.kv, metadata, sinks=sinks)
 
@@ -71,7 +71,7 @@ def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, na
     plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
     case = plain | {"heads": (2, 1), "head_dim": 64, "block_size": 16, "dtype": "bfloat16"} | case
     problem = Problem(case) if mask is None else ListedProblem(case, mask=sees_dilated)
-    metadata = problem.metadata.prefill_part
+    metadata = problem.metadata.prefill_region
     at_once = attended(problem, mask, 2**31)
     assert dequantized_prefill.buffer_len(metadata, problem.spec) == dequantized_prefill.worst_buffer_len(
         metadata, problem.spec

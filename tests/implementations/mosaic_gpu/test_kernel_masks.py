@@ -15,7 +15,7 @@ import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
 from jattn.implementations.mosaic_gpu.slash_masks import words_of
-from jattn.implementations.mosaic_gpu.tile_lists import taken_apart
+from jattn.implementations.mosaic_gpu.tile_lists import split_mask_factors
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_prefill import PairTile, PrefillSizes
 from tests.masks import mask_rules
@@ -208,12 +208,12 @@ def test_a_mask_is_taken_apart():
     block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
     fine, wide = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
     sizes, strided = PrefillSizes(tile_kv=64), jattn.LocalStrided()
-    parts = taken_apart(strided & block & fine & wide & masks.Sinks(9), sizes, is_packed=False)
+    parts = split_mask_factors(strided & block & fine & wide & masks.Sinks(9), sizes, is_packed=False)
     assert parts.pairs == strided & fine & wide & masks.Sinks(9)
     assert parts.blocks == (block,)
     assert parts.block_q == 64
-    assert taken_apart(block, sizes, is_packed=True).pairs == block
-    assert taken_apart(block, PrefillSizes(tile_kv=128), is_packed=False).pairs == block
+    assert split_mask_factors(block, sizes, is_packed=True).pairs == block
+    assert split_mask_factors(block, PrefillSizes(tile_kv=128), is_packed=False).pairs == block
 
 
 @pytest.mark.parametrize("of_key", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])

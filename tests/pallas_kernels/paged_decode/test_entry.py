@@ -82,7 +82,7 @@ def attend(problem: Problem, interpret=None, sizes=None):
     """The decode region by the kernel, the prefill region by XLA."""
 
     def run(query, kv, metadata, per_head):
-        decode, prefill, spec = metadata.decode_part, metadata.prefill_part, problem.spec
+        decode, prefill, spec = metadata.decode_region, metadata.prefill_region, problem.spec
         first = decode.bucket.max_tokens
         results = [
             attend_region(query[:first], kv, decode, spec, interpret=interpret, **per_head),

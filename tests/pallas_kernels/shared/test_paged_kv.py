@@ -117,9 +117,9 @@ class TestCopies:
         got = fetched(jnp.asarray(cache), jnp.asarray(table), 64, cut)
         of_request = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
         here = of_request[64 : 64 + tile_kv]
-        last_block = of_request[100 // block_size * block_size :][:block_size]
+        final_block = of_request[100 // block_size * block_size :][:block_size]
         if block_size == 16:  # a block of 16 keys behind the 100th is not seen: the last that is stands in
-            here = np.concatenate([of_request[64:112], last_block])
+            here = np.concatenate([of_request[64:112], final_block])
         np.testing.assert_array_equal(got, here)
 
     @pytest.mark.parametrize("is_hnd", [False, True])

@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.batch.bucket import Bucket
-from jattn.implementations.layer_config import CacheFormat, Layer, Region
+from jattn.implementations.layer_config import CacheFormat, LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import choose_kernel
-from jattn.implementations.mosaic_gpu.kernel_plans import work_key
+from jattn.implementations.mosaic_gpu.kernel_plans import kernel_plan_key
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import PrefillSizes, default_sizes, varlen_prefill
@@ -92,7 +92,7 @@ class TestContract:
         plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
         plain |= {"head_dim": 64, "block_size": 16, "dtype": "bfloat16", "region": "groups"}
         problem = Problem(plain | {"heads": (4, 1), "stored": stored})
-        query, metadata, spec = jnp.asarray(problem.query), problem.metadata.prefill_part, problem.spec
+        query, metadata, spec = jnp.asarray(problem.query), problem.metadata.prefill_region, problem.spec
         assert kernel_for(query, problem.kv, metadata, spec).widens
         run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams())
         problem.check(*jax.jit(run)(query, problem.kv, metadata))
@@ -142,9 +142,9 @@ class TestWhoWidens:
 
     def kernel(self, spec=LAYER, *, max_kv=65536, tokens=512, dtypes=FP8, scales=("static", "static")):
         cache = CacheFormat("NHD", tuple(map(jnp.dtype, dtypes)), scales)
-        layer = Layer(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
+        layer = LayerConfig(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
         bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
-        return choose_kernel(layer, Region("prefill", bucket, max_kv // 16, 16), None)
+        return choose_kernel(layer, RegionSizes("prefill", bucket, max_kv // 16, 16), None)
 
     def test_few_queries_before_many_keys(self):
         kernel = self.kernel()
@@ -152,7 +152,7 @@ class TestWhoWidens:
         assert (kernel.widens, kernel.is_read_first) == (True, False)
         assert (kernel.sizes.pack_gqa, kernel.sizes.max_splits) == (4, 16)
         assert kernel.tiles == "128 x 64 keys, 3 stages, 4 heads of 32 tokens each"
-        assert work_key(kernel, self.LAYER) is not None  # layers share their schedule
+        assert kernel_plan_key(kernel, self.LAYER) is not None  # layers share their schedule
         for other in (
             self.kernel(tokens=516),  # 129 a request
             self.kernel(tokens=8192),

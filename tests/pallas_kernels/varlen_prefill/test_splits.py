@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.batch.bucket import Bucket
-from jattn.implementations.layer_config import CacheFormat, Layer, Region
+from jattn.implementations.layer_config import CacheFormat, LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import choose_kernel
-from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernel
-from jattn.implementations.mosaic_gpu.kernel_plans import work_key
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
+from jattn.implementations.mosaic_gpu.kernel_plans import kernel_plan_key
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import BackwardSizes
 from pallas_kernels.varlen_prefill import (
@@ -229,10 +229,10 @@ class TestWhoIsGivenThem:
     def kernel(self, spec=LAYER, *, max_kv=65536, tokens=256, stored="bfloat16"):
         scales = ("static" if stored == "int8" else None,) * 2
         cache = CacheFormat("NHD", (jnp.dtype(stored),) * 2, scales) if stored else None
-        layer = Layer(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
+        layer = LayerConfig(spec=spec, query_dtype=jnp.dtype(jnp.bfloat16), cache=cache)
         bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
-        kernel = choose_kernel(layer, Region("prefill", bucket, max_kv // 16, 16), None)
-        assert isinstance(kernel, PrefillKernel), kernel
+        kernel = choose_kernel(layer, RegionSizes("prefill", bucket, max_kv // 16, 16), None)
+        assert isinstance(kernel, PrefillKernelConfig), kernel
         return kernel
 
     def test_few_tokens_before_many_keys(self):
@@ -254,7 +254,7 @@ class TestWhoIsGivenThem:
     def test_layers_of_other_heads_have_schedules_of_their_own(self):
         specs = self.LAYER, dataclasses.replace(self.LAYER, num_q_heads=64)
         for tokens, different in ((8, 2), (8192, 1)):
-            keys = {work_key(self.kernel(spec, tokens=tokens), spec) for spec in specs}
+            keys = {kernel_plan_key(self.kernel(spec, tokens=tokens), spec) for spec in specs}
             assert len(keys) == different
 
     def test_the_kernel_s_own_choice_goes_by_the_schedule_it_is_given(self):

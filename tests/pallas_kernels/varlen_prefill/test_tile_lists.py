@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.batch.metadata import abstract_metadata
-from jattn.implementations.layer_config import layer_of, regions_of
+from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu import (
     block_lists,
     choose_kernel,
@@ -168,7 +168,7 @@ def solved(case, interpret=None, *, is_sparse=False):
     problem = ListedProblem(case, mask=rule, sparse_tile_kv=tile_kv)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     query, metadata = jnp.asarray(problem.query), problem.metadata
-    region = metadata.decode_part if metadata.bucket.max_decodes else metadata.prefill_part
+    region = metadata.decode_region if metadata.bucket.max_decodes else metadata.prefill_region
     run = functools.partial(attend_region, spec=problem.spec, interpret=interpret)
     out, lse = jax.jit(run)(
         query=query,
@@ -230,7 +230,7 @@ def test_a_nan_among_a_request_s_values_does_not_reach_the_next():
 
     def attended(v):
         kv = jattn.PackedKV(k=rows(1, 1), v=v, kv_start_loc=starts)
-        out, _ = jax.jit(run)(rows(0, 1), kv, metadata.prefill_part, sinks=None, alibi_slopes=None)
+        out, _ = jax.jit(run)(rows(0, 1), kv, metadata.prefill_region, sinks=None, alibi_slopes=None)
         return np.asarray(out)
 
     poisoned = attended(v.at[12].set(jnp.nan))
@@ -273,7 +273,7 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
         sizes=sizes,
         has_lists=True,
     )
-    lists = tile_lists.tile_lists(mask, spec, schedule, sizes, tile_lists.ListsCall(192))
+    lists = tile_lists.tile_lists(mask, spec, schedule, sizes, tile_lists.TileListConfig(192))
     column = len(COLUMNS) + LIST_COLUMNS.index("list")
     entries = np.asarray(lists.entries)[np.asarray(lists.table)[:2, column]]
     # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.
@@ -402,7 +402,7 @@ def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
 )
 def test_masks_without_block_lists_are_named(mask, q_heads, message):
     spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=64)
-    (region,) = regions_of(jattn.build_batch_metadata([1], [5], [[1]], block_size=16))
+    (region,) = region_sizes(jattn.build_batch_metadata([1], [5], [[1]], block_size=16))
     assert message in block_lists.list_block_size(mask, spec, region)
 
 
@@ -423,8 +423,8 @@ def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
         num_q_heads=2, num_kv_heads=2, head_dim=64, sparsity=masks.LocalStrided(block_size=16)
     )
     cache = jattn.CacheSpec(num_blocks=64, block_size=16, num_kv_heads=2, head_dim=64)
-    (region,) = regions_of(abstract_metadata(jattn.Bucket(**sizes), 16))
-    assert served_by in str(choose_kernel(layer_of(spec, cache), region, spec.sparsity))
+    (region,) = region_sizes(abstract_metadata(jattn.Bucket(**sizes), 16))
+    assert served_by in str(choose_kernel(layer_config(spec, cache), region, spec.sparsity))
 
 
 @pytest.mark.parametrize(
@@ -449,7 +449,7 @@ def test_arguments_that_disagree_are_named(options, message):
 @pytest.mark.slow
 def test_warpgroups_do_not_race_over_lists():
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
-    metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_part
+    metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_region
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
     cache = jattn.PagedCache(k=draw(0, 5, 64, 1, 64), v=draw(1, 5, 64, 1, 64))
     mask = masks.BlockMask(blocks=SMALL[:2, :4, :4] | np.eye(4, dtype=bool), block_q=64, block_kv=64)

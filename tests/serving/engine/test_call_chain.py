@@ -7,7 +7,7 @@ import types
 import pytest
 
 from jattn.implementations import selection
-from jattn.implementations.mosaic_gpu import DecodeKernel, DecodeWork, attention
+from jattn.implementations.mosaic_gpu import DecodeKernelConfig, DecodeKernelPlan, attention
 from jattn.planning import kernel_plans, layer_plans
 from jattn.pytree import unchecked
 from jattn.serving import Engine
@@ -22,7 +22,7 @@ HANDS = [
     "runtime/decode_graphs.py: _on_leaves",
     "serving/engine/step.py: step",
     "models/decoder.py: __call__",
-    "models/layer.py: __call__",
+    "models/decoder_layer.py: __call__",
     "nn.py: __call__",
     "attending.py: attend",
     "attending.py: _attend",
@@ -41,9 +41,9 @@ def kernel_entry(*_, **__):
 def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
-    monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernel(sizes=DecodeSizes()))
-    nothing = unchecked(DecodeWork, schedule=None, block_list=None)
-    monkeypatch.setattr(kernel_plans, "decode_work", lambda *_, **__: nothing)
+    monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernelConfig(sizes=DecodeSizes()))
+    nothing = unchecked(DecodeKernelPlan, schedule=None, block_list=None)
+    monkeypatch.setattr(kernel_plans, "plan_decode_kernel", lambda *_, **__: nothing)
     monkeypatch.setattr(attention, "paged_decode", kernel_entry)
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
     with pytest.raises(ReachedError) as reached:

@@ -165,7 +165,7 @@ class TestPays:
         assert steps.prefix_len(step_of(257, 512)) == 0
 
     def test_not_while_the_executable_is_compiled_behind(self, steps, monkeypatch):
-        monkeypatch.setattr(type(steps.graphs), "are_coming", True)
+        monkeypatch.setattr(type(steps.graphs), "is_compiling", True)
         assert steps.prefix_len(step_of(64, 512)) == 0
         bucket = steps.graphs.buckets[0]
         monkeypatch.setattr(type(steps.graphs), "executables", {bucket: None})

@@ -259,7 +259,7 @@ class TestEngine:
         assert all(layer.k.is_deleted() and layer.v.is_deleted() for layer in before)
         assert [layer.k.unsafe_buffer_pointer() for layer in engine._runner._caches] == pointers
         arrays = [block_copy.block_arrays(layer) for layer in engine._runner._caches]
-        program = block_copy._copy_blocks.lower(arrays, block_copy.padded_pairs([(1, 2)])).compile()
+        program = block_copy._copy_blocks.lower(arrays, block_copy.pad_block_pairs([(1, 2)])).compile()
         assert copies_of(program, arrays[0]["k"]) == []
         drained(engine)
 
