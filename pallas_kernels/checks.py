@@ -1,4 +1,4 @@
-"""The wording of every error, so that each names the argument, the rule and the value."""
+"""Argument checks whose errors name the argument, the rule it breaks and its value."""
 
 import dataclasses
 import numbers
@@ -9,45 +9,48 @@ import numpy as np
 
 
 def require(condition: bool, name: str, rule: str, got: object) -> None:
-    """Raises `ValueError("{name} must {rule}, got {got}.")` unless `condition`."""
+    """Raise `ValueError("{name} must {rule}, got {got}.")` unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name} must {rule}, got {got}.")
 
 
 def require_int(**values: object) -> None:
-    """Every named value must be an int, Python's or numpy's; a bool is none."""
+    """Require every named value to be an int of Python or NumPy; a bool is not an int."""
     for name, value in values.items():
         is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         require(is_int, name, "be an int", repr(value))
 
 
 def require_int32s(name: str, ints: Any) -> None:
-    """An array of ints on the host must fit int32, where JAX would have them wrap; others are not read."""
+    """Require the values of a NumPy array of ints to fit int32, where JAX would wrap them silently.
+
+    Arrays on a device are not read.
+    """
     if isinstance(ints, np.ndarray) and ints.dtype.kind in "iu" and ints.dtype.itemsize >= 4 and ints.size:
         for extreme in (int(ints.min()), int(ints.max())):
             require(-(2**31) <= extreme < 2**31, name, "hold int32s", extreme)
 
 
 def require_bool(**values: object) -> None:
-    """Every named value must be a bool, Python's or numpy's."""
+    """Require every named value to be a bool of Python or NumPy."""
     for name, value in values.items():
         require(type(value).__name__ in ("bool", "bool_"), name, "be True or False", repr(value))
 
 
 def require_number(**values: object) -> None:
-    """Every named value must be a real number, Python's or numpy's; a bool is none."""
+    """Require every named value to be a real number of Python or NumPy; a bool is not a number."""
     for name, value in values.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         require(is_number, name, "be a number", repr(value))
 
 
 def require_built_for(name: str, built_for: Any, expected: Any) -> None:
-    """Raise ValueError unless the static sizes that `name` was built for are this call's.
+    """Raise ValueError unless `name` was built for the static sizes of this call.
 
     Args:
-        name: Argument that was built ahead of the call, such as "schedule".
+        name: Argument that was built before the call, such as "schedule".
         built_for: Dataclass of the static sizes that it was built for.
-        expected: The same dataclass for this call.
+        expected: The same dataclass, of this call.
     """
     for field in dataclasses.fields(expected):
         actual, needed = getattr(built_for, field.name), getattr(expected, field.name)
@@ -59,48 +62,54 @@ def require_built_for(name: str, built_for: Any, expected: Any) -> None:
 
 
 def require_positive(**values: int | float) -> None:
-    """Every named value must be > 0."""
+    """Require every named value to be greater than 0."""
     for name, value in values.items():
         require(value > 0, name, "be positive", value)
 
 
 def require_one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """`value` must be a member of `allowed`, which the message lists."""
+    """Require `value` to be one of `allowed`; the message lists them."""
     listed = ", ".join(repr(choice) for choice in allowed)
     require(value in allowed, name, f"be one of {listed}", repr(value))
 
 
-def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], meaning: str) -> None:
-    """The shape `got` must equal `want`; `meaning` says what the axes are."""
-    require(tuple(got) == tuple(want), name, f"have shape {tuple(want)} ({meaning})", tuple(got))
+def require_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...], meaning: str) -> None:
+    """Require the shape `got` to equal `expected`; `meaning` names the axes or their source."""
+    require(tuple(got) == tuple(expected), name, f"have shape {tuple(expected)} ({meaning})", tuple(got))
 
 
 def require_arrays(**arrays: Any) -> None:
-    """Every named value must be an array, JAX's or numpy's, or None."""
+    """Require every named value to be a JAX or NumPy array, or None."""
     for name, array in arrays.items():
         is_array = hasattr(array, "shape") and hasattr(array, "dtype")
         require(array is None or is_array, name, "be an array", type(array).__name__)
 
 
-def require_axes(num: int, **arrays: Any) -> None:
-    """Every named value must be an array of so many axes."""
+def require_axes(num_axes: int, **arrays: Any) -> None:
+    """Require every named value to be an array with `num_axes` axes."""
     for name, array in arrays.items():
         require(array is not None, name, "be an array", None)
         require_arrays(**{name: array})
-        require(len(array.shape) == num, name, f"have {num} axes", tuple(array.shape))
+        require(len(array.shape) == num_axes, name, f"have {num_axes} axes", tuple(array.shape))
 
 
-def require_type(name: str, value: object, kind: type | tuple[type, ...], hint: str) -> None:
-    """`value` must be of a type; the hint says where to get one, or what to write."""
-    if isinstance(value, kind):
+def require_type(name: str, value: object, types: type | tuple[type, ...], hint: str) -> None:
+    """Require `value` to be an instance of `types`; `hint` says how to get one, or what to write."""
+    if isinstance(value, types):
         return
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    names = " or ".join("None" if one is type(None) else one.__name__ for one in kinds)
-    shape = getattr(value, "shape", None)  # of an array rather than its numbers
+    alternatives = types if isinstance(types, tuple) else (types,)
+    names = " or ".join("None" if choice is type(None) else choice.__name__ for choice in alternatives)
+    shape = getattr(value, "shape", None)  # an array is described by its shape, not by its numbers
     got = repr(value)[:80] if shape is None else f"shape {shape}"
     require(False, name, f"be a {names} ({hint})", f"{type(value).__name__}: {got}")
 
 
 def unsupported(what: str, reason: str, way_out: str) -> NotImplementedError:
-    """The error for a right request that cannot be served here."""
+    """Return the error for a valid request that this build or machine does not support.
+
+    Args:
+        what: Function or feature that was requested.
+        reason: Clause that says what is not supported, without a final period.
+        way_out: Sentence that says what to do instead, without a final period.
+    """
     return NotImplementedError(f"{what}: {reason}. {way_out}")

@@ -1,4 +1,4 @@
-"""What has no derivative says so where it is differentiated, in words that help."""
+"""Errors for functions that cannot be differentiated, raised where they are differentiated."""
 
 import functools
 from typing import Any
@@ -10,35 +10,35 @@ from pallas_kernels.checks import unsupported
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def forbid_derivative[Tree](arrays: Tree, what: str, reason: str, way_out: str) -> Tree:
-    """The same arrays; what is made of them cannot be differentiated, forward or backward.
+    """Return `arrays` unchanged, such that differentiating anything computed from them raises.
 
     Args:
-        arrays: Any tree of them.
-        what: The derivative that there is not.
-        reason: Why.
+        arrays: Tree of arrays.
+        what: Derivative that does not exist.
+        reason: Why it does not exist.
         way_out: What to do instead.
 
     Raises:
-        NotImplementedError: As they are differentiated.
+        NotImplementedError: If the result is differentiated, in forward or reverse mode.
     """
     return arrays
 
 
 @forbid_derivative.defjvp
-def _refused(what: str, reason: str, way_out: str, primals: Any, tangents: Any) -> Any:
+def _raise_unsupported(what: str, reason: str, way_out: str, primals: Any, tangents: Any) -> Any:
     raise unsupported(what, reason, way_out)
 
 
 def forbid_kernel_derivative[Tree](arrays: Tree, kernel: str, way_out: str) -> Tree:
-    """The same arrays, for a kernel that has no derivative.
+    """Return the inputs of a kernel without a derivative; differentiating the kernel then raises.
 
     Args:
-        arrays: All that it is given, in any tree.
-        kernel: Its entry's name.
-        way_out: What has a derivative.
+        arrays: Tree of all arrays that the kernel reads.
+        kernel: Name of the kernel's public function.
+        way_out: Sentence that names a function with a derivative.
 
     Raises:
-        NotImplementedError: As they are differentiated.
+        NotImplementedError: If the result is differentiated.
     """
-    way_out = f"{way_out}, or take jax.lax.stop_gradient of what it is given"
+    way_out = f"{way_out}, or apply jax.lax.stop_gradient to the inputs"
     return forbid_derivative(arrays, f"a derivative of {kernel}", "the kernel has none", way_out)

@@ -1,4 +1,9 @@
-"""Which requests a kernel serves. Code, tests and `jattn doctor` ask the same question here."""
+"""Which requests each kernel supports.
+
+Every `why_not_*` function looks at static facts only. It returns None if the kernel supports a request, or
+else a clause that says what is not supported and what is. The clause completes the kernels' errors, the table
+of a plan and the report of `jattn doctor`.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +20,8 @@ EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
 BACKWARD_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
-# Wider heads in both widths do not fit shared memory; 80 is cut otherwise in 8 bits.
+# The prefill kernel holds a tile both quantized and dequantized: wider heads do not fit shared memory, and 80
+# is split into other chunks in 8 bits than in 16.
 DEQUANTIZED_HEAD_DIMS = (32, 64, 96, 128)
 MAX_GROUP = 64
 MAX_DECODE_QUERY_LEN = 8
@@ -25,7 +31,7 @@ GPU_PLATFORMS = ("gpu", "cuda")
 
 
 def device_of(*trees: object) -> jax.Device:
-    """The device of the first array that has one; else jax's default one: a traced array does not say."""
+    """Return the device of the first concrete array, or JAX's default device if all arrays are traced."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, jax.Array) and is_concrete(leaf):
             return min(leaf.devices(), key=lambda device: device.id)
@@ -36,50 +42,82 @@ def device_of(*trees: object) -> jax.Device:
 
 
 def is_concrete(*trees: object) -> bool:
-    """Whether all arrays have values: none is traced, none a shape alone."""
+    """Return whether all arrays have values: none is traced or a ShapeDtypeStruct."""
     leaves = jax.tree.leaves(trees)
     return not any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def is_gpu(*trees: object) -> bool:
-    """Whether these arrays are on a GPU, of any kind."""
+    """Return whether these arrays are on a GPU of any vendor and generation."""
     return device_of(*trees).platform in GPU_PLATFORMS
 
 
 def why_not_on(*trees: object) -> str | None:
-    """Why the Mosaic GPU kernels cannot run at all where these arrays are; None if they can."""
+    """Return why the kernels cannot run on the device of these arrays, or None if they can."""
     return why_not_device(device_of(*trees))
 
 
 def why_not_device(device: Any) -> str | None:
-    """The same of a device."""
+    """Return why the kernels cannot run on a device, or None if they can."""
     if device.platform not in GPU_PLATFORMS:
         return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
-    found = getattr(device, "compute_capability", None)
-    if found != COMPUTE_CAPABILITY:
-        return (
-            f"the kernels are compiled for compute capability {COMPUTE_CAPABILITY}, and this GPU has {found}"
-        )
+    capability = getattr(device, "compute_capability", None)
+    if capability != COMPUTE_CAPABILITY:
+        required = f"the kernels are compiled for compute capability {COMPUTE_CAPABILITY}"
+        return f"{required}, and this GPU has {capability}"
     return None
 
 
 def should_use_kernel(what: str, implementation: str | None, reason: str | None) -> bool:
-    """Whether a call that XLA can serve, too, takes its kernel.
+    """Return whether a call that XLA also supports uses its kernel.
 
     Args:
-        what: The call, for the error.
-        implementation: "mosaic_gpu" or "xla"; None = the kernel if there is one.
-        reason: Why there is none for this call; None if there is.
+        what: Name of the call, for the error.
+        implementation: "mosaic_gpu" or "xla"; None = the kernel if it supports the call.
+        reason: Why the kernel does not support this call; None if it does.
 
     Raises:
-        ValueError: There is no implementation of that name.
-        NotImplementedError: The kernel is asked for, and there is none.
+        ValueError: If the implementation is unknown.
+        NotImplementedError: If "mosaic_gpu" is requested and does not support the call.
     """
     if implementation is not None:
         require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
         if implementation == "mosaic_gpu" and reason is not None:
             raise unsupported(what, f"mosaic_gpu: {reason}", "Leave implementation=None")
     return reason is None and implementation != "xla"
+
+
+type Rule = tuple[bool, str]
+"""A condition that a supported request meets, and the clause that says what is wrong if it does not."""
+
+
+def first_reason(rules: Iterable[Rule]) -> str | None:
+    """Return the clause of the first rule that does not hold, or None."""
+    return next((reason for holds, reason in rules if not holds), None)
+
+
+def must_be_one_of(name: str, value: object, supported: Sequence[object], condition: str = "") -> Rule:
+    """Return the rule that `value` is one of `supported`.
+
+    Args:
+        name: Name of the argument, as in the kernel's signature.
+        value: Requested value.
+        supported: Supported values.
+        condition: Words that say when this holds, such as " for 8-bit keys or values".
+    """
+    clause = f"{name}={value} is not supported{condition}; supported: {listed(supported)}"
+    return value in supported, clause
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return the values separated by commas."""
+    return ", ".join(map(str, values))
+
+
+def _head_dim_rule(head_dim: int, kv_dtypes: tuple[DTypeLike, ...]) -> Rule:
+    if all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes):
+        return must_be_one_of("head_dim", head_dim, HEAD_DIMS)
+    return must_be_one_of("head_dim", head_dim, EIGHT_BIT_HEAD_DIMS, " for 8-bit keys or values")
 
 
 def why_not_decode(
@@ -94,56 +132,51 @@ def why_not_decode(
     layout: str = "NHD",
     has_token_scales: tuple[bool, bool] = (False, False),
 ) -> str | None:
-    """Why paged_decode has no kernel for a request; None if it has.
+    """Return why paged_decode does not support a request, or None if it does.
 
     Args:
-        dtype: Of the queries.
-        k_dtype: Of the keys.
-        v_dtype: Of the values.
-        head_dim: Width of a head.
-        block_size: Tokens of a cache block.
-        group: Query heads of a kv head.
-        decode_query_len: Queries of a request.
-        layout: Of the cache.
+        dtype: Dtype of the queries.
+        k_dtype: Dtype that keys are stored in.
+        v_dtype: Dtype that values are stored in.
+        head_dim: Elements per head.
+        block_size: Tokens per cache block.
+        group: Query heads per KV head.
+        decode_query_len: Query tokens per request.
+        layout: Cache layout, "NHD" or "HND".
         has_token_scales: Whether keys, and whether values, have a scale per token and head.
     """
     dtype, stored = jnp.dtype(dtype), {"keys": jnp.dtype(k_dtype), "values": jnp.dtype(v_dtype)}
-    stored_ok = (
-        rule
-        for (what, got), has_scales in zip(stored.items(), has_token_scales, strict=True)
-        for rule in (
+    stored_rules: list[Rule] = []
+    for (name, stored_dtype), has_scales in zip(stored.items(), has_token_scales, strict=True):
+        is_known = stored_dtype == dtype or stored_dtype.name in EIGHT_BIT_DTYPES
+        supported = listed((dtype.name, *EIGHT_BIT_DTYPES))
+        clause = f"{name} stored in {stored_dtype.name} are not supported with {dtype.name} queries"
+        stored_rules.append((is_known, f"{clause}; supported: {supported}"))
+        clause = f"a scale per token and head is not supported for {name} stored in {stored_dtype.name}"
+        stored_rules.append((stored_dtype.itemsize == 1 or not has_scales, f"{clause}, only for 8-bit ones"))
+    return first_reason(
+        (
+            must_be_one_of("layout", layout, LAYOUTS),
+            must_be_one_of("query dtype", dtype.name, DTYPES),
+            *stored_rules,
+            _head_dim_rule(head_dim, tuple(stored.values())),
+            must_be_one_of("block_size", block_size, BLOCK_SIZES),
             (
-                got == dtype or got.name in EIGHT_BIT_DTYPES,
-                f"{what} of {got.name} with queries of {dtype.name}",
+                group <= MAX_GROUP,
+                f"{group} query heads per KV head are not supported; the maximum is {MAX_GROUP}",
             ),
-            (got.itemsize == 1 or not has_scales, f"{what} of {got.name} with a scale per token and head"),
+            (
+                decode_query_len <= MAX_DECODE_QUERY_LEN,
+                f"decode_query_len={decode_query_len} is not supported; "
+                f"the maximum is {MAX_DECODE_QUERY_LEN}",
+            ),
         )
     )
-    rules = (
-        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
-        (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
-        *stored_ok,
-        *_head_rules(head_dim, tuple(stored.values())),
-        (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
-        (group <= MAX_GROUP, f"{group} query heads a kv head (at most {MAX_GROUP})"),
-        (
-            decode_query_len <= MAX_DECODE_QUERY_LEN,
-            f"decode_query_len {decode_query_len} (at most {MAX_DECODE_QUERY_LEN})",
-        ),
-    )
-    return _first_broken(rules)
 
 
 def why_not_head_dim(head_dim: int, kv_dtypes: tuple[DTypeLike, DTypeLike]) -> str | None:
-    """Why paged_decode has no kernel for heads of a width, stored as these dtypes; None if it has."""
-    return _first_broken(_head_rules(head_dim, kv_dtypes))
-
-
-def _head_rules(head_dim: int, kv_dtypes: tuple[DTypeLike, ...]) -> tuple[tuple[bool, str], ...]:
-    is_wide = all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes)
-    served = HEAD_DIMS if is_wide else EIGHT_BIT_HEAD_DIMS
-    kind = "" if is_wide else " in 8 bits"
-    return ((head_dim in served, f"head_dim {head_dim}{kind} ({_listed(served)} have one)"),)
+    """Return why paged_decode does not support a head_dim with these dtypes of keys and values, or None."""
+    return first_reason([_head_dim_rule(head_dim, kv_dtypes)])
 
 
 def why_not_prefill(
@@ -154,78 +187,82 @@ def why_not_prefill(
     block_size: int | None,
     layout: str = "NHD",
 ) -> str | None:
-    """Why varlen_prefill has no kernel for a request; None if it has.
+    """Return why varlen_prefill does not support a request, or None if it does.
 
     Args:
-        dtype: Of the queries.
-        kv_dtype: Of the keys and values.
-        head_dim: Width of a head.
-        block_size: Tokens of a cache block; None where keys are packed.
-        layout: Of the cache.
+        dtype: Dtype of the queries.
+        kv_dtype: Dtype of the keys and values.
+        head_dim: Elements per head.
+        block_size: Tokens per cache block; None for packed keys.
+        layout: Cache layout, "NHD" or "HND".
     """
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
-    rules = (
-        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
-        (dtype.name in DTYPES, f"queries of {dtype.name} ({_listed(DTYPES)} have one)"),
-        (kv_dtype == dtype, f"keys of {kv_dtype.name} with queries of {dtype.name}"),
-        (head_dim in HEAD_DIMS, f"head_dim {head_dim} ({_listed(HEAD_DIMS)} have one)"),
-        (
-            block_size is None or block_size in BLOCK_SIZES,
-            f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)",
-        ),
-    )
-    return _first_broken(rules)
+    rules = [
+        must_be_one_of("layout", layout, LAYOUTS),
+        must_be_one_of("query dtype", dtype.name, DTYPES),
+        (kv_dtype == dtype, f"keys of {kv_dtype.name} are not supported with {dtype.name} queries"),
+        must_be_one_of("head_dim", head_dim, HEAD_DIMS),
+    ]
+    if block_size is not None:
+        rules.append(must_be_one_of("block_size", block_size, BLOCK_SIZES))
+    return first_reason(rules)
 
 
 def why_not_dequantize(*, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int) -> str | None:
-    """Why varlen_prefill does not widen these keys and values of a paged cache itself; None if it does."""
-    names, served = [jnp.dtype(x).name for x in kv_dtypes], DEQUANTIZED_HEAD_DIMS
-    of_head = head_dim in served, f"head_dim {head_dim} in 8 bits ({_listed(served)} have one)"
-    return _first_broken((*((x in EIGHT_BIT_DTYPES, f"{x} to be widened") for x in names), of_head))
+    """Return why varlen_prefill cannot dequantize these keys and values of a paged cache, or None."""
+    rules = [
+        must_be_one_of("cache dtype", jnp.dtype(x).name, EIGHT_BIT_DTYPES, " by the kernel's dequantization")
+        for x in kv_dtypes
+    ]
+    head_dim_rule = must_be_one_of(
+        "head_dim", head_dim, DEQUANTIZED_HEAD_DIMS, " by the kernel's dequantization"
+    )
+    return first_reason([*rules, head_dim_rule])
 
 
 def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str | None:
-    """Why varlen_backward has no kernel for a request; None if it has.
+    """Return why varlen_backward does not support a request, or None if it does.
 
     Args:
-        dtypes: Of each array; the queries' is `dtypes["query"]`.
-        head_dim: Width of a head.
+        dtypes: Dtype of each array by its name; `dtypes["query"]` is that of the queries.
+        head_dim: Elements per head.
     """
     named = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items()}
     query = named["query"]
-    rules = (
-        (query in DTYPES, f"queries of {query} ({_listed(DTYPES)} have one)"),
-        *((got == query, f"{name} of {got} with queries of {query}") for name, got in named.items()),
+    return first_reason(
         (
-            head_dim in BACKWARD_HEAD_DIMS,
-            f"gradients of head_dim {head_dim} ({_listed(BACKWARD_HEAD_DIMS)} have one)",
-        ),
+            must_be_one_of("query dtype", query, DTYPES),
+            *(
+                (dtype == query, f"{name} of {dtype} is not supported with {query} queries")
+                for name, dtype in named.items()
+            ),
+            must_be_one_of("head_dim", head_dim, BACKWARD_HEAD_DIMS, " for gradients"),
+        )
     )
-    return _first_broken(rules)
 
 
 def why_not_read(
     *, dtype: DTypeLike, cache_dtype: DTypeLike, head_dim: int, block_size: int, layout: str = "NHD"
 ) -> str | None:
-    """Why cache_read has no kernel for a cache; None if it has.
+    """Return why cache_read does not support a cache, or None if it does.
 
     Args:
-        dtype: To read into.
-        cache_dtype: Of the keys or values in the cache.
-        head_dim: Width of a head.
-        block_size: Tokens of a cache block.
-        layout: Of the cache.
+        dtype: Dtype of the result.
+        cache_dtype: Dtype that the keys or values are stored in.
+        head_dim: Elements per head.
+        block_size: Tokens per cache block.
+        layout: Cache layout, "NHD" or "HND".
     """
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    stored = (*EIGHT_BIT_DTYPES, dtype.name)
-    rules = (
-        (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
-        (dtype.name in DTYPES, f"reading into {dtype.name} ({_listed(DTYPES)} have one)"),
-        (cache_dtype.name in stored, f"a cache of {cache_dtype.name} ({_listed(stored)} have one)"),
-        *_head_rules(head_dim, (cache_dtype,)),
-        (block_size in BLOCK_SIZES, f"block_size {block_size} ({_listed(BLOCK_SIZES)} have one)"),
+    return first_reason(
+        (
+            must_be_one_of("layout", layout, LAYOUTS),
+            must_be_one_of("dtype", dtype.name, DTYPES),
+            must_be_one_of("cache dtype", cache_dtype.name, (*EIGHT_BIT_DTYPES, dtype.name)),
+            _head_dim_rule(head_dim, (cache_dtype,)),
+            must_be_one_of("block_size", block_size, BLOCK_SIZES),
+        )
     )
-    return _first_broken(rules)
 
 
 def why_not_write(
@@ -239,111 +276,126 @@ def why_not_write(
     k_scale_ndim: int | None = None,
     v_scale_ndim: int | None = None,
 ) -> str | None:
-    """Why cache_write has no kernel for a cache; None if it has.
+    """Return why cache_write does not support a cache, or None if it does.
 
     Args:
-        dtype: Of what is written.
-        k_dtype: What keys are stored as.
-        v_dtype: What values are stored as.
-        layout: Of the cache.
-        kv_heads: Heads of a token.
-        head_dim: Width of a head.
-        k_scale_ndim: Axes of the keys' scale: 3 per token and head, 0 for one number; None without one.
-        v_scale_ndim: The same of values.
+        dtype: Dtype of the new keys and values.
+        k_dtype: Dtype that keys are stored in.
+        v_dtype: Dtype that values are stored in.
+        layout: Cache layout, "NHD" or "HND".
+        kv_heads: KV heads per token.
+        head_dim: Elements per head.
+        k_scale_ndim: Axes of the scale of the keys: 3 for a scale per token and head, 0 for a scalar; None if
+            keys have no scale.
+        v_scale_ndim: Axes of the scale of the values; see `k_scale_ndim`.
     """
     dtype = jnp.dtype(dtype)
     stored = {name: jnp.dtype(x) for name, x in (("keys", k_dtype), ("values", v_dtype))}
-    is_rounded = any(x != dtype for x in stored.values())
-    narrowest = min(x.itemsize for x in stored.values())
-    row, head = kv_heads * head_dim * narrowest, head_dim * narrowest
-    aligned = layout == "HND" or is_rounded
-    rules = [(layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)")]
-    for (name, held), ndim in zip(stored.items(), (k_scale_ndim, v_scale_ndim), strict=True):
-        can_round = dtype.name in DTYPES and held.name in ("int8", "float8_e4m3fn")
-        is_plain = held == dtype and ndim is None
-        what = f"{name} of {dtype.name} into a cache of {held.name}"
-        rules.append((held == dtype or can_round, what))
-        rules.append((is_plain or (held != dtype and ndim in (None, 0, 3)), f"{what} with this scale"))
+    is_quantized = any(x != dtype for x in stored.values())
+    min_itemsize = min(x.itemsize for x in stored.values())
+    token_bytes, head_bytes = kv_heads * head_dim * min_itemsize, head_dim * min_itemsize
+    needs_alignment = layout == "HND" or is_quantized
+    rules = [must_be_one_of("layout", layout, LAYOUTS)]
+    for (name, stored_dtype), ndim in zip(stored.items(), (k_scale_ndim, v_scale_ndim), strict=True):
+        can_quantize = dtype.name in DTYPES and stored_dtype.name in ("int8", "float8_e4m3fn")
+        is_plain = stored_dtype == dtype and ndim is None
+        has_known_scale = stored_dtype != dtype and ndim in (None, 0, 3)
+        clause = f"writing {name} of {dtype.name} into a cache of {stored_dtype.name}"
+        rules.append((stored_dtype == dtype or can_quantize, f"{clause} is not supported"))
+        rules.append((is_plain or has_known_scale, f"{clause} with a scale of {ndim} axes is not supported"))
+    alignment = f"with layout={layout} and stored dtypes {listed(x.name for x in stored.values())}"
     rules += [
-        (row % 16 == 0, f"keys of {row} bytes a token (a multiple of 16 has one)"),
-        (not aligned or row % 128 == 0, f"{layout} keys of {row} bytes a token (a multiple of 128 has one)"),
-        (not aligned or head % 16 == 0, f"{layout} heads of {head} bytes (a multiple of 16 has one)"),
         (
-            not is_rounded or head_dim in HEAD_DIMS,
-            f"8-bit heads of {head_dim} ({_listed(HEAD_DIMS)} have one)",
+            token_bytes % 16 == 0,
+            f"{token_bytes} bytes of keys per token are not supported; they must be a multiple of 16",
         ),
-        (layout != "HND" or kv_heads <= 256, f"HND keys of {kv_heads} heads (at most 256)"),
-        (layout != "HND" or head_dim <= 256, f"HND heads of {head_dim} (at most 256)"),
+        (
+            not needs_alignment or token_bytes % 128 == 0,
+            f"{token_bytes} bytes of keys per token are not supported {alignment}; "
+            "they must be a multiple of 128",
+        ),
+        (
+            not needs_alignment or head_bytes % 16 == 0,
+            f"{head_bytes} bytes per head are not supported {alignment}; they must be a multiple of 16",
+        ),
     ]
-    return _first_broken(rules)
+    if is_quantized:
+        rules.append(must_be_one_of("head_dim", head_dim, HEAD_DIMS, " for an 8-bit cache"))
+    if layout == "HND":
+        clause = "is not supported with layout=HND; the maximum is 256"
+        rules += [(kv_heads <= 256, f"kv_heads={kv_heads} {clause}")]
+        rules += [(head_dim <= 256, f"head_dim={head_dim} {clause}")]
+    return first_reason(rules)
 
 
 def why_not_qkv_write(
     *, dtype: DTypeLike, k_dtype: DTypeLike, v_dtype: DTypeLike, layout: str, head_dim: int
 ) -> str | None:
-    """Why qkv_write has no kernel; None if it has.
+    """Return why qkv_write does not support a request, or None if it does.
 
     Args:
-        dtype: Of queries, keys and values.
-        k_dtype: What keys are stored as.
-        v_dtype: What values are stored as.
-        layout: Of the caches.
-        head_dim: Width of a head.
+        dtype: Dtype of queries, keys and values.
+        k_dtype: Dtype that keys are stored in.
+        v_dtype: Dtype that values are stored in.
+        layout: Cache layout, "NHD" or "HND".
+        head_dim: Elements per head.
     """
     name = jnp.dtype(dtype).name
     stored = jnp.dtype(k_dtype).name, jnp.dtype(v_dtype).name
-    # Lanes hold powers of 2 of a half head: 15 of 60 would lie as far apart as 16.
+    # Each lane holds a power of 2 of the elements of half a head, which the 60 of head_dim 120 do not allow.
     halved = tuple(dim for dim in HEAD_DIMS if dim % 16 == 0)
-    return _first_broken(
+    caches = f"caches of {listed(stored)} are not supported with {name} inputs; both must be {name}"
+    return first_reason(
         [
-            (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
-            (layout in LAYOUTS, f"the {layout} layout ({_listed(LAYOUTS)} have one)"),
-            (stored == (name, name), f"caches of {_listed(stored)} (those of {name} have one)"),
-            (head_dim in halved, f"heads of {head_dim} ({_listed(halved)} have one)"),
+            must_be_one_of("dtype", name, DTYPES),
+            must_be_one_of("layout", layout, LAYOUTS),
+            (stored == (name, name), caches),
+            must_be_one_of("head_dim", head_dim, halved),
         ]
     )
 
 
-def why_not_add_norm(*, dtype: DTypeLike, others: Sequence[DTypeLike], width: int) -> str | None:
-    """Why add_norm has no kernel; None if it has.
+def why_not_add_norm(*, dtype: DTypeLike, other_dtypes: Sequence[DTypeLike], width: int) -> str | None:
+    """Return why add_norm does not support a request, or None if it does.
 
     Args:
-        dtype: Of the rows.
-        others: Of what is added to them, and of the weight.
-        width: Of a row.
+        dtype: Dtype of the residual stream.
+        other_dtypes: Dtypes of what is added to it and of the weight.
+        width: Elements per row.
     """
     name = jnp.dtype(dtype).name
-    different = sorted({jnp.dtype(other).name for other in others} - {name})
-    return _first_broken(
+    different = sorted({jnp.dtype(other).name for other in other_dtypes} - {name})
+    return first_reason(
         [
-            (name in DTYPES, f"{name} ({_listed(DTYPES)} have one)"),
-            (not different, f"rows of {name} beside {_listed(tuple(different))} (all of one dtype have one)"),
+            must_be_one_of("dtype", name, DTYPES),
+            (not different, f"inputs of {name} and {listed(different)} are not supported; use one dtype"),
             (
                 width % 128 == 0 and 0 < width <= 16384,
-                f"rows of {width} (multiples of 128, at most 16384)",
+                f"rows of {width} elements are not supported; supported: multiples of 128 up to 16384",
             ),
         ]
     )
 
 
-def _listed(values: tuple[object, ...]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _first_broken(rules: Iterable[tuple[bool, str]]) -> str | None:
-    return next((f"there is no kernel for {what}" for is_served, what in rules if not is_served), None)
-
-
 def why_not_grouped_matmul(
     *, dtype: DTypeLike, weights_dtype: DTypeLike, inputs: int, outputs: int
 ) -> str | None:
-    """Why grouped_matmul has no kernel for a product; None if it has."""
-    for name, of in (("rows", dtype), ("weights", weights_dtype)):
-        if jnp.dtype(of).name not in DTYPES:
-            return f"{name} are {jnp.dtype(of).name}, and the kernel takes {' and '.join(DTYPES)}"
-    if jnp.dtype(dtype) != jnp.dtype(weights_dtype):
-        return f"rows are {jnp.dtype(dtype).name} and weights {jnp.dtype(weights_dtype).name}"
-    for name, width in (("inputs", inputs), ("outputs", outputs)):
-        if width % 64 or not width:
-            return f"{name} are {width}, and the kernel takes multiples of 64"
-    return None
+    """Return why grouped_matmul does not support a product, or None if it does.
+
+    Args:
+        dtype: Dtype of the rows.
+        weights_dtype: Dtype of the matrices.
+        inputs: Elements per row, which the product sums over.
+        outputs: Columns of the result.
+    """
+    rows, weights = jnp.dtype(dtype).name, jnp.dtype(weights_dtype).name
+    multiples = "is not supported; supported: multiples of 64"
+    return first_reason(
+        [
+            must_be_one_of("dtype", rows, DTYPES),
+            must_be_one_of("weights dtype", weights, DTYPES),
+            (rows == weights, f"rows of {rows} are not supported with weights of {weights}; use one dtype"),
+            (inputs % 64 == 0 and inputs > 0, f"inputs={inputs} {multiples}"),
+            (outputs % 64 == 0 and outputs > 0, f"outputs={outputs} {multiples}"),
+        ]
+    )

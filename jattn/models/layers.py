@@ -257,7 +257,9 @@ def _why_no_kernel(x: Array, delta: Array, norm: Any) -> str | None:
     if not is_kernel_rms_norm(norm):
         return "the norm is no RMS norm that rounds as Llama's or Gemma's"
     others = (delta.dtype, norm.weight[...].dtype)
-    return support.why_not_on(x) or support.why_not_add_norm(dtype=x.dtype, others=others, width=x.shape[-1])
+    return support.why_not_on(x) or support.why_not_add_norm(
+        dtype=x.dtype, other_dtypes=others, width=x.shape[-1]
+    )
 
 
 @jax.custom_jvp

@@ -44,7 +44,7 @@ def add_norm(
         require_shape("delta", delta.shape, x.shape, "as x")
     require_shape("weight", weight.shape, x.shape[1:], "columns of x")
     reason = why_not_add_norm(
-        dtype=x.dtype, others=[y.dtype for y in (delta, weight) if y is not None], width=x.shape[1]
+        dtype=x.dtype, other_dtypes=[y.dtype for y in (delta, weight) if y is not None], width=x.shape[1]
     )
     if reason is not None:
         raise unsupported("add_norm", reason, "Use another implementation")

@@ -41,7 +41,7 @@ def grouped_matmul(
     require(rows % TILE_ROWS == 0, "x", f"have a multiple of {TILE_ROWS} rows", x.shape)
     outputs, summed = weights.shape[1:] if outputs_first else weights.shape[:0:-1]
     require(summed == inputs, "weights", f"have {inputs} inputs, as x", weights.shape)
-    require_shape("group_of_tile", group_of_tile.shape, (rows // TILE_ROWS,), "one a tile")
+    require_shape("group_of_tile", group_of_tile.shape, (rows // TILE_ROWS,), "one group per tile")
     reason = why_not_grouped_matmul(
         dtype=x.dtype, weights_dtype=weights.dtype, inputs=inputs, outputs=outputs
     )

@@ -220,7 +220,7 @@ class TestKernel:
         cache = create(head_dim=64, dtype=jnp.bfloat16, quantization="int8_static_v")
         rows = random_kv(1, dtype=jnp.bfloat16, dim=64)
         with pytest.raises(
-            NotImplementedError, match="values of bfloat16 into a cache of int8 with this scale"
+            NotImplementedError, match="values of bfloat16 into a cache of int8 with a scale of 2 axes"
         ):
             jattn.write_kv(cache, *rows, jnp.asarray([3]), implementation="mosaic_gpu")
 

@@ -390,7 +390,7 @@ def test_the_kernel_is_declined_with_its_reason():
     layer, x = make("mixtral"), tokens(3)
     assert why_no_kernel(x, layer.weights()) in (
         "the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'",
-        "rows are float32, and the kernel takes bfloat16 and float16",
+        "dtype=float32 is not supported; supported: bfloat16, float16",
     )
 
 

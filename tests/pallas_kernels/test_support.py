@@ -401,7 +401,7 @@ def test_decode_reads_no_table_behind_its_end():
 
 
 def test_heads_without_tiles_are_refused_as_by_the_kernel():
-    with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 112 in 8 bits"):
+    with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim=112 is not supported for 8-bit"):
         default_sizes(112, rows=1, kv_dtypes=("int8", "int8"))
 
 

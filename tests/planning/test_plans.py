@@ -76,7 +76,7 @@ class TestChoice:
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_layers_of_one_model_may_be_served_by_different_implementations(self):
         wide = dataclasses.replace(SPEC, head_dim=20)
-        with pytest.warns(jattn.KernelFallbackWarning, match="head_dim 20"):
+        with pytest.warns(jattn.KernelFallbackWarning, match="head_dim=20"):
             plan = jattn.plan(batch(), [SPEC, wide], [CACHE, dataclasses.replace(CACHE, head_dim=20)])
         names = [[choice.implementation for _, choice in one.choices] for one in plan.layers]
         assert names == [["mosaic_gpu"] * 2, ["xla"] * 2]
@@ -124,14 +124,14 @@ class TestWarning:
         (warning,) = caught
         message = str(warning.message)
         assert "falls to xla" in message
-        assert "no kernel for the packed layout (NHD, HND have one)" in message
+        assert "layout=packed is not supported; supported: NHD, HND" in message
         assert "implementation='xla'" in message
         assert "jattn/planning" not in warning.filename
 
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_attend_without_a_plan_warns_likewise(self):
         problem = Problem(AttentionContract().plain_case(region="decode"))
-        with pytest.warns(jattn.KernelFallbackWarning, match="queries of float32") as caught:
+        with pytest.warns(jattn.KernelFallbackWarning, match="query dtype=float32") as caught:
             jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec)
         assert len(caught) == 1
 

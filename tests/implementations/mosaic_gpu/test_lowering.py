@@ -18,5 +18,5 @@ def test_every_two_choices_lower_together_or_are_refused_by_name(part):
     refusals = aot.lower_all("tests.implementations.mosaic_gpu.attend_aot_cases", names)
     assert list(refusals) == names
     said = [text for text in refusals.values() if text]
-    assert all("there is no kernel for" in text for text in said), said
+    assert all("there is no kernel for" in text or "not supported" in text for text in said), said
     assert len(said) < len(names) / 10, said

@@ -175,13 +175,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"dtype": jnp.float32}, "reading into float32"),
-            ({"cache_dtype": jnp.float16}, "a cache of float16 .*int8, bfloat16"),
-            ({"head_dim": 72}, "head_dim 72 .*80"),
-            ({"head_dim": 112}, "head_dim 112 in 8 bits .32, 64, 80, 96, 128"),
-            ({"head_dim": 120}, "head_dim 120 in 8 bits .32, 64"),
-            ({"block_size": 4}, "block_size 4 .*16"),
-            ({"layout": "packed"}, "the packed layout"),
+            ({"dtype": jnp.float32}, "dtype=float32 is not supported"),
+            ({"cache_dtype": jnp.float16}, "cache dtype=float16 is not supported.*int8, bfloat16"),
+            ({"head_dim": 72}, "head_dim=72 .*80"),
+            ({"head_dim": 112}, "head_dim=112 .* for 8-bit keys or values; supported: 32, 64, 80, 96, 128"),
+            ({"head_dim": 120}, "head_dim=120 .* for 8-bit"),
+            ({"block_size": 4}, "block_size=4 .*16"),
+            ({"layout": "packed"}, "layout=packed is not supported"),
         ],
     )
     def test_what_has_no_kernel_is_named(self, change, message):

@@ -146,18 +146,33 @@ INT8 = {"k_dtype": jnp.int8, "v_dtype": jnp.int8, "k_scale_ndim": 3, "v_scale_nd
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layout": "packed"}, "the packed layout .NHD, HND have one"),
-        ({"head_dim": 4, "kv_heads": 1}, "keys of 8 bytes a token"),
-        ({"layout": "HND", "head_dim": 32, "kv_heads": 1}, "HND keys of 64 bytes a token"),
-        ({"layout": "HND", "head_dim": 4, "kv_heads": 16}, "HND heads of 8 bytes"),
-        ({"layout": "HND", "kv_heads": 512}, r"HND keys of 512 heads \(at most 256\)"),
-        ({"layout": "HND", "head_dim": 512}, r"HND heads of 512 \(at most 256\)"),
+        ({"layout": "packed"}, "layout=packed is not supported; supported: NHD, HND"),
+        ({"head_dim": 4, "kv_heads": 1}, "8 bytes of keys per token are not supported"),
+        (
+            {"layout": "HND", "head_dim": 32, "kv_heads": 1},
+            "64 bytes of keys per token are not supported with layout=HND",
+        ),
+        (
+            {"layout": "HND", "head_dim": 4, "kv_heads": 16},
+            "8 bytes per head are not supported with layout=HND",
+        ),
+        (
+            {"layout": "HND", "kv_heads": 512},
+            "kv_heads=512 is not supported with layout=HND; the maximum is 256",
+        ),
+        (
+            {"layout": "HND", "head_dim": 512},
+            "head_dim=512 is not supported with layout=HND; the maximum is 256",
+        ),
         (INT8 | {"dtype": jnp.float32}, "keys of float32 into a cache of int8"),
         ({"v_dtype": jnp.float8_e5m2}, "values of bfloat16 into a cache of float8_e5m2"),
-        (INT8 | {"v_scale_ndim": 2}, "values of bfloat16 into a cache of int8 with this scale"),
-        ({"k_scale_ndim": 0}, "keys of bfloat16 into a cache of bfloat16 with this scale"),
-        (INT8 | {"kv_heads": 1}, "NHD keys of 64 bytes a token"),
-        (INT8 | {"head_dim": 48, "kv_heads": 8}, "8-bit heads of 48 "),
+        (INT8 | {"v_scale_ndim": 2}, "values of bfloat16 into a cache of int8 with a scale of 2 axes"),
+        ({"k_scale_ndim": 0}, "keys of bfloat16 into a cache of bfloat16 with a scale of 0 axes"),
+        (
+            INT8 | {"kv_heads": 1},
+            "64 bytes of keys per token are not supported with layout=NHD and stored dtypes int8",
+        ),
+        (INT8 | {"head_dim": 48, "kv_heads": 8}, "head_dim=48 is not supported for an 8-bit cache"),
     ],
 )
 def test_what_has_no_kernel_is_named(change, message):
@@ -179,7 +194,9 @@ def test_arguments_that_disagree_are_named():
     arguments, _ = rounding_problem("NHD", "int8_token_head")
     with pytest.raises(ValueError, match=r"k_scale must have shape \(8, 2, 8\).*got \(8, 8, 2\)"):
         cache_write(*arguments, k_scale=jnp.ones((8, 8, 2)), v_scale=jnp.ones((8, 2, 8)))
-    with pytest.raises(NotImplementedError, match="cache_write: there is no kernel for HND keys of 64 bytes"):
+    with pytest.raises(
+        NotImplementedError, match="cache_write: 64 bytes of keys per token are not supported with layout=HND"
+    ):
         cache_write(*problem("HND", heads=1, dim=32), layout="HND")
 
 

@@ -112,11 +112,23 @@ def arguments(rows=128, inputs=64, outputs=64, tiles=1, dtype=jnp.bfloat16, weig
     [
         ({"rows": 100}, ValueError, r"x must have a multiple of 128 rows, got \(100, 64\)"),
         ({"weights": (2, 128, 64)}, ValueError, r"weights must have 64 inputs, as x, got \(2, 128, 64\)"),
-        ({"tiles": 2}, ValueError, r"group_of_tile must have shape \(1,\) \(one a tile\), got \(2,\)"),
-        ({"dtype": jnp.float32}, NotImplementedError, "rows are float32, and the kernel takes bfloat16"),
-        ({"dtype": jnp.float16}, NotImplementedError, "rows are float16 and weights bfloat16"),
-        ({"inputs": 96}, NotImplementedError, "inputs are 96, and the kernel takes multiples of 64"),
-        ({"outputs": 32}, NotImplementedError, "outputs are 32, and the kernel takes multiples of 64"),
+        (
+            {"tiles": 2},
+            ValueError,
+            r"group_of_tile must have shape \(1,\) \(one group per tile\), got \(2,\)",
+        ),
+        (
+            {"dtype": jnp.float32},
+            NotImplementedError,
+            "dtype=float32 is not supported; supported: bfloat16, float16",
+        ),
+        (
+            {"dtype": jnp.float16},
+            NotImplementedError,
+            "rows of float16 are not supported with weights of bfloat16",
+        ),
+        ({"inputs": 96}, NotImplementedError, "inputs=96 is not supported; supported: multiples of 64"),
+        ({"outputs": 32}, NotImplementedError, "outputs=32 is not supported; supported: multiples of 64"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, error, message):

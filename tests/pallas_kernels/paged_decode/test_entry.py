@@ -412,16 +412,22 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"dtype": jnp.float32}, "queries of float32"),
-            ({"v_dtype": jnp.float16}, "values of float16 with queries of bfloat16"),
-            ({"k_dtype": jnp.uint8}, "keys of uint8 with queries of bfloat16"),
-            ({"has_token_scales": (False, True)}, "values of bfloat16 with a scale per token and head"),
-            ({"k_dtype": jnp.int8, "head_dim": 120}, "head_dim 120 in 8 bits .32, 64, 80"),
-            ({"head_dim": 72}, "head_dim 72 .*80"),
-            ({"block_size": 4}, "block_size 4 .*16"),
-            ({"group": 65}, "65 query heads a kv head .at most 64"),
-            ({"decode_query_len": 9}, "decode_query_len 9 .at most 8"),
-            ({"layout": "packed"}, "the packed layout .NHD, HND"),
+            ({"dtype": jnp.float32}, "query dtype=float32 is not supported; supported: bfloat16, float16"),
+            ({"v_dtype": jnp.float16}, "values stored in float16 are not supported with bfloat16 queries"),
+            ({"k_dtype": jnp.uint8}, "keys stored in uint8 are not supported with bfloat16 queries"),
+            (
+                {"has_token_scales": (False, True)},
+                "scale per token and head is not supported for values stored in bfloat16",
+            ),
+            (
+                {"k_dtype": jnp.int8, "head_dim": 120},
+                "head_dim=120 is not supported for 8-bit keys or values; supported: 32, 64, 80",
+            ),
+            ({"head_dim": 72}, "head_dim=72 .*80"),
+            ({"block_size": 4}, "block_size=4 .*16"),
+            ({"group": 65}, "65 query heads per KV head .* the maximum is 64"),
+            ({"decode_query_len": 9}, "decode_query_len=9 .* the maximum is 8"),
+            ({"layout": "packed"}, "layout=packed .* NHD, HND"),
         ],
     )
     def test_what_has_no_kernel_is_named(self, change, message):
@@ -435,7 +441,7 @@ class TestRefusals:
 
     def test_the_kernel_refuses_by_name(self):
         args, kwargs = random_step([5], 2, 2, 72, 16)
-        with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim 72"):
+        with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim=72"):
             paged_decode(*args, **kwargs)
 
     def test_query_heads_that_lists_cannot_tell_apart_are_counted(self):
