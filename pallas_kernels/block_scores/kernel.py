@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ptx.split_signs import split_signs
 from pallas_kernels.ptx.stores import store_heads
 from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.paged_kv import BlockTable
+from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar, Tile
 
 W = plgpu.Layout.WGMMA
@@ -188,7 +188,7 @@ def score_body(
     num = lax.div(num_blocks + (shape.blocks - 1), jnp.int32(shape.blocks))
     steps = lax.div(jnp.maximum(num - first, 0) + (ctas - 1), jnp.int32(ctas))
     tile_of = lambda step: first + step * ctas
-    blocks_of = BlockTable(inputs.block_table, shape.block_size)
+    blocks_of = BlockTableRef(inputs.block_table, shape.block_size)
 
     def ids_of(step: Scalar) -> tuple[Scalar, ...]:
         return tuple(blocks_of.first(req, num_blocks).ids(tile_of(step) * shape.blocks, shape.blocks))

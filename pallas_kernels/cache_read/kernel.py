@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import load_dequantized
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice, swizzled_smem
-from pallas_kernels.shared.paged_kv import BlockTable, CacheTiling
+from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
 
 TILE = 64  # keys of a thread block
@@ -112,7 +112,7 @@ def read_tiles(inputs: Inputs, *, shape: Shape, interpret: Interpret = None) -> 
                 per_token=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
                 out=swizzled_smem(tile_shape, shape.dtype),
                 loaded=plgpu.Barrier(
-                    num_arrivals=shape.in_cache.copies * (cut.num_chunks + has_token_scales)
+                    num_arrivals=shape.in_cache.num_copies * (cut.num_chunks + has_token_scales)
                 ),
             )
         ],
@@ -135,10 +135,10 @@ def read_body(inputs: Inputs, out: Ref, smem: Smem, *, shape: Shape) -> None:
     row, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
 
     def load() -> None:
-        blocks_of = BlockTable(inputs.block_table, in_cache.block_size)
+        blocks_of = BlockTableRef(inputs.block_table, in_cache.block_size)
         wanted = blocks_of.visible(row, inputs.first_keys[row], inputs.seq_lens[row])
         nth = in_cache.copy_index(first_key)
-        for j, block in enumerate(wanted.ids(in_cache.table_column(first_key), in_cache.copies)):
+        for j, block in enumerate(wanted.ids(in_cache.table_column(first_key), in_cache.num_copies)):
             to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.gmem_index(block, nth, head)
             for chunk in range(cut.num_chunks):
                 stored = inputs.cache.at[(*at, *cut.gmem_index(chunk, tile * 0))]

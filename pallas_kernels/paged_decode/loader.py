@@ -13,7 +13,7 @@ from pallas_kernels.paged_decode.refs import Inputs, Pipeline, Smem, has_token_s
 from pallas_kernels.paged_decode.span import Segment, Span
 from pallas_kernels.paged_decode.tile_keys import entries_of, keys_of
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice
-from pallas_kernels.shared.paged_kv import BlockTable
+from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 
 type Copies = list[tuple[Scalar, Scalar]]
@@ -47,7 +47,7 @@ class Loader:
         cache, of_tokens = inputs.cache, lambda scale: scale if has_token_scales(scale) else None
         self.inputs, self.q_s, self.pipeline, self.span, self.spec = inputs, smem.q, pipeline, span, span.spec
         self.cut = self.spec.cache_tiling
-        self.blocks = BlockTable(cache.block_table, self.spec.shape.block_size)
+        self.blocks = BlockTableRef(cache.block_table, self.spec.shape.block_size)
         self.streams = (
             Stream(cache.k, of_tokens(cache.k_scale), smem.k, smem.k_scale, pipeline.k_full, pipeline.k_free),
             Stream(cache.v, of_tokens(cache.v_scale), smem.v, smem.v_scale, pipeline.v_full, pipeline.v_free),
@@ -110,7 +110,7 @@ class Loader:
         found = []
         for first in keys.firsts:
             column, copy = self.cut.table_column(first), self.cut.copy_index(first)
-            found += [(block, copy) for block in seen.ids(column, self.cut.copies)]
+            found += [(block, copy) for block in seen.ids(column, self.cut.num_copies)]
         return found
 
     def load_tile(self, segment: Segment, step: Scalar, copies: Copies) -> None:

@@ -23,7 +23,7 @@ from pallas_kernels.ptx.warp_mma import pv_mma, qk_mma, warp_row_max
 from pallas_kernels.ptx.warp_outputs import store_warp_outputs
 from pallas_kernels.ptx.warp_query import WARPS, WarpTile, load_query_fragments
 from pallas_kernels.shared.dequant import load_dequantized
-from pallas_kernels.shared.memory import swizzle_of
+from pallas_kernels.shared.memory import swizzle_bytes
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile
 
@@ -235,7 +235,7 @@ class WarpgroupMma(TileMma):
 
 def pieces(width: int) -> list[Slice]:
     """The columns of an 8-bit tile that are widened together: a row of shared memory's swizzle."""
-    span = swizzle_of(1)
+    span = swizzle_bytes(1)
     return [pl.ds(start, span) for start in range(0, width, span)]
 
 

@@ -28,7 +28,7 @@ from pallas_kernels.ptx.mma import (
     transpose_8x8,
 )
 from pallas_kernels.ptx.warp_query import KEYS, WARPS, Operand, WarpTile, mma_rhs_layout, ref_type
-from pallas_kernels.shared.memory import swizzle_of
+from pallas_kernels.shared.memory import swizzle_bytes
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 
 f32 = jnp.float32
@@ -82,7 +82,7 @@ def _matrices_of(ref: ir.Value, dtype: np.dtype, tile: WarpTile) -> LdmatrixTile
     """A stage's keys or values."""
     itemsize, width = dtype.itemsize, tile.cut.width
     return LdmatrixTile(
-        ref, rows=WARPS * KEYS, row_bytes=width * itemsize, swizzle=swizzle_of(itemsize, width)
+        ref, rows=WARPS * KEYS, row_bytes=width * itemsize, swizzle=swizzle_bytes(itemsize, width)
     )
 
 

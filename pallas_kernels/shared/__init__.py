@@ -1,4 +1,4 @@
-"""What kernels share: scores and masks, the cut of head_dim that the tensor core wants."""
+"""Code that kernels share: the score function, the paged cache, head dimensions and memory helpers."""
 
 from pallas_kernels.shared.arithmetic import floor_div as floor_div
 from pallas_kernels.shared.memory import ALIGNED_BYTES as ALIGNED_BYTES

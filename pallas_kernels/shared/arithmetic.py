@@ -1,4 +1,4 @@
-"""Blocks of positions, in arrays and in kernels, which have no floor division."""
+"""Integer arithmetic that kernels and the schedules around them need and JAX or XLA do not do well."""
 
 from typing import Any
 
@@ -7,24 +7,30 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 
-def floor_div(query: Any, size: int) -> Any:
-    """`query // size`, of queries before position 0, too: there are some where there are more than keys."""
+def floor_div(position: Any, size: int) -> Any:
+    """Return `position // size` for int32 positions, which may be negative; kernels have no floor division.
+
+    Args:
+        position: Scalar or array of int32. Negative positions exist where a request has more queries than
+            keys.
+        size: Static divisor, at least 1.
+    """
     if size & (size - 1) == 0:
-        return lax.shift_right_arithmetic(query, jnp.full_like(query, size.bit_length() - 1))
-    sorts_before = lax.shift_right_arithmetic(query, jnp.full_like(query, 31))  # all bits, or none
-    return lax.div(query - (sorts_before & (size - 1)), jnp.full_like(query, size))
+        return lax.shift_right_arithmetic(position, jnp.full_like(position, size.bit_length() - 1))
+    is_negative = lax.shift_right_arithmetic(position, jnp.full_like(position, 31))  # all bits set, or none
+    return lax.div(position - (is_negative & (size - 1)), jnp.full_like(position, size))
 
 
 def sort_ranks(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:
-    """Where each list stands when those of its set are sorted by their keys, ties in order.
+    """Return the rank of each list in its set when the set is sorted by `keys`; the sort is stable.
 
-    Every pair is compared, which XLA does in one small kernel; its sort takes several, each of them longer.
+    Every pair is compared, which XLA compiles to one small kernel; its own sort takes several longer ones.
     """
     return sorts_before(keys).sum(axis=-1, dtype=jnp.int32)
 
 
 def sorts_before(keys: Int32[Array, "sets lists"]) -> Bool[Array, "sets lists lists"]:
-    """Whether of two lists of a set the second stands before the first."""
-    number = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    mine, other = keys[:, :, None], keys[:, None, :]
-    return (other < mine) | ((other == mine) & (number[None, None, :] < number[None, :, None]))
+    """Return for each pair (i, j) of a set whether list j sorts before list i."""
+    index = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    key_i, key_j = keys[:, :, None], keys[:, None, :]
+    return (key_j < key_i) | ((key_j == key_i) & (index[None, None, :] < index[None, :, None]))

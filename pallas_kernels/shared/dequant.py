@@ -1,4 +1,4 @@
-"""8-bit tiles in registers, and the shared memory that tiles stand in."""
+"""Conversion of 8-bit tiles to 16 bits in registers."""
 
 from collections.abc import Callable
 
@@ -12,21 +12,22 @@ QUANTIZED_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
 
 
 def load_dequantized(ref: Ref, dtype: DTypeLike) -> Tile:
-    """An 8-bit tile in registers, in a 16-bit dtype, exactly, as the tensor core wants it."""
+    """Load an 8-bit tile and convert it exactly to a 16-bit dtype, in the layout of a wgmma operand."""
     return plgpu.layout_cast(dequantize(plgpu.load(ref, layout=QUANTIZED_LAYOUT), dtype), plgpu.Layout.WGMMA)
 
 
-def dequantize(x: Tile, dtype: DTypeLike, scaled: Callable[[Tile], Tile] | None = None) -> Tile:
-    """An 8-bit tile in a 16-bit dtype, in the same layout.
+def dequantize(x: Tile, dtype: DTypeLike, apply_scale: Callable[[Tile], Tile] | None = None) -> Tile:
+    """Convert an 8-bit tile to a 16-bit dtype in the same register layout.
 
     Args:
-        x: Any.
-        dtype: Static.
-        scaled: What f32 becomes before it is rounded; None: the numbers are as they are stored, exactly.
+        x: 8-bit tile.
+        dtype: Static: bfloat16 or float16.
+        apply_scale: Function of the f32 tile, applied before it is rounded; None keeps the stored numbers,
+            which 16 bits represent exactly.
     """
-    # The ways that have instructions: int8 to bf16, fp8 to f16; the others go on through f32.
-    has_direct = dtype == (jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
-    if scaled is not None or not has_direct:
+    # The hardware converts int8 to bf16 and fp8 to f16 directly; other pairs go through f32.
+    has_direct_conversion = dtype == (jnp.bfloat16 if x.dtype == jnp.int8 else jnp.float16)
+    if apply_scale is not None or not has_direct_conversion:
         x = x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x
         x = x.astype(jnp.float32)
-    return (x if scaled is None else scaled(x)).astype(dtype)
+    return (x if apply_scale is None else apply_scale(x)).astype(dtype)

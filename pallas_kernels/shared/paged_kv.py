@@ -1,8 +1,8 @@
-"""Where keys and values stand in a paged cache: layouts, blocks cut into copies, block ids, what none sees.
+"""Access to keys and values in a paged cache: layouts, copies of blocks, block ids and masked-out tokens.
 
-Every kernel that finds keys by a block table does it through here. Block ids come out of VisibleBlocks alone,
-which stays between the blocks of the first and the last key that somebody sees: the others may not be there,
-and their entries of the table may hold anything.
+Every kernel that finds keys through a block table uses this module. Block ids come from `VisibleBlocks`
+alone, which clamps to the blocks between the first and the last key that some query attends to: blocks
+outside may not be allocated, and their entries of the table may hold anything.
 """
 
 import dataclasses
@@ -18,11 +18,14 @@ from pallas_kernels.shared.head_dims import HeadChunks
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
-COLUMNS_AT_ONCE = 64  # of values in registers
+COLUMNS_AT_ONCE = 64  # columns of values that are held in registers together
 
 
 def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
-    """Blocks, block_size, kv_heads and head_dim; HND is [blocks, kv_heads, block_size, head_dim]."""
+    """Return blocks, block_size, kv_heads and head_dim of a cache.
+
+    NHD is [blocks, block_size, kv_heads, head_dim], HND is [blocks, kv_heads, block_size, head_dim].
+    """
     blocks, tokens, heads, head_dim = cache.shape
     return (blocks, heads, tokens, head_dim) if is_hnd else (blocks, tokens, heads, head_dim)
 
@@ -30,13 +33,14 @@ def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
 # ------------------------------------------------------------------------------------- copies
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheTiling:
-    """How blocks are cut into copies: neighbours of one kv head, which TMA takes at once.
+    """The division of cache blocks into copies: consecutive tokens of one KV head that TMA copies at once.
 
     Attributes:
-        block_size: Tokens of a block.
-        tile_kv: Neighbours that are wanted together: a power of 2, as is block_size.
-        is_hnd: Blocks are [kv_heads, block_size, head_dim], not [block_size, kv_heads, head_dim].
-        head: The cut of head_dim.
+        block_size: Tokens per block, a power of 2.
+        tile_kv: Consecutive tokens that a tile needs, a power of 2.
+        is_hnd: Whether blocks are [kv_heads, block_size, head_dim] instead of [block_size, kv_heads,
+            head_dim].
+        head: Chunks of a head.
     """
 
     block_size: int
@@ -46,66 +50,70 @@ class CacheTiling:
 
     @property
     def rows(self) -> int:
-        """Tokens of a copy: a block, or what of it is wanted together."""
+        """Tokens per copy: a block, or a tile if that is smaller."""
         return min(self.block_size, self.tile_kv)
 
     @property
-    def copies(self) -> int:
-        """Copies that bring `tile_kv` neighbours, or a chunk of each where heads are cut."""
+    def num_copies(self) -> int:
+        """Copies that fetch `tile_kv` tokens (of each chunk, if heads have several)."""
         return self.tile_kv // self.rows
 
     def tile_cache(self, cache: jax.Array) -> jax.Array:
-        """[blocks, copies of a block, rows, kv_heads, ...], or HND [blocks, kv_heads, copies, rows, ...].
+        """Reshape a cache to [blocks, copies per block, rows, kv_heads, ...].
 
-        Last come head_dim or, where TMA pads them, chunks and their elements.
+        HND becomes [blocks, kv_heads, copies per block, rows, ...]. The last axes are head_dim or, if TMA
+        pads chunks, the chunks and their elements.
         """
         axis = 2 if self.is_hnd else 1
         return self.head.split(cache.reshape(*cache.shape[:axis], -1, self.rows, *cache.shape[axis + 1 :]))
 
     def tile_scales(self, scales: jax.Array) -> jax.Array:
-        """Scales per token and head, [blocks, kv_heads, block_size], as [blocks, kv_heads, copies, rows]."""
+        """Reshape scales [blocks, kv_heads, block_size] to [blocks, kv_heads, copies per block, rows]."""
         return scales.reshape(*scales.shape[:2], -1, self.rows)
 
     def tile_channel_scales(self, scales: jax.Array) -> jax.Array:
-        """Scales per channel, [kv_heads, head_dim], as [kv_heads, chunks, width], padded with zeros."""
-        cut = self.head
-        of_chunks = scales.reshape(-1, cut.num_chunks, cut.chunk_dim)
-        return jnp.pad(of_chunks, ((0, 0), (0, 0), (0, cut.width - cut.chunk_dim)))
+        """Reshape scales [kv_heads, head_dim] to [kv_heads, num_chunks, width], padded with zeros."""
+        head = self.head
+        chunks = scales.reshape(-1, head.num_chunks, head.chunk_dim)
+        return jnp.pad(chunks, ((0, 0), (0, 0), (0, head.width - head.chunk_dim)))
 
     def table_column(self, key: Scalar) -> Scalar:
-        """Which column of the block table has the block of the key at a position."""
+        """Return the column of the block table for the key at a position."""
         return lax.div(key, jnp.int32(self.block_size))
 
     def copy_index(self, key: Scalar) -> Scalar:
-        """Which copy of its block brings the key at a position."""
+        """Return the index, in its block, of the copy that holds the key at a position."""
         return lax.div(lax.rem(key, jnp.int32(self.block_size)), jnp.int32(self.rows))
 
     def gmem_index(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> Index:
-        """Where in tile_cache's a copy is; `head.at` follows."""
+        """Return the first indices of a copy in an array that `tile_cache` returned.
+
+        `HeadChunks.gmem_index` returns the last ones.
+        """
         rows = pl.ds(0, self.rows)
         return (block, kv_head, copy, rows) if self.is_hnd else (block, copy, rows, kv_head)
 
 
 # ------------------------------------------------------------------------------------- blocks
-class BlockTable:
-    """Which blocks hold a request's keys: column i of its row those from `i * block_size` on.
+class BlockTableRef:
+    """A block table in global memory; column i of a row is the block of keys `i * block_size` onward.
 
-    The table itself is not to be had from here: only blocks between two that hold a key that somebody sees.
+    The entries are only accessible through `VisibleBlocks`.
     """
 
     def __init__(self, table_g: Ref, block_size: int):
-        """Of [reqs, max_blocks] in global memory."""
+        """Wrap a table [reqs, max_blocks]."""
         self._table_g, self._block_size = table_g, block_size
 
     def visible(self, req: Scalar, low: Scalar, high: Scalar, *, is_checked: bool = False) -> "VisibleBlocks":
-        """The blocks of a request from that of key `low` to that of key `high - 1`.
+        """Return the blocks of a request from that of key `low` to that of key `high - 1`.
 
         Args:
-            req: The request.
-            low: First key that somebody sees.
-            high: One past the last. If there is none, any block of the row stands in for all.
-            is_checked: Static: low is not negative, high neither, and the row has room for so many keys.
-                Otherwise both may be anything.
+            req: Index of the request.
+            low: First key that some query attends to.
+            high: One past the last. If there are no such keys, any block of the row replaces all.
+            is_checked: Static: `low` and `high` are known to be non-negative and within the row. Otherwise
+                both may have any value.
         """
         size = jnp.int32(self._block_size)
         if is_checked:
@@ -115,19 +123,19 @@ class BlockTable:
         return VisibleBlocks(self._table_g, req, first, jnp.minimum(last, self._table_g.shape[1] - 1))
 
     def first(self, req: Scalar, num_blocks: Scalar) -> "VisibleBlocks":
-        """The first blocks of a request, as many as its row has room for at most; columns ascend from 0."""
+        """Return the first `num_blocks` blocks of a request, at most as many as its row has columns."""
         return VisibleBlocks(self._table_g, req, None, jnp.maximum(num_blocks - 1, 0))
 
 
 class VisibleBlocks:
-    """Blocks of a request that are there. For those before the nearest stands in, and for those behind."""
+    """The allocated blocks of a request; a column outside of them is clamped to the nearest one."""
 
     def __init__(self, table_g: Ref, req: Scalar, first: Scalar | None, last: Scalar):
-        """Columns `first` (None: the 0th, and none before is asked for) to `last` of a row."""
+        """Restrict a row to columns `first` to `last`; with `first` None no caller asks for negative ones."""
         self._table_g, self._req, self._first, self._last = table_g, req, first, last
 
     def ids(self, column: Scalar, count: int) -> list[Scalar]:
-        """The blocks of `count` columns from `column` on, which may be anywhere."""
+        """Return the block ids of `count` columns from `column` on, each clamped."""
         return [self._id(column + j) for j in range(count)]
 
     def _id(self, column: Scalar) -> Scalar:
@@ -137,39 +145,41 @@ class VisibleBlocks:
 
 
 def split_slot(slot: Scalar, block_size: int) -> tuple[Scalar, Scalar]:
-    """The block of a slot of vLLM's slot_mapping, and where in the block it is."""
+    """Return the block of a slot of vLLM's slot_mapping, and the offset in the block."""
     return lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
 
 
-# ------------------------------------------------------------------------------------- what none may see
-def where_visible(x: Tile, keys: Tile, low: Scalar, high: Scalar, otherwise: float = 0.0) -> Tile:
-    """X where its row's key is in [low, high), elsewhere `otherwise`.
+# ------------------------------------------------------------------------------------- masked-out tokens
+def where_visible(x: Tile, keys: Tile, low: Scalar, high: Scalar, fill: float = 0.0) -> Tile:
+    """Return `x` with `fill` in the rows of keys outside [low, high).
 
     Args:
-        x: Numbers, a row a key.
-        keys: int32 of the same shape: which key each row has.
-        low: First key that somebody sees.
+        x: Tile with one row per key.
+        keys: Key of each row, int32, of the same shape.
+        low: First key that some query attends to.
         high: One past the last.
-        otherwise: Static.
+        fill: Static value of the other rows.
     """
-    return jnp.where((keys >= low) & (keys < high), x, jnp.full_like(x, otherwise))
+    return jnp.where((keys >= low) & (keys < high), x, jnp.full_like(x, fill))
 
 
 def clear_masked_out(
     tile_s: Ref, rows: Slice, keys: Callable[[tuple[int, ...]], Tile], low: Scalar, high: Scalar
 ) -> None:
-    """Zeros for values that nobody sees: a probability of 0 hides no NaN. To be followed by commit_smem.
+    """Overwrite values of keys outside [low, high) with zeros; follow with commit_smem.
+
+    A probability of 0 does not remove a NaN.
 
     Args:
-        tile_s: [chunks, tile_kv, width] in SMEM.
-        rows: pl.ds(...): those to look at.
-        keys: `keys(shape)`: int32 of a shape [rows, columns]: which key each row has.
-        low: First key that somebody sees.
+        tile_s: [num_chunks, tile_kv, width] in SMEM.
+        rows: Rows to check, a pl.ds(...).
+        keys: Function of a shape [rows, columns] that returns the key of each row, int32 of that shape.
+        low: First key that some query attends to.
         high: One past the last.
     """
-    chunks, _, width = tile_s.shape
-    for chunk in range(chunks):
+    num_chunks, _, width = tile_s.shape
+    for chunk in range(num_chunks):
         for start in range(0, width, COLUMNS_AT_ONCE):
-            here = tile_s.at[chunk, rows, pl.ds(start, COLUMNS_AT_ONCE)]
-            v = plgpu.load(here, layout=W, optimized=False)
-            here[...] = where_visible(v, keys(v.shape), low, high)
+            part_s = tile_s.at[chunk, rows, pl.ds(start, COLUMNS_AT_ONCE)]
+            v = plgpu.load(part_s, layout=W, optimized=False)
+            part_s[...] = where_visible(v, keys(v.shape), low, high)

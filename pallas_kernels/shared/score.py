@@ -1,4 +1,4 @@
-"""What the score of a query and a key is: the static part of a layer's attention, as kernels see it."""
+"""The score of a query and a key: the static attention parameters of a layer, as kernels take them."""
 
 import dataclasses
 
@@ -8,24 +8,26 @@ from jax import lax
 
 from pallas_kernels.checks import require
 
-# A query may stand this many positions before its request's first key (fewer keys than queries).
+# A query may lie this many positions before its request's first key, if there are fewer keys than queries.
 MAX_QUERIES_BEFORE_KEYS = 8
-# No request has so many keys: a wider side of a window hides none, and would not fit int32 beside a position.
+# No request has this many keys: a wider window side masks nothing, and would overflow int32 in sums with
+# positions.
 UNLIMITED = 2**30
-# Chunks are counted from a few before position 0, in int32.
+# Chunk indices are computed from MAX_QUERIES_BEFORE_KEYS chunks before position 0, in int32.
 MAX_CHUNK_SIZE = UNLIMITED // MAX_QUERIES_BEFORE_KEYS
 
 
 def normalize_window_side(width: int | None) -> int | None:
-    """A window's side; None where it hides nothing."""
+    """Return the width of one side of a sliding window, or None if it masks nothing."""
     return None if width is None or width >= UNLIMITED else width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """`scale * q.k`, soft-capped, masked, ALiBi-biased. Fields are AttentionSpec's of the same names.
+    """The function `scale * q.k`, soft-capped, masked and with ALiBi's bias.
 
-    But a side of the window that hides nothing must be None here: 2**30 and more are refused.
+    The fields have the meaning of AttentionSpec's fields of the same names, but a window side that masks
+    nothing must be None: 2**30 and more are refused.
     """
 
     scale: float
@@ -44,21 +46,26 @@ class Score:
 
     @property
     def mask(self) -> tuple[bool, tuple[int | None, int | None], int | None]:
-        """What decides which keys a query sees; layers that agree in it share a schedule."""
+        """Fields that decide which keys a query attends to; layers that agree in them share a schedule."""
         return self.causal, self.window, self.chunk_size
 
-    def max_visible_keys(self, rows: int) -> int | None:
-        """A bound on the keys that `rows` neighbouring queries see together; None: the request's length."""
+    def max_visible_keys(self, num_queries: int) -> int | None:
+        """Return a bound on the keys that `num_queries` adjacent queries attend to; None if unbounded."""
         left, right = self.window
         bounds = []
         if left is not None and (self.causal or right is not None):
-            bounds.append(left + (0 if right is None else max(right, 0)) + rows)
+            bounds.append(left + (0 if right is None else max(right, 0)) + num_queries)
         if self.chunk_size is not None:
-            bounds.append(2 * self.chunk_size + rows)
+            bounds.append(2 * self.chunk_size + num_queries)
         return min(bounds, default=None)
 
     def key_range(self, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First key that the query at `position` sees, and one past the last: scalars or tiles of int32."""
+        """Return the first key that the query at `position` attends to, and one past the last.
+
+        Args:
+            position: Query position: an int32 scalar or tile.
+            seq_len: Keys of the request, of the same shape or a scalar.
+        """
         left, right = self.window
         if self.causal:
             right = 0 if right is None else min(right, 0)
@@ -74,7 +81,7 @@ class Score:
         return low, jnp.maximum(high, low)
 
     def request_key_range(self, seq_len: jax.Array, query_len: int) -> tuple[jax.Array, jax.Array]:
-        """First key that some of a request's last `query_len` queries sees, and one past the last."""
+        """Return the first key that the last `query_len` queries attend to, and one past the last."""
         low, _ = self.key_range(seq_len - query_len, seq_len)
         _, high = self.key_range(seq_len - 1, seq_len)
         return low, jnp.maximum(high, low)

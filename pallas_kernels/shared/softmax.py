@@ -1,26 +1,30 @@
-"""The end of an online softmax in powers of 2, the same for decode, its merge and prefill."""
+"""The last step of an online softmax in base 2, shared by the attention kernels and their combine kernels."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 
-LOG2E = math.log2(math.e)  # scores times it are powers of 2
+LOG2E = math.log2(math.e)  # scores times LOG2E are exponents of 2
 
 
-def finalize_softmax(top: jax.Array, total: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What each query's accumulator is multiplied by, and its natural log-sum-exp, once a sink has joined.
+def finalize_softmax(
+    row_max: jax.Array, row_sum: jax.Array, sink: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the factor that normalizes each query's accumulator, and its natural log-sum-exp.
 
     Args:
-        top: What scores were less in the exponential, of each query; -inf: it saw no key.
-        total: Sum of the exponentials.
-        sink: One more score of each query, like scores times log2(e); -inf: none for this one. Or None.
+        row_max: What was subtracted from each query's scores in the exponential; -inf if it attends to no
+            key.
+        row_sum: Sum of each query's exponentials.
+        sink: Attention sink of each query in base 2 (times LOG2E); -inf if the query has none. None = no
+            sinks.
     """
-    base = top if sink is None else jnp.maximum(top, sink)
-    finite = jnp.where(base == -jnp.inf, 0.0, base)
-    shrink = jnp.exp2(top - finite)
-    total = total * shrink
+    final_max = row_max if sink is None else jnp.maximum(row_max, sink)
+    finite_max = jnp.where(final_max == -jnp.inf, 0.0, final_max)
+    alpha = jnp.exp2(row_max - finite_max)
+    row_sum = row_sum * alpha
     if sink is not None:
-        total = total + jnp.exp2(sink - finite)
-    factor = shrink / jnp.where(total == 0.0, 1.0, total)
-    return factor, (finite + jnp.log2(total)) * math.log(2)
+        row_sum = row_sum + jnp.exp2(sink - finite_max)
+    factor = alpha / jnp.where(row_sum == 0.0, 1.0, row_sum)
+    return factor, (finite_max + jnp.log2(row_sum)) * math.log(2)

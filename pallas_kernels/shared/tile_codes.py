@@ -1,4 +1,4 @@
-"""What is known of a tile before it is listed, as one number, and what a list says of it."""
+"""Codes that say which tiles of scores are visible, and the entries of the lists built from them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,21 +6,21 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt
 
-VISIBLE_BIT, FULL_BIT, QUERY_BLOCK_BIT = 0, 1, 2  # bits of a code
-QUERY_BLOCK_SHIFT = 20  # an entry: the tile's number below, above it one bit for each block of queries
-MAX_QUERY_BLOCKS = 10  # that the bits of an entry tell apart
-MAX_TILES = 2**16 - 1  # of a list
+VISIBLE_BIT, FULL_BIT, QUERY_BLOCK_BIT = 0, 1, 2  # bits of a code; one bit per query block from the last on
+QUERY_BLOCK_SHIFT = 20  # an entry holds a tile index below this bit and one bit per query block from it on
+MAX_QUERY_BLOCKS = 10  # query blocks that the bits of an entry distinguish
+MAX_TILES = 2**16 - 1  # tiles per list
 
 
 class ListedTiles(NamedTuple):
-    """Which tiles each list names.
+    """The tiles that each list visits.
 
     Attributes:
-        entries: Tiles seen in part, the last one first, then those seen whole, in order. A tile is its number
-            and, from bit QUERY_BLOCK_SHIFT on, the blocks of queries that its code has. What follows is
-            garbage.
-        num_partial: Tiles of each list that are seen in part.
-        num_full: Tiles that are seen whole.
+        entries: Partly visible tiles in descending order, then fully visible tiles in ascending order. An
+            entry is the tile index and, from bit QUERY_BLOCK_SHIFT on, the query-block bits of the tile's
+            code. What follows the listed tiles is arbitrary.
+        num_partial: Number of partly visible tiles of each list.
+        num_full: Number of fully visible tiles of each list.
     """
 
     entries: Int32[Array, "lists tiles"]
@@ -29,21 +29,21 @@ class ListedTiles(NamedTuple):
 
 
 def encode_tiles(
-    some: Bool[Array, "*lists tiles"],
-    every: Bool[Array, "*lists tiles"],
+    is_visible: Bool[Array, "*lists tiles"],
+    is_full: Bool[Array, "*lists tiles"],
     query_blocks: Sequence[Array] = (),
 ) -> UInt[Array, "*lists tiles"]:
-    """A number for each tile, in 8 or 16 bits.
+    """Return the code of each tile, in 8 or 16 bits.
 
     Args:
-        some: Whether some pair of the tile is seen.
-        every: Whether all are; of no meaning where none is.
-        query_blocks: Whether each of the list's blocks of queries sees it, if they are told apart; at most
-            MAX_QUERY_BLOCKS. In decode a query head is a block.
+        is_visible: Whether any query-key pair of the tile is visible.
+        is_full: Whether all pairs are; ignored where none is.
+        query_blocks: For each query block of the list, whether it attends to the tile; at most
+            MAX_QUERY_BLOCKS. Empty if the blocks are not distinguished. In decode a query head is a block.
     """
     assert len(query_blocks) <= MAX_QUERY_BLOCKS
     dtype = jnp.uint8 if len(query_blocks) <= 8 - QUERY_BLOCK_BIT else jnp.uint16
-    code = (some.astype(dtype) << VISIBLE_BIT) | ((some & every).astype(dtype) << FULL_BIT)
-    for nth, visible in enumerate(query_blocks, QUERY_BLOCK_BIT):
-        code = code | (visible.astype(dtype) << nth)
+    code = (is_visible.astype(dtype) << VISIBLE_BIT) | ((is_visible & is_full).astype(dtype) << FULL_BIT)
+    for bit, attends in enumerate(query_blocks, QUERY_BLOCK_BIT):
+        code = code | (attends.astype(dtype) << bit)
     return code

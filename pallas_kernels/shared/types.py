@@ -1,4 +1,4 @@
-"""Words for what a kernel handles; JAX has no public type for most of it, so annotations say it by these."""
+"""Names for the values that kernel bodies handle; JAX has no public types for most of them."""
 
 from typing import Any
 
@@ -6,34 +6,34 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 type Ref = Any
-"""Memory as a kernel body sees it, global (`_g`) or shared (`_s`): a reference, or its part `ref.at[...]`."""
+"""A reference to global (`_g`) or shared (`_s`) memory in a kernel body, or a slice `ref.at[...]` of one."""
 
 type Barriers = Any
-"""plgpu.Barrier as a kernel body sees it: `num_barriers` of them."""
+"""A plgpu.Barrier in a kernel body: `num_barriers` barriers."""
 
 type ScratchType = Any
-"""What scratch_types are made of: plgpu.SMEM, plgpu.Barrier, plgpu.RefUnion; None where there is none."""
+"""An entry of scratch_types: plgpu.SMEM, plgpu.Barrier or plgpu.RefUnion; None for an absent entry."""
 
 type Scalar = jax.Array
-"""One traced number: the same in all threads that ask."""
+"""A traced number that is the same in all threads of a warpgroup."""
 
 type Rows = jax.Array
-"""A traced number for each row of a tile, in registers."""
+"""A traced vector in registers with one number per row of a tile."""
 
 type Columns = jax.Array
-"""A traced number for each column of a tile, in registers."""
+"""A traced vector in registers with one number per column of a tile."""
 
 type Tile = jax.Array
-"""A traced matrix in registers, spread over the threads of a warpgroup."""
+"""A traced matrix in registers, distributed over the threads of a warpgroup."""
 
 type Layout = Any
-"""A plgpu.Layout, or one with arguments, reduced or transposed."""
+"""A plgpu.Layout, or a reduced, transposed or parametrized one."""
 
 type Slice = Any
-"""pl.ds(...): traced begin, static size."""
+"""A pl.ds(...) with a traced start and a static size."""
 
 type Index = tuple[Any, ...]
-"""What `ref.at[...]` takes: numbers, traced or not, and slices."""
+"""An argument of `ref.at[...]`: static or traced integers and slices."""
 
 type Interpret = plgpu.InterpretGPUParams | None
-"""How a kernel is interpreted on a CPU; None on a GPU."""
+"""Parameters of interpret mode, which runs a kernel on a CPU; None compiles for a GPU."""

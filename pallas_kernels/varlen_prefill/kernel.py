@@ -209,7 +209,7 @@ def _narrow_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
     """Arrivals at the barriers of NarrowBarriers."""
     assert spec.narrow is not None
     assert spec.shape.in_cache is not None
-    of_scales = [spec.shape.in_cache.copies * (scale == "token") for scale in spec.narrow.scales]
+    of_scales = [spec.shape.in_cache.num_copies * (scale == "token") for scale in spec.narrow.scales]
     return *(spec.copies + count for count in of_scales), 1, 1
 
 

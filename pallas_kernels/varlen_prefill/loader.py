@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import BULK_COPY
-from pallas_kernels.shared.paged_kv import BlockTable, CacheTiling
+from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages, QueryBuffers
 from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillBarriers, PrefillInputs, PrefillSmem
@@ -59,8 +59,8 @@ class PagedKvCopies:
     """A paged cache: a copy is a block, or what of it a tile holds."""
 
     def __init__(self, table: Ref, in_cache: CacheTiling, spec: PrefillSpec):
-        self.table, self.in_cache = BlockTable(table, in_cache.block_size), in_cache
-        self.tile_kv, self.copies = spec.sizes.tile_kv, in_cache.copies
+        self.table, self.in_cache = BlockTableRef(table, in_cache.block_size), in_cache
+        self.tile_kv, self.copies = spec.sizes.tile_kv, in_cache.num_copies
 
     def of(
         self, item: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int

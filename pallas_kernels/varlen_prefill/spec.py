@@ -127,7 +127,7 @@ class PrefillSpec:
     def copies(self) -> int:
         """TMA copies that bring the keys of a tile, or its values."""
         in_cache = self.shape.in_cache
-        return (1 if in_cache is None else in_cache.copies) * self.shape.cut.num_chunks
+        return (1 if in_cache is None else in_cache.num_copies) * self.shape.cut.num_chunks
 
     @property
     def has_window(self) -> bool:

@@ -14,7 +14,7 @@ from jattn.implementations.mosaic_gpu import backward_tile_lists as backward_lis
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.span import Span
-from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTable
+from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
 from pallas_kernels.varlen_backward import schedule as backward_schedule
@@ -108,13 +108,13 @@ def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
-    right = BlockTable.seen
+    right = BlockTableRef.visible
 
     def wrong(table, req, *args, **how):
         reqs = table._table_g.shape[0]
         return right(table, next_of(req, reqs), *args, **how)
 
-    patch.setattr(BlockTable, "seen", wrong)
+    patch.setattr(BlockTableRef, "visible", wrong)
 
 
 def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared import paged_kv
 from pallas_kernels.shared.head_dims import head_chunks
-from pallas_kernels.shared.paged_kv import BlockTable, CacheTiling
+from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 
 SIZE, WIDTH = 16, 7
 ANYTHING = st.integers(-(2**30), 2**30)
@@ -35,7 +35,7 @@ class Row:
 
 
 def ids(first_column, count=4, **ends):
-    seen = BlockTable(Row(), SIZE).visible(scalar(3), **ends)
+    seen = BlockTableRef(Row(), SIZE).visible(scalar(3), **ends)
     return seen.ids(scalar(first_column), count)
 
 
@@ -61,12 +61,12 @@ class TestBlockIds:
         ("num_blocks", "want"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
     )
     def test_the_first_blocks_end_where_the_request_does(self, num_blocks, want):
-        seen = BlockTable(Row(), SIZE).first(scalar(3), scalar(num_blocks))
+        seen = BlockTableRef(Row(), SIZE).first(scalar(3), scalar(num_blocks))
         assert seen.ids(scalar(1), 4) == [100 + i for i in want]
 
     def test_the_table_gives_no_id_without_ends(self):
         with pytest.raises(TypeError, match="not subscriptable"):
-            BlockTable(Row(), SIZE)[3, 0]
+            BlockTableRef(Row(), SIZE)[3, 0]
 
     def test_a_slot_is_a_block_and_a_place_in_it(self):
         assert paged_kv.split_slot(scalar(5 * SIZE + 3), SIZE) == (5, 3)
@@ -77,9 +77,9 @@ def fetched(cache, table, first_key, cut):
     head = cut.head
 
     def body(cache_g, table_g, out_g, tile_s, loaded):
-        seen = BlockTable(table_g, cut.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
+        seen = BlockTableRef(table_g, cut.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
         key = jax.lax.axis_index("cta") + first_key
-        for j, block in enumerate(seen.ids(cut.table_column(key), cut.copies)):
+        for j, block in enumerate(seen.ids(cut.table_column(key), cut.num_copies)):
             at = cut.gmem_index(block, cut.copy_index(key), jnp.int32(1))
             for chunk in range(head.num_chunks):
                 source = cache_g.at[(*at, *head.gmem_index(chunk, key * 0))]
@@ -94,7 +94,7 @@ def fetched(cache, table, first_key, cut):
         out_type=jax.ShapeDtypeStruct(shape, cache.dtype),
         scratch_types=[
             plgpu.SMEM(shape, cache.dtype),
-            plgpu.Barrier(num_arrivals=cut.copies * head.num_chunks),
+            plgpu.Barrier(num_arrivals=cut.num_copies * head.num_chunks),
         ],
         grid=(1,),
         grid_names=("cta",),
