@@ -1,8 +1,8 @@
-"""add_norm: the residual stream behind a layer's part, and what the next part reads, in one kernel."""
+"""add_norm: add a layer's output to the residual stream and normalize the sum, in one kernel."""
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.add_norm.kernel import Norm, Refs, add_and_norm
+from pallas_kernels.add_norm.kernel import AddNormRefs, NormOptions, add_and_norm
 from pallas_kernels.checks import require_axes, require_shape, unsupported
 from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret
@@ -18,22 +18,23 @@ def add_norm(
     is_offset: bool = False,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
-    """Adds, rounds to x.dtype, and divides by the root mean square of each row.
+    """Return the sum `x + delta`, rounded to x.dtype, and the RMS norm of each row of the sum.
 
     Args:
-        x: The residual stream, [rows, width].
-        delta: What is added, as x; None = nothing, and the first result is x.
-        weight: [width]: what each column of the normalised rows is multiplied by.
-        eps: Static: added to the mean square.
-        is_offset: Static: multiplies by 1 + weight, then rounds (Gemma); else rounds before, too (Llama).
+        x: Residual stream, [rows, width].
+        delta: Rows to add, of the shape and dtype of x; None adds nothing, and the first result is x.
+        weight: Weight of the norm, [width].
+        eps: Static: number added to the mean square.
+        is_offset: Static: multiply by 1 + weight and round once (Gemma). Otherwise round before multiplying
+            by the weight, too (Llama).
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        x + delta, and its norm; both in x.dtype.
+        The sum and its norm, both in x.dtype.
 
     Raises:
-        ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If shapes disagree.
+        NotImplementedError: If the kernel does not support the request, or is differentiated.
 
     Source: vLLM `fused_add_rms_norm`.
     """
@@ -41,15 +42,14 @@ def add_norm(
     require_axes(1, weight=weight)
     if delta is not None:
         require_axes(2, delta=delta)
-        require_shape("delta", delta.shape, x.shape, "as x")
+        require_shape("delta", delta.shape, x.shape, "the shape of x")
     require_shape("weight", weight.shape, x.shape[1:], "columns of x")
-    reason = why_not_add_norm(
-        dtype=x.dtype, other_dtypes=[y.dtype for y in (delta, weight) if y is not None], width=x.shape[1]
-    )
+    other_dtypes = [y.dtype for y in (delta, weight) if y is not None]
+    reason = why_not_add_norm(dtype=x.dtype, other_dtypes=other_dtypes, width=x.shape[1])
     if reason is not None:
         raise unsupported("add_norm", reason, "Use another implementation")
     if x.shape[0] == 0:
         return x, x
     way_out = "Use jax.numpy, as jattn's layers do without a cache or with implementation='xla'"
-    refs = forbid_kernel_derivative(Refs(x, delta, weight), "add_norm", way_out)
-    return add_and_norm(refs, Norm(eps=eps, is_offset=is_offset), interpret=interpret)
+    refs = forbid_kernel_derivative(AddNormRefs(x, delta, weight), "add_norm", way_out)
+    return add_and_norm(refs, NormOptions(eps=eps, is_offset=is_offset), interpret=interpret)

@@ -1,8 +1,8 @@
-"""One thread block takes one row: it goes through registers once.
+"""The kernel of add_norm: one thread block per row, which passes through registers once.
 
-x[row], delta[row], weight ---> x + delta ---> total[row]
+x[row], delta[row], weight ---> x + delta ---> sums[row]
                                     |
-                         mean of squares of all threads
+                        mean square over all threads
                                     |
                           / rms, * weight ---> normed[row]
 """
@@ -22,16 +22,16 @@ from pallas_kernels.ptx.layouts import THREADS
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
-BYTES_AT_ONCE = 16  # that a thread loads
+BYTES_AT_ONCE = 16  # bytes that one load of a thread reads
 
 
-class Refs(NamedTuple):
-    """What the kernel reads.
+class AddNormRefs(NamedTuple):
+    """Arrays that the kernel reads.
 
     Attributes:
-        x: [rows, width].
-        delta: As x, or None.
-        weight: [width].
+        x: Residual stream, [rows, width].
+        delta: Rows to add, [rows, width], or None.
+        weight: Weight of the norm, [width].
     """
 
     x: Ref
@@ -40,18 +40,20 @@ class Refs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Norm:
-    """What is static about the norm; see `add_norm`."""
+class NormOptions:
+    """Static options of the RMS norm; see `add_norm`."""
 
     eps: float
     is_offset: bool
 
 
-def add_and_norm(refs: Refs, norm: Norm, *, interpret: Interpret = None) -> tuple[jax.Array, jax.Array]:
-    """(x + delta, its norm); without delta x itself is the first."""
+def add_and_norm(
+    refs: AddNormRefs, options: NormOptions, *, interpret: Interpret = None
+) -> tuple[jax.Array, jax.Array]:
+    """Run the kernel and return x + delta and its norm; without delta the first result is x itself."""
     rows, _ = refs.x.shape
     like_x = jax.ShapeDtypeStruct(refs.x.shape, refs.x.dtype)
-    body = functools.partial(_body if refs.delta is not None else _norm_body, norm=norm)
+    body = functools.partial(_add_norm_body if refs.delta is not None else _norm_body, options=options)
     outs = plgpu.kernel(
         body,
         out_type=like_x if refs.delta is None else (like_x, like_x),
@@ -63,19 +65,21 @@ def add_and_norm(refs: Refs, norm: Norm, *, interpret: Interpret = None) -> tupl
     return (refs.x, outs) if refs.delta is None else outs
 
 
-def _body(refs: Refs, total: Ref, normed: Ref, *, norm: Norm) -> None:
+def _add_norm_body(refs: AddNormRefs, sums: Ref, normed: Ref, *, options: NormOptions) -> None:
     row = lax.axis_index("row")
     assert refs.delta is not None
+    # Issue all loads before the first use, so that their latencies overlap.
     x, delta, weight = _load(refs.x.at[row]), _load(refs.delta.at[row]), _load(refs.weight)
+    # Round the sum first: the norm is that of the residual stream as it is stored.
     x = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
-    store_unoptimized(total.at[row], x)
-    store_unoptimized(normed.at[row], _normed(x, weight, norm))
+    store_unoptimized(sums.at[row], x)
+    store_unoptimized(normed.at[row], _rms_norm(x, weight, options))
 
 
-def _norm_body(refs: Refs, normed: Ref, *, norm: Norm) -> None:
+def _norm_body(refs: AddNormRefs, normed: Ref, *, options: NormOptions) -> None:
     row = lax.axis_index("row")
     x, weight = _load(refs.x.at[row]), _load(refs.weight)
-    store_unoptimized(normed.at[row], _normed(x, weight, norm))
+    store_unoptimized(normed.at[row], _rms_norm(x, weight, options))
 
 
 def _load(ref: Ref) -> Tile:
@@ -85,21 +89,22 @@ def _load(ref: Ref) -> Tile:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _normed(x: Tile, weight: Tile, norm: Norm) -> Tile:
-    """Divided by the root mean square in f32, rounded where Llama does, or once as Gemma."""
-    wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    factor = lax.rsqrt(jnp.sum(wide * wide) / x.shape[0] + norm.eps)
-    return weighted(wide * factor, weight, x.dtype, is_offset=norm.is_offset)
+def _rms_norm(x: Tile, weight: Tile, options: NormOptions) -> Tile:
+    x_f32, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    # The sum is over all threads of the warpgroup, which synchronize for it.
+    factor = lax.rsqrt(jnp.sum(x_f32 * x_f32) / x.shape[0] + options.eps)
+    return apply_norm_weight(x_f32 * factor, weight, x.dtype, is_offset=options.is_offset)
 
 
-def weighted(normed: Tile, weight: Tile, dtype: DTypeLike, *, is_offset: bool) -> Tile:
-    """What was divided by its root mean square, times a weight; rounded before, too, or once.
+def apply_norm_weight(normed: Tile, weight: Tile, dtype: DTypeLike, *, is_offset: bool) -> Tile:
+    """Multiply normalized rows by the weight of an RMS norm and round as the model family does.
 
     Args:
-        normed: f32.
-        weight: f32.
-        dtype: Of the result.
-        is_offset: Gemma's: the factor is 1 + weight, and the product is rounded once. Else Llama's.
+        normed: Rows divided by their root mean square, f32.
+        weight: Weight of the norm, f32.
+        dtype: Dtype of the result.
+        is_offset: Whether the factor is 1 + weight and the product is rounded once (Gemma). Otherwise the
+            rows are rounded before the multiplication, too (Llama).
     """
     if is_offset:
         return (normed * (1.0 + weight)).astype(dtype)

@@ -1,13 +1,13 @@
-"""What add_norm computes, in float64 but for the rounding of the sum."""
+"""Reference of add_norm in float64, except for the rounding of the sum."""
 
 import numpy as np
 
 
 def add_norm(x, delta, weight, eps, *, is_offset):  # type: ignore[no-untyped-def]
-    """The sum in x.dtype, and its RMS norm, times weight or 1 + weight; [rows, width] in float64."""
-    wide = np.asarray(x, np.float64)
+    """Return the sum, rounded to x.dtype, and its RMS norm times weight or 1 + weight; both in float64."""
+    sums = np.asarray(x, np.float64)
     if delta is not None:
-        wide = np.asarray(np.asarray(x, np.float32) + np.asarray(delta, np.float32)).astype(x.dtype)
-        wide = wide.astype(np.float64)
+        sums = np.asarray(np.asarray(x, np.float32) + np.asarray(delta, np.float32)).astype(x.dtype)
+        sums = sums.astype(np.float64)
     factor = np.asarray(weight, np.float64) + is_offset
-    return wide, wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + eps) * factor
+    return sums, sums / np.sqrt(np.mean(sums * sums, axis=-1, keepdims=True) + eps) * factor

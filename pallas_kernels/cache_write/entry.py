@@ -1,10 +1,10 @@
-"""cache_write: new keys and values into their slots, in place, rounded to 8 bits where the cache is."""
+"""cache_write: write new keys and values to their slots in place, quantized if the cache has 8 bits."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.cache_write.kernel import Refs, Shape, Side, write_rows
+from pallas_kernels.cache_write.kernel import CacheWriteDims, CacheWriteRefs, SideOptions, write_rows
 from pallas_kernels.cache_write.sizes import CacheWriteSizes, default_sizes
 from pallas_kernels.checks import (
     require_arrays,
@@ -19,7 +19,7 @@ from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_write
 
-WAY_OUT = "Ask write_kv for implementation='xla'"
+WAY_OUT = "Pass implementation='xla' to write_kv"
 
 
 def cache_write(
@@ -35,27 +35,28 @@ def cache_write(
     sizes: CacheWriteSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."], Array | None, Array | None]:
-    """Writes each token's key and value to its slot; the caches are changed in place where they are donated.
+    """Write each token's key and value to its slot; donated caches are updated in place.
 
     Args:
         key: New keys, in the cache's dtype, or in 16 bits for a cache of int8 or fp8.
-        value: New values, of key's dtype.
+        value: New values, of the shape and dtype of key.
         k_cache: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim].
-        v_cache: As k_cache; may be of another dtype.
-        slot_mapping: `block * block_size + offset` of each token; tokens of slots < 0 are not written.
-        k_scale: Of an 8-bit k_cache: per token and head [blocks, kv_heads, block_size], made here and written
-            in place; or a scalar that keys are divided by; None = 1.
-        v_scale: As k_scale.
+        v_cache: Cache of the values, of the shape of k_cache; may have another dtype.
+        slot_mapping: Slot `block * block_size + offset` of each token; tokens with negative slots are not
+            written.
+        k_scale: Scale of an 8-bit k_cache: per token and head [blocks, kv_heads, block_size], computed here
+            and written in place; or a scalar that keys are divided by; None = 1.
+        v_scale: Scale of an 8-bit v_cache, like k_scale.
         layout: Static: "NHD" or "HND".
-        sizes: Static. Chosen from the shapes when None.
+        sizes: Static sizes of the kernel; None = chosen from the shapes.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        The caches, written, and the scales, written where they are per token and head.
+        Both caches and both scales; scales per token and head are updated, others are returned as they are.
 
     Raises:
-        ValueError: Shapes or dtypes disagree.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If shapes or dtypes disagree.
+        NotImplementedError: If the kernel does not support the request, or is differentiated.
 
     Source: vLLM `reshape_and_cache_flash`; rounding as in `int8_per_token_head` and `fp8_per_token_head`.
     """
@@ -64,24 +65,30 @@ def cache_write(
     tokens, kv_heads, head_dim = key.shape
     if 0 in (tokens, *k_cache.shape):
         return k_cache, v_cache, k_scale, v_scale
-    given = key, value, k_cache, v_cache, k_scale, v_scale
-    key, value, k_cache, v_cache, k_scale, v_scale = forbid_kernel_derivative(given, "cache_write", WAY_OUT)
-    is_rounded = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
-    flat = (kv_heads, head_dim) if is_hnd or is_rounded else (kv_heads * head_dim,)
-    as_rows = lambda x: x if is_hnd else x.reshape(-1, *flat)
+    arrays = key, value, k_cache, v_cache, k_scale, v_scale
+    key, value, k_cache, v_cache, k_scale, v_scale = forbid_kernel_derivative(arrays, "cache_write", WAY_OUT)
+    is_quantized = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
+    row_shape = (kv_heads, head_dim) if is_hnd or is_quantized else (kv_heads * head_dim,)
     if sizes is None:
         row_bytes = kv_heads * head_dim * key.dtype.itemsize
-        sizes = default_sizes(tokens, row_bytes, heads=kv_heads if is_rounded else None)
-    caches = jax.new_ref(as_rows(k_cache)), jax.new_ref(as_rows(v_cache))
+        sizes = default_sizes(tokens, row_bytes, heads=kv_heads if is_quantized else None)
+    k_rows, v_rows = k_cache, v_cache
+    if not is_hnd:
+        k_rows, v_rows = k_cache.reshape(-1, *row_shape), v_cache.reshape(-1, *row_shape)
+    caches = jax.new_ref(k_rows), jax.new_ref(v_rows)
     scales = _scale_ref(k_scale), _scale_ref(v_scale)
-    new = key.reshape(tokens, *flat), value.reshape(tokens, *flat)
-    refs = Refs(new, slot_mapping.astype(jnp.int32), caches, scales)
-    sides = _side(key, k_cache, k_scale), _side(value, v_cache, v_scale)
-    shape = Shape(sides=sides, is_hnd=is_hnd, block_size=k_cache.shape[2 if is_hnd else 1], rows=sizes.rows)
-    write_rows(refs, shape=shape, interpret=interpret)
-    written = lambda scale, ref: jax.freeze(ref) if scale is not None and scale.ndim else scale
+    new = key.reshape(tokens, *row_shape), value.reshape(tokens, *row_shape)
+    refs = CacheWriteRefs(new, slot_mapping.astype(jnp.int32), caches, scales)
+    sides = _side_options(key, k_cache, k_scale), _side_options(value, v_cache, v_scale)
+    block_size = k_cache.shape[2 if is_hnd else 1]
+    dims = CacheWriteDims(sides=sides, is_hnd=is_hnd, block_size=block_size, rows=sizes.rows)
+    write_rows(refs, dims=dims, interpret=interpret)
     k, v = (jax.freeze(ref).reshape(k_cache.shape) for ref in caches)
-    return k, v, written(k_scale, scales[0]), written(v_scale, scales[1])
+    k_scale, v_scale = (
+        jax.freeze(ref) if scale is not None and scale.ndim else scale
+        for scale, ref in zip((k_scale, v_scale), scales, strict=True)
+    )
+    return k, v, k_scale, v_scale
 
 
 def _check(
@@ -95,7 +102,7 @@ def _check(
     *,
     layout: str,
 ) -> None:
-    """See cache_write's Raises."""
+    """Raise the errors that `cache_write` documents."""
     require_one_of("layout", layout, ("NHD", "HND"))
     is_hnd = layout == "HND"
     require_axes(3, key=key, value=value)
@@ -105,11 +112,11 @@ def _check(
     tokens, kv_heads, head_dim = key.shape
     require_positive(kv_heads=kv_heads)
     blocks, size, _, _ = cache_dims(k_cache, is_hnd=is_hnd)
-    wanted = (blocks, kv_heads, size, head_dim) if is_hnd else (blocks, size, kv_heads, head_dim)
-    require_shape("k_cache", k_cache.shape, wanted, f"of key {key.shape}, {layout}")
-    require_shape("v_cache", v_cache.shape, wanted, "as k_cache")
-    require_shape("value", value.shape, key.shape, "as key")
-    require_shape("slot_mapping", slot_mapping.shape, (tokens,), "tokens of key")
+    expected = (blocks, kv_heads, size, head_dim) if is_hnd else (blocks, size, kv_heads, head_dim)
+    require_shape("k_cache", k_cache.shape, expected, f"for key {key.shape}, {layout}")
+    require_shape("v_cache", v_cache.shape, expected, "the shape of k_cache")
+    require_shape("value", value.shape, key.shape, "the shape of key")
+    require_shape("slot_mapping", slot_mapping.shape, (tokens,), "one slot per token of key")
     require_one_of("value.dtype", value.dtype, (key.dtype,))
     reason = why_not_write(
         dtype=key.dtype,
@@ -128,8 +135,8 @@ def _check(
             require_shape(name, scale.shape, (blocks, kv_heads, size), "blocks, kv_heads, block_size")
 
 
-def _side(new: Array, cache: Array, scale: Array | None) -> Side:
-    return Side(
+def _side_options(new: Array, cache: Array, scale: Array | None) -> SideOptions:
+    return SideOptions(
         heads=new.shape[1],
         dtype=None if cache.dtype == new.dtype else cache.dtype,
         has_token_scales=scale is not None and scale.ndim == 3,
@@ -137,7 +144,7 @@ def _side(new: Array, cache: Array, scale: Array | None) -> Side:
 
 
 def _scale_ref(scale: Array | None) -> Ref:
-    """Scales per token and head to write in place, or one number to read."""
+    """Return scales per token and head as a ref to write in place, or a scalar as an array [1] to read."""
     if scale is None:
         return None
     return jax.new_ref(scale) if scale.ndim else scale.reshape(1)

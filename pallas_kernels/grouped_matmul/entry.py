@@ -1,11 +1,11 @@
-"""grouped_matmul: rows in tiles, each times its group's matrix."""
+"""grouped_matmul: multiply each tile of rows by the matrix of its group."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.checks import require, require_axes, require_shape, unsupported
 from pallas_kernels.derivatives import forbid_kernel_derivative
-from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, Shape, multiply_tiles
+from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, GroupedMatmulDims, multiply_tiles
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_grouped_matmul
 
@@ -18,21 +18,22 @@ def grouped_matmul(
     outputs_first: bool = False,
     interpret: Interpret = None,
 ) -> Float[Array, "rows outputs"]:
-    """`x[rows of a tile] @ weights[group of the tile]`, for each TILE_ROWS rows.
+    """Return `x[rows of a tile] @ weights[group of the tile]` for each tile of TILE_ROWS rows.
 
-    Sums in f32. The time follows the tiles that have a group.
+    Sums are in f32. The time is proportional to the tiles that have a group.
 
     Args:
-        x: Rows, a multiple of TILE_ROWS of them, so laid out that a tile's are of one group. What a tile has
-            besides may be anything: no row sees another.
-        weights: A matrix [inputs, outputs] a group.
-        group_of_tile: Below 0 of a tile that nobody wants: its results are garbage, and it takes no time.
+        x: Rows, a multiple of TILE_ROWS, sorted such that all rows of a tile belong to one group. Padding
+            rows of a tile may hold anything: no row depends on another.
+        weights: One matrix [inputs, outputs] per group.
+        group_of_tile: Group of each tile; a tile with a negative group takes no time, and its result is
+            arbitrary.
         outputs_first: Static: matrices are [outputs, inputs].
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for these sizes, or it is differentiated.
+        ValueError: If shapes disagree.
+        NotImplementedError: If the kernel does not support these sizes, or is differentiated.
     """
     require_axes(2, x=x)
     require_axes(3, weights=weights)
@@ -49,7 +50,7 @@ def grouped_matmul(
         raise unsupported("grouped_matmul", reason, "Use another implementation")
     if 0 in (rows, len(weights)):
         return jnp.zeros((rows, outputs), x.dtype)
-    way_out = "Ask jattn.models.experts.Experts for implementation='xla'"
+    way_out = "Pass implementation='xla' to jattn.models.experts.Experts"
     x, weights = forbid_kernel_derivative((x, weights), "grouped_matmul", way_out)
-    shape = Shape(inputs=inputs, outputs=outputs, outputs_first=outputs_first)
-    return multiply_tiles(x, weights, group_of_tile, shape=shape, interpret=interpret)
+    dims = GroupedMatmulDims(inputs=inputs, outputs=outputs, outputs_first=outputs_first)
+    return multiply_tiles(x, weights, group_of_tile, dims=dims, interpret=interpret)

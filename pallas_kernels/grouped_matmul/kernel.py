@@ -1,10 +1,13 @@
-"""A thread block multiplies a tile of rows with some columns of its group's matrix, or leaves at once.
+"""The kernel of grouped_matmul: a thread block multiplies a tile of rows by columns of its group's matrix.
 
-warpgroup 2                        shared memory            warpgroups 0, 1: 64 rows each
-------------------------------     --------------------     ------------------------------
-TMA: rows, weights ------------->  stages of both ------->  tensor cores: sums in registers
-as stages become free              results <--------------  in 16 bits
-                                             ------------>  TMA: results
+warpgroup 2                        shared memory              warpgroups 0, 1: 64 rows each
+------------------------------     ----------------------     -----------------------------
+TMA: rows, weights ------------->  stages of rows, weights -> wgmma: sums in registers
+into each stage that is free       results <----------------  16-bit results
+                                               ----------->   TMA: results to global memory
+
+A thread block whose tile has no group exits at once. The sizes are chosen for few bytes of both operands per
+product and no spilled registers, not by measurement yet; `python -m benchmarks experts` measures them.
 """
 
 import dataclasses
@@ -20,22 +23,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import swizzle_transforms, swizzled_smem
 from pallas_kernels.shared.types import Interpret, Ref
 
-TILE_ROWS = 128  # rows of a thread block, half of them each of its two warpgroups that multiply
-TILE_INPUTS = 64  # of both operands, a stage: a row of the swizzle
-TILES_OUTPUTS = (256, 192, 128, 64)  # columns of a thread block, the widest that divides the outputs
-SHARED_MEMORY = 225 * 1024  # bytes a thread block may have
-ROWS = TILE_ROWS // 2  # of a warpgroup
+TILE_ROWS = 128  # rows per thread block; each of its two compute warpgroups multiplies half of them
+TILE_INPUTS = 64  # inputs per stage of both operands: one row of the swizzle
+TILES_OUTPUTS = (256, 192, 128, 64)  # columns per thread block: the largest that divides the outputs
+SHARED_MEMORY = 225 * 1024  # bytes of shared memory per thread block
+WARPGROUP_ROWS = TILE_ROWS // 2
 f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is static about a call.
+class GroupedMatmulDims:
+    """Static sizes of one call.
 
     Attributes:
-        inputs: Summed over.
-        outputs: Columns.
-        outputs_first: The matrices are [outputs, inputs], else [inputs, outputs].
+        inputs: Elements per row, which a product sums over.
+        outputs: Columns of the result.
+        outputs_first: Whether the matrices are [outputs, inputs] instead of [inputs, outputs].
     """
 
     inputs: int
@@ -44,25 +47,41 @@ class Shape:
 
     @property
     def tile(self) -> int:
-        """Columns of a thread block."""
+        """Columns per thread block."""
         return tile_outputs(self.outputs)
 
     @property
     def column_tiles(self) -> int:
-        """Thread blocks that share a tile of rows."""
+        """Thread blocks per tile of rows."""
         return self.outputs // self.tile
 
 
+def tile_outputs(outputs: int) -> int:
+    """Return the columns per thread block."""
+    return next(tile for tile in TILES_OUTPUTS if outputs % tile == 0)
+
+
+def num_stages(tile: int, inputs: int) -> int:
+    """Return how many stages of both operands fit beside the result tile, at most as many as are loaded."""
+    stage, results = 2 * (TILE_ROWS + tile) * TILE_INPUTS, 2 * TILE_ROWS * tile
+    return min((SHARED_MEMORY - results) // stage, inputs // TILE_INPUTS)
+
+
 def multiply_tiles(
-    x: jax.Array, weights: jax.Array, group_of_tile: jax.Array, *, shape: Shape, interpret: Interpret = None
+    x: jax.Array,
+    weights: jax.Array,
+    group_of_tile: jax.Array,
+    *,
+    dims: GroupedMatmulDims,
+    interpret: Interpret = None,
 ) -> jax.Array:
-    """Results [rows, outputs] in x.dtype; those of tiles without a group are garbage."""
+    """Run the kernel and return [rows, outputs] in x.dtype; rows of tiles without a group are arbitrary."""
     return plgpu.kernel(
-        functools.partial(multiply_body, shape=shape),
-        out_type=jax.ShapeDtypeStruct((len(x), shape.outputs), x.dtype),
-        scratch_types=[swizzled_smem((2, ROWS, shape.tile), x.dtype)],
-        grid=(len(x) // TILE_ROWS * shape.column_tiles,),
-        grid_names=("item",),
+        functools.partial(multiply_body, dims=dims),
+        out_type=jax.ShapeDtypeStruct((len(x), dims.outputs), x.dtype),
+        scratch_types=[swizzled_smem((2, WARPGROUP_ROWS, dims.tile), x.dtype)],
+        grid=(len(x) // TILE_ROWS * dims.column_tiles,),
+        grid_names=("work_tile",),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -71,45 +90,54 @@ def multiply_tiles(
     )(x, weights, group_of_tile)
 
 
-def multiply_body(x: Ref, weights: Ref, group_of_tile: Ref, out: Ref, results: Ref, *, shape: Shape) -> None:
-    """What a thread block does; `results` is [2, ROWS, tile] in shared memory."""
-    item, column_tiles = lax.axis_index("item"), jnp.int32(shape.column_tiles)
-    tile, column = lax.div(item, column_tiles), lax.rem(item, column_tiles)
+def multiply_body(
+    x: Ref, weights: Ref, group_of_tile: Ref, out: Ref, results_s: Ref, *, dims: GroupedMatmulDims
+) -> None:
+    """Compute one tile of the result; `results_s` is [2, WARPGROUP_ROWS, tile] in shared memory."""
+    work_tile, column_tiles = lax.axis_index("work_tile"), jnp.int32(dims.column_tiles)
+    tile, column = lax.div(work_tile, column_tiles), lax.rem(work_tile, column_tiles)
     group, wg = group_of_tile[tile], lax.axis_index("wg")
     first_row = pl.multiple_of(tile * TILE_ROWS, TILE_ROWS)
-    columns = pl.ds(pl.multiple_of(column * shape.tile, shape.tile), shape.tile)
-    mine = pl.ds(pl.multiple_of(wg * ROWS, ROWS), ROWS)
-    stages = num_stages(shape.tile, shape.inputs)
-    behind = min(1, stages - 1)  # products that are in flight when the next one begins
+    columns = pl.ds(pl.multiple_of(column * dims.tile, dims.tile), dims.tile)
+    wg_rows = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
+    stages = num_stages(dims.tile, dims.inputs)
+    max_in_flight = min(1, stages - 1)  # wgmmas still running when the next one is issued
 
-    def multiply(_: Any, rows: Ref, matrix: Ref, acc: Ref) -> Ref:
-        matrix = matrix.transpose((1, 0)) if shape.outputs_first else matrix
-        plgpu.wgmma(acc, rows.at[mine], matrix)
-        plgpu.wgmma_wait(behind)  # the stages before are free now
+    def multiply(_: Any, rows_s: Ref, matrix_s: Ref, acc: Ref) -> Ref:
+        matrix_s = matrix_s.transpose((1, 0)) if dims.outputs_first else matrix_s
+        plgpu.wgmma(acc, rows_s.at[wg_rows], matrix_s)
+        # Once only `max_in_flight` wgmmas run, no one reads the earlier stages, and the loader may refill
+        # them.
+        plgpu.wgmma_wait(max_in_flight)
         return acc
 
-    def compute(run: Any) -> None:
-        def sums(acc: Ref) -> jax.Array:
-            run(acc)
+    def compute(run_pipeline: Any) -> None:
+        def accumulate(acc: Ref) -> jax.Array:
+            run_pipeline(acc)
             return acc[...]
 
-        results[wg] = pl.run_scoped(sums, plgpu.ACC((ROWS, shape.tile), f32)).astype(out.dtype)
+        # Reading the accumulator waits for the last wgmma.
+        accumulator = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_ROWS, dims.tile), f32))
+        results_s[wg] = accumulator.astype(out.dtype)
+        # TMA reads the results from shared memory only after the commit, and the thread block must not exit
+        # before that copy has ended.
         plgpu.commit_smem()
-        to = out.at[pl.ds(pl.multiple_of(first_row + wg * ROWS, ROWS), ROWS), columns]
-        plgpu.copy_smem_to_gmem(results.at[wg], to)
+        out_rows = pl.ds(pl.multiple_of(first_row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
+        plgpu.copy_smem_to_gmem(results_s.at[wg], out.at[out_rows, columns])
         plgpu.wait_smem_to_gmem(0)
 
     transforms = swizzle_transforms(x.dtype.itemsize)
-    spec = functools.partial(plgpu.BlockSpec, transforms=transforms, delay_release=behind)
-    if shape.outputs_first:
-        of_matrix = spec((shape.tile, TILE_INPUTS), lambda k: (0, k))
+    spec = functools.partial(plgpu.BlockSpec, transforms=transforms, delay_release=max_in_flight)
+    if dims.outputs_first:
+        matrix_spec = spec((dims.tile, TILE_INPUTS), lambda k: (0, k))
     else:
-        of_matrix = spec((TILE_INPUTS, shape.tile), lambda k: (k, 0))
+        matrix_spec = spec((TILE_INPUTS, dims.tile), lambda k: (k, 0))
+    # Warpgroup 2 loads stages ahead; warpgroups 0 and 1 call `compute`, and `multiply` once per stage.
     pipeline = plgpu.emit_pipeline_warp_specialized(
         multiply,
-        grid=(shape.inputs // TILE_INPUTS,),
+        grid=(dims.inputs // TILE_INPUTS,),
         memory_registers=40,
-        in_specs=[spec((TILE_ROWS, TILE_INPUTS), lambda k: (0, k)), of_matrix],
+        in_specs=[spec((TILE_ROWS, TILE_INPUTS), lambda k: (0, k)), matrix_spec],
         wg_axis="wg",
         num_compute_wgs=2,
         max_concurrent_steps=stages,
@@ -117,18 +145,7 @@ def multiply_body(x: Ref, weights: Ref, group_of_tile: Ref, out: Ref, results: R
     )
 
     @pl.when(group >= 0)
-    def live() -> None:
+    def run() -> None:
         matrix = weights.at[group]
-        matrix = matrix.at[columns] if shape.outputs_first else matrix.at[:, columns]
+        matrix = matrix.at[columns] if dims.outputs_first else matrix.at[:, columns]
         pipeline(x.at[pl.ds(first_row, TILE_ROWS)], matrix)
-
-
-def tile_outputs(outputs: int) -> int:
-    """Columns of a thread block."""
-    return next(tile for tile in TILES_OUTPUTS if outputs % tile == 0)
-
-
-def num_stages(tile: int, inputs: int) -> int:
-    """Stages of both operands beside the tile of results, no more than there is to load."""
-    stage, results = 2 * (TILE_ROWS + tile) * TILE_INPUTS, 2 * TILE_ROWS * tile
-    return min((SHARED_MEMORY - results) // stage, inputs // TILE_INPUTS)

@@ -1,3 +1,3 @@
-"""A layer's projected queries, keys and values, normalised, turned and put where attention reads them."""
+"""QK norm, RoPE and the write of keys and values into the cache, in one kernel."""
 
 from pallas_kernels.qkv_write.entry import qkv_write as qkv_write

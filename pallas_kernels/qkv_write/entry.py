@@ -1,4 +1,4 @@
-"""qkv_write: from the projection of a layer's input to what attention reads, in one kernel."""
+"""qkv_write: normalize and rotate the projected queries and keys, and write keys and values to the cache."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from pallas_kernels.checks import (
     unsupported,
 )
 from pallas_kernels.derivatives import forbid_kernel_derivative
-from pallas_kernels.qkv_write.kernel import Refs, Shape, write_tokens
+from pallas_kernels.qkv_write.kernel import QkvWriteDims, QkvWriteRefs, write_tokens
 from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_qkv_write
@@ -36,29 +36,32 @@ def qkv_write(
     layout: str = "NHD",
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Shaped[Array, "..."], Shaped[Array, "..."]]:
-    """Normalises and turns queries and keys, and writes keys and values to their slots, in place.
+    """Apply QK norm and RoPE, and write keys and values to their slots of the cache in place.
 
     Args:
-        qkv: Of each kv head its query heads, its key, its value.
+        qkv: Query heads, key and value of each KV head, in this order.
         k_cache: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim],
-            of qkv's dtype; changed in place where it is donated.
-        v_cache: As k_cache.
-        slot_mapping: `block * block_size + offset` of each token; tokens of slots < 0 are not written.
-        cos: Of each token's angles; pairs (i, i + head_dim / 2) are turned. None = nothing is turned.
-        sin: As cos.
-        q_norm: Weights of an RMS norm over each query head, before it is turned; None = no norm.
-        k_norm: The same of keys.
-        eps: Static: added to the mean square.
-        is_offset: Static: norms multiply by 1 + weight, then round (Gemma); else they round before, too.
+            of the dtype of qkv; updated in place if it is donated.
+        v_cache: Cache of the values, of the shape and dtype of k_cache.
+        slot_mapping: Slot `block * block_size + offset` of each token; tokens with negative slots are not
+            written.
+        cos: Cosines of the rotary angles of each token; elements i and i + head_dim / 2 are rotated as a
+            pair. None = no RoPE.
+        sin: Sines of the same angles.
+        q_norm: Weight of an RMS norm over each query head, applied before RoPE; None = no norm.
+        k_norm: Weight of the same norm over each key head.
+        eps: Static: number added to the mean square.
+        is_offset: Static: norms multiply by 1 + weight and round once (Gemma). Otherwise they round before
+            multiplying by the weight, too (Llama).
         layout: Static: "NHD" or "HND".
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        Queries, and the caches.
+        The queries and both caches.
 
     Raises:
-        ValueError: Shapes disagree, or one of cos and sin is missing.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If shapes disagree, or only one of cos and sin is given.
+        NotImplementedError: If the kernel does not support the request, or is differentiated.
 
     Source: vLLM `fused_qk_norm_rope`, then `reshape_and_cache_flash`.
     """
@@ -66,16 +69,18 @@ def qkv_write(
     tokens, kv_heads, width, head_dim = qkv.shape
     if 0 in (tokens, *k_cache.shape):
         return jax.lax.collapse(qkv[:, :, :-2], 1, 3), k_cache, v_cache
-    shape = Shape(
+    dims = QkvWriteDims(
         kv_heads=kv_heads, group=width - 2, head_dim=head_dim, is_hnd=layout == "HND",
         block_size=k_cache.shape[2 if layout == "HND" else 1], eps=eps, is_offset=is_offset,
     )  # fmt: skip
-    given = qkv, k_cache, v_cache, cos, sin, q_norm, k_norm
-    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = forbid_kernel_derivative(given, "qkv_write", WAY_OUT)
-    as_slots = lambda x: x if shape.is_hnd else x.reshape(-1, kv_heads, head_dim)
-    k_ref, v_ref = (jax.new_ref(as_slots(cache)) for cache in (k_cache, v_cache))
-    refs = Refs(qkv, slot_mapping.astype(jnp.int32), k_ref, v_ref, cos, sin, q_norm, k_norm)
-    query = write_tokens(refs, shape=shape, interpret=interpret)
+    arrays = qkv, k_cache, v_cache, cos, sin, q_norm, k_norm
+    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = forbid_kernel_derivative(arrays, "qkv_write", WAY_OUT)
+    slots = (k_cache, v_cache)
+    if not dims.is_hnd:
+        slots = (k_cache.reshape(-1, kv_heads, head_dim), v_cache.reshape(-1, kv_heads, head_dim))
+    k_ref, v_ref = jax.new_ref(slots[0]), jax.new_ref(slots[1])
+    refs = QkvWriteRefs(qkv, slot_mapping.astype(jnp.int32), k_ref, v_ref, cos, sin, q_norm, k_norm)
+    query = write_tokens(refs, dims=dims, interpret=interpret)
     k, v = (jax.freeze(cache).reshape(k_cache.shape) for cache in (k_ref, v_ref))
     return jax.lax.collapse(query, 1, 3), k, v
 
@@ -91,19 +96,21 @@ def _check(
     k_norm: Array | None,
     layout: str,
 ) -> None:
-    """See qkv_write's Raises."""
+    """Raise the errors that `qkv_write` documents."""
     require_one_of("layout", layout, ("NHD", "HND"))
     require_axes(4, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     require_axes(1, slot_mapping=slot_mapping)
     require_arrays(cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     tokens, kv_heads, width, head_dim = qkv.shape
-    require(width > 2, "qkv", "have a query head beside key and value", qkv.shape)
+    require(width > 2, "qkv", "have at least one query head besides key and value", qkv.shape)
     blocks, size, _, _ = cache_dims(k_cache, is_hnd=layout == "HND")
-    wanted = (blocks, kv_heads, size, head_dim) if layout == "HND" else (blocks, size, kv_heads, head_dim)
-    require_shape("k_cache", k_cache.shape, wanted, f"of qkv {qkv.shape}, {layout}")
-    require_shape("v_cache", v_cache.shape, wanted, "as k_cache")
-    require_shape("slot_mapping", slot_mapping.shape, (tokens,), "tokens of qkv")
-    require((cos is None) == (sin is None), "sin", "be given where cos is, and only there", sin)
+    expected = (blocks, kv_heads, size, head_dim) if layout == "HND" else (blocks, size, kv_heads, head_dim)
+    require_shape("k_cache", k_cache.shape, expected, f"for qkv {qkv.shape}, {layout}")
+    require_shape("v_cache", v_cache.shape, expected, "the shape of k_cache")
+    require_shape("slot_mapping", slot_mapping.shape, (tokens,), "one slot per token of qkv")
+    if (cos is None) != (sin is None):
+        missing = "cos" if cos is None else "sin"
+        raise ValueError(f"cos and sin must be given together, but {missing} is None.")
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles is not None:
             require_shape(name, angles.shape, (tokens, head_dim // 2), "tokens, head_dim / 2")

@@ -1,12 +1,12 @@
-"""One thread block takes one token: each head goes through registers once.
+"""The kernel of qkv_write: one thread block per token, whose heads pass through registers once.
 
-one warpgroup, for its token                all that it needs is on its way before anything is computed
-------------------------------------------  -----------------------------------------------------------
-qkv[token, :, j], both halves               j = 0 .. group - 1 queries, then the key, then the value
-cos, sin of the token; weights of norms
+one warpgroup, for its token                  every load is issued before anything is computed
+--------------------------------------------  -------------------------------------------------------------
+qkv[token, :, j], both halves of each head    j = 0 .. group - 1 are queries, then the key, then the value
+cos, sin of the token; weights of the norms
     norm: x / rms(x) * weight
-    turn: (a, b) -> (a cos - b sin, b cos + a sin)
-queries ---> query[token]                   key, value ---> the token's slot of the caches, if it has one
+    RoPE: (a, b) -> (a cos - b sin, b cos + a sin)
+queries ---> query[token]                     key, value ---> the token's slot of the caches, if it has one
 """
 
 import dataclasses
@@ -19,27 +19,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.add_norm.kernel import weighted
+from pallas_kernels.add_norm.kernel import apply_norm_weight
 from pallas_kernels.cache_write.kernel import row_layout
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import split_slot
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
-type Halves = tuple[Tile, Tile]  # of the last axis
+type Halves = tuple[Tile, Tile]
+"""The first and the second half of heads, each [kv_heads, head_dim / 2]."""
 
 
-class Refs(NamedTuple):
-    """What the kernel reads, and the caches that it writes in place.
+class QkvWriteRefs(NamedTuple):
+    """Arrays that the kernel reads, and the caches that it writes in place.
 
     Attributes:
         qkv: [tokens, kv_heads, group + 2, head_dim].
-        slot_mapping: int32 [tokens]; tokens of slots < 0 are not written.
+        slot_mapping: int32 [tokens]; tokens with negative slots are not written.
         k_cache: jax.Ref [slots, kv_heads, head_dim], or HND [blocks, kv_heads, block_size, head_dim].
-        v_cache: As k_cache.
+        v_cache: jax.Ref of the shape of k_cache.
         cos: [tokens, head_dim / 2], or None.
-        sin: As cos.
-        q_norm: Weights [head_dim], or None.
-        k_norm: As q_norm.
+        sin: [tokens, head_dim / 2], or None.
+        q_norm: Weight of the query norm [head_dim], or None.
+        k_norm: Weight of the key norm [head_dim], or None.
     """
 
     qkv: Ref
@@ -53,17 +54,17 @@ class Refs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is static about a call.
+class QkvWriteDims:
+    """Static sizes and options of one call.
 
     Attributes:
-        kv_heads: Heads of keys.
-        group: Query heads of each.
-        head_dim: Width of a head.
-        is_hnd: The caches' layout.
-        block_size: Tokens of a cache block.
-        eps: Added to the mean square.
-        is_offset: The norm's factor is 1 + weight.
+        kv_heads: KV heads per token.
+        group: Query heads per KV head.
+        head_dim: Elements per head.
+        is_hnd: Whether the caches' layout is HND.
+        block_size: Tokens per cache block.
+        eps: Number added to the mean square.
+        is_offset: Whether norms multiply by 1 + weight.
     """
 
     kv_heads: int
@@ -76,16 +77,16 @@ class Shape:
 
     @property
     def half(self) -> int:
-        """Where a head's second half begins."""
+        """Elements per half of a head."""
         return self.head_dim // 2
 
 
-def write_tokens(refs: Refs, *, shape: Shape, interpret: Interpret = None) -> jax.Array:
-    """Writes into the caches behind refs; returns queries [tokens, kv_heads, group, head_dim]."""
+def write_tokens(refs: QkvWriteRefs, *, dims: QkvWriteDims, interpret: Interpret = None) -> jax.Array:
+    """Write the caches in place and return queries [tokens, kv_heads, group, head_dim]."""
     tokens = refs.qkv.shape[0]
     return plgpu.kernel(
-        functools.partial(write_body, shape=shape),
-        out_type=jax.ShapeDtypeStruct((tokens, shape.kv_heads, shape.group, shape.head_dim), refs.qkv.dtype),
+        functools.partial(write_body, dims=dims),
+        out_type=jax.ShapeDtypeStruct((tokens, dims.kv_heads, dims.group, dims.head_dim), refs.qkv.dtype),
         grid=(tokens,),
         grid_names=("token",),
         interpret=interpret,
@@ -93,66 +94,79 @@ def write_tokens(refs: Refs, *, shape: Shape, interpret: Interpret = None) -> ja
     )(refs)
 
 
-def write_body(refs: Refs, query: Ref, *, shape: Shape) -> None:
-    """What a thread block does."""
+def write_body(refs: QkvWriteRefs, query: Ref, *, dims: QkvWriteDims) -> None:
+    """Process one token."""
     token = lax.axis_index("token")
+    # Load: all reads are issued before anything is computed, so that their latencies overlap.
     slot = refs.slot_mapping[token]
-    heads = [_halves(refs.qkv.at[token, :, j], shape) for j in range(shape.group + 2)]
+    heads = [_load_halves(refs.qkv.at[token, :, j], dims) for j in range(dims.group + 2)]
     *queries, key, value = heads
-    cos_sin = None if refs.cos is None else (_row(refs.cos.at[token], shape), _row(refs.sin.at[token], shape))
-    q_weight, k_weight = (_weight(weight, shape) for weight in (refs.q_norm, refs.k_norm))
+    cos_sin = None
+    if refs.cos is not None:
+        cos_sin = _load_row(refs.cos.at[token], dims), _load_row(refs.sin.at[token], dims)
+    q_weight, k_weight = (_load_weight(weight, dims) for weight in (refs.q_norm, refs.k_norm))
+    # Queries: norm, RoPE, store.
     for j, head in enumerate(queries):
-        _store(query.at[token, :, j], _turned(_normed(head, q_weight, shape), cos_sin), shape)
+        rotated = _apply_rope(_apply_norm(head, q_weight, dims), cos_sin)
+        _store_halves(query.at[token, :, j], rotated, dims)
 
+    # Key and value: padding tokens have a negative slot and write nothing.
     @pl.when(slot >= 0)
     def _write() -> None:
-        block, offset = split_slot(slot, shape.block_size)
-        place = (block, slice(None), offset) if shape.is_hnd else slot
-        _store(refs.k_cache.at[place], _turned(_normed(key, k_weight, shape), cos_sin), shape)
-        _store(refs.v_cache.at[place], value, shape)
+        block, offset = split_slot(slot, dims.block_size)
+        index = (block, slice(None), offset) if dims.is_hnd else slot
+        rotated = _apply_rope(_apply_norm(key, k_weight, dims), cos_sin)
+        _store_halves(refs.k_cache.at[index], rotated, dims)
+        _store_halves(refs.v_cache.at[index], value, dims)
 
 
-def _halves(ref: Ref, shape: Shape) -> Halves:
-    """[kv_heads, head_dim] as it is stored, in registers."""
-    layout = row_layout(shape.kv_heads, shape.half)
-    load = lambda start: plgpu.load(ref.at[:, pl.ds(start, shape.half)], layout=layout, optimized=False)
-    return load(0), load(shape.half)
+def _load_halves(ref: Ref, dims: QkvWriteDims) -> Halves:
+    """Load [kv_heads, head_dim] in its stored dtype."""
+    layout = row_layout(dims.kv_heads, dims.half)
+    first, second = (
+        plgpu.load(ref.at[:, pl.ds(start, dims.half)], layout=layout, optimized=False)
+        for start in (0, dims.half)
+    )
+    return first, second
 
 
-def _row(ref: Ref, shape: Shape, start: int = 0) -> Tile:
-    """head_dim / 2 numbers from `start` on, f32, the same for all heads."""
-    size = (shape.kv_heads, shape.half)
+def _load_row(ref: Ref, dims: QkvWriteDims, start: int = 0) -> Tile:
+    """Load head_dim / 2 numbers from `start` on as f32, broadcast over the heads."""
+    size = (dims.kv_heads, dims.half)
     layout = row_layout(*size)
-    numbers = plgpu.load(ref.at[pl.ds(start, shape.half)], layout=layout.reduce(0), optimized=False)
+    numbers = plgpu.load(ref.at[pl.ds(start, dims.half)], layout=layout.reduce(0), optimized=False)
     return plgpu.layout_cast(lax.broadcast_in_dim(numbers.astype(jnp.float32), size, [1]), layout)
 
 
-def _weight(ref: Ref, shape: Shape) -> Halves | None:
-    return None if ref is None else (_row(ref, shape), _row(ref, shape, shape.half))
+def _load_weight(ref: Ref, dims: QkvWriteDims) -> Halves | None:
+    return None if ref is None else (_load_row(ref, dims), _load_row(ref, dims, dims.half))
 
 
-def _normed(x: Halves, weight: Halves | None, shape: Shape) -> Halves:
-    """Divided by the root mean square of each head; f32 where anything is done, rounded where Llama does."""
+def _apply_norm(x: Halves, weight: Halves | None, dims: QkvWriteDims) -> Halves:
+    """Apply the RMS norm over each head in f32 and round to the dtype of `x`; without a weight return `x`."""
     if weight is None:
         return x
-    first, second = (part.astype(jnp.float32) for part in x)
+    dtype = x[0].dtype
+    first, second = (half.astype(jnp.float32) for half in x)
     squares = jnp.sum(first * first + second * second, axis=1)
-    factor = lax.rsqrt(squares / shape.head_dim + shape.eps)
-    layout = row_layout(shape.kv_heads, shape.half)
+    factor = lax.rsqrt(squares / dims.head_dim + dims.eps)
+    layout = row_layout(dims.kv_heads, dims.half)
     factor = plgpu.layout_cast(lax.broadcast_in_dim(factor, first.shape, [0]), layout)
-    of = lambda part, w: weighted(part * factor, w, x[0].dtype, is_offset=shape.is_offset)
-    return of(first, weight[0]), of(second, weight[1])
+    return (
+        apply_norm_weight(first * factor, weight[0], dtype, is_offset=dims.is_offset),
+        apply_norm_weight(second * factor, weight[1], dtype, is_offset=dims.is_offset),
+    )
 
 
-def _turned(x: Halves, cos_sin: Halves | None) -> Halves:
+def _apply_rope(x: Halves, cos_sin: Halves | None) -> Halves:
     if cos_sin is None:
         return x
     cos, sin = cos_sin
-    first, second = (part.astype(jnp.float32) for part in x)
-    rounded = lambda y: y.astype(x[0].dtype)
-    return rounded(first * cos - second * sin), rounded(second * cos + first * sin)
+    dtype = x[0].dtype
+    first, second = (half.astype(jnp.float32) for half in x)
+    return (first * cos - second * sin).astype(dtype), (second * cos + first * sin).astype(dtype)
 
 
-def _store(ref: Any, x: Halves, shape: Shape) -> None:
-    for start, part in zip((0, shape.half), x, strict=True):
-        store_unoptimized(ref.at[:, pl.ds(start, shape.half)], part)
+def _store_halves(ref: Any, x: Halves, dims: QkvWriteDims) -> None:
+    for start, half in zip((0, dims.half), x, strict=True):
+        store_unoptimized(ref.at[:, pl.ds(start, dims.half)], half)

@@ -106,7 +106,7 @@ class TestErrors:
                 {"k_cache": jnp.zeros((8, 8, 3, 64), jnp.bfloat16)},
                 r"k_cache must .*\(8, 8, 2, 64\).*got \(8, 8, 3",
             ),
-            ({"sin": None}, "sin must be given where cos is, and only there, got None"),
+            ({"sin": None}, "cos and sin must be given together, but sin is None"),
             (
                 {"cos": jnp.zeros((9, 64)), "sin": jnp.zeros((9, 64))},
                 r"cos must .*\(9, 32\).*got .*\(9, 64\)",
@@ -122,7 +122,7 @@ class TestErrors:
 
     def test_a_projection_without_queries_is_none(self):
         (qkv, *rest), named = problem()
-        with pytest.raises(ValueError, match=r"qkv must have a query head.*got \(9, 2, 2, 64\)"):
+        with pytest.raises(ValueError, match=r"qkv must have at least one query head.*got \(9, 2, 2, 64\)"):
             qkv_write(qkv[:, :, :2], *rest, **named)
 
     def test_other_caches_have_no_kernel(self):
