@@ -15,7 +15,7 @@ from jattn.cache.quantization import MIN_SCALE, largest
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
 from jattn.models.kv_scales import KVScales, LayerScales
 from jattn.parallel import num_ranks, replicated_sharding
-from jattn.serving.engine.input_processor import Prompt, token_ids_of
+from jattn.serving.engine.input_processor import Prompt, prompt_token_ids_of
 from pallas_kernels.checks import (
     require,
     require_bool,
@@ -83,7 +83,7 @@ def calibrate(
     peaks: Any = None
     for index, prompt in enumerate(prompts):
         name = f"prompts[{index}]"
-        ids = token_ids_of(name, prompt, tokenizer=model.tokenizer, vocab_size=config.vocab_size)
+        ids = prompt_token_ids_of(name, prompt, tokenizer=model.tokenizer, vocab_size=config.vocab_size)
         longest = config.max_position_embeddings
         require(len(ids) <= longest, name, f"fit the model's {longest} positions", f"{len(ids)} tokens")
         new = jax.device_get(peaks_of(params, *_prefill(ids, block_size)))

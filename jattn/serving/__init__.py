@@ -1,4 +1,4 @@
-"""Serving: which requests run, where their keys and values are, what the next token is."""
+"""Serve models with continuous batching: the engine, its parameters and its results."""
 
 from jattn.serving.engine.async_engine import AsyncEngine
 from jattn.serving.engine.block_manager import BlockManager

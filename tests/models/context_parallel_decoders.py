@@ -22,7 +22,7 @@ from jattn.models import load, save  # noqa: E402
 from jattn.parallel import make_mesh  # noqa: E402
 from jattn.serving import Engine, SamplingParams  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
-from jattn.serving.engine.kv_cache_groups import turning_length_of  # noqa: E402
+from jattn.serving.engine.kv_cache_groups import longrope_threshold_of  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.tiny_checkpoints import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402
@@ -51,7 +51,7 @@ def check_family(name: str) -> None:
     prompt, want = np.asarray(expected["prompt3"], np.int32), expected["logits3"]
     model = load(GOLDEN / "hf" / name, **mesh_of(1, 2))
     caches, table, done, logits = model.create_caches(16, block_size=16), np.arange(1, 9)[None, ::-1], 0, []
-    half, is_turned = len(prompt) // 2, turning_length_of(model) is not None
+    half, is_turned = len(prompt) // 2, longrope_threshold_of(model) is not None
     for count in [len(prompt)] if is_turned else (half, len(prompt) - half - 2, 1, 1):
         done += count
         metadata = jattn.build_batch_metadata([count], [done], table, block_size=16)
@@ -70,7 +70,7 @@ def parts_of(array: jax.Array) -> set[int]:
     return {array.size // shard.data.size for shard in shards}
 
 
-def tokens_of(engine: Engine, **params: int) -> list[list[int]]:
+def generated_tokens(engine: Engine, **params: int) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=12, **params)]
 
 
@@ -79,7 +79,7 @@ def check_engine(folder: pathlib.Path, tp: int, cp: int, want: list[list[int]], 
     engine = Engine(load(folder, **mesh_of(tp, cp)), **SIZES, buckets=BUCKETS, check_batches=True)
     engine.precompile(progress=False)
     num_compiles = engine.stats.num_compiles
-    assert tokens_of(engine) == want
+    assert generated_tokens(engine) == want
     assert engine.stats.num_compiles == num_compiles
     caches = jax.tree.leaves(engine._runner._caches)
     assert all(parts_of(array) == {tp * cp} for array in caches)
@@ -200,7 +200,7 @@ def main() -> None:
             check_scales()
             return
         alone = Engine(load(folder, progress=False), **SIZES, buckets=BUCKETS)
-        want = tokens_of(alone)
+        want = generated_tokens(alone)
         for tp, cp in ((1, 2), (2, 2), (1, 4), (2, 4)):
             check_engine(folder, tp, cp, want, alone)
         sizes = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]

@@ -170,7 +170,7 @@ class TestWhatDoesNotFit:
 
     def test_a_draft_model_elsewhere(self):
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
-        with pytest.raises(ValueError, match=r"speculative must lie on the model's mesh .*got None"):
+        with pytest.raises(ValueError, match=r"speculative must be on the model's mesh .*got None"):
             Engine(model, num_blocks=9, speculative=draft)
 
 

@@ -20,7 +20,7 @@ from jattn.serving.cli.options import (
     requested_implementations,
     require_silence,
 )
-from jattn.serving.engine.detokenizer import tokens_of
+from jattn.serving.engine.detokenizer import tokenize
 from jattn.serving.engine.sampling_params import SamplingParams
 from pallas_kernels.checks import require
 
@@ -99,7 +99,7 @@ def _of_folder(args: argparse.Namespace) -> Speaker:
             text = template.render(messages)
         except refusal as error:
             raise ValueError(f"messages must fit the chat template, got {error}.") from error
-        prompt = tokens_of("messages", text, engine.tokenizer, add_special_tokens=False)
+        prompt = tokenize("messages", text, engine.tokenizer, add_special_tokens=False)
         for token in engine.stream([prompt], [params]):
             yield token.text
 

@@ -15,7 +15,7 @@ from jattn.serving.cli.options import (
     requested_implementations,
 )
 from jattn.serving.engine.outputs import GenerationResult
-from jattn.serving.engine.sampling_params import SamplingParams, as_told
+from jattn.serving.engine.sampling_params import SamplingParams, describe_params
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -40,7 +40,7 @@ def generate(args: argparse.Namespace) -> None:
     is_terminal = sys.stderr.isatty()
     engine = make_engine(args, functools.partial(load, progress=is_terminal))
     defaults = engine.default_sampling_params
-    if told := as_told(defaults):
+    if told := describe_params(defaults):
         print(f"jattn: the checkpoint asks for {told}; --temperature 0 is greedy", file=sys.stderr)
     sampling_params = dataclasses.replace(defaults, **asked)
     write = lambda text: print(text, end="", flush=True)

@@ -1,9 +1,9 @@
-"""`batch_invariant`: a request's bits depend neither on what runs beside it nor on what is cached.
+"""Batch invariance: bits that depend neither on other requests of a batch nor on cached prefixes.
 
-A product of two matrices rounds as its sizes have it rounded, and each of its rows alike. So a token of a
-prompt always goes through one executable, a generated one through another, whatever their step holds; and
-keys are shared, or made again, by the executable that made them (`Scheduler`). What attends to them does so
-row by row (`AttentionSpec.batch_invariant`).
+The rounding of a matrix product depends on its sizes and is the same for all of its rows. So prompt tokens
+always run in one executable and generated tokens in another, whatever their step holds, and cached keys are
+reused or recomputed by the executable that made them (`Scheduler`). Attention computes each row independently
+(`AttentionSpec.batch_invariant`).
 """
 
 import dataclasses
@@ -20,24 +20,27 @@ from pallas_kernels.checks import require, unsupported
 
 
 class InvariantBuckets(NamedTuple):
-    """The two sizes of an engine's steps: generated tokens alone, prompts alone."""
+    """The two buckets of a batch-invariant engine: generated tokens only, and prompts only."""
 
     decodes: Bucket
     prefills: Bucket
 
     @classmethod
     def among(cls, buckets: Sequence[Bucket]) -> "InvariantBuckets":
-        """Of these two, which is which."""
+        """Return the buckets in order, given in any order."""
         decodes, prefills = sorted(buckets, key=lambda bucket: bucket.max_prefills)
         return cls(decodes, prefills)
 
-    def of(self, step: Step) -> Bucket:
-        """A step's."""
+    def bucket_of(self, step: Step) -> Bucket:
+        """Return the bucket of a step."""
         return self.decodes if step.num_decodes else self.prefills
 
 
 def invariant_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> InvariantBuckets:
-    """Those that the largest steps fit; one of one row would be computed otherwise than its neighbours."""
+    """Return buckets that fit the largest steps.
+
+    A single row would round differently, so there are two at least.
+    """
     prefills = {"max_prefills": min(max_num_seqs, max_num_batched_tokens)}
     return InvariantBuckets(
         Bucket(max_decodes=max(max_num_seqs, 2), max_blocks=max_blocks),
@@ -45,46 +48,50 @@ def invariant_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks
     )
 
 
-def check_goes_with_invariance(
+def check_batch_invariant_options(
     speculative: Any, cascade_attention: bool | None, buckets: Sequence[Bucket] | None
 ) -> None:
-    """Checks the engine's other arguments where it is to be batch invariant.
+    """Check the engine's other arguments for batch_invariant=True.
 
     Raises:
-        ValueError: Buckets are given.
-        NotImplementedError: Drafts or cascades are wanted.
+        ValueError: If buckets are given.
+        NotImplementedError: If speculative decoding or cascade attention is requested.
     """
     require(
-        buckets is None, "buckets", "be None with batch_invariant=True, which has two of its own", buckets
+        buckets is None, "buckets", "be None with batch_invariant=True, which has its own buckets", buckets
     )
     name = "batch_invariant=True with"
     if speculative is not None:
-        reason = "a step with drafts rounds otherwise than one without"
-        who = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
-        raise unsupported(f"{name} speculative={who}", reason, "Leave speculative=None")
+        reason = "steps with drafts round differently from steps without"
+        description = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
+        raise unsupported(f"{name} speculative={description}", reason, "Leave speculative=None")
     if cascade_attention:
-        reason = "a merge of two parts rounds otherwise than one walk"
+        reason = "combining two partial results rounds differently from a single pass"
         raise unsupported(f"{name} cascade_attention=True", reason, "Leave cascade_attention=None")
 
 
 def make_invariant(model: Any) -> Any:
-    """The model over the same arrays, its attention batch invariant; the given one is left as it is.
+    """Return the model with batch-invariant attention. The arrays are shared, the given model unchanged.
 
     Raises:
-        NotImplementedError: It has no PagedAttention layers, the reference alone is to run one of them, or it
-            has peer memory.
+        NotImplementedError: If the model has no PagedAttention layers, uses peer memory, or a layer only
+            allows the reference implementation.
     """
     if getattr(model, "peers", None) is not None:
-        reason = "small steps sum there, and round once, where larger ones sum by XLA"
-        raise unsupported("batch_invariant=True over peer memory", reason, "Leave use_peer_memory out")
+        reason = "small steps reduce in peer memory and round once, unlike XLA's all-reduce of larger steps"
+        raise unsupported(
+            "batch_invariant=True with peer memory", reason, "Load the model without use_peer_memory"
+        )
     model = nnx.merge(*nnx.split(model))
     layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
     if not layers:
         reason = f"a {type(model).__name__} has no PagedAttention layers"
-        raise unsupported("batch_invariant=True", reason, "The engine cannot speak for other attention")
+        raise unsupported("batch_invariant=True", reason, "Other attention modules are not supported")
     for layer in layers:
         if set(requested_implementations(layer.implementation)) == {"reference"}:
-            reason = "its sums depend on the sizes of the bucket"
-            raise unsupported("batch_invariant=True by the reference", reason, "Leave implementation=None")
+            reason = "its rounding depends on the bucket size"
+            raise unsupported(
+                'batch_invariant=True with implementation="reference"', reason, "Leave implementation=None"
+            )
         layer.spec = dataclasses.replace(layer.spec, batch_invariant=True)
     return model

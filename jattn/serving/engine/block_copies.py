@@ -1,4 +1,4 @@
-"""What an engine does to caches between its steps: it copies blocks that forks write into, or frees all."""
+"""Operations on the KV caches between steps: copy blocks after forks, and free the caches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,25 +14,27 @@ type Pairs = Sequence[tuple[int, int]]
 
 
 def free(caches: Any) -> None:
-    """Gives the memory of caches back at once, whoever has them: the traceback of a failed call does."""
+    """Free the memory of caches at once, even if other references (such as a traceback) exist."""
     for array in jax.tree.leaves(caches):
         if isinstance(array, jax.Array):
             array.delete()
 
 
-class BlockCopies:
-    """`jattn.copy_blocks` within caches of one shape, compiled ahead for a few numbers of pairs.
+class BlockCopier:
+    """Copies blocks within caches (`jattn.copy_blocks`), with executables for a few numbers of pairs.
 
-    Layers that have blocks of their own are copied apart from the others.
+    Layers that have their own blocks are copied separately.
     """
 
     def __init__(self, max_num_seqs: int, near_layers: Sequence[bool] = ()) -> None:
-        """Compiles nothing yet; each request of a step writes into one shared block at most.
+        """Prepare the sizes.
+
+        Nothing is compiled yet; each request of a step writes into at most one shared block.
 
         Args:
-            max_num_seqs: Most requests of a step.
-            near_layers: Which layers have blocks of their own; empty = all share theirs, in caches of any
-                structure.
+            max_num_seqs: Maximum number of requests per step.
+            near_layers: For each layer, whether it has its own blocks. Empty: all layers share theirs, in any
+                pytree of caches.
         """
         self._near_layers = near_layers
         self._sizes = [1]
@@ -42,48 +44,48 @@ class BlockCopies:
         self._executables: dict[tuple[int, int], jax.stages.Compiled] = {}  # by group and size
 
     def compilers(self, caches: Any) -> list[Callable[[], None]]:
-        """What compiles those that are not compiled yet, each to be called in whatever thread.
+        """Return functions that compile the missing executables, each callable in any thread.
 
         Args:
-            caches: Those that will be copied within. Neither run nor donated.
+            caches: Caches to copy within. They are neither used nor donated.
         """
         groups = self._split(caches)
-        every = [(nth, size) for nth in range(len(groups)) for size in self._sizes]
-        missing = [key for key in every if key not in self._executables]
-        lowered = [self._copy.lower(groups[nth], np.zeros((size, 2), np.int32)) for nth, size in missing]
+        keys = [(group, size) for group in range(len(groups)) for size in self._sizes]
+        missing = [key for key in keys if key not in self._executables]
+        lowered = [self._copy.lower(groups[group], np.zeros((size, 2), np.int32)) for group, size in missing]
 
         def compiler(key: tuple[int, int], lowered: jax.stages.Lowered) -> Callable[[], None]:
             return lambda: self._executables.update({key: lowered.compile()})
 
         return list(map(compiler, missing, lowered))
 
-    def __call__(self, caches: Any, pairs: Pairs, near_pairs: Pairs = ()) -> Any:
-        """The caches, each pair's source copied onto its target. Those given are donated.
+    def __call__(self, caches: Any, pairs: Pairs, sliding_window_pairs: Pairs = ()) -> Any:
+        """Return the caches with each pair's source block copied to its target. The given caches are donated.
 
         Args:
-            caches: Those to copy within.
+            caches: Caches to copy within.
             pairs: (source, target) blocks.
-            near_pairs: Likewise, in layers that have blocks of their own.
+            sliding_window_pairs: (source, target) blocks of layers that have their own blocks.
         """
-        if not (pairs or near_pairs):
+        if not (pairs or sliding_window_pairs):
             return caches
         groups = self._split(caches)
-        for nth, of_group in enumerate((pairs, near_pairs)):
-            if of_group:
-                groups[nth] = self._copied(nth, groups[nth], of_group)
+        for group, group_pairs in enumerate((pairs, sliding_window_pairs)):
+            if group_pairs:
+                groups[group] = self._copied(group, groups[group], group_pairs)
         if not self._near_layers:
             return groups[0]
-        each = tuple(map(iter, groups))
-        return tuple(next(each[is_near]) for is_near in self._near_layers)
+        iterators = tuple(map(iter, groups))
+        return tuple(next(iterators[is_near]) for is_near in self._near_layers)
 
-    def _copied(self, nth: int, caches: Any, pairs: Pairs) -> Any:
+    def _copied(self, group: int, caches: Any, pairs: Pairs) -> Any:
         size = next((size for size in self._sizes if size >= len(pairs)), len(pairs))
         padded = np.full((size, 2), -1, np.int32)
         padded[: len(pairs)] = pairs
-        return self._executables.get((nth, size), self._copy)(caches, padded)
+        return self._executables.get((group, size), self._copy)(caches, padded)
 
     def _split(self, caches: Any) -> list[Any]:
-        """Those of layers that share blocks, together."""
+        """Return the caches of each group of layers that share blocks."""
         if not self._near_layers:
             return [caches]
         pairs = list(zip(caches, self._near_layers, strict=True))

@@ -1,4 +1,4 @@
-"""How large the engine makes what it was not told the size of."""
+"""Sizes of the engine: step limits, buckets, and the number of cache blocks."""
 
 import dataclasses
 import os
@@ -10,10 +10,15 @@ import jax
 from jattn.batch.bucket import Bucket, default_buckets
 from jattn.parallel import num_local_mesh_devices, num_mesh_devices, num_ranks
 from jattn.runtime.decode_graphs import WASTE, DecodeGraphs, GraphStep
-from jattn.serving.engine.batch_invariance import check_goes_with_invariance, invariant_buckets
+from jattn.serving.engine.batch_invariance import check_batch_invariant_options, invariant_buckets
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.input_processor import require_list_of_ints
-from jattn.serving.engine.kv_cache_groups import near_layers_of, near_reach_of, reach_of, turning_length_of
+from jattn.serving.engine.kv_cache_groups import (
+    local_attention_of,
+    longrope_threshold_of,
+    sliding_window_attention_of,
+    sliding_window_layers_of,
+)
 from jattn.serving.engine.proposer import draft_buckets
 from jattn.serving.engine.scheduler import Scheduler
 from jattn.serving.engine.served_model import ServedModel
@@ -21,16 +26,16 @@ from jattn.serving.engine.step import step_graphs
 from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 from pallas_kernels.support import why_not_device
 
-HOST_CACHE_BYTES = 2**30  # the largest cache made unasked where the device does not say what memory it has
-NARROW_TABLE = 1024  # columns that cost nothing: 1 MB for 256 rows
-SHARE_OF_FREE_MEMORY = 0.8  # the largest one made unasked where it does
+HOST_CACHE_BYTES = 2**30  # default cache size if the device does not report its memory
+MIN_TABLE_WIDTH = 1024  # columns: 1 MB for 256 rows, a negligible transfer
+FREE_MEMORY_FRACTION = 0.8  # default cache size if the device reports its memory
 
 
 def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The budget, three quarters, a half of it and so on down to 256 tokens; then quarters, down to 16.
+    """Return prefill sizes: the budget, 3/4, 1/2 and so on down to 256 tokens, then quarters down to 16.
 
-    A prompt of 1,024 tokens in a step of 2,048 has its first token after twice the time, and those beside it
-    wait as long. Up to 256 tokens a step takes the time of its weights.
+    A 1,024-token prompt in a 2,048-token step takes twice the time to its first token and delays the other
+    requests. Below 256 tokens, a step takes as long as reading the weights.
     """
     sizes = [max_num_batched_tokens]
     while (last := sizes[-1]) >= 64:
@@ -38,8 +43,8 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
     return sizes
 
 
-def few_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """The budget, a quarter of it, a quarter of that, down to 16, where compiling costs more than padding."""
+def coarse_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return the budget and its quarters down to 16, for devices where compiling costs more than padding."""
     sizes = [max_num_batched_tokens]
     while sizes[-1] >= 64:
         sizes.append(sizes[-1] // 4)
@@ -47,84 +52,99 @@ def few_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def table_widths(max_blocks: int) -> list[int]:
-    """Columns of block tables: enough for the longest request, and eighths of that down to NARROW_TABLE.
+    """Return block-table widths: enough for the longest request, and its eighths down to MIN_TABLE_WIDTH.
 
-    A step sends its table to the device, rows x columns, and what a request might have decides what serves
-    it: neither should be of 131,072 tokens where 2,000 are there.
+    A step transfers its table to the device (rows x columns), and the maximum request length affects the
+    kernel choice, so short requests should not use the widest table.
     """
     widths = [max_blocks]
-    while widths[-1] > NARROW_TABLE:
-        widths.append(max(widths[-1] // 8, NARROW_TABLE))
+    while widths[-1] > MIN_TABLE_WIDTH:
+        widths.append(max(widths[-1] // 8, MIN_TABLE_WIDTH))
     return widths
 
 
-def few_of(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Those of default_buckets that a CPU gains by.
+def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the default buckets that are worth compiling on a CPU.
 
-    There XLA compiles every layer of every bucket anew: 10 of them, of 6 layers 192 wide, took 38 s of a
-    CPU's time, these 5 took 21. Rows cost little: decode rows beside a prompt, or four times as many as
-    decode.
+    XLA compiles every layer of every bucket there: 10 buckets with 6 layers of width 192 took 38 s of CPU
+    time, these 5 took 21 s. Extra rows are cheap, so prompts run beside all decode rows, and decode sizes
+    grow by a factor of four.
     """
-    few: list[Bucket] = []
+    selected: list[Bucket] = []
     most = max(bucket.max_decodes for bucket in buckets)
     for bucket in sorted(buckets, key=lambda bucket: -bucket.max_decodes):
         if bucket.max_prefill_tokens:
-            few += [bucket] if bucket.max_decodes else []
+            selected += [bucket] if bucket.max_decodes else []
         elif bucket.max_decodes <= most:
-            few, most = [*few, bucket], bucket.max_decodes // WASTE
-    return few
+            selected, most = [*selected, bucket], bucket.max_decodes // WASTE
+    return selected
 
 
-def _beside_some(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Prompts beside a quarter of the decode rows; default_buckets has them beside all and beside none.
+def _partial_decode_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return buckets with prompts beside a quarter of the decode rows, in addition to default_buckets.
 
-    By the scheduler's own steps and measured times (8B width, prompts of 1,024 at 16 a second, 256 rows) the
-    first token comes after 30 ms, after 35 without these: 20 decodes beside it cost as many tokens as 256.
+    In a simulation with measured step times (8B model, 1,024-token prompts at 16 per second, 256 rows) the
+    first token arrives after 30 ms, and after 35 ms without these buckets.
     """
-    some = max(bucket.max_decodes for bucket in buckets) // 4
-    alone = [bucket for bucket in buckets if not bucket.max_decodes]
-    return [dataclasses.replace(bucket, max_decodes=some) for bucket in alone if some > 1]
+    num_decodes = max(bucket.max_decodes for bucket in buckets) // 4
+    prefill_only = [bucket for bucket in buckets if not bucket.max_decodes]
+    return [
+        dataclasses.replace(bucket, max_decodes=num_decodes) for bucket in prefill_only if num_decodes > 1
+    ]
 
 
-def num_blocks_in(
-    cache_bytes: int | None, bytes_per_block: int, *, most: int, near_bytes: int = 0, most_near: int = 0
+def num_blocks_that_fit(
+    cache_bytes: int | None,
+    bytes_per_block: int,
+    *,
+    max_blocks: int,
+    sliding_window_bytes: int = 0,
+    max_sliding_window_blocks: int = 0,
 ) -> int:
-    """Blocks that fit `cache_bytes`; None: `most`, or fewer where memory is short.
+    """Return the number of blocks that fit `cache_bytes`; if None, the free memory.
 
     Args:
-        cache_bytes: Memory for all layers.
-        bytes_per_block: Of all layers.
-        most: As many are enough.
-        near_bytes: Those of bytes_per_block that belong to layers with blocks of their own.
-        most_near: As many are enough for these; beyond, a block costs what the others take.
+        cache_bytes: Memory for all layers in bytes.
+        bytes_per_block: Size of a block in all layers, in bytes.
+        max_blocks: Maximum number of blocks that are needed.
+        sliding_window_bytes: Part of bytes_per_block that belongs to layers with their own blocks.
+        max_sliding_window_blocks: Maximum number of blocks that these layers need; further blocks only take
+            memory in the other layers.
 
     Raises:
-        ValueError: Not even two fit.
+        ValueError: If fewer than two blocks fit.
     """
-    in_memory = lambda limit: (
-        limit // bytes_per_block
-        if limit // bytes_per_block <= most_near or not near_bytes
-        else (limit - most_near * near_bytes) // (bytes_per_block - near_bytes)
-    )
+
+    def num_in(limit: int) -> int:
+        if limit // bytes_per_block <= max_sliding_window_blocks or not sliding_window_bytes:
+            return limit // bytes_per_block
+        rest_bytes = limit - max_sliding_window_blocks * sliding_window_bytes
+        return rest_bytes // (bytes_per_block - sliding_window_bytes)
+
     if cache_bytes is None:
         memory = jax.local_devices()[0].memory_stats() or {}
         free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
-        limit = int(free * SHARE_OF_FREE_MEMORY) if free > 0 else HOST_CACHE_BYTES
-        return min(most, max(in_memory(limit), 2))
-    num_blocks: int = in_memory(cache_bytes)
-    require(num_blocks > 1, "cache_bytes", f"hold two blocks ({2 * bytes_per_block} bytes)", cache_bytes)
+        limit = int(free * FREE_MEMORY_FRACTION) if free > 0 else HOST_CACHE_BYTES
+        return min(max_blocks, max(num_in(limit), 2))
+    num_blocks: int = num_in(cache_bytes)
+    require(
+        num_blocks > 1,
+        "cache_bytes",
+        f"be at least {2 * bytes_per_block}, the size of two blocks",
+        cache_bytes,
+    )
     return num_blocks
 
 
 class StepLimits(NamedTuple):
-    """What the engine was told of its steps.
+    """The configured limits of the engine's steps.
 
     Attributes:
-        block_size: Tokens of a block, of all devices together.
-        max_num_seqs: Most requests of a step.
-        max_num_batched_tokens: Most new tokens of a step.
-        max_model_len: Longest context; None = the model's.
-        batch_invariant: As `Engine` has it.
+        block_size: Number of tokens per block, over all context-parallel ranks.
+        max_num_seqs: Maximum number of requests per step.
+        max_num_batched_tokens: Maximum number of new tokens per step.
+        max_model_len: Maximum context length in tokens; None: the model's.
+        batch_invariant: Whether results are independent of the batch; see `Engine`.
     """
 
     block_size: int
@@ -133,21 +153,25 @@ class StepLimits(NamedTuple):
     max_model_len: int | None = None
     batch_invariant: bool = False
 
-    def on_ranks(self, model: ServedModel, draft: ServedModel | None = None) -> "StepLimits":
-        """Blocks as the scheduler counts them: each rank has `block_size` tokens of one.
+    def for_context_parallel(self, model: ServedModel, draft: ServedModel | None = None) -> "StepLimits":
+        """Return the limits with the scheduler's block size: `block_size` tokens per context-parallel rank.
 
         Raises:
-            ValueError: They are no multiple of the tokens that stay together.
+            ValueError: If block_size is not a multiple of cp_kv_cache_interleave_size.
         """
         ranks = num_ranks(model)
-        for one in (model, draft) if ranks > 1 else ():
-            interleave = getattr(one, "cp_kv_cache_interleave_size", 1)
+        for spec in (model, draft) if ranks > 1 else ():
+            interleave = getattr(spec, "cp_kv_cache_interleave_size", 1)
             rule = f"be a multiple of cp_kv_cache_interleave_size ({interleave})"
             require(self.block_size % interleave == 0, "block_size", rule, self.block_size)
         return self._replace(block_size=self.block_size * ranks)
 
     def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
-        """Raises ValueError unless all are ints: positive the limits, None perhaps the memory's sizes."""
+        """Check that all limits and memory sizes are ints, and that the limits are positive.
+
+        Raises:
+            ValueError: If a value is invalid.
+        """
         require_list_of_ints("skip_layers", skip_layers)
         require_type("batch_invariant", self.batch_invariant, bool, "True or False")
         sizes = {name: size for name, size in self._asdict().items() if name != "batch_invariant"}
@@ -163,48 +187,57 @@ class StepLimits(NamedTuple):
         cascade_attention: bool | None,
         buckets: Sequence[Bucket] | None,
     ) -> None:
-        """Checks what else the engine is to do; arguments as `Engine` has them.
+        """Check the engine's features; see `Engine` for the arguments.
 
         Raises:
-            ValueError: What is on or off is no bool, or buckets are given with batch_invariant.
-            NotImplementedError: Another one does not go with batch_invariant.
+            ValueError: If a flag is not a bool, or buckets are given with batch_invariant.
+            NotImplementedError: If a feature does not support batch_invariant.
         """
         require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
-        require_type("cascade_attention", cascade_attention, (bool, type(None)), "None = where it pays")
+        require_type("cascade_attention", cascade_attention, (bool, type(None)), "None: where it is faster")
         if self.batch_invariant:
-            check_goes_with_invariance(speculative, cascade_attention, buckets)
+            check_batch_invariant_options(speculative, cascade_attention, buckets)
 
-    def longest(self, model: ServedModel) -> int:
-        """The longest context, in tokens.
+    def max_context_len(self, model: ServedModel) -> int:
+        """Return the maximum context length in tokens.
 
         Raises:
-            ValueError: max_model_len is longer than the model's.
+            ValueError: If max_model_len exceeds the model's maximum.
         """
-        most = model.config.max_position_embeddings
+        max_len = model.config.max_position_embeddings
         if self.max_model_len is None:
-            return most
-        rule = f"be at most the model's {most} positions"
-        require(self.max_model_len <= most, "max_model_len", rule, self.max_model_len)
+            return max_len
+        if self.max_model_len > max_len:
+            raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's maximum of {max_len}.")
         return self.max_model_len
 
-    def _blocks_of_longest(self, model: ServedModel) -> int:
-        return -(-self.longest(model) // self.block_size)
+    def _blocks_per_request(self, model: ServedModel) -> int:
+        return -(-self.max_context_len(model) // self.block_size)
 
     def max_blocks(self, model: ServedModel, num_blocks: int) -> int:
-        """Block-table columns of the longest request, of so many blocks in all."""
-        longest, capacity, reach = self._blocks_of_longest(model), num_blocks - 1, reach_of(model)
-        if reach is not None and reach.fits(capacity * self.block_size, self.block_size):
-            return longest
-        return min(longest, capacity)
+        """Return the number of block-table columns of the longest request."""
+        max_context_len, capacity, local_attention = (
+            self._blocks_per_request(model),
+            num_blocks - 1,
+            local_attention_of(model),
+        )
+        if local_attention is not None and local_attention.fits_any_length(
+            capacity * self.block_size, self.block_size
+        ):
+            return max_context_len
+        return min(max_context_len, capacity)
 
-    def _blocks_at_once(self, model: ServedModel) -> int:
-        """Blocks that the longest request has need of at once."""
-        longest, reach = self._blocks_of_longest(model), reach_of(model)
-        if reach is None:
-            return longest
-        return min(longest, reach.blocks_at_once(self.max_num_batched_tokens, self.block_size))
+    def _max_blocks_at_once(self, model: ServedModel) -> int:
+        """Return the number of blocks that the longest request needs at once."""
+        max_context_len, local_attention = self._blocks_per_request(model), local_attention_of(model)
+        if local_attention is None:
+            return max_context_len
+        return min(
+            max_context_len,
+            local_attention.max_blocks_per_request(self.max_num_batched_tokens, self.block_size),
+        )
 
-    def num_blocks_for(
+    def resolve_num_blocks(
         self,
         model: ServedModel,
         num_blocks: int | None,
@@ -212,92 +245,110 @@ class StepLimits(NamedTuple):
         cache: dict[str, Any],
         draft: ServedModel | None = None,
     ) -> int:
-        """Blocks of each layer's cache.
+        """Return the number of blocks of each layer's cache.
 
         Args:
-            model: Whose caches.
-            num_blocks: So many; None = as cache_bytes says.
-            cache_bytes: Memory for all layers, on each device; None = enough, where there is enough.
-            cache: What else `ServedModel.cache_specs` takes.
-            draft: A model whose caches, of as many blocks, share the memory.
+            model: The served model.
+            num_blocks: Requested number of blocks. None: derived from cache_bytes.
+            cache_bytes: Memory for all layers per device, in bytes. None: as much as needed, if available.
+            cache: Other arguments of `ServedModel.cache_specs`.
+            draft: Draft model whose caches share the memory.
 
         Raises:
-            ValueError: Both are given, not even two blocks fit, or the device cannot hold them.
+            ValueError: If both are given, fewer than two blocks fit, or the device does not have the memory.
         """
         if num_blocks is not None:
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
         specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
-        own = [spec for spec, is_near in zip(specs, near_layers_of(model), strict=False) if is_near]
+        sliding_window_specs = [
+            spec for spec, is_near in zip(specs, sliding_window_layers_of(model), strict=False) if is_near
+        ]
         if draft is not None:
-            plain: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
-            specs += draft.cache_specs(1, block_size=self.block_size, **plain)
-        most = self._blocks_at_once(model) * self.max_num_seqs + 1
-        size, near_size = (
-            sum(one.bytes_per_block for one in of) // num_mesh_devices(model) for of in (specs, own)
+            specs += draft.cache_specs(
+                1, block_size=self.block_size, dtype=None, quantization=None, skip_layers=()
+            )
+        max_blocks = self._max_blocks_at_once(model) * self.max_num_seqs + 1
+        block_bytes = sum(spec.bytes_per_block for spec in specs) // num_mesh_devices(model)
+        window_block_bytes = sum(spec.bytes_per_block for spec in sliding_window_specs) // num_mesh_devices(
+            model
         )
-        most_near = self._most_near_blocks(model)
+        max_sliding_window_blocks = self._max_sliding_window_blocks(model)
         name, value = ("num_blocks", num_blocks) if cache_bytes is None else ("cache_bytes", cache_bytes)
         if num_blocks is None:
-            near: Any = {"near_bytes": near_size, "most_near": most_near}
-            num_blocks = num_blocks_in(cache_bytes, size, most=most, **near)
-        total = num_blocks * size - max(num_blocks - most_near, 0) * near_size
-        require_fits(name, num_blocks if value is None else value, total, model)
+            num_blocks = num_blocks_that_fit(
+                cache_bytes,
+                block_bytes,
+                max_blocks=max_blocks,
+                sliding_window_bytes=window_block_bytes,
+                max_sliding_window_blocks=max_sliding_window_blocks,
+            )
+        total = num_blocks * block_bytes
+        total -= max(num_blocks - max_sliding_window_blocks, 0) * window_block_bytes
+        require_fits_memory(name, num_blocks if value is None else value, total, model)
         return num_blocks
 
-    def _most_near_blocks(self, model: ServedModel) -> int:
-        """Blocks that are enough for layers with blocks of their own; 0 where there are none."""
-        reach = near_reach_of(model)
-        if reach is None:
+    def _max_sliding_window_blocks(self, model: ServedModel) -> int:
+        """Return the maximum number of blocks in layers with their own blocks; 0 if there are none."""
+        local_attention = sliding_window_attention_of(model)
+        if local_attention is None:
             return 0
-        return reach.blocks_of_all(self.max_num_seqs, self.max_num_batched_tokens, self.block_size) + 1
+        return (
+            local_attention.max_blocks_per_batch(
+                self.max_num_seqs, self.max_num_batched_tokens, self.block_size
+            )
+            + 1
+        )
 
-    def blocks_of_layers(self, model: ServedModel, num_blocks: int) -> int | tuple[int, ...]:
-        """Blocks of each layer's cache; one number where all layers share a block table."""
-        near = min(num_blocks, self._most_near_blocks(model))
-        return tuple(near if is_near else num_blocks for is_near in near_layers_of(model)) or num_blocks
+    def num_blocks_per_layer(self, model: ServedModel, num_blocks: int) -> int | tuple[int, ...]:
+        """Return the number of blocks of each layer's cache; one number if all layers share a block table."""
+        near = min(num_blocks, self._max_sliding_window_blocks(model))
+        return (
+            tuple(near if is_near else num_blocks for is_near in sliding_window_layers_of(model))
+            or num_blocks
+        )
 
     def scheduler(self, model: ServedModel, num_blocks: int) -> Scheduler:
-        """A scheduler of a model's requests, over so many blocks.
+        """Create the scheduler.
 
         Raises:
-            ValueError: There would be no block to hand out.
-            NotImplementedError: Long requests are turned otherwise, and not as the steps would need it.
+            ValueError: If there are fewer than two blocks.
+            NotImplementedError: If the model's LongRoPE conflicts with the limits.
         """
-        near = min(num_blocks, self._most_near_blocks(model))
+        near = min(num_blocks, self._max_sliding_window_blocks(model))
         return Scheduler(
             BlockManager(num_blocks, self.block_size),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            reach=near_reach_of(model) if near else reach_of(model),
+            local_attention=sliding_window_attention_of(model) if near else local_attention_of(model),
             batch_invariant=self.batch_invariant,
-            turning_length=self._turning_length(model),
-            near_manager=BlockManager(near, self.block_size) if near else None,
+            longrope_threshold=self._longrope_threshold(model),
+            sliding_window_manager=BlockManager(near, self.block_size) if near else None,
         )
 
-    def _turning_length(self, model: ServedModel) -> int | None:
-        """Of requests that may become as long; None = of none."""
-        length = turning_length_of(model)
-        if length is None or self.longest(model) <= length:
+    def _longrope_threshold(self, model: ServedModel) -> int | None:
+        """Return the length above which LongRoPE changes; None if no request can exceed it."""
+        length = longrope_threshold_of(model)
+        if length is None or self.max_context_len(model) <= length:
             return None
-        reason = f"requests of more than {length} tokens are turned by other frequencies, all of them"
+        reason = f"requests of more than {length} tokens use other RoPE frequencies for all of their tokens"
         if self.batch_invariant:
-            raise unsupported("batch_invariant=True", reason, f"Give max_model_len={length}")
+            raise unsupported("batch_invariant=True", reason, f"Set max_model_len={length}")
         if self.max_num_batched_tokens <= length:
             what = f"max_num_batched_tokens={self.max_num_batched_tokens}"
-            raise unsupported(what, reason, f"Give at least {length + 1}, or max_model_len={length}")
+            raise unsupported(what, reason, f"Set it to at least {length + 1}, or set max_model_len={length}")
         return length
 
     def draft_buckets(self, model: ServedModel, num_blocks: int, num_draft_tokens: int) -> list[Bucket]:
-        """Of steps with so many drafts a row."""
+        """Return the buckets of steps with this many draft tokens per row."""
         widths = table_widths(self.max_blocks(model, num_blocks))
-        return [one for n in widths for one in draft_buckets(self.max_num_seqs, num_draft_tokens, n)]
+        return [spec for n in widths for spec in draft_buckets(self.max_num_seqs, num_draft_tokens, n)]
 
-    def reading_buckets(self, model: ServedModel, num_blocks: int) -> list[Bucket]:
-        """Of steps that only read prompts, the largest last."""
+    def draft_prefill_buckets(self, model: ServedModel, num_blocks: int) -> list[Bucket]:
+        """Return the buckets of a draft model's prefill steps, the largest last."""
         return [
             Bucket(max_prefills=min(self.max_num_seqs, size), max_prefill_tokens=size, max_blocks=width)
             for width in sorted(table_widths(self.max_blocks(model, num_blocks)))
-            for size in sorted(few_prefill_sizes(self.max_num_batched_tokens))
+            for size in sorted(coarse_prefill_sizes(self.max_num_batched_tokens))
         ]
 
     def graphs(
@@ -308,10 +359,10 @@ class StepLimits(NamedTuple):
         num_blocks: int,
         num_draft_tokens: int = 0,
     ) -> DecodeGraphs:
-        """The executables of a step, for the buckets given or a handful, and those of steps with drafts.
+        """Create the executables of a step for the given or default buckets, and for steps with drafts.
 
         Raises:
-            ValueError: No bucket fits the largest step.
+            ValueError: If no bucket fits the largest step.
         """
         max_blocks = self.max_blocks(model, num_blocks)
         if self.batch_invariant:
@@ -319,9 +370,9 @@ class StepLimits(NamedTuple):
             return step_graphs(step, invariant_buckets(*sizes))
         if buckets is None:
             is_cpu = jax.default_backend() == "cpu"
-            chunks = (few_prefill_sizes if is_cpu else prefill_sizes)(self.max_num_batched_tokens)
-            # None of one row: XLA then multiplies weights out into memory in the place of a matrix product.
-            # 32 layers of Llama 3 8B's attention took 2,251 us for one row, 1,547 for 8 (benchmarks/results).
+            chunks = (coarse_prefill_sizes if is_cpu else prefill_sizes)(self.max_num_batched_tokens)
+            # No bucket has a single row: XLA would replace its matrix products by slower elementwise kernels.
+            # 32 attention layers of Llama 3 8B took 2,251 us for one row and 1,547 us for 8.
             rows = max(self.max_num_seqs, 2)
             buckets = [
                 bucket
@@ -329,11 +380,13 @@ class StepLimits(NamedTuple):
                 for bucket in default_buckets(rows, max_blocks=width, prefill_tokens=chunks)
                 if bucket.max_tokens > 1
             ]
-            buckets = few_of(buckets) if is_cpu else [*buckets, *_beside_some(buckets)]
+            buckets = (
+                reduce_buckets_for_cpu(buckets) if is_cpu else [*buckets, *_partial_decode_buckets(buckets)]
+            )
         if num_draft_tokens:
             buckets = [*buckets, *self.draft_buckets(model, num_blocks, num_draft_tokens)]
         graphs = step_graphs(step, buckets)
-        graphs.choose(  # raises where a step could be too large
+        graphs.choose(  # Raises if a step could be too large.
             num_decodes=self.max_num_seqs,
             num_prefills=min(self.max_num_seqs, self.max_num_batched_tokens),
             num_prefill_tokens=self.max_num_batched_tokens,
@@ -343,50 +396,53 @@ class StepLimits(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """Most requests and most new tokens of a step."""
+    """Maximum numbers of requests and of new tokens per step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
-OF_A_CPU = StepSizes(16, 512)  # where each row costs its time, and each bucket is compiled layer by layer
-OF_A_GPU = StepSizes(256, 2048)  # vLLM's of most GPUs
-WITH_KERNELS = StepSizes(256, 8192)  # vLLM's of an H100
+CPU_STEP_SIZES = StepSizes(16, 512)  # Each row takes time, and each bucket is compiled layer by layer.
+GPU_STEP_SIZES = StepSizes(256, 2048)  # vLLM's defaults for most GPUs
+KERNEL_STEP_SIZES = StepSizes(256, 8192)  # vLLM's defaults for an H100
 
 
 def default_step_sizes(fills_buckets: bool) -> StepSizes:
-    """Those of this process's first device.
+    """Return the default step sizes for this process's first device.
 
     Args:
-        fills_buckets: Each step costs its sizes, whatever is in it; then they are a CPU's everywhere.
+        fills_buckets: Whether each step costs its full bucket regardless of the content. If so, the CPU's
+            sizes are used on all devices.
     """
     device = jax.local_devices()[0]
     if device.platform == "cpu" or fills_buckets:
-        return OF_A_CPU
-    return OF_A_GPU if why_not_device(device) else WITH_KERNELS
+        return CPU_STEP_SIZES
+    return GPU_STEP_SIZES if why_not_device(device) else KERNEL_STEP_SIZES
 
 
-def require_fits(name: str, value: int, cache_bytes: int, model: Any) -> None:
-    """Caches must fit the memory of a device, whatever else is there; unknown memory is enough.
+def require_fits_memory(name: str, value: int, cache_bytes: int, model: Any) -> None:
+    """Check that the KV caches fit the memory of a device. Other allocations are ignored.
 
     Args:
-        name: What was asked for, for the message.
-        value: Its value.
-        cache_bytes: That it makes of caches, on each device.
-        model: Whose caches.
+        name: Name of the argument, for the error message.
+        value: Value of the argument.
+        cache_bytes: Memory of the caches per device, in bytes.
+        model: The served model.
 
     Raises:
-        ValueError: They do not.
+        ValueError: If the caches do not fit.
     """
-    most = memory_of_device(model)
-    rule = f"fit the memory of a device ({most} bytes; these caches take {cache_bytes})"
-    require(most is None or cache_bytes <= most, name, rule, value)
+    memory = device_memory_bytes(model)
+    if memory is not None and cache_bytes > memory:
+        raise ValueError(
+            f"{name}={value} needs {cache_bytes} bytes for the KV caches, but a device has {memory} bytes."
+        )
 
 
-def memory_of_device(model: Any) -> int | None:
-    """All memory of each of a model's devices, in bytes; None where it is unknown.
+def device_memory_bytes(model: Any) -> int | None:
+    """Return the total memory of each of a model's devices in bytes; None if it is unknown.
 
-    Devices of a CPU share the host's.
+    The devices of a CPU share the host's memory.
     """
     device = jax.local_devices()[0]
     if device.platform != "cpu" or device.memory_stats():

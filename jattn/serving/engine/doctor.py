@@ -1,4 +1,4 @@
-"""What this machine gets: which implementation serves which feature, and why not a faster one."""
+"""Diagnosis of this machine: the implementation of each attention feature, and why it is not a faster one."""
 
 import importlib.metadata
 import warnings
@@ -52,10 +52,10 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
 
 
 def diagnose(feature: str, region: str) -> ImplementationChoice:
-    """What serves a feature in a region on jax's default device. Nothing is computed.
+    """Return the implementation of a feature on jax's default device. Nothing is computed.
 
     Args:
-        feature: One of FEATURES.
+        feature: Key of FEATURES.
         region: "decode" or "prefill".
     """
     changes, cache_changes, mask = FEATURES[feature]
@@ -63,32 +63,36 @@ def diagnose(feature: str, region: str) -> ImplementationChoice:
     cache_spec = CacheSpec(**{"num_blocks": 64, "num_kv_heads": 8, "head_dim": 128, **cache_changes})
     metadata = abstract_metadata(REGIONS[region], cache_spec.block_size)
     # Any of the implementations in its turn: this is where to learn that there is no kernel, not a warning.
-    (chosen,) = plan_layers(metadata, (layer_config(spec, cache_spec),), mask, implementation=IMPLEMENTATIONS)
-    ((_, choice),) = chosen.choices
+    (layer_choice,) = plan_layers(
+        metadata, (layer_config(spec, cache_spec),), mask, implementation=IMPLEMENTATIONS
+    )
+    ((_, choice),) = layer_choice.choices
     return choice
 
 
 def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int) -> str:
-    """What serves each kind of layer of a model, for every bucket: tables as plans print them.
+    """Return tables of the implementation of each layer type for every bucket, as plans print them.
 
     Args:
-        model: As the engine takes it.
-        caches: Its caches, or their shapes.
-        buckets: The sizes that are compiled; those of equal tables share one.
-        block_size: Tokens of a cache block.
+        model: The served model.
+        caches: KV caches, or their shapes.
+        buckets: Compiled sizes. Buckets with equal tables share one table.
+        block_size: Number of tokens per cache block.
     """
-    alike: dict[str, list[Bucket]] = {}
+    buckets_by_table: dict[str, list[Bucket]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KernelFallbackWarning)  # the tables say it
         for bucket in buckets:
             metadata = abstract_metadata(bucket, block_size)
-            made = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
-            alike.setdefault(str(made), []).append(bucket)
-    return "\n\n".join(f"buckets {named(of)}:\n\n{text}" for text, of in alike.items())
+            plan = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
+            buckets_by_table.setdefault(str(plan), []).append(bucket)
+    return "\n\n".join(
+        f"buckets {named(plan_buckets)}:\n\n{text}" for text, plan_buckets in buckets_by_table.items()
+    )
 
 
 def report() -> str:
-    """Versions, devices, one table, and the reasons as its notes."""
+    """Return versions, devices, a table of all features, and the reasons as notes."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax"))
     devices = ", ".join(f"{device.device_kind} ({device.platform}:{device.id})" for device in jax.devices())
     notes: list[str] = []
@@ -101,14 +105,14 @@ def report() -> str:
         "",
         format_table(rows),
         "",
-        "ALiBi and sinks: wherever the layer is.",
+        "ALiBi and sinks use the same implementation as their layer.",
     ]
     lines += ["", *(f"[{i}] {note}" for i, note in enumerate(notes, 1))] if notes else []
     return "\n".join(lines)
 
 
 def _cell(choice: ImplementationChoice, notes: list[str]) -> str:
-    """The implementation, and the number of the note that says why it is not a better one."""
+    """Return the implementation, with the number of the note that gives the reason."""
     if choice.reason is None:
         return choice.implementation
     if choice.reason not in notes:
@@ -117,7 +121,7 @@ def _cell(choice: ImplementationChoice, notes: list[str]) -> str:
 
 
 def version_of(package: str) -> str:
-    """As it was installed; "of a checkout" where it is used without."""
+    """Return the installed version of a package, or "of a checkout" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

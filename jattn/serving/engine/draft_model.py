@@ -1,4 +1,4 @@
-"""Drafts by a small model: its own caches, over the blocks that the requests have."""
+"""Drafting by a small model with its own KV caches, which use the same block ids as the engine's."""
 
 import dataclasses
 import functools
@@ -17,43 +17,43 @@ from jattn.batch.requests import pack_tokens
 from jattn.batch.transitions import advance, recompute_slot_mapping
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import GraphStep
-from jattn.serving.engine.block_copies import BlockCopies, free
+from jattn.serving.engine.block_copies import BlockCopier, free
 from jattn.serving.engine.proposer import Proposer
 from jattn.serving.engine.sampler import SamplingMetadata, build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.step import step_graphs, with_implementation
-from jattn.serving.engine.warmup import Runs
+from jattn.serving.engine.warmup import WarmupRuns
 from jattn.serving.engine.weights import Weights
 
-# Tokens that it begins a round with: after a round whose drafts all stay the last of them was never read, and
-# the model's own token behind it neither. Reading one of them twice writes the same again.
+# Number of tokens that start a round. If all drafts of the previous round were accepted, neither its last
+# draft nor the model's next token has been processed. Processing a token twice writes the same values again.
 FIRST_TOKENS = 2
 
 
 class DraftCall(NamedTuple):
-    """What a draft model does before a step.
+    """The work of a draft model before a step.
 
     Attributes:
-        readings: Steps that read tokens of requests first: their metadata and tokens.
-        metadata: Of the step that drafts.
-        token_ids: Of the step that drafts, FIRST_TOKENS a row.
-        drawn_by: Sampling parameters, and how many tokens each row was given before.
+        prefills: Metadata and tokens of steps that first process missing tokens.
+        metadata: Metadata of the drafting step.
+        token_ids: Tokens of the drafting step, FIRST_TOKENS per row.
+        sampling_inputs: Sampling parameters, and the number of generated tokens of each row.
     """
 
-    readings: Sequence[tuple[BatchMetadata, Any]]
+    prefills: Sequence[tuple[BatchMetadata, Any]]
     metadata: BatchMetadata
     token_ids: Any
-    drawn_by: tuple[SamplingMetadata, Any]
+    sampling_inputs: tuple[SamplingMetadata, Any]
 
 
 class DraftModel(Proposer):
-    """Drafts k tokens of each row in one call: a step of two tokens a row, then k - 1 steps of one.
+    """Drafts k tokens per row in one call: a step with two tokens per row, then k - 1 steps with one.
 
-    It draws with the noise that the model will verify with, without filters and penalties. A request's
-    tokens are read when it is first drafted for, and what came while it slept when it wakes.
+    It samples with the noise that verification uses, without filters and penalties. A request's tokens are
+    processed when it is first drafted for, and tokens from a pause when drafting resumes.
     """
 
     def __init__(
@@ -67,126 +67,145 @@ class DraftModel(Proposer):
         block_size: int,
         implementation: str | Sequence[str] | None,
     ) -> None:
-        """Makes the caches, in the model's dtype; compiles nothing yet.
+        """Create the KV caches in the model's dtype. Nothing is compiled yet.
 
         Args:
-            model: Who drafts.
-            num_tokens: Drafts of a row.
-            buckets: Of the steps that verify.
-            prompt_buckets: Of steps that read prompts, the largest last.
-            num_blocks: Blocks of each layer's cache, as many as the engine's have.
-            block_size: Tokens of a block.
-            implementation: Of the attention, as in `attend`.
+            model: The draft model.
+            num_tokens: Number of drafts per row.
+            buckets: Buckets of the verifying steps.
+            prompt_buckets: Buckets of prefill steps, the largest last.
+            num_blocks: Number of blocks of each layer's cache, as many as the engine's.
+            block_size: Number of tokens per block.
+            implementation: Attention implementation; see `attend`.
         """
         self._weights, self._block_size = Weights(model), block_size
         graphdef = nnx.graphdef(with_implementation(model, implementation))
-        cache: dict[str, Any] = {"dtype": None, "quantization": None, "skip_layers": ()}
-        self._new_caches = functools.partial(model.create_caches, num_blocks, block_size=block_size, **cache)
+        self._new_caches = functools.partial(
+            model.create_caches,
+            num_blocks,
+            block_size=block_size,
+            dtype=None,
+            quantization=None,
+            skip_layers=(),
+        )
         self._caches: Any = self._new_caches()
-        self._copies = BlockCopies(max(bucket.max_decodes for bucket in buckets))
+        self._copies = BlockCopier(max(bucket.max_decodes for bucket in buckets))
         self._largest = prompt_buckets[-1]
-        self._readers = step_graphs(make_reading_step(graphdef), prompt_buckets)
+        self._prefill_graphs = step_graphs(make_prefill_step(graphdef), prompt_buckets)
         rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
-        self._drafters = step_graphs(make_draft_step(graphdef, num_tokens), rows)
+        self._draft_graphs = step_graphs(make_draft_step(graphdef, num_tokens), rows)
         self.runs = (
-            Runs(self._readers, block_size, lambda bucket: [_zeros(bucket.max_tokens)]),
-            Runs(self._drafters, block_size, _drafting_inputs),
+            WarmupRuns(self._prefill_graphs, block_size, lambda bucket: [_zeros(bucket.max_tokens)]),
+            WarmupRuns(self._draft_graphs, block_size, _drafting_inputs),
         )
 
     @property
     def num_compiles(self) -> int:
-        """As `Proposer.num_compiles`."""
-        return self._readers.num_compiles + self._drafters.num_compiles
+        """Number of compiled executables."""
+        return self._prefill_graphs.num_compiles + self._draft_graphs.num_compiles
 
-    def look(self, generation: Generation, num_tokens: int) -> int:
-        """As `Proposer.look`: always as many as are wanted."""
+    def find_drafts(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Return `num_tokens`: a model can always draft."""
         return num_tokens
 
     def prepare(
         self,
         step: Step,
-        generations: Sequence[Generation],
+        sequences: Sequence[SequenceState],
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
     ) -> DraftCall:
-        """As `Proposer.prepare`."""
-        readings = self._missing(step, generations)
-        lens = [len(one.token_ids) for one in generations]
+        """Return the draft model's work for a step; see `Proposer.prepare`."""
+        prefills = self._catch_up_steps(step, sequences)
+        lens = [len(sequence.token_ids) for sequence in sequences]
         bucket = dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS)
         metadata = self._metadata([FIRST_TOKENS] * len(lens), lens, step.block_tables, bucket)
-        ids: Any = pack_tokens([one.token_ids[-FIRST_TOKENS:] for one in generations], bucket)
-        drawn_by = (
+        ids: Any = pack_tokens([sequence.token_ids[-FIRST_TOKENS:] for sequence in sequences], bucket)
+        sampling_inputs = (
             replace(sampling, draws=True, floors=False, cuts=False),
             np.asarray(num_generated, np.int32),
         )
-        for one in generations:
-            if one.drafting.num_drafted:
-                one.drafting.num_read = len(one.token_ids)
-        return DraftCall(readings, metadata, ids, drawn_by)
+        for sequence in sequences:
+            if sequence.draft_state.num_drafted:
+                sequence.draft_state.num_read = len(sequence.token_ids)
+        return DraftCall(prefills, metadata, ids, sampling_inputs)
 
     def start(self, prepared: DraftCall) -> Int32[Array, " tokens"]:
-        """As `Proposer.start`."""
+        """Start drafting, and return the step's tokens; see `Proposer.start`."""
         weights = self._weights.state
-        for metadata, ids in prepared.readings:
+        for metadata, ids in prepared.prefills:
             self.runs[0].num_runs[metadata.bucket] += 1
-            _, self._caches = self._readers(weights, self._caches, metadata, ids)
-        _, metadata, ids, drawn_by = prepared
+            _, self._caches = self._prefill_graphs(weights, self._caches, metadata, ids)
+        _, metadata, ids, sampling_inputs = prepared
         self.runs[1].num_runs[metadata.bucket] += 1
         token_ids: Array
-        token_ids, self._caches = self._drafters(weights, self._caches, metadata, ids, *drawn_by)
+        token_ids, self._caches = self._draft_graphs(weights, self._caches, metadata, ids, *sampling_inputs)
         return token_ids
 
     def copy_blocks(self, pairs: Any) -> None:
-        """As `Proposer.copy_blocks`."""
+        """Copy blocks in the draft model's caches."""
         self._caches = self._copies(self._caches, pairs)
 
     def reset(self) -> None:
-        """As `Proposer.reset`."""
-        free(self._caches)  # before there is memory for others
+        """Create new KV caches."""
+        free(self._caches)  # There is no memory for both.
         self._caches = self._new_caches()
 
     def warm_up(self, place: int, bucket: Bucket) -> None:
-        """As `Proposer.warm_up`."""
+        """Run an executable of `runs[place]` on an empty batch, and wait for it."""
         self._caches = self.runs[place].run(bucket, self._weights.state, self._caches)
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
-        """As `Proposer.precompile`."""
-        how: dict[str, Any] = {"block_size": self._block_size, "progress": progress, "wait": wait}
+        """Compile all executables; see `DecodeGraphs.precompile`."""
         weights = self._weights.refresh()
         for runs in self.runs:
-            runs.graphs.precompile(weights, self._caches, inputs=runs.inputs, **how)
-        for compile in self._copies.compilers(self._caches):
-            compile()
+            runs.graphs.precompile(
+                weights,
+                self._caches,
+                block_size=self._block_size,
+                inputs=runs.inputs,
+                progress=progress,
+                wait=wait,
+            )
+        for compile_copy in self._copies.compilers(self._caches):
+            compile_copy()
 
     # --------------------------------------------------------------------------------------- inside
-    def _missing(self, step: Step, generations: Sequence[Generation]) -> list[tuple[BatchMetadata, Any]]:
-        """Steps that read what is missing of the requests that are drafted for, but for their last tokens."""
-        readings: list[tuple[BatchMetadata, Any]] = []
+    def _catch_up_steps(
+        self, step: Step, sequences: Sequence[SequenceState]
+    ) -> list[tuple[BatchMetadata, Any]]:
+        """Return the prefill steps that process the missing tokens of the sequences, except the last ones."""
+        prefills: list[tuple[BatchMetadata, Any]] = []
         while True:
-            parts: list[tuple[int, Generation, int, int]] = []
+            chunks: list[tuple[int, SequenceState, int, int]] = []
             budget = self._largest.max_prefill_tokens
-            for row, one in enumerate(generations):
-                first, end = one.drafting.num_read, len(one.token_ids) - FIRST_TOKENS
+            for row, sequence in enumerate(sequences):
+                first, end = sequence.draft_state.num_read, len(sequence.token_ids) - FIRST_TOKENS
                 count = min(end - first, budget)
-                if one.drafting.num_drafted and count > 0 and len(parts) < self._largest.max_prefills:
-                    parts.append((row, one, first, count))
+                if (
+                    sequence.draft_state.num_drafted
+                    and count > 0
+                    and len(chunks) < self._largest.max_prefills
+                ):
+                    chunks.append((row, sequence, first, count))
                     budget -= count
-            if not parts:
-                return readings
-            ids = [one.token_ids[first : first + count] for _, one, first, count in parts]
-            lens = [count for *_, count in parts]
-            ends = [first + count for *_, first, count in parts]
-            tables = step.block_tables[[row for row, *_ in parts]]
-            bucket = self._readers.choose(lens, num_blocks=tables.shape[1])
+            if not chunks:
+                return prefills
+            ids = [sequence.token_ids[first : first + count] for _, sequence, first, count in chunks]
+            lens = [count for *_, count in chunks]
+            ends = [first + count for *_, first, count in chunks]
+            tables = step.block_tables[[row for row, *_ in chunks]]
+            bucket = self._prefill_graphs.choose(lens, num_blocks=tables.shape[1])
             metadata = self._metadata(lens, ends, tables, bucket)
-            readings.append((metadata, pack_tokens(ids, bucket)))
-            for (_, one, *_), end in zip(parts, ends, strict=True):
-                one.drafting.num_read = end
+            prefills.append((metadata, pack_tokens(ids, bucket)))
+            for (_, sequence, *_), end in zip(chunks, ends, strict=True):
+                sequence.draft_state.num_read = end
 
     def _metadata(self, query_lens: Any, seq_lens: Any, tables: Any, bucket: Bucket) -> BatchMetadata:
-        sizes: dict[str, Any] = {"block_size": self._block_size, "bucket": bucket, "to_device": False}
-        return build_batch_metadata(query_lens, seq_lens, tables, **sizes)
+        return build_batch_metadata(
+            query_lens, seq_lens, tables, block_size=self._block_size, bucket=bucket, to_device=False
+        )
 
 
 def _zeros(count: int) -> Any:
@@ -194,14 +213,14 @@ def _zeros(count: int) -> Any:
 
 
 def _drafting_inputs(bucket: Bucket) -> list[Any]:
-    """Of a step that drafts for no request."""
-    drawn = SamplingParams(temperature=1.0, seed=0)
-    sampling = build_sampling_metadata([drawn], num_rows=bucket.max_reqs)
+    """Return the inputs of a drafting step without requests."""
+    draft_tokens = SamplingParams(temperature=1.0, seed=0)
+    sampling = build_sampling_metadata([draft_tokens], num_rows=bucket.max_reqs)
     return [_zeros(bucket.max_tokens), sampling, _zeros(bucket.max_reqs)]
 
 
-def make_reading_step(graphdef: Any) -> GraphStep:
-    """A step that writes the keys and values of its tokens, and asks for nothing else."""
+def make_prefill_step(graphdef: Any) -> GraphStep:
+    """Return a step that only writes the keys and values of its tokens."""
 
     def step(params: Any, caches: Any, metadata: Any, token_ids: Any) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
@@ -212,35 +231,35 @@ def make_reading_step(graphdef: Any) -> GraphStep:
 
 
 def make_draft_step(graphdef: Any, num_tokens: int) -> GraphStep:
-    """A step of FIRST_TOKENS tokens a row to the tokens of the step that verifies: `[reqs * (1 + k)]`."""
+    """Return a step from FIRST_TOKENS tokens per row to the verifying step's tokens, `[reqs * (1 + k)]`."""
 
     def step(
         params: Any, caches: Any, metadata: Any, token_ids: Any, sampling: Any, num_generated: Any
     ) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
 
-        def drawn(ids: Array, metadata: BatchMetadata, caches: Any, index: Any) -> tuple[Array, Any]:
+        def draft_tokens(ids: Array, metadata: BatchMetadata, caches: Any, index: Any) -> tuple[Array, Any]:
             hidden, caches = model(ids, caches, metadata, plan=model.plan(metadata, caches))
             logits = model.logits(hidden[metadata.last_token_indices])
             return sample(logits, sampling, num_generated + index), caches
 
-        def one_more(index: Array, state: Any) -> tuple[Any, Any, Any]:
+        def draft_next(index: Array, state: Any) -> tuple[Any, Any, Any]:
             drafts, metadata, caches = state
-            new, caches = drawn(drafts[:, index - 1], metadata, caches, index)
-            return drafts.at[:, index].set(new), advance(metadata), caches
+            next_tokens, caches = draft_tokens(drafts[:, index - 1], metadata, caches, index)
+            return drafts.at[:, index].set(next_tokens), advance(metadata), caches
 
-        first, caches = drawn(token_ids, metadata, caches, 0)
+        first, caches = draft_tokens(token_ids, metadata, caches, 0)
         drafts = jnp.zeros((first.shape[0], num_tokens), jnp.int32).at[:, 0].set(first)
-        state = drafts, _behind(metadata), caches
-        drafts, _, caches = jax.lax.fori_loop(jnp.int32(1), jnp.int32(num_tokens), one_more, state)
+        state = drafts, _next_step_metadata(metadata), caches
+        drafts, _, caches = jax.lax.fori_loop(jnp.int32(1), jnp.int32(num_tokens), draft_next, state)
         last = token_ids.reshape(-1, FIRST_TOKENS)[:, -1:]
         return jnp.concatenate([last, drafts], axis=1).reshape(-1), caches
 
     return step
 
 
-def _behind(metadata: BatchMetadata) -> BatchMetadata:
-    """The step of one token a row behind one of several."""
+def _next_step_metadata(metadata: BatchMetadata) -> BatchMetadata:
+    """Return the metadata of the next step, with one token per row."""
     rows = jnp.arange(metadata.bucket.max_decodes + 1, dtype=jnp.int32)
     stepped = replace(
         metadata,

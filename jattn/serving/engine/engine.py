@@ -1,4 +1,4 @@
-"""The engine: prompts in, tokens out, with as many requests a step as the cache and the budgets allow."""
+"""The offline inference engine: batch prompts, run steps, and return the generated tokens."""
 
 import contextlib
 import itertools
@@ -11,30 +11,35 @@ from jax.typing import DTypeLike
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.engine.engine_core import EngineCore
-from jattn.serving.engine.engine_setup import CacheOptions, DraftOptions, SizeOptions, StepOptions, make_parts
-from jattn.serving.engine.input_processor import Prompt, Request, require_one_each
+from jattn.serving.engine.engine_setup import (
+    CacheOptions,
+    DraftOptions,
+    SizeOptions,
+    StepOptions,
+    build_components,
+)
+from jattn.serving.engine.input_processor import Prompt, Request, require_single_completions
 from jattn.serving.engine.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
-from jattn.serving.engine.processes import must_follow, must_lead
-from jattn.serving.engine.runner import Runner
-from jattn.serving.engine.sampling_params import SamplingParams, default_params
-from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.sequence import Generation
-from jattn.serving.engine.speculative import Speculation
+from jattn.serving.engine.processes import require_follower, require_leader
+from jattn.serving.engine.sampling_params import SamplingParams, default_sampling_params_of
+from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.stats import EngineStats
 from jattn.serving.engine.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
 
 class Engine:
-    """Serves a decoder: continuous batching, chunked prefill, a paged cache, one executable a bucket.
+    """An inference engine with continuous batching, chunked prefill and a paged KV cache.
 
-    Requests share the blocks of what they begin with. What a prompt becomes does not depend on what else
-    runs, but for rounding: matrix products of another size may round differently. Not for several threads at
-    once; several streams may be open, and requests of `add_request` run beside them.
+    Requests that share a prefix share its cache blocks. A request's tokens do not depend on the other
+    requests, except for rounding: matrix products of different sizes may round differently (see
+    `batch_invariant`). The engine is not thread-safe; use AsyncEngine to share it. Several streams may be
+    open at once, and requests of `add_request` run beside them.
 
     Attributes:
-        default_sampling_params: What requests get that say nothing: 16 tokens, greedily, unless the
-            checkpoint's generation_config.json asks for sampling. `SamplingParams()` is greedy all the same.
+        default_sampling_params: Sampling parameters of requests that do not specify any: 16 greedy tokens,
+            unless the checkpoint's generation_config.json requests sampling. `SamplingParams()` itself is
+            always greedy.
     """
 
     def __init__(
@@ -60,154 +65,204 @@ class Engine:
         cache_dir: str | os.PathLike[str] | None = None,
         check_batches: bool = False,
     ) -> None:
-        """Makes the caches; compiles nothing yet.
+        """Create the engine and its KV caches. Nothing is compiled yet.
 
         Args:
-            model: A `jattn.models.Decoder`, another ServedModel, or a Hugging Face folder to load one from.
-            num_blocks: Blocks of each layer's cache; block 0 is never used. None = as cache_bytes says.
-            cache_bytes: On each device. None = enough for any step, or 80 % of what is free (1 GiB: unknown).
-            block_size: Tokens of a block, on each device that has keys of its own.
-            max_num_seqs: Most requests of a step. None = as vLLM on a GPU, 256; fewer else (docs/serving.md).
-            max_num_batched_tokens: Most new tokens of a step; longer prompts come in chunks. None likewise.
-            max_model_len: Prompt and new tokens but the last (vLLM, our server: all). None = the model's.
-            enable_prefix_caching: A prompt that begins as another did is computed from where they part.
-            cache_dtype: Of keys and values; None = the model's.
-            quantization: Of the cache, as in `CacheSpec`. Static scales are the model's kv_scales.
-            skip_layers: Layers whose caches are not quantised; negative numbers count from the last.
-            speculative: Who drafts: None, "ngram", an NgramProposer, or another model or its folder.
-            num_speculative_tokens: Drafts of a request in a step.
-            cascade_attention: Blocks that all decoding requests begin with are read once; None = if it pays.
-            batch_invariant: A request's bits do not depend on what else runs or is cached; this takes time.
-            buckets: Sizes to compile; one must fit every step. None = vLLM's capture sizes, and more.
-            implementation: Of the attention, as in `attend`; None = as the model's layers say.
-            cache_dir: Where JAX keeps this process's executables for the next. None = as configured.
-            check_batches: Each step's metadata goes through `jattn.check_batch`: for tests; it takes time.
+            model: A `jattn.models.Decoder`, another ServedModel, or the path of a Hugging Face model folder.
+            num_blocks: Number of blocks in each layer's KV cache. Block 0 is reserved for padding. None:
+                derived from cache_bytes.
+            cache_bytes: KV-cache memory per device, in bytes. None: enough for the largest step, but at most
+                80 % of the free memory (1 GiB if the free memory is unknown).
+            block_size: Number of tokens per cache block and context-parallel rank.
+            max_num_seqs: Maximum number of requests per step. None: 256 on a GPU, as in vLLM; 16 on a CPU.
+            max_num_batched_tokens: Maximum number of new tokens per step; longer prompts are computed in
+                chunks. None: depends on the device (docs/serving.md).
+            max_model_len: Maximum context length in tokens. The last generated token does not count, unlike
+                in vLLM and in jattn's server. None: the model's maximum.
+            enable_prefix_caching: Whether requests reuse the cached blocks of a prefix that an earlier
+                request has computed.
+            cache_dtype: Dtype of the cached keys and values. None: the model's dtype.
+            quantization: KV-cache quantization (not of the weights); see `CacheSpec`. Static scales come from
+                the model's kv_scales.
+            skip_layers: Indices of layers whose KV cache is not quantized; negative indices count from the
+                last layer.
+            speculative: Draft method: None, "ngram", an NgramProposer, a draft model, or the path of one.
+            num_speculative_tokens: Number of draft tokens per request and step.
+            cascade_attention: Whether a decode step reads a prefix that all of its requests share only once.
+                None: where that is expected to be faster.
+            batch_invariant: Whether a request's results are bitwise independent of the other requests and of
+                the cache. This is slower.
+            buckets: Step sizes to compile; one of them must fit the largest step. None: vLLM's CUDA-graph
+                capture sizes and a few more.
+            implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
+            cache_dir: Folder in which JAX keeps compiled executables for later processes. None: JAX's own
+                configuration.
+            check_batches: Whether each step's metadata is validated with `jattn.check_batch`. For tests; this
+                is slow.
 
         Raises:
-            ValueError: An argument is not as above, or another forbids it; no bucket fits the largest step.
-            NotImplementedError: This machine lacks the implementation; no cascades or invariance here.
-            FileNotFoundError: There is no such folder, or a file of it is missing.
+            ValueError: If an argument is invalid or conflicts with another one, or no bucket fits the largest
+                step.
+            NotImplementedError: If this machine or model does not support the requested implementation,
+                cascade attention or batch invariance.
+            FileNotFoundError: If the model folder or one of its files does not exist.
         """
         sizes = SizeOptions(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, batch_invariant)
         cache = CacheOptions(num_blocks, cache_bytes, cache_dtype, quantization, skip_layers)
         drafts = DraftOptions(speculative, num_speculative_tokens)
         steps = StepOptions(buckets, implementation, cascade_attention, check_batches)
-        parts = make_parts(model, sizes, cache, drafts, steps, enable_prefix_caching, cache_dir)
-        self.model, self.scheduler, self._runner, self._core, self._intake, *_ = parts
+        parts = build_components(model, sizes, cache, drafts, steps, enable_prefix_caching, cache_dir)
+        self.model, self.scheduler, self._runner, self._core, self._input_processor, *_ = parts
         self._processes, self._speculation = parts.processes, parts.speculation
-        self.default_sampling_params = default_params(self.model)
+        self.default_sampling_params = default_sampling_params_of(self.model)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
 
     @property
     def tokenizer(self) -> Any:
-        """Of texts, in and out: the model's, or what it was set to; None = there are only token ids."""
-        return self._intake.tokenizer
+        """The tokenizer for prompts and generated text; None if only token ids are supported."""
+        return self._input_processor.tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
-        self._intake.tokenizer = tokenizer
+        self._input_processor.tokenizer = tokenizer
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block, of all devices together."""
-        return self._intake.limits.block_size
+        """Number of tokens per cache block, summed over all context-parallel ranks."""
+        return self._input_processor.limits.block_size
 
     @property
     def max_model_len(self) -> int:
-        """The longest context, in tokens."""
-        return self._intake.limits.max_model_len
+        """Maximum context length in tokens."""
+        return self._input_processor.limits.max_model_len
 
     @property
     def graphs(self) -> DecodeGraphs:
-        """The executables."""
+        """The compiled executables, one per bucket."""
         return self._runner.graphs
 
     @property
     def grammars(self) -> Grammars:
-        """The forms that texts have been given, compiled for the model's vocabulary."""
-        return self._intake.grammars
+        """The grammars of structured outputs, compiled for the model's vocabulary."""
+        return self._input_processor.grammars
 
     @property
     def stats(self) -> EngineStats:
-        """Now, and counts since the engine was made."""
-        return stats_of(self.scheduler, self._core, self._runner, self._speculation)
+        """The engine's current state, and its counters since it was created."""
+        scheduler, core, runner, speculation = self.scheduler, self._core, self._runner, self._speculation
+        manager = scheduler.block_manager
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_steps=runner.num_steps,
+            num_cascade_steps=runner.num_cascade_steps,
+            num_failed_steps=core.num_failed_steps,
+            num_compiles=runner.num_compiles,
+            num_preemptions=scheduler.num_preemptions,
+            num_blocks=manager.capacity,
+            num_used_blocks=manager.num_used,
+            peak_blocks=manager.peak_used,
+            num_prefix_tokens=scheduler.num_prefix_tokens,
+            num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
+            num_forked_tokens=scheduler.num_forked_tokens,
+            num_generated_tokens=core.num_generated,
+            num_drafts=0 if speculation is None else speculation.num_drafts,
+            num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
+            num_accepted_tokens=0 if speculation is None else speculation.num_accepted_tokens,
+            time_to_first_token=core.time_to_first_token,
+            inter_token_latency=core.times,
+            queue_time=core.queue_times,
+            prefill_time=core.prefill_times,
+            build_step_tokens=core.build_step_tokens,
+        )
 
     def explain(self) -> str:
-        """What serves each kind of layer in every bucket, and why no faster one: what `print(plan)` says."""
+        """Return tables of each layer type's attention implementation in every bucket, like `print(plan)`.
+
+        They include the reasons why a faster implementation is not used.
+        """
         return self._runner.explain()
 
     def precompile(self, *, progress: bool = True, wait: bool = True) -> None:
-        """Compiles the buckets now, not when a step first needs one, and runs each once ready (`warm_up`).
+        """Compile all buckets before the first request, and run each executable once (`warm_up`).
 
         Args:
-            progress: Shows a bar.
-            wait: False = returns when every step has a bucket that fits; the rest compile in threads behind,
-                and a step takes the smallest that is ready (`graphs.wait()` waits for them).
+            progress: Whether to show a progress bar.
+            wait: Whether to wait for all buckets. If False, return as soon as every step fits a compiled
+                bucket. The remaining buckets compile in background threads, and each step uses the smallest
+                bucket that is ready; `graphs.wait()` waits for them.
         """
-        must_lead(self._processes)
+        require_leader(self._processes)
         self._runner.precompile(progress, wait)
         self.warm_up()
 
-    def warm_up(self, most: int | None = None, *, max_tokens: int | None = None) -> int:
-        """Runs executables that are new on no requests: first runs load kernels and make CUDA graphs.
+    def warm_up(self, max_executables: int | None = None, *, max_tokens: int | None = None) -> int:
+        """Run new executables on an empty batch: first runs load kernels and record CUDA graphs.
 
         Args:
-            most: So many, smallest first; None = all. An AsyncEngine does one at a time where it is idle.
-            max_tokens: Those whose steps have no more; None = all.
+            max_executables: Maximum number of executables to run, smallest first. None: all. An idle
+                AsyncEngine runs them one at a time.
+            max_tokens: Only run executables with at most this many tokens. None: no limit.
 
         Returns:
-            How many of those are left.
+            Number of matching executables that have not run yet.
         """
-        must_lead(self._processes)
-        return self._core.warm_up(most, max_tokens)
+        require_leader(self._processes)
+        return self._core.warm_up(max_executables, max_tokens)
 
     def follow(self) -> None:
-        """Runs what process 0's engine runs until that is closed (docs/scaling.md); raises if one fails."""
-        must_follow(self._processes)
+        """Run the steps of process 0's engine until that engine is closed (docs/scaling.md).
+
+        Raises:
+            ProcessError: If another process fails.
+        """
+        require_follower(self._processes)
         self._runner.follow()
 
     def close(self) -> None:
-        """Lets the engines of other processes return from `follow`; nothing else is closed."""
+        """Let the engines of the other processes return from `follow`. Nothing else is closed."""
         if self._processes is not None:
             self._processes.close()
 
     def update_weights(self, state: Any) -> None:
-        """Puts new weights in the place of the model's: the next step runs them, and nothing compiles.
+        """Replace the model's weights. The next step uses the new weights, without recompilation.
 
-        Assigning to the model's own Variables (`nnx.update`) does the same. Requests under way keep the keys
-        and values that the old weights made; requests to come find none of these.
+        Assigning to the model's own Variables (`nnx.update`) has the same effect. Running requests keep the
+        keys and values computed with the old weights; later requests do not reuse these.
 
         Args:
-            state: `nnx.state` of a model of the same structure, or nested dictionaries of arrays; what it
-                lacks stays as it is.
+            state: `nnx.state` of a model with the same structure, or nested dictionaries of arrays. Missing
+                weights keep their values.
 
         Raises:
-            ValueError: It holds what the model has not, or another shape or dtype. Nothing has changed then.
+            ValueError: If a weight does not exist in the model or has another shape or dtype. No weight is
+                changed then.
         """
-        must_lead(self._processes)
+        require_leader(self._processes)
         self._runner.update_weights(state)
 
     # --------------------------------------------------------------------------------- request by request
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: int | str | None = None
     ) -> int | str:
-        """Puts a prompt in the queue; `step` runs it.
+        """Add a request to the queue. `step` runs it.
 
         Args:
             prompt: Text or token ids.
-            params: How its tokens are picked, and where it ends; None = default_sampling_params.
-            request_id: What to call it; None = a number that is free.
+            params: Sampling parameters. None: default_sampling_params.
+            request_id: Identifier of the request. None: an unused integer.
 
         Returns:
-            What it is called.
+            The request's identifier.
 
         Raises:
-            ValueError: The prompt cannot be served, or the name is taken. Nothing has changed then.
+            ValueError: If the prompt cannot be served or the identifier is in use. Nothing is changed then.
         """
-        require_type("request_id", request_id, (int, str, type(None)), "or None, for a free number")
-        require(request_id not in self._open, "request_id", "be new", repr(request_id))
+        require_type("request_id", request_id, (int, str, type(None)), "or None for an unused integer")
+        if request_id in self._open:
+            raise ValueError(f"request_id {request_id!r} is already in use.")
         params = self.default_sampling_params if params is None else params
-        request = self._intake.request(prompt, params)
+        request = self._input_processor.request(prompt, params)
         ids = self._core.admit([request])
         if request_id is None:
             request_id = next(i for i in itertools.count(ids[0]) if i not in self._open)
@@ -215,50 +270,53 @@ class Engine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Starts a step of what is scheduled and reads the one before.
+        """Start the next step, and read the results of the step before it.
 
         Returns:
-            What is new of the requests of `add_request`, one entry a completion, in order of arrival. Empty
-            where nothing came yet: the first step's tokens are read when the second has begun. A step that
-            fails ends every request with its error; those to come are served.
+            New outputs of the requests added with `add_request`, one per completion, in order of arrival. The
+            list can be empty: the tokens of the first step are read when the second one has started. If a
+            step fails, all unfinished requests end with its error; later requests are served normally.
         """
         if self._core.has_work():
             with contextlib.suppress(Exception):  # every request under way has it
                 self._core.run_step()
         outputs: list[RequestOutput] = []
-        told: list[Generation] = []  # of them outputs are made
-        ended: set[int | str] = set()
+        reported: list[SequenceState] = []  # of them outputs are made
+        finished_ids: set[int | str] = set()
         try:
             for request_id, (request, _) in self._open.items():
                 has_ended = False
-                for index, generation in enumerate(request.generations):
-                    if generation.has_news:
-                        told.append(generation)
-                        outputs.append(generation.output(request_id, index))
-                        has_ended |= generation.finish_reason is not None
+                for index, sequence in enumerate(request.sequences):
+                    if sequence.has_output:
+                        reported.append(sequence)
+                        outputs.append(sequence.output(request_id, index))
+                        has_ended |= sequence.finish_reason is not None
                 if has_ended and request.is_finished:
-                    ended.add(request_id)
-            if ended:
-                self._open = {name: one for name, one in self._open.items() if name not in ended}
+                    finished_ids.add(request_id)
+            if finished_ids:
+                self._open = {
+                    open_id: entry for open_id, entry in self._open.items() if open_id not in finished_ids
+                }
         except BaseException:  # what is told by now reaches nobody: their texts would have holes
-            if told:
-                self._core.interrupt(told)
+            if reported:
+                self._core.interrupt(reported)
             raise
         return outputs
 
     def abort(self, request_id: int | str) -> None:
-        """Drops a request of `add_request`: its blocks are free at once, and nothing more is heard of it.
+        """Abort a request of `add_request`. Its blocks are freed, and it has no further outputs.
 
         Raises:
-            ValueError: There is no such request, or it has ended.
+            ValueError: If there is no such unfinished request.
         """
-        require_type("request_id", request_id, (int, str), "of one request")
-        require(request_id in self._open, "request_id", "be unfinished", repr(request_id))
+        require_type("request_id", request_id, (int, str), "the identifier of a request")
+        if request_id not in self._open:
+            raise ValueError(f"There is no unfinished request {request_id!r}.")
         _, ids = self._open.pop(request_id)
         self._core.drop(ids)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests of `add_request` have more to come."""
+        """Return whether requests added with `add_request` are unfinished."""
         return bool(self._open)
 
     # --------------------------------------------------------------------------------- prompts at once
@@ -272,32 +330,33 @@ class Engine:
         ignore_eos: bool = False,
         on_token: Callable[[int, int, str], Any] | None = None,
     ) -> list[GenerationResult]:
-        """Completes prompts.
+        """Generate completions for a list of prompts.
 
         Args:
-            prompts: Text or token ids, mixed as you like.
-            sampling_params: How tokens are picked, for all prompts or for each; None = as
-                default_sampling_params say.
-            max_tokens: Most new tokens, for all prompts or for each; None = as sampling_params say (16). The
-                longest context may end a prompt earlier.
-            stop_ids: Token ids that end a prompt, besides the model's eos and those of sampling_params.
-            ignore_eos: The model's eos does not end a prompt.
-            on_token: Called with (index of the prompt, token id, text) for each new token.
+            prompts: Prompts; each is text or a list of token ids.
+            sampling_params: Sampling parameters for all prompts, or one for each. None:
+                default_sampling_params.
+            max_tokens: Maximum number of new tokens, for all prompts or for each. None: the value in
+                sampling_params. The maximum context length can end a completion earlier.
+            stop_ids: Token ids that end a completion, in addition to the model's EOS tokens and those in
+                sampling_params.
+            ignore_eos: Whether generation continues after the model's EOS token.
+            on_token: Function called with (prompt index, token id, text) for each new token.
 
         Returns:
-            One result for each prompt, in their order.
+            One result per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: A prompt cannot be served: empty, text without a tokenizer, a token outside the
-                vocabulary, longer than the longest context or than the cache; or an argument is of another
-                kind. Nothing has started then.
-            RequestError: A prompt could not be finished; a step's own error where that failed.
+            ValueError: If an argument is invalid or a prompt cannot be served: it is empty, contains a token
+                outside the vocabulary, exceeds the context length or the KV cache, or is text while the model
+                has no tokenizer. Nothing has started then.
+            RequestError: If a completion could not be finished. A failing step raises its own error.
         """
         require(on_token is None or callable(on_token), "on_token", "be a function or None", repr(on_token))
         requests = self._requests(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         if on_token is not None:
-            require_one_each(requests, "with on_token")
-        with contextlib.closing(stream_of(self._core, requests)) as tokens:
+            require_single_completions(requests, "with on_token")
+        with contextlib.closing(stream_tokens(self._core, requests)) as tokens:
             for token in tokens:
                 if on_token is not None:
                     on_token(*token)
@@ -312,13 +371,13 @@ class Engine:
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
     ) -> Iterator[StreamedToken]:
-        """Completes prompts and yields each new token: (index of the prompt, token id, text).
+        """Generate completions, and yield each new token as (prompt index, token id, text).
 
-        Arguments and errors as `generate`. Closing the iterator drops what is unfinished.
+        Arguments and errors are those of `generate`. Closing the iterator aborts unfinished completions.
         """
         requests = self._requests(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
-        require_one_each(requests, "in a stream")
-        return stream_of(self._core, requests)
+        require_single_completions(requests, "in a stream")
+        return stream_tokens(self._core, requests)
 
     # --------------------------------------------------------------------------------------- inside
     def _requests(
@@ -330,55 +389,24 @@ class Engine:
         ignore_eos: bool,
     ) -> list[Request]:
         sampling_params = self.default_sampling_params if sampling_params is None else sampling_params
-        return self._intake.requests(
+        return self._input_processor.requests(
             prompts, sampling_params, max_tokens, stop_ids=stop_ids, ignore_eos=ignore_eos
         )
 
 
-def stats_of(
-    scheduler: Scheduler, core: EngineCore, runner: Runner, drafts: Speculation | None
-) -> EngineStats:
-    """Now, and since the engine was made; no drafts = none are made."""
-    manager = scheduler.block_manager
-    return EngineStats(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_steps=runner.num_steps,
-        num_cascade_steps=runner.num_cascade_steps,
-        num_failed_steps=core.num_failed_steps,
-        num_compiles=runner.num_compiles,
-        num_preemptions=scheduler.num_preemptions,
-        num_blocks=manager.capacity,
-        num_used_blocks=manager.num_used,
-        peak_blocks=manager.peak_used,
-        num_prefix_tokens=scheduler.num_prefix_tokens,
-        num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
-        num_forked_tokens=scheduler.num_forked_tokens,
-        num_generated_tokens=core.num_generated,
-        num_drafts=0 if drafts is None else drafts.num_drafts,
-        num_draft_tokens=0 if drafts is None else drafts.num_draft_tokens,
-        num_accepted_tokens=0 if drafts is None else drafts.num_accepted_tokens,
-        time_to_first_token=core.first_times,
-        inter_token_latency=core.times,
-        queue_time=core.queue_times,
-        prefill_time=core.prefill_times,
-        step_tokens=core.step_tokens,
-    )
-
-
-def stream_of(core: EngineCore, requests: list[Request]) -> Generator[StreamedToken]:
-    """Admits requests and yields their new tokens; closed, it drops what is unfinished."""
+def stream_tokens(core: EngineCore, requests: list[Request]) -> Generator[StreamedToken]:
+    """Admit requests and yield their new tokens. Closing the generator aborts unfinished requests."""
     ids = core.admit(requests)
     try:
         while True:
             for index, request in enumerate(requests):
-                for generation in request.generations:
-                    while generation.unread:
-                        new = generation.unread.popleft()
+                for sequence in request.sequences:
+                    while sequence.unread:
+                        new = sequence.unread.popleft()
                         yield StreamedToken(index, new.token_id, new.text)
-                    if generation.error is not None:
-                        raise _request_error(index, generation.error) from generation.error
-            if not core.are_under_way(ids):
+                    if sequence.error is not None:
+                        raise _request_error(index, sequence.error) from sequence.error
+            if not core.are_unfinished(ids):
                 return
             core.run_step()
     finally:

@@ -1,4 +1,4 @@
-"""What a server wants of an engine, in its own process or in another."""
+"""The interface between a server and an engine in the same or in another process."""
 
 import dataclasses
 from collections.abc import AsyncGenerator
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What does not change while an engine serves.
+    """Properties of an engine that do not change while it serves.
 
     Attributes:
-        tokenizer: The model's; None = it has none.
-        default_sampling_params: The checkpoint's.
-        vocab_size: Ids that the model knows.
-        max_model_len: Tokens of the longest request, its new ones among them.
-        capacity_tokens: Tokens of a request that the cache holds.
-        max_num_seqs: Completions that a step holds.
-        block_size: Tokens of a cache block.
+        tokenizer: The model's tokenizer; None if it has none.
+        default_sampling_params: Sampling parameters of the checkpoint's generation_config.json.
+        vocab_size: Number of token ids that the model supports.
+        max_model_len: Maximum length of a request in tokens, including generated tokens.
+        capacity_tokens: Maximum number of tokens of a request that fit the KV cache.
+        max_num_seqs: Maximum number of completions per step.
+        block_size: Number of tokens per cache block.
     """
 
     tokenizer: Any | None
@@ -37,12 +37,12 @@ class EngineInfo:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request that is served, whether the model or the cache sets an end to it."""
+        """Maximum length in tokens of a request, limited by the model and by the KV cache."""
         return min(self.max_model_len, self.capacity_tokens)
 
     @staticmethod
     def of(engine: "Engine") -> "EngineInfo":
-        """An engine's."""
+        """Return the properties of an engine."""
         return EngineInfo(
             tokenizer=engine.tokenizer,
             default_sampling_params=engine.default_sampling_params,
@@ -56,28 +56,31 @@ class EngineInfo:
 
 @runtime_checkable
 class EngineClient(Protocol):
-    """`AsyncEngine` is one, and `RemoteEngine`, whose engine is in another process.
+    """The engine methods that a server uses, implemented by `AsyncEngine` and by `RemoteEngine`.
 
     Source: vLLM `EngineClient`.
     """
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes, names and the tokenizer."""
+        """The engine's sizes, defaults and tokenizer."""
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: int | str | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """As `AsyncEngine.generate`."""
+        """Generate completions of a prompt; see `AsyncEngine.generate`."""
 
     async def precompile(self, *, progress: bool) -> None:
-        """Compiles what a first step may need; the rest goes on behind."""
+        """Compile the executables that a first step may need.
+
+        The remaining ones compile in the background.
+        """
 
     async def reset_prefix_cache(self) -> None:
-        """Has later requests find nothing of earlier ones."""
+        """Discard all cached prefixes."""
 
     async def read_stats(self) -> EngineStats:
-        """Counts as they are now."""
+        """Return the engine's current statistics."""
 
     async def aclose(self) -> None:
-        """Ends what is open."""
+        """Close the engine, and end its unfinished requests."""

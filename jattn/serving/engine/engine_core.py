@@ -1,14 +1,14 @@
-"""The engine's loop: what is scheduled runs, and what it brought goes to the generations under way.
+"""The engine loop: run scheduled steps and give their tokens to the unfinished sequences.
 
-The host prepares a step while the device runs the last, and learns one step late that a request has stopped;
-the token made in between is dropped, and the request's blocks may be given away at once, since the device
-takes steps in order. A step with drafts is read before the next one is scheduled, which begins behind those
-drafts that stay.
+The host prepares a step while the device runs the one before it, so it learns one step late that a request
+has stopped. The token generated in between is dropped. The request's blocks can be reused at once because the
+device runs steps in order. A step with draft tokens is read before the next step is scheduled, since the next
+step starts after the accepted drafts.
 
-A step that fails takes its caches with it, which it was given to write into, and with them the keys of every
-request: all end with the error, and the next ones find new caches. So they do where Ctrl-C comes anywhere but
-in the wait for the device, which is most of the time: there nothing is lost. Where it comes while requests
-are put in the queue or dropped, which are half known then, all end likewise.
+A failing step destroys the KV caches, which were donated to it, and with them the keys of every request. All
+requests then end with the error, and later requests use new caches. The same happens if Ctrl-C interrupts
+anything but the wait for the device (where most of the time is spent, and where nothing is lost), or
+interrupts a call that adds or drops requests.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jattn.serving.engine.outputs import Logprobs, RequestError
 from jattn.serving.engine.runner import Runner
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.speculative import Speculation
 from jattn.serving.engine.stats import (
     INTER_TOKEN_LATENCY,
@@ -34,40 +34,43 @@ from jattn.serving.engine.step_io import NewTokens
 
 
 class EngineCore:
-    """Generations under way, by numbers of its own: the scheduler's request ids."""
+    """The unfinished sequences by number, and the loop that runs them.
+
+    A number is the scheduler's request id.
+    """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, speculation: Speculation | None = None) -> None:
-        """Starts with nothing under way; no speculation = no drafts."""
+        """Start without sequences. If `speculation` is None, no tokens are drafted."""
         self._scheduler, self._runner, self._speculation = scheduler, runner, speculation
-        self._generations: dict[int, Generation] = {}  # unfinished ones
-        self._masked: dict[int, Generation] = {}  # those of them that have a mask
+        self._generations: dict[int, SequenceState] = {}  # unfinished ones
+        self._with_mask: dict[int, SequenceState] = {}  # those of them that have a mask
         self._new_numbers = itertools.count()
-        self._num_awaited: int | None = None  # steps in flight, while the oldest is waited for
-        self.first_times, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
+        self._num_in_flight_before_read: int | None = None  # steps in flight, while the oldest is waited for
+        self.time_to_first_token, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
         self.queue_times, self.prefill_times = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
-        self.step_tokens = Histogram(STEP_TOKENS)
+        self.build_step_tokens = Histogram(STEP_TOKENS)
         self.num_generated = self.num_failed_steps = 0
 
     def has_work(self) -> bool:
-        """Whether something is under way, or a step in flight."""
+        """Return whether sequences are unfinished or a step is in flight."""
         return bool(self._generations or self._runner.num_in_flight)
 
-    def are_under_way(self, numbers: Sequence[int]) -> bool:
-        """Whether one of these is unfinished."""
+    def are_unfinished(self, numbers: Sequence[int]) -> bool:
+        """Return whether any of these sequences is unfinished."""
         return any(number in self._generations for number in numbers)
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Puts all generations of requests in the queue; their numbers."""
-        with self._ends_all_if_interrupted():
+        """Add all sequences of some requests to the queue, and return their numbers."""
+        with self._fail_all_if_interrupted():
             return self._admit(requests)
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Forgets those of them that are unfinished; what is on its way for them will not be read."""
-        with self._ends_all_if_interrupted():
+        """Abort those of these sequences that are unfinished. Their tokens in flight are ignored."""
+        with self._fail_all_if_interrupted():
             self._drop(numbers)
 
     @contextlib.contextmanager
-    def _ends_all_if_interrupted(self) -> Iterator[None]:
+    def _fail_all_if_interrupted(self) -> Iterator[None]:
         try:
             yield
         except Exception:
@@ -76,60 +79,60 @@ class EngineCore:
             self.interrupt()
             raise
 
-    def interrupt(self, others: Sequence[Generation] = ()) -> None:
-        """Ends all that is under way, and these, which may have ended, where Ctrl-C left them half known."""
+    def interrupt(self, others: Sequence[SequenceState] = ()) -> None:
+        """End all unfinished sequences and `others` with an error, because of an interrupt."""
         error = RequestError("the engine was interrupted")
-        for generation in others:
-            generation.fail(error)
+        for sequence in others:
+            sequence.fail(error)
         self._fail_all(error)
 
     def _admit(self, requests: Sequence[Request]) -> list[int]:
-        generations = [generation for request in requests for generation in request.generations]
-        numbers = list(itertools.islice(self._new_numbers, len(generations)))
-        self._generations.update(zip(numbers, generations, strict=True))
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        numbers = list(itertools.islice(self._new_numbers, len(sequences)))
+        self._generations.update(zip(numbers, sequences, strict=True))
         masked = [number for number in numbers if self._generations[number].mask is not None]
-        self._masked.update((number, self._generations[number]) for number in masked)
-        new = iter(numbers)
+        self._with_mask.update((number, self._generations[number]) for number in masked)
+        new_tokens = iter(numbers)
         for request in requests:
             parent = None  # the first completion, which computes the prompt for all
-            for one in request.generations:
-                number = next(new)
-                sizes = one.num_prompt_tokens, one.max_tokens
-                self._scheduler.add(number, *sizes, one.hashes, parent_id=parent)
+            for sequence in request.sequences:
+                number = next(new_tokens)
+                lengths = sequence.num_prompt_tokens, sequence.max_tokens
+                self._scheduler.add(number, *lengths, sequence.hashes, parent_id=parent)
                 parent = number if parent is None else parent
         return numbers
 
     def _drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            generation = self._generations.pop(number, None)
-            self._masked.pop(number, None)
-            if generation is not None and number in self._scheduler:
+            sequence = self._generations.pop(number, None)
+            self._with_mask.pop(number, None)
+            if sequence is not None and number in self._scheduler:
                 self._scheduler.abort(number)
 
     def run_step(self) -> None:
-        """Starts a step of whatever is scheduled, whoever's it is, and reads the one before.
+        """Start the next scheduled step, and read the step before it.
 
         Raises:
-            Exception: What the step failed with; it has ended all that was under way.
+            Exception: The error of the step. All unfinished sequences have ended with it.
         """
-        with self._ends_all_on_error():
+        with self._fail_all_on_error():
             self._run_step()
 
     def warm_up(self, most: int | None, max_tokens: int | None) -> int:
-        """As `Engine.warm_up`, between two steps.
+        """Run executables that have hardly run on an empty batch; see `Engine.warm_up`.
 
         Raises:
-            Exception: As `run_step`: the caches are gone with it.
+            Exception: The error of a run. All unfinished sequences have ended with it, as in `run_step`.
         """
-        cold = self._runner.cold_buckets(max_tokens)
-        if chosen := cold[:most]:  # else other processes would be told of nothing at every look
-            with self._ends_all_on_error():
+        cold_executables = self._runner.cold_buckets(max_tokens)
+        if chosen := cold_executables[:most]:  # else other processes would be told of nothing at every look
+            with self._fail_all_on_error():
                 self._runner.warm_up(chosen)
-        return len(cold) - len(chosen)
+        return len(cold_executables) - len(chosen)
 
     @contextlib.contextmanager
-    def _ends_all_on_error(self) -> Iterator[None]:
-        self._num_awaited = None
+    def _fail_all_on_error(self) -> Iterator[None]:
+        self._num_in_flight_before_read = None
         try:
             yield
         except Exception as error:
@@ -140,40 +143,43 @@ class EngineCore:
                 raise
             raise cause from error
         except BaseException:  # caches may be given away, blocks taken for a step that never ran
-            if self._num_awaited != self._runner.num_in_flight:
+            if self._num_in_flight_before_read != self._runner.num_in_flight:
                 self.num_failed_steps += 1
                 self._fail_all(RequestError("a step was interrupted"))
             raise
 
     def _run_step(self) -> None:
         # More are left where a reading was interrupted; none may be where a token decides what the next is.
-        waits = self._runner.is_verifying or self._any_needs_its_last_token()
-        self._read(keep=0 if waits else 1)
+        must_read_all = self._runner.is_verifying or self._any_needs_its_last_token()
+        self._read(keep=0 if must_read_all else 1)
         if self._runner.have_weights_changed():
-            self._scheduler.forget_prefixes()
+            self._scheduler.reset_prefix_cache()
         step = self._scheduler.schedule(self._num_draft_tokens())
         if step is not None:
             self._start(step)
         self._read(keep=0 if step is None or step.num_draft_tokens else 1)
 
     def _start(self, step: Step) -> None:
-        generations = [self._generations[number] for number in step.request_ids]
+        sequences = [self._generations[number] for number in step.request_ids]
         for number in step.preempted:
-            self._generations[number].drafting.num_read = 0
-        self._runner.start(*self._runner.prepare(step, generations))
-        self.step_tokens.add(float(sum(step.query_lens)))
-        ended = []  # no step more, whatever its tokens are
-        for number, one, samples in zip(step.request_ids, generations, step.samples, strict=True):
-            if one.queue_time is None:
-                one.queue_time = time.perf_counter() - one.started
-                self.queue_times.add(one.queue_time)
-            one.num_pending += samples
-            if samples and one.num_asked_for == one.max_tokens:
-                ended.append(number)
-        self._scheduler.complete(step, ended)
+            self._generations[number].draft_state.num_read = 0
+        self._runner.start(*self._runner.prepare(step, sequences))
+        self.build_step_tokens.add(float(sum(step.query_lens)))
+        finished = []  # no step more, whatever its tokens are
+        for number, sequence, samples in zip(step.request_ids, sequences, step.samples, strict=True):
+            if sequence.queue_time is None:
+                sequence.queue_time = time.perf_counter() - sequence.arrival_time
+                self.queue_times.add(sequence.queue_time)
+            sequence.num_pending += samples
+            if samples and sequence.num_requested == sequence.max_tokens:
+                finished.append(number)
+        self._scheduler.complete(step, finished)
 
     def _num_draft_tokens(self) -> int:
-        """Drafts for each row of the next step; waits for the rows' tokens where drafts promise to pay."""
+        """Return the number of draft tokens per row of the next step.
+
+        Waits for the rows' latest tokens if drafting is expected to pay off.
+        """
         speculation = self._speculation
         if speculation is None or not speculation.can_pay(self._scheduler.num_running):
             return 0
@@ -182,71 +188,73 @@ class EngineCore:
         if not speculation.proposes(self._running()):
             return 0
         if self._runner.num_in_flight:
-            promising = [one for one in self._running() if one.drafting.num_drafted]
+            promising = [sequence for sequence in self._running() if sequence.draft_state.num_drafted]
             self._read(keep=0)
             if not speculation.proposes(self._running()):
-                speculation.note_none([one for one in promising if not one.drafting.num_drafted])
+                speculation.record_unused(
+                    [sequence for sequence in promising if not sequence.draft_state.num_drafted]
+                )
                 return 0
         return speculation.num_tokens
 
     def _any_needs_its_last_token(self) -> bool:
-        return any([generation.needs_last_token for generation in self._masked.values()])
+        return any([sequence.needs_last_token for sequence in self._with_mask.values()])
 
-    def _running(self) -> list[Generation]:
+    def _running(self) -> list[SequenceState]:
         return [self._generations[number] for number in self._scheduler.running]
 
     def _fail_all(self, error: Exception) -> None:
-        for generation in self._generations.values():
-            generation.fail(error)
+        for sequence in self._generations.values():
+            sequence.fail(error)
         self._generations.clear()
-        self._masked.clear()
+        self._with_mask.clear()
         self._scheduler.abort_all()
         self._runner.reset()
 
     def _read(self, *, keep: int) -> None:
-        """Hands out the tokens of all steps but the newest ones; waits for them."""
+        """Read all steps except the newest `keep` ones and distribute their tokens. Waits for the steps."""
         while (num_in_flight := self._runner.num_in_flight) > keep:
-            self._num_awaited = num_in_flight
-            for new in self._runner.read():
-                self._num_awaited = None
-                generation = self._generations.get(new.request_id)
-                if generation is not None:  # else stopped a step ago, or nobody wants it now
+            self._num_in_flight_before_read = num_in_flight
+            for new_tokens in self._runner.read():
+                self._num_in_flight_before_read = None
+                sequence = self._generations.get(new_tokens.request_id)
+                if sequence is not None:  # else stopped a step ago, or nobody wants it now
                     try:
-                        self._hand_out(new, generation)
+                        self._hand_out(new_tokens, sequence)
                     except Exception as error:  # of its text, say; the others' tokens are as good as before
-                        generation.fail(error)
-                    if generation.finish_reason is not None:
-                        self._drop([new.request_id])
-            self._num_awaited = None
+                        sequence.fail(error)
+                    if sequence.finish_reason is not None:
+                        self._drop([new_tokens.request_id])
+            self._num_in_flight_before_read = None
 
-    def _hand_out(self, new: NewTokens, generation: Generation) -> None:
-        num_known = len(generation.prompt_logprobs)  # some of the new ones, where it was preempted
-        if new.prompt_logprobs and new.prompt_start <= num_known:
-            generation.prompt_logprobs += new.prompt_logprobs[num_known - new.prompt_start :]
-        if not new.token_ids:
+    def _hand_out(self, new_tokens: NewTokens, sequence: SequenceState) -> None:
+        num_known = len(sequence.prompt_logprobs)  # some of the new ones, where it was preempted
+        if new_tokens.prompt_logprobs and new_tokens.prompt_start <= num_known:
+            sequence.prompt_logprobs += new_tokens.prompt_logprobs[num_known - new_tokens.prompt_start :]
+        if not new_tokens.token_ids:
             return
-        num_accepted = len(new.token_ids) - 1
-        if self._speculation is not None and new.is_verified:
-            self._speculation.note(generation, num_accepted)
-        if num_accepted and new.request_id in self._scheduler:
-            self._scheduler.accept(new.request_id, num_accepted)
-        generation.num_pending -= 1
-        if not (num_accepted or new.logprobs):  # nearly always
-            self._append(generation, new.token_ids[0], None)
+        num_accepted = len(new_tokens.token_ids) - 1
+        if self._speculation is not None and new_tokens.is_verified:
+            self._speculation.record(sequence, num_accepted)
+        if num_accepted and new_tokens.request_id in self._scheduler:
+            self._scheduler.accept(new_tokens.request_id, num_accepted)
+        sequence.num_pending -= 1
+        if not (num_accepted or new_tokens.logprobs):  # nearly always
+            self._append(sequence, new_tokens.token_ids[0], None)
             return
-        of_each = new.logprobs or [None] * len(new.token_ids)
-        for token_id, logprobs in zip(new.token_ids, of_each, strict=True):
-            self._append(generation, token_id, logprobs)
-            if generation.finish_reason is not None:  # what was accepted behind it is nobody's
-                self._drop([new.request_id])
+        logprobs_by_token = new_tokens.logprobs or [None] * len(new_tokens.token_ids)
+        for token_id, logprobs in zip(new_tokens.token_ids, logprobs_by_token, strict=True):
+            self._append(sequence, token_id, logprobs)
+            if sequence.finish_reason is not None:  # what was accepted behind it is nobody's
+                self._drop([new_tokens.request_id])
                 break
 
-    def _append(self, generation: Generation, token_id: int, logprobs: Logprobs | None) -> None:
-        generation.append(token_id, logprobs)
+    def _append(self, sequence: SequenceState, token_id: int, logprobs: Logprobs | None) -> None:
+        sequence.append(token_id, logprobs)
         self.num_generated += 1
-        times = generation.times
+        times = sequence.times
         if len(times) == 1:
-            self.first_times.add(times[0])
-            self.prefill_times.add(times[0] - (generation.queue_time or 0.0))
+            self.time_to_first_token.add(times[0])
+            self.prefill_times.add(times[0] - (sequence.queue_time or 0.0))
         else:
             self.times.add(times[-1] - times[-2])

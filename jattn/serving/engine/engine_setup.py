@@ -1,4 +1,4 @@
-"""From what an engine is told to what it runs with: everything that can be wrong with it is found here."""
+"""Build an engine's components from the arguments of `Engine`, and validate the arguments."""
 
 import hashlib
 import os
@@ -10,18 +10,18 @@ from jax.typing import DTypeLike
 from jattn.batch.bucket import Bucket
 from jattn.serving.engine.config import StepLimits, default_step_sizes
 from jattn.serving.engine.engine_core import EngineCore
-from jattn.serving.engine.input_processor import Intake, PromptLimits
-from jattn.serving.engine.processes import Processes, processes_of
+from jattn.serving.engine.input_processor import InputProcessor, PromptLimits
+from jattn.serving.engine.processes import ProcessGroup, make_process_group
 from jattn.serving.engine.runner import Runner
 from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.served_model import ServedModel, as_served
-from jattn.serving.engine.speculative import Drafter, Speculation, as_drafter, speculation_of
-from jattn.serving.engine.warmup import keep_executables_in
+from jattn.serving.engine.served_model import ServedModel, resolve_model
+from jattn.serving.engine.speculative import DraftConfig, Speculation, make_draft_config, make_speculation
+from jattn.serving.engine.warmup import use_compilation_cache
 from pallas_kernels.checks import require_type
 
 
 class SizeOptions(NamedTuple):
-    """Of how large steps and requests are; attributes as arguments of `Engine`."""
+    """Arguments of `Engine` that limit the size of steps and requests."""
 
     block_size: int
     max_num_seqs: int | None
@@ -30,7 +30,10 @@ class SizeOptions(NamedTuple):
     batch_invariant: bool
 
     def limits(self, buckets: Sequence[Bucket] | None) -> StepLimits:
-        """With the device's own sizes where none are given; no more requests than tokens are."""
+        """Return the limits of a step, with the device's defaults for arguments that are None.
+
+        The default number of requests does not exceed the number of tokens per step.
+        """
         seqs, tokens = default_step_sizes(fills_buckets=self.batch_invariant is True or buckets is not None)
         if self.max_num_batched_tokens is not None:
             tokens = self.max_num_batched_tokens
@@ -42,7 +45,7 @@ class SizeOptions(NamedTuple):
 
 
 class CacheOptions(NamedTuple):
-    """Of the layers' caches; attributes as arguments of `Engine`."""
+    """Arguments of `Engine` that describe the KV caches."""
 
     num_blocks: int | None
     cache_bytes: int | None
@@ -51,21 +54,21 @@ class CacheOptions(NamedTuple):
     skip_layers: Sequence[int]
 
     @property
-    def kind(self) -> dict[str, Any]:
-        """What `ServedModel.cache_specs` and `create_caches` take besides sizes."""
+    def cache_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `ServedModel.cache_specs` and `create_caches` other than sizes."""
         names = {"quantization": self.quantization, "skip_layers": self.skip_layers}
         return {"dtype": self.cache_dtype, **names}
 
 
 class DraftOptions(NamedTuple):
-    """Of speculative decoding; attributes as arguments of `Engine`."""
+    """Arguments of `Engine` that configure speculative decoding."""
 
     speculative: Any
     num_speculative_tokens: int
 
 
 class StepOptions(NamedTuple):
-    """Of how steps run; attributes as arguments of `Engine`."""
+    """Arguments of `Engine` that configure how steps run."""
 
     buckets: Sequence[Bucket] | None
     implementation: str | Sequence[str] | None
@@ -73,29 +76,29 @@ class StepOptions(NamedTuple):
     check_batches: bool
 
 
-class EngineParts(NamedTuple):
-    """What an engine runs with.
+class EngineComponents(NamedTuple):
+    """The components of an engine.
 
     Attributes:
-        model: Served.
-        scheduler: Says what runs next.
-        runner: Holds the caches, and runs steps.
-        core: The loop over these.
-        intake: Makes requests of prompts.
-        processes: Those that share its steps; None = it is alone.
-        speculation: Says when there are drafts; None = never.
+        model: The served model.
+        scheduler: Chooses the requests of each step.
+        runner: Owns the KV caches and runs steps.
+        core: The engine loop over the scheduler and the runner.
+        input_processor: Converts prompts to requests.
+        processes: The processes that run this engine together; None for a single process.
+        speculation: Decides when to draft; None without speculative decoding.
     """
 
     model: ServedModel
     scheduler: Scheduler
     runner: Runner
     core: EngineCore
-    intake: Intake
-    processes: Processes | None
+    input_processor: InputProcessor
+    processes: ProcessGroup | None
     speculation: Speculation | None
 
 
-def make_parts(
+def build_components(
     model: Any,
     sizes: SizeOptions,
     cache: CacheOptions,
@@ -103,92 +106,110 @@ def make_parts(
     steps: StepOptions,
     enable_prefix_caching: bool,
     cache_dir: str | os.PathLike[str] | None,
-) -> EngineParts:
-    """Loads what is a folder, and makes the caches; compiles nothing.
+) -> EngineComponents:
+    """Load the model if necessary, and create the components of an engine. Nothing is compiled.
 
     Args:
-        model: As `Engine` has it.
-        sizes: Of its steps.
-        cache: Of its layers.
-        drafts: Who drafts.
-        steps: How they run.
-        enable_prefix_caching: As `Engine` has it.
-        cache_dir: As `Engine` has it.
+        model: The model or its folder; see `Engine`.
+        sizes: Limits of steps and requests.
+        cache: Options of the KV caches.
+        drafts: Options of speculative decoding.
+        steps: Options of how steps run.
+        enable_prefix_caching: Whether requests reuse cached prefixes.
+        cache_dir: Folder for compiled executables; see `Engine`.
 
     Raises:
-        As `Engine`.
+        ValueError, NotImplementedError, FileNotFoundError: As for `Engine`.
     """
     limits = sizes.limits(steps.buckets)
     limits.check(cache.skip_layers, num_blocks=cache.num_blocks, cache_bytes=cache.cache_bytes)
     limits.check_features(enable_prefix_caching, drafts.speculative, steps.cascade_attention, steps.buckets)
     require_type("check_batches", steps.check_batches, bool, "True or False")
-    keep_executables_in(cache_dir)
-    model = as_served(model)
-    drafter = as_drafter(*drafts, model, limits)
-    processes = processes_of(getattr(model, "mesh", None))
-    limits = limits.on_ranks(model, drafter.model)
-    num_blocks = limits.num_blocks_for(model, cache.num_blocks, cache.cache_bytes, cache.kind, drafter.model)
+    use_compilation_cache(cache_dir)
+    model = resolve_model(model)
+    draft_config = make_draft_config(*drafts, model, limits)
+    processes = make_process_group(getattr(model, "mesh", None))
+    limits = limits.for_context_parallel(model, draft_config.model)
+    num_blocks = limits.resolve_num_blocks(
+        model, cache.num_blocks, cache.cache_bytes, cache.cache_arguments, draft_config.model
+    )
     if processes is not None:
-        told = _told(limits._replace(block_size=sizes.block_size), cache, steps, drafter)
-        num_blocks = processes.agree(num_blocks, told | of_model(model))  # each its memory
+        options = _shared_options(limits._replace(block_size=sizes.block_size), cache, steps, draft_config)
+        num_blocks = processes.agree_on_num_blocks(
+            num_blocks, options | model_options(model)
+        )  # each its memory
     scheduler = limits.scheduler(model, num_blocks)
-    how: dict[str, Any] = {"num_blocks": num_blocks, "implementation": steps.implementation}
-    speculation = speculation_of(drafter, model, limits, **how)
+    speculation = make_speculation(
+        draft_config, model, limits, num_blocks=num_blocks, implementation=steps.implementation
+    )
     runner = Runner(
         model,
         limits,
+        num_blocks=num_blocks,
         buckets=steps.buckets,
+        implementation=steps.implementation,
         checks_batches=steps.check_batches,
-        cache=cache.kind,
+        cache=cache.cache_arguments,
         speculation=speculation,
         cascade_attention=steps.cascade_attention,
         processes=processes,
-        **how,
     )
     core = EngineCore(scheduler, runner, speculation)
-    fits = _prompt_limits(model, limits, scheduler, enable_prefix_caching)
-    intake = Intake(model, fits, runner.weights, processes)
-    return EngineParts(model, scheduler, runner, core, intake, processes, speculation)
+    prompt_limits = _prompt_limits(model, limits, scheduler, enable_prefix_caching)
+    input_processor = InputProcessor(model, prompt_limits, runner.weights, processes)
+    return EngineComponents(model, scheduler, runner, core, input_processor, processes, speculation)
 
 
 def _prompt_limits(
-    model: ServedModel, limits: StepLimits, scheduler: Scheduler, shares_prefixes: bool
+    model: ServedModel, limits: StepLimits, scheduler: Scheduler, enable_prefix_caching: bool
 ) -> PromptLimits:
     return PromptLimits(
         vocab_size=model.config.vocab_size,
-        max_model_len=limits.longest(model),
+        max_model_len=limits.max_context_len(model),
         capacity_tokens=scheduler.capacity_tokens,
         block_size=limits.block_size,
-        shares_prefixes=shares_prefixes,
+        enable_prefix_caching=enable_prefix_caching,
     )
 
 
-def _told(limits: StepLimits, cache: CacheOptions, steps: StepOptions, drafter: Drafter) -> dict[str, str]:
-    """What all processes of an engine must have been told alike, by name."""
-    of_cache = {f"cache's {name}": value for name, value in cache.kind.items()}
-    options = {**limits._asdict(), **of_cache, **steps._asdict(), "speculative": drafter.told}
-    of_draft = {} if drafter.model is None else of_model(drafter.model, "draft model's ")
-    return {name: str(value) for name, value in options.items()} | of_draft
+def _shared_options(
+    limits: StepLimits, cache: CacheOptions, steps: StepOptions, draft_config: DraftConfig
+) -> dict[str, str]:
+    """Return the options that must be equal in all processes of an engine, by name."""
+    cache_options = {f"cache's {name}": value for name, value in cache.cache_arguments.items()}
+    options = {
+        **limits._asdict(),
+        **cache_options,
+        **steps._asdict(),
+        "speculative": draft_config.description,
+    }
+    draft_options = {} if draft_config.model is None else model_options(draft_config.model, "draft model's ")
+    return {name: str(value) for name, value in options.items()} | draft_options
 
 
-def of_model(model: Any, whose: str = "") -> dict[str, str]:
-    """What all processes must have alike of a model on a mesh, by name; of its weights nothing is read."""
+def model_options(model: Any, prefix: str = "") -> dict[str, str]:
+    """Return the properties of a model on a mesh that must be equal in all processes, by name.
+
+    The weights themselves are not compared.
+    """
     mesh, config = model.mesh, model.config
     source = str(getattr(config, "source", ""))  # its config.json
     sizes = f"{config.vocab_size} tokens, {config.max_position_embeddings} positions"
     devices = [device.id for device in mesh.devices.flat]
     scales = getattr(model, "kv_scales", None)
     # A process stores its heads by its own: with others they are rounded otherwise, or cut off.
-    numbers = [] if scales is None else [f"{name} {of.tolist()}" for name, of in scales.tensors().items()]
-    told = {
+    scale_values = (
+        [] if scales is None else [f"{name} {tensor.tolist()}" for name, tensor in scales.tensors().items()]
+    )
+    options = {
         "config": f"of {sizes}, sha256 {_digest(source.encode())}",
         "dtype": getattr(model, "dtype", None),
         "mesh": f"{dict(mesh.shape)} of devices {devices}",
         "cp_kv_cache_interleave_size": getattr(model, "cp_kv_cache_interleave_size", 1),
         "peer memory": getattr(model, "peers", None) is not None,
-        "kv_scales": None if scales is None else f"sha256 {_digest(repr(numbers).encode())}",
+        "kv_scales": None if scales is None else f"sha256 {_digest(repr(scale_values).encode())}",
     }
-    return {f"{whose}{name}": str(value) for name, value in told.items()}
+    return {f"{prefix}{name}": str(value) for name, value in options.items()}
 
 
 def _digest(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The thread that runs an engine: its steps, and between two of them what others ask of it."""
+"""The thread that runs an engine: its steps, and other threads' calls between two steps."""
 
 import concurrent.futures
 import contextlib
@@ -12,34 +12,33 @@ from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.input_processor import Prompt
 from jattn.serving.engine.outputs import RequestError, RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
-from pallas_kernels.checks import require
 
 PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
 
 
-type Piece = tuple[Any, RequestOutput | Exception]  # a Listener, and what is news to it
+type OutputItem = tuple[Any, RequestOutput | Exception]  # a Listener, and what is news to it
 
 
 @runtime_checkable
-class Post(Protocol):
-    """Takes news to where listeners are: an event loop, or another process."""
+class OutputChannel(Protocol):
+    """Delivers outputs to listeners in an event loop or in another process."""
 
-    def post(self, pieces: list[Piece]) -> None:
-        """From any thread; never waits.
+    def post(self, items: list[OutputItem]) -> None:
+        """Deliver outputs. Can be called from any thread, and never waits.
 
         Raises:
-            RuntimeError: Nobody is there any more.
+            RuntimeError: If the receiver is closed.
         """
 
 
 @runtime_checkable
-class Listener(Protocol):
-    """Who wants to know what a request brings; the attributes are the thread's.
+class OutputListener(Protocol):
+    """A receiver of one request's outputs. The engine's thread owns the attributes.
 
     Attributes:
-        mailbox: By which its news go.
-        request_id: As the engine calls the request; None = not added yet.
-        unfinished: Completions that have more to come.
+        mailbox: Channel that delivers the outputs.
+        request_id: The engine's identifier of the request; None before the request is added.
+        unfinished: Indices of the completions that are unfinished.
     """
 
     mailbox: Any
@@ -48,21 +47,23 @@ class Listener(Protocol):
 
 
 class EngineThread:
-    """Owns an engine while it runs: nobody else may call its methods."""
+    """A thread that owns an engine. While it runs, other threads must not call the engine's methods."""
 
     def __init__(self, engine: Engine) -> None:
-        """Starts with the first task."""
+        """Prepare the thread. It starts with the first call."""
         self._engine = engine
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._readers: dict[int | str, Listener] = {}  # touched by the thread alone
-        self._silent: set[int | str] = set()  # of these, whose readers have heard nothing yet; likewise
+        self._listeners: dict[int | str, OutputListener] = {}  # touched by the thread alone
+        self._without_output: set[int | str] = (
+            set()
+        )  # of these, whose readers have heard nothing yet; likewise
         self._lock = threading.Lock()  # of the two below
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     # --------------------------------------------------------------------------------- from any thread
     def submit[T](self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Runs a function between two steps."""
+        """Run a function in the engine's thread between two steps, and return its future."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def task() -> None:
@@ -76,46 +77,52 @@ class EngineThread:
         return future
 
     def add(
-        self, reader: Listener, prompt: Prompt, params: SamplingParams, request_id: int | str | None
+        self, listener: OutputListener, prompt: Prompt, params: SamplingParams, request_id: int | str | None
     ) -> None:
-        """Adds a request before the next step; what it brings, an error of its own too, the reader finds."""
+        """Add a request before the next step.
+
+        The listener receives its outputs, or the error that prevents it.
+        """
 
         def task() -> None:
             try:
-                reader.request_id = self._engine.add_request(prompt, params, request_id)
+                listener.request_id = self._engine.add_request(prompt, params, request_id)
             except Exception as error:
-                self._tell([(reader, error)])
+                self._deliver([(listener, error)])
             else:
-                self._readers[reader.request_id] = reader
-                self._silent.add(reader.request_id)
+                self._listeners[listener.request_id] = listener
+                self._without_output.add(listener.request_id)
 
         self._put(task)
 
-    def drop(self, reader: Listener) -> None:
-        """Drops a reader's request before the next step, if it is unfinished; the reader hears no more."""
+    def drop(self, listener: OutputListener) -> None:
+        """Abort a listener's request before the next step if it is unfinished.
+
+        The listener gets no more outputs.
+        """
         with contextlib.suppress(ValueError):  # closed: everything is dropped
-            self._put(lambda: self._drop(reader))
+            self._put(lambda: self._drop(listener))
 
     def abort(self, request_id: int | str) -> None:
-        """Drops a request and tells its reader. To be submitted.
+        """End a request with finish_reason "abort". Must run in the engine's thread (see `submit`).
 
         Raises:
-            ValueError: There is no such request, or it has ended.
+            ValueError: If there is no such unfinished request.
         """
-        reader = self._readers.get(request_id)
-        require(reader is not None, "request_id", "be unfinished", repr(request_id))
-        assert reader is not None
+        listener = self._listeners.get(request_id)
+        if listener is None:
+            raise ValueError(f"There is no unfinished request {request_id!r}.")
         ends = [
             RequestOutput(
                 request_id=request_id, index=index, new_token_ids=[], new_text="", finish_reason="abort"
             )
-            for index in sorted(reader.unfinished)
+            for index in sorted(listener.unfinished)
         ]
-        self._drop(reader)
-        self._tell((reader, end) for end in ends)
+        self._drop(listener)
+        self._deliver((listener, end) for end in ends)
 
     def close(self) -> None:
-        """Ends the thread behind the step that it is in; open requests end with an error. Waits for it."""
+        """Stop the thread after its current step, and wait for it. Unfinished requests end with an error."""
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
             thread = self._thread
@@ -126,7 +133,8 @@ class EngineThread:
 
     def _put(self, task: Callable[[], object]) -> None:
         with self._lock:
-            require(not self._is_closed, "async_engine", "be open", "a closed one")
+            if self._is_closed:
+                raise ValueError("AsyncEngine is closed.")
             if self._thread is None:
                 # A daemon: one that nobody closed must not keep the process from ending.
                 self._thread = threading.Thread(target=self._run, name="jattn engine", daemon=True)
@@ -140,7 +148,7 @@ class EngineThread:
                 if self._engine.has_unfinished_requests():
                     self._step()
         finally:
-            self._end_all(RequestError("the engine was closed"))
+            self._end_all(RequestError("AsyncEngine was closed"))
 
     def _run_tasks(self) -> bool:
         """Runs what is there by now, no more: steps must go on. Waits where there is nothing else to do.
@@ -151,14 +159,17 @@ class EngineThread:
         count = self._tasks.qsize()
         is_idle = not count and not self._engine.has_unfinished_requests()
         for _ in range(max(count, is_idle)):
-            task = self._awaited() if is_idle else self._tasks.get()
+            task = self._next_task() if is_idle else self._tasks.get()
             if task is None:
                 return False
             task()
         return True
 
-    def _awaited(self) -> Callable[[], object] | None:
-        """The next task. Meanwhile new executables run on nothing: those of decodes, in milliseconds."""
+    def _next_task(self) -> Callable[[], object] | None:
+        """Wait for the next task.
+
+        Meanwhile, warm up new executables of decode steps, which takes milliseconds.
+        """
         engine = self._engine
         warm_up = functools.partial(engine.warm_up, max_tokens=engine.scheduler.max_num_seqs)
         while engine.graphs.is_compiling or warm_up(0):
@@ -174,52 +185,52 @@ class EngineThread:
         except Exception as error:
             self._end_all(error)
             return
-        news: list[Piece] = []
-        firsts: list[
-            Piece
+        outputs_by_listener: list[OutputItem] = []
+        first_outputs: list[
+            OutputItem
         ] = []  # told before the others: of 130 streams the last waits for 5 ms of HTTP's work
-        heard: set[int | str] = set()
+        request_ids: set[int | str] = set()
         for output in outputs:
-            reader = self._readers.get(output.request_id)
-            if reader is None:  # of one that was added before the thread began
+            listener = self._listeners.get(output.request_id)
+            if listener is None:  # of one that was added before the thread began
                 continue
-            is_first = output.request_id in self._silent
-            (firsts if is_first else news).append((reader, output))
-            heard.add(output.request_id)
+            is_first = output.request_id in self._without_output
+            (first_outputs if is_first else outputs_by_listener).append((listener, output))
+            request_ids.add(output.request_id)
             if output.finish_reason is not None:
-                reader.unfinished.discard(output.index)
-                if not reader.unfinished:
-                    del self._readers[output.request_id]
-        self._silent -= heard
-        for reader in self._tell([*firsts, *news]):
-            self._drop(reader)
+                listener.unfinished.discard(output.index)
+                if not listener.unfinished:
+                    del self._listeners[output.request_id]
+        self._without_output -= request_ids
+        for listener in self._deliver([*first_outputs, *outputs_by_listener]):
+            self._drop(listener)
 
-    def _drop(self, reader: Listener) -> None:
-        if reader.request_id is not None and self._readers.get(reader.request_id) is reader:
-            del self._readers[reader.request_id]
-            self._silent.discard(reader.request_id)
-            self._engine.abort(reader.request_id)
+    def _drop(self, listener: OutputListener) -> None:
+        if listener.request_id is not None and self._listeners.get(listener.request_id) is listener:
+            del self._listeners[listener.request_id]
+            self._without_output.discard(listener.request_id)
+            self._engine.abort(listener.request_id)
 
     def _end_all(self, error: Exception) -> None:
-        readers = list(self._readers.values())
-        for reader in readers:
-            self._drop(reader)
-        self._tell((reader, error) for reader in readers)
+        listeners = list(self._listeners.values())
+        for listener in listeners:
+            self._drop(listener)
+        self._deliver((listener, error) for listener in listeners)
 
-    def _tell(self, news: Iterable[Piece]) -> list[Listener]:
-        """Gives each mailbox what is its listeners'.
+    def _deliver(self, outputs_by_listener: Iterable[OutputItem]) -> list[OutputListener]:
+        """Post outputs to the mailboxes of their listeners.
 
         Returns:
-            Listeners whom nothing reaches any more.
+            Listeners whose mailbox is closed.
         """
-        of_mailboxes: dict[int, tuple[Post, list[Piece]]] = {}
-        for reader, piece in news:
-            _, pieces = of_mailboxes.setdefault(id(reader.mailbox), (reader.mailbox, []))
-            pieces.append((reader, piece))
+        by_mailbox: dict[int, tuple[OutputChannel, list[OutputItem]]] = {}
+        for listener, item in outputs_by_listener:
+            _, items = by_mailbox.setdefault(id(listener.mailbox), (listener.mailbox, []))
+            items.append((listener, item))
         gone = []
-        for mailbox, pieces in of_mailboxes.values():
+        for mailbox, items in by_mailbox.values():
             try:
-                mailbox.post(pieces)
+                mailbox.post(items)
             except RuntimeError:  # as asyncio says that a loop is closed
-                gone += [reader for reader, _ in pieces]
+                gone += [listener for listener, _ in items]
         return gone

@@ -1,4 +1,4 @@
-"""How far back a model looks: keys that no layer sees any more need no place."""
+"""KV-cache groups: layers that share a block table, and their sliding windows or chunks."""
 
 import dataclasses
 import sys
@@ -9,68 +9,72 @@ from flax import nnx
 
 from jattn.nn import PagedAttention
 from jattn.serving.engine.block_manager import NULL_BLOCK, BlockManager
-from jattn.serving.engine.scheduled_step import Progress
+from jattn.serving.engine.scheduled_step import ScheduledRequest
 
-SEES_ALL = (None, None)  # of a layer without a window or chunks
+FULL_ATTENTION = (None, None)  # of a layer without a window or chunks
 
 
 @dataclasses.dataclass(frozen=True)
-class Reach:
-    """Of a model whose layers all have a window or chunks, or of those layers of it that have.
+class LocalAttention:
+    """The windows and chunk sizes of layers that all have a sliding window or chunked attention.
 
     Attributes:
-        layers: For each kind of layer its left window and its chunk_size, as `AttentionSpec` has them; one of
-            them may be None.
+        layers: (left window, chunk_size) of each type of layer, as in `AttentionSpec`; either may be None.
     """
 
     layers: frozenset[tuple[int | None, int | None]]
 
     def first_visible(self, position: int) -> int:
-        """The first position that some layer sees from `position` or from a later one."""
+        """Return the first position that a token at `position` or later attends to in some layer."""
         return min(_first_visible(position, *layer) for layer in self.layers)
 
     @property
-    def span(self) -> int:
-        """Most positions before a query that it may see."""
-        reaches = ([r for r in (left, chunk and chunk - 1) if r is not None] for left, chunk in self.layers)
-        return max(map(min, reaches))
+    def max_lookback(self) -> int:
+        """Maximum number of earlier positions that a token attends to."""
+        lookbacks = ([r for r in (left, chunk and chunk - 1) if r is not None] for left, chunk in self.layers)
+        return max(map(min, lookbacks))
 
-    def blocks_at_once(self, num_new: int, block_size: int) -> int:
-        """Most blocks that a request with so many new tokens in a step has need of at once."""
-        return -(-(self.span + num_new) // block_size) + 1
+    def max_blocks_per_request(self, num_new: int, block_size: int) -> int:
+        """Return the maximum number of blocks of a request with `num_new` new tokens per step."""
+        return -(-(self.max_lookback + num_new) // block_size) + 1
 
-    def blocks_of_all(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> int:
-        """Most blocks that so many requests have need of, with so many new tokens in a step in all.
+    def max_blocks_per_batch(self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int) -> int:
+        """Return the maximum number of blocks of a batch of requests.
 
-        Each may hold the block before its window and begin another behind it.
+        Each request may hold a block before its window and start another one after it.
         """
-        return max_num_seqs * (-(-self.span // block_size) + 2) + -(-max_num_batched_tokens // block_size)
+        return max_num_seqs * (-(-self.max_lookback // block_size) + 2) + -(
+            -max_num_batched_tokens // block_size
+        )
 
-    def fits(self, num_tokens: int, block_size: int) -> bool:
-        """Whether a request of any length runs, a token at a time, in a cache of so many tokens."""
-        return num_tokens >= self.span + block_size
+    def fits_any_length(self, num_tokens: int, block_size: int) -> bool:
+        """Return whether a request of any length can run, one token at a time, in a cache of `num_tokens`."""
+        return num_tokens >= self.max_lookback + block_size
 
 
 def _first_visible(position: int, left: int | None, chunk_size: int | None) -> int:
-    in_window = 0 if left is None else position - left
-    in_chunk = 0 if chunk_size is None else position // chunk_size * chunk_size
-    return max(in_window, in_chunk, 0)
+    window_start = 0 if left is None else position - left
+    chunk_start = 0 if chunk_size is None else position // chunk_size * chunk_size
+    return max(window_start, chunk_start, 0)
 
 
-def reach_of(model: Any) -> Reach | None:
-    """What a model's PagedAttention layers say; None where one of them sees all, or there is none."""
+def local_attention_of(model: Any) -> LocalAttention | None:
+    """Return the windows and chunks of a model's layers; None if a layer attends to the full context."""
     layers = _layers_of(model)
-    return Reach(layers) if layers and SEES_ALL not in layers else None
+    return LocalAttention(layers) if layers and FULL_ATTENTION not in layers else None
 
 
-def near_layers_of(model: Any) -> tuple[bool, ...]:
-    """Which layers of a model have blocks of their own, which see less than others; empty = none."""
+def sliding_window_layers_of(model: Any) -> tuple[bool, ...]:
+    """Return for each layer whether it has its own blocks; empty if no layer has.
+
+    Sliding-window and chunked layers may have them.
+    """
     return tuple(getattr(model, "near_layers", ()))
 
 
-def near_reach_of(model: Any) -> Reach | None:
-    """What the layers say that have blocks of their own; None where there are none."""
-    return Reach(_layers_of(model) - {SEES_ALL}) if near_layers_of(model) else None
+def sliding_window_attention_of(model: Any) -> LocalAttention | None:
+    """Return the windows and chunks of the layers that have their own blocks; None if no layer has."""
+    return LocalAttention(_layers_of(model) - {FULL_ATTENTION}) if sliding_window_layers_of(model) else None
 
 
 def _layers_of(model: Any) -> frozenset[tuple[int | None, int | None]]:
@@ -78,111 +82,129 @@ def _layers_of(model: Any) -> frozenset[tuple[int | None, int | None]]:
     return frozenset((spec.window[0] if spec.window else None, spec.chunk_size) for spec in specs)
 
 
-def turning_length_of(model: Any) -> int | None:
-    """Tokens of a request beyond which a model turns all its keys otherwise; None = of no length."""
+def longrope_threshold_of(model: Any) -> int | None:
+    """Return the length in tokens above which LongRoPE uses other frequencies; None without LongRoPE."""
     ropes = [module.rope for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
     lengths: list[int | None] = [getattr(rope, "turning_length", None) for rope in ropes]
     return min((length for length in lengths if length is not None), default=None)
 
 
-def found_within(reach: Reach, manager: BlockManager, digests: Sequence[bytes]) -> tuple[int, ...]:
-    """The published blocks of the longest beginning behind which a request may go on.
+def find_within_windows(
+    local_attention: LocalAttention, manager: BlockManager, digests: Sequence[bytes]
+) -> tuple[int, ...]:
+    """Return the published blocks of the longest prefix after which a request can continue.
 
-    Only those must be there that the next token sees; in the place of those before stands the null block.
+    Only the blocks that the next token attends to must be published; null blocks replace the earlier ones.
 
     Source: vLLM V1 `SlidingWindowManager.find_longest_cache_hit`.
     """
-    size, first_there, best = manager.block_size, 0, (0, 0)
+    size, first_cached, longest_hit = manager.block_size, 0, (0, 0)
     for count, digest in enumerate(digests, 1):
         if not manager.is_published(digest):
-            first_there = count
-        first = min(reach.first_visible(count * size) // size, count)
-        if first_there <= first:
-            best = first, count
-    first, count = best
+            first_cached = count
+        first = min(local_attention.first_visible(count * size) // size, count)
+        if first_cached <= first:
+            longest_hit = first, count
+    first, count = longest_hit
     return (NULL_BLOCK,) * first + manager.find(digests[first:count])
 
 
-class CacheGroup(NamedTuple):
-    """Some layers' blocks. Each request has as many entries in the table of one group as in that of another.
+class KVCacheGroup(NamedTuple):
+    """The blocks of layers that share a block table. A request has equally many entries in all groups.
 
     Attributes:
-        manager: Whose blocks.
-        reach: How far back these layers look; None = to the beginning.
+        manager: Block manager of the group.
+        local_attention: Windows and chunks of the group's layers. None: they attend to the full context.
     """
 
     manager: BlockManager
-    reach: Reach | None = None
+    local_attention: LocalAttention | None = None
 
     @property
-    def longest(self) -> int:
-        """Tokens that a request may have: those that fit; any number where it gives old ones up."""
+    def max_request_tokens(self) -> int:
+        """Maximum length of a request in tokens; unlimited if a window fits the cache."""
         size = self.manager.block_size
         fit = self.manager.capacity * size
-        return sys.maxsize if self.reach is not None and self.reach.fits(fit, size) else fit
+        return (
+            sys.maxsize
+            if self.local_attention is not None and self.local_attention.fits_any_length(fit, size)
+            else fit
+        )
 
-    def give_up(self, request: Progress) -> None:
-        """Takes back the blocks of a request that no token to come sees."""
-        if self.reach is not None:
-            self.manager.give_up(request.request_id, self.reach.first_visible(request.num_computed))
+    def free_skipped_blocks(self, request: ScheduledRequest) -> None:
+        """Free a request's blocks that no later token attends to."""
+        if self.local_attention is not None:
+            self.manager.free_skipped_blocks(
+                request.request_id, self.local_attention.first_visible(request.num_computed)
+            )
 
-    def fitting(self, request: Progress, count: int) -> int:
-        """Has a request give up what it will not see again; how many of its next tokens fit then."""
-        if self.reach is None:
+    def num_fitting_tokens(self, request: ScheduledRequest, count: int) -> int:
+        """Free a request's skipped blocks, and return how many of its next `count` tokens fit the cache."""
+        if self.local_attention is None:
             return count
-        self.give_up(request)
+        self.free_skipped_blocks(request)
         size, first = self.manager.block_size, request.num_computed
-        most = (self.manager.capacity + self.reach.first_visible(first) // size) * size
-        return min(count, most - first)
+        limit = (self.manager.capacity + self.local_attention.first_visible(first) // size) * size
+        return min(count, limit - first)
 
-    def num_missing(self, request: Progress, end: int) -> int:
-        """Blocks short of what a request needs to run to token number `end`; 0 or less = it can."""
-        wanted = self.manager.blocks_to_extend(request.request_id, request.num_computed, end)
-        return wanted - self.manager.num_free
+    def num_missing(self, request: ScheduledRequest, end: int) -> int:
+        """Return how many blocks a request lacks to run up to token `end`; 0 or less if it can run."""
+        num_required = self.manager.blocks_to_extend(request.request_id, request.num_computed, end)
+        return num_required - self.manager.num_free
 
-    def can_extend(self, requests: Sequence[Progress], count: int) -> bool:
-        """Whether the blocks of so many tokens more for each of these are free."""
-        ends = [(one.request_id, one.num_computed, one.num_computed + count) for one in requests]
-        return sum(self.manager.blocks_to_extend(*one) for one in ends) <= self.manager.num_free
+    def can_extend(self, requests: Sequence[ScheduledRequest], count: int) -> bool:
+        """Return whether enough blocks are free for `count` more tokens of each request."""
+        ends = [
+            (request.request_id, request.num_computed, request.num_computed + count) for request in requests
+        ]
+        return sum(self.manager.blocks_to_extend(*request) for request in ends) <= self.manager.num_free
 
     def find(self, digests: Sequence[bytes]) -> tuple[int, ...]:
-        """The blocks of the longest beginning of `digests` behind which a request may go on."""
-        if self.reach is None:
+        """Return the cached blocks of the longest prefix of `digests` after which a request can continue."""
+        if self.local_attention is None:
             return self.manager.find(digests)
-        return found_within(self.reach, self.manager, digests)
+        return find_within_windows(self.local_attention, self.manager, digests)
 
-    def most_behind(self, found: Sequence[int], num_computed: int) -> int:
-        """Tokens behind the computed ones that the free blocks hold, of a request that shares `found`."""
-        held = len(found) + self.manager.num_free_without(found)
-        return held * self.manager.block_size - num_computed
+    def max_new_tokens_after(self, cached_blocks: Sequence[int], num_computed: int) -> int:
+        """Return how many tokens after the computed ones fit the free blocks and these cached blocks."""
+        num_blocks = len(cached_blocks) + self.manager.num_free_without(cached_blocks)
+        return num_blocks * self.manager.block_size - num_computed
 
-    def can_begin(self, request: Progress, found: Sequence[int], most_at_once: int) -> bool:
-        """Whether as many blocks are free as a request must see before it begins.
+    def can_start(
+        self, request: ScheduledRequest, cached_blocks: Sequence[int], max_step_tokens: int
+    ) -> bool:
+        """Return whether enough blocks are free for a request to start.
 
         Args:
-            request: It has no blocks.
-            found: Those that it shares.
-            most_at_once: Most new tokens of a step.
+            request: Request without blocks.
+            cached_blocks: Cached blocks that it reuses.
+            max_step_tokens: Maximum number of new tokens per step.
         """
-        return self._wanted(request, found, most_at_once) <= self.manager.num_free_without(found)
+        return self._num_required(request, cached_blocks, max_step_tokens) <= self.manager.num_free_without(
+            cached_blocks
+        )
 
-    def _wanted(self, request: Progress, found: Sequence[int], most_at_once: int) -> int:
-        whole = self.manager.blocks_for(request.num_tokens) - len(found)
-        if self.reach is None:
-            return whole
-        at_once = self.reach.blocks_at_once(min(request.num_new, most_at_once), self.manager.block_size)
-        alone = self.manager.capacity - sum(block != NULL_BLOCK for block in found)
-        return min(whole, at_once, alone)
+    def _num_required(
+        self, request: ScheduledRequest, cached_blocks: Sequence[int], max_step_tokens: int
+    ) -> int:
+        num_missing_blocks = self.manager.blocks_for(request.num_tokens) - len(cached_blocks)
+        if self.local_attention is None:
+            return num_missing_blocks
+        num_needed_at_once = self.local_attention.max_blocks_per_request(
+            min(request.num_new, max_step_tokens), self.manager.block_size
+        )
+        num_if_alone = self.manager.capacity - sum(block != NULL_BLOCK for block in cached_blocks)
+        return min(num_missing_blocks, num_needed_at_once, num_if_alone)
 
 
-def found_in_all(groups: Sequence[CacheGroup], digests: Sequence[bytes]) -> list[tuple[int, ...]]:
-    """Of each group the blocks of the longest beginning that all groups have what they need of.
+def find_in_all_groups(groups: Sequence[KVCacheGroup], digests: Sequence[bytes]) -> list[tuple[int, ...]]:
+    """Return each group's blocks of the longest prefix that is cached in all groups.
 
     Source: vLLM V1 `HybridKVCacheCoordinator.find_longest_cache_hit`.
     """
     while True:
-        found = [group.find(digests) for group in groups]
-        count = min(map(len, found))
-        if all(len(blocks) == count for blocks in found):
-            return found
+        cached_blocks = [group.find(digests) for group in groups]
+        count = min(map(len, cached_blocks))
+        if all(len(blocks) == count for blocks in cached_blocks):
+            return cached_blocks
         digests = digests[:count]

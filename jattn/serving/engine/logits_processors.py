@@ -1,4 +1,4 @@
-"""What a request asks of the logits before a token is picked: biases, penalties, no end too soon."""
+"""Logits processors: biases, penalties, min_tokens, and allowed or banned tokens."""
 
 import functools
 from collections.abc import Callable, Sequence, Sized
@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 from jattn.batch.int_arrays import INT32_MAX
-from jattn.serving.engine.detokenizer import tokens_of
-from jattn.serving.engine.sampler import in_rows
+from jattn.serving.engine.detokenizer import tokenize
+from jattn.serving.engine.sampler import scatter_rows
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.structured_outputs import Grammars, TokenMask
 from pallas_kernels.checks import require
@@ -19,26 +19,27 @@ SHORTEST_LIST, SHORTEST_TEXT = 8, 64  # tables are never narrower: fewer widths 
 SHORTEST_BIASES = 4096  # nor is the list of all rows' biases shorter: 16 each of 256 rows, 48 KiB
 
 
-class Adjustments(NamedTuple):
-    """Of a step's rows. Lists of tokens are padded with the vocabulary's size, which no token has.
+class LogitsAdjustments(NamedTuple):
+    """The adjustments of a step's logits. Token lists are padded with vocab_size, which is not a valid token.
 
-    Biases of all rows are one list: a table as wide as the longest, of 256 rows and 25,000 tokens, is 64 MiB
-    to make and send in each step.
+    The biases of all rows form one list: a padded table for 256 rows and 25,000 tokens would take 64 MiB per
+    step.
 
     Attributes:
-        bias_rows: The row of each bias.
-        bias_ids: Its token.
-        biases: What is added to the token's logit.
-        end_ids: Tokens that would end the text.
-        min_tokens: They are banned before a row has generated so many.
-        prompt_ids: Tokens of the prompt, where a row has penalties.
-        output_ids: Tokens generated that the host knows, likewise.
-        pending_rows: Row of the step before whose token comes next and only the device knows; -1 = none.
-        last: New tokens of the step before, by its rows.
-        repetition: repetition_penalty.
-        frequency: frequency_penalty.
-        presence: presence_penalty.
-        allowed: Tokens that may come next, as `TokenMask.allowed` has them; None = no row has a mask.
+        bias_rows: Row of each bias.
+        bias_ids: Token id of each bias.
+        biases: Value added to the token's logit.
+        end_ids: Tokens that would end the completion.
+        min_tokens: Number of generated tokens before which end_ids are banned.
+        prompt_ids: Prompt tokens of rows with penalties.
+        output_ids: Generated tokens that the host knows, of rows with penalties.
+        pending_rows: Row of the previous step whose token, known only to the device, comes next; -1 if there
+            is none.
+        last: New tokens of the previous step, by row.
+        repetition: repetition_penalty of each row.
+        frequency: frequency_penalty of each row.
+        presence: presence_penalty of each row.
+        allowed: Bit mask of the allowed next tokens; see `TokenMask.allowed`. None: no row has a mask.
     """
 
     bias_rows: Int32[Array, " biases"]
@@ -56,17 +57,17 @@ class Adjustments(NamedTuple):
     allowed: UInt32[Array, "reqs words"] | None
 
 
-class Adjusted(NamedTuple):
-    """What one request's adjustments are made of.
+class RequestAdjustments(NamedTuple):
+    """The adjustments of one request's logits.
 
     Attributes:
-        params: What it asks for.
-        prompt_ids: Its prompt, where it has penalties.
-        output_ids: What it has generated and the host has read, likewise.
-        end_ids: Tokens that end it, where it has min_tokens.
-        num_generated: How many it has generated and the host has read.
-        pending_row: Row of the step before whose token it waits for; -1 = none.
-        allowed: What its mask allows; None = it has none.
+        params: Sampling parameters.
+        prompt_ids: Prompt tokens, if there are penalties.
+        output_ids: Generated tokens that the host has read, if there are penalties.
+        end_ids: Tokens that end the completion, if there are min_tokens.
+        num_generated: Number of generated tokens that the host has read.
+        pending_row: Row of the previous step whose token is in flight; -1 if there is none.
+        allowed: Bit mask of the allowed next tokens; None if all are allowed.
     """
 
     params: SamplingParams
@@ -79,88 +80,93 @@ class Adjusted(NamedTuple):
 
     @property
     def is_needed(self) -> bool:
-        """False where the logits stay as they are."""
-        bans = self.num_generated < self.params.min_tokens
-        return bool(self.params.has_penalties or self.params.logit_bias or bans or self.allowed is not None)
+        """Whether the logits change."""
+        bans_end = self.num_generated < self.params.min_tokens
+        return bool(
+            self.params.has_penalties or self.params.logit_bias or bans_end or self.allowed is not None
+        )
 
 
-def build_adjustments(
-    requests: Sequence[Adjusted], last: Array, *, num_rows: int, vocab_size: int
-) -> Adjustments | None:
-    """Puts what each request asks for into the row of its number; None where nobody asks for anything.
+def build_logits_adjustments(
+    requests: Sequence[RequestAdjustments], last: Array, *, num_rows: int, vocab_size: int
+) -> LogitsAdjustments | None:
+    """Arrange the adjustments of requests in rows; None if no request needs any.
 
-    Lists are padded to powers of two, prompts and outputs to one length for both: a longer one compiles the
-    sampler anew, a few times in all.
+    Lists are padded to powers of two, prompts and outputs to the same length. Longer lists recompile the
+    sampler, a few times in total.
     """
-    if not any(one.is_needed for one in requests):
+    if not any(request.is_needed for request in requests):
         return None
     rows = np.arange(len(requests))
     table = lambda lists, width: _table(lists, num_rows, width, vocab_size)
-    column = lambda values, off, dtype: in_rows(values, rows, np.full(num_rows, off, dtype))
-    params = [one.params for one in requests]
+    column = lambda values, off, dtype: scatter_rows(values, rows, np.full(num_rows, off, dtype))
+    params = [request.params for request in requests]
     bias_rows, bias_ids, biases = _biases(params, vocab_size)
-    ends = [one.end_ids for one in requests]
-    prompts, outputs = [one.prompt_ids for one in requests], [one.output_ids for one in requests]
+    ends = [request.end_ids for request in requests]
+    prompts, outputs = (
+        [request.prompt_ids for request in requests],
+        [request.output_ids for request in requests],
+    )
     longest = _width(prompts + outputs, SHORTEST_TEXT)
-    penalised = [one if one.params.has_penalties else None for one in requests]
-    return Adjustments(
+    penalised = [request if request.params.has_penalties else None for request in requests]
+    return LogitsAdjustments(
         bias_rows=bias_rows,
         bias_ids=bias_ids,
         biases=biases,
         end_ids=table(ends, _width(ends, SHORTEST_LIST)),
         # What int32 cannot hold is beyond every text, and so is the most that it can.
-        min_tokens=column([min(one.min_tokens, INT32_MAX) for one in params], 0, np.int32),
+        min_tokens=column([min(request.min_tokens, INT32_MAX) for request in params], 0, np.int32),
         prompt_ids=table(prompts, longest),
         output_ids=table(outputs, longest),
-        pending_rows=column([one.pending_row if one else -1 for one in penalised], -1, np.int32),
+        pending_rows=column([request.pending_row if request else -1 for request in penalised], -1, np.int32),
         last=last,
-        repetition=column([one.repetition_penalty for one in params], 1, np.float32),
-        frequency=column([one.frequency_penalty for one in params], 0, np.float32),
-        presence=column([one.presence_penalty for one in params], 0, np.float32),
-        allowed=_allowed([one.allowed for one in requests], num_rows, vocab_size),
+        repetition=column([request.repetition_penalty for request in params], 1, np.float32),
+        frequency=column([request.frequency_penalty for request in params], 0, np.float32),
+        presence=column([request.presence_penalty for request in params], 0, np.float32),
+        allowed=_allowed([request.allowed for request in requests], num_rows, vocab_size),
     )
 
 
-def adjusted(
-    logits: Float32[Array, "reqs vocab"], by: Adjustments, num_generated: Int[Array, " reqs"]
+def adjust_logits(
+    logits: Float32[Array, "reqs vocab"], adjustments: LogitsAdjustments, num_generated: Int[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
-    """Logits with biases and penalties; -inf for what would end a text too soon or may not come. Traced.
+    """Apply biases and penalties, and set the logits of banned tokens to -inf. Traced.
 
     Source: vLLM V1 `MinTokensLogitsProcessor`, `LogitBiasLogitsProcessor`, `apply_all_penalties`.
     """
     num_rows, vocab_size = logits.shape
     row = jnp.arange(num_rows)[:, None]
-    banned = jnp.where((num_generated < by.min_tokens)[:, None], by.end_ids, vocab_size)
+    banned = jnp.where((num_generated < adjustments.min_tokens)[:, None], adjustments.end_ids, vocab_size)
     logits = logits.at[row, banned].set(-jnp.inf, mode="drop")
-    logits = logits.at[by.bias_rows, by.bias_ids].add(by.biases, mode="drop")
-    pending = jnp.where(by.pending_rows >= 0, by.last[by.pending_rows], vocab_size)
-    outputs = jnp.concatenate([by.output_ids, pending[:, None]], axis=1)
+    logits = logits.at[adjustments.bias_rows, adjustments.bias_ids].add(adjustments.biases, mode="drop")
+    pending = jnp.where(adjustments.pending_rows >= 0, adjustments.last[adjustments.pending_rows], vocab_size)
+    outputs = jnp.concatenate([adjustments.output_ids, pending[:, None]], axis=1)
     counts = jnp.zeros(logits.shape, jnp.int32).at[row, outputs].add(1, mode="drop")
-    is_seen = (counts > 0).at[row, by.prompt_ids].set(True, mode="drop")
-    factor = by.repetition[:, None]
-    logits = jnp.where(is_seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
-    logits = logits - by.frequency[:, None] * counts.astype(jnp.float32)
-    logits = logits - by.presence[:, None] * (counts > 0).astype(jnp.float32)
-    if by.allowed is None:
+    has_occurred = (counts > 0).at[row, adjustments.prompt_ids].set(True, mode="drop")
+    factor = adjustments.repetition[:, None]
+    logits = jnp.where(has_occurred, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+    logits = logits - adjustments.frequency[:, None] * counts.astype(jnp.float32)
+    logits = logits - adjustments.presence[:, None] * (counts > 0).astype(jnp.float32)
+    if adjustments.allowed is None:
         return logits
-    bits = (by.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+    bits = (adjustments.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
     return jnp.where(bits.reshape(num_rows, -1)[:, :vocab_size] != 0, logits, -jnp.inf)
 
 
 def _biases(params: Sequence[SamplingParams], vocab_size: int) -> tuple[Any, Any, Any]:
-    """Rows, tokens and values of all biases, padded to a power of two."""
-    each = [(row, *one.biases) for row, one in enumerate(params) if one.logit_bias]
-    width = _width([range(sum(len(ids) for _, ids, _ in each))], SHORTEST_BIASES)
+    """Return the rows, token ids and values of all biases, padded to a power of two."""
+    rows_with_biases = [(row, *request.biases) for row, request in enumerate(params) if request.logit_bias]
+    width = _width([range(sum(len(ids) for _, ids, _ in rows_with_biases))], SHORTEST_BIASES)
     rows, tokens = np.zeros(width, np.int32), np.full(width, vocab_size, np.int32)
     values, end = np.zeros(width, np.float32), 0
-    for row, ids, added in each:
+    for row, ids, values_ in rows_with_biases:
         part = slice(end, end := end + len(ids))
-        rows[part], tokens[part], values[part] = row, ids, added
+        rows[part], tokens[part], values[part] = row, ids, values_
     return rows, tokens, values
 
 
 def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int) -> Any:
-    """Masks as rows of a table; rows without one allow everything."""
+    """Return the masks as rows of a table. Rows without a mask allow every token."""
     if all(mask is None for mask in masks):
         return None
     table = np.full((num_rows, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
@@ -171,12 +177,12 @@ def _allowed(masks: Sequence[np.ndarray | None], num_rows: int, vocab_size: int)
 
 
 def _width(lists: Sequence[Sized], shortest: int) -> int:
-    """Columns of a table of lists: a power of two."""
+    """Return the width of a table of lists: a power of two."""
     return max(shortest, 1 << (max(map(len, lists), default=1) - 1).bit_length())
 
 
 def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, width: int, pad: int) -> Any:
-    """Lists as rows of a table."""
+    """Return lists as the padded rows of a table."""
     table = np.full((num_rows, width), pad, np.int32)
     for row, values in enumerate(lists):
         if len(values):
@@ -185,14 +191,14 @@ def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, width: in
 
 
 class TokenFilter:
-    """A TokenMask of tokens that may come anywhere, and of words that may not."""
+    """A TokenMask for allowed_token_ids and bad_words."""
 
     def __init__(self, anywhere: np.ndarray, words: Sequence[Sequence[int]] = ()) -> None:
-        """Of a text that is empty so far.
+        """Start with an empty text.
 
         Args:
-            anywhere: As `TokenMask.allowed` has it.
-            words: Each of several tokens, whose last may not follow the others.
+            anywhere: Bit mask of the tokens that are allowed anywhere; see `TokenMask.allowed`.
+            words: Banned words of several tokens; the last token may not follow the others.
         """
         self._anywhere = anywhere
         self._endings: dict[tuple[int, ...], list[int]] = {}  # last tokens of words, by those before
@@ -203,21 +209,21 @@ class TokenFilter:
 
     @property
     def is_fixed(self) -> bool:
-        """As TokenMask."""
+        """Whether the mask never changes."""
         return not self._endings
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left that may come."""
+        """Whether no token is allowed any more."""
         return not self.allowed().any()
 
     def allowed(self) -> np.ndarray:
-        """As TokenMask."""
+        """Return the bit mask of the allowed next tokens."""
         endings = [last for n in self._lens for last in self._endings.get(self._last[-n:], ())]
         return without(self._anywhere, endings) if endings else self._anywhere
 
     def accept(self, token_id: int) -> None:
-        """As TokenMask."""
+        """Append a token to the text."""
         if self._lens:
             self._last = (*self._last, token_id)[-self._lens[-1] :]
 
@@ -225,16 +231,17 @@ class TokenFilter:
 def token_masks(
     params: SamplingParams, *, tokenizer: Any | None, vocab_size: int, grammars: Grammars
 ) -> Callable[[], TokenMask | None]:
-    """Makes what may come in a text that is empty so far, one for each completion; None = anything.
+    """Return a function that creates the mask of a new completion, or None if all tokens are allowed.
 
     Args:
-        params: What the request asks for.
-        tokenizer: A `tokenizers.Tokenizer`; None = there is none.
-        vocab_size: The model's.
-        grammars: What knows structured_outputs.
+        params: Sampling parameters of the request.
+        tokenizer: A `tokenizers.Tokenizer`; None if there is none.
+        vocab_size: Size of the vocabulary.
+        grammars: Compiler of structured_outputs.
 
     Raises:
-        ValueError: bad_words leave no token, or there is no tokenizer for them; as `Grammars.mask`.
+        ValueError: If bad_words ban every token or need a missing tokenizer, or structured_outputs is
+            invalid.
     """
     if params.structured_outputs is not None:
         return functools.partial(grammars.mask, params.structured_outputs)
@@ -243,31 +250,33 @@ def token_masks(
     words = [ids for word in params.bad_words or () for ids in bad_word_ids(word, tokenizer)]
     ids = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     anywhere = without(_bits(ids, vocab_size), [word[0] for word in words if len(word) == 1])
-    require(bool(anywhere.any()), "bad_words", "leave a token that may come", params.bad_words)
+    require(bool(anywhere.any()), "bad_words", "allow at least one token", params.bad_words)
     return functools.partial(TokenFilter, anywhere, [word for word in words if len(word) > 1])
 
 
 def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
-    """A word's tokens at the beginning of a text and, where these are others but no more, in its midst.
+    """Return a word's tokens at the start of a text and, if equally many but different, within a text.
 
     Raises:
-        ValueError: There is no tokenizer, or the word has halves of characters.
+        ValueError: If there is no tokenizer, or the word is not valid text.
 
     Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
-    require(tokenizer is not None, "bad_words", "be empty (the model has no tokenizer.json)", repr(word))
+    require(
+        tokenizer is not None, "bad_words", "be empty because the model has no tokenizer.json", repr(word)
+    )
     assert tokenizer is not None
     first, inner = (
-        tokens_of("bad_words", before + word.lstrip(), tokenizer, add_special_tokens=False)
+        tokenize("bad_words", before + word.lstrip(), tokenizer, add_special_tokens=False)
         for before in ("", " ")
     )
-    require(bool(first), "bad_words", "have tokens", repr(word))
+    require(bool(first), "bad_words", "not be blank", repr(word))
     is_other = len(inner) == len(first) and inner[0] != first[0]
     return [first, inner] if is_other else [first]
 
 
 def without(bits: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
-    """A copy of a mask that does not allow these; a checkpoint's eos may be beyond the vocabulary."""
+    """Return a copy of a bit mask without these tokens. Token ids beyond the vocabulary are ignored."""
     bits = bits.copy()
     for token in token_ids:
         bits[token // 32 : token // 32 + 1] &= ~np.uint32(1 << token % 32)

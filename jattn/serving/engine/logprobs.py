@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, by the model's own logits: before penalties, biases and temperature."""
+"""Log-probabilities of tokens under the model's own logits, before penalties, biases and temperature."""
 
 import functools
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ CHUNK = 256  # tokens whose logits are held at once: of a vocabulary of 152k 156
 
 
 class Logprob(NamedTuple):
-    """Of one token at one place.
+    """The log-probability of a token at one position.
 
     Attributes:
-        logprob: Natural log of its probability.
-        rank: 1 = the likeliest token there.
+        logprob: Natural logarithm of the probability.
+        rank: Rank of the token; 1 is the most likely token.
     """
 
     logprob: float
@@ -24,13 +24,13 @@ class Logprob(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Of many places, on the device.
+    """The log-probabilities at many positions, on the device.
 
     Attributes:
-        chosen: Log-probability of the token that stands there.
-        ranks: How many tokens are as likely or likelier, itself included.
-        top_ids: The likeliest tokens.
-        top: Their log-probabilities.
+        chosen: Log-probability of the chosen token.
+        ranks: Number of tokens that are at least as likely as the chosen one, including itself.
+        top_ids: The most likely tokens.
+        top: Log-probabilities of the most likely tokens.
     """
 
     chosen: Float32[Array, " places"]
@@ -39,9 +39,9 @@ class TokenLogprobs(NamedTuple):
     top: Float32[Array, "places num"]
 
     def at(self, place: int, token_id: int, num: int) -> dict[int, Logprob]:
-        """The `num` likeliest tokens of a place, or all, and the one that stands there, once fetched.
+        """Return a position's chosen token and `num` most likely tokens. Requires arrays on the host.
 
-        Source: vLLM's `logprobs_dict`: the token itself first, then the others by rank.
+        Source: vLLM's `logprobs_dict`: the chosen token first, then the others by rank.
         """
         own = {token_id: Logprob(float(self.chosen[place]), int(self.ranks[place]))}
         ids, logprobs = self.top_ids[place, :num].tolist(), self.top[place, :num].tolist()
@@ -49,10 +49,10 @@ class TokenLogprobs(NamedTuple):
         return own | {i: Logprob(logprob, rank) for rank, (i, logprob) in likeliest if i != token_id}
 
 
-def logprobs_of(
+def compute_logprobs(
     logits: Float[Array, "places vocab"], token_ids: Int32[Array, " places"], num: int
 ) -> TokenLogprobs:
-    """The tokens that stand at some places, and the `num` likeliest there, or all there are. Traced."""
+    """Return the log-probabilities of the chosen tokens and of the `num` most likely ones. Traced."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
     ranks = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)
@@ -69,14 +69,14 @@ def prompt_logprobs(
     *,
     num: int,
 ) -> TokenLogprobs:
-    """Of the token that follows each token of a step, by chunks: all logits at once would not fit.
+    """Return the log-probabilities of the token after each token of a step, in chunks to limit the memory.
 
     Args:
-        graphdef: The model, from `nnx.split`. Static.
-        params: Its state.
-        hidden: What the step's tokens became behind the last layer.
-        next_ids: The token behind each. Padding may hold any id.
-        num: How many of the likeliest. Static.
+        graphdef: Model structure from `nnx.split`. Static.
+        params: State of the model.
+        hidden: Hidden states of the step's tokens after the last layer.
+        next_ids: Token id after each token. Padding may hold any id.
+        num: Number of most likely tokens to report. Static.
     """
     model = nnx.merge(graphdef, params)
     size = min(CHUNK, hidden.shape[0])
@@ -84,11 +84,11 @@ def prompt_logprobs(
     padding = chunks * size - hidden.shape[0]
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, size, -1)
     ids = jnp.pad(next_ids, (0, padding)).reshape(chunks, size)
-    of_chunk = lambda chunk: logprobs_of(model.logits(chunk[0]), chunk[1], num)
+    of_chunk = lambda chunk: compute_logprobs(model.logits(chunk[0]), chunk[1], num)
     result = jax.lax.map(of_chunk, (hidden, ids))
     return TokenLogprobs(*(x.reshape(chunks * size, *x.shape[2:])[: chunks * size - padding] for x in result))
 
 
 def fetched(logprobs: TokenLogprobs) -> TokenLogprobs:
-    """As numpy's arrays; waits for the device."""
+    """Return the log-probabilities as numpy arrays. Waits for the device."""
     return jax.device_get(logprobs)

@@ -1,92 +1,92 @@
-"""How what a step brings comes from the engine's thread to an event loop's readers."""
+"""Delivery of outputs from the engine's thread to the tasks of an event loop."""
 
 import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from jattn.serving.engine.engine_thread import Piece
-from jattn.serving.engine.outputs import RequestError, RequestOutput, in_words
+from jattn.serving.engine.engine_thread import OutputItem
+from jattn.serving.engine.outputs import RequestError, RequestOutput, describe_error
 
 # Of the loop's time its readers get one part in so many: Python runs one thread at a time, and the engine's
 # must prepare the next step meanwhile. 256 streams at 12 ms a step are read every second or third step.
-PARTS = 3
+INVERSE_TIME_SHARE = 3
 
 
 class Mailbox:
-    """One event loop's.
+    """The outputs for all tasks of one event loop.
 
-    Readers that cost the loop more than their part of the time get several steps' tokens together, as one
-    output; who waits for the first one, or for an error, gets it at once.
+    If reading outputs takes more than its share of the loop's time, tasks get the tokens of several steps in
+    one output. First tokens and errors are delivered at once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Empty."""
+        """Start without outputs."""
         self._loop = loop
-        self._held: list[Piece] = []
-        self._rests_until = 0.0
+        self._held: list[OutputItem] = []
+        self._busy_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def post(self, pieces: list[Piece]) -> None:
-        """From any thread; wakes the loop once, whatever the number of its readers.
+    def post(self, items: list[OutputItem]) -> None:
+        """Deliver outputs from any thread. Wakes the event loop once for all of its tasks.
 
         Raises:
-            RuntimeError: The loop is closed: nobody will read what is theirs.
+            RuntimeError: If the event loop is closed.
         """
-        self._loop.call_soon_threadsafe(self._take, pieces)
+        self._loop.call_soon_threadsafe(self._take, items)
 
     # --------------------------------------------------------------------------------- in the loop
-    def _take(self, pieces: list[Piece]) -> None:
-        is_urgent = any(isinstance(news, Exception) for _, news in pieces)
-        if is_urgent or self._loop.time() >= self._rests_until:
-            self._held += pieces
+    def _take(self, items: list[OutputItem]) -> None:
+        is_urgent = any(isinstance(news, Exception) for _, news in items)
+        if is_urgent or self._loop.time() >= self._busy_until:
+            self._held += items
             self._hand_out()
             return
-        for reader, news in pieces:
+        for reader, news in items:
             if reader.has_news:
                 self._held.append((reader, news))
             else:
                 reader.put(news)
         if self._held and self._timer is None:
-            self._timer = self._loop.call_at(self._rests_until, self._hand_out)
+            self._timer = self._loop.call_at(self._busy_until, self._hand_out)
 
     def _hand_out(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        pieces, self._held = self._held, []
+        items, self._held = self._held, []
         start = time.thread_time()
-        for reader, news in pieces:
+        for reader, news in items:
             reader.put(news)
-        self._loop.call_soon(self._rest, start)  # behind the tasks that this wakes
+        self._loop.call_soon(self._set_busy_until, start)  # behind the tasks that this wakes
 
-    def _rest(self, start: float) -> None:
-        taken = time.thread_time() - start
-        self._rests_until = self._loop.time() + (PARTS - 1) * taken
+    def _set_busy_until(self, start: float) -> None:
+        duration = time.thread_time() - start
+        self._busy_until = self._loop.time() + (INVERSE_TIME_SHARE - 1) * duration
 
 
 if TYPE_CHECKING:
     from jattn.serving.engine.mailbox import Mailbox
 
 
-class Reader:
-    """One task's, in the event loop that it runs in; `put` and `fail` are that loop's, too.
+class RequestOutputCollector:
+    """The unread outputs of one task's request. Only the task's event loop calls `put`.
 
-    What the task has not read is put together: a reader that is late finds one output a completion, however
-    many steps have passed, and so catches up. It holds nobody up.
+    Unread outputs of a completion are merged: a slow reader finds one output per completion, regardless of
+    the number of steps, and delays nobody.
 
     Attributes:
-        loop: Which runs the task.
-        mailbox: The loop's, by which an engine's thread reaches it; None = nobody's thread does.
-        request_id: As the engine calls the request; None = not added yet.
-        has_news: Whether anything has come.
-        num_unread: Completions whose ends the task has not read.
-        unfinished: The engine thread's: completions that have more to come.
+        loop: The event loop of the task.
+        mailbox: The event loop's mailbox, which the engine's thread posts to; None if no thread does.
+        request_id: The engine's identifier of the request; None before the request is added.
+        has_news: Whether an output has arrived.
+        num_unread: Number of completions whose last output has not been read.
+        unfinished: Indices of the completions that are unfinished, owned by the engine's thread.
 
     Source: vLLM `RequestOutputCollector`.
     """
 
     def __init__(self, num_completions: int, mailbox: "Mailbox | None" = None) -> None:
-        """For the task that is running."""
+        """Create a collector for the running task."""
         self.mailbox = mailbox
         self.loop = asyncio.get_running_loop()
         self.request_id: int | str | None = None
@@ -97,25 +97,25 @@ class Reader:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, news: RequestOutput | Exception) -> None:
-        """Takes what a step brought, or why there will be nothing more."""
+        """Add an output, or the error that ends the request."""
         self.has_news = True
         if isinstance(news, Exception):
             self._error = news if isinstance(news, ValueError) else self._request_error(news)
         elif news.error is not None:
             self._error = self._request_error(news.error)
         else:
-            before = self._outputs.setdefault(news.index, news)
-            if before is not news:
-                before.extend(news)
+            unread = self._outputs.setdefault(news.index, news)
+            if unread is not news:
+                unread.extend(news)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
-        """What one completion was brought since it was last read.
+        """Return the merged unread output of one completion.
 
         Raises:
-            ValueError: The request cannot be served.
-            RequestError: It could not be finished.
+            ValueError: If the request cannot be served.
+            RequestError: If the request could not be finished.
         """
         while not self._outputs:
             if self._error is not None:
@@ -127,6 +127,8 @@ class Reader:
         return output
 
     def _request_error(self, error: Exception) -> RequestError:
-        whole = RequestError(f"request {self.request_id!r} could not be finished: {in_words(error)}")
-        whole.__cause__ = error
-        return whole
+        request_error = RequestError(
+            f"request {self.request_id!r} could not be finished: {describe_error(error)}"
+        )
+        request_error.__cause__ = error
+        return request_error

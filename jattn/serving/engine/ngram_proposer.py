@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed when a request's last tokens stood there before."""
+"""Prompt-lookup drafting: propose the tokens that followed an earlier occurrence of the last n-gram."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from jattn.batch.bucket import Bucket
 from jattn.serving.engine.proposer import Proposer
 from jattn.serving.engine.sampler import SamplingMetadata
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.sequence import SequenceState
 from pallas_kernels.checks import require, require_int, require_positive
 
 
 class NgramProposer(Proposer):
-    """Drafts what followed the longest n-gram that a request's tokens end with, where it first stood.
+    """Drafts the tokens after the first occurrence of the longest n-gram that ends a request's tokens.
 
     Source: vLLM V1 `NgramProposer`.
     """
@@ -23,15 +23,15 @@ class NgramProposer(Proposer):
     is_lookup = True
 
     def __init__(self, *, prompt_lookup_min: int = 3, prompt_lookup_max: int = 5) -> None:
-        """Holds no state of requests.
+        """Set the n-gram lengths. No state of requests is stored.
 
         Args:
-            prompt_lookup_min: Shortest n-gram that counts. Short ones match by chance, and a draft that is
-                rejected costs time.
-            prompt_lookup_max: Longest n-gram that is looked for.
+            prompt_lookup_min: Minimum length of an n-gram. Short n-grams match by chance, and rejected drafts
+                cost time.
+            prompt_lookup_max: Maximum length of an n-gram.
 
         Raises:
-            ValueError: They are no positive ints, or the shortest is longer than the longest.
+            ValueError: If a length is not a positive int, or the minimum exceeds the maximum.
         """
         sizes = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
         require_int(**sizes)
@@ -41,50 +41,52 @@ class NgramProposer(Proposer):
         self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
 
     def propose(self, token_ids: Int[np.ndarray, " tokens"], num_tokens: int) -> list[int]:
-        """At most `num_tokens` drafts of what comes next; none where nothing matches.
+        """Return at most `num_tokens` draft tokens; empty if no n-gram matches.
 
-        One comparison of all tokens with the last; only where that agrees is the token before looked at.
+        All tokens are compared with the last one; earlier tokens are only compared where that matches.
 
         Args:
-            token_ids: Of the request, prompt and generated.
-            num_tokens: Most drafts.
+            token_ids: Prompt and generated tokens of the request.
+            num_tokens: Maximum number of drafts.
         """
-        last = len(token_ids) - 1
+        last_index = len(token_ids) - 1
         ends = (
-            np.flatnonzero(token_ids[: max(last, 0)] == token_ids[-1]) if last > 0 else np.zeros(0, np.intp)
+            np.flatnonzero(token_ids[: max(last_index, 0)] == token_ids[-1])
+            if last_index > 0
+            else np.zeros(0, np.intp)
         )
-        length, longest = 1, ends  # where n-grams end that agree so far; the longest that counts
-        while longest.size and length < self.prompt_lookup_max:
-            longest = longest[longest >= length]
-            longest = longest[token_ids[longest - length] == token_ids[last - length]]
-            if longest.size:
-                ends, length = longest, length + 1
-        if not ends.size or length < self.prompt_lookup_min:
+        ngram_len, longer = 1, ends  # where n-grams end that agree so far; the longest that counts
+        while longer.size and ngram_len < self.prompt_lookup_max:
+            longer = longer[longer >= ngram_len]
+            longer = longer[token_ids[longer - ngram_len] == token_ids[last_index - ngram_len]]
+            if longer.size:
+                ends, ngram_len = longer, ngram_len + 1
+        if not ends.size or ngram_len < self.prompt_lookup_min:
             return []
         first = int(ends[0]) + 1
         return token_ids[first : first + num_tokens].tolist()
 
-    def look(self, generation: Generation, num_tokens: int) -> int:
-        """As `Proposer.look`; keeps the drafts in the generation."""
-        drafting = generation.drafting
-        drafting.drafts = self.propose(drafting.tokens.caught_up(generation.token_ids), num_tokens)
-        return len(drafting.drafts)
+    def find_drafts(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Look up drafts, store them in the sequence's draft state, and return their number."""
+        draft_state = sequence.draft_state
+        draft_state.drafts = self.propose(draft_state.tokens.sync(sequence.token_ids), num_tokens)
+        return len(draft_state.drafts)
 
     def prepare(
         self,
         step: Step,
-        generations: Sequence[Generation],
+        sequences: Sequence[SequenceState],
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
     ) -> Int32[np.ndarray, " tokens"]:
-        """As `Proposer.prepare`: the drafts themselves."""
+        """Return the tokens of the step: the last token and the drafts of each row."""
         ids = np.zeros((bucket.max_decodes, bucket.decode_query_len), np.int32)
-        for row, one in enumerate(generations):
-            drafts = one.drafting.drafts[: one.drafting.num_drafted]
-            ids[row, : 1 + len(drafts)] = [one.token_ids[-1], *drafts]
+        for row, sequence in enumerate(sequences):
+            drafts = sequence.draft_state.drafts[: sequence.draft_state.num_drafted]
+            ids[row, : 1 + len(drafts)] = [sequence.token_ids[-1], *drafts]
         return ids.reshape(-1)
 
     def start(self, prepared: Any) -> Any:
-        """As `Proposer.start`."""
+        """Return the prepared tokens."""
         return prepared

@@ -1,4 +1,4 @@
-"""What the engine hands out: each step's new tokens, and what a prompt became."""
+"""Results of the engine: new tokens of each step, and finished completions."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,22 +9,22 @@ type Logprobs = dict[int, Logprob]  # of one place: the token that stands there,
 
 
 class RequestError(RuntimeError):
-    """A request could not be finished, through no fault of its caller; `__cause__` is what went wrong."""
+    """Raised if a request could not be finished for a reason outside the request; see `__cause__`."""
 
 
-def in_words(error: Exception) -> str:
-    """What a request's caller is told of an error that is not theirs."""
+def describe_error(error: Exception) -> str:
+    """Return the message of an error that a request's caller did not cause."""
     return str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
 
 
 class StreamedToken(NamedTuple):
-    """One new token.
+    """A newly generated token.
 
     Attributes:
-        prompt_index: Which prompt of the call.
-        token_id: The token.
-        text: The text that it completes; empty where a character, or what may become a stop string, is
-            still incomplete.
+        prompt_index: Index of the prompt in the call.
+        token_id: The token's id.
+        text: Text that this token completes. Empty while a character, or a possible stop string, is
+            incomplete.
     """
 
     prompt_index: int
@@ -34,19 +34,19 @@ class StreamedToken(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # frozen, it would take four times as long to make
 class RequestOutput:
-    """What a step brought a request: `Engine.step` returns one for each completion that has something new.
+    """New tokens of one completion, as returned by `Engine.step`.
 
     Attributes:
-        request_id: As `Engine.add_request` returned it.
-        index: Which of the request's n completions.
-        new_token_ids: New tokens, the stop token included.
-        new_text: Their text; see StreamedToken.text.
-        finish_reason: As GenerationResult has it; None = more is to come.
-        stop_reason: As GenerationResult has it.
-        logprobs: Of each new token, where asked for.
-        prompt_logprobs: Of each token of the prompt, where asked for, with the first new token; None for the
-            first of them.
-        error: What went wrong, where finish_reason is "error".
+        request_id: Identifier returned by `Engine.add_request`.
+        index: Index of the completion among the request's n completions.
+        new_token_ids: New token ids, including the stop token.
+        new_text: Text of the new tokens; see StreamedToken.text.
+        finish_reason: Reason why the completion ended, as in GenerationResult. None while it is unfinished.
+        stop_reason: Stop string or token id that ended the completion, as in GenerationResult.
+        logprobs: Log-probabilities of each new token, if requested.
+        prompt_logprobs: Log-probabilities of each prompt token, if requested; sent with the first new token.
+            The first entry is None.
+        error: The error, if finish_reason is "error".
     """
 
     request_id: int | str
@@ -60,7 +60,7 @@ class RequestOutput:
     error: Exception | None = None
 
     def extend(self, later: "RequestOutput") -> None:
-        """Takes what a later step brought the same completion, as if one had brought both."""
+        """Append a later output of the same completion."""
         self.new_token_ids += later.new_token_ids
         self.new_text += later.new_text
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -70,12 +70,12 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationMetrics:
-    """How long a prompt took, in seconds from the call.
+    """Timing of a completion, in seconds since the request arrived.
 
     Attributes:
-        time_to_first_token: Until the first new token.
-        time_total: Until the last one.
-        num_tokens: New tokens.
+        time_to_first_token: Time until the first new token.
+        time_total: Time until the last new token.
+        num_tokens: Number of new tokens.
     """
 
     time_to_first_token: float
@@ -84,28 +84,29 @@ class GenerationMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens a second, the wait for the first one included."""
+        """New tokens per second, including the time to the first token."""
         return self.num_tokens / self.time_total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationResult:
-    """What a prompt became; of n completions the first, `outputs` has all.
+    """The result of a prompt. With n > 1 it is the first completion, and `outputs` holds all of them.
 
     Attributes:
-        token_ids: The new tokens, the stop token included.
-        text: Their text, without the stop token or string unless it was to be kept; empty if the model has no
-            tokenizer.
-        finish_reason: "stop": a stop token or string came; "length": max_tokens or the model's context is
-            reached; "abort": `AsyncEngine.abort`; "error": see RequestError.
-        stop_reason: The stop string, or the token of stop_token_ids, that ended it; None = none of these.
-        metrics: Times.
-        logprobs: Of each new token, where asked for.
-        prompt_logprobs: Of each token of the prompt, where asked for; None for the first.
-        outputs: One a completion, in their order, without outputs of their own.
-        prompt: Its text; None = tokens were given.
-        prompt_token_ids: Its tokens.
-        index: Which of the n completions.
+        token_ids: New token ids, including the stop token.
+        text: Text of the new tokens, without the stop token or stop string unless requested. Empty if the
+            model has no tokenizer.
+        finish_reason: "stop" for a stop token or string, "length" if max_tokens or the maximum context length
+            is reached, "abort" after `AsyncEngine.abort`, or "error" (see RequestError).
+        stop_reason: The stop string, or the token of stop_token_ids, that ended the completion; None
+            otherwise.
+        metrics: Timing of the completion.
+        logprobs: Log-probabilities of each new token, if requested.
+        prompt_logprobs: Log-probabilities of each prompt token, if requested. The first entry is None.
+        outputs: All n completions in order; their own `outputs` are empty.
+        prompt: Text of the prompt; None if token ids were given.
+        prompt_token_ids: Token ids of the prompt.
+        index: Index among the n completions.
     """
 
     token_ids: list[int]

@@ -1,8 +1,7 @@
-"""Engines of several processes as one: process 0 says what runs, and the others do the same.
+"""One engine in several processes: process 0 chooses the steps, and the others run them as well.
 
-Words go by a socket of the standard library, beside the devices: what is on its way to these is not waited
-for. Each process hears at once that another has failed, be it stuck in a sum over devices meanwhile: it has
-some seconds to end by itself, and is ended then.
+Messages use a standard-library socket and do not wait for the devices. A process learns at once that another
+one has failed, even if it waits in a collective; it has a few seconds to end by itself before it is ended.
 """
 
 import atexit
@@ -32,124 +31,135 @@ _NAME_BYTES = 256
 
 
 class ProcessError(RuntimeError):
-    """A process of the engine has failed; the message has its error."""
+    """Raised if a process of the engine has failed. The message contains its error."""
 
 
-def processes_of(mesh: Mesh | None) -> "Processes | None":
-    """The processes that a mesh's devices belong to; None where it is this one alone.
+def make_process_group(mesh: Mesh | None) -> "ProcessGroup | None":
+    """Connect the processes that own a mesh's devices; None for a single process.
 
     Args:
-        mesh: The model's.
+        mesh: Mesh of the model.
 
     Raises:
-        ValueError: A process of `jax.distributed` has none of them.
+        ValueError: If a process of `jax.distributed` owns none of the devices.
     """
     if mesh is None or jax.process_count() == 1:
         return None
-    held = {device.process_index for device in mesh.devices.flat}
+    process_indices = {device.process_index for device in mesh.devices.flat}
     rule = f"have devices of all {jax.process_count()} processes (jax.process_count())"
-    require(len(held) == jax.process_count(), "mesh", rule, f"those of {sorted(held)}")
-    return Processes()
+    require(len(process_indices) == jax.process_count(), "mesh", rule, f"those of {sorted(process_indices)}")
+    return ProcessGroup()
 
 
-def must_lead(processes: "Processes | None") -> None:
-    """Raises ValueError on a process that can only follow."""
-    leads = processes is None or processes.leads
-    require(leads, "the process", "be 0 (the others call engine.follow())", jax.process_index())
+def require_leader(processes: "ProcessGroup | None") -> None:
+    """Raise ValueError in a process that can only follow."""
+    is_leader = processes is None or processes.is_leader
+    if not is_leader:
+        raise ValueError(
+            f"Only process 0 runs requests. Call engine.follow() in process {jax.process_index()}."
+        )
 
 
-def must_follow(processes: "Processes | None") -> None:
-    """Raises ValueError where there is nobody to follow."""
-    rule = "be one of several that the model's mesh has devices of, and not the first, which leads"
-    require(processes is not None and not processes.leads, "follow()'s process", rule, jax.process_index())
+def require_follower(processes: "ProcessGroup | None") -> None:
+    """Raise ValueError in a process that cannot follow."""
+    if processes is None or processes.is_leader:
+        raise ValueError(
+            f"Process {jax.process_index()} cannot call follow(). It requires a mesh with devices of several "
+            "processes, and is for all of them except process 0."
+        )
 
 
-class Processes:
-    """This process and the others, connected. All make it at the same time, as their engines are made.
+class ProcessGroup:
+    """The connections of this process to the others. All processes create it when they create their engines.
 
     Attributes:
-        leads: This is process 0.
+        is_leader: Whether this is process 0.
     """
 
     def __init__(self) -> None:
-        """Waits for all of them."""
-        self.leads = jax.process_index() == 0
+        """Connect to all processes. Waits for them."""
+        self.is_leader = jax.process_index() == 0
         self.error: str | None = None  # that ended it
         self._is_closed = False
-        self._heard: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self._others = _meet()
+        self._inbox: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._connections = _connect()
         self._listeners = [
-            threading.Thread(target=self._listen, args=other, name="jattn-processes", daemon=True)
-            for other in self._others.items()
+            threading.Thread(target=self._listen, args=connection, name="jattn-processes", daemon=True)
+            for connection in self._connections.items()
         ]
         # It waits from now on: where an error ends the interpreter, no thread can be started.
-        self._is_over = threading.Event()
-        threading.Thread(target=self._end_soon, name="jattn-end", daemon=True).start()
+        self._finished = threading.Event()
+        threading.Thread(target=self._exit_after_failure, name="jattn-end", daemon=True).start()
         for thread in self._listeners:
             thread.start()
         atexit.register(self._at_exit)  # before jax.distributed's own, which waits for all
 
-    def agree(self, num_blocks: int, options: Mapping[str, str]) -> int:
-        """The fewest blocks that a process has room for.
+    def agree_on_num_blocks(self, num_blocks: int, options: Mapping[str, str]) -> int:
+        """Return the smallest number of blocks of all processes.
 
         Args:
-            num_blocks: Of this process.
-            options: What must be the same in all of them, by name, in words.
+            num_blocks: Number of blocks that fit this process's memory.
+            options: Options that must be equal in all processes, by name.
 
         Raises:
-            ValueError: It is not; all of them get the same error.
+            ValueError: If the options differ. All processes raise the same error.
         """
-        if self.leads:
-            everyone = [(num_blocks, options), *(self._next(MEET) for _ in self._others)]
-            self.send(MEET, everyone)
+        if self.is_leader:
+            offers = [(num_blocks, options), *(self._next(MEET) for _ in self._connections)]
+            self.send(MEET, offers)
         else:
             self.send(MEET, num_blocks, options)
-            (everyone,) = self._next(MEET)
-        require_alike([options for _, options in everyone])
-        return min(num for num, _ in everyone)
+            (offers,) = self._next(MEET)
+        require_same_options([options for _, options in offers])
+        return min(num for num, _ in offers)
 
-    def send(self, what: str, *arguments: Any) -> None:
-        """Says it to the others: process 0 to all, they to process 0.
+    def send(self, command: str, *arguments: Any) -> None:
+        """Send a command from process 0 to the others, or from another process to process 0.
 
         Raises:
-            ProcessError: One of them has failed.
+            ProcessError: If another process has failed.
         """
         self.check()
-        message = pickle.dumps((what, arguments), protocol=pickle.HIGHEST_PROTOCOL)
-        for other in self._others.values():
+        message = pickle.dumps((command, arguments), protocol=pickle.HIGHEST_PROTOCOL)
+        for connection in self._connections.values():
             try:
-                other.send_bytes(message)
+                connection.send_bytes(message)
             except OSError as error:
-                raise ProcessError(self.error or f"a process is gone: {error}") from error
+                raise ProcessError(
+                    self.error or f"the connection to another process was lost: {error}"
+                ) from error
 
-    def heard(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
-        """What process 0 says, until its engine is closed.
+    def received(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Yield the commands of process 0 until its engine is closed.
 
         Raises:
-            ProcessError: Another process has failed.
+            ProcessError: If another process has failed.
         """
         while True:
-            _, what, arguments = self._heard.get()
-            if what == FAILED:
+            _, command, arguments = self._inbox.get()
+            if command == FAILED:
                 raise ProcessError(arguments[0])
-            if what == END:
+            if command == END:
                 return
-            yield what, arguments
+            yield command, arguments
 
     def check(self) -> None:
-        """Raises ProcessError if another process has failed."""
+        """Raise ProcessError if another process has failed."""
         if self.error is not None:
             raise ProcessError(self.error)
 
     def fail(self, error: BaseException) -> None:
-        """Says to the others that this one has failed."""
+        """Report to the others that this process has failed."""
         if self.error is None and not self._is_closed:
             text = f"process {jax.process_index()} failed: {type(error).__name__}: {error}"
-            self._tell_quietly(FAILED, text)
-            self._end_with(text)
+            self._send_ignoring_errors(FAILED, text)
+            self._record_failure(text)
 
-    def failure_elsewhere(self) -> str | None:
-        """The error of another process, which may come a little later than what it does to the devices."""
+    def remote_failure(self) -> str | None:
+        """Return the error of another process, or None.
+
+        Waits briefly, since device errors can arrive first.
+        """
         for _ in range(10):
             if self.error is not None:
                 return self.error
@@ -157,14 +167,14 @@ class Processes:
         return self.error
 
     def close(self) -> None:
-        """Lets the others go, where this is process 0."""
+        """Close the connections. Process 0 lets the others return from `follow`."""
         if not self._is_closed:
             self._is_closed = True
-            self._is_over.set()
-            if self.leads and self.error is None:
-                self._tell_quietly(END)
-            for other in self._others.values():
-                other.close()
+            self._finished.set()
+            if self.is_leader and self.error is None:
+                self._send_ignoring_errors(END)
+            for connection in self._connections.values():
+                connection.close()
 
     # --------------------------------------------------------------------------------------- inside
     def _at_exit(self) -> None:
@@ -174,74 +184,80 @@ class Processes:
         else:
             self.fail(error)
 
-    def _end_with(self, text: str) -> None:
+    def _record_failure(self, text: str) -> None:
         self.error = text
-        self._is_over.set()
+        self._finished.set()
 
-    def _end_soon(self) -> None:
-        """Ends a process that waits: nobody can interrupt a wait for devices, or for others at the exit."""
-        self._is_over.wait()
+    def _exit_after_failure(self) -> None:
+        """End this process after a failure, because a wait for devices or at exit cannot be interrupted."""
+        self._finished.wait()
         if self.error is not None:  # else it is closed
             time.sleep(GRACE_S)
             print(f"jattn: {self.error}; this process ends.", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _next(self, wanted: str) -> Any:
-        _, what, arguments = self._heard.get()
-        if what == FAILED:
+    def _next(self, expected: str) -> Any:
+        _, command, arguments = self._inbox.get()
+        if command == FAILED:
             raise ProcessError(arguments[0])
-        assert what == wanted, (what, wanted)
+        assert command == expected, (command, expected)
         return arguments
 
-    def _listen(self, index: int, other: Any) -> None:
-        """Hears what another says, in a thread: an error of its own, or that it is gone, at any time."""
+    def _listen(self, index: int, connection: Any) -> None:
+        """Receive another process's messages in a thread, including its failure or exit."""
         while True:
             try:
-                what, arguments = pickle.loads(other.recv_bytes())
+                command, arguments = pickle.loads(connection.recv_bytes())
             except (EOFError, OSError):
                 if self._is_closed:
                     return
-                what, arguments = FAILED, (f"process {index} ended without a word",)
-            self._heard.put((index, what, arguments))
-            if what == END:
+                command, arguments = FAILED, (f"process {index} ended without an error message",)
+            self._inbox.put((index, command, arguments))
+            if command == END:
                 self._is_closed = True
-                self._is_over.set()
+                self._finished.set()
                 return
-            if what == FAILED:
-                self._heard_of_failure(arguments[0])
+            if command == FAILED:
+                self._handle_remote_failure(arguments[0])
                 return
 
-    def _heard_of_failure(self, text: str) -> None:
-        """Passes it on, and sees to it that this process ends: it may wait for devices that never answer."""
+    def _handle_remote_failure(self, text: str) -> None:
+        """Forward a failure, and make this process end even if it waits for its devices."""
         if self.error is None:
-            if self.leads:
-                self._tell_quietly(FAILED, text)
-            self._end_with(text)
+            if self.is_leader:
+                self._send_ignoring_errors(FAILED, text)
+            self._record_failure(text)
 
-    def _tell_quietly(self, what: str, *arguments: Any) -> None:
-        message = pickle.dumps((what, arguments))
-        for other in self._others.values():
+    def _send_ignoring_errors(self, command: str, *arguments: Any) -> None:
+        message = pickle.dumps((command, arguments))
+        for connection in self._connections.values():
             with contextlib.suppress(OSError):  # it is gone, as its listener knows
-                other.send_bytes(message)
+                connection.send_bytes(message)
 
 
-def require_alike(options: Sequence[Mapping[str, str]]) -> None:
-    """What several processes were told must be the same, but for what only some have a word of.
+def require_same_options(options: Sequence[Mapping[str, str]]) -> None:
+    """Check that options are equal in all processes. Options that only some processes have are ignored.
 
     Args:
-        options: Of each process, by name.
+        options: Options of each process, by name.
 
     Raises:
-        ValueError: It is not; the message names what differs.
+        ValueError: If an option differs. The message names it.
     """
-    said = {name: dict.fromkeys(each[name] for each in options if name in each) for name in options[0]}
-    different = [f"{name} {' and '.join(values)}" for name, values in said.items() if len(values) > 1]
-    require(not different, "the engine", "be made alike on all processes", "; ".join(different))
+    values_by_name = {
+        name: dict.fromkeys(process_options[name] for process_options in options if name in process_options)
+        for name in options[0]
+    }
+    different = [
+        f"{name} {' and '.join(values)}" for name, values in values_by_name.items() if len(values) > 1
+    ]
+    if different:
+        raise ValueError(f"The engine's options differ between processes: {'; '.join(different)}.")
 
 
-def _meet() -> dict[int, Any]:
-    """Connections: process 0's to all others by their number, theirs to it."""
-    count, own = jax.process_count(), jax.process_index()
+def _connect() -> dict[int, Any]:
+    """Connect process 0 to all others. Return the connections by process index."""
+    count, rank = jax.process_count(), jax.process_index()
     name = np.zeros(_NAME_BYTES, np.uint8)
     encoded = socket.gethostname().encode()[:_NAME_BYTES]
     name[: len(encoded)] = list(encoded)
@@ -249,20 +265,22 @@ def _meet() -> dict[int, Any]:
     is_one_host = len(set(hosts)) == 1
     host = "127.0.0.1" if is_one_host else hosts[0]
     listener = None
-    door = np.zeros(1 + 32, np.int32)  # the port, and what who comes in must know
-    if own == 0:
+    address_and_secret = np.zeros(1 + 32, np.int32)  # the port, and what who comes in must know
+    if rank == 0:
         secret = secrets.token_bytes(32)
-        place = (host if is_one_host else "", 0)
-        listener = multiprocessing.connection.Listener(place, backlog=count, authkey=secret)
-        door[0], door[1:] = listener.address[1], list(secret)
-    door = np.asarray(multihost_utils.broadcast_one_to_all(door))
+        address = (host if is_one_host else "", 0)
+        listener = multiprocessing.connection.Listener(address, backlog=count, authkey=secret)
+        address_and_secret[0], address_and_secret[1:] = listener.address[1], list(secret)
+    address_and_secret = np.asarray(multihost_utils.broadcast_one_to_all(address_and_secret))
     if listener is not None:
-        others: dict[int, Any] = {}
-        while len(others) < count - 1:
+        connections: dict[int, Any] = {}
+        while len(connections) < count - 1:
             connection = listener.accept()
-            others[connection.recv()] = connection
+            connections[connection.recv()] = connection
         listener.close()
-        return others
-    connection = multiprocessing.connection.Client((host, int(door[0])), authkey=bytes(door[1:].tolist()))
-    connection.send(own)
+        return connections
+    connection = multiprocessing.connection.Client(
+        (host, int(address_and_secret[0])), authkey=bytes(address_and_secret[1:].tolist())
+    )
+    connection.send(rank)
     return {0: connection}

@@ -1,4 +1,4 @@
-"""Who drafts tokens for the model to verify."""
+"""The interface of draft methods, and the buckets of steps with drafts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ from jaxtyping import Array, Int32
 from jattn.batch.bucket import Bucket
 from jattn.serving.engine.sampler import SamplingMetadata
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.sequence import Generation
-from jattn.serving.engine.warmup import Runs
+from jattn.serving.engine.sequence import SequenceState
+from jattn.serving.engine.warmup import WarmupRuns
 
 # Tokens of a step from which its matrix products take longer than reading the weights: 16-bit operations over
 # bytes a second of an H200, 990e12 / 4.8e12, and less than all of the former.
@@ -17,68 +17,71 @@ BALANCE_TOKENS = 256
 
 
 class Proposer:
-    """Drafts tokens of requests; what it keeps of one is in its `Generation.drafting`.
+    """A draft method. It stores its state of a sequence in `SequenceState.draft_state`.
 
     Attributes:
-        is_lookup: `look` leaves the drafts in `Drafting.drafts`, and the device has no part in them: they can
-            be compared with the tokens that come without ever being run.
-        runs: Of its executables.
+        is_lookup: Whether drafts are computed on the host and stored in `DraftState.drafts`, so that they can
+            be compared with later tokens without being verified.
+        runs: Warm-up records of its executables.
     """
 
     is_lookup = False
-    runs: Sequence[Runs] = ()
+    runs: Sequence[WarmupRuns] = ()
 
     @property
     def num_compiles(self) -> int:
-        """Executables compiled so far."""
+        """Number of compiled executables."""
         return 0
 
-    def look(self, generation: Generation, num_tokens: int) -> int:
-        """How many drafts it has for a request now, `num_tokens` at most. Host only, and asked often."""
+    def find_drafts(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Return how many drafts are available for a sequence, at most `num_tokens`.
+
+        Called often; host only.
+        """
         raise NotImplementedError
 
     def prepare(
         self,
         step: Step,
-        generations: Sequence[Generation],
+        sequences: Sequence[SequenceState],
         bucket: Bucket,
         sampling: SamplingMetadata,
         num_generated: Any,
     ) -> Any:
-        """What `start` is given for a step: a pytree, which other processes can be sent.
+        """Return the argument of `start` for a step: a pytree that can be sent to other processes.
 
         Args:
-            step: All rows with k drafts.
-            generations: Of its rows; those with num_drafted 0 want none.
-            bucket: Its bucket.
-            sampling: Of the bucket's rows.
-            num_generated: Of the bucket's rows, as in `sample`.
+            step: The step; all rows have the same number of drafts.
+            sequences: Sequence of each row. Those with num_drafted 0 need no drafts.
+            bucket: Bucket of the step.
+            sampling: Sampling parameters of the bucket's rows.
+            num_generated: Number of generated tokens of the bucket's rows; see `sample`.
         """
         raise NotImplementedError
 
     def start(self, prepared: Any) -> Int32[Array, " tokens"]:
-        """A step's tokens, `1 + k` a row of its bucket: its last one and its drafts. Waits for nothing.
+        """Return the tokens of a step, `1 + k` per row: its last token and its drafts. Does not wait.
 
         Args:
-            prepared: From `prepare`, in the order of the steps.
+            prepared: Result of `prepare`, in the order of the steps.
         """
         raise NotImplementedError
 
     def copy_blocks(self, pairs: Any) -> None:
-        """Copies cache blocks, `(source, target)` pairs, as the engine does in its own caches."""
+        """Copy cache blocks, given as (source, target) pairs, as the engine does in its own caches."""
 
     def reset(self) -> None:
-        """Makes new caches, where a failed call may have been given the old ones."""
+        """Create new KV caches, because a failed call may have consumed the old ones."""
 
     def warm_up(self, place: int, bucket: Bucket) -> None:
-        """Runs an executable of `runs[place]` on no requests; waits for it."""
+        """Run an executable of `runs[place]` on an empty batch, and wait for it."""
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
-        """Compiles all that drafting runs; as `DecodeGraphs.precompile`."""
+        """Compile all executables of the proposer; see `DecodeGraphs.precompile`."""
 
 
 def draft_buckets(max_num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[Bucket, ...]:
-    """The buckets of steps with drafts: powers of two rows, as many as drafts can pay for at most."""
+    """Return the buckets of steps with drafts: powers of two rows, as long as drafts can pay off."""
     most = min(max_num_seqs, BALANCE_TOKENS)
     rows = [1 << i for i in range((most - 1).bit_length() + 1)]
     return tuple(Bucket(max_decodes=n, decode_query_len=1 + num_tokens, max_blocks=max_blocks) for n in rows)

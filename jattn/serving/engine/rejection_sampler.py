@@ -1,4 +1,4 @@
-"""Which drafted tokens stay: those that the model would have picked itself."""
+"""Verification of draft tokens: a draft is accepted if the model samples the same token."""
 
 import functools
 from typing import NamedTuple
@@ -8,19 +8,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jattn.pytree import replace
-from jattn.serving.engine.logits_processors import Adjustments, adjusted
-from jattn.serving.engine.logprobs import TokenLogprobs, logprobs_of
+from jattn.serving.engine.logits_processors import LogitsAdjustments, adjust_logits
+from jattn.serving.engine.logprobs import TokenLogprobs, compute_logprobs
 from jattn.serving.engine.sampler import SamplingMetadata, sample
 
 
-class Verified(NamedTuple):
-    """What a step with drafts brought its rows.
+class VerifiedTokens(NamedTuple):
+    """The tokens of a step with drafts.
 
     Attributes:
-        tokens: What the model picks behind each of a row's tokens. The first `num_accepted + 1` are the row's
-            new tokens: the drafts that stay and one more; what comes behind them stands on a rejected draft.
-        num_accepted: Leading drafts that stay.
-        logprobs: Of the places `row * (1 + drafts) + i`, where somebody asked for them.
+        tokens: Token that the model samples after each of a row's tokens. The first `num_accepted + 1` are
+            the row's new tokens: the accepted drafts and one more. The rest follow a rejected draft and are
+            invalid.
+        num_accepted: Number of leading drafts that are accepted.
+        logprobs: Log-probabilities at the positions `row * (1 + drafts) + i`, if requested.
     """
 
     tokens: Int32[Array, "reqs query_len"]
@@ -35,68 +36,68 @@ def rejection_sample(
     num_drafts: Int[Array, " reqs"],
     sampling: SamplingMetadata,
     num_generated: Int[Array, " reqs"],
-    adjustments: Adjustments | None = None,
+    adjustments: LogitsAdjustments | None = None,
     *,
     num_logprobs: int | None = None,
-) -> Verified:
-    """Picks a token behind each token of the rows, and accepts the drafts that were picked.
+) -> VerifiedTokens:
+    """Sample a token after each token of the rows, and accept the drafts that match.
 
-    A place is a token of a row, `1 + drafts` of them a row. Each place draws with the noise that a step
-    without drafts would draw its token with: by the request's seed and how many tokens it has by then. So
-    drafts change when tokens come and never which: greedy or not, the text is that of decoding token by
-    token. It has the model's distribution whatever the drafts are, and a draft stays as often as the model
-    picks it: p(draft), just as in rejection sampling with a draft of probability one. A draft model that
-    draws with the same noise agrees with probability >= (1 - d) / (1 + d), d being the distance of the two
-    distributions in total variation, where rejection sampling by probabilities reaches 1 - d; in return no
-    probabilities of drafts are kept, `[reqs, drafts, vocab]` of them, and a seed means what it means without
-    drafts.
+    A position is one of the `1 + drafts` tokens of a row. Each position samples with the noise that a step
+    without drafts would use, which depends on the request's seed and its number of tokens. Drafts therefore
+    change when tokens arrive but never which tokens: the text equals that of decoding token by token, greedy
+    or not. A draft is accepted with the probability that the model samples it, p(draft), as in rejection
+    sampling with a draft of probability one. A draft model that samples with the same noise agrees with
+    probability >= (1 - d) / (1 + d), where d is the total-variation distance of the two distributions;
+    rejection sampling by probabilities reaches 1 - d. In return, no draft probabilities [reqs, drafts, vocab]
+    are stored, and a seed has the same meaning as without drafts.
 
     Args:
-        logits: Of each place.
-        token_ids: The step's tokens by the same places: a row's last token and its drafts, behind which any
-            token may stand.
-        num_drafts: How many drafts each row has.
-        sampling: Of the rows.
-        num_generated: Tokens that each row's request has generated before this step.
-        adjustments: What rows ask of the logits first; drafts count as generated for what comes behind them.
-        num_logprobs: How many of the likeliest tokens to report; None = no log-probabilities. Static.
+        logits: Logits of each position.
+        token_ids: The step's tokens by position: a row's last token and its drafts, then any padding.
+        num_drafts: Number of drafts of each row.
+        sampling: Sampling parameters of the rows.
+        num_generated: Number of tokens that each row's request has generated before this step.
+        adjustments: Adjustments of the logits; earlier drafts count as generated.
+        num_logprobs: Number of most likely tokens to report; None: no log-probabilities. Static.
 
-    Source: vLLM V1 `RejectionSampler`; differs in the noise, after Daliri et al., "Coupling without
+    Source: vLLM V1 `RejectionSampler`, except for the noise, which follows Daliri et al., "Coupling without
     communication and drafter-invariant speculative decoding" (2024).
     """
     num_rows = num_generated.shape[0]
     query_len = logits.shape[0] // num_rows
     drafts = token_ids.reshape(num_rows, query_len)[:, 1:]
-    of_places = lambda rows: jnp.repeat(rows, query_len, axis=0)
+    repeat_rows = lambda rows: jnp.repeat(rows, query_len, axis=0)
     offsets = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), num_rows)
-    counts = of_places(num_generated) + offsets
+    counts = repeat_rows(num_generated) + offsets
     logits = logits.astype(jnp.float32)
-    wanted = logits
+    adjusted_logits = logits
     if adjustments is not None:
-        wanted = adjusted(logits, _behind_drafts(adjustments, drafts, offsets), counts)
-    columns = {name: of_places(getattr(sampling, name)) for name in _COLUMNS}
-    picked = sample(wanted, replace(sampling, **columns), counts)
+        adjusted_logits = adjust_logits(
+            logits, _adjustments_per_position(adjustments, drafts, offsets), counts
+        )
+    columns = {name: repeat_rows(getattr(sampling, name)) for name in _COLUMNS}
+    picked = sample(adjusted_logits, replace(sampling, **columns), counts)
     tokens = picked.reshape(num_rows, query_len)
     is_draft = jnp.arange(query_len - 1)[None, :] < num_drafts[:, None]
     agrees = (tokens[:, :-1] == drafts) & is_draft
     num_accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    logprobs = None if num_logprobs is None else logprobs_of(logits, picked, num_logprobs)
-    return Verified(tokens, num_accepted, logprobs)
+    logprobs = None if num_logprobs is None else compute_logprobs(logits, picked, num_logprobs)
+    return VerifiedTokens(tokens, num_accepted, logprobs)
 
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
-def _behind_drafts(
-    by: Adjustments, drafts: Int[Array, "reqs drafts"], offsets: Int32[Array, " places"]
-) -> Adjustments:
-    """The rows' adjustments for each place: the drafts before it have been generated, those behind it not."""
+def _adjustments_per_position(
+    adjustments: LogitsAdjustments, drafts: Int[Array, "reqs drafts"], offsets: Int32[Array, " places"]
+) -> LogitsAdjustments:
+    """Return the rows' adjustments for each position, with the drafts before it counted as generated."""
     query_len = drafts.shape[1] + 1
-    repeated = jax.tree.map(lambda rows: jnp.repeat(rows, query_len, axis=0), by)
-    nobody = jnp.iinfo(jnp.int32).max  # beyond every vocabulary: dropped
+    repeated = jax.tree.map(lambda rows: jnp.repeat(rows, query_len, axis=0), adjustments)
+    no_token = jnp.iinfo(jnp.int32).max  # beyond every vocabulary: dropped
     before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
-    drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), nobody)
+    drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), no_token)
     outputs = jnp.concatenate([repeated.output_ids, drafted], axis=1)
-    places = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), by.bias_rows.shape[0])
+    places = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), adjustments.bias_rows.shape[0])
     bias_rows = repeated.bias_rows * query_len + places
-    return repeated._replace(output_ids=outputs, last=by.last, bias_rows=bias_rows)
+    return repeated._replace(output_ids=outputs, last=adjustments.last, bias_rows=bias_rows)

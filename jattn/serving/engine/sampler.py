@@ -1,4 +1,4 @@
-"""The next token of each row: vLLM's temperature, min_p, top_k and top_p, and a seed per request."""
+"""Sampling of the next token with vLLM's temperature, min_p, top_k and top_p, and one seed per request."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,21 +18,22 @@ GOLDEN_RATIO = 0x9E3779B9  # of 2**32: multiples of it are spread evenly
 
 @pytree
 class SamplingMetadata:
-    """SamplingParams of a step's rows. Padding rows are greedy.
+    """The sampling parameters of a step's rows. Padding rows are greedy.
 
-    The values are arrays, so others do not recompile. What the rows need of the sampler is static, four
-    programs in all: a branch that the data decide would have the host ask the device in every step.
+    The values are arrays, so they can change without recompilation. The features that the rows need are
+    static (four programs in total), because branches on data would make the host wait for the device in every
+    step.
 
     Attributes:
-        temperature: Below 1e-5 = greedy.
-        top_k: 0 = off.
-        top_p: 1 = off.
-        min_p: 0 = off.
-        seed: Seed of the row's request.
-        draws: Static: some row samples. If not, all are greedy, whatever the arrays say.
-        floors: Static: some row that samples has a min_p, or cuts. If not, min_p is ignored, and spares a
-            pass over the logits: 42 us of an H200 for 152k tokens of 256 requests.
-        cuts: Static: some row that samples has a top_k or top_p. If not, these are ignored.
+        temperature: Temperature of each row; below 1e-5: greedy.
+        top_k: Number of tokens kept in each row; 0: disabled.
+        top_p: Probability mass kept in each row; 1: disabled.
+        min_p: Minimum relative probability in each row; 0: disabled.
+        seed: Random seed of each row's request.
+        draws: Static. Whether any row samples. If False, all rows are greedy.
+        floors: Static. Whether any sampling row has min_p, top_k or top_p. If False, min_p is ignored, which
+            saves a pass over the logits (42 us on an H200 for 256 requests and 152k tokens).
+        cuts: Static. Whether any sampling row has top_k or top_p. If False, both are ignored.
     """
 
     temperature: Float32[Array, " reqs"]
@@ -50,26 +51,29 @@ def build_sampling_metadata(
     num_rows: int | None = None,
     rows: Sequence[int] | np.ndarray | None = None,
 ) -> SamplingMetadata:
-    """Puts the values of each request into its row.
+    """Arrange the sampling parameters of requests in rows.
 
     Args:
-        params: Of each request.
-        num_rows: Rows to pad to, `bucket.max_reqs`; None = one a request.
-        rows: Each request's row, `jattn.row_indices(query_lens, bucket)`; None = the first ones.
+        params: Sampling parameters of each request.
+        num_rows: Number of rows including padding (`bucket.max_reqs`). None: one row per request.
+        rows: Row of each request (`jattn.row_indices(query_lens, bucket)`). None: the first rows.
 
     Raises:
-        ValueError: The rows do not fit, or a request that samples has no seed.
+        ValueError: If the rows do not fit, or a request that samples has no seed.
     """
     num_rows = len(params) if num_rows is None else num_rows
     rows = np.arange(len(params)) if rows is None else np.asarray(rows, np.int64)
     require(len(rows) == len(params), "rows", f"have one entry per request ({len(params)})", len(rows))
     are_rows = bool(((rows >= 0) & (rows < num_rows)).all())
-    require(are_rows, "rows", f"be in [0, {num_rows}), num_rows", rows.tolist())
+    require(are_rows, "rows", f"be in [0, {num_rows})", rows.tolist())
     for r, one in enumerate(params):
         require(
-            one.is_greedy or one.seed is not None, f"params[{r}]", "have a seed to sample (with_seed())", one
+            one.is_greedy or one.seed is not None,
+            f"params[{r}]",
+            "have a seed (see SamplingParams.with_seed)",
+            one,
         )
-    column = lambda values, dtype, off: in_rows(values, rows, np.full(num_rows, off, dtype))
+    column = lambda values, dtype, off: scatter_rows(values, rows, np.full(num_rows, off, dtype))
     arrays = {
         "temperature": column([one.temperature for one in params], np.float32, 0),
         "top_k": column([min(max(one.top_k or 0, 0), 2**31 - 1) for one in params], np.int32, 0),
@@ -83,8 +87,8 @@ def build_sampling_metadata(
     return SamplingMetadata(**jax.device_put(arrays), draws=bool(drawn), floors=floors, cuts=cuts)
 
 
-def in_rows(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
-    """The values in their rows of `padded`, which is changed."""
+def scatter_rows(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
+    """Write values to their rows of `padded` in place, and return it."""
     padded[rows] = values
     return padded
 
@@ -94,20 +98,20 @@ def sample(
     params: SamplingMetadata,
     num_generated: Int[Array, " reqs"],
 ) -> Int32[Array, " reqs"]:
-    """Picks the next token of each row. Traced.
+    """Sample the next token of each row. Traced.
 
-    Filters in vLLM's order: temperature, min_p, top_k, top_p. Of equal logits the lower token id is the
-    likelier one, for greedy rows and at the edge of top_p. A batch without sampling rows costs one argmax;
-    one without top_k and top_p is not sorted, one without min_p neither looks for the best of them first.
-    Nothing branches on the data.
+    Filters apply in vLLM's order: temperature, min_p, top_k, top_p. Of equal logits, the lower token id
+    counts as more likely, in greedy rows and at the boundary of top_p. Greedy batches cost one argmax,
+    batches without top_k and top_p are not sorted, and batches without min_p skip the maximum. There are no
+    branches on data.
 
     Args:
-        logits: Of each row's last token; -inf bans a token. Padding rows may hold anything.
-        params: Of each row.
-        num_generated: Tokens that each row's request has generated before this one. With the seed it fixes
-            the row's random numbers: they depend neither on the batch nor on how the steps are run.
+        logits: Logits of each row's last token; -inf bans a token. Padding rows may hold any values.
+        params: Sampling parameters of each row.
+        num_generated: Number of tokens that each row's request has generated before this one. With the seed
+            it determines the random numbers, independent of the batch and of how steps are run.
 
-    Source: vLLM V1 `Sampler.sample`; differs in the random numbers (`_gumbel`).
+    Source: vLLM V1 `Sampler.sample`, except for the random numbers (`_gumbel`).
     """
     logits = logits.astype(jnp.float32)
     samples = params.temperature >= GREEDY_BELOW
@@ -121,9 +125,10 @@ def sample(
 def make_sampler(
     params: SamplingMetadata, num_generated: Int[Array, " reqs"]
 ) -> Callable[[Array, Array], Array]:
-    """`sample` as decode_loop wants it: `(logits, index) -> tokens`, index steps after num_generated.
+    """Return `sample` in the form that decode_loop requires: `(logits, index) -> tokens`.
 
-    A pytree: its arrays are traced where it is passed to a jitted function.
+    `index` counts the steps after num_generated. The result is a pytree whose arrays are traced if it is
+    passed to a jitted function.
     """
     return jax.tree_util.Partial(_sample_after, params, num_generated)
 
@@ -133,10 +138,10 @@ def _sample_after(params: SamplingMetadata, num_generated: Array, logits: Array,
 
 
 def _gumbel(seed: Array, num_generated: Array, vocab: int) -> Float32[Array, " vocab"]:
-    """Noise of each token: a hash of it, under a key that threefry makes of the seed and the token's number.
+    """Return Gumbel noise per token: a hash of the token under a threefry key of the seed and token number.
 
-    With noise for 151,936 tokens of 256 requests by threefry alone the pass over their logits took an H200
-    318 us, where their bytes take 35. With a hash of two rounds it takes 174 (rows `engine-kernels`).
+    The pass over the logits of 256 requests and 151,936 tokens takes 318 us on an H200 with threefry noise
+    for every token, and 174 us with two hash rounds; reading the bytes takes 35 us (rows `engine-kernels`).
     """
     key = jax.random.key(seed, impl="threefry2x32")  # named: others may draw by place in the batch
     first, second = jax.random.key_data(jax.random.fold_in(key, num_generated))
@@ -148,7 +153,7 @@ def _gumbel(seed: Array, num_generated: Array, vocab: int) -> Float32[Array, " v
 
 
 def _mixed(bits: UInt32[Array, " *shape"]) -> UInt32[Array, " *shape"]:
-    """One to one; each bit depends on all. Source: Wellons, "Prospecting for hash functions" (lowbias32)."""
+    """Apply a bijective hash round. Source: Wellons, "Prospecting for hash functions" (lowbias32)."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x21F0AAAD)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0xD35A2D97)
     return bits ^ (bits >> 15)
@@ -157,7 +162,7 @@ def _mixed(bits: UInt32[Array, " *shape"]) -> UInt32[Array, " *shape"]:
 def _filtered(
     logits: Float32[Array, "reqs vocab"], params: SamplingMetadata, samples: Bool[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
-    """Logits over temperature; -inf for tokens that a filter takes out."""
+    """Return the logits divided by the temperature, with -inf for filtered tokens."""
     z = logits / jnp.where(samples, params.temperature, 1)[:, None]
     if params.floors:
         below_best = z - jnp.max(z, axis=-1, keepdims=True)
@@ -168,7 +173,7 @@ def _filtered(
 def _top_k_top_p(
     z: Float32[Array, "reqs vocab"], top_k: Int32[Array, " reqs"], top_p: Float32[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
-    """Both filters over one sort: what they keep is a prefix of it, so its last member is the threshold."""
+    """Apply top_k and top_p with one sort. The last kept token of the sorted row is the threshold."""
     ids = jax.lax.broadcasted_iota(jnp.int32, z.shape, 1)
     ascending, order = jax.lax.sort((-z, ids), num_keys=1, is_stable=True)
     descending = -ascending

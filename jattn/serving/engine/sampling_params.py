@@ -1,4 +1,4 @@
-"""What a request may ask of its tokens: vLLM's SamplingParams."""
+"""vLLM's SamplingParams: how a request's tokens are sampled and where it ends."""
 
 import copy
 import dataclasses
@@ -26,38 +26,46 @@ MAX_PENALTY = 1e30  # repetition_penalty, and one over it: likewise
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request picks its tokens, and where it ends.
+    """Sampling parameters of a request.
 
     Attributes:
-        max_tokens: Most new tokens. None = as many as the model's context and the cache leave.
-        min_tokens: What would end the text (the model's eos, stop_token_ids, stop) does not before so many.
-        temperature: Logits are divided by it; 0 (or less than 1e-5) = greedy, whatever the filters say. At
-            most 1e30.
-        top_p: Only the likeliest tokens whose probabilities together reach top_p, after top_k. 1 = off.
-        top_k: Only the k likeliest tokens, and those as likely as the k-th. None, 0 or -1 = off.
-        min_p: Only tokens at least min_p times as likely as the likeliest. 0 = off.
-        n: Completions of the prompt, each drawn with a seed of its own: seed, seed + 1, ... The prompt is
-            computed once; they share its blocks. At most 16384.
-        seed: The same seed draws the same tokens, whoever shares the batch. None or -1 = see `with_seed`.
-        stop: Texts that end the completion; it is cut before them. One string or several; None = ().
-        stop_token_ids: Tokens that end the completion, besides the model's eos. None = ().
-        ignore_eos: The model's eos does not end the completion.
-        include_stop_str_in_output: The text keeps the stop string, or the token, that ended it.
-        presence_penalty: Taken off the logits of tokens that were generated. In [-2, 2].
-        frequency_penalty: The same, times how often. In [-2, 2].
-        repetition_penalty: Logits of tokens of the prompt or generated are divided by it where positive,
-            multiplied where negative. 1 = off. In [1e-30, 1e30].
-        logit_bias: Token id -> what is added to its logit, in [-100, 100].
-        logprobs: Each new token comes with its log-probability and that of so many likeliest tokens, by the
-            model's own logits, before penalties and temperature. None = without; at most 20.
-        prompt_logprobs: The same for each token of the prompt but the first.
-        skip_special_tokens: Tokens that the tokenizer calls special are not in the text.
-        allowed_token_ids: No other tokens may come. None = any may.
-        bad_words: Texts that may not come: the last token of one is banned behind the others. None = ().
-        structured_outputs: The form that the text has: a JSON schema, a regular expression, a grammar. It
-            ends where that does.
+        max_tokens: Maximum number of new tokens. None: as many as the context length and the KV cache allow.
+        min_tokens: Minimum number of new tokens before the model's EOS token, stop_token_ids or stop may end
+            the completion.
+        temperature: Divisor of the logits, in [0, 1e30]. 0, or less than 1e-5: greedy sampling, regardless of
+            the filters.
+        top_p: Keep the most likely tokens whose probabilities sum to top_p, after top_k. In (0, 1]; 1:
+            disabled.
+        top_k: Keep the k most likely tokens and those tied with the k-th. None, 0 or -1: disabled.
+        min_p: Keep the tokens that are at least min_p times as likely as the most likely one. In [0, 1]; 0:
+            disabled.
+        n: Number of completions, at most 16384; completion i uses seed + i. The prompt is computed once, and
+            the completions share its blocks.
+        seed: Random seed. The same seed gives the same tokens in any batch. None or -1: a random seed.
+        stop: A stop string or several; the text is truncated before the first one found. None: no stop
+            strings.
+        stop_token_ids: Token ids that end the completion, in addition to the model's EOS tokens. None: no
+            other tokens.
+        ignore_eos: Whether generation continues after the model's EOS token.
+        include_stop_str_in_output: Whether the text includes the stop string or the stop token.
+        presence_penalty: Value subtracted from the logits of generated tokens, in [-2, 2].
+        frequency_penalty: Value subtracted from the logits of generated tokens once per occurrence, in [-2,
+            2].
+        repetition_penalty: Divisor of positive logits, and factor of negative logits, of tokens in the prompt
+            or generated text. In [1e-30, 1e30]; 1: disabled.
+        logit_bias: Values in [-100, 100] added to logits, by token id.
+        logprobs: Number of most likely tokens, at most 20, whose log-probabilities are returned for each new
+            token, together with the token's own. They come from the model's logits before penalties and
+            temperature. None: no log-probabilities.
+        prompt_logprobs: As logprobs, for each prompt token except the first.
+        skip_special_tokens: Whether special tokens are omitted from the text.
+        allowed_token_ids: Token ids that may be generated. None: all.
+        bad_words: Words that may not be generated: the last token of a word is banned after its other tokens.
+            None: no words.
+        structured_outputs: Constraint on the text: a JSON schema, regular expression, choice or grammar. The
+            completion ends where the constrained text ends.
 
-    Source: vLLM `SamplingParams`; greedy by default.
+    Source: vLLM `SamplingParams`, but greedy by default.
     """
 
     max_tokens: int | None = 16
@@ -104,22 +112,27 @@ class SamplingParams:
             require(-2 <= getattr(self, name) <= 2, name, "be in [-2, 2] (0 = off)", getattr(self, name))
         is_positive = 0 < self.repetition_penalty < math.inf
         require(is_positive, "repetition_penalty", "be above 0 (1 = off)", self.repetition_penalty)
-        is_held = 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY
-        require(is_held, "repetition_penalty", "be in [1e-30, 1e30] (1 = off)", self.repetition_penalty)
+        is_in_range = 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY
+        require(is_in_range, "repetition_penalty", "be in [1e-30, 1e30] (1 = off)", self.repetition_penalty)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"be in [0, {MAX_LOGPROBS}]", value)
-        is_drawn = self.n == 1 or not self.is_greedy
-        require(is_drawn, "n", "be 1 with temperature 0, where all completions are the same", self.n)
+        has_distinct_completions = self.n == 1 or not self.is_greedy
+        require(
+            has_distinct_completions,
+            "n",
+            "be 1 with temperature 0, where all completions are the same",
+            self.n,
+        )
 
     def _check_kinds(self) -> None:
-        """Types; sequences become tuples."""
+        """Check the types, and convert sequences to tuples."""
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         for name in ("temperature", "top_p", "min_p", *penalties):
             require(_is_number(getattr(self, name)), name, "be a number", repr(getattr(self, name)))
         optional = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-        given = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        counts = {"min_tokens": self.min_tokens, "n": self.n, **given}
+        specified = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
+        counts = {"min_tokens": self.min_tokens, "n": self.n, **specified}
         require_int(**counts)
         for name, value in counts.items():  # numpy's have bounds of their own, beyond which sums wrap
             object.__setattr__(self, name, int(value))
@@ -136,22 +149,24 @@ class SamplingParams:
         is_map = bias is None or (isinstance(bias, Mapping) and all(map(_is_int, bias)))
         require(is_map, "logit_bias", "map token ids to numbers", repr(bias))
         for token, value in (bias or {}).items():
-            is_one = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
-            require(is_one, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
+            is_valid = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
+            require(is_valid, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
         if bias is not None:  # of its own: the caller may go on to change theirs
             object.__setattr__(self, "logit_bias", {int(token): value for token, value in bias.items()})
-        form = self.structured_outputs
-        is_form = form is None or isinstance(form, StructuredOutputsParams)
-        require(is_form, "structured_outputs", "be StructuredOutputsParams", repr(form))
+        structured = self.structured_outputs
+        is_form = structured is None or isinstance(structured, StructuredOutputsParams)
+        require(is_form, "structured_outputs", "be StructuredOutputsParams", repr(structured))
         self._check_filters()
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 
     def _check_filters(self) -> None:
-        """What may not come, by tokens or words."""
+        """Check bad_words and allowed_token_ids."""
         words, ids = () if self.bad_words is None else self.bad_words, self.allowed_token_ids
-        are_many = isinstance(words, Collection) and not isinstance(words, str)  # read twice: no generator
-        are_texts = are_many and all(isinstance(one, str) and one.strip() for one in words)
+        is_collection = isinstance(words, Collection) and not isinstance(
+            words, str
+        )  # read twice: no generator
+        are_texts = is_collection and all(isinstance(word, str) and word.strip() for word in words)
         require(are_texts, "bad_words", "be a list of words", repr(words))
         object.__setattr__(self, "bad_words", tuple(words))
         if ids is not None:
@@ -165,43 +180,43 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def is_cut(self) -> bool:
-        """True if the likeliest tokens alone may be drawn: finding them takes a sort."""
+        """Whether top_k or top_p is enabled, which requires sorting the logits."""
         return (self.top_k or 0) > 0 or self.top_p < 1
 
     @property
     def has_penalties(self) -> bool:
-        """True if logits depend on the tokens before."""
+        """Whether the logits depend on the previous tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @functools.cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
-        """logit_bias as arrays, which each step is given: int32 token ids, and float32 what is added."""
+        """The token ids (int32) and values (float32) of logit_bias as arrays."""
         bias = self.logit_bias or {}
         return np.asarray([*bias], np.int32), np.asarray([*bias.values()], np.float32)
 
     @property
-    def is_adjusted(self) -> bool:
-        """True if a request may want other logits than the model's."""
+    def needs_logits_adjustment(self) -> bool:
+        """Whether penalties, biases or min_tokens may change the logits."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 
     def with_seed(self) -> "SamplingParams":
-        """These values with a random seed where there was none. Call it once a request, not once a step."""
+        """Return a copy with a random seed if there is none. Call it once per request, not per step."""
         return self if self.seed is not None else self._with(seed=secrets.randbits(32))
 
     def of_completion(self, index: int) -> "SamplingParams":
-        """Those of completion number `index` of n, whose seed is as many higher."""
+        """Return the parameters of one of the n completions, with its own seed."""
         assert self.seed is not None
         return self._with(n=1, seed=(self.seed + index) % NUM_SEEDS)
 
-    def _with(self, **right: int) -> "SamplingParams":
-        """A copy with values that are right: to look at all again takes a second where a bias has many."""
+    def _with(self, **changes: int) -> "SamplingParams":
+        """Return a copy with valid new values, without checking a large logit_bias again."""
         other = copy.copy(self)
-        for name, value in right.items():
+        for name, value in changes.items():
             object.__setattr__(other, name, value)
         return other
 
@@ -214,32 +229,32 @@ def _is_int(value: Any) -> bool:  # the types first: to ask whether it is an Int
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
-def default_params(model: Any) -> SamplingParams:
-    """The sampling parameters that a model's checkpoint asks for; greedy where it does not ask for sampling.
+def default_sampling_params_of(model: Any) -> SamplingParams:
+    """Return the sampling parameters of a model's generation_config.json; greedy without do_sample.
 
-    As in transformers, temperature and filters count only with do_sample; repetition_penalty always does.
-    What the file does not state is as SamplingParams has it, but for a temperature of 1.
+    As in transformers, temperature and filters only count with do_sample; repetition_penalty always counts.
+    Other values are the defaults of SamplingParams, except for a temperature of 1 with do_sample.
 
     Raises:
-        ValueError: A value is out of its range; the message names the file.
+        ValueError: If a value is out of range. The message names the file.
 
-    Source: vLLM `ModelConfig.get_diff_sampling_param`; there do_sample is not looked at.
+    Source: vLLM `ModelConfig.get_diff_sampling_param`, which ignores do_sample.
     """
     config = getattr(model, "generation_config", None) or GenerationConfig()
-    told = config.told()
+    values = config.told()
     if config.do_sample:
-        told = {"temperature": 1.0} | told
+        values = {"temperature": 1.0} | values
     else:
-        told = {name: value for name, value in told.items() if name == "repetition_penalty"}
+        values = {name: value for name, value in values.items() if name == "repetition_penalty"}
     try:
-        return SamplingParams(**told)
+        return SamplingParams(**values)
     except ValueError as error:
         raise ValueError(f"{FILE}: {error}") from error
 
 
-def as_told(params: SamplingParams) -> str:
-    """The values that differ from SamplingParams' own, in words; empty where none does."""
-    own = SamplingParams()
+def describe_params(params: SamplingParams) -> str:
+    """Return the values that differ from the defaults as text; empty if there are none."""
+    defaults = SamplingParams()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     values = ((name, getattr(params, name)) for name in names)
-    return ", ".join(f"{name} {value:g}" for name, value in values if value != getattr(own, name))
+    return ", ".join(f"{name} {value:g}" for name, value in values if value != getattr(defaults, name))

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the runner."""
+"""The scheduler's output (`Step`) and its record of a request."""
 
 import dataclasses
 from typing import Optional
@@ -11,23 +11,23 @@ from pallas_kernels.checks import require
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What runs next: one row per request, decode rows before prefill rows, each in order of arrival.
+    """The requests of one step: one row per request, decode rows first, each group in order of arrival.
 
     Attributes:
-        request_ids: The request of each row.
-        query_lens: New tokens of each row.
-        seq_lens: Tokens of each row once it has run, the new ones included.
-        block_tables: Blocks of each row, enough for seq_lens, and null blocks behind; and where the tokens of
-            one will not be read again. int32 [rows, blocks of the longest]; the step's own.
-        block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`): rows that
-            would write into a block that others share have one of their own now.
-        samples: Whether the row's last token is the last one that its request has: its logits make the next.
-        num_decodes: Leading rows with exactly one new token (and its drafts) and context before it.
-        preempted: Requests that lost their blocks to make room; they wait to be computed again.
-        num_draft_tokens: Drafts of each row behind its new token; `query_lens` and `seq_lens` count them.
-        near_tables: As block_tables, of layers that look back less and have blocks of their own; None where
-            there are none.
-        near_copies: Of these, as block_copies.
+        request_ids: Request of each row.
+        query_lens: Number of new tokens of each row.
+        seq_lens: Length of each row after the step, including its new tokens.
+        block_tables: Block ids of each row, int32 [rows, max blocks per row]; enough for seq_lens. Unused
+            entries and blocks that are not read any more are the null block. The step owns the array.
+        block_copies: (source, target) blocks to copy before the step runs (`jattn.copy_blocks`), for rows
+            that would otherwise write into a shared block.
+        samples: Whether the logits of a row's last token give its request's next token.
+        num_decodes: Number of leading rows with one new token (plus draft tokens) and earlier context.
+        preempted: Requests that lost their blocks and wait to be recomputed.
+        num_draft_tokens: Number of draft tokens per row, included in query_lens and seq_lens.
+        sliding_window_tables: Block tables of the sliding-window layers' own blocks, like block_tables; None
+            if all layers share block_tables.
+        sliding_window_copies: Blocks to copy in the sliding-window layers, like block_copies.
     """
 
     request_ids: tuple[int, ...]
@@ -39,43 +39,42 @@ class Step:
     num_decodes: int
     preempted: tuple[int, ...]
     num_draft_tokens: int = 0
-    near_tables: np.ndarray | None = None
-    near_copies: tuple[tuple[int, int], ...] = ()
+    sliding_window_tables: np.ndarray | None = None
+    sliding_window_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_prefills(self) -> int:
-        """Rows behind the decode rows."""
+        """Number of rows after the decode rows."""
         return len(self.request_ids) - self.num_decodes
 
     @property
     def num_prefill_tokens(self) -> int:
-        """New tokens of the prefill rows."""
+        """Number of new tokens of the prefill rows."""
         return sum(self.query_lens[self.num_decodes :])
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all rows."""
+        """Number of new tokens of all rows."""
         return sum(self.query_lens)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Progress:
-    """A request of the scheduler.
-
-    Its first num_published blocks others can find; none more where its keys are those of old weights.
+class ScheduledRequest:
+    """The scheduler's record of a request.
 
     Attributes:
-        request_id: Whose.
-        arrival: Grows with each request.
-        num_tokens: Tokens that it has, prompt and generated.
-        hashes: Of them, as far as the host knows them; None = it shares nothing.
-        num_computed: How many of them are cached.
-        room: How many its blocks hold, none of which it shares from num_computed on; 0 = to be asked.
-        num_published: Full blocks of them that others can find.
-        is_stale: Some are of old weights.
-        completions: Requests of the same prompt that wait for this one to compute it.
-        parent: The request that it waits for itself.
-        num_prompt_tokens: Those of its tokens that it came with.
+        request_id: Identifier of the request.
+        arrival: Arrival number, increasing with each request.
+        num_tokens: Number of prompt and generated tokens.
+        hashes: Hashes of the full blocks whose tokens the host knows. None: no blocks are shared.
+        num_computed: Number of tokens in the KV cache.
+        token_capacity: Number of tokens that the request's blocks hold without a copy of a shared block; 0 if
+            this must be recomputed.
+        num_published: Number of leading full blocks that other requests can find.
+        is_stale: Whether some keys were computed with old weights, so that no further block is published.
+        completions: Requests with the same prompt that wait for this one to compute it.
+        parent: Request whose prompt this one waits for; None if it does not wait.
+        num_prompt_tokens: Number of prompt tokens.
     """
 
     request_id: int
@@ -83,11 +82,11 @@ class Progress:
     num_tokens: int
     hashes: BlockHashes | None
     num_computed: int = 0
-    room: int = 0
+    token_capacity: int = 0
     num_published: int = 0
     is_stale: bool = False
-    completions: list["Progress"] = dataclasses.field(default_factory=list)
-    parent: Optional["Progress"] = None
+    completions: list["ScheduledRequest"] = dataclasses.field(default_factory=list)
+    parent: Optional["ScheduledRequest"] = None
     num_prompt_tokens: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,55 +94,56 @@ class Progress:
 
     @property
     def num_shared(self) -> int:
-        """Tokens of its prompt that completions need not compute: not the last, whose logits each needs."""
+        """Number of prompt tokens that completions reuse: all but the last one, whose logits each needs."""
         return self.num_prompt_tokens - 1
 
     @property
     def is_in_prompt(self) -> bool:
-        """Whether a token of its prompt comes next."""
+        """Whether the next token is a prompt token."""
         return self.num_computed < self.num_prompt_tokens
 
     @property
-    def num_alike(self) -> int:
-        """Tokens of one kind that come next: the rest of its prompt, or one that was generated."""
+    def num_same_phase(self) -> int:
+        """Number of next tokens of the same type: the remaining prompt tokens, or one generated token."""
         return self.num_prompt_tokens - self.num_computed if self.is_in_prompt else 1
 
     @property
     def num_new(self) -> int:
-        """Tokens that are to be computed."""
+        """Number of tokens that are not computed yet."""
         return self.num_tokens - self.num_computed
 
-    def wait_for(self, parent: "Progress", *, is_begun: bool) -> None:
-        """Has it wait for another one's prompt, which is its own.
+    def wait_for(self, parent: "ScheduledRequest", *, is_begun: bool) -> None:
+        """Wait until `parent` has computed the prompt, which both requests share.
 
         Args:
-            parent: The other one.
-            is_begun: Some of its prompt is computed.
+            parent: Request with the same prompt.
+            is_begun: Whether some of the parent's prompt is computed.
 
         Raises:
-            ValueError: It has begun, waits for a third, or is of another length. Nothing has changed then.
+            ValueError: If the parent has started, waits for another request itself, or has another prompt
+                length. Nothing is changed then.
         """
         is_early = not is_begun and parent.num_computed == 0 and parent.parent is None
-        rule = "name a request whose prompt is not computed yet"
+        rule = "be a request whose prompt is not computed yet"
         require(is_early, "parent_id", rule, parent.request_id)
-        is_same, rule = self.num_tokens == parent.num_tokens, f"be its parent's ({parent.num_tokens})"
+        is_same, rule = self.num_tokens == parent.num_tokens, f"equal the parent's ({parent.num_tokens})"
         require(is_same, "num_prompt_tokens", rule, self.num_tokens)
         self.parent = parent
         parent.completions.append(self)
 
-    def heir(self) -> "Progress":
-        """The first completion that waits for this one, which others wait for from now on."""
-        heir, *others = self.completions
-        heir.parent, heir.completions, self.completions = None, others, []
+    def promote_completion(self) -> "ScheduledRequest":
+        """Return the first waiting completion, and make it the parent of the others."""
+        promote_completion, *others = self.completions
+        promote_completion.parent, promote_completion.completions, self.completions = None, others, []
         for request in others:
-            request.parent = heir
-        return heir
+            request.parent = promote_completion
+        return promote_completion
 
     def forget(self) -> None:
-        """It has no blocks any more."""
-        self.num_computed, self.room, self.is_stale = 0, 0, False
+        """Reset the progress, because the request has no blocks any more."""
+        self.num_computed, self.token_capacity, self.is_stale = 0, 0, False
 
 
-def by_arrival(request: Progress) -> int:
-    """What queues are ordered by."""
+def by_arrival(request: ScheduledRequest) -> int:
+    """Return the sort key of the queues."""
     return request.arrival

@@ -1,38 +1,38 @@
-"""Which requests run next, and how many tokens of each. Host side: ints only."""
+"""The scheduler: chooses the requests of each step and their numbers of tokens. Runs on the host."""
 
 import bisect
 import itertools
 from collections.abc import Collection, Sequence
 
 from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.kv_cache_groups import Reach
-from jattn.serving.engine.kv_cache_manager import Allocator
+from jattn.serving.engine.kv_cache_groups import LocalAttention
+from jattn.serving.engine.kv_cache_manager import KVCacheManager
 from jattn.serving.engine.prefix_cache import BlockHashes
-from jattn.serving.engine.scheduled_step import Progress, Step, by_arrival
+from jattn.serving.engine.scheduled_step import ScheduledRequest, Step, by_arrival
 from pallas_kernels.checks import require, require_positive
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill: first come, first served, under a budget of tokens.
+    """A first-come, first-served scheduler with continuous batching and chunked prefill under a token budget.
 
-    Running requests come first, oldest first: decodes, then the rest of prompts that are partly computed.
-    What is left of the budget admits waiting ones, once the blocks for all their tokens are free. A running
-    request that is out of blocks takes them from the latest; so the oldest can always finish, and nobody
-    starves. A request that comes with the hashes of its blocks begins behind those that others have computed.
+    Running requests come first, oldest first: decodes, then the rest of partly computed prompts. The
+    remaining budget admits waiting requests once the blocks for all of their tokens are free. A running
+    request without free blocks takes them from the latest request, so the oldest one can always finish and no
+    request starves. A request with block hashes starts after the prefix that other requests have computed.
 
-    Completions of one prompt wait until the first of them has computed it, and let others pass meanwhile.
-    Then they share its blocks: each computes the prompt's last token itself, in a block of its own. Those
-    that wait with shared blocks lose them like one that runs.
+    Completions of one prompt wait until the first of them has computed it; other requests may overtake them
+    meanwhile. Then they share its blocks, and each computes the prompt's last token in its own block. Waiting
+    requests with shared blocks can be preempted like running ones.
 
-    What no layer of the model will see again is given up, so that a request may be longer than the cache;
-    layers that see less than others have blocks of their own to give up.
+    Blocks whose tokens no layer attends to any more are freed, so a request may be longer than the cache. If
+    only some layers have a sliding window or chunks, these layers have their own blocks.
 
-    With batch_invariant a step has tokens of prompts or generated ones, in turn, and a token's keys are made
-    by a step of its own kind: blocks of prompts alone are shared, and what a preempted request had generated
-    is run again one token a step.
+    With batch_invariant, steps alternate between prompt tokens and generated tokens, and a token's keys are
+    always computed by the same type of step: only blocks of prompts are shared, and a preempted request
+    recomputes its generated tokens one per step.
 
-    Source: vLLM V1 `Scheduler.schedule`; differs in that the latest request, short of a block, waits with
-    what it has, where vLLM preempts it.
+    Source: vLLM V1 `Scheduler.schedule`. Unlike vLLM, the latest request keeps its blocks and waits if it
+    lacks a block; vLLM preempts it.
     """
 
     def __init__(
@@ -41,59 +41,72 @@ class Scheduler:
         *,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
-        reach: Reach | None = None,
+        local_attention: LocalAttention | None = None,
         batch_invariant: bool = False,
-        turning_length: int | None = None,
-        near_manager: BlockManager | None = None,
+        longrope_threshold: int | None = None,
+        sliding_window_manager: BlockManager | None = None,
     ) -> None:
-        """Starts without requests.
+        """Start without requests.
 
         Args:
-            block_manager: Whose blocks; nobody else may take from it.
-            max_num_seqs: Most requests of a step.
-            max_num_batched_tokens: Most new tokens of a step, all requests together.
-            reach: How far back the model looks, or near_manager's layers do; None = to the beginning.
-            batch_invariant: Prompts and generated tokens have steps of their own.
-            turning_length: A request that passes it is computed again, and begins beyond it; None = none.
-            near_manager: Blocks of layers that look back less than the others; None = all layers are alike.
+            block_manager: Block manager that only this scheduler uses.
+            max_num_seqs: Maximum number of requests per step.
+            max_num_batched_tokens: Maximum number of new tokens per step, over all requests.
+            local_attention: Windows and chunks of the model's layers, or of those that use
+                sliding_window_manager. None: layers attend to the full context.
+            batch_invariant: Whether prompt tokens and generated tokens run in separate steps.
+            longrope_threshold: Length in tokens at which LongRoPE changes its frequencies: a request that
+                exceeds it is recomputed. None: no such length.
+            sliding_window_manager: Block manager of the layers with a window or chunks. None: all layers
+                share block_manager.
 
         Raises:
-            ValueError: A limit is not positive, near_manager has another block size, or there is no reach.
+            ValueError: If a limit is not positive, or sliding_window_manager has another block size or no
+                local_attention.
         """
         require_positive(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
-        self.block_manager, self.near_manager = block_manager, near_manager
+        self.block_manager, self.sliding_window_manager = block_manager, sliding_window_manager
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.num_preemptions = self.num_prefix_tokens = self.num_prefix_hit_tokens = 0
         self.num_forked_tokens = self._num_forks = 0
-        how = (max_num_batched_tokens, reach, batch_invariant, turning_length, near_manager)
-        self._blocks = Allocator(block_manager, *how)
-        self._are_apart, self._had_prompts = batch_invariant, False
+        options = (
+            max_num_batched_tokens,
+            local_attention,
+            batch_invariant,
+            longrope_threshold,
+            sliding_window_manager,
+        )
+        self._blocks = KVCacheManager(block_manager, *options)
+        self._separates_prompts, self._had_prompts = batch_invariant, False
         # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
-        self._waiting: list[Progress] = []
-        self._forked: list[Progress] = []  # these wait, too, with what they share
-        self._running: list[Progress] = []
-        self._known: dict[int, Progress] = {}
+        self._waiting: list[ScheduledRequest] = []
+        self._forked: list[ScheduledRequest] = []  # these wait, too, with what they share
+        self._running: list[ScheduledRequest] = []
+        self._requests: dict[int, ScheduledRequest] = {}
         self._new_arrivals = itertools.count()
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
-        return len(self._known)
+        """Number of waiting and running requests."""
+        return len(self._requests)
 
     @property
     def num_running(self) -> int:
-        """Requests that have blocks to run in."""
+        """Number of requests that have blocks and can run."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none yet, lost theirs, or share those of a prompt until they can run."""
-        return len(self._known) - self.num_running
+        """Number of requests that wait for blocks, including preempted ones and completions of a prompt."""
+        return len(self._requests) - self.num_running
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that a request may have: those that fit the cache; any number where it gives old ones up."""
-        return self._blocks.longest
+        """Maximum length of a request in tokens, limited by the KV cache.
+
+        It is unlimited if old blocks are freed and a window fits the cache.
+        """
+        return self._blocks.max_request_tokens
 
     def add(
         self,
@@ -104,173 +117,188 @@ class Scheduler:
         *,
         parent_id: int | None = None,
     ) -> None:
-        """Puts a request at the end of the queue.
+        """Add a request to the end of the queue.
 
         Args:
-            request_id: A new name.
-            num_prompt_tokens: Tokens that it starts with.
-            max_tokens: Most tokens that it will generate. The last of them needs no place in the cache.
-            hashes: Of its tokens as far as the host knows them, kept up to date by the caller. None = it
-                neither takes blocks from others nor leaves any.
-            parent_id: The request whose prompt it has, which computes it for both. None = nobody's.
+            request_id: Identifier that is not in use.
+            num_prompt_tokens: Number of prompt tokens.
+            max_tokens: Maximum number of generated tokens. The last one needs no cache slot.
+            hashes: Hashes of the request's full blocks, kept up to date by the caller. None: the request
+                neither reuses nor publishes blocks.
+            parent_id: Identifier of a request with the same prompt, which computes it for both. None: no
+                parent.
 
         Raises:
-            ValueError: hashes are of another block size, or the request would not fit the cache if it were
-                alone, is empty, or is there already; there is no such parent, its prompt is computed, or it
-                has another length.
+            ValueError: If the identifier is in use, the request is empty or does not fit the cache, the
+                hashes have another block size, or the parent does not exist, has started, or has another
+                prompt length.
         """
         require_positive(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
-        require(request_id not in self._known, "request_id", "be new", request_id)
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id} is already in use.")
         if hashes is not None:
-            size = self.block_manager.block_size
-            require(hashes.block_size == size, "hashes.block_size", f"be {size}", hashes.block_size)
-        most = num_prompt_tokens + max_tokens - 1
+            block_size = self.block_manager.block_size
+            require(
+                hashes.block_size == block_size, "hashes.block_size", f"be {block_size}", hashes.block_size
+            )
+        num_tokens = num_prompt_tokens + max_tokens - 1
         rule = f"fit the cache's {self.capacity_tokens} tokens"
         name = f"num_prompt_tokens + max_tokens - 1 of request {request_id}"
-        require(most <= self.capacity_tokens, name, rule, most)
-        request = Progress(request_id, next(self._new_arrivals), num_prompt_tokens, hashes)
+        require(num_tokens <= self.capacity_tokens, name, rule, num_tokens)
+        request = ScheduledRequest(request_id, next(self._new_arrivals), num_prompt_tokens, hashes)
         if parent_id is None:
             self._waiting.append(request)
         else:
-            require(parent_id in self._known, "parent_id", "wait or run", parent_id)
-            parent = self._known[parent_id]
+            self._require_unfinished(parent_id)
+            parent = self._requests[parent_id]
             request.wait_for(parent, is_begun=parent in self._forked)
-        self._known[request_id] = request
+        self._requests[request_id] = request
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether a request waits or runs."""
-        return request_id in self._known
+        """Return whether a request is unfinished."""
+        return request_id in self._requests
 
     @property
     def running(self) -> list[int]:
-        """Requests that have blocks, in order of arrival."""
+        """Identifiers of the requests that have blocks, in order of arrival."""
         return [request.request_id for request in self._running]
 
     def can_draft(self, num_draft_tokens: int) -> bool:
-        """Whether the next step can have so many drafts a row: all decode, and nobody pays with blocks."""
+        """Return whether the next step can have this many draft tokens per row without preempting a request.
+
+        That is the case if every running request decodes and no waiting request could be admitted.
+        """
         count, rows = 1 + num_draft_tokens, self._running
         if not rows or any(request.num_new != 1 or not request.num_computed for request in rows):
             return False
-        if count * len(rows) > self.max_num_batched_tokens or self._blocks.turning(rows, num_draft_tokens):
+        if count * len(rows) > self.max_num_batched_tokens or self._blocks.crossing_threshold(
+            rows, num_draft_tokens
+        ):
             return False
-        is_wanted = (self._waiting or self._forked) and len(rows) < self.max_num_seqs
-        return not is_wanted and self._blocks.can_extend(rows, count)
+        can_admit_more = (self._waiting or self._forked) and len(rows) < self.max_num_seqs
+        return not can_admit_more and self._blocks.can_extend(rows, count)
 
     def schedule(self, num_draft_tokens: int = 0) -> Step | None:
-        """The next step, its blocks allocated; None if there is nothing to run.
+        """Return the next step with its blocks allocated, or None if there is nothing to run.
 
-        Follow it with `complete` once it is on its way; without, the same rows are scheduled again.
+        Call `complete` once the step has been started; otherwise the same rows are scheduled again.
 
         Args:
-            num_draft_tokens: Drafts for each row, where `can_draft`; else the step is one without drafts.
+            num_draft_tokens: Number of draft tokens per row. Ignored unless `can_draft` allows it.
         """
-        drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
+        num_drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
         if self._num_forks != self._blocks.num_forks:
             self._num_forks = self._blocks.num_forks
             for request in self._running:  # what one was to write into may be shared now
-                request.room = 0
-        again = self._blocks.turning(self._running)
-        preempted = [self._preempt(self._running, self._running.index(request)) for request in again]
-        chunks = self._chunks(drafts, preempted)
+                request.token_capacity = 0
+        recomputed = self._blocks.crossing_threshold(self._running)
+        preempted = [self._preempt(self._running, self._running.index(request)) for request in recomputed]
+        chunks = self._chunks(num_drafts, preempted)
         while not chunks and (self._forked or len(self._running) > 1):  # all wait for each other's blocks
-            preempted.append(self._preempt(self._latest()))
-            chunks = self._chunks(drafts, preempted)
-        self.num_preemptions += len(preempted) - len(again)  # those that turn lost nothing to others
+            preempted.append(self._preempt(self._queue_of_latest()))
+            chunks = self._chunks(num_drafts, preempted)
+        self.num_preemptions += len(preempted) - len(recomputed)  # those that turn lost nothing to others
         if not chunks:
             return None
-        return build_step(chunks, self._blocks, preempted, num_draft_tokens=drafts, are_apart=self._are_apart)
+        return build_step(
+            chunks,
+            self._blocks,
+            preempted,
+            num_draft_tokens=num_drafts,
+            separates_prompts=self._separates_prompts,
+        )
 
-    def _chunks(self, drafts: int, preempted: list[int]) -> list[tuple[Progress, int]]:
-        """Who runs, and how many tokens of each; who loses blocks to them is added to `preempted`."""
-        if not self._are_apart:
-            return self._chunks_of(None, drafts, preempted)
-        for of_prompts in (not self._had_prompts, self._had_prompts):
-            if chunks := self._chunks_of(of_prompts, drafts, preempted):
+    def _chunks(self, num_drafts: int, preempted: list[int]) -> list[tuple[ScheduledRequest, int]]:
+        """Choose requests and their numbers of tokens. Preempted requests are appended to `preempted`."""
+        if not self._separates_prompts:
+            return self._phase_chunks(None, num_drafts, preempted)
+        for prompts_only in (not self._had_prompts, self._had_prompts):
+            if chunks := self._phase_chunks(prompts_only, num_drafts, preempted):
                 return chunks
         return []
 
-    def _chunks_of(
-        self, of_prompts: bool | None, drafts: int, preempted: list[int]
-    ) -> list[tuple[Progress, int]]:
-        """`_chunks` of tokens of prompts alone, of generated ones alone, or (None) of both."""
-        chunks: list[tuple[Progress, int]] = []
+    def _phase_chunks(
+        self, prompts_only: bool | None, num_drafts: int, preempted: list[int]
+    ) -> list[tuple[ScheduledRequest, int]]:
+        """Choose prompt tokens only (True), generated tokens only (False), or both (None); see `_chunks`."""
+        chunks: list[tuple[ScheduledRequest, int]] = []
         budget, num_others = self.max_num_batched_tokens, 0
         for request in self._running:  # the latest may leave it meanwhile
-            count = request.num_tokens - request.num_computed + drafts
-            if of_prompts is not None:
-                if request.is_in_prompt != of_prompts:
+            count = request.num_tokens - request.num_computed + num_drafts
+            if prompts_only is not None:
+                if request.is_in_prompt != prompts_only:
                     num_others += 1
                     continue
-                count = request.num_alike
+                count = request.num_same_phase
             count = budget if count > budget else count  # min() takes longer
-            if request.num_computed + count > request.room:
-                count = self._extended(request, count, preempted)
+            if request.num_computed + count > request.token_capacity:
+                count = self._extend_running(request, count, preempted)
             if count == 0:
                 break
             chunks.append((request, count))
             budget -= count
-        if len(chunks) + num_others == len(self._running) and not drafts and of_prompts is not False:
+        if len(chunks) + num_others == len(self._running) and not num_drafts and prompts_only is not False:
             chunks += self._admit(budget)
         return chunks
 
     def complete(self, step: Step, finished: Collection[int] = ()) -> None:
-        """Notes that a step runs: each row that samples has one more token, unless it is finished.
+        """Record that a step has been started: each row that samples gains a token, unless it is finished.
 
-        The token need not be known yet; a request that turns out to have ended is aborted. Of drafts none is
-        taken to stay: `accept` says which do.
+        The token need not be known yet; a request that turns out to have ended is aborted later. Draft tokens
+        count as rejected until `accept` is called.
 
         Args:
-            step: From `schedule`.
-            finished: Requests that end here; their blocks are freed.
+            step: Step returned by `schedule`.
+            finished: Requests that end with this step; their blocks are freed.
 
         Raises:
-            ValueError: A finished request has no row that samples.
+            ValueError: If a finished request has no row that samples.
         """
         if finished:
             sampled = set(itertools.compress(step.request_ids, step.samples))
             require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
         self._had_prompts = step.num_prefills > 0
-        size = self.block_manager.block_size
+        block_size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
-            request = self._known[request_id]
+            request = self._requests[request_id]
             request.num_computed += count - step.num_draft_tokens
             request.num_tokens += samples
-            if request.num_computed >= (request.num_published + 1) * size:
+            if request.num_computed >= (request.num_published + 1) * block_size:
                 self._blocks.publish(request)  # the device takes steps in order: who reads comes later
             if request.completions and request.num_computed >= request.num_shared:
                 self._fork(request)
             if count > 1:  # a piece of a prompt; one token more is given up with the next block
-                self._blocks.give_up(request)
-        self._blocks.copies.clear()
+                self._blocks.free_skipped_blocks(request)
+        self._blocks.pending_copies.clear()
         for request_id in finished:
             self.abort(request_id)
 
     def accept(self, request_id: int, num_draft_tokens: int) -> None:
-        """Notes that so many drafts of a request's last step stay, before any other step is scheduled.
+        """Record how many draft tokens of a request's last step are accepted, before the next `schedule`.
 
-        The blocks that the others took stay for the tokens to come.
+        Blocks allocated for rejected tokens are kept for later tokens.
 
         Raises:
-            ValueError: No such request.
+            ValueError: If there is no such request.
         """
-        require(request_id in self._known, "request_id", "wait or run", request_id)
-        request = self._known[request_id]
+        self._require_unfinished(request_id)
+        request = self._requests[request_id]
         request.num_computed += num_draft_tokens
         request.num_tokens += num_draft_tokens
 
     def abort(self, request_id: int) -> None:
-        """Drops a request, wherever it is, and frees its blocks.
+        """Remove a request in any state, and free its blocks.
 
         Raises:
-            ValueError: No such request.
+            ValueError: If there is no such request.
         """
-        require(request_id in self._known, "request_id", "wait or run", request_id)
-        request = self._known.pop(request_id)
+        self._require_unfinished(request_id)
+        request = self._requests.pop(request_id)
         if request.parent is not None:
             request.parent.completions.remove(request)
             return
         if request.completions:
-            bisect.insort(self._waiting, request.heir(), key=by_arrival)
+            bisect.insort(self._waiting, request.promote_completion(), key=by_arrival)
         for queue in (self._running, self._forked, self._waiting):
             if request in queue:
                 queue.remove(request)
@@ -278,19 +306,23 @@ class Scheduler:
                     self._blocks.free(request)
 
     def abort_all(self) -> None:
-        """Drops every request, and what is cached, in whatever state an error left them."""
-        self._waiting, self._forked, self._running, self._known = [], [], [], {}
+        """Remove all requests and cached prefixes, whatever state an error has left them in."""
+        self._waiting, self._forked, self._running, self._requests = [], [], [], {}
         self._blocks.free_all()
 
-    def forget_prefixes(self) -> None:
-        """Nothing that is cached now will be found by requests to come: the weights have changed."""
+    def reset_prefix_cache(self) -> None:
+        """Discard all cached prefixes, because the weights have changed."""
         self._blocks.unpublish_all()
         for request in (*self._running, *self._forked):
             request.is_stale = True
 
     # --------------------------------------------------------------------------------------- inside
-    def _fork(self, parent: Progress) -> None:
-        """Lets those that waited for a prompt have its blocks, all but the last token."""
+    def _require_unfinished(self, request_id: int) -> None:
+        if request_id not in self._requests:
+            raise ValueError(f"There is no unfinished request {request_id}.")
+
+    def _fork(self, parent: ScheduledRequest) -> None:
+        """Share a computed prompt's blocks, without its last token, with the completions that wait for it."""
         for request in parent.completions:
             request.parent = None
             if parent.num_shared:
@@ -300,34 +332,37 @@ class Scheduler:
             bisect.insort(queue, request, key=by_arrival)
         parent.completions = []
 
-    def _extended(self, request: Progress, count: int, preempted: list[int]) -> int:
-        """How many of a running request's next `count` tokens have room; 0 = it is the latest, and waits."""
-        count = self._blocks.fitting(request, count)
+    def _extend_running(self, request: ScheduledRequest, count: int, preempted: list[int]) -> int:
+        """Return how many of the next `count` tokens have room; 0 if the request must wait."""
+        count = self._blocks.num_fitting_tokens(request, count)
         end = request.num_computed + count
         preempted += self._make_room(request, end)
         return count if self._blocks.extend(request, end) else 0
 
-    def _make_room(self, request: Progress, end: int) -> list[int]:
-        """Takes the latest requests' blocks until `request` can have its tokens or is the latest."""
+    def _make_room(self, request: ScheduledRequest, end: int) -> list[int]:
+        """Preempt the latest requests until `request` has room up to token `end` or is itself the latest."""
         preempted = []
-        while self._blocks.num_missing(request, end) > 0 and (queue := self._latest())[-1] is not request:
+        while (
+            self._blocks.num_missing(request, end) > 0
+            and (queue := self._queue_of_latest())[-1] is not request
+        ):
             preempted.append(self._preempt(queue))
         return preempted
 
-    def _latest(self) -> list[Progress]:
-        """The queue whose last request is the latest of all that have blocks."""
+    def _queue_of_latest(self) -> list[ScheduledRequest]:
+        """Return the queue whose last request is the latest of all that have blocks."""
         return max((self._running, self._forked), key=lambda queue: queue[-1].arrival if queue else -1)
 
-    def _preempt(self, queue: list[Progress], place: int = -1) -> int:
-        """Takes the blocks of a request, a queue's last or another, which waits to be computed again."""
-        victim = queue.pop(place)
+    def _preempt(self, queue: list[ScheduledRequest], index: int = -1) -> int:
+        """Free the blocks of a queue's request, by default the last, and return it to the waiting queue."""
+        victim = queue.pop(index)
         self._blocks.free(victim)
         victim.forget()
         bisect.insort(self._waiting, victim, key=by_arrival)
         return victim.request_id
 
-    def _admit(self, budget: int) -> list[tuple[Progress, int]]:
-        """Those that may begin with what is left of the budget, oldest first, and how many tokens of each."""
+    def _admit(self, budget: int) -> list[tuple[ScheduledRequest, int]]:
+        """Start waiting requests within the remaining budget, oldest first, and return their chunks."""
         chunks = []
         while budget > 0 and len(self._running) < self.max_num_seqs:
             queues = [queue for queue in (self._forked, self._waiting) if queue]
@@ -336,7 +371,9 @@ class Scheduler:
             queue = min(queues, key=lambda queue: queue[0].arrival)
             request = queue[0]
             is_new = queue is self._waiting
-            count = self._blocks.begin(request, budget) if is_new else self._blocks.go_on(request, budget)
+            count = (
+                self._blocks.start(request, budget) if is_new else self._blocks.resume_fork(request, budget)
+            )
             if count == 0:
                 break
             del queue[0]
@@ -350,23 +387,23 @@ class Scheduler:
 
 
 def build_step(
-    chunks: list[tuple[Progress, int]],
-    blocks: Allocator,
+    chunks: list[tuple[ScheduledRequest, int]],
+    blocks: KVCacheManager,
     preempted: Sequence[int],
     *,
     num_draft_tokens: int,
-    are_apart: bool,
+    separates_prompts: bool,
 ) -> Step:
-    """A step of some requests.
+    """Build a step from scheduled requests.
 
     Args:
-        chunks: Each with the number of its new tokens; at least one.
-        blocks: Whose, allocated.
-        preempted: As in Step.
-        num_draft_tokens: Likewise; in each of the numbers.
-        are_apart: Decode rows are those with a generated token, be they alone in the step.
+        chunks: Scheduled requests with their numbers of new tokens; at least one.
+        blocks: KV-cache manager that has allocated their blocks.
+        preempted: Identifiers of the preempted requests.
+        num_draft_tokens: Number of draft tokens per row, included in the numbers of new tokens.
+        separates_prompts: Whether decode rows are exactly the rows with generated tokens (batch_invariant).
     """
-    if are_apart:
+    if separates_prompts:
         is_decode = [not request.is_in_prompt for request, _ in chunks]
     else:
         is_decode = [count == 1 + num_draft_tokens and one.num_computed > 0 for one, count in chunks]
@@ -374,18 +411,18 @@ def build_step(
         order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
         chunks = [chunks[i] for i in order]
     request_ids = tuple([request.request_id for request, _ in chunks])
-    tables, *near_tables = blocks.block_tables(request_ids)
-    copies, *near_copies = blocks.copies_of(request_ids)
+    tables, *sliding_window_tables = blocks.block_tables(request_ids)
+    pending_copies, *sliding_window_copies = blocks.block_copies_of(request_ids)
     return Step(
         request_ids=request_ids,
         query_lens=tuple([count for _, count in chunks]),
         seq_lens=tuple([request.num_computed + count for request, count in chunks]),
         block_tables=tables,
-        block_copies=copies,
+        block_copies=pending_copies,
         samples=tuple([request.num_new + num_draft_tokens == count for request, count in chunks]),
         num_decodes=sum(is_decode),
         preempted=tuple(preempted),
         num_draft_tokens=num_draft_tokens,
-        near_tables=near_tables[0] if near_tables else None,
-        near_copies=near_copies[0] if near_copies else (),
+        sliding_window_tables=sliding_window_tables[0] if sliding_window_tables else None,
+        sliding_window_copies=sliding_window_copies[0] if sliding_window_copies else (),
     )

@@ -1,4 +1,4 @@
-"""One completion under way, and what it becomes."""
+"""The state of one completion while it is generated."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jattn.serving.engine.detokenizer import StopFilter, TextStream
+from jattn.serving.engine.detokenizer import IncrementalDetokenizer, StopFilter
 from jattn.serving.engine.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
 from jattn.serving.engine.prefix_cache import BlockHashes
 from jattn.serving.engine.sampling_params import SamplingParams
@@ -17,21 +17,21 @@ from jattn.serving.engine.structured_outputs import TokenMask
 
 # Tokens. To wait for the last step, draft, and begin anew without the drafts took an 8B-wide model on an H200
 # 14 ms, three steps (rows `drafts`): 5 times in 512 tokens cost 3 %, 12 times, as with 64 here, cost 7.
-MAX_SLEEP = 256
+MAX_PAUSE = 256
 
 
-LEAST_HOPE = 1.0  # drafts accepted that a request is credited with when it tries again
+MIN_EXPECTED = 1.0  # drafts accepted that a request is credited with when it tries again
 
 
 class TokenBuffer:
-    """Token ids, int32: looked at and taken into a step's table at once, where a list would be copied."""
+    """A request's token ids as a growing int32 array, which is faster to process than a list."""
 
     def __init__(self) -> None:
-        """Starts empty."""
+        """Start empty."""
         self._ids, self._count = np.zeros(256, np.int32), 0
 
-    def caught_up(self, token_ids: Sequence[int]) -> Int[np.ndarray, " tokens"]:
-        """All of `token_ids`, which begin with those of the last time."""
+    def sync(self, token_ids: Sequence[int]) -> Int[np.ndarray, " tokens"]:
+        """Return all of `token_ids` as an array. They must start with the tokens of the previous call."""
         count = len(token_ids)
         if count > len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros(max(count, len(self._ids)), np.int32)])
@@ -41,59 +41,66 @@ class TokenBuffer:
 
 
 @dataclasses.dataclass(eq=False)
-class Drafting:
-    """Of one generation.
+class DraftState:
+    """A sequence's state for speculative decoding, which decides whether drafting pays off.
 
     Attributes:
-        num_drafted: Drafts that it has now and can use; what pads its row does not count.
-        drafts: These, where the host knows them; of one that sleeps, what it would have had.
-        hope: How many of its drafts are accepted of late; None = it has had none.
-        num_misses: How often none was, since one was.
-        sleeps_until: It is not drafted for before it has so many tokens.
-        watched_from: Tokens known when `drafts` were looked up for one that sleeps.
-        tokens: Its tokens, for who looks at them all.
-        num_read: Its tokens that a draft model has keys and values of.
+        num_drafted: Number of usable draft tokens in the next step, without padding.
+        drafts: Draft tokens, if the host knows them. While drafting is paused: tokens that would have been
+            drafted.
+        recent_accepted: Moving average of the number of accepted drafts; None before the first drafts.
+        num_rejections: Number of consecutive times that all drafts were rejected.
+        paused_until: Number of tokens before which the sequence is not drafted for.
+        shadow_start: Number of known tokens when `drafts` were proposed for a paused sequence.
+        tokens: The sequence's tokens as an array, for lookups.
+        num_read: Number of tokens in the draft model's KV cache.
     """
 
     num_drafted: int = 0
     drafts: list[int] = dataclasses.field(default_factory=list)
-    hope: float | None = None
-    num_misses: int = 0
-    sleeps_until: int = 0
-    watched_from: int = 0
+    recent_accepted: float | None = None
+    num_rejections: int = 0
+    paused_until: int = 0
+    shadow_start: int = 0
     tokens: TokenBuffer = dataclasses.field(default_factory=TokenBuffer)
     num_read: int = 0
 
-    def expected(self, num_drafts: int) -> float:
-        """How many of so many drafts will be accepted, half of them where nothing is known."""
-        hope = num_drafts / 2 if self.hope is None else max(self.hope, LEAST_HOPE)
-        return float(min(hope, num_drafts))
+    def expected_accepted(self, num_drafts: int) -> float:
+        """Return the expected number of accepted drafts; half of `num_drafts` before the first result."""
+        recent_accepted = (
+            num_drafts / 2 if self.recent_accepted is None else max(self.recent_accepted, MIN_EXPECTED)
+        )
+        return float(min(recent_accepted, num_drafts))
 
-    def note(self, num_accepted: int, num_tokens: int) -> None:
-        """Takes in how many drafts were accepted, the request having so many tokens now.
+    def record(self, num_accepted: int, num_tokens: int) -> None:
+        """Record how many drafts were accepted when the sequence had `num_tokens` tokens.
 
-        One whose drafts are all rejected sleeps for 4 tokens, then 16, 64, ... up to MAX_SLEEP.
+        After drafts that are all rejected, drafting pauses for 4 tokens, then 16, 64, ... up to MAX_PAUSE.
         """
-        self.hope = float(num_accepted) if self.hope is None else (self.hope + num_accepted) / 2
-        self.num_misses = 0 if num_accepted else self.num_misses + 1
-        if self.num_misses:
-            self.sleeps_until = num_tokens + min(4**self.num_misses, MAX_SLEEP)
+        self.recent_accepted = (
+            float(num_accepted) if self.recent_accepted is None else (self.recent_accepted + num_accepted) / 2
+        )
+        self.num_rejections = 0 if num_accepted else self.num_rejections + 1
+        if self.num_rejections:
+            self.paused_until = num_tokens + min(4**self.num_rejections, MAX_PAUSE)
             self.drafts = []  # what is watched begins anew
 
-    def watched(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """How many of the watched drafts came, and whether that is known of all that matter."""
-        end = self.watched_from + len(self.drafts)
-        came = token_ids[self.watched_from : end]
-        hits = next((i for i, token in enumerate(came) if token != self.drafts[i]), len(came))
-        return hits, hits < len(came) or len(came) == len(self.drafts)
+    def shadow_hits(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+        """Return how many unused drafts of a paused sequence were right, and whether the result is final."""
+        end = self.shadow_start + len(self.drafts)
+        generated_ids = token_ids[self.shadow_start : end]
+        hits = next(
+            (i for i, token in enumerate(generated_ids) if token != self.drafts[i]), len(generated_ids)
+        )
+        return hits, hits < len(generated_ids) or len(generated_ids) == len(self.drafts)
 
-    def wake(self, num_hits: int) -> None:
-        """Has the request drafted for again: so many drafts would have been accepted."""
-        self.hope, self.num_misses, self.sleeps_until = float(num_hits), 0, 0
+    def resume(self, num_hits: int) -> None:
+        """Resume drafting, because this many unused drafts were right."""
+        self.recent_accepted, self.num_rejections, self.paused_until = float(num_hits), 0, 0
 
 
 class NewToken(NamedTuple):
-    """A token that nobody has been given yet: as StreamedToken, with its log-probabilities."""
+    """A token that has not been returned yet, with its text and log-probabilities."""
 
     token_id: int
     text: str
@@ -101,11 +108,29 @@ class NewToken(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Generation:
-    """A completion under way. The engine's: `token_ids` is the prompt and what is generated and read so far.
+class SequenceState:
+    """A completion that the engine generates.
 
-    `num_pending` counts the tokens that the device makes and the host has not read. `eos_ids` end it without
-    being named as the reason, those of `sampling_params.stop_token_ids` are.
+    Attributes:
+        token_ids: Prompt tokens and generated tokens that the host has read.
+        num_prompt_tokens: Number of prompt tokens.
+        max_tokens: Maximum number of new tokens.
+        sampling_params: Sampling parameters of this completion.
+        eos_ids: The model's EOS tokens, which end the completion without a stop_reason.
+        text: Detokenizer of the new tokens.
+        hashes: Hashes of the full blocks; None without prefix caching.
+        mask: Allowed next tokens; None if all are allowed.
+        finish_reason: Reason why the completion ended; None while it is unfinished.
+        stop_reason: Stop string or token id that ended the completion.
+        error: Error that ended the completion.
+        num_pending: Number of tokens that the device generates and the host has not read.
+        draft_state: State of speculative decoding.
+        logprobs: Log-probabilities of the new tokens, if requested.
+        prompt_logprobs: Log-probabilities of the prompt tokens, if requested.
+        unread: New tokens that have not been returned.
+        arrival_time: Arrival time (`time.perf_counter`).
+        queue_time: Seconds from arrival to the first step; None before it.
+        times: Seconds from arrival to each new token.
     """
 
     token_ids: list[int]
@@ -113,63 +138,63 @@ class Generation:
     max_tokens: int
     sampling_params: SamplingParams
     eos_ids: frozenset[int]
-    text: TextStream
+    text: IncrementalDetokenizer
     hashes: BlockHashes | None = None
     mask: TokenMask | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
     num_pending: int = 0
-    drafting: Drafting = dataclasses.field(default_factory=Drafting)
+    draft_state: DraftState = dataclasses.field(default_factory=DraftState)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
     unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)
-    started: float = dataclasses.field(default_factory=time.perf_counter)
+    arrival_time: float = dataclasses.field(default_factory=time.perf_counter)
     queue_time: float | None = None  # seconds from there until a step first had it
     times: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         params = self.sampling_params
         self._has_text = self.text.has_tokenizer
-        self._filter = StopFilter(params.stop or (), keeps_it=params.include_stop_str_in_output)
+        self._filter = StopFilter(params.stop or (), include_stop=params.include_stop_str_in_output)
         self.stop_ids = self.eos_ids | frozenset(params.stop_token_ids or ())
         self.end_ids = tuple(self.stop_ids) if params.min_tokens else ()
-        self.is_adjusted = params.is_adjusted or self.mask is not None
+        self.needs_logits_adjustment = params.needs_logits_adjustment or self.mask is not None
         self._ids = TokenBuffer() if params.has_penalties else None
-        self._is_told = False  # that it has failed
+        self._is_error_reported = False  # that it has failed
 
     @property
     def num_generated(self) -> int:
-        """New tokens so far."""
+        """Number of generated tokens that the host has read."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the next token cannot be asked for: what it may be depends on one that is on its way."""
+        """Whether the next step must wait for a token in flight, because the mask depends on it."""
         return self.num_pending > 0 and self.mask is not None and not self.mask.is_fixed
 
     @property
-    def num_asked_for(self) -> int:
-        """New tokens so far, and those that are on their way."""
+    def num_requested(self) -> int:
+        """Number of generated tokens, including those in flight."""
         return len(self.token_ids) - self.num_prompt_tokens + self.num_pending
 
-    def penalised_ids(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the prompt, and those generated and read, where penalties want them; else none."""
-        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.caught_up(self.token_ids)
+    def penalized_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the prompt tokens and the read generated tokens; empty arrays without penalties."""
+        ids = np.zeros(0, np.int32) if self._ids is None else self._ids.sync(self.token_ids)
         return ids[: self.num_prompt_tokens], ids[self.num_prompt_tokens :]
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is something that `output` has not told."""
-        return bool(self.unread) or (self.error is not None and not self._is_told)
+    def has_output(self) -> bool:
+        """Whether there are tokens or an error that `output` has not returned."""
+        return bool(self.unread) or (self.error is not None and not self._is_error_reported)
 
     def fail(self, error: Exception) -> None:
-        """Ends it where it is."""
-        self.finish_reason, self.error, self._is_told = "error", error, False
+        """End the completion with an error."""
+        self.finish_reason, self.error, self._is_error_reported = "error", error, False
 
     def append(self, token_id: int, logprobs: Logprobs | None = None) -> None:
-        """Takes the next token, and finishes where it is the last one."""
-        self.times.append(time.perf_counter() - self.started)
+        """Append a new token, and finish the completion if it is the last one."""
+        self.times.append(time.perf_counter() - self.arrival_time)
         self.token_ids.append(token_id)
         if self.hashes is not None and len(self.token_ids) % self.hashes.block_size == 0:
             self.hashes.extend(self.token_ids[self.hashes.num_tokens :])
@@ -182,37 +207,41 @@ class Generation:
         if may_stop and token_id in self.stop_ids:
             self.finish_reason = "stop"
             self.stop_reason = token_id if token_id in (self.sampling_params.stop_token_ids or ()) else None
-            shown = self.text.append(token_id) if self.sampling_params.include_stop_str_in_output else ""
-            piece = self._ended(shown + self.text.flush())
+            visible_text = (
+                self.text.append(token_id) if self.sampling_params.include_stop_str_in_output else ""
+            )
+            piece = self._finish_text(visible_text + self.text.flush())
         else:
             piece = self.text.append(token_id) if self._has_text else ""
             if piece:
-                piece = self._passed(piece, may_stop=may_stop)
-            is_whole = self.mask is not None and self.mask.is_done
-            if self.finish_reason is None and (is_whole or num_generated == self.max_tokens):
-                self.finish_reason = "stop" if is_whole else "length"
-                piece += self._ended(self.text.flush())
+                piece = self._filter_stop(piece, may_stop=may_stop)
+            is_complete = self.mask is not None and self.mask.is_done
+            if self.finish_reason is None and (is_complete or num_generated == self.max_tokens):
+                self.finish_reason = "stop" if is_complete else "length"
+                piece += self._finish_text(self.text.flush())
         self.unread.append(NewToken(token_id, piece, logprobs))
 
-    def _passed(self, piece: str, *, may_stop: bool) -> str:
-        """What of a piece of text may be shown; finishes at a stop string."""
-        shown, stop = self._filter.feed(piece, may_stop=may_stop)
+    def _filter_stop(self, piece: str, *, may_stop: bool) -> str:
+        """Return the part of a text piece that can be shown, and finish the completion at a stop string."""
+        visible_text, stop = self._filter.feed(piece, may_stop=may_stop)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
-        return shown
+        return visible_text
 
-    def _ended(self, piece: str) -> str:
-        """The last piece, and what was held back."""
+    def _finish_text(self, piece: str) -> str:
+        """Return the last text piece together with all held-back text."""
         reason = self.finish_reason, self.stop_reason
-        shown = self._passed(piece, may_stop=self.num_generated >= self.sampling_params.min_tokens)
+        visible_text = self._filter_stop(
+            piece, may_stop=self.num_generated >= self.sampling_params.min_tokens
+        )
         if reason[0] == "stop":
             self.finish_reason, self.stop_reason = reason
-        return shown + self._filter.flush()
+        return visible_text + self._filter.flush()
 
     def output(self, request_id: int | str, index: int) -> RequestOutput:
-        """What nobody has been given yet, as completion number `index` of a request."""
+        """Return the new tokens since the last call."""
         new, self.unread = self.unread, collections.deque()
-        self._is_told = self.error is not None
+        self._is_error_reported = self.error is not None
         params, is_first = self.sampling_params, self.num_generated == len(new)
         return RequestOutput(
             request_id=request_id,
@@ -231,7 +260,7 @@ class Generation:
         )
 
     def result(self, index: int = 0, prompt: str | None = None) -> GenerationResult:
-        """What it became, once finished, as completion number `index` of a prompt."""
+        """Return the result of a finished completion, or raise RequestError if it failed."""
         assert self.finish_reason is not None
         return GenerationResult(
             token_ids=self.token_ids[self.num_prompt_tokens :],

@@ -1,4 +1,4 @@
-"""What the engine wants of a model."""
+"""The interface of a model that the engine can serve."""
 
 import os
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ type Caches = tuple[PagedCache, ...]
 
 @runtime_checkable
 class ModelSizes(Protocol):
-    """What the engine reads of a model's configuration.
+    """The configuration values of a model that the engine reads.
 
     Attributes:
-        vocab_size: Token ids are below it.
-        max_position_embeddings: The longest context, in tokens.
-        eos_token_ids: Tokens that end a text unless a request says otherwise.
+        vocab_size: Size of the vocabulary.
+        max_position_embeddings: Maximum context length in tokens.
+        eos_token_ids: Tokens that end a text unless a request overrides them.
     """
 
     @property
@@ -39,23 +39,24 @@ class ModelSizes(Protocol):
 
 @runtime_checkable
 class ServedModel(Protocol):
-    """A causal language model that `Engine` can serve; `jattn.models.Decoder` is one.
+    """A causal language model that `Engine` can serve, such as `jattn.models.Decoder`.
 
-    It must be an `nnx.Module`: the engine compiles its methods over its state, and runs the state that the
-    module's Variables hold when a step begins. Its PagedAttention layers take the engine's `implementation`.
+    It must be an `nnx.Module`: the engine compiles its methods over its state, and runs the values that its
+    Variables hold when a step starts. Its PagedAttention layers use the engine's `implementation`.
 
-    One that has `near_layers`, as a Decoder, is given ByReach metadata and a num_blocks for each layer where
-    only some of its layers have a window. Of others no layer gives up what another still sees.
+    If only some layers have a sliding window and the model has `near_layers`, like Decoder, it receives
+    metadata and num_blocks per layer group. Otherwise all layers keep the blocks that any of them still
+    attends to.
 
     Attributes:
-        tokenizer: `encode(text).ids` and `decode(ids)`, as of `tokenizers`; None = token ids in and out.
+        tokenizer: Object with `encode(text).ids` and `decode(ids)`, as in `tokenizers`. None: token ids only.
     """
 
     tokenizer: Any
 
     @property
     def config(self) -> ModelSizes:
-        """Its sizes."""
+        """The model's sizes."""
 
     def cache_specs(
         self,
@@ -66,7 +67,10 @@ class ServedModel(Protocol):
         quantization: str | None,
         skip_layers: Sequence[int],
     ) -> tuple[CacheSpec, ...]:
-        """What caches of so many blocks would be, one a layer; dtype None = the model's own."""
+        """Return the specs of KV caches with this many blocks, one per layer.
+
+        dtype None: the model's dtype.
+        """
 
     def create_caches(
         self,
@@ -77,10 +81,13 @@ class ServedModel(Protocol):
         quantization: str | None,
         skip_layers: Sequence[int],
     ) -> Caches:
-        """Those caches, empty: any pytree of PagedCache. Block 0 of each is the null block."""
+        """Create empty KV caches: any pytree of PagedCache. Block 0 of each is the null block."""
 
     def plan(self, metadata: BatchMetadata | ByReach, caches: Any) -> Plan | ByReach:
-        """What the layers share in a step. Traced, once a bucket; given back to `__call__`."""
+        """Return the plan that the layers share in a step.
+
+        Traced, once per bucket; an argument of `__call__`.
+        """
 
     def __call__(
         self,
@@ -90,28 +97,28 @@ class ServedModel(Protocol):
         *,
         plan: Plan | ByReach | None,
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
-        """A step's hidden states, and the caches with its keys and values in them. Traced."""
+        """Return a step's hidden states, and the caches with its keys and values. Traced."""
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
-        """Next-token scores of some hidden states. Traced."""
+        """Return the next-token logits of hidden states. Traced."""
 
 
 MEMBERS = ("config", "tokenizer", "cache_specs", "create_caches", "plan", "logits")  # told by their names
 
 
-def as_served(model: Any, mesh: Mesh | None = None) -> ServedModel:
-    """The model, loaded where it is a folder, onto a mesh if one is given.
+def resolve_model(model: Any, mesh: Mesh | None = None) -> ServedModel:
+    """Return the model, loaded onto the mesh (if given) if it is a folder.
 
     Raises:
-        ValueError: It is neither a folder nor a model that has what ServedModel names.
-        FileNotFoundError: There is no such folder, or a file of it is missing.
+        ValueError: If it is neither a folder nor a model with the members of ServedModel.
+        FileNotFoundError: If the folder or one of its files does not exist.
     """
     if isinstance(model, str | os.PathLike):
         return load(os.fspath(model), mesh=mesh)
     missing = [name for name in MEMBERS if not hasattr(model, name)]
     rule = "be a jattn.models.Decoder or a Hugging Face folder"
     require(len(missing) < len(MEMBERS), "model", rule, repr(model))
-    rule = f"have what jattn.serving.ServedModel names: it lacks {', '.join(missing)}"
+    rule = f"have all members of jattn.serving.ServedModel (missing: {', '.join(missing)})"
     require(not missing, "model", rule, f"a {type(model).__name__}")
     require(isinstance(model, nnx.Module), "model", "be an nnx.Module", f"a {type(model).__name__}")
     return model

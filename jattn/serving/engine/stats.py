@@ -1,4 +1,4 @@
-"""Counts of an engine, for a dashboard."""
+"""Counters and histograms of an engine."""
 
 import bisect
 import dataclasses
@@ -22,59 +22,60 @@ STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # of vllm:ite
 
 
 class Histogram:
-    """How often a number, mostly of seconds, was at most each bound, as Prometheus counts."""
+    """A histogram with Prometheus bucket bounds, usually of seconds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Starts empty; bounds ascend."""
+        """Start empty. Bounds must be ascending."""
         self.bounds, self._counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
 
     def __repr__(self) -> str:
         return f"{self.count} of {self.sum:.3g} in all"
 
     def add(self, value: float) -> None:
-        """Counts one."""
+        """Count one value."""
         self._counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Of each bound, and of those above the last."""
+        """Number of values in each bucket; the last bucket counts values above the last bound."""
         return tuple(self._counts)
 
     @property
     def count(self) -> int:
-        """All of them."""
+        """Total number of values."""
         return sum(self._counts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """An engine now, and counts since it was made.
+    """The state of an engine, and its counters since it was created.
 
     Attributes:
-        num_running: Requests that have blocks.
-        num_waiting: Requests that wait for some.
-        num_steps: Steps run.
-        num_cascade_steps: Those that attended to a prefix of all requests once.
-        num_failed_steps: Steps that failed, and took all requests with them that were open.
-        num_compiles: Executables compiled, one a bucket.
-        num_preemptions: Times that a request lost its blocks to an older one and was computed again.
-        num_blocks: Cache blocks that requests can have.
-        peak_blocks: Most of them in use at once.
-        num_used_blocks: Those in use now.
-        num_prefix_tokens: Tokens of requests that looked for what others had computed (again, where they were
-            preempted): not without prefix caching, and not of those that want prompt_logprobs.
-        num_prefix_hit_tokens: Those of them that others had computed.
-        num_forked_tokens: Tokens of prompts that completions took over from the first one of theirs.
-        num_generated_tokens: Tokens handed out.
-        num_drafts: How often a request was drafted for.
-        num_draft_tokens: Tokens drafted.
-        num_accepted_tokens: Those of them that the model would have picked.
-        time_to_first_token: Seconds from a request's arrival.
-        inter_token_latency: Seconds between two of its tokens.
-        queue_time: Seconds from a completion's arrival until a step first has it.
-        prefill_time: Seconds from there to its first token.
-        step_tokens: Tokens that steps computed.
+        num_running: Number of requests that have cache blocks.
+        num_waiting: Number of requests that wait for cache blocks.
+        num_steps: Number of steps run.
+        num_cascade_steps: Number of steps that read a shared prefix once (cascade attention).
+        num_failed_steps: Number of failed steps. A failed step ends all unfinished requests.
+        num_compiles: Number of compiled executables, one per bucket.
+        num_preemptions: Number of times that a request lost its blocks to an older one and was recomputed.
+        num_blocks: Number of cache blocks available to requests.
+        peak_blocks: Maximum number of blocks in use at once.
+        num_used_blocks: Number of blocks in use.
+        num_prefix_tokens: Number of tokens looked up in the prefix cache, counted again after a preemption.
+            Zero without prefix caching; requests with prompt_logprobs are excluded.
+        num_prefix_hit_tokens: Number of looked-up tokens found in the prefix cache.
+        num_forked_tokens: Number of prompt tokens that completions shared with the request's first
+            completion.
+        num_generated_tokens: Number of tokens returned.
+        num_drafts: Number of times that a request had draft tokens.
+        num_draft_tokens: Number of draft tokens.
+        num_accepted_tokens: Number of accepted draft tokens.
+        time_to_first_token: Seconds from a request's arrival to its first token.
+        inter_token_latency: Seconds between consecutive tokens of a request.
+        queue_time: Seconds from a completion's arrival to its first step.
+        prefill_time: Seconds from a completion's first step to its first token.
+        step_tokens: Number of tokens computed per step.
     """
 
     num_running: int
@@ -98,14 +99,14 @@ class EngineStats:
     inter_token_latency: Histogram
     queue_time: Histogram
     prefill_time: Histogram
-    step_tokens: Histogram
+    build_step_tokens: Histogram
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafted tokens that were accepted; 0 where none was drafted."""
+        """Fraction of draft tokens that were accepted; 0 without draft tokens."""
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def cache_usage(self) -> float:
-        """Share of the blocks that requests have now."""
+        """Fraction of the cache blocks in use."""
         return self.num_used_blocks / self.num_blocks

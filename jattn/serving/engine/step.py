@@ -1,4 +1,4 @@
-"""What the engine compiles: a batch through the model to logits, and logits to the next token of each row."""
+"""The jit-compiled step: a batch through the model to logits."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,80 +20,81 @@ from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
 from jattn.serving.engine.scheduled_step import Step
 from pallas_kernels import support
 
-# From so many tokens a step's products are cuBLAS's alone. XLA tunes Triton's beside them, which takes
-# compiling from 3 to 15 CPU-seconds, and chooses by one timed run some that split columns into parts, whose
-# sums are kernels of their own. 36 layers of 8B width without attention on an H200, cuBLAS alone and what XLA
-# chose: 4.52 and 4.16 ms for 2 tokens, 4.39 and 4.23 for 8, 4.46 and 4.36 for 16, 4.55 and 4.59 for 32, 4.46
-# and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58 for 256, 20.0 and 20.2 for 1024.
+# From this number of tokens, a step's matrix products only use cuBLAS. XLA would also tune Triton kernels,
+# which raises the compile time from 3 to 15 CPU-seconds, and would choose, by a single timed run, some
+# split-K kernels whose sums are separate kernels. Times of 36 layers of an 8B model without attention on an
+# H200, cuBLAS only and XLA's choice: 4.52 and 4.16 ms for 2 tokens, 4.39 and 4.23 for 8, 4.46 and 4.36 for
+# 16, 4.55 and 4.59 for 32, 4.46 and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58
+# for 256, 20.0 and 20.2 for 1024.
 CUBLAS_TOKENS = 32
 
 
-class NearTables(NamedTuple):
-    """Where a step's keys are in layers that have blocks of their own; the rest they share with the others.
+class SlidingWindowTables(NamedTuple):
+    """The block table and slots of layers with their own blocks. Other metadata is shared by all layers.
 
     Attributes:
-        block_table: As `BatchMetadata` has it.
-        slot_mapping: Likewise.
+        block_table: Block ids of each request; see `BatchMetadata`.
+        slot_mapping: Cache slot of each token; see `BatchMetadata`.
     """
 
     block_table: Int32[Array, "reqs max_blocks"]
     slot_mapping: Int32[Array, " tokens"]
 
     def beside(self, metadata: BatchMetadata) -> ByReach:
-        """The metadata of both kinds of layers."""
+        """Return the metadata of both groups of layers."""
         return ByReach(metadata, replace(metadata, **self._asdict()))
 
 
-def near_tables(
+def sliding_window_tables(
     step: Step, metadata: BatchMetadata, cache_spec: CacheSpec | None, *, checks: bool
-) -> NearTables | None:
-    """The tables of a step, as numpy's arrays; None where all layers share theirs.
+) -> SlidingWindowTables | None:
+    """Build the tables of a step's sliding-window layers as numpy arrays; None if all layers share theirs.
 
     Args:
         step: The step.
-        metadata: Of the other layers.
-        cache_spec: Of these layers.
-        checks: The batch goes through `check_batch`.
+        metadata: Metadata of the other layers.
+        cache_spec: Cache of the sliding-window layers.
+        checks: Whether to validate the metadata with `check_batch`.
     """
-    if step.near_tables is None:
+    if step.sliding_window_tables is None:
         return None
     sizes: dict[str, Any] = {"block_size": metadata.block_size, "bucket": metadata.bucket}
     lens = step.query_lens, step.seq_lens
-    near = build_batch_metadata(*lens, step.near_tables, to_device=False, **sizes)
+    near = build_batch_metadata(*lens, step.sliding_window_tables, to_device=False, **sizes)
     if checks and cache_spec is not None:
         check_batch(near, cache_spec)
-    return NearTables(near.block_table, near.slot_mapping)
+    return SlidingWindowTables(near.block_table, near.slot_mapping)
 
 
 class StepTokens(NamedTuple):
-    """A step's tokens; some of them only the device knows yet.
+    """The tokens of a step. The device takes those that the host does not know yet from the previous step.
 
     Attributes:
-        ids: Tokens as the host knows them.
-        rows: The sampler's row in the step before whose new token stands here; -1 where `ids` has it.
-        last: New tokens of the step before, by its rows.
-        ends: Which tokens are the last of a request: those that the next tokens are drawn for, in the rows of
-            the sampler. The rest of these rows are padding. In a step with drafts all tokens, place by place.
-        near: The blocks of layers that have their own; None = all layers have the metadata's.
-        num_generated: Of each row of the sampler, as in `sample`: it goes through the step, to be sent with
-            the rest. None = the sampler has it from elsewhere.
+        ids: Token ids known to the host.
+        rows: Sampler row of the previous step that generated this token; -1 if `ids` holds it.
+        last: New tokens of the previous step, by sampler row.
+        ends: Indices of the tokens whose logits are sampled (vLLM's logits_indices), by sampler row, then
+            padding. In a step with drafts: all tokens.
+        sliding_window: Tables of layers with their own blocks. None: all layers share the metadata's tables.
+        num_generated: Number of generated tokens of each sampler row, as in `sample`. It passes through the
+            step so that it is transferred with the other inputs. None: the sampler gets it separately.
     """
 
     ids: Int32[Array, " tokens"]
     rows: Int32[Array, " tokens"]
     last: Int32[Array, " max_rows"]
     ends: Int32[Array, " places"]
-    near: NearTables | None = None
+    sliding_window: SlidingWindowTables | None = None
     num_generated: Int32[Array, " reqs"] | None = None
 
 
 class StepOutputs(NamedTuple):
-    """What a step makes besides its caches.
+    """The outputs of a step other than the KV caches.
 
     Attributes:
-        logits: Of the tokens that StepTokens.ends names.
-        hidden: Of all tokens, behind the last norm: `model.logits` makes theirs where somebody asks.
-        num_generated: StepTokens'.
+        logits: Logits of the tokens StepTokens.ends.
+        hidden: Hidden states of all tokens after the final norm, for `model.logits`.
+        num_generated: StepTokens.num_generated, unchanged.
     """
 
     logits: Float32[Array, "places vocab"]
@@ -102,12 +103,13 @@ class StepOutputs(NamedTuple):
 
 
 def make_step(graphdef: Any) -> GraphStep:
-    """The step that is compiled for each bucket: a batch to StepOutputs and caches.
+    """Return the step function that is compiled for each bucket.
 
-    What is given behind the tokens is the length of a prefix that all rows share: it is attended to once.
+    The function maps a batch to StepOutputs and the updated caches. Its optional last argument is the length
+    of a prefix shared by all rows, which is read once.
 
     Args:
-        graphdef: Of the model, from `nnx.split`; the params are its state.
+        graphdef: Model structure from `nnx.split`; the step's params are the model's state.
     """
 
     def step(
@@ -115,7 +117,7 @@ def make_step(graphdef: Any) -> GraphStep:
     ) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
         prefix = {} if common_prefix_len is None else {"common_prefix_len": common_prefix_len}
-        metadata = metadata if tokens.near is None else tokens.near.beside(metadata)
+        metadata = metadata if tokens.sliding_window is None else tokens.sliding_window.beside(metadata)
         shared = model.plan(metadata, caches, **prefix)
         token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
@@ -125,7 +127,7 @@ def make_step(graphdef: Any) -> GraphStep:
 
 
 def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:
-    """An engine's executables of a step."""
+    """Return the executables of a step function, one per bucket."""
     return DecodeGraphs(step, buckets, from_host=True, compiler_options=_compiler_options)
 
 
@@ -135,10 +137,13 @@ def _compiler_options(bucket: Bucket) -> dict[str, Any]:
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:
-    """The model over the same arrays, its attention by `implementation`; the given one is left as it is."""
+    """Return the model with another attention implementation.
+
+    The arrays are shared, the given model unchanged.
+    """
     if implementation is None:
         return model
-    # Raises now, not in the first step.
+    # Check now, not in the first step.
     first_supported(
         requested_implementations(implementation), {"mosaic_gpu": support.why_not_on(nnx.state(model))}
     )

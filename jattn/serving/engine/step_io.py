@@ -1,4 +1,4 @@
-"""What a step is given besides its metadata: tokens, sampling parameters, counts."""
+"""Inputs and outputs of a step on the host."""
 
 import contextlib
 import itertools
@@ -11,94 +11,112 @@ import numpy as np
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
 from jattn.batch.requests import request_token_starts
-from jattn.serving.engine.logits_processors import Adjusted, Adjustments, build_adjustments, without
+from jattn.serving.engine.logits_processors import (
+    LogitsAdjustments,
+    RequestAdjustments,
+    build_logits_adjustments,
+    without,
+)
 from jattn.serving.engine.logprobs import TokenLogprobs, fetched
 from jattn.serving.engine.outputs import Logprobs
-from jattn.serving.engine.rejection_sampler import Verified
+from jattn.serving.engine.rejection_sampler import VerifiedTokens
 from jattn.serving.engine.sampler import SamplingMetadata
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.step import StepTokens
-from jattn.serving.engine.step_sampler import Sampled
+from jattn.serving.engine.step_sampler import SampledTokens
 
 
-def step_tokens(
+def build_step_tokens(
     step: Step,
-    generations: Sequence[Generation],
+    sequences: Sequence[SequenceState],
     bucket: Bucket,
-    row_before: Mapping[int, int],
+    previous_rows: Mapping[int, int],
     last_tokens: jax.Array,
     num_rows: int,
 ) -> StepTokens:
-    """The tokens of a step, laid out in the bucket; numpy's arrays, but for the last tokens.
+    """Arrange the tokens of a step in its bucket, as numpy arrays except for `last_tokens`.
 
     Args:
         step: The step.
-        generations: Of its requests.
-        bucket: Its bucket.
-        row_before: The sampler's row of each request in the step before, where the host has not read it.
-        last_tokens: Those tokens, on the device.
-        num_rows: Of the sampler.
+        sequences: Sequence of each row.
+        bucket: Bucket of the step.
+        previous_rows: Sampler row of each request whose last token the host has not read.
+        last_tokens: New tokens of the previous step, on the device.
+        num_rows: Number of sampler rows.
     """
     lens = np.asarray(step.query_lens)
     starts = request_token_starts(lens, bucket)
     ids, sources = [], []  # of each row's last token
-    for generation, request_id, end in zip(generations, step.request_ids, step.seq_lens, strict=True):
-        is_known = len(generation.token_ids) >= end
-        ids.append(generation.token_ids[end - 1] if is_known else 0)
-        sources.append(-1 if is_known else row_before[request_id])  # only the device knows it
+    for sequence, request_id, end in zip(sequences, step.request_ids, step.seq_lens, strict=True):
+        is_known = len(sequence.token_ids) >= end
+        ids.append(sequence.token_ids[end - 1] if is_known else 0)
+        sources.append(-1 if is_known else previous_rows[request_id])  # only the device knows it
     token_ids: Any = np.zeros(bucket.max_tokens, np.int32)
     token_rows: Any = np.full(bucket.max_tokens, -1, np.int32)
-    lasts = starts + lens - 1
-    token_ids[lasts], token_rows[lasts] = ids, sources
+    last_indices = starts + lens - 1
+    token_ids[last_indices], token_rows[last_indices] = ids, sources
     for row in np.flatnonzero(lens > 1).tolist():
         end = step.seq_lens[row] - 1
-        before = generations[row].token_ids[end + 1 - step.query_lens[row] : end]
-        token_ids[starts[row] : lasts[row]] = before
+        before = sequences[row].token_ids[end + 1 - step.query_lens[row] : end]
+        token_ids[starts[row] : last_indices[row]] = before
     request_ends: Any = np.zeros(num_rows, np.int32)
-    request_ends[: len(lens)] = lasts
+    request_ends[: len(lens)] = last_indices
     return StepTokens(token_ids, token_rows, last_tokens, request_ends)
 
 
-def step_adjustments(
+def build_step_adjustments(
     step: Step,
-    generations: Sequence[Generation],
-    row_before: Mapping[int, int],
+    sequences: Sequence[SequenceState],
+    previous_rows: Mapping[int, int],
     last_tokens: jax.Array,
-    **sizes: int,
-) -> Adjustments | None:
-    """What the requests ask of the logits, arguments as step_tokens; None where they ask for nothing.
+    *,
+    num_rows: int,
+    vocab_size: int,
+) -> LogitsAdjustments | None:
+    """Return the logits adjustments of a step's rows; None if no row has any.
 
-    `sizes` are build_adjustments' num_rows and vocab_size.
+    Args:
+        step: The step.
+        sequences: Sequence of each row.
+        previous_rows: Sampler row of each request whose last token the host has not read.
+        last_tokens: New tokens of the previous step, on the device.
+        num_rows: Number of sampler rows.
+        vocab_size: Size of the vocabulary.
     """
-    if not any([generation.is_adjusted for generation in generations]):
+    if not any([sequence.needs_logits_adjustment for sequence in sequences]):
         return None
     requests = [
-        _adjusted(one, row_before[request_id] if one.num_pending else -1)
-        for request_id, one in zip(step.request_ids, generations, strict=True)
+        _adjusted(sequence, previous_rows[request_id] if sequence.num_pending else -1)
+        for request_id, sequence in zip(step.request_ids, sequences, strict=True)
     ]
-    return build_adjustments(requests, last_tokens, **sizes)
+    return build_logits_adjustments(requests, last_tokens, num_rows=num_rows, vocab_size=vocab_size)
 
 
-def _adjusted(one: Generation, pending_row: int) -> Adjusted:
+def _adjusted(sequence: SequenceState, pending_row: int) -> RequestAdjustments:
     """What a generation asks for. Where its mask allows nothing but ends, they may come before min_tokens."""
-    allowed, end_ids = None if one.mask is None else one.mask.allowed(), one.end_ids
+    allowed, end_ids = None if sequence.mask is None else sequence.mask.allowed(), sequence.end_ids
     if allowed is not None and end_ids and not without(allowed, end_ids).any():
         end_ids = ()
-    return Adjusted(
-        one.sampling_params,
-        *one.penalised_ids(),
+    return RequestAdjustments(
+        sequence.sampling_params,
+        *sequence.penalized_ids(),
         end_ids=end_ids,
-        num_generated=one.num_generated,
+        num_generated=sequence.num_generated,
         pending_row=pending_row,
         allowed=allowed,
     )
 
 
-class PromptPart(NamedTuple):
-    """Tokens of a prompt whose log-probabilities a step brings, `num` likeliest ones each.
+class PromptLogprobsRange(NamedTuple):
+    """A range of prompt tokens whose log-probabilities a step computes.
 
-    They stand from position `start` on; the first is what comes behind the step's token number `place`.
+    Attributes:
+        request_id: Identifier of the request.
+        start: Position of the first token in the prompt.
+        token_ids: The tokens.
+        place: Index of the step's token before the first of them.
+        num: Number of most likely tokens to report for each.
     """
 
     request_id: int
@@ -108,94 +126,101 @@ class PromptPart(NamedTuple):
     num: int
 
 
-def prompt_parts(step: Step, generations: Sequence[Generation], bucket: Bucket) -> list[PromptPart]:
-    """Where a step makes what is likely behind a prompt's tokens, for those who want to know."""
-    if all(one.sampling_params.prompt_logprobs is None for one in generations):
+def prompt_logprobs_ranges(
+    step: Step, sequences: Sequence[SequenceState], bucket: Bucket
+) -> list[PromptLogprobsRange]:
+    """Return the ranges of prompt tokens whose log-probabilities are requested and computed in this step."""
+    if all(sequence.sampling_params.prompt_logprobs is None for sequence in sequences):
         return []
     starts = request_token_starts(np.asarray(step.query_lens), bucket).tolist()
-    rows = zip(step.request_ids, generations, step.query_lens, step.seq_lens, starts, strict=True)
+    rows = zip(step.request_ids, sequences, step.query_lens, step.seq_lens, starts, strict=True)
     return [
-        PromptPart(request_id, end - count + 1, token_ids, place, one.sampling_params.prompt_logprobs)
-        for request_id, one, count, end, place in rows
-        if one.sampling_params.prompt_logprobs is not None
-        and (token_ids := one.token_ids[end - count + 1 : min(end + 1, one.num_prompt_tokens)])
+        PromptLogprobsRange(
+            request_id, end - count + 1, token_ids, place, sequence.sampling_params.prompt_logprobs
+        )
+        for request_id, sequence, count, end, place in rows
+        if sequence.sampling_params.prompt_logprobs is not None
+        and (token_ids := sequence.token_ids[end - count + 1 : min(end + 1, sequence.num_prompt_tokens)])
     ]
 
 
-class PromptCall(NamedTuple):
-    """What log-probabilities of prompts a step brings: of the token behind each, and of so many likeliest."""
+class PromptLogprobsCall(NamedTuple):
+    """The prompt log-probabilities of a step: the next token id of each token, and how many to report."""
 
     next_ids: np.ndarray
     num: int
 
     @classmethod
-    def of(cls, parts: Sequence[PromptPart], bucket: Bucket) -> "PromptCall | None":
-        """Those of these parts; None where there are none."""
-        num = most_wanted([part.num for part in parts])
+    def of(cls, ranges: Sequence[PromptLogprobsRange], bucket: Bucket) -> "PromptLogprobsCall | None":
+        """Combine ranges of a step into one call; None if there are none."""
+        num = max_num_logprobs([prompt_range.num for prompt_range in ranges])
         if num is None:
             return None
         next_ids: Any = np.zeros(bucket.max_tokens, np.int32)
-        for part in parts:
-            next_ids[part.place : part.place + len(part.token_ids)] = part.token_ids
+        for prompt_range in ranges:
+            next_ids[prompt_range.place : prompt_range.place + len(prompt_range.token_ids)] = (
+                prompt_range.token_ids
+            )
         return cls(next_ids, num)
 
 
 class StepCall(NamedTuple):
-    """A step.
+    """The inputs of one step, which can be sent to other processes.
 
     Attributes:
-        block_copies: As in `Step`; made first.
-        near_copies: As block_copies.
-        metadata: Says which bucket's executable runs.
-        prefix_len: Tokens of a prefix that is attended to once; 0 = none.
-        tokens: Their `last` is whatever the device has.
-        drafts: What the proposer makes the tokens of, and how many of them a row has; None = no drafts.
-        drawn_by: Sampling parameters, and what requests ask of the logits.
-        num_logprobs: Of each new token; None = nobody asked.
-        prompt: Log-probabilities of prompts; None = nobody asked.
+        block_copies: Block copies to make before the step; see `Step`.
+        sliding_window_copies: Block copies in the sliding-window layers; see `Step`.
+        metadata: Metadata of the batch. Its bucket selects the executable.
+        prefix_len: Number of tokens of a shared prefix that is read once; 0 without one.
+        tokens: The step's tokens; the device replaces `last`.
+        drafts: Input of the proposer, and the number of drafts of each row; None without drafts.
+        sampling_inputs: Sampling parameters, and adjustments of the logits.
+        num_logprobs: Number of log-probabilities per new token; None if not requested.
+        prompt: Prompt log-probabilities to compute; None if not requested.
     """
 
     block_copies: Sequence[tuple[int, int]]
-    near_copies: Sequence[tuple[int, int]]
+    sliding_window_copies: Sequence[tuple[int, int]]
     metadata: BatchMetadata
     prefix_len: int
     tokens: StepTokens
     drafts: tuple[Any, Any] | None
-    drawn_by: tuple[SamplingMetadata, Adjustments | None]
+    sampling_inputs: tuple[SamplingMetadata, LogitsAdjustments | None]
     num_logprobs: int | None
-    prompt: PromptCall | None
+    prompt: PromptLogprobsCall | None
 
-    def on_host(self) -> "StepCall":
-        """The same without what only the device knows, in numpy's arrays."""
+    def to_host(self) -> "StepCall":
+        """Return a copy in numpy arrays, without the values that only the device has."""
         host: StepCall = jax.device_get(self.after(np.zeros(0, np.int32)))
         return host
 
     def after(self, last: Any) -> "StepCall":
-        """The same behind a step whose tokens are these."""
-        sampling, adjustments = self.drawn_by
+        """Return a copy with the new tokens of the previous step."""
+        sampling, adjustments = self.sampling_inputs
         adjustments = None if adjustments is None else adjustments._replace(last=last)
         tokens = self.tokens._replace(last=last)
-        return self._replace(tokens=tokens, drawn_by=(sampling, adjustments))
+        return self._replace(tokens=tokens, sampling_inputs=(sampling, adjustments))
 
 
-def most_wanted(wanted: Sequence[int | None]) -> int | None:
-    """The largest number that anybody wants, as a power of two or 0: few programs for many wishes."""
-    asked = [num for num in wanted if num is not None]
-    if not asked:
+def max_num_logprobs(requested: Sequence[int | None]) -> int | None:
+    """Return the largest requested number as a power of two or 0, so that few programs are compiled."""
+    numbers = [num for num in requested if num is not None]
+    if not numbers:
         return None
-    return 1 << (max(asked) - 1).bit_length() if max(asked) else 0
+    return 1 << (max(numbers) - 1).bit_length() if max(numbers) else 0
 
 
 class NewTokens(NamedTuple):
-    """What a step brought one of its requests.
+    """The new tokens of one request in a step.
 
     Attributes:
-        request_id: Whose.
-        token_ids: Its next tokens: none where the row made none, several where drafts of it stay.
-        logprobs: Of each of them, None where not asked for; None = nobody asked.
-        prompt_logprobs: Of the tokens of the prompt from position prompt_start on, where asked for.
-        prompt_start: Position of the first of them.
-        is_verified: The step had drafts.
+        request_id: Identifier of the request.
+        token_ids: New tokens: none if the row does not sample, several if drafts are accepted.
+        logprobs: Log-probabilities of each new token, None where not requested; None if no request wants
+            them.
+        prompt_logprobs: Log-probabilities of the prompt tokens from prompt_start on, if requested.
+        prompt_start: Position of the first of these prompt tokens.
+        is_verified: Whether the step had drafts.
     """
 
     request_id: int
@@ -206,44 +231,44 @@ class NewTokens(NamedTuple):
     is_verified: bool = False
 
 
-class ImplementationArg(NamedTuple):
-    """What a step's requests want to know."""
+class PendingOutputs(NamedTuple):
+    """The outputs that the requests of a step need."""
 
     step: Step
     num_logprobs: list[int | None]  # of each
-    prompt: list[PromptPart]
+    prompt: list[PromptLogprobsRange]
 
 
-class InFlight(NamedTuple):
-    """A step whose tokens the host has not read."""
+class InFlightStep(NamedTuple):
+    """A started step whose tokens the host has not read."""
 
     step: Step
-    sampled: Sampled | Verified
+    sampled: SampledTokens | VerifiedTokens
     num_logprobs: list[int | None]  # that each request asked for
-    prompt: list[PromptPart]
+    prompt: list[PromptLogprobsRange]
     prompt_logprobs: TokenLogprobs | None
 
 
-def new_tokens(flying: InFlight, has_read: Callable[[], object]) -> Iterator[NewTokens]:
-    """What a step brought; waits for it.
+def read_new_tokens(in_flight_step: InFlightStep, has_read: Callable[[], object]) -> Iterator[NewTokens]:
+    """Yield the new tokens of a step's requests. Waits for the step.
 
     Args:
-        flying: The step.
-        has_read: Called when its arrays are on the host.
+        in_flight_step: The step.
+        has_read: Function called once the step's arrays are on the host.
     """
-    step, sampled, wanted, parts, of_prompts = flying
+    step, sampled, requested, ranges, prompt_logprobs_on_device = in_flight_step
     token_ids, query_len = _read_tokens(sampled, len(step.request_ids))
     logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
-    places = None if of_prompts is None else fetched(of_prompts)
+    prompt_logprobs = None if prompt_logprobs_on_device is None else fetched(prompt_logprobs_on_device)
     has_read()
-    if logprobs is None and places is None and isinstance(sampled, Sampled):
+    if logprobs is None and prompt_logprobs is None and isinstance(sampled, SampledTokens):
         yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),
                        itertools.compress(token_ids, step.samples))  # fmt: skip
         return
-    by_request = {part.request_id: part for part in parts}
-    each = zip(step.request_ids, token_ids, step.samples, wanted, strict=True)
-    for row, (request_id, ids, samples, num) in enumerate(each):
-        part = by_request.get(request_id)
+    by_request = {prompt_range.request_id: prompt_range for prompt_range in ranges}
+    rows = zip(step.request_ids, token_ids, step.samples, requested, strict=True)
+    for row, (request_id, ids, samples, num) in enumerate(rows):
+        prompt_range = by_request.get(request_id)
         new = ids if samples else []
         yield NewTokens(
             request_id,
@@ -253,28 +278,28 @@ def new_tokens(flying: InFlight, has_read: Callable[[], object]) -> Iterator[New
                 for i, token in enumerate(new)
             ],
             [
-                places.at(part.place + i, token, part.num)
-                for i, token in enumerate(part.token_ids)
-            ] if places and part else [],
-            part.start if part else 0,
-            isinstance(sampled, Verified),
+                prompt_logprobs.at(prompt_range.place + i, token, prompt_range.num)
+                for i, token in enumerate(prompt_range.token_ids)
+            ] if prompt_logprobs and prompt_range else [],
+            prompt_range.start if prompt_range else 0,
+            isinstance(sampled, VerifiedTokens),
         )  # fmt: skip
 
 
-def wait_for(in_flight: Iterable[InFlight]) -> None:
-    """Until what they bring is on the host, or has failed.
+def wait_for_steps(in_flight: Iterable[InFlightStep]) -> None:
+    """Wait until the outputs of steps are on the host or have failed.
 
-    As a process ends that has read none of it: a thread of JAX's that brings it after Python has gone aborts
-    the process.
+    Called when the process ends: JAX's transfer threads would abort the process if they finished after
+    Python.
     """
-    for flying in in_flight:
+    for in_flight_step in in_flight:
         with contextlib.suppress(Exception):
-            jax.device_get((flying.sampled, flying.prompt_logprobs))
+            jax.device_get((in_flight_step.sampled, in_flight_step.prompt_logprobs))
 
 
-def _read_tokens(sampled: Sampled | Verified, num_rows: int) -> tuple[list[list[int]], int]:
-    """New tokens of each row, and how many places a row has; waits for them."""
-    if isinstance(sampled, Sampled):
+def _read_tokens(sampled: SampledTokens | VerifiedTokens, num_rows: int) -> tuple[list[list[int]], int]:
+    """Return the new tokens of each row and the number of positions per row. Waits for them."""
+    if isinstance(sampled, SampledTokens):
         return jax.device_get(sampled.tokens)[:num_rows, None].tolist(), 1
     tokens, num_accepted = jax.device_get((sampled.tokens, sampled.num_accepted))
     return [tokens[row, : 1 + num_accepted[row]].tolist() for row in range(num_rows)], tokens.shape[1]

@@ -1,8 +1,8 @@
-"""Steps without requests: executables run them before they serve.
+"""Warm-up of executables with empty batches, and JAX's compilation cache.
 
-An executable's first run loads its kernels and its second makes its CUDA graph: 33 and 14 ms for 36 layers of
-8B width on an H200, which a request would wait for. A step without requests writes nothing: the caches that
-it is given and gives back are the same.
+The first run of an executable loads its kernels and the second records its CUDA graph: 33 and 14 ms for 36
+layers of an 8B model on an H200, for which a request would wait. An empty batch writes nothing, so the caches
+stay unchanged.
 """
 
 import collections
@@ -19,102 +19,119 @@ from jax.experimental.compilation_cache import compilation_cache
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.runtime.decode_graphs import DecodeGraphs
-from jattn.serving.engine.step import NearTables, StepTokens
+from jattn.serving.engine.step import SlidingWindowTables, StepTokens
 from pallas_kernels.checks import require_type
 
-RUNS = 2  # after so many an executable is as fast as it becomes
+RUNS = 2  # runs after which an executable reaches its full speed
 
 
-class Cold(NamedTuple):
-    """An executable that has hardly run: a bucket's, of the graphs at `place` in a Runner's list."""
+class ColdExecutable(NamedTuple):
+    """An executable that has hardly run: a bucket of the graphs at index `place` of a Runner's list."""
 
     place: int
     bucket: Bucket
 
 
-class Runs:
-    """Which executables of some graphs have run.
+class WarmupRuns:
+    """A record of which executables have run.
 
     Attributes:
-        graphs: These.
-        inputs: What their step is given behind its metadata where a bucket has no requests.
-        num_runs: Of each bucket's.
+        graphs: The executables.
+        inputs: Function that returns a bucket's step inputs after the metadata, for an empty batch.
+        num_runs: Number of runs of each bucket's executable.
     """
 
     def __init__(
         self, graphs: DecodeGraphs, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
     ) -> None:
-        """None has run; arguments as attributes, and the tokens of a block."""
+        """Start without runs."""
         self.graphs, self._block_size, self.inputs = graphs, block_size, inputs
         self.num_runs: collections.Counter[Bucket] = collections.Counter()
 
-    def cold(self, max_tokens: int | None = None) -> list[Bucket]:
-        """Buckets whose executables are there and have hardly run, of no more tokens; smallest first."""
+    def cold_executables(self, max_tokens: int | None = None) -> list[Bucket]:
+        """Return the compiled buckets that have hardly run, smallest first.
+
+        Buckets with more than `max_tokens` tokens are excluded.
+        """
         graphs, ready = self.graphs, self.graphs.executables
-        is_small = lambda bucket: max_tokens is None or bucket.max_tokens <= max_tokens
-        return [one for one in graphs.buckets if one in ready and is_small(one) and self.num_runs[one] < RUNS]
+        return [
+            bucket
+            for bucket in graphs.buckets
+            if bucket in ready
+            and (max_tokens is None or bucket.max_tokens <= max_tokens)
+            and self.num_runs[bucket] < RUNS
+        ]
 
     def run(self, bucket: Bucket, params: Any, caches: Any) -> Any:
-        """The caches, donated and given back, once the bucket's executable has run on no requests.
+        """Run a bucket's executable on an empty batch, and return the caches, which are donated.
 
-        If it fails it is not tried again.
+        A failed run is not repeated.
         """
         self.num_runs[bucket] = RUNS
-        arguments = no_requests(bucket, self._block_size), *self.inputs(bucket)
+        arguments = empty_metadata(bucket, self._block_size), *self.inputs(bucket)
         for _ in range(RUNS):
             _, caches = self.graphs(params, caches, *arguments)
         return jax.block_until_ready(caches)
 
 
-def no_requests(bucket: Bucket, block_size: int) -> BatchMetadata:
-    """Metadata of none; numpy's arrays."""
+def empty_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
+    """Return the metadata of an empty batch as numpy arrays."""
     sizes: Any = {"block_size": block_size, "bucket": bucket}
     return build_batch_metadata([], [], [], to_device=False, **sizes)
 
 
-class EmptySteps:
-    """What steps without requests are given besides their metadata; executables are compiled by it, too."""
+class EmptyStepInputs:
+    """The inputs of a step without requests other than the metadata, for compiling and warming up."""
 
     def __init__(
-        self, block_size: int, rows_of: Callable[[Bucket], int], max_rows: int, *, has_near: bool
+        self,
+        block_size: int,
+        rows_of: Callable[[Bucket], int],
+        max_rows: int,
+        *,
+        has_sliding_window_blocks: bool,
     ) -> None:
-        """Holds nothing.
+        """Store the sizes.
 
         Args:
-            block_size: Tokens of a block.
-            rows_of: The sampler's rows behind a bucket.
-            max_rows: The most of them.
-            has_near: Some layers have blocks of their own.
+            block_size: Number of tokens per block.
+            rows_of: Function that returns the number of sampler rows of a bucket.
+            max_rows: Maximum number of sampler rows.
+            has_sliding_window_blocks: Whether some layers have their own blocks.
         """
         self._block_size, self._rows_of = block_size, rows_of
-        self._max_rows, self._has_near = max_rows, has_near
+        self._max_rows, self._has_near = max_rows, has_sliding_window_blocks
 
     def inputs(self, prefix: Sequence[Any], bucket: Bucket) -> list[Any]:
-        """A step's tokens, and what stands behind them."""
+        """Return a step's tokens, followed by the prefix arguments."""
         return [self.tokens(bucket), *prefix]
 
     def tokens(self, bucket: Bucket) -> StepTokens:
-        """All of them padding; numpy's arrays, but for what a device may have made."""
-        zeros: Any = lambda count: np.zeros(count, np.int32)
+        """Return padding tokens as numpy arrays, except for arrays that the device computes in real steps."""
+
+        def zeros(count: int) -> Any:
+            return np.zeros(count, np.int32)
+
         places = self._rows_of(bucket) * bucket.decode_query_len
-        metadata = no_requests(bucket, self._block_size) if self._has_near else None
-        near = None if metadata is None else NearTables(metadata.block_table, metadata.slot_mapping)
+        metadata = empty_metadata(bucket, self._block_size) if self._has_near else None
+        window_tables = None
+        if metadata is not None:
+            window_tables = SlidingWindowTables(metadata.block_table, metadata.slot_mapping)
         rows = zeros(bucket.max_tokens) - 1
-        # Rows of several tokens have drafts, which a device may have made.
+        # Rows of several tokens have drafts, which may come from the device.
         ids: Any = (jnp.zeros if bucket.decode_query_len > 1 else np.zeros)(bucket.max_tokens, np.int32)
         last, num_generated = jnp.zeros(self._max_rows, jnp.int32), zeros(self._rows_of(bucket))
-        return StepTokens(ids, rows, last, zeros(places), near, num_generated)
+        return StepTokens(ids, rows, last, zeros(places), window_tables, num_generated)
 
 
-def keep_executables_in(folder: str | os.PathLike[str] | None) -> None:
-    """Has JAX keep in a folder all that this process compiles from now on, and find there what others kept.
+def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
+    """Make JAX store and look up this process's executables, and XLA's autotuning results, in a folder.
 
-    XLA's choices of matrix products are kept in it, too. JAX has one such folder for a process
-    (`jax_compilation_cache_dir`); None leaves it as it is.
+    JAX has one such folder per process (`jax_compilation_cache_dir`). None: leave it unchanged.
 
     Raises:
-        ValueError: It is no name of a folder.
-        NotADirectoryError: There is a file of that name.
+        ValueError: If the value is not a path.
+        NotADirectoryError: If the path is a file.
     """
     if folder is None:
         return
@@ -123,7 +140,7 @@ def keep_executables_in(folder: str | os.PathLike[str] | None) -> None:
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"cache_dir must be a folder, got the file {path}.")
     path.mkdir(parents=True, exist_ok=True)
-    compilation_cache.reset_cache()  # else JAX stays with the folder that it used before, if it did
+    compilation_cache.reset_cache()  # Otherwise JAX keeps using its previous folder.
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

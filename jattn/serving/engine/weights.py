@@ -1,4 +1,4 @@
-"""A model's weights as the engine runs them: whoever changes them, in whatever way, gets the new ones."""
+"""The weights that the engine runs, including changes that are made to the model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,63 +14,67 @@ from pallas_kernels.checks import require, require_shape
 
 
 class Weights:
-    """The state of a model, whose Variables it shares: what is assigned to one is in the next step."""
+    """The state of a model. Values assigned to the model's Variables are used in the next step."""
 
     def __init__(self, model: Any) -> None:
-        """Looks at the model for the first time."""
+        """Record the model's state."""
         self._model = model
-        self._look()
+        self._record_state()
 
     def refresh(self) -> Any:
-        """The model's state (`nnx.state`); the one of before unless Variables or modules were exchanged."""
+        """Return the model's state (`nnx.state`), recomputed only if Variables or modules were replaced."""
         if not all(is_same(now, before) for now, before in self._attributes):
-            self._look()
+            self._record_state()
         return self.state
 
     def update(self, state: Any) -> None:
-        """Assigns new values to the model's Variables, to all of them or to none.
+        """Assign new values to the model's Variables, to all of them or to none.
 
         Args:
-            state: `nnx.state` of a model of the same structure, or nested dictionaries of arrays; what it
-                lacks stays as it is, and so does memory for sums over devices.
+            state: `nnx.state` of a model with the same structure, or nested dictionaries of arrays. Missing
+                weights, and memory for all-reduces, stay unchanged.
 
         Raises:
-            ValueError: It holds what the model has not, or another shape or dtype; the message names it.
+            ValueError: If a weight does not exist in the model or has another shape or dtype. The message
+                names it.
         """
         is_tree = isinstance(state, Mapping)
         require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
         variables = dict(nnx.to_flat_state(self.refresh()))
         spread = getattr(self._model, "spread", lambda path, array, shape: array)
-        new = {path: _fitting(path, value, variables, spread) for path, value in _flat(state)}
+        new = {path: _checked_array(path, value, variables, spread) for path, value in _flatten(state)}
         for path, array in new.items():
             if not isinstance(variables[path], PeerVariable):  # a copy would be another place in memory
                 variables[path].set_value(array)
 
-    def _look(self) -> None:
-        """Notes the state, and all modules' attributes: comparing them takes 0.1 ms, `nnx.state` 15."""
+    def _record_state(self) -> None:
+        """Record the state and all modules' attributes.
+
+        Comparing attributes takes 0.1 ms; `nnx.state` takes 15 ms.
+        """
         self.state = nnx.state(self._model)
         nodes = [vars(node) for _, node in nnx.iter_graph(self._model) if isinstance(node, nnx.Pytree)]
         self._attributes = [(attributes, dict(attributes)) for attributes in nodes]
 
 
-def _flat(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Each value with its path."""
+def _flatten(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield each value with its path."""
     for key, child in tree.items():
         if isinstance(child, Mapping):
-            yield from _flat(child, (*path, key))
+            yield from _flatten(child, (*path, key))
         else:
             yield (*path, key), child
 
 
-def _fitting(
+def _checked_array(
     path: tuple[Any, ...],
     value: Any,
     variables: Mapping[tuple[Any, ...], Any],
     spread: Callable[[tuple[Any, ...], Any, tuple[int, ...]], Any],
 ) -> jax.Array:
-    """The value as an array that may stand in the place of the model's."""
+    """Return a value as an array with the shape, dtype and sharding of the model's weight."""
     name = ".".join(map(str, path))
-    require(path in variables, "state", "hold only what the model has", name)
+    require(path in variables, "state", "contain only weights of the model", name)
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     require(isinstance(value, jax.Array | np.ndarray), name, "be an array", repr(value))
     before = variables[path].get_value()
@@ -89,19 +93,21 @@ def _fitting(
 
 
 def host_tree(state: Any) -> dict[Any, Any]:
-    """A state as nested dictionaries of numpy's arrays, as `Weights.update` takes it.
+    """Return a state as nested dictionaries of numpy arrays, as accepted by `Weights.update`.
 
     Raises:
-        ValueError: It is no tree, or no host has all of an array.
+        ValueError: If the state is not a tree, or this process does not have all of an array.
     """
     is_tree = isinstance(state, Mapping)
     require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
     tree: dict[Any, Any] = {}
-    for path, value in _flat(state):
+    for path, value in _flatten(state):
         value = value.get_value() if isinstance(value, nnx.Variable) else value
-        is_here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+        is_addressable = (
+            not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
+        )
         name = ".".join(map(str, path))
-        require(is_here, name, "be an array that this process has whole", getattr(value, "sharding", None))
+        require(is_addressable, name, "be fully available in this process", getattr(value, "sharding", None))
         inner = tree
         for key in path[:-1]:
             inner = inner.setdefault(key, {})

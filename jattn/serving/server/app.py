@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jattn.serving.engine.detokenizer import encoded
+from jattn.serving.engine.detokenizer import tokenize_async
 from jattn.serving.engine.doctor import version_of
 from jattn.serving.server.chat_completions import create_chat_completion
 from jattn.serving.server.chat_prompts import chat_tokens
@@ -183,7 +183,7 @@ async def tokenize(request: Request) -> Response:
         ids = await chat_tokens(service, body)
     else:
         special = body.add_special_tokens
-        (ids,) = await encoded(service.tokenizer, [body.prompt], add_special_tokens=special)
+        (ids,) = await tokenize_async(service.tokenizer, [body.prompt], add_special_tokens=special)
     texts = [service.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
     longest = service.info.max_model_len
     told = {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jattn.serving.engine.detokenizer import encoded
+from jattn.serving.engine.detokenizer import tokenize_async
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
 from jattn.serving.server.service import Service
@@ -38,7 +38,7 @@ async def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
     text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **own, **others)
     if body.continue_final_message:
         text = _continued(text)
-    (ids,) = await encoded(service.tokenizer, [text], add_special_tokens=body.add_special_tokens)
+    (ids,) = await tokenize_async(service.tokenizer, [text], add_special_tokens=body.add_special_tokens)
     return ids
 
 

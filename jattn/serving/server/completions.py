@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jattn.serving.engine.detokenizer import encoded
+from jattn.serving.engine.detokenizer import tokenize_async
 from jattn.serving.engine.outputs import Logprobs, RequestOutput
 from jattn.serving.server.logprobs import TextOffsets, TokenTexts, finite
 from jattn.serving.server.protocol import CompletionBody, read
@@ -137,7 +137,7 @@ async def _prompts(service: Service, body: CompletionBody) -> list[tuple[list[in
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     service.require_room(len(prompts) * (body.best_of or body.n or 1))
     texts = [one for one in prompts if isinstance(one, str)]
-    made = iter(await encoded(service.tokenizer, texts, add_special_tokens=body.add_special_tokens))
+    made = iter(await tokenize_async(service.tokenizer, texts, add_special_tokens=body.add_special_tokens))
     found = []
     for one in prompts:
         text: str | None = one if isinstance(one, str) else None

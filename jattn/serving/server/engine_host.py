@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from jattn.serving.engine.engine import Engine
-from jattn.serving.engine.engine_thread import EngineThread, Piece
+from jattn.serving.engine.engine_thread import EngineThread, OutputItem
 from jattn.serving.engine.input_processor import Prompt
-from jattn.serving.engine.outputs import RequestError, RequestOutput, in_words
+from jattn.serving.engine.outputs import RequestError, RequestOutput, describe_error
 from jattn.serving.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
 
@@ -42,7 +42,7 @@ class Outbox:
         """Over a channel."""
         self._channel = channel
 
-    def post(self, pieces: list[Piece]) -> None:
+    def post(self, pieces: list[OutputItem]) -> None:
         """From any thread."""
         self._channel.post(("news", [(reader.number, _sendable(news)) for reader, news in pieces]))
 
@@ -133,7 +133,7 @@ class EngineHost:
         engine = self._engine
         functions: dict[str, Callable[..., None]] = {
             "precompile": self._precompile,
-            "reset_prefix_cache": lambda: engine.scheduler.forget_prefixes(),
+            "reset_prefix_cache": lambda: engine.scheduler.reset_prefix_cache(),
         }
 
         def answer(future: concurrent.futures.Future[None]) -> None:
@@ -154,7 +154,7 @@ def _sendable(news: RequestOutput | Exception) -> RequestOutput | Exception:
         return news
     if isinstance(news, ValueError):
         return ValueError(str(news))
-    return RequestError(in_words(news))
+    return RequestError(describe_error(news))
 
 
 def spare_old_objects() -> None:

@@ -102,6 +102,6 @@ def _of_validation(error: pydantic.ValidationError) -> ApiError:
 
 def _blamed(message: str) -> str | None:
     """The parameter that one of our errors names: they begin with it."""
-    found = re.match(r"(\w+)[\w.\[\]]* (?:must|and its)|(\w+): ", message)
+    found = re.match(r"([a-z]\w*)[\w.\[\]]* (?:must|is|has) |(\w+): ", message)
     name = (found[1] or found[2]) if found else None
     return OURS.get(name, name) if name else None

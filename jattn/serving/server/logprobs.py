@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jattn.serving.engine.detokenizer import TextStream
+from jattn.serving.engine.detokenizer import IncrementalDetokenizer
 from jattn.serving.engine.logprobs import Logprob
 from jattn.serving.engine.outputs import Logprobs
 
@@ -75,20 +75,20 @@ class TextOffsets:
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         """Of a text that goes on from a prompt."""
         self._tokenizer, self._prompt_ids, self._begin = tokenizer, prompt_ids, 0
-        self._new = TextStream(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
+        self._new = IncrementalDetokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
 
     def of(self, token_ids: Sequence[int], prompt: str | None = None) -> list[int]:
         """Of the tokens that come next; `prompt`: the text begins with this, and its tokens come first."""
         if prompt is None:
             return [self._begin + begin for begin in _begins(self._new, token_ids)]
-        text, self._begin = TextStream(self._tokenizer, skip_special_tokens=False), len(prompt)
+        text, self._begin = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False), len(prompt)
         begins = _begins(text, self._prompt_ids)
         text.flush()
         added = max(len(text.text) - len(prompt), 0)  # a BOS, which the prompt's text does not have
         return [max(begin - added, 0) for begin in begins] + self.of(token_ids[len(begins) :])
 
 
-def _begins(text: TextStream, token_ids: Sequence[int]) -> list[int]:
+def _begins(text: IncrementalDetokenizer, token_ids: Sequence[int]) -> list[int]:
     """How long a text is before each token that it takes."""
     begins = []
     for token in token_ids:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jattn.serving.engine.engine_client import EngineInfo
 from jattn.serving.engine.input_processor import Prompt
-from jattn.serving.engine.mailbox import Reader
+from jattn.serving.engine.mailbox import RequestOutputCollector
 from jattn.serving.engine.outputs import RequestError, RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
@@ -27,7 +27,7 @@ class RemoteEngine:
         self.info = info
         self._channel, self._lost = channel, lost
         self._numbers = itertools.count()
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, RequestOutputCollector] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
@@ -43,7 +43,7 @@ class RemoteEngine:
         """
         self._start()
         params = self.info.default_sampling_params if params is None else params
-        number, reader = next(self._numbers), Reader(params.n)
+        number, reader = next(self._numbers), RequestOutputCollector(params.n)
         reader.request_id = number if request_id is None else request_id
         self._readers[number] = reader
         try:

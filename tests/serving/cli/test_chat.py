@@ -126,7 +126,7 @@ class TestChat:
     @pytest.mark.parametrize(
         ("source", "said", "message"),
         [
-            (TEMPLATE, "h\udcff\n", "messages must be text that UTF-8 can hold, got '<user>h\\udcff'"),
+            (TEMPLATE, "h\udcff\n", "messages must be valid Unicode text, got '<user>h\\udcff'"),
             (
                 "{{ raise_exception('no system') }}",
                 "hi\n",

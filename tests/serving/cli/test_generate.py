@@ -130,7 +130,7 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("argv", "message"),
         [
-            ([*MODEL, "text"], "prompts[0] must be token ids (the model has no tokenizer.json), got 'text'."),
+            ([*MODEL, "text"], "prompts[0] is text, but the model has no tokenizer.json. Pass token ids."),
             ([*MODEL, "--temperature", "-1", "a"], "temperature must be at least 0, got -1.0."),
             (["generate", "--model", "no/such/folder", "a"], "no/such/folder"),
             (["generate", "--model=no/such", "--max-tokens=0", "a"], "max_tokens must be positive, got 0."),

@@ -32,13 +32,13 @@ def asked(engine):
     """Tokens: greedy, drawn and forked, adjusted; and places of log-probabilities."""
     tokens = lambda results: [[one.token_ids for one in result.outputs] for result in results]
     drawn = SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12)
-    adjusted = SamplingParams(max_tokens=8, repetition_penalty=1.3, logit_bias={5: 3.0}, min_tokens=4)
+    adjust_logits = SamplingParams(max_tokens=8, repetition_penalty=1.3, logit_bias={5: 3.0}, min_tokens=4)
     scored = SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=2)
     (result,) = engine.generate(PROMPTS[1:2], scored)
     places = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
     return {
         "greedy": tokens(engine.generate(PROMPTS, max_tokens=12)),
         "drawn": tokens(engine.generate(PROMPTS[1:2], drawn)),
-        "adjusted": tokens(engine.generate(PROMPTS, adjusted)),
+        "adjust_logits": tokens(engine.generate(PROMPTS, adjust_logits)),
         "scored": [sorted(place) for place in places],
     }

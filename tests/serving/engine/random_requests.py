@@ -16,7 +16,7 @@ import numpy as np
 
 import jattn
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.engine.logits_processors import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.logits_processors import RequestAdjustments, adjust_logits, build_logits_adjustments
 from jattn.serving.engine.sampler import build_sampling_metadata, sample
 from tests.serving.engine.test_engine_requests import engine_of
 from tests.serving.engine.test_kv_cache_groups import TWO, gemma3
@@ -122,9 +122,11 @@ class Crowd:
         model, count = self.alone.model, np.asarray([first], np.int32)
         hidden, _ = model(ids, None, jattn.build_batch_metadata([len(ids)], [len(ids)], None))
         logits = model.logits(hidden)[-1:].astype(jnp.float32)
-        asked = Adjusted(params, np.asarray(prompt), before, params.stop_token_ids, first, -1)
-        by = build_adjustments([asked], jnp.zeros(1, jnp.int32), num_rows=1, vocab_size=logits.shape[1])
-        logits = logits if by is None else adjusted(logits, by, count)
+        asked = RequestAdjustments(params, np.asarray(prompt), before, params.stop_token_ids, first, -1)
+        by = build_logits_adjustments(
+            [asked], jnp.zeros(1, jnp.int32), num_rows=1, vocab_size=logits.shape[1]
+        )
+        logits = logits if by is None else adjust_logits(logits, by, count)
         sampling, likely = build_sampling_metadata([params]), set()
         for seed in range(64):
             noise = ROUNDING * jax.random.normal(jax.random.key(seed), logits.shape)

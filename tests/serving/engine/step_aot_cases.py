@@ -34,7 +34,7 @@ def case(make, query_len, inputs):
     return run, (params, caches, abstract_metadata(bucket, BLOCK_SIZE), *inputs), (1,)
 
 
-def tokens_of(query_len):
+def padded_step_tokens(query_len):
     count = ROWS * query_len
     return StepTokens(ints(count), ints(count), ints(ROWS), ints(count))
 
@@ -45,8 +45,8 @@ def aot_cases():
     sampling = jax.eval_shape(lambda: build_sampling_metadata([warm], num_rows=ROWS))
     draft = functools.partial(make_draft_step, num_tokens=NUM_DRAFTS)
     return {
-        "plain": case(make_step, 1, [tokens_of(1)]),
-        "drafts": case(make_step, 1 + NUM_DRAFTS, [tokens_of(1 + NUM_DRAFTS)]),
-        "cascade": case(make_step, 1, [tokens_of(1), ints()]),
+        "plain": case(make_step, 1, [padded_step_tokens(1)]),
+        "drafts": case(make_step, 1 + NUM_DRAFTS, [padded_step_tokens(1 + NUM_DRAFTS)]),
+        "cascade": case(make_step, 1, [padded_step_tokens(1), ints()]),
         "draft model": case(draft, FIRST_TOKENS, [ints(ROWS * FIRST_TOKENS), sampling, ints(ROWS)]),
     }

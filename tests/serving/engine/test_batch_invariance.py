@@ -212,7 +212,11 @@ REFUSED = [
         NotImplementedError,
         r"cascade_attention=True.*Leave cascade_attention=None",
     ),
-    ({"implementation": "reference"}, NotImplementedError, r"by the reference.*sizes of the bucket.*=None"),
+    (
+        {"implementation": "reference"},
+        NotImplementedError,
+        r"implementation=.reference.*the bucket size.*=None",
+    ),
     ({"model": Foreign()}, NotImplementedError, r"a Foreign has no PagedAttention layers"),
     ({"buckets": [Bucket(max_decodes=4, max_blocks=9)]}, ValueError, r"buckets must be None.*got \[Bucket"),
 ]
@@ -230,7 +234,7 @@ def test_a_model_that_sums_by_peer_memory_is_refused():
     model = load(GOLDEN / "hf" / "llama", mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     engine_of(model=model)
     use_peer_memory(model, max_rows=1)
-    with pytest.raises(NotImplementedError, match=r"over peer memory: .*Leave use_peer_memory out"):
+    with pytest.raises(NotImplementedError, match=r"with peer memory: .*without use_peer_memory"):
         engine_of(model=model)
 
 

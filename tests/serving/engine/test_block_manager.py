@@ -44,7 +44,7 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
     def allocate(self, count):
         request, free = self.fresh(), self.manager.num_free
         if -(-count // BLOCK_SIZE) > free:
-            with pytest.raises(ValueError, match=f"at most the {free} free, got"):
+            with pytest.raises(ValueError, match=f"only {free} are free"):
                 self.manager.allocate(request, count)
             count = 0
         self.manager.allocate(request, count)
@@ -58,7 +58,7 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         free, need = self.manager.num_free, self.manager.blocks_to_extend(*where)
         if need > free:
             before = self.manager.block_table(request)
-            with pytest.raises(ValueError, match=f"at most the {free} free, got {need}"):
+            with pytest.raises(ValueError, match=f"Cannot allocate {need} blocks: only {free} are free"):
                 self.manager.extend(*where)
             assert self.manager.block_table(request) == before
             return
@@ -79,9 +79,9 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         return child
 
     @rule(request=requests, share=st.floats(0, 1))
-    def give_up(self, request, share):
+    def free_skipped_blocks(self, request, share):
         count = round(share * len(self.tokens[request]))
-        self.manager.give_up(request, count)
+        self.manager.free_skipped_blocks(request, count)
         self.gone[request] = max(self.gone[request], count // BLOCK_SIZE)
 
     @precondition(lambda self: self.tokens)
@@ -95,7 +95,7 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         for request, tokens in self.tokens.items():
             table = self.manager.block_table(request)
             assert len(table) == -(-len(tokens) // BLOCK_SIZE)
-            assert self.manager.room(request) == len(table) * BLOCK_SIZE
+            assert self.manager.token_capacity(request) == len(table) * BLOCK_SIZE
             first = self.gone[request] * BLOCK_SIZE
             assert set(table[: self.gone[request]]) <= {0}
             read = [self.memory[table[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in range(first, len(tokens))]
@@ -159,19 +159,22 @@ def test_peak_counts_a_shared_block_once_and_stays_after_free():
     [
         (lambda m: BlockManager(1, 4), r"num_blocks must be at least 2 .*, got 1\."),
         (lambda m: BlockManager(4, 0), r"block_size must be positive, got 0\."),
-        (lambda m: m.allocate(7, 1), r"request_id must be new, got 7\."),
+        (lambda m: m.allocate(7, 1), r"request_id 7 already has blocks\."),
         (lambda m: m.allocate(8, -2), r"num_tokens must be at least 0, got -2\."),
-        (lambda m: m.allocate(8, 40), r"blocks wanted must be at most the 5 free, got 10\."),
-        (lambda m: m.extend(9, 0, 1), r"request_id must have blocks, got 9\."),
-        (lambda m: m.extend(7, 3, 2), r"first must be in \[0, 2\], the end, got 3\."),
-        (lambda m: m.extend(7, 5, 40), r"blocks wanted must be at most the 5 free, got 8\."),
-        (lambda m: m.give_up(9, 4), r"request_id must have blocks, got 9\."),
-        (lambda m: m.room(9), r"request_id must have blocks, got 9\."),
-        (lambda m: m.free(9), r"request_id must have blocks, got 9\."),
-        (lambda m: m.block_table(9), r"request_id must have blocks, got 9\."),
-        (lambda m: m.fork(9, 10), r"request_id must have blocks, got 9\."),
-        (lambda m: m.fork(7, 7), r"child_id must be new, got 7\."),
-        (lambda m: m.fork(7, 8, 9), r"num_tokens must be in \[0, 8\], the parent's room, got 9\."),
+        (lambda m: m.allocate(8, 40), r"Cannot allocate 10 blocks: only 5 are free\."),
+        (lambda m: m.extend(9, 0, 1), r"request_id 9 has no blocks\."),
+        (lambda m: m.extend(7, 3, 2), r"first must be in \[0, 2\], got 3\."),
+        (lambda m: m.extend(7, 5, 40), r"Cannot allocate 8 blocks: only 5 are free\."),
+        (lambda m: m.free_skipped_blocks(9, 4), r"request_id 9 has no blocks\."),
+        (lambda m: m.token_capacity(9), r"request_id 9 has no blocks\."),
+        (lambda m: m.free(9), r"request_id 9 has no blocks\."),
+        (lambda m: m.block_table(9), r"request_id 9 has no blocks\."),
+        (lambda m: m.fork(9, 10), r"request_id 9 has no blocks\."),
+        (lambda m: m.fork(7, 7), r"child_id 7 already has blocks\."),
+        (
+            lambda m: m.fork(7, 8, 9),
+            r"num_tokens must be in \[0, 8\], what the parent's blocks hold, got 9\.",
+        ),
         (lambda m: m.ref_count(8), r"block must be in \[0, 8\), got 8\."),
     ],
 )

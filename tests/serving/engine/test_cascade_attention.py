@@ -7,7 +7,7 @@ import pytest
 
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.engine.cascade_attention import CascadeSteps, num_common_prefix_blocks
+from jattn.serving.engine.cascade_attention import CascadeAttention, num_common_prefix_blocks
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.step_sampler import next_tokens
 from jattn.spec import AttentionSpec
@@ -141,7 +141,7 @@ class TestPays:
     def steps(self):
         spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
         buckets = [Bucket(max_decodes=256, max_blocks=1024)]
-        return CascadeSteps(lambda: None, buckets, spec, block_size=16, num_sms=132)  # as on an H200
+        return CascadeAttention(lambda: None, buckets, spec, block_size=16, num_sms=132)  # as on an H200
 
     def test_where_many_share_much(self, steps):
         assert steps.prefix_len(step_of(64, 512)) == 8192
@@ -152,7 +152,7 @@ class TestPays:
             AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
             [Bucket(max_decodes=256, max_blocks=1024)],
         )
-        of = lambda **devices: CascadeSteps(
+        of = lambda **devices: CascadeAttention(
             lambda: None, buckets, spec, block_size=16, num_sms=132, **devices
         ).prefix_len(step_of(64, 31))
         assert of() == of(cp=1) == 31 * 16

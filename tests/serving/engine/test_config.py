@@ -9,10 +9,10 @@ import pytest
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine
-from jattn.serving.engine.config import NARROW_TABLE, StepLimits, table_widths
+from jattn.serving.engine.config import MIN_TABLE_WIDTH, StepLimits, table_widths
 from jattn.serving.engine.engine_setup import SizeOptions
 from jattn.serving.engine.step import step_graphs
-from jattn.serving.engine.step_sampler import sampler_rows
+from jattn.serving.engine.step_sampler import num_sampler_rows
 from tests.serving.tiny import one_layer_model
 
 
@@ -32,7 +32,7 @@ class TestDefaultBuckets:
     def graphs(self, **limits):
         given = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | limits
         model = one_layer_model()
-        most = NARROW_TABLE * 8
+        most = MIN_TABLE_WIDTH * 8
         object.__setattr__(model.config, "max_position_embeddings", 16 * most)
         return StepLimits(**given).graphs(model, lambda *_: None, None, most + 1)
 
@@ -74,7 +74,7 @@ class TestDefaultBuckets:
         assert [told(bucket) for bucket in buckets] == [{}, {}, alone, alone]
 
     def test_samplers_are_few_and_nobody_pays_for_half_as_many_rows_again(self):
-        rows = {bucket: sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
+        rows = {bucket: num_sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
         assert len({*rows.values()}) <= 2 * math.log2(256)
         for bucket, size in rows.items():
             asked = min(bucket.max_reqs, 256)

@@ -2,7 +2,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jattn.serving.engine.detokenizer import StopFilter, TextStream
+from jattn.serving.engine.detokenizer import IncrementalDetokenizer, StopFilter
 from tests.serving.tiny import BYTES, llama_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -14,7 +14,7 @@ HELLO, WORLD, SPACE = (LLAMA.token_to_id(f"\u2581{word}") for word in ("Hello", 
 
 
 def pieces_of(tokenizer, token_ids, prompt_ids=(), **options):
-    stream = TextStream(tokenizer, prompt_ids, **options)
+    stream = IncrementalDetokenizer(tokenizer, prompt_ids, **options)
     pieces = [stream.append(token_id) for token_id in token_ids]
     pieces.append(stream.flush())
     assert stream.text == "".join(pieces)

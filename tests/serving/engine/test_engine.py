@@ -14,9 +14,9 @@ import jattn.models
 from jattn.batch.bucket import Bucket
 from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
-from jattn.serving.engine.config import memory_of_device
+from jattn.serving.engine.config import device_memory_bytes
 from jattn.serving.engine.engine import Engine
-from jattn.serving.engine.input_processor import token_ids_of
+from jattn.serving.engine.input_processor import prompt_token_ids_of
 from jattn.serving.engine.sampling_params import SamplingParams
 from tests.assertions import record_compilations
 from tests.conftest import GOLDEN
@@ -486,7 +486,10 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"norm": {"bias": np.ones(96)}}, r"state must hold only what the model has, got norm.bias\."),
+            (
+                {"norm": {"bias": np.ones(96)}},
+                r"state must contain only weights of the model, got norm.bias\.",
+            ),
             (
                 {"norm": {"weight": np.ones(95, np.float32)}},
                 r"norm.weight must have shape \(96,\) .*, got \(95,\)",
@@ -540,9 +543,9 @@ class TestCacheSize:
     @pytest.mark.parametrize(
         ("sizes", "got"),
         [
-            ({"num_blocks": 2**40}, f"num_blocks must fit .*; these caches take .*, got {2**40}"),
-            ({"cache_bytes": 2**60}, f"cache_bytes must fit .*, got {2**60}"),
-            ({"block_size": 2**40}, r"num_blocks must fit .*, got 2\."),
+            ({"num_blocks": 2**40}, f"num_blocks={2**40} needs .* bytes for the KV caches, but a device has"),
+            ({"cache_bytes": 2**60}, f"cache_bytes={2**60} needs .* bytes for the KV caches"),
+            ({"block_size": 2**40}, r"num_blocks=2 needs .* bytes for the KV caches"),
         ],
     )
     def test_what_no_memory_holds_is_refused(self, sizes, got, mesh):
@@ -553,7 +556,7 @@ class TestCacheSize:
     def test_devices_of_a_cpu_share_the_host_s_memory(self):
         mesh = Mesh(np.array([jax.devices()[0]] * 4).reshape(2, 2), ("tp", "cp"))
         shapes = load_shapes(GOLDEN / "hf" / "llama", mesh=mesh)
-        assert memory_of_device(shapes) == memory_of_device(None) // 4
+        assert device_memory_bytes(shapes) == device_memory_bytes(None) // 4
 
 
 GOOD = [1, 2, 3]
@@ -563,12 +566,12 @@ class TestRefuses:
     @pytest.mark.parametrize(
         ("prompts", "options", "message"),
         [
-            ([GOOD, []], {}, r"prompts\[1\] must have at least one token, got \[\]\."),
-            ([GOOD, ""], {}, r"prompts\[1\] must have at least one token, got ''\."),
+            ([GOOD, []], {}, r"prompts\[1\] is empty\."),
+            ([GOOD, ""], {}, r"prompts\[1\] is empty\."),
             ([GOOD, [4, 320]], {}, r"prompts\[1\]\[1\] must be in the vocabulary, \[0, 320\), got 320\."),
             ([GOOD, [-1]], {}, r"prompts\[1\]\[0\] must be in the vocabulary, \[0, 320\), got -1\."),
             ([GOOD, np.ones(2)], {}, r"prompts\[1\] must be text or a list of token ids, got array\(\[1"),
-            ([GOOD, [1] * 513], {}, r"prompts\[1\] must fit the model's 512 positions, got 513 tokens\."),
+            ([GOOD, [1] * 513], {}, r"prompts\[1\] has 513 tokens, but max_model_len is 512\."),
             ("text", {}, r"prompts must be a list of prompts, got 'text'\."),
             ([GOOD], {"max_tokens": 0}, r"max_tokens must be positive, got 0\."),
             ([GOOD], {"max_tokens": [1, 2]}, r"max_tokens must have one entry per prompt \(1\), got 2\."),
@@ -588,18 +591,18 @@ class TestRefuses:
 
     def test_a_prompt_that_does_not_fit_the_cache(self, golden):
         engine = Engine(golden.model, **one_bucket(4, 160, 5))
-        message = r"prompts\[1\] and its max_tokens must fit the cache's 64 tokens, got 60 \+ 6 tokens"
+        message = r"prompts\[1\] has 60 tokens and max_tokens=6, but the KV cache holds only 64"
         with pytest.raises(ValueError, match=message):
             engine.generate([GOOD, [1] * 60], max_tokens=6)
 
     def test_text_without_a_tokenizer(self):
-        message = r"prompts\[0\] must be token ids \(the model has no tokenizer\.json\), got 'text'\."
+        message = r"prompts\[0\] is text, but the model has no tokenizer\.json\. Pass token ids\."
         with pytest.raises(ValueError, match=message):
-            token_ids_of("prompts[0]", "text", tokenizer=None, vocab_size=9)
+            prompt_token_ids_of("prompts[0]", "text", tokenizer=None, vocab_size=9)
 
     def test_a_token_in_the_place_of_a_prompt(self):
         with pytest.raises(ValueError, match=r"prompts\[0\] must be text or a list of token ids, got 7\."):
-            token_ids_of("prompts[0]", 7, tokenizer=None, vocab_size=9)
+            prompt_token_ids_of("prompts[0]", 7, tokenizer=None, vocab_size=9)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -612,8 +615,11 @@ class TestRefuses:
                 r"cache_bytes must be None with num_blocks=9, got 5\.",
             ),
             ({"num_blocks": 1}, r"num_blocks must be at least 2 .*, got 1\."),
-            ({"cache_bytes": 9}, r"cache_bytes must hold two blocks \(49152 bytes\), got 9\."),
-            ({"cache_bytes": 49151}, r"cache_bytes must hold two blocks \(49152 bytes\), got 49151\."),
+            ({"cache_bytes": 9}, r"cache_bytes must be at least 49152, the size of two blocks, got 9\."),
+            (
+                {"cache_bytes": 49151},
+                r"cache_bytes must be at least 49152, the size of two blocks, got 49151\.",
+            ),
             (
                 {"buckets": [Bucket(max_decodes=4, max_blocks=32)], "max_num_seqs": 4},
                 r"the batch must fit one of the buckets .*, got 4\+4/512x32\.",

@@ -12,7 +12,7 @@ from jattn.serving import Engine, RequestError, SamplingParams
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.engine_core import EngineCore
 from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.sequence import SequenceState
 from tests.serving.engine.faults import PoisonedTokenizer, device_fails, reading_fails
 from tests.serving.engine.test_engine_requests import engine_of
 from tests.serving.tiny import BYTES, one_layer_model
@@ -163,16 +163,16 @@ class TestCtrlCBetweenSteps:
     def test_ends_those_whose_news_it_took(self, engine, monkeypatch):
         """Of two that have told something, one of them its last token, and of one that waits."""
         names = [engine.add_request("abc", SamplingParams(max_tokens=count)) for count in (1, 9, 9)]
-        whole, told = Generation.output, []
+        whole, told = SequenceState.output, []
 
-        def interrupted(generation, request_id, index):
-            told.append(whole(generation, request_id, index))
+        def interrupted(sequence, request_id, index):
+            told.append(whole(sequence, request_id, index))
             if len(told) == 2:
                 monkeypatch.undo()
                 raise KeyboardInterrupt
             return told[-1]
 
-        monkeypatch.setattr(Generation, "output", interrupted)
+        monkeypatch.setattr(SequenceState, "output", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finished(engine)
         assert [output.finish_reason for output in told] == ["length", None]
@@ -217,8 +217,10 @@ def test_an_engine_that_goes_within_a_step_waits_for_it():
         engine.step()
     slow = jax.jit(lambda x: jnp.linalg.matrix_power(x, 2**40)[0, :2].astype(jnp.int32))
     tokens = slow(jnp.eye(800))
-    (flying,) = engine._runner._in_flight
-    engine._runner._in_flight[0] = flying._replace(sampled=flying.sampled._replace(tokens=tokens))
+    (in_flight_step,) = engine._runner._in_flight
+    engine._runner._in_flight[0] = in_flight_step._replace(
+        sampled=in_flight_step.sampled._replace(tokens=tokens)
+    )
     assert not tokens.is_ready()
     del engine
     gc.collect()

@@ -93,7 +93,7 @@ class TestSteps:
         assert engine.stats.num_used_blocks < used
         ids, _, _ = drained(engine)
         assert list(ids) == [(kept, 0)]
-        with pytest.raises(ValueError, match=f"request_id must be unfinished, got {dropped}"):
+        with pytest.raises(ValueError, match=f"There is no unfinished request {dropped}"):
             engine.abort(dropped)
 
     def test_streams_and_requests_run_beside_each_other(self, engine):
@@ -128,7 +128,7 @@ class TestSteps:
         assert 0 < done.queue_time.sum < done.time_to_first_token.sum
         both = done.queue_time.sum + done.prefill_time.sum
         assert abs(both - done.time_to_first_token.sum) < 1e-9
-        assert (done.step_tokens.count, done.step_tokens.sum) == (5, 3 + 4)
+        assert (done.build_step_tokens.count, done.build_step_tokens.sum) == (5, 3 + 4)
 
 
 class TestStops:
@@ -136,12 +136,12 @@ class TestStops:
         (whole,) = engine.generate(["seed"], SamplingParams(temperature=1.0, seed=3, max_tokens=24))
         stop = whole.text[7:10]
         first = whole.text.index(stop)
-        for keeps_it in (False, True):
+        for include_stop in (False, True):
             params = SamplingParams(
-                temperature=1.0, seed=3, max_tokens=24, stop=stop, include_stop_str_in_output=keeps_it
+                temperature=1.0, seed=3, max_tokens=24, stop=stop, include_stop_str_in_output=include_stop
             )
             (result,) = engine.generate(["seed"], params)
-            assert result.text == whole.text[: first + 3 * keeps_it]
+            assert result.text == whole.text[: first + 3 * include_stop]
             assert (result.finish_reason, result.stop_reason) == ("stop", stop)
             assert result.token_ids == whole.token_ids[: len(result.token_ids)]
 

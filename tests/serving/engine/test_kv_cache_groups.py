@@ -13,7 +13,7 @@ from jattn.models import Decoder, DecoderConfig
 from jattn.models.loading.pretrained import read_config
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.kv_cache_groups import CacheGroup, Reach, found_in_all
+from jattn.serving.engine.kv_cache_groups import KVCacheGroup, LocalAttention, find_in_all_groups
 from jattn.serving.engine.prefix_cache import BlockHashes
 from jattn.serving.engine.scheduler import Scheduler
 from tests.conftest import GOLDEN
@@ -21,32 +21,34 @@ from tests.serving.engine.test_engine_requests import engine_of
 from tests.serving.engine.test_prefix_cache import BLOCK_SIZE, Pool
 from tests.serving.tiny import BYTES, one_layer_model
 
-NEAR = Reach(frozenset({(5, None)}))
+NEAR = LocalAttention(frozenset({(5, None)}))
 
 
 class TwoKinds(Pool):
-    """Layers that see everything, and others that see what `reach` says, from blocks of their own."""
+    """A pool for full-attention layers and for sliding-window layers with their own blocks."""
 
-    def __init__(self, num_blocks, num_near_blocks, seed, reach, **limits):
+    def __init__(self, num_blocks, num_near_blocks, seed, local_attention, **limits):
         super().__init__(num_blocks, seed, **limits)
-        self.reach, self.near_memory = reach, {}
+        self.local_attention, self.near_memory = local_attention, {}
         self.near = BlockManager(num_near_blocks, BLOCK_SIZE)
         old = self.scheduler
         sizes = {"max_num_seqs": old.max_num_seqs, "max_num_batched_tokens": old.max_num_batched_tokens}
-        self.scheduler = Scheduler(self.manager, reach=reach, near_manager=self.near, **sizes)
+        self.scheduler = Scheduler(
+            self.manager, local_attention=local_attention, sliding_window_manager=self.near, **sizes
+        )
 
     def groups(self, step):
-        first_near = lambda length, count: self.reach.first_visible(length - count)
+        first_near = lambda length, count: self.local_attention.first_visible(length - count)
         return [
             *super().groups(step),
-            (self.near_memory, step.near_tables, step.near_copies, first_near),
+            (self.near_memory, step.sliding_window_tables, step.sliding_window_copies, first_near),
         ]
 
 
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize(("num_blocks", "num_near_blocks"), [(20, 6), (9, 20), (40, 14)])
 def test_random_requests_read_what_they_wrote_in_both_kinds_of_layers(num_blocks, num_near_blocks, layers):
-    pool, next_id = TwoKinds(num_blocks, num_near_blocks, 0, Reach(frozenset(layers))), 0
+    pool, next_id = TwoKinds(num_blocks, num_near_blocks, 0, LocalAttention(frozenset(layers))), 0
     longest, most = 0, (num_blocks - 1) * BLOCK_SIZE
     for _ in range(500):
         next_id, length = pool.live(next_id, most_tokens=most)
@@ -68,35 +70,50 @@ def test_a_beginning_is_found_where_both_kinds_have_what_they_need_of_it():
         far.publish(0, index, hashes[index])
     for index in (0, 1, 3, 4, 5):
         near.publish(0, index, hashes[index])
-    groups = [CacheGroup(far), CacheGroup(near, NEAR)]
-    assert found_in_all(groups, hashes[:]) == [table[:5], (0, 0, 0, *near_table[3:5])]  # 20 sees 15 onward
-    assert found_in_all(groups, hashes[:4]) == [table[:2], near_table[:2]]  # 16 sees 11, which is not there
+    groups = [KVCacheGroup(far), KVCacheGroup(near, NEAR)]
+    assert find_in_all_groups(groups, hashes[:]) == [
+        table[:5],
+        (0, 0, 0, *near_table[3:5]),
+    ]  # 20 sees 15 onward
+    assert find_in_all_groups(groups, hashes[:4]) == [
+        table[:2],
+        near_table[:2],
+    ]  # 16 sees 11, which is not there
     far.unpublish_all()
-    assert found_in_all(groups, hashes[:]) == [(), ()]
+    assert find_in_all_groups(groups, hashes[:]) == [(), ()]
 
 
 def test_a_chunk_of_a_prompt_is_given_up_when_it_has_run():
     scheduler = Scheduler(
-        BlockManager(20, 4), reach=NEAR, near_manager=BlockManager(9, 4), max_num_batched_tokens=16
+        BlockManager(20, 4),
+        local_attention=NEAR,
+        sliding_window_manager=BlockManager(9, 4),
+        max_num_batched_tokens=16,
     )
     scheduler.add(0, 48, 1)
     used = []
     while (step := scheduler.schedule()) is not None:
-        assert scheduler.near_manager.num_used <= -(-(NEAR.span + 16) // 4) + 1
+        assert scheduler.sliding_window_manager.num_used <= -(-(NEAR.max_lookback + 16) // 4) + 1
         scheduler.complete(step, [0] if all(step.samples) else [])
-        used.append((scheduler.block_manager.num_used, scheduler.near_manager.num_used))
+        used.append((scheduler.block_manager.num_used, scheduler.sliding_window_manager.num_used))
     assert used == [(4, 2), (8, 2), (0, 0)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reach": None}, r"reach must say how far the layers of near_manager look, got None\."),
-        ({"near_manager": BlockManager(9, 8)}, r"near_manager\.block_size must be the .* \(4\), got 8\."),
+        (
+            {"local_attention": None},
+            r"local_attention must describe the layers of sliding_window_manager, got None\.",
+        ),
+        (
+            {"sliding_window_manager": BlockManager(9, 8)},
+            r"sliding_window_manager\.block_size must be .* \(4\), got 8\.",
+        ),
     ],
 )
 def test_blocks_of_other_sizes_or_without_a_reach_are_refused(arguments, message):
-    given = {"reach": NEAR, "near_manager": BlockManager(9, 4)} | arguments
+    given = {"local_attention": NEAR, "sliding_window_manager": BlockManager(9, 4)} | arguments
     with pytest.raises(ValueError, match=message):
         Scheduler(BlockManager(9, 4), **given)
 
@@ -142,7 +159,7 @@ def want():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "near_layers", ())
         engine = engine_of(model=gemma3(TWO), enable_prefix_caching=False)
-        assert engine.scheduler.near_manager is None
+        assert engine.scheduler.sliding_window_manager is None
         return token_ids(engine.generate(prompts(), PARAMS))
 
 
@@ -150,7 +167,7 @@ class TestEngine:
     @pytest.mark.kernels
     def test_tokens_are_those_of_layers_that_share_their_blocks(self, want):
         engine = engine_of(num_blocks=27, budget=32, model=gemma3(TWO), max_blocks=64)
-        near = engine.scheduler.near_manager
+        near = engine.scheduler.sliding_window_manager
         near_blocks = [cache.k.shape[0] for cache in engine._runner._caches]
         assert near_blocks == [near.num_blocks, 27] == [25, 27]
         for _ in range(2):
@@ -166,7 +183,7 @@ class TestEngine:
         engine = engine_of(num_blocks=60, model=gemma3(TWO), enable_prefix_caching=False, max_blocks=64)
         names = [engine.add_request(*each) for each in zip(prompts(), PARAMS, strict=True)]
         scheduler, runner, ids = engine.scheduler, engine._runner, {}
-        managers = [scheduler.near_manager, scheduler.block_manager]
+        managers = [scheduler.sliding_window_manager, scheduler.block_manager]
         while engine.has_unfinished_requests():
             owned = [np.array([m.ref_count(b) > 0 for b in range(m.num_blocks)]) for m in managers]
             runner._caches = poisoned(runner._caches, owned)
@@ -205,7 +222,7 @@ class TestMemory:
     def test_layers_with_a_window_hold_windows_and_the_others_contexts(self):
         engine = Engine(gemma3(), **self.SIZES)
         assert [cache.k.shape[0] for cache in engine._runner._caches] == [self.NEAR, self.NEAR, 129]
-        assert engine.scheduler.near_manager.num_blocks == self.NEAR
+        assert engine.scheduler.sliding_window_manager.num_blocks == self.NEAR
 
     def test_memory_of_the_cache_buys_more_blocks_and_is_not_exceeded(self, monkeypatch):
         num_bytes = lambda engine: sum(x.nbytes for x in jax.tree.leaves(engine._runner._caches))
@@ -231,7 +248,7 @@ class TestMemory:
         engine = Engine(gemma3(TWO), **self.SIZES)
         engine.generate([[*range(100)], [*range(5, 88)], [*range(64)]], max_tokens=20)
         assert engine.stats.num_preemptions == 0
-        assert 0 < engine.scheduler.near_manager.peak_used <= self.NEAR - 1
+        assert 0 < engine.scheduler.sliding_window_manager.peak_used <= self.NEAR - 1
 
 
 def test_caches_have_one_number_of_blocks_or_one_a_layer():

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.engine.logits_processors import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.logits_processors import RequestAdjustments, adjust_logits, build_logits_adjustments
 from jattn.serving.engine.sampling_params import SamplingParams
 
 VOCAB = 11
-adjusted_jit = jax.jit(adjusted)
+adjusted_jit = jax.jit(adjust_logits)
 
 
 def by_loop(logits, params, prompt, output, end_ids):
@@ -50,11 +50,11 @@ def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
     last = jnp.asarray([output[-1] if output else 9 for _, _, output in requests], jnp.int32)
     end_ids = (2, 7)
     asked = [
-        Adjusted(params, np.asarray(prompt), known, end_ids, len(known), row)
+        RequestAdjustments(params, np.asarray(prompt), known, end_ids, len(known), row)
         for (params, prompt, output), row in zip(requests, pending, strict=True)
         for known in [output[:-1] if row >= 0 else output]
     ]
-    by = build_adjustments(asked, last, num_rows=5, vocab_size=VOCAB)
+    by = build_logits_adjustments(asked, last, num_rows=5, vocab_size=VOCAB)
     counts = np.zeros(5, np.int32)
     counts[:3] = [len(output) for _, _, output in requests]
     want = logits.astype(np.float64)
@@ -68,24 +68,27 @@ def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
 
 def test_a_long_bias_of_one_row_takes_no_more_where_there_are_many():
     params = SamplingParams(logit_bias={token: -100.0 for token in range(3000)})
-    asked = [Adjusted(one, (), (), (), 0, -1) for one in (SamplingParams(), params, *[SamplingParams()] * 62)]
-    by = build_adjustments(asked, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000)
+    asked = [
+        RequestAdjustments(one, (), (), (), 0, -1)
+        for one in (SamplingParams(), params, *[SamplingParams()] * 62)
+    ]
+    by = build_logits_adjustments(asked, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(by)) < 2**17
     logits = adjusted_jit(np.zeros((64, 4000), np.float32), by, np.zeros(64, np.int32))
     assert (np.argwhere(logits == -100) == [[1, token] for token in range(3000)]).all()
 
 
 def test_where_nobody_asks_for_anything_there_is_nothing():
-    plain = Adjusted(SamplingParams(min_tokens=2), [1], [2, 3], (0,), 2, -1)
-    assert build_adjustments([plain], jnp.zeros(1), num_rows=1, vocab_size=9) is None
+    plain = RequestAdjustments(SamplingParams(min_tokens=2), [1], [2, 3], (0,), 2, -1)
+    assert build_logits_adjustments([plain], jnp.zeros(1), num_rows=1, vocab_size=9) is None
 
 
 def test_longer_lists_compile_a_few_times_in_all():
     shapes = set()
     for length in range(1, 200):
-        one = Adjusted(
+        one = RequestAdjustments(
             SamplingParams(presence_penalty=1.0), [1] * length, [2] * (200 - length), (), length, -1
         )
-        by = build_adjustments([one], jnp.zeros(1), num_rows=1, vocab_size=9)
+        by = build_logits_adjustments([one], jnp.zeros(1), num_rows=1, vocab_size=9)
         shapes.add((by.prompt_ids.shape, by.output_ids.shape))
     assert shapes == {((1, 128),) * 2, ((1, 256),) * 2}

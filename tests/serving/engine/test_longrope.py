@@ -83,14 +83,14 @@ def test_blocks_of_short_requests_are_not_those_of_long_ones(engine):
 @pytest.mark.kernels
 def test_completions_and_drafts_cross_the_length_too(engine):
     check(engine, [TEXT[30:92]], n=2, temperature=1.0, top_k=1)
-    drafting = engine_of(speculative=MODEL, num_speculative_tokens=3)
-    drafting._speculation._draft_cost = 0.0
-    check(drafting, [TEXT[:60], TEXT[7:50]], num_tokens=16)
-    assert drafting.stats.num_accepted_tokens > 0
+    draft_state = engine_of(speculative=MODEL, num_speculative_tokens=3)
+    draft_state._speculation._draft_cost = 0.0
+    check(draft_state, [TEXT[:60], TEXT[7:50]], num_tokens=16)
+    assert draft_state.stats.num_accepted_tokens > 0
 
 
 def test_what_cannot_be_is_refused_by_name():
-    message = r"max_num_batched_tokens=64: .*more than 64 tokens .*at least 65, or max_model_len=64"
+    message = r"max_num_batched_tokens=64: .*more than 64 tokens .*at least 65, or set max_model_len=64"
     with pytest.raises(NotImplementedError, match=message):
         engine_of(max_num_batched_tokens=64)
     with pytest.raises(NotImplementedError, match=r"batch_invariant=True: .*more than 64 .*max_model_len=64"):

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from jattn.serving.engine.mailbox import PARTS, Mailbox, Reader
+from jattn.serving.engine.mailbox import INVERSE_TIME_SHARE, Mailbox, RequestOutputCollector
 from jattn.serving.engine.outputs import RequestError, RequestOutput
 
 BUSY = 0.05  # seconds of a processor
@@ -29,7 +29,11 @@ def read(work, *, seconds):
     """What readers got while `work` posted: their outputs, each of which takes so long to read."""
 
     async def main():
-        mailbox, readers, outputs = Mailbox(asyncio.get_running_loop()), [Reader(1), Reader(1)], ([], [])
+        mailbox, readers, outputs = (
+            Mailbox(asyncio.get_running_loop()),
+            [RequestOutputCollector(1), RequestOutputCollector(1)],
+            ([], []),
+        )
         tasks = [asyncio.create_task(reads(*pair, seconds)) for pair in zip(readers, outputs, strict=True)]
         await asyncio.sleep(0)
         await work(mailbox, *readers, *outputs)
@@ -64,7 +68,7 @@ def test_readers_that_take_their_part_of_the_time_get_what_came_meanwhile_togeth
             mailbox.post([(one, token(number))])
             await settled()
         assert outputs[0] == [[0]]
-        await settled(PARTS * BUSY)
+        await settled(INVERSE_TIME_SHARE * BUSY)
 
     outputs, _ = read(work, seconds=BUSY)
     assert outputs == ([[0], [1, 2, 3]], [])

@@ -84,7 +84,7 @@ def test_prompts_at_once_and_again_from_their_cached_beginnings(name):
 def test_prompts_in_chunks(name):
     model, expected = golden(name)
     # Long factors are taken from a request's first step on: it must reach beyond the original length.
-    by_length = any(rope is not None and rope.turning_length for rope in model.config.ropes)
+    by_length = any(rope is not None and rope.longrope_threshold for rope in model.config.ropes)
     engine = engine_of(model, max_num_batched_tokens=70 if by_length else 32)
     assert_greedy(generated(engine, expected), expected)
 
@@ -105,13 +105,13 @@ def test_8_bit_caches_say_what_is_nearly_best(name, quantization):
 
 @pytest.mark.kernels
 @of_family
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_drafts_change_no_token(name, drafter):
+@pytest.mark.parametrize("draft_config", ["ngram", "model"])
+def test_drafts_change_no_token(name, draft_config):
     model, expected = golden(name)
-    engine = engine_of(model, speculative="ngram" if drafter == "ngram" else model)
+    engine = engine_of(model, speculative="ngram" if draft_config == "ngram" else model)
     engine._speculation._draft_cost = 0.0  # here a draft model is as large as the model
     assert_greedy(generated(engine, expected, [1, 2]), expected, [1, 2])
-    assert drafter == "ngram" or engine.stats.num_accepted_tokens > 0
+    assert draft_config == "ngram" or engine.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.kernels
@@ -139,7 +139,7 @@ def test_a_common_beginning_is_read_once_or_refused_by_name(name):
 @of_family
 def test_batch_invariant_bits_are_those_of_a_request_alone(name):
     model, expected = golden(name)
-    if any(rope is not None and rope.turning_length for rope in model.config.ropes):
+    if any(rope is not None and rope.longrope_threshold for rope in model.config.ropes):
         with pytest.raises(
             NotImplementedError, match=r"batch_invariant=True: requests of more than 64 tokens"
         ):

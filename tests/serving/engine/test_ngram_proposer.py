@@ -49,7 +49,7 @@ def test_a_buffer_shows_a_growing_list():
     buffer, ids = TokenBuffer(), []
     for count in (3, 0, 300, 1, 2000):
         ids += range(len(ids), len(ids) + count)
-        assert buffer.caught_up(ids).tolist() == ids
+        assert buffer.sync(ids).tolist() == ids
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import jattn
 from jattn.cache import block_copy
 from jattn.serving import SamplingParams
-from jattn.serving.engine.block_copies import BlockCopies
+from jattn.serving.engine.block_copies import BlockCopier
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.scheduler import Scheduler
 from tests.assertions import copies_of, record_compilations
@@ -144,24 +144,24 @@ class TestScheduler:
             for request, count in rows(step).items():
                 computed[request] += count
             scheduler.complete(step)
-        heir = {0: 1, 1: 0}[dropped]
+        promote_completion = {0: 1, 1: 0}[dropped]
         assert computed[dropped] == 0
         assert scheduler.num_forked_tokens == 9
-        for request in (heir, 2):
+        for request in (promote_completion, 2):
             scheduler.abort(request)
         assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            (lambda s: s.add(7, 10, 1, parent_id=5), r"parent_id must wait or run, got 5\."),
+            (lambda s: s.add(7, 10, 1, parent_id=5), r"There is no unfinished request 5\."),
             (
                 lambda s: s.add(7, 9, 1, parent_id=0),
-                r"num_prompt_tokens must be its parent's \(10\), got 9\.",
+                r"num_prompt_tokens must equal the parent's \(10\), got 9\.",
             ),
             (
                 lambda s: (s.complete(s.schedule()), s.add(7, 10, 1, parent_id=0)),
-                r"parent_id must name a request whose prompt is not computed yet, got 0\.",
+                r"parent_id must be a request whose prompt is not computed yet, got 0\.",
             ),
         ],
     )
@@ -174,7 +174,7 @@ class TestScheduler:
 
 
 def test_a_completion_that_waits_alone_with_its_blocks_gives_them_to_an_older_request():
-    scheduler = scheduler_of(num_blocks=5, turning_length=12)
+    scheduler = scheduler_of(num_blocks=5, longrope_threshold=12)
     scheduler.add(0, 8, 9)
     add_completions(scheduler, 2, 5, max_tokens=1, first=1)
     step = scheduler.schedule()
@@ -273,5 +273,5 @@ class TestEngine:
 
     def test_more_copies_than_sizes_are_made_all_the_same(self):
         cache = jattn.PagedCache(k=jnp.arange(40.0).reshape(10, 4, 1, 1), v=jnp.zeros((10, 4, 1, 1)))
-        copied = BlockCopies(1)((cache,), [(1, 7), (2, 8), (3, 9)])
+        copied = BlockCopier(1)((cache,), [(1, 7), (2, 8), (3, 9)])
         assert copied[0].k[7:, 0, 0, 0].tolist() == [4.0, 8.0, 12.0]

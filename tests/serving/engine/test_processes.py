@@ -19,9 +19,9 @@ from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
 from jattn.serving.cli.main import main
-from jattn.serving.engine.engine_setup import of_model
-from jattn.serving.engine.processes import processes_of, require_alike
-from jattn.serving.engine.warmup import Cold, Runs
+from jattn.serving.engine.engine_setup import model_options
+from jattn.serving.engine.processes import make_process_group, require_same_options
+from jattn.serving.engine.warmup import ColdExecutable, WarmupRuns
 from tests.serving.engine.process_requests import SIZES, asked, drafted, scales_of
 from tests.serving.tiny import one_layer_model
 from tests.subprocesses import ROOT, free_port, run_processes
@@ -30,7 +30,7 @@ MODEL = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}  #
 SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itself watches takes 100 and more
 SAID = {
     "leader fails in a step": "process 0 failed: JaxRuntimeError: INTERNAL: the device fell over",
-    "follower is killed": "process 1 ended without a word",
+    "follower is killed": "process 1 ended without an error message",
 }
 BY_AN_ERROR = """
 import atexit, multiprocessing, time
@@ -76,13 +76,13 @@ class TestTwoProcesses:
         assert answers["num_blocks"] == sized.stats.num_blocks
         assert answers["found"] == answers["again"] == alone
         assert {token for result in answers["zeros"] for tokens in result for token in tokens} == {0}
-        assert "the process must be 0 (the others call engine.follow()), got 1." in other_lines
+        assert "Only process 0 runs requests. Call engine.follow() in process 1." in other_lines
         assert other_lines[-1] == "followed"
         scales = [json.loads(next(filter(lambda line: line[0] == "[", of))) for of in (lines, other_lines)]
         assert scales[0] == scales[1]
         np.testing.assert_allclose(scales[0], scales_of(load(folder, progress=False)), rtol=1e-5)
-        drafting = Engine(load(folder, progress=False), **SIZES | {"speculative": folder / "draft"})
-        assert of_drafts == drafted(drafting)
+        draft_state = Engine(load(folder, progress=False), **SIZES | {"speculative": folder / "draft"})
+        assert of_drafts == drafted(draft_state)
         num_drafts, num_accepted = of_drafts["drafts"]
         assert 0 < num_accepted < num_drafts
 
@@ -97,7 +97,7 @@ class TestTwoProcesses:
         (code, _, error), (other_code, _, other_error) = run_two(folder, "unlike")
         assert code != 0
         assert other_code != 0
-        rule = "the engine must be made alike on all processes, got max_num_seqs 2 and 3; "
+        rule = "The engine's options differ between processes: max_num_seqs 2 and 3; "
         assert rule in error
         assert rule in other_error
         assert "dtype float32 and bfloat16" in error
@@ -193,7 +193,7 @@ def test_nodes_that_are_none_are_refused_before_anybody_is_waited_for(options, m
 
 def test_one_process_follows_nobody():
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
-    with pytest.raises(ValueError, match=r"follow\(\)'s process must be one of several .*, got 0\."):
+    with pytest.raises(ValueError, match=r"Process 0 cannot call follow\(\)\. It requires a mesh"):
         engine.follow()
     engine.close()  # does nothing
 
@@ -220,35 +220,37 @@ class TestRequireAlike:
     )
     def test_names_what_differs_between_models(self, folder, change, message):
         models = [load_shapes(folder, **{"mesh": self.MESH} | of) for of in ({}, change, {})]
-        with pytest.raises(ValueError, match=rf"the engine must be .* processes, got {message}\.$"):
-            require_alike([of_model(model) for model in models])
+        with pytest.raises(ValueError, match=rf"The engine's options differ between processes: {message}\.$"):
+            require_same_options([model_options(model) for model in models])
 
     def test_names_what_only_some_have(self, folder):
         models = [load_shapes(folder, mesh=self.MESH) for _ in range(2)]
         models[0].peers = ()
-        with pytest.raises(ValueError, match="got a draft model's peer memory True and False"):
-            require_alike([of_model(model, "a draft model's ") for model in models])
+        with pytest.raises(ValueError, match="draft model's peer memory True and False"):
+            require_same_options([model_options(model, "a draft model's ") for model in models])
 
     def test_names_scales_of_other_numbers(self, folder):
         models = [load_shapes(folder, mesh=self.MESH) for _ in range(4)]
         for model, scale in zip(models[:3], (0.5, 0.5, 0.25), strict=True):
             model.kv_scales = KVScales((LayerScales(np.float32(scale), np.ones(2, np.float32)),) * 2)
-        told = [of_model(model) for model in models]
-        require_alike(told[:2])
-        with pytest.raises(ValueError, match=r"got kv_scales sha256 \w+ and sha256 \w+ and None"):
-            require_alike(told)
+        told = [model_options(model) for model in models]
+        require_same_options(told[:2])
+        with pytest.raises(ValueError, match=r"processes: kv_scales sha256 \w+ and sha256 \w+ and None"):
+            require_same_options(told)
 
     def test_takes_another_config_for_another_model(self, folder):
-        told = [of_model(load_shapes(of, mesh=self.MESH)) for of in (folder, folder / "draft", folder)]
-        require_alike([told[0], told[2], {}])
-        with pytest.raises(ValueError, match=r"got config of 320 tokens, 512 positions, sha256 \w+ and of"):
-            require_alike(told)
+        told = [model_options(load_shapes(of, mesh=self.MESH)) for of in (folder, folder / "draft", folder)]
+        require_same_options([told[0], told[2], {}])
+        with pytest.raises(
+            ValueError, match=r"processes: config of 320 tokens, 512 positions, sha256 \w+ and of"
+        ):
+            require_same_options(told)
 
 
 class StandIn:
     """Of Processes that this one leads; nobody listens."""
 
-    leads = True
+    is_leader = True
 
     def __init__(self, elsewhere=None):
         self.elsewhere, self.failed = elsewhere, []
@@ -256,7 +258,7 @@ class StandIn:
     def send(self, *_):
         pass
 
-    def failure_elsewhere(self):
+    def remote_failure(self):
         return self.elsewhere
 
     def fail(self, error):
@@ -277,14 +279,14 @@ class TestWhatProcess0FailsIn:
         def fails(*_):
             raise error
 
-        others, call = StandIn(elsewhere), types.SimpleNamespace(on_host=lambda: call, after=fails)
+        others, call = StandIn(elsewhere), types.SimpleNamespace(to_host=lambda: call, after=fails)
         monkeypatch.setattr(runner, "_processes", others)
         monkeypatch.setattr(runner, "_in_flight", collections.deque([None]))
-        monkeypatch.setattr(Runs, "run", fails)
-        monkeypatch.setattr("jattn.serving.engine.runner.new_tokens", fails)
+        monkeypatch.setattr(WarmupRuns, "run", fails)
+        monkeypatch.setattr("jattn.serving.engine.runner.read_new_tokens", fails)
         runs = {
             "start": lambda: runner.start(call, object()),
-            "warm_up": lambda: runner.warm_up([Cold(0, runner.graphs.buckets[0])]),
+            "warm_up": lambda: runner.warm_up([ColdExecutable(0, runner.graphs.buckets[0])]),
             "read": lambda: list(runner.read()),
         }
         with pytest.raises(type(error)):
@@ -306,11 +308,11 @@ class TestWhatProcess0FailsIn:
 
 class TestProcessesOf:
     def test_are_none_where_there_is_one(self):
-        assert processes_of(None) is None
-        assert processes_of(make_mesh()) is None
+        assert make_process_group(None) is None
+        assert make_process_group(make_mesh()) is None
 
     def test_each_must_have_devices_of_the_mesh(self, monkeypatch):
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         rule = r"mesh must have devices of all 2 processes .*, got those of \[0\]"
         with pytest.raises(ValueError, match=rule):
-            processes_of(make_mesh())
+            make_process_group(make_mesh())

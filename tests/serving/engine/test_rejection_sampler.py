@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.engine.logits_processors import Adjusted, adjusted, build_adjustments
-from jattn.serving.engine.logprobs import logprobs_of
+from jattn.serving.engine.logits_processors import RequestAdjustments, adjust_logits, build_logits_adjustments
+from jattn.serving.engine.logprobs import compute_logprobs
 from jattn.serving.engine.rejection_sampler import rejection_sample
 from jattn.serving.engine.sampler import build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
@@ -18,16 +18,18 @@ from jattn.serving.engine.sampling_params import SamplingParams
 pytestmark = pytest.mark.kernels
 VOCAB, K = 7, 3
 TABLE = np.random.default_rng(0).normal(0, 1.5, (VOCAB, VOCAB)).astype(np.float32)
-sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjusted)
+sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjust_logits)
 
 
 def adjustments_of(params, outputs, rows=1):
     requests = [
-        Adjusted(one, [1, 2], ids, [4] if one.min_tokens else [], num_generated=len(ids), pending_row=-1)
+        RequestAdjustments(
+            one, [1, 2], ids, [4] if one.min_tokens else [], num_generated=len(ids), pending_row=-1
+        )
         for one, ids in zip(params, outputs, strict=True)
     ]
     sizes = {"num_rows": rows, "vocab_size": VOCAB}
-    return build_adjustments(requests, jnp.zeros(1, jnp.int32), **sizes)
+    return build_logits_adjustments(requests, jnp.zeros(1, jnp.int32), **sizes)
 
 
 def one_by_one(params, last, outputs, count):
@@ -82,8 +84,8 @@ def test_what_stays_and_one_more_are_the_tokens_that_steps_without_drafts_pick(d
     got = verified(params, lasts, outputs, drafts)
     for row, right in enumerate(num_right):
         accepted = int(got.num_accepted[row])
-        agree = [a == b for a, b in zip(want[row], drafts[row], strict=False)]
-        assert accepted == ([*agree, False]).index(False) >= right
+        agree_on_num_blocks = [a == b for a, b in zip(want[row], drafts[row], strict=False)]
+        assert accepted == ([*agree_on_num_blocks, False]).index(False) >= right
         assert got.tokens[row, : accepted + 1].tolist() == want[row][: accepted + 1]
 
 
@@ -152,9 +154,9 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_tokens_have_the_models_distribution_whoever_drafts(drafter):
-    first, second, num_accepted = pairs_drawn(DRAFTERS[drafter])
+@pytest.mark.parametrize("draft_config", DRAFTERS)
+def test_tokens_have_the_models_distribution_whoever_drafts(draft_config):
+    first, second, num_accepted = pairs_drawn(DRAFTERS[draft_config])
     assert chi_square(first, TARGET) < LIMIT[VOCAB - 1]
     assert chi_square(first * VOCAB + second, PAIRS) < LIMIT[VOCAB**2 - 1]
     assert 0 < num_accepted.mean() < 1
@@ -176,7 +178,7 @@ def test_log_probabilities_are_those_of_each_place():
     drafts = [[3, 1, 2], [0, 0, 5]]
     got = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
     ids = np.array([0, 3, 1, 2, 4, 0, 0, 5])
-    want = logprobs_of(jnp.asarray(TABLE[ids]), got.tokens.reshape(-1), 2)
+    want = compute_logprobs(jnp.asarray(TABLE[ids]), got.tokens.reshape(-1), 2)
     for one, other in zip(got.logprobs, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
     assert got.logprobs.chosen.shape == (8,)

@@ -284,16 +284,16 @@ class TestBuild:
 
     def test_a_request_that_samples_needs_a_seed(self):
         with pytest.raises(
-            ValueError, match=r"params\[1\] must have a seed to sample \(with_seed\(\)\), got"
+            ValueError, match=r"params\[1\] must have a seed \(see SamplingParams.with_seed\), got"
         ):
             build_sampling_metadata([SamplingParams(), SamplingParams(temperature=1.0)])
 
     def test_rows_must_be_one_a_request_and_exist(self):
         with pytest.raises(ValueError, match=r"rows must have one entry per request \(2\), got 1"):
             build_sampling_metadata([SamplingParams()] * 2, num_rows=4, rows=[0])
-        with pytest.raises(ValueError, match=r"rows must be in \[0, 1\), num_rows, got \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"rows must be in \[0, 1\), got \[0, 1\]"):
             build_sampling_metadata([SamplingParams()] * 2, num_rows=1)
-        with pytest.raises(ValueError, match=r"rows must be in \[0, 2\), num_rows, got \[-1\]"):
+        with pytest.raises(ValueError, match=r"rows must be in \[0, 2\), got \[-1\]"):
             build_sampling_metadata([SamplingParams()], num_rows=2, rows=[-1])
 
 

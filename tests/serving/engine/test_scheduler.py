@@ -315,8 +315,8 @@ def complete_unsampled(scheduler):
         ),
         (lambda s: s.add(3, 0, 2), r"num_prompt_tokens must be positive, got 0\."),
         (lambda s: s.add(3, 2, 0), r"max_tokens must be positive, got 0\."),
-        (lambda s: s.add(0, 2, 2), r"request_id must be new, got 0\."),
-        (lambda s: s.abort(5), r"request_id must wait or run, got 5\."),
+        (lambda s: s.add(0, 2, 2), r"request_id 0 is already in use\."),
+        (lambda s: s.abort(5), r"There is no unfinished request 5\."),
         (complete_unsampled, r"finished must be among \[0\], got \[1\]\."),
         (lambda s: Scheduler(s.block_manager, max_num_seqs=0), r"max_num_seqs must be positive, got 0\."),
         (

@@ -1,28 +1,28 @@
 import pytest
 
-from jattn.serving.engine.detokenizer import TextStream
+from jattn.serving.engine.detokenizer import IncrementalDetokenizer
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.sequence import Generation
+from jattn.serving.engine.sequence import SequenceState
 from tests.serving.tiny import BYTES
 
 A, B = BYTES.encode("ab").ids
 EURO = BYTES.encode("\u20ac").ids
 
 
-def generation(max_tokens=9, stop_ids=(), **params):
-    return Generation(
+def sequence(max_tokens=9, stop_ids=(), **params):
+    return SequenceState(
         token_ids=[7, 7],
         num_prompt_tokens=2,
         max_tokens=max_tokens,
         sampling_params=SamplingParams(**params),
         eos_ids=frozenset(stop_ids),
-        text=TextStream(BYTES),
+        text=IncrementalDetokenizer(BYTES),
     )
 
 
 @pytest.mark.parametrize("ends", [{"stop_token_ids": [B]}, {"eos": [B]}])
 def test_keeps_the_token_that_ended_it_where_that_was_asked(ends):
-    under_way = generation(stop_ids=ends.pop("eos", ()), include_stop_str_in_output=True, **ends)
+    under_way = sequence(stop_ids=ends.pop("eos", ()), include_stop_str_in_output=True, **ends)
     for token_id in (A, EURO[0], B):
         under_way.append(token_id)
     result = under_way.result()
@@ -32,7 +32,7 @@ def test_keeps_the_token_that_ended_it_where_that_was_asked(ends):
 
 def test_a_stop_string_may_begin_before_min_tokens():
     for min_tokens, text in ((2, ""), (3, "aba")):
-        under_way = generation(max_tokens=3, min_tokens=min_tokens, stop="ab")
+        under_way = sequence(max_tokens=3, min_tokens=min_tokens, stop="ab")
         for token_id in (A, B, A)[: 3 if min_tokens == 3 else 2]:
             under_way.append(token_id)
         assert under_way.result().text == text
@@ -49,7 +49,7 @@ def test_a_stop_string_may_begin_before_min_tokens():
     ],
 )
 def test_ends_with_all_its_text(token_ids, options, pieces, reason):
-    under_way = generation(**options)
+    under_way = sequence(**options)
     for token_id in token_ids:
         assert under_way.finish_reason is None
         under_way.append(token_id)

@@ -11,7 +11,7 @@ from flax import nnx
 import jattn
 from jattn.serving import SamplingParams
 from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.kv_cache_groups import Reach, found_within, reach_of
+from jattn.serving.engine.kv_cache_groups import LocalAttention, find_within_windows, local_attention_of
 from jattn.serving.engine.prefix_cache import BlockHashes
 from jattn.serving.engine.scheduler import Scheduler
 from tests.serving.engine.test_engine_requests import drained, engine_of
@@ -31,11 +31,11 @@ def seen_by(position, left, chunk_size):
     "layers", [[(0, None)], [(5, None)], [(None, 4)], [(6, 4)], [(2, 8), (3, None)], [(3, None), (None, 6)]]
 )
 def test_the_first_visible_position_is_what_some_layer_sees_from_there_on(layers):
-    reach = Reach(frozenset(layers))
+    local_attention = LocalAttention(frozenset(layers))
     for position in range(30):
         later = [seen_by(p, *layer)[0] for p in range(position, 40) for layer in layers]
-        assert reach.first_visible(position) == min(later)
-    assert reach.span == max(p - reach.first_visible(p) for p in range(30))
+        assert local_attention.first_visible(position) == min(later)
+    assert local_attention.max_lookback == max(p - local_attention.first_visible(p) for p in range(30))
 
 
 class Layers(nnx.Module):
@@ -54,28 +54,28 @@ class Layers(nnx.Module):
     ],
 )
 def test_a_model_gives_up_only_what_none_of_its_layers_sees(specs, layers):
-    reach = reach_of(Layers(*specs))
-    assert reach == (layers and Reach(frozenset(layers)))
+    local_attention = local_attention_of(Layers(*specs))
+    assert local_attention == (layers and LocalAttention(frozenset(layers)))
 
 
 class Sliding(Pool):
     """A slot is read only where a layer sees it; what nobody owns is forgotten unless it may be found."""
 
-    def __init__(self, num_blocks, seed, reach, **limits):
+    def __init__(self, num_blocks, seed, local_attention, **limits):
         super().__init__(num_blocks, seed, **limits)
-        self.reach = reach
+        self.local_attention = local_attention
         sizes = {"max_num_seqs": self.scheduler.max_num_seqs}
         sizes["max_num_batched_tokens"] = self.scheduler.max_num_batched_tokens
-        self.scheduler = Scheduler(self.manager, reach=reach, **sizes)
+        self.scheduler = Scheduler(self.manager, local_attention=local_attention, **sizes)
 
     def first_read(self, length, count):
-        return self.reach.first_visible(length - count)
+        return self.local_attention.first_visible(length - count)
 
 
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize("num_blocks", [6, 9, 20])
 def test_random_requests_longer_than_the_pool_read_what_they_wrote_and_leak_nothing(num_blocks, layers):
-    pool, next_id = Sliding(num_blocks, 0, Reach(frozenset(layers))), 0
+    pool, next_id = Sliding(num_blocks, 0, LocalAttention(frozenset(layers))), 0
     longest = 0
     for _ in range(700):
         next_id, length = pool.live(next_id)
@@ -88,29 +88,36 @@ def test_random_requests_longer_than_the_pool_read_what_they_wrote_and_leak_noth
 
 
 def test_a_beginning_is_found_where_what_the_next_token_sees_is_there():
-    reach, hashes = Reach(frozenset({(5, None)})), BlockHashes(4, range(24))
+    local_attention, hashes = LocalAttention(frozenset({(5, None)})), BlockHashes(4, range(24))
     manager = BlockManager(20, 4)
     table = manager.allocate(0, 24)
     for index in (0, 1, 3, 4):
         manager.publish(0, index, hashes[index])
-    assert found_within(reach, manager, hashes[:]) == (0, 0, 0, *table[3:5])  # 20 sees 15 onward
-    assert found_within(reach, manager, hashes[:3]) == table[:2]
-    assert found_within(reach, manager, hashes[:0]) == ()
+    assert find_within_windows(local_attention, manager, hashes[:]) == (
+        0,
+        0,
+        0,
+        *table[3:5],
+    )  # 20 sees 15 onward
+    assert find_within_windows(local_attention, manager, hashes[:3]) == table[:2]
+    assert find_within_windows(local_attention, manager, hashes[:0]) == ()
 
 
 def test_without_room_for_a_window_a_request_must_fit_the_cache():
-    reach = Reach(frozenset({(15, None)}))
-    scheduler = Scheduler(BlockManager(5, 4), reach=reach)  # 4 blocks hold 16 tokens; 15 behind a block's end
+    local_attention = LocalAttention(frozenset({(15, None)}))
+    scheduler = Scheduler(
+        BlockManager(5, 4), local_attention=local_attention
+    )  # 4 blocks hold 16 tokens; 15 behind a block's end
     assert scheduler.capacity_tokens == 16
     with pytest.raises(ValueError, match=r"must fit the cache's 16 tokens, got 17\."):
         scheduler.add(0, 17, 1)
-    assert Scheduler(BlockManager(6, 4), reach=reach).capacity_tokens > 10**9
+    assert Scheduler(BlockManager(6, 4), local_attention=local_attention).capacity_tokens > 10**9
 
 
 @pytest.mark.parametrize(("num_blocks", "longest"), [(6, 22), (7, sys.maxsize)])
 def test_a_request_that_is_turned_must_have_room_for_its_first_chunk(num_blocks, longest):
-    reach = Reach(frozenset({(3, None)}))
-    scheduler = Scheduler(BlockManager(num_blocks, 4), reach=reach, turning_length=22)
+    local_attention = LocalAttention(frozenset({(3, None)}))
+    scheduler = Scheduler(BlockManager(num_blocks, 4), local_attention=local_attention, longrope_threshold=22)
     assert scheduler.capacity_tokens == longest
     scheduler.add(0, min(longest, 99), 1)
     assert scheduler.schedule() is not None

@@ -7,7 +7,7 @@ import pytest
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutputsParams
 from jattn.serving.engine.proposer import BALANCE_TOKENS, draft_buckets
-from jattn.serving.engine.sequence import MAX_SLEEP, Drafting
+from jattn.serving.engine.sequence import MAX_PAUSE, DraftState
 from jattn.serving.engine.speculative import Speculation
 from tests.assertions import record_compilations
 from tests.serving.tiny import one_layer_model
@@ -89,8 +89,8 @@ def drain(engine):
         engine.step()
 
 
-def same(results, expected):
-    for got, want in zip(results, expected, strict=True):
+def same(results, expected_accepted):
+    for got, want in zip(results, expected_accepted, strict=True):
         assert got.token_ids == want.token_ids
         assert (got.text, got.finish_reason, got.stop_reason) == (
             want.text,
@@ -244,14 +244,14 @@ class TestInterruptions:
 
 class TestPolicy:
     def test_a_request_whose_drafts_are_rejected_sleeps_four_times_as_long_each_time(self):
-        drafting, waits = Drafting(), []
+        draft_state, waits = DraftState(), []
         for _ in range(6):
-            drafting.note(0, 100)
-            waits.append(drafting.sleeps_until - 100)
-        assert waits == [4, 16, 64, MAX_SLEEP, MAX_SLEEP, MAX_SLEEP]
-        drafting.note(2, 500)
-        drafting.note(0, 500)
-        assert drafting.sleeps_until == 504
+            draft_state.record(0, 100)
+            waits.append(draft_state.paused_until - 100)
+        assert waits == [4, 16, 64, MAX_PAUSE, MAX_PAUSE, MAX_PAUSE]
+        draft_state.record(2, 500)
+        draft_state.record(0, 500)
+        assert draft_state.paused_until == 504
 
     def test_what_a_lookup_has_wrong_is_tried_once_and_then_watched(self, plain, engine, oracle):
         before, after = counts_of_a_text(plain, engine, oracle, max_tokens=60, wrong=1.0)
@@ -278,7 +278,7 @@ class TestPolicy:
         assert late.stats.num_steps <= first_right + 2 + -(-(63 - first_right) // (1 + K)) + 2
 
     @pytest.mark.parametrize(
-        ("watched", "came", "hits", "is_over"),
+        ("shadow_hits", "came", "hits", "is_over"),
         [
             ([], [], 0, True),  # nothing was looked up
             ([5, 6, 7], [], 0, False),
@@ -288,9 +288,9 @@ class TestPolicy:
             ([5, 6, 7], [5, 4, 7], 1, True),
         ],
     )
-    def test_tokens_that_come_say_what_would_have_been_accepted(self, watched, came, hits, is_over):
-        drafting = Drafting(drafts=watched, watched_from=2)
-        assert drafting.watched([0, 0, *came]) == (hits, is_over)
+    def test_tokens_that_come_say_what_would_have_been_accepted(self, shadow_hits, came, hits, is_over):
+        draft_state = DraftState(drafts=shadow_hits, shadow_start=2)
+        assert draft_state.shadow_hits([0, 0, *came]) == (hits, is_over)
 
     def test_texts_that_match_nothing_wait_for_nothing(self, monkeypatch):
         engine, events = engine_of(speculative="ngram"), []

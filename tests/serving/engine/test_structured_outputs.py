@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
-from jattn.serving.engine.logits_processors import Adjusted, adjusted, build_adjustments
+from jattn.serving.engine.logits_processors import RequestAdjustments, adjust_logits, build_logits_adjustments
 from jattn.serving.engine.structured_outputs import Grammars
 from tests.serving.engine.test_engine_requests import engine_of
 from tests.serving.tiny import BYTES, byte_tokenizer, one_layer_model
@@ -129,17 +129,17 @@ class TestMasks:
         allowed = np.zeros(3, np.uint32)
         for token in (0, 31, 32, 69):
             allowed[token // 32] |= np.uint32(1 << (token % 32))
-        row = lambda mask: Adjusted(params, [], [], [], 0, -1, mask)
+        row = lambda mask: RequestAdjustments(params, [], [], [], 0, -1, mask)
         sizes = {"num_rows": 3, "vocab_size": vocab}
-        by = build_adjustments([row(allowed), row(None)], jnp.zeros(4, jnp.int32), **sizes)
-        logits = np.asarray(adjusted(jnp.ones((3, vocab)), by, jnp.zeros(3, jnp.int32)))
+        by = build_logits_adjustments([row(allowed), row(None)], jnp.zeros(4, jnp.int32), **sizes)
+        logits = np.asarray(adjust_logits(jnp.ones((3, vocab)), by, jnp.zeros(3, jnp.int32)))
         assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [0, 31, 32, 69]
         assert np.isfinite(logits[1:]).all()
 
     def test_without_masks_nothing_is_sent(self):
         sizes = {"num_rows": 2, "vocab_size": 9}
-        row = Adjusted(SamplingParams(logit_bias={1: 2.0}), [], [], [], 0, -1)
-        assert build_adjustments([row], jnp.zeros(4, jnp.int32), **sizes).allowed is None
+        row = RequestAdjustments(SamplingParams(logit_bias={1: 2.0}), [], [], [], 0, -1)
+        assert build_logits_adjustments([row], jnp.zeros(4, jnp.int32), **sizes).allowed is None
 
     def test_a_grammar_is_compiled_once(self):
         grammars = Grammars(BYTES, 320, ())
@@ -194,11 +194,11 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("form", "message"),
         [
-            ({}, r"structured_outputs must have exactly one form, got \[\]"),
-            ({"regex": "a", "json": "{}"}, r"must have exactly one form, got \['json', 'regex'\]"),
-            ({"choice": []}, r"choice must be a list of texts, got \[\]"),
-            ({"choice": 5}, r"choice must be a list of texts, got 5"),
-            ({"choice": [5]}, r"choice must be a list of texts, got \[5\]"),
+            ({}, r"structured_outputs must set exactly one of .*, got \[\]"),
+            ({"regex": "a", "json": "{}"}, r"must set exactly one of .*, got \['json', 'regex'\]"),
+            ({"choice": []}, r"choice must be a list of strings, got \[\]"),
+            ({"choice": 5}, r"choice must be a list of strings, got 5"),
+            ({"choice": [5]}, r"choice must be a list of strings, got \[5\]"),
         ],
     )
     def test_that_name_no_form(self, types_unchecked, form, message):
@@ -208,13 +208,19 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("form", "message"),
         [
-            ({"regex": "(("}, r"structured_outputs must be what llguidance can follow, got .*unclosed group"),
+            (
+                {"regex": "(("},
+                r"structured_outputs must be a constraint that llguidance supports, got .*unclosed group",
+            ),
             (
                 {"json": '{"type": "nothing"}'},
-                r"must be what llguidance can follow, got Invalid type: nothing",
+                r"must be a constraint that llguidance supports, got Invalid type: nothing",
             ),
-            ({"json": "{"}, r"structured_outputs must be what llguidance can follow, got EOF"),
-            ({"grammar": "start: nothing_there"}, r"must be what llguidance can follow, got .*nothing_there"),
+            ({"json": "{"}, r"structured_outputs must be a constraint that llguidance supports, got EOF"),
+            (
+                {"grammar": "start: nothing_there"},
+                r"must be a constraint that llguidance supports, got .*nothing_there",
+            ),
         ],
     )
     def test_that_are_no_grammar_come_before_anything_starts(self, engine, form, message):
@@ -225,7 +231,8 @@ class TestErrors:
 
     def test_without_a_tokenizer_there_is_nothing_to_go_by(self):
         with pytest.raises(
-            ValueError, match=r"structured_outputs must be None \(no tokenizer.json\), got Str"
+            ValueError,
+            match=r"structured_outputs must be None because the model has no tokenizer.json, got Str",
         ):
             Grammars(None, 320, ()).mask(StructuredOutputsParams(regex="a"))
 

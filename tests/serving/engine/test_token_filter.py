@@ -142,15 +142,15 @@ class TestErrors:
     def test_tokens_must_be_in_the_vocabulary_and_one_must_be_left(self, engine):
         with pytest.raises(ValueError, match=r"allowed_token_ids must be in the vocabulary.*got \[320\]"):
             generate(engine, allowed_token_ids=[320])
-        with pytest.raises(ValueError, match=r"bad_words must leave a token that may come, got \('x',\)"):
+        with pytest.raises(ValueError, match=r"bad_words must allow at least one token, got \('x',\)"):
             generate(engine, allowed_token_ids=BYTES.encode("x").ids, bad_words=["x"])
 
     def test_words_need_a_tokenizer(self):
-        with pytest.raises(ValueError, match=r"bad_words must be empty \(the model has no .*got 'x'"):
+        with pytest.raises(ValueError, match=r"bad_words must be empty because the model has no .*got 'x'"):
             bad_word_ids("x", None)
         split = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x"))
         split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        with pytest.raises(ValueError, match=r"bad_words must be text that UTF-8 can hold, got '\\udc80'"):
+        with pytest.raises(ValueError, match=r"bad_words must be valid Unicode text, got '\\udc80'"):
             bad_word_ids("\udc80", BYTES)
-        with pytest.raises(ValueError, match=r"bad_words must have tokens, got ' '"):
+        with pytest.raises(ValueError, match=r"bad_words must not be blank, got ' '"):
             bad_word_ids(" ", split)

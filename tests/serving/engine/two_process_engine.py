@@ -90,14 +90,14 @@ def fail_in_a_step(engine: Engine) -> None:
         engine.generate([[1, 2, 3]], max_tokens=2)
 
 
-def go_on(engine: Engine) -> None:
+def resume_fork(engine: Engine) -> None:
     while True:
         engine.generate([[1, 2, 3]], max_tokens=8)
 
 
 LEADS = {"serve": serve, "keys": draft, "draft model": draft}
 LEADS |= {"leader fails": fail_soon, "leader fails in a step": fail_in_a_step}
-LEADS |= {"follower fails": go_on, "follower is killed": go_on}
+LEADS |= {"follower fails": resume_fork, "follower is killed": resume_fork}
 
 
 def follow(engine: Engine) -> None:

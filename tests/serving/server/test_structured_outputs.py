@@ -71,13 +71,17 @@ def test_any_object_is_json_as_far_as_it_goes(server):
     ("asked", "param", "message"),
     [
         ({"guided_regex": "(("}, "guided_regex", "unclosed group"),
-        ({"guided_json": "{"}, "guided_json", "structured_outputs must be what llguidance can follow"),
+        (
+            {"guided_json": "{"},
+            "guided_json",
+            "structured_outputs must be a constraint that llguidance supports",
+        ),
         ({"guided_json": {"type": "nothing"}}, "guided_json", "Invalid type: nothing"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "have a json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format", "Input should be 'text'"),
-        ({"guided_choice": []}, "guided_choice", r"choice must be a list of texts, got \[\]"),
+        ({"guided_choice": []}, "guided_choice", r"choice must be a list of strings, got \[\]"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex", "be the only one of its kind"),
-        ({"structured_outputs": {}}, "structured_outputs", r"have exactly one form, got \[\]"),
+        ({"structured_outputs": {}}, "structured_outputs", r"set exactly one of .*, got \[\]"),
     ],
 )
 def test_what_is_no_form_is_named(server, asked, param, message):

@@ -382,7 +382,7 @@ class TestChat:
                 {"tool_choice": "required", "tools": [{"type": "function", "function": NONSENSE}]},
                 400,
                 "tool_choice",
-                "must be what llguidance can follow",
+                "must be a constraint that llguidance supports",
             ),
             (
                 {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [TOOL]},
