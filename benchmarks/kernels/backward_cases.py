@@ -80,7 +80,7 @@ def vertical_slash(q_heads: int, tokens: int, *, gather: bool = False) -> masks.
     draw = lambda count: np.stack([rng.choice(tokens, count, replace=False) for _ in range(q_heads)])
     columns, slashes = draw(COLUMNS), draw(SLASHES)
     slashes[:, 0] = 0
-    return masks.VerticalSlash.of(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
+    return masks.VerticalSlash.from_indices(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
 
 
 # Modifier -> the score's fields. Heads' numbers are drawn with the arrays, and a mask of MASKS is, too.

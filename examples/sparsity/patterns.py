@@ -44,7 +44,7 @@ def vertical_slash(num_columns: int, num_slashes: int, last: int = 64) -> Patter
         by_distance = jnp.zeros((p.shape[0], tokens)).at[:, jnp.maximum(distance, 0)].add(p)
         _, columns = jax.lax.top_k(p.sum(axis=1), num_columns)
         _, slashes = jax.lax.top_k(by_distance, num_slashes)
-        return masks.VerticalSlash.of(columns, slashes, tokens)
+        return masks.VerticalSlash.from_indices(columns, slashes, tokens)
 
     return choose
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jattn.implementations.selection import ImplementationArg, as_static_arg, requested_implementations
 from jattn.masks import BatchSizes, BlockMask, Document, Mask, check_mask
-from jattn.masks.base import leaves, row_counts
+from jattn.masks.base import leaves, num_rows_by_field
 from jattn.masks.documents import as_int32, has_contiguous_ids
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
@@ -107,7 +107,7 @@ def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: Atte
     if cu_seqlens is not None:
         # What was chosen of all tokens as one text each document would read at its own positions.
         way_out = "what chooses is to choose for each; arrays without an axis of rows hold for all"
-        for name, got in row_counts(mask):
+        for name, got in num_rows_by_field(mask):
             require(got == num_rows, name, f"have a row for each of {num_rows} documents ({way_out})", got)
     return mask
 

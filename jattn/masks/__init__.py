@@ -1,9 +1,10 @@
-"""Masks as values: `Causal() & (Sinks(4) | Window(left=255))` says which keys each query sees.
+"""Attention masks as composable values, such as `Causal() & (Sinks(4) | Window(left=255))`.
 
-A mask says it twice: of pairs of a query and a key (`visible`), and of tiles of them (`coverage`), from which
-`jattn.sparsity.schedule` makes the lists of tiles that a kernel works through. Masks without arrays are
-hashable and go into `AttentionSpec.sparsity`; masks that hold arrays are pytrees and go into `attend(mask=)`,
-where they change without a recompile.
+A mask defines two methods: `visible` tells for pairs of a query and a key whether the query attends to the
+key, and `coverage` classifies tiles of such pairs as EMPTY, PARTIAL or FULL. `jattn.sparsity.schedule` turns
+the coverage into the lists of tiles that a kernel processes. Masks without arrays are hashable and go into
+`AttentionSpec.sparsity`. Masks that hold arrays are pytrees and go into `attend(mask=)`, where their values
+change without a recompile.
 """
 
 from jattn.masks.base import And, Mask, Not, Or

@@ -1,4 +1,4 @@
-"""What a mask is, and the masks that are made of others by &, | and ~."""
+"""The `Mask` base class and its compositions with &, | and ~."""
 
 import abc
 import dataclasses
@@ -20,24 +20,25 @@ from pallas_kernels.checks import require
 
 
 class Mask(abc.ABC):
-    """Which pairs of a query and a key see each other, and how much of a tile of pairs does.
+    """A rule for which keys each query attends to.
 
-    Compose with & and |. A class of one's own without arrays is registered by jax.tree_util.register_static.
+    Combine masks with &, | and ~. To define your own mask, subclass Mask and register the class: with
+    `jax.tree_util.register_static` if it holds no arrays, else as a pytree.
 
     Attributes:
-        row_axes: Which of its arrays may have a row for each request, and how many axes they have then. A
-            mask with arrays must say; {} = none has.
+        row_axes: For each array field that may have a leading axis of requests, the number of axes the array
+            has with it. Required for masks that hold arrays; {} if none of them is per request.
     """
 
     row_axes: ClassVar[Mapping[str, int] | None] = None
 
     @abc.abstractmethod
     def visible(self, pairs: Pairs) -> Any:
-        """Bool, of the shape that the pairs broadcast to (or one that broadcasts to it)."""
+        """Return whether each query attends to its key: bool, broadcastable to the shape of `pairs`."""
 
     @abc.abstractmethod
     def coverage(self, tiles: Tiles) -> Coverage:
-        """How much of each tile is seen."""
+        """Return whether any and whether all pairs of each tile are visible."""
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(masks=(*_operands(self, And), *_operands(other, And)))
@@ -49,112 +50,125 @@ class Mask(abc.ABC):
         return self.masks[0] if isinstance(self, Not) else Not(masks=(self,))
 
     def __bool__(self) -> bool:
-        """As numpy's arrays: `and` and `or` would silently return one of two masks."""
-        got = f"the truth value of a {type(self).__name__}, as `and`, `or` and `not` ask for it"
-        raise TypeError(f"masks must be joined by &, | and ~, got {got}.")
+        """Raise TypeError: `and` and `or` would silently return one of the two masks."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} has no truth value. Combine masks with &, | and ~ instead of `and`, `or` and `not`."
+        )
 
     __rand__, __ror__ = __and__, __or__
-    __array_ufunc__ = None  # numpy's arrays leave & and | to masks, which say what they are not
+    __array_ufunc__ = None  # Makes numpy arrays defer & and | to the mask, which then raises a clear error.
 
     @property
     def is_causal(self) -> bool:
-        """No query sees a later key."""
+        """Whether no query attends to a later key."""
         return False
 
     @property
     def allows_all_past_keys(self) -> bool:
-        """Every query sees itself and all earlier keys."""
+        """Whether every query attends to its own and all earlier keys."""
         return False
 
     @property
     def allows_future_keys(self) -> bool:
-        """It is made to let queries see later keys, which causal attention would undo.
+        """Whether the mask exists to let queries attend to later keys, which causal attention hides.
 
-        Masks that choose among keys wherever these are, as blocks and documents do, are not: causal
-        attention may be put on top.
+        False for masks that select keys regardless of order, such as blocks and documents: these may be
+        combined with causal attention.
         """
         return False
 
     @property
     def num_heads(self) -> tuple[int | None, int | None]:
-        """Of how many query heads, and how many kv heads, there must be a multiple.
+        """Numbers that the query heads and the kv heads must be multiples of.
 
-        1 where what is seen does not depend on heads; None where it depends on how many there are.
+        1 if the mask does not depend on heads; None if it depends on the total number of heads.
         """
         return 1, 1
 
     @property
     def has_exact_num_heads(self) -> bool:
-        """There must be just so many query heads as num_heads says, no multiple of them."""
+        """Whether the number of query heads must equal `num_heads[0]` exactly, not a multiple of it."""
         return False
 
     @property
     def is_static(self) -> bool:
-        """It holds no arrays, so it is hashable and may be a part of a spec."""
+        """Whether the mask holds no arrays, so that it is hashable and may be part of a spec."""
         return not jax.tree.leaves(self)
 
     def check(self, sizes: BatchSizes) -> None:
-        """Raises ValueError where a step of these sizes asks for what the mask does not hold.
+        """Check that the mask fits a batch of these sizes.
 
-        An array with a row for each request must have the step's rows, or one for all of them.
+        Raises:
+            ValueError: If an array does not have one row, or as many rows as the batch; or if the mask has
+                other heads or is smaller than the batch's lengths.
         """
-        rule = (
-            f"have one row for all requests, or the {sizes.num_rows} rows of the metadata "
-            "(mask.of_requests(metadata) makes them of the requests' rows; a mask of the decode rows alone "
-            "goes with metadata.decode_region)"
-        )
-        for name, got in row_counts(self):
-            require(got in (1, sizes.num_rows) or sizes.num_rows is None, name, rule, got)
+        for name, num_rows in num_rows_by_field(self):
+            if sizes.num_rows is not None and num_rows not in (1, sizes.num_rows):
+                raise ValueError(
+                    f"{name} has {num_rows} rows, but the batch metadata has {sizes.num_rows}. Pass one row "
+                    "for all requests, or call mask.to_batch_rows(metadata) on a mask with one row per "
+                    "request. For a mask of the decode rows only, attend with metadata.decode_region."
+                )
 
-    def map_rows(self, of: Callable[[Any], Any]) -> "Mask":
-        """The mask with `of` applied to every array that has a row for each request."""
-        changed = {name: of(array) for name, array in row_arrays(self).items()}
+    def map_rows(self, function: Callable[[Any], Any]) -> "Mask":
+        """Return the mask with `function` applied to every array that has one row per request."""
+        changed = {name: function(array) for name, array in per_request_arrays(self).items()}
         return replace(self, **changed) if changed else self
 
     def slice_rows(self, first: int) -> "Mask":
-        """The mask of a part of the batch that begins at row `first`."""
+        """Return the mask of the batch's rows from `first` on."""
         return self if first == 0 else self.map_rows(lambda x: x if x.shape[0] == 1 else rows_from(x, first))
 
     def to_batch_rows(self, metadata: BatchMetadata) -> "Mask":
-        """The mask of a step's rows, from one whose arrays are in the order of the requests.
+        """Return the mask in the row order of a batch, from a mask with one row per request.
 
-        A bucket pads the decode rows, so prefill rows begin behind them; a mask is to have the metadata's
-        rows. Traced or not; `advance` keeps the rows, so later steps take the same mask.
+        A bucket pads the decode rows, so the first prefill request is not in the row after the last decode.
+        May be traced. `advance` keeps the rows, so later steps take the same mask.
 
         Args:
-            metadata: The step's, as build_batch_metadata made it of these requests.
+            metadata: Metadata of the batch that `build_batch_metadata` made from these requests.
 
         Raises:
-            ValueError: There are more rows than the bucket has, or, where the metadata is not traced, another
-                number than requests.
+            ValueError: If the mask has more rows than the bucket, or (with metadata that is not traced) not
+                one row per request.
         """
         bucket, counts = metadata.bucket, (metadata.num_decodes, metadata.num_prefills)
         num_reqs = sum(map(int, counts)) if support.is_concrete(counts) else None
-        for name, num_rows in row_counts(self):
+        for name, num_rows in num_rows_by_field(self):
             is_possible = num_rows <= bucket.max_reqs if num_reqs is None else num_rows == num_reqs
-            rule = "have one row for each request"
-            wanted = f"at most {bucket.max_reqs}" if num_reqs is None else num_reqs
-            require(num_rows == 1 or is_possible, name, f"{rule} ({wanted})", num_rows)
+            expected = f"at most {bucket.max_reqs}" if num_reqs is None else num_reqs
+            require(num_rows == 1 or is_possible, name, f"have one row per request ({expected})", num_rows)
         row = np.arange(bucket.max_reqs, dtype=np.int32)
-        behind = jnp.asarray(metadata.num_decodes, jnp.int32) + (row - bucket.max_decodes)
-        request = jnp.where(row < bucket.max_decodes, row, behind)
-        # Padding rows get some request's: they have no keys.
-        at_rows = lambda array: jnp.take(jnp.asarray(array), request, axis=0, mode="clip")
-        return self.map_rows(lambda array: array if array.shape[0] == 1 else at_rows(array))
+        prefill_request = jnp.asarray(metadata.num_decodes, jnp.int32) + (row - bucket.max_decodes)
+        request = jnp.where(row < bucket.max_decodes, row, prefill_request)
+
+        def gather_rows(array: Any) -> Any:
+            # Padding rows receive an arbitrary request's row: they have no keys.
+            return (
+                array if array.shape[0] == 1 else jnp.take(jnp.asarray(array), request, axis=0, mode="clip")
+            )
+
+        return self.map_rows(gather_rows)
 
 
 def check_is_mask(name: str, value: object) -> None:
-    """Raises ValueError unless `value` is a mask, and one that JAX can take apart."""
-    got = f"a {type(value).__name__}"
-    takes = "MaskFunction takes functions, BlockMask arrays of bool"
-    require(isinstance(value, Mask), name, f"be a mask of jattn.masks ({takes})", got)
-    rule = "be a pytree (jax.tree_util.register_static makes one of a class of masks without arrays)"
+    """Raise ValueError unless `value` is a mask that JAX can flatten."""
+    if not isinstance(value, Mask):
+        raise ValueError(
+            f"{name} must be a mask of jattn.masks, got a {type(value).__name__}. Wrap a function in "
+            "MaskFunction or a bool array of blocks in BlockMask."
+        )
     for leaf in jax.tree.leaves(value):
-        require(not isinstance(leaf, Mask), name, rule, f"a {type(leaf).__name__}")
+        if isinstance(leaf, Mask):
+            raise ValueError(
+                f"{name} contains a {type(leaf).__name__}, whose class is not registered as a pytree. "
+                "Decorate a mask class without arrays with jax.tree_util.register_static."
+            )
 
 
 def leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that a mask is composed of."""
+    """Yield the masks that a mask is composed of."""
     if isinstance(mask, _Joined):
         for operand in mask.masks:
             yield from leaves(operand)
@@ -162,48 +176,48 @@ def leaves(mask: Mask) -> Iterator[Mask]:
         yield mask
 
 
-def row_arrays(mask: Mask) -> dict[str, Any]:
-    """The arrays of a mask, not of its operands, that have a row for each request."""
+def per_request_arrays(mask: Mask) -> dict[str, Any]:
+    """Return the arrays of a mask, excluding those of its operands, that have one row per request."""
     if mask.is_static:
         return {}
     axes, name = mask.row_axes, type(mask).__name__
-    rule = "name the arrays that may have a row for each request, with their axes"
+    rule = "map the arrays that may have one row per request to their number of axes"
     require(axes is not None, f"{name}.row_axes", rule, axes)
     arrays = {field: (getattr(mask, field), count) for field, count in (axes or {}).items()}
     return {field: array for field, (array, count) in arrays.items() if getattr(array, "ndim", None) == count}
 
 
-def row_counts(mask: Mask) -> list[tuple[str, int]]:
-    """The arrays that have a row for each request, by name, and how many rows."""
+def num_rows_by_field(mask: Mask) -> list[tuple[str, int]]:
+    """Return the name and the number of rows of each array that has one row per request."""
     return [
         (f"{type(leaf).__name__}.{field}", array.shape[0])
         for leaf in leaves(mask)
-        for field, array in row_arrays(leaf).items()
+        for field, array in per_request_arrays(leaf).items()
     ]
 
 
-def _operands(mask: Mask, kind: "type[_Joined]") -> tuple[Mask, ...]:
-    check_is_mask("what a mask is joined with", mask)
-    return mask.masks if isinstance(mask, kind) else (mask,)
+def _operands(mask: Mask, operator_class: "type[_Joined]") -> tuple[Mask, ...]:
+    check_is_mask("The operand of a mask", mask)
+    return mask.masks if isinstance(mask, operator_class) else (mask,)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Joined(Mask):
-    """Masks under &, | or ~."""
+    """A composition of masks with &, | or ~."""
 
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        is_right = isinstance(self.masks, tuple) and all(isinstance(mask, Mask) for mask in self.masks)
-        is_right = is_right and (len(self.masks) == 1 if isinstance(self, Not) else len(self.masks) > 0)
+        is_valid = isinstance(self.masks, tuple) and all(isinstance(mask, Mask) for mask in self.masks)
+        is_valid = is_valid and (len(self.masks) == 1 if isinstance(self, Not) else len(self.masks) > 0)
         rule = (
             "be a tuple of one mask (~a)" if isinstance(self, Not) else "be a tuple of masks (a & b, a | b)"
         )
-        require(is_right, f"{type(self).__name__}.masks", rule, repr(self.masks))
+        require(is_valid, f"{type(self).__name__}.masks", rule, repr(self.masks))
 
     @override
-    def map_rows(self, of: Callable[[Any], Any]) -> Mask:
-        return type(self)(masks=tuple(mask.map_rows(of) for mask in self.masks))
+    def map_rows(self, function: Callable[[Any], Any]) -> Mask:
+        return type(self)(masks=tuple(mask.map_rows(function) for mask in self.masks))
 
     @override
     def check(self, sizes: BatchSizes) -> None:
@@ -218,9 +232,10 @@ class _Joined(Mask):
     @property
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
-        query, kv = zip(*(mask.num_heads for mask in self.masks), strict=True)
-        # Where one mask says how many query heads there are, formulas are about as many.
-        return _common([num for num in query if num] if self.has_exact_num_heads else query), _common(kv)
+        q_heads, kv_heads = zip(*(mask.num_heads for mask in self.masks), strict=True)
+        # If one mask fixes the number of query heads, formulas over the total (None) do not restrict it.
+        known = [num for num in q_heads if num] if self.has_exact_num_heads else q_heads
+        return _common_multiple(known), _common_multiple(kv_heads)
 
     @property
     @override
@@ -228,15 +243,15 @@ class _Joined(Mask):
         return any(mask.has_exact_num_heads for mask in self.masks)
 
 
-def _common(nums: Sequence[int | None]) -> int | None:
-    """The heads of which some masks together need a multiple; None where one does not say."""
+def _common_multiple(nums: Sequence[int | None]) -> int | None:
+    """Return the least common multiple of the masks' numbers of heads; None if one of them is None."""
     return None if None in nums else math.lcm(*(num for num in nums if num))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class And(_Joined):
-    """Pairs that every one of `masks` lets see each other."""
+    """The intersection of `masks`: pairs that are visible under all of them."""
 
     @property
     @override
@@ -263,7 +278,7 @@ class And(_Joined):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Or(_Joined):
-    """Pairs that at least one of `masks` lets see each other."""
+    """The union of `masks`: pairs that are visible under at least one of them."""
 
     @property
     @override
@@ -273,7 +288,7 @@ class Or(_Joined):
     @property
     @override
     def allows_future_keys(self) -> bool:
-        # Beside causality itself, what another mask adds is later keys.
+        # Whatever another mask adds to complete causality can only be later keys.
         is_more = (
             any(mask.is_causal and mask.allows_all_past_keys for mask in self.masks) and not self.is_causal
         )
@@ -294,7 +309,7 @@ class Or(_Joined):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Not(_Joined):
-    """Pairs that the one of `masks` hides from each other, those outside of its arrays among them."""
+    """The complement of the mask in `masks`, including pairs that lie outside its arrays."""
 
     @property
     @override

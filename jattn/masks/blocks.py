@@ -1,4 +1,4 @@
-"""Masks of blocks: arrays that say which block of queries sees which block of keys, and BigBird's."""
+"""Block-sparse masks: BlockMask, given by an array of blocks, and BigBird."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,51 +16,55 @@ from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
 
-DRAWS = 32749  # numbers that a draw may give; a prime
-MAX_PLACES = 2**31 - 1  # that a number in 32 bits tells apart
+NUM_HASHES = 32749  # A prime: number of values of the hash that draws random blocks.
+MAX_FLAT_INDEX = 2**31 - 1  # Largest int32 index.
 
 
 def coverage_of_blocks(
-    visible: Callable[[Any, Any], Any], query_blocks: tuple[Any, Any], key_blocks: tuple[Any, Any], count: Any
+    visible: Callable[[Any, Any], Any],
+    query_blocks: tuple[Any, ...],
+    key_blocks: tuple[Any, ...],
+    max_blocks: tuple[int, ...],
 ) -> Coverage:
     """Return the coverage of tiles from `visible(query_block, key_block)`, evaluated for each block.
 
     Args:
-        visible: Of block numbers.
-        query_blocks: First and last block of queries of each tile.
-        key_blocks: First and last block of keys.
-        count: Static: how many blocks of queries and of keys a tile has at most.
+        visible: Function of a query block and a key block.
+        query_blocks: First and last query block of each tile.
+        key_blocks: First and last key block of each tile.
+        max_blocks: Static: maximum number of query blocks and of key blocks per tile.
     """
     any_visible: Any = False
     all_visible: Any = True
-    for i in range(count[0]):
-        for j in range(count[1]):
+    for i in range(max_blocks[0]):
+        for j in range(max_blocks[1]):
             a, b = query_blocks[0] + i, key_blocks[0] + j
-            is_in = (a <= query_blocks[1]) & (b <= key_blocks[1])
-            seen = visible(a, b)
-            any_visible, all_visible = any_visible | (seen & is_in), all_visible & (seen | ~is_in)
+            is_inside = (a <= query_blocks[1]) & (b <= key_blocks[1])
+            block_visible = visible(a, b)
+            any_visible = any_visible | (block_visible & is_inside)
+            all_visible = all_visible & (block_visible | ~is_inside)
     return Coverage(any_visible, all_visible)
 
 
-def max_blocks_per_tile(tile: int, block: int) -> int:
-    """How many blocks a tile of so many positions touches at most."""
-    return (tile + block - 2) // block + 1
+def max_blocks_per_tile(tile_size: int, block_size: int) -> int:
+    """Return the maximum number of blocks that a tile of consecutive positions overlaps."""
+    return (tile_size + block_size - 2) // block_size + 1
 
 
 @pytree
 class BlockMask(Mask):
-    """Which block of queries sees which block of keys, as an array.
+    """A bool array of the pairs of a query block and a key block that are visible.
 
-    It is a filter: causal attention may be put on top. What lies outside the array sees nothing and is not
-    seen. So a step refuses a mask that is smaller than its static bounds (`attend`: the block table's width);
-    where only the traced lengths know, as for keys outside a paged cache, such queries come out as zeros.
+    May be combined with causal attention. Pairs outside the array are not visible. `attend` therefore refuses
+    a mask that is smaller than the static bounds of the batch (the width of the block table). If only traced
+    lengths bound the batch, as for keys outside a paged cache, queries beyond the mask come out as zeros.
 
     Attributes:
-        blocks: For all rows [heads, q_blocks, kv_blocks] or for each [reqs, heads, q_blocks, kv_blocks]. The
-            number of heads divides that of the query heads: neighbours share an entry, as with kv heads.
-        first_q_block: Which of the request's blocks of queries stands first, for each row; 0 when None.
-        block_q: Static: queries of a block; None = all queries share the only block of queries.
-        block_kv: Static: keys of a block. Blocks of keys are counted from the request's start.
+        blocks: [heads, q_blocks, kv_blocks] for all requests, or [reqs, heads, q_blocks, kv_blocks]. The
+            number of heads divides the number of query heads; consecutive query heads share an entry.
+        first_q_block: Index in the request of the first query block of the array, [reqs]; None = 0.
+        block_q: Static: number of queries per block; None = all queries share one block.
+        block_kv: Static: number of keys per block, counted from the start of the request.
     """
 
     blocks: Bool[Array, "*reqs heads q_blocks kv_blocks"] | Bool[np.ndarray, "*reqs heads q_blocks kv_blocks"]
@@ -78,10 +82,10 @@ class BlockMask(Mask):
         normalize_ints(self, 1, "block_kv")
         shape = self.blocks.shape
         if self.block_q is None:
-            require(shape[-2] == 1, "blocks", "have one block of queries where block_q is None", shape)
+            require(shape[-2] == 1, "blocks", "have one query block if block_q is None", shape)
         else:
             normalize_ints(self, 1, "block_q")
-        require(0 not in shape[-3:], "blocks", "have at least one block and one head", shape)
+        require(0 not in shape[-3:], "blocks", "have at least one head and one block", shape)
 
     @property
     @override
@@ -95,39 +99,44 @@ class BlockMask(Mask):
         self._check_heads(sizes.num_q_heads)
         query_end = sizes.max_seq_len if sizes.max_query_end is None else sizes.max_query_end
         max_query = query_end if self.first_q_block is None else sizes.max_query_len
-        for axis, got, size, positions in (
+        for axis, num_blocks, size, num_positions in (
             ("kv_blocks", kv_blocks, self.block_kv, sizes.max_seq_len),
             ("q_blocks", q_blocks, self.block_q, max_query),
         ):
-            if size is not None and positions is not None:
-                need = -(-positions // size)
-                wanted = f"be at least {need}, to reach over the {positions} positions that a row may have"
-                require(got >= need, f"BlockMask's {axis} of {size}", wanted, got)
-        self._check_rows_reach(sizes)
+            if size is not None and num_positions is not None and num_blocks * size < num_positions:
+                raise ValueError(
+                    f"BlockMask has {num_blocks} {axis} of {size} positions, but a request may have "
+                    f"{num_positions} positions. Pass at least {-(-num_positions // size)} {axis}."
+                )
+        self._check_rows_cover_queries(sizes)
 
-    def _check_rows_reach(self, sizes: BatchSizes) -> None:
-        """What first_q_block leaves of each row must reach over its queries, where both can be seen.
+    def _check_rows_cover_queries(self, sizes: BatchSizes) -> None:
+        """Check that the query blocks from first_q_block on cover each row's queries, if these are concrete.
 
-        Queries may begin anywhere in a block and so touch one more than as many whole ones are. Where the
-        array has room for that, nothing is looked at: it may still be computed.
+        Skipped if the array has room for queries that start anywhere in a block, as then it always covers
+        them and the lengths need not be computed yet.
         """
         first, size, q_blocks = self.first_q_block, self.block_q, self.blocks.shape[-2]
-        ends, longest = sizes.query_ends, sizes.max_query_len
-        if first is None or size is None or ends is None or not support.is_concrete(first):
+        query_ends, max_query_len = sizes.query_ends, sizes.max_query_len
+        if first is None or size is None or query_ends is None or not support.is_concrete(first):
             return
-        if longest is not None and q_blocks >= max_blocks_per_tile(longest, size):
+        if max_query_len is not None and q_blocks >= max_blocks_per_tile(max_query_len, size):
             return
-        last = ends()
-        need = int(np.max(np.where(last > 0, -(-last // size) - np.asarray(first), 0), initial=0))
-        wanted = f"be at least {need}, to reach from first_q_block over a row's last query"
-        require(q_blocks >= need, f"BlockMask's q_blocks of {size}", wanted, q_blocks)
+        ends = query_ends()
+        num_needed = int(np.max(np.where(ends > 0, -(-ends // size) - np.asarray(first), 0), initial=0))
+        if q_blocks < num_needed:
+            raise ValueError(
+                f"BlockMask has {q_blocks} q_blocks of {size} positions, but a request's queries need "
+                f"{num_needed} from first_q_block on."
+            )
 
     def _check_heads(self, num_q_heads: int) -> None:
         heads = self.blocks.shape[-3]
-        require(num_q_heads % heads == 0, "blocks' heads", f"divide the query heads ({num_q_heads})", heads)
+        is_divisor = num_q_heads % heads == 0
+        require(is_divisor, "BlockMask's number of heads", f"divide the {num_q_heads} query heads", heads)
 
     def _query_block(self, row: Any, query: Any) -> Any:
-        """Where in `blocks` the query's block stands; may lie outside."""
+        """Return the index in `blocks` of the query's block, which may be out of range."""
         if self.block_q is None:
             return query * 0
         if self.first_q_block is None:
@@ -135,7 +144,8 @@ class BlockMask(Mask):
         first = jnp.asarray(self.first_q_block)
         return floor_div(query, self.block_q) - first[jnp.minimum(row, first.shape[0] - 1)]
 
-    def _at(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
+    def _block_lookup(self, head: Any, row: Any, num_q_heads: int) -> Callable[[Any, Any], Any]:
+        """Return the function of query and key block that reads `blocks` for a head and a row."""
         blocks = jnp.asarray(self.blocks)
         heads, q_blocks, kv_blocks = blocks.shape[-3:]
         self._check_heads(num_q_heads)
@@ -145,40 +155,42 @@ class BlockMask(Mask):
         first = (row * heads + head) * q_blocks
 
         def visible(a: Any, b: Any) -> Any:
-            is_in = (a >= 0) & (a < q_blocks) & (b < kv_blocks)
-            places = first + jnp.clip(a, 0, q_blocks - 1), jnp.minimum(b, kv_blocks - 1)
-            if blocks.size > MAX_PLACES:
-                seen = blocks.reshape(-1, kv_blocks).at[places]
+            is_inside = (a >= 0) & (a < q_blocks) & (b < kv_blocks)
+            q_index, kv_index = first + jnp.clip(a, 0, q_blocks - 1), jnp.minimum(b, kv_blocks - 1)
+            if blocks.size > MAX_FLAT_INDEX:
+                entry = blocks.reshape(-1, kv_blocks).at[q_index, kv_index]
             else:
-                # XLA for GPUs writes down the numbers of several axes before it looks, but not one number.
-                seen = blocks.reshape(-1).at[places[0] * kv_blocks + places[1]]
-            return seen.get(mode="promise_in_bounds") & is_in
+                # XLA:GPU materializes multi-axis gather indices in memory, but not a single flat index.
+                entry = blocks.reshape(-1).at[q_index * kv_blocks + kv_index]
+            return entry.get(mode="promise_in_bounds") & is_inside
 
         return visible
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        at = self._at(pairs.head, pairs.row, pairs.num_heads[0])
-        return at(self._query_block(pairs.row, pairs.query), quotient(pairs.key, self.block_kv))
+        lookup = self._block_lookup(pairs.head, pairs.row, pairs.num_heads[0])
+        return lookup(self._query_block(pairs.row, pairs.query), quotient(pairs.key, self.block_kv))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        at = self._at(tiles.head, tiles.row, tiles.num_heads[0])
+        lookup = self._block_lookup(tiles.head, tiles.row, tiles.num_heads[0])
         queries = tuple(self._query_block(tiles.row, q) for q in (tiles.first_query, tiles.last_query))
         keys = quotient(tiles.first_key, self.block_kv), quotient(tiles.last_key, self.block_kv)
         num_q = 1 if self.block_q is None else max_blocks_per_tile(tiles.size[0], self.block_q)
         return coverage_of_blocks(
-            at, queries, keys, (num_q, max_blocks_per_tile(tiles.size[1], self.block_kv))
+            lookup, queries, keys, (num_q, max_blocks_per_tile(tiles.size[1], self.block_kv))
         )
 
 
 @pytree
 class ListedBlocks(BlockMask):
-    """What one query of each request sees, as lists, too: alone, it spares attend their making.
+    """A BlockMask of one query per request that also holds the lists of its blocks.
+
+    `attend` uses the lists as they are, if no other mask applies, instead of computing them.
 
     Attributes:
-        ids: The blocks that are True, ascending. What follows is garbage.
-        counts: How many they are.
+        ids: Indices of the True blocks in ascending order; entries beyond `counts` are arbitrary.
+        counts: Number of True blocks.
     """
 
     ids: Int32[Array, "reqs heads kv_blocks"]
@@ -189,14 +201,14 @@ class ListedBlocks(BlockMask):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BigBird(Mask):
-    """Blocks nearby, the first blocks (which also see everything), and random blocks of each head's own.
+    """Local blocks, global blocks at the start, and random blocks per head.
 
     Attributes:
-        block_size: Tokens of a block.
-        local_blocks: A query of block a sees block b if `|a - b| < local_blocks`.
-        global_blocks: Blocks at the start that every query sees and whose queries see every block.
-        random_blocks: Draws, for each head and block of queries, among the blocks up to it.
-        seed: Of the draws.
+        block_size: Number of tokens per block.
+        local_blocks: A query in block a attends to block b if `|a - b| < local_blocks`.
+        global_blocks: Number of blocks at the start that all queries attend to and that attend to all blocks.
+        random_blocks: Number of draws, with replacement, per head and query block among the blocks up to it.
+        seed: Seed of the draws, at least 0.
 
     Source: BigBird.
     """
@@ -218,34 +230,34 @@ class BigBird(Mask):
     def num_heads(self) -> tuple[int | None, int | None]:
         return (None if self.random_blocks else 1), 1
 
-    def _sees_block(self, head: Any, a: Any, b: Any) -> Any:
+    def _block_visible(self, head: Any, a: Any, b: Any) -> Any:
         is_global = (b < self.global_blocks) | ((a >= 0) & (a < self.global_blocks))
         visible = (jnp.abs(a - b) < self.local_blocks) | is_global
-        of_seed = int(self.seed) * 7919 % DRAWS  # of any seed, within int32
-        for nth in range(self.random_blocks):
-            drawn = _mixed(_mixed(a * 64 + nth + of_seed) + head * 977)
-            visible = visible | ((a >= 0) & (jax.lax.rem(drawn, a + 1) == b))
+        seed_offset = int(self.seed) * 7919 % NUM_HASHES  # Fits int32 for any seed.
+        for draw in range(self.random_blocks):
+            random_number = _hash(_hash(a * 64 + draw + seed_offset) + head * 977)
+            visible = visible | ((a >= 0) & (jax.lax.rem(random_number, a + 1) == b))
         return visible
 
     @override
     def visible(self, pairs: Pairs) -> Any:
         a, b = floor_div(pairs.query, self.block_size), quotient(pairs.key, self.block_size)
-        return self._sees_block(pairs.head, a, b)
+        return self._block_visible(pairs.head, a, b)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        query_block = lambda position: floor_div(position, self.block_size)
-        key_block = lambda position: quotient(position, self.block_size)
-        return coverage_of_blocks(
-            lambda a, b: self._sees_block(tiles.head, a, b),
-            (query_block(tiles.first_query), query_block(tiles.last_query)),
-            (key_block(tiles.first_key), key_block(tiles.last_key)),
-            tuple(max_blocks_per_tile(size, self.block_size) for size in tiles.size),
-        )
+        query_blocks = tuple(floor_div(x, self.block_size) for x in (tiles.first_query, tiles.last_query))
+        key_blocks = tuple(quotient(x, self.block_size) for x in (tiles.first_key, tiles.last_key))
+        max_blocks = tuple(max_blocks_per_tile(size, self.block_size) for size in tiles.size)
+
+        def block_visible(query_block: Any, key_block: Any) -> Any:
+            return self._block_visible(tiles.head, query_block, key_block)
+
+        return coverage_of_blocks(block_visible, query_blocks, key_blocks, max_blocks)
 
 
-def _mixed(x: Any) -> Any:
-    """A number below DRAWS that looks drawn; products stay within int32."""
-    x = remainder(x, DRAWS) * 31337 + 12345
+def _hash(x: Any) -> Any:
+    """Return a pseudorandom number below NUM_HASHES; products stay within int32."""
+    x = remainder(x, NUM_HASHES) * 31337 + 12345
     x = x ^ quotient(x, 4096)
-    return remainder(x, DRAWS)
+    return remainder(x, NUM_HASHES)

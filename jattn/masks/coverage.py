@@ -1,4 +1,4 @@
-"""How much of each tile of pairs a mask lets see: what lists of tiles and of blocks are made from."""
+"""Coverage of the tiles of a batch: the input from which lists of tiles and of blocks are made."""
 
 from typing import Any
 
@@ -20,34 +20,38 @@ def tile_coverage(
     num_heads: tuple[int, int],
     size: tuple[int, int],
     max_kv_tiles: int,
-    skew: Int32[Array, " q_tiles"] | None = None,
+    alignment_offset: Int32[Array, " q_tiles"] | None = None,
     is_prefill: bool = True,
     is_inside_blocks: bool = False,
 ) -> Coverage:
-    """How much of each tile each head sees: Bool [q_tiles, q_heads, max_kv_tiles]. Empty tiles: nothing.
+    """Return the coverage of all tiles, bool [q_tiles, q_heads, max_kv_tiles]. Tiles without pairs are EMPTY.
 
     Args:
-        mask: The whole mask.
-        rows: Row of the batch of each tile of queries.
-        first_query: Position of its first query.
-        num_queries: Its queries.
-        seq_lens: Keys of its request.
-        num_heads: Static: query heads and kv heads.
-        size: Static: queries and keys of a tile.
-        max_kv_tiles: Static: tiles of keys of the longest request.
-        skew: By how many positions the first tile of keys begins before the first key; 0 when None.
-        is_prefill: Static: whether the queries stand in the prefill region.
-        is_inside_blocks: Static: whether no tile crosses an edge of the mask's blocks.
+        mask: Complete mask of the layer, including causality.
+        rows: Batch row of each query tile.
+        first_query: Position of the first query of each query tile.
+        num_queries: Number of queries of each query tile.
+        seq_lens: Number of keys of the request of each query tile.
+        num_heads: Static: number of query heads and kv heads.
+        size: Static: number of queries and keys per tile.
+        max_kv_tiles: Static: number of key tiles of the longest request.
+        alignment_offset: Number of positions by which the first key tile starts before the first key; None =
+            0.
+        is_prefill: Static: whether the queries are in the prefill region.
+        is_inside_blocks: Static: whether no tile crosses a block boundary of the mask.
     """
     shape = rows.shape[0], num_heads[0], max_kv_tiles
-    per_tile = lambda x: x[:, None, None]
-    # numpy's: what follows from constants alone XLA computes when it compiles, not in a kernel of every call.
+
+    def per_tile(x: Array) -> Array:
+        return x[:, None, None]
+
+    # A numpy constant: XLA folds what depends on constants only, instead of running a kernel in every call.
     first_key: Any = (np.arange(max_kv_tiles, dtype=np.int32) * size[1])[None, None, :]
-    if skew is not None:
-        first_key = first_key - per_tile(skew)
+    if alignment_offset is not None:
+        first_key = first_key - per_tile(alignment_offset)
     last_key = jnp.minimum(first_key + (size[1] - 1), per_tile(seq_lens) - 1)
     first_key = jnp.maximum(first_key, 0)
-    is_real = (last_key >= first_key) & per_tile(num_queries > 0)
+    has_pairs = (last_key >= first_key) & per_tile(num_queries > 0)
     tiles = Tiles(
         head=np.arange(num_heads[0], dtype=np.int32)[None, :, None],
         row=per_tile(rows),
@@ -60,5 +64,5 @@ def tile_coverage(
         is_prefill=is_prefill,
     )
     any_visible, all_visible = mask.coverage(tiles)
-    any_visible = jnp.broadcast_to(any_visible & is_real, shape)
+    any_visible = jnp.broadcast_to(any_visible & has_pairs, shape)
     return Coverage(any_visible, jnp.broadcast_to(all_visible, shape) & any_visible)

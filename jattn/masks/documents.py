@@ -1,4 +1,4 @@
-"""Masks of documents that follow each other in a request, told apart by an id of each position."""
+"""Document masks: queries attend to the keys of their own document, given by an id per position."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, override
@@ -17,7 +17,7 @@ from pallas_kernels.checks import require
 
 
 def entry(table: Any, row: Any, position: Any) -> Any:
-    """`table[row, position]`, or `table[position]` of a table for all rows; past its end its last entry."""
+    """Return `table[row, position]`, or `table[position]` for all rows; positions are clamped."""
     table = jnp.asarray(table)
     position = jnp.clip(position, 0, table.shape[-1] - 1)
     if table.ndim == 1:
@@ -26,10 +26,7 @@ def entry(table: Any, row: Any, position: Any) -> Any:
 
 
 def as_int32(ids: Any) -> Any:
-    """Ids of 64 bits on the host that jax would cut to 32, numbered anew where those do not hold them.
-
-    Equal ones stay equal, and smaller ones smaller.
-    """
+    """Return host ids as int32. Ids that do not fit are renumbered, which preserves their order."""
     if not isinstance(ids, np.ndarray) or ids.dtype.itemsize <= 4:
         return ids
     bounds = np.iinfo(np.int32)
@@ -40,15 +37,15 @@ def as_int32(ids: Any) -> Any:
 
 @pytree
 class Document(Mask):
-    """Keys of the query's own document, where a request is several documents one after the other.
+    """Keys of the query's own document, in requests that concatenate several documents.
 
-    Equal ids see each other wherever they stand. The kernels take each run of equal ids for a document of its
-    own: masks in which an id comes again behind another one go to XLA. Inside jit nobody can see that one
-    does, so there ids that come again are for "xla" and "reference" alone.
+    Positions with equal ids attend to each other, wherever they are. The kernels treat each run of equal ids
+    as a separate document, so masks in which an id occurs in several runs are computed by XLA. Traced ids
+    cannot be inspected: inside jit, use implementation "xla" or "reference" if an id may recur.
 
     Attributes:
-        ids: Document of each position, for all rows [positions] or for each [reqs, positions]; in any order,
-            padding of 0 or -1 behind the last one among it. Positions past the end belong to the last.
+        ids: Document id of each position, [positions] for all requests or [reqs, positions]. Ids may be in
+            any order, and padding may have any id, such as 0 or -1. Positions past the end have the last id.
     """
 
     ids: Int[Array, "*reqs positions"] | Int[np.ndarray, "*reqs positions"]
@@ -67,8 +64,8 @@ class Document(Mask):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        """By bounds of a tile's ids, which say all where ids ascend, and never too little."""
-        bounds = _bounds(self.ids, max(tiles.size))
+        """Return coverage from the range of ids in each tile: exact for ascending ids, else conservative."""
+        bounds = _id_range_function(self.ids, max(tiles.size))
         low_q, high_q = bounds(tiles.row, tiles.first_query, tiles.last_query)
         low_k, high_k = bounds(tiles.row, tiles.first_key, tiles.last_key)
         any_visible = (low_q <= high_k) & (low_k <= high_q)
@@ -77,26 +74,25 @@ class Document(Mask):
 
 @pytree
 class DocumentRuns(Document):
-    """Documents whose ids never decrease, so that those at a tile's ends say which lie between."""
+    """A Document mask whose ids never decrease, so that the ids at a tile's ends bound those between."""
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        of = lambda position: entry(self.ids, tiles.row, position)
-        first_q, last_q = of(tiles.first_query), of(tiles.last_query)
-        first_k, last_k = of(tiles.first_key), of(tiles.last_key)
+        first_q, last_q = (entry(self.ids, tiles.row, x) for x in (tiles.first_query, tiles.last_query))
+        first_k, last_k = (entry(self.ids, tiles.row, x) for x in (tiles.first_key, tiles.last_key))
         any_visible = (first_q <= last_k) & (first_k <= last_q)
         return Coverage(any_visible, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
 
 
 def document_runs(ids: Int[Array, "*reqs positions"]) -> DocumentRuns:
-    """The runs of equal ids, numbered from 0, as documents."""
-    begins = ids[..., 1:] != ids[..., :-1]
-    ends = [(0, 0)] * (ids.ndim - 1) + [(1, 0)]
-    return DocumentRuns(ids=jnp.pad(jnp.cumsum(begins, axis=-1, dtype=jnp.int32), ends))
+    """Return a mask whose documents are the runs of equal ids, numbered from 0."""
+    is_first = ids[..., 1:] != ids[..., :-1]
+    pad_widths = [(0, 0)] * (ids.ndim - 1) + [(1, 0)]
+    return DocumentRuns(ids=jnp.pad(jnp.cumsum(is_first, axis=-1, dtype=jnp.int32), pad_widths))
 
 
 def documents_to_runs(mask: Mask) -> Mask:
-    """The mask with each run of equal ids as a document of its own: what the kernels compute."""
+    """Return the mask with each run of equal ids as a separate document, as the kernels compute it."""
     if isinstance(mask, And | Or | Not):
         return type(mask)(masks=tuple(map(documents_to_runs, mask.masks)))
     if isinstance(mask, Document) and not isinstance(mask, DocumentRuns):
@@ -105,12 +101,12 @@ def documents_to_runs(mask: Mask) -> Mask:
 
 
 def has_contiguous_documents(mask: Mask) -> bool:
-    """Whether `documents_to_runs` is the mask itself, as far as can be seen."""
+    """Return whether `documents_to_runs` does not change the mask; True for traced ids."""
     return all(has_contiguous_ids(leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document))
 
 
 def has_contiguous_ids(ids: Any) -> bool:
-    """Whether equal ids stand together in each row, as far as can be seen."""
+    """Return whether equal ids are contiguous in each row; True for traced ids."""
     if not support.is_concrete(ids):
         return True
     ids = np.atleast_2d(np.asarray(ids))
@@ -120,32 +116,34 @@ def has_contiguous_ids(ids: Any) -> bool:
     return all(len(np.unique(row)) == runs for row, runs in zip(ids, num_runs, strict=True))
 
 
-def _bounds(ids: Any, size: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`of(row, first, last)`: no id between is smaller or larger than what it returns.
+def _id_range_function(ids: Any, size: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Return a function `id_range(row, first, last)` that bounds the ids from first to last inclusive.
 
-    Rows are cut into pieces of `size`, and what is smallest and largest from a piece's begin and to its end
-    is written down. From `first` to `last` are `size` positions at most: where they lie in two pieces, that
-    is the answer. Where they lie in one, both ways say a bound, and the better one holds: the ids at the ends
-    where they ascend or descend.
+    Rows are cut into pieces of `size`, and the running minimum and maximum from the start and from the end of
+    each piece are precomputed. A range has at most `size` positions. If it spans two pieces, combining both
+    sides is exact. If it lies in one piece, both sides are bounds and the tighter one is returned, which is
+    exact for ids that ascend or descend.
     """
     ids = jnp.asarray(ids)
-    positions = ids.shape[-1]
-    spare = [(0, 0)] * (ids.ndim - 1) + [(0, -positions % size)]
-    pieces = jnp.pad(ids, spare, mode="edge").reshape(*ids.shape[:-1], -1, size)
-    axis = pieces.ndim - 1
-    flat = lambda x: x.reshape(*ids.shape[:-1], -1)
-    least, most = ([flat(of(pieces, axis, reverse=way)) for way in (False, True)] for of in _EXTREMES)
+    num_positions = ids.shape[-1]
+    pad_widths = [(0, 0)] * (ids.ndim - 1) + [(0, -num_positions % size)]
+    pieces = jnp.pad(ids, pad_widths, mode="edge").reshape(*ids.shape[:-1], -1, size)
 
-    def of(row: Any, first: Any, last: Any) -> tuple[Any, Any]:
-        first, last = (jnp.clip(place, 0, positions - 1) for place in (first, last))
-        is_in_one = quotient(first, size) == quotient(last, size)
-        low, low_behind = entry(least[0], row, last), entry(least[1], row, first)
-        high, high_behind = entry(most[0], row, last), entry(most[1], row, first)
-        smaller, larger = jnp.minimum, jnp.maximum
-        lowest = jnp.where(is_in_one, larger(low, low_behind), smaller(low, low_behind))
-        return lowest, jnp.where(is_in_one, smaller(high, high_behind), larger(high, high_behind))
+    def running(extreme: Callable[..., Array], *, reverse: bool) -> Array:
+        return extreme(pieces, pieces.ndim - 1, reverse=reverse).reshape(*ids.shape[:-1], -1)
 
-    return of
+    min_before, min_after = (running(lax.cummin, reverse=reverse) for reverse in (False, True))
+    max_before, max_after = (running(lax.cummax, reverse=reverse) for reverse in (False, True))
 
+    def id_range(row: Any, first: Any, last: Any) -> tuple[Any, Any]:
+        first, last = (jnp.clip(position, 0, num_positions - 1) for position in (first, last))
+        is_one_piece = quotient(first, size) == quotient(last, size)
+        low_before, low_after = entry(min_before, row, last), entry(min_after, row, first)
+        high_before, high_after = entry(max_before, row, last), entry(max_after, row, first)
+        low = jnp.where(is_one_piece, jnp.maximum(low_before, low_after), jnp.minimum(low_before, low_after))
+        high = jnp.where(
+            is_one_piece, jnp.minimum(high_before, high_after), jnp.maximum(high_before, high_after)
+        )
+        return low, high
 
-_EXTREMES = (lax.cummin, lax.cummax)
+    return id_range

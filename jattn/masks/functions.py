@@ -1,4 +1,4 @@
-"""Functions of pairs that close over traced arrays, as masks that hold these: derivatives must see them."""
+"""Masks given by Python functions."""
 
 import contextlib
 import dataclasses
@@ -19,22 +19,24 @@ from pallas_kernels.checks import require
 
 @contextlib.contextmanager
 def elementwise() -> Iterator[None]:
-    """Where a mask's function is traced: ValueError where it asks an array whether it is true."""
+    """Raise ValueError if a mask's function, traced in this context, converts an array to a bool."""
     try:
         yield
     except jax.errors.TracerBoolConversionError as error:
-        rule = "be elementwise: & for and, | for or, ~ for not, jnp.where for if"
-        raise ValueError(f"function must {rule}, got one that asks an array whether it is true.") from error
+        raise ValueError(
+            "The mask function converts an array to a bool, but it must be elementwise. Use & for and, | for "
+            "or, ~ for not, and jnp.where for if."
+        ) from error
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MaskFunction(Mask):
-    """`function(head, query, key) -> bool`, elementwise, of int32 arrays that broadcast; hashed by identity.
+    """A mask given by an elementwise `function(head, query, key) -> bool`.
 
-    Its schedule takes a look at every pair. `query` and `key` are positions; arrays that the function closes
-    over are constants of what is compiled, and with some there is no kernel. What it returns is an array of
-    bool, or True or False of all.
+    The function receives int32 arrays that broadcast against each other; `query` and `key` are positions. It
+    returns a bool array, or True or False for all pairs. Its schedule evaluates every pair. Arrays captured
+    by the function are compiled as constants, and the kernels support scalar ones only. Hashed by identity.
     """
 
     function: Callable[[Any, Any, Any], Any]
@@ -43,59 +45,61 @@ class MaskFunction(Mask):
         is_function = callable(self.function)
         require(is_function, "function", "be a function of head, query and key", repr(self.function))
         try:
-            taken = inspect.signature(self.function)
-        except ValueError:  # of some that are not written in Python nobody knows
+            signature = inspect.signature(self.function)
+        except ValueError:  # Some builtin functions have no signature.
             return
         try:
-            taken.bind(None, None, None)
+            signature.bind(None, None, None)
         except TypeError:
-            rule = "take three arguments: head, query and key"
-            raise ValueError(f"function must {rule}, got one of {taken}.") from None
+            raise ValueError(
+                f"The mask function must take the arguments head, query and key, got signature {signature}."
+            ) from None
 
     @property
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
         return None, 1
 
-    def _says(self, head: Any, query: Any, key: Any) -> Any:
-        """What the function returns: of other numbers than bool & and ~ would take the bits."""
+    def _call(self, head: Any, query: Any, key: Any) -> Any:
+        """Call the function, and check that it returns bool: & and ~ of integers are bitwise."""
         with elementwise():
-            said = self.function(head, query, key)
-        said = np.bool_(said) if isinstance(said, bool) else said  # Python's ~True is -2
-        dtype = getattr(said, "dtype", type(said).__name__)
-        require(dtype == jnp.bool_, "function", "return bool, as comparisons do", dtype)
-        return said
+            result = self.function(head, query, key)
+        result = np.bool_(result) if isinstance(result, bool) else result  # Python's ~True is -2.
+        dtype = getattr(result, "dtype", type(result).__name__)
+        if dtype != jnp.bool_:
+            raise ValueError(f"The mask function must return bool, got {dtype}.")
+        return result
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        return self._says(pairs.head, pairs.query, pairs.key)
+        return self._call(pairs.head, pairs.query, pairs.key)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        def every_pair(of: Callable[[Any, Any], Any]) -> Any:
-            """`of(sees, is_in_tile)` over each tile's pairs, which get two more axes."""
-            wide = lambda x: jnp.asarray(x)[..., None, None]
-            query = wide(tiles.first_query) + jnp.arange(tiles.size[0], dtype=jnp.int32)[:, None].reshape(
-                *[1] * jnp.ndim(tiles.first_query), -1, 1
-            )
-            key = wide(tiles.first_key) + jnp.arange(tiles.size[1], dtype=jnp.int32).reshape(
-                *[1] * jnp.ndim(tiles.first_key), 1, -1
-            )
-            is_in = (query <= wide(tiles.last_query)) & (key <= wide(tiles.last_key))
-            return of(self._says(wide(tiles.head), query, key), is_in)
+        """Evaluate the function on every pair of each tile."""
 
-        any_visible = every_pair(lambda visible, is_in: visible & is_in).any(axis=(-2, -1))
-        all_visible = every_pair(lambda visible, is_in: visible | ~is_in).all(axis=(-2, -1))
-        return Coverage(any_visible, all_visible)
+        def add_pair_axes(x: Any) -> Any:
+            return jnp.asarray(x)[..., None, None]
+
+        query = add_pair_axes(tiles.first_query) + jnp.arange(tiles.size[0], dtype=jnp.int32).reshape(
+            *[1] * jnp.ndim(tiles.first_query), -1, 1
+        )
+        key = add_pair_axes(tiles.first_key) + jnp.arange(tiles.size[1], dtype=jnp.int32).reshape(
+            *[1] * jnp.ndim(tiles.first_key), 1, -1
+        )
+        is_inside = (query <= add_pair_axes(tiles.last_query)) & (key <= add_pair_axes(tiles.last_key))
+        visible = self._call(add_pair_axes(tiles.head), query, key)
+        any_visible = (visible & is_inside).any(axis=(-2, -1))
+        return Coverage(any_visible, (visible | ~is_inside).all(axis=(-2, -1)))
 
 
 @pytree
 class LiftedMaskFunction(Mask):
-    """A MaskFunction, taken apart.
+    """A MaskFunction whose captured arrays are fields, so that JAX transformations can trace them.
 
     Attributes:
-        arrays: What the function closes over.
-        jaxpr: Static: the function of these, and of a head, a query and a key.
+        arrays: Arrays that the function captures.
+        jaxpr: Static: the function of the captured arrays, a head, a query and a key.
     """
 
     arrays: tuple[Any, ...]
@@ -105,8 +109,9 @@ class LiftedMaskFunction(Mask):
 
     @property
     def _function(self) -> MaskFunction:
-        of_one = lambda *pair: jax.core.eval_jaxpr(self.jaxpr, self.arrays, *pair)[0]
-        return MaskFunction(jnp.vectorize(of_one))
+        return MaskFunction(
+            jnp.vectorize(lambda *pair: jax.core.eval_jaxpr(self.jaxpr, self.arrays, *pair)[0])
+        )
 
     @property
     @override
@@ -123,25 +128,28 @@ class LiftedMaskFunction(Mask):
 
 
 def lift_captured_arrays(mask: Mask) -> Mask:
-    """The mask; functions that close over traced arrays, which jax.custom_vjp would lose, hold them."""
+    """Return the mask with the traced arrays that its functions capture as fields.
+
+    jax.custom_vjp does not see arrays that a static function captures.
+    """
     match mask:
         case And() | Or() | Not():
             return type(mask)(masks=tuple(map(lift_captured_arrays, mask.masks)))
         case ShardedMask():
             return dataclasses.replace(mask, mask=lift_captured_arrays(mask.mask))
         case MaskFunction():
-            return _taken_apart(mask)
+            return _lift(mask)
     return mask
 
 
 def mask_function_jaxpr(mask: MaskFunction) -> Any:
-    """The function of a head, a query and a key as a jaxpr, whose constants are what it closes over."""
-    one = jax.ShapeDtypeStruct((), np.int32)
+    """Return the mask's function as a jaxpr, whose constants are the captured arrays."""
+    scalar = jax.ShapeDtypeStruct((), np.int32)
     with elementwise():
-        return jax.make_jaxpr(mask.function)(one, one, one)
+        return jax.make_jaxpr(mask.function)(scalar, scalar, scalar)
 
 
-def _taken_apart(mask: MaskFunction) -> Mask:
+def _lift(mask: MaskFunction) -> Mask:
     closed = mask_function_jaxpr(mask)
     if not any(isinstance(array, jax.core.Tracer) for array in closed.consts):
         return mask

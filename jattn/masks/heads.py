@@ -1,4 +1,4 @@
-"""Masks of heads: some see what others do not."""
+"""Masks that depend on the query head."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,15 +16,21 @@ from pallas_kernels.checks import require
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OnlyHeads(Mask):
-    """Every key for the query heads of `heads`, none for the others; `OnlyHeads(h) | m`: the others see m."""
+    """All keys for the query heads in `heads`, and no keys for the others.
+
+    `OnlyHeads(heads) | mask` applies `mask` to the other heads only.
+
+    Attributes:
+        heads: Query heads that attend to everything.
+    """
 
     heads: Sequence[int]
 
     def __post_init__(self) -> None:
-        is_several = isinstance(self.heads, Sequence) and not isinstance(self.heads, str)
-        require(is_several, "heads", "be a tuple of query heads", repr(self.heads))
-        for head in self.heads:
-            require_ints(0, **{"each of heads": head})
+        is_sequence = isinstance(self.heads, Sequence) and not isinstance(self.heads, str)
+        require(is_sequence, "heads", "be a tuple of query heads", repr(self.heads))
+        for index, head in enumerate(self.heads):
+            require_ints(0, **{f"heads[{index}]": head})
         object.__setattr__(self, "heads", tuple(sorted(set(map(int, self.heads)))))
 
     @property
@@ -35,31 +41,31 @@ class OnlyHeads(Mask):
     @override
     def check(self, sizes: BatchSizes) -> None:
         super().check(sizes)
-        is_there = not self.heads or self.heads[-1] < sizes.num_q_heads
-        require(is_there, "OnlyHeads.heads", f"lie in [0, {sizes.num_q_heads})", self.heads)
+        are_valid = not self.heads or self.heads[-1] < sizes.num_q_heads
+        require(are_valid, "OnlyHeads.heads", f"lie in [0, {sizes.num_q_heads})", self.heads)
 
-    def _has(self, head: Any) -> Any:
+    def _contains(self, head: Any) -> Any:
         visible = head != head
-        for one in self.heads:
-            visible = visible | (head == one)
+        for selected_head in self.heads:
+            visible = visible | (head == selected_head)
         return visible
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        return self._has(pairs.head)
+        return self._contains(pairs.head)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        return Coverage(self._has(tiles.head), self._has(tiles.head))
+        return Coverage(self._contains(tiles.head), self._contains(tiles.head))
 
 
 def streaming_heads(retrieval_heads: Sequence[int], *, num_first: int, num_recent: int) -> Mask:
-    """Retrieval heads see everything; the others their request's first keys and the most recent.
+    """Return a mask under which retrieval heads attend to all keys, the others to first and recent keys.
 
     Args:
-        retrieval_heads: Query heads of this device.
-        num_first: Keys at the request's start that every head sees.
-        num_recent: Keys up to and with the query's own that every head sees.
+        retrieval_heads: Query heads on this device that attend to all keys.
+        num_first: Number of keys at the start of the request that every head attends to.
+        num_recent: Number of most recent keys, including the query's own, that every head attends to.
 
     Source: DuoAttention.
     """

@@ -1,4 +1,4 @@
-"""LocalStrided: vLLM's block-sparse pattern (Phi-3-small's)."""
+"""LocalStrided: the block-sparse pattern of vLLM and Phi-3-small."""
 
 import dataclasses
 from typing import Any, override
@@ -14,7 +14,7 @@ from pallas_kernels.checks import require, require_positive
 
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
-    """By how many blocks the vertical stripes of neighbouring heads are shifted.
+    """Return the number of blocks by which the vertical stripes of consecutive heads are shifted.
 
     Source: vLLM `get_head_sliding_step`.
     """
@@ -25,23 +25,23 @@ def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = Fals
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalStrided(Mask):
-    """Local blocks and every `vert_stride`-th block, the latter shifted from head to head.
+    """Local blocks and every `vert_stride`-th block, shifted from head to head.
 
-    A query of block a and global head h sees block b <= a if `a - b < local_blocks` or
-    `(b + shift(h) + 1) % vert_stride == 0`. vert_stride 1 is dense. A row that sees no block at all (only
-    possible with local_blocks 0) comes out as zeros. Within its own block a query sees later keys too unless
-    another mask forbids that: AttentionSpec.causal does.
+    A query in block a and global head h attends to block b <= a if `a - b < local_blocks` or
+    `(b + shift(h) + 1) % vert_stride == 0`. vert_stride 1 is dense. A query without a visible block (possible
+    only with local_blocks 0) has output zero. Within its own block a query also attends to later keys unless
+    another mask, such as AttentionSpec.causal, hides them.
 
     Attributes:
-        block_size: Tokens of a sparse block; any size, whatever the cache's block_size is.
-        local_blocks: Blocks before and including its own that a query sees.
-        vert_stride: Distance of the stripes.
-        homo_head: All heads share one pattern. Wins over homo_head_group.
-        homo_head_group: The query heads of one kv head share one pattern.
-        tp_rank: This device's place among the tensor-parallel devices: heads are counted globally.
+        block_size: Number of tokens per sparse block; independent of the cache's block size.
+        local_blocks: Number of blocks up to and including its own that a query attends to.
+        vert_stride: Distance between stripes, in blocks.
+        homo_head: Whether all heads share one pattern. Takes precedence over homo_head_group.
+        homo_head_group: Whether the query heads of one kv head share one pattern.
+        tp_rank: Rank of this device among the tensor-parallel devices; heads are counted globally.
         tp_size: Number of tensor-parallel devices.
-        vllm_prefill_heads: vLLM forgets homo_head_group in prefill and there shifts from query head to query
-            head, while its decode shifts from kv head to kv head. True does as vLLM did; False is consistent.
+        vllm_prefill_heads: Whether prefill ignores homo_head_group and shifts per query head, as vLLM does,
+            although vLLM's decode shifts per kv head. False is consistent.
 
     Source: vLLM V0 `BlocksparseParams`, `get_sparse_attn_mask`, and `paged_attention` with block sparsity.
     """
@@ -69,7 +69,7 @@ class LocalStrided(Mask):
         return None, None if self.homo_head_group else 1
 
     def head_sliding_step(self, num_q_heads: int, num_kv_heads: int) -> int:
-        """VLLM's head_sliding_step for these per-device head counts; negative = counted in kv heads."""
+        """Return vLLM's head_sliding_step for per-device numbers of heads; negative if in kv heads."""
         if self.homo_head:
             return 0
         if self.homo_head_group:
@@ -77,11 +77,11 @@ class LocalStrided(Mask):
         return get_head_sliding_step(num_q_heads * self.tp_size, self.vert_stride)
 
     def active_head_range(self, num_q_heads: int) -> tuple[int, int]:
-        """Global numbers of this device's query heads: first, and one past the last."""
+        """Return the global indices of this device's first query head, and one past its last."""
         return self.tp_rank * num_q_heads, (self.tp_rank + 1) * num_q_heads
 
     def head_shifts(self, head: Any, num_q_heads: int, num_kv_heads: int, *, is_prefill: bool) -> Any:
-        """`shift(h)` for some of this device's query heads: an int, or an array of them."""
+        """Return `shift(h)` for this device's query head or heads `head`: an int or an array."""
         per_q_head = is_prefill and self.vllm_prefill_heads and not self.homo_head
         step = (
             get_head_sliding_step(num_q_heads * self.tp_size, self.vert_stride)
@@ -106,16 +106,19 @@ class LocalStrided(Mask):
         first_a, last_a = (floor_div(x, self.block_size) for x in (tiles.first_query, tiles.last_query))
         first_b, last_b = (quotient(x, self.block_size) for x in (tiles.first_key, tiles.last_key))
         shift = self.head_shifts(tiles.head, *tiles.num_heads, is_prefill=tiles.is_prefill)
-        # Stripes among the blocks up to and with b, but for a constant.
-        up_to = lambda b: quotient(b + shift + 1, self.vert_stride)
-        stripes = lambda first, last: up_to(last) - up_to(first - 1)
+
+        def num_stripes(first: Any, last: Any) -> Any:
+            # quotient(b + shift + 1, vert_stride) counts the stripes up to block b, except for a constant.
+            end, start = (quotient(b + shift + 1, self.vert_stride) for b in (last, first - 1))
+            return end - start
+
         some_local = (last_a >= first_b) & (first_a - last_b < self.local_blocks)
         if self.local_blocks == 0:
             some_local = some_local & False
         last_past = jnp.minimum(last_b, last_a)
-        some_stripe = (last_past >= first_b) & (stripes(first_b, jnp.maximum(last_past, first_b)) > 0)
+        some_stripe = (last_past >= first_b) & (num_stripes(first_b, jnp.maximum(last_past, first_b)) > 0)
         # Every block that is not local for the last query must be a stripe.
         last_far = jnp.minimum(last_b, last_a - self.local_blocks)
         num_far = last_far - first_b + 1
-        all_stripes = (num_far <= 0) | (stripes(first_b, jnp.maximum(last_far, first_b)) == num_far)
+        all_stripes = (num_far <= 0) | (num_stripes(first_b, jnp.maximum(last_far, first_b)) == num_far)
         return Coverage(some_local | some_stripe, (last_b <= first_a) & all_stripes)

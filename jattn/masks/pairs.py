@@ -1,4 +1,4 @@
-"""What masks are asked: of pairs of a query and a key, of tiles of these, and of a step's sizes."""
+"""The arguments of masks: pairs of a query and a key, tiles of such pairs, and the sizes of a batch."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,13 +14,13 @@ class Pairs(NamedTuple):
     """Pairs of a query and a key: int32 arrays that broadcast against each other, or scalars.
 
     Attributes:
-        head: Query head of this device.
-        row: Row of the batch: which request. Masks of positions alone do not look at it.
-        query: Position of the query in its request: before 0 where there are more queries than keys, in
-            block -1 of a pattern and those before it.
-        key: Position of the key.
-        num_heads: Static: query heads and kv heads of this device.
-        is_prefill: Static: whether the queries stand in the prefill region.
+        head: Query head on this device.
+        row: Row of the batch, which identifies the request. Masks of positions only do not read it.
+        query: Position of the query in its request. Negative for the first queries of a request with more
+            queries than keys; they belong to block -1 of a pattern and those before it.
+        key: Position of the key in its request.
+        num_heads: Static: number of query heads and kv heads on this device.
+        is_prefill: Static: whether the queries are in the prefill region.
     """
 
     head: Any
@@ -32,20 +32,20 @@ class Pairs(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of pairs: every query from first_query to last_query with every key from first_key to last_key.
+    """Tiles of pairs: each pairs the queries first_query..last_query with the keys first_key..last_key.
 
-    Both ends included; a tile has at least one pair. Other attributes are those of Pairs.
+    Both ends are inclusive, so a tile has at least one pair.
 
     Attributes:
-        head: As Pairs.head.
-        row: As Pairs.row.
+        head: Query head on this device.
+        row: Row of the batch, which identifies the request.
         first_query: Position of the first query.
         last_query: Position of the last query.
         first_key: Position of the first key.
         last_key: Position of the last key.
-        num_heads: Static: query heads and kv heads of this device.
-        size: Static: queries and keys of the largest tile.
-        is_prefill: Static: whether the queries stand in the prefill region.
+        num_heads: Static: number of query heads and kv heads on this device.
+        size: Static: number of queries and keys of the largest tile.
+        is_prefill: Static: whether the queries are in the prefill region.
     """
 
     head: Any
@@ -60,10 +60,15 @@ class Tiles(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """How much of each tile is visible: `any_visible` is False if no pair is, `all_visible` True if all are.
+    """Which tiles a mask leaves EMPTY (no pair is visible), PARTIAL, or FULL (all pairs are visible).
 
-    A tile is EMPTY if not `any_visible`, FULL if `all_visible`, and PARTIAL otherwise. Both fields may err on
-    the side of PARTIAL, which costs time but not correctness.
+    A tile is EMPTY if `any_visible` is False, FULL if `all_visible` is True, and PARTIAL otherwise. A mask
+    may report a tile as PARTIAL that is EMPTY or FULL: that costs time, not correctness. Single masks are
+    exact, except VerticalSlash and Document with descending ids; masks composed with & and | may not be.
+
+    Attributes:
+        any_visible: Whether any pair of a tile may be visible.
+        all_visible: Whether all pairs of a tile are known to be visible.
     """
 
     any_visible: Any
@@ -71,15 +76,16 @@ class Coverage(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """What is static of a step that a mask meets.
+    """The static sizes of a batch that a mask must fit; None = unknown.
 
     Attributes:
-        num_q_heads: Query heads of this device.
-        num_rows: Rows of the step's metadata; None = unknown.
-        max_query_len: Bound of a request's queries; None = unknown.
-        max_seq_len: Bound of its keys, and so of the positions of queries; None = unknown.
-        max_query_end: Bound of the positions of queries where that is another; None = it is not.
-        query_ends: Reads one past the position of each row's last query, 0 of a row without; None = unknown.
+        num_q_heads: Number of query heads on this device.
+        num_rows: Number of rows of the batch metadata.
+        max_query_len: Maximum number of queries per request.
+        max_seq_len: Maximum number of keys per request, which also bounds the positions of its queries.
+        max_query_end: Maximum position of a query plus one, if it differs from `max_seq_len`.
+        query_ends: Function that returns, for each row, the position of its last query plus one; 0 for a row
+            without queries.
     """
 
     num_q_heads: int
@@ -91,10 +97,10 @@ class BatchSizes(NamedTuple):
 
 
 def quotient(x: Any, size: int) -> Any:
-    """`x // size` for x >= 0."""
+    """Return `x // size` for x >= 0; unlike `//` it lowers in kernels, too."""
     return jax.lax.div(x, jnp.full_like(x, size))
 
 
 def remainder(x: Any, size: int) -> Any:
-    """`x % size` for x >= 0."""
+    """Return `x % size` for x >= 0; unlike `%` it lowers in kernels, too."""
     return jax.lax.rem(x, jnp.full_like(x, size))

@@ -1,4 +1,4 @@
-"""Masks of positions: what a query sees depends on where it and the key stand in the request."""
+"""Masks of positions: visibility depends on the positions of the query and the key in the request."""
 
 import dataclasses
 import numbers
@@ -17,14 +17,14 @@ from pallas_kernels.checks import require
 
 
 def distances(tiles: Tiles) -> tuple[Any, Any]:
-    """Smallest and largest `query - key` of a tile; every distance between them occurs."""
+    """Return the smallest and largest `query - key` of each tile; every distance between them occurs."""
     return tiles.first_query - tiles.last_key, tiles.last_query - tiles.first_key
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Causal(Mask):
-    """Keys up to the query's own position."""
+    """Keys up to and including the query's own position."""
 
     @property
     @override
@@ -49,7 +49,12 @@ class Causal(Mask):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """Keys at most `left` before the query and `right` behind it; None = unlimited."""
+    """Keys at most `left` positions before and `right` positions after the query.
+
+    Attributes:
+        left: Number of visible earlier keys, not counting the query's own; None = unlimited.
+        right: Number of visible later keys; None = unlimited.
+    """
 
     left: int | None = None
     right: int | None = None
@@ -76,12 +81,12 @@ class Window(Mask):
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        ahead = pairs.key - pairs.query
-        visible = ahead == ahead
+        offset = pairs.key - pairs.query
+        visible = offset == offset
         if self.left is not None:
-            visible = visible & (ahead >= -self.left)
+            visible = visible & (offset >= -self.left)
         if self.right is not None:
-            visible = visible & (ahead <= self.right)
+            visible = visible & (offset <= self.right)
         return visible
 
     @override
@@ -104,7 +109,10 @@ class Window(Mask):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Sinks(Mask):
-    """The request's first `num` keys: StreamingLLM's attention sinks, not the scores of `attend(sinks=)`."""
+    """The first `num` keys of the request: StreamingLLM's attention sinks.
+
+    Not to be confused with the learned scores of `attend(sinks=)`.
+    """
 
     num: int
 
@@ -123,7 +131,7 @@ class Sinks(Mask):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """Keys of the query's own chunk of `size` positions: Llama 4's chunked-local attention."""
+    """Keys in the query's chunk of `size` positions: Llama 4's chunked local attention."""
 
     size: int
 
@@ -145,7 +153,7 @@ class Chunked(Mask):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Dilated(Mask):
-    """The query's own position and, on each side, the next `num` positions at multiples of `step`.
+    """The query's own key and `num` keys on each side of it, `step` positions apart.
 
     Source: Longformer's dilated sliding window.
     """
@@ -156,9 +164,8 @@ class Dilated(Mask):
     def __post_init__(self) -> None:
         normalize_ints(self, 0, "num")
         normalize_ints(self, 1, "step")
-        rule = f"be at most {MAX_INT}, the last position that there may be"
-        reach = self.num * self.step
-        require(reach <= MAX_INT, "num * step", rule, reach)
+        max_distance = self.num * self.step
+        require(max_distance <= MAX_INT, "num * step", f"be at most {MAX_INT}", max_distance)
 
     @override
     def visible(self, pairs: Pairs) -> Any:
@@ -167,24 +174,28 @@ class Dilated(Mask):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        reach = self.num * self.step
+        max_distance = self.num * self.step
         nearest, farthest = distances(tiles)
-        low, high = jnp.maximum(nearest, -reach), jnp.minimum(farthest, reach)
-        # Rounded down, negative ones too; shifted by the reach they might not fit 32 bits.
-        below = lambda x: jnp.where(x < 0, quotient(x + 1, self.step) - 1, quotient(x, self.step))
-        num_seen = jnp.where(low <= high, below(high) - below(low - 1), 0)
-        return Coverage(num_seen > 0, num_seen == farthest - nearest + 1)
+        low, high = jnp.maximum(nearest, -max_distance), jnp.minimum(farthest, max_distance)
+
+        def round_down(x: Any) -> Any:
+            # Shifting by max_distance, to avoid negative numbers, could overflow int32.
+            return jnp.where(x < 0, quotient(x + 1, self.step) - 1, quotient(x, self.step))
+
+        num_visible = jnp.where(low <= high, round_down(high) - round_down(low - 1), 0)
+        return Coverage(num_visible > 0, num_visible == farthest - nearest + 1)
 
 
 @pytree
 class Prefix(Mask):
-    """The first `length` tokens of a request see each other, later ones too: no mask for causal attention.
+    """Bidirectional attention among the first `length` tokens of a request.
 
-    A prefix LM is `Causal() | Prefix(length=n)` with `AttentionSpec(causal=False)`. Where a prompt is
-    computed in chunks, the first should have the whole prefix: what is not in the cache yet is not seen.
+    A prefix LM is `Causal() | Prefix(length=n)` with `AttentionSpec(causal=False)`. If a prompt is computed
+    in chunks, the first chunk should contain the complete prefix: keys that are not cached yet are not
+    visible.
 
     Attributes:
-        length: Of every request, an int or [], or of each [reqs].
+        length: Number of prefix tokens: an int or [] for all requests, or [reqs].
     """
 
     length: Int[Array, "*reqs"] | Int[np.ndarray, "*reqs"] | int | np.integer
@@ -194,9 +205,9 @@ class Prefix(Mask):
         if isinstance(self.length, numbers.Integral) and not isinstance(self.length, bool):
             object.__setattr__(self, "length", np.asarray(self.length))
         require_array("length", self.length, "integer", {0: "[]", 1: "[reqs]"})
-        if isinstance(self.length, np.ndarray):  # JAX would take the low 32 bits of more
-            length = self.length.ravel()
-            require(all(abs(int(one)) <= MAX_INT for one in length), "length", "hold int32s", self.length)
+        if isinstance(self.length, np.ndarray):  # JAX would truncate larger values to 32 bits.
+            fits_int32 = all(abs(int(length)) <= MAX_INT for length in self.length.ravel())
+            require(fits_int32, "length", "fit int32", self.length)
             object.__setattr__(self, "length", self.length.astype(np.int32))
 
     @property

@@ -1,4 +1,4 @@
-"""Masks whose heads, or rows, are spread over the devices of a mesh."""
+"""Masks over several devices: heads sharded over a mesh axis, or keys interleaved over ranks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, override
 import jax
 from jaxtyping import Array, Int32
 
-from jattn.masks.base import Mask, leaves, row_arrays
+from jattn.masks.base import Mask, leaves, per_request_arrays
 from jattn.masks.local_strided import LocalStrided
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, quotient, remainder
 from jattn.pytree import pytree, static
@@ -16,17 +16,17 @@ from jattn.pytree import pytree, static
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardedMask(Mask):
-    """A mask of all heads, as those of one device see it; inside shard_map, where heads lie along an axis.
+    """A mask over the heads of all devices, for the heads of one device; used inside shard_map.
 
     Attributes:
-        mask: Whose heads are counted over all devices.
-        axis_name: Static: the axis, or several as one.
-        num_heads_of_all: Static: query heads and kv heads of all devices, no kv head counted twice.
+        mask: Mask over the global heads.
+        axis_name: Static: mesh axis, or axes, that the heads are sharded over.
+        num_global_heads: Static: total number of query heads and kv heads, counting replicated kv heads once.
     """
 
     mask: Mask
     axis_name: str | tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    num_heads_of_all: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    num_global_heads: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     row_axes: ClassVar[dict[str, int]] = {}
 
@@ -52,67 +52,68 @@ class ShardedMask(Mask):
 
     @override
     def check(self, sizes: BatchSizes) -> None:
-        self.mask.check(sizes._replace(num_q_heads=self.num_heads_of_all[0]))
+        self.mask.check(sizes._replace(num_q_heads=self.num_global_heads[0]))
 
     @override
-    def map_rows(self, of: Callable[[Any], Any]) -> Mask:
-        return dataclasses.replace(self, mask=self.mask.map_rows(of))
+    def map_rows(self, function: Callable[[Any], Any]) -> Mask:
+        return dataclasses.replace(self, mask=self.mask.map_rows(function))
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        return self.mask.visible(self._of_all(pairs))
+        return self.mask.visible(self._with_global_heads(pairs))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        return self.mask.coverage(self._of_all(tiles))
+        return self.mask.coverage(self._with_global_heads(tiles))
 
-    def _of_all(self, places: Any) -> Any:
-        """The same pairs or tiles, with their heads counted over all devices."""
-        first = jax.lax.axis_index(self.axis_name) * places.num_heads[0]
-        return places._replace(head=places.head + first, num_heads=self.num_heads_of_all)
+    def _with_global_heads(self, pairs_or_tiles: Any) -> Any:
+        """Return the pairs or tiles with global head indices."""
+        first_head = jax.lax.axis_index(self.axis_name) * pairs_or_tiles.num_heads[0]
+        return pairs_or_tiles._replace(head=pairs_or_tiles.head + first_head, num_heads=self.num_global_heads)
 
 
 def shard_mask(
-    mask: Mask, axis_name: str | tuple[str, ...], num_devices: int, num_heads_of_all: tuple[int, int]
+    mask: Mask, axis_name: str | tuple[str, ...], num_devices: int, num_global_heads: tuple[int, int]
 ) -> Mask:
-    """A mask of all heads as each of some devices sees it; the mask itself where that is the same for all.
+    """Return the mask for one device's heads; `mask` itself if it is the same on all devices.
 
     Args:
-        mask: Of all heads.
-        axis_name: Along which the devices lie.
-        num_devices: How many of them.
-        num_heads_of_all: As in `ShardedMask`.
+        mask: Mask over the global heads.
+        axis_name: Mesh axis, or axes, that the heads are sharded over.
+        num_devices: Number of devices along `axis_name`.
+        num_global_heads: Total number of query heads and kv heads, counting replicated kv heads once.
     """
     if num_devices == 1 or mask.num_heads == (1, 1):
         return mask
     if isinstance(mask, LocalStrided) and mask.tp_size == 1:
-        # Patterns repeat after vert_stride blocks: Phi-3-small's 32 heads are alike on 2 and on 4 devices.
-        step = mask.head_sliding_step(*num_heads_of_all)
-        heads = num_heads_of_all[0] if step > 0 else num_heads_of_all[1]
+        # The pattern repeats after vert_stride blocks: Phi-3-small's 32 heads are the same on 2 or 4 devices.
+        step = mask.head_sliding_step(*num_global_heads)
+        heads = num_global_heads[0] if step > 0 else num_global_heads[1]
         is_even = heads % num_devices == 0 and not mask.vllm_prefill_heads
         if is_even and (heads // num_devices * step) % mask.vert_stride == 0:
             return dataclasses.replace(mask, tp_size=num_devices)
-    return ShardedMask(mask=mask, axis_name=axis_name, num_heads_of_all=num_heads_of_all)
+    return ShardedMask(mask=mask, axis_name=axis_name, num_global_heads=num_global_heads)
 
 
 def per_request_array_ids(mask: Mask) -> set[int]:
-    """`id` of each array, of a mask or of those it is composed of, that has a row for each request."""
-    return {id(array) for leaf in leaves(mask) for array in row_arrays(leaf).values()}
+    """Return the `id` of each array in a composed mask that has one row per request."""
+    return {id(array) for leaf in leaves(mask) for array in per_request_arrays(leaf).values()}
 
 
 @pytree
 class InterleavedMask(Mask):
-    """What `mask` says of the positions that a rank's own keys, and the queries, have in their request.
+    """A mask of positions, applied to the keys that one context-parallel rank stores.
 
-    A rank stores position p where `(p // interleave) % num_ranks` is its number, close together. A query is
-    said to stand before so many keys as follow it among the rank's own, whoever stores these.
+    Rank `(p // interleave) % num_ranks` stores the key of position p; a rank's keys are numbered
+    contiguously. Query positions count from the end of the rank's keys; `shift` converts them to positions in
+    the request.
 
     Attributes:
-        mask: Of positions; holds no arrays.
-        rank: The rank whose keys they are.
-        shift: Of each row [reqs]: its keys that other ranks store, by which its queries stand further behind.
-        num_ranks: Static.
-        interleave: Static: neighbouring positions that stay together.
+        mask: Mask of positions in the request; holds no arrays.
+        rank: Rank that stores the keys.
+        shift: Number of keys of each request that other ranks store: int32 [reqs].
+        num_ranks: Static: number of context-parallel ranks.
+        interleave: Static: number of consecutive positions that a rank stores together.
     """
 
     mask: Mask = static()
@@ -134,24 +135,24 @@ class InterleavedMask(Mask):
         self.mask.check(BatchSizes(num_q_heads=sizes.num_q_heads))
 
     def position(self, key: Any) -> Any:
-        """Where a key of the rank stands in its request."""
-        turn, offset = quotient(key, self.interleave), remainder(key, self.interleave)
-        return (turn * self.num_ranks + self.rank) * self.interleave + offset
+        """Return the position in the request of the rank's `key`-th key."""
+        cycle, offset = quotient(key, self.interleave), remainder(key, self.interleave)
+        return (cycle * self.num_ranks + self.rank) * self.interleave + offset
 
     @override
     def visible(self, pairs: Pairs) -> Any:
-        moved = {"query": pairs.query + self.shift[pairs.row], "key": self.position(pairs.key)}
-        return self.mask.visible(pairs._replace(**moved))
+        query, key = pairs.query + self.shift[pairs.row], self.position(pairs.key)
+        return self.mask.visible(pairs._replace(query=query, key=key))
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        """Of tiles that have the keys between, too: they are seen in part where the rank's own are."""
+        """Return the (conservative) coverage of tiles that also contain the keys between the rank's keys."""
         shift, (queries, keys) = self.shift[tiles.row], tiles.size
-        between = tiles._replace(
+        global_tiles = tiles._replace(
             first_query=tiles.first_query + shift,
             last_query=tiles.last_query + shift,
             first_key=self.position(tiles.first_key),
             last_key=self.position(tiles.last_key),
             size=(queries, (keys + self.interleave) * self.num_ranks),
         )
-        return self.mask.coverage(between)
+        return self.mask.coverage(global_tiles)

@@ -1,7 +1,10 @@
-"""Block-sparse attention: the masks of `jattn.masks`, the tiles they leave, blocks chosen by scores."""
+"""Block-sparse attention: masks, tile schedules, block selection by scores, and published recipes.
+
+Everything in `jattn.masks` is also available here.
+"""
 
 from jattn import masks
-from jattn.masks import *  # noqa: F403  (a mask is named in its own package, and nowhere else)
+from jattn.masks import *  # noqa: F403  (re-exports the masks without listing them twice)
 from jattn.sparsity.decode_selection import KeyBounds, select_blocks, write_key_bounds
 from jattn.sparsity.native_sparse_attention import nsa, select_nsa_blocks
 from jattn.sparsity.plotting import plot

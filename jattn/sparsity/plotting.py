@@ -1,4 +1,4 @@
-"""Pictures of masks and schedules; needs matplotlib, the `plot` extra."""
+"""Plots of masks and schedules; needs matplotlib (the `plot` extra)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +7,6 @@ import numpy as np
 from jattn.masks import Mask, dense
 from jattn.masks.checks import require_ints
 from jattn.sparsity.tile_schedule import TileSchedule, expand_schedule
-from pallas_kernels.checks import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,46 +16,47 @@ COLORS = ("#f2f2f2", "#8fb8de", "#1f4e79")
 
 
 def plot(
-    what: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
+    mask_or_schedule: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
 ) -> "Figure":
-    """Draws a mask pair by pair, or a schedule tile by tile; one square a head.
+    """Plot a mask by pairs or a schedule by tiles, with one square per head.
 
     Args:
-        what: A mask, or the schedule of one; of a schedule every tile of queries is drawn, row after row.
-        seq_len: Of a mask: queries and keys.
-        num_heads: How many query heads to draw at most: the first ones. One, where all see the same.
-        options: Of a mask: `dense`'s; num_q_heads where it tells heads apart by their numbers.
+        mask_or_schedule: Mask or schedule to plot. All query tiles of a schedule are drawn, row after row.
+        seq_len: Number of queries and keys of a mask; None for a schedule.
+        num_heads: Maximum number of query heads to plot. A mask that does not depend on heads is drawn once.
+        options: Options of `dense` for a mask, such as num_q_heads.
 
     Raises:
-        ValueError: seq_len is not given for a mask; it or an option is for a schedule; or as `dense`.
+        ValueError: If seq_len is missing for a mask; if seq_len or an option is given for a schedule; or if
+            `dense` rejects the mask.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    heads = classes(what, seq_len, num_heads=num_heads, **options)
+    heads = coverage_image(mask_or_schedule, seq_len, num_heads=num_heads, **options)
     figure = Figure(figsize=(2.4 * len(heads), 2.7), layout="constrained")
     axes = figure.subplots(1, len(heads), squeeze=False, sharex=True, sharey=True)[0]
-    for head, (axis, picture) in enumerate(zip(axes, heads, strict=True)):
-        axis.imshow(picture, cmap=ListedColormap(COLORS), vmin=EMPTY, vmax=FULL, interpolation="nearest")
+    for head, (axis, image) in enumerate(zip(axes, heads, strict=True)):
+        axis.imshow(image, cmap=ListedColormap(COLORS), vmin=EMPTY, vmax=FULL, interpolation="nearest")
         axis.set_title(f"head {head}", fontsize=9)
         axis.tick_params(labelsize=7)
-    unit = "tile of " if isinstance(what, TileSchedule) else ""
-    axes[0].set_ylabel(f"{unit}queries", fontsize=8)
-    figure.supxlabel(f"{unit}keys", fontsize=8)
+    is_schedule = isinstance(mask_or_schedule, TileSchedule)
+    axes[0].set_ylabel("query tile" if is_schedule else "query", fontsize=8)
+    figure.supxlabel("key tile" if is_schedule else "key", fontsize=8)
     return figure
 
 
-def classes(
-    what: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
+def coverage_image(
+    mask_or_schedule: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
 ) -> np.ndarray:
-    """What `plot` draws: [heads, queries, keys] of 0 = not seen, 1 = in part, 2 = seen."""
+    """Return the image that `plot` draws: [heads, queries, keys] of EMPTY, PARTIAL or FULL."""
     require_ints(1, num_heads=num_heads)
-    is_schedule = isinstance(what, TileSchedule)
-    rule = "be given for a mask, and for a mask only"
-    require(is_schedule == (seq_len is None), "seq_len", rule, seq_len)
-    if isinstance(what, TileSchedule):
-        require(not options, "options", "be given for a mask only", ", ".join(options))
-        partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(what))
+    if isinstance(mask_or_schedule, TileSchedule):
+        if seq_len is not None or options:
+            names = ", ".join(["seq_len"] * (seq_len is not None) + list(options))
+            raise ValueError(f"{names} can be given for a mask only, got a TileSchedule.")
+        partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(mask_or_schedule))
         return (partial * PARTIAL + full * FULL)[:num_heads]
-    assert seq_len is not None
-    return np.asarray(dense(what, seq_len, seq_len, **options))[:num_heads] * FULL
+    if seq_len is None:
+        raise ValueError("seq_len must be given to plot a mask.")
+    return np.asarray(dense(mask_or_schedule, seq_len, seq_len, **options))[:num_heads] * FULL

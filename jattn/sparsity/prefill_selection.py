@@ -1,4 +1,4 @@
-"""Prefill over the blocks that matter: pooled queries against pooled keys, and how much mass to keep.
+"""Block selection for prefill: scores of mean queries and mean keys, and a threshold on their softmax mass.
 
 Source: MInference's block-sparse pattern and XAttention's threshold, with means as the pool.
 """
@@ -35,47 +35,48 @@ def select_prefill_blocks(
     implementation: str | None = None,
     interpret: Any = None,
 ) -> BlockMask:
-    """For each head and block of queries the fewest blocks of keys that seem to hold `mass` of it all.
+    """Select the fewest key blocks that hold `mass` of the estimated attention, per head and query block.
 
-    A block of queries weighs blocks of keys by softmax(mean query . mean key); the request's most recent and
-    first ones are always kept, and what scores NaN. Traced. Context in the cache counts as keys.
+    The attention of a query block to the key blocks is estimated as softmax(mean query . mean key). The first
+    and the most recent blocks of a request, and blocks that score NaN, are always selected. Traced. Cached
+    context counts as keys.
 
     Args:
-        query: The step's queries; blocks are of those in the prefill region.
-        kv: Where keys are, the step's own among them.
-        metadata: The step's metadata.
-        spec: The layer: heads, scale.
-        mass: Static: share of the estimated attention to keep, in (0, 1].
-        block_size: Static: queries and keys of a block.
-        num_first: Static: blocks at a request's start that every query sees.
-        num_recent: Static: blocks up to and with its own that every query sees.
-        implementation: "mosaic_gpu" or "xla"; None = the best that this machine and these sizes allow.
+        query: Queries of the step; those in the prefill region are divided into blocks.
+        kv: Keys and values, including those of the current step.
+        metadata: Metadata of the step.
+        spec: Attention of the layer; provides the heads and the scale.
+        mass: Static: fraction of the estimated attention to keep, in (0, 1].
+        block_size: Static: number of queries and keys per block.
+        num_first: Static: number of blocks at the start of a request that every query attends to.
+        num_recent: Static: number of blocks up to and including its own that every query attends to.
+        implementation: "mosaic_gpu" or "xla"; None = the best one that supports these sizes on this machine.
         interpret: Static: plgpu.InterpretGPUParams to run the kernel on a CPU.
 
     Returns:
-        A mask for `attend(mask=)`, its rows those of the metadata.
+        A mask for `attend(mask=)` with the rows of the metadata.
 
     Raises:
-        ValueError: A number is out of range, or a paged cache has no block table.
-        NotImplementedError: The implementation asked for has no kernel for this; the message says why.
+        ValueError: If a number is out of range, or a paged cache has no block table.
+        NotImplementedError: If the requested implementation does not support these arguments.
     """
     _check_numbers(mass, block_size, num_first=num_first, num_recent=num_recent)
-    require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
+    require_type("metadata", metadata, BatchMetadata, "see jattn.build_batch_metadata")
     bucket, kv_blocks = metadata.bucket, _num_blocks(kv, metadata, block_size)
     reason = (None if interpret else support.why_not_on(query, kv)) or _why_not_least(kv_blocks)
     use_kernel = support.should_use_kernel("select_prefill_blocks", implementation, reason)
     first = metadata.num_computed_tokens // block_size
-    as_mask = functools.partial(BlockMask, first_q_block=first, block_q=block_size, block_kv=block_size)
-    if not (bucket.max_reqs and kv_blocks):
+    if bucket.max_reqs and kv_blocks:
+        args = _StaticArgs(spec, mass, block_size, num_first, num_recent, use_kernel, interpret)
+        blocks = _select(query, kv, metadata, first, args=args)
+    else:
         q_blocks = _num_q_blocks(bucket, block_size)
-        shape = (bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1))
-        return as_mask(blocks=jnp.zeros(shape, bool))
-    how = _How(spec, mass, block_size, num_first, num_recent, use_kernel, interpret)
-    return as_mask(blocks=_chosen(query, kv, metadata, first, how=how))
+        blocks = jnp.zeros((bucket.max_reqs, spec.num_q_heads, q_blocks, max(kv_blocks, 1)), bool)
+    return BlockMask(blocks=blocks, first_q_block=first, block_q=block_size, block_kv=block_size)
 
 
-class _How(NamedTuple):
-    """What is static of a choice: arguments of select_prefill_blocks, and whether a kernel serves it."""
+class _StaticArgs(NamedTuple):
+    """The static arguments of `select_prefill_blocks`, and whether the kernel is used."""
 
     spec: AttentionSpec
     mass: float
@@ -86,68 +87,69 @@ class _How(NamedTuple):
     interpret: Any
 
 
-@functools.partial(jax.jit, static_argnames="how")
-def _chosen(
+@functools.partial(jax.jit, static_argnames="args")
+def _select(
     query: Float[Array, "tokens q_heads head_dim"],
     kv: PagedCache | PackedKV,
     metadata: BatchMetadata,
     first: Int[Array, " reqs"],
     *,
-    how: _How,
+    args: _StaticArgs,
 ) -> Bool[Array, "reqs q_heads q_blocks kv_blocks"]:
-    """The blocks of every row, from its `first` block of queries on. Compiled once, called eagerly, too."""
-    block_size, q_blocks = how.block_size, _num_q_blocks(metadata.bucket, how.block_size)
+    """Return the selected blocks of every row, from its query block `first` on."""
+    block_size, q_blocks = args.block_size, _num_q_blocks(metadata.bucket, args.block_size)
     q_means = _query_means(query, metadata, first, q_blocks, block_size)
-    own = first[:, None] + jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
-    keep = functools.partial(_kept, mass=how.mass, use_kernel=how.use_kernel, interpret=how.interpret)
+    query_blocks = first[:, None] + jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
 
-    def one_request(inputs: tuple[Array, Array, Array]) -> Array:
-        row, q, own = inputs
-        s, back = _scores(q, _key_means(kv, metadata, block_size, row), own, how.spec)
-        kept = keep(s) | (back < how.num_recent) | (back > own[None, :, None] - how.num_first)
-        return (back >= 0) & kept
+    def select_for_request(inputs: tuple[Array, Array, Array]) -> Array:
+        row, q, query_block = inputs
+        s, distance = _scores(q, _key_means(kv, metadata, block_size, row), query_block, args.spec)
+        selected = _select_by_mass(s, args)
+        selected |= (distance < args.num_recent) | (distance > query_block[None, :, None] - args.num_first)
+        return (distance >= 0) & selected
 
     rows = jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32)
-    blocks: Array = jax.lax.map(one_request, (rows, q_means, own))
+    blocks: Array = jax.lax.map(select_for_request, (rows, q_means, query_blocks))
     return blocks
 
 
 def _scores(
     q: Float[Array, "q_blocks q_heads head_dim"],
     k: Float[Array, "kv_heads kv_blocks head_dim"],
-    own: Int[Array, " q_blocks"],
+    query_block: Int[Array, " q_blocks"],
     spec: AttentionSpec,
 ) -> tuple[Float[Array, "q_heads q_blocks kv_blocks"], Int[Array, "1 q_blocks kv_blocks"]]:
-    """Scores, -inf of later blocks; and how many blocks back of the queries' own each block of keys is."""
+    """Return the scores (-inf for later blocks) and the distances in blocks from query to key blocks."""
     k = jnp.repeat(k, spec.q_heads_per_kv_head, axis=0)
     s = jnp.einsum("qhd,hkd->hqk", q, k, preferred_element_type=jnp.float32) * spec.softmax_scale
-    back = own[None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
-    return jnp.where(back >= 0, s, -jnp.inf), back
+    distance = query_block[None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, :]
+    return jnp.where(distance >= 0, s, -jnp.inf), distance
 
 
-def _kept(
-    s: Float[Array, "q_heads q_blocks kv_blocks"], *, mass: float, use_kernel: bool, interpret: Any
+def _select_by_mass(
+    s: Float[Array, "q_heads q_blocks kv_blocks"], args: _StaticArgs
 ) -> Bool[Array, "q_heads q_blocks kv_blocks"]:
-    """The blocks with the largest scores, of each head and block of queries."""
+    """Return the blocks with the largest scores for each head and query block."""
+    mass = args.mass
     if mass == 1:
         return s != -jnp.inf
-    s = jax.lax.stop_gradient(s)  # what is chosen has no gradient, and neither has the kernel
-    if use_kernel:
-        least = kernels.top_p_threshold(s.reshape(-1, s.shape[-1]), mass, interpret=interpret)
+    s = jax.lax.stop_gradient(s)  # A selection has no gradient, and neither has the kernel.
+    if args.use_kernel:
+        least = kernels.top_p_threshold(s.reshape(-1, s.shape[-1]), mass, interpret=args.interpret)
         return (s >= least.reshape(*s.shape[:2], 1)) | jnp.isnan(s)
     return top_mass(jax.nn.softmax(s, axis=-1), mass)
 
 
 def top_mass(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*rows n"]:
-    """The fewest entries of each row that together have `mass` of its sum; zeros are never among them.
+    """Select the fewest entries of each row whose sum is at least `mass` times the row's sum.
 
-    NaN always is, so that it comes out of attention, as it does of dense attention.
+    Zeros are never selected. NaN always is, so that it propagates to the output as in dense attention.
     """
     ordered = -jnp.sort(-weights, axis=-1)
     before = jnp.cumsum(ordered, axis=-1) - ordered
     is_needed = before < mass * ordered.sum(axis=-1, keepdims=True)
-    least = jnp.where(is_needed, ordered, jnp.inf).min(axis=-1, keepdims=True)
-    return ((weights >= least) & (weights > 0)) | jnp.isnan(weights)
+    threshold = jnp.where(is_needed, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return ((weights >= threshold) & (weights > 0)) | jnp.isnan(weights)
 
 
 def _check_numbers(mass: float, block_size: int, **counts: int) -> None:
@@ -158,23 +160,26 @@ def _check_numbers(mass: float, block_size: int, **counts: int) -> None:
 
 
 def _num_q_blocks(bucket: Bucket, block_size: int) -> int:
-    """Blocks of queries that a request may touch, wherever they begin."""
-    of_decodes = bucket.decode_query_len if bucket.max_decodes else 1
-    return max_blocks_per_tile(max(bucket.max_prefill_tokens, of_decodes), block_size)
+    """Return the maximum number of query blocks of a request, wherever in a block its queries start."""
+    decode_query_len = bucket.decode_query_len if bucket.max_decodes else 1
+    return max_blocks_per_tile(max(bucket.max_prefill_tokens, decode_query_len), block_size)
 
 
 def _num_blocks(kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int) -> int:
-    """Blocks of keys that a request may have."""
+    """Return the maximum number of key blocks of a request."""
     if isinstance(kv, PackedKV):
         return -(-kv.k.shape[0] // block_size)
     shape = metadata.block_table.shape
-    rule = "have columns to choose among a paged cache's blocks"
-    require(shape[1] > 0 or shape[0] == 0, "metadata.block_table", rule, shape)
+    if shape[1] == 0 and shape[0] > 0:
+        raise ValueError(
+            "metadata.block_table has no columns, but selecting blocks of a paged cache needs the block "
+            "table. Pass it to build_batch_metadata."
+        )
     return -(-shape[1] * metadata.block_size // block_size)
 
 
 def _why_not_least(blocks: int) -> str | None:
-    """Why there is no kernel for a selection on a GPU that has some; None if there is."""
+    """Return why the kernel does not support a selection; None if it does."""
     if blocks > kernels.MAX_TOP_P_LEN:
         return f"there is no kernel to choose among {blocks} blocks (at most {kernels.MAX_TOP_P_LEN})"
     return None
@@ -183,9 +188,9 @@ def _why_not_least(blocks: int) -> str | None:
 def _query_means(
     query: Array, metadata: BatchMetadata, first_q_block: Array, q_blocks: int, block_size: int
 ) -> Float[Array, "reqs q_blocks q_heads head_dim"]:
-    """Mean query of each row's blocks of the prefill region; 0 where a block has none.
+    """Return the mean query of each block of the prefill rows; 0 for blocks without queries.
 
-    The region is cut where a block or a row begins, so that neighbours are summed and nothing is scattered.
+    The region is cut at block and row boundaries into contiguous pieces, so that no scatter is needed.
     """
     bucket = metadata.bucket
     tokens, reqs = bucket.max_prefill_tokens, bucket.max_prefills
@@ -193,37 +198,39 @@ def _query_means(
         return jnp.zeros((bucket.max_reqs, q_blocks, *query.shape[1:]), jnp.float32)
     context, lens = metadata.num_computed_tokens, metadata.query_lens
     is_prefill = jnp.arange(bucket.max_reqs, dtype=jnp.int32) >= bucket.max_decodes
-    pieces = (context + lens - 1) // block_size - first_q_block + 1
-    pieces = jnp.where(is_prefill & (lens > 0), pieces, 0)
-    ends = jnp.cumsum(pieces, dtype=jnp.int32)
-    starts = ends - pieces
-    number = jnp.arange(min(tokens // block_size + 2 * reqs, tokens), dtype=jnp.int32)
-    row = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
+    num_pieces = (context + lens - 1) // block_size - first_q_block + 1
+    num_pieces = jnp.where(is_prefill & (lens > 0), num_pieces, 0)
+    ends = jnp.cumsum(num_pieces, dtype=jnp.int32)
+    starts = ends - num_pieces
+    piece = jnp.arange(min(tokens // block_size + 2 * reqs, tokens), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, piece, side="right", method="compare_all").astype(jnp.int32)
     row = jnp.minimum(row, bucket.max_reqs - 1)
-    begin = (first_q_block[row] + number - starts[row]) * block_size  # positions
-    first = jnp.maximum(begin, context[row])
-    count = jnp.maximum(jnp.minimum(begin + block_size, (context + lens)[row]) - first, 0)
+    block_start = (first_q_block[row] + piece - starts[row]) * block_size  # Positions in the request.
+    first = jnp.maximum(block_start, context[row])
+    count = jnp.maximum(jnp.minimum(block_start + block_size, (context + lens)[row]) - first, 0)
     token = metadata.row_starts[row] + first - context[row]
-    ahead = jnp.arange(block_size, dtype=jnp.int32)[None, :]
-    queries = jnp.take(query, token[:, None] + ahead, axis=0, mode="clip").astype(jnp.float32)
-    sums = jnp.where((ahead < count[:, None])[..., None, None], queries, 0.0).sum(axis=1)
-    # XLA (jax 0.11.2) would sum each element by itself where its mean is used, at a fifth of the speed.
+    offset = jnp.arange(block_size, dtype=jnp.int32)[None, :]
+    queries = jnp.take(query, token[:, None] + offset, axis=0, mode="clip").astype(jnp.float32)
+    sums = jnp.where((offset < count[:, None])[..., None, None], queries, 0.0).sum(axis=1)
+    # Without the barrier XLA (jax 0.11.2) recomputes the sums at each use, which is five times slower.
     means = jax.lax.optimization_barrier(sums / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None])
     block = jnp.arange(q_blocks, dtype=jnp.int32)[None, :]
-    of_block = jnp.take(means, starts[:, None] + block, axis=0, mode="clip")
-    return jnp.where((block < pieces[:, None])[..., None, None], of_block, 0.0)
+    block_means = jnp.take(means, starts[:, None] + block, axis=0, mode="clip")
+    return jnp.where((block < num_pieces[:, None])[..., None, None], block_means, 0.0)
 
 
 def _key_means(
     kv: PagedCache | PackedKV, metadata: BatchMetadata, block_size: int, row: Array
 ) -> Float[Array, "kv_heads kv_blocks head_dim"]:
-    """Mean key of each block of one request; 0 past its end."""
+    """Return the mean key of each block of one request; 0 beyond its end."""
     keys = row_keys(kv, metadata.block_table, row)
-    is_live = jnp.arange(keys.shape[1], dtype=jnp.int32) < metadata.seq_lens[row]
-    keys = jnp.where(is_live[None, :, None], keys, 0.0)
-    missing = -keys.shape[1] % block_size
-    blocks = lambda x: jnp.pad(x, ((0, 0), (0, missing), (0, 0))).reshape(
-        x.shape[0], -1, block_size, x.shape[2]
-    )
-    counts = blocks(is_live.astype(jnp.float32)[None, :, None]).sum(axis=2)
-    return blocks(keys).sum(axis=2) / jnp.maximum(counts, 1.0)
+    is_valid = jnp.arange(keys.shape[1], dtype=jnp.int32) < metadata.seq_lens[row]
+    keys = jnp.where(is_valid[None, :, None], keys, 0.0)
+    padding = -keys.shape[1] % block_size
+
+    def sum_blocks(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, padding), (0, 0)))
+        return padded.reshape(x.shape[0], -1, block_size, x.shape[2]).sum(axis=2)
+
+    counts = sum_blocks(is_valid.astype(jnp.float32)[None, :, None])
+    return sum_blocks(keys) / jnp.maximum(counts, 1.0)

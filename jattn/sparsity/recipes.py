@@ -1,8 +1,9 @@
-"""Published patterns as short functions: each returns a mask for causal attention.
+"""Published sparsity patterns, each a function that returns a mask for causal attention.
 
-What chooses does so for a whole text. Documents that are packed into one, for `segment_ids`, choose among
-each other's keys; as texts of a batch each chooses among its own. A mask has a row for each text, so
-`cu_seqlens` of several documents refuses one that was chosen of them together.
+Recipes that select blocks do so for a complete sequence. Documents packed into one sequence, for
+`segment_ids`, would select among each other's keys, so pass them as separate batch elements. The mask has one
+row per batch element; `attention` therefore rejects a mask selected from a packed sequence together with
+`cu_seqlens`.
 """
 
 import jax
@@ -17,16 +18,16 @@ from pallas_kernels.checks import require, require_number
 
 
 def streaming_llm(*, num_first: int, num_recent: int) -> Mask:
-    """A text's first keys and the most recent ones, the query's own among them, of every head.
+    """Return a mask of the first and the most recent keys, for every head.
 
-    Of some heads alone, while the others see everything: `masks.streaming_heads`, DuoAttention's.
+    To restrict only some heads (DuoAttention), use `masks.streaming_heads`.
 
     Args:
-        num_first: Keys from a text's beginning.
-        num_recent: Keys up to the query's own, which is one of them.
+        num_first: Number of keys at the start of the sequence.
+        num_recent: Number of most recent keys, including the query's own.
 
     Raises:
-        ValueError: A number is no int, or not positive.
+        ValueError: If a number is not a positive int.
 
     Source: StreamingLLM.
     """
@@ -42,29 +43,29 @@ def moba(
     top_k: int,
     block_q: int = 1,
 ) -> BlockMask:
-    """Each query sees its own block and those before whose mean key it likes best.
+    """Return a mask under which each query attends to its own block and the best-scoring earlier blocks.
 
-    Documents packed into one text choose among each other's keys: make them texts of a batch.
+    A block's score is the product of the query and the block's mean key.
 
     Args:
-        q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
-        k: Keys, likewise.
-        block_size: Static: keys of a block.
-        top_k: Static: blocks of a query, its own among them.
-        block_q: Static: so many neighbours see what the first of them chooses, so that nothing depends on
-            later ones, and decode can do the same. 1 is MoBA's; the kernels take 8 and more, in training 16.
-
-    Raises:
-        ValueError: Arrays do not belong together, or a size is out of range.
+        q: Queries [batch, tokens, q_heads, head_dim], or [tokens, q_heads, head_dim].
+        k: Keys [batch, tokens, kv_heads, head_dim], or [tokens, kv_heads, head_dim].
+        block_size: Static: number of keys per block.
+        top_k: Static: number of blocks per query, including its own.
+        block_q: Static: number of consecutive queries that share the selection of the first of them, so that
+            no selection depends on later queries. 1 in MoBA; the kernels support 8 or more, in training 16.
 
     Returns:
-        A mask with a row for each text.
+        A mask with one row per batch element.
+
+    Raises:
+        ValueError: If the arrays do not match, or a size is out of range.
 
     Source: MoBA.
     """
     require_ints(1, block_size=block_size, top_k=top_k, block_q=block_q)
     q, k = as_batch(q, k)
-    scores = _products(q[:, ::block_q].astype(jnp.float32), block_means(k, block_size))
+    scores = _dot_products(q[:, ::block_q].astype(jnp.float32), block_means(k, block_size))
     scores = force_blocks(scores, block_q=block_q, block_kv=block_size)
     return BlockMask(blocks=top_k_blocks(scores, top_k), block_q=block_q, block_kv=block_size)
 
@@ -77,24 +78,23 @@ def x_attention(
     block_size: int = 128,
     stride: int = 16,
 ) -> BlockMask:
-    """The fewest blocks that hold `mass` of an attention that is estimated by sums over antidiagonals.
+    """Return a mask of the fewest blocks that hold `mass` of an attention estimated from antidiagonals.
 
-    Of each square of stride x stride pairs only the antidiagonal is looked at. The queries' own block and the
-    first one are always seen, and what scores NaN, so that it shows. Documents packed into one text choose
-    among each other's keys: make them texts of a batch.
+    Of each square of stride x stride pairs only the antidiagonal is evaluated. The first block, the queries'
+    own block, and blocks that score NaN are always selected.
 
     Args:
-        q: Queries [batch, tokens, q_heads, head_dim], or of one text without the batch.
-        k: Keys, likewise.
-        mass: Static: share of the estimated attention to keep, in (0, 1].
-        block_size: Static: queries and keys of a block.
-        stride: Static: divides block_size.
-
-    Raises:
-        ValueError: Arrays do not belong together, or a number is out of range.
+        q: Queries [batch, tokens, q_heads, head_dim], or [tokens, q_heads, head_dim].
+        k: Keys [batch, tokens, kv_heads, head_dim], or [tokens, kv_heads, head_dim].
+        mass: Static: fraction of the estimated attention to keep, in (0, 1].
+        block_size: Static: number of queries and keys per block.
+        stride: Static: side of the squares; divides block_size.
 
     Returns:
-        A mask with a row for each text.
+        A mask with one row per batch element.
+
+    Raises:
+        ValueError: If the arrays do not match, or a number is out of range.
 
     Source: XAttention.
     """
@@ -103,22 +103,22 @@ def x_attention(
     require_ints(1, block_size=block_size, stride=stride)
     require(block_size % stride == 0, "stride", f"divide block_size ({block_size})", stride)
     q, k = as_batch(q, k)
-    # Query s - 1 - r of a square's rows meets key r of its columns: side by side they are one long product.
-    queries = _side_by_side(q, block_size, stride, is_backward=True)
-    keys = _side_by_side(k, block_size, stride, is_backward=False)
-    scores = _products(queries, keys) * (q.shape[-1] ** -0.5 / stride)
+    # Query s - 1 - r of a square meets its key r: concatenated, the antidiagonal is a single dot product.
+    queries = _concat_vectors(q, block_size, stride, reverse=True)
+    keys = _concat_vectors(k, block_size, stride, reverse=False)
+    scores = _dot_products(queries, keys) * (q.shape[-1] ** -0.5 / stride)
     squares = jnp.arange(scores.shape[-1])
-    seen = (squares[None, :] <= squares[:, None])[None, None]
-    shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    has_queries = squares * stride < q.shape[1]  # what fills up the last block attends to nothing
-    shares = jnp.where(has_queries[None, None, :, None], shares, 0.0)
+    is_causal = (squares[None, :] <= squares[:, None])[None, None]
+    probs = jax.nn.softmax(jnp.where(is_causal, scores, -jnp.inf), axis=-1)
+    has_queries = squares * stride < q.shape[1]  # Padding of the last block attends to nothing.
+    probs = jnp.where(has_queries[None, None, :, None], probs, 0.0)
     blocks, size = scores.shape[-1] * stride // block_size, block_size // stride
-    weights = shares.reshape(*shares.shape[:2], blocks, size, blocks, size).sum(axis=(3, 5))
-    # In f32 shares vanish beside larger ones, and with them blocks whose keys one query may want.
-    kept = top_mass(jax.lax.stop_gradient(weights), mass) if mass < 1 else jnp.ones(weights.shape, bool)
-    always = force_blocks(jnp.zeros(weights.shape), block_q=block_size, block_kv=block_size, num_first=1)
-    kept = (kept | jnp.isposinf(always)) & ~jnp.isneginf(always)
-    return BlockMask(blocks=kept, block_q=block_size, block_kv=block_size)
+    weights = probs.reshape(*probs.shape[:2], blocks, size, blocks, size).sum(axis=(3, 5))
+    # mass=1 must not drop blocks whose f32 weight is lost next to larger ones.
+    selected = top_mass(jax.lax.stop_gradient(weights), mass) if mass < 1 else jnp.ones(weights.shape, bool)
+    forced = force_blocks(jnp.zeros(weights.shape), block_q=block_size, block_kv=block_size, num_first=1)
+    selected = (selected | jnp.isposinf(forced)) & ~jnp.isneginf(forced)
+    return BlockMask(blocks=selected, block_q=block_size, block_kv=block_size)
 
 
 def vertical_slash(
@@ -129,58 +129,62 @@ def vertical_slash(
     num_slashes: int,
     last: int = 64,
 ) -> VerticalSlash:
-    """The keys and the distances in which a text's last queries have most of their attention.
+    """Return a mask of the keys and distances that receive most attention from a sequence's last queries.
 
-    What scores NaN counts as most of it, so that it shows. Of documents packed into one text the last one's
-    queries choose for all: make each a text.
+    Keys and distances with NaN scores are selected first, so that NaN propagates to the output.
 
     Args:
-        q: Queries of one text [tokens, q_heads, head_dim]; jax.vmap, with the attention, takes several.
-        k: Its keys.
-        num_columns: Static: keys of each head that all queries see.
-        num_slashes: Static: distances at which they see.
-        last: Static: how many queries are looked at.
-
-    Raises:
-        ValueError: Arrays do not belong together, or a number is out of range.
+        q: Queries of one sequence [tokens, q_heads, head_dim]. For a batch, apply jax.vmap to this function
+            and the attention.
+        k: Keys of the sequence [tokens, kv_heads, head_dim].
+        num_columns: Static: number of keys per head that all queries attend to.
+        num_slashes: Static: number of distances per head at which all queries attend.
+        last: Static: number of last queries whose attention is evaluated.
 
     Returns:
-        A mask with one row, the text's.
+        A mask with one row.
+
+    Raises:
+        ValueError: If the arrays do not match, or a number is out of range.
 
     Source: MInference.
     """
     require_floats(q=q)
-    require(q.ndim == 3, "q", "be of one text (jax.vmap takes several)", tuple(q.shape))
+    if q.ndim != 3:
+        raise ValueError(
+            f"q must have shape [tokens, q_heads, head_dim], got {tuple(q.shape)}. Use jax.vmap for a batch."
+        )
     require_ints(1, last=last)
     require_ints(0, num_columns=num_columns, num_slashes=num_slashes)
     q, k = (x[0] for x in as_batch(q, k))
     tokens, last = q.shape[0], min(last, q.shape[0])
-    scores = _products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
+    scores = _dot_products(q[None, -last:], k[None])[0] * q.shape[-1] ** -0.5  # [q_heads, last, tokens]
     distance = jnp.arange(tokens - last, tokens)[:, None] - jnp.arange(tokens)[None, :]
     is_nan = jnp.isnan(scores)
-    shares = jax.nn.softmax(jnp.where(is_nan | (distance < 0)[None], -jnp.inf, scores), axis=-1)
-    shares = jnp.where(distance < 0, 0.0, jnp.where(is_nan, jnp.inf, shares))
-    by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(shares)
-    best = lambda x, count: jax.lax.top_k(jax.lax.stop_gradient(x), min(count, tokens))[1]
-    columns, slashes = best(shares.sum(axis=1), num_columns), best(by_distance, num_slashes)
-    return VerticalSlash.of(columns[None], slashes[None], tokens, gather=True)
+    probs = jax.nn.softmax(jnp.where(is_nan | (distance < 0)[None], -jnp.inf, scores), axis=-1)
+    probs = jnp.where(distance < 0, 0.0, jnp.where(is_nan, jnp.inf, probs))
+    by_column = jax.lax.stop_gradient(probs.sum(axis=1))
+    by_distance = jnp.zeros((q.shape[1], tokens)).at[:, jnp.maximum(distance, 0)].add(probs)
+    _, columns = jax.lax.top_k(by_column, min(num_columns, tokens))
+    _, slashes = jax.lax.top_k(jax.lax.stop_gradient(by_distance), min(num_slashes, tokens))
+    return VerticalSlash.from_indices(columns[None], slashes[None], tokens, gather=True)
 
 
-def _side_by_side(
-    x: Float[Array, "batch tokens heads head_dim"], block_size: int, stride: int, *, is_backward: bool
+def _concat_vectors(
+    x: Float[Array, "batch tokens heads head_dim"], block_size: int, stride: int, *, reverse: bool
 ) -> Float[Array, "batch squares heads width"]:
-    """The vectors of each `stride` tokens as one, first or last token first; whole blocks of them."""
-    whole = split_into_blocks(x, block_size)
-    squares = whole.shape[1] * block_size // stride
-    pieces = whole.reshape(x.shape[0], squares, stride, *x.shape[2:])
-    pieces = jnp.moveaxis(pieces[:, :, ::-1] if is_backward else pieces, 2, 3)
+    """Concatenate the vectors of every `stride` tokens, optionally in reverse order; pads to full blocks."""
+    blocks = split_into_blocks(x, block_size)
+    squares = blocks.shape[1] * block_size // stride
+    pieces = blocks.reshape(x.shape[0], squares, stride, *x.shape[2:])
+    pieces = jnp.moveaxis(pieces[:, :, ::-1] if reverse else pieces, 2, 3)
     return jax.lax.collapse(pieces, 3)
 
 
-def _products(
+def _dot_products(
     q: Float[Array, "batch queries q_heads head_dim"], k: Float[Array, "batch keys kv_heads head_dim"]
 ) -> Float[Array, "batch q_heads queries keys"]:
-    """q.k of each query head with its kv head's keys, in f32."""
+    """Return the dot products of each query head with its kv head's keys, in f32."""
     (batch, queries, q_heads, head_dim), kv_heads = q.shape, k.shape[2]
     grouped = q.reshape(batch, queries, kv_heads, q_heads // kv_heads, head_dim)
     scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""From a mask to the tiles that a kernel works through, on the device: `schedule(mask, seq_lens, ...)`."""
+"""Tile schedules: the lists of key tiles that a kernel processes under a mask, computed on the device."""
 
 from typing import Any, NamedTuple
 
@@ -16,25 +16,25 @@ from pallas_kernels.list_tiles import build_lists_by_sorting, encode_tiles
 
 @pytree
 class TileSchedule:
-    """Tiles of keys for every tile of queries and head: those that need a mask, then those seen whole.
+    """The key tiles that each head attends to from each query tile: PARTIAL tiles first, then FULL tiles.
 
     Attributes:
-        kv_tiles: Tile i begins at key `i * tile_kv`. First the num_partial tiles of which some pairs are
-            seen, the last one first, then the num_full of which all are, in order; then zeros.
-        num_partial: Tiles of kv_tiles that need a mask.
-        num_full: Tiles of kv_tiles that need none.
-        order: Every `tile of queries * q_heads + head`, those with the longest lists first.
-        rows: Row of the batch of each tile of queries.
-        first_query: Position of a tile's first query.
-        num_queries: Queries of each tile; 0 for a spare tile, whose lists are empty.
-        tile_q: Static: queries of a tile.
-        tile_kv: Static: keys of a tile.
+        kv_tiles: Indices of key tiles; tile i starts at key `i * tile_kv`. First num_partial PARTIAL tiles,
+            in descending order, then num_full FULL tiles, in ascending order, then zeros.
+        num_partial: Number of PARTIAL tiles, which need masking.
+        num_full: Number of FULL tiles, which need no masking.
+        order: All `query_tile * q_heads + head`, sorted by descending length of their lists.
+        rows: Batch row of each query tile.
+        first_query: Position of the first query of each query tile.
+        num_queries: Number of queries of each query tile; 0 for unused tiles, whose lists are empty.
+        tile_q: Static: number of queries per tile.
+        tile_kv: Static: number of keys per tile.
     """
 
     kv_tiles: Int32[Array, "q_tiles q_heads max_kv_tiles"]
     num_partial: Int32[Array, "q_tiles q_heads"]
     num_full: Int32[Array, "q_tiles q_heads"]
-    order: Int32[Array, " items"]
+    order: Int32[Array, " work_tiles"]
     rows: Int32[Array, " q_tiles"]
     first_query: Int32[Array, " q_tiles"]
     num_queries: Int32[Array, " q_tiles"]
@@ -55,33 +55,33 @@ def schedule(
     tile_kv: int = 128,
     is_prefill: bool = True,
 ) -> TileSchedule:
-    """Lists the tiles of keys that each head sees from each tile of queries. Traced; nothing on the host.
+    """List the key tiles that each head attends to from each query tile. Traced; runs on the device.
 
     Args:
-        mask: The whole mask; `Causal() & ...` where attention is causal.
-        seq_lens: Keys of each request.
-        query_lens: The last so many of them are queries; None = all.
-        max_query_len: Static bound of query_lens.
-        max_seq_len: Static bound of seq_lens; bounds the lists.
-        num_q_heads: Static: query heads of this device.
-        num_kv_heads: Static: kv heads; as many as query heads when None.
-        tile_q: Static: queries of a tile.
-        tile_kv: Static: keys of a tile.
-        is_prefill: Static: whether the queries stand in the prefill region.
+        mask: Complete mask; for causal attention `Causal() & ...`.
+        seq_lens: Number of keys of each request.
+        query_lens: Number of queries of each request, its last tokens; None = all tokens are queries.
+        max_query_len: Static: maximum of query_lens.
+        max_seq_len: Static: maximum of seq_lens; bounds the length of the lists.
+        num_q_heads: Static: number of query heads on this device.
+        num_kv_heads: Static: number of kv heads on this device; None = num_q_heads.
+        tile_q: Static: number of queries per tile.
+        tile_kv: Static: number of keys per tile.
+        is_prefill: Static: whether the queries are in the prefill region.
 
     Returns:
-        Tiles of queries in order, `ceil(max_query_len / tile_q)` for each request.
+        The schedule, with `ceil(max_query_len / tile_q)` query tiles per request, in order.
 
     Raises:
-        ValueError: A bound or a size is not positive, kv heads do not divide query heads, query_lens and
-            seq_lens disagree or pass their bounds, or the mask has other rows or heads or reaches less far.
+        ValueError: If a size is not positive; if the kv heads do not divide the query heads; if query_lens
+            and seq_lens do not match or exceed their maximum; or if the mask does not fit the batch.
     """
     require_ints(1, max_query_len=max_query_len, max_seq_len=max_seq_len, tile_q=tile_q, tile_kv=tile_kv)
     require_heads(num_q_heads, num_kv_heads)
     query_lens = seq_lens if query_lens is None else query_lens
     _check_lens(seq_lens, query_lens, max_seq_len, max_query_len)
     check_mask(mask, BatchSizes(num_q_heads, seq_lens.shape[0], max_query_len, max_seq_len), causal=False)
-    tiles = _tiles_of_queries(seq_lens, query_lens, -(-max_query_len // tile_q), tile_q)
+    tiles = _make_query_tiles(seq_lens, query_lens, -(-max_query_len // tile_q), tile_q)
     coverage = tile_coverage(
         mask,
         **tiles._asdict(),
@@ -90,29 +90,29 @@ def schedule(
         max_kv_tiles=-(-max_seq_len // tile_kv),
         is_prefill=is_prefill,
     )
-    return _listed(coverage, tiles, tile_q, tile_kv)
+    return _make_schedule(coverage, tiles, tile_q, tile_kv)
 
 
 def _check_lens(seq_lens: Any, query_lens: Any, max_seq_len: int, max_query_len: int) -> None:
-    """Raises ValueError unless these are lengths of requests and, as far as is seen, of their queries.
+    """Raise ValueError unless the lengths match and, if they are concrete, do not exceed their maximum.
 
-    Beyond the bounds there are no tiles: keys and queries would be left out without a word.
+    The schedule has no tiles beyond the maximum: keys and queries would be dropped silently.
     """
     for name, lens in (("seq_lens", seq_lens), ("query_lens", query_lens)):
         require_array(name, lens, "integer", {1: "[reqs]"})
-    require_shape("query_lens", query_lens.shape, seq_lens.shape, "as seq_lens")
+    require_shape("query_lens", query_lens.shape, seq_lens.shape, "one entry per request")
     if not support.is_concrete(seq_lens, query_lens):
         return
     keys, queries = np.asarray(seq_lens), np.asarray(query_lens)
-    is_part = bool(((queries >= 0) & (queries <= keys)).all())
-    require(is_part, "query_lens", f"be at least 0 and at most seq_lens {keys.tolist()}", queries.tolist())
-    for name, lens, most in (("seq_lens", keys, max_seq_len), ("query_lens", queries, max_query_len)):
-        rule = f"be at most max_{name[:-1]} ({most})"
-        require(int(lens.max(initial=0)) <= most, name, rule, lens.tolist())
+    is_valid = bool(((queries >= 0) & (queries <= keys)).all())
+    require(is_valid, "query_lens", f"be at least 0 and at most seq_lens {keys.tolist()}", queries.tolist())
+    for name, lens, max_len in (("seq_lens", keys, max_seq_len), ("query_lens", queries, max_query_len)):
+        rule = f"be at most max_{name[:-1]} ({max_len})"
+        require(int(lens.max(initial=0)) <= max_len, name, rule, lens.tolist())
 
 
 class _QueryTiles(NamedTuple):
-    """Row, first query, queries, and keys of the request of each tile of queries."""
+    """The query tiles of all requests: batch row, first query, number of queries, and keys of the request."""
 
     rows: Int32[Array, " q_tiles"]
     first_query: Int32[Array, " q_tiles"]
@@ -120,15 +120,15 @@ class _QueryTiles(NamedTuple):
     seq_lens: Int32[Array, " q_tiles"]
 
 
-def _tiles_of_queries(seq_lens: Array, query_lens: Array, per_req: int, tile_q: int) -> _QueryTiles:
-    rows = jnp.repeat(jnp.arange(seq_lens.shape[0], dtype=jnp.int32), per_req)
-    ahead = jnp.tile(jnp.arange(per_req, dtype=jnp.int32) * tile_q, seq_lens.shape[0])
+def _make_query_tiles(seq_lens: Array, query_lens: Array, tiles_per_req: int, tile_q: int) -> _QueryTiles:
+    rows = jnp.repeat(jnp.arange(seq_lens.shape[0], dtype=jnp.int32), tiles_per_req)
+    offset = jnp.tile(jnp.arange(tiles_per_req, dtype=jnp.int32) * tile_q, seq_lens.shape[0])
     lens, queries = seq_lens.astype(jnp.int32)[rows], query_lens.astype(jnp.int32)[rows]
-    return _QueryTiles(rows, lens - queries + ahead, jnp.clip(queries - ahead, 0, tile_q), lens)
+    return _QueryTiles(rows, lens - queries + offset, jnp.clip(queries - offset, 0, tile_q), lens)
 
 
-def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -> TileSchedule:
-    """The tiles that are seen, those that need a mask first."""
+def _make_schedule(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -> TileSchedule:
+    """List the PARTIAL and FULL tiles."""
     any_visible = coverage.any_visible
     listed = build_lists_by_sorting(
         encode_tiles(any_visible, coverage.all_visible).reshape(-1, any_visible.shape[-1])
@@ -148,17 +148,18 @@ def _listed(coverage: Coverage, tiles: _QueryTiles, tile_q: int, tile_kv: int) -
 
 
 def expand_schedule(
-    made: TileSchedule,
+    schedule: TileSchedule,
 ) -> tuple[Bool[Array, "q_tiles q_heads tiles"], Bool[Array, "q_tiles q_heads tiles"]]:
-    """The lists as arrays again: which tiles are seen in part, and which whole. For tests and pictures.
+    """Return which key tiles of a schedule are PARTIAL, and which are FULL. For tests and plots.
 
     Args:
-        made: By `schedule`.
+        schedule: Schedule to expand.
     """
-    tiles = made.kv_tiles.shape[-1]
-    nth = jnp.arange(tiles, dtype=jnp.int32)[None, None, :]
-    partial = nth < made.num_partial[..., None]
-    live = nth < (made.num_partial + made.num_full)[..., None]
-    hits = made.kv_tiles[..., None] == nth[:, :, None]
-    of = lambda which: (hits & which[..., None]).any(axis=-2)
-    return of(partial), of(live & ~partial)
+    tiles = schedule.kv_tiles.shape[-1]
+    index = jnp.arange(tiles, dtype=jnp.int32)[None, None, :]
+    is_partial = index < schedule.num_partial[..., None]
+    is_listed = index < (schedule.num_partial + schedule.num_full)[..., None]
+    matches = schedule.kv_tiles[..., None] == index[:, :, None]
+    partial = (matches & is_partial[..., None]).any(axis=-2)
+    full = (matches & (is_listed & ~is_partial)[..., None]).any(axis=-2)
+    return partial, full

@@ -28,7 +28,7 @@ def test_masks_written_out():
     assert drawn(masks.Causal() | masks.Prefix(length=jnp.int32(2)), 3, 3) == [
         [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
     ]
-    slash = masks.VerticalSlash.of(jnp.asarray([[0, -1]]), jnp.asarray([[0, 2]]), 4)
+    slash = masks.VerticalSlash.from_indices(jnp.asarray([[0, -1]]), jnp.asarray([[0, 2]]), 4)
     assert drawn(slash, 4, 4) == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]
     document = masks.Document(ids=jnp.asarray([0, 0, 1, 1]))
     assert drawn(masks.Causal() & document, 3, 4) == [[[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]]
@@ -75,7 +75,7 @@ def test_a_function_returns_bool():
                 sparsity.schedule, mask, jnp.asarray([4]), max_query_len=4, max_seq_len=4, num_q_heads=1
             ),
         ):
-            with pytest.raises(ValueError, match="function must return bool, as comparisons do, got int32"):
+            with pytest.raises(ValueError, match="The mask function must return bool, got int32"):
                 look()
 
 
@@ -116,7 +116,7 @@ def test_an_array_whose_places_one_number_cannot_tell_apart_is_read_alike(per_ro
     mask = masks.BlockMask(blocks=drawn_blocks if per_row else drawn_blocks[0], block_q=8, block_kv=8)
     see = lambda: [masks.dense(mask, 24, 32, num_q_heads=4, row=row) for row in range(3)]
     want = see()
-    monkeypatch.setattr(block_masks, "MAX_PLACES", 7)
+    monkeypatch.setattr(block_masks, "MAX_FLAT_INDEX", 7)
     np.testing.assert_array_equal(see(), want)
     for row, seen in enumerate(want):
         of = drawn_blocks[row if per_row else 0].repeat(2, 0).repeat(8, 1).repeat(8, 2)
@@ -220,17 +220,17 @@ def test_masks_with_arrays_change_without_a_recompile():
         (lambda: masks.BlockMask(blocks=ZEROS, block_q=0, block_kv=1), "block_q must be positive, got 0"),
         (
             lambda: masks.BlockMask(blocks=ZEROS, block_q=None, block_kv=1),
-            r"blocks must have one block of queries where block_q is None, got \(1, 2, 2\)",
+            r"blocks must have one query block if block_q is None, got \(1, 2, 2\)",
         ),
         (
             lambda: masks.dense(
                 masks.BlockMask(blocks=ZEROS.repeat(2, 0), block_q=1, block_kv=1), 1, 1, num_q_heads=3
             ),
-            r"blocks' heads must divide the query heads \(3\), got 2",
+            r"number of heads must divide the 3 query heads, got 2",
         ),
         (
             lambda: masks.dense(masks.VerticalSlash(columns=ZEROS[0], slashes=ZEROS[0]), 1, 1, num_q_heads=4),
-            r"columns' and slashes' heads must be one for each query head \(4\), got \(2, 2\)",
+            r"columns for 2 heads and slashes for 2 heads, but the layer has 4 query heads",
         ),
         (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be .* at most seq_len \(2\), got 3"),
     ],
@@ -251,7 +251,7 @@ def test_nonsense_is_named(make, message):
 )
 def test_masks_are_not_joined_by_words(join):
     causal, window = masks.Causal(), masks.Window(left=5)
-    with pytest.raises(TypeError, match=r"masks must be joined by &, \| and ~, got .* of a (Causal|And),"):
+    with pytest.raises(TypeError, match=r"(Causal|And) has no truth value. Combine masks with &, \| and ~"):
         join(causal, window)
 
 

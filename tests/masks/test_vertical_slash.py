@@ -14,7 +14,7 @@ from jattn import masks
 from jattn.cache import blocks_of, gather_tokens
 from jattn.implementations.mosaic_gpu import attention
 from jattn.implementations.mosaic_gpu.gathered_columns import add_gathered_gradients, gather_kv
-from jattn.masks.vertical_slash import NOWHERE
+from jattn.masks.vertical_slash import UNUSED_POSITION
 from tests.attention_problems import in_layout
 from tests.dense.test_training import as_on_a_gpu
 from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, Keys, Queries
@@ -42,11 +42,11 @@ def test_each_pair_that_is_seen_is_in_one_part(num_gathered):
     columns, rest = masks.split_gathered(mask)
     causal = np.tri(TOKENS, dtype=bool)
     in_rest = np.asarray(rest.visible(pairs_of(TOKENS))) & causal
-    places = np.asarray(columns.places)
+    places = np.asarray(columns.positions)
     assert places.shape[-1] % 128 == 0
     by_number = np.asarray(columns.visible(pairs_of(places.shape[-1])))
     in_columns = np.zeros_like(in_rest)
-    for row, head, nth in zip(*np.nonzero(places < NOWHERE), strict=True):
+    for row, head, nth in zip(*np.nonzero(places < UNUSED_POSITION), strict=True):
         in_columns[row, head, :, places[row, head, nth]] |= by_number[row, head, :, nth]
     assert by_number.sum() == in_columns.sum()  # no key is gathered twice, none that there is not is seen
     assert not (in_columns & in_rest).any()
@@ -62,7 +62,7 @@ def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
     every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
     of_part = getattr(masks.split_gathered(mask), part)
-    num = of_part.places.shape[-1] if part == "columns" else TOKENS
+    num = of_part.positions.shape[-1] if part == "columns" else TOKENS
     first = np.arange(0, TOKENS, size[0], dtype=np.int32)
     any_visible, all_visible = (
         np.asarray(x)
@@ -90,7 +90,7 @@ def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
 def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
     """There stand the next row's: where one is NaN, the product with it would be."""
     columns, _ = masks.split_gathered(slashed(128, share=0.95))
-    assert (np.asarray(columns.places) < NOWHERE).all()
+    assert (np.asarray(columns.positions) < UNUSED_POSITION).all()
     any_visible, all_visible = masks.tile_coverage(
         columns,
         rows=jnp.zeros(1, jnp.int32),
@@ -163,10 +163,12 @@ def test_either_region_of_a_step_gathers_its_own_rows_columns():
 def test_gradients_of_gathered_keys_go_where_the_keys_are():
     of_rest = jnp.asarray(RNG.standard_normal((20, 2, 8)), jnp.bfloat16)
     of_gathered = jnp.asarray(RNG.standard_normal((2 * 3, 4, 8)), jnp.bfloat16)
-    places = np.array([[0, 1, 2, 3], [5, 5, 5, NOWHERE], [7, NOWHERE, 9, NOWHERE]])[None].repeat(2, axis=0)
+    places = np.array([[0, 1, 2, 3], [5, 5, 5, UNUSED_POSITION], [7, UNUSED_POSITION, 9, UNUSED_POSITION]])[
+        None
+    ].repeat(2, axis=0)
     wanted, starts = np.asarray(of_rest, np.float64), np.array([0, 10])
     for (row, nth, head), place in np.ndenumerate(places):
-        if place < NOWHERE:
+        if place < UNUSED_POSITION:
             wanted[starts[row] + place, head // 2] += np.asarray(of_gathered, np.float64)[3 * row + nth, head]
     got = add_gathered_gradients(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=1e-6)
@@ -200,7 +202,9 @@ def test_columns_stay_in_place_where_more_than_positions_counts(monkeypatch, cha
 
 
 def test_gathering_is_said_by_a_mask_s_own_words(types_unchecked):
-    of = functools.partial(masks.VerticalSlash.of, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16)
+    of = functools.partial(
+        masks.VerticalSlash.from_indices, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16
+    )
     assert (of().num_gathered, of(gather=True).num_gathered) == (0, 3)
     assert isinstance(slashed(np.uint8(200)).num_gathered, int)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jattn import masks
-from jattn.sparsity.plotting import classes, plot
+from jattn.sparsity.plotting import coverage_image, plot
 from jattn.sparsity.tile_schedule import schedule
 
 MASK = masks.Causal() & (masks.OnlyHeads((1,)) | masks.Sinks(16))
@@ -17,12 +17,12 @@ def made():
 
 
 def test_a_schedule_is_drawn_tile_by_tile():
-    np.testing.assert_array_equal(classes(made())[0], [[1, 0, 0], [2, 0, 0], [2, 0, 0]])
-    np.testing.assert_array_equal(classes(made())[1], [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
+    np.testing.assert_array_equal(coverage_image(made())[0], [[1, 0, 0], [2, 0, 0], [2, 0, 0]])
+    np.testing.assert_array_equal(coverage_image(made())[1], [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
 
 
 def test_a_mask_is_drawn_pair_by_pair():
-    picture = classes(MASK, 20, num_q_heads=2)
+    picture = coverage_image(MASK, 20, num_q_heads=2)
     np.testing.assert_array_equal(picture[1], 2 * np.tri(20))
     assert picture[0, 19].tolist() == [2] * 16 + [0] * 4
 
@@ -35,9 +35,9 @@ def test_a_picture_has_a_square_for_each_head():
 
 
 def test_a_mask_needs_a_length_and_a_schedule_has_one():
-    with pytest.raises(ValueError, match="seq_len must be given for a mask, and for a mask only, got None"):
-        classes(MASK)
-    with pytest.raises(ValueError, match="seq_len must be given for a mask, and for a mask only, got 3"):
-        classes(made(), 3)
-    with pytest.raises(ValueError, match="options must be given for a mask only, got num_q_heads"):
-        classes(made(), num_q_heads=7)
+    with pytest.raises(ValueError, match="seq_len must be given to plot a mask"):
+        coverage_image(MASK)
+    with pytest.raises(ValueError, match="seq_len can be given for a mask only, got a TileSchedule"):
+        coverage_image(made(), 3)
+    with pytest.raises(ValueError, match="num_q_heads can be given for a mask only, got a TileSchedule"):
+        coverage_image(made(), num_q_heads=7)

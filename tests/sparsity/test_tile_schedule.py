@@ -183,9 +183,12 @@ def test_of_no_requests_there_are_no_lists():
         ({"query_lens": jnp.asarray([-1])}, r"query_lens must be at least 0 .*, got \[-1\]"),
         ({"num_kv_heads": 4}, r"num_kv_heads must divide num_q_heads \(2\), got 4"),
         ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
-        ({"mask": masks.Document(ids=np.zeros((3, 9), int))}, "Document.ids must have one row .* got 3"),
+        (
+            {"mask": masks.Document(ids=np.zeros((3, 9), int))},
+            "Document.ids has 3 rows, but the batch metadata has 1",
+        ),
         ({"mask": masks.OnlyHeads((2,))}, r"OnlyHeads.heads must lie in \[0, 2\), got \(2,\)"),
-        ({"mask": BLOCKS, "max_seq_len": 81}, "kv_blocks of 20 must be at least 5, .*, got 4"),
+        ({"mask": BLOCKS, "max_seq_len": 81}, "has 4 kv_blocks of 20 .* Pass at least 5"),
     ],
 )
 def test_nonsense_is_named(change, message):

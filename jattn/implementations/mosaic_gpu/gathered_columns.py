@@ -16,7 +16,7 @@ from jattn.cache import PackedKV, PagedCache, gather_tokens
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
 from jattn.implementations.mosaic_gpu.kernel_selection import sparse_sizes
 from jattn.masks import GatheredColumns
-from jattn.masks.vertical_slash import NOWHERE
+from jattn.masks.vertical_slash import UNUSED_POSITION
 from jattn.spec import AttentionSpec
 
 
@@ -37,7 +37,7 @@ def gathered_columns_layer(spec: AttentionSpec, columns: GatheredColumns) -> Gat
 
 def gathered_kv_layout(columns: GatheredColumns, metadata: BatchMetadata) -> dict[str, Any]:
     """First gathered key of each row, and how many there are at most: PackedKV's."""
-    room = columns.places.shape[-1]
+    room = columns.positions.shape[-1]
     starts = jnp.arange(metadata.seq_lens.shape[0], dtype=jnp.int32) * room
     return {"kv_start_loc": starts, "max_seq_len": room}
 
@@ -45,16 +45,18 @@ def gathered_kv_layout(columns: GatheredColumns, metadata: BatchMetadata) -> dic
 def gather_kv(
     kv: PagedCache | PackedKV, metadata: BatchMetadata, columns: GatheredColumns
 ) -> tuple[PackedKV, Int32[Array, "reqs gathered q_heads"]]:
-    """Gathered keys and values, those of a row one after the other, and their positions; NOWHERE: zeros.
+    """Return the gathered keys and values, row after row, and their positions; zeros at UNUSED_POSITION.
 
     Rows keep their seq_lens, by which queries know where they stand; of gathered keys fewer are there.
     """
     lens = metadata.seq_lens
-    heads, room = columns.places.shape[-2:]
-    places = columns.places.reshape(-1, heads, room)[: len(lens)]  # a step's decode rows are its first ones
+    heads, room = columns.positions.shape[-2:]
+    places = columns.positions.reshape(-1, heads, room)[
+        : len(lens)
+    ]  # a step's decode rows are its first ones
     places = jnp.swapaxes(jnp.broadcast_to(places, (len(lens), heads, room)), 1, 2)
-    places = jnp.where(places < lens[:, None, None], places, NOWHERE)
-    k, v = gather_tokens(kv, metadata.block_table, places, places < NOWHERE)
+    places = jnp.where(places < lens[:, None, None], places, UNUSED_POSITION)
+    k, v = gather_tokens(kv, metadata.block_table, places, places < UNUSED_POSITION)
     flat = lambda x: x.reshape(len(lens) * room, heads, x.shape[-1])
     where = gathered_kv_layout(columns, metadata)
     return PackedKV(k=flat(k), v=flat(v), is_in_order=True, **where), places
@@ -73,7 +75,9 @@ def add_gathered_gradients(
     kv_tokens, kv_heads, head_dim = of_rest.shape
     reqs, room, q_heads = places.shape
     grouped = lambda x: x.reshape(reqs, room, kv_heads, q_heads // kv_heads, *x.shape[3:])
-    token = jnp.where(places < NOWHERE, kv_start_loc.astype(jnp.int32)[:, None, None] + places, kv_tokens)
+    token = jnp.where(
+        places < UNUSED_POSITION, kv_start_loc.astype(jnp.int32)[:, None, None] + places, kv_tokens
+    )
     token, given = grouped(token), grouped(of_gathered.reshape(reqs, room, q_heads, head_dim))
     total, head = of_rest.astype(jnp.float32), jnp.arange(kv_heads, dtype=jnp.int32)
     for nth in range(q_heads // kv_heads):

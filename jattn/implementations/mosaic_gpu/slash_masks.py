@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from jattn.masks import GatheredColumns, Mask, UngatheredVerticalSlash, VerticalSlash
-from jattn.masks.vertical_slash import NOWHERE, line_of, lines_of
+from jattn.masks.vertical_slash import UNUSED_POSITION, flatten_lines, line_index
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.varlen_prefill import WORD_BITS, KernelMask, PairTile, Words
@@ -40,14 +40,14 @@ def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
 
     Of keys that are gathered likewise: no slash is seen there.
     """
-    slashes, rows = lines_of(mask.slashes), MAX_ROWS
+    slashes, rows = flatten_lines(mask.slashes), MAX_ROWS
     num_columns, num_slashes = mask.columns.shape[-1], slashes.shape[1]
-    of_keys = lambda marks: jnp.pad(words_of(lines_of(marks)), ((0, 0), (1, 1)))  # nothing at either end
+    of_keys = lambda marks: jnp.pad(words_of(flatten_lines(marks)), ((0, 0), (1, 1)))  # nothing at either end
     of_gathered = (of_keys(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
     of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
+        of_column, of_slash = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
         words = []
         for begin in range(0, tile.shape[1], WORD_BITS):
             key = tile.first_key + begin
@@ -68,14 +68,14 @@ def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
 
     And whether a key is gathered, likewise in all bits.
     """
-    slashes, rows = lines_of(mask.slashes), MAX_ROWS
+    slashes, rows = flatten_lines(mask.slashes), MAX_ROWS
     num_columns, num_slashes = mask.columns.shape[-1], slashes.shape[1]
-    of_keys = lambda marks: jnp.pad(0 - lines_of(marks).astype(jnp.int32), ((0, 0), (rows, rows)))
+    of_keys = lambda marks: jnp.pad(0 - flatten_lines(marks).astype(jnp.int32), ((0, 0), (rows, rows)))
     of_gathered = (of_keys(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
     of_slashes = jnp.pad(words_of(slashes)[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        of_column, of_slash = (line_of(x, row, tile.head) for x in (mask.columns, mask.slashes))
+        of_column, of_slash = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
         first = jnp.clip(tile.first_key, -rows, num_columns) + rows
         of_rows = lambda ref: tile.rows_from(ref, (of_column,), first)
         column, gathered, words = of_rows(refs[0]), [of_rows(ref) for ref in refs[2:]], []
@@ -94,14 +94,14 @@ def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
 
 def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
     """Of each position how many gathered keys a query there sees: the first ones."""
-    counts = lines_of(mask.counts)
+    counts = flatten_lines(mask.counts)
     num_positions = counts.shape[1]
     padded = jnp.pad(counts, ((0, 0), (0, MAX_ROWS)), mode="edge")
     padded = jnp.pad(padded, ((0, 0), (MAX_ROWS, 0)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         place = jnp.clip(tile.first_row, -MAX_ROWS, num_positions) + MAX_ROWS
-        return tile.rows_from(refs[0], (line_of(mask.counts, row, tile.head),), place)
+        return tile.rows_from(refs[0], (line_index(mask.counts, row, tile.head),), place)
 
     def visible(tile: PairTile, counts: Any) -> Words:
         return tile.words_between(None, counts - tile.first_column)
@@ -111,13 +111,13 @@ def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
 
 def gathered_keys(mask: GatheredColumns) -> KernelMask:
     """Of each gathered key its position: the first that a query may have that sees it."""
-    places = lines_of(mask.places)
+    places = flatten_lines(mask.positions)
     num_keys = places.shape[1]
-    padded = jnp.pad(places, ((0, 0), (MAX_ROWS, MAX_ROWS)), constant_values=NOWHERE)
+    padded = jnp.pad(places, ((0, 0), (MAX_ROWS, MAX_ROWS)), constant_values=UNUSED_POSITION)
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         first = jnp.clip(tile.first_row, -MAX_ROWS, num_keys) + MAX_ROWS
-        return tile.rows_from(refs[0], (line_of(mask.places, row, tile.head),), first)
+        return tile.rows_from(refs[0], (line_index(mask.positions, row, tile.head),), first)
 
     def visible(tile: PairTile, places: Any) -> Words:
         return tile.words_between(places - tile.first_column, tile.of_rows(jnp.int32(tile.shape[1])))

@@ -207,7 +207,7 @@ class _Items:
             num_heads=(self._spec.num_q_heads, self._spec.num_kv_heads),
             size=(self._sizes.tile_q, self._sizes.tile_kv),
             max_kv_tiles=self._max_kv_tiles,
-            skew=self._skew,
+            alignment_offset=self._skew,
             is_prefill=self._is_prefill,
             is_inside_blocks=is_inside_blocks,
         )
