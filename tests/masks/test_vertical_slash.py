@@ -56,7 +56,7 @@ def test_each_pair_that_is_seen_is_in_one_part(num_gathered):
 
 
 @pytest.mark.parametrize("size", [(16, 16), (48, 20)])
-@pytest.mark.parametrize("part", ["columns", "rest"])
+@pytest.mark.parametrize("part", ["columns", "remainder"])
 def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
     mask = slashed(40, share=0.3)
     every_key = np.arange(TOKENS) >= 100  # behind those that are gathered

@@ -225,9 +225,12 @@ def test_nonsense_is_named(change, message):
 
 def test_a_table_without_blocks_is_named():
     _, bounds, table, query = filled()
-    with pytest.raises(ValueError, match=r"block_table must have columns, got \(3, 0\)"):
+    with pytest.raises(ValueError, match=r"block_table must have at least one column, got shape \(3, 0\)"):
         select_blocks(query, bounds, table[:, :0], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
-    with pytest.raises(ValueError, match=r"query's heads must be a multiple of the bounds' \(2\), got 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"query's number of heads must be a multiple of the bounds' number of kv heads \(2\), got 3",
+    ):
         select_blocks(query[:, :3], bounds, table, jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
 
 

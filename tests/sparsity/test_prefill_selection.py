@@ -177,7 +177,7 @@ def test_of_nothing_nothing_is_chosen():
     nobody = jattn.build_batch_metadata([0], [0], None)
     packed = jattn.PackedKV(k=cache.k[:0, 0], v=cache.v[:0, 0], kv_start_loc=jnp.zeros(1, jnp.int32))
     assert not select_prefill_blocks(query[:0], packed, nobody, SPEC, mass=0.5, block_size=4).blocks.any()
-    with pytest.raises(ValueError, match=r"metadata.block_table must have columns .*, got \(1, 0\)"):
+    with pytest.raises(ValueError, match=r"metadata.block_table has no columns"):
         select_prefill_blocks(query[:0], cache, nobody, SPEC, mass=0.5, block_size=4)
 
 

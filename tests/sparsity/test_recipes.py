@@ -70,9 +70,9 @@ class TestArrays:
         [
             (
                 {"k": 19},
-                r"k must have shape \((2, )?20, 2, 8\) \(as q, of its own heads\), got \((2, )?19, 2, 8\)",
+                r"k must have shape \((2, )?20, 2, 8\) \(q's batch, .*\), got \((2, )?19, 2, 8\)",
             ),
-            ({"q_heads": 3}, r"q's heads must be a multiple of k's \(2\), got 3"),
+            ({"q_heads": 3}, r"q's number of heads must be a multiple of k's number of heads \(2\), got 3"),
         ],
     )
     def test_they_must_belong_together(self, name, change, message):
@@ -97,7 +97,7 @@ class TestArrays:
 
     @pytest.mark.usefixtures("types_unchecked")
     def test_vertical_slash_takes_one_text(self):
-        with pytest.raises(ValueError, match=r"q must be of one text \(jax.vmap .*, got \(2, 20, 4, 8\)"):
+        with pytest.raises(ValueError, match=r"q must have shape .*, got \(2, 20, 4, 8\). Use jax.vmap"):
             RECIPES["vertical_slash"](*arrays(20))
 
     @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_not_is_the_rest_and_twice_is_the_mask():
     np.testing.assert_array_equal(masks.dense(~window, 9, 9)[0], i - j > 3)
     assert ~~window is window
     assert hash(~window) == hash(~masks.Window(left=3))
-    with pytest.raises(ValueError, match=r"sparsity lets queries attend to later keys.*, got \(Prefix & ~Window\)"):
+    with pytest.raises(ValueError, match=r"sparsity lets queries attend .*, got \(Prefix & ~Window\)"):
         masks.check_causal_mask("sparsity", masks.Prefix(length=3) & ~window, causal=True)
     run = functools.partial(jattn.attention, *arrays(9), causal=True)
     visible = jnp.asarray((i - j > 3) & (j <= i))
