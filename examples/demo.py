@@ -1,4 +1,4 @@
-"""Completes several prompts at once with the small model that ships here, and tells how it went.
+"""Complete several prompts at once with the tiny model of this repository and print the speed.
 
 python -m examples.demo [--model DIR] [--max-tokens N]
 """
@@ -38,64 +38,66 @@ PROMPTS = (
 def write_config(path, settings):
 ''',
 )
-COLOURS = (36, 33, 32, 35, 34)
+COLORS = (36, 33, 32, 35, 34)
 REDRAW_SECONDS = 0.05
 
 
 class Screen:
-    """Every request's text in its own block: redrawn as it grows on a terminal, else printed at the end."""
+    """Display of each request's text in its own block.
+
+    On a terminal the blocks are redrawn as the texts grow; elsewhere they are printed at the end.
+    """
 
     def __init__(self, prompts: Sequence[str], *, is_terminal: bool) -> None:
-        """Shows nothing yet."""
         self.prompts, self.is_terminal = prompts, is_terminal
         self.texts = [""] * len(prompts)
         self.num_lines = 0
         self.drawn_at = 0.0
 
     def on_token(self, index: int, token_id: int, text: str) -> None:
-        """Takes a piece of a request's text."""
+        """Append the text of a new token to its request."""
         self.texts[index] += text
         if self.is_terminal and time.monotonic() - self.drawn_at > REDRAW_SECONDS:
             self.drawn_at = time.monotonic()
             self.redraw()
 
     def redraw(self) -> None:
-        """The last lines of each request, over those drawn before."""
+        """Draw the last lines of each request over the previous drawing."""
         width, height = shutil.get_terminal_size()
         per_block = max((height - 1) // len(self.prompts) - 1, 1)
         lines = []
         for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
             lines.append(self.header(i))
-            shown = (prompt + text).expandtabs().split("\n")[-per_block:]
-            lines += [self.coloured(i, line[: width - 1]) for line in shown]
+            visible = (prompt + text).expandtabs().split("\n")[-per_block:]
+            lines += [self.colored(i, line[: width - 1]) for line in visible]
         self.erase()
         self.num_lines = len(lines)
         print("\n".join(lines), flush=True)
 
     def erase(self) -> None:
-        """Takes back what is drawn."""
+        """Erase the drawing."""
         if self.num_lines:
             print(f"\x1b[{self.num_lines}F\x1b[J", end="")
         self.num_lines = 0
 
     def close(self) -> None:
-        """Shows every request in full."""
+        """Print every request in full."""
         self.erase()
         for i, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
             print(self.header(i))
-            print(prompt + self.coloured(i, text))
+            print(prompt + self.colored(i, text))
 
     def header(self, index: int) -> str:
-        """The line above a request's block."""
-        return self.coloured(index, f"--- request {index} ".ljust(60, "-"))
+        """Return the line above a request's block."""
+        return self.colored(index, f"--- request {index} ".ljust(60, "-"))
 
-    def coloured(self, index: int, text: str) -> str:
-        """The text in the request's colour, plain where there is no terminal."""
-        return f"\x1b[{COLOURS[index % len(COLOURS)]}m{text}\x1b[0m" if self.is_terminal else text
+    def colored(self, index: int, text: str) -> str:
+        """Return the text in the request's color; without a terminal, it has none."""
+        return f"\x1b[{COLORS[index % len(COLORS)]}m{text}\x1b[0m" if self.is_terminal else text
 
 
 def small_engine(model: jattn.models.Decoder) -> Engine:
-    """Two executables: every request decodes, or some still compute their prompts, 128 tokens a step."""
+    """Return an engine with two executables: for decoding, and for steps that also prefill 128 tokens."""
     max_blocks = min(model.config.max_position_embeddings // 16, 64)
     decodes = jattn.Bucket(max_decodes=8, max_blocks=max_blocks)
     mixed = jattn.Bucket(max_decodes=8, max_prefills=8, max_prefill_tokens=128, max_blocks=max_blocks)
@@ -109,8 +111,8 @@ def small_engine(model: jattn.models.Decoder) -> Engine:
 
 
 def table(engine: Engine, results: Sequence[GenerationResult], compile_seconds: float) -> str:
-    """What each request took, and all of them together."""
-    lines = [f"{'request':>7}  {'tokens':>6}  {'first token':>11}  {'tokens/s':>8}  ended by"]
+    """Return a table of the latency and speed of each request and of all requests."""
+    lines = [f"{'request':>7}  {'tokens':>6}  {'first token':>11}  {'tokens/s':>8}  finish reason"]
     for i, result in enumerate(results):
         metrics = result.metrics
         first = f"{metrics.time_to_first_token * 1e3:.0f} ms"
@@ -122,20 +124,31 @@ def table(engine: Engine, results: Sequence[GenerationResult], compile_seconds: 
     lines.append(f"{'all':>7}  {tokens:6}  {first:>11}  {tokens / seconds:8.1f}")
     stats = engine.stats
     blocks = f"{stats.peak_blocks} of {stats.num_blocks} cache blocks at peak"
-    compiles = f"{stats.num_compiles} compiles ({compile_seconds:.1f} s, before the clock started)"
+    compiles = f"{stats.num_compiles} compiles ({compile_seconds:.1f} s, not included in the times)"
     return "\n".join([*lines, f"{stats.num_steps} steps, {compiles}, {blocks}"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=TINY_MODEL, metavar="DIR", help="a Hugging Face folder")
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="of each prompt [96]")
+    parser.add_argument(
+        "--model",
+        default=TINY_MODEL,
+        metavar="DIR",
+        help="Hugging Face model folder (default: the tiny model)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=96,
+        metavar="N",
+        help="maximum number of new tokens per prompt (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     is_terminal = sys.stdout.isatty()
     engine = small_engine(jattn.models.load(args.model, progress=is_terminal))
-    started = time.perf_counter()
+    start = time.perf_counter()
     engine.precompile(progress=is_terminal)
-    compile_seconds = time.perf_counter() - started
+    compile_seconds = time.perf_counter() - start
     screen = Screen(PROMPTS, is_terminal=is_terminal)
     results = engine.generate(PROMPTS, max_tokens=args.max_tokens, on_token=screen.on_token)
     screen.close()

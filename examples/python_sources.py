@@ -1,4 +1,4 @@
-"""Python sources as bytes to train on and to score: what the tiny model knows."""
+"""Python sources as bytes, for training and evaluating the tiny model."""
 
 import pathlib
 
@@ -6,16 +6,16 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-END_OF_TEXT = 256  # ids 0 to 255 are bytes
+END_OF_TEXT = 256  # Ids 0 to 255 are bytes.
 CONTEXT = 2048
-HELD_OUT_EVERY = 20  # the files number 10, 30, 50, ... in sorted order are held out
-NOT_PROSE = {"site-packages", "dist-packages", "encodings", "__pycache__"}
+HELD_OUT_EVERY = 20  # Files 10, 30, 50, ... in sorted order are held out.
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "encodings", "__pycache__"}
 
 
 def read_sources(directory: pathlib.Path) -> tuple[Int[np.ndarray, " train"], Int[np.ndarray, " held_out"]]:
-    """Training and held-out bytes of the .py files below `directory`, END_OF_TEXT behind each file."""
+    """Return the training and held-out bytes of the .py files in a folder; END_OF_TEXT follows each file."""
     files = sorted(path.relative_to(directory) for path in directory.rglob("*.py"))
-    files = [path for path in files if not NOT_PROSE & set(path.parts)]
+    files = [path for path in files if not EXCLUDED_FOLDERS & set(path.parts)]
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     for i, path in enumerate(files):
         text = np.frombuffer((directory / path).read_bytes(), np.uint8).astype(np.int32)
@@ -24,16 +24,21 @@ def read_sources(directory: pathlib.Path) -> tuple[Int[np.ndarray, " train"], In
 
 
 def line_starts(stream: Int[np.ndarray, " bytes"]) -> Int[np.ndarray, " lines"]:
-    """Where lines begin, CONTEXT bytes or more before the end: a window's indentation is then its file's."""
+    """Return the offsets of lines that begin at least CONTEXT bytes before the end.
+
+    A window that begins with a line keeps the indentation of its file.
+    """
     starts = np.flatnonzero((stream == ord("\n")) | (stream == END_OF_TEXT)) + 1
     return starts[starts < stream.size - CONTEXT].astype(np.int32)
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose ids are the text's UTF-8 bytes, and END_OF_TEXT."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    """Return a tokenizer whose ids are UTF-8 bytes and END_OF_TEXT."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    remaining = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(remaining)
+    }
     tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,9 +1,9 @@
-"""Replicas of `jattn serve` behind Ray Serve, on one machine or on many.
+"""Serve replicas of an engine with Ray Serve, on one machine or on many.
 
 python -m examples.ray_serve DIR [--num-replicas 2] [--num-gpus 1] [--port 8000]
 
-It takes `pip install 'ray[serve]' '.[serve]'` on each machine. Ray starts the replicas, puts others in the
-place of those that die, and hands a request to the less busy of two, which is its default.
+Run `pip install 'ray[serve]' '.[serve]'` on each machine first. Ray starts the replicas, replaces those that
+fail, and by default sends each request to the less busy of two random replicas.
 """
 
 import argparse
@@ -19,19 +19,20 @@ from jattn.models import load
 from jattn.serving import AsyncEngine, Engine
 from jattn.serving.server import ServerOptions, Service, build_app
 
-ROOM = 2  # requests at a replica for each one that a step holds: the rest wait there, and begin at once
+# Maximum requests at a replica per request of a step. The additional ones wait there and start without delay.
+REQUESTS_PER_SLOT = 2
 
 
 async def to_replica(scope: Scope, receive: Receive, send: Send) -> None:
-    """Hands a request to the application of the replica whose process this is."""
+    """Pass a request to the application of this process's replica."""
     if scope["type"] == "http":
-        await serve.get_replica_context().servable_object.served(scope, receive, send)
+        await serve.get_replica_context().servable_object.app(scope, receive, send)
 
 
 @serve.deployment
 @serve.ingress(lambda: to_replica)
 class Replica:
-    """An engine, and the paths of its server."""
+    """An engine with the endpoints of `jattn serve`."""
 
     def __init__(self, folder: str, names: tuple[str, ...], engine_options: dict[str, Any]) -> None:
         engine = Engine(load(folder), **engine_options)
@@ -39,15 +40,15 @@ class Replica:
         options = ServerOptions(served_model_names=names, folder=pathlib.Path(folder))
         self.engine = AsyncEngine(engine)
         self.service = Service(self.engine, options)
-        self.service.is_ready = True  # Ray sends nothing before this returns
-        self.served = build_app(self.service)
+        self.service.is_ready = True  # Ray sends no request before this method returns.
+        self.app = build_app(self.service)
 
     def check_health(self) -> None:
-        """Asked by Ray, which replaces a replica that raises."""
+        """Check the engine. Ray replaces a replica whose check raises."""
         self.engine.stats  # noqa: B018
 
     async def __del__(self) -> None:
-        """Requests have been let finish by now."""
+        """Close the engine. Ray has let all requests finish."""
         await self.engine.aclose()
 
 
@@ -59,30 +60,58 @@ def application(
     names: tuple[str, ...] = ("model",),
     **engine_options: Any,
 ) -> serve.Application:
-    """What `ray.serve.run` runs: so many replicas of an engine, one a GPU."""
-    num_seqs = engine_options.setdefault("max_num_seqs", 256)  # an engine's own on a GPU
+    """Return the application for `ray.serve.run`: replicas of an engine.
+
+    Args:
+        folder: Hugging Face model folder, on each machine.
+        num_replicas: Number of replicas.
+        num_gpus: Number of GPUs per replica.
+        names: Model names in the API.
+        engine_options: Arguments of `jattn.serving.Engine`.
+    """
+    num_seqs = engine_options.setdefault("max_num_seqs", 256)  # The engine's default on a GPU.
     deployment: Any = Replica
     replica = deployment.options(
         num_replicas=num_replicas,
         ray_actor_options={"num_gpus": num_gpus, "num_cpus": 1},
-        max_ongoing_requests=ROOM * num_seqs,
+        max_ongoing_requests=REQUESTS_PER_SLOT * num_seqs,
     )
     return replica.bind(folder, names, engine_options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder", help="a Hugging Face folder, on each machine")
-    parser.add_argument("--num-replicas", type=int, default=1)
-    parser.add_argument("--num-gpus", type=float, default=1, help="of a replica")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("folder", help="Hugging Face model folder, on each machine")
+    parser.add_argument(
+        "--num-replicas", type=int, default=1, help="number of replicas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--num-gpus", type=float, default=1, help="number of GPUs per replica (default: %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=256,
+        help="maximum number of requests per step (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=8192,
+        help="maximum number of tokens per step (default: %(default)s)",
+    )
     args = parser.parse_args()
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=args.port))
     limits = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens}
-    many = {"num_replicas": args.num_replicas, "num_gpus": args.num_gpus}
-    serve.run(application(args.folder, names=(pathlib.Path(args.folder).name,), **many, **limits))
+    app = application(
+        args.folder,
+        num_replicas=args.num_replicas,
+        num_gpus=args.num_gpus,
+        names=(pathlib.Path(args.folder).name,),
+        **limits,
+    )
+    serve.run(app)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
     serve.shutdown()
 

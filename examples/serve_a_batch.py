@@ -1,6 +1,6 @@
-"""Several prompts share a small cache: the engine batches, chunks and, short of blocks, computes again.
+"""Serve several prompts with a small KV cache: batching, chunked prefill and preemption.
 
-python -m examples.serve_a_batch [DIR of a Hugging Face model]
+python -m examples.serve_a_batch [MODEL_FOLDER]
 """
 
 import pathlib
@@ -12,13 +12,13 @@ from jattn.serving import Engine, SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    words = sys.argv[1:] if argv is None else argv
-    model = jattn.models.load(words[0] if words else pathlib.Path(__file__).parent / "tiny_model")
+    args = sys.argv[1:] if argv is None else argv
+    model = jattn.models.load(args[0] if args else pathlib.Path(__file__).parent / "tiny_model")
     engine = Engine(
         model,
-        num_blocks=17,  # 16 for all requests together: too few for these four at once
+        num_blocks=17,  # 16 usable blocks are too few for the four requests at once.
         max_num_seqs=4,
-        max_num_batched_tokens=32,  # longer prompts are computed in chunks, between the others' tokens
+        max_num_batched_tokens=32,  # Longer prompts are prefilled in chunks.
     )
     prompts = [
         "def add(a, b):\n    return ",
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "class Point:\n    def ",
         "x = [i for i in " * 6,
     ]
-    greedy, warm = SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=0)
-    results = engine.generate(prompts, [greedy, greedy, warm, greedy], max_tokens=48)
+    greedy, random = SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9, seed=0)
+    results = engine.generate(prompts, [greedy, greedy, random, greedy], max_tokens=48)
     for prompt, result in zip(prompts, results, strict=True):
         print(f"--- {result.finish_reason} after {len(result.token_ids)} tokens")
         print(prompt + result.text)

@@ -1,4 +1,4 @@
-"""A serving loop of one's own: requests come and go, each step runs its bucket's executable."""
+"""A minimal serving loop with DecodeGraphs: each step runs the executable of its bucket."""
 
 import collections
 import dataclasses
@@ -26,7 +26,14 @@ MIXED = jattn.Bucket(
 
 @dataclasses.dataclass
 class Request:
-    """A prompt and what it became; the last `num_new` of its tokens are not in the cache yet."""
+    """A request in progress.
+
+    Attributes:
+        tokens: Prompt and generated tokens.
+        max_len: Maximum number of tokens.
+        num_new: Number of last tokens that are not in the KV cache yet.
+        blocks: Block ids of the request.
+    """
 
     tokens: list[int]
     max_len: int
@@ -35,38 +42,39 @@ class Request:
 
 
 def serve(model: jattn.models.Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """All tokens of each prompt; MAX_REQUESTS of them run at once, each in blocks of its own.
+    """Return the tokens of each prompt and its greedy completion; up to MAX_REQUESTS run at once.
 
     Raises:
-        ValueError: A prompt is longer than a step; jattn.serving.Engine computes such in chunks.
+        ValueError: If a prompt does not fit into a step. `jattn.serving.Engine` prefills it in chunks.
     """
-    longest = max(map(len, prompts))
-    if longest > MAX_PROMPT_TOKENS:
-        raise ValueError(f"prompts must have at most {MAX_PROMPT_TOKENS} tokens, got {longest}.")
+    max_prompt_len = max(map(len, prompts))
+    if max_prompt_len > MAX_PROMPT_TOKENS:
+        raise ValueError(f"prompts must have at most {MAX_PROMPT_TOKENS} tokens, got {max_prompt_len}.")
     graphdef, params = nnx.split(model)
 
     def step(params: Any, caches: Any, metadata: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         model = nnx.merge(graphdef, params)
-        plan = model.plan(metadata, caches)  # once, for all layers
+        plan = model.plan(metadata, caches)  # One plan for all layers.
         hidden, caches = model(tokens, caches, metadata, plan=plan)
         return jnp.argmax(model.logits(hidden[metadata.last_token_indices]), axis=-1), caches
 
     graphs = jattn.DecodeGraphs(step, [DECODES, MIXED])
     caches = model.create_caches(1 + MAX_REQUESTS * MAX_BLOCKS, block_size=BLOCK_SIZE)
-    shapes = lambda bucket: [jax.ShapeDtypeStruct((bucket.max_tokens,), jnp.int32)]
-    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=shapes, progress=False)
+
+    def inputs(bucket: jattn.Bucket) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((bucket.max_tokens,), jnp.int32)]
+
+    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=inputs, progress=False)
 
     requests = [Request([*prompt], len(prompt) + max_tokens, len(prompt)) for prompt in prompts]
     waiting, running = collections.deque(requests), list[Request]()
-    free = [
-        [1 + MAX_BLOCKS * r + i for i in range(MAX_BLOCKS)] for r in range(MAX_REQUESTS)
-    ]  # block 0 is padding's
+    # Block 0 is the padding's.
+    free = [[1 + MAX_BLOCKS * r + i for i in range(MAX_BLOCKS)] for r in range(MAX_REQUESTS)]
     while waiting or running:
-        room = MAX_PROMPT_TOKENS
-        while (
-            waiting and free and waiting[0].num_new <= room
-        ):  # decode rows stand first, so prompts join behind
-            room -= waiting[0].num_new
+        num_free_tokens = MAX_PROMPT_TOKENS
+        # Decoding requests precede prefilling ones in a batch, so new requests are appended.
+        while waiting and free and waiting[0].num_new <= num_free_tokens:
+            num_free_tokens -= waiting[0].num_new
             running.append(waiting.popleft())
             running[-1].blocks = free.pop()
         query_lens = [request.num_new for request in running]
@@ -77,19 +85,18 @@ def serve(model: jattn.models.Decoder, prompts: Sequence[Sequence[int]], max_tok
             [request.blocks for request in running],
             block_size=BLOCK_SIZE,
             bucket=bucket,
-            to_device=False,  # the executable sends numpy's arrays itself
+            to_device=False,  # The executable transfers NumPy arrays by itself.
         )
         tokens = jattn.pack_tokens([request.tokens[-request.num_new :] for request in running], bucket)
-        picked, caches = graphs(params, caches, metadata, tokens)
-        rows = jattn.row_indices(np.asarray(query_lens), bucket)  # each request's row in the bucket
-        for request, token in zip(running, np.asarray(picked)[rows].tolist(), strict=True):
+        next_tokens, caches = graphs(params, caches, metadata, tokens)
+        rows = jattn.row_indices(np.asarray(query_lens), bucket)  # Row of each request in the bucket.
+        for request, token in zip(running, np.asarray(next_tokens)[rows].tolist(), strict=True):
             request.tokens.append(token)
             request.num_new = 1
-        is_done = lambda request: (
-            len(request.tokens) == request.max_len or request.tokens[-1] in model.config.eos_token_ids
-        )
-        free += [request.blocks for request in running if is_done(request)]
-        running = [request for request in running if not is_done(request)]
+        for request in running.copy():
+            if len(request.tokens) == request.max_len or request.tokens[-1] in model.config.eos_token_ids:
+                running.remove(request)
+                free.append(request.blocks)
     assert graphs.num_compiles == 2
     return [request.tokens for request in requests]
 

@@ -1,4 +1,4 @@
-"""The examples run, and what they print is true."""
+"""The examples run and print correct results."""
 
 import dataclasses
 import pathlib
@@ -29,7 +29,7 @@ EXAMPLES = pathlib.Path(demo.__file__).parent
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """A model that speaks in bytes."""
+    """Save a small model with a byte tokenizer and return its folder."""
     directory = tmp_path_factory.mktemp("model")
     jattn.models.save(one_layer_model(), directory)
     return str(directory)
@@ -43,7 +43,7 @@ def test_decode_one_step(capsys):
     assert "first prompt token == its value: True" in out
 
 
-def test_decode_one_step_writes_into_the_cache_it_is_given():
+def test_decode_one_step_updates_the_donated_cache_in_place():
     metadata = jattn.build_batch_metadata([1, 1, 5], [7, 3, 5], [[5, 9], [2], [7, 3]], block_size=4)
     rows = [jnp.ones((7, heads, 64)) for heads in (8, 2, 2)]
     assert_updates_in_place(
@@ -53,22 +53,22 @@ def test_decode_one_step_writes_into_the_cache_it_is_given():
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model that knows its text, and its last loss."""
+    """Train a model to memorize a text; return it and its last loss."""
     model = flax_train_then_serve.Model(nnx.Rngs(0))
-    with jax.numpy_dtype_promotion("standard"):  # optax's
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it.
         return model, flax_train_then_serve.train(model, flax_train_then_serve.TEXT, steps=100)
 
 
-def test_what_flax_trained_generates_its_text_from_a_paged_cache(trained):
+def test_trained_flax_model_generates_its_text_with_a_paged_cache(trained):
     model, loss = trained
     assert loss < 0.1
     text, prompt = flax_train_then_serve.TEXT, flax_train_then_serve.PROMPT
     assert flax_train_then_serve.generate(model, prompt, len(text) - len(prompt)) == text
 
 
-def test_training_and_serving_compute_the_same_scores(trained):
+def test_training_and_serving_compute_the_same_logits(trained):
     model, _ = trained
-    text = jnp.arange(97, 97 + 40, dtype=jnp.int32)  # longer than the window
+    text = jnp.arange(97, 97 + 40, dtype=jnp.int32)  # Longer than the window.
     caches = [jattn.PagedCache.create(flax_train_then_serve.CACHE_SPEC) for _ in model.layers]
     size = flax_train_then_serve.BLOCK_SIZE
     metadata = jattn.build_batch_metadata([40], [40], [[5, 2, 7]], block_size=size)
@@ -84,40 +84,42 @@ def test_flax_train_then_serve_prints_the_text(capsys, monkeypatch):
 
 
 PROMPTS = [[65 + i] * (3 * i + 1) for i in range(6)]
-of_loop = pytest.mark.parametrize("example", [serve_with_graphs, serve_with_loop], ids=lambda e: e.__name__)
+for_each_loop = pytest.mark.parametrize(
+    "example", [serve_with_graphs, serve_with_loop], ids=lambda e: e.__name__
+)
 
 
 @pytest.fixture(scope="module")
-def made_by_the_engine():
-    """What the engine makes of PROMPTS."""
+def engine_tokens():
+    """Return the token ids that the engine generates for PROMPTS."""
     engine = jattn.serving.Engine(one_layer_model(), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=20)]
 
 
-@of_loop
-def test_a_loop_of_ones_own_makes_what_the_engine_makes(example, made_by_the_engine):
-    made = example.serve(one_layer_model(), PROMPTS, max_tokens=20)
-    new = [tokens[len(prompt) :] for tokens, prompt in zip(made, PROMPTS, strict=True)]
-    assert new == made_by_the_engine
+@for_each_loop
+def test_serving_loop_generates_the_engines_tokens(example, engine_tokens):
+    generated = example.serve(one_layer_model(), PROMPTS, max_tokens=20)
+    new = [tokens[len(prompt) :] for tokens, prompt in zip(generated, PROMPTS, strict=True)]
+    assert new == engine_tokens
 
 
-@of_loop
-def test_a_loop_of_ones_own_ends_a_text_where_the_model_does(example, made_by_the_engine):
-    model, (first, second) = one_layer_model(), made_by_the_engine[:2]
-    stop = first[0]  # which the prompt's own step makes
+@for_each_loop
+def test_serving_loop_stops_at_the_eos_token(example, engine_tokens):
+    model, (first, second) = one_layer_model(), engine_tokens[:2]
+    stop = first[0]  # The first token, which the prefill generates.
     model.config = dataclasses.replace(model.config, eos_token_ids=(stop,))
-    made = example.serve(model, PROMPTS[:2], max_tokens=20)
-    assert made[0] == [*PROMPTS[0], stop]
-    assert made[1] == PROMPTS[1] + second[: [*second, stop].index(stop) + 1]
+    generated = example.serve(model, PROMPTS[:2], max_tokens=20)
+    assert generated[0] == [*PROMPTS[0], stop]
+    assert generated[1] == PROMPTS[1] + second[: [*second, stop].index(stop) + 1]
 
 
-def test_a_prompt_that_no_step_of_the_loop_holds_is_an_error():
+def test_serving_loop_rejects_a_prompt_that_exceeds_a_step():
     with pytest.raises(ValueError, match="prompts must have at most 64 tokens, got 65"):
         serve_with_graphs.serve(one_layer_model(), [[65] * 65], max_tokens=1)
 
 
-@of_loop
-def test_a_loop_s_texts_are_printed(example, model_dir, capsys, monkeypatch):
+@for_each_loop
+def test_serving_loop_prints_its_texts(example, model_dir, capsys, monkeypatch):
     monkeypatch.setattr(example, "TINY_MODEL", model_dir)
     monkeypatch.setattr(example, "serve", lambda model, prompts, max_tokens: prompts)
     example.main()
@@ -125,7 +127,7 @@ def test_a_loop_s_texts_are_printed(example, model_dir, capsys, monkeypatch):
 
 
 @pytest.mark.kernels
-def test_the_study_tells_bits_and_density_of_every_mask(capsys, monkeypatch):
+def test_sparsity_study_prints_bits_and_density_of_every_mask(capsys, monkeypatch):
     masks = {name: mask for name, mask in sparsity_study.MASKS.items() if "64" in name or name == "dense"}
     del masks["heads 0, 2 dense, others 4 + 64"]
     monkeypatch.setattr(sparsity_study, "MASKS", masks)
@@ -139,7 +141,7 @@ def test_the_study_tells_bits_and_density_of_every_mask(capsys, monkeypatch):
 
 
 @pytest.mark.kernels
-def test_sparsity_compares_patterns_and_draws_them(model_dir, tmp_path, capsys):
+def test_sparsity_example_compares_and_plots_patterns(model_dir, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from examples.sparsity.__main__ import main
 
@@ -160,7 +162,7 @@ def test_sparsity_compares_patterns_and_draws_them(model_dir, tmp_path, capsys):
     assert "speed.png" in capsys.readouterr().out
 
 
-def test_serve_a_batch_is_short_of_blocks_and_loses_nobody(model_dir, capsys):
+def test_serve_a_batch_preempts_and_finishes_every_request(model_dir, capsys):
     serve_a_batch.main([model_dir])
     out = capsys.readouterr().out
     assert len(re.findall(r"^--- (?:length after 48|stop after \d+) tokens$", out, re.MULTILINE)) == 4
@@ -168,10 +170,10 @@ def test_serve_a_batch_is_short_of_blocks_and_loses_nobody(model_dir, capsys):
     assert "num_blocks=16, peak_blocks=16" in out
 
 
-def test_demo_prints_every_request_and_closes_with_its_table(model_dir, capsys):
+def test_demo_prints_every_request_and_a_table(model_dir, capsys):
     demo.main(["--model", model_dir, "--max-tokens", "5"])
     out = capsys.readouterr().out
-    assert "\x1b" not in out  # no terminal, no colours
+    assert "\x1b" not in out  # Without a terminal there are no colors.
     for i, prompt in enumerate(demo.PROMPTS):
         assert f"--- request {i} ".ljust(60, "-") + "\n" + prompt in out
     assert len(re.findall(r"^ +\d  +5  +\d+ ms  +[\d.]+  length$", out, re.MULTILINE)) == 5
@@ -179,7 +181,7 @@ def test_demo_prints_every_request_and_closes_with_its_table(model_dir, capsys):
     assert re.search(r"\d+ steps, 2 compiles \([\d.]+ s, .*\), \d+ of 32 cache blocks at peak$", out)
 
 
-def test_the_demos_screen_redraws_over_itself_and_ends_in_full(capsys, monkeypatch):
+def test_demo_screen_redraws_in_place_and_ends_with_full_texts(capsys, monkeypatch):
     monkeypatch.setattr(demo, "REDRAW_SECONDS", -1.0)
     screen = demo.Screen(["a\n", "b"], is_terminal=True)
     screen.on_token(0, 1, "c")
@@ -194,11 +196,11 @@ def test_the_demos_screen_redraws_over_itself_and_ends_in_full(capsys, monkeypat
 
 
 @pytest.mark.parametrize("name", ["decode_one_step", "serve_a_batch", "sparsity_study"])
-def test_an_example_is_at_most_40_lines(name):
+def test_short_example_has_at_most_40_lines(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
 
 
 @pytest.mark.slow
-def test_demo_with_the_model_that_ships(capsys):
+def test_demo_with_the_tiny_model(capsys):
     demo.main([])
     assert capsys.readouterr().out.count("--- request ") == len(demo.PROMPTS)

@@ -18,7 +18,7 @@ from benchmarks.tables.pages import PAGES, PICTURES, filled, pictures
 from jattn.cache import write as cache_write
 from jattn.cache.spec import QUANTIZATIONS
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
-from jattn.serving.cli.main import ELSEWHERE, build_parser
+from jattn.serving.cli.main import VLLM_OPTIONS, build_parser
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
 from pallas_kernels.ptx import mma
@@ -197,11 +197,11 @@ def test_options_of_vllm_that_are_told_of_are_in_its_page():
     page = (ROOT / "docs" / "vllm.md").read_text()
     (table,) = re.findall(r"\n## The engine and `vllm serve`\n(.*?)\n## ", page, re.DOTALL)
     theirs = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| ")]
-    assert set(re.findall(r"--[\w-]+", " ".join(theirs))) == set(ELSEWHERE)
+    assert set(re.findall(r"--[\w-]+", " ".join(theirs))) == set(VLLM_OPTIONS)
     ours = {option for row in table.splitlines() for option in re.findall(r"`(--[\w-]+)", row)}
     (subparsers,) = build_parser()._subparsers._group_actions
     assert ours <= set(subparsers.choices["serve"]._option_string_actions)
-    assert not set(ELSEWHERE) & set(subparsers.choices["serve"]._option_string_actions)
+    assert not set(VLLM_OPTIONS) & set(subparsers.choices["serve"]._option_string_actions)
 
 
 def test_every_name_that_the_pages_find_in_support_exists():

@@ -15,7 +15,7 @@ import jattn
 from benchmarks.runner import Rows
 from benchmarks.serving.serve import serving
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.cli.openai_client import ServerError, events
+from jattn.serving.cli.openai_client import ServerError, stream_events
 
 NUM_CLIENTS = 200
 TEXT = "/v1/completions"
@@ -90,7 +90,7 @@ class Crowd:
     async def _heard(self, url: str, body: dict[str, Any], patience: int | None) -> tuple[str, str] | None:
         """Text, and why it ended; None where the client's patience, of so many events, has."""
         text, reason = "", ""
-        async with contextlib.aclosing(events(url, TEXT, body)) as chunks:
+        async with contextlib.aclosing(stream_events(url, TEXT, body)) as chunks:
             async for chunk in chunks:
                 (choice,) = chunk["choices"]
                 text, reason = text + choice["text"], choice["finish_reason"]

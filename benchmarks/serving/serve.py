@@ -27,8 +27,8 @@ from benchmarks.models.random_decoder import random_decoder
 from benchmarks.runner import Rows
 from benchmarks.serving.engine import QWEN3_8B, TOLERANCE, logprob_error
 from jattn.serving import AsyncEngine, Engine, SamplingParams
-from jattn.serving.cli.bench_serve import PERCENTILES, Sample, arriving, drawn_prompts, summary
-from jattn.serving.cli.openai_client import events
+from jattn.serving.cli.bench_serve import PERCENTILES, RequestTimes, random_prompts, send_at_rate, summarize
+from jattn.serving.cli.openai_client import stream_events
 from jattn.serving.engine.config import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests a second
@@ -109,7 +109,7 @@ def compared(engine: Engine, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """A row for each run; the engine's numbers, the server's, and what lies between them."""
     busiest = max(runs, key=lambda run: run[0])
     asyncio.run(at_the_engine(engine, *busiest))  # what an executable's first runs make is not measured
-    (prompt,) = drawn_prompts(1, busiest[1]["input_len"], PROMPT_IDS, random.Random(2))
+    (prompt,) = random_prompts(1, busiest[1]["input_len"], PROMPT_IDS, random.Random(2))
     want = engine.generate([prompt], SamplingParams(max_tokens=16, ignore_eos=True))[0].text
     for rate, size in runs:
         alone = asyncio.run(at_the_engine(engine, rate, size))
@@ -155,20 +155,20 @@ def beside(engine: dict[str, Any], server: dict[str, Any]) -> dict[str, Any]:
 async def at_the_engine(engine: Engine, rate: float, sizes: dict[str, int]) -> dict[str, Any]:
     """One run without a server."""
     params = SamplingParams(max_tokens=sizes["output_len"], ignore_eos=True)
-    prompts = drawn_prompts(sizes["num_prompts"], sizes["input_len"], PROMPT_IDS, random.Random(0))
+    prompts = random_prompts(sizes["num_prompts"], sizes["input_len"], PROMPT_IDS, random.Random(0))
     start = time.perf_counter()
     async with AsyncEngine(engine) as shared:
 
-        async def ask(prompt: list[int], due: float) -> Sample:
-            sample = Sample()
+        async def ask(prompt: list[int], due: float) -> RequestTimes:
+            sample = RequestTimes()
             async for output in shared.generate(prompt, params):
                 sample.arrivals.append(time.perf_counter() - due)
                 sample.num_tokens += len(output.new_token_ids)
             sample.end = time.perf_counter() - due
             return sample
 
-        samples = await arriving(ask, prompts, rate, random.Random(1))
-    return summary(samples, rate, time.perf_counter() - start)
+        samples = await send_at_rate(ask, prompts, rate, random.Random(1))
+    return summarize(samples, rate, time.perf_counter() - start)
 
 
 def at_the_server(url: str, rate: float, sizes: dict[str, int]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def serving(engine: Engine, times: list[float]) -> Iterator[str]:
     """A server; where it listens. Seconds of a processor that its own process served go to `times`."""
     server_of: Any = importlib.import_module("jattn.serving.server")
     options = server_of.ServerOptions(port=0)
-    sock = server_of.listening(options)
+    sock = server_of.create_server_socket(options)
     http = server_of.HttpProcess(options, sock, log_level="warning")
     http.serve(engine)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -226,7 +226,7 @@ def require_same_text(url: str, prompt: list[int], want: str) -> None:
     body = {"prompt": prompt, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 
     async def served() -> str:
-        chunks = [chunk async for chunk in events(url, "/v1/completions", body)]
+        chunks = [chunk async for chunk in stream_events(url, "/v1/completions", body)]
         return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
     said = asyncio.run(served())

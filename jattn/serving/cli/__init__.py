@@ -1,1 +1,1 @@
-"""What `jattn` does for each of its commands."""
+"""The `jattn` command line: one module for each command."""

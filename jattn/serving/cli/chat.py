@@ -1,4 +1,4 @@
-"""`jattn chat`: a conversation on the terminal, with a model of a folder or of a server."""
+"""`jattn chat`: an interactive conversation with a local model or with a server."""
 
 import argparse
 import asyncio
@@ -12,115 +12,136 @@ from typing import Any
 
 from jattn.models import load
 from jattn.serving.cli.nodes import add_node_options
-from jattn.serving.cli.openai_client import address, events
+from jattn.serving.cli.openai_client import parse_url, stream_events
 from jattn.serving.cli.options import (
     add_engine_options,
     add_sampling_options,
     make_engine,
-    requested_implementations,
-    require_silence,
+    require_defaults,
+    sampling_options,
 )
 from jattn.serving.engine.detokenizer import tokenize
 from jattn.serving.engine.sampling_params import SamplingParams
-from pallas_kernels.checks import require
 
 type Message = dict[str, str]
-type Speaker = Callable[[list[Message]], Iterator[str]]
+type StreamReply = Callable[[list[Message]], Iterator[str]]  # Conversation -> pieces of the reply.
 
 
 def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command's options."""
-    parser = commands.add_parser("chat", help="talk with a model (the extra jattn[serve])")
+    """Add the `chat` command and its options."""
+    parser = commands.add_parser("chat", help="chat with a model (needs the extra jattn[serve])")
     parser.set_defaults(run=chat)
-    parser.add_argument("--model", metavar="DIR", help="a Hugging Face folder; with --url a served name")
-    its_own = "of a server with OpenAI's API, in the place of a folder; what is not said is as it has it"
-    parser.add_argument("--url", help=its_own)
-    parser.add_argument("--api-key", metavar="KEY", help="of that server")
-    _add_template(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of an answer [to the context's end]")
+    parser.add_argument(
+        "--model", metavar="DIR", help="Hugging Face model folder; with --url, the server's model name"
+    )
+    parser.add_argument(
+        "--url",
+        help="chat with the server at this URL (OpenAI API) instead of loading a model;"
+        " sampling options that are not set keep the server's defaults",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server at --url")
+    _add_template_option(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: none)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens per reply (default: up to the context length)",
+    )
     add_sampling_options(parser)
     add_engine_options(parser)
     add_node_options(parser)
 
 
-def _add_template(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chat-template", metavar="FILE", help="in the place of the folder's")
+def _add_template_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja chat template (default: the model folder's)"
+    )
 
 
 def chat(args: argparse.Namespace) -> None:
-    """Answers line by line, until the input ends. Ctrl-C ends an answer; at the prompt, the conversation."""
-    require(args.url is not None or args.model is not None, "model", "be a folder, or url a server", None)
+    """Reply to stdin line by line until it ends.
+
+    Ctrl-C during a reply ends the reply; at the prompt, it ends the conversation.
+    """
+    if args.url is None and args.model is None:
+        raise ValueError("Pass --model DIR to load a model, or --url URL to use a server.")
     if args.url is None:
-        require(args.api_key is None, "api_key", "be left out without a server (--url)", "one")
+        if args.api_key is not None:
+            raise ValueError("--api-key requires --url.")
+        stream_reply = _local_model(args)
     else:
-        of_folders = [_add_template, add_engine_options, add_node_options]
-        require_silence(args, of_folders, "be left out with url: it is the server's")
-    speak = _of_folder(args) if args.url is None else _of_server(args)
+        local_options = [_add_template_option, add_engine_options, add_node_options]
+        require_defaults(args, local_options, "cannot be combined with --url; set it on the server.")
+        stream_reply = _remote_model(args)
     messages: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
-    while (said := _next_line()) is not None:
-        messages.append({"role": "user", "content": said})
-        answer = ""
+    while (line := _read_line()) is not None:
+        messages.append({"role": "user", "content": line})
+        reply = ""
         try:
-            for text in speak(messages):
-                answer += text
+            for text in stream_reply(messages):
+                reply += text
                 print(text, end="", flush=True)
         except KeyboardInterrupt:
             pass
         print(flush=True)
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": reply})
 
 
-def _next_line() -> str | None:
-    """What is said next; None at the end. A prompt is shown to people alone."""
+def _read_line() -> str | None:
+    """Read the next line of stdin, showing a prompt on terminals; return None at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except (EOFError, KeyboardInterrupt):
         return None
 
 
-def _of_folder(args: argparse.Namespace) -> Speaker:
+def _local_model(args: argparse.Namespace) -> StreamReply:
+    """Load the model of a folder and return the function that replies with it."""
     templates: Any = importlib.import_module("jattn.serving.server.chat_template")
     folder, file = pathlib.Path(args.model), args.chat_template and pathlib.Path(args.chat_template)
-    require(folder.is_dir(), "model", "be a folder", args.model)
+    if not folder.is_dir():
+        raise ValueError(f"--model {args.model} is not a folder.")
     template = templates.load_chat_template(folder, file)
-    has_one = template is not None
-    require(has_one, "model", "have a chat template (or give --chat-template FILE)", args.model)
-    asked = requested_implementations(args) | {"max_tokens": args.max_tokens}
-    SamplingParams(**asked)  # an error now, not when the model is loaded
+    if template is None:
+        raise ValueError(f"{args.model} has no chat template. Pass --chat-template FILE.")
+    requested = sampling_options(args) | {"max_tokens": args.max_tokens}
+    SamplingParams(**requested)  # Report invalid values before loading the model.
     engine = make_engine(args, functools.partial(load, progress=sys.stderr.isatty()))
-    require(engine.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", args.model)
-    params = dataclasses.replace(engine.default_sampling_params, **asked)
+    if engine.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer.json.")
+    params = dataclasses.replace(engine.default_sampling_params, **requested)
 
-    refusal: Any = importlib.import_module("jinja2").TemplateError
+    template_error: Any = importlib.import_module("jinja2").TemplateError
 
-    def speak(messages: list[Message]) -> Iterator[str]:
+    def stream_reply(messages: list[Message]) -> Iterator[str]:
         try:
             text = template.render(messages)
-        except refusal as error:
-            raise ValueError(f"messages must fit the chat template, got {error}.") from error
+        except template_error as error:
+            raise ValueError(f"The chat template rejected the messages: {error}") from error
         prompt = tokenize("messages", text, engine.tokenizer, add_special_tokens=False)
         for token in engine.stream([prompt], [params]):
             yield token.text
 
-    return speak
+    return stream_reply
 
 
-def _of_server(args: argparse.Namespace) -> Speaker:
-    address(args.url)
-    others = {"max_tokens": args.max_tokens, "model": args.model}
-    asked = requested_implementations(args) | {
-        name: value for name, value in others.items() if value is not None
-    }
+def _remote_model(args: argparse.Namespace) -> StreamReply:
+    """Return the function that replies with the model of a server."""
+    parse_url(args.url)
+    options = {"max_tokens": args.max_tokens, "model": args.model}
+    body = sampling_options(args) | {name: value for name, value in options.items() if value is not None}
 
-    def speak(messages: list[Message]) -> Iterator[str]:
+    def stream_reply(messages: list[Message]) -> Iterator[str]:
         with asyncio.Runner() as runner:
-            chunks = events(args.url, "/v1/chat/completions", asked | {"messages": messages}, args.api_key)
+            chunks = stream_events(
+                args.url, "/v1/chat/completions", body | {"messages": messages}, args.api_key
+            )
             while chunk := runner.run(_next_or_none(chunks)):
                 for choice in chunk["choices"]:
                     yield choice["delta"].get("content") or ""
 
-    return speak
+    return stream_reply
 
 
 async def _next_or_none(chunks: Any) -> Any:

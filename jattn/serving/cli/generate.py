@@ -1,4 +1,4 @@
-"""`jattn generate`: prompts completed, as their text comes."""
+"""`jattn generate`: complete prompts and stream the text."""
 
 import argparse
 import dataclasses
@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jattn.models import load
 from jattn.serving.cli.nodes import add_node_options
-from jattn.serving.cli.options import (
-    add_engine_options,
-    add_sampling_options,
-    make_engine,
-    requested_implementations,
-)
+from jattn.serving.cli.options import add_engine_options, add_sampling_options, make_engine, sampling_options
 from jattn.serving.engine.outputs import GenerationResult
 from jattn.serving.engine.sampling_params import SamplingParams, describe_params
 
@@ -21,30 +16,43 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command's options."""
+    """Add the `generate` command and its options."""
     parser = commands.add_parser("generate", help="complete prompts, streaming the text")
     parser.set_defaults(run=generate)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="none: the whole of stdin is one")
-    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of each prompt [64]")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text to complete (default: all of stdin, as one prompt)"
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model folder")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of new tokens per prompt (default: %(default)s)",
+    )
     add_sampling_options(parser)
     add_engine_options(parser)
     add_node_options(parser)
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Completes prompts."""
-    asked = requested_implementations(args)
-    SamplingParams(**asked, max_tokens=args.max_tokens)  # an error now, not when the model is loaded
+    """Complete the prompts and print each completion as it grows."""
+    requested = sampling_options(args)
+    SamplingParams(**requested, max_tokens=args.max_tokens)  # Report invalid values before loading the model.
     prompts = args.prompts or [sys.stdin.read()]
+    if not args.prompts and not prompts[0]:
+        raise ValueError("No prompt given. Pass PROMPT, or pipe text to stdin.")
     is_terminal = sys.stderr.isatty()
     engine = make_engine(args, functools.partial(load, progress=is_terminal))
     defaults = engine.default_sampling_params
-    if told := describe_params(defaults):
-        print(f"jattn: the checkpoint asks for {told}; --temperature 0 is greedy", file=sys.stderr)
-    sampling_params = dataclasses.replace(defaults, **asked)
-    write = lambda text: print(text, end="", flush=True)
-    printer = StreamPrinter(prompts, write, has_colours=sys.stdout.isatty())
+    if description := describe_params(defaults):
+        print(
+            f"jattn: using the model's default sampling parameters: {description}."
+            " Pass --temperature 0 for greedy decoding.",
+            file=sys.stderr,
+        )
+    sampling_params = dataclasses.replace(defaults, **requested)
+    printer = StreamPrinter(prompts, _write, has_colors=sys.stdout.isatty())
     results = engine.generate(
         prompts, sampling_params=sampling_params, max_tokens=args.max_tokens, on_token=printer.on_token
     )
@@ -53,46 +61,60 @@ def generate(args: argparse.Namespace) -> None:
         print(_summary(results, engine.stats.num_compiles), file=sys.stderr)
 
 
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
 def _summary(results: Sequence[GenerationResult], num_compiles: int) -> str:
-    tokens = sum(len(result.token_ids) for result in results)
-    first = min(result.metrics.time_to_first_token for result in results)
-    total = max(result.metrics.time_total for result in results)
-    speed = f"{tokens / total:.1f} a second ({num_compiles} compiles included)"
-    return f"{tokens} tokens, the first after {first:.2f} s, {speed}"
+    num_tokens = sum(len(result.token_ids) for result in results)
+    time_to_first = min(result.metrics.time_to_first_token for result in results)
+    seconds = max(result.metrics.time_total for result in results)
+    return (
+        f"{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, time to first token {time_to_first:.2f} s"
+        f" (includes {num_compiles} compilations)"
+    )
 
 
 class StreamPrinter:
-    """Prints tokens as they come: one prompt as it grows, several in lines with their prompt's number.
+    """Printer of streamed completions.
 
-    Lines of a prompt begin with "> ", so that what the model wrote can be told from them in a file, too.
+    The completion of a single prompt is printed piece by piece. Several are printed in complete lines,
+    prefixed with the index of their prompt. Prompt lines begin with "> ", which distinguishes them from the
+    model's text in a file, too.
     """
 
     def __init__(
-        self, prompts: Sequence[str], write: Callable[[str], object], *, has_colours: bool = False
+        self, prompts: Sequence[str], write: Callable[[str], object], *, has_colors: bool = False
     ) -> None:
-        """Writes the prompts."""
+        """Print the prompts.
+
+        Args:
+            prompts: The prompts, in the order of their indices.
+            write: Function that writes text to the output.
+            has_colors: Whether to dim the prompts with terminal escape codes.
+        """
         self._write = write
         self._has_labels = len(prompts) > 1
         self._lines = [""] * len(prompts)
         for index, prompt in enumerate(prompts):
             for line in prompt.removesuffix("\n").split("\n"):
-                told = f"{self._label(index)}> {line}"
-                self._write(f"{DIM}{told}{PLAIN}\n" if has_colours else f"{told}\n")
+                text = f"{self._label(index)}> {line}"
+                self._write(f"{DIM}{text}{PLAIN}\n" if has_colors else f"{text}\n")
 
     def _label(self, index: int) -> str:
         return f"[{index}] " if self._has_labels else ""
 
     def on_token(self, index: int, token_id: int, text: str) -> None:
-        """Takes a piece of a prompt's completion."""
+        """Print the text of a new token."""
         if not self._has_labels:
             self._write(text)
             return
-        *whole, self._lines[index] = (self._lines[index] + text).split("\n")
-        for line in whole:
+        *complete, self._lines[index] = (self._lines[index] + text).split("\n")
+        for line in complete:
             self._write(f"{self._label(index)}{line}\n")
 
     def close(self) -> None:
-        """Ends the lines that are not ended."""
+        """Print the lines that do not end in a newline yet."""
         if not self._has_labels:
             self._write("\n")
         for index, line in enumerate(self._lines):

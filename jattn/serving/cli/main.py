@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `jattn serve` and others."""
+"""The entry point of the `jattn` command line."""
 
 import argparse
 import os
@@ -11,29 +11,47 @@ from jattn.serving.cli.doctor import add_doctor
 from jattn.serving.cli.generate import add_generate
 from jattn.serving.cli.nodes import follow, join_nodes
 from jattn.serving.cli.options import OneLineParser
-from jattn.serving.cli.serve import add_serve, with_config
+from jattn.serving.cli.serve import add_serve, expand_config
 from jattn.serving.engine.doctor import version_of
 from jattn.serving.engine.processes import ProcessError
 
-INTERRUPTED = 130  # the status of what Ctrl-C ended, as shells have it
+INTERRUPTED = 130  # Exit status after Ctrl-C, as in shells.
+
+# Options of `vllm serve` that have another name here, or are not needed or supported; see docs/vllm.md.
+VLLM_OPTIONS = {
+    "--gpu-memory-utilization": "set the size of the cache with --num-blocks",
+    "--kv-cache-dtype": "use --quantization",
+    "--attention-backend": "use --implementation",
+    "--speculative-config": "use --speculative and --num-speculative-tokens",
+    "--enforce-eager": "every step is compiled",
+    "--enable-chunked-prefill": "chunked prefill is always enabled",
+    "--enable-auto-tool-choice": "automatic tool choice is always enabled",
+    "--generation-config": "generation_config.json is always read",
+    "--trust-remote-code": "code in checkpoints is never run",
+    "--download-dir": "models are not downloaded",
+    "--tokenizer": "the model folder's tokenizer.json is used",
+    "--data-parallel-size": "start one server per replica",
+    "--pipeline-parallel-size": "use --tensor-parallel-size",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
-        argv: Its words; None = those of the process.
+        argv: Command-line arguments; None uses those of the process.
 
     Returns:
         The exit status: 0, 1 with a message on stderr, or 130 after Ctrl-C.
     """
     try:
-        args = _parsed(with_config(sys.argv[1:] if argv is None else argv))
+        args = _parse_args(expand_config(sys.argv[1:] if argv is None else argv))
         join_nodes(args)
         (follow if getattr(args, "node_rank", 0) else args.run)(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` say, has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it exits
+    except BrokenPipeError:  # The reader of a pipe, such as `head`, has closed it.
+        # Without this, Python reports the closed pipe again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
@@ -43,49 +61,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    """What the words ask for; words that are no options are an error of their command."""
-    args, unknown = build_parser().parse_known_args(words)
+def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments; unknown ones are reported as an error of their command."""
+    args, unknown = build_parser().parse_known_args(argv)
     if unknown:
-        told = f"unrecognized arguments: {' '.join(unknown)}{told_of(unknown)}"
-        OneLineParser(prog=f"jattn {args.command}").error(told)
+        message = f"unrecognized arguments: {' '.join(unknown)}{vllm_option_hints(unknown)}"
+        OneLineParser(prog=f"jattn {args.command}").error(message)
     return args
 
 
+def vllm_option_hints(unknown: Iterable[str]) -> str:
+    """Return hints, in parentheses, for the unknown arguments that are options of vLLM; "" for none."""
+    names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in unknown)
+    hints = [
+        f"{name} is a vLLM option; in jattn, {VLLM_OPTIONS[name]}" for name in names if name in VLLM_OPTIONS
+    ]
+    return f" ({'; '.join(hints)})" if hints else ""
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
-    parser: argparse.ArgumentParser = OneLineParser(prog="jattn", description="Attention and serving in JAX.")
+    """Return the parser of all commands and their options."""
+    parser: argparse.ArgumentParser = OneLineParser(
+        prog="jattn", description="LLM serving and attention tools for JAX on NVIDIA GPUs."
+    )
     versions = [f"{name} {version_of(name)}" for name in ("jattn", "jax")]
     parser.add_argument("--version", action="version", version=", ".join(versions))
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (add_generate, add_chat, add_serve, add_bench_serve, add_doctor):
-        add(commands)
+    for add_command in (add_generate, add_chat, add_serve, add_bench_serve, add_doctor):
+        add_command(commands)
     return parser
 
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-ELSEWHERE = {
-    "--gpu-memory-utilization": "--num-blocks says how large the caches are",
-    "--kv-cache-dtype": "it is --quantization",
-    "--attention-backend": "it is --implementation",
-    "--speculative-config": "it is --speculative and --num-speculative-tokens",
-    "--enforce-eager": "every step is compiled",
-    "--enable-chunked-prefill": "prompts are always computed in chunks",
-    "--enable-auto-tool-choice": "tools are always served",
-    "--generation-config": "generation_config.json is always read",
-    "--trust-remote-code": "no code of a checkpoint is run",
-    "--download-dir": "nothing is downloaded",
-    "--tokenizer": "it is the folder's tokenizer.json",
-    "--data-parallel-size": "start a server for each",
-    "--pipeline-parallel-size": "--tensor-parallel-size spreads a model over devices",
-}
-
-
-def told_of(unknown: Iterable[str]) -> str:
-    """What an error says in brackets of vLLM's options among words that are none here; of others nothing."""
-    names = dict.fromkeys(word.partition("=")[0].replace("_", "-") for word in unknown)
-    told = [f"{name} is vLLM's: here {ELSEWHERE[name]}" for name in names if name in ELSEWHERE]
-    return f" ({'; '.join(told)})" if told else ""

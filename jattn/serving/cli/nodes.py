@@ -1,4 +1,4 @@
-"""Options of an engine that several processes run, one on each node: the first serves, the others follow."""
+"""Options and startup of an engine that spans several nodes: node 0 serves, the others follow it."""
 
 import argparse
 import sys
@@ -7,39 +7,65 @@ import jax
 
 from jattn.models import load
 from jattn.serving.cli.options import make_engine
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require_positive
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """As vLLM has them."""
+    """Add the multi-node options, named as in vLLM."""
     parser.add_argument(
-        "--nnodes", type=int, default=1, metavar="N", help="processes, with all devices of a node each [1]"
+        "--nnodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of nodes; each runs one process that uses all of its devices (default: %(default)s)",
     )
-    parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="which of them this is [0]")
-    parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="of node 0 [127.0.0.1]")
-    parser.add_argument("--master-port", type=int, default=29501, metavar="N", help="likewise [29501]")
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="rank of this node, from 0 to nnodes - 1 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--master-addr", default="127.0.0.1", metavar="HOST", help="address of node 0 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=29501,
+        metavar="N",
+        help="port of node 0 for coordination (default: %(default)s)",
+    )
 
 
 def join_nodes(args: argparse.Namespace) -> None:
-    """Waits for the processes of the other nodes, before jax looks at its devices.
+    """Connect to the processes of the other nodes, before JAX initializes its devices.
 
     Raises:
-        ValueError: There is no such node, or there are fewer devices in all.
+        ValueError: If the node rank is out of range, or the tensor-parallel size is not the number of
+            devices of all nodes.
     """
     nnodes, rank = getattr(args, "nnodes", 1), getattr(args, "node_rank", 0)
     require_positive(nnodes=nnodes)
-    require(0 <= rank < nnodes, "node_rank", f"be one of {nnodes} (nnodes), from 0 on", rank)
+    if not 0 <= rank < nnodes:
+        raise ValueError(f"--node-rank must be in [0, {nnodes - 1}] with --nnodes {nnodes}, got {rank}.")
     if nnodes == 1:
         return
     size = args.tensor_parallel_size
-    rule = f"be all devices of the {nnodes} nodes (nnodes)"
-    require(size >= nnodes, "tensor_parallel_size", rule, size)
+    if size < nnodes:
+        raise ValueError(
+            f"--tensor-parallel-size must be the total number of devices of the {nnodes} nodes, got {size}."
+        )
     jax.distributed.initialize(f"{args.master_addr}:{args.master_port}", nnodes, rank)
-    require(size == jax.device_count(), "tensor_parallel_size", f"{rule}, {jax.device_count()}", size)
+    if size != jax.device_count():
+        raise ValueError(
+            f"--tensor-parallel-size must be the total number of devices of the {nnodes} nodes"
+            f" ({jax.device_count()}), got {size}."
+        )
 
 
 def follow(args: argparse.Namespace) -> None:
-    """Runs what node 0 runs, until that has ended."""
+    """Run the steps that node 0 broadcasts, until node 0 ends."""
     engine = make_engine(args, load)
     print(f"jattn: node {args.node_rank} of {args.nnodes} follows node 0", file=sys.stderr, flush=True)
     engine.follow()

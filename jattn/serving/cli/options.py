@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options that several commands share."""
 
 import argparse
 import os
@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import jax
+
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.selection import IMPLEMENTATIONS
 from jattn.models.collectives import use_peer_memory, why_no_peer_memory
@@ -14,11 +16,11 @@ from jattn.models.kv_scales import CalibrationWarning
 from jattn.parallel import make_mesh
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.speculative import NGRAM
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require_positive
 
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
-ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
+ENGINE_OPTIONS = (  # Arguments of Engine that have an option of the same name.
     *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
     *("speculative", "num_speculative_tokens", "cascade_attention", "batch_invariant"),
@@ -26,150 +28,251 @@ ENGINE_OPTIONS = (  # of Engine's keywords those with an option of the same name
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without all the options there are."""
+    """Argument parser that reports an error in one line, without the list of options."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with status 2."""
+        """Print the message and exit with status 2."""
         self.exit(2, f"{self.prog}: {message}. See {self.prog} --help.\n")
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Those that say how the model runs."""
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and computation [the checkpoint's]")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of the attention [the best]")
-    formats = [*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES]
-    parser.add_argument("--quantization", choices=formats, help="of the cache [none]")
+    """Add the options that configure the engine."""
     parser.add_argument(
-        "--skip-layers", type=_layers, action="extend", default=[], metavar="N,N", help="not quantised [none]"
-    )
-    own = "[as the device likes]"
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help=f"requests of a step {own}")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help=f"tokens of a step {own}")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block [16]")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="of each layer's cache [what fits]")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="the longest context [the model's]")
-    parser.add_argument(
-        "--speculative", metavar="WHO", help='who drafts: "ngram", or the DIR of a small model'
+        "--dtype",
+        choices=DTYPES,
+        help="data type of weights and activations (default: the checkpoint's)",
     )
     parser.add_argument(
-        "--num-speculative-tokens", type=int, default=4, metavar="N", help="drafts of a request in a step [4]"
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        help="attention implementation (default: the fastest one that supports the model)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=[*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES],
+        help="KV-cache quantization; weights are not quantized (default: none)",
+    )
+    parser.add_argument(
+        "--skip-layers",
+        type=_parse_layers,
+        action="extend",
+        default=[],
+        metavar="N,N",
+        help="comma-separated indices of layers whose KV cache is not quantized (default: none)",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="maximum number of requests per step (default: depends on the device)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens per step (default: depends on the device)",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens per KV-cache block (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="number of KV-cache blocks per layer (default: as many as fit in device memory)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="maximum context length, in tokens (default: the model's)",
+    )
+    parser.add_argument(
+        "--speculative",
+        metavar="METHOD",
+        help='source of draft tokens: "ngram" or the folder of a draft model (default: none)',
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="N",
+        help="number of draft tokens per request and step (default: %(default)s)",
     )
     parser.add_argument(
         "--cascade-attention",
         action=argparse.BooleanOptionalAction,
-        help="what all decoding requests begin with is read once [where it pays]",
+        help="read a prefix that all decoding requests share once per step (default: when it is faster)",
     )
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="the same bits whatever else runs, at a price"
+        "--batch-invariant",
+        action="store_true",
+        help="make each output bitwise independent of the other requests in the batch; slower",
     )
-    _add_device_options(parser)
-    parser.add_argument("--cache-dir", metavar="DIR", help="where executables are kept for the next start")
+    _add_parallel_options(parser)
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="folder that keeps compiled executables for the next start (default: none)",
+    )
     parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="prompts that begin alike are computed once",
+        help="reuse the KV cache of prompts with a common prefix (default: enabled)",
     )
 
 
-def _add_device_options(parser: argparse.ArgumentParser) -> None:
-    """Those of several devices, as vLLM has them."""
+def _add_parallel_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for several devices, named as in vLLM."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="devices to spread the model over [1]",
+        help="number of devices to shard the model over (default: %(default)s)",
     )
     parser.add_argument(
         "--decode-context-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="of these, how many share the keys of each request [1]",
+        help="how many of these devices shard the KV cache of each request by tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--cp-kv-cache-interleave-size",
         type=int,
         default=1,
         metavar="N",
-        help="neighbouring tokens whose keys stay on one of them [1]",
+        help="number of consecutive tokens stored on the same context-parallel device (default: %(default)s)",
     )
     parser.add_argument(
         "--disable-custom-all-reduce",
         action="store_true",
-        help="sums over devices are NCCL's in steps of few tokens, too",
+        help="always use NCCL for all-reduce, also in steps of few tokens",
     )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Those that say how tokens are picked."""
-    own = "[the checkpoint's, else"
-    parser.add_argument("--temperature", type=float, metavar="T", help=f"0 = greedy {own} 0]")
-    parser.add_argument("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens {own} all]")
-    parser.add_argument("--top-p", type=float, metavar="P", help=f"only the likeliest P {own} 1]")
-    parser.add_argument("--min-p", type=float, metavar="P", help=f"as likely as P x best {own} 0]")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same text")
+    """Add the options that configure sampling."""
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="the text ends before it; may be repeated"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: the checkpoint's, or 0)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="sample from the K most likely tokens (default: the checkpoint's, or all)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities add up to P"
+        " (default: the checkpoint's, or 1)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="minimum probability of a token, relative to the most likely one"
+        " (default: the checkpoint's, or 0)",
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="random seed for reproducible sampling (default: none)"
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop string, which ends the output and is not part of it; may be repeated",
     )
 
 
-def require_silence(args: argparse.Namespace, adds: Sequence[Callable[..., None]], rule: str) -> None:
-    """Refuses options that nothing would come of.
+def option_name(name: str) -> str:
+    """Return the command-line spelling of an attribute of the parsed arguments."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require_defaults(args: argparse.Namespace, adders: Sequence[Callable[..., None]], reason: str) -> None:
+    """Reject options that would have no effect.
 
     Args:
-        args: Of the command.
-        adds: What gave its parser these options.
-        rule: What is said of one that is another than where nobody says it.
+        args: Parsed arguments of the command.
+        adders: Functions that added the options in question to the command's parser.
+        reason: Predicate that completes the sentence, after the option's name.
 
     Raises:
-        ValueError: One is; the message names it.
+        ValueError: If one of the options differs from its default; the message names it.
     """
     parser: argparse.ArgumentParser = OneLineParser()
-    for add in adds:
-        add(parser)
-    for name, value in vars(parser.parse_args([])).items():
-        require(getattr(args, name) == value, name, rule, getattr(args, name))
+    for add_options in adders:
+        add_options(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if getattr(args, name) != default:
+            raise ValueError(f"{option_name(name)} {reason}")
 
 
-def requested_implementations(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that the options name."""
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that are set on the command line, as arguments of SamplingParams."""
     return {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
 
 
 def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
-    """The Engine that the options ask for; what its caches lack is told on stderr."""
-    with warnings.catch_warnings(record=True) as told:
+    """Return the Engine that the options describe; print warnings about missing cache scales to stderr.
+
+    Args:
+        args: Parsed arguments of the command.
+        load: Function that loads a model, such as `jattn.models.load`.
+    """
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CalibrationWarning)
-        how = {"dtype": args.dtype, **_mesh(args)}
-        model = load(args.model, **how)
-        # Each engine of such a model must be the only one that runs on its devices, as it is here.
-        wants_own = not (args.disable_custom_all_reduce or args.batch_invariant)
-        if wants_own and why_no_peer_memory(model) is None:
+        load_options = {"dtype": args.dtype, **_mesh_options(args)}
+        model = load(args.model, **load_options)
+        # The custom all-reduce requires that one engine at a time runs on the devices, as it does here.
+        allows_custom_all_reduce = not (args.disable_custom_all_reduce or args.batch_invariant)
+        if allows_custom_all_reduce and why_no_peer_memory(model) is None:
             use_peer_memory(model)
-        asked = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+        engine_options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
         if args.speculative not in (None, NGRAM) and os.path.isdir(args.speculative):
-            asked["speculative"] = load(args.speculative, **how)
-        engine = Engine(model, **asked | {"skip_layers": tuple(args.skip_layers)})
-    for warning in told:
+            engine_options["speculative"] = load(args.speculative, **load_options)
+        engine = Engine(model, **engine_options | {"skip_layers": tuple(args.skip_layers)})
+    for warning in caught:
         print(f"jattn: {warning.message}", file=sys.stderr)
     return engine
 
 
-def _mesh(args: argparse.Namespace) -> dict[str, Any]:
-    """What `load` is told of several devices, which vLLM counts all as tensor parallel."""
+def _mesh_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `load` for several devices; vLLM counts all of them as tensor parallel.
+
+    Raises:
+        ValueError: If the sizes do not fit each other or the number of devices.
+    """
     size, cp = args.tensor_parallel_size, args.decode_context_parallel_size
     require_positive(decode_context_parallel_size=cp)
-    rule = f"be a multiple of decode_context_parallel_size ({cp})"
-    require(size % cp == 0, "tensor_parallel_size", rule, size)
+    if size % cp:
+        raise ValueError(
+            f"--tensor-parallel-size must be a multiple of --decode-context-parallel-size ({cp}), got {size}."
+        )
+    if size > jax.device_count():
+        raise ValueError(
+            f"--tensor-parallel-size {size} needs {size} devices, but found {jax.device_count()}."
+        )
     mesh = None if size == 1 else make_mesh(tp=size // cp, cp=cp)
     return {"mesh": mesh, "cp_kv_cache_interleave_size": args.cp_kv_cache_interleave_size}
 
 
-def _layers(text: str) -> tuple[int, ...]:
+def _parse_layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:
-        told = f"must be numbers with commas between, got {text!r}"
-        raise argparse.ArgumentTypeError(told) from None
+        message = f"must be comma-separated layer indices, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None

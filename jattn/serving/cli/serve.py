@@ -1,4 +1,4 @@
-"""`jattn serve`: a server with OpenAI's API."""
+"""`jattn serve`: an HTTP server with the OpenAI API."""
 
 import argparse
 import functools
@@ -12,31 +12,44 @@ from typing import Any
 
 from jattn.models import load
 from jattn.serving.cli.nodes import add_node_options
-from jattn.serving.cli.options import OneLineParser, add_engine_options, make_engine
-from pallas_kernels.checks import require
+from jattn.serving.cli.options import OneLineParser, add_engine_options, make_engine, option_name
 
-OPTIONS = (
-    "host",
-    "port",
-    "max_queue",
-    "drain_seconds",
-    "tool_call_parser",
-)  # of ServerOptions, under the same names
+# Fields of ServerOptions that have an option of the same name.
+SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parser")
 
 
 def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command's options."""
-    parser = commands.add_parser("serve", help="a server with OpenAI's API (the extra jattn[serve])")
+    """Add the `serve` command and its options."""
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP with the OpenAI API (needs the extra jattn[serve])"
+    )
     parser.set_defaults(run=serve)
-    parser.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    parser.add_argument("--config", metavar="FILE", help="YAML: options by their names; words here go first")
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen [127.0.0.1]")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="likewise; 0 = a free one [8000]")
+    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model folder")
     parser.add_argument(
-        "--served-model-name", action="append", metavar="NAME", help="may be repeated [the folder's]"
+        "--config",
+        metavar="FILE",
+        help="YAML file of options, by name without dashes; command-line values win (default: none)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0 picks a free port (default: %(default)s)",
     )
     parser.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="may be repeated [none]"
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="model name in the API; may be repeated, responses use the first (default: the folder's name)",
+    )
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="API key that clients must send; may be repeated (default: no authentication)",
     )
     parser.add_argument(
         "--allowed-origins",
@@ -44,25 +57,37 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         action="extend",
         default=[],
         metavar="URL",
-        help="of pages that may ask; '*' = all",
+        help="origins allowed by CORS; '*' allows all (default: CORS is disabled)",
     )
     parser.add_argument(
-        "--max-queue", type=int, default=1024, metavar="N", help="completions that may wait [1024]"
+        "--max-queue",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="maximum number of waiting completions; more get status 429 (default: %(default)s)",
     )
     parser.add_argument(
-        "--drain-seconds", type=int, default=30, metavar="N", help="to finish in, once told to stop [30]"
+        "--drain-seconds",
+        type=int,
+        default=30,
+        metavar="N",
+        help="seconds that running requests may take to finish at shutdown (default: %(default)s)",
     )
-    parser.add_argument("--chat-template", metavar="FILE", help="in the place of the checkpoint's")
     parser.add_argument(
-        "--tool-call-parser", metavar="NAME", help="hermes or llama3_json [what the chat template asks for]"
+        "--chat-template", metavar="FILE", help="Jinja chat template (default: the model folder's)"
+    )
+    parser.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="format of tool calls: hermes or llama3_json (default: detected from the chat template)",
     )
     add_engine_options(parser)
     add_node_options(parser)
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serves until it is told to stop."""
-    server: Any = _server()
+    """Serve until SIGTERM or SIGINT."""
+    server: Any = _import_server()
     folder = pathlib.Path(args.model)
     options = server.ServerOptions(
         served_model_names=tuple(args.served_model_name or [folder.resolve().name]),
@@ -70,79 +95,88 @@ def serve(args: argparse.Namespace) -> None:
         chat_template=args.chat_template and pathlib.Path(args.chat_template),
         api_keys=tuple(args.api_key),
         allowed_origins=tuple(args.allowed_origins),
-        **{name: getattr(args, name) for name in OPTIONS},
+        **{name: getattr(args, name) for name in SERVER_OPTIONS},
     )
-    loading = functools.partial(load, progress=sys.stderr.isatty())
-    with server.listening(options) as sock:
-        server.serve(functools.partial(make_engine, args, loading), options, sock)
-    # What follows is the end of the process, which waits for what compiles: an exception would abort it.
+    load_model = functools.partial(load, progress=sys.stderr.isatty())
+    with server.create_server_socket(options) as sock:
+        server.serve(functools.partial(make_engine, args, load_model), options, sock)
+    # The process now waits for running compilations before it exits. Restore the default handler, since a
+    # KeyboardInterrupt at this point would abort with a traceback.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _server() -> Any:
+def _import_server() -> Any:
     try:
         return importlib.import_module("jattn.serving.server")
     except ModuleNotFoundError as error:
-        told = f"jattn serve needs {error.name}, of the extra 'serve': pip install '.[serve]' in a checkout"
-        raise ImportError(told) from error
+        message = (
+            f"jattn serve needs the package {error.name}. Install the extra: pip install 'jattn[serve]',"
+            " or pip install '.[serve]' in a checkout."
+        )
+        raise ImportError(message) from error
 
 
-def with_config(argv: Sequence[str]) -> list[str]:
-    """The words of a command, behind those of its --config file that it does not say itself.
+def expand_config(argv: Sequence[str]) -> list[str]:
+    """Insert the options of a `--config` file into the arguments of `jattn serve`.
+
+    Options that the command line sets, lists included, replace those of the file.
 
     Raises:
-        ValueError: The file holds other things than options.
-        FileNotFoundError: There is no such file.
-        ImportError: There is no YAML to read it with.
+        ValueError: If the file is not YAML, or holds anything but options of `jattn serve`.
+        FileNotFoundError: If the file does not exist.
+        ImportError: If PyYAML is not installed.
     """
     if not argv or argv[0] != "serve":
         return list(argv)
-    finder = OneLineParser(prog="jattn serve", add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    found, _ = finder.parse_known_args(list(argv))
-    if found.config is None:
+    config_parser = OneLineParser(prog="jattn serve", add_help=False, allow_abbrev=False)
+    config_parser.add_argument("--config")
+    parsed, _ = config_parser.parse_known_args(list(argv))
+    if parsed.config is None:
         return list(argv)
-    values = _read(pathlib.Path(found.config))
-    require(isinstance(values, dict), "config", "hold options by their names", repr(values))
-    known: argparse.ArgumentParser = OneLineParser(prog="jattn")
-    add_serve(known.add_subparsers())
-    untold = vars(known.parse_args(["serve", "--model="]))
-    # A switch that is off where nobody turns it on has no --no- to be told so by.
-    told = {
+    values = _read_yaml(pathlib.Path(parsed.config))
+    if not isinstance(values, dict):
+        raise ValueError(f"{parsed.config} must map option names to values, got {values!r}.")
+    serve_parser: argparse.ArgumentParser = OneLineParser(prog="jattn")
+    add_serve(serve_parser.add_subparsers())
+    defaults = vars(serve_parser.parse_args(["serve", "--model="]))
+    # A switch that is off by default has no --no- form, so `name: false` adds no argument.
+    options = {
         name: value
         for name, value in values.items()
-        if not (value is False and untold.get(str(name).replace("-", "_")) is False)
+        if not (value is False and defaults.get(str(name).replace("-", "_")) is False)
     }
-    words = [word for name, value in told.items() for word in _words(str(name), value)]
-    _, unknown = known.parse_known_args(["serve", "--model=", *words])
+    words = [word for name, value in options.items() for word in _to_arguments(str(name), value)]
+    _, unknown = serve_parser.parse_known_args(["serve", "--model=", *words])
     unknown += [word for word in words if word.startswith("--config=")]
-    require(not unknown, "config", "hold options of jattn serve", unknown)
-    typed = {word.partition("=")[0] for word in argv}  # lists, too, take the place of the file's
-    kept = [word for word in words if word.partition("=")[0] not in typed]
-    return [argv[0], *kept, *argv[1:]]
+    if unknown:
+        raise ValueError(f"{parsed.config} has entries that are not options of jattn serve: {unknown}.")
+    on_command_line = {word.partition("=")[0] for word in argv}
+    from_file = [word for word in words if word.partition("=")[0] not in on_command_line]
+    return [argv[0], *from_file, *argv[1:]]
 
 
-def _read(file: pathlib.Path) -> Any:
-    """What a YAML file holds."""
+def _read_yaml(file: pathlib.Path) -> Any:
+    """Return the content of a YAML file."""
     yaml = importlib.import_module("yaml")
     try:
         return yaml.safe_load(file.read_text())
     except UnicodeDecodeError as error:
-        told = str(error)
+        message = str(error)
     except yaml.MarkedYAMLError as error:
-        told = f"{error.problem}, in line {error.problem_mark.line + 1}"
+        message = f"{error.problem}, in line {error.problem_mark.line + 1}"
     except yaml.YAMLError as error:
-        told = " ".join(str(error).split())
-    require(False, "config", "be YAML", told)
+        message = " ".join(str(error).split())
+    raise ValueError(f"{file} is not valid YAML: {message}.")
 
 
-def _words(name: str, value: Any) -> list[str]:
-    """An option as one types it."""
-    option = f"--{name.replace('_', '-')}"
+def _to_arguments(name: str, value: Any) -> list[str]:
+    """Return the command-line arguments that set an option to a value of the YAML file."""
+    option = option_name(name)
     if isinstance(value, bool):
         return [option if value else option.replace("--", "--no-", 1)]
     if isinstance(value, list):
-        return [f"{option}={one}" for one in value]
-    require(isinstance(value, str | int | float), f"config: {name}", "be a value or a list", repr(value))
+        return [f"{option}={element}" for element in value]
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"config: {name} must be a string, a number, true, false or a list, got {value!r}.")
     return [f"{option}={value}"]

@@ -1,9 +1,9 @@
-"""An HTTP server with OpenAI's API over an engine: the extra `jattn[serve]`."""
+"""An HTTP server with the OpenAI API (extra `jattn[serve]`)."""
 
 from jattn.serving.server.app import build_app
 from jattn.serving.server.http_process import HttpProcess
-from jattn.serving.server.launcher import Server, listening, serve
+from jattn.serving.server.launcher import Server, create_server_socket, serve
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.service import Service
 
-__all__ = ["HttpProcess", "Server", "ServerOptions", "Service", "build_app", "listening", "serve"]
+__all__ = ["HttpProcess", "Server", "ServerOptions", "Service", "build_app", "create_server_socket", "serve"]

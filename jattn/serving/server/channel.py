@@ -1,4 +1,4 @@
-"""Messages between the process of HTTP and that of the engine."""
+"""Message channel between the engine's process and the HTTP process."""
 
 import contextlib
 import logging
@@ -11,126 +11,139 @@ from collections.abc import Callable
 from typing import Any
 
 LOG = logging.getLogger("jattn.server")
-LENGTH = struct.Struct("!Q")  # of what follows it
-READ_AT_ONCE = 2**16  # bytes
+LENGTH = struct.Struct("!Q")  # Header of a message: its length in bytes.
+READ_BUFFER_BYTES = 2**16
 
 
 class Channel:
-    """One end of a pair of sockets.
+    """One end of a socket pair that carries pickled messages.
 
-    `post` never waits. The thread that posts sends what the socket takes at once, so that no other one must
-    get a turn first; the rest goes out from one that waits, and what was posted meanwhile behind it, as one
-    message. So an engine pays for one short call a step, whatever the number of its requests, and a process
-    that is late catches up.
+    `post` never blocks. The posting thread sends as much as the socket accepts, so that no other thread has
+    to be scheduled first. A background thread sends the remainder, together with the messages posted in the
+    meantime. The cost to an engine is one short call per step, whatever the number of its requests, and a
+    slow receiver catches up because it gets several messages at once.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes the socket over; nothing runs yet."""
-        self._socket, self._incoming = sock, sock.makefile("rb", READ_AT_ONCE)
+        """Take ownership of a socket.
+
+        Args:
+            sock: One end of a socket pair.
+        """
+        self._socket, self._incoming = sock, sock.makefile("rb", READ_BUFFER_BYTES)
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._turn = threading.Lock()  # of who sends, and of what follows
-        self._unsent = memoryview(b"")  # of the message that is going out
-        self._is_open, self._is_closed = True, False  # whether messages go out; whether `close` was called
-        self._users = 1  # of the socket: who may post, and who reads
-        self._late: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether more comes
+        self._send_lock = threading.Lock()  # Guards the socket's sending side and the attributes below.
+        self._unsent = memoryview(b"")  # Remainder of the message that is being sent.
+        self._is_open = True  # Whether messages are still sent.
+        self._is_closed = False  # Whether `close` has been called.
+        self._num_users = 1  # Users of the socket: the posting side and the reader thread.
+        self._has_unsent: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the background thread.
         self._reader: threading.Thread | None = None
-        threading.Thread(target=self._send_late, name="jattn channel, out", daemon=True).start()
+        threading.Thread(target=self._send_in_background, name="jattn channel, out", daemon=True).start()
 
     def read(self) -> Any:
-        """Waits for the next messages; for use before `start` alone.
+        """Block until messages arrive and return them. Use it only before `start`.
 
         Raises:
-            EOFError: The other process has ended.
+            EOFError: If the other process has ended.
         """
         try:
-            (length,) = LENGTH.unpack(self._bytes(LENGTH.size))
-            return pickle.loads(self._bytes(length))
+            (length,) = LENGTH.unpack(self._read_bytes(LENGTH.size))
+            return pickle.loads(self._read_bytes(length))
         except OSError as error:
             raise EOFError from error
 
-    def start(self, take: Callable[[list[Any]], None], lost: Callable[[], None]) -> None:
-        """From now on a thread calls `take` with what comes, and `lost` once the other end is no more.
+    def start(self, on_messages: Callable[[list[Any]], None], on_disconnect: Callable[[], None]) -> None:
+        """Start a thread that reads messages.
 
-        What cannot be read or taken ends both ends, too: a request whose news are lost would wait for ever.
+        An exception while reading or in `on_messages` disconnects both ends: a request whose outputs are
+        lost would otherwise wait forever.
+
+        Args:
+            on_messages: Function called with each list of messages.
+            on_disconnect: Function called once when the other end is closed.
         """
 
         def receive() -> None:
             try:
                 with contextlib.suppress(EOFError):
                     while True:
-                        take(self.read())
+                        on_messages(self.read())
             except Exception:
-                LOG.exception("a message of the other process could not be taken")
-            self._hang_up()
-            lost()
-            self._leave()
+                LOG.exception("Failed to handle a message of the other process")
+            self._shut_down_socket()
+            on_disconnect()
+            self._release_socket()
 
-        self._users += 1
+        self._num_users += 1
         self._reader = threading.Thread(target=receive, name="jattn channel, in", daemon=True)
         self._reader.start()
 
-    def wait_until_lost(self, seconds: float) -> None:
-        """Where the other process has ended: until the thread that `start` began has, too, or so long.
+    def join_reader(self, seconds: float) -> None:
+        """Wait until the reader thread has ended, which it does when the other process ends.
 
-        It may be the last to hold what it was given, and an engine's arrays that are dropped while the
-        interpreter ends abort the process.
+        The thread may hold the last references to an engine's arrays. If it dropped them while the
+        interpreter exits, the process would abort.
+
+        Args:
+            seconds: Maximum time to wait, in seconds.
         """
         if self._reader is not None:
             self._reader.join(seconds)
 
     def post(self, message: Any) -> None:
-        """Sends a message, behind those before it."""
+        """Send a message, after those posted before it, without blocking."""
         self._outbox.put(message)
-        if not self._send(waits=False):
-            self._late.put(True)
+        if not self._send(blocks=False):
+            self._has_unsent.put(True)
 
     def close(self) -> None:
-        """Sends what was posted, and no more; waits for it."""
-        with self._turn:
-            self._put_through(flags=0)
+        """Send the messages that have been posted, and no further ones. Blocks until they are sent."""
+        with self._send_lock:
+            self._send_outbox(flags=0)
             is_first, self._is_closed, self._is_open = not self._is_closed, True, False
         if is_first:
-            self._late.put(False)
-            self._leave()
+            self._has_unsent.put(False)
+            self._release_socket()
 
-    def _send_late(self) -> None:
-        while self._late.get():
-            self._send(waits=True)
+    def _send_in_background(self) -> None:
+        while self._has_unsent.get():
+            self._send(blocks=True)
 
-    def _send(self, *, waits: bool) -> bool:
-        """Sends what was posted, if nobody else does; who does sends this, too.
+    def _send(self, *, blocks: bool) -> bool:
+        """Send the posted messages, unless another thread is sending: that one sends these, too.
 
         Returns:
-            False: the socket takes no more now, and this does not wait.
+            False if the socket accepts no more data now and the call does not block.
         """
-        while self._is_open and self._has_more() and self._turn.acquire(blocking=waits):
+        while self._is_open and self._has_data() and self._send_lock.acquire(blocking=blocks):
             try:
-                if not self._put_through(0 if waits else socket.MSG_DONTWAIT):
+                if not self._send_outbox(0 if blocks else socket.MSG_DONTWAIT):
                     return False
             finally:
-                self._turn.release()
+                self._send_lock.release()
         return True
 
-    def _put_through(self, flags: int) -> bool:
+    def _send_outbox(self, flags: int) -> bool:
         try:
-            while self._is_open and self._has_more():
-                self._unsent = self._unsent or self._packed()
-                sent = self._socket.send(self._unsent, flags)
-                self._unsent = self._unsent[sent:]
+            while self._is_open and self._has_data():
+                self._unsent = self._unsent or self._encode_outbox()
+                num_sent = self._socket.send(self._unsent, flags)
+                self._unsent = self._unsent[num_sent:]
         except BlockingIOError:
             return False
-        except OSError:  # the other end is no more; who reads hears of it
+        except OSError:  # The other end is closed, which the reader thread reports.
             self._is_open = False
         except Exception:
-            LOG.exception("a message to the other process could not be sent")
+            LOG.exception("Failed to send a message to the other process")
             self._is_open = False
-            self._hang_up()
+            self._shut_down_socket()
         return True
 
-    def _has_more(self) -> bool:
+    def _has_data(self) -> bool:
         return bool(self._unsent) or not self._outbox.empty()
 
-    def _packed(self) -> memoryview:
+    def _encode_outbox(self) -> memoryview:
         messages = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -138,21 +151,22 @@ class Channel:
         data = pickle.dumps(messages)
         return memoryview(LENGTH.pack(len(data)) + data)
 
-    def _leave(self) -> None:
-        with self._turn:
-            self._users -= 1
-            is_last = not self._users
+    def _release_socket(self) -> None:
+        """Close the socket if this was its last user."""
+        with self._send_lock:
+            self._num_users -= 1
+            is_last = not self._num_users
         if is_last:
             self._incoming.close()
             self._socket.close()
 
-    def _bytes(self, count: int) -> bytes:
+    def _read_bytes(self, count: int) -> bytes:
         data = self._incoming.read(count)
         if len(data) < count:
             raise EOFError
         return data
 
-    def _hang_up(self) -> None:
-        """Both ends' readers come to the end of what was sent."""
+    def _shut_down_socket(self) -> None:
+        """Shut the socket down: the readers of both ends then reach the end of the data."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

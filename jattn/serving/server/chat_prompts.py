@@ -1,4 +1,4 @@
-"""A conversation as the tokens that the model is given."""
+"""Conversion of a chat request's messages to prompt tokens."""
 
 from typing import Any
 
@@ -6,108 +6,117 @@ from jattn.serving.engine.detokenizer import tokenize_async
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
 from jattn.serving.server.service import Service
-from jattn.serving.server.tools import with_objects
-from pallas_kernels.checks import require
+from jattn.serving.server.tools import parse_call_arguments
 
-MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # as transformers has it
-TEXTS = ("text", "input_text", "output_text", "refusal")  # kinds of parts that are text
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # The mark that transformers uses.
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # Types of content parts that are text.
 
 
-async def chat_tokens(service: Service, body: ChatTemplateBody) -> list[int]:
-    """A conversation's tokens. The template writes the special ones, so that there is no second BOS.
+async def encode_chat(service: Service, body: ChatTemplateBody) -> list[int]:
+    """Return the prompt tokens of a conversation.
+
+    The template writes the special tokens, so the tokenizer adds no second BOS by default.
 
     Raises:
-        ApiError: The model has no template, or a message holds other things than text.
-        ValueError: The template knows nothing of what it is told, or is told something twice.
-        jinja2.TemplateError: The template refuses it.
+        ApiError: If the model has no chat template, or a message contains other content than text.
+        ValueError: If the template does not support a parameter, or parameters contradict each other.
+        jinja2.TemplateError: If the template rejects the messages.
     """
     template = service.chat_template
     if template is None:
-        told = "the model has no chat template. Start the server with --chat-template FILE."
-        raise ApiError(422, told, "messages", "unsupported")
-    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-    if "developer" not in template.source:  # OpenAI's newer name of who comes first
+        message = "The model has no chat template. Start the server with --chat-template FILE."
+        raise ApiError(422, message, "messages", "unsupported")
+    messages = [_template_message(message, i) for i, message in enumerate(body.messages)]
+    if "developer" not in template.source:  # OpenAI's newer name of the system role.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    own, others = _variables(service, body), dict(body.chat_template_kwargs or {})
-    reserved = sorted({"messages", "add_generation_prompt", *own} & others.keys())
-    require(not reserved, "chat_template_kwargs", "hold other names", reserved)
-    is_either = not (body.continue_final_message and body.add_generation_prompt)
-    require(is_either, "continue_final_message", "come with add_generation_prompt=false", True)
+    variables, kwargs = _template_variables(service, body), dict(body.chat_template_kwargs or {})
+    reserved = sorted({"messages", "add_generation_prompt", *variables} & kwargs.keys())
+    if reserved:
+        raise ValueError(f"chat_template_kwargs cannot contain {reserved}. Use the request's own parameters.")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise ValueError("continue_final_message requires add_generation_prompt=false.")
     if body.continue_final_message:
-        messages[-1] = _marked(messages[-1])
-    text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **own, **others)
+        messages[-1] = _mark_end(messages[-1])
+    text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **variables, **kwargs)
     if body.continue_final_message:
-        text = _continued(text)
+        text = _cut_at_mark(text)
     (ids,) = await tokenize_async(service.tokenizer, [text], add_special_tokens=body.add_special_tokens)
     return ids
 
 
-def _variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
-    """What the request tells the template besides the conversation.
+def _template_variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
+    """Return the template variables that the request sets, besides the messages.
 
     Raises:
-        ValueError: The template does not ask for it.
+        ValueError: If the template does not use one of them.
     """
-    own: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if body.tools and not (isinstance(body, ChatCompletionBody) and body.tool_choice == "none"):
-        own["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    asked = {"documents": body.documents or None, "reasoning_effort": getattr(body, "reasoning_effort", None)}
-    for name, value in asked.items():
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    optional = {
+        "documents": body.documents or None,
+        "reasoning_effort": getattr(body, "reasoning_effort", None),
+    }
+    for name, value in optional.items():
         if value is not None:
             assert service.chat_template is not None
-            is_known = name in service.chat_template.variables
-            require(is_known, name, "be null (the chat template does not know it)", repr(value))
-            own[name] = value
-    return own
+            if name not in service.chat_template.variables:
+                raise ValueError(f"{name} is not supported by this model's chat template. Omit it.")
+            variables[name] = value
+    return variables
 
 
-def _marked(message: dict[str, Any]) -> dict[str, Any]:
-    """The last message of a conversation, with a mark where it goes on.
+def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
+    """Append a mark to the last message, which the model continues.
 
     Raises:
-        ValueError: It says nothing.
+        ValueError: If the message is empty.
     """
-    content, rule = message.get("content") or "", "have a last message that says something"
-    *others, last = content if isinstance(content, list) else [content]
-    require(bool(last.strip()), "continue_final_message", rule, repr(last))
-    marked = last + MARK
-    return message | {"content": [*others, marked] if others else marked}
+    content = message.get("content") or ""
+    *earlier_parts, last = content if isinstance(content, list) else [content]
+    if not last.strip():
+        raise ValueError("continue_final_message requires a last message that is not empty.")
+    marked = last + CONTINUE_MARK
+    return message | {"content": [*earlier_parts, marked] if earlier_parts else marked}
 
 
-def _continued(text: str) -> str:
-    """A conversation's text up to the mark. Without one, a last "d" would be found in an "<|im_end|>".
+def _cut_at_mark(text: str) -> str:
+    """Return the text before the mark.
+
+    A search for the message itself could match elsewhere: a last "d" also occurs in "<|im_end|>".
 
     Raises:
-        ValueError: The template did not write the message as it is.
+        ValueError: If the template did not render the message unchanged.
 
     Source: transformers `apply_chat_template(continue_final_message=True)`.
     """
-    place = text.rfind(MARK.strip())
-    rule = "have a last message that the template writes"
-    require(place >= 0, "continue_final_message", rule, repr(text))
-    is_whole = text.startswith(MARK, place)  # else the template strips what is behind a message
-    return text[:place] if is_whole else text[:place].rstrip()
+    index = text.rfind(CONTINUE_MARK.strip())
+    if index < 0:
+        raise ValueError("continue_final_message is not supported: the template omits the last message.")
+    keeps_whitespace = text.startswith(CONTINUE_MARK, index)  # Otherwise the template strips messages.
+    return text[:index] if keeps_whitespace else text[:index].rstrip()
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as `ChatTemplate.render` takes it: a text, or those of its parts."""
-    told = message.model_dump(exclude_unset=True)
-    # Clients write null for what is not there, and templates ask whether it is there.
-    plain = {name: value for name, value in told.items() if value is not None or name == "content"}
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    """Return a message as `ChatTemplate.render` takes it: its content is a text or a list of texts."""
+    fields = message.model_dump(exclude_unset=True)
+    # Clients send null for missing fields, and templates test whether a field is defined.
+    fields = {name: value for name, value in fields.items() if value is not None or name == "content"}
     if isinstance(message.content, list):
-        plain["content"] = [_text(part, f"messages[{index}].content") for part in message.content]
-    elif message.content is None and not plain.get("tool_calls"):
-        plain["content"] = ""  # templates would write "None"
-    if "tool_calls" in plain:
-        plain["tool_calls"] = with_objects(f"messages[{index}].tool_calls", plain["tool_calls"])
-    return plain
+        fields["content"] = [_part_text(part, f"messages[{index}].content") for part in message.content]
+    elif message.content is None and not fields.get("tool_calls"):
+        fields["content"] = ""  # Templates would write "None".
+    if "tool_calls" in fields:
+        fields["tool_calls"] = parse_call_arguments(f"messages[{index}].tool_calls", fields["tool_calls"])
+    return fields
 
 
-def _text(part: str | dict[str, Any], name: str) -> str:
+def _part_text(part: str | dict[str, Any], param: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type")
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if kind not in TEXTS or not isinstance(text, str):
-        raise ApiError(422, f"{name}: only text is served, got {kind!r}.", "messages", "unsupported")
+    part_type = part.get("type")
+    text = part.get("refusal" if part_type == "refusal" else "text")
+    if part_type not in TEXT_PARTS or not isinstance(text, str):
+        message = f"{param}: Only text content is supported, got type {part_type!r}."
+        raise ApiError(422, message, "messages", "unsupported")
     return text

@@ -1,4 +1,4 @@
-"""Conversations as text: a checkpoint's own template, rendered as transformers renders it."""
+"""Chat templates of checkpoints, found and rendered as transformers does."""
 
 import datetime
 import json
@@ -15,47 +15,46 @@ import jinja2.sandbox
 
 from jattn.models.loading.files import object_in
 from jattn.models.loading.tokenizer import special_tokens_of
-from pallas_kernels.checks import require
 
-PROBE = "What a user says."
+PROBE = "What a user says."  # Content of a message that tests how a template handles content.
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`: marks what the assistant said, for training; here its text and no more."""
+    """`{% generation %}` tag, which marks the assistant's text for training; only its text is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012  (as jinja2 has it)
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        """The statements between the tags."""
+        """Return the statements between the tags."""
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
 class ChatTemplate:
-    """A template, the special tokens that it may name, and another one for conversations with tools.
+    """A compiled chat template.
 
     Attributes:
-        source: It, and behind it the one for tools.
-        variables: Names that they ask for.
-        wants_parts: It looks for a message's text in a list of parts, as those of models with images do, and
-            would leave out a text that stands alone.
+        source: Source of the template, followed by that of the template for tools.
+        variables: Names of the variables that the templates use.
+        expects_parts: Whether the template expects a message's content as a list of parts, as templates of
+            multimodal models do, and ignores plain text.
 
-    Source: transformers `render_jinja_template`: a sandbox in which nothing given can be changed. vLLM
-    `--chat-template-content-format auto`, which reads what the template loops over.
+    Source: transformers `render_jinja_template`: a sandbox in which the arguments cannot be changed. vLLM
+    `--chat-template-content-format auto`, which inspects the template's loops.
     """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str] | None = None, *, tool_use: str | None = None
     ) -> None:
-        """Compiles it.
+        """Compile the template.
 
         Args:
-            source: The template.
-            special_tokens: Name to text.
-            tool_use: What is rendered where there are tools; None = the same.
+            source: Source of the template.
+            special_tokens: Texts of the special tokens, by variable name.
+            tool_use: Source of the template for conversations with tools; None for the same one.
 
         Raises:
-            ValueError: One is none.
+            ValueError: If a template is not valid Jinja.
         """
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
@@ -63,134 +62,145 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._template = _compiled(environment, source)
-        self._tool_use = self._template if tool_use is None else _compiled(environment, tool_use)
+        self._template = _compile(environment, source)
+        self._tool_use = self._template if tool_use is None else _compile(environment, tool_use)
         self._special_tokens = dict(special_tokens or {})
         self.source = source if tool_use is None else f"{source}\n{tool_use}"
         self.variables = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
-        self.wants_parts = False
-        if not self._writes_texts():
-            self.wants_parts = True
-            self.wants_parts = self._writes_texts()
+        self.expects_parts = False
+        if not self._renders_content():
+            self.expects_parts = True
+            self.expects_parts = self._renders_content()
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **others: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         Args:
-            messages: Each with "role" and "content", a text or several, and what else the template knows.
-            add_generation_prompt: The text ends where the assistant's answer begins.
-            others: Variables of the template, whatever they are called.
+            messages: Messages with "role", "content" (a text or a list of texts), and other fields that the
+                template supports.
+            add_generation_prompt: Whether the text ends with the beginning of an assistant message.
+            variables: Further variables of the template.
 
         Raises:
-            jinja2.TemplateError: The template refuses them (`raise_exception`), or fails over them.
+            jinja2.TemplateError: If the template rejects the messages (`raise_exception`) or fails.
         """
-        names = {"tools": None, "documents": None, **self._special_tokens, **others}
-        told = [self._written(message) for message in messages]
-        names |= {"messages": told, "add_generation_prompt": add_generation_prompt}
+        values = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        formatted = [self._format_content(message) for message in messages]
+        values |= {"messages": formatted, "add_generation_prompt": add_generation_prompt}
         try:
-            return (self._template if names["tools"] is None else self._tool_use).render(names)
+            return (self._template if values["tools"] is None else self._tool_use).render(values)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError, MemoryError) as error:
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
 
-    def _written(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with its texts as the template wants them: parts, or joined by line ends, as in vLLM."""
+    def _format_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with the content as the template expects it: parts, or lines of one text."""
         content = message.get("content")
         texts: list[str] = content if isinstance(content, list) else [content]  # type: ignore[list-item]
         if content is None or not all(isinstance(text, str) for text in texts):
             return message
         parts = [{"type": "text", "text": text} for text in texts]
-        return {**message, "content": parts if self.wants_parts else "\n".join(texts)}
+        return {**message, "content": parts if self.expects_parts else "\n".join(texts)}
 
-    def _writes_texts(self) -> bool:
-        """Whether what a user says comes out."""
+    def _renders_content(self) -> bool:
+        """Return whether the rendered text contains a user's message."""
         try:
             return PROBE in self.render([{"role": "user", "content": PROBE}])
-        except Exception:  # of a conversation that it refuses: nothing is known
+        except Exception:  # The template rejects this conversation, which says nothing about the content.
             return False
 
 
 def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = None) -> ChatTemplate | None:
-    """A folder's template; None where it has none.
+    """Return the chat template of a checkpoint, or None if it has none.
 
     Args:
-        folder: Of the checkpoint.
-        file: A template to take in the place of the folder's.
+        folder: Folder of the checkpoint, or None.
+        file: Template file that replaces the folder's template.
 
     Raises:
-        ValueError: The folder has several, and does not say which is meant; or what it has is none.
+        ValueError: If the folder has several templates and none is the default, or a template is invalid.
     """
-    special = {} if folder is None else special_tokens_of(folder)
+    special_tokens = {} if folder is None else special_tokens_of(folder)
     if file is not None:
-        require(file.is_file(), "chat_template", "be a file", file)
-        return ChatTemplate(text_in(file), special)
-    named = {} if folder is None else templates_of(folder)
-    if not named:
+        if not file.is_file():
+            raise ValueError(f"chat_template {file} is not a file.")
+        return ChatTemplate(_read_text(file), special_tokens)
+    templates = {} if folder is None else find_templates(folder)
+    if not templates:
         return None
-    rule = "be one, or have one that is named default (or give --chat-template FILE)"
-    require("default" in named, "chat_template", rule, sorted(named))
-    return ChatTemplate(named["default"], special, tool_use=named.get("tool_use"))
+    if "default" not in templates:
+        raise ValueError(
+            f"chat_template is ambiguous: the model has the templates {sorted(templates)} and none is named"
+            " default. Pass --chat-template FILE."
+        )
+    return ChatTemplate(templates["default"], special_tokens, tool_use=templates.get("tool_use"))
 
 
-def _compiled(environment: jinja2.Environment, source: str) -> jinja2.Template:
+def find_templates(folder: pathlib.Path) -> dict[str, str]:
+    """Return the templates of a folder by name, as transformers finds them; "default" is the unnamed one.
+
+    chat_template.jinja takes precedence over tokenizer_config.json, and that over chat_template.json, which
+    older processors have. Named templates are in tokenizer_config.json or in additional_chat_templates.
+
+    Raises:
+        ValueError: If a file is invalid; the message names it.
+    """
+    templates: dict[str, str] = {}
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        value = object_in(folder / file).get("chat_template")
+        if isinstance(value, list) and all(map(_is_named_template, value)):
+            templates |= {entry["name"]: entry["template"] for entry in value}
+        elif isinstance(value, str):
+            templates["default"] = value
+        elif value is not None:
+            raise ValueError(
+                f"{folder / file}: chat_template must be a text or a list of named templates,"
+                f" got {repr(value)[:60]}."
+            )
+    default = folder / "chat_template.jinja"
+    named_files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    files = named_files | ({"default": default} if default.exists() else {})
+    return templates | {name: _read_text(path) for name, path in files.items()}
+
+
+def _read_text(path: pathlib.Path) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        ValueError: If the file is not UTF-8; the message names it.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid UTF-8: {error}.") from error
+
+
+def _is_named_template(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("name", "template"))
+
+
+def _compile(environment: jinja2.Environment, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        told = f"in line {error.lineno}: {error.message}"
-        raise ValueError(f"chat_template must be a Jinja2 template, got {told}.") from error
+        message = f"chat_template is not a valid Jinja template: line {error.lineno}: {error.message}"
+        raise ValueError(message) from error
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any) -> str:
-    """As json has it: jinja2's own escapes what HTML would read."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **others)
-
-
-def templates_of(folder: pathlib.Path) -> dict[str, str]:
-    """Name to template, as transformers finds them; "default" is the one without a name.
-
-    A file chat_template.jinja goes before tokenizer_config.json, and that before chat_template.json, which
-    older processors have; templates with names stand in tokenizer_config.json or in files of their own.
-
-    Raises:
-        ValueError: A file is broken; the message names it.
-    """
-    found: dict[str, str] = {}
-    for file in ("chat_template.json", "tokenizer_config.json"):
-        told = object_in(folder / file).get("chat_template")
-        if isinstance(told, list) and all(map(_is_named, told)):
-            found |= {one["name"]: one["template"] for one in told}
-        elif isinstance(told, str):
-            found["default"] = told
-        else:
-            rule = "be a text, or names and templates"
-            require(told is None, f"{folder / file}: chat_template", rule, repr(told)[:60])
-    own = folder / "chat_template.jinja"
-    named = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    files = named | ({"default": own} if own.exists() else {})
-    return found | {name: text_in(path) for name, path in files.items()}
-
-
-def text_in(path: pathlib.Path) -> str:
-    """A file's text.
-
-    Raises:
-        ValueError: It is none; the message names the file.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8, got {error}.") from error
-
-
-def _is_named(told: Any) -> bool:
-    """Whether it is a template with its name."""
-    return isinstance(told, dict) and all(isinstance(told.get(key), str) for key in ("name", "template"))
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
+    """Encode a value as JSON, without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)

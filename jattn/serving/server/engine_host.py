@@ -1,4 +1,4 @@
-"""The engine's end of the channel to the process of HTTP."""
+"""The engine's side of the channel to the HTTP process."""
 
 import concurrent.futures
 import contextlib
@@ -15,20 +15,51 @@ from jattn.serving.engine.outputs import RequestError, RequestOutput, describe_e
 from jattn.serving.engine.sampling_params import SamplingParams, StructuredOutputsParams
 from jattn.serving.server.channel import Channel
 
+# Python's GIL switch interval while a server runs. With the default of 5 ms, a thread that a message wakes
+# waits for the engine's thread in the middle of a step, and the engine's thread waits for compiling threads
+# whenever it returns from a device. Measured on two slow cores: with 256 streams in one process, a token
+# every 16 ms and 6 ms of the engine's own work in 40 pieces, a step took 29 ms with 5 ms and 20 ms with
+# 0.5 ms. A byte echoed by a thread beside a busy one took 7.1 ms with 5 ms, 0.60 ms with 0.5 ms and 0.19 ms
+# with 0.1 ms. Three busy threads lose 10% of their throughput with either.
+SWITCH_SECONDS = 0.0001
+
+
+@contextlib.contextmanager
+def short_switch_interval() -> Generator[None]:
+    """Shorten the GIL switch interval within a block."""
+    previous = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(previous)
+
+
+def freeze_gc_heap() -> None:
+    """Exclude the objects that exist before the first request from garbage collection.
+
+    These are modules, the model and JAX's traces, which stay until the process ends. With the engine of
+    `benchmarks host`, a full collection, which blocks all threads, traversed 237,000 objects in 220 ms on a
+    slow core; with a frozen heap it takes 0.2 ms.
+
+    Source: vLLM `freeze_gc_heap`.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 class RemoteReader:
-    """A request whose reader is in another process.
+    """A request whose reader is in the HTTP process.
 
     Attributes:
-        mailbox: By which its news go.
-        number: Its name there. What the engine refuses, too, is told by it.
-        request_id: The same number in the engine; None = not added yet.
-        unfinished: Completions that have more to come.
-        is_dropped: Whether its reader wants no more.
+        mailbox: Outbox that delivers the request's outputs.
+        number: Number of the request in both processes.
+        request_id: The same number once the engine has added the request; None before.
+        unfinished: Indices of the completions that are not finished.
+        is_dropped: Whether the reader needs no further outputs.
     """
 
     def __init__(self, mailbox: "Outbox", number: int, num_completions: int) -> None:
-        """Not added yet."""
         self.mailbox, self.number = mailbox, number
         self.request_id: int | str | None = None
         self.unfinished = set(range(num_completions))
@@ -36,58 +67,63 @@ class RemoteReader:
 
 
 class Outbox:
-    """Sends what a step brought as one message."""
+    """Sender of the outputs of a step, as one message."""
 
     def __init__(self, channel: Channel) -> None:
-        """Over a channel."""
         self._channel = channel
 
     def post(self, pieces: list[OutputItem]) -> None:
-        """From any thread."""
-        self._channel.post(("news", [(reader.number, _sendable(news)) for reader, news in pieces]))
+        """Send outputs to their readers; may be called from any thread.
+
+        Args:
+            pieces: Pairs of a reader and its output or error.
+        """
+        outputs = [(reader.number, _picklable(output)) for reader, output in pieces]
+        self._channel.post(("outputs", outputs))
 
 
 class EngineHost:
-    """Does what the other process asks of an engine, and sends it what steps bring.
+    """Runner of an engine for the HTTP process: handles its messages and sends the outputs of steps.
 
     Attributes:
-        failure: Why executables could not be made; None = they could, or nobody has asked yet.
+        failure: Error of a failed compilation, or None.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, early: Sequence[Any] = ()) -> None:
-        """Serves from now on, until the other process has ended or this is closed.
+    def __init__(self, engine: Engine, channel: Channel, messages: Sequence[Any] = ()) -> None:
+        """Start serving, until the HTTP process ends or `close` is called.
 
         Args:
-            engine: Nobody else may use it meanwhile.
-            channel: To the other process.
-            early: Messages of it that have been read.
+            engine: Engine to run; nothing else may use it meanwhile.
+            channel: Channel to the HTTP process.
+            messages: Messages of the HTTP process that have already been read.
         """
         self.failure: Exception | None = None
-        self._until_closed = contextlib.ExitStack()
-        self._until_closed.enter_context(short_turns())
+        self._exit_stack = contextlib.ExitStack()
+        self._exit_stack.enter_context(short_switch_interval())
         self._engine, self._channel = engine, channel
         self._thread, self._outbox = EngineThread(engine), Outbox(channel)
-        self._readers: dict[int, RemoteReader] = {}  # touched by the channel's thread alone
-        self._lock = threading.Lock()  # of is_dropped: a request's grammar is made in a thread
+        self._readers: dict[int, RemoteReader] = {}  # Used by the channel's thread only.
+        self._lock = threading.Lock()  # Guards is_dropped: grammars are compiled in other threads.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, "jattn grammars")
-        self._take(list(early))
-        channel.start(self._take, self._drop_all)
+        self._handle_messages(list(messages))
+        channel.start(self._handle_messages, self._drop_all)
 
     def close(self) -> None:
-        """Ends the engine's thread behind the step that it is in."""
+        """End the engine's thread after its current step."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._thread.close()
         self._channel.close()
-        self._until_closed.close()
+        self._exit_stack.close()
         gc.unfreeze()
 
-    # ------------------------------------------------------------------- in the channel's thread
-    def _take(self, messages: list[Any]) -> None:
-        asked: dict[str, Callable[..., None]] = {"add": self._add, "drop": self._drop, "call": self._call}
-        for what, *rest in messages:
+    # The methods below run in the channel's thread.
+
+    def _handle_messages(self, messages: list[Any]) -> None:
+        handlers: dict[str, Callable[..., None]] = {"add": self._add, "drop": self._drop, "call": self._call}
+        for message_type, *args in messages:
             try:
-                asked[what](*rest)
-            except ValueError:  # the engine's thread is closed: its requests have ended with an error
+                handlers[message_type](*args)
+            except ValueError:  # The engine's thread is closed; its requests have ended with an error.
                 return
 
     def _add(self, number: int, prompt: Prompt, params: SamplingParams) -> None:
@@ -98,20 +134,20 @@ class EngineHost:
                 if not reader.is_dropped:
                     self._thread.add(reader, prompt, params, number)
 
-        def with_grammar(form: StructuredOutputsParams) -> None:
+        def compile_grammar_and_add(structured_outputs: StructuredOutputsParams) -> None:
             try:
-                self._engine.grammars.mask(form)
+                self._engine.grammars.mask(structured_outputs)
                 add()
             except Exception as error:
-                self._channel.post(("news", [(number, _sendable(error))]))
+                self._channel.post(("outputs", [(number, _picklable(error))]))
 
         if params.structured_outputs is None:
             add()
-        else:  # compiled here, not where steps wait for it
-            self._pool.submit(with_grammar, params.structured_outputs)
+        else:  # Compile the grammar in the pool, where it does not delay steps.
+            self._pool.submit(compile_grammar_and_add, params.structured_outputs)
 
     def _drop(self, number: int) -> None:
-        """The other process has no reader any more: it has all, or wants no more."""
+        """Remove a request whose reader has everything or needs nothing more."""
         reader = self._readers.pop(number)
         with self._lock:
             reader.is_dropped = True
@@ -124,11 +160,11 @@ class EngineHost:
 
     def _precompile(self, progress: bool) -> None:
         self._engine.precompile(progress=progress, wait=False)
-        spare_old_objects()
+        freeze_gc_heap()
 
-    def _call(self, number: int, name: str, *words: Any) -> None:
-        if name == "read_stats":  # in the midst of a step, too: a scrape must not wait
-            self._channel.post(("answer", number, self._engine.stats, None))
+    def _call(self, number: int, name: str, *args: Any) -> None:
+        if name == "read_stats":  # Answered at once: a scrape must not wait for the end of a step.
+            self._channel.post(("result", number, self._engine.stats, None))
             return
         engine = self._engine
         functions: dict[str, Callable[..., None]] = {
@@ -136,53 +172,22 @@ class EngineHost:
             "reset_prefix_cache": lambda: engine.scheduler.reset_prefix_cache(),
         }
 
-        def answer(future: concurrent.futures.Future[None]) -> None:
+        def send_result(future: concurrent.futures.Future[None]) -> None:
             error = future.exception()
             if name == "precompile" and isinstance(error, Exception):
                 self.failure = error
-            told = _sendable(error) if isinstance(error, Exception) else None
-            self._channel.post(("answer", number, None, told))
+            picklable = _picklable(error) if isinstance(error, Exception) else None
+            self._channel.post(("result", number, None, picklable))
 
-        self._thread.submit(lambda: functions[name](*words)).add_done_callback(answer)
-
-
-def _sendable(news: RequestOutput | Exception) -> RequestOutput | Exception:
-    """An error in words: those of libraries cannot always be made again in another process."""
-    if isinstance(news, RequestOutput):
-        if news.error is not None:
-            return _sendable(news.error)
-        return news
-    if isinstance(news, ValueError):
-        return ValueError(str(news))
-    return RequestError(describe_error(news))
+        self._thread.submit(lambda: functions[name](*args)).add_done_callback(send_result)
 
 
-def spare_old_objects() -> None:
-    """Has Python's collector leave out what the first request finds: modules, the model, what JAX traced.
-
-    It stays to the end. With the engine of `benchmarks host` a full collection, which lets no other thread
-    run, walked through 237,000 objects for 220 ms of a slow core; frozen it takes 0.2 ms.
-
-    Source: vLLM `freeze_gc_heap`.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-# With Python's own, 5 ms, a thread that a message has woken waits for the engine's, in the midst of a step's
-# work, and the engine's for those that compile, whenever it comes back from a device. With 256 streams in one
-# process, a token every 16 ms and 6 ms of the engine's own work in 40 pieces, a step took 29 ms on two slow
-# cores, with 0.5 ms 20. A byte that a thread sends back beside one that never rests: 7.1 ms, with 0.5 0.60,
-# with 0.1 0.19. Three threads that never rest do 10 % less than with 5 ms, by either.
-SWITCH_SECONDS = 0.0001
-
-
-@contextlib.contextmanager
-def short_turns() -> Generator[None]:
-    """Within it threads of this process wait for each other no longer; behind it as long as before."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+def _picklable(output: RequestOutput | Exception) -> RequestOutput | Exception:
+    """Replace an error by one that can be pickled: those of libraries cannot always be reconstructed."""
+    if isinstance(output, RequestOutput):
+        if output.error is not None:
+            return _picklable(output.error)
+        return output
+    if isinstance(output, ValueError):
+        return ValueError(str(output))
+    return RequestError(describe_error(output))

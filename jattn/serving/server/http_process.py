@@ -1,7 +1,8 @@
-"""The process that speaks HTTP, and the other side of its beginning and end.
+"""The HTTP process, as the engine's process starts, signals and awaits it.
 
-It shares no interpreter lock with the engine: what parsing, tokenising and server-sent events cost is the
-time of another core, as in vLLM, whose API server and engine core are two processes.
+HTTP runs in its own process so that it does not share an interpreter lock with the engine: parsing,
+tokenization and server-sent events use another core, as in vLLM, whose API server and engine core are two
+processes.
 """
 
 import pathlib
@@ -16,100 +17,116 @@ from jattn.serving.server.channel import Channel
 from jattn.serving.server.engine_host import EngineHost
 from jattn.serving.server.options import ServerOptions
 
-# Says that a second signal has come. The first may come twice: systemd tells all processes of a service.
+# Signal of a forced shutdown, sent on the second SIGINT or SIGTERM. The first one may reach the HTTP process
+# twice, since systemd signals all processes of a service.
 FORCED = signal.SIGUSR1
-LOST_S = 10.0  # in which what reads of a process that has ended sees that
+READER_TIMEOUT = 10.0  # Seconds in which the reader thread notices that the other process has ended.
 
-# The device is the engine's: here JAX is what modules import, and must not take it.
+# The device belongs to the engine's process. The HTTP process only imports JAX and must not initialize it.
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import jax
 jax.config.update("jax_platforms", "cpu")
-from jattn.serving.server.launcher import run_child
-run_child(*map(int, sys.argv[2:]))
+from jattn.serving.server.launcher import run_http_process
+run_http_process(*map(int, sys.argv[2:]))
 """
 
 
 class HttpProcess:
-    """Serves an engine of this process over HTTP from another one, which a `with` block ends behind it.
+    """A child process that serves this process's engine over HTTP.
+
+    Use it as a context manager, which kills the child process at the end.
 
     Attributes:
-        pid: The other process.
+        pid: Process id of the child process.
     """
 
     def __init__(self, options: ServerOptions, sock: socket.socket, *, log_level: str = "info") -> None:
-        """Starts it: it imports what it needs while the engine is made here."""
-        ours, theirs = socket.socketpair()
-        files = (theirs.fileno(), sock.fileno())
-        here = str(pathlib.Path(__file__).parents[3])
+        """Start the child process, which imports its modules while the engine is created here.
+
+        Args:
+            options: Configuration of the server.
+            sock: Socket to listen on, from `create_server_socket`.
+            log_level: uvicorn's log level.
+        """
+        parent_end, child_end = socket.socketpair()
+        files = (child_end.fileno(), sock.fileno())
+        root = str(pathlib.Path(__file__).parents[3])
         self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, here, *map(str, files)],
+            [sys.executable, "-c", CHILD, root, *map(str, files)],
             pass_fds=files,
-            start_new_session=True,  # Ctrl-C comes here, and from here there, once
+            start_new_session=True,  # Ctrl-C signals this process only, which forwards it once.
         )
         self.pid = self._process.pid
-        theirs.close()
+        child_end.close()
         self._options, self._log_level = options, log_level
-        self._is_told = False  # to stop
-        self._channel = Channel(ours)
+        self._is_stopping = False
+        self._channel = Channel(parent_end)
         self._host: EngineHost | None = None
 
     def __enter__(self) -> "HttpProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # nothing where it has ended
+        self._process.kill()  # Does nothing if it has ended.
         self._process.wait()
         if self._host is None:
             self._channel.close()
 
     def serve(self, engine: Engine) -> None:
-        """Gives it an engine, and waits until it knows that it can serve; executables are made behind.
+        """Connect an engine and wait until the HTTP process accepts it; compilation continues afterwards.
+
+        Args:
+            engine: Engine to serve.
 
         Raises:
-            ValueError: The model has no tokenizer, or the chat template is none.
-            ChildProcessError: It ended before it could say so.
+            ValueError: If the model has no tokenizer, or the chat template is invalid.
+            ChildProcessError: If the HTTP process ended early.
         """
         self._channel.post((EngineInfo.of(engine), self._options, self._log_level))
         try:
-            refusal, *early = self._channel.read()
+            error, *messages = self._channel.read()
         except EOFError:
-            raise ChildProcessError(self._told()) from None
-        if refusal:
-            raise ValueError(refusal)
-        self._host = EngineHost(engine, self._channel, early)
+            raise ChildProcessError(self._exit_message()) from None
+        if error:
+            raise ValueError(error)
+        self._host = EngineHost(engine, self._channel, messages)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the other process is no more; `wait` then says why."""
+        """Whether the HTTP process has ended; `wait` then raises its error."""
         return self._process.poll() is not None
 
     def signal(self, number: int) -> None:
-        """Has it stop: the first lets requests finish, a second does not wait for them."""
-        self._process.send_signal(FORCED if self._is_told else number)
-        self._is_told = True
+        """Stop the HTTP process: the first signal lets requests finish, a second one does not.
+
+        Args:
+            number: Signal number, SIGINT or SIGTERM.
+        """
+        self._process.send_signal(FORCED if self._is_stopping else number)
+        self._is_stopping = True
 
     def wait(self) -> None:
-        """Until it has ended, serving; then the engine's thread ends, too.
+        """Serve until the HTTP process ends, then end the engine's thread.
 
         Raises:
-            Exception: What compiling failed with.
-            ChildProcessError: It ended for no reason that is known here.
+            Exception: The error of a failed compilation.
+            ChildProcessError: If the HTTP process failed.
         """
         assert self._host is not None
         try:
             self._process.wait()
         finally:
-            self._process.kill()  # nothing where it has ended
+            self._process.kill()  # Does nothing if it has ended.
             self._host.close()
-            self._channel.wait_until_lost(LOST_S)
+            self._channel.join_reader(READER_TIMEOUT)
         if self._host.failure is not None:
             raise self._host.failure
         if self._process.returncode:
-            raise ChildProcessError(self._told())
+            raise ChildProcessError(self._exit_message())
 
-    def _told(self) -> str:
+    def _exit_message(self) -> str:
         code = self._process.wait()
-        told = signal.Signals(-code).name if code < 0 else f"status {code}"
-        return f"the process that speaks HTTP ended with {told}: what it printed says why"
+        cause = signal.Signals(-code).name if code < 0 else f"status {code}"
+        return f"The HTTP process ended with {cause}. See its output above for the reason."

@@ -1,4 +1,4 @@
-"""From the first line on the terminal to exit status 0."""
+"""Startup and shutdown of the server."""
 
 import asyncio
 import contextlib
@@ -16,125 +16,136 @@ from starlette.applications import Starlette
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.engine_client import EngineClient
 from jattn.serving.engine.outputs import RequestError
-from jattn.serving.server.app import OPEN_TO_ALL, build_app
+from jattn.serving.server.app import PUBLIC_PATHS, build_app
 from jattn.serving.server.channel import Channel
-from jattn.serving.server.engine_host import short_turns, spare_old_objects
-from jattn.serving.server.event_stream import Connection
+from jattn.serving.server.engine_host import freeze_gc_heap, short_switch_interval
+from jattn.serving.server.event_stream import HttpConnection
 from jattn.serving.server.http_process import FORCED, HttpProcess
 from jattn.serving.server.options import ServerOptions
-from jattn.serving.server.remote_engine import LOST, RemoteEngine
+from jattn.serving.server.remote_engine import ENGINE_PROCESS_ENDED, RemoteEngine
 from jattn.serving.server.service import Service
 
 LOG = logging.getLogger("jattn.server")
 
 
-def is_told(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's access log is worth one: not what machines ask every few seconds."""
+def is_logged(record: logging.LogRecord) -> bool:
+    """Return whether a line of uvicorn's access log is kept; requests of probes and scrapers are not."""
     path = record.args[2] if isinstance(record.args, tuple) and len(record.args) > 2 else ""
-    return str(path).partition("?")[0] not in OPEN_TO_ALL
+    return str(path).partition("?")[0] not in PUBLIC_PATHS
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but for the end: who is told to stop and has stopped has done as told, and exits with 0."""
+    """uvicorn server of an engine that exits with status 0 after SIGINT or SIGTERM.
+
+    Attributes:
+        service: State shared by the request handlers.
+        failure: Error of a failed compilation, or None.
+    """
 
     def __init__(self, engine: EngineClient, options: ServerOptions, *, log_level: str = "info") -> None:
-        """Listens nowhere yet.
+        """Create the server; it does not listen yet.
+
+        Args:
+            engine: Engine to serve.
+            options: Configuration of the server.
+            log_level: uvicorn's log level.
 
         Raises:
-            ValueError: The model has no tokenizer, or the chat template is none.
+            ValueError: If the model has no tokenizer, or the chat template is invalid.
         """
         self.service = Service(engine, options)
-        self.failure: Exception | None = None  # of the preparations
+        self.failure: Exception | None = None
         config = uvicorn.Config(
             build_app(self.service, self._lifespan),
             host=options.host,
             port=options.port,
-            http=Connection,
+            http=HttpConnection,
             log_level=log_level,
             lifespan="on",
             server_header=False,
             timeout_graceful_shutdown=options.drain_seconds,
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.access").addFilter(is_told)
+        logging.getLogger("uvicorn.access").addFilter(is_logged)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """SIGTERM and SIGINT stop the server; a second one does not wait for requests."""
-        with on_signals(self.handle_exit):
+        """Stop the server on SIGTERM and SIGINT; a second signal does not wait for requests."""
+        with signal_handler(self.handle_exit):
             yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of a signal."""
+        """Handle SIGTERM or SIGINT."""
         self.force_exit, self.should_exit = self.should_exit, True
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
-        preparing = asyncio.create_task(self._prepare())
+        precompilation = asyncio.create_task(self._precompile())
         try:
-            with short_turns(), contextlib.suppress(asyncio.CancelledError):  # of who does not wait
+            # A forced shutdown cancels the body, which is not an error.
+            with short_switch_interval(), contextlib.suppress(asyncio.CancelledError):
                 yield
         finally:
             self.service.is_ready = False
             await self.service.engine.aclose()
-            preparing.cancel()
-            await asyncio.gather(preparing, return_exceptions=True)
+            precompilation.cancel()
+            await asyncio.gather(precompilation, return_exceptions=True)
 
-    async def _prepare(self) -> None:
-        """Compiles what a first step may need, while /health says that it is not done; the rest goes on."""
+    async def _precompile(self) -> None:
+        """Compile what the first step may need; /health returns 503 until then."""
         progress = sys.stderr.isatty()
         try:
             await self.service.engine.precompile(progress=progress)
             self.service.is_ready = True
-            LOG.info("ready")
+            LOG.info("The server is ready.")
         except Exception as error:
             self.failure, self.should_exit = error, True
 
 
-class ChildServer(Server):
-    """That of `HttpProcess`, which counts the signals and tells of a second one by another."""
+class HttpProcessServer(Server):
+    """Server in the HTTP process. A separate signal, FORCED, requests an immediate shutdown."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Behind the server they are ignored: more may come until the process has ended."""
-        told = signal.SIGTERM, signal.SIGINT, FORCED
-        for sig in told:
+        """Handle SIGTERM, SIGINT and FORCED; ignore them after the server has stopped, until exit."""
+        signals = signal.SIGTERM, signal.SIGINT, FORCED
+        for sig in signals:
             signal.signal(sig, self.handle_exit)
         yield
-        for sig in told:
+        for sig in signals:
             signal.signal(sig, signal.SIG_IGN)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of a signal, however often it comes."""
+        """Handle a signal; repeated SIGTERM or SIGINT have no further effect."""
         self.should_exit, self.force_exit = True, self.force_exit or sig == FORCED
 
 
 def serve(make_engine: Callable[[], Engine], options: ServerOptions, sock: socket.socket) -> None:
-    """Serves on a socket until it is told to stop; HTTP has a process of its own.
+    """Serve an engine until SIGTERM or SIGINT, with HTTP in a child process.
 
     Args:
-        make_engine: Makes the engine, while the other process imports what it needs.
-        options: Of the server.
-        sock: From `listening`.
+        make_engine: Function that creates the engine, while the HTTP process starts.
+        options: Configuration of the server.
+        sock: Socket to listen on, from `create_server_socket`.
 
     Raises:
-        ValueError: The model has no tokenizer, or the chat template is none.
-        ChildProcessError: The process that speaks HTTP ended without being told to.
-        Exception: What compiling failed with.
+        ValueError: If the model has no tokenizer, or the chat template is invalid.
+        ChildProcessError: If the HTTP process failed.
+        Exception: The error of a failed compilation.
     """
     with HttpProcess(options, sock) as http:
         http.serve(make_engine())
-        told = "with an API key" if options.api_keys else "without an API key: whoever reaches it may use it"
-        print(f"Serving {options.served_model_names[0]} at {url_of(sock)}/v1, {told}", flush=True)
-        with on_signals(lambda number, frame: stop(http, number)):
+        access = "an API key is required" if options.api_keys else "no API key is required"
+        print(f"Serving {options.served_model_names[0]} at {base_url(sock)}/v1 ({access})", flush=True)
+        with signal_handler(lambda number, frame: forward_signal(http, number)):
             http.wait()
 
 
-def stop(http: HttpProcess, number: int) -> None:
-    """What a signal does: the other process lets requests finish, at a second one it does not.
+def forward_signal(http: HttpProcess, number: int) -> None:
+    """Forward a signal to the HTTP process.
 
-    Where that has ended, the engine's thread may be compiling for minutes more, and no exception reaches it:
-    whoever asks again is obeyed at once.
+    If that process has ended, the engine's thread may be compiling for minutes, and no exception reaches it.
+    Then the signal ends this process at once.
     """
     if http.has_ended:
         signal.signal(number, signal.SIG_DFL)
@@ -142,57 +153,62 @@ def stop(http: HttpProcess, number: int) -> None:
     http.signal(number)
 
 
-def run_child(channel_file: int, listening_file: int) -> None:
-    """The process that `HttpProcess` starts; its exit status is 0 where it was told to stop."""
+def run_http_process(channel_file: int, listening_file: int) -> None:
+    """Run the process that `HttpProcess` starts; its exit status is 0 after a requested shutdown.
+
+    Args:
+        channel_file: File descriptor of the channel to the engine's process.
+        listening_file: File descriptor of the listening socket.
+    """
     channel = Channel(socket.socket(fileno=channel_file))
     try:
         ((info, options, log_level),) = channel.read()
-    except EOFError:  # no engine could be made, as is said there
+    except EOFError:  # The engine could not be created; its process prints the error.
         sys.exit(1)
 
-    def lost() -> None:
-        server.failure, server.should_exit = RequestError(LOST), True
+    def on_disconnect() -> None:
+        server.failure, server.should_exit = RequestError(ENGINE_PROCESS_ENDED), True
 
     try:
-        server = ChildServer(RemoteEngine(channel, info, lost), options, log_level=log_level)
+        server = HttpProcessServer(RemoteEngine(channel, info, on_disconnect), options, log_level=log_level)
     except ValueError as error:
         channel.post(str(error))
         channel.close()
         sys.exit(1)
-    channel.post("")  # nothing to refuse
-    spare_old_objects()
+    channel.post("")  # No error.
+    freeze_gc_heap()
     server.run(sockets=[socket.socket(fileno=listening_file)])
     if server.failure is not None:
         sys.exit(1)
 
 
 @contextlib.contextmanager
-def on_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
-    """Has SIGTERM and SIGINT come to a handler, where this is the main thread: no other may say so."""
+def signal_handler(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Handle SIGTERM and SIGINT within a block. Does nothing outside the main thread, as Python requires."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {sig: signal.signal(sig, handler) for sig in (signal.SIGTERM, signal.SIGINT)}
+    previous = {sig: signal.signal(sig, handler) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for sig, earlier in before.items():
-            signal.signal(sig, earlier)
+        for sig, previous_handler in previous.items():
+            signal.signal(sig, previous_handler)
 
 
-def url_of(sock: socket.socket) -> str:
-    """Where a socket listens, as clients are told it: an address of IPv6 stands in brackets."""
+def base_url(sock: socket.socket) -> str:
+    """Return the URL of a listening socket; IPv6 addresses are in brackets."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def listening(options: ServerOptions) -> socket.socket:
-    """A socket of the port: taken before weights are loaded, which takes long.
+def create_server_socket(options: ServerOptions) -> socket.socket:
+    """Return a socket that listens on the configured address; call it before loading weights, which is slow.
 
     Raises:
-        OSError: The port is taken, or the host not of this machine.
+        OSError: If the port is in use, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     sock = socket.create_server((options.host, options.port), family=family)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # who has vanished is found out in the end
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # Detects clients that vanished.
     return sock

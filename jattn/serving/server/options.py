@@ -1,31 +1,33 @@
-"""What a server is told."""
+"""Configuration of the HTTP server."""
 
 import dataclasses
 import pathlib
 
-from jattn.serving.server.tool_call_formats import call_format
-from pallas_kernels.checks import require, require_positive
+from jattn.serving.server.tool_call_formats import find_tool_call_format
+from pallas_kernels.checks import require_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Everything but the engine.
+    """Configuration of the HTTP server; the engine has its own.
 
     Attributes:
-        served_model_names: What clients may call the model; the first is what answers call it.
-        folder: Of the checkpoint: its chat template; None = it has none.
-        chat_template: A file in the place of the folder's template.
-        tool_call_parser: How the model writes calls of tools, by vLLM's names; None = as its chat template
-            asks it to.
-        host: Where to listen.
-        port: Likewise; 0 = one that is free.
-        api_keys: Bearer keys, one of which a client must have; none = anybody may ask.
-        allowed_origins: Of pages whose browsers may ask ("https://example.org"); "*" = all of them.
-        max_queue: Completions that may wait, besides those that a step can hold; more are turned away (429).
-        max_body_bytes: Of a request.
-        body_seconds: Within which a request's head must have come, and then its body.
-        stall_seconds: Within which a client must take what it is sent of a stream; else it is dropped.
-        drain_seconds: How long requests may go on when the server is told to stop.
+        served_model_names: Model names that clients may use. Responses contain the first one.
+        folder: Folder of the checkpoint, which may contain a chat template; None for no folder.
+        chat_template: Jinja file that replaces the folder's chat template.
+        tool_call_parser: Name of the model's tool-call format, as in vLLM; None detects the format from the
+            chat template.
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free port.
+        api_keys: Accepted bearer keys; () disables authentication.
+        allowed_origins: Origins allowed by CORS, such as "https://example.org"; "*" allows all.
+        max_queue: Maximum number of completions that wait, in addition to those that fit into a step.
+            Further requests get status 429.
+        max_body_bytes: Maximum size of a request body, in bytes.
+        body_seconds: Time limit for receiving a request's head, and again for its body, in seconds.
+        stall_seconds: Time limit for a client to accept each event of a stream, in seconds; then the stream
+            is closed.
+        drain_seconds: Time that running requests may take to finish at shutdown, in seconds.
     """
 
     served_model_names: tuple[str, ...] = ("model",)
@@ -43,16 +45,19 @@ class ServerOptions:
     drain_seconds: int = 30
 
     def __post_init__(self) -> None:
-        require(len(self.served_model_names) > 0, "served_model_names", "have one name", ())
-        require(
-            all(self.served_model_names), "served_model_names", "hold no empty name", self.served_model_names
-        )
-        require(0 <= self.port < 2**16, "port", "be in [0, 65536)", self.port)
-        require(all(self.api_keys), "api_keys", "hold no empty key", repr(self.api_keys))
-        call_format(self.tool_call_parser, None)
-        template = self.chat_template
-        require(template is None or template.is_file(), "chat_template", "be a file", template)
+        if not self.served_model_names:
+            raise ValueError("served_model_names must contain at least one name.")
+        if not all(self.served_model_names):
+            raise ValueError("served_model_names must not contain an empty name.")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port must be in [0, 65535], got {self.port}.")
+        if not all(self.api_keys):
+            raise ValueError("api_keys must not contain an empty key.")
+        find_tool_call_format(self.tool_call_parser, None)
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ValueError(f"chat_template {self.chat_template} is not a file.")
         require_positive(max_body_bytes=self.max_body_bytes)
         require_positive(body_seconds=self.body_seconds, stall_seconds=self.stall_seconds)
         for name in ("max_queue", "drain_seconds"):
-            require(getattr(self, name) >= 0, name, "be at least 0", getattr(self, name))
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")

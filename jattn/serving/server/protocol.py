@@ -1,4 +1,4 @@
-"""What clients send: the OpenAI API's requests, with vLLM's extra parameters."""
+"""Request bodies: the OpenAI API's, with vLLM's extra parameters."""
 
 import asyncio
 from typing import Annotated, Any, Literal
@@ -10,14 +10,13 @@ from starlette.requests import Request
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.options import ServerOptions
 
-MAX_COMPLETIONS = 128  # of a prompt, as in the OpenAI API
+MAX_COMPLETIONS = 128  # Maximum n of a prompt, as in the OpenAI API.
 
 
 class Body(BaseModel):
-    """A request's JSON. What it does not know is refused, and no value is turned into another type.
+    """A request's JSON object. Unknown fields are rejected, and values are not converted to other types.
 
-    Null is as if the field was not there: clients that write all of their fields write it for what they do
-    not want.
+    A field with the value null is treated as missing, since some clients send null for every unset field.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
@@ -31,7 +30,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk has the counts of tokens; `continuous_usage_stats`: every chunk has."""
+    """Options of streams: whether the last chunk, or every chunk, contains the token counts."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -39,7 +38,7 @@ class StreamOptions(Body):
 
 
 class JsonSchema(Body):
-    """OpenAI's: a schema and its name."""
+    """A JSON schema and its name."""
 
     name: str | None = None
     description: str | None = None
@@ -48,14 +47,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The form of a text."""
+    """The structure of the output: text, any JSON object, or JSON with a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputsBody(Body):
-    """vLLM's StructuredOutputsParams."""
+    """vLLM's `structured_outputs` parameter."""
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: str | None = None
@@ -65,7 +64,7 @@ class StructuredOutputsBody(Body):
 
 
 class GenerationBody(Body):
-    """What both kinds of completions may ask for; None = the model's default."""
+    """Parameters of text and chat completions; None selects the model's default."""
 
     model: str | None = None
     stream: bool = False
@@ -78,7 +77,7 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    # vLLM's
+    # vLLM's parameters
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -101,7 +100,7 @@ class GenerationBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # of a client's own books: they change no text
+    # Metadata for the client's use, which is ignored
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -110,7 +109,7 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # known, and served with their defaults alone
+    # Only the default is supported
     priority: int = 0
     use_beam_search: bool = False
     length_penalty: float = 1.0
@@ -122,7 +121,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = 16
@@ -130,12 +129,12 @@ class CompletionBody(GenerationBody):
     echo: bool = False
     add_special_tokens: bool = True
     best_of: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] | None = None
-    # known, and served with its default alone
+    # Only the default is supported
     suffix: str | None = None
 
 
 class Message(BaseModel):
-    """One turn of a conversation. What else it holds is the template's business."""
+    """A message of a conversation. Further fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -144,7 +143,7 @@ class Message(BaseModel):
 
 
 class ToolFunction(Body):
-    """A function that the model may call; its parameters are a JSON schema."""
+    """A function that the model may call, with a JSON schema of its parameters."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
@@ -153,14 +152,14 @@ class ToolFunction(Body):
 
 
 class Tool(Body):
-    """OpenAI's; functions are the only kind."""
+    """A tool that the model may call; only functions are supported."""
 
     type: Literal["function"]
     function: ToolFunction
 
 
 class ChatTemplateBody(Body):
-    """What a conversation's text is made of."""
+    """Parameters of the chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     add_generation_prompt: bool = True
@@ -169,24 +168,24 @@ class ChatTemplateBody(Body):
     tools: list[Tool] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: str | None = None  # known, and not served
+    chat_template: str | None = None  # Not supported
 
 
 class FunctionName(Body):
-    """Names a tool's function."""
+    """The name of a tool's function."""
 
     name: str
 
 
 class NamedToolChoice(Body):
-    """This function is to be called, and nothing else said."""
+    """A tool_choice that requires a call of one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class ChatCompletionBody(GenerationBody, ChatTemplateBody):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -195,7 +194,7 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    # known, and served with their defaults alone
+    # Only the default is supported
     modalities: list[str] | None = None
     echo: bool = False
     include_reasoning: bool = True
@@ -210,7 +209,7 @@ class ChatCompletionBody(GenerationBody, ChatTemplateBody):
 
 
 class TokenizeCompletionBody(Body):
-    """`POST /tokenize` of a text."""
+    """Body of `POST /tokenize` with a text."""
 
     model: str | None = None
     prompt: str
@@ -219,39 +218,44 @@ class TokenizeCompletionBody(Body):
 
 
 class TokenizeChatBody(ChatTemplateBody):
-    """`POST /tokenize` of a conversation."""
+    """Body of `POST /tokenize` with a conversation."""
 
     model: str | None = None
     return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):
-    """`POST /detokenize`."""
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: list[int]
 
 
-async def read(request: Request, kind: Any) -> Any:
-    """The body as one of the protocol's, or as one of a union of them.
+async def read_body(request: Request, body_type: Any) -> Any:
+    """Read and validate the body of a request.
+
+    Args:
+        request: The request.
+        body_type: A Body class, or a union of them.
 
     Raises:
-        ApiError: It is too large (413), or did not come in time (408).
-        pydantic.ValidationError: It is another thing.
+        ApiError: If the body is too large (413) or is not received in time (408).
+        pydantic.ValidationError: If the body is invalid.
     """
     options: ServerOptions = request.app.state.service.options
     try:
         async with asyncio.timeout(options.body_seconds):
-            body = await _bytes(request, options.max_body_bytes)
+            body = await _read_bytes(request, options.max_body_bytes)
     except TimeoutError:
-        raise ApiError(408, f"the body must come within {options.body_seconds:g} seconds") from None
-    return pydantic.TypeAdapter(kind).validate_json(body)
+        message = f"The request body was not received within {options.body_seconds:g} seconds."
+        raise ApiError(408, message) from None
+    return pydantic.TypeAdapter(body_type).validate_json(body)
 
 
-async def _bytes(request: Request, max_bytes: int) -> bytes:
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(max_bytes, int(announced))
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+    content_length = request.headers.get("content-length", "0")
+    if content_length.isdigit() and int(content_length) > max_bytes:
+        raise _too_large(max_bytes, int(content_length))
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -260,5 +264,5 @@ async def _bytes(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _too_large(max_bytes: int, got: int) -> ApiError:
-    return ApiError(413, f"the body must have at most {max_bytes} bytes, got {got}.")
+def _too_large(max_bytes: int, num_bytes: int) -> ApiError:
+    return ApiError(413, f"The request body of {num_bytes} bytes exceeds the maximum of {max_bytes} bytes.")

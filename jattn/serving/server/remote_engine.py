@@ -1,4 +1,4 @@
-"""An engine in another process, as a server uses it."""
+"""Client of an engine in another process."""
 
 import asyncio
 import itertools
@@ -13,33 +13,47 @@ from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
 from jattn.serving.server.channel import Channel
 
-LOST = "the engine's process has ended"
+ENGINE_PROCESS_ENDED = "The engine process has ended."
 
 
 class RemoteEngine:
-    """The other end of `EngineHost`: an `EngineClient` of one event loop.
+    """`EngineClient` of an engine in another process, where an `EngineHost` runs it. For one event loop.
 
-    What a step brings comes as one message, and is put to its readers in one turn of the loop.
+    The outputs of a step arrive as one message and reach their readers in one iteration of the loop.
+
+    Attributes:
+        info: Properties of the engine.
     """
 
-    def __init__(self, channel: Channel, info: EngineInfo, lost: Callable[[], None]) -> None:
-        """Over a channel; `lost` is called in the loop if the engine's process ends before this is closed."""
+    def __init__(self, channel: Channel, info: EngineInfo, on_disconnect: Callable[[], None]) -> None:
+        """Connect to the engine.
+
+        Args:
+            channel: Channel to the engine's process.
+            info: Properties of the engine.
+            on_disconnect: Function called in the event loop if the engine's process ends before `aclose`.
+        """
         self.info = info
-        self._channel, self._lost = channel, lost
+        self._channel, self._on_disconnect = channel, on_disconnect
         self._numbers = itertools.count()
         self._readers: dict[int, RequestOutputCollector] = {}
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._results: dict[int, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: int | str | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """As `AsyncEngine.generate`; the engine calls requests by numbers of its own.
+        """Yield the outputs of a request, as `AsyncEngine.generate` does.
+
+        Args:
+            prompt: Text or token ids.
+            params: Sampling parameters; None for the engine's defaults.
+            request_id: Name of the request in error messages. The engine numbers requests by itself.
 
         Raises:
-            ValueError: The prompt cannot be served.
-            RequestError: It could not be finished: a step failed, or the engine's process ended.
+            ValueError: If the request is invalid.
+            RequestError: If the request could not be finished: a step failed, or the engine's process ended.
         """
         self._start()
         params = self.info.default_sampling_params if params is None else params
@@ -48,7 +62,7 @@ class RemoteEngine:
         self._readers[number] = reader
         try:
             if self._is_closed:
-                raise RequestError(LOST)
+                raise RequestError(ENGINE_PROCESS_ENDED)
             self._channel.post(("add", number, prompt, params))
             while reader.num_unread:
                 yield await reader.get()
@@ -57,78 +71,80 @@ class RemoteEngine:
             self._channel.post(("drop", number))
 
     async def precompile(self, *, progress: bool) -> None:
-        """As `EngineClient` has it."""
+        """Compile what the first step may need, as `EngineClient.precompile`."""
         await self._call("precompile", progress)
 
     async def reset_prefix_cache(self) -> None:
-        """As `EngineClient` has it."""
+        """Empty the prefix cache, as `EngineClient.reset_prefix_cache`."""
         await self._call("reset_prefix_cache")
 
     async def read_stats(self) -> EngineStats:
-        """As `EngineClient` has it."""
+        """Return the current statistics, as `EngineClient.read_stats`."""
         stats: EngineStats = await self._call("read_stats")
         return stats
 
     async def aclose(self) -> None:
-        """The engine hears no more."""
+        """Close the channel to the engine."""
         self._is_closed = True
         await asyncio.to_thread(self._channel.close)
 
-    async def _call(self, name: str, *words: Any) -> Any:
+    async def _call(self, name: str, *args: Any) -> Any:
         self._start()
         if self._is_closed:
-            raise RequestError(LOST)
+            raise RequestError(ENGINE_PROCESS_ENDED)
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._channel.post(("call", number, name, *words))
+        result = self._results[number] = asyncio.get_running_loop().create_future()
+        self._channel.post(("call", number, name, *args))
         try:
-            return await answer
+            return await result
         finally:
-            del self._answers[number]
+            del self._results[number]
 
     def _start(self) -> None:
-        """Listens from the first use on, since only then there is a loop."""
+        """Start reading messages on the first use, when the event loop exists."""
         if self._loop is None:
             loop = self._loop = asyncio.get_running_loop()
             self._channel.start(
-                lambda messages: _in(loop, self._take, messages), lambda: _in(loop, self._end_all)
+                lambda messages: _call_in_loop(loop, self._handle_messages, messages),
+                lambda: _call_in_loop(loop, self._handle_disconnect),
             )
 
-    # --------------------------------------------------------------------------------- in the loop
-    def _take(self, messages: list[Any]) -> None:
-        for what, *rest in messages:
-            if what == "news":
-                (pieces,) = rest
-                for number, news in pieces:
+    # The methods below run in the event loop.
+
+    def _handle_messages(self, messages: list[Any]) -> None:
+        for message_type, *args in messages:
+            if message_type == "outputs":
+                (outputs,) = args
+                for number, output in outputs:
                     reader = self._readers.get(number)
                     if reader is not None:
-                        reader.put(news)
+                        reader.put(output)
             else:
-                self._answer(*rest)
+                self._set_result(*args)
 
-    def _answer(self, number: int, value: Any, error: Exception | None) -> None:
-        answer = self._answers.get(number)
-        if answer is None or answer.done():
+    def _set_result(self, number: int, value: Any, error: Exception | None) -> None:
+        result = self._results.get(number)
+        if result is None or result.done():
             return
         if error is None:
-            answer.set_result(value)
+            result.set_result(value)
         else:
-            answer.set_exception(error)
+            result.set_exception(error)
 
-    def _end_all(self) -> None:
+    def _handle_disconnect(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
         for reader in self._readers.values():
-            reader.put(RequestError(LOST))
-        for number in list(self._answers):
-            self._answer(number, None, RequestError(LOST))
-        self._lost()
+            reader.put(RequestError(ENGINE_PROCESS_ENDED))
+        for number in list(self._results):
+            self._set_result(number, None, RequestError(ENGINE_PROCESS_ENDED))
+        self._on_disconnect()
 
 
-def _in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *values: Any) -> None:
-    """Calls a function in a loop, unless that has ended."""
+def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call a function in an event loop, unless the loop is closed."""
     try:
-        loop.call_soon_threadsafe(function, *values)
-    except RuntimeError:  # as asyncio says that it is closed
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:  # The loop is closed.
         return

@@ -1,4 +1,4 @@
-"""From the engine's outputs to an answer: at once, or in chunks as they come."""
+"""Responses to completion requests: complete, or streamed as server-sent events."""
 
 import asyncio
 import contextlib
@@ -14,160 +14,173 @@ from starlette.responses import JSONResponse, Response
 
 from jattn.serving.engine.outputs import RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.server.errors import STOPPED, ApiError, as_api_error
+from jattn.serving.server.errors import SHUTDOWN_ERROR, ApiError, to_api_error
 from jattn.serving.server.event_stream import EventStream
 from jattn.serving.server.protocol import ChatCompletionBody, CompletionBody
-from jattn.serving.server.sampling_params import Form
+from jattn.serving.server.sampling_params import OutputConstraint
 from jattn.serving.server.service import Service
 
-DONE = b"data: [DONE]\n\n"  # the last event of a stream
+DONE = b"data: [DONE]\n\n"  # The last event of a stream.
 
 
 @runtime_checkable
-class Shape(Protocol):
-    """What distinguishes the kinds of completions.
+class ResponseFormatter(Protocol):
+    """Formatter of the choices in a response, which differ between text and chat completions.
 
     Attributes:
-        prefix: Of an answer's name.
-        whole: What a whole answer calls itself.
-        chunk: What a part of one does.
+        id_prefix: Prefix of the response's id.
+        object_name: "object" field of a complete response.
+        chunk_object_name: "object" field of a stream's chunks.
     """
 
-    prefix: str
-    whole: str
-    chunk: str
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that a stream begins with; None = none."""
+    def first_choice(self, index: int) -> dict[str, Any] | None:
+        """Return the choice that precedes a completion's outputs in a stream, or None."""
 
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
-        """What outputs look like, one of them or all of a completion put together."""
+        """Return the choice for an output: one of a stream's, or a complete one."""
 
-    def added(self, output: RequestOutput) -> dict[str, Any]:
-        """What a whole answer, or a stream's first chunk, has besides choices, by its first output."""
+    def extra_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """Return further fields of a complete response or a stream's first chunk, from the first output."""
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
-    """A request under way.
+class CompletionResponder:
+    """A validated request that generates its response.
 
     Attributes:
-        service: Who serves it.
-        body: What was asked.
-        prompts: Tokens, one list a prompt.
-        params: How they go on.
-        shape: What answers look like.
-        form: As `wanted_form` has it.
+        service: State of the server.
+        body: Request body.
+        prompts: Token ids of each prompt.
+        params: Sampling parameters.
+        formatter: Formatter of the choices.
+        constraint: Constraint on the output's structure, or None.
     """
 
     service: Service
     body: CompletionBody | ChatCompletionBody
     prompts: list[list[int]]
     params: SamplingParams
-    shape: Shape
-    form: Form | None = None
+    formatter: ResponseFormatter
+    constraint: OutputConstraint | None = None
 
     def __post_init__(self) -> None:
-        self._name = f"{self.shape.prefix}-{self.body.request_id or uuid.uuid4().hex}"
+        self._id = f"{self.formatter.id_prefix}-{self.body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
         self._num_generated = 0
-        self._head = to_json(self._envelope(self.shape.chunk))[:-1]  # what all chunks begin with
+        # JSON that all chunks begin with, without its closing brace.
+        self._chunk_head = to_json(self._envelope(self.formatter.chunk_object_name))[:-1]
 
-    async def answer(self, request: Request) -> Response:
-        """The answer, whole or as a stream; nothing where the client has gone."""
+    async def respond(self, request: Request) -> Response:
+        """Return the response, complete or streamed; generation is cancelled if the client disconnects."""
         try:
-            return await self._answer(request)
+            return await self._respond(request)
         except ValueError as error:
-            if self.form is not None and str(error).startswith("structured_outputs "):
-                raise ApiError(400, str(error), self.form[0]) from error
+            if self.constraint is not None and str(error).startswith("structured_outputs"):
+                raise ApiError(400, str(error), self.constraint.param) from error
             raise
 
-    async def _answer(self, request: Request) -> Response:
-        outputs = self._outputs()
+    async def _respond(self, request: Request) -> Response:
+        outputs = self._generate()
         if not self.body.stream:
-            return JSONResponse(await _unless_gone(request, self._whole(outputs)))
-        try:  # what is wrong at once is told by the status
-            first = await _unless_gone(request, anext(outputs))
+            return JSONResponse(await _cancel_on_disconnect(request, self._complete_response(outputs)))
+        try:  # Wait for the first output, so that early errors set the status.
+            first = await _cancel_on_disconnect(request, anext(outputs))
         except BaseException:
             await outputs.aclose()
             raise
-        seconds, stopped = self.service.options.stall_seconds, _line(STOPPED.body()) + DONE
-        return EventStream(self._events(first, outputs), seconds=seconds, stopped=stopped)
+        return EventStream(
+            self._events(first, outputs),
+            send_timeout=self.service.options.stall_seconds,
+            shutdown_event=_encode_event(SHUTDOWN_ERROR.body()) + DONE,
+        )
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        async with contextlib.aclosing(self.service.outputs(self.prompts, self.params)) as outputs:
+    async def _generate(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
+        async with contextlib.aclosing(self.service.generate(self.prompts, self.params)) as outputs:
             async for index, output in outputs:
                 self._num_generated += len(output.new_token_ids)
                 yield index, output
 
-    async def _whole(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> dict[str, Any]:
-        pieces: list[list[RequestOutput]] = [[] for _ in range(len(self.prompts) * self.params.n)]
+    async def _complete_response(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> dict[str, Any]:
+        parts: list[list[RequestOutput]] = [[] for _ in range(len(self.prompts) * self.params.n)]
         async with contextlib.aclosing(outputs):
             async for index, output in outputs:
-                pieces[index].append(output)
-        chosen = self._best([_joined(some) for some in pieces])
-        choices = [self.shape.choice(i, output, is_chunk=False) for i, output in enumerate(chosen)]
-        added = self.shape.added(chosen[0])
-        return {**self._envelope(self.shape.whole), "choices": choices, **added, "usage": self._usage()}
+                parts[index].append(output)
+        completions = self._select_best([_concatenate(outputs_of_one) for outputs_of_one in parts])
+        choices = [self.formatter.choice(i, output, is_chunk=False) for i, output in enumerate(completions)]
+        return {
+            **self._envelope(self.formatter.object_name),
+            "choices": choices,
+            **self.formatter.extra_fields(completions[0]),
+            "usage": self._usage(),
+        }
 
-    def _best(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Of each prompt's completions as many as are wanted: those whose tokens are likeliest on average."""
-        made, wanted = self.params.n, self.body.n or 1
-        if made == wanted:
-            return outputs
-        groups = [outputs[first : first + made] for first in range(0, len(outputs), made)]
-        return [one for group in groups for one in sorted(group, key=_mean_logprob, reverse=True)[:wanted]]
+    def _select_best(self, completions: list[RequestOutput]) -> list[RequestOutput]:
+        """Return the `n` completions of each prompt with the highest mean log-probability (`best_of`)."""
+        num_generated, num_returned = self.params.n, self.body.n or 1
+        if num_generated == num_returned:
+            return completions
+        groups = [completions[i : i + num_generated] for i in range(0, len(completions), num_generated)]
+        return [
+            completion
+            for group in groups
+            for completion in sorted(group, key=_mean_logprob, reverse=True)[:num_returned]
+        ]
 
     async def _events(
         self, first: tuple[int, RequestOutput], outputs: AsyncGenerator[tuple[int, RequestOutput]]
     ) -> AsyncGenerator[bytes]:
         async with contextlib.aclosing(outputs):
             try:
-                added = self.shape.added(first[1])
-                for choice in (*self._openings(), self.shape.choice(*first, is_chunk=True)):
-                    if added or _says_something(choice):
-                        yield self._event([choice], **added)
-                        added = {}
+                extra_fields = self.formatter.extra_fields(first[1])
+                for choice in (*self._first_choices(), self.formatter.choice(*first, is_chunk=True)):
+                    if extra_fields or _has_content(choice):
+                        yield self._chunk([choice], **extra_fields)
+                        extra_fields = {}
                 async for index, output in outputs:
-                    choice = self.shape.choice(index, output, is_chunk=True)
-                    if _says_something(choice):
-                        yield self._event([choice])
-                if self._wants("include_usage"):
-                    yield self._event([], usage=self._usage())
+                    choice = self.formatter.choice(index, output, is_chunk=True)
+                    if _has_content(choice):
+                        yield self._chunk([choice])
+                if self._has_stream_option("include_usage"):
+                    yield self._chunk([], usage=self._usage())
             except Exception as error:
-                yield _line(as_api_error(error).body())
+                yield _encode_event(to_api_error(error).body())
         yield DONE
 
-    def _openings(self) -> Iterator[dict[str, Any]]:
+    def _first_choices(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self.prompts) * self.params.n):
-            opening = self.shape.opening(index)
-            if opening is not None:
-                yield opening
+            choice = self.formatter.first_choice(index)
+            if choice is not None:
+                yield choice
 
-    def _event(
-        self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, **added: Any
+    def _chunk(
+        self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, **extra_fields: Any
     ) -> bytes:
-        chunk = {"choices": choices, **added}
-        if self._wants("continuous_usage_stats"):
+        chunk = {"choices": choices, **extra_fields}
+        if self._has_stream_option("continuous_usage_stats"):
             usage = self._usage()
-        if usage is not None or self._wants("include_usage"):
+        if usage is not None or self._has_stream_option("include_usage"):
             chunk["usage"] = usage
-        return b"data: %b,%b\n\n" % (self._head, to_json(chunk)[1:])
+        return b"data: %b,%b\n\n" % (self._chunk_head, to_json(chunk)[1:])
 
-    def _wants(self, option: str) -> bool:
-        return self.body.stream_options is not None and getattr(self.body.stream_options, option)
+    def _has_stream_option(self, name: str) -> bool:
+        return self.body.stream_options is not None and getattr(self.body.stream_options, name)
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
+    def _envelope(self, object_name: str) -> dict[str, Any]:
         return {
-            "id": self._name,
-            "object": kind,
+            "id": self._id,
+            "object": object_name,
             "created": self._created,
             "model": self.service.model_name,
         }
 
     def _usage(self) -> dict[str, int]:
         num_prompt = sum(map(len, self.prompts))
-        num_new = 0 if self.body.max_tokens == 0 else self._num_generated  # what scored a prompt is not told
+        # With max_tokens=0, one token is generated to score the prompt; it is not reported.
+        num_new = 0 if self.body.max_tokens == 0 else self._num_generated
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
@@ -175,52 +188,52 @@ class Job:
         }
 
 
-def _says_something(choice: dict[str, Any]) -> bool:
-    """Whether a client has something to see in it; a token may be a part of a character, or of a call."""
+def _has_content(choice: dict[str, Any]) -> bool:
+    """Return whether a chunk's choice has content. A token may be a part of a character or of a call."""
     if choice.get("text") or choice["finish_reason"] or choice["logprobs"] or choice.get("token_ids"):
         return True
     return any(choice.get("delta", {}).values())
 
 
-def _line(data: dict[str, Any]) -> bytes:
+def _encode_event(data: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(data)
 
 
 def _mean_logprob(output: RequestOutput) -> float:
-    """Of a completion's tokens."""
-    places = zip(output.new_token_ids, output.logprobs or (), strict=True)
-    logprobs = [place[token].logprob for token, place in places]
+    """Return the mean log-probability of a completion's tokens."""
+    positions = zip(output.new_token_ids, output.logprobs or (), strict=True)
+    logprobs = [position[token].logprob for token, position in positions]
     return sum(logprobs) / max(len(logprobs), 1)
 
 
-def _joined(outputs: list[RequestOutput]) -> RequestOutput:
-    """All of a completion's outputs as one."""
-    first, *others = outputs
-    for output in others:
+def _concatenate(outputs: list[RequestOutput]) -> RequestOutput:
+    """Concatenate the outputs of a completion into the first one."""
+    first, *later_outputs = outputs
+    for output in later_outputs:
         first.extend(output)
     return first
 
 
-async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
-    """What the work brings; it is cancelled where the client hangs up.
+async def _cancel_on_disconnect[T](request: Request, work: Awaitable[T]) -> T:
+    """Return the result of an awaitable, which is cancelled if the client disconnects.
 
     Raises:
-        ClientDisconnect: It has.
+        ClientDisconnect: If the client has disconnected.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(request))
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return work_task.result()
         raise ClientDisconnect
     finally:
-        for task in (working, leaving):
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
-    """Returns when the client has hung up. The body has been read: nothing else can come."""
+async def _wait_for_disconnect(request: Request) -> None:
+    """Wait until the client disconnects. The body must have been read, so that no other message arrives."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,182 +1,218 @@
-"""From a request's parameters to SamplingParams."""
+"""Conversion of a request's parameters to SamplingParams."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jattn.serving.engine.sampling_params import NUM_SEEDS, SamplingParams
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import GenerationBody, ResponseFormat
-from pallas_kernels.checks import require
 
+# Parameters that have the same name and meaning in SamplingParams.
 COPIED = (
     *("n", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
     *("allowed_token_ids", "bad_words", "prompt_logprobs"),
 )
-# What is known and not served, with the values that ask for nothing.
-OFF: dict[str, tuple[Any, ...]] = {
+# Known parameters that are not supported, with the values that have no effect and are accepted.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{"priority": (0,), "use_beam_search": (False,), "length_penalty": (1,)},
     **dict.fromkeys(("logits_processors", "guided_whitespace_pattern", "cache_salt"), ()),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs"), ()),
 }
-# Every token of a text is compared with all of its stop strings: a thousand take 1 ms a token, and all other
-# requests wait for it. Words become tokens before it is served, 14 us each.
-MAX_TEXTS = {"stop": 128, "bad_words": 1024}
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # as checkpoints have them
+# Every new token is compared with all stop strings of its request: a thousand of them take 1 ms per token and
+# delay all requests. Bad words are tokenized before the request is served, in 14 us each.
+MAX_STRINGS = {"stop": 128, "bad_words": 1024}
+# Parameters with a default in the checkpoint.
+CHECKPOINT_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's guided_ parameters, without their prefix.
 
-type Form = tuple[str, StructuredOutputsParams]  # which parameter wants a form, and which form
+
+class OutputConstraint(NamedTuple):
+    """A constraint on the output's structure.
+
+    Attributes:
+        param: Request parameter that sets the constraint.
+        structured_outputs: The constraint.
+    """
+
+    param: str
+    structured_outputs: StructuredOutputsParams
 
 
 def default_sampling(params: SamplingParams) -> dict[str, Any]:
-    """What a request gets where it says nothing: the engine's, but never greedily; then temperature 1.
+    """Return the defaults of requests: those of the checkpoint, with temperature 1 instead of greedy.
 
-    OpenAI's clients take that for granted, as where they ask for several completions.
+    OpenAI clients rely on temperature 1, for example if they request several completions.
 
     Args:
         params: `Engine.default_sampling_params`.
 
-    Source: vLLM `--generation-config auto`; there do_sample is not looked at.
+    Source: vLLM `--generation-config auto`, which ignores do_sample.
     """
-    own = {name: getattr(params, name) for name in DEFAULTED}
-    return own if params.temperature else own | {"temperature": 1.0}
+    defaults = {name: getattr(params, name) for name in CHECKPOINT_DEFAULTS}
+    return defaults if params.temperature else defaults | {"temperature": 1.0}
 
 
-def sampling_params(
-    body: GenerationBody, defaults: Mapping[str, Any], form: Form | None, **others: Any
+def to_sampling_params(
+    body: GenerationBody,
+    defaults: Mapping[str, Any],
+    constraint: OutputConstraint | None,
+    **overrides: Any,
 ) -> SamplingParams:
-    """What a request asks for; `others` as SamplingParams has them.
-
-    Raises:
-        ValueError: A value is out of its range; the message names it.
-    """
-    asked = {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
-    for name, most in MAX_TEXTS.items():
-        texts = asked.get(name, ())
-        is_few = isinstance(texts, str) or len(texts) <= most
-        require(is_few, name, f"hold at most {most} strings", len(texts))
-    if body.seed is not None and body.seed != -1:  # vLLM's word for none
-        asked["seed"] = body.seed % NUM_SEEDS
-    if body.logit_bias:
-        asked["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
-    if form is not None:
-        asked["structured_outputs"] = form[1]
-    return SamplingParams(**{**defaults, **asked, **others})
-
-
-def _token_id(key: str) -> int:
-    require(key.isascii() and key.isdigit(), "logit_bias", "map token ids to numbers", repr(key))
-    return int(key)
-
-
-def refuse(body: GenerationBody, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuses what is known and not served, and what asks for something in a stream or out of one.
+    """Return the SamplingParams of a request.
 
     Args:
         body: The request.
-        allowed: Names of its kind, besides those of all kinds, with the values that each may have, or none at
-            all.
+        defaults: Values of parameters that the request does not set.
+        constraint: Constraint on the output's structure, or None.
+        overrides: Arguments of SamplingParams that replace the request's.
 
     Raises:
-        ApiError: One has another.
-        ValueError: Something goes with a stream alone, or with none.
+        ValueError: If a value is out of its range; the message names the parameter.
     """
-    spaces = () if body.skip_special_tokens else (True,)  # with it, they make no difference
-    names = OFF | dict(allowed) | ({"spaces_between_special_tokens": spaces} if spaces else {})
-    for name, values in names.items():
-        refuse_other(name, getattr(body, name), values)
-    is_alone = body.stream_options is None or body.stream
-    require(is_alone, "stream_options", "be null without stream", body.stream_options)
-    wants_prompt = body.prompt_logprobs is not None and body.stream
-    require(not wants_prompt, "prompt_logprobs", "be null with stream", body.prompt_logprobs)
+    requested = {name: getattr(body, name) for name in COPIED if getattr(body, name) is not None}
+    for name, max_strings in MAX_STRINGS.items():
+        strings = requested.get(name, ())
+        if not isinstance(strings, str) and len(strings) > max_strings:
+            raise ValueError(f"{name} must contain at most {max_strings} strings, got {len(strings)}.")
+    if body.seed is not None and body.seed != -1:  # In vLLM, -1 means no seed.
+        requested["seed"] = body.seed % NUM_SEEDS
+    if body.logit_bias:
+        requested["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+    if constraint is not None:
+        requested["structured_outputs"] = constraint.structured_outputs
+    return SamplingParams(**{**defaults, **requested, **overrides})
 
 
-def refuse_other(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuses a parameter that is known and not served, but for values that ask for nothing; None is one.
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise ValueError(f"logit_bias must map token ids to numbers, got the key {key!r}.")
+    return int(key)
+
+
+def check_supported(body: GenerationBody, endpoint_unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Reject unsupported parameters, and those that do not fit the value of `stream`.
+
+    Args:
+        body: The request.
+        endpoint_unsupported: Unsupported parameters of this endpoint, besides UNSUPPORTED, with the values
+            that have no effect and are accepted.
 
     Raises:
-        ApiError: It has another.
+        ApiError: If an unsupported parameter is set.
+        ValueError: If a parameter requires, or excludes, a streaming response.
     """
-    if value is not None and value not in allowed:
-        told = f"{name}: {value!r} is not served. Leave it out."
-        raise ApiError(400, told, name, "unsupported_value")
+    unsupported = UNSUPPORTED | dict(endpoint_unsupported)
+    if not body.skip_special_tokens:  # Without special tokens, the spaces between them do not matter.
+        unsupported |= {"spaces_between_special_tokens": (True,)}
+    for name, accepted in unsupported.items():
+        check_unsupported(name, getattr(body, name), accepted)
+    if body.stream_options is not None and not body.stream:
+        raise ValueError("stream_options is only allowed with stream=true.")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ValueError("prompt_logprobs is not supported with stream=true.")
 
 
-def require_place(name: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
-    """Prompt and new tokens must fit the context, at least one; `name` is what the prompt is called.
+def check_unsupported(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    """Reject an unsupported parameter, unless its value is None or has no effect.
+
+    Args:
+        name: Name of the parameter.
+        value: Its value in the request.
+        accepted: Values that have no effect.
 
     Raises:
-        ApiError: They do not. Clients look for OpenAI's words and code.
+        ApiError: If the value is not accepted.
+    """
+    if value is not None and value not in accepted:
+        message = f"{name}: {value!r} is not supported. Omit this parameter."
+        raise ApiError(400, message, name, "unsupported_value")
+
+
+def check_context_length(param: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Check that the prompt and the new tokens, at least one, fit into the model's context.
+
+    Args:
+        param: Request parameter that holds the prompt.
+        num_prompt: Number of prompt tokens.
+        max_tokens: Maximum number of new tokens, or None.
+        max_model_len: Maximum context length, in tokens.
+
+    Raises:
+        ApiError: If they do not fit, with OpenAI's message and code, which clients look for.
     """
     num_new = 1 if max_tokens is None else max_tokens
     if num_prompt + num_new > max_model_len:
-        told = (
+        message = (
             f"This model's maximum context length is {max_model_len} tokens. However, you requested"
-            f" {num_prompt + num_new} ({num_prompt} in the {name}, {num_new} in the completion)."
+            f" {num_prompt + num_new} tokens ({num_prompt} in the {param}, {num_new} in the completion)."
+            f" Please reduce the length of the {param} or completion."
         )
-        raise ApiError(400, told, name, "context_length_exceeded")
+        raise ApiError(400, message, param, "context_length_exceeded")
 
 
-def truncated(body: GenerationBody, token_ids: list[int], longest: int, max_tokens: int | None) -> list[int]:
-    """A prompt's last tokens, as many as are wanted.
+def truncate_prompt(
+    body: GenerationBody, token_ids: list[int], max_len: int, max_tokens: int | None
+) -> list[int]:
+    """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
 
     Args:
         body: The request.
         token_ids: The prompt.
-        longest: Most tokens of a request.
-        max_tokens: New ones among them; None = at least one.
+        max_len: Maximum number of tokens of a request.
+        max_tokens: Maximum number of new tokens among them; None reserves one.
 
-    Source: vLLM `truncate_prompt_tokens`; -1 = as many as leave a place for the new tokens.
+    Source: vLLM `truncate_prompt_tokens`; -1 keeps as many as leave room for the new tokens.
     """
-    most = body.truncate_prompt_tokens
-    if most is None:
+    num_kept = body.truncate_prompt_tokens
+    if num_kept is None:
         return token_ids
-    if most < 0:
-        most = max(longest - (1 if max_tokens is None else max_tokens), 1)
-    return token_ids[max(len(token_ids) - most, 0) :]
+    if num_kept < 0:
+        num_kept = max(max_len - (1 if max_tokens is None else max_tokens), 1)
+    return token_ids[max(len(token_ids) - num_kept, 0) :]
 
 
-GUIDED = ("json", "regex", "choice", "grammar")  # vLLM's guided_ parameters
-
-
-def wanted_form(body: GenerationBody, of_tools: Form | None = None) -> Form | None:
-    """Which parameter wants a form, and which form; None = none does.
+def output_constraint(
+    body: GenerationBody, tool_constraint: OutputConstraint | None = None
+) -> OutputConstraint | None:
+    """Return the constraint on a request's output, or None.
 
     Args:
         body: The request.
-        of_tools: The form that its tools want.
+        tool_constraint: Constraint that the request's tools set, or None.
 
     Raises:
-        ValueError: Several do, or one wants no form, or several.
+        ValueError: If several parameters set a constraint.
+        ApiError: If a constraint is invalid.
     """
-    found: dict[str, dict[str, Any]] = {
+    arguments: dict[str, dict[str, Any]] = {
         f"guided_{name}": {name: value}
         for name in GUIDED
         if (value := getattr(body, f"guided_{name}")) is not None
     }
     if body.structured_outputs is not None:
-        told = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        found["structured_outputs"] = told
+        arguments["structured_outputs"] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
     if body.response_format is not None and body.response_format.type != "text":
-        found["response_format"] = _of_response_format(body.response_format)
-    names = [*found, *([of_tools[0]] if of_tools else [])]
-    if not names:
+        arguments["response_format"] = _response_format_arguments(body.response_format)
+    params = [*arguments, *([tool_constraint.param] if tool_constraint else [])]
+    if not params:
         return None
-    name, *others = names
-    require(not others, name, "be the only one of its kind", names)
-    if of_tools:
-        return of_tools
+    if len(params) > 1:
+        raise ValueError(f"{params[0]} cannot be combined with {', '.join(params[1:])}.")
+    if tool_constraint:
+        return tool_constraint
     try:
-        return name, StructuredOutputsParams(**found[name])
+        return OutputConstraint(params[0], StructuredOutputsParams(**arguments[params[0]]))
     except ValueError as error:
-        raise ApiError(400, str(error), name) from error
+        raise ApiError(400, str(error), params[0]) from error
 
 
-def _of_response_format(told: ResponseFormat) -> dict[str, Any]:
-    if told.type == "json_object":
+def _response_format_arguments(response_format: ResponseFormat) -> dict[str, Any]:
+    """Return the arguments of StructuredOutputsParams for a response_format."""
+    if response_format.type == "json_object":
         return {"json_object": True}
-    has_one = told.json_schema is not None
-    require(has_one, "response_format", 'have a json_schema with type "json_schema"', None)
-    assert told.json_schema is not None
-    return {"json": told.json_schema.schema_}
+    if response_format.json_schema is None:
+        raise ValueError('response_format must have a json_schema if its type is "json_schema".')
+    return {"json": response_format.json_schema.schema_}

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine, its model's names and texts, who is being served."""
+"""State that the request handlers share: the engine, the model's names and texts, and admission control."""
 
 import asyncio
 import contextlib
@@ -12,163 +12,211 @@ from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
 from jattn.serving.server.chat_template import load_chat_template
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.logprobs import TokenTexts
-from jattn.serving.server.metrics import Counts
+from jattn.serving.server.logprobs import TokenFormatter
+from jattn.serving.server.metrics import RequestMetrics
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import GenerationBody
 from jattn.serving.server.sampling_params import default_sampling
-from jattn.serving.server.tool_call_formats import call_format
-from pallas_kernels.checks import require
+from jattn.serving.server.tool_call_formats import find_tool_call_format
 
 
 class Service:
-    """One engine behind one server."""
+    """One engine behind one server.
+
+    Attributes:
+        engine: The engine.
+        options: Configuration of the server.
+        info: Properties of the engine.
+        tokenizer: The model's `tokenizers.Tokenizer`.
+        token_formatter: Formatter of tokens in responses.
+        chat_template: The model's chat template, or None.
+        tool_call_format: The model's tool-call format, or None if it is unknown.
+        default_sampling: Sampling parameters of requests that do not set them.
+        metrics: Metrics of requests.
+        is_ready: Whether the first step's executables have been compiled.
+        num_open: Number of completions that clients wait for.
+    """
 
     def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
-        """Reads what the checkpoint's folder has for a server; not ready yet.
+        """Read the checkpoint's files for serving.
+
+        Args:
+            engine: The engine.
+            options: Configuration of the server.
 
         Raises:
-            ValueError: The model has no tokenizer.
+            ValueError: If the model has no tokenizer, or the chat template is invalid.
         """
         self.engine, self.options, self.info = engine, options, engine.info
         self.tokenizer: Any = self.info.tokenizer
-        require(self.tokenizer is not None, "model", "have a tokenizer (tokenizer.json)", None)
-        self.token_texts = TokenTexts(self.tokenizer)
+        if self.tokenizer is None:
+            raise ValueError("The model has no tokenizer.json, which the server needs.")
+        self.token_formatter = TokenFormatter(self.tokenizer)
         self.chat_template = load_chat_template(options.folder, options.chat_template)
         template = None if self.chat_template is None else self.chat_template.source
-        self.call_format = call_format(options.tool_call_parser, template)
+        self.tool_call_format = find_tool_call_format(options.tool_call_parser, template)
         self.default_sampling = default_sampling(self.info.default_sampling_params)
-        self.counts = Counts()
+        self.metrics = RequestMetrics()
         self.is_ready = False
-        self.num_open = 0  # completions that clients wait for
+        self.num_open = 0
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """Name of the model in responses."""
         return self.options.served_model_names[0]
 
     def check_model(self, name: str | None) -> None:
-        """Whether a request means this model.
+        """Check that a request's model is the served one.
 
         Raises:
-            ApiError: It means another (404).
+            ApiError: If it is another model (404).
         """
         if name is not None and name not in self.options.served_model_names:
-            told = f"The model `{name}` does not exist."
-            raise ApiError(404, told, "model", "model_not_found")
+            message = f"The model `{name}` does not exist."
+            raise ApiError(404, message, "model", "model_not_found")
 
-    def text_of(self, name: str, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones too.
+    def decode_tokens(self, param: str, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, including special ones.
+
+        Args:
+            param: Request parameter that holds the tokens.
+            token_ids: The tokens.
 
         Raises:
-            ValueError: One is not in the vocabulary; `name` is what they are called.
+            ValueError: If a token is not in the vocabulary.
         """
         size = self.info.vocab_size
-        wrong = [i for i in token_ids if not 0 <= i < size]
-        require(not wrong, name, f"be in the vocabulary, [0, {size})", wrong)
+        invalid = [i for i in token_ids if not 0 <= i < size]
+        if invalid:
+            raise ValueError(f"{param} contains token ids outside the vocabulary [0, {size}): {invalid}.")
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def num_waiting(self, now: EngineStats) -> int:
-        """Completions that are in no step yet."""
-        return max(self.num_open - now.num_running, 0)
+    def token_formatter_for(self, body: GenerationBody) -> TokenFormatter:
+        """Return the formatter of tokens in a request's response."""
+        return (
+            self.token_formatter.with_ids_as_names()
+            if body.return_tokens_as_token_ids
+            else self.token_formatter
+        )
 
-    def require_room(self, count: int) -> None:
-        """Whether so many completions of one request could be served if nobody else asked for any.
+    def num_waiting(self, stats: EngineStats) -> int:
+        """Return the number of completions that are not in a step yet."""
+        return max(self.num_open - stats.num_running, 0)
+
+    def check_num_completions(self, count: int) -> None:
+        """Check that the server can admit the completions of a request when it is idle.
+
+        Args:
+            count: Number of completions of one request.
 
         Raises:
-            ApiError: They could not, however often they are asked for (400).
+            ApiError: If it never can (400).
         """
-        most = self.info.max_num_seqs + self.options.max_queue
-        if count > most:
-            told = f"a request must ask for at most {most} completions (--max-queue: more), got {count}."
-            raise ApiError(400, told, "n")
+        max_completions = self.info.max_num_seqs + self.options.max_queue
+        if count > max_completions:
+            message = (
+                f"The request asks for {count} completions, but this server admits at most {max_completions}."
+                " To admit more, start it with a larger --max-queue."
+            )
+            raise ApiError(400, message, "n")
 
     @contextlib.contextmanager
-    def admitted(self, count: int) -> Iterator[None]:
-        """So many completions are being served.
+    def admit(self, count: int) -> Iterator[None]:
+        """Admit the completions of a request for the duration of a block.
+
+        Args:
+            count: Number of completions.
 
         Raises:
-            ApiError: As `require_room`; the executables are not there yet (503), or too many wait (429).
+            ApiError: If the request has too many completions (400), the model is not ready (503), or the
+                queue is full (429).
         """
-        self.require_room(count)
+        self.check_num_completions(count)
         if not self.is_ready:
-            raise ApiError(503, "the model is being made ready")
+            raise ApiError(503, "The model is not ready yet.")
         num_queued = max(self.num_open - self.info.max_num_seqs, 0)
         if self.num_open + count > self.info.max_num_seqs + self.options.max_queue:
-            told = f"{num_queued} completions wait, and no more than {self.options.max_queue} may"
-            raise ApiError(429, told)
+            message = (
+                f"The server is overloaded: {num_queued} completions are waiting, and the maximum is"
+                f" {self.options.max_queue}. Please retry later."
+            )
+            raise ApiError(429, message)
         self.num_open += count
         try:
             yield
         finally:
             self.num_open -= count
 
-    async def outputs(
+    async def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
     ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """What prompts become, with the number of each piece's completion, over all prompts.
+        """Yield the outputs of several prompts, each with the index of its completion over all prompts.
+
+        Args:
+            prompts: Token ids of each prompt.
+            params: Sampling parameters of all prompts.
 
         Raises:
-            ApiError: As `admitted`.
-            ValueError: A prompt cannot be served.
-            RequestError: One could not be finished.
+            ApiError: If the request is not admitted; see `admit`.
+            ValueError: If a prompt is invalid.
+            RequestError: If a completion could not be finished.
         """
-        with self.admitted(len(prompts) * params.n):
-            requests = [self._counted(prompt, params) for prompt in prompts]
-            async with contextlib.aclosing(merged(requests)) as outputs:
+        with self.admit(len(prompts) * params.n):
+            requests = [self._generate_with_metrics(prompt, params) for prompt in prompts]
+            async with contextlib.aclosing(merge_streams(requests)) as outputs:
                 async for index, output in outputs:
                     yield index * params.n + output.index, output
 
-    async def _counted(self, prompt: Sequence[int], params: SamplingParams) -> AsyncGenerator[RequestOutput]:
+    async def _generate_with_metrics(
+        self, prompt: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput]:
         start, first, num_generated = time.perf_counter(), None, 0
         async with contextlib.aclosing(self.engine.generate(prompt, params)) as outputs:
             async for output in outputs:
                 num_generated += len(output.new_token_ids)
                 if first is None:
                     first = time.perf_counter()
-                    self.counts.began(len(prompt))
+                    self.metrics.record_prompt(len(prompt))
                 if output.finish_reason is not None:
-                    self.counts.finished(output.finish_reason)
+                    self.metrics.record_finish(output.finish_reason)
                 yield output
         end = time.perf_counter()
-        self.counts.served(params, len(prompt), num_generated)
-        self.counts.took(end - start, end - (first or end))
+        self.metrics.record_request(params, len(prompt), num_generated)
+        self.metrics.record_latency(end - start, end - (first or end))
 
 
-def texts_of(service: Service, body: GenerationBody) -> TokenTexts:
-    """What tokens are called in a request's answer."""
-    return service.token_texts.as_ids() if body.return_tokens_as_token_ids else service.token_texts
+async def merge_streams[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield the items of several streams as they arrive, with the index of their stream.
 
-
-async def merged[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """What several streams bring, as it comes, with the number of its stream; the first error ends all."""
-    if len(streams) == 1:  # mostly, and for a third less time a token
-        async with contextlib.aclosing(streams[0]) as only:
-            async for piece in only:
-                yield 0, piece
+    The first error ends all streams.
+    """
+    if len(streams) == 1:  # The common case; it takes a third less time per token.
+        async with contextlib.aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
         return
-    news: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
 
-    async def pump(index: int, stream: AsyncGenerator[T]) -> None:
+    async def forward(index: int, stream: AsyncGenerator[T]) -> None:
         try:
             async with contextlib.aclosing(stream):
-                async for piece in stream:
-                    news.put_nowait((index, piece))
-            news.put_nowait(None)
+                async for item in stream:
+                    queue.put_nowait((index, item))
+            queue.put_nowait(None)
         except Exception as error:
-            news.put_nowait(error)
+            queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
     try:
         num_open = len(tasks)
         while num_open:
-            found = await news.get()
-            if isinstance(found, Exception):
-                raise found
-            if found is None:
+            entry = await queue.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is None:
                 num_open -= 1
             else:
-                yield found
+                yield entry
     finally:
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Calls of tools found in what a model says: the name first, then the arguments as they come."""
+"""Streaming parsers that find tool calls in a model's output."""
 
 import json
 import re
@@ -6,282 +6,293 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jattn.serving.server.tool_call_formats import CallFormat
+from jattn.serving.server.tool_call_formats import ToolCallFormat
 
-# A call whose arguments can be told as they come: the name before them.
-HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-PYTHON_TAG = "<|python_tag|>"  # Llama's, before a call
+# The start of a call whose arguments can be streamed, because the name precedes them.
+CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+PYTHON_TAG = "<|python_tag|>"  # Llama writes it before a call.
 
 
-class Said(NamedTuple):
-    """A piece of what a model says.
+class ParsedDelta(NamedTuple):
+    """The content and tool calls in a piece of the output.
 
     Attributes:
-        content: For the user.
-        calls: New calls, or more of the arguments of one that is there: as chunks of a stream have them.
+        content: Text for the user.
+        tool_calls: New calls, or further arguments of the last one, in the format of stream chunks.
     """
 
     content: str = ""
-    calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @runtime_checkable
-class ToolReader(Protocol):
-    """Tells calls from content in one text."""
+class ToolCallParser(Protocol):
+    """Parser that separates the tool calls of one completion from its content."""
 
     @property
     def finish_reason(self) -> str:
-        """Of a text that ends by itself."""
+        """Finish reason of an output that ends by itself."""
 
-    def feed(self, text: str) -> Said:
-        """Takes a piece of the text."""
+    def feed(self, text: str) -> ParsedDelta:
+        """Parse the next piece of the output."""
 
-    def end(self) -> Said:
-        """What was held back, once no more comes."""
+    def end(self) -> ParsedDelta:
+        """Return what was held back, at the end of the output."""
 
 
-class NamedReader:
-    """All of the text is the arguments of one function: the one that the request names."""
+class NamedFunctionParser:
+    """Parser of outputs that consist of the arguments of one function, which tool_choice names."""
 
-    finish_reason = "stop"  # whoever asked for a call knows that it is one
+    finish_reason = "stop"  # As in OpenAI's API: a client that names a function expects the call.
 
     def __init__(self, name: str) -> None:
-        """Of the function so called."""
         self._name, self._has_begun = name, False
 
-    def feed(self, text: str) -> Said:
-        """As ToolReader."""
+    def feed(self, text: str) -> ParsedDelta:
+        """Return the text as arguments of the call."""
         if self._has_begun:
-            return Said(calls=(_more(0, text),) if text else ())
+            return ParsedDelta(tool_calls=(_arguments_delta(0, text),) if text else ())
         self._has_begun = True
-        return Said(calls=(_call(0, self._name, text),))
+        return ParsedDelta(tool_calls=(_new_call(0, self._name, text),))
 
-    def end(self) -> Said:
-        """As ToolReader."""
-        return Said()
+    def end(self) -> ParsedDelta:
+        """Return an empty delta: nothing is held back."""
+        return ParsedDelta()
 
 
-class Braces:
-    """Counts the braces of JSON as it comes, those in its strings apart."""
+class BraceCounter:
+    """Incremental counter of the nesting depth of braces in JSON, ignoring those in strings."""
 
     def __init__(self) -> None:
-        """Before the first one."""
         self._depth, self._is_string, self._is_escaped = 0, False, False
 
-    def end(self, text: str, depth: int) -> int | None:
-        """Place in the text behind the brace that closes down to a depth; None = it is not there.
+    def find_end(self, text: str, depth: int) -> int | None:
+        """Return the index after the brace that closes down to a depth; None if the text does not reach it.
 
-        A tag is no JSON: it ends whatever is open.
+        "<" outside a string begins a tag, which is not JSON and ends every open object.
         """
-        for place, symbol in enumerate(text):
+        for index, char in enumerate(text):
             if self._is_string:
-                self._is_string = symbol != '"' or self._is_escaped
-                self._is_escaped = symbol == "\\" and not self._is_escaped
-            elif symbol == '"':
+                self._is_string = char != '"' or self._is_escaped
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
                 self._is_string = True
-            elif symbol == "{":
+            elif char == "{":
                 self._depth += 1
-            elif symbol == "}":
+            elif char == "}":
                 self._depth -= 1
                 if self._depth == depth:
-                    return place + 1
-            elif symbol == "<":
-                return place
+                    return index + 1
+            elif char == "<":
+                return index
         return None
 
 
-class CallReader:
-    """Calls of a format; what is no call is content, as it came."""
+class JsonToolCallParser:
+    """Parser of tool calls in a `ToolCallFormat`. Text that is not a call is content, unchanged.
+
+    The parser is a state machine: each state method consumes what it can of the buffer and returns whether
+    another state has to look at the remaining text.
+    """
 
     def __init__(
-        self, form: CallFormat, *, names: Collection[str] | None = None, most: int | None = None
+        self,
+        call_format: ToolCallFormat,
+        *,
+        function_names: Collection[str] | None = None,
+        max_calls: int | None = None,
     ) -> None:
-        """For one text.
+        """Start parsing one completion.
 
         Args:
-            form: How calls are written. Where nothing opens them, an object is one if it has arguments.
-            names: Of functions that can be called; None = of any. Looked at where nothing opens a call.
-            most: So many calls at most; None = any number.
+            call_format: Format of the calls. Without a start tag, an object with arguments is a call.
+            function_names: Names of the available functions, or None for any name. Only checked if the
+                format has no start tag.
+            max_calls: Maximum number of calls; further ones are dropped. None for no limit.
         """
-        self._form, self._most, self._num_calls = form, most, 0
-        self._names = None if form.opening else names
-        self._held = ""  # of the text what has not been told
-        self._is_behind_call = False  # and nothing but blanks since
-        self._stage: Callable[[], bool] = self._outside if form.opening else self._at_start
-        self._content, self._calls = "", list[dict[str, Any]]()
-        self._braces, self._read = Braces(), 0  # of a call's object, and characters held that are in it
-        self._is_wanted = True  # the call that is being read
+        self._format, self._max_calls, self._num_calls = call_format, max_calls, 0
+        self._function_names = None if call_format.start_tag else function_names
+        self._buffer = ""  # Text that has not been returned yet.
+        self._is_after_call = False  # Whether only whitespace has followed the last call.
+        self._state: Callable[[], bool] = self._outside if call_format.start_tag else self._at_start
+        self._content, self._tool_calls = "", list[dict[str, Any]]()
+        self._braces, self._num_read = BraceCounter(), 0  # Characters of the buffer that _braces has counted.
+        self._is_accepted = True  # Whether the current call is within max_calls.
 
     @property
     def finish_reason(self) -> str:
-        """As ToolReader."""
+        """Finish reason of an output that ends by itself: "tool_calls" if there was a call."""
         return "tool_calls" if self._num_calls else "stop"
 
-    def feed(self, text: str) -> Said:
-        """As ToolReader."""
-        self._held += text
-        self._content, self._calls = "", []
-        while self._stage():
+    def feed(self, text: str) -> ParsedDelta:
+        """Parse the next piece of the output."""
+        self._buffer += text
+        self._content, self._tool_calls = "", []
+        while self._state():
             pass
-        return Said(self._content, tuple(self._calls))
+        return ParsedDelta(self._content, tuple(self._tool_calls))
 
-    def end(self) -> Said:
-        """As ToolReader: a call without its end is content until its arguments begin, and behind them."""
+    def end(self) -> ParsedDelta:
+        """Return the buffered text as content, unless it belongs to the arguments of an unfinished call."""
         self._content = ""
-        if self._stage == self._behind:
-            end = self._braces.end(self._held, 0)
-            rest = "" if end is None else self._held[end:].strip()
-            self._held = "" if self._form.closing.startswith(rest) else rest
-        if self._stage != self._in_arguments:
-            self._show(len(self._held))
-        return Said(self._content)
-
-    # Each stage tells what it can, and returns whether another has to look at the rest.
+        if self._state == self._after_arguments:
+            end = self._braces.find_end(self._buffer, 0)
+            tail = "" if end is None else self._buffer[end:].strip()
+            self._buffer = "" if self._format.end_tag.startswith(tail) else tail
+        if self._state != self._in_arguments:
+            self._emit_content(len(self._buffer))
+        return ParsedDelta(self._content)
 
     def _outside(self) -> bool:
-        opening = self._form.opening
-        first = self._held.find(opening)
-        if first < 0:
-            self._show(len(self._held) - _overlap(self._held, opening))
+        """State: look for the start tag."""
+        start_tag = self._format.start_tag
+        index = self._buffer.find(start_tag)
+        if index < 0:
+            self._emit_content(len(self._buffer) - _overlap(self._buffer, start_tag))
             return False
-        self._show(first)
+        self._emit_content(index)
         self._enter_head()
         return True
 
     def _at_start(self) -> bool:
-        """Where a brace begins a call: behind blanks and the tag, or behind a call and a semicolon."""
-        rest = self._held.lstrip(" \n;" if self._is_behind_call else " \n")
-        rest = rest.removeprefix(PYTHON_TAG).lstrip()
-        if not rest or (PYTHON_TAG.startswith(rest) and rest != PYTHON_TAG):
+        """State: a brace begins a call, after whitespace and a tag, or after a call and a semicolon."""
+        text = self._buffer.lstrip(" \n;" if self._is_after_call else " \n")
+        text = text.removeprefix(PYTHON_TAG).lstrip()
+        if not text or (PYTHON_TAG.startswith(text) and text != PYTHON_TAG):
             return False
-        self._stage = self._plain
-        if rest.startswith("{"):
-            self._held = rest
+        self._state = self._plain
+        if text.startswith("{"):
+            self._buffer = text
             self._enter_head()
         return True
 
     def _enter_head(self) -> None:
-        self._braces, self._read, self._stage = Braces(), 0, self._in_head
+        self._braces, self._num_read, self._state = BraceCounter(), 0, self._in_head
 
     def _plain(self) -> bool:
-        self._show(len(self._held))
+        """State: the output is content up to its end."""
+        self._emit_content(len(self._buffer))
         return False
 
     def _in_head(self) -> bool:
-        """Up to the arguments; an object that has them elsewhere is waited for as a whole."""
-        opening = len(self._form.opening)
-        first = len(self._held) - len(self._held[opening:].lstrip())
-        self._read = max(self._read, first)
-        if self._held[first : first + 1] not in ("", "{"):
-            return self._no_call()
-        new, self._read = self._held[self._read :], len(self._held)
-        if "{" in new and (found := HEAD.match(self._held, first)):
-            name = json.loads(found[1], strict=False)
-            if not self._is_known(name):
-                return self._no_call()
-            self._begin(name, "")
-            self._go_to(self._in_arguments, found[0], found.end())
+        """State: read up to the arguments. An object with another order of keys is read to its end."""
+        start_len = len(self._format.start_tag)
+        first = len(self._buffer) - len(self._buffer[start_len:].lstrip())
+        self._num_read = max(self._num_read, first)
+        if self._buffer[first : first + 1] not in ("", "{"):
+            return self._reject_call()
+        new, self._num_read = self._buffer[self._num_read :], len(self._buffer)
+        if "{" in new and (match := CALL_HEAD.match(self._buffer, first)):
+            name = json.loads(match[1], strict=False)
+            if not self._is_available(name):
+                return self._reject_call()
+            self._begin_call(name, "")
+            self._enter_body(self._in_arguments, match[0], match.end())
             return True
-        end = self._braces.end(new, 0)
+        end = self._braces.find_end(new, 0)
         if end is None:
             return False
-        end += self._read - len(new)
-        call = _parsed(self._held[first:end], needs_arguments=not opening)
-        if call is None or not self._is_known(call[0]):
-            return self._no_call()
-        self._begin(*call)
-        self._go_to(self._behind, self._held[first : end - 1], end - 1)
+        end += self._num_read - len(new)
+        call = _parse_call(self._buffer[first:end], needs_arguments=not start_len)
+        if call is None or not self._is_available(call[0]):
+            return self._reject_call()
+        self._begin_call(*call)
+        self._enter_body(self._after_arguments, self._buffer[first : end - 1], end - 1)
         return True
 
-    def _go_to(self, stage: Callable[[], bool], read: str, place: int) -> None:
-        """What has been read of the object, and where in what is held that ends."""
-        self._braces = Braces()
-        self._braces.end(read, 0)
-        self._held, self._stage = self._held[place:], stage
+    def _enter_body(self, state: Callable[[], bool], read_text: str, index: int) -> None:
+        """Enter a state after part of the object has been read, which ends at an index of the buffer."""
+        self._braces = BraceCounter()
+        self._braces.find_end(read_text, 0)
+        self._buffer, self._state = self._buffer[index:], state
 
-    def _is_known(self, name: str) -> bool:
-        return self._names is None or name in self._names
+    def _is_available(self, name: str) -> bool:
+        return self._function_names is None or name in self._function_names
 
-    def _no_call(self) -> bool:
-        self._show(len(self._form.opening))
-        self._stage = self._outside if self._form.opening else self._plain
+    def _reject_call(self) -> bool:
+        """Return to content: what looked like a call is none."""
+        self._emit_content(len(self._format.start_tag))
+        self._state = self._outside if self._format.start_tag else self._plain
         return True
 
     def _in_arguments(self) -> bool:
-        end = self._braces.end(self._held, 1)
-        text, self._held = self._held[:end], self._held[end:] if end is not None else ""
-        if text and self._is_wanted:
-            self._calls.append(_more(self._num_calls - 1, text))
+        """State: stream the arguments."""
+        end = self._braces.find_end(self._buffer, 1)
+        text, self._buffer = self._buffer[:end], self._buffer[end:] if end is not None else ""
+        if text and self._is_accepted:
+            self._tool_calls.append(_arguments_delta(self._num_calls - 1, text))
         if end is None:
             return False
-        self._stage = self._behind
+        self._state = self._after_arguments
         return True
 
-    def _behind(self) -> bool:
-        """Up to the end of the object, and to the tag that closes the call, or opens the next one."""
-        end = self._held.find(self._form.closing) if self._form.closing else self._braces.end(self._held, 0)
-        following = self._held.find(self._form.opening) if self._form.closing else -1
-        is_closed = end is not None and 0 <= end < following
-        if following >= 0 and not is_closed:
-            self._held, self._is_behind_call, self._stage = self._held[following:], True, self._outside
+    def _after_arguments(self) -> bool:
+        """State: read to the end of the object, and to the end tag or the start tag of the next call."""
+        has_tags = bool(self._format.end_tag)
+        end = self._buffer.find(self._format.end_tag) if has_tags else self._braces.find_end(self._buffer, 0)
+        next_start = self._buffer.find(self._format.start_tag) if has_tags else -1
+        is_closed = end is not None and 0 <= end < next_start
+        if next_start >= 0 and not is_closed:
+            self._buffer, self._is_after_call = self._buffer[next_start:], True
+            self._state = self._outside
             return True
         if end is None or end < 0:
-            self._held = self._held if self._form.closing else ""
+            self._buffer = self._buffer if has_tags else ""
             return False
-        self._held = self._held[end + len(self._form.closing) :]
-        self._is_behind_call = True
-        self._stage = self._outside if self._form.opening else self._at_start
+        self._buffer = self._buffer[end + len(self._format.end_tag) :]
+        self._is_after_call = True
+        self._state = self._outside if self._format.start_tag else self._at_start
         return True
 
-    def _begin(self, name: str, arguments: str) -> None:
-        self._is_wanted = self._most is None or self._num_calls < self._most
-        if self._is_wanted:
-            self._calls.append(_call(self._num_calls, name, arguments))
+    def _begin_call(self, name: str, arguments: str) -> None:
+        self._is_accepted = self._max_calls is None or self._num_calls < self._max_calls
+        if self._is_accepted:
+            self._tool_calls.append(_new_call(self._num_calls, name, arguments))
             self._num_calls += 1
 
-    def _show(self, count: int) -> None:
-        """Content, without the blanks behind a call."""
-        text, self._held = self._held[:count], self._held[count:]
-        text = text.lstrip() if self._is_behind_call else text
-        self._is_behind_call &= not text
+    def _emit_content(self, count: int) -> None:
+        """Move characters from the buffer to the content, without whitespace that follows a call."""
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        text = text.lstrip() if self._is_after_call else text
+        self._is_after_call &= not text
         self._content += text
 
 
-def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
+def _new_call(index: int, name: str, arguments: str) -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def _more(index: int, arguments: str) -> dict[str, Any]:
+def _arguments_delta(index: int, arguments: str) -> dict[str, Any]:
     return {"index": index, "function": {"arguments": arguments}}
 
 
-def _parsed(text: str, *, needs_arguments: bool) -> tuple[str, str] | None:
-    """Name and arguments of a call that is there as a whole; None = it is none."""
+def _parse_call(text: str, *, needs_arguments: bool) -> tuple[str, str] | None:
+    """Return the name and arguments of a complete call, or None if the text is not a call."""
     try:
-        told = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(told, dict) or not isinstance(told.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    if needs_arguments and not {"arguments", "parameters"} & told.keys():
+    if needs_arguments and not {"arguments", "parameters"} & value.keys():
         return None
-    arguments = told.get("arguments", told.get("parameters", {}))
-    return told["name"], json.dumps(arguments, ensure_ascii=False)
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return value["name"], json.dumps(arguments, ensure_ascii=False)
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many of the last characters of a text may become the tag."""
+    """Return the number of last characters of the text that may be the beginning of the tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
-def merged_calls(pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls, or the pieces of them in one chunk of a stream, each put together of its pieces."""
+def merge_tool_call_deltas(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the deltas of each call into one, in the order of their indices."""
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        index, function = piece["index"], piece["function"]
+    for delta in deltas:
+        index, function = delta["index"], delta["function"]
         if index in calls:
             calls[index]["function"]["arguments"] += function["arguments"]
         else:
-            calls[index] = piece | {"function": dict(function)}
+            calls[index] = delta | {"function": dict(function)}
     return [calls[index] for index in sorted(calls)]

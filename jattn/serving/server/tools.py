@@ -1,4 +1,4 @@
-"""Tools that a model may call: what a request says of them, and what that means for its answers."""
+"""Resolution of a request's tools and tool_choice into a parser and an output constraint."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,97 +7,119 @@ from typing import Any, NamedTuple
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice, Tool
-from jattn.serving.server.tool_call_formats import LLAMA3_JSON, CallFormat
-from jattn.serving.server.tool_call_grammar import required_calls, strict_calls
-from jattn.serving.server.tool_call_parser import CallReader, NamedReader, ToolReader
-from pallas_kernels.checks import require
+from jattn.serving.server.sampling_params import OutputConstraint
+from jattn.serving.server.tool_call_formats import LLAMA3_JSON, ToolCallFormat
+from jattn.serving.server.tool_call_grammar import required_calls_grammar, strict_calls_grammar
+from jattn.serving.server.tool_call_parser import JsonToolCallParser, NamedFunctionParser, ToolCallParser
 
 
-class Calling(NamedTuple):
-    """What a request's tools mean for its answers.
+class ToolCalling(NamedTuple):
+    """The way that a request's tools are called.
 
     Attributes:
-        make_reader: Makes what finds a completion's calls; None = there are none.
-        form: The parameter that wants the text to have a form, and the form; None = none does.
-        has_special_tokens: Calls stand between tokens that are special, so that the text must show them.
+        make_parser: Function that makes the tool-call parser of one completion; None if no tool can be
+            called.
+        constraint: Constraint on the output that the tools require, or None.
+        keeps_special_tokens: Whether the tags of calls are special tokens, which the text must contain.
     """
 
-    make_reader: Callable[[], ToolReader] | None = None
-    form: tuple[str, StructuredOutputsParams] | None = None
-    has_special_tokens: bool = False
+    make_parser: Callable[[], ToolCallParser] | None = None
+    constraint: OutputConstraint | None = None
+    keeps_special_tokens: bool = False
 
 
-def calling(body: ChatCompletionBody, form: CallFormat | None, tokenizer: Any) -> Calling:
-    """How calls are made and found.
+def resolve_tool_calling(
+    body: ChatCompletionBody, call_format: ToolCallFormat | None, tokenizer: Any
+) -> ToolCalling:
+    """Return how a request's tools are called.
 
     Args:
         body: The request.
-        form: How the model writes calls; None = nobody knows.
+        call_format: The model's tool-call format, or None if it is unknown.
         tokenizer: A `tokenizers.Tokenizer`.
 
     Raises:
-        ValueError: A function is named that is not among the tools, or one of none is required.
-        ApiError: Nobody knows what a call looks like in what this model says.
+        ValueError: If tool_choice names a missing tool, or is "required" without tools.
+        ApiError: If the model's tool-call format is unknown and tool_choice is "auto".
     """
     choice, tools = body.tool_choice, body.tools or []
     if isinstance(choice, NamedToolChoice):
-        function = named_tool(tools, choice).function
-        # Arguments are an object, also where the schema tells of its properties alone.
+        function = find_tool(tools, choice).function
+        # Arguments are an object, even if the schema only lists properties.
         schema = StructuredOutputsParams(json={"type": "object"} | (function.parameters or {}))
-        return Calling(lambda: NamedReader(function.name), ("tool_choice", schema))
+        return ToolCalling(
+            lambda: NamedFunctionParser(function.name), OutputConstraint("tool_choice", schema)
+        )
     is_required = choice == "required"
-    require(bool(tools) or not is_required, "tool_choice", "come with tools", repr(choice))
+    if is_required and not tools:
+        raise ValueError('tool_choice "required" needs at least one tool in tools.')
     if not tools or choice == "none":
-        return Calling()
-    if form is None and not is_required:
-        told = "tools: the chat template asks for calls in no way that is known. "
-        told += 'Have tool_choice be "required", or start the server with --tool-call-parser.'
-        raise ApiError(422, told, "tools", "unsupported")
-    known = form or LLAMA3_JSON  # what no template asks for, the grammar does
-    most = 1 if body.parallel_tool_calls is False else None
-    special = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-    grammar: tuple[str, StructuredOutputsParams] | None = None
+        return ToolCalling()
+    if call_format is None and not is_required:
+        message = (
+            "tools: The tool-call format of this model is unknown. Pass tool_choice="
+            '"required", or start the server with --tool-call-parser.'
+        )
+        raise ApiError(422, message, "tools", "unsupported")
+    known_format = (
+        call_format or LLAMA3_JSON
+    )  # The grammar enforces a format that the template does not mention.
+    max_calls = 1 if body.parallel_tool_calls is False else None
+    special_tokens = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    constraint: OutputConstraint | None = None
     if is_required:
-        text = required_calls(known, tools, special, most=most)
-        grammar = "tool_choice", StructuredOutputsParams(grammar=text)
+        grammar = required_calls_grammar(known_format, tools, special_tokens, max_calls=max_calls)
+        constraint = OutputConstraint("tool_choice", StructuredOutputsParams(grammar=grammar))
     elif any(tool.function.strict for tool in tools):
-        grammar = "tools", StructuredOutputsParams(grammar=strict_calls(known, tools, special, most=most))
-    names = {tool.function.name for tool in tools}
-    make_reader = lambda: CallReader(known, names=names, most=most)
-    return Calling(make_reader, grammar, special.get(known.opening, False))
+        grammar = strict_calls_grammar(known_format, tools, special_tokens, max_calls=max_calls)
+        constraint = OutputConstraint("tools", StructuredOutputsParams(grammar=grammar))
+    function_names = {tool.function.name for tool in tools}
+
+    def make_parser() -> ToolCallParser:
+        return JsonToolCallParser(known_format, function_names=function_names, max_calls=max_calls)
+
+    return ToolCalling(make_parser, constraint, special_tokens.get(known_format.start_tag, False))
 
 
-def named_tool(tools: Sequence[Tool], choice: NamedToolChoice) -> Tool:
-    """The tool that a request's tool_choice names.
+def find_tool(tools: Sequence[Tool], choice: NamedToolChoice) -> Tool:
+    """Return the tool that tool_choice names.
 
     Raises:
-        ValueError: It has none of that name.
+        ValueError: If no tool has that name.
     """
-    found = [tool for tool in tools if tool.function.name == choice.function.name]
+    for tool in tools:
+        if tool.function.name == choice.function.name:
+            return tool
     names = sorted(tool.function.name for tool in tools)
-    require(len(found) > 0, "tool_choice", f"name one of the tools {names}", choice.function.name)
-    return found[0]
+    raise ValueError(
+        f"tool_choice names the function {choice.function.name!r}, which is not in tools: {names}."
+    )
 
 
-def with_objects(name: str, calls: Any) -> list[dict[str, Any]]:
-    """A conversation's calls as templates want them: arguments are an object, where clients send its JSON.
+def parse_call_arguments(param: str, calls: Any) -> list[dict[str, Any]]:
+    """Replace the JSON arguments of a message's tool calls by objects, as chat templates expect them.
 
-    Where there are none it is empty, as in vLLM.
+    Missing arguments become an empty object, as in vLLM.
+
+    Args:
+        param: Name of the calls in error messages.
+        calls: The message's "tool_calls".
 
     Raises:
-        ValueError: They are no calls, or their arguments no JSON; `name` is what they are called.
+        ValueError: If an entry is not a function call, or its arguments are not JSON.
     """
-    require(isinstance(calls, list), name, "be a list of calls", repr(calls))
-    found = []
+    if not isinstance(calls, list):
+        raise ValueError(f"{param} must be a list of tool calls, got {calls!r}.")
+    parsed_calls = []
     for call in calls:
-        is_call = isinstance(call, dict) and isinstance(call.get("function"), dict)
-        require(is_call, name, "be calls of functions", repr(call))
+        if not (isinstance(call, dict) and isinstance(call.get("function"), dict)):
+            raise ValueError(f"{param} must contain function calls, got {call!r}.")
         function: dict[str, Any] = call["function"]
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
-                require(False, f"{name}.function.arguments", "be JSON", repr(arguments))
-        found.append(call | {"function": function | {"arguments": arguments}})
-    return found
+                raise ValueError(f"{param}.function.arguments must be JSON, got {arguments!r}.") from None
+        parsed_calls.append(call | {"function": function | {"arguments": arguments}})
+    return parsed_calls

@@ -167,4 +167,4 @@ class TestCommandLine:
         assert main([*model, "--top-k", "4", "a"]) == 0
         assert asked == [SamplingParams(temperature=0.6, top_p=0.9, top_k=4)]
         err = capsys.readouterr().err
-        assert "jattn: the checkpoint asks for temperature 0.6, top_p 0.9; --temperature 0 is greedy\n" in err
+        assert "jattn: using the model's default sampling parameters: temperature 0.6, top_p 0.9." in err

@@ -174,16 +174,19 @@ class TestNodesOfTheCommandLine:
     def test_are_all_devices(self):
         for code, _, error in self.run("--tensor-parallel-size", "3"):
             assert code == 1
-            assert "tensor_parallel_size must be all devices of the 2 nodes (nnodes), 2, got 3." in error
+            assert (
+                "--tensor-parallel-size must be the total number of devices of the 2 nodes (2), got 3."
+                in error
+            )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--nnodes=0"], "nnodes must be positive, got 0."),
-        (["--nnodes=2", "--node-rank=2"], "node_rank must be one of 2 (nnodes), from 0 on, got 2."),
-        (["--node-rank=-1"], "node_rank must be one of 1 (nnodes), from 0 on, got -1."),
-        (["--nnodes=2"], "tensor_parallel_size must be all devices of the 2 nodes (nnodes), got 1."),
+        (["--nnodes=2", "--node-rank=2"], "--node-rank must be in [0, 1] with --nnodes 2, got 2."),
+        (["--node-rank=-1"], "--node-rank must be in [0, 0] with --nnodes 1, got -1."),
+        (["--nnodes=2"], "--tensor-parallel-size must be the total number of devices of the 2 nodes, got 1."),
     ],
 )
 def test_nodes_that_are_none_are_refused_before_anybody_is_waited_for(options, message, capsys):

@@ -1,4 +1,4 @@
-"""Values that a JSON schema describes, as hypothesis draws them."""
+"""Hypothesis strategies for values of a JSON schema."""
 
 from hypothesis import strategies as st
 
@@ -11,12 +11,12 @@ JUNK = st.recursive(
 
 
 def values(schema, shared):
-    """A strategy for values of a schema; `shared` has what its references name."""
+    """Return a strategy for values of a schema; `shared` contains the schemas that it references."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         return st.deferred(lambda: values(shared[name], shared))
     if "anyOf" in schema:
-        return st.one_of([values(one, shared) for one in schema["anyOf"]])
+        return st.one_of([values(option, shared) for option in schema["anyOf"]])
     for name in ("enum", "const"):
         if name in schema:
             return st.sampled_from(schema[name]) if name == "enum" else st.just(schema[name])
@@ -35,23 +35,23 @@ def values(schema, shared):
 
 
 def integers(schema):
-    """Mostly small ones, which may well be right."""
+    """Return a strategy for mostly small integers, which are often valid."""
     first, last = schema.get("minimum", -1), schema.get("maximum", 2**63)
     return st.integers(max(first, 0), 9) | st.sampled_from(sorted({first, min(last, 400), last}))
 
 
 def objects(schema, shared, only=None):
-    """Objects with what they must have, and some of what they may have."""
+    """Return a strategy for objects with the required and some optional properties."""
     properties = schema.get("properties")
     if properties is None:
         inner = schema.get("additionalProperties")
         return st.dictionaries(TEXTS, values(inner, shared) if isinstance(inner, dict) else JUNK, max_size=3)
-    must = schema.get("required", [])
+    required = schema.get("required", [])
     drawn = {
-        name: values(one, shared)
-        for name, one in properties.items()
-        if only is None or name in only or name in must
+        name: values(prop, shared)
+        for name, prop in properties.items()
+        if only is None or name in only or name in required
     }
     names = st.lists(st.sampled_from(sorted(drawn)), max_size=5, unique=True)
-    chosen = names.map(lambda some: [*must, *(name for name in some if name not in must)])
-    return chosen.flatmap(lambda some: st.fixed_dictionaries({name: drawn[name] for name in some}))
+    chosen = names.map(lambda names: [*required, *(name for name in names if name not in required)])
+    return chosen.flatmap(lambda names: st.fixed_dictionaries({name: drawn[name] for name in names}))

@@ -1,16 +1,19 @@
-"""Streams end where nobody takes them, and not where there is nothing to take."""
+"""Time limits and the fast path of event streams."""
 
 import asyncio
 
 import pytest
 
-from jattn.serving.server.event_stream import WRITE, EventStream
+from jattn.serving.server.event_stream import WRITE_EXTENSION, EventStream
 
 SECONDS = 0.1
 
 
 async def sent(num_events, *, pauses=0.0, sends=0.0):
-    """Bodies that were taken, and how long that took; with seconds before each event, and to take it."""
+    """Send a stream and return the bodies and the duration.
+
+    Each event is generated after `pauses` seconds and takes `sends` seconds to send.
+    """
     is_closed, bodies = False, []
 
     async def events():
@@ -27,30 +30,30 @@ async def sent(num_events, *, pauses=0.0, sends=0.0):
         bodies.append(message.get("body"))
 
     start = asyncio.get_running_loop().time()
-    await EventStream(events(), seconds=SECONDS).stream_response(send)
+    await EventStream(events(), send_timeout=SECONDS).stream_response(send)
     assert is_closed
     return bodies, asyncio.get_running_loop().time() - start
 
 
-def test_events_may_come_as_late_as_they_like():
+def test_waiting_for_an_event_has_no_time_limit():
     bodies, _ = asyncio.run(sent(3, pauses=2.5 * SECONDS))
     assert bodies == [None, b"0", b"1", b"2", b""]
 
 
-def test_many_events_may_take_longer_than_each_of_them():
+def test_time_limit_applies_to_each_event_not_to_the_stream():
     bodies, seconds = asyncio.run(sent(8, sends=SECONDS / 4))
     assert len(bodies) == 10
     assert seconds > SECONDS
 
 
 @pytest.mark.parametrize("pauses", [0.0, SECONDS / 2, 1.5 * SECONDS])
-def test_an_event_that_is_not_taken_in_time_ends_the_stream(pauses):
+def test_event_that_exceeds_the_time_limit_ends_the_stream(pauses):
     bodies, seconds = asyncio.run(sent(3, pauses=pauses, sends=60.0))
     assert bodies == [None]
     assert SECONDS <= seconds - pauses < 20 * SECONDS
 
 
-def test_events_go_a_short_way_as_long_as_it_takes_them():
+def test_events_use_the_fast_path_while_it_accepts_them():
     taken, sent = [], []
 
     async def events():
@@ -58,7 +61,7 @@ def test_events_go_a_short_way_as_long_as_it_takes_them():
             yield b"%d" % number
 
     def write(event):
-        if event in (b"1", b"2"):  # the client is slow: these wait for it
+        if event in (b"1", b"2"):  # The client is slow; `send` waits for it.
             return False
         taken.append(event)
         return True
@@ -70,7 +73,7 @@ def test_events_go_a_short_way_as_long_as_it_takes_them():
     async def receive():
         await asyncio.sleep(60)
 
-    scope = {"type": "http", "extensions": {WRITE: write}}
-    asyncio.run(EventStream(events(), seconds=SECONDS)(scope, receive, send))
+    scope = {"type": "http", "extensions": {WRITE_EXTENSION: write}}
+    asyncio.run(EventStream(events(), send_timeout=SECONDS)(scope, receive, send))
     assert taken == [b"0", b"3"]
     assert sent == [(b"1", True), (b"2", True), (b"", False)]

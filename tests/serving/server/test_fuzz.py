@@ -1,4 +1,4 @@
-"""Requests drawn from what the server says that it takes: each is answered, and so is the next one."""
+"""Random requests drawn from the OpenAPI description: each gets a valid response, and so does the next."""
 
 import json
 
@@ -8,44 +8,48 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jattn.serving.server.chat_completions import OFF as CHAT_OFF
+from jattn.serving.server.chat_completions import CHAT_UNSUPPORTED
 from jattn.serving.server.openapi import openapi
-from jattn.serving.server.sampling_params import OFF
-from tests.serving.server.live_server import parsed, running
+from jattn.serving.server.sampling_params import UNSUPPORTED
+from tests.serving.server.live_server import parse_events, run_server
 from tests.serving.server.schema_strategies import JUNK, objects
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {TEXT: "CompletionBody", CHAT: "ChatCompletionBody", "/detokenize": "DetokenizeBody"}
 BODIES |= {"/tokenize": "TokenizeChatBody"}
 SCHEMAS = openapi()["components"]["schemas"]
-WHOLE = {TEXT: Completion, CHAT: ChatCompletion}
-FEW = st.sampled_from([1, 2, 3, 4, 1, 2, 0, -1])
+RESPONSE_TYPES = {TEXT: Completion, CHAT: ChatCompletion}
+SMALL_INTEGERS = st.sampled_from([1, 2, 3, 4, 1, 2, 0, -1])
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
     "{{ tools }}{{ documents }}{{ reasoning_effort }}{% for t in tools or [] %}<tool_call>{% endfor %}"
 )
 MESSAGES = [{"role": "user", "content": "hi"}]
-USUAL = {TEXT: ("prompt", "abc"), CHAT: ("messages", MESSAGES), "/tokenize": ("messages", MESSAGES)}
-USUAL |= {"/detokenize": ("tokens", [1, 2])}
+VALID_FIELD = {TEXT: ("prompt", "abc"), CHAT: ("messages", MESSAGES), "/tokenize": ("messages", MESSAGES)}
+VALID_FIELD |= {"/detokenize": ("tokens", [1, 2])}
 
 
 @st.composite
 def requests(draw):
-    """A path and a body: as the schema has it, mostly short, and once in a while with junk in one place."""
+    """Draw a path and a body that follows its schema, sometimes with one junk value."""
     path = draw(st.sampled_from([TEXT, TEXT, CHAT, CHAT, "/tokenize", "/detokenize"]))
-    seldom = st.integers(0, 3).map(lambda number: number == 3)
+    one_in_four = st.integers(0, 3).map(lambda number: number == 3)
     body = draw(objects(SCHEMAS[BODIES[path]], SCHEMAS)) | {"model": None}
-    if not draw(seldom):
-        body = {name: value for name, value in body.items() if name not in OFF | CHAT_OFF}
-    if path in WHOLE:
-        body |= {name: draw(FEW) for name in ("n", "best_of", "max_completion_tokens") if name in body}
-        body["max_tokens"] = draw(FEW)
-    if not draw(seldom):
-        name, usual = USUAL[path]
-        body[name] = usual
-    if draw(seldom):
+    if not draw(one_in_four):
+        body = {name: value for name, value in body.items() if name not in UNSUPPORTED | CHAT_UNSUPPORTED}
+    if path in RESPONSE_TYPES:
+        body |= {
+            name: draw(SMALL_INTEGERS) for name in ("n", "best_of", "max_completion_tokens") if name in body
+        }
+        body["max_tokens"] = draw(SMALL_INTEGERS)
+    if not draw(one_in_four):
+        name, value = VALID_FIELD[path]
+        body[name] = value
+    if draw(one_in_four):
         body[draw(st.sampled_from(sorted(body)))] = draw(JUNK)
-    if path in WHOLE and body["max_tokens"] is None:  # it would go on to the end of the context
+    if (
+        path in RESPONSE_TYPES and body["max_tokens"] is None
+    ):  # It would generate up to the end of the context.
         body["max_tokens"] = 1
     return path, body
 
@@ -54,23 +58,23 @@ def requests(draw):
 def server(engine, tmp_path_factory):
     file = tmp_path_factory.mktemp("template") / "template.jinja"
     file.write_text(TEMPLATE)
-    with running(engine, chat_template=file) as server:
+    with run_server(engine, chat_template=file) as server:
         yield server
 
 
 NEXT = {"prompt": "abc", "max_tokens": 2, "temperature": 0}
 
 
-# Beartype's checks, in the server's threads, look at random places of lists while the next request is drawn.
+# Beartype checks random elements of lists in the server's threads while the next request is drawn.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.kernels
 @settings(max_examples=400)
 @given(requests())
 @example((CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}, "max_tokens": 1}))
 @example((TEXT, {"prompt": "\ud800", "max_tokens": 1}))
-def test_whatever_is_asked_is_answered_and_so_is_the_next(server, asked):
-    path, body = asked
-    status, headers, answer = server.ask("POST", path, json.dumps(body))
+def test_any_request_gets_a_valid_response_and_so_does_the_next(server, request_body):
+    path, body = request_body
+    status, headers, answer = server.request("POST", path, json.dumps(body))
     if status != 200:
         assert (status in (400, 404, 422), set(answer["error"])) == (
             True,
@@ -80,12 +84,12 @@ def test_whatever_is_asked_is_answered_and_so_is_the_next(server, asked):
             "not_found_error" if status == 404 else "invalid_request_error",
             False,
         )
-    elif path in WHOLE and headers["content-type"].startswith("text/event-stream"):
-        for event in parsed(answer):
+    elif path in RESPONSE_TYPES and headers["content-type"].startswith("text/event-stream"):
+        for event in parse_events(answer):
             assert "error" not in event, event
             if path == CHAT:
                 ChatCompletionChunk.model_validate(event, strict=True)
-    elif path in WHOLE:
-        WHOLE[path].model_validate(answer, strict=True)
-    server.until(lambda: server.is_idle)
+    elif path in RESPONSE_TYPES:
+        RESPONSE_TYPES[path].model_validate(answer, strict=True)
+    server.wait_until(lambda: server.is_idle)
     assert server.post(TEXT, **NEXT)["usage"]["completion_tokens"] == 2

@@ -1,18 +1,18 @@
-"""LangChain's ChatOpenAI, as its users use it, against a server on this machine."""
+"""LangChain's ChatOpenAI with a server on this machine."""
 
 import asyncio
 
 import pydantic
 import pytest
 
-from tests.serving.server.live_server import running
+from tests.serving.server.live_server import run_server
 
 langchain_openai = pytest.importorskip("langchain_openai")
 TEMPLATE = "{% for t in tools or [] %}{{ t.function.name }}<tool_call>{% endfor %}{{ messages[-1].content }}"
 
 
 class Weather(pydantic.BaseModel):
-    """Of today."""
+    """The weather of today."""
 
     celsius: bool
 
@@ -21,25 +21,28 @@ class Weather(pydantic.BaseModel):
 def model(engine, tmp_path_factory):
     file = tmp_path_factory.mktemp("template") / "template.jinja"
     file.write_text(TEMPLATE)
-    with running(engine, chat_template=file, served_model_names=("tiny",)) as server:
-        how = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny", "seed": 1}
-        yield langchain_openai.ChatOpenAI(**how, max_tokens=200, max_retries=0)
+    with run_server(engine, chat_template=file, served_model_names=("tiny",)) as server:
+        options = {"base_url": f"{server.url}/v1", "api_key": "none", "model": "tiny", "seed": 1}
+        yield langchain_openai.ChatOpenAI(**options, max_tokens=200, max_retries=0)
 
 
-def test_at_once_streamed_and_many_at_once(model):
+def test_invoke_stream_and_batch(model):
     short = model.bind(max_tokens=6)
-    said = short.invoke("hi")
-    assert (said.usage_metadata["output_tokens"], said.response_metadata["finish_reason"]) == (6, "length")
-    assert "".join(piece.content for piece in short.stream("hi")) == said.content
-    assert asyncio.run(short.abatch(["hi", "hi"]))[1].content == said.content
+    message = short.invoke("hi")
+    assert (message.usage_metadata["output_tokens"], message.response_metadata["finish_reason"]) == (
+        6,
+        "length",
+    )
+    assert "".join(piece.content for piece in short.stream("hi")) == message.content
+    assert asyncio.run(short.abatch(["hi", "hi"]))[1].content == message.content
 
 
-def test_a_class_is_filled(model):
+def test_structured_output_fills_a_class(model):
     assert isinstance(model.with_structured_output(Weather, method="json_schema").invoke("hi"), Weather)
 
 
-def test_a_tool_is_called(model):
+def test_bound_tool_is_called(model):
     text = 'So: <tool_call>{"name": "Weather", "arguments": {"celsius": true}}</tool_call>'
-    said = model.bind_tools([Weather]).bind(extra_body={"guided_choice": [text]}).invoke("hi")
-    assert said.content == "So: "
-    assert [(call["name"], call["args"]) for call in said.tool_calls] == [("Weather", {"celsius": True})]
+    message = model.bind_tools([Weather]).bind(extra_body={"guided_choice": [text]}).invoke("hi")
+    assert message.content == "So: "
+    assert [(call["name"], call["args"]) for call in message.tool_calls] == [("Weather", {"celsius": True})]

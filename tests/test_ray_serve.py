@@ -52,15 +52,15 @@ def post(port, body):
 
 
 def test_both_replicas_answer_as_the_engine_does(folder, port):
-    want = Engine(str(folder), **LIMITS).generate(PROMPTS, SamplingParams(max_tokens=8))
+    expected = Engine(str(folder), **LIMITS).generate(PROMPTS, SamplingParams(max_tokens=8))
     body = lambda prompt: {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: post(port, body(prompt)), PROMPTS))
     texts = [json.loads(text)["choices"][0]["text"] for _, text in answers]
-    assert texts == [result.text for result in want]
+    assert texts == [result.text for result in expected]
     _, streamed = post(port, body(PROMPTS[0]) | {"stream": True})
     events = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n")[:-2]]
-    assert "".join(event["choices"][0]["text"] for event in events) == want[0].text
+    assert "".join(event["choices"][0]["text"] for event in events) == expected[0].text
     status, text = post(port, {"prompt": "a", "temperature": -1})
     assert (status, json.loads(text)["error"]["param"]) == (400, "temperature")
     from examples.ray_serve import serve

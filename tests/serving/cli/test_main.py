@@ -1,0 +1,78 @@
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jattn.models import save
+from jattn.serving.cli.main import main
+from tests.conftest import GOLDEN
+from tests.serving.cli.conftest import RecordingEngine
+from tests.serving.tiny import one_layer_model
+
+MODEL = ["generate", "--model", str(GOLDEN / "hf" / "llama")]
+
+
+class TestMain:
+    def test_missing_command_is_an_error(self, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            main([])
+        assert "command" in capsys.readouterr().err
+
+    def test_version(self, capsys):
+        with pytest.raises(SystemExit, match="0"):
+            main(["--version"])
+        assert capsys.readouterr().out == f"jattn 0.1.0, jax {jax.__version__}\n"
+
+    def test_version_of_a_package_that_is_not_installed(self, capsys, monkeypatch):
+        installed_version = importlib.metadata.version
+
+        def without_jattn(name):
+            if name == "jattn":
+                raise importlib.metadata.PackageNotFoundError(name)
+            return installed_version(name)
+
+        monkeypatch.setattr(importlib.metadata, "version", without_jattn)
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert capsys.readouterr().out == f"jattn of a checkout, jax {jax.__version__}\n"
+
+    def test_dtype_option_sets_the_models_dtype(self, tmp_path, monkeypatch, recording_engine):
+        dtypes = []
+        monkeypatch.setattr(
+            RecordingEngine, "__call__", lambda self, model, **_: dtypes.append(model.dtype) or self
+        )
+        save(one_layer_model(), tmp_path)
+        assert main(["generate", "--model", str(tmp_path), "--dtype=float16", "--max-tokens=1", "a"]) == 0
+        assert dtypes == [jax.numpy.float16]
+
+    def test_draft_model_is_loaded_with_the_models_options(self, tmp_path, recording_engine, capsys):
+        save(one_layer_model(), tmp_path)
+        words = ["generate", f"--model={tmp_path}", f"--speculative={tmp_path}", "--dtype=float16", "a"]
+        assert main(words) == 0
+        assert recording_engine.options["speculative"].dtype == jax.numpy.float16
+        assert capsys.readouterr().err == ""  # No progress bar: stderr is not a terminal.
+
+    def test_ctrl_c_exits_with_130_and_no_traceback(self, recording_engine, monkeypatch, capsys):
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(recording_engine, "generate", interrupt)
+        assert main([*MODEL, "a"]) == 130
+        assert capsys.readouterr().err == "\n"
+
+
+@pytest.mark.kernels
+def test_closed_output_pipe_is_not_an_error():
+    """The pipe has no reader, so the first write fails."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from jattn.serving.cli.main import main; sys.exit(main(['doctor']))"
+    process = subprocess.run(
+        [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert process.returncode == 0
+    assert "Error" not in process.stderr
