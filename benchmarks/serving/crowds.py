@@ -75,7 +75,7 @@ class Crowd:
         try:
             said = await self._heard(url, body | wrong, patience)
         except (OSError, ValueError, IndexError, KeyError) as error:
-            if wrong and isinstance(error, ServerError) and str(error).startswith("400: "):
+            if wrong and isinstance(error, ServerError) and str(error).startswith("HTTP 400: "):
                 self.num_refused += 1
             else:
                 self.lost.append(f"{type(error).__name__}: {error}")

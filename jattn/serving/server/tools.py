@@ -52,7 +52,7 @@ def resolve_tool_calling(
         )
     is_required = choice == "required"
     if is_required and not tools:
-        raise ValueError('tool_choice "required" needs at least one tool in tools.')
+        raise ValueError('tool_choice="required" needs at least one tool in tools.')
     if not tools or choice == "none":
         return ToolCalling()
     if call_format is None and not is_required:

@@ -200,7 +200,7 @@ class TestChat:
                 {"tool_choice": "required"},
                 400,
                 "tool_choice",
-                'tool_choice "required" needs at least one tool',
+                'tool_choice="required" needs at least one tool',
             ),
             (
                 {"tool_choice": "required", "tools": [TOOL], "guided_regex": "a"},
