@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""The chat completions endpoint, `POST /v1/chat/completions`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,8 +114,8 @@ class ChatFormatter:
         content = []
         for token, position in zip(ids, logprobs, strict=True):
             ranked = sorted(position.items(), key=lambda item: item[1].rank)[: self._num_logprobs]
-            top = [self._tokens.chat_logprob(i, logprob) for i, logprob in ranked]
-            content.append(self._tokens.chat_logprob(token, position[token]) | {"top_logprobs": top})
+            top_logprobs = [self._tokens.chat_logprob(i, logprob) for i, logprob in ranked]
+            content.append(self._tokens.chat_logprob(token, position[token]) | {"top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
 

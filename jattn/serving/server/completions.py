@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""The completions endpoint, `POST /v1/completions`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -106,7 +106,7 @@ class CompletionFormatter:
 
 
 async def create_completion(request: Request) -> Response:
-    """Complete prompts."""
+    """Complete the prompts of a request."""
     service: Service = request.app.state.service
     body: CompletionBody = await read_body(request, CompletionBody)
     service.check_model(body.model)
