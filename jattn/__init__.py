@@ -1,7 +1,10 @@
-"""vLLM's attention stack for JAX: metadata as pytrees, a paged KV cache, attention, a Flax module, graphs.
+"""vLLM's attention stack for JAX: batch metadata as pytrees, a paged KV cache, attention and decode graphs.
 
-A step flows one way: requests -> metadata -> plan; keys, values -> cache; queries, cache, plan -> out.
+A step builds metadata from requests and a plan from metadata, writes keys and values into the cache, and
+attends: `build_batch_metadata` -> `plan` -> `write_kv` -> `attend`.
 """
+
+import importlib.metadata
 
 from jattn import batch, masks, models, parallel, pytree, serving, sparsity, vllm
 from jattn.attending import attend, cascade_attend
@@ -24,23 +27,29 @@ from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop
 from jattn.spec import AttentionSpec
 
-__all__ = [  # noqa: RUF022  (the flow's order)
-    # Sizes, said once: of a layer, of its cache, of a step.
+try:
+    __version__ = importlib.metadata.version("jattn")
+except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [  # noqa: RUF022  (in the order of a step)
+    "__version__",
+    # Static sizes of a layer, of its cache and of a step.
     "AttentionSpec",
     "CacheSpec",
     "Bucket",
-    # Requests -> metadata, on the host.
+    # Build a step's metadata from requests, on the host.
     "build_batch_metadata",
     "build_cross_attention_metadata",
     "check_batch",
     "BatchMetadata",
     "pack_tokens",
     "row_indices",
-    # Metadata -> the next step's, on the device.
+    # Build the next step's metadata, on the device.
     "advance",
     "pad_to_bucket",
     "update_block_table",
-    # Keys and values -> the cache.
+    # Write keys and values into the cache, and move blocks.
     "PagedCache",
     "PackedKV",
     "write_kv",
@@ -49,23 +58,23 @@ __all__ = [  # noqa: RUF022  (the flow's order)
     "swap_blocks",
     "calibrate",
     "CalibrationWarning",
-    # Metadata and specs -> a plan.
+    # Plan a step.
     "plan",
     "Plan",
     "KernelFallbackWarning",
-    # Queries, cache, metadata, plan -> attention.
+    # Attend over a paged cache.
     "attend",
     "LocalStrided",
     "merge_attn_states",
     "build_cascade_metadata",
     "CascadeMetadata",
     "cascade_attend",
-    # Queries, keys, values -> attention, without requests.
+    # Attend over dense arrays.
     "attention",
-    # Attention -> a layer of a model.
+    # Flax layers.
     "PagedAttention",
     "attention_fn",
-    # A step -> many steps.
+    # Run many steps.
     "DecodeGraphs",
     "default_buckets",
     "decode_loop",

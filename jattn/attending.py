@@ -1,4 +1,7 @@
-"""Attention: the one dispatcher. Every way to compute it meets the same contract (tests/contract.py)."""
+"""Attention over a paged cache or packed keys: check the arguments, choose an implementation and run it.
+
+All implementations satisfy the same contract (tests/contract.py).
+"""
 
 import dataclasses
 import functools
@@ -66,43 +69,55 @@ def attend(
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """Attends each token of a step to the keys of its request. Write the step's own keys first (write_kv).
+    """Attend from every token of a step to the keys of its request.
 
-    Scores are `scale * q.k`, soft-capped, masked, ALiBi-biased; softmax in f32.
+    Call `write_kv` first: a token attends to its own key, too.
+
+    Scores are `scale * q.k`, then soft-capped, masked and ALiBi-biased. The softmax is computed in f32.
 
     Args:
-        query: The step's queries, laid out as the metadata says; padding may be anything.
-        cache: A paged cache, or the keys and values themselves.
-        metadata: The step's metadata.
-        spec: The layer's attention.
-        plan: From `plan(metadata, ...)`, for layers like this one among others: what it says is done. Made
-            here for this layer when None. A mask that it was made for holds here, too.
-        sinks: One more score for each head, not scaled, without a value; f32.
-        alibi_slopes: Bias `slope * (key position - query position)` of each head, or spec.sqrt_alibi's.
-        mask: Which keys a query sees, on top of what the spec says; may hold arrays that change from step to
-            step. Rows are those of the metadata. For one that all layers share: `plan(mask=)`; with a plan
-            this is None.
-        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = what the
-            plan says, without one the best that the device and the layer allow. What is named here wins over
-            a plan, for this layer. Over PackedKV each has a derivative, whose memory is linear in tokens but
-            for "reference", which alone has one over a paged cache.
-        return_lse: Return the log-sum-exp too.
+        query: Queries of the step in the order of the metadata's tokens. Padding tokens may hold anything.
+        cache: Paged cache, or keys and values outside a cache.
+        metadata: Metadata of the step.
+        spec: Attention of the layer.
+        plan: Plan of the step from `plan(metadata, ...)` that covers this layer; its mask applies here, too.
+            None plans this layer alone.
+        sinks: Attention sinks, f32 [q_heads]: one more score per head, not scaled, that has no value.
+        alibi_slopes: ALiBi slopes, f32 [q_heads]. The bias is `slope * (key position - query position)`; see
+            `AttentionSpec.sqrt_alibi` for the other form.
+        mask: Mask in addition to the spec's, whose rows are the metadata's rows; may hold arrays that change
+            from step to step. Pass a mask that all layers share to `plan(mask=)` instead; None with a plan.
+        implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference. None
+            uses the plan's choice, or without a plan the best one that device and layer support. A name
+            overrides the plan for this layer. Over PackedKV all implementations are differentiable, with
+            memory linear in tokens except for "reference", which alone is differentiable over a paged cache.
+        return_lse: Return the log-sum-exp, too.
 
     Returns:
-        Output in query.dtype; rows without a key and padding are 0. With return_lse also the natural log of
-        the softmax's denominator, f32 [q_heads, tokens], sinks included: where all keys are masked it is the
-        sink. -inf where the output is 0 without one, of requests without any keys, and of padding.
+        Output in query.dtype, 0 for tokens without a visible key and for padding. With return_lse also the
+        natural logarithm of the softmax's denominator, f32 [q_heads, tokens], which includes sinks: if all
+        keys are masked it is the sink. It is -inf for padding, for requests without keys, and if all keys are
+        masked and there is no sink.
 
     Raises:
-        ValueError: Arguments disagree.
-        NotImplementedError: No implementation asked for can serve this; the message says why.
+        ValueError: If the arguments do not fit together.
+        NotImplementedError: If no requested implementation supports this call; the message has the reasons.
 
     Source: vLLM V1 attention backends' `forward`.
     """
     require_bool(return_lse=return_lse)
-    how: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "implementation": implementation}
-    run = validated_attend(query, cache, metadata, spec, plan, mask=mask, return_lse=return_lse, **how)
-    out, lse = run()
+    out, lse = validated_attend(
+        query,
+        cache,
+        metadata,
+        spec,
+        plan,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        mask=mask,
+        implementation=implementation,
+        return_lse=return_lse,
+    )()
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
@@ -119,22 +134,29 @@ def validated_attend(
     implementation: ImplementationArg,
     return_lse: bool,
 ) -> Callable[[], tuple[Array, Any]]:
-    """`attend`, yet to be called. Its log-sum-exp, or None, is f64 of f64 queries, as it was summed."""
+    """Validate the arguments of `attend` and return the call that computes it.
+
+    The call returns the output and the log-sum-exp or None. The log-sum-exp of f64 queries is f64.
+    """
     _check_types(query, cache, metadata, spec, plan, mask)
     per_head = PerHeadInputs(**spec.per_head(sinks, alibi_slopes))
     _check(query, cache, metadata, spec, per_head)
-    no_mask = "be None with a plan (give it to plan, or leave plan=None)"
+    no_mask = "be None if a plan is passed (pass the mask to plan() instead)"
     require(plan is None or mask is None, "mask", no_mask, mask)
     has_prefix = plan is not None and plan.cascade is not None and isinstance(cache, PagedCache)
     if has_prefix and can_cascade(spec, per_head.alibi_slopes):
         check_plan_matches(plan, metadata)
-        parts, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
-        how: dict[str, Any] = {"sinks": sinks, "implementation": implementation}
-        return functools.partial(attend_cascade, query, cache, parts, spec, plans, **how)
-    chosen = _chosen(layer_config(spec, cache, query.dtype), metadata, plan, mask, implementation)
-    require_unsharded(chosen.choices, query, cache)
-    of_call: dict[str, Any] = {"layer": chosen, "return_lse": return_lse}
-    return functools.partial(_attend_once, query, cache, metadata, plan, mask, per_head, **of_call)
+        cascade, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
+        return functools.partial(
+            attend_cascade, query, cache, cascade, spec, plans, sinks=sinks, implementation=implementation
+        )
+    layer_plan = _resolve_layer_plan(
+        layer_config(spec, cache, query.dtype), metadata, plan, mask, implementation
+    )
+    require_unsharded(layer_plan.choices, query, cache)
+    return functools.partial(
+        _attend_jitted, query, cache, metadata, plan, mask, per_head, layer=layer_plan, return_lse=return_lse
+    )
 
 
 def attend_cascade(
@@ -147,73 +169,88 @@ def attend_cascade(
     sinks: Array | None = None,
     implementation: ImplementationArg = None,
 ) -> tuple[Array, Array]:
-    """`attend` with LSE over a prefix that all rows share, once, and over what each has besides, merged.
+    """Attend once to a prefix that all rows share and per row to the rest, and merge both results.
 
-    The LSE is f64 of f64 queries: of its f32 the parts' weights would have no more digits.
+    Returns the output and the log-sum-exp, which is f64 for f64 queries: the weights of the merge need it.
 
     Args:
-        query: As in `attend`.
-        cache: As in `attend`.
-        metadata: From build_cascade_metadata.
-        spec: As in `attend`; one that `why_no_cascade` has nothing against.
-        plans: Of the prefix, where causal is False, and of the suffix; None = made here.
-        sinks: As in `attend`; they join the suffix, whether it has keys or none.
-        implementation: As in `attend`.
+        query: Queries of the step; see `attend`.
+        cache: Paged cache of the layer.
+        metadata: Prefix and suffix of the step, from build_cascade_metadata.
+        spec: Attention of the layer, for which `why_no_cascade` returns None.
+        plans: Plan of the prefix (not causal) and plan of the suffix; None plans here.
+        sinks: Attention sinks, f32 [q_heads]. They join the suffix, even if it has no keys.
+        implementation: Implementation to use; see `attend`.
 
     Raises:
-        ValueError: Attention is causal, and a query is seen to stand before the prefix's last token.
+        ValueError: If attention is causal and a query stands before the last token of the prefix.
     """
     if spec.causal:
         check_causal_rows(metadata)
     sinks = spec.per_head(sinks, None)["sinks"]
-    how: dict[str, Any] = {"alibi_slopes": None, "mask": None, "implementation": implementation}
-    run = lambda part, spec, plan, sinks: validated_attend(
-        query, cache, part, spec, plan, sinks=sinks, return_lse=True, **how
-    )()
-    prefix = run(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
-    suffix = run(metadata.suffix, spec, plans[1], sinks)
-    bare_sinks = None
-    if sinks is not None:  # to attention a row without keys is padding, and has no sinks
-        is_bare = metadata.is_valid_token & ~metadata.suffix.is_valid_token
-        bare_sinks = jnp.where(is_bare[None, :], sinks.astype(suffix[1].dtype)[:, None], -jnp.inf)
-    return _merge_once(prefix, suffix, bare_sinks, metadata.is_valid_token)
+
+    def attend_part(
+        part: BatchMetadata, spec: AttentionSpec, plan: Plan | None, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        return validated_attend(
+            query,
+            cache,
+            part,
+            spec,
+            plan,
+            sinks=sinks,
+            alibi_slopes=None,
+            mask=None,
+            implementation=implementation,
+            return_lse=True,
+        )()
+
+    prefix = attend_part(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
+    suffix = attend_part(metadata.suffix, spec, plans[1], sinks)
+    missing_sinks = None
+    if sinks is not None:  # `attend` takes a row without suffix keys for padding and leaves its sinks out
+        has_no_suffix = metadata.is_valid_token & ~metadata.suffix.is_valid_token
+        missing_sinks = jnp.where(has_no_suffix[None, :], sinks.astype(suffix[1].dtype)[:, None], -jnp.inf)
+    return _merge_cascade(prefix, suffix, missing_sinks, metadata.is_valid_token)
 
 
-type Attended = tuple[Array, Array]  # an output and its log-sum-exp
+type OutputAndLse = tuple[Array, Array]
 
 
 @jax.jit
-def _merge_once(prefix: Attended, suffix: Attended, bare_sinks: Array | None, is_live: Array) -> Attended:
-    """The prefix, the suffix and sinks, which have no values, as one; padding without keys."""
+def _merge_cascade(
+    prefix: OutputAndLse, suffix: OutputAndLse, missing_sinks: Array | None, is_valid: Array
+) -> OutputAndLse:
+    """Merge prefix, suffix and the sinks that the suffix lacks; clear padding tokens."""
     outs, lses = [prefix[0], suffix[0]], [prefix[1], suffix[1]]
-    if bare_sinks is not None:
-        outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, bare_sinks]
+    if missing_sinks is not None:
+        outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, missing_sinks]
     out, lse = merge_attention_outputs(outs, lses)
-    out = jnp.where(is_live[:, None, None], out, jnp.zeros_like(out))
-    return out, jnp.where(is_live[None, :], lse, -jnp.inf)
+    out = jnp.where(is_valid[:, None, None], out, jnp.zeros_like(out))
+    return out, jnp.where(is_valid[None, :], lse, -jnp.inf)
 
 
 class PerHeadInputs(NamedTuple):
-    """What a layer has one of for each query head, f32 [q_heads], or None."""
+    """Per-head inputs of a layer, f32 [q_heads] or None."""
 
     sinks: Array | None
     alibi_slopes: Array | None
 
 
-def _chosen(
+def _resolve_layer_plan(
     layer: LayerConfig,
     metadata: BatchMetadata,
     plan: Plan | None,
     mask: Mask | None,
     implementation: ImplementationArg,
 ) -> LayerPlan:
-    """What serves the layer: as the plan says, unless something else is asked for by name."""
+    """Return the plan of a layer; an implementation requested by name overrides the step's plan."""
     if plan is None:
         return plan_layers(metadata, (layer,), mask, implementation=implementation)[0]
     check_plan_matches(plan, metadata)
-    chosen = plan.layer_plan(layer)
-    if implementation is None or _is_asked_for(chosen, implementation):
-        return chosen
+    layer_plan = plan.layer_plan(layer)
+    if implementation is None or _uses_requested(layer_plan, implementation):
+        return layer_plan
     return plan_layers(metadata, (layer,), plan.mask, implementation=implementation)[0]
 
 
@@ -228,20 +265,21 @@ def _attend(
     layer: LayerPlan,
     return_lse: bool,
 ) -> tuple[Array, Any]:
-    """Both regions by what was chosen for them."""
+    """Attend in each region of the step with the implementation chosen for it."""
     spec = layer.layer.spec
     if plan is None:
         plan = build_plan(metadata, (layer,), mask)
         layer = plan.layers[0]
     outs: list[Array] = []
-    lses: list[Any] = []  # None where it is not wanted
+    lses: list[Any] = []  # None without return_lse
     for region, choice in layer.choices:
-        part = region_batch(metadata, region)
-        q, kv = region_queries(query, metadata, region), _keys_of(cache, part)
-        how = differentiable_attention.make_static_args(
-            spec, choice, kv, part.first_row, return_lse=return_lse
+        batch = region_batch(metadata, region)
+        q, kv = region_queries(query, metadata, region), _region_kv(cache, batch)
+        static_args = differentiable_attention.make_static_args(
+            spec, choice, kv, batch.first_row, return_lse=return_lse
         )
-        out, lse = _way_of(how, q, kv, part, plan, plan.kernel_plan(layer, region), per_head)()
+        kernel_plan = plan.kernel_plan(layer, region)
+        out, lse = _bind_region(static_args, q, kv, batch, plan, kernel_plan, per_head)()
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -251,61 +289,71 @@ def _attend(
     return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
 
 
-def _way_of(
-    how: differentiable_attention.StaticArgs,
+def _bind_region(
+    static_args: differentiable_attention.StaticArgs,
     query: Array,
     kv: PagedCache | PackedKV,
-    part: RegionBatch,
+    batch: RegionBatch,
     plan: Plan,
-    work: KernelPlan | None,
+    kernel_plan: KernelPlan | None,
     per_head: PerHeadInputs,
 ) -> Callable[[], tuple[Array, Array | None]]:
-    """What attends one region, as was chosen for it."""
-    spec, choice, mask = how.spec, how.choice, _mask_of(how.spec, plan.mask, part)
+    """Return the call that attends in one region with the implementation chosen for it."""
+    spec, choice = static_args.spec, static_args.choice
+    mask = _region_mask(spec, plan.mask, batch)
     options: dict[str, Any] = {"mask": mask, **per_head._asdict()}
     if choice.implementation == "reference":
-        return functools.partial(reference.attend, query, kv, part.metadata, spec, **options)
+        return functools.partial(reference.attend, query, kv, batch.metadata, spec, **options)
     if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
-        context = differentiable_attention.NonDifferentiableArgs(
-            kv.kv_start_loc, part.metadata, mask, plan.query_tiles, work
-        )
         return functools.partial(
             differentiable_attention.attend,
-            how,
+            static_args,
             differentiable_attention.DifferentiableArgs(query, kv.k, kv.v, *per_head),
-            context,
+            differentiable_attention.NonDifferentiableArgs(
+                kv.kv_start_loc, batch.metadata, mask, plan.query_tiles, kernel_plan
+            ),
         )
     query, kv, per_head = reject_gradient_over_cache((query, kv, per_head), choice.implementation)
-    given, options = (query, kv, part.metadata, spec), {"mask": mask, **per_head._asdict()}
+    options = {"mask": mask, **per_head._asdict()}
     if choice.kernel is None:
-        return functools.partial(xla.attend, *given, tiles=plan.query_tiles, **options)
+        return functools.partial(
+            xla.attend, query, kv, batch.metadata, spec, tiles=plan.query_tiles, **options
+        )
     return functools.partial(
-        mosaic_gpu.attend, *given, choice.kernel, work, return_lse=how.return_lse, **options
+        mosaic_gpu.attend,
+        query,
+        kv,
+        batch.metadata,
+        spec,
+        choice.kernel,
+        kernel_plan,
+        return_lse=static_args.return_lse,
+        **options,
     )
 
 
-# All layers of a kind in a step share a trace, a lowering and a run of ptxas; an eager call compiles once.
-_attend_once = jax.jit(_attend, static_argnames=("layer", "return_lse"))
+# Layers with the same configuration share a trace, a lowering and a ptxas run. An eager call compiles once.
+_attend_jitted = jax.jit(_attend, static_argnames=("layer", "return_lse"))
 
 
 def region_queries(query: Array, metadata: BatchMetadata, region: str) -> Array:
-    """The queries of one of REGIONS."""
+    """Return the queries of a region, one of REGIONS."""
     tokens = metadata.bucket.max_decode_tokens
     return query[:tokens] if region == "decode" else query[tokens:]
 
 
-def _keys_of(cache: PagedCache | PackedKV, part: RegionBatch) -> PagedCache | PackedKV:
-    """Where the keys of a region's rows are."""
+def _region_kv(cache: PagedCache | PackedKV, batch: RegionBatch) -> PagedCache | PackedKV:
+    """Return the keys and values of a region's rows."""
     if isinstance(cache, PagedCache):
         return cache
-    end = part.first_row + part.metadata.bucket.max_reqs
-    return replace(cache, kv_start_loc=rows_from(cache.kv_start_loc, part.first_row, end))
+    end = batch.first_row + batch.metadata.bucket.max_reqs
+    return replace(cache, kv_start_loc=rows_from(cache.kv_start_loc, batch.first_row, end))
 
 
-def _mask_of(spec: AttentionSpec, mask: Mask | None, part: RegionBatch) -> Mask | None:
-    """What the queries of a region see beyond the spec's numbers."""
-    whole = spec.mask_with(mask)
-    return None if whole is None else whole.slice_rows(part.first_row)
+def _region_mask(spec: AttentionSpec, mask: Mask | None, batch: RegionBatch) -> Mask | None:
+    """Return the mask of a region's rows in addition to the spec's window, chunk size and causality."""
+    combined = spec.mask_with(mask)
+    return None if combined is None else combined.slice_rows(batch.first_row)
 
 
 def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, mask: Any) -> None:
@@ -316,14 +364,14 @@ def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, ma
     require_type("mask", mask, (Mask, type(None)), "of jattn.masks: MaskFunction(f), BlockMask(blocks=)")
     shape = getattr(query, "shape", type(query).__name__)
     require(hasattr(query, "dtype"), "query", "be an array [tokens, q_heads, head_dim]", shape)
-    is_real = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1
-    require(is_real, "query", "be of a floating-point type of 16 bits or more", query.dtype)
+    is_float = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1
+    require(is_float, "query", "have a floating-point dtype of 16 bits or more", query.dtype)
 
 
-def _is_asked_for(chosen: LayerPlan, implementation: str | Sequence[str]) -> bool:
-    """Whether a plan has what is asked for by name."""
+def _uses_requested(layer_plan: LayerPlan, implementation: str | Sequence[str]) -> bool:
+    """Return whether a layer plan uses the requested implementations in all regions."""
     return all(
-        choice.implementation in requested_implementations(implementation) for _, choice in chosen.choices
+        choice.implementation in requested_implementations(implementation) for _, choice in layer_plan.choices
     )
 
 
@@ -334,10 +382,10 @@ def _check(
     spec: AttentionSpec,
     per_head: PerHeadInputs,
 ) -> None:
-    want = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
-    require_shape("query", query.shape, want, "tokens of the bucket, q_heads, head_dim")
-    got = (cache.num_kv_heads, cache.head_dim)
-    require_shape("cache's kv_heads and head_dim", got, (spec.num_kv_heads, spec.head_dim), "as spec")
+    expected = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
+    require_shape("query", query.shape, expected, "tokens of the bucket, q_heads, head_dim")
+    cache_shape = (cache.num_kv_heads, cache.head_dim)
+    require_shape("cache's kv_heads and head_dim", cache_shape, (spec.num_kv_heads, spec.head_dim), "as spec")
     has_slopes = per_head.alibi_slopes is not None or not spec.sqrt_alibi
     require(has_slopes, "alibi_slopes", "be given with spec.sqrt_alibi", None)
     spec.check_keys(cache.k.dtype)
@@ -347,32 +395,32 @@ def _check(
         cache.check_rows(metadata.seq_lens, metadata.query_lens)
         return
     require_not_deleted(cache)
-    own, rule = metadata.block_size, f"be the cache's ({cache.block_size})"
-    require(own == cache.block_size, "metadata.block_size", rule, own)
-    shape, rule = metadata.block_table.shape, "have columns to attend over a paged cache"
+    block_size, rule = metadata.block_size, f"equal the cache's block_size ({cache.block_size})"
+    require(block_size == cache.block_size, "metadata.block_size", rule, block_size)
+    shape, rule = metadata.block_table.shape, "have at least one column to attend over a paged cache"
     require(shape[1] > 0, "metadata.block_table", rule, shape)
 
 
 def require_unsharded(
     choices: Iterable[tuple[str, ImplementationChoice]], query: Array, cache: PagedCache | PackedKV
 ) -> None:
-    """Explicit axes of a mesh must cut nothing that `attend` is given: what serves it is not told of them.
+    """Refuse queries, keys or values that are sharded over Explicit mesh axes.
 
     Args:
-        choices: What serves each region; the reference, which is plain products, takes arrays that agree.
-        query: The queries.
-        cache: Keys and values.
+        choices: Implementation chosen for each region; "reference" alone supports sharded arrays.
+        query: Queries of the step.
+        cache: Keys and values of the layer.
 
     Raises:
-        NotImplementedError: They do.
+        NotImplementedError: If one of the arrays is sharded over an Explicit axis.
     """
     if all(choice.implementation == "reference" for _, choice in choices):
         return
     for name, array in {"query": query, "cache.k": cache.k, "cache.v": cache.v}.items():
         sharding = jax.typeof(array).sharding
         if any(sharding.spec):
-            reason = "attend is not told of axes that are Explicit"
-            way_out = "Cut it by jax.shard_map, or by a mesh with AxisType.Auto"
+            reason = "attend does not support Explicit mesh axes"
+            way_out = "Call attend inside jax.shard_map, or use a mesh with AxisType.Auto"
             raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, way_out)
 
 
@@ -408,30 +456,32 @@ def cascade_attend(
     implementation: str | Sequence[str] | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """`attend` over a step whose requests share a prefix: the same result with the prefix read once.
+    """Attend in a step whose requests share a prefix, reading the prefix once.
+
+    The result is that of `attend` over the whole step.
 
     Args:
-        query: As in `attend`.
-        cache: As in `attend`.
-        metadata: From build_cascade_metadata.
-        spec: As in `attend`; causal, without what depends on the distance of query and key.
-        sinks: As in `attend`; they join the suffix, once.
-        implementation: As in `attend`.
-        return_lse: As in `attend`.
+        query: Queries of the step; see `attend`.
+        cache: Paged cache of the layer.
+        metadata: Prefix and suffix of the step, from build_cascade_metadata.
+        spec: Attention of the layer: without window, chunks, ALiBi or sparsity.
+        sinks: Attention sinks, f32 [q_heads]; counted once.
+        implementation: Implementation to use; see `attend`.
+        return_lse: Return the log-sum-exp, too; see `attend`.
 
     Raises:
-        ValueError: Arguments disagree.
-        NotImplementedError: The spec is batch-invariant, or has a window, chunks, ALiBi or sparsity:
-            positions within the shared prefix mean something else in every request.
+        ValueError: If the arguments do not fit together.
+        NotImplementedError: If the spec is batch-invariant or has a window, chunks or sparsity, which depend
+            on the distance of query and key.
 
-    Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are served.
+    Source: vLLM `cascade_attention`; unlike it, soft caps and sinks are supported.
     """
     require_bool(return_lse=return_lse)
     require_type("metadata", metadata, CascadeMetadata, "build_cascade_metadata makes it")
     require_type("spec", spec, AttentionSpec, "the layer's")
-    # Both parts would read the first keys of a PackedKV, which has no block table to tell them apart.
+    # A PackedKV has no block table, so prefix and suffix would both read its first keys.
     require_type("cache", cache, PagedCache, "attend takes a PackedKV")
-    if (found := why_no_cascade(spec)) is not None:
-        raise unsupported(*found, "Use attend with the step's own metadata")
+    if (reason := why_no_cascade(spec)) is not None:
+        raise unsupported(*reason, "Call attend with the metadata of the whole step")
     out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
     return (out, lse.astype(jnp.float32)) if return_lse else out

@@ -1,4 +1,4 @@
-"""Static scales of 8-bit caches, from what a model's keys and values are on some prompts."""
+"""Calibration of the static scales of 8-bit caches on sample prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache.quantization import MIN_SCALE, largest
-from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, Stored
+from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS, StorageFormat
 from jattn.models.kv_scales import KVScales, LayerScales
 from jattn.parallel import num_ranks, replicated_sharding
 from jattn.serving.engine.input_processor import Prompt, prompt_token_ids_of
@@ -25,7 +25,7 @@ from pallas_kernels.checks import (
     require_type,
 )
 
-BLOCK_SIZE = 16  # at least
+MIN_BLOCK_SIZE = 16
 STATIC = tuple(
     name
     for name, sides in QUANTIZATIONS.items()
@@ -41,26 +41,26 @@ def calibrate(
     per_head: bool = False,
     headroom: float = 1.0,
 ) -> KVScales:
-    """The scales with which the largest key and value that the prompts bring just fit.
+    """Compute the static scales with which the largest key and value of the prompts just fit.
 
-    Set `model.kv_scales` to them, or save them beside the checkpoint. Compiles once for each power of two of
-    tokens.
+    Assign the result to `model.kv_scales`, or save it beside the checkpoint. Compiles once per power of two
+    of prompt length.
 
     Args:
-        model: A `jattn.models.Decoder`, or what has its methods.
+        model: A `jattn.models.Decoder`, or a module with the same methods.
         prompts: Text or lists of token ids, as the engine takes them.
-        quantization: A CacheSpec's, one with static scales.
-        per_head: A static scale for each kv head, not one for all.
-        headroom: Makes every scale this much larger, for keys and values beyond the prompts'.
+        quantization: Quantization of the cache that has static scales; see CacheSpec.
+        per_head: Compute one static scale per KV head instead of one per layer.
+        headroom: Factor on every scale, to leave room for larger keys and values than the prompts'.
 
     Returns:
-        Scales of what the quantisation stores with static ones; None for the rest.
+        Static scales per layer; None for keys or values that the quantization stores without static scales.
 
     Raises:
-        ValueError: The quantisation has no static scales, there is no prompt, a prompt cannot be served, or
-            something is of another kind.
+        ValueError: If the quantization has no static scales, there is no prompt, or a prompt is invalid or
+            too long for the model.
     """
-    require_type("quantization", quantization, str, "of a CacheSpec")
+    require_type("quantization", quantization, str, "a quantization of CacheSpec")
     quantization = QUANTIZATION_ALIASES.get(quantization) or quantization
     require_one_of("quantization", quantization, STATIC)
     are_prompts = isinstance(prompts, Sequence | np.ndarray) and not isinstance(prompts, str | bytes)
@@ -77,7 +77,7 @@ def calibrate(
     def peaks_of_prompt(params: Any, token_ids: Array, metadata: BatchMetadata) -> Any:
         return _peaks(nnx.merge(graphdef, params), token_ids, metadata)
 
-    # Whole on all devices: of several processes none could read what the others' have.
+    # Replicated on all devices, so that every process can read the result.
     peaks_of = jax.jit(peaks_of_prompt, out_shardings=replicated_sharding(model))
 
     peaks: Any = None
@@ -95,14 +95,14 @@ def calibrate(
 
 
 def _block_size_of(model: Any) -> int:
-    """Tokens of a block: whole rounds of the devices that keys lie on, however many stay together."""
+    """Return the block size: a multiple of the context parallel ranks times the interleave size."""
     round_size = num_ranks(model) * getattr(model, "cp_kv_cache_interleave_size", 1)
-    return -(-BLOCK_SIZE // round_size) * round_size
+    return -(-MIN_BLOCK_SIZE // round_size) * round_size
 
 
 def _prefill(ids: list[int], block_size: int) -> tuple[Int[Array, " tokens"], BatchMetadata]:
-    """A step of one prompt, padded to a power of two of tokens."""
-    size = max(1 << (len(ids) - 1).bit_length(), BLOCK_SIZE)
+    """Build a prefill step of one prompt, padded to a power of two of tokens."""
+    size = max(1 << (len(ids) - 1).bit_length(), MIN_BLOCK_SIZE)
     num_blocks = -(-size // block_size)
     bucket = Bucket(max_prefills=1, max_prefill_tokens=size, max_blocks=num_blocks)
     blocks = [list(range(1, num_blocks + 1))]
@@ -113,14 +113,14 @@ def _prefill(ids: list[int], block_size: int) -> tuple[Int[Array, " tokens"], Ba
 def _peaks(
     model: Any, token_ids: Int[Array, " tokens"], metadata: BatchMetadata
 ) -> list[tuple[Float[Array, "kv_heads head_dim"], Float[Array, "kv_heads head_dim"]]]:
-    """The largest magnitudes of each layer's keys and values."""
+    """Return the largest magnitudes of each layer's keys and values."""
     caches = model.create_caches(metadata.block_table.shape[1] + 1, block_size=metadata.block_size)
     _, caches = model(token_ids, caches, metadata)
     peak = lambda x: jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(0, 1))
     return [(peak(cache.k), peak(cache.v)) for cache in caches]
 
 
-def _scale(peak: np.ndarray, stored: Stored, *, per_head: bool, headroom: float) -> np.ndarray | None:
+def _scale(peak: np.ndarray, stored: StorageFormat, *, per_head: bool, headroom: float) -> np.ndarray | None:
     if stored.scale not in ("static", "channel"):
         return None
     if stored.scale == "static":

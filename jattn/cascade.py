@@ -1,4 +1,4 @@
-"""Cascade attention: a prefix that all requests share is attended to once."""
+"""Cascade attention: its metadata, which layers support it, and vLLM's heuristic for when it pays."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ from pallas_kernels.checks import require, require_int, require_positive, requir
 
 @pytree
 class CascadeMetadata:
-    """A step in two parts whose attentions merge into the whole.
+    """A step split at a prefix that all its requests share.
 
     Attributes:
-        prefix: All tokens of the step as one request over the shared blocks; attend without causality.
-        suffix: The step's requests over the rest of their keys, of which one may have none.
-        is_valid_token: Of the step's tokens; False for padding.
+        prefix: All tokens of the step as one request over the shared blocks; attended without causality.
+        suffix: The requests of the step over their remaining keys; a request may have none.
+        is_valid_token: Mask of the step's tokens, bool [tokens]; False for padding.
     """
 
     prefix: BatchMetadata
@@ -36,30 +36,31 @@ class CascadeMetadata:
 def build_cascade_metadata(
     metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]
 ) -> CascadeMetadata:
-    """Splits a step at a prefix whose blocks all its requests share. Traced; jit for one executable a bucket.
+    """Split a step at a prefix whose blocks all its requests share.
+
+    May be traced; jit it to compile once per bucket.
 
     Args:
-        metadata: The step. Every live row's block table begins with the same `common_prefix_len / block_size`
-            blocks, and no query of it stands before the last token of these.
-        common_prefix_len: Tokens of the prefix, a multiple of block_size; one on the device is not checked,
-            and may be 0.
+        metadata: Metadata of the step. The block table of every valid row begins with the same
+            `common_prefix_len / block_size` blocks, and no query stands before the prefix's last token.
+        common_prefix_len: Number of tokens in the prefix, a positive multiple of block_size. A value on the
+            device is not checked and may be 0.
 
     Raises:
-        ValueError: It is no step's metadata, or the prefix is empty, does not end with a block, or a query is
-            seen to have fewer keys.
+        ValueError: If the prefix is empty, is not a multiple of block_size, or is longer than a request.
 
-    Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first live row's.
+    Source: vLLM V1 FlashAttention's cascade fields; the prefix's blocks are the first valid row's.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     check_prefix(metadata, common_prefix_len)
     prefix_len = jnp.asarray(common_prefix_len, jnp.int32)
     tokens, max_blocks = metadata.bucket.max_tokens, metadata.block_table.shape[1]
-    is_live = metadata.seq_lens > 0
+    is_valid = metadata.seq_lens > 0
     has_rows = metadata.bucket.max_reqs > 0
-    shared = metadata.block_table[jnp.argmax(is_live)] if has_rows else jnp.zeros(max_blocks, jnp.int32)
+    shared = metadata.block_table[jnp.argmax(is_valid)] if has_rows else jnp.zeros(max_blocks, jnp.int32)
     prefix = replace(
         metadata,
-        seq_lens=jnp.where(is_live.any(), prefix_len, 0)[None],
+        seq_lens=jnp.where(is_valid.any(), prefix_len, 0)[None],
         query_start_loc=jnp.asarray([0, tokens], jnp.int32),
         block_table=shared[None],
         slot_mapping=jnp.full_like(metadata.slot_mapping, PAD_SLOT_ID),
@@ -72,17 +73,17 @@ def build_cascade_metadata(
     )
     suffix = replace(
         metadata,
-        seq_lens=jnp.where(is_live, metadata.seq_lens - prefix_len, 0),
+        seq_lens=jnp.where(is_valid, metadata.seq_lens - prefix_len, 0),
         block_table=metadata.block_table[:, columns],
     )
     return CascadeMetadata(prefix=prefix, suffix=suffix, is_valid_token=metadata.is_valid_token)
 
 
 def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""]) -> None:
-    """Checks a prefix that is an int; one on the device is not read.
+    """Check the length of a common prefix; a value on the device is not read.
 
     Raises:
-        ValueError: It is empty, does not end with a block, or a query is seen to have fewer keys.
+        ValueError: If the prefix is empty, is not a multiple of block_size, or is longer than a request.
     """
     if isinstance(common_prefix_len, jax.Array):
         is_int = common_prefix_len.ndim == 0 and jnp.issubdtype(common_prefix_len.dtype, jnp.integer)
@@ -101,10 +102,10 @@ def check_prefix(metadata: BatchMetadata, common_prefix_len: int | Int[Array, ""
 
 
 def check_causal_rows(metadata: CascadeMetadata) -> None:
-    """Checks that no query stands before the prefix's last token, all of which it would see; not if traced.
+    """Check that every query stands at or after the prefix's last token; not if traced.
 
     Raises:
-        ValueError: One is seen to: causal attention would see what comes behind it.
+        ValueError: If one stands before it: causal attention would attend to later keys.
     """
     if not support.is_concrete(metadata):
         return
@@ -112,14 +113,14 @@ def check_causal_rows(metadata: CascadeMetadata) -> None:
     rows = np.asarray(step.token_rows)[np.asarray(metadata.is_valid_token)]
     context = np.asarray(step.seq_lens) + prefix_len - row_lens_on_host(step)
     for r in rows[context[rows] < prefix_len - 1][:1]:
-        rule = f"be at most row {r}'s context and one more ({context[r] + 1}) where attention is causal"
+        rule = f"be at most {context[r] + 1} (the context length of row {r} plus 1) for causal attention"
         require(False, "common_prefix_len", rule, prefix_len)
 
 
 def why_no_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
-    """What in a spec forbids to attend to a shared prefix once, and why; None = nothing does."""
+    """Return the spec's field that rules out cascade attention, and the reason; None if supported."""
     if spec.batch_invariant:
-        reason = "whether a prefix is shared, and so how it is summed, depends on the batch"
+        reason = "the order of summation would depend on the other requests of the batch"
         return "spec.batch_invariant=True", reason
     for name in ("window", "chunk_size", "sparsity"):
         if getattr(spec, name) is not None:
@@ -128,11 +129,11 @@ def why_no_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
 
 
 def can_cascade(spec: AttentionSpec, alibi_slopes: Any = None) -> bool:
-    """Whether a layer attends to the common prefix of a plan once; ALiBi depends on distance, too."""
+    """Return whether a layer supports cascade attention."""
     return why_no_cascade(spec) is None and alibi_slopes is None
 
 
-# vLLM's numbers: shorter prefixes and smaller batches never gain; tiles of FlashAttention's kernels.
+# vLLM's thresholds below which cascade attention never pays, and the tiles of FlashAttention's kernels.
 MIN_PREFIX_LEN = 256
 MIN_REQS = 8
 TILE_Q = 128
@@ -150,23 +151,23 @@ def use_cascade_attention(
     num_sms: int,
     dcp_world_size: int = 1,
 ) -> bool:
-    """Whether cascade attention should beat attending to the prefix in every request. Host only.
+    """Return whether cascade attention should be faster than attending to the prefix per request.
 
-    Where grouped decode could run as FlashDecoding, the waves of thread blocks of both are compared.
+    Host only. If grouped decode could run as FlashDecoding, the waves of thread blocks are compared.
 
     Args:
-        common_prefix_len: Tokens that all requests share.
-        query_lens: New tokens of each request.
-        num_query_heads: Query heads of this device.
-        num_kv_heads: Key/value heads of this device.
-        use_alibi: Cascade cannot.
-        use_sliding_window: Cascade cannot.
-        use_local_attention: Cascade cannot.
-        num_sms: Multiprocessors of the GPU.
-        dcp_world_size: Decode context parallel devices; cascade needs 1.
+        common_prefix_len: Number of tokens that all requests share.
+        query_lens: Number of new tokens per request.
+        num_query_heads: Number of query heads on this device.
+        num_kv_heads: Number of KV heads on this device.
+        use_alibi: Whether the layer uses ALiBi, which cascade attention does not support.
+        use_sliding_window: Whether the layer has a sliding window, which it does not support.
+        use_local_attention: Whether the layer uses chunked local attention, which it does not support.
+        num_sms: Number of multiprocessors of the GPU.
+        dcp_world_size: Number of decode context parallel ranks; cascade attention needs 1.
 
     Raises:
-        ValueError: A number is not positive, or kv heads do not divide query heads.
+        ValueError: If a number is not positive, or num_query_heads is not a multiple of num_kv_heads.
 
     Source: vLLM V1 FlashAttention `use_cascade_attention`.
     """

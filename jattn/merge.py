@@ -1,4 +1,4 @@
-"""Partial attentions over disjoint keys become one."""
+"""Merging attention outputs over disjoint sets of keys."""
 
 import functools
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ def merge_attn_states(
     suffix_out: Float[Array, "tokens q_heads head_dim"],
     suffix_lse: Float[Array, "q_heads tokens"],
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Merges attention over a prefix and over a suffix of the keys.
+    """Merge attention over a prefix and attention over a suffix of the keys.
 
-    An LSE of +inf means "no key", as -inf does. Where both sides have no key the output is prefix_out and
-    the LSE -inf. A side without keys never reaches the output, whatever it holds.
+    An LSE of +inf means that there is no key, as -inf does. If neither side has a key, the output is
+    prefix_out and the LSE -inf. A side without keys never affects the output, even if it holds NaN.
 
     Args:
         prefix_out: Attention over the first keys.
-        prefix_lse: Natural log of the sum of its exponentiated scores.
-        suffix_out: Attention over the other keys.
-        suffix_lse: Its log-sum-exp. Count a sink on one side only.
+        prefix_lse: Log-sum-exp (natural logarithm) of the prefix's scores.
+        suffix_out: Attention over the remaining keys.
+        suffix_lse: Log-sum-exp of the suffix's scores. Include a sink on one side only.
 
     Returns:
         Output in prefix_out's dtype, and its LSE.
 
     Raises:
-        ValueError: Shapes disagree, or outputs are no floats, in which results would be cut off.
+        ValueError: If shapes do not match, or outputs are not floating-point arrays.
 
     Source: vLLM `merge_attn_states` (CUDA).
     """
@@ -52,19 +52,23 @@ def merge_attn_states(
 def merge_attention_outputs(
     outs: Sequence[Float[Array, "tokens q_heads head_dim"]], lses: Sequence[Float[Array, "q_heads tokens"]]
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """`merge_attn_states` of any number of parts; without keys the output is the first one's."""
+    """Merge any number of attention outputs; see `merge_attn_states`.
+
+    Without any keys the result is the first output.
+    """
     lses = [jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in lses]
-    top = functools.reduce(jnp.maximum, lses)
-    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = [jnp.exp(lse - finite_top) for lse in lses]
-    total = functools.reduce(jnp.add, weights)
-    safe_total = jnp.where(total == 0, 1.0, total)
-    per_token = lambda weight: (weight / safe_total).T[..., None]
-    # Cleared before the product, whose gradient would get 0 * NaN of what a side without keys holds.
-    part = lambda weight, out: weight * jnp.where(weight > 0, out.astype(weight.dtype), 0.0)
-    merged = functools.reduce(
-        jnp.add, [part(per_token(weight), out) for weight, out in zip(weights, outs, strict=True)]
-    )
-    out = jnp.where((total == 0).T[..., None], outs[0], merged.astype(outs[0].dtype))
-    # The logarithm of 0 has no gradient: one of 0 became NaN.
-    return out, jnp.where(total == 0, -jnp.inf, finite_top + jnp.log(safe_total))
+    max_lse = functools.reduce(jnp.maximum, lses)
+    finite_max = jnp.where(jnp.isneginf(max_lse), 0.0, max_lse)
+    weights = [jnp.exp(lse - finite_max) for lse in lses]
+    weight_sum = functools.reduce(jnp.add, weights)
+    safe_sum = jnp.where(weight_sum == 0, 1.0, weight_sum)
+    terms = []
+    for weight, out in zip(weights, outs, strict=True):
+        per_token = (weight / safe_sum).T[..., None]
+        # Outputs without weight are cleared before the product: its gradient would be 0 * NaN.
+        cleared = jnp.where(per_token > 0, out.astype(per_token.dtype), 0.0)
+        terms.append(per_token * cleared)
+    merged = functools.reduce(jnp.add, terms)
+    merged = jnp.where((weight_sum == 0).T[..., None], outs[0], merged.astype(outs[0].dtype))
+    # log(0) is avoided: its gradient would be NaN.
+    return merged, jnp.where(weight_sum == 0, -jnp.inf, finite_max + jnp.log(safe_sum))

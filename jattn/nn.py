@@ -16,7 +16,7 @@ from jattn.batch.check import require_no_context
 from jattn.batch.context_parallel import ContextParallelAxis, slot_mapping_on_rank
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, write_kv
-from jattn.cache.fused_qkv import Turning, turning, why_not_write_qkv, write_qkv
+from jattn.cache.fused_qkv import QKNormRope, qk_norm_rope, why_not_write_qkv, write_qkv
 from jattn.implementations.selection import as_static_arg, requested_implementations
 from jattn.parallel.context_parallel import attend_on_rank
 from jattn.planning import Plan
@@ -183,7 +183,7 @@ class PagedAttention(nnx.Module):
         """Queries as attention wants them, and what they attend: the step's keys and values are in it."""
         if hasattr(self, "qkv_proj"):
             qkv = self._clipped(self.qkv_proj(x))
-            how = None if cache is None else self._turning(cache, qkv.dtype, metadata, positions)
+            how = None if cache is None else self._qk_norm_rope(cache, qkv.dtype, metadata, positions)
             if cache is not None and how is not None:
                 return write_qkv(cache, qkv, self._slots(metadata), how)
             query, key, value = self._apart(qkv)
@@ -201,15 +201,15 @@ class PagedAttention(nnx.Module):
             return query, PackedKV(k=key, v=value, kv_start_loc=metadata.row_starts, is_in_order=True)
         return query, write_kv(cache, key, value, self._slots(metadata))
 
-    def _turning(
+    def _qk_norm_rope(
         self, cache: PagedCache, dtype: np.dtype, metadata: BatchMetadata, positions: Array
-    ) -> Turning | None:
+    ) -> QKNormRope | None:
         """What `write_qkv` does in the place of norms, rope and write; None where it cannot."""
         if self.query_scale is not None or "mosaic_gpu" not in requested_implementations(self.implementation):
             return None
         if why_not_write_qkv(cache, dtype, self.rope, (self.q_norm, self.k_norm)) is not None:
             return None
-        return turning(self.rope, (self.q_norm, self.k_norm), positions, self._lengths(metadata), dtype)
+        return qk_norm_rope(self.rope, (self.q_norm, self.k_norm), positions, self._lengths(metadata), dtype)
 
     def project(self, x: Float[Array, "tokens hidden"]) -> tuple[Array, Array | None, Array | None]:
         """Queries, keys and values [tokens, heads, head_dim], neither normalised nor turned.

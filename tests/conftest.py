@@ -110,5 +110,5 @@ def _attention_is_traced_anew_where_something_is_patched(request):
     from jattn import attending
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attending, "_attend_once", attending._attend)
+        patch.setattr(attending, "_attend_jitted", attending._attend)
         yield

@@ -81,7 +81,7 @@ class TestDispatch:
             ({"sinks": "none"}, r"sinks must be numbers \[q_heads\], got 'none'"),
             (
                 {"spec": {"query_quantization": "int8"}},
-                "spec.query_quantization must be None with keys of float32, got 'int8'",
+                "spec.query_quantization must be None with float32 keys, got 'int8'",
             ),
             ({"spec": {"sqrt_alibi": True}}, "alibi_slopes must be given with spec.sqrt_alibi, got None"),
         ],
@@ -101,7 +101,9 @@ class TestDispatch:
     def test_a_cache_of_another_block_size_is_refused(self):
         problem = self.problem()
         metadata = jattn.build_batch_metadata([1], [1], [[1]], block_size=8)
-        with pytest.raises(ValueError, match=r"metadata.block_size must be the cache's \(4\), got 8"):
+        with pytest.raises(
+            ValueError, match=r"metadata.block_size must equal the cache's block_size \(4\), got 8"
+        ):
             jattn.attend(jnp.zeros((1, 4, 16)), problem.kv, metadata, problem.spec)
 
     def test_a_paged_cache_needs_blocks(self):
@@ -191,7 +193,7 @@ class TestExplicitAxes:
     @pytest.mark.parametrize("is_packed", [True, False])
     def test_are_refused_by_name_where_they_cut(self, is_packed):
         query, cache, metadata = self.given(is_packed)
-        reason = r" on a mesh as P\(None, 'heads', .*\): attend is not told of axes that are Explicit"
+        reason = r" on a mesh as P\(None, 'heads', .*\): attend does not support Explicit mesh axes"
         with pytest.raises(NotImplementedError, match=f"query{reason}"):
             jattn.attend(self.cut(query), cache, metadata, self.SPEC)
         cut_keys = dataclasses.replace(cache, k=self.cut(cache.k))

@@ -278,7 +278,7 @@ def test_numbers_that_are_no_ints_are_named(call, message):
     [
         (np.asarray([[1, 5]]), r"block_mapping must stay below 5 in column 1, got \[\[1, 5\]\]"),
         (np.asarray([[5, 1]]), r"block_mapping must stay below 5 in column 0, got \[\[5, 1\]\]"),
-        (np.asarray([[1, 3], [2, 3]]), r"block_mapping must have each target once, got \[3\]"),
+        (np.asarray([[1, 3], [2, 3]]), r"block_mapping must have distinct targets, got \[3\]"),
         (np.asarray([1, 2, 3]), r"block_mapping must have shape \[pairs, 2\], got shape \(3,\)"),
         (np.asarray([[1.5, 2]]), "block_mapping must hold ints, got float64"),
         (jnp.asarray([[1.5, 2]]), "block_mapping must hold ints, got float32"),

@@ -1,1 +1,1 @@
-"""What a step's kernels must know about its requests, as arrays: its builders."""
+"""Batch metadata of a step: builders on the host, checks, and transitions to the next step."""

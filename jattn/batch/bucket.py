@@ -1,4 +1,4 @@
-"""The static sizes of a step: a change of them recompiles."""
+"""Buckets: the static sizes of a step, each of which compiles once."""
 
 import dataclasses
 import functools
@@ -11,14 +11,14 @@ from pallas_kernels.checks import require, require_positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The static sizes of a step's two regions, `[decode tokens | prefill tokens]`.
+    """Static sizes of a step's two regions, `[decode tokens | prefill tokens]`.
 
     Attributes:
-        max_decodes: Rows of the decode region; each owns `decode_query_len` tokens.
-        max_prefills: Rows of the prefill region.
-        max_prefill_tokens: Tokens of the prefill region, all rows together.
-        decode_query_len: Tokens of a decode row: 1, or 1 + k with k speculative tokens.
-        max_blocks: Columns of the block table; None = as many as the longest request of the batch needs.
+        max_decodes: Number of rows in the decode region; each has `decode_query_len` tokens.
+        max_prefills: Number of rows in the prefill region.
+        max_prefill_tokens: Number of tokens in the prefill region, all rows together.
+        decode_query_len: Number of tokens per decode row: 1, or 1 + k with k speculative tokens.
+        max_blocks: Number of block table columns; None uses as many as the longest request needs.
     """
 
     max_decodes: int = 0
@@ -47,38 +47,40 @@ class Bucket:
 
     @property
     def max_reqs(self) -> int:
-        """Rows of both regions."""
+        """Number of rows in both regions."""
         return self.max_decodes + self.max_prefills
 
     @property
     def max_decode_tokens(self) -> int:
-        """Tokens of the decode region: where the prefill region starts."""
+        """Number of tokens in the decode region: index of the first prefill token."""
         return self.max_decodes * self.decode_query_len
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of both regions."""
+        """Number of tokens in both regions."""
         return self.max_decode_tokens + self.max_prefill_tokens
 
 
-# vLLM captures no larger graph unless asked to.
+# vLLM's default limit of CUDA graph capture sizes.
 DEFAULT_MAX_CAPTURE_SIZE = 512
 
 
 def default_capture_sizes(
     max_num_seqs: int | None = None, max_capture_size: int | None = None
 ) -> tuple[int, ...]:
-    """1, 2, 4, then every 8 up to 248, then every 16.
+    """Return vLLM's default capture sizes: 1, 2, 4, every 8 up to 248, then every 16.
 
     Args:
-        max_num_seqs: Most requests of a step; the largest size is then twice that, 512 at most.
-        max_capture_size: The largest size; wins over max_num_seqs.
+        max_num_seqs: Maximum number of requests per step. The largest size is twice that, at most 512.
+        max_capture_size: Largest size; overrides max_num_seqs.
 
     Source: vLLM `VllmConfig._set_cudagraph_sizes`.
     """
     if max_capture_size is None:
-        (most,) = python_ints(max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs)
-        max_capture_size = min(2 * most, DEFAULT_MAX_CAPTURE_SIZE)
+        (max_reqs,) = python_ints(
+            max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs
+        )
+        max_capture_size = min(2 * max_reqs, DEFAULT_MAX_CAPTURE_SIZE)
     (largest,) = python_ints(max_capture_size=max_capture_size)
     require_positive(max_capture_size=largest)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
@@ -92,22 +94,22 @@ def default_buckets(
     decode_query_len: int = 1,
     prefill_tokens: Sequence[int] = (),
 ) -> tuple[Bucket, ...]:
-    """Buckets at vLLM's capture sizes, so that every batch of a scheduler with these limits fits one.
+    """Return buckets at vLLM's capture sizes; every batch within these limits fits one of them.
 
     Decode-only buckets hold 1, 2, 4, 8, 16, 24, ... tokens (rounded up to whole rows), the last one
     max_num_seqs rows. Each size in `prefill_tokens` adds a bucket without decode rows and one with
     max_num_seqs of them.
 
     Args:
-        max_num_seqs: Most requests of a step.
-        max_blocks: Block-table columns: blocks of the longest request.
-        decode_query_len: Tokens of a decode row.
-        prefill_tokens: Sizes of the prefill region; the largest is the step's token budget for prompts.
+        max_num_seqs: Maximum number of requests per step.
+        max_blocks: Number of block table columns: blocks of the longest request.
+        decode_query_len: Number of tokens per decode row.
+        prefill_tokens: Sizes of the prefill region in tokens; the largest is the step's prefill token budget.
 
     Raises:
-        ValueError: A size is no int, or not positive.
+        ValueError: If a size is not a positive int.
 
-    Source: vLLM `cudagraph_capture_sizes`; there, larger decode batches run eager.
+    Source: vLLM `cudagraph_capture_sizes`, where larger decode batches run eagerly.
     """
     sizes_of = {"max_num_seqs": max_num_seqs, "max_blocks": max_blocks, "decode_query_len": decode_query_len}
     max_num_seqs, max_blocks, decode_query_len = python_ints(**sizes_of)
@@ -125,5 +127,5 @@ def default_buckets(
         for tokens in prefill_tokens
         for rows in (0, max_num_seqs)
     ]
-    made = {bucket(max_decodes=rows) for rows in decodes}.union(mixed)
-    return tuple(sorted(made, key=lambda one: (one.max_tokens, one.max_reqs)))
+    buckets = {bucket(max_decodes=rows) for rows in decodes}.union(mixed)
+    return tuple(sorted(buckets, key=lambda bucket: (bucket.max_tokens, bucket.max_reqs)))

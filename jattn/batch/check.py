@@ -1,4 +1,4 @@
-"""Whether a step's numbers make sense together: what the device would get wrong without a word."""
+"""Consistency checks of batch metadata on the host, for errors that a device would not report."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from pallas_kernels.checks import require, require_shape, require_type
 
 
 class _Rows(NamedTuple):
-    """Each row of the metadata: its keys, its new tokens, and the first of them among the step's tokens."""
+    """Number of keys, number of new tokens and index of the first new token, per row."""
 
     seq_lens: np.ndarray
     query_lens: np.ndarray
@@ -21,7 +21,7 @@ class _Rows(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """The tokens that write: their row, their position in it, and their slot."""
+    """Row, position and slot of the tokens that are written to the cache."""
 
     rows: np.ndarray
     positions: np.ndarray
@@ -29,23 +29,28 @@ class _Tokens(NamedTuple):
 
 
 def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None) -> None:
-    """Checks a step's numbers on the host: for tests and debugging, not for every step of a server.
+    """Check a step's metadata on the host: for tests and debugging, not for every step of a server.
 
-    It waits for the metadata's arrays. What passes: every row's blocks are blocks of the cache and hold its
-    keys; each token that is written goes where its row's table has its position, into a slot that is its
-    alone, and not into block 0, the null block that padding points to; what a row writes is, to every other
-    row that has the block, context at the same position, as with a shared prefix; padding writes nothing; the
-    regions are as `BatchMetadata` says. Tokens with a slot < 0 are not written, which is right for cross
-    attention and for layers that share another's cache. A row may read block 0, as where a window has left
-    a block, so a table that was padded with 0s in place of context cannot be told from one that was not.
+    Waits for the metadata's arrays. Checks that:
+
+    - the blocks of every row belong to the cache and hold the row's keys;
+    - every written token goes to the slot that its row's block table has for its position, no two tokens
+    share
+      a slot, and none is written to block 0, the null block that padding points to;
+    - what a row writes into a shared block is context of the other rows, at the same position;
+    - padding writes nothing, and the regions are as described in `BatchMetadata`.
+
+    Tokens with a negative slot are not written; this is valid for cross attention and for layers that share
+    another layer's cache. A row may read block 0, since sliding windows free blocks, so a block table padded
+    with 0 instead of context blocks is not detected.
 
     Args:
-        metadata: A whole step's, not a region's or a part of a cascade.
-        cache_spec: The cache's; or the keys outside a cache; None = each row's keys are this step's own
-            (`PagedAttention` without a cache), so no row may have context.
+        metadata: Metadata of an entire step, not of a region or of a part of a cascade.
+        cache_spec: Spec of the cache, or the keys and values outside a cache. None if all keys are this
+            step's tokens (`PagedAttention` without a cache), so that no row may have context.
 
     Raises:
-        ValueError: Something is wrong. The message names the array, the row and the value.
+        ValueError: If a check fails. The message names the array, the row and the value.
     """
     is_concrete = support.is_concrete(metadata)
     require(is_concrete, "metadata", "be concrete (check_batch runs outside jit)", "a tracer")
@@ -70,10 +75,10 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
 
 
 def require_no_context(metadata: BatchMetadata) -> None:
-    """Without a cache each row's keys are its own new tokens' alone; where nothing is traced.
+    """Check that no row has context, as without a cache all keys are new tokens; not if traced.
 
     Raises:
-        ValueError: It is no metadata; or a row has context, in whose place other rows' keys would be read.
+        ValueError: If a row has context: other rows' keys would be read in its place.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     if not support.is_concrete(metadata):
@@ -86,7 +91,7 @@ def require_no_context(metadata: BatchMetadata) -> None:
 
 
 def _check_arrays(step: BatchMetadata) -> None:
-    """Shapes and dtypes are the bucket's."""
+    """Check that shapes and dtypes match the bucket."""
     bucket: Bucket = step.bucket
     columns = step.block_table.shape[-1] if bucket.max_blocks is None else bucket.max_blocks
     shapes = {
@@ -104,7 +109,7 @@ def _check_arrays(step: BatchMetadata) -> None:
 
 
 def _checked_rows(step: BatchMetadata) -> _Rows:
-    """The rows, once lengths and regions are right."""
+    """Check lengths and regions and return the rows."""
     bucket, lens, starts = step.bucket, np.asarray(step.seq_lens), np.asarray(step.query_start_loc)
     for r in np.flatnonzero(lens < 0)[:1]:
         require(False, f"seq_lens[{r}]", "be at least 0", lens[r])
@@ -123,27 +128,32 @@ def _checked_rows(step: BatchMetadata) -> _Rows:
     ):
         got, last = int(getattr(step, f"num_{name}s")), int(live[-1]) + 1 if live.size else 0
         require(got <= limit, f"num_{name}s", f"be at most the bucket's {limit}", got)
-        require(got >= last, f"num_{name}s", f"cover the last live {name} row ({last})", got)
+        require(got >= last, f"num_{name}s", f"cover the last valid {name} row ({last})", got)
     row = np.arange(bucket.max_reqs)
     firsts = np.where(row < first, row * bucket.decode_query_len, starts[:-1])
     return _Rows(lens.astype(np.int64), query_lens_on_host(step), firsts)
 
 
 def query_lens_on_host(step: BatchMetadata) -> np.ndarray:
-    """BatchMetadata's, by numpy: of constants inside jit, too."""
+    """Return `metadata.query_lens` computed by numpy, also for constants inside jit."""
     return np.where(np.asarray(step.seq_lens) > 0, row_lens_on_host(step), 0)
 
 
 def row_lens_on_host(step: BatchMetadata) -> np.ndarray:
-    """Likewise, but tokens of rows without keys, too."""
+    """Return the number of tokens per row, including rows without keys, computed by numpy."""
     is_decode = np.arange(step.bucket.max_reqs) < step.bucket.max_decodes
     return np.where(is_decode, step.bucket.decode_query_len, np.diff(np.asarray(step.query_start_loc)))
 
 
 def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> None:
-    """Every row has blocks of the cache for all its keys."""
+    """Check that every row has blocks of the cache for all its keys."""
     size, table = cache_spec.block_size, np.asarray(step.block_table)
-    require(step.block_size == size, "metadata.block_size", f"be the cache's ({size})", step.block_size)
+    require(
+        step.block_size == size,
+        "metadata.block_size",
+        f"equal the cache's block_size ({size})",
+        step.block_size,
+    )
     room = table.shape[1] * size
     for r in np.flatnonzero(rows.seq_lens > room)[:1]:
         rule = f"fit the block table's {table.shape[1]} columns of {size} ({room})"
@@ -155,34 +165,34 @@ def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> No
 
 
 def _is_used(rows: _Rows, table: np.ndarray, block_size: int) -> np.ndarray:
-    """Which entries of the table hold keys: [reqs, max_blocks]."""
+    """Return which entries of the block table hold keys, bool [reqs, max_blocks]."""
     return np.arange(table.shape[1]) * block_size < rows.seq_lens[:, None]
 
 
 def _checked_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
-    """The tokens that are written, each where its row's table has its position."""
+    """Check the slots of the written tokens and return these tokens."""
     slots, size = np.asarray(step.slot_mapping), step.block_size
     row = np.repeat(np.arange(len(rows.seq_lens)), rows.query_lens)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(rows.query_lens) - rows.query_lens, rows.query_lens)
-    token = rows.starts[row] + nth
+    index = np.arange(len(row)) - np.repeat(np.cumsum(rows.query_lens) - rows.query_lens, rows.query_lens)
+    token = rows.starts[row] + index
     is_padding = np.ones(len(slots), bool)
     is_padding[token] = False
     for t in np.flatnonzero(is_padding & (slots >= 0))[:1]:
         require(False, f"slot_mapping[{t}]", "be < 0 for padding", slots[t])
     is_written = slots[token] >= 0
-    row, nth, token = row[is_written], nth[is_written], token[is_written]
+    row, index, token = row[is_written], index[is_written], token[is_written]
     for r in row[rows.query_lens[row] > rows.seq_lens[row]][:1]:
         require(False, f"seq_lens[{r}]", f"count its {rows.query_lens[r]} new tokens", rows.seq_lens[r])
-    position = rows.seq_lens[row] - rows.query_lens[row] + nth
+    position = rows.seq_lens[row] - rows.query_lens[row] + index
     block = np.asarray(step.block_table, np.int64)[row, position // size]
-    want = block * size + position % size
-    for i in np.flatnonzero(slots[token] != want)[:1]:
-        rule = f"be {want[i]} or < 0 (block {block[i]} has row {row[i]}'s position {position[i]})"
+    expected = block * size + position % size
+    for i in np.flatnonzero(slots[token] != expected)[:1]:
+        rule = f"be {expected[i]} or < 0 (block {block[i]} has row {row[i]}'s position {position[i]})"
         require(False, f"slot_mapping[{token[i]}]", rule, slots[token[i]])
     for i in np.flatnonzero(block == 0)[:1]:
-        rule = f"not lie in block 0, which padding points to: row {row[i]} has no other at {position[i]}"
-        require(False, f"slot_mapping[{token[i]}]", rule, want[i])
-    return _Tokens(row, position, want)
+        rule = f"not be in block 0, the null block, as for row {row[i]} at position {position[i]}"
+        require(False, f"slot_mapping[{token[i]}]", rule, expected[i])
+    return _Tokens(row, position, expected)
 
 
 def _check_slots_differ(tokens: _Tokens, block_size: int) -> None:
@@ -190,11 +200,11 @@ def _check_slots_differ(tokens: _Tokens, block_size: int) -> None:
     slots, rows = tokens.slots[order], tokens.rows[order]
     for i in np.flatnonzero(slots[1:] == slots[:-1])[:1]:
         got = f"{slots[i]} for rows {rows[i]} and {rows[i + 1]}"
-        require(False, "slot_mapping", "give each token a slot of its own", got)
+        require(False, "slot_mapping", "have a different slot for each token", got)
 
 
 def _check_sharing(step: BatchMetadata, rows: _Rows, tokens: _Tokens) -> None:
-    """What a row writes into a block that other rows have is their context, at the same position."""
+    """Check that writes into a block shared by other rows are their context, at the same position."""
     size, table = step.block_size, np.asarray(step.block_table)
     user, column = np.nonzero(_is_used(rows, table, size))
     held, written = table[user, column], tokens.slots // size
@@ -220,6 +230,6 @@ def _check_nothing_is_written(step: BatchMetadata) -> None:
 
 
 def _check_keys_outside(rows: _Rows, kv: PackedKV) -> None:
-    """Every row's keys are among those given."""
+    """Check that every row's keys are within the packed keys."""
     require_shape("kv_start_loc", kv.kv_start_loc.shape, rows.seq_lens.shape, "rows of the metadata")
     kv.check_rows(rows.seq_lens)

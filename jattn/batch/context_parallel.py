@@ -1,8 +1,8 @@
-"""Keys of a request on several ranks: what one of them stores, and where.
+"""Context parallelism: which keys of a request a rank stores, and in which slots.
 
-Position p is stored on rank `(p // interleave) % size`, as vLLM's decode context parallelism has it. A block
-of the metadata stands for `block_size` positions of a request; each rank holds its share of them under the
-block's own id, in a cache whose blocks are so much smaller.
+Position p is stored on rank `(p // interleave) % size`, as in vLLM's decode context parallelism. A block of
+the metadata holds `block_size` positions of a request; each rank stores its share of them under the same
+block id, in a cache whose blocks are smaller by the number of ranks.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from pallas_kernels.checks import require, require_positive, require_shape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextParallelAxis:
-    """The devices that the keys of each request lie on, inside `jax.shard_map`.
+    """Mesh axis over which the keys of each request are distributed, for use inside `jax.shard_map`.
 
     Attributes:
-        axis_name: The axis of the mesh that they lie along.
-        size: How many they are.
-        interleave: Neighbouring positions that stay together: vLLM's cp_kv_cache_interleave_size.
+        axis_name: Name of the mesh axis.
+        size: Number of ranks along the axis.
+        interleave: Number of consecutive positions per rank: vLLM's cp_kv_cache_interleave_size.
     """
 
     axis_name: str
@@ -42,23 +42,23 @@ class ContextParallelAxis:
 
     @property
     def round_size(self) -> int:
-        """Neighbouring positions of which each rank has `interleave`: any so many, wherever they begin."""
+        """Number of consecutive positions of which each rank stores `interleave`."""
         return self.size * self.interleave
 
     @property
     def rank(self) -> Int32[Array, ""]:
-        """The one that runs this. Traced, inside shard_map."""
+        """Index of the current rank. Traced, inside shard_map."""
         return jax.lax.axis_index(self.axis_name)
 
     def num_keys(self, num_positions: Int32[Array, " reqs"]) -> Int32[Array, " reqs"]:
-        """How many of the first positions of each request this rank stores."""
+        """Return how many of the first positions of each request this rank stores."""
         return jnp.asarray(get_dcp_local_seq_lens(num_positions, self.size, self.rank, self.interleave))
 
     def local_block_size(self, block_size: int) -> int:
-        """Tokens of a block on each rank, of so many on all of them.
+        """Return the block size on each rank for a block size of the metadata.
 
         Raises:
-            ValueError: They do not fall into whole rounds.
+            ValueError: If block_size is not a multiple of `round_size`.
         """
         rule = f"be a multiple of {self.size} ranks x cp_kv_cache_interleave_size ({self.interleave})"
         require(block_size % self.round_size == 0, "block_size", rule, block_size)
@@ -71,19 +71,19 @@ def get_dcp_local_seq_lens(
     dcp_rank: IntLike | None = None,
     cp_kv_cache_interleave_size: int = 1,
 ) -> Int32[AnyArray, " reqs"] | Int32[AnyArray, "reqs ranks"]:
-    """How many keys of each request a rank stores.
+    """Return the number of keys of each request that a rank stores.
 
     Args:
-        seq_lens: Keys of each request on all ranks together. Host or traced.
+        seq_lens: Total number of keys per request. On the host or traced.
         dcp_size: Number of ranks.
-        dcp_rank: The rank, which may be traced; None = all of them, also when there is only one.
-        cp_kv_cache_interleave_size: Neighbouring positions that stay together.
+        dcp_rank: Rank index, which may be traced; None returns all ranks.
+        cp_kv_cache_interleave_size: Number of consecutive positions per rank.
 
     Returns:
-        One number per request, or one column per rank when dcp_rank is None.
+        Number of keys per request, int32 [reqs], or [reqs, ranks] if dcp_rank is None.
 
     Raises:
-        ValueError: dcp_rank is none of the ranks, or a size is no positive int.
+        ValueError: If dcp_rank is not in [0, dcp_size), or a size is not a positive int.
 
     Source: vLLM `get_dcp_local_seq_lens`.
     """
@@ -93,12 +93,12 @@ def get_dcp_local_seq_lens(
     ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
     lens = lens[:, None] if rank is None else lens
     full_rounds = lens // (interleave * dcp_size) * interleave
-    rest = lens - full_rounds * dcp_size - ranks * interleave
-    return (full_rounds + xp.clip(rest, 0, interleave)).astype(np.int32)
+    remaining = lens - full_rounds * dcp_size - ranks * interleave
+    return (full_rounds + xp.clip(remaining, 0, interleave)).astype(np.int32)
 
 
 def checked_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int, ...]:
-    """Both as Python's, positive ints: with others lengths and slots come out as of no rank."""
+    """Return the number of ranks and the interleave size as positive Python ints."""
     sizes = {"dcp_size": dcp_size, "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size}
     plain = python_ints(**sizes)
     require_positive(**sizes)
@@ -106,14 +106,14 @@ def checked_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int,
 
 
 def require_rank(dcp_rank: Any, dcp_size: int) -> None:
-    """It must be one of the ranks, as far as the host knows it; None = all of them."""
+    """Check that a rank known to the host is in range; None means all ranks."""
     if dcp_rank is not None and not isinstance(dcp_rank, jax.Array):
         require_shape("dcp_rank", np.shape(dcp_rank), (), "one rank")
         require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
 
 
 def slot_mapping_on_rank(metadata: BatchMetadata, ranks: ContextParallelAxis) -> Int32[Array, " tokens"]:
-    """Where this rank writes each token of a step: -1 for tokens that another one stores, and for padding.
+    """Return the slot of each token on this rank; -1 for padding and for tokens that another rank stores.
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
@@ -121,15 +121,15 @@ def slot_mapping_on_rank(metadata: BatchMetadata, ranks: ContextParallelAxis) ->
     slots, interleave = metadata.slot_mapping, ranks.interleave
     block, offset = slots // metadata.block_size, slots % metadata.block_size
     local_offset = offset // ranks.round_size * interleave + offset % interleave
-    is_mine = (slots >= 0) & (offset // interleave % ranks.size == ranks.rank)
-    return jnp.where(is_mine, block * local_size + local_offset, PAD_SLOT_ID)
+    is_local = (slots >= 0) & (offset // interleave % ranks.size == ranks.rank)
+    return jnp.where(is_local, block * local_size + local_offset, PAD_SLOT_ID)
 
 
 def metadata_on_rank(metadata: BatchMetadata, ranks: ContextParallelAxis) -> BatchMetadata:
-    """The step over the keys that this rank stores, which stand close together there.
+    """Return the metadata of the step over the keys that this rank stores contiguously.
 
-    A row of which it stores none is a padding row. Where a query stands among such keys says `seq_lens` for
-    the last one of its row alone.
+    A row without keys on this rank is a padding row. `seq_lens` locates only the last query of a row among
+    the local keys.
     """
     return replace(
         metadata,

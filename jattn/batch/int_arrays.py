@@ -1,4 +1,4 @@
-"""What the host hands in: lists and arrays of ints, checked by name, as numpy."""
+"""Validation and conversion of integer arguments, for numpy on the host or jax.numpy when traced."""
 
 import array
 import itertools
@@ -15,13 +15,13 @@ INT32_MAX = int(np.iinfo(np.int32).max)
 BOOLS = frozenset((bool, np.bool_))
 
 
-class BlockTable(NamedTuple):
-    """A block table of the host.
+class HostBlockTable(NamedTuple):
+    """Block table on the host.
 
     Attributes:
-        ids: int64, or int32 where an array of it was given [reqs, columns]; 0 where a row is shorter.
-        lens: How many blocks each row was given, int64 [reqs]. A padded array gives every row all columns:
-            which of them are padding cannot be told.
+        ids: Block ids [reqs, columns], int64, or int32 for an int32 array; 0 past the end of a shorter row.
+        lens: Number of blocks per row, int64 [reqs]. For an array this is the number of columns, since
+            padding cannot be told from blocks.
     """
 
     ids: np.ndarray
@@ -29,10 +29,10 @@ class BlockTable(NamedTuple):
 
 
 def parse_int_vector(name: str, values: Any) -> np.ndarray:
-    """Ints of the host, at least 0 and at most an int32 can hold, as int64.
+    """Return host ints in [0, INT32_MAX] as an int64 array.
 
     Raises:
-        ValueError: They are not.
+        ValueError: If they are not ints in this range.
     """
     ints = _ints(name, values)
     if ints.size and (ints.min() < 0 or ints.max() > INT32_MAX):
@@ -43,26 +43,26 @@ def parse_int_vector(name: str, values: Any) -> np.ndarray:
 
 
 def python_ints(**values: Any) -> tuple[int, ...]:
-    """Named ints as Python's, in their order: numpy's wrap in few bits, and unsigned ones when negated.
+    """Convert named ints to Python ints, which do not wrap as numpy's do.
 
     Raises:
-        ValueError: One is no int.
+        ValueError: If one is not an int.
     """
     require_int(**values)
     return tuple(map(int, values.values()))
 
 
-def parse_block_table(block_table: Any, num_reqs: int, *, block_size: int) -> BlockTable:
-    """A block table from ragged rows or an array.
+def parse_block_table(block_table: Any, num_reqs: int, *, block_size: int) -> HostBlockTable:
+    """Parse a block table from lists or an array.
 
     Args:
-        block_table: One row of block ids for each request: lists, arrays, or one 2-D array.
-        num_reqs: Rows that it must have.
-        block_size: Tokens of a block: the last slot of a block must fit an int32.
+        block_table: One row of block ids per request: lists, arrays, or one 2-D array.
+        num_reqs: Expected number of rows.
+        block_size: Number of tokens per block; the last slot of a block must fit int32.
 
     Raises:
-        ValueError: It has another number of rows, or something in it is not an int of that range. What is
-            negative passes: it may be padding.
+        ValueError: If the number of rows differs, or an entry is not an int in range. Negative ids pass,
+            since they may be padding.
     """
     is_array = isinstance(block_table, np.ndarray | jax.Array)
     if not is_array and not isinstance(block_table, Sequence):
@@ -83,16 +83,16 @@ def parse_block_table(block_table: Any, num_reqs: int, *, block_size: int) -> Bl
 
 
 def max_block_id(block_size: int) -> tuple[int, str]:
-    """The largest block id whose slots fit int32, and the rule that says so."""
+    """Return the largest block id whose slots fit int32, and the rule for the error message."""
     limit = (INT32_MAX + 1) // block_size - 1
     return limit, f"hold block ids of at most {limit} (slots are int32)"
 
 
-def require_blocks(table: BlockTable, seq_lens: np.ndarray, block_size: int) -> None:
-    """Every request must have the blocks that its tokens need.
+def require_blocks(table: HostBlockTable, seq_lens: np.ndarray, block_size: int) -> None:
+    """Check that every request has the blocks that its tokens need.
 
     Raises:
-        ValueError: One has too few, or a negative id among them; it names the request.
+        ValueError: If a request has too few blocks or a negative id among them.
     """
     needed = -(-seq_lens // block_size)
     for r in np.flatnonzero(needed > table.lens)[:1]:
@@ -107,12 +107,12 @@ def require_blocks(table: BlockTable, seq_lens: np.ndarray, block_size: int) -> 
 
 
 def pad_columns(
-    table: BlockTable, num_columns: int | None, seq_lens: np.ndarray, block_size: int
+    table: HostBlockTable, num_columns: int | None, seq_lens: np.ndarray, block_size: int
 ) -> np.ndarray:
-    """The ids in `num_columns` columns; None = as many as the longest row has, and at least 1.
+    """Return the ids in `num_columns` columns; None uses as many as the longest row has, at least 1.
 
     Raises:
-        ValueError: A request needs more.
+        ValueError: If a request needs more columns.
     """
     if num_columns is None:
         num_columns = max(table.ids.shape[1], 1)
@@ -123,16 +123,16 @@ def pad_columns(
     width = table.ids.shape[1]
     if width >= num_columns:
         return table.ids[:, :num_columns]
-    wide = np.zeros((len(table.ids), num_columns), table.ids.dtype)
-    wide[:, :width] = table.ids
-    return wide
+    padded = np.zeros((len(table.ids), num_columns), table.ids.dtype)
+    padded[:, :width] = table.ids
+    return padded
 
 
 def as_block_table(name: str, table: Any) -> Any:
-    """A block table for host or device: a jax array as it is, else numpy's, ragged rows padded with -1.
+    """Return a block table as an array: arrays unchanged, lists as numpy padded with -1.
 
     Raises:
-        ValueError: It is no table of ints.
+        ValueError: If it is not a table of ints.
     """
     if isinstance(table, np.ndarray | jax.Array):
         require(table.ndim == 2, name, "have 2 axes", f"shape {table.shape}")
@@ -142,10 +142,10 @@ def as_block_table(name: str, table: Any) -> Any:
 
 
 def _ints(name: str, values: Any) -> np.ndarray:
-    """One axis of ints; neither bools, which numpy takes for ints among ints, nor what wraps or truncates."""
+    """Return a 1-D int64 array; bools, floats and nested lists are refused."""
     try:
         ints = np.asarray(values)
-    except ValueError:  # lists in lists
+    except ValueError:  # nested lists
         require(False, name, "be a list of ints", values)
         raise
     except jax.errors.TracerArrayConversionError as error:
@@ -158,20 +158,20 @@ def _ints(name: str, values: Any) -> np.ndarray:
 
 
 def _traced(name: str) -> ValueError:
-    rule = "be known on the host (metadata is made outside of jit and handed in)"
+    rule = "be known on the host (build metadata outside of jit and pass it in)"
     return ValueError(f"{name} must {rule}, got a traced array.")
 
 
-def _from_array(values: Any) -> BlockTable:
+def _from_array(values: Any) -> HostBlockTable:
     ids = np.asarray(values)
     require(ids.size == 0 or ids.dtype.kind in "iu", "block_table", "hold ints", ids.dtype)
     if ids.dtype != np.int32:
         ids = ids.astype(np.int64)
-    return BlockTable(ids, np.full(len(ids), ids.shape[1], np.int64))
+    return HostBlockTable(ids, np.full(len(ids), ids.shape[1], np.int64))
 
 
-def _from_rows(rows: Sequence[Any]) -> BlockTable:
-    """All rows at once where they are lists of Python ints, as an engine's are; else one by one."""
+def _from_rows(rows: Sequence[Any]) -> HostBlockTable:
+    """Convert all rows at once if they are lists of Python ints, as an engine's are, else one by one."""
     ids = _all_ids(rows) if {list, tuple}.issuperset(map(type, rows)) else None
     if ids is None:
         rows = [_ints(f"block_table[{r}]", row) for r, row in enumerate(rows)]
@@ -179,11 +179,11 @@ def _from_rows(rows: Sequence[Any]) -> BlockTable:
     lens = np.fromiter(map(len, rows), np.int64, len(rows))
     table = np.zeros((len(rows), int(lens.max(initial=0))), np.int64)
     table[np.arange(table.shape[1]) < lens[:, None]] = ids
-    return BlockTable(table, lens)
+    return HostBlockTable(table, lens)
 
 
 def _all_ids(rows: Sequence[Sequence[Any]]) -> np.ndarray | None:
-    """The ids of all rows; None where one is no int, for which `_ints` finds the words."""
+    """Return the ids of all rows; None if one is not an int, so that `_ints` reports it."""
     flat = list(itertools.chain.from_iterable(rows))
     try:
         ids = np.asarray(array.array("q", flat), np.int64)  # twice as fast as numpy, and takes no float
@@ -200,44 +200,50 @@ IntTable = Sequence[Sequence[int]] | Sequence[np.ndarray] | AnyArray
 
 
 def with_namespace(*values: Any, **ints: Any) -> tuple[Any, ...]:
-    """`(xp, *arrays)`: jax.numpy and its arrays if any value is a jax array, else numpy and its arrays.
+    """Return `(xp, *arrays)`: jax.numpy and its arrays if a value is a jax array, else numpy and its arrays.
 
-    Integers and empty lists come out as int32, None stays None. What is handed over by name must be ints that
-    an int32 holds.
+    Ints and empty lists become int32, None stays None.
+
+    Args:
+        values: Arrays or numbers of any type.
+        ints: Named ints or int arrays, which must fit int32.
 
     Raises:
-        ValueError: It is not.
+        ValueError: If a named value does not hold int32s.
     """
     xp: Any = jnp if any(isinstance(value, jax.Array) for value in (*values, *ints.values())) else np
     arrays = [*values, *(_as_ints(name, value) for name, value in ints.items())]
     arrays = [None if value is None else xp.asarray(value) for value in arrays]
-    is_int = lambda array: array.size == 0 or np.issubdtype(array.dtype, np.integer)
-    narrow = lambda array: array.astype(np.int32) if is_int(array) else array
-    return xp, *(None if array is None else narrow(array) for array in arrays)
+
+    def to_int32(array: Any) -> Any:
+        is_int = array.size == 0 or np.issubdtype(array.dtype, np.integer)
+        return array.astype(np.int32) if is_int else array
+
+    return xp, *(None if array is None else to_int32(array) for array in arrays)
 
 
 def _as_ints(name: str, value: Any) -> Any:
-    """The value, once it is an int or ints that an int32 holds; what is on the device is not read."""
+    """Check that a value holds ints that fit int32; values on the device are not read."""
     if value is None or isinstance(value, jax.Array):
         dtype = None if value is None or value.size == 0 else value.dtype
         require(dtype is None or np.issubdtype(dtype, np.integer), name, "hold ints", dtype)
         return value
     try:
         ints = np.asarray(value)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of different lengths
         require(False, name, "hold ints in rows of one length", value)
         raise
     require(ints.size == 0 or ints.dtype.kind in "iu", name, "hold ints", ints.dtype)
-    is_wide = ints.size > 0 and (int(ints.max()) > INT32_MAX or int(ints.min()) < -INT32_MAX - 1)
-    require(not is_wide, name, "hold int32s", value)
+    overflows = ints.size > 0 and (int(ints.max()) > INT32_MAX or int(ints.min()) < -INT32_MAX - 1)
+    require(not overflows, name, "hold int32s", value)
     return ints
 
 
 def require_one_per_request(**arrays: Any) -> None:
-    """Named arrays must have an entry a request, as many as the first: numpy would stretch one entry to all.
+    """Check that all named arrays have one entry per request: numpy would broadcast a single entry.
 
     Raises:
-        ValueError: One has other axes, or another length.
+        ValueError: If an array is not 1-D or has another length than the first.
     """
     num_reqs: int | None = None
     for name, values in arrays.items():
@@ -249,10 +255,10 @@ def require_one_per_request(**arrays: Any) -> None:
 
 
 def to_python_int(value: Any) -> Any:
-    """A numpy number as a Python int; a jax array as it is."""
+    """Convert a numpy number to a Python int; return a jax array unchanged."""
     return value if isinstance(value, jax.Array) else int(value)
 
 
 def start_locs(xp: Any, lens: Any) -> Any:
-    """Exclusive prefix sums of `lens` and their total: int32 [n + 1]."""
+    """Return the exclusive prefix sums of `lens` and their total, int32 [n + 1]."""
     return xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(lens).astype(np.int32)])

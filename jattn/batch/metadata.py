@@ -1,4 +1,4 @@
-"""A step's metadata: built from host ints once, then arrays that travel through jit."""
+"""Batch metadata of a step: built on the host, then passed through jit as a pytree."""
 
 import dataclasses
 import math
@@ -31,23 +31,23 @@ type HostTable = Sequence[HostInts] | np.ndarray | Array
 
 @pytree
 class BatchMetadata:
-    """Which tokens of a step belong to which request, and where their keys and values are.
+    """Metadata of a step: which tokens belong to which request, and where its keys and values are stored.
 
-    Rows: `[decode rows | prefill rows]`; tokens: `[decode tokens | prefill tokens]`; both regions padded to
-    `bucket`. A padding row has seq_len 0, slots -1 and block table 0; it writes nothing and comes out as
-    zeros.
+    Rows are `[decode rows | prefill rows]`, tokens `[decode tokens | prefill tokens]`. Both regions are
+    padded to `bucket`. A padding row has seq_len 0, slots -1 and block table 0; it writes nothing and its
+    output is zero.
 
     Attributes:
-        seq_lens: Keys of each row, this step's tokens included.
-        query_start_loc: First token of each row, and one past the last. Padding rows of a region repeat its
-            last value. Decode row r owns the tokens from `r * decode_query_len` whatever stands here.
-        block_table: `block_table[r, i]` is the block with positions `i * block_size` onward of row r.
-            Entries past `ceil(seq_lens[r] / block_size)` are never used.
-        slot_mapping: `block * block_size + offset` where each token's key and value go; < 0: not written.
-        num_decodes: Decode rows up to the last live one.
-        num_prefills: Live prefill rows.
+        seq_lens: Number of keys per row, this step's tokens included.
+        query_start_loc: Index of each row's first token, and one past the last token. Padding rows of a
+            region repeat its last value. Decode row r always has the tokens from `r * decode_query_len`.
+        block_table: Block ids; `block_table[r, i]` holds positions `i * block_size` onward of row r. Entries
+            past `ceil(seq_lens[r] / block_size)` are never used.
+        slot_mapping: Slot `block * block_size + offset` of each token's key and value; negative: not written.
+        num_decodes: Number of decode rows up to the last valid one.
+        num_prefills: Number of valid prefill rows.
         bucket: Static sizes of the regions.
-        block_size: Tokens of a block.
+        block_size: Number of tokens per block.
 
     Source: vLLM V1 `CommonAttentionMetadata`.
     """
@@ -63,19 +63,19 @@ class BatchMetadata:
 
     @property
     def query_lens(self) -> Int32[Array, " reqs"]:
-        """New tokens of each row; 0 for padding rows."""
+        """Number of new tokens per row; 0 for padding rows."""
         lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
         decode = jnp.arange(self.bucket.max_reqs, dtype=jnp.int32) < self.bucket.max_decodes
         return jnp.where(self.seq_lens > 0, jnp.where(decode, self.bucket.decode_query_len, lens), 0)
 
     @property
     def num_computed_tokens(self) -> Int32[Array, " reqs"]:
-        """Context: keys of each row that were in the cache before this step."""
+        """Context length: number of keys per row that were in the cache before this step."""
         return self.seq_lens - self.query_lens
 
     @property
     def token_rows(self) -> Int32[Array, " tokens"]:
-        """The row of each token; padding tokens get some row of their region."""
+        """Row of each token; padding tokens get an arbitrary row of their region."""
         bucket = self.bucket
         decode = jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32) // bucket.decode_query_len
         tokens = jnp.arange(bucket.max_decode_tokens, bucket.max_tokens, dtype=jnp.int32)
@@ -85,7 +85,7 @@ class BatchMetadata:
 
     @property
     def is_valid_token(self) -> Bool[Array, " tokens"]:
-        """False for padding tokens."""
+        """Whether each token belongs to a request; False for padding tokens."""
         tokens = jnp.arange(self.bucket.max_tokens, dtype=jnp.int32)
         in_prefill = tokens >= self.bucket.max_decode_tokens
         return (self.seq_lens[self.token_rows] > 0) & (~in_prefill | (tokens < self.query_start_loc[-1]))
@@ -100,20 +100,20 @@ class BatchMetadata:
 
     @property
     def row_starts(self) -> Int32[Array, " reqs"]:
-        """First token of each row, padding rows of the decode region included."""
+        """Index of each row's first token, including padding rows of the decode region."""
         rows = jnp.arange(self.bucket.max_reqs, dtype=jnp.int32)
         decode = rows * self.bucket.decode_query_len
         return jnp.where(rows < self.bucket.max_decodes, decode, self.query_start_loc[:-1])
 
     @property
     def last_token_indices(self) -> Int32[Array, " reqs"]:
-        """Index of each row's last token: where its next-token logits come from; 0 for padding rows."""
+        """Index of each row's last token, whose logits predict the next token; 0 for padding rows."""
         last = self.row_starts + self.query_lens - 1
         return jnp.where(self.query_lens > 0, last, 0)
 
     @property
     def decode_region(self) -> "BatchMetadata":
-        """The decode region as a step of its own."""
+        """Metadata of the decode region as a separate step."""
         bucket, rows = self.bucket, self.bucket.max_decodes
         return replace(
             self,
@@ -127,7 +127,7 @@ class BatchMetadata:
 
     @property
     def prefill_region(self) -> "BatchMetadata":
-        """The prefill region as a step of its own."""
+        """Metadata of the prefill region as a separate step."""
         bucket, first = self.bucket, self.bucket.max_decodes
         return replace(
             self,
@@ -150,40 +150,40 @@ def build_batch_metadata(
     decode_query_len: int = 1,
     to_device: bool = True,
 ) -> BatchMetadata:
-    """Builds a step's metadata from host numbers.
+    """Build the metadata of a step from host integers.
 
-    Leading requests with exactly `decode_query_len` new tokens form the decode region. From the first other
-    request on all are prefill rows, shorter ones too, as in newer vLLM.
+    Leading requests with exactly `decode_query_len` new tokens form the decode region. All requests from the
+    first other one on are prefill rows, even shorter ones, as in newer vLLM.
 
     Args:
-        query_lens: New tokens of each request.
-        seq_lens: All tokens of each request, the new ones included.
-        block_table: Block ids of each request, in order: ragged lists, each as long as its request's tokens
-            need or longer, or a 2-D array. In an array a row that is padded looks like one with more blocks:
-            that it is too short cannot be told, so pad with a negative number, which is refused where a block
-            is needed. None: no cache (encoder-only attention); every slot is -1, and all `seq_lens[r]` keys
-            of a request, a decode's past among them, must stand in the PackedKV that attend gets.
-        block_size: Tokens of a block.
-        bucket: Static sizes to pad to; None = exactly these requests. Its decode_query_len wins.
-        decode_query_len: Tokens of a decode row where `bucket` is None.
-        to_device: False = the arrays stay numpy's, for a compiled function that gets them as arguments: it
-            sends them itself, and sooner than device_put does. A traced function must not capture them.
+        query_lens: Number of new tokens per request.
+        seq_lens: Total number of tokens per request, the new ones included.
+        block_table: Block ids per request, in order: lists, each at least as long as its request needs, or a
+            2-D array. Pad the rows of an array with a negative id, which is refused where a block is needed;
+            other padding cannot be told from a block. None means no cache (encoder-only attention): every
+            slot is -1, and the PackedKV passed to `attend` must hold all `seq_lens[r]` keys of a request,
+            including a decode's context.
+        block_size: Number of tokens per block.
+        bucket: Static sizes to pad to; None uses exactly these requests. Overrides decode_query_len.
+        decode_query_len: Number of tokens per decode row if `bucket` is None.
+        to_device: False keeps numpy arrays, as arguments of a compiled function, which transfers them faster
+            than device_put does. A traced function must not capture them.
 
     Raises:
-        ValueError: Lengths disagree, a request has more tokens than blocks, a needed block id is negative,
-            an id is no int or makes slots beyond int32, or the requests do not fit `bucket`.
+        ValueError: If lengths do not match, a request has more tokens than its blocks hold, a needed block id
+            is negative, an id is not an int or its slots exceed int32, or the requests do not fit `bucket`.
     """
     query_lens, seq_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("seq_lens", seq_lens)
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
-    _require_one_each("seq_lens", seq_lens, query_lens)
+    _require_one_per_request("seq_lens", seq_lens, query_lens)
     short = np.flatnonzero(seq_lens < query_lens)
     for r in short[:1]:
         require(False, f"seq_lens[{r}]", f"count the new tokens ({query_lens[r]})", seq_lens[r])
     table = _host_table(block_table, seq_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
-    metadata = _laid_out(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
+    metadata = _arrange(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
     return jax.device_put(metadata) if to_device else metadata
 
 
@@ -196,33 +196,33 @@ def build_cross_attention_metadata(
     bucket: Bucket | None = None,
     decode_query_len: int = 1,
 ) -> BatchMetadata:
-    """Metadata for queries that read another sequence's keys: kv_lens need not cover the queries.
+    """Build the metadata of a cross-attention step, whose keys belong to another sequence.
 
-    The queries own no slots (all -1). Write the encoder's keys and values with the metadata of the encoder's
-    own step.
+    The queries have no slots (all -1). Write the encoder's keys and values with the metadata of the encoder's
+    step.
 
     Args:
-        query_lens: New tokens of each request.
-        kv_lens: Keys of each request, all of which its queries see: the other sequence's tokens.
-        block_table: Where these keys are, as build_batch_metadata's; None = in a PackedKV.
-        block_size: Tokens of a block.
-        bucket: Static sizes to pad to; None = exactly these requests.
-        decode_query_len: Tokens of a decode row where `bucket` is None.
+        query_lens: Number of new tokens per request.
+        kv_lens: Number of keys per request: the length of the other sequence, all of which is visible.
+        block_table: Block ids of these keys; see build_batch_metadata. None if they are in a PackedKV.
+        block_size: Number of tokens per block.
+        bucket: Static sizes to pad to; None uses exactly these requests.
+        decode_query_len: Number of tokens per decode row if `bucket` is None.
 
     Raises:
-        ValueError: As build_batch_metadata.
+        ValueError: If arguments do not match; see build_batch_metadata.
     """
     query_lens, kv_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("kv_lens", kv_lens)
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
-    _require_one_each("kv_lens", kv_lens, query_lens)
+    _require_one_per_request("kv_lens", kv_lens, query_lens)
     table = _host_table(block_table, kv_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
-    return jax.device_put(_laid_out(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
+    return jax.device_put(_arrange(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
 
 
-def _require_one_each(name: str, lens: np.ndarray, query_lens: np.ndarray) -> None:
+def _require_one_per_request(name: str, lens: np.ndarray, query_lens: np.ndarray) -> None:
     num_reqs = len(query_lens)
     require(len(lens) == num_reqs, name, f"have one entry per request ({num_reqs})", len(lens))
 
@@ -230,7 +230,7 @@ def _require_one_each(name: str, lens: np.ndarray, query_lens: np.ndarray) -> No
 def _host_table(
     block_table: HostTable | None, seq_lens: np.ndarray, block_size: int, bucket: Bucket | None
 ) -> np.ndarray:
-    """The block table as numpy, as wide as the bucket says; every request has the blocks that it needs."""
+    """Return the block table as numpy with the bucket's number of columns, after checking its ids."""
     is_bucket = bucket is None or isinstance(bucket, Bucket)
     require(is_bucket, "bucket", "be a Bucket or None", repr(bucket))
     max_blocks = None if bucket is None else bucket.max_blocks
@@ -241,7 +241,7 @@ def _host_table(
     return pad_columns(table, max_blocks, seq_lens, block_size)
 
 
-def _laid_out(
+def _arrange(
     query_lens: np.ndarray,
     seq_lens: np.ndarray,
     table: np.ndarray,
@@ -250,7 +250,7 @@ def _laid_out(
     *,
     has_cache: bool,
 ) -> BatchMetadata:
-    """Puts each request into its row and its tokens, in numpy."""
+    """Place each request in its row and tokens, in numpy."""
     num_decodes = num_bucket_decodes(query_lens, bucket)
     rows, first_tokens = row_indices(query_lens, bucket), request_token_starts(query_lens, bucket)
     starts = np.full(bucket.max_reqs + 1, num_decodes * bucket.decode_query_len, np.int32)
@@ -266,10 +266,10 @@ def _laid_out(
     slots = np.full(bucket.max_tokens, PAD_SLOT_ID, np.int32)
     if has_cache:
         reqs = np.repeat(np.arange(len(query_lens)), query_lens)
-        nth = np.arange(len(reqs)) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
-        positions = (seq_lens - query_lens)[reqs] + nth
+        index = np.arange(len(reqs)) - np.repeat(np.cumsum(query_lens) - query_lens, query_lens)
+        positions = (seq_lens - query_lens)[reqs] + index
         blocks = table[reqs, positions // block_size]
-        slots[first_tokens[reqs] + nth] = blocks * block_size + positions % block_size
+        slots[first_tokens[reqs] + index] = blocks * block_size + positions % block_size
     return unchecked(
         BatchMetadata,
         query_start_loc=starts,
@@ -284,15 +284,18 @@ def _laid_out(
 
 
 def abstract_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
-    """The shapes of a bucket's metadata, without arrays: to compile a step ahead of time.
+    """Return the metadata of a bucket as ShapeDtypeStructs, to compile a step ahead of time.
 
     Raises:
-        ValueError: `bucket.max_blocks` is None, so the block table has no width yet.
+        ValueError: If `bucket.max_blocks` is None.
     """
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
-    zeros = lambda *shape: jnp.zeros(shape, jnp.int32)
+
+    def zeros(*shape: Any) -> Array:
+        return jnp.zeros(shape, jnp.int32)
+
     return jax.eval_shape(
         lambda: BatchMetadata(
             seq_lens=zeros(bucket.max_reqs),
@@ -311,12 +314,12 @@ REGIONS = ("decode", "prefill")
 
 
 class RegionBatch(NamedTuple):
-    """A region as a step of its own.
+    """One region of a step as a separate step.
 
     Attributes:
-        metadata: Its rows and tokens alone.
-        first_row: Where they begin among the whole step's rows.
-        first_token: Where they begin among its tokens.
+        metadata: Metadata of the region's rows and tokens.
+        first_row: Index of the region's first row in the step.
+        first_token: Index of the region's first token in the step.
     """
 
     metadata: BatchMetadata
@@ -325,7 +328,7 @@ class RegionBatch(NamedTuple):
 
 
 def region_batch(metadata: BatchMetadata, region: str) -> RegionBatch:
-    """One of REGIONS of a step. Traced."""
+    """Return a region of a step, one of REGIONS. May be traced."""
     if region == "decode":
         return RegionBatch(metadata.decode_region, 0, 0)
     return RegionBatch(
@@ -334,14 +337,14 @@ def region_batch(metadata: BatchMetadata, region: str) -> RegionBatch:
 
 
 def rows_from(array: Any, first: int, end: int | None = None) -> Any:
-    """`array[first:end]`, a copy where it does not begin at a multiple of ALIGNED_BYTES.
+    """Return `array[first:end]`, copied if it does not start at a multiple of ALIGNED_BYTES.
 
     Kernels cannot read others in place: see pallas_kernels.shared.memory.
 
     Args:
-        array: Traced, numpy's, or JAX's; traced, it begins at such a multiple itself.
-        first: Static.
-        end: Static.
+        array: Array to slice, traced or not. A traced array itself starts at such a multiple.
+        first: Index of the first row (static).
+        end: Index one past the last row (static); None means the end of the array.
     """
     rows = array[first:end]
     offset = first * math.prod(array.shape[1:]) * array.dtype.itemsize

@@ -1,6 +1,6 @@
-"""Requests on the host: ints and numpy, no jax. How a step's requests are laid out in its two regions.
+"""Layout of a step's requests in its two regions, in numpy on the host.
 
-A step's tokens are `[decode tokens | prefill tokens]`, each region padded to its static size (Bucket).
+The tokens of a step are `[decode tokens | prefill tokens]`, each region padded to its static size (Bucket).
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_pref
 
 
 def count_decodes(query_lens: np.ndarray, decode_query_len: int) -> int:
-    """How many leading requests have exactly `decode_query_len` new tokens."""
-    others = np.flatnonzero(query_lens != decode_query_len)
-    return int(others[0]) if others.size else len(query_lens)
+    """Count the leading requests that have exactly `decode_query_len` new tokens."""
+    prefills = np.flatnonzero(query_lens != decode_query_len)
+    return int(prefills[0]) if prefills.size else len(query_lens)
 
 
 def exact_bucket(
     query_lens: Sequence[int] | np.ndarray, *, decode_query_len: int = 1, max_blocks: int | None = None
 ) -> Bucket:
-    """The bucket that these requests fill without padding."""
+    """Return the bucket that these requests fill without padding."""
     lens = np.asarray(query_lens).reshape(-1)
     _require_ints("query_lens", lens)
     lens = lens.astype(np.int64)
@@ -37,51 +37,53 @@ def exact_bucket(
 
 
 def num_bucket_decodes(query_lens: np.ndarray, bucket: Bucket) -> int:
-    """How many leading requests the decode region of `bucket` takes; the rest go to the prefill region.
+    """Count the leading requests that go to the decode region of `bucket`; the rest go to prefill.
 
     Raises:
-        ValueError: The rest do not fit the prefill region.
+        ValueError: If the remaining requests do not fit the prefill region.
     """
     leading = count_decodes(query_lens, bucket.decode_query_len)
     num_decodes = min(leading, bucket.max_decodes)
-    rest = query_lens[num_decodes:]
-    late = int((rest == bucket.decode_query_len).sum())
-    free = bucket.max_decodes - num_decodes
-    hint = f" ({late} decode rows stand behind the first prefill row: {REORDER})" if late and free else ""
+    prefill_lens = query_lens[num_decodes:]
+    num_late = int((prefill_lens == bucket.decode_query_len).sum())
+    num_free = bucket.max_decodes - num_decodes
+    hint = ""
+    if num_late and num_free:
+        hint = f" ({num_late} decode rows come after the first prefill row: {REORDER})"
     if leading > num_decodes:
-        over = f"{leading - num_decodes} of {leading} decode rows"
-        hint = f" ({over} stand beyond its max_decodes, {bucket.max_decodes}, and count here)"
-    for what, got, room in (
-        ("prefill rows", len(rest), bucket.max_prefills),
-        ("prefill tokens", int(rest.sum()), bucket.max_prefill_tokens),
+        excess = f"{leading - num_decodes} of {leading} decode rows"
+        hint = f" ({excess} exceed max_decodes={bucket.max_decodes} and count as prefills)"
+    for name, count, limit in (
+        ("prefill rows", len(prefill_lens), bucket.max_prefills),
+        ("prefill tokens", int(prefill_lens.sum()), bucket.max_prefill_tokens),
     ):
-        require(got <= room, what, f"fit the bucket's {room}{hint}", got)
+        require(count <= limit, name, f"fit the bucket's {limit}{hint}", count)
     return num_decodes
 
 
 def request_token_starts(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """Where the first token of each request stands among the step's `bucket.max_tokens` tokens."""
+    """Return the index of each request's first token among the step's `bucket.max_tokens` tokens."""
     num_decodes = num_bucket_decodes(query_lens, bucket)
     starts = np.arange(len(query_lens)) * bucket.decode_query_len
-    rest = query_lens[num_decodes:]
-    starts[num_decodes:] = bucket.max_decode_tokens + np.cumsum(rest) - rest
+    prefill_lens = query_lens[num_decodes:]
+    starts[num_decodes:] = bucket.max_decode_tokens + np.cumsum(prefill_lens) - prefill_lens
     return starts
 
 
 def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
-    """Which of the step's `bucket.max_reqs` rows each request has.
+    """Return the row of each request among the step's `bucket.max_reqs` rows.
 
     Args:
-        query_lens: New tokens of each request, as build_batch_metadata was given them.
-        bucket: The step's.
+        query_lens: Number of new tokens per request, as passed to build_batch_metadata.
+        bucket: Bucket of the step.
 
     Returns:
-        An int a request [reqs]: decodes first, prefills from row `max_decodes` on.
+        Row indices, int [reqs]: decodes from row 0, prefills from row `max_decodes`.
 
     Raises:
-        ValueError: query_lens are no ints, or do not fit the bucket.
+        ValueError: If query_lens are not ints, or do not fit the bucket.
     """
-    require_type("bucket", bucket, Bucket, "the step's")
+    require_type("bucket", bucket, Bucket, "the bucket of the step")
     query_lens = np.asarray(query_lens)
     _require_ints("query_lens", query_lens)
     num_decodes = num_bucket_decodes(query_lens, bucket)
@@ -90,20 +92,20 @@ def row_indices(query_lens: np.ndarray, bucket: Bucket) -> np.ndarray:
 
 
 def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *, pad: int = 0) -> np.ndarray:
-    """Lays the new tokens of each request out as the step wants them.
+    """Concatenate the new tokens of all requests in the layout of a step.
 
     Args:
-        tokens: Token ids of each request, the new ones alone, in the order of build_batch_metadata's.
-        bucket: The step's (`metadata.bucket`).
-        pad: What stands where no token is.
+        tokens: New token ids of each request, in the order of the requests of build_batch_metadata.
+        bucket: Bucket of the step (`metadata.bucket`).
+        pad: Token id of padding tokens.
 
     Returns:
-        int32 [bucket.max_tokens], decodes first, prefills from token `max_decode_tokens` on.
+        Token ids, int32 [bucket.max_tokens]: decodes first, prefills from token `max_decode_tokens`.
 
     Raises:
-        ValueError: Something is no list of int32s, or the requests do not fit the bucket.
+        ValueError: If token ids are not int32, or the requests do not fit the bucket.
     """
-    require_type("bucket", bucket, Bucket, "the step's")
+    require_type("bucket", bucket, Bucket, "the bucket of the step")
     require_int(pad=pad)
     require_int32s("pad", np.asarray(pad))
     packed = np.full(bucket.max_tokens, pad, np.int32)
@@ -120,5 +122,5 @@ def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *,
 
 
 def _require_ints(name: str, array: np.ndarray) -> None:
-    """Numpy would cut fractions off, and take bools."""
+    """Check that an array holds ints: numpy would truncate floats and accept bools."""
     require(array.size == 0 or array.dtype.kind in "iu", name, "hold ints", array.dtype)

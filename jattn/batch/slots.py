@@ -1,4 +1,4 @@
-"""Slots: `block * block_size + offset`, where a token's key and value are stored; < 0: nowhere."""
+"""Slots of tokens in the cache: `block * block_size + offset`; a negative slot is not written."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ PAD_SLOT_ID = -1
 
 
 def gather_blocks(xp: Any, table: Any, rows: Any, positions: Any, tokens_per_block: int) -> tuple[Any, Any]:
-    """The block of each position, and whether there is one: no padding row, column or block id."""
+    """Return the block id of each position and whether it is valid (row, column and id are in range)."""
     num_rows, num_columns = table.shape
     if table.size == 0:
-        nowhere = xp.broadcast_to(positions, xp.broadcast_shapes(rows.shape, positions.shape))
-        return xp.zeros_like(nowhere), xp.zeros_like(nowhere, dtype=bool)
+        broadcast = xp.broadcast_to(positions, xp.broadcast_shapes(rows.shape, positions.shape))
+        return xp.zeros_like(broadcast), xp.zeros_like(broadcast, dtype=bool)
     columns = positions // tokens_per_block
     is_inside = (rows >= 0) & (rows < num_rows) & (positions >= 0) & (columns < num_columns)
     blocks = table[xp.where(is_inside, rows, 0), xp.where(is_inside, columns, 0)]
@@ -32,10 +32,10 @@ def gather_blocks(xp: Any, table: Any, rows: Any, positions: Any, tokens_per_blo
 
 
 def block_slots(xp: Any, blocks: Any, has_block: Any, offsets: Any, block_size: int) -> Any:
-    """The slot at an offset of each block; -1 where there is none.
+    """Return the slot at an offset of each block; -1 for an invalid block.
 
     Raises:
-        ValueError: A slot is seen to be beyond int32: it would wrap to a negative one, which nobody writes.
+        ValueError: If a slot on the host does not fit int32: it would wrap to a negative one.
     """
     if xp is np:
         (limit, rule), largest = max_block_id(block_size), int(np.max(blocks, initial=0, where=has_block))
@@ -46,20 +46,21 @@ def block_slots(xp: Any, blocks: Any, has_block: Any, offsets: Any, block_size: 
 def compute_slot_mapping(
     block_table: IntTable, rows: IntVector, positions: IntVector, block_size: int, *, start_idx: IntLike = 0
 ) -> Int32[AnyArray, " tokens"]:
-    """The slot of each token.
+    """Return the slot of each token.
 
     Args:
-        block_table: `block_table[r, i]` holds positions `i * block_size` onward of request r. Host or traced.
-        rows: Request of each token.
-        positions: Position of each token in its request.
-        block_size: Tokens of a block.
-        start_idx: Positions before it get no slot (`compute_slot_mapping_start_idx`).
+        block_table: Block ids, [reqs, max_blocks]; `block_table[r, i]` holds positions `i * block_size`
+            onward of request r. On the host or traced.
+        rows: Request index of each token, [tokens].
+        positions: Position of each token in its request, [tokens].
+        block_size: Number of tokens per block.
+        start_idx: First position that gets a slot (`compute_slot_mapping_start_idx`).
 
     Returns:
-        -1 for a negative row or position, one past the table, or a negative block id.
+        Slots, int32 [tokens]; -1 for a row or position outside the table and for a negative block id.
 
     Raises:
-        ValueError: Arguments disagree, or, on the host, a slot is beyond int32.
+        ValueError: If arguments do not match, or a slot on the host does not fit int32.
 
     Source: vLLM `compute_slot_mapping` (V0), `BlockTable.compute_slot_mapping` (V1).
     """
@@ -71,7 +72,7 @@ def compute_slot_mapping(
         positions=positions,
         start_idx=start_idx,
     )
-    require_shape("positions", position.shape, row.shape, "one for each of rows")
-    block_size = int(block_size)  # numpy's own would make int64s
+    require_shape("positions", position.shape, row.shape, "one per entry of rows")
+    block_size = int(block_size)  # a numpy int would promote to int64
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size)
     return block_slots(xp, blocks, is_valid & (position >= first), position % block_size, block_size)

@@ -1,4 +1,4 @@
-"""From one step's metadata to another's, on the device: the next step, other blocks, a larger bucket."""
+"""Metadata of a following step, on the device: the next decode step, new blocks, a larger bucket."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pallas_kernels.checks import require, require_int32s, require_shape, requir
 
 
 def recompute_slot_mapping(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
-    """The slot of every token, from its position and its row's blocks; -1 for padding and past the table."""
+    """Compute the slot of every token from its position and its row's blocks; -1 for padding tokens."""
     rows = jnp.where(metadata.is_valid_token, metadata.token_rows, -1)
     slots = compute_slot_mapping(metadata.block_table, rows, metadata.positions, metadata.block_size)
     return jnp.asarray(slots)
@@ -22,16 +22,16 @@ def recompute_slot_mapping(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
 def update_block_table(
     metadata: BatchMetadata, block_table: Int32[Array, "reqs max_blocks"]
 ) -> BatchMetadata:
-    """The same step over other blocks: slots follow the new table. May be traced.
+    """Return the metadata with another block table and the slots that follow from it. May be traced.
 
     Args:
-        metadata: The step's.
-        block_table: A row for each of the metadata's rows, padding rows among them, of any width.
+        metadata: Metadata of the step.
+        block_table: Block ids of every row, padding rows included; any number of columns.
 
     Raises:
-        ValueError: The table has not one row for each of the metadata's, or holds no ints.
+        ValueError: If the number of rows differs from the metadata's, or the table does not hold ints.
 
-    Source: vLLM's update_block_table, for cache groups that share all but their blocks.
+    Source: vLLM's update_block_table, for KV-cache groups that differ in their blocks only.
     """
     moved = replace(metadata, block_table=_checked_table(metadata, block_table))
     return replace(moved, slot_mapping=recompute_slot_mapping(moved))
@@ -44,19 +44,19 @@ def advance(
     num_accepted: Int[Array, " reqs"] | None = None,
     is_running: Bool[Array, " reqs"] | None = None,
 ) -> BatchMetadata:
-    """The next decode step's metadata, on the device: every live row decodes `decode_query_len` more tokens.
+    """Return the next decode step's metadata: every valid row decodes `decode_query_len` more tokens.
 
     Prefill rows become decode rows, so the result's bucket has `max_reqs` decode rows and no prefill region.
-    A token past the end of the block table gets slot -1: give tables that are long enough.
+    A token past the end of the block table gets slot -1, so tables must be long enough. May be traced.
 
     Args:
-        metadata: This step's.
-        block_table: The next step's blocks; None = the same.
-        num_accepted: How many of this step's tokens of each row stay (speculative decoding); None = all.
-        is_running: False ends a row: it becomes a padding row. None = all go on.
+        metadata: Metadata of the current step.
+        block_table: Block ids of the next step, int32 [reqs, max_blocks]; None keeps the current table.
+        num_accepted: Number of accepted tokens of this step per row (speculative decoding); None accepts all.
+        is_running: Whether each row continues; a row that does not becomes padding. None continues all rows.
 
     Raises:
-        ValueError: An argument has not one entry a row, or is no array of its kind.
+        ValueError: If an argument does not have one entry per row, or has the wrong dtype.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     bucket = metadata.bucket
@@ -67,12 +67,12 @@ def advance(
     ):
         if value is not None:
             _check_rows(name, value, (bucket.max_reqs,), kind)
-    kept = metadata.query_lens if num_accepted is None else num_accepted.astype(jnp.int32)
-    live = metadata.seq_lens > 0
-    live = live if is_running is None else live & is_running
-    seq_lens = jnp.where(live, metadata.num_computed_tokens + kept + decode_len, 0)
+    accepted = metadata.query_lens if num_accepted is None else num_accepted.astype(jnp.int32)
+    is_valid = metadata.seq_lens > 0
+    is_valid = is_valid if is_running is None else is_valid & is_running
+    seq_lens = jnp.where(is_valid, metadata.num_computed_tokens + accepted + decode_len, 0)
     rows = jnp.arange(bucket.max_reqs + 1, dtype=jnp.int32)
-    num_rows = jnp.max(jnp.where(live, rows[1:], 0), initial=0)
+    num_rows = jnp.max(jnp.where(is_valid, rows[1:], 0), initial=0)
     stepped = replace(
         metadata,
         query_start_loc=jnp.minimum(rows, num_rows) * decode_len,
@@ -87,14 +87,14 @@ def advance(
 
 
 def _checked_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array, "reqs max_blocks"]:
-    """Another table for the same rows."""
+    """Check a new block table for the metadata's rows."""
     columns = block_table.shape[1:] if getattr(block_table, "ndim", 0) == 2 else ("max_blocks",)
     _check_rows("block_table", block_table, (metadata.bucket.max_reqs, *columns), jnp.integer)
     return jnp.asarray(block_table, jnp.int32)
 
 
 def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> None:
-    """One entry a row, of that kind of numbers."""
+    """Check that an array has one entry per row and the right kind of dtype."""
     require(hasattr(value, "dtype") and hasattr(value, "shape"), name, "be an array", repr(value))
     require_shape(name, value.shape, shape, "rows of the metadata first")
     is_right = jnp.issubdtype(value.dtype, kind)
@@ -103,16 +103,16 @@ def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> Non
 
 
 def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
-    """The same step laid out in a larger bucket. May be traced.
+    """Return the metadata padded to a larger bucket. May be traced.
 
-    Arrays of tokens must be laid out in the larger bucket, too: `jattn.batch.transitions.pad_tokens`.
+    Pad arrays of tokens with `jattn.batch.transitions.pad_tokens`.
 
     Args:
-        metadata: The step's.
-        bucket: No size of it is smaller than the metadata's; decode_query_len is the same.
+        metadata: Metadata of the step.
+        bucket: Larger bucket: no size is smaller than the metadata's, and decode_query_len is the same.
 
     Raises:
-        ValueError: `bucket` is smaller in some size, or has another decode_query_len.
+        ValueError: If a size of `bucket` is smaller, or its decode_query_len differs.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     old = metadata.bucket
@@ -133,16 +133,19 @@ def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
     max_blocks = metadata.block_table.shape[1]
     more_blocks = (bucket.max_blocks or max_blocks) - max_blocks
     require(more_blocks >= 0, "bucket.max_blocks", f"be at least {max_blocks}", bucket.max_blocks)
-    pad_rows = lambda rows: _pad_regions(rows, old.max_decodes, bucket.max_decodes, bucket.max_reqs, 0)
-    live_decode_tokens = metadata.num_decodes * bucket.decode_query_len
+
+    def pad_rows(rows: Array) -> Array:
+        return _pad_regions(rows, old.max_decodes, bucket.max_decodes, bucket.max_reqs, 0)
+
+    num_decode_tokens = metadata.num_decodes * bucket.decode_query_len
     decode_starts = jnp.minimum(
-        jnp.arange(bucket.max_decodes, dtype=jnp.int32) * bucket.decode_query_len, live_decode_tokens
+        jnp.arange(bucket.max_decodes, dtype=jnp.int32) * bucket.decode_query_len, num_decode_tokens
     )
     prefill_starts = (
         metadata.query_start_loc[old.max_decodes :] - old.max_decode_tokens + bucket.max_decode_tokens
     )
     if not bucket.max_prefills:
-        prefill_starts = live_decode_tokens[None]
+        prefill_starts = num_decode_tokens[None]
     elif not old.max_prefills:
         prefill_starts = jnp.full(1, bucket.max_decode_tokens, jnp.int32)
     padding = (0, bucket.max_prefills + 1 - prefill_starts.shape[0])
@@ -157,10 +160,10 @@ def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
 
 
 def pad_tokens(tokens: Array, old: Bucket, new: Bucket, *, pad: int = 0) -> Array:
-    """Lays an array [old.max_tokens, ...] out as [new.max_tokens, ...].
+    """Pad an array [old.max_tokens, ...] to [new.max_tokens, ...], region by region.
 
     Raises:
-        ValueError: The array has another number of tokens than `old`.
+        ValueError: If the array does not have `old.max_tokens` tokens.
     """
     got = f"shape {tokens.shape}"
     require(
@@ -170,10 +173,10 @@ def pad_tokens(tokens: Array, old: Bucket, new: Bucket, *, pad: int = 0) -> Arra
 
 
 def _pad_regions(array: Array, old_first: int, new_first: int, new_total: int, pad: int) -> Array:
-    """Pads `[first region | second region]` to `[new_first | new_total - new_first]` entries of axis 0."""
-    rest = ((0, 0),) * (array.ndim - 1)
+    """Pad `[first region | second region]` to `[new_first | new_total - new_first]` entries of axis 0."""
+    no_padding = ((0, 0),) * (array.ndim - 1)
     second = new_total - new_first - (array.shape[0] - old_first)
-    first_padded = jnp.pad(array[:old_first], ((0, new_first - old_first), *rest), constant_values=pad)
+    first_padded = jnp.pad(array[:old_first], ((0, new_first - old_first), *no_padding), constant_values=pad)
     return jnp.concatenate(
-        [first_padded, jnp.pad(array[old_first:], ((0, second), *rest), constant_values=pad)]
+        [first_padded, jnp.pad(array[old_first:], ((0, second), *no_padding), constant_values=pad)]
     )

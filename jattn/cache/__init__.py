@@ -1,4 +1,4 @@
-"""The paged KV cache: what it is, how it is written, how its blocks move."""
+"""The paged KV cache: specs, arrays, writes, reads, block copies and quantization."""
 
 from jattn.cache.block_copy import copy_blocks, swap_blocks
 from jattn.cache.read import blocks_of, gather_tokens, row_keys

@@ -1,4 +1,4 @@
-"""Whole blocks within a cache, between caches, and to the host and back."""
+"""Copies of blocks within a cache, between caches, and between device and host."""
 
 import functools
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from pallas_kernels.checks import require, require_int32s, require_shape
 
 
 def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | np.ndarray) -> Caches:
-    """Copies block `src` onto block `dst` for every pair (src, dst), in every cache. The caches are donated.
+    """Copy block `src` to block `dst` for every pair (src, dst), in every cache. The caches are donated.
 
-    All sources are read before any destination is written, so chains see the old blocks. Pairs with a
-    negative number are skipped: pad with them to keep the number of compiled shapes small.
+    All sources are read before any destination is written, so chained copies read the old blocks. Pairs with
+    a negative id are skipped: pad with them to keep the number of compiled shapes small.
 
     Args:
-        caches: A PagedCache or any tree of them, e.g. one a layer.
-        block_mapping: int [pairs, 2]. The numbers of one on the host are checked; of one on the device, pairs
-            past the end are skipped or read the last block.
+        caches: A PagedCache or any pytree of them, for example one per layer.
+        block_mapping: Pairs (source block, destination block), int [pairs, 2]. Ids on the host are checked;
+            on the device, ids past the end are skipped or read the last block.
 
     Raises:
-        ValueError: Something is no PagedCache, or block_mapping no pairs of ints; a number on the host is
-            past the end, or two pairs have one target.
+        ValueError: If a leaf is not a PagedCache, block_mapping does not hold pairs of ints, an id on the
+            host is out of range, or two pairs have the same destination.
 
     Source: vLLM `copy_blocks`.
     """
@@ -59,23 +59,23 @@ def _put_blocks(array: Array, blocks: Array, source: Array, target: Array) -> Ar
 def swap_blocks(
     source: PagedCache, target: PagedCache, block_mapping: Int[Array, "pairs 2"] | np.ndarray
 ) -> PagedCache:
-    """Copies blocks from one cache to another: device to device, device to host, or host to device.
+    """Copy blocks from one cache to another: device to device, device to host, or host to device.
 
-    A cache lives on the host if its arrays are numpy's (`PagedCache.create_on_host`). The target is donated:
-    a device target is written in place by XLA, a host target by numpy. Not for use inside jit.
+    A cache is on the host if its arrays are numpy arrays (`PagedCache.create_on_host`). The target is
+    donated: XLA writes a device target in place, numpy a host target. Not for use inside jit.
 
     Args:
-        source: Where blocks come from; unchanged.
-        target: Where they go.
-        block_mapping: int [pairs, 2] of (source block, target block); pairs with a negative number are
+        source: Cache to read from; unchanged.
+        target: Cache to write to.
+        block_mapping: Pairs (source block, target block), int [pairs, 2]; pairs with a negative id are
             skipped.
 
     Returns:
-        The target, written.
+        The written target.
 
     Raises:
-        ValueError: The caches differ in layout, dtypes or the shape of a block, block_mapping is no pairs of
-            ints, a number is past the end, or two pairs have one target.
+        ValueError: If the caches differ in layout, dtypes or block shape, block_mapping does not hold pairs
+            of ints, an id is out of range, or two pairs have the same target.
 
     Source: vLLM `swap_blocks`.
     """
@@ -84,16 +84,27 @@ def swap_blocks(
     require(
         source.layout == target.layout, "target.layout", f"be the source's ({source.layout})", target.layout
     )
-    theirs, ours = block_arrays(source), block_arrays(target)
+    source_arrays, target_arrays = block_arrays(source), block_arrays(target)
     require(
-        theirs.keys() == ours.keys(), "target", f"have the source's arrays ({sorted(theirs)})", sorted(ours)
+        source_arrays.keys() == target_arrays.keys(),
+        "target",
+        f"have the source's arrays ({sorted(source_arrays)})",
+        sorted(target_arrays),
     )
-    for name in ours:
+    for name in target_arrays:
         require_shape(
-            f"a block of target.{name}", ours[name].shape[1:], theirs[name].shape[1:], "as the source's"
+            f"a block of target.{name}",
+            target_arrays[name].shape[1:],
+            source_arrays[name].shape[1:],
+            "as the source's",
         )
-        dtype = theirs[name].dtype  # no cast: of numbers that have scales it would make others
-        require(ours[name].dtype == dtype, f"target.{name}", f"be {dtype}, as the source's", ours[name].dtype)
+        dtype = source_arrays[name].dtype  # quantized values cannot be cast
+        require(
+            target_arrays[name].dtype == dtype,
+            f"target.{name}",
+            f"be {dtype}, as the source's",
+            target_arrays[name].dtype,
+        )
     pairs = np.asarray(_as_pairs(block_mapping))
     _check_pairs(pairs, source, target)
     pairs = pairs[(pairs >= 0).all(axis=1)]
@@ -104,17 +115,19 @@ def swap_blocks(
                 name: np.take(a, pairs[:, 0], axis=0)
                 if isinstance(a, np.ndarray)
                 else _gather(a, padded[:, 0])
-                for name, a in theirs.items()
+                for name, a in source_arrays.items()
             }
         )
-        for name, array in ours.items():
+        for name, array in target_arrays.items():
             array[pairs[:, 1]] = gathered[name][: len(pairs)]
         return target
     if isinstance(source.k, np.ndarray):
-        blocks = {name: np.take(array, padded[:, 0], axis=0, mode="clip") for name, array in theirs.items()}
+        blocks = {
+            name: np.take(array, padded[:, 0], axis=0, mode="clip") for name, array in source_arrays.items()
+        }
     else:
-        blocks = {name: _gather(array, padded[:, 0]) for name, array in theirs.items()}
-    return replace(target, **_scatter(ours, blocks, padded))
+        blocks = {name: _gather(array, padded[:, 0]) for name, array in source_arrays.items()}
+    return replace(target, **_scatter(target_arrays, blocks, padded))
 
 
 @jax.jit
@@ -128,14 +141,14 @@ def _scatter(arrays: dict[str, Array], blocks: dict[str, Array], pairs: Array) -
 
 
 def pad_block_pairs(pairs: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
-    """Pairs of blocks, int32: a power of two of them, so that a serving loop compiles a handful of shapes."""
+    """Pad pairs of block ids with -1 to a power of two, so that serving compiles few shapes; int32."""
     padded = np.full((1 << max(len(pairs) - 1, 0).bit_length(), 2), -1, np.int32)
     padded[: len(pairs)] = pairs
     return padded
 
 
 def _as_pairs(block_mapping: Any) -> Any:
-    """The mapping as an array [pairs, 2]; numpy's where it is on the host."""
+    """Return the mapping as an array [pairs, 2], in numpy unless it is on the device."""
     pairs = block_mapping if isinstance(block_mapping, jax.Array) else np.asarray(block_mapping)
     if pairs.size == 0:
         return np.zeros((0, 2), np.int32)
@@ -147,12 +160,12 @@ def _as_pairs(block_mapping: Any) -> Any:
 
 
 def _check_pairs(pairs: np.ndarray, source: PagedCache, target: PagedCache) -> None:
-    """Host pairs without a negative number must name blocks, each target once."""
+    """Check that host pairs are in range and have distinct targets."""
     pairs = pairs[(pairs >= 0).all(axis=1)]
     for column, cache in ((0, source), (1, target)):
-        past = pairs[pairs[:, column] >= cache.num_blocks]
+        out_of_range = pairs[pairs[:, column] >= cache.num_blocks]
         rule = f"stay below {cache.num_blocks} in column {column}"
-        require(past.size == 0, "block_mapping", rule, past.tolist())
+        require(out_of_range.size == 0, "block_mapping", rule, out_of_range.tolist())
     targets, counts = np.unique(pairs[:, 1], return_counts=True)
-    twice = targets[counts > 1]
-    require(twice.size == 0, "block_mapping", "have each target once", twice.tolist())
+    duplicates = targets[counts > 1]
+    require(duplicates.size == 0, "block_mapping", "have distinct targets", duplicates.tolist())

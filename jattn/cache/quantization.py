@@ -1,28 +1,28 @@
-"""8-bit keys and values: how a number becomes stored bits and a scale, and back."""
+"""Quantization of keys and values to 8 bits."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-# Below this a token's scale says nothing any more; vLLM's floor.
+# Minimum scale of a token: vLLM's floor.
 MIN_SCALE = 1e-6
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The largest magnitude a scale maps to: 127 for int8 (symmetric), the largest finite number for fp8."""
+    """Return the largest magnitude that a dtype represents: 127 for int8 (symmetric)."""
     return 127.0 if jnp.dtype(dtype) == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
 def quantize_static(
     values: Float[Array, "tokens heads head_dim"], scale: Float[Array, "..."] | None, dtype: DTypeLike
 ) -> Shaped[Array, "tokens heads head_dim"]:
-    """`values / scale` as `dtype`: 8-bit types saturate, integers round half to even, int8 keeps [-128, 127].
+    """Quantize `values / scale` to `dtype`, saturating; int8 rounds half to even.
 
     Args:
-        values: What to store.
-        scale: One number, one per head, or per channel [heads, head_dim]: value = stored * scale. None = 1.
-        dtype: What to store them as.
+        values: Values to quantize.
+        scale: Scale, such that value = stored * scale: a scalar, [heads], or [heads, head_dim]; None is 1.
+        dtype: Dtype to store.
     """
     if scale is not None:
         scale = jnp.asarray(scale, jnp.float32)
@@ -33,7 +33,7 @@ def quantize_static(
 def quantize_token_head(
     values: Float[Array, "tokens heads head_dim"], dtype: DTypeLike
 ) -> tuple[Shaped[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
-    """Stores each token's head with its own scale, `max(amax / largest, 1e-6)`.
+    """Quantize with one scale per token and head, `max(amax / largest, 1e-6)`.
 
     Source: vLLM's int8_per_token_head and fp8_per_token_head caches; rounds half to even.
     """
@@ -43,8 +43,9 @@ def quantize_token_head(
     scale = jnp.maximum(amax / largest(dtype), MIN_SCALE)
     quotient = values / scale[..., None]
     if is_16_bit:
-        # XLA divides by multiplying with reciprocals, 2^-22 off, so that a tie (half of amax is 63.5) fell to
-        # either side. In 20 bits it is a tie again; no other quotient of 16-bit numbers is as near to one.
+        # XLA divides by multiplying with a reciprocal, with an error of 2^-22, which would round ties (half
+        # of amax is 63.5) to either side. Rounded to 20 bits they are ties again; no other quotient of 16-bit
+        # numbers is that close to a tie.
         quotient = jax.lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=19)
     return saturate(quotient, dtype), scale
 
@@ -52,18 +53,18 @@ def quantize_token_head(
 def rounded_token_head(
     values: Float[Array, "tokens heads head_dim"], dtype: DTypeLike
 ) -> Float[Array, "tokens heads head_dim"]:
-    """What `quantize_token_head` stores, read back: f32."""
+    """Quantize with `quantize_token_head` and dequantize again, to f32."""
     stored, scale = quantize_token_head(values, dtype)
     return stored.astype(jnp.float32) * scale[..., None]
 
 
 def saturate(values: Float[Array, "..."], dtype: DTypeLike) -> Shaped[Array, "..."]:
-    """Casts to `dtype`, clamping what it cannot hold."""
+    """Cast to an 8-bit dtype, clamping values that are out of range."""
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.clip(jnp.round(values), -128, 127).astype(jnp.int8)
     info, clamped = jnp.finfo(dtype), jnp.clip(values, -largest(dtype), largest(dtype))
-    # XLA for GPUs leaves out a cast to fp8 that is cast back in the same program. What is rounded already is
-    # right without it.
+    # XLA for GPUs drops a cast to fp8 that is cast back in the same program, so values are rounded
+    # explicitly.
     rounded = jax.lax.reduce_precision(clamped, exponent_bits=8, mantissa_bits=info.nmant)
     unit = jnp.asarray(info.smallest_subnormal, values.dtype)
     is_small = jnp.abs(clamped) < jnp.asarray(info.smallest_normal, values.dtype)

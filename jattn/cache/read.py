@@ -1,4 +1,4 @@
-"""Keys and values out of a cache, whatever its layout."""
+"""Reads of keys and values from a cache of any layout."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,17 @@ from pallas_kernels.checks import require, require_int32s, require_type
 
 
 def blocks_of(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple[Array, Array]:
-    """Keys and values of some blocks, whatever the layout: each [*n, block_size, kv_heads, head_dim].
+    """Return keys and values of blocks, each [*n, block_size, kv_heads, head_dim], for any layout.
 
     Args:
-        cache: The cache, of any layout.
-        ids: Which blocks; a block table, for one. Ids outside of the cache read its first or last block.
+        cache: Paged cache.
+        ids: Block ids, for example a block table. Ids out of range read the first or last block.
 
     Returns:
-        What is stored, in the cache's dtypes: 8-bit numbers are not multiplied with their scales.
+        Keys and values as stored, in the cache's dtypes; 8-bit values are not multiplied by their scales.
 
     Raises:
-        ValueError: cache is no PagedCache, or ids are no ints, or beyond int32.
+        ValueError: If cache is not a PagedCache, or ids are not int32s.
     """
     require_type("cache", cache, PagedCache, "PagedCache.create makes one")
     is_array = isinstance(ids, jax.Array | np.ndarray)
@@ -40,32 +40,35 @@ def gather_tokens(
     kv: PagedCache | PackedKV,
     block_table: Int32[Array, "reqs max_blocks"],
     positions: Int32[Array, "reqs n q_heads"],
-    is_real: Bool[Array, "reqs n q_heads"],
+    is_valid: Bool[Array, "reqs n q_heads"],
 ) -> tuple[Array, Array]:
-    """Keys and values of some positions of each row, each query head its own: [reqs, n, q_heads, head_dim].
+    """Gather keys and values at per-head positions of each row: [reqs, n, q_heads, head_dim].
 
-    What is stored, without scales. Nothing is read where a position is not real: zeros stand there.
+    Returns values as stored, without scales, and zeros where `is_valid` is False.
     """
     group = positions.shape[-1] // kv.num_kv_heads
     head = jnp.arange(positions.shape[-1], dtype=jnp.int32) // group
-    where = lambda x: jnp.where(is_real[..., None], x, jnp.zeros((), x.dtype))
-    position = jnp.where(is_real, positions, 0)
+
+    def masked(x: Array) -> Array:
+        return jnp.where(is_valid[..., None], x, jnp.zeros((), x.dtype))
+
+    position = jnp.where(is_valid, positions, 0)
     if isinstance(kv, PackedKV):
         token = kv.kv_start_loc.astype(jnp.int32)[:, None, None] + position
-        return where(kv.k[token, head]), where(kv.v[token, head])
+        return masked(kv.k[token, head]), masked(kv.v[token, head])
     row, k, v = jnp.arange(positions.shape[0])[:, None, None], jnp.asarray(kv.k), jnp.asarray(kv.v)
-    block, place = block_table[row, position // kv.block_size], position % kv.block_size
+    block, offset = block_table[row, position // kv.block_size], position % kv.block_size
     if kv.layout == "packed":
-        parts = k[block, head, :, place]
-        return where(parts.reshape(*positions.shape, kv.head_dim)), where(v[block, head, :, place])
-    at = (block, head, place) if kv.layout == "HND" else (block, place, head)
-    return where(k[at]), where(v[at])
+        keys = k[block, head, :, offset].reshape(*positions.shape, kv.head_dim)
+        return masked(keys), masked(v[block, head, :, offset])
+    index = (block, head, offset) if kv.layout == "HND" else (block, offset, head)
+    return masked(k[index]), masked(v[index])
 
 
 def row_keys(
     kv: PagedCache | PackedKV, block_table: Int32[Array, "reqs max_blocks"], row: Int[Array, ""]
 ) -> Float[Array, "kv_heads keys head_dim"]:
-    """The keys of one row of a batch in f32, from position 0 on; what is past its end is garbage."""
+    """Return the keys of one row from position 0 on, in f32; keys past the row's end are undefined."""
     if isinstance(kv, PackedKV):
         index = kv.kv_start_loc[row] + jnp.arange(kv.k.shape[0], dtype=jnp.int32)
         return jnp.swapaxes(jnp.take(kv.k, index, axis=0, mode="clip"), 0, 1).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What a layer's paged cache is: its sizes, its layout, and what keys and values are stored as."""
+"""Static description of a layer's paged cache: sizes, layout and quantization."""
 
 import dataclasses
 import difflib
@@ -15,20 +15,20 @@ from pallas_kernels.checks import require, require_int, require_number, require_
 LAYOUTS = ("NHD", "HND", "packed")
 
 
-class Stored(NamedTuple):
-    """What keys or values are stored as.
+class StorageFormat(NamedTuple):
+    """Storage dtype and kind of scale of keys or values.
 
     Attributes:
-        dtype: Of the array; None = the CacheSpec's.
-        scale: "static" (one number, or one a kv head), "channel" (static, [kv_heads, head_dim]), "token_head"
-            (made when written), or None.
+        dtype: Dtype of the array; None uses the CacheSpec's dtype.
+        scale: Kind of scale: "static" (a scalar or one per KV head), "channel" (static, [kv_heads,
+            head_dim]), "token_head" (one per token and head, computed when written), or None.
     """
 
     dtype: DTypeLike | None
     scale: str | None
 
     def scale_shapes(self, spec: "CacheSpec") -> tuple[tuple[int, ...], ...]:
-        """The shapes that a scale may have, the default first; in the order of `PagedCache`'s arguments."""
+        """Return the allowed shapes of a scale as an argument of `PagedCache`, the default first."""
         heads = spec.num_kv_heads
         return {
             None: (),
@@ -38,21 +38,21 @@ class Stored(NamedTuple):
         }[self.scale]
 
 
-UNQUANTIZED = Stored(None, None)
-INT8_TOKEN_HEAD = Stored(jnp.int8, "token_head")
-# What each CacheSpec.quantization stores keys as, and values.
+UNQUANTIZED = StorageFormat(None, None)
+INT8_TOKEN_HEAD = StorageFormat(jnp.int8, "token_head")
+# Storage formats of keys and of values for each CacheSpec.quantization.
 QUANTIZATIONS = {
     None: (UNQUANTIZED, UNQUANTIZED),
-    "fp8_e4m3": (Stored(jnp.float8_e4m3fn, "static"),) * 2,
-    "fp8_e5m2": (Stored(jnp.float8_e5m2, "static"),) * 2,
-    "fp8_e4m3_token_head": (Stored(jnp.float8_e4m3fn, "token_head"),) * 2,
+    "fp8_e4m3": (StorageFormat(jnp.float8_e4m3fn, "static"),) * 2,
+    "fp8_e5m2": (StorageFormat(jnp.float8_e5m2, "static"),) * 2,
+    "fp8_e4m3_token_head": (StorageFormat(jnp.float8_e4m3fn, "token_head"),) * 2,
     "int8_token_head": (INT8_TOKEN_HEAD, INT8_TOKEN_HEAD),
-    "int8_static_v": (INT8_TOKEN_HEAD, Stored(jnp.int8, "channel")),
+    "int8_static_v": (INT8_TOKEN_HEAD, StorageFormat(jnp.int8, "channel")),
     "int8_k_only": (INT8_TOKEN_HEAD, UNQUANTIZED),
 }
 
 
-# VLLM's kv_cache_dtype, where it says exactly what one of ours says.
+# Names of vLLM's kv_cache_dtype that are equivalent to a quantization.
 QUANTIZATION_ALIASES = {
     "auto": None,
     "fp8": "fp8_e4m3",
@@ -62,10 +62,10 @@ QUANTIZATION_ALIASES = {
 
 
 def resolve_quantization(name: str | None) -> str | None:
-    """The quantisation that a name means: ours, or vLLM's kv_cache_dtype.
+    """Return the canonical name of a quantization; accepts vLLM's kv_cache_dtype names, too.
 
     Raises:
-        ValueError: There is none of that name; the message has the nearest.
+        ValueError: If the name is unknown; the message suggests the nearest one.
     """
     if isinstance(name, str) and name in QUANTIZATION_ALIASES:
         return QUANTIZATION_ALIASES[name]
@@ -79,33 +79,35 @@ def resolve_quantization(name: str | None) -> str | None:
 
 
 def checked_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
-    """The dtype that is meant, which must be one of floats; the hint says what else there is."""
+    """Return a floating-point dtype; `hint` is appended to the error message."""
     try:
-        meant = jnp.dtype(dtype)
+        checked = jnp.dtype(dtype)
     except TypeError:
         require(False, name, "be a dtype", repr(dtype))
         raise
-    require(jnp.issubdtype(meant, jnp.floating), name, f"be a float type{hint}", meant)
-    return meant
+    require(jnp.issubdtype(checked, jnp.floating), name, f"be a float type{hint}", checked)
+    return checked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """One layer's paged KV cache.
+    """Paged KV cache of one layer.
 
     Attributes:
-        num_blocks: Blocks of the pool. Block 0 is by custom the null block that padding points to.
-        block_size: Tokens of a block.
-        num_kv_heads: Key/value heads of this device.
+        num_blocks: Number of blocks in the pool. By convention block 0 is the null block, to which padding
+            points.
+        block_size: Number of tokens per block.
+        num_kv_heads: Number of KV heads on this device.
         head_dim: Width of a head.
-        dtype: What keys and values are stored as, unless `quantization` says otherwise.
+        dtype: Dtype of keys and values, unless `quantization` overrides it.
         layout: "NHD" [blocks, block_size, kv_heads, head_dim], "HND" [blocks, kv_heads, block_size,
             head_dim], or "packed", vLLM's paged_attention layout: keys [blocks, kv_heads, head_dim / x,
             block_size, x] with x elements in 16 bytes, values [blocks, kv_heads, head_dim, block_size].
-        quantization: None; "fp8_e4m3" or "fp8_e5m2" (a static scale, or one a kv head); "fp8_e4m3_token_head"
-            or "int8_token_head" (a scale per token and head, made when written); "int8_static_v" (keys as
-            int8_token_head, int8 values with a static scale per channel); "int8_k_only" (values as they are).
-            VLLM's names are taken, too: "auto", "fp8", "fp8_per_token_head", "int8_per_token_head".
+        quantization: None; "fp8_e4m3" or "fp8_e5m2" (static scales, one in all or one per KV head);
+            "fp8_e4m3_token_head" or "int8_token_head" (one scale per token and head, computed when written);
+            "int8_static_v" (keys as int8_token_head, int8 values with a static scale per channel);
+            "int8_k_only" (keys as int8_token_head, values not quantized). vLLM's names "auto", "fp8",
+            "fp8_per_token_head" and "int8_per_token_head" are accepted, too.
     """
 
     num_blocks: int
@@ -126,7 +128,7 @@ class CacheSpec:
         )
         require_one_of("layout", self.layout, LAYOUTS)
         object.__setattr__(self, "quantization", resolve_quantization(self.quantization))
-        hint = " (quantization='int8_token_head' and the like make integers)"
+        hint = " (for an int8 cache pass quantization='int8_token_head')"
         object.__setattr__(self, "dtype", checked_float_dtype("dtype", self.dtype, hint))
         if self.layout == "packed":
             require(
@@ -137,23 +139,23 @@ class CacheSpec:
             )
 
     @property
-    def stored(self) -> tuple[Stored, Stored]:
-        """What keys are stored as, and values."""
+    def storage_formats(self) -> tuple[StorageFormat, StorageFormat]:
+        """Storage formats of keys and of values."""
         return QUANTIZATIONS[self.quantization]
 
     @property
     def key_dtype(self) -> np.dtype:
         """The dtype of the key array."""
-        return jnp.dtype(self.stored[0].dtype or self.dtype)
+        return jnp.dtype(self.storage_formats[0].dtype or self.dtype)
 
     @property
     def value_dtype(self) -> np.dtype:
         """The dtype of the value array."""
-        return jnp.dtype(self.stored[1].dtype or self.dtype)
+        return jnp.dtype(self.storage_formats[1].dtype or self.dtype)
 
     @property
     def pack_width(self) -> int:
-        """VLLM's x: elements of a key in 16 bytes."""
+        """Number of key elements in 16 bytes: x of vLLM's layout."""
         return 16 // self.key_dtype.itemsize
 
     @property
@@ -175,29 +177,29 @@ class CacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one more block costs: its keys, values and per-token scales."""
+        """Number of bytes per block: keys, values and per-token scales."""
         heads = self.block_size * self.num_kv_heads
-        num_scales = sum(stored.scale == "token_head" for stored in self.stored)
+        num_scales = sum(side.scale == "token_head" for side in self.storage_formats)
         return heads * (
             self.head_dim * (self.key_dtype.itemsize + self.value_dtype.itemsize) + 4 * num_scales
         )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
+        """Number of bytes of the entire pool."""
         return self.num_blocks * self.bytes_per_block
 
     def num_blocks_in(self, memory_bytes: int, num_layers: int = 1) -> int:
-        """How many blocks fit `memory_bytes` when each of `num_layers` layers has its own cache.
+        """Return how many blocks fit in `memory_bytes` if each of `num_layers` layers has its own cache.
 
         Raises:
-            ValueError: Not even one block fits, or an argument is no such number.
+            ValueError: If not even one block fits, or an argument is not a number.
         """
         require_number(memory_bytes=memory_bytes)
         require(math.isfinite(memory_bytes), "memory_bytes", "be finite", memory_bytes)
         require_int(num_layers=num_layers)
         require_positive(num_layers=num_layers)
-        size = self.bytes_per_block * int(num_layers)  # numpy's in few bits do not hold it
+        size = self.bytes_per_block * int(num_layers)  # a small numpy int would overflow
         blocks = int(memory_bytes) // size
         require(blocks > 0, "memory_bytes", f"hold a block ({size} bytes)", memory_bytes)
         return blocks

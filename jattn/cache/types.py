@@ -1,4 +1,4 @@
-"""Where keys and values are: in blocks of one of three layouts, or one request after the other."""
+"""Arrays of keys and values: a paged cache in one of three layouts, or packed outside a cache."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from jattn.cache.spec import LAYOUTS, CacheSpec, Stored
+from jattn.cache.spec import LAYOUTS, CacheSpec, StorageFormat
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require, require_int, require_one_of, require_shape
 from pallas_kernels.support import is_concrete
@@ -19,15 +19,17 @@ type _Scale = Float[Array, "..."] | np.ndarray
 
 @pytree
 class PagedCache:
-    """Keys and values of one layer.
+    """Paged keys and values of one layer.
 
     Attributes:
         k: Keys: NHD [blocks, block_size, kv_heads, head_dim], HND [blocks, kv_heads, block_size, head_dim],
             or packed [blocks, kv_heads, head_dim / x, block_size, x].
-        v: Values: as k, but packed [blocks, kv_heads, head_dim, block_size]. May be of another dtype.
-        stored_k_scale: key = stored * scale: a scalar, [kv_heads], or [blocks, kv_heads, block_size], so that
-            a head's scales of a block are one piece of memory for the kernels; None = 1.
-        stored_v_scale: The same for values, or [kv_heads, head_dim].
+        v: Values: same layout as k, except packed [blocks, kv_heads, head_dim, block_size]. May have another
+            dtype.
+        stored_k_scale: Scale of the keys, such that key = stored * scale: a scalar, [kv_heads], or [blocks,
+            kv_heads, block_size], so that a head's scales of a block are contiguous for the kernels; None is
+            1.
+        stored_v_scale: Scale of the values, in the same shapes or [kv_heads, head_dim]; None is 1.
         layout: "NHD", "HND" or "packed".
     """
 
@@ -36,7 +38,7 @@ class PagedCache:
     stored_k_scale: _Scale | None = dataclasses.field(init=False)
     stored_v_scale: _Scale | None = dataclasses.field(init=False)
     layout: str = static()
-    # The constructor's, so that dataclasses.replace hands them over; the properties of these names read them.
+    # Constructor arguments, which dataclasses.replace passes; the properties of the same names read them.
     k_scale: dataclasses.InitVar[_Scale | None] = None
     v_scale: dataclasses.InitVar[_Scale | None] = None
 
@@ -49,19 +51,19 @@ class PagedCache:
         v_scale: _Scale | None = None,
         layout: str = "NHD",
     ) -> None:
-        """A cache of arrays that exist.
+        """Construct a cache from existing arrays.
 
         Args:
-            k: As the attribute.
-            v: As the attribute.
-            k_scale: None, a scalar, [kv_heads], or per token and head [blocks, block_size, kv_heads] in every
-                layout.
-            v_scale: As k_scale, or per channel [kv_heads, head_dim].
-            layout: As the attribute.
+            k: Keys in the given layout.
+            v: Values in the given layout.
+            k_scale: Scale of the keys: None, a scalar, [kv_heads], or per token and head [blocks, block_size,
+                kv_heads] in every layout.
+            v_scale: Scale of the values: as k_scale, or per channel [kv_heads, head_dim].
+            layout: "NHD", "HND" or "packed".
 
         Raises:
-            ValueError: Shapes disagree, a scale is of no real numbers, or k or v holds what no scale makes
-                numbers of: int8 without a scale, or other integers.
+            ValueError: If shapes do not match, a scale is not real, or k or v are integers other than int8
+                with a scale.
         """
         for name, value in (("k", k), ("v", v), ("layout", layout)):
             object.__setattr__(self, name, value)
@@ -90,22 +92,23 @@ class PagedCache:
     def create(
         cls, spec: CacheSpec, *, k_scale: _Scale | None = None, v_scale: _Scale | None = None
     ) -> "PagedCache":
-        """A cache of zeros.
+        """Construct a cache of zeros.
 
         Args:
-            spec: Its sizes.
-            k_scale: The static scale of a quantisation that has one; None = 1, vLLM's default for fp8.
-            v_scale: The same of values; one per channel has no default (`jattn.calibrate` makes them).
+            spec: Sizes, layout and quantization of the cache.
+            k_scale: Static scale of the keys, if the quantization has one; None is 1, vLLM's default for fp8.
+            v_scale: Static scale of the values, if the quantization has one; None is 1, except for
+                per-channel scales, which have no default (`jattn.calibrate` computes them).
 
         Raises:
-            ValueError: The quantisation has no static scale, one of another shape, or needs one that is not
-                given; a scale is not positive and finite.
+            ValueError: If a scale is passed that the quantization does not have, has the wrong shape, or is
+                not positive and finite, or if a required scale is missing.
         """
         require(isinstance(spec, CacheSpec), "spec", "be a CacheSpec", type(spec).__name__)
         scales = {
-            name: _initial_scale(name, spec, stored, scale)
-            for name, stored, scale in zip(
-                ("k_scale", "v_scale"), spec.stored, (k_scale, v_scale), strict=True
+            name: _initial_scale(name, spec, storage, scale)
+            for name, storage, scale in zip(
+                ("k_scale", "v_scale"), spec.storage_formats, (k_scale, v_scale), strict=True
             )
         }
         return cls(
@@ -117,27 +120,27 @@ class PagedCache:
 
     @classmethod
     def create_on_host(cls, spec: CacheSpec) -> "PagedCache":
-        """The same in numpy: a place to swap blocks out to. Static scales stay with the other cache."""
-        is_static = lambda stored: stored.scale in ("static", "channel")
+        """Construct a cache of zeros in numpy, to swap blocks out to; its static scales are unused."""
         k_scale, v_scale = (
-            jnp.ones(stored.scale_shapes(spec)[0]) if is_static(stored) else None for stored in spec.stored
+            jnp.ones(storage.scale_shapes(spec)[0]) if storage.scale in ("static", "channel") else None
+            for storage in spec.storage_formats
         )
         shapes = jax.eval_shape(lambda: cls.create(spec, k_scale=k_scale, v_scale=v_scale))
         return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks in the pool."""
         return self.k.shape[0]
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens per block."""
         return self.k.shape[{"NHD": 1, "HND": 2, "packed": 3}[self.layout]]
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads."""
+        """Number of KV heads."""
         return self.k.shape[2 if self.layout == "NHD" else 1]
 
     @property
@@ -147,27 +150,27 @@ class PagedCache:
 
     @property  # type: ignore[misc]
     def k_scale(self) -> Any:  # noqa: F811
-        """The keys' scale as the constructor takes it."""
+        """Scale of the keys in the constructor's shape."""
         return _swap_token_and_head(self.stored_k_scale)
 
     @property  # type: ignore[misc]
     def v_scale(self) -> Any:  # noqa: F811
-        """The values' scale as the constructor takes it."""
+        """Scale of the values in the constructor's shape."""
         return _swap_token_and_head(self.stored_v_scale)
 
 
 def _check_stored(name: str, array: Any, scale: Any) -> None:
-    """Keys or values must be an array of floats, or int8 with a scale."""
+    """Check that keys or values are floats, or int8 with a scale."""
     require(hasattr(array, "dtype") and hasattr(array, "ndim"), name, "be an array", type(array).__name__)
     if jnp.issubdtype(array.dtype, jnp.floating):
         return
-    rule = "hold floats or int8 (vLLM's uint8: view it as the 8-bit float that it holds)"
+    rule = "hold floats or int8 (view vLLM's uint8 arrays as the fp8 dtype that they hold)"
     require(array.dtype == jnp.int8, name, rule, array.dtype)
-    require(scale is not None, f"{name}_scale", f"be given for {name} of int8", None)
+    require(scale is not None, f"{name}_scale", f"be passed with int8 {name}", None)
 
 
 def _as_scale(name: str, scale: Any) -> Any:
-    """A scale, of a list an array. It must be real: bools would count as 1, imaginary parts be dropped."""
+    """Return a scale, converting lists to arrays; bools and complex numbers are refused."""
     scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
     dtype = getattr(scale, "dtype", None)
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -177,51 +180,52 @@ def _as_scale(name: str, scale: Any) -> Any:
     return scale
 
 
-def _initial_scale(name: str, spec: CacheSpec, stored: Stored, scale: _Scale | None) -> _Scale | None:
-    """What a new cache holds for `k_scale` or `v_scale`."""
-    shapes, kind = stored.scale_shapes(spec), f"with quantization={spec.quantization!r}"
+def _initial_scale(name: str, spec: CacheSpec, storage: StorageFormat, scale: _Scale | None) -> _Scale | None:
+    """Return the initial `k_scale` or `v_scale` of a new cache."""
+    shapes, context = storage.scale_shapes(spec), f"with quantization={spec.quantization!r}"
     if scale is None:
-        way_out = "jattn.calibrate makes it; 'int8_k_only' and 'int8_token_head' need none"
-        require(stored.scale != "channel", name, f"be given {kind} ({way_out})", None)
+        hint = "jattn.calibrate computes it; 'int8_k_only' and 'int8_token_head' need none"
+        require(storage.scale != "channel", name, f"be given {context} ({hint})", None)
         return jnp.ones(shapes[0], jnp.float32) if shapes else None
-    require(stored.scale in ("static", "channel"), name, f"be None {kind}", "a static scale")
+    require(storage.scale in ("static", "channel"), name, f"be None {context}", "a static scale")
     scale = _as_scale(name, scale)
-    require_one_of(f"{name}'s shape {kind}", tuple(jnp.shape(scale)), shapes)
+    require_one_of(f"{name}'s shape {context}", tuple(jnp.shape(scale)), shapes)
     if not isinstance(scale, jax.core.Tracer):
         values = np.asarray(scale, np.float32)
-        is_right = bool((np.isfinite(values) & (values > 0)).all())
-        require(is_right, name, "be positive and finite", scale)
-    return jnp.array(scale, jnp.float32)  # a copy: who donates the cache donates it, too
+        is_positive = bool((np.isfinite(values) & (values > 0)).all())
+        require(is_positive, name, "be positive and finite", scale)
+    return jnp.array(scale, jnp.float32)  # a copy, since donating the cache donates its scales
 
 
 def _swap_token_and_head(scale: Any) -> Any:
-    """Scales per token and head from the constructor's order to the stored one, or back."""
+    """Convert scales per token and head between the constructor's axis order and the stored one."""
     if not has_token_axis(scale):
         return scale
     return np.swapaxes(scale, 1, 2) if isinstance(scale, np.ndarray) else jnp.swapaxes(scale, 1, 2)
 
 
 def has_token_axis(scale: Any) -> bool:
-    """Whether a stored scale is one per token and head, made when written; the others are static."""
+    """Return whether a scale has a token axis: one scale per token and head, computed when written."""
     return scale is not None and jnp.ndim(scale) == 3
 
 
 @pytree
 class PackedKV:
-    """Keys and values that are not in a cache: those of every request one after the other.
+    """Keys and values outside a cache, those of all requests concatenated.
 
-    For encoders, cross attention, and prompts attended to as they are. Stands in for a PagedCache in attend.
+    For encoders, cross attention and training. Takes the place of a PagedCache in `attend`.
 
     Attributes:
-        k: [kv_tokens, kv_heads, head_dim]
-        v: [kv_tokens, kv_heads, head_dim]
-        kv_start_loc: First key of each row of the metadata; row r has `seq_lens[r]` keys from there. `attend`
-            refuses rows that have keys outside of k; inside jit nobody can see them.
-        is_in_order: Static: whoever made it says that kv_start_loc begins with 0 and ascends, padding rows'
-            too, and that no two rows share a key. The kernels compute gradients only then. `attend` refuses
-            what is not so; inside jit nobody can see it.
-        max_seq_len: Static: no row has more keys; None = they may all be one row's. Under a mask the kernels
-            list tiles of so many keys for each row.
+        k: Keys, [kv_tokens, kv_heads, head_dim].
+        v: Values, [kv_tokens, kv_heads, head_dim].
+        kv_start_loc: Index of the first key of each row of the metadata, int [reqs]; row r has `seq_lens[r]`
+            keys from there. `attend` refuses rows whose keys are out of range; inside jit this is not
+            checked.
+        is_in_order: Whether kv_start_loc begins with 0 and ascends, also for padding rows, and no two rows
+            share a key (static). Required by the kernels that compute gradients. `attend` checks it, but not
+            inside jit.
+        max_seq_len: Maximum number of keys per row (static); None allows all keys in one row. With a mask the
+            kernels build tile lists of this length for each row.
     """
 
     k: Float[Array, "kv_tokens kv_heads head_dim"]
@@ -238,13 +242,13 @@ class PackedKV:
             array: Any = getattr(self, name)
             require(hasattr(array, "dtype") and hasattr(array, "ndim"), name, "be an array", repr(array))
             require(array.ndim == axes, name, f"have {axes} axes", f"shape {array.shape}")
-            kind, what = (jnp.integer, "ints") if name == "kv_start_loc" else (jnp.floating, "floats")
-            require(jnp.issubdtype(array.dtype, kind), name, f"hold {what}", array.dtype)
+            dtype, numbers = (jnp.integer, "ints") if name == "kv_start_loc" else (jnp.floating, "floats")
+            require(jnp.issubdtype(array.dtype, dtype), name, f"hold {numbers}", array.dtype)
         require_shape("v", self.v.shape, self.k.shape, "as k")
 
     @property
     def num_kv_heads(self) -> int:
-        """Key/value heads."""
+        """Number of KV heads."""
         return self.k.shape[1]
 
     @property
@@ -254,19 +258,19 @@ class PackedKV:
 
     @property
     def max_keys_per_row(self) -> int:
-        """Static: what no row exceeds, said or not."""
+        """Static bound of the number of keys per row."""
         num_keys = self.k.shape[0]
         return num_keys if self.max_seq_len is None else min(self.max_seq_len, num_keys)
 
     def check_rows(self, seq_lens: Any, query_lens: Any = None) -> None:
-        """That each row's keys are among these, and are what the static fields say; where nothing is traced.
+        """Check that each row's keys are in range and agree with the static fields; not if traced.
 
         Args:
-            seq_lens: Keys of each row.
-            query_lens: Its queries: where there are none, no key is read. None = all rows have some.
+            seq_lens: Number of keys per row.
+            query_lens: Number of queries per row; rows without queries read no key. None: all rows have some.
 
         Raises:
-            ValueError: A row has more keys than max_seq_len, or some outside of k, or is not in order.
+            ValueError: If a row has more keys than max_seq_len, keys out of range, or is out of order.
         """
         if not is_concrete(seq_lens):
             return
@@ -290,32 +294,32 @@ class PackedKV:
 
 
 def require_not_deleted(cache: PagedCache) -> None:
-    """No array of a cache may have been given up to a call that it was donated to.
+    """Check that no array of a cache was donated to an earlier call.
 
     Raises:
-        ValueError: One was.
+        ValueError: If one was.
     """
-    own = (array for array in (cache.k, cache.v) if isinstance(array, jax.Array) and is_concrete(array))
-    rule = "be what write_kv, or the jit that it was donated to, returned in its place"
-    require(not any(array.is_deleted() for array in own), "cache", rule, "one that was given up")
+    arrays = (array for array in (cache.k, cache.v) if isinstance(array, jax.Array) and is_concrete(array))
+    rule = "be the cache that write_kv, or the jit it was donated to, returned"
+    require(not any(array.is_deleted() for array in arrays), "cache", rule, "a donated one")
 
 
 def require_distinct_arrays(*caches: PagedCache) -> None:
-    """No array may stand at two places of what is donated: its memory cannot be given up twice.
+    """Check that no array occurs twice in caches to be donated, since it cannot be donated twice; not in jit.
 
     Raises:
-        ValueError: One does, or was given up before; inside jit nothing is donated and nobody minds.
+        ValueError: If an array occurs twice or was donated before.
     """
     for cache in caches:
         require_not_deleted(cache)
-    every = (array for cache in caches for array in block_arrays(cache).values())
-    arrays = [array for array in every if isinstance(array, jax.Array) and is_concrete(array)]
-    rule = "have arrays of their own for keys and values, which are donated (jnp.copy makes one)"
-    is_own = len({id(array) for array in arrays}) == len(arrays)
-    require(is_own, "caches", rule, "one array at two places")
+    all_arrays = (array for cache in caches for array in block_arrays(cache).values())
+    arrays = [array for array in all_arrays if isinstance(array, jax.Array) and is_concrete(array)]
+    rule = "have distinct arrays for keys and values, since they are donated (use jnp.copy)"
+    is_distinct = len({id(array) for array in arrays}) == len(arrays)
+    require(is_distinct, "caches", rule, "the same array twice")
 
 
 def block_arrays(cache: PagedCache) -> dict[str, Any]:
-    """The arrays whose first axis is the block, by their attribute's name: what moves when a block moves."""
+    """Return the arrays whose first axis is the block, by attribute name."""
     scales = {"stored_k_scale": cache.stored_k_scale, "stored_v_scale": cache.stored_v_scale}
     return {"k": cache.k, "v": cache.v} | {name: s for name, s in scales.items() if has_token_axis(s)}

@@ -1,4 +1,4 @@
-"""New keys and values into their slots, rounded on the way where the cache is of 8 bits."""
+"""Writes of new keys and values to their slots, with quantization for 8-bit caches."""
 
 import functools
 from typing import Any
@@ -26,25 +26,26 @@ def write_kv(
     *,
     implementation: str | None = None,
 ) -> PagedCache:
-    """Writes new keys and values into their slots. The given cache is donated: use the one returned.
+    """Write new keys and values to their slots. The cache is donated: use the returned one.
 
-    It is written in place where its memory may be reused: called outside jit, always; inside a jit where that
-    jit donates the cache (`jax.jit(step, donate_argnames="cache")`) or made it, as a loop carries it. A jit
-    that does not donate copies the whole cache first, in every call.
+    The cache is written in place when called outside jit, and inside a jit that donates the cache
+    (`jax.jit(step, donate_argnames="cache")`) or carries it through a loop. A jit that does not donate the
+    cache copies it entirely in every call.
 
-    An 8-bit cache is quantised on the way: with its static scales, or, where it has scales per token and
-    head, with new ones that are written too.
+    For an 8-bit cache keys and values are quantized with the cache's static scales, or with new scales per
+    token and head, which are written, too.
 
     Args:
-        cache: What to write into.
-        key: Keys of the step's tokens; may be padded longer than slot_mapping.
-        value: Values, as key.
-        slot_mapping: `block * block_size + offset` of each token; slots < 0 are not written.
-        implementation: "mosaic_gpu" or "xla"; None = the best that this machine and this cache allow.
+        cache: Cache to write to.
+        key: Keys of the step's tokens; may have more tokens than slot_mapping (padding).
+        value: Values of the step's tokens, in the shape of key.
+        slot_mapping: Slot `block * block_size + offset` of each token; negative slots are not written.
+        implementation: "mosaic_gpu" or "xla"; None uses the best one that device and cache support.
 
     Raises:
-        ValueError: Shapes disagree, or something is not what its name says.
-        NotImplementedError: The implementation asked for cannot write here; the message says why.
+        ValueError: If shapes or dtypes do not match.
+        NotImplementedError: If the requested implementation does not support this write; the message has the
+            reason.
 
     Source: vLLM `reshape_and_cache`, `reshape_and_cache_flash`.
     """
@@ -68,7 +69,7 @@ def write_kv(
 
 
 def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
-    """New keys and values must be floats, and slots one axis of ints."""
+    """Check the types of new keys, values and slots."""
     kind = type(slot_mapping).__name__
     is_array = isinstance(slot_mapping, jax.Array | np.ndarray)
     require(is_array, "slot_mapping", "be an array [tokens], as metadata.slot_mapping is", kind)
@@ -84,15 +85,18 @@ def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
 
 
 def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
-    """Why cache_write does not serve; what is no 8-bit cache gets its rows in its own dtype."""
-    is_rounded = cache.k.dtype in EIGHT_BIT or cache.v.dtype in EIGHT_BIT
-    ndim = lambda scale: None if scale is None or not is_rounded else jnp.ndim(scale)
+    """Return why the cache_write kernel does not support a write; None if it does."""
+    is_quantized = cache.k.dtype in EIGHT_BIT or cache.v.dtype in EIGHT_BIT
+    k_scale_ndim, v_scale_ndim = (
+        None if scale is None or not is_quantized else jnp.ndim(scale)
+        for scale in (cache.stored_k_scale, cache.stored_v_scale)
+    )
     return support.why_not_write(
-        dtype=dtype if is_rounded else cache.k.dtype,
+        dtype=dtype if is_quantized else cache.k.dtype,
         k_dtype=cache.k.dtype,
         v_dtype=cache.v.dtype,
-        k_scale_ndim=ndim(cache.stored_k_scale),
-        v_scale_ndim=ndim(cache.stored_v_scale),
+        k_scale_ndim=k_scale_ndim,
+        v_scale_ndim=v_scale_ndim,
         layout=cache.layout,
         kv_heads=cache.num_kv_heads,
         head_dim=cache.head_dim,
@@ -100,7 +104,7 @@ def _why_not_write(cache: PagedCache, dtype: np.dtype) -> str | None:
 
 
 def _static_scales(cache: PagedCache) -> tuple[Any, Any]:
-    """Scales that writing reads and does not change; not donated, since both may be one array."""
+    """Return the static scales, which are not donated, since both may be the same array."""
     k_scale, v_scale = (
         None if has_token_axis(s) else s for s in (cache.stored_k_scale, cache.stored_v_scale)
     )
@@ -117,12 +121,12 @@ def _write_kv(
     layout: str,
     use_kernel: bool,
 ) -> dict[str, Array]:
-    """The arrays of block_arrays, written."""
+    """Write the arrays of `block_arrays`."""
     key, value = key[: slots.shape[0]], value[: slots.shape[0]]
-    slots = slots.astype(jnp.int32)  # in 8 or 16 bits the cache's sizes wrap
-    is_rounded = any(arrays[name].dtype in EIGHT_BIT for name in ("k", "v"))
-    if use_kernel and is_rounded:
-        return _write_rounded(arrays, static_scales, key, value, slots, layout)
+    slots = slots.astype(jnp.int32)  # smaller ints would overflow
+    is_quantized = any(arrays[name].dtype in EIGHT_BIT for name in ("k", "v"))
+    if use_kernel and is_quantized:
+        return _write_quantized(arrays, static_scales, key, value, slots, layout)
     new, scales = {}, {}
     for name, rows, scale in zip(("k", "v"), (key, value), static_scales, strict=True):
         if f"stored_{name}_scale" in arrays:
@@ -145,13 +149,14 @@ def _write_kv(
     }[layout]
     if layout == "packed":
         new["k"] = new["k"].reshape(*key.shape[:2], *arrays["k"].shape[2::2])  # head_dim / x, x
-    put = lambda array, index, rows: array.at[index].set(rows, mode="drop")
-    written = {name: put(arrays[name], index, rows) for name, rows in new.items()}
-    by_head = (block, slice(None), offset)
-    return written | {name: put(arrays[name], by_head, rows) for name, rows in scales.items()}
+    written = {name: arrays[name].at[index].set(rows, mode="drop") for name, rows in new.items()}
+    scale_index = (block, slice(None), offset)
+    for name, rows in scales.items():
+        written[name] = arrays[name].at[scale_index].set(rows, mode="drop")
+    return written
 
 
-def _write_rounded(
+def _write_quantized(
     arrays: dict[str, Array],
     static_scales: tuple[Any, Any],
     key: Array,
@@ -159,7 +164,7 @@ def _write_rounded(
     slots: Array,
     layout: str,
 ) -> dict[str, Array]:
-    """By the kernel that rounds on the way."""
+    """Write to an 8-bit cache with the kernel that quantizes."""
     names = ("k", "v", "stored_k_scale", "stored_v_scale")
     scales = [
         arrays[name] if name in arrays else None if static is None else jnp.asarray(static, jnp.float32)
@@ -179,5 +184,5 @@ def _write_rounded(
 
 
 def _as_jax(array: Any) -> Array:
-    """For the type checker: inside jit no array is numpy's."""
+    """Narrow the type for the type checker: inside jit no array is numpy's."""
     return array

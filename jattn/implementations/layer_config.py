@@ -116,7 +116,7 @@ def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:
         return None
     if isinstance(cache, CacheSpec):
         kinds = {None: None, "static": "static", "channel": "static", "token_head": "token_head"}
-        scales = (kinds[cache.stored[0].scale], kinds[cache.stored[1].scale])
+        scales = (kinds[cache.storage_formats[0].scale], kinds[cache.storage_formats[1].scale])
         return CacheFormat(cache.layout, (cache.key_dtype, cache.value_dtype), scales)
     kind = lambda scale: None if scale is None else "token_head" if has_token_axis(scale) else "static"
     scales = (kind(cache.stored_k_scale), kind(cache.stored_v_scale))

@@ -121,7 +121,7 @@ def static_scales(
     unmeasured: dict[int, str | None] = {}
     for layer, (known, spec) in enumerate(zip(layers, specs, strict=True)):
         scales.append({})
-        for side, stored, scale in zip("kv", spec.stored, known, strict=True):
+        for side, stored, scale in zip("kv", spec.storage_formats, known, strict=True):
             rule = f"have a {side}_scale per channel for {spec.quantization} (jattn.calibrate makes them)"
             require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
             is_static = stored.scale in ("static", "channel")

@@ -88,9 +88,9 @@ class TestPasses:
         ({"seq_lens": (3, -9)}, r"seq_lens\[3\] must be at least 0, got -9"),
         ({"seq_lens": (1, 13)}, r"seq_lens\[1\] must fit the block table's 3 columns of 4 \(12\), got 13"),
         ({"seq_lens": (3, 3)}, r"seq_lens\[3\] must count its 5 new tokens, got 3"),
-        ({"seq_lens": (2, 5)}, r"num_decodes must cover the last live decode row \(3\), got 2"),
+        ({"seq_lens": (2, 5)}, r"num_decodes must cover the last valid decode row \(3\), got 2"),
         ({"num_decodes": ((), 4)}, r"num_decodes must be at most the bucket's 3, got 4"),
-        ({"num_prefills": ((), 0)}, r"num_prefills must cover the last live prefill row \(1\), got 0"),
+        ({"num_prefills": ((), 0)}, r"num_prefills must cover the last valid prefill row \(1\), got 0"),
         ({"num_prefills": ((), 3)}, r"num_prefills must be at most the bucket's 2, got 3"),
         ({"query_start_loc": (0, 1)}, r"query_start_loc must begin with 0, got 1"),
         ({"query_start_loc": (4, 2)}, r"query_start_loc must never fall, got \[0, 1, 2, 3, 2, 8\]"),
@@ -119,11 +119,11 @@ class TestOverlaps:
             check(metadata)
 
     def test_two_requests_that_write_one_slot(self):
-        message = r"slot_mapping must give each token a slot of its own, got 6 for rows 0 and 1"
+        message = r"slot_mapping must have a different slot for each token, got 6 for rows 0 and 1"
         self.refuses(message, [1, 1], [7, 7], [[2, 1], [3, 1]])
 
     def test_one_request_that_writes_a_slot_twice(self):
-        self.refuses("slot of its own, got 4 for rows 0 and 0", [8], [8], [[1, 1]])
+        self.refuses("different slot for each token, got 4 for rows 0 and 0", [8], [8], [[1, 1]])
 
     def test_a_request_that_writes_behind_anothers_prefix_in_a_shared_block(self):
         message = (
@@ -137,14 +137,16 @@ class TestOverlaps:
 
     def test_tokens_in_the_null_block(self):
         padded = np.asarray([[1, 2, 8], [3, 4, 0], [5, 6, 7]])
-        message = r"slot_mapping\[1\] must not lie in block 0.*row 1.*got 3"
+        message = r"slot_mapping\[1\] must not be in block 0.*row 1.*got 3"
         self.refuses(message, [1, 1, 1], [9, 12, 10], padded)
 
 
 class TestOtherArguments:
     def test_the_cache_has_other_blocks(self):
         spec = jattn.CacheSpec(num_blocks=100, block_size=16, num_kv_heads=2, head_dim=8)
-        with pytest.raises(ValueError, match=r"metadata.block_size must be the cache's \(16\), got 4"):
+        with pytest.raises(
+            ValueError, match=r"metadata.block_size must equal the cache's block_size \(16\), got 4"
+        ):
             jattn.check_batch(batch(), spec)
 
     def test_a_batch_built_without_blocks_does_not_read_a_cache(self):

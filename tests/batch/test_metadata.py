@@ -186,7 +186,7 @@ class TestRefusals:
 
     def test_decode_rows_beyond_their_region_are_counted_apart(self):
         bucket = jattn.Bucket(max_decodes=2, max_prefills=0, max_prefill_tokens=0, max_blocks=4)
-        message = r"the bucket's 0 \(1 of 3 decode rows stand beyond its max_decodes, 2, and .*\), got 1"
+        message = r"the bucket's 0 \(1 of 3 decode rows exceed max_decodes=2 and count as .*\), got 1"
         with pytest.raises(ValueError, match=message):
             jattn.build_batch_metadata([1, 1, 1], [1, 2, 2], [[1], [2], [3]], bucket=bucket)
 
@@ -203,7 +203,7 @@ class TestRefusals:
         bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=8, max_blocks=4)
         with pytest.raises(
             ValueError,
-            match=r"1 decode rows stand behind.*jattn.vllm.reorder_batch_to_split_decodes_and_prefills",
+            match=r"1 decode rows come after.*jattn.vllm.reorder_batch_to_split_decodes_and_prefills",
         ):
             jattn.build_batch_metadata([3, 1], [3, 9], [[1], [2]], bucket=bucket)
 

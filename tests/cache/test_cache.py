@@ -37,7 +37,11 @@ def rows(cache):
 def create(**changes):
     """A cache of zeros; its value scale per channel, where it has one, fits values up to 6."""
     cache_spec = spec(**changes)
-    scale = jnp.full((2, cache_spec.head_dim), 6 / 127) if cache_spec.stored[1].scale == "channel" else None
+    scale = (
+        jnp.full((2, cache_spec.head_dim), 6 / 127)
+        if cache_spec.storage_formats[1].scale == "channel"
+        else None
+    )
     return jattn.PagedCache.create(cache_spec, v_scale=scale)
 
 
@@ -371,8 +375,8 @@ class TestTypes:
     @pytest.mark.parametrize(
         ("arrays", "message"),
         [
-            ({"k": np.zeros((2, 4, 2, 8), np.int8)}, "k_scale must be given for k of int8, got None"),
-            ({"v": np.zeros((2, 4, 2, 8), np.int8)}, "v_scale must be given for v of int8, got None"),
+            ({"k": np.zeros((2, 4, 2, 8), np.int8)}, "k_scale must be passed with int8 k, got None"),
+            ({"v": np.zeros((2, 4, 2, 8), np.int8)}, "v_scale must be passed with int8 v, got None"),
             ({"k": np.zeros((2, 4, 2, 8), np.uint8)}, "k must hold floats or int8 .*view it.*, got uint8"),
             ({"v": np.zeros((2, 4, 2, 8), np.int32)}, "v must hold floats or int8 .*, got int32"),
             ({"k": [[0.0]]}, "k must be an array, got list"),
@@ -560,7 +564,7 @@ def test_a_cache_that_was_given_up_is_named():
     rows, metadata = jnp.ones((1, 1, 8)), jattn.build_batch_metadata([1], [1], [[1]], block_size=2)
     jattn.write_kv(cache, rows, rows, metadata.slot_mapping)
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8)
-    message = "cache must be what write_kv, or the jit .*, returned in its place, got one that was given up"
+    message = "cache must be the cache that write_kv, or the jit .*, returned, got a donated one"
     for use in (
         lambda: jattn.write_kv(cache, rows, rows, metadata.slot_mapping),
         lambda: jattn.attend(rows, cache, metadata, spec),
@@ -574,7 +578,7 @@ def test_an_array_that_would_be_donated_twice_is_refused_by_name():
     """JAX said "Attempt to donate the same buffer twice", of argument 1."""
     zeros = jnp.zeros((4, 2, 1, 8))
     cache, rows = jattn.PagedCache(k=zeros, v=zeros), jnp.ones((1, 1, 8))
-    message = "caches must have arrays of their own .* got one array at two places"
+    message = "caches must have distinct arrays .* got the same array twice"
     with pytest.raises(ValueError, match=message):
         jattn.write_kv(cache, rows, rows, jnp.asarray([3]))
     one = jattn.PagedCache(k=zeros, v=zeros.copy())

@@ -88,7 +88,7 @@ def test_the_kernel_does_what_the_parts_do(how, layout, monkeypatch):
     want_query, want = layer._query_and_kv(x, cache, metadata, metadata.positions)
     as_on_a_gpu(monkeypatch)
     layer, x, cache, metadata = step(how, layout)
-    assert layer._turning(cache, x.dtype, metadata, metadata.positions) is not None
+    assert layer._qk_norm_rope(cache, x.dtype, metadata, metadata.positions) is not None
     query, got = jax.jit(layer._query_and_kv)(x, cache, metadata, metadata.positions)
     unit = float(jnp.finfo(jnp.bfloat16).eps)
     for one, other in ((query, want_query), (got.k, want.k), (got.v, want.v)):
@@ -100,7 +100,7 @@ def test_the_kernel_does_what_the_parts_do(how, layout, monkeypatch):
 def test_other_layers_keep_the_parts(how, monkeypatch):
     layer, x, cache, metadata = step(how)
     as_on_a_gpu(monkeypatch)
-    assert layer._turning(cache, x.dtype, metadata, metadata.positions) is None
+    assert layer._qk_norm_rope(cache, x.dtype, metadata, metadata.positions) is None
 
 
 def test_caches_of_eight_bits_keep_the_parts(monkeypatch):

@@ -39,7 +39,9 @@ def root_mean_square_error(num_keys, quantization, is_decode):
     num_blocks = num_keys // BLOCK_SIZE
     spec = jattn.CacheSpec(num_blocks=num_blocks, num_kv_heads=1, head_dim=DIM, quantization=quantization)
     scale = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=0) / 127
-    cache = jattn.PagedCache.create(spec, v_scale=scale if spec.stored[1].scale == "channel" else None)
+    cache = jattn.PagedCache.create(
+        spec, v_scale=scale if spec.storage_formats[1].scale == "channel" else None
+    )
     order = np.random.default_rng(1).permutation(num_blocks)
     slots = (order[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).reshape(-1)
     cache = jattn.write_kv(cache, key, value, jnp.asarray(slots, jnp.int32))

@@ -167,7 +167,7 @@ def check_kernels() -> None:
         stack.enter_context(mock.patch.object(support, "why_not_on", return_value=None))
         stack.enter_context(mock.patch.object(mosaic_gpu, "attend", kernel))
         stack.enter_context(mock.patch.object(mosaic_gpu, "gradients", gradients))
-        stack.enter_context(mock.patch.object(attending, "_attend_once", attending._attend))
+        stack.enter_context(mock.patch.object(attending, "_attend_jitted", attending._attend))
         for of, num_kernels in ((run, 1), (gradient, 2)):  # the backward pass attends nothing anew
             step = lower(of)
             assert exchanges(step) == (0, 0)

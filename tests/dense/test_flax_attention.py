@@ -311,7 +311,7 @@ def test_a_kernel_is_refused_by_name_where_there_is_none():
 @pytest.mark.parametrize("options", [{}, {"bias": jnp.zeros((2, 2))}])
 def test_what_a_spec_asks_for_in_vain_is_refused_with_and_without_a_bias(options):
     q = jnp.ones((1, 2, 4, 6))
-    message = r"spec.query_quantization must be None with keys of float32, got 'int8'"
+    message = r"spec.query_quantization must be None with float32 keys, got 'int8'"
     with pytest.raises(ValueError, match=message):
         with_spec(query_quantization="int8")(q, q, q, **options)
     with pytest.raises(NotImplementedError, match="reference: its sums depend on the sizes of the bucket"):

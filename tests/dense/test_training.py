@@ -63,7 +63,7 @@ def as_on_a_gpu():
         patch(support, "why_not_on", lambda *_: None)
         for name in ("attend", "gradients"):
             patch(mosaic_gpu, name, interpreted(name, getattr(mosaic_gpu, name)))
-        patch(attending, "_attend_once", attending._attend)
+        patch(attending, "_attend_jitted", attending._attend)
         yield called
 
 

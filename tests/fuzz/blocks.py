@@ -14,7 +14,7 @@ def cache_of(case: dict, rng: np.random.Generator, **changes) -> jattn.PagedCach
     names = ("num_blocks", "block_size", "num_kv_heads", "head_dim", "dtype", "layout", "quantization")
     spec = jattn.CacheSpec(**{name: case[name] for name in names} | changes)
     made = {}
-    for name, stored in zip(("k_scale", "v_scale"), spec.stored, strict=True):
+    for name, stored in zip(("k_scale", "v_scale"), spec.storage_formats, strict=True):
         shapes = [s for s in stored.scale_shapes(spec) if stored.scale in ("static", "channel")]
         if shapes:
             made[name] = jnp.asarray(rng.uniform(0.02, 0.1, shapes[rng.integers(len(shapes))]), jnp.float32)

@@ -227,7 +227,7 @@ class TestObedience:
         out, wanted = self.attend(problem, plan), self.attend(problem, None, mask=mask)
         np.testing.assert_array_equal(out, wanted)
         assert (np.asarray(out) != np.asarray(self.attend(problem, None))).any()
-        with pytest.raises(ValueError, match=r"mask must be None with a plan .* leave plan=None.*got Sinks"):
+        with pytest.raises(ValueError, match=r"mask must be None if a plan is passed .*got Sinks"):
             self.attend(problem, plan, mask=mask)
 
     def test_a_layer_that_the_plan_does_not_cover_is_refused_with_both(self):
@@ -291,7 +291,7 @@ class TestRefusals:
             ({"query": [1.0]}, r"query must be an array \[tokens, q_heads, head_dim\], got list"),
             (
                 {"query": jnp.zeros((7, 4, 64), jnp.int32)},
-                "query must be of a floating-point.*got int32",
+                "query must have a floating-point.*got int32",
             ),
             ({"query": jnp.zeros((1, 7, 4, 64))}, r"query must have shape .*got \(1, 7, 4, 64\)"),
             ({"sinks": [0.0, 1.0]}, r"sinks must have shape \(4,\).*got \(2,\)"),
