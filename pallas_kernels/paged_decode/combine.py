@@ -155,7 +155,7 @@ class Merger:
 
         def add(i: Scalar, carry: tuple[list[Rows], Rows, Rows]) -> tuple[list[Rows], Rows, Rows]:
             accs, top, total = carry
-            done = i * share.at_once
+            done = i * share.splits_per_load
             # All loads of a round before any use.
             place = candidate.first + done, candidate.num_partials - done, head_tile, strip
             tops, totals, outs = load_split_outputs(
@@ -171,8 +171,12 @@ class Merger:
                 total = total + l * weight
             return accs, new_top, total
 
-        rounds = lax.div(candidate.num_partials + (share.at_once - 1), jnp.int32(share.at_once))
-        return lax.fori_loop(0, rounds, add, ([full(0.0)] * share.each, full(-jnp.inf), full(0.0)))
+        rounds = lax.div(
+            candidate.num_partials + (share.splits_per_load - 1), jnp.int32(share.splits_per_load)
+        )
+        return lax.fori_loop(
+            0, rounds, add, ([full(0.0)] * share.columns_per_thread, full(-jnp.inf), full(0.0))
+        )
 
 
 def partials_of(
@@ -203,5 +207,10 @@ def share_of(spec: DecodeSpec, *, candidates: int, likely: int) -> CombineTile:
     # Where splits are fixed it does not depend on the batch, or a request's bits would.
     at_once = min(4, room(widths[-1])) if spec.sizes.split_kv else min(likely, room(columns))
     return CombineTile(
-        tile_q=n, rows=shape.rows, cut=cut, columns=columns, head_tiles=shape.head_tiles, at_once=at_once
+        tile_q=n,
+        rows=shape.rows,
+        head_chunks=cut,
+        columns=columns,
+        head_tiles=shape.head_tiles,
+        splits_per_load=at_once,
     )

@@ -1,4 +1,4 @@
-"""One mechanism for code that only a GPU runs: it comes with a fallback, the same function in plain jnp."""
+"""Device functions: code that only a GPU runs, paired with a fallback in plain jnp."""
 
 import dataclasses
 import functools
@@ -13,16 +13,17 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFunction[R]:
-    """A function of a kernel, or a kernel, twice: in PTX and as its fallback; their arguments are the same.
+    """A function of a kernel, or a kernel, in PTX and as a jnp fallback with the same arguments and results.
 
     Attributes:
-        on_gpu: Builds the code. What it returns, R, the fallback does, too.
-        fallback: What it does, in plain jnp. References may be jax.Ref, too.
-        reads_smem: Interpreted, a fence follows: jax 0.12 looks for one between a read and TMA's next write
-            into the same memory. On the device no fence of the two proxies stands there, though PTX's memory
-            model has one for any two accesses: a stage is released by mbarrier.arrive, after which no earlier
-            read comes, and a read that is done cannot see a later write. CUTLASS's pipelines release their
-            stages the same way.
+        on_gpu: Function that builds the device code and returns its results, R.
+        fallback: Function that computes the same in plain jnp. Its references may be jax.Ref, too.
+        reads_smem: Whether the function reads shared memory that TMA writes later. In interpret mode a fence
+            follows then: jax 0.12 requires one between a read and TMA's next write into the same memory. On
+            the device there is no proxy fence, although PTX's memory model requires one between any two
+            accesses: a stage is released by mbarrier.arrive, after which no earlier read executes, and a
+                completed read
+            cannot observe a later write. CUTLASS's pipelines release their stages in the same way.
     """
 
     on_gpu: Callable[..., R]
@@ -30,7 +31,7 @@ class DeviceFunction[R]:
     reads_smem: bool = False
 
     def __call__(self, *args: object, is_interpreted: bool, **static: object) -> R:
-        """Inside a kernel."""
+        """Run inside a kernel: the device code, or the fallback in interpret mode."""
         if not is_interpreted:
             return self.on_gpu(*args, **static)
         result = self.fallback(*args, **static)
@@ -39,19 +40,21 @@ class DeviceFunction[R]:
         return result
 
     def by_platform(self, *arrays: jax.Array, **static: object) -> R:
-        """A kernel: the GPU's where a program is compiled for one, elsewhere the fallback."""
-        on_gpu, fallback = (functools.partial(way, **static) for way in (self.on_gpu, self.fallback))
+        """Run a complete kernel where a program is compiled for an NVIDIA GPU, else the fallback."""
+        on_gpu, fallback = (
+            functools.partial(function, **static) for function in (self.on_gpu, self.fallback)
+        )
         return jax.lax.platform_dependent(*arrays, cuda=on_gpu, default=fallback)
 
 
 def with_fallback[R](
     fallback: Callable[..., R], *, reads_smem: bool = False
 ) -> Callable[[Callable[..., R]], DeviceFunction[R]]:
-    """A decorator for the function that builds the code."""
+    """Return a decorator that turns a function that builds device code into a DeviceFunction."""
     return lambda on_gpu: DeviceFunction(on_gpu, fallback, reads_smem)
 
 
-def rounded_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """f32 numbers rounded to 16 bits and still f32: a cast there and back XLA would drop."""
-    kind = jnp.finfo(dtype)
-    return lax.reduce_precision(x, kind.nexp, kind.nmant)
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Round f32 numbers to a 16-bit dtype but keep them in f32; XLA would remove a cast and its inverse."""
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)

@@ -1,4 +1,4 @@
-"""Arrays as Pallas has them, and their registers as lanes do."""
+"""Conversions between Pallas arrays in registers and the registers that a lane holds."""
 
 from collections.abc import Sequence
 
@@ -16,59 +16,61 @@ from pallas_kernels.ptx.layouts import (
     require_layout,
 )
 
-type Four = list[ir.Value]
-"""What a lane holds of 8 columns of a tile, as mma takes it: row g, columns 2 t and 2 t + 1; row g + 8."""
+type Fragment = list[ir.Value]
+"""A lane's four f32 of an mma accumulator of 8 columns: row g, columns 2 t and 2 t + 1; then row g + 8."""
 
 
-def numbers(array: mgpu.FragmentedArray) -> list[Four]:
-    """f32 of a tile, [64, n]: what a lane has of each 8 columns."""
+def column_fragments(array: mgpu.FragmentedArray) -> list[Fragment]:
+    """Return a lane's fragment of each 8 columns of an f32 tile [64, n]."""
     require_layout(array.layout, TILE_LAYOUT)
     halves = array.registers.reshape(-1, 2)
     return [[_element(half, i) for half in pair for i in (0, 1)] for pair in halves]
 
 
-def tiles(array: mgpu.FragmentedArray) -> list[list[Four]]:
-    """`numbers` of every 64 rows of a taller tile."""
+def row_tiles(array: mgpu.FragmentedArray) -> list[list[Fragment]]:
+    """Return `column_fragments` of each 64 rows of an f32 tile whose number of rows is a multiple of 64."""
     rows, columns = array.shape
-    found = numbers(array)
-    return [found[i : i + columns // 8] for i in range(0, rows // 64 * (columns // 8), columns // 8)]
+    fragments = column_fragments(array)
+    return [fragments[i : i + columns // 8] for i in range(0, rows // 64 * (columns // 8), columns // 8)]
 
 
-def array_of(columns: Sequence[Sequence[ir.Value]]) -> mgpu.FragmentedArray:
-    """The inverse of `numbers`."""
-    kind = ir.VectorType.get((2,), lanes.f32())
-    registers = [vector.from_elements(kind, list(four[i : i + 2])) for four in columns for i in (0, 2)]
-    return shaped(registers, TILE_LAYOUT, (64, 8 * len(columns)))
+def tile_from_fragments(fragments: Sequence[Sequence[ir.Value]]) -> mgpu.FragmentedArray:
+    """Return the f32 tile [64, n] with the given fragments; the inverse of `column_fragments`."""
+    pair_type = ir.VectorType.get((2,), lanes.f32())
+    registers = [
+        vector.from_elements(pair_type, list(fragment[i : i + 2])) for fragment in fragments for i in (0, 2)
+    ]
+    return array_from_registers(registers, TILE_LAYOUT, (64, 8 * len(fragments)))
 
 
-def shaped(
+def array_from_registers(
     registers: Sequence[ir.Value], layout: mgpu.FragmentedLayout, shape: tuple[int, ...]
 ) -> mgpu.FragmentedArray:
-    """Registers, in the layout's order, as an array."""
+    """Return the array with the given registers, which are in the layout's order."""
     in_order = np.asarray(registers, dtype=object).reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=in_order, _layout=layout, _is_signed=None)
 
 
-def by_thread(x: ir.Value) -> mgpu.FragmentedArray:
-    """An f32 of each thread of a warpgroup as an array [THREADS]."""
+def array_by_thread(x: ir.Value) -> mgpu.FragmentedArray:
+    """Return the array [THREADS] of one f32 from each thread of a warpgroup."""
     element = vector.from_elements(ir.VectorType.get((1,), lanes.f32()), [x])
-    return shaped([element], BY_THREAD_LAYOUT, (THREADS,))
+    return array_from_registers([element], BY_THREAD_LAYOUT, (THREADS,))
 
 
-def of_thread(array: mgpu.FragmentedArray) -> ir.Value:
-    """The inverse of by_thread."""
+def thread_value(array: mgpu.FragmentedArray) -> ir.Value:
+    """Return a thread's element of an array [THREADS]; the inverse of `array_by_thread`."""
     require_layout(array.layout, BY_THREAD_LAYOUT)
     return _element(array.registers.item(), 0)
 
 
 def scalar(x: mgpu.FragmentedArray) -> ir.Value:
-    """The register of a number that all threads have."""
+    """Return the register of a scalar that all threads hold."""
     require_layout(x.layout, SCALAR_LAYOUT)
     return x.registers.item()
 
 
 def as_scalar(x: ir.Value) -> mgpu.FragmentedArray:
-    """An int32 as a number; warps may have different ones, as long as only they ask."""
+    """Return an int32 register as a scalar; warps may hold different values if each uses only its own."""
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 

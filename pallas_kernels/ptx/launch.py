@@ -1,6 +1,7 @@
-"""Kernels that are one PTX program, and pieces of those whose 1,024 threads count together.
+"""Kernels that consist of one PTX program, and building blocks for programs of 1,024 threads.
 
-Registers that the pieces use: lane, warp, x, sum, top, the predicates p and is_first, which is set in lane 0.
+The building blocks use these PTX registers of the program: lane, warp, own, before, x, sum, top; and the
+predicates p and is_first, which is set in lane 0 of each warp.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +18,9 @@ from pallas_kernels.ptx.layouts import SCALAR
 from pallas_kernels.shared.types import Ref
 
 WARPGROUPS = 8
-THREADS = 128 * WARPGROUPS
+THREADS = 128 * WARPGROUPS  # threads of a thread block
 WARPS = THREADS // 32
-# JAX's own are 0 for a thread block and 1 + n for warpgroup n; a test reads them in what it compiles.
+# JAX uses barrier 0 for a thread block and 1 + n for warpgroup n; a test checks this in compiled code.
 BARRIER = WARPGROUPS + 1
 
 
@@ -33,27 +34,27 @@ def launch_ptx(
     grid: tuple[int, ...] = (1,),
     warpgroups: int = WARPGROUPS,
 ) -> tuple[jax.Array, ...]:
-    """What a PTX program stores.
+    """Launch a kernel that consists of a PTX program and return its results.
 
     Args:
-        code: What a thread does. Its operands, from $0 on: the addresses of the arrays, those of the results,
-            that of shared memory; the thread block's number in each dimension of the grid, the thread's.
-        arrays: In global memory.
-        name: The kernel's.
-        out_type: Of the results.
-        words: Of 32 bits, of shared memory.
-        grid: Thread blocks.
-        warpgroups: Of a thread block.
+        code: Program of a thread. Its operands, from $0 on: the addresses of `arrays`, of the results and of
+            shared memory; then the thread block's index in each dimension of the grid and the thread's index.
+        arrays: Arguments in global memory.
+        name: Name of the kernel.
+        out_type: Shapes and dtypes of the results.
+        words: Number of 32-bit words of shared memory.
+        grid: Number of thread blocks in each dimension.
+        warpgroups: Number of warpgroups of a thread block.
     """
     axes = [f"axis{n}" for n in range(len(grid))]
 
     def body(*refs: Ref) -> None:
         @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs), [SCALAR] * len(grid)), return_type=())
-        def run(_ctx: mgpu.LaunchContext, refs: list[ir.Value], at: list[mgpu.FragmentedArray]) -> None:
-            *in_global, shared = refs
-            pointers = [*map(lanes.pointer, in_global), lanes.address(shared)]
-            numbers = map(fragments.scalar, at)
-            lanes.run(code, *pointers, *numbers, mgpu.thread_idx(), convergent=True)
+        def run(_ctx: mgpu.LaunchContext, refs: list[ir.Value], block: list[mgpu.FragmentedArray]) -> None:
+            *global_refs, shared = refs
+            pointers = [*map(lanes.pointer, global_refs), lanes.address(shared)]
+            block_indices = map(fragments.scalar, block)
+            lanes.run(code, *pointers, *block_indices, mgpu.thread_idx(), convergent=True)
 
         run(list(refs), [lax.axis_index(axis) for axis in axes])
 
@@ -71,26 +72,31 @@ def launch_ptx(
 
 
 def block_barrier() -> Iterator[str]:
-    """All threads wait for each other."""
+    """Yield code in which all threads of the block wait for each other."""
     yield f"bar.sync {BARRIER}, {THREADS};"
 
 
-def block_exclusive_sum(memory: str, totals: int) -> Iterator[str]:
-    """The register before = the sum of the register own of all threads before this one.
+def block_exclusive_sum(memory: str, offset: int) -> Iterator[str]:
+    """Yield code that sets register `before` to the sum of register `own` over all earlier threads.
 
     Args:
-        memory: Register with an address of shared memory.
-        totals: Bytes behind it, where WARPS words are free.
+        memory: Register with a shared-memory address.
+        offset: Byte offset from there to WARPS words that the code may overwrite.
     """
-    up = lambda name: (
-        f"shfl.sync.up.b32 x|p, {name}, {1 << n}, 0, -1; @p add.u32 {name}, {name}, x;" for n in range(5)
-    )
+
+    def warp_inclusive_sum(name: str) -> Iterator[str]:
+        for n in range(5):
+            yield f"shfl.sync.up.b32 x|p, {name}, {1 << n}, 0, -1; @p add.u32 {name}, {name}, x;"
+
+    # Sum within the warp; the last lane has the warp's total.
     yield "mov.b32 before, own;"
-    yield from up("before")
+    yield from warp_inclusive_sum("before")
     yield "shfl.sync.idx.b32 top, before, 31, 31, -1; sub.u32 before, before, own;"
-    yield f"mad.lo.u32 x, warp, 4, {memory}; @is_first st.shared.b32 [x + {totals}], top;"
+    # Publish the warps' totals, which are complete after the barrier.
+    yield f"mad.lo.u32 x, warp, 4, {memory}; @is_first st.shared.b32 [x + {offset}], top;"
     yield from block_barrier()
-    yield f"mad.lo.u32 x, lane, 4, {memory}; ld.shared.b32 sum, [x + {totals}];"
-    yield from up("sum")
+    # Each warp sums all totals itself and adds those of the warps before it.
+    yield f"mad.lo.u32 x, lane, 4, {memory}; ld.shared.b32 sum, [x + {offset}];"
+    yield from warp_inclusive_sum("sum")
     yield "sub.u32 x, warp, 1; shfl.sync.idx.b32 sum, sum, x, 31, -1; setp.ne.u32 p, warp, 0;"
     yield "@p add.u32 before, before, sum;"

@@ -1,16 +1,16 @@
-"""A warp or four make a list: each lane counts its share of the codes, then writes it to where counts say.
+"""Kernel of list_tiles: one warp or four per list; each lane counts its codes, then writes its tiles.
 
-XLA took five kernels and a cumulative sum for the same: 20 us of a decode step, 2.4 ms of a prompt of 128k.
+XLA takes five kernels and a cumulative sum for the same: 20 us of a decode step, 2.4 ms of a prompt of 128k.
 
-    a lane of a list's warp                               the others
+    a lane of a list's warp                               the other lanes
     ---------------------------------------------------   ----------------------------------------
-    its words of the codes <---------- global memory
-    how many tiles it sees, in part and whole
+    load its words of codes <--------- global memory
+    count its partial and full tiles
     sum over the lanes before it <--------------------->  shuffles, no memory
     four warps: sum over the warps before it <--------->  shared memory, one barrier (bar.sync 1)
-    lane 0: the list's counts -------> global memory
+    lane 0: store the list's counts -> global memory
     for each word that is not 0:
-      the tiles in it ---------------> global memory, those in part from the back, those whole behind them
+      store its tiles ---------------> global memory, partial tiles from the back, full tiles after them
 """
 
 from collections.abc import Iterator
@@ -29,33 +29,44 @@ from pallas_kernels.shared.tile_codes import (
     ListedTiles,
 )
 
-LANES, WARPS = 32, 4
+LANES, WARPS = 32, 4  # lanes of a warp; warps of a thread block
 WORD_BYTES = 4
-MANY_LISTS = 2048  # from here on a warp a list keeps the GPU busy; fewer have four warps each
+MANY_LISTS = 2048  # from here on one warp per list keeps the GPU busy; fewer lists get four warps each
 
 
 def build_lists_by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
-    """Lists; behind them zeros."""
+    """Return the lists, built by a sort; entries beyond a list's end are zero.
+
+    Args:
+        codes: Codes from `encode_tiles`.
+    """
     tiles = codes.shape[1]
     code, number = codes.astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32)[None, :]
-    is_seen, is_whole = (code >> VISIBLE_BIT) & 1 != 0, (code >> FULL_BIT) & 1 != 0
-    place = jnp.where(is_seen, jnp.where(is_whole, number, -1 - number), tiles)
-    entries = jnp.where(is_seen, number + (code >> QUERY_BLOCK_BIT << QUERY_BLOCK_SHIFT), 0)
-    _, entries = jax.lax.sort((place, entries), num_keys=1)
-    count = lambda which: which.sum(axis=1, dtype=jnp.int32)
-    return ListedTiles(entries, count(is_seen & ~is_whole), count(is_seen & is_whole))
+    is_visible, is_full = (code >> VISIBLE_BIT) & 1 != 0, (code >> FULL_BIT) & 1 != 0
+    # Partial tiles come first, the last one first; then full tiles; then tiles that are not visible.
+    sort_key = jnp.where(is_visible, jnp.where(is_full, number, -1 - number), tiles)
+    entries = jnp.where(is_visible, number + (code >> QUERY_BLOCK_BIT << QUERY_BLOCK_SHIFT), 0)
+    _, entries = jax.lax.sort((sort_key, entries), num_keys=1)
+    num_partial, num_full = (
+        tiles.sum(axis=1, dtype=jnp.int32) for tiles in (is_visible & ~is_full, is_visible & is_full)
+    )
+    return ListedTiles(entries, num_partial, num_full)
 
 
 @with_fallback(build_lists_by_sorting)
 def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
-    """Lists; behind them garbage."""
+    """Return the lists; entries beyond a list's end are undefined.
+
+    Args:
+        codes: Codes from `encode_tiles`.
+    """
     lists, tiles = codes.shape
     warps = 1 if lists >= MANY_LISTS else WARPS
-    per_word = WORD_BYTES // codes.dtype.itemsize
-    words = -(-tiles // (LANES * warps * per_word))  # of a lane
-    codes = jnp.pad(codes, ((0, 0), (0, LANES * warps * words * per_word - tiles)))
+    codes_per_word = WORD_BYTES // codes.dtype.itemsize
+    words = -(-tiles // (LANES * warps * codes_per_word))  # words of a lane
+    codes = jnp.pad(codes, ((0, 0), (0, LANES * warps * words * codes_per_word - tiles)))
     counts = jax.ShapeDtypeStruct((lists,), jnp.int32)
-    code = program(lists=lists, tiles=tiles, words=words, per_word=per_word, warps=warps)
+    code = program(lists=lists, tiles=tiles, words=words, codes_per_word=codes_per_word, warps=warps)
 
     listed = launch_ptx(
         code,
@@ -69,12 +80,12 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
     return ListedTiles(*listed)
 
 
-def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) -> str:
-    """PTX of a lane.
+def program(*, lists: int, tiles: int, words: int, codes_per_word: int, warps: int) -> str:
+    """Return the PTX of a lane.
 
-    Operands: $0 to $3 the addresses of the codes, the entries and the two counts, $4 that of a word of shared
-    memory for each warp; the numbers of the thread block and the thread. From them the list's number, and
-    nth, the lane's among those of the list.
+    Operands: $0 to $3 the addresses of the codes, the entries and the two counts, $4 of one word of shared
+    memory per warp, $5 and $6 the indices of the thread block and the thread. Register number is the index of
+    the list, register nth the index of the lane among the lanes of the list.
     """
     lanes = LANES * warps
     lines = [
@@ -87,40 +98,41 @@ def program(*, lists: int, tiles: int, words: int, per_word: int, warps: int) ->
         f"mad.wide.u32 at, number, {lanes * words * WORD_BYTES}, $0;",
         f"mad.wide.u32 at, nth, {words * WORD_BYTES}, at;",
         f"mad.wide.u32 out, number, {tiles * 4}, $1;",
-        *_loads(words),
-        *_counted(words, per_word),
-        *(_over_warps() if warps > 1 else ()),
-        # all = seen, partial = seen less whole.
+        *_load_codes(words),
+        *_count(words, codes_per_word),
+        *(_sum_over_warps() if warps > 1 else ()),
+        # The counts are packed as full << 16 | visible; partial = visible - full. Lane 0 stores the counts.
         "shr.u32 full, all, 16; and.b32 all, all, 0xffff; sub.u32 all, all, full;",
         "mad.wide.u32 to, number, 4, $2; setp.eq.u32 p, nth, 0; @p st.global.b32 [to], all;",
         "mad.wide.u32 to, number, 4, $3; @p st.global.b32 [to], full;",
         "shr.u32 full, before, 16; and.b32 partial, before, 0xffff; sub.u32 partial, partial, full;",
         "add.u32 full, full, all; sub.u32 partial, all, partial; sub.u32 partial, partial, 1;",
     ]
+    # Store the tiles; the first partial tile of a lane comes after those of all later lanes.
     for word in range(words):
         lines.append(f"setp.eq.u32 p, c{word}, 0; @p bra AFTER{word};")
-        for place in range(per_word):
-            lines += _listed(word, place, words, per_word)
+        for index in range(codes_per_word):
+            lines += _store_tile(word, index, words, codes_per_word)
         lines.append(f"AFTER{word}:")
     return "{ " + "\n".join([*lines, "DONE:"]) + " }"
 
 
-def _loads(words: int) -> Iterator[str]:
-    """A lane's codes, as many words at once as there are instructions for."""
+def _load_codes(words: int) -> Iterator[str]:
+    """Yield loads of a lane's codes, with the widest vector loads that divide them."""
     at_once = next(n for n in (4, 2, 1) if words % n == 0)
     for first in range(0, words, at_once):
         names = ", ".join(f"c{first + n}" for n in range(at_once))
-        kind = f"v{at_once}.b32 {{{names}}}" if at_once > 1 else f"b32 {names}"
-        yield f"ld.global.{kind}, [at + {first * WORD_BYTES}];"
+        operand = f"v{at_once}.b32 {{{names}}}" if at_once > 1 else f"b32 {names}"
+        yield f"ld.global.{operand}, [at + {first * WORD_BYTES}];"
 
 
-def _counted(words: int, per_word: int) -> Iterator[str]:
-    """Sum, a lane's, before, that of the lanes before it, and all, the warp's.
+def _count(words: int, codes_per_word: int) -> Iterator[str]:
+    """Yield code that counts tiles: sum of the lane, before of the lanes before it, all of the warp.
 
-    Tiles seen are counted in the lower half of a register, those seen whole in the upper.
+    Visible tiles are counted in the lower half of a register, full tiles in the upper half.
     """
-    bits = 8 * WORD_BYTES // per_word
-    mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(per_word)):#x}"
+    bits = 8 * WORD_BYTES // codes_per_word  # bits of a code
+    mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(codes_per_word)):#x}"
     yield "mov.b32 sum, 0;"
     for n in range(words):
         yield (
@@ -134,26 +146,26 @@ def _counted(words: int, per_word: int) -> Iterator[str]:
     yield "sub.u32 before, before, sum;"
 
 
-def _listed(word: int, place: int, words: int, per_word: int) -> Iterator[str]:
-    """A tile to where it belongs, if it is seen: a lane's code at `place` of its nth `word`."""
-    bits = 8 * WORD_BYTES // per_word
-    bit = place * bits
+def _store_tile(word: int, index: int, words: int, codes_per_word: int) -> Iterator[str]:
+    """Yield code that stores the tile of code number `index` in a lane's word, if it is visible."""
+    bits = 8 * WORD_BYTES // codes_per_word
+    bit = index * bits
     yield f"and.b32 x, c{word}, {1 << (bit + VISIBLE_BIT):#x}; setp.ne.u32 is_seen, x, 0;"
     yield f"and.b32 x, c{word}, {1 << (bit + FULL_BIT):#x}; setp.ne.and.u32 is_whole, x, 0, is_seen;"
     yield (
         f"bfe.u32 x, c{word}, {bit + QUERY_BLOCK_BIT}, {bits - QUERY_BLOCK_BIT}; "
         f"shl.b32 x, x, {QUERY_BLOCK_SHIFT};"
     )
-    number = word * per_word + place
-    yield f"mad.lo.u32 entry, nth, {words * per_word}, {number}; or.b32 entry, entry, x;"
+    number = word * codes_per_word + index
+    yield f"mad.lo.u32 entry, nth, {words * codes_per_word}, {number}; or.b32 entry, entry, x;"
     yield "selp.b32 x, full, partial, is_whole;"
     yield "mad.wide.u32 to, x, 4, out; @is_seen st.global.b32 [to], entry;"
     yield "@is_whole add.u32 full, full, 1; @is_whole add.u32 partial, partial, 1;"
     yield "@is_seen sub.u32 partial, partial, 1;"
 
 
-def _over_warps() -> Iterator[str]:
-    """Adds what the warps before this one have counted, and what all have."""
+def _sum_over_warps() -> Iterator[str]:
+    """Yield code that adds to before the counts of earlier warps, and to all those of all warps."""
     totals = [f"t{n}" for n in range(WARPS)]
     yield "shr.u32 x, nth, 5; mad.lo.u32 x, x, 4, $4; st.shared.b32 [x], all; bar.sync 1, 128;"
     yield f"ld.shared.v4.b32 {{{', '.join(totals)}}}, [$4]; mov.b32 all, 0;"

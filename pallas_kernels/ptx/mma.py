@@ -1,7 +1,7 @@
-"""One warp's matrices: out of shared memory by ldmatrix, 8 bits into 16, products by mma.sync m16n8k16.
+"""Tensor-core instructions of one warp: ldmatrix, 8-bit to f16 conversion, mma.sync m16n8k16.
 
-A fragment is what mma.m16n8k16 calls one (PTX ISA, "Matrix Fragments"): lane 4 g + t holds rows g and g + 8,
-columns 2 t and 2 t + 1 of an accumulator.
+Fragments are laid out as in "Matrix Fragments" of the PTX ISA: lane 4 g + t holds rows g and g + 8, columns 2
+t and 2 t + 1 of an accumulator.
 """
 
 from collections.abc import Sequence
@@ -15,44 +15,50 @@ from pallas_kernels.checks import require_one_of
 from pallas_kernels.ptx import lanes
 from pallas_kernels.ptx.layouts import require_tiles
 
-ELEMENTS_16 = {"bfloat16": "bf16", "float16": "f16"}
+PTX_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 
 
 class LdmatrixTile:
-    """Where a warp's 16 rows of a swizzled tile lie: `chunks` tiles of [rows, width], as TMA fills them.
+    """A warp's 16 rows of a swizzled tile in shared memory, as TMA writes it, which ldmatrix loads.
 
-    ldmatrix reads four 8x8 matrices of 16-bit units: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
+    The tile consists of `num_chunks` tiles [rows, width]. One ldmatrix reads four 8 x 8 matrices of 16-bit
+    units: rows 0-7 and 8-15 of 16 bytes, then of the next 16 bytes.
+
+    Attributes:
+        steps: Number of 32-byte steps in a row of a chunk.
     """
 
     def __init__(self, ref: ir.Value, *, rows: int, row_bytes: int, swizzle: int):
         require_tiles(ir.MemRefType(ref.type), rows=rows, row_bytes=row_bytes, swizzle=swizzle)
-        self.steps = row_bytes // 32  # of 32 bytes of each row
+        self.steps = row_bytes // 32
         self.swizzle, self.columns = swizzle, row_bytes // swizzle
         self.chunk_bytes = rows * row_bytes
         lane, warp = lanes.lane_and_warp()
+        # Lanes 0-7, 8-15, 16-23 and 24-31 give the row addresses of the four matrices.
         row = arith.andi(lane, lanes.const(7))
         row_tile = lanes.add(
             lanes.times(warp, 2), arith.andi(arith.shrui(lane, lanes.const(3)), lanes.const(1))
         )
+        # The swizzle XORs the 16-byte unit with the row (128 bytes) or with half of it (64 bytes).
         phase = row if swizzle == 128 else arith.shrui(row, lanes.const(1))
         unit = arith.xori(arith.shrui(lane, lanes.const(4)), phase)
         tile = lanes.times(row_tile, self.columns * 8 * swizzle)
         self.first = lanes.add(lanes.address(ref), tile, lanes.times(row, swizzle), lanes.times(unit, 16))
 
     def load(self, chunk: int, step: int, *, transpose: bool = False) -> Sequence[ir.Value]:
-        """Four registers: rows 0-7 and 8-15 of the first 16 bytes of a step, then of the second."""
+        """Return four registers: rows 0-7 and 8-15 of the step's first 16 bytes, then of its second 16."""
         start = step * 32
         at = arith.xori(self.first, lanes.const(start % self.swizzle))
         offset = chunk * self.chunk_bytes + start // self.swizzle * 8 * self.swizzle
-        kind = ".trans" if transpose else ""
-        code = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-        return lanes.several(code, at, results=4, touches_memory=True)
+        modifier = ".trans" if transpose else ""
+        code = f"ldmatrix.sync.aligned.m8n8.x4{modifier}.shared.b16 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+        return lanes.ptx_results(code, at, num_results=4, touches_memory=True)
 
 
-# What `dequantize_to_f16x2` has code for. Of another type it would make wrong numbers, not none.
+# The dtypes that `dequantize_to_f16x2` has code for; it would return wrong numbers for any other.
 EIGHT_BIT_NAMES = ("int8", "float8_e5m2", "float8_e4m3fn")
 
-# Which two bytes of a register become the two halves of another.
+# The two bytes of a register that become the halves of the first result, and those of the second.
 ADJACENT_BYTES = ((0, 1), (2, 3))
 ALTERNATING_BYTES = ((0, 2), (1, 3))
 
@@ -60,12 +66,18 @@ ALTERNATING_BYTES = ((0, 2), (1, 3))
 def dequantize_to_f16x2(
     x: ir.Value, dtype: DTypeLike, pairs: tuple[tuple[int, int], tuple[int, int]]
 ) -> tuple[ir.Value, ir.Value]:
-    """Four 8-bit numbers as two registers of two f16 each, exactly.
+    """Convert four 8-bit numbers of a register to two registers of two f16 each, exactly.
 
-    An int8 goes in as the low bits of a number between 1024 and 2048, whose spacing is 1 (an old trick).
+    An int8 becomes the low bits of an f16 between 1024 and 2048, whose spacing is 1; then 1024 and the sign
+    offset are subtracted.
+
+    Args:
+        x: Register of four 8-bit numbers.
+        dtype: One of EIGHT_BIT_NAMES.
+        pairs: ADJACENT_BYTES or ALTERNATING_BYTES.
 
     Raises:
-        ValueError: There is no code for the type.
+        ValueError: If there is no code for the dtype.
     """
     require_one_of("dtype", jnp.dtype(dtype).name, EIGHT_BIT_NAMES)
     if dtype == jnp.int8:
@@ -81,10 +93,10 @@ def dequantize_to_f16x2(
     if pairs != ADJACENT_BYTES:
         (a, b), (c, d) = pairs
         x = lanes.ptx(f"prmt.b32 $0, $1, $2, 0x{d}{c}{b}{a};", x, lanes.const(0))
-    low, high = lanes.several(
+    low, high = lanes.ptx_results(
         "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi; }",
         x,
-        results=2,
+        num_results=2,
     )
     return low, high
 
@@ -92,21 +104,21 @@ def dequantize_to_f16x2(
 def mma_m16n8k16(
     acc: Sequence[ir.Value], a: Sequence[ir.Value], b: Sequence[ir.Value], dtype: DTypeLike
 ) -> Sequence[ir.Value]:
-    """Acc + a @ b: [16, 8] += [16, 16] @ [16, 8] by one warp, f32 accumulators."""
-    kind = ELEMENTS_16[jnp.dtype(dtype).name]
+    """Return acc + a @ b of one warp: [16, 8] + [16, 16] @ [16, 8], with f32 accumulators."""
+    ptx_type = PTX_TYPES[jnp.dtype(dtype).name]
     code = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{ptx_type}.{ptx_type}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    return lanes.several(code, *a, *b, *acc, results=4, of=lanes.f32())
+    return lanes.ptx_results(code, *a, *b, *acc, num_results=4, result_type=lanes.f32())
 
 
 def transpose_8x8(x: ir.Value) -> ir.Value:
-    """An 8x8 matrix of 16-bit elements, one register a lane."""
+    """Return the transpose of an 8 x 8 matrix of 16-bit elements, one register per lane."""
     return lanes.ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", x)
 
 
 def pack_16bit(low: ir.Value, high: ir.Value, dtype: DTypeLike) -> ir.Value:
-    """Two f32 as one register of 16-bit numbers."""
-    kind = ELEMENTS_16[jnp.dtype(dtype).name]
-    return lanes.ptx(f"cvt.rn.{kind}x2.f32 $0, $1, $2;", high, low)
+    """Round two f32 to a 16-bit dtype and pack them into one register."""
+    ptx_type = PTX_TYPES[jnp.dtype(dtype).name]
+    return lanes.ptx(f"cvt.rn.{ptx_type}x2.f32 $0, $1, $2;", high, low)

@@ -1,10 +1,11 @@
-"""Where a span of the schedule begins: the request, found by each warp for itself.
+"""Finds where a span of decode's schedule begins: the request, by a search of each warp for itself.
 
-All requests' ends are loaded at once, a few by each lane, and compared: one round trip to memory, where a
-table of first requests would be one more, and a second kernel to make it.
+The warp loads the ends of all requests at once, a few per lane, and compares them: one round trip to memory.
+A table of first requests would take one more, and a second kernel to build it.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,80 +20,90 @@ from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import SCALAR
 from pallas_kernels.shared.types import Ref, Scalar
 
-MAX_ROWS_PER_WARP = 512  # rows; of more a lane would hold too many
-WAYS = 16  # rows looked at together where they are narrowed down
-BEYOND = 2**31 - 1
+MAX_ROWS_PER_WARP = 512  # beyond this a lane would hold too many rows
+SEARCH_WAYS = 16  # number of rows that one step of the k-ary search compares
+INT32_MAX = 2**31 - 1
 
 
 class SpanStart(NamedTuple):
-    """Traced scalars."""
+    """Where a span begins; traced scalars.
 
-    total: Scalar  # units of all spans
-    span: Scalar  # units of each
-    unit: Scalar  # the span's first; may be past the last of all
-    row: Scalar  # the row of the schedule that it lies in; the number of rows if in none, and so next_row
-    next_row: Scalar  # that of the next span
-    start: Scalar  # the row's first unit, or 0
-    end: Scalar  # one past its last
-    value: Scalar  # the row's of `values_g`
+    Attributes:
+        total: Number of units of all spans together.
+        span: Number of units of each span.
+        unit: First unit of this span; may lie beyond the last unit.
+        row: Row of the schedule that contains `unit`; the number of rows if none does.
+        next_row: Row that contains the first unit of the next span; the number of rows if none does.
+        start: First unit of `row`; 0 for the first row.
+        end: One past the last unit of `row`.
+        value: Element of `values_g` of `row`.
+    """
+
+    total: Scalar
+    span: Scalar
+    unit: Scalar
+    row: Scalar
+    next_row: Scalar
+    start: Scalar
+    end: Scalar
+    value: Scalar
 
 
 def span_units(total: Scalar, num_spans: int) -> Scalar:
-    """Units of a span; at least 1."""
+    """Return the number of units of a span, at least 1."""
     return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
 
 
 def find_span_start(
     ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int, is_interpreted: bool
 ) -> SpanStart:
-    """Where span `number` begins.
+    """Return where a span begins.
 
     Args:
-        ends_g: Schedule.unit_ends.
-        values_g: [reqs] int32 from 0 up: something else of each row.
-        number: The span's; may be `num_spans`.
-        num_spans: Of the schedule.
-        is_interpreted: Without lanes.
+        ends_g: One past the last unit of each row of the schedule, int32 [reqs].
+        values_g: A value of each row, int32 [reqs], not negative.
+        number: Index of the span, 0 to `num_spans`.
+        num_spans: Number of spans of the schedule.
+        is_interpreted: Whether the kernel runs in interpret mode.
     """
-    is_narrowed = is_interpreted or ends_g.shape[0] > MAX_ROWS_PER_WARP
-    return search_by_warp(ends_g, values_g, number, num_spans=num_spans, is_interpreted=is_narrowed)
+    uses_fallback = is_interpreted or ends_g.shape[0] > MAX_ROWS_PER_WARP
+    return search_by_warp(ends_g, values_g, number, num_spans=num_spans, is_interpreted=uses_fallback)
 
 
 def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
-    """A few of all rows, then a few of those in between, and so on."""
+    """Return where a span begins, by comparing SEARCH_WAYS rows per step; see `find_span_start`."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
     span = span_units(total, num_spans)
 
-    def rows_before(unit: Scalar) -> Scalar:
+    def count_rows_before(unit: Scalar) -> Scalar:
         low, size = number * 0, rows  # the row is one of [low, low + size]
         while size:
-            step = -(-size // WAYS)
+            step = -(-size // SEARCH_WAYS)
             lasts = [low + (i * step - 1) for i in range(1, -(-size // step) + 1)]
-            are_before = [(at < rows) & (ends_g[jnp.minimum(at, rows - 1)] <= unit) for at in lasts]
+            are_before = [(row < rows) & (ends_g[jnp.minimum(row, rows - 1)] <= unit) for row in lasts]
             low = low + step * sum(x.astype(jnp.int32) for x in are_before)
             size = step - 1
         return low
 
     unit = number * span
-    row = rows_before(unit)
+    row = count_rows_before(unit)
     start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
-    at = jnp.minimum(row, rows - 1)
-    return SpanStart(total, span, unit, row, rows_before(unit + span), start, ends_g[at], values_g[at])
+    clipped = jnp.minimum(row, rows - 1)
+    next_row = count_rows_before(unit + span)
+    return SpanStart(total, span, unit, row, next_row, start, ends_g[clipped], values_g[clipped])
 
 
 @with_fallback(search_k_ary)
 def search_by_warp(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
-    """See span_start; for up to MAX_ROWS_PER_WARP rows."""
+    """Return where a span begins, for up to MAX_ROWS_PER_WARP rows; see `find_span_start`."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
     types = plgpu.RefType(), plgpu.RefType(), SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
-    return SpanStart(
-        *run(functools.partial(_compared_at_once, num_spans=num_spans))(ends_g, values_g, number)
-    )
+    return SpanStart(*run(functools.partial(_search_by_lanes, num_spans=num_spans))(ends_g, values_g, number))
 
 
-def _compared_at_once(
+def _search_by_lanes(
     _ctx: mgpu.LaunchContext,
     ends_g: ir.Value,
     values_g: ir.Value,
@@ -100,32 +111,42 @@ def _compared_at_once(
     *,
     num_spans: int,
 ) -> tuple[mgpu.FragmentedArray, ...]:
-    """The same by the lanes of a warp."""
-    rows = ir.MemRefType(ends_g.type).shape[0]
+    num_rows = ir.MemRefType(ends_g.type).shape[0]
     lane, _ = lanes.lane_and_warp()
-    # The last lanes load the last row once more.
-    at = [arith.minsi(lanes.add(lane, first), lanes.const(rows - 1)) for first in range(0, rows, 32)]
-    ends, values = ([lanes.loaded(ref, row) for row in at] for ref in (ends_g, values_g))
-    total = lanes.shuffled(ends[-1], "idx", lanes.const(31))
+    # Load all rows at once: lane i has rows i, i + 32, ...; lanes past the end load the last row again.
+    rows = [
+        arith.minsi(lanes.add(lane, first), lanes.const(num_rows - 1)) for first in range(0, num_rows, 32)
+    ]
+    ends, values = ([lanes.load(ref, row) for row in rows] for ref in (ends_g, values_g))
+    # Lane 31 has the last row's end, the total number of units.
+    total = lanes.shuffle(ends[-1], "idx", lanes.const(31))
     span = arith.divui(lanes.add(total, num_spans - 1), lanes.const(num_spans))
     span = arith.maxsi(span, lanes.const(1))
     unit = arith.muli(fragments.scalar(number), span)
 
-    compared = lambda how, a, b: arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
-    pick = lambda where, x, other: arith.select(where, x, lanes.const(other))
-    most = functools.partial(functools.reduce, arith.maxsi)
+    def compare(predicate: str, a: ir.Value, b: ir.Value) -> ir.Value:
+        return arith.cmpi(getattr(arith.CmpIPredicate, predicate), a, b)
 
-    def rows_before(unit: ir.Value) -> ir.Value:
-        """One past the last row that ends before a unit."""
+    def select(condition: ir.Value, x: ir.Value, otherwise: int) -> ir.Value:
+        return arith.select(condition, x, lanes.const(otherwise))
+
+    def maximum(terms: Sequence[ir.Value]) -> ir.Value:
+        return functools.reduce(arith.maxsi, terms)
+
+    def count_rows_before(unit: ir.Value) -> ir.Value:
+        """Return one past the last row that ends before a unit."""
         before = [
-            pick(compared("sle", end, unit), lanes.add(row, 1), 0) for row, end in zip(at, ends, strict=True)
+            select(compare("sle", end, unit), lanes.add(row, 1), 0)
+            for row, end in zip(rows, ends, strict=True)
         ]
-        return lanes.reduced(most(before), "max")
+        return lanes.warp_reduce(maximum(before), "max")
 
-    start = lanes.reduced(most([pick(compared("sle", x, unit), x, 0) for x in ends]), "max")
-    after = [pick(compared("sgt", x, unit), x, BEYOND) for x in ends]
-    end = lanes.reduced(functools.reduce(arith.minsi, after), "min")
-    found = [pick(compared("eq", x, end), value, 0) for x, value in zip(ends, values, strict=True)]
-    value = lanes.reduced(most(found), "max")
-    results = total, span, unit, rows_before(unit), rows_before(lanes.add(unit, span)), start, end, value
-    return tuple(map(fragments.as_scalar, results))
+    # The row starts at the largest end that is not beyond the unit, and ends at the smallest end beyond it.
+    start = lanes.warp_reduce(maximum([select(compare("sle", x, unit), x, 0) for x in ends]), "max")
+    after = [select(compare("sgt", x, unit), x, INT32_MAX) for x in ends]
+    end = lanes.warp_reduce(functools.reduce(arith.minsi, after), "min")
+    # Ends differ between rows, so the row's end identifies its value.
+    row_values = [select(compare("eq", x, end), value, 0) for x, value in zip(ends, values, strict=True)]
+    value = lanes.warp_reduce(maximum(row_values), "max")
+    row, next_row = count_rows_before(unit), count_rows_before(lanes.add(unit, span))
+    return tuple(map(fragments.as_scalar, (total, span, unit, row, next_row, start, end, value)))

@@ -1,6 +1,6 @@
-"""Loads and stores of the merging kernel, whose threads have a query each, and neighbours along a head.
+"""Loads and stores of decode's combine kernel: each thread has one query and adjacent columns of a head.
 
-Arrays are [THREADS], one element a thread: thread i has query i mod tile_q.
+Arrays are [THREADS], one element per thread: thread i has query i mod tile_q.
 """
 
 import dataclasses
@@ -27,157 +27,168 @@ f32 = jnp.float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombineTile:
-    """What one thread block merges: `columns` of a head for each of `tile_q` queries; static.
+    """What one thread block combines: `columns` columns of a head for each of `tile_q` queries; static.
 
     Attributes:
-        tile_q: Query rows of the partial results.
-        rows: Live ones.
-        cut: The cut of head_dim.
-        columns: A power of 2 that divides the head; where the head is cut with padding, a chunk.
-        head_tiles: Of the partial results.
-        at_once: Partial results loaded together.
+        tile_q: Number of query rows of the split outputs.
+        rows: Number of valid query rows.
+        head_chunks: How head_dim is divided into chunks.
+        columns: Number of columns: a power of 2 that divides the head; a chunk if the head is padded.
+        head_tiles: Number of tiles of query rows of the split outputs.
+        splits_per_load: Number of splits that are loaded together.
     """
 
     tile_q: int
     rows: int
-    cut: HeadChunks
+    head_chunks: HeadChunks
     columns: int
     head_tiles: int
-    at_once: int
+    splits_per_load: int
 
     @property
     def groups(self) -> int:
-        """Threads of a query."""
+        """Number of threads per query."""
         return num_thread_groups(self.tile_q)
 
     @property
-    def each(self) -> int:
-        """Neighbours that a thread has."""
+    def columns_per_thread(self) -> int:
+        """Number of adjacent columns of a thread."""
         return self.columns // self.groups
 
-    def places(self) -> tuple[jax.Array, jax.Array]:
-        """Each thread's query and group, for fallbacks."""
+    def query_and_group(self) -> tuple[jax.Array, jax.Array]:
+        """Return each thread's query and group, for fallbacks."""
         thread = jnp.arange(THREADS, dtype=jnp.int32)
         return thread % self.tile_q, jnp.minimum(thread // self.tile_q, self.groups - 1)
 
 
 def num_thread_groups(tile_q: int) -> int:
-    """A power of 2, so that shares divide a head; a few threads are idle where it is no divisor."""
+    """Return the number of threads per query: a power of 2, to divide a head; a few threads may be idle."""
     return 1 << ((THREADS // tile_q).bit_length() - 1)
 
 
 type PerThread = jax.Array
-"""[THREADS], an element of each thread."""
+"""[THREADS], one element per thread."""
 
-ONE = plgpu.ShapeDtypeStruct((THREADS,), f32, BY_THREAD)
+PER_THREAD = plgpu.ShapeDtypeStruct((THREADS,), f32, BY_THREAD)
 
 
 # ------------------------------------------------------------------------------------- loads
-def _of_queries(ref: Ref, *, tile: CombineTile) -> PerThread:
-    return ref[...][tile.places()[0]]
+def _load_per_query(ref: Ref, *, tile: CombineTile) -> PerThread:
+    return ref[...][tile.query_and_group()[0]]
 
 
-@with_fallback(_of_queries)
+@with_fallback(_load_per_query)
 def load_per_query(ref: Ref, *, tile: CombineTile) -> PerThread:
-    """Each thread's query's element of a vector [tile_q] in global memory."""
+    """Load each thread's query's element of a vector [tile_q] in global memory."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=ONE)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=PER_THREAD)
     def load(_ctx: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
-        return fragments.by_thread(lanes.loaded(ref, _query_and_group(tile)[0], of=lanes.f32()))
+        query, _ = _query_and_group(tile)
+        return fragments.array_by_thread(lanes.load(ref, query, result_type=lanes.f32()))
 
     return load(ref)
 
 
-type Partials = tuple[list[PerThread], list[PerThread], list[list[PerThread]]]
+type SplitOutputs = tuple[list[PerThread], list[PerThread], list[list[PerThread]]]
+"""Row maxima, row sums and accumulators, one entry per split."""
 
 
-def _partials(
+def _load_split_outputs(
     refs: tuple[Ref, Ref, Ref],
     first: Scalar | int,
-    left: Scalar | int,
+    num_remaining: Scalar | int,
     head_tile: Scalar | int,
     strip: Scalar | int,
     *,
     tile: CombineTile,
-) -> Partials:
-    query, group = tile.places()
-    column = strip * tile.columns + group * tile.each
-    found: list[PerThread] = []
-    for j in range(tile.at_once):
-        o, top, total = (ref[first + jnp.minimum(j, left - 1), head_tile] for ref in refs)
-        outs = [o[column + e, query] for e in range(tile.each)]
-        found += [jnp.where(j < left, x, y) for x, y in ((top[query], -jnp.inf), (total[query], 0.0))]
-        found += [jnp.where(j < left, x, 0.0) for x in outs]
-    return _by_kind(found, tile)
+) -> SplitOutputs:
+    query, group = tile.query_and_group()
+    column = strip * tile.columns + group * tile.columns_per_thread
+    values: list[PerThread] = []
+    for j in range(tile.splits_per_load):
+        o, row_max, row_sum = (ref[first + jnp.minimum(j, num_remaining - 1), head_tile] for ref in refs)
+        outs = [o[column + e, query] for e in range(tile.columns_per_thread)]
+        is_split = j < num_remaining
+        values += [jnp.where(is_split, row_max[query], -jnp.inf), jnp.where(is_split, row_sum[query], 0.0)]
+        values += [jnp.where(is_split, x, 0.0) for x in outs]
+    return _group_by_split(values, tile)
 
 
-@with_fallback(_partials)
+@with_fallback(_load_split_outputs)
 def load_split_outputs(
     refs: tuple[Ref, Ref, Ref],
     first: Scalar | int,
-    left: Scalar | int,
+    num_remaining: Scalar | int,
     head_tile: Scalar | int,
     strip: Scalar | int,
     *,
     tile: CombineTile,
-) -> Partials:
-    """Largest scores, sums and accumulators of the next `at_once` partial results; past `left`, nothing.
+) -> SplitOutputs:
+    """Load the outputs of the next `splits_per_load` splits; those beyond `num_remaining` are empty.
 
     Args:
         refs: O [splits, head_tiles, padded_dim, tile_q]; row maxima, row sums [splits, head_tiles, tile_q].
-        first: The next.
-        left: How many there are.
-        head_tile: Which tile of query rows.
-        strip: Which columns of the head.
+        first: Index of the next split.
+        num_remaining: Number of splits from `first` on.
+        head_tile: Index of the tile of query rows.
+        strip: Index of the strip of `columns` columns of the head.
         tile: Static sizes.
     """
     types = *[plgpu.RefType()] * 3, SCALAR, SCALAR
-    run = plgpu.inline_mgpu(arg_types=types, return_type=(ONE,) * (tile.at_once * (tile.each + 2)))
-    load = functools.partial(_load_partials, tile=tile)
-    return _by_kind(list(run(load)(*(ref.at[first, head_tile] for ref in refs), left, strip)), tile)
+    num_values = tile.splits_per_load * (tile.columns_per_thread + 2)
+    run = plgpu.inline_mgpu(arg_types=types, return_type=(PER_THREAD,) * num_values)
+    load = functools.partial(_load_by_threads, tile=tile)
+    values = run(load)(*(ref.at[first, head_tile] for ref in refs), num_remaining, strip)
+    return _group_by_split(list(values), tile)
 
 
-def _by_kind(found: list[PerThread], tile: CombineTile) -> Partials:
-    """From a largest score, a sum and accumulators of each partial result."""
-    size = tile.each + 2
-    results = [found[i : i + size] for i in range(0, len(found), size)]
-    return [r[0] for r in results], [r[1] for r in results], [r[2:] for r in results]
+def _group_by_split(values: list[PerThread], tile: CombineTile) -> SplitOutputs:
+    """Group a flat list that has a row maximum, a row sum and the accumulators of each split."""
+    size = tile.columns_per_thread + 2
+    splits = [values[i : i + size] for i in range(0, len(values), size)]
+    return [x[0] for x in splits], [x[1] for x in splits], [x[2:] for x in splits]
 
 
-def _load_partials(
+def _load_by_threads(
     _ctx: mgpu.LaunchContext,
     o_ref: ir.Value,
-    top_ref: ir.Value,
-    total_ref: ir.Value,
-    left: mgpu.FragmentedArray,
+    row_max_ref: ir.Value,
+    row_sum_ref: ir.Value,
+    num_remaining: mgpu.FragmentedArray,
     strip: mgpu.FragmentedArray,
     *,
     tile: CombineTile,
 ) -> tuple[mgpu.FragmentedArray, ...]:
     query, group = _query_and_group(tile)
+    # Idle threads load what the last group loads.
     group = arith.minsi(group, lanes.const(tile.groups - 1))
-    n, num_left = tile.tile_q, fragments.scalar(left)
-    column = lanes.add(lanes.times(fragments.scalar(strip), tile.columns), lanes.times(group, tile.each))
-    at = lanes.element(o_ref, lanes.add(lanes.times(column, n), query), 4)
-    of_query = [
-        (lanes.element(top_ref, query, 4), "0fFF800000"),
-        (lanes.element(total_ref, query, 4), "0f00000000"),
+    n, remaining = tile.tile_q, fragments.scalar(num_remaining)
+    column = lanes.add(
+        lanes.times(fragments.scalar(strip), tile.columns), lanes.times(group, tile.columns_per_thread)
+    )
+    o_pointer = lanes.element_pointer(o_ref, lanes.add(lanes.times(column, n), query), 4)
+    # Splits that do not exist have a row maximum of -inf and a row sum of 0.
+    row_stats = [
+        (lanes.element_pointer(row_max_ref, query, 4), "0fFF800000"),
+        (lanes.element_pointer(row_sum_ref, query, 4), "0f00000000"),
     ]
 
-    def read(address: ir.Value, offset: int, nth: int, otherwise: str) -> mgpu.FragmentedArray:
+    def read(pointer: ir.Value, offset: int, split: int, otherwise: str) -> mgpu.FragmentedArray:
         code = (
-            f"{{ .reg .pred live; setp.gt.s32 live, $2, {nth}; mov.f32 $0, {otherwise}; "
+            f"{{ .reg .pred live; setp.gt.s32 live, $2, {split}; mov.f32 $0, {otherwise}; "
             f"@live ld.global.f32 $0, [$1 + {offset}]; }}"
         )
-        return fragments.by_thread(lanes.ptx(code, address, num_left, of=lanes.f32(), touches_memory=True))
+        x = lanes.ptx(code, pointer, remaining, result_type=lanes.f32(), touches_memory=True)
+        return fragments.array_by_thread(x)
 
-    found = []
-    for j in range(tile.at_once):
-        of_partial = 4 * j * tile.head_tiles * n
-        found += [read(address, of_partial, j, otherwise) for address, otherwise in of_query]
-        start = of_partial * tile.cut.padded_dim
-        found += [read(at, start + 4 * e * n, j, "0f00000000") for e in range(tile.each)]
-    return tuple(found)
+    values = []
+    for j in range(tile.splits_per_load):
+        split_offset = 4 * j * tile.head_tiles * n
+        values += [read(pointer, split_offset, j, otherwise) for pointer, otherwise in row_stats]
+        o_offset = split_offset * tile.head_chunks.padded_dim
+        columns = range(tile.columns_per_thread)
+        values += [read(o_pointer, o_offset + 4 * e * n, j, "0f00000000") for e in columns]
+    return tuple(values)
 
 
 # ------------------------------------------------------------------------------------- stores
@@ -190,11 +201,11 @@ def _store_combined(
     *,
     tile: CombineTile,
 ) -> None:
-    n, cut = tile.tile_q, tile.cut
-    block = jnp.stack(accs)[:, : tile.groups * n].reshape(tile.each, tile.groups, n)
+    n, head_chunks = tile.tile_q, tile.head_chunks
+    block = jnp.stack(accs)[:, : tile.groups * n].reshape(tile.columns_per_thread, tile.groups, n)
     block = block.T.reshape(n, tile.columns)[: tile.rows].astype(out_ref.dtype)
-    if cut.is_padded:
-        out_ref[:, strip] = block[:, : cut.chunk_dim]
+    if head_chunks.is_padded:
+        out_ref[:, strip] = block[:, : head_chunks.chunk_dim]
     else:
         out_ref[:, pl.ds(strip * tile.columns, tile.columns)] = block
 
@@ -213,25 +224,25 @@ def store_combined(
     *,
     tile: CombineTile,
 ) -> None:
-    """Output and LSE of a request.
+    """Store the output and the log-sum-exp of a request.
 
     Args:
-        out_ref: [rows, head_dim], or [rows, chunks, chunk] where the head is padded.
+        out_ref: [rows, head_dim], or [rows, chunks, chunk_dim] if the head is padded.
         lse_ref: [tile_q] f32.
-        accs: The thread's neighbours, normalized.
-        lse: Of the thread's query.
-        strip: Which columns of the head.
+        accs: The thread's adjacent columns, normalized.
+        lse: Log-sum-exp of the thread's query.
+        strip: Index of the strip of `columns` columns of the head.
         tile: Static sizes.
     """
     ref = plgpu.RefType()
-    types = ref, ref, [BY_THREAD] * tile.each, BY_THREAD, SCALAR
+    types = ref, ref, [BY_THREAD] * tile.columns_per_thread, BY_THREAD, SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=())
-    run(functools.partial(_store_by_thread, tile=tile, dtype=out_ref.dtype))(
+    run(functools.partial(_store_by_threads, tile=tile, dtype=out_ref.dtype))(
         out_ref, lse_ref, accs, lse, strip
     )
 
 
-def _store_by_thread(
+def _store_by_threads(
     _ctx: mgpu.LaunchContext,
     out_ref: ir.Value,
     lse_ref: ir.Value,
@@ -243,23 +254,30 @@ def _store_by_thread(
     dtype: np.dtype,
 ) -> tuple[()]:
     query, group = _query_and_group(tile)
-    nth, cut = fragments.scalar(strip), tile.cut
-    inside = lanes.times(group, tile.each)
-    column = lanes.add(lanes.times(nth, cut.chunk_dim if cut.is_padded else tile.columns), inside)
-    at = lanes.element(out_ref, lanes.add(lanes.times(query, cut.num_chunks * cut.chunk_dim), column), 2)
-    is_live = arith.andi(lanes.is_below(query, tile.rows), lanes.is_below(group, tile.groups))
-    for e in range(0, tile.each, 2):
-        is_column = lanes.is_below(lanes.add(inside, e), cut.chunk_dim) if cut.is_padded else is_live
-        pair = pack_16bit(fragments.of_thread(accs[e]), fragments.of_thread(accs[e + 1]), dtype)
-        lanes.run(f"st.global.b32 [$0 + {2 * e}], $1;", at, pair, predicate=arith.andi(is_live, is_column))
-    is_first = lanes.is_below(lanes.add(group, nth), 1)
-    at = lanes.element(lse_ref, query, 4)
-    lanes.run("st.global.f32 [$0], $1;", at, fragments.of_thread(lse), predicate=is_first)
+    strip_index, head_chunks = fragments.scalar(strip), tile.head_chunks
+    strip_column = lanes.times(group, tile.columns_per_thread)
+    strip_width = head_chunks.chunk_dim if head_chunks.is_padded else tile.columns
+    column = lanes.add(lanes.times(strip_index, strip_width), strip_column)
+    row_size = head_chunks.num_chunks * head_chunks.chunk_dim
+    pointer = lanes.element_pointer(out_ref, lanes.add(lanes.times(query, row_size), column), 2)
+    # Padding rows, idle threads and padding columns store nothing.
+    is_valid = arith.andi(lanes.is_below(query, tile.rows), lanes.is_below(group, tile.groups))
+    for e in range(0, tile.columns_per_thread, 2):
+        is_column = is_valid
+        if head_chunks.is_padded:
+            is_column = lanes.is_below(lanes.add(strip_column, e), head_chunks.chunk_dim)
+        pair = pack_16bit(fragments.thread_value(accs[e]), fragments.thread_value(accs[e + 1]), dtype)
+        predicate = arith.andi(is_valid, is_column)
+        lanes.run(f"st.global.b32 [$0 + {2 * e}], $1;", pointer, pair, predicate=predicate)
+    # The first group of the first strip stores the log-sum-exps.
+    is_first = lanes.is_below(lanes.add(group, strip_index), 1)
+    lse_pointer = lanes.element_pointer(lse_ref, query, 4)
+    lanes.run("st.global.f32 [$0], $1;", lse_pointer, fragments.thread_value(lse), predicate=is_first)
     return ()
 
 
 def _query_and_group(tile: CombineTile) -> tuple[ir.Value, ir.Value]:
-    """Of this thread."""
+    """Return this thread's query and group."""
     thread = arith.andi(mgpu.thread_idx(), lanes.const(THREADS - 1))
     n = lanes.const(tile.tile_q)
     return arith.remui(thread, n), arith.divui(thread, n)

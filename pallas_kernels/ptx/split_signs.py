@@ -1,4 +1,4 @@
-"""Numbers of shared memory in two: the negative and the positive ones."""
+"""Splits a tile of shared memory into its negative and its positive part."""
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -8,37 +8,38 @@ from jax.extend.mlir import ir
 from pallas_kernels.ptx import lanes
 from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import is_contiguous
-from pallas_kernels.ptx.mma import ELEMENTS_16
+from pallas_kernels.ptx.mma import PTX_TYPES
 from pallas_kernels.shared.memory import swizzle_transforms
 from pallas_kernels.shared.types import Ref
 
 
-def _by_comparing(x_s: Ref) -> None:
+def _split_signs(x_s: Ref) -> None:
     x = x_s[0]
     x_s[0], x_s[1] = jnp.minimum(x, 0), jnp.maximum(x, 0)
 
 
-@with_fallback(_by_comparing)
+@with_fallback(_split_signs)
 def split_signs(x_s: Ref) -> None:
-    """From x in x_s[0] min(x, 0) there and max(x, 0) in x_s[1].
+    """Replace x in x_s[0] by min(x, 0) and write max(x, 0) to x_s[1].
 
     Args:
-        x_s: [2, rows, columns] in swizzled SMEM, 16 bits; 256 divides a half's elements.
+        x_s: [2, rows, columns] in swizzled SMEM, 16-bit; rows * columns is a multiple of 256.
     """
     _, rows, columns = x_s.shape
-    kind = ELEMENTS_16[jnp.dtype(x_s.dtype).name]
-    half = rows * columns * 2  # bytes
+    ptx_type = PTX_TYPES[jnp.dtype(x_s.dtype).name]
+    half_bytes = rows * columns * 2
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzle_transforms(2)),), return_type=())
     def split(_ctx: mgpu.LaunchContext, x_s: ir.Value) -> None:
         assert is_contiguous(ir.MemRefType(x_s.type))
         lane, warp = lanes.lane_and_warp()
         first = lanes.add(lanes.address(x_s), lanes.times(warp, 128), lanes.times(lane, 4))
-        for at in range(0, half, 512):  # the same elements stand at the same place, however swizzled
+        # An element has the same offset in both halves, whatever the swizzle.
+        for offset in range(0, half_bytes, 512):
             code = (
-                f"{{ .reg .b32 x, y; ld.shared.b32 x, [$0 + {at}]; "
-                f"min.{kind}x2 y, x, $1; max.{kind}x2 x, x, $1; "
-                f"st.shared.b32 [$0 + {at}], y; st.shared.b32 [$0 + {at + half}], x; }}"
+                f"{{ .reg .b32 x, y; ld.shared.b32 x, [$0 + {offset}]; "
+                f"min.{ptx_type}x2 y, x, $1; max.{ptx_type}x2 x, x, $1; "
+                f"st.shared.b32 [$0 + {offset}], y; st.shared.b32 [$0 + {offset + half_bytes}], x; }}"
             )
             lanes.run(code, first, lanes.const(0))
 

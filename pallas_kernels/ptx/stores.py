@@ -1,4 +1,4 @@
-"""Stores from registers to global memory, without shared memory and TMA between."""
+"""Stores from registers to global memory, without shared memory and TMA in between."""
 
 import functools
 from collections.abc import Iterator
@@ -19,57 +19,58 @@ from pallas_kernels.ptx.mma import pack_16bit, transpose_8x8
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 
 
-def _transposed(ref: Ref, acc: Tile) -> None:
+def _store_transposed(ref: Ref, acc: Tile) -> None:
     rows, columns = ref.shape
     ref[...] = acc.T[:rows, :columns].astype(ref.dtype)
 
 
-@with_fallback(_transposed)
+@with_fallback(_store_transposed)
 def store_transposed(ref: Ref, acc: Tile) -> None:
-    """Stores an accumulator's columns as 16-bit rows; what is past the reference's end is dropped.
+    """Store an accumulator's columns as rows of a 16-bit array; elements beyond the array are dropped.
 
-    By registers, two neighbours at once: there is nothing to wait for, as there is after a copy by TMA, which
-    needs the rows in shared memory, two barriers and a fence first.
+    Each store writes two adjacent elements from registers and nothing has to be waited for. A copy by TMA
+    would need the rows in shared memory, two barriers and a fence first.
 
     Args:
-        ref: [rows, columns] of global memory; rows end where columns end on 4 bytes.
-        acc: f32 [at least columns, at least rows], 64 times 8 wide tiles in the layout WGMMA.
+        ref: [rows, columns] of global memory; the number of columns is even.
+        acc: f32 [at least columns, at least rows], layout WGMMA.
     """
     run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE), return_type=())
-    run(functools.partial(_store_transposed, dtype=ref.dtype))(ref, acc)
+    run(functools.partial(_store_transposed_by_lanes, dtype=ref.dtype))(ref, acc)
 
 
-def _store_transposed(
+def _store_transposed_by_lanes(
     _ctx: mgpu.LaunchContext, ref: ir.Value, acc: mgpu.FragmentedArray, *, dtype: np.dtype
 ) -> tuple[()]:
-    of_ref = ir.MemRefType(ref.type)
-    (rows, columns), (stride, _) = of_ref.shape, of_ref.get_strides_and_offset()[0]
+    ref_type = ir.MemRefType(ref.type)
+    (rows, columns), (stride, _) = ref_type.shape, ref_type.get_strides_and_offset()[0]
     g, t = lanes.lane_row_and_pair()
     _, warp = lanes.lane_and_warp()
+    # After a transpose in 8 x 8 matrices a lane has row g and columns 2 t and 2 t + 1 of the output.
     column = lanes.add(lanes.times(warp, 16), lanes.times(t, 2))
     offset = lanes.add(lanes.times(g, stride), column)
-    first = lanes.element(ref, offset, 2)
-    for m, row_tile in enumerate(fragments.tiles(acc)):
-        for n, four in enumerate(row_tile):
+    first = lanes.element_pointer(ref, offset, 2)
+    for m, row_tile in enumerate(fragments.row_tiles(acc)):
+        for n, fragment in enumerate(row_tile):
             for half in (0, 1):
                 row, start = 8 * n, 64 * m + 8 * half
                 if row >= rows or start >= columns:
                     continue
-                is_live = arith.andi(lanes.is_below(g, rows - row), lanes.is_below(column, columns - start))
-                pair = pack_16bit(four[2 * half], four[2 * half + 1], dtype)
+                is_valid = arith.andi(lanes.is_below(g, rows - row), lanes.is_below(column, columns - start))
+                pair = pack_16bit(fragment[2 * half], fragment[2 * half + 1], dtype)
                 code = f"st.global.b32 [$0 + {2 * (row * stride + start)}], $1;"
-                lanes.run(code, first, transpose_8x8(pair), predicate=is_live)
+                lanes.run(code, first, transpose_8x8(pair), predicate=is_valid)
     return ()
 
 
-def _by_head(ref: Ref, values: Rows) -> None:
+def _store_heads(ref: Ref, values: Rows) -> None:
     kv_heads, blocks = ref.shape
     ref[...] = values.reshape(blocks, kv_heads).T
 
 
-@with_fallback(_by_head)
+@with_fallback(_store_heads)
 def store_heads(ref: Ref, values: Rows) -> None:
-    """Stores a number for each row of a tile, which are a block's heads, then the next block's.
+    """Store one number per row of a tile, whose rows are the heads of a block, then those of the next block.
 
     Args:
         ref: [kv_heads, blocks] of global memory.
@@ -80,70 +81,75 @@ def store_heads(ref: Ref, values: Rows) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW), return_type=())
     def store(_ctx: mgpu.LaunchContext, ref: ir.Value, values: mgpu.FragmentedArray) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        for row, value, is_mine in _rows(values):
+        for row, value, is_writer in _lane_rows(values):
             head, block = arith.remui(row, lanes.const(kv_heads)), arith.divui(row, lanes.const(kv_heads))
-            at = lanes.element(ref, lanes.add(lanes.times(head, stride), block), 4)
-            lanes.run("st.global.f32 [$0], $1;", at, value, predicate=is_mine)
+            pointer = lanes.element_pointer(ref, lanes.add(lanes.times(head, stride), block), 4)
+            lanes.run("st.global.f32 [$0], $1;", pointer, value, predicate=is_writer)
 
     store(ref, values)
 
 
-def _piece_by_piece(
-    ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, each: int
+def _store_tokens(
+    ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, tokens_per_head: int
 ) -> None:
-    """By powers of two: nothing is stored that is not to be, for it may be another thread block's."""
+    """Store power-of-two pieces, because elements outside [begin, end) may belong to another thread block."""
     num = jnp.maximum(end - begin, 0)
-    offset, size = begin, each
+    offset, size = begin, tokens_per_head
     while size:
-        for nth in range(values.shape[0] // each):
+        for i in range(values.shape[0] // tokens_per_head):
 
             @pl.when((num & size) != 0)
-            def _(nth: int = nth, offset: Scalar = offset, size: int = size) -> None:
-                piece = lax.dynamic_slice(values, (nth * each + offset,), (size,))
-                ref[head + nth, pl.ds(token + offset, size)] = piece
+            def _(i: int = i, offset: Scalar = offset, size: int = size) -> None:
+                piece = lax.dynamic_slice(values, (i * tokens_per_head + offset,), (size,))
+                ref[head + i, pl.ds(token + offset, size)] = piece
 
         offset, size = offset + (num & size), size // 2
 
 
-@with_fallback(_piece_by_piece)
+@with_fallback(_store_tokens)
 def store_tokens(
-    ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, each: int
+    ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, tokens_per_head: int
 ) -> None:
-    """Stores a number for each row of a tile that is live; rows are `each` tokens of a head, then the next's.
+    """Store one number per valid row of a tile, whose rows are the tokens of a head, then of the next head.
 
     Args:
-        ref: f32 [heads, tokens] of global memory, less than 2^32 numbers.
+        ref: f32 [heads, tokens] of global memory, fewer than 2^32 elements.
         values: f32 [64].
-        head: Of the first rows.
-        token: Of each head's first row; may be below 0 where that is not live.
-        begin: Of each head's rows the first live one.
-        end: One past the last live one.
-        each: Static: a power of two.
+        head: Head of the first rows.
+        token: Token of each head's first row; may be negative if that row is not valid.
+        begin: Index of the first valid row among a head's rows.
+        end: One past the index of the last valid row among a head's rows.
+        tokens_per_head: Static: number of rows of a head, a power of two.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, *[SCALAR] * 4), return_type=())
     def store(
-        _ctx: mgpu.LaunchContext, ref: ir.Value, values: mgpu.FragmentedArray, *of_item: mgpu.FragmentedArray
+        _ctx: mgpu.LaunchContext, ref: ir.Value, values: mgpu.FragmentedArray, *scalars: mgpu.FragmentedArray
     ) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        head, token, begin, end = map(fragments.scalar, of_item)
-        for row, value, is_mine in _rows(values):
-            nth, here = arith.divui(row, lanes.const(each)), arith.remui(row, lanes.const(each))
-            from_begin, to_end = arith.CmpIPredicate.sge, arith.CmpIPredicate.slt
-            is_live = arith.andi(arith.cmpi(from_begin, here, begin), arith.cmpi(to_end, here, end))
-            at = lanes.add(lanes.times(lanes.add(head, nth), stride), token, here)
-            is_stored = arith.andi(is_mine, is_live)
-            lanes.run("st.global.f32 [$0], $1;", lanes.element(ref, at, 4), value, predicate=is_stored)
+        head, token, begin, end = map(fragments.scalar, scalars)
+        for row, value, is_writer in _lane_rows(values):
+            head_index = arith.divui(row, lanes.const(tokens_per_head))
+            token_index = arith.remui(row, lanes.const(tokens_per_head))
+            is_valid = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, token_index, begin),
+                arith.cmpi(arith.CmpIPredicate.slt, token_index, end),
+            )
+            index = lanes.add(lanes.times(lanes.add(head, head_index), stride), token, token_index)
+            predicate = arith.andi(is_writer, is_valid)
+            pointer = lanes.element_pointer(ref, index, 4)
+            lanes.run("st.global.f32 [$0], $1;", pointer, value, predicate=predicate)
 
     store(ref, values, head, token, begin, end)
 
 
-def _rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
-    """The numbers that a lane has: of which row, the number, and whether this lane is the one to store it."""
+def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:
+    """Yield, for each row of a lane, its index, its number, and whether this lane is the one to store it."""
     require_layout(values.layout, ROW_LAYOUT)
-    lane, warp = lanes.lane_and_warp(anew=True)
+    lane, warp = lanes.lane_and_warp(reread=True)
     g, t = arith.shrui(lane, lanes.const(2)), arith.andi(lane, lanes.const(3))
     for half, register in enumerate(values.registers.flatten()):
         value = vector.extract(register, dynamic_position=[], static_position=[0])
-        is_mine = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(half))
-        yield lanes.add(lanes.times(warp, 16), g, 8 * half), value, is_mine
+        # All four lanes with the same g hold the value: lane t = 0 stores row g, lane t = 1 row g + 8.
+        is_writer = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(half))
+        yield lanes.add(lanes.times(warp, 16), g, 8 * half), value, is_writer

@@ -1,22 +1,23 @@
-"""The kernel of top_k_blocks: a thread block a list, whose threads keep the scores in registers.
+"""Kernel of top_k_blocks: one thread block per list, whose threads keep the scores in registers.
 
-Scores become integers of the same order. Those between the smallest and the largest are counted into 2,048
-equal bins; the bin that the last wanted one lies in becomes the range of the next round. After three rounds
-at most a bin is one number, or all of it is wanted. Then each thread knows which of its blocks are chosen,
-and writes them to where the counts of those before it say.
+Scores become integers of the same order. A radix select finds the smallest selected score: integers between
+the smallest and the largest candidate are counted into 2,048 equal bins, and the bin that contains the last
+selected one becomes the range of the next round. After at most three rounds a bin is a single number, or all
+of it is selected. Then each thread knows which of its blocks are selected, and writes them after those of
+earlier threads.
 
-    a thread of 1,024                                     all of them
+    a thread of 1,024                                     all threads
     ---------------------------------------------------   ----------------------------------------
-    its scores <---------------------- global memory
-    as integers of the same order, in registers
+    load its scores <------------------ global memory
+    convert to integers of the same order, in registers
     smallest and largest <------------------------------>  shared memory: the first range
     up to three rounds:
-      counts its scores in the range -------------------->  shared memory: 2,048 bins
-      sums over the bins above its two <----------------->  shuffles, a total a warp
-      whose bin has the last wanted one ----------------->  the next range
-    which blocks of its own reach the least score
-    sum over the threads before it <-------------------->  shuffles, a total a warp
-    its blocks ----------------------> global memory
+      count its scores in the range --------------------->  shared memory: 2,048 bins
+      sum over the bins above its two <------------------>  shuffles, a total per warp
+      bin that has the last selected score -------------->  the next range
+    select its blocks that reach the smallest score
+    sum over the threads before it <-------------------->  shuffles, a total per warp
+    store its blocks -----------------> global memory
 """
 
 from collections.abc import Iterator
@@ -31,33 +32,33 @@ from pallas_kernels.ptx.launch import THREADS, WARPS, block_barrier, block_exclu
 from pallas_kernels.ptx.list_tiles import build_lists_by_sorting
 from pallas_kernels.shared.tile_codes import encode_tiles
 
-MAX_LEN = 16 * THREADS  # of a list: it stays in registers
-LOG_BINS = 11  # two bins a thread
+MAX_LEN = 16 * THREADS  # scores of a list, which stay in registers
+LOG_BINS = 11  # two bins per thread
 BINS = 1 << LOG_BINS
-VECTOR = 4  # scores that are loaded at once
-# Words of shared memory: bins, the warps' totals, their smallest and largest, what a round found.
+VECTOR = 4  # scores per vector load
+# Word offsets in shared memory: bins, the warps' totals, their smallest and largest score, a round's result.
 TOTALS, LOWS, HIGHS, FOUND = BINS, BINS + WARPS, BINS + 2 * WARPS, BINS + 3 * WARPS
 WORDS = FOUND + 4
-# Integers of scores: a float's bits, all turned where it is negative, the sign alone where it is not.
-LOWEST, INFINITY = 0x007FFFFF, 0xFF800000  # those of -inf and inf
+# A score's integer has the float's bits, all inverted if it is negative, else only the sign inverted.
+LOWEST, INFINITY = 0x007FFFFF, 0xFF800000  # the integers of -inf and inf
 
 
-def _by_sorting(
+def _top_k_blocks(
     scores: Array, seq_lens: Array, *, block_size: int, num_selected: int, num_recent: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     max_blocks = scores.shape[2]
     num_blocks = (seq_lens + (block_size - 1)) // block_size
-    number = jnp.arange(max_blocks, dtype=jnp.int32)[None, None, :]
+    block = jnp.arange(max_blocks, dtype=jnp.int32)[None, None, :]
     end = num_blocks[:, None, None]
-    is_recent, is_live = number >= end - num_recent, number < end
-    scores = jnp.where(is_live, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
-    least = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
-    chosen = (scores >= least[..., None]) & is_live
-    listed = build_lists_by_sorting(encode_tiles(chosen, chosen).reshape(-1, max_blocks))
-    return least, listed.entries.reshape(scores.shape), listed.num_full.reshape(least.shape)
+    is_recent, is_valid = block >= end - num_recent, block < end
+    scores = jnp.where(is_valid, jnp.where(is_recent, jnp.inf, scores), -jnp.inf)
+    min_score = jnp.sort(scores, axis=-1)[..., max_blocks - num_selected]
+    selected = (scores >= min_score[..., None]) & is_valid
+    listed = build_lists_by_sorting(encode_tiles(selected, selected).reshape(-1, max_blocks))
+    return min_score, listed.entries.reshape(scores.shape), listed.num_full.reshape(min_score.shape)
 
 
-@with_fallback(_by_sorting)
+@with_fallback(_top_k_blocks)
 def top_k_blocks(
     scores: Float32[Array, "reqs kv_heads max_blocks"],
     seq_lens: Int32[Array, " reqs"],
@@ -66,22 +67,30 @@ def top_k_blocks(
     num_selected: int,
     num_recent: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """BestBlocks' least score, ids and counts; arguments as block_scores.best_blocks'."""
+    """Return the smallest selected score, the ids of the selected blocks and their number for each list.
+
+    Args:
+        scores: Score of each block, f32.
+        seq_lens: Tokens of each request.
+        block_size: Static: tokens per block.
+        num_selected: Static: number of blocks to select.
+        num_recent: Static: number of a request's last blocks that are always selected.
+    """
     reqs, heads, max_blocks = scores.shape
     scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -max_blocks % VECTOR)))
     padded = scores.shape[2]
-    shape = Shape(
+    dims = TopKDims(
         heads=heads,
         stride=padded,
         max_blocks=max_blocks,
-        each=-(-padded // (THREADS * VECTOR)) * VECTOR,
+        scores_per_thread=-(-padded // (THREADS * VECTOR)) * VECTOR,
         block_size=block_size,
         num_selected=num_selected,
         num_recent=num_recent,
     )
 
-    least, ids, counts = launch_ptx(
-        program(shape),
+    min_scores, ids, counts = launch_ptx(
+        program(dims),
         (scores, seq_lens),
         name="top_k_blocks",
         out_type=(
@@ -92,51 +101,52 @@ def top_k_blocks(
         words=WORDS,
         grid=(reqs * heads,),
     )
-    return least, ids, counts
+    return min_scores, ids, counts
 
 
-class Shape(NamedTuple):
-    """What is static about a call.
+class TopKDims(NamedTuple):
+    """Static sizes of a selection.
 
     Attributes:
-        heads: Lists of a request.
-        stride: Scores of a list, padding included.
-        max_blocks: Blocks of a list, at most.
-        each: Scores of a thread.
-        block_size: Tokens of a block.
-        num_selected: Blocks that are wanted.
-        num_recent: So many of them are the request's last.
+        heads: Number of lists of a request.
+        stride: Number of scores of a list, padding included.
+        max_blocks: Maximum number of blocks of a list.
+        scores_per_thread: Number of scores of a thread.
+        block_size: Tokens per block.
+        num_selected: Number of blocks to select.
+        num_recent: Number of these that are always the request's last blocks.
     """
 
     heads: int
     stride: int
     max_blocks: int
-    each: int
+    scores_per_thread: int
     block_size: int
     num_selected: int
     num_recent: int
 
 
-def program(shape: Shape) -> str:
-    """PTX of a thread.
+def program(dims: TopKDims) -> str:
+    """Return the PTX of a thread.
 
-    Operands: $0 to $4 the addresses of the scores, the requests' lengths, the least scores, the ids and the
-    counts, $5 that of shared memory; the numbers of the list and the thread.
+    Operands: $0 to $4 the addresses of the scores, the requests' lengths, the smallest selected scores, the
+    ids and the counts, $5 of shared memory; $6 and $7 the indices of the list and the thread.
     """
-    each = shape.each
+    scores_per_thread = dims.scores_per_thread
     lines = [
-        f".reg .b32 k<{each}>, lane, warp, num, recent, live, want, lo, hi, range, shift, x, y, bin, sum;",
+        f".reg .b32 k<{scores_per_thread}>, lane, warp, num, recent, live, want, lo, hi, range, shift, x, y, "
+        "bin, sum;",
         ".reg .b32 own, before, low_bin, high_bin, found, above, count, chosen, first, least, top;",
         ".reg .b64 at, out; .reg .f32 f; .reg .pred p, q, is_first;",
-        *_loaded(shape),
-        *_as_integers(each),
-        *_wanted(shape),
-        *_ends(each),
+        *_load_scores(dims),
+        *_to_ordered_integers(scores_per_thread),
+        *_num_to_select(dims),
+        *_score_range(scores_per_thread),
         "ROUND:",
-        *_counted(each),
+        *_count_bins(scores_per_thread),
         *_next_range(),
         "CHOSEN:",
-        *_listed(shape),
+        *_store_blocks(dims),
         f"setp.ne.u32 p, $7, {THREADS - 1}; @p bra DONE;",
         "mad.wide.u32 at, $6, 4, $4; st.global.b32 [at], count;",
         "shr.s32 x, least, 31; not.b32 x, x; or.b32 x, x, 0x80000000; xor.b32 least, least, x;",
@@ -146,49 +156,49 @@ def program(shape: Shape) -> str:
     return "{ " + "\n".join(lines) + " }"
 
 
-def _loaded(shape: Shape) -> Iterator[str]:
-    """The request's length, num; a thread's scores, k, from block first on. Its two bins are empty."""
+def _load_scores(dims: TopKDims) -> Iterator[str]:
+    """Yield code that loads the request's length, num, and the thread's scores, k; and clears its bins."""
     yield "and.b32 lane, $7, 31; shr.u32 warp, $7, 5; setp.eq.u32 is_first, lane, 0;"
-    yield f"mul.lo.u32 first, $7, {shape.each};"
-    yield f"div.u32 x, $6, {shape.heads}; mad.wide.u32 at, x, 4, $1; ld.global.b32 num, [at];"
-    yield f"mad.wide.u32 at, $6, {shape.stride * 4}, $0; mad.wide.u32 at, first, 4, at;"
-    yield from (f"mov.b32 k{n}, 0;" for n in range(shape.each))
-    for n in range(0, shape.each, VECTOR):
+    yield f"mul.lo.u32 first, $7, {dims.scores_per_thread};"
+    yield f"div.u32 x, $6, {dims.heads}; mad.wide.u32 at, x, 4, $1; ld.global.b32 num, [at];"
+    yield f"mad.wide.u32 at, $6, {dims.stride * 4}, $0; mad.wide.u32 at, first, 4, at;"
+    yield from (f"mov.b32 k{n}, 0;" for n in range(dims.scores_per_thread))
+    for n in range(0, dims.scores_per_thread, VECTOR):
         vector = ", ".join(f"k{n + i}" for i in range(VECTOR))
         yield (
-            f"add.u32 x, first, {n}; setp.lt.u32 p, x, {shape.stride}; "
+            f"add.u32 x, first, {n}; setp.lt.u32 p, x, {dims.stride}; "
             f"@p ld.global.v4.b32 {{{vector}}}, [at + {4 * n}];"
         )
     yield "mad.lo.u32 y, $7, 8, $5; st.shared.v2.b32 [y], {0, 0};"
 
 
-def _as_integers(each: int) -> Iterator[str]:
-    """Scores become integers of the same order; -0 becomes 0, so that these are equal where scores are."""
-    for n in range(each):
+def _to_ordered_integers(scores_per_thread: int) -> Iterator[str]:
+    """Yield code that converts scores to integers of the same order; -0 becomes 0, to be equal to it."""
+    for n in range(scores_per_thread):
         yield (
             f"mov.b32 f, k{n}; add.f32 f, f, 0f00000000; mov.b32 k{n}, f; "
             f"shr.s32 x, k{n}, 31; or.b32 x, x, 0x80000000; xor.b32 k{n}, k{n}, x;"
         )
 
 
-def _wanted(shape: Shape) -> Iterator[str]:
-    """How many to choose, want, of all blocks before recent, of which live are the thread's.
+def _num_to_select(dims: TopKDims) -> Iterator[str]:
+    """Yield code that sets want, the number of blocks to select of those before block `recent`.
 
-    Where all of these are wanted, or none, the least score is known.
+    If all or none of these are selected, the smallest selected score is known and the rounds are skipped.
     """
-    yield f"add.s32 num, num, {shape.block_size - 1}; div.s32 num, num, {shape.block_size};"
-    yield f"min.s32 num, num, {shape.max_blocks}; max.s32 num, num, 0;"
-    yield f"sub.s32 recent, num, {shape.num_recent}; max.s32 recent, recent, 0;"
+    yield f"add.s32 num, num, {dims.block_size - 1}; div.s32 num, num, {dims.block_size};"
+    yield f"min.s32 num, num, {dims.max_blocks}; max.s32 num, num, 0;"
+    yield f"sub.s32 recent, num, {dims.num_recent}; max.s32 recent, recent, 0;"
     yield "sub.s32 live, recent, first;"
-    yield f"sub.s32 want, num, recent; sub.s32 want, {shape.num_selected}, want;"
+    yield f"sub.s32 want, num, recent; sub.s32 want, {dims.num_selected}, want;"
     yield f"mov.b32 least, {INFINITY:#x}; setp.le.s32 p, want, 0; @p bra CHOSEN;"
     yield f"mov.b32 least, {LOWEST:#x}; setp.le.s32 p, recent, want; @p bra CHOSEN;"
 
 
-def _ends(each: int) -> Iterator[str]:
-    """Lo and hi of all candidates."""
+def _score_range(scores_per_thread: int) -> Iterator[str]:
+    """Yield code that sets lo and hi, the smallest and the largest of all candidates."""
     yield "mov.b32 lo, -1; mov.b32 hi, 0;"
-    for n in range(each):
+    for n in range(scores_per_thread):
         yield f"setp.gt.s32 p, live, {n}; @p min.u32 lo, lo, k{n}; @p max.u32 hi, hi, k{n};"
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1; mad.lo.u32 x, warp, 4, $5;"
     yield f"@is_first st.shared.b32 [x + {LOWS * 4}], lo; @is_first st.shared.b32 [x + {HIGHS * 4}], hi;"
@@ -198,12 +208,12 @@ def _ends(each: int) -> Iterator[str]:
     yield "redux.sync.min.u32 lo, lo, -1; redux.sync.max.u32 hi, hi, -1;"
 
 
-def _counted(each: int) -> Iterator[str]:
-    """All candidates from lo to hi, in bins of 1 << shift integers."""
+def _count_bins(scores_per_thread: int) -> Iterator[str]:
+    """Yield code that counts all candidates from lo to hi into bins of 1 << shift integers."""
     yield f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;"
     yield "max.s32 shift, shift, 0;"
     yield from block_barrier()
-    for n in range(each):
+    for n in range(scores_per_thread):
         yield (
             f"sub.u32 x, k{n}, lo; setp.le.u32 p, x, range; setp.gt.and.s32 p, live, {n}, p; "
             "shr.u32 x, x, shift; mad.lo.u32 x, x, 4, $5; @p red.shared.add.u32 [x], 1;"
@@ -212,14 +222,14 @@ def _counted(each: int) -> Iterator[str]:
 
 
 def _next_range() -> Iterator[str]:
-    """The bin that the last wanted one lies in becomes lo to hi; a round more, unless all of it is wanted.
+    """Yield code that makes the last selected candidate's bin the new range; done if all of it is selected.
 
-    From the largest bin down: thread t has the bins 2 t and 2 t + 1 from the end.
+    Bins are searched from the largest down: thread t has the bins 2 t and 2 t + 1 from the end.
     """
     yield f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $7; sub.u32 bin, bin, $7; mad.lo.u32 y, bin, 4, $5;"
     yield "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;"
     yield from block_exclusive_sum("$5", TOTALS * 4)
-    # Every bin has been read: the next round finds them empty.
+    # All threads have read their bins at the barrier inside the sum; clear them for the next round.
     yield "st.shared.v2.b32 [y], {0, 0};"
     yield "add.u32 x, before, own; setp.lt.u32 p, before, want; setp.ge.and.u32 p, x, want, p;"
     yield "@!p bra AWAIT;"
@@ -234,10 +244,10 @@ def _next_range() -> Iterator[str]:
     yield "mov.b32 least, lo; setp.eq.u32 p, count, want; setp.eq.or.u32 p, shift, 0, p; @!p bra ROUND;"
 
 
-def _listed(shape: Shape) -> Iterator[str]:
-    """A thread's blocks that reach the least score, or are recent, behind those of the threads before it."""
+def _store_blocks(dims: TopKDims) -> Iterator[str]:
+    """Yield code that stores a thread's selected or recent blocks after those of earlier threads."""
     yield "mov.b32 chosen, 0; sub.s32 num, num, first;"
-    for n in range(shape.each):
+    for n in range(dims.scores_per_thread):
         yield (
             f"setp.ge.u32 p, k{n}, least; setp.le.or.s32 p, live, {n}, p; setp.gt.and.s32 p, num, {n}, p; "
             f"@p or.b32 chosen, chosen, {1 << n};"
@@ -245,8 +255,8 @@ def _listed(shape: Shape) -> Iterator[str]:
     yield "popc.b32 own, chosen;"
     yield from block_exclusive_sum("$5", TOTALS * 4)
     yield "add.u32 count, before, own;"
-    yield f"mad.wide.u32 out, $6, {shape.max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;"
-    for n in range(shape.each):
+    yield f"mad.wide.u32 out, $6, {dims.max_blocks * 4}, $3; mad.wide.u32 out, before, 4, out;"
+    for n in range(dims.scores_per_thread):
         yield (
             f"and.b32 x, chosen, {1 << n}; setp.ne.u32 p, x, 0; add.u32 x, first, {n}; "
             "@p st.global.b32 [out], x; @p add.u64 out, out, 4;"

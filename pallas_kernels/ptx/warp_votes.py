@@ -14,49 +14,51 @@ from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, TILE_LAYOUT, require_layout
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 
-ANSWER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+VOTE = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
-def _is_due(y: Tile, top: Rows) -> Scalar:
-    return jnp.any(y >= 0) | jnp.any(top == -jnp.inf)
+def _needs_rescale(y: Tile, row_max: Rows) -> Scalar:
+    return jnp.any(y >= 0) | jnp.any(row_max == -jnp.inf)
 
 
-@with_fallback(_is_due)
-def needs_rescale(y: Tile, top: Rows) -> Scalar:
-    """Whether the warp's part of y has a value that is not negative, or that of top one of -inf.
+@with_fallback(_needs_rescale)
+def needs_rescale(y: Tile, row_max: Rows) -> Scalar:
+    """Return whether any of the warp's rows must raise its row maximum (lazy rescale).
 
-    Half an instruction a value, where a maximum takes one and asks the neighbours, too.
+    That is, whether an element of y is not negative or a row maximum is -inf. The test takes half an
+    instruction per element, where a maximum takes one and shuffles.
 
     Args:
-        y: A tile, f32.
-        top: One value a row, f32.
+        y: Scores minus the row maximum in use, which has headroom above the scores: a tile, f32.
+        row_max: Current maximum of each row, f32.
     """
 
-    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=ANSWER)
-    def ask(
-        _ctx: mgpu.LaunchContext, y: mgpu.FragmentedArray, top: mgpu.FragmentedArray
+    @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=VOTE)
+    def vote(
+        _ctx: mgpu.LaunchContext, y: mgpu.FragmentedArray, row_max: mgpu.FragmentedArray
     ) -> mgpu.FragmentedArray:
-        require_layout(top.layout, ROW_LAYOUT)
-        pairs = _pairs(y)
+        require_layout(row_max.layout, ROW_LAYOUT)
+        pairs = _register_pairs(y)
+        # The AND of all elements has its sign bit set only if all are negative.
         both = "".join(f"and.b64 s, s, ${n}; " for n in range(2, len(pairs) + 1))
         lowest = " ".join(f"setp.eq.or.b32 p, ${len(pairs) + 1 + n}, 0xff800000, p;" for n in range(2))
-        return _vote(
+        return _vote_any(
             f".reg .b64 s; .reg .b32 a, b; mov.b64 s, $1; {both}"
             f"mov.b64 {{a, b}}, s; and.b32 a, a, b; setp.ge.s32 p, a, 0; {lowest}",
             *pairs,
-            *(lanes.bits(row, lanes.i32()) for row in top.registers.flat),
+            *(lanes.bitcast(row, lanes.i32()) for row in row_max.registers.flat),
         )
 
-    return ask(y, top) != 0
+    return vote(y, row_max) != 0
 
 
-def _pairs(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Two neighbours at once, in 64 bits."""
+def _register_pairs(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """Return the tile's registers as 64-bit pairs of adjacent columns."""
     require_layout(array.layout, TILE_LAYOUT)
-    return [lanes.bits(pair, lanes.i64()) for pair in array.registers.flat]
+    return [lanes.bitcast(pair, lanes.i64()) for pair in array.registers.flat]
 
 
-def _vote(code: str, *operands: ir.Value) -> mgpu.FragmentedArray:
-    """Whether p, which `code` sets, is true in some lane."""
+def _vote_any(code: str, *operands: ir.Value) -> mgpu.FragmentedArray:
+    """Return whether predicate p, which `code` sets, is true in any lane of the warp."""
     text = f"{{ .reg .pred p; {code} vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }}"
     return fragments.as_scalar(lanes.ptx(text, *operands, touches_memory=True))

@@ -86,7 +86,7 @@ def store_lse(lse_g: Ref, rows: QueryRows, live: ValidRows, lse: Rows) -> None:
     """
     first, *_ = packed_heads(rows.item, rows.spec)
     is_interpreted = rows.spec.is_interpreted
-    store_tokens(lse_g, lse, first.head, *live, each=rows.tokens, is_interpreted=is_interpreted)
+    store_tokens(lse_g, lse, first.head, *live, tokens_per_head=rows.tokens, is_interpreted=is_interpreted)
 
 
 def store_split_output(

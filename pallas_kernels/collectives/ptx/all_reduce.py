@@ -28,7 +28,7 @@ from pallas_kernels.collectives.ptx.exchange import (
     stored,
     waited_for,
 )
-from pallas_kernels.ptx.fallback import rounded_to, with_fallback
+from pallas_kernels.ptx.fallback import round_to, with_fallback
 from pallas_kernels.ptx.launch import WARPS, block_barrier, launch_ptx
 
 
@@ -56,14 +56,14 @@ def _by_xla(
 ) -> tuple[jax.Array, ...]:
     del table, of
     parts = lax.all_gather(x, axis_name).astype(jnp.float32)
-    total = rounded_to(sum(parts[1:], parts[0]), x.dtype)
+    total = round_to(sum(parts[1:], parts[0]), x.dtype)
     if norm is None:
         return (total.astype(x.dtype),)
     residual, weight = stream_and_weight
-    stream = rounded_to(total + residual.astype(jnp.float32), x.dtype)
+    stream = round_to(total + residual.astype(jnp.float32), x.dtype)
     wide = stream * lax.rsqrt(jnp.mean(stream * stream, axis=-1, keepdims=True) + norm.eps)
     factor = weight.astype(jnp.float32) + (1.0 if norm.is_offset else 0.0)
-    normed = (wide if norm.rounds_once else rounded_to(wide, x.dtype)) * factor[None]
+    normed = (wide if norm.rounds_once else round_to(wide, x.dtype)) * factor[None]
     return stream.astype(x.dtype), normed.astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Kernels whose barriers are read in their PTX."""
+"""Kernels whose PTX shows which barriers JAX uses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from pallas_kernels.ptx.cumulative_units import cumulative_units
 from pallas_kernels.ptx.launch import WARPGROUPS
 
 
-def of_warpgroups(x):
-    """Every warpgroup of a full thread block waits for its own warps."""
+def warpgroup_kernel(x):
+    """Run a kernel in which every warpgroup of a full thread block waits for its own warps."""
 
     def body(x_g, out_g, x_s):
         wg = jax.lax.axis_index("wg")
@@ -29,10 +29,10 @@ def of_warpgroups(x):
 
 
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return each case's function and abstract arguments by name."""
     shape = jax.ShapeDtypeStruct
-    ends = lambda counts: cumulative_units.by_platform(counts, listed=16, unit=64)
+    units = lambda counts: cumulative_units.by_platform(counts, listed=16, unit=64)
     return {
-        "program": (ends, (shape((512,), jnp.int32),)),
-        "warpgroups": (of_warpgroups, (shape((WARPGROUPS, 128), jnp.float32),)),
+        "program": (units, (shape((512,), jnp.int32),)),
+        "warpgroups": (warpgroup_kernel, (shape((WARPGROUPS, 128), jnp.float32),)),
     }

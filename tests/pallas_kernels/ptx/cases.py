@@ -62,7 +62,7 @@ def tile_of(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> WarpTil
 def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
     """Scores in the end: an operand in registers is nobody else's to read."""
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
-    cut = tile.cut
+    cut = tile.head_chunks
     q = jnp.asarray(drawn(cut.num_chunks, tile_q, cut.width) * 30, dtype)
     k = stored(drawn(cut.num_chunks, 64, cut.width, seed=1), cache_dtype)
 
@@ -90,7 +90,7 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
 def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int) -> Case:
     """Results in shared memory in the end: which column an accumulator has is theirs alone to know."""
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
-    cut, dim = tile.cut, tile.cut.padded_dim
+    cut, dim = tile.head_chunks, tile.head_chunks.padded_dim
     v = stored(drawn(cut.num_chunks, 64, cut.width), cache_dtype)
     p = jnp.asarray(np.abs(drawn(64, tile_q, seed=1)))
     top = jnp.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
@@ -207,11 +207,13 @@ def tokens_out(token: int, begin: int, end: int, each: int) -> Case:
     def body(x_g, before_g, at_g, out_g):
         for head in range(shape[0]):
             out_g[head] = before_g[head]
-        stores.store_tokens.on_gpu(out_g, load(x_g, ROW), *(at_g[nth] for nth in range(4)), each=each)
+        stores.store_tokens.on_gpu(
+            out_g, load(x_g, ROW), *(at_g[nth] for nth in range(4)), tokens_per_head=each
+        )
 
     def fallback(x, before, at):
         out = jax.new_ref(before)
-        stores.store_tokens.fallback(out, x, *at, each=each)
+        stores.store_tokens.fallback(out, x, *at, tokens_per_head=each)
         return (out[...],)
 
     arrays = jnp.asarray(drawn(64)), jnp.asarray(drawn(*shape)), jnp.asarray(at, jnp.int32)
@@ -243,7 +245,7 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
     """Loads of three partial results, and the sums of those there are, stored."""
     cut, at_once = head_chunks(head_dim), 3
     share = split_outputs.CombineTile(
-        tile_q=tile_q, rows=rows, cut=cut, columns=columns, head_tiles=2, at_once=at_once
+        tile_q=tile_q, rows=rows, head_chunks=cut, columns=columns, head_tiles=2, splits_per_load=at_once
     )
     strips = cut.padded_dim // columns
     o = jnp.asarray(drawn(4, 2, cut.padded_dim, tile_q))

@@ -1,4 +1,4 @@
-"""What per-lane code takes for granted of JAX, one thing a test, and the sentence where JAX differs."""
+"""What the per-lane code assumes about JAX's layouts and barriers, and the error if JAX differs."""
 
 import itertools
 import re
@@ -19,45 +19,45 @@ from tests import aot
 
 
 @pytest.mark.parametrize(
-    ("layout", "known"),
+    ("layout", "expected"),
     [
         (layouts.TILE, layouts.TILE_LAYOUT),
         (layouts.ROW, layouts.ROW_LAYOUT),
         (layouts.SCALAR, layouts.SCALAR_LAYOUT),
         (layouts.BY_THREAD, layouts.BY_THREAD_LAYOUT),
-        (mma_rhs_layout(jnp.bfloat16), layouts.RIGHT_LAYOUT),
-        (mma_rhs_layout(jnp.float16), layouts.RIGHT_LAYOUT),
+        (mma_rhs_layout(jnp.bfloat16), layouts.MMA_RHS_LAYOUT),
+        (mma_rhs_layout(jnp.float16), layouts.MMA_RHS_LAYOUT),
     ],
 )
-def test_jax_s_layouts_are_those_that_are_known(layout, known):
-    layouts.require_layout(layout.to_mgpu(), known)
+def test_jax_describes_the_layouts_as_expected(layout, expected):
+    layouts.require_layout(layout.to_mgpu(), expected)
 
 
-def elements(layout, shape):
-    """[warps, lanes, registers, vector]: which element of an array is where, by JAX's description."""
+def element_indices(layout, shape):
+    """Return the flat index of the element at each [warp, lane, register, vector], by JAX's description."""
     numbered = np.arange(np.prod(shape)).reshape(shape)
-    for tile in layout.tiling.tiles:  # each cuts the last dimensions into tiles and what is in them
+    for tile in layout.tiling.tiles:  # each splits the last dimensions into tiles and positions in a tile
         outer, inner = (
             numbered.shape[: numbered.ndim - len(tile)],
             numbered.shape[numbered.ndim - len(tile) :],
         )
-        cut = [size for n, t in zip(inner, tile, strict=True) for size in (n // t, t)]
-        places = range(len(outer), len(outer) + len(cut))
-        numbered = numbered.reshape(*outer, *cut).transpose(*range(len(outer)), *places[::2], *places[1::2])
-    place = lambda dims: [d + numbered.ndim for d in dims if not isinstance(d, Replicated)]
+        split = [size for n, t in zip(inner, tile, strict=True) for size in (n // t, t)]
+        axes = range(len(outer), len(outer) + len(split))
+        numbered = numbered.reshape(*outer, *split).transpose(*range(len(outer)), *axes[::2], *axes[1::2])
+    axes_of = lambda dims: [d + numbered.ndim for d in dims if not isinstance(d, Replicated)]
     warps, lanes, vector = (
-        place(layout.warp_dims),
-        place(layout.lane_dims),
+        axes_of(layout.warp_dims),
+        axes_of(layout.lane_dims),
         [layout.vector_dim + numbered.ndim],
     )
-    rest = [i for i in range(numbered.ndim) if i not in (*warps, *lanes, *vector)]
-    sizes = [int(np.prod([numbered.shape[i] for i in dims])) for dims in (warps, lanes, rest, vector)]
-    return numbered.transpose(*warps, *lanes, *rest, *vector).reshape(sizes)
+    registers = [i for i in range(numbered.ndim) if i not in (*warps, *lanes, *vector)]
+    sizes = [int(np.prod([numbered.shape[i] for i in dims])) for dims in (warps, lanes, registers, vector)]
+    return numbered.transpose(*warps, *lanes, *registers, *vector).reshape(sizes)
 
 
-def test_a_lane_of_a_tile_has_two_neighbours_of_two_rows_in_each_8_columns():
-    found = elements(layouts.TILE_LAYOUT, (128, 16))
-    wanted = [
+def test_a_lane_of_a_tile_holds_two_adjacent_columns_of_two_rows_in_each_8_columns():
+    found = element_indices(layouts.TILE_LAYOUT, (128, 16))
+    expected = [
         [
             [
                 [(64 * m + 16 * warp + lane // 4 + 8 * half) * 16 + 8 * n + lane % 4 * 2 + i for i in (0, 1)]
@@ -67,70 +67,72 @@ def test_a_lane_of_a_tile_has_two_neighbours_of_two_rows_in_each_8_columns():
         ]
         for warp in range(4)
     ]
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found, expected)
 
 
-def test_a_lane_of_rows_has_those_of_its_part_of_a_tile():
-    found = elements(layouts.ROW_LAYOUT, (64,))
-    assert found.shape == (4, 8, 2, 1)  # four lanes, those of a row, have the same
-    wanted = [[[16 * warp + g, 16 * warp + g + 8] for g in range(8)] for warp in range(4)]
-    np.testing.assert_array_equal(found[..., 0], wanted)
+def test_a_lane_of_row_values_holds_the_rows_of_its_part_of_a_tile():
+    found = element_indices(layouts.ROW_LAYOUT, (64,))
+    assert found.shape == (4, 8, 2, 1)  # the four lanes of a row hold the same value
+    expected = [[[16 * warp + g, 16 * warp + g + 8] for g in range(8)] for warp in range(4)]
+    np.testing.assert_array_equal(found[..., 0], expected)
 
 
-def test_a_lane_of_a_right_operand_has_neighbours_of_a_column():
-    (found,) = elements(layouts.RIGHT_LAYOUT, (32, 16))
-    wanted = [
+def test_a_lane_of_a_b_operand_holds_adjacent_rows_of_one_column():
+    (found,) = element_indices(layouts.MMA_RHS_LAYOUT, (32, 16))
+    expected = [
         [
             [(16 * k + 8 * half + lane % 4 * 2 + i) * 16 + 8 * n + lane // 4 for i in (0, 1)]
             for k, n, half in itertools.product(range(2), range(2), range(2))
         ]
         for lane in range(32)
     ]
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(found, expected)
 
 
-def test_another_layout_is_refused_with_a_sentence():
+def test_an_unexpected_register_layout_is_an_error():
     def body(x_g, out_g):
         x = plgpu.load(x_g, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False)
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_TRANSPOSED,), return_type=())
         def read(_, x):
-            fragments.numbers(x)
+            fragments.column_fragments(x)
 
         read(x)
 
     run = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32))
-    with pytest.raises(AssertionError, match=r"JAX .* lays an array out as .* pallas_kernels/ptx knows"):
+    with pytest.raises(AssertionError, match=r"JAX .* lays an array out as .* pallas_kernels/ptx expects"):
         jax.jit(run).trace(jnp.zeros((64, 64))).lower(lowering_platforms=("cuda",))
 
 
 @pytest.fixture
 def memory():
-    """The type of memory that a kernel is handed."""
+    """A function that returns a memory reference's type, from MLIR's notation."""
     with ir.Context() as context, ir.Location.unknown():
         context.allow_unregistered_dialects = True
         yield lambda text: ir.MemRefType(ir.Type.parse(f"memref<{text}>"))
 
 
-def test_tiles_of_shared_memory_are_pieces_of_8_rows(memory):
+def test_a_tile_of_shared_memory_must_consist_of_pieces_of_8_rows(memory):
     sizes = {"rows": 64, "row_bytes": 256, "swizzle": 128}
     layouts.require_tiles(memory("3x8x2x8x64xbf16"), **sizes)
     layouts.require_tiles(memory("1x8x2x8x64xbf16, strided<[77, 1024, 512, 64, 1], offset: ?>"), **sizes)
-    other = ["3x64x128xbf16", "3x2x8x8x64xbf16", "3x8x2x8x64xbf16, strided<[8192, 512, 4096, 64, 1]>"]
-    for text in other:
-        with pytest.raises(AssertionError, match=r"JAX .* hands a tile .* knows pieces \[8, 2, 8, 64\]"):
+    unexpected = ["3x64x128xbf16", "3x2x8x8x64xbf16", "3x8x2x8x64xbf16, strided<[8192, 512, 4096, 64, 1]>"]
+    for text in unexpected:
+        with pytest.raises(
+            AssertionError, match=r"JAX .* stores a tile .* expects contiguous pieces \[8, 2, 8, 64\]"
+        ):
             layouts.require_tiles(memory(text), **sizes)
 
 
-def test_a_register_of_a_strided_array_is_a_thread_s(memory):
+def test_a_thread_holds_one_element_of_a_strided_array(memory):
     layout = layouts.BY_THREAD_LAYOUT
     assert (layout.shape, layout.vec_size, layout.registers_shape((128,))) == ((128,), 1, (1,))
     assert layouts.THREADS == 128
     assert isinstance(layouts.SCALAR_LAYOUT, mgpu.WGSplatFragLayout)
 
 
-def test_no_barrier_of_jax_has_the_number_of_ours():
-    """0 is a thread block's, 1 + n warpgroup n's, with which a warpgroup waits for itself alone."""
+def test_jax_does_not_use_the_ptx_programs_barrier():
+    """JAX uses barrier 0 for a thread block and 1 + n for warpgroup n."""
     aot.require_plugin()
     names = "program", "warpgroups"
     program, warpgroups = aot.ptx_of("tests.pallas_kernels.ptx.barrier_aot_cases", list(names)).values()
