@@ -1,13 +1,13 @@
-"""paged_decode: attention of each request's last few tokens to its cached past."""
+"""paged_decode: attention of each request's last few tokens to its paged KV cache."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.paged_decode.call import DecodeCall, from_rows
-from pallas_kernels.paged_decode.combine import merge_partials
-from pallas_kernels.paged_decode.kernel import decode_partials
-from pallas_kernels.paged_decode.schedule import BlockList, Schedule
+from pallas_kernels.paged_decode.combine import combine_splits
+from pallas_kernels.paged_decode.kernel import run_decode_kernel
+from pallas_kernels.paged_decode.schedule import BlockList, DecodeSchedule
 from pallas_kernels.paged_decode.sizes import DecodeSizes, default_sizes
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared.score import Score
@@ -31,39 +31,40 @@ def paged_decode(
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
     lists_have_head_bits: bool = False,
-    schedule: Schedule | None = None,
+    schedule: DecodeSchedule | None = None,
     sizes: DecodeSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Attends the last `decode_query_len` tokens of each request to its keys, those tokens' own included.
+    """Compute attention of each request's last `decode_query_len` tokens to all of its keys.
 
     Args:
-        query: `decode_query_len` tokens of each request, one request after the other.
-        k_cache: Paged keys; DecodeCall tells how they lie, and what scales and lists are.
-        v_cache: As k_cache; may be of another dtype.
+        query: `decode_query_len` tokens of each request, request by request.
+        k_cache: Paged keys; see DecodeCall for the layouts, dtypes, scales and lists.
+        v_cache: Paged values, of the shape of k_cache; may have another dtype.
         block_table: Blocks of each request.
-        seq_lens: Keys of each request, at most those that the table has room for. 0 marks a padding row.
-        score: Static: scale, mask, soft cap.
+        seq_lens: Keys of each request, at most as many as its row of the table holds. 0 marks a padding row.
+        score: Static: scale, mask and soft cap.
         layout: Static: "NHD" or "HND".
-        decode_query_len: Static: tokens of each request, 1 to 8.
-        k_scale: key = stored * k_scale; None = 1.
-        v_scale: The same for values.
-        sinks: One more score of each head, without a value.
-        alibi_slopes: Slope of each head.
-        block_list: The sparse blocks to visit; None = all keys. For it and the next two see DecodeCall.
-        list_block_size: Static.
-        lists_have_head_bits: Static.
-        schedule: schedule_for's for the same seq_lens, mask, sizes and list; made here when None.
-        sizes: Static. Chosen from the shapes when None.
+        decode_query_len: Static: query tokens per request, 1 to 8.
+        k_scale: Factor of the stored keys; None = 1.
+        v_scale: Factor of the stored values; None = 1.
+        sinks: Attention sink of each query head: one more score, without a value.
+        alibi_slopes: ALiBi slope of each query head.
+        block_list: Sparse blocks to visit; None = all keys.
+        list_block_size: Static: keys per sparse block; None without block_list.
+        lists_have_head_bits: Static: whether lists say which query heads visit a block.
+        schedule: Result of `make_schedule` for the same seq_lens, mask, sizes and lists; None = computed
+            here.
+        sizes: Static sizes of the kernel; None = chosen from the shapes.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:
-        Output in query.dtype and the natural log of the softmax's denominator, f32. Rows without a key are 0
-        and -inf.
+        The output in query.dtype, and the natural logarithm of the softmax's denominator in f32. A query
+        without keys has output 0 and log-sum-exp -inf.
 
     Raises:
-        ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If shapes disagree.
+        NotImplementedError: If the kernel does not support the request, or is differentiated.
     """
     call = DecodeCall(
         query=query, k_cache=k_cache, v_cache=v_cache, block_table=block_table, seq_lens=seq_lens,
@@ -78,11 +79,11 @@ def attend_call(
     call: DecodeCall,
     *,
     score: Score,
-    schedule: Schedule | None,
+    schedule: DecodeSchedule | None,
     sizes: DecodeSizes | None,
     interpret: Interpret,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Checks a call, chooses what it leaves open, and runs both kernels; see paged_decode."""
+    """Check a call, choose its sizes and its schedule if they are None, and run both kernels."""
     query, k_cache, v_cache = call.query, call.k_cache, call.v_cache
     call.check()
     if 0 in (*k_cache.shape, *call.block_table.shape):
@@ -99,7 +100,7 @@ def attend_call(
     )  # fmt: skip
     way_out = "Use jattn.attend over a PackedKV"
     inputs = forbid_kernel_derivative(call.inputs(spec, schedule.unit_ends), "paged_decode", way_out)
-    partials = decode_partials(inputs, spec)
-    out, lse = merge_partials(partials, inputs.sinks, schedule.unit_ends, spec)
+    outputs = run_decode_kernel(inputs, spec)
+    out, lse = combine_splits(outputs, inputs.sinks, schedule.unit_ends, spec)
     out = out.reshape(*out.shape[:3], query.shape[2])
     return from_rows(out, spec.shape), from_rows(lse, spec.shape).T

@@ -1,4 +1,4 @@
-"""What a segment's attention leaves in global memory: a request's output, or a partial result of it."""
+"""The epilogue of decode: a segment's result goes to global memory, as an output or as a split output."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.refs import Outputs
+from pallas_kernels.paged_decode.refs import DecodeOutputs
 from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
@@ -19,44 +19,58 @@ W = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class Store:
-    """Stores for one tile of query rows, by registers.
+class DecodeEpilogue:
+    """The stores of one tile of query rows, from registers.
 
     Attributes:
-        outputs: Where to.
-        sinks: Inputs.sinks.
+        outputs: Arrays to write.
+        sinks: `DecodeInputs.sinks`.
         head_tile: Tile of query rows.
-        spec: Static.
+        spec: Static description of the call.
     """
 
-    outputs: Outputs
+    outputs: DecodeOutputs
     sinks: Ref
     head_tile: Scalar
     spec: DecodeSpec
 
-    def segment(self, segment: Segment, accs: tuple[Tile, ...], top: Columns, total: Columns) -> None:
-        """A segment's results: O^T a chunk, each query's largest score and its sum of exponentials."""
-        pl.when(segment.is_whole)(lambda: self.whole(segment, accs, top, total))
-        pl.when(jnp.logical_not(segment.is_whole))(lambda: self.partial(segment, accs, top, total))
+    def store(self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns) -> None:
+        """Store the result of a segment.
 
-    def partial(self, segment: Segment, accs: tuple[Tile, ...], top: Columns, total: Columns) -> None:
-        """For merge.py to add up, and with them the sink."""
-        partials = self.outputs.partials
+        Args:
+            segment: Segment of the result.
+            accs: O^T of each chunk, [width, tile_q], not normalized.
+            row_max: Maximum score of each query, times log2(e).
+            row_sum: Sum of the exponentials of each query.
+        """
+        pl.when(segment.is_complete)(lambda: self.store_output(segment, accs, row_max, row_sum))
+        pl.when(jnp.logical_not(segment.is_complete))(
+            lambda: self.store_split(segment, accs, row_max, row_sum)
+        )
+
+    def store_split(
+        self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns
+    ) -> None:
+        """Store a split output, which the combine kernel adds up and joins with the sinks."""
+        splits = self.outputs.splits
         for chunk, acc in enumerate(accs):
-            partials.out[segment.partial, self.head_tile, chunk] = acc
-        store_unoptimized(partials.top.at[segment.partial, self.head_tile], top)
-        store_unoptimized(partials.total.at[segment.partial, self.head_tile], total)
+            splits.out[segment.split_index, self.head_tile, chunk] = acc
+        store_unoptimized(splits.row_max.at[segment.split_index, self.head_tile], row_max)
+        store_unoptimized(splits.row_sum.at[segment.split_index, self.head_tile], row_sum)
 
-    def whole(self, segment: Segment, accs: tuple[Tile, ...], top: Columns, total: Columns) -> None:
-        """A request's output and log-sum-exp."""
+    def store_output(
+        self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns
+    ) -> None:
+        """Store the output and the log-sum-exp of a request that no other span has a part of."""
         sink = None
         if self.sinks is not None:
-            sink = plgpu.load(self.sinks.at[segment.heads], layout=W.reduce(0), optimized=False)
+            sink = plgpu.load(self.sinks.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+            # A padding row has no keys and no sink: its output is 0.
             sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
-        factor, lse = finalize_softmax(top, total, sink)
+        factor, lse = finalize_softmax(row_max, row_sum, sink)
         store_unoptimized(self.outputs.lse.at[segment.row, self.head_tile], lse)
         for chunk, acc in enumerate(accs):
-            which = (chunk,) if self.spec.shape.cut.is_padded else ()
-            to = self.outputs.out.at[(segment.row, self.head_tile, slice(None), *which)]
+            chunk_index = (chunk,) if self.spec.shape.head.is_padded else ()
+            out = self.outputs.out.at[(segment.row, self.head_tile, slice(None), *chunk_index)]
             acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
-            store_transposed(to, acc, is_interpreted=self.spec.is_interpreted)
+            store_transposed(out, acc, is_interpreted=self.spec.is_interpreted)

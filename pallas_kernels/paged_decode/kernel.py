@@ -1,34 +1,39 @@
-"""The decode kernel: S^T = K Q^T, softmax along the keys, O^T = V^T P^T, over one span of the work.
+"""The decode kernel: S^T = K Q^T, softmax along the keys, O^T = V^T P^T, over one span.
 
-Keys are the tensor core's M and queries its N (swap-AB), so that a group of 4 query heads costs 8 columns,
-not 64 rows. A thread block has a span of the schedule and a tile of query rows; both of its sides walk over
-the same requests (n) and tiles of keys (i, over all requests; s = i % stages) and meet at barriers only:
+Keys are the M of the tensor core and queries its N (swap-AB), so that a group of 4 query heads takes 8
+columns instead of 64 rows. A thread block has one span of the schedule and one tile of query rows. Its loader
+and its consumer walk over the same segments (n) and tiles (i, over all segments; s = i % stages) and
+synchronize by barriers only:
 
-    producer: warp 0 of warpgroup 1      shared memory    consumer: warpgroup 0
+    loader: warp 0 of warpgroup 1        shared memory    consumer: warpgroup 0
     -------------------------------      -------------    ----------------------------------------------
-    for each request n of the span:                       for each request n of the span:
+    for each segment n of the span:                       for each segment n of the span:
       block ids of its first tile
       wait q_free[n % 2]                                    wait q_full[n % 2]
       TMA: queries --------------------> Q [2] -----------> (WarpMma: into registers)
       for each tile i:                                      for each tile i:
         wait k_free[s]                                        wait k_full[s]
-        TMA: keys, scales a token -----> K [stages] --------> S^T = K Q^T
+        TMA: keys, token scales -------> K [stages] --------> S^T = K Q^T
                                                               arrive k_free[s]
         wait v_free[s]                                        mask, softmax: P^T in 16 bits
-        TMA: values, scales a token ---> V [stages] --+       wait v_full[s]
-        (block ids of tile i + 1 are                  +-----> O^T = O^T * shrink + V^T P^T
+        TMA: values, token scales -----> V [stages] --+       wait v_full[s]
+        (block ids of tile i + 1 are                  +-----> O^T = O^T * alpha + V^T P^T
          read before these waits)                             arrive v_free[s]
-                                                            whole in this span: out, lse    --> global memory
-                                                            else O^T, max, sum: a partial   --> global memory
+                                                            complete request: out, lse     --> global memory
+                                                            else O^T, row max, row sum     --> split output
                                                             arrive q_free[n % 2]
-    paged_decode_merge, the next kernel (merge.py): adds up the partials of each request that was cut
+    paged_decode_combine, the next kernel (combine.py): merges the split outputs of each request that was
+    split
 
-A barrier `full` completes when all TMA copies into it have landed, one `free` by the consumer's arrival.
-WarpgroupMma: the warpgroup multiplies together and P^T passes through shared memory; 8-bit values are
-widened there before the mask, where v_full is awaited then, and v_free arrived at before the softmax.
-WarpMma: each warp has 16 of a tile's 64 keys and a softmax of its own, P^T stays in registers, and the
-four results meet in shared memory behind a request's last tile. Values with a scale a token: v_full is
-awaited before the softmax, which the scales join.
+A barrier `full` completes when all TMA copies into it have arrived, a barrier `free` when the consumer
+arrives.
+WarpgroupMma: the warpgroup multiplies together, and P^T passes through shared memory. 8-bit values are
+    dequantized
+through shared memory before the mask; then v_full is awaited there, and v_free arrived at before the softmax.
+WarpMma: each warp has 16 of a tile's 64 keys and a softmax of its own, P^T stays in registers, and the four
+    results
+are combined in shared memory after a segment's last tile. Values with a scale per token: v_full is awaited
+before the softmax, which uses the scales.
 """
 
 import functools
@@ -39,41 +44,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode import softmax
-from pallas_kernels.paged_decode.epilogue import Store
-from pallas_kernels.paged_decode.loader import Loader
-from pallas_kernels.paged_decode.masking import Mask, has_unseen, where_visible
+from pallas_kernels.paged_decode.epilogue import DecodeEpilogue
+from pallas_kernels.paged_decode.loader import DecodeLoader
+from pallas_kernels.paged_decode.masking import DecodeMask, has_masked_out_keys, where_visible
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.refs import (
-    Inputs,
-    Outputs,
-    Pipeline,
-    Smem,
+    DecodeBarriers,
+    DecodeInputs,
+    DecodeOutputs,
+    DecodeSmem,
+    barrier_types,
     output_types,
-    pipeline_types,
     smem_types,
 )
-from pallas_kernels.paged_decode.softmax import online_softmax
+from pallas_kernels.paged_decode.softmax import (
+    load_static_scale,
+    load_token_scales,
+    online_softmax,
+    scale_output,
+)
 from pallas_kernels.paged_decode.span import Segment, Span
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.paged_decode.tile_keys import TileKeys, entries_of, keys_of
+from pallas_kernels.paged_decode.tile_keys import TileKeys, keys_of, read_entries
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Scalar, Tile
 
 CONSUMER, PRODUCER = range(2)  # warpgroups
+W = plgpu.Layout.WGMMA
 
 
-def decode_partials(inputs: Inputs, spec: DecodeSpec) -> Outputs:
-    """Attention of the requests that lie in one span, and partial results of the others."""
+def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
+    """Return the outputs of the requests that lie in one span, and the split outputs of the others."""
     kernel = plgpu.kernel(
         functools.partial(decode_body, spec=spec),
         out_type=(output_types(inputs, spec),),
-        scratch_types=(smem_types(inputs.cache, spec), pipeline_types(inputs.cache, spec)),
+        scratch_types=(smem_types(inputs.cache, spec), barrier_types(inputs.cache, spec)),
         grid=(spec.num_spans, spec.shape.head_tiles),
         grid_names=("span", "head_tile"),
         num_threads=2,
         thread_name="warpgroup",
-        # Warps share nothing but Smem.merge, whose barriers stand in ptx/warp_results.py.
+        # Warps share only DecodeSmem.warp_outputs, whose barriers are in ptx/warp_outputs.py.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=spec.sizes.per_warp_mma
         ),
@@ -85,18 +95,23 @@ def decode_partials(inputs: Inputs, spec: DecodeSpec) -> Outputs:
 
 
 def decode_body(
-    inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, *, spec: DecodeSpec
+    inputs: DecodeInputs,
+    outputs: DecodeOutputs,
+    smem: DecodeSmem,
+    barriers: DecodeBarriers,
+    *,
+    spec: DecodeSpec,
 ) -> None:
-    """What a thread block does; refs of `inputs` and `outputs` are in global memory."""
-    number, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
+    """Process one span; refs of `inputs` and `outputs` are in global memory."""
+    index, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
     cache = inputs.cache
-    span = Span(number, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
+    span = Span(index, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
 
     def produce() -> None:
-        Loader(inputs, smem, pipeline, span).load_span()
+        DecodeLoader(inputs, smem, barriers, span).load_span()
 
     def consume() -> None:
-        Attention(inputs, outputs, smem, pipeline, span).attend_span()
+        DecodeConsumer(inputs, outputs, smem, barriers, span).attend_span()
 
     @pl.when(lax.axis_index("warpgroup") == PRODUCER)
     def _() -> None:
@@ -107,127 +122,152 @@ def decode_body(
     pl.when(lax.axis_index("warpgroup") == CONSUMER)(consume)
 
 
-W = plgpu.Layout.WGMMA
-
-
-class SegmentQuery(NamedTuple):
+class SegmentInputs(NamedTuple):
     """What all tiles of a segment have in common.
 
     Attributes:
-        segment: The segment.
-        operand: Its queries as the products take them.
-        factor: What scores are multiplied by besides the layer's scale, for that.
-        k_factor: The keys' static scale.
+        segment: Segment.
+        query: Queries in the form that `TileMma.qk` takes.
+        query_factor: Factor of the scores that undoes the scaling of this form.
+        k_scale: Static scale of the keys.
         slopes: ALiBi slopes times log2(e), or None.
     """
 
     segment: Segment
-    operand: Any
-    factor: Tile | float
-    k_factor: Scalar | float
+    query: Any
+    query_factor: Tile | float
+    k_scale: Scalar | float
     slopes: Columns | None
 
 
 class TileState(NamedTuple):
-    """What tiles of a segment leave to the next one.
+    """State that the tiles of a segment pass on.
 
     Attributes:
         accs: Accumulators of O^T.
-        top: Largest scores.
-        total: Sums of the exponentials.
-        entries: The list's entries of the next tile, read a tile ahead.
-        step: Counts the tiles of the whole span.
+        row_max: Maximum score of each query.
+        row_sum: Sums of the exponentials.
+        entries: List entries of the next tile, read one tile ahead.
+        step: Index of the next tile in the span.
     """
 
     accs: tuple[Tile, ...]
-    top: Columns | Tile
-    total: Tile
+    row_max: Columns | Tile
+    row_sum: Tile
     entries: tuple[Scalar, ...]
     step: Scalar
 
 
-class Attention:
-    """The warpgroup that computes."""
+class DecodeConsumer:
+    """The warpgroup that computes scores, softmax and values of a span, one tile at a time."""
 
-    def __init__(self, inputs: Inputs, outputs: Outputs, smem: Smem, pipeline: Pipeline, span: Span):
-        self.inputs, self.smem, self.pipeline, self.span, self.spec = inputs, smem, pipeline, span, span.spec
-        make_products = WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma
-        self.products: TileMma = make_products(smem, pipeline, self.spec)
-        self.mask = Mask(self.spec, span.head_tile)
-        self.store = Store(outputs, inputs.sinks, span.head_tile, self.spec)
+    def __init__(
+        self,
+        inputs: DecodeInputs,
+        outputs: DecodeOutputs,
+        smem: DecodeSmem,
+        barriers: DecodeBarriers,
+        span: Span,
+    ):
+        self.inputs, self.smem, self.barriers, self.span, self.spec = inputs, smem, barriers, span, span.spec
+        make_mma = WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma
+        self.mma: TileMma = make_mma(smem, barriers, self.spec)
+        self.mask = DecodeMask(self.spec, span.head_tile)
+        self.epilogue = DecodeEpilogue(outputs, inputs.sinks, span.head_tile, self.spec)
 
     def attend_span(self) -> None:
-        """All segments, one after the other."""
+        """Process all segments, one after the other."""
 
-        def visit(segment: Segment, step: Scalar, nth: Scalar) -> None:
-            pl.when(segment.is_live)(lambda: self.attend_segment(segment, step, nth))
+        def visit(segment: Segment, step: Scalar, segment_index: Scalar) -> None:
+            pl.when(segment.is_nonempty)(lambda: self.attend_segment(segment, step, segment_index))
 
         self.span.walk(visit)
 
-    def attend_segment(self, segment: Segment, step: Scalar, nth: Scalar) -> None:
-        """All tiles of a segment, the `nth` that is live; the first is step `step` of the span."""
-        buffer, slopes, cache = lax.rem(nth, jnp.int32(2)), self.inputs.slopes, self.inputs.cache
+    def attend_segment(self, segment: Segment, step: Scalar, segment_index: Scalar) -> None:
+        """Process all tiles of a segment.
+
+        Args:
+            segment: Segment, not empty.
+            step: Index of its first tile in the span.
+            segment_index: Index among the non-empty segments of the span.
+        """
+        buffer = lax.rem(segment_index, jnp.int32(2))
+        slopes, cache = self.inputs.slopes, self.inputs.cache
+        # Load the slopes and the static scales first: their latency passes while the first keys arrive.
         if slopes is not None:
-            slopes = plgpu.load(slopes.at[segment.heads], layout=W.reduce(0), optimized=False)
-        k_factor = softmax.of_head(cache.k_scale, segment)
-        v_factor = softmax.of_head(cache.v_scale, segment)  # its latency passes beside the first keys'
-        plgpu.barrier_wait(self.pipeline.q_full.at[buffer])
-        start = *self.products.start(), entries_of(segment, 0, self.inputs.lists.ids, self.spec), step
-        operand, factor = self.products.query(self.smem.q.at[buffer])
-        query = SegmentQuery(segment, operand, factor, 1.0 if k_factor is None else k_factor, slopes)
+            slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+        k_scale = load_static_scale(cache.k_scale, segment)
+        v_scale = load_static_scale(cache.v_scale, segment)
+        # Wait for the segment's queries.
+        plgpu.barrier_wait(self.barriers.q_full.at[buffer])
+        start = *self.mma.init_state(), read_entries(segment, 0, self.inputs.lists.ids, self.spec), step
+        query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
+        common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
+        # Main loop: one tile of keys and values per iteration.
         state = lax.fori_loop(
-            0, segment.num_tiles, functools.partial(self.attend_tile, query), TileState(*start)
+            0, segment.num_tiles, functools.partial(self.attend_tile, common), TileState(*start)
         )
-        accs, top, total = self.products.merged(state.accs, state.top, state.total)
+        # Epilogue: combine the warps, apply the static scale of the values, store.
+        accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)
         accs = tuple(
-            softmax.scaled_output(acc, chunk, segment, cache.v_scale, v_factor)
-            for chunk, acc in enumerate(accs)
+            scale_output(acc, chunk, segment, cache.v_scale, v_scale) for chunk, acc in enumerate(accs)
         )
-        self.store.segment(segment, accs, top, total)
-        plgpu.barrier_arrive(self.pipeline.q_free.at[buffer])
+        self.epilogue.store(segment, accs, row_max, row_sum)
+        # Free the query buffer only now: WarpgroupMma reads it for every tile.
+        plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
 
-    def attend_tile(self, query: SegmentQuery, tile_index: Scalar, state: TileState) -> TileState:
-        """Takes one tile of keys into a segment's attention: scores, softmax, values."""
-        segment, stage = query.segment, lax.rem(state.step, jnp.int32(self.spec.sizes.stages))
+    def attend_tile(self, common: SegmentInputs, tile_index: Scalar, state: TileState) -> TileState:
+        """Add one tile of keys and values to a segment's attention."""
+        segment, stage = common.segment, lax.rem(state.step, jnp.int32(self.spec.sizes.stages))
         keys = keys_of(segment, tile_index, state.entries, self.spec)
-        entries = entries_of(segment, tile_index + 1, self.inputs.lists.ids, self.spec)
+        # Read the list entries of the next tile now, so that their latency passes during this one.
+        entries = read_entries(segment, tile_index + 1, self.inputs.lists.ids, self.spec)
 
-        s = self.scores(stage, query)
-        self.products.widen_values(stage, segment, keys)
-        s = self.mask.apply(s, segment, keys, query.slopes)
-        weight = self.value_weights(stage, segment, keys)
+        # Scores: wait for the keys, multiply, free their stage.
+        s = self.scores(stage, common)
+        # 8-bit values of WarpgroupMma: wait for them and dequantize before the mask, whose registers come
+        # after.
+        self.mma.dequantize_values(stage, segment, keys)
+        # ALiBi and mask.
+        s = self.mask.apply(s, segment, keys, common.slopes)
+        token_scales = self.load_value_scales(stage, segment, keys)
 
-        p, shrink, top, total = online_softmax(s, weight, state.top, state.total, self.products)
-        accs = self.products.add_values(state.accs, shrink, p, stage, segment, keys)
-        return TileState(accs, top, total, entries, state.step + 1)
+        # Softmax, then P V: wait for the values (unless done above), multiply, free their stage.
+        p, alpha, row_max, row_sum = online_softmax(s, token_scales, state.row_max, state.row_sum, self.mma)
+        accs = self.mma.accumulate_pv(state.accs, alpha, p, stage, segment, keys)
+        return TileState(accs, row_max, row_sum, entries, state.step + 1)
 
-    def scores(self, stage: Scalar, query: SegmentQuery) -> Tile:
-        """S^T of a stage, times log2(e), with scales and soft cap; the stage's keys are free then."""
+    def scores(self, stage: Scalar, common: SegmentInputs) -> Tile:
+        """Return S^T of a stage times log2(e), scaled and soft-capped, and free the stage's keys."""
         score, k_scale_s = self.spec.score, self.smem.k_scale
-        plgpu.barrier_wait(self.pipeline.k_full.at[stage])
-        s = self.products.scores(stage, query.operand)
+        # Wait until all copies of the keys, and of their scales, have arrived.
+        plgpu.barrier_wait(self.barriers.k_full.at[stage])
+        s = self.mma.qk(stage, common.query)
         if k_scale_s is not None:
-            s = s * softmax.of_keys(k_scale_s, stage, self.spec.tile)
+            s = s * load_token_scales(k_scale_s, stage, self.spec.tile)
         if score.soft_cap is None:
-            s = s * (query.factor * (query.k_factor * (score.scale * LOG2E)))
+            s = s * (common.query_factor * (common.k_scale * (score.scale * LOG2E)))
         else:
-            s = s * (query.factor * (query.k_factor * (score.scale / score.soft_cap)))
+            s = s * (common.query_factor * (common.k_scale * (score.scale / score.soft_cap)))
             s = jnp.tanh(s) * (score.soft_cap * LOG2E)
-        plgpu.barrier_arrive(self.pipeline.k_free.at[stage])
+        # Keys and scales have been read: the loader may refill the stage.
+        plgpu.barrier_arrive(self.barriers.k_free.at[stage])
         return s
 
-    def value_weights(self, stage: Scalar, segment: Segment, keys: TileKeys) -> Tile | None:
-        """What each key's value is to be multiplied by, over a tile; None where values have no such scales.
+    def load_value_scales(self, stage: Scalar, segment: Segment, keys: TileKeys) -> Tile | None:
+        """Return the scale of each key's value over a tile, or None without scales per token.
 
-        Values that are widened by now, and their scales, are free then.
+        If the values have been dequantized by now, this frees their stage.
         """
-        v_scale_s, weight = self.smem.v_scale, None
+        v_scale_s, scales = self.smem.v_scale, None
         if v_scale_s is not None:
-            if not self.products.widens_values:
-                plgpu.barrier_wait(self.pipeline.v_full.at[stage])
-            scale = softmax.of_keys(v_scale_s, stage, self.spec.tile)
-            seen = functools.partial(where_visible, scale, segment, keys, 1.0)
-            weight = lax.cond(has_unseen(segment, keys), seen, lambda: scale)
-        if self.products.widens_values:
-            plgpu.barrier_arrive(self.pipeline.v_free.at[stage])
-        return weight
+            # The scales arrive with the values; dequantize_values has waited for both already.
+            if not self.mma.dequantizes_values:
+                plgpu.barrier_wait(self.barriers.v_full.at[stage])
+            loaded = load_token_scales(v_scale_s, stage, self.spec.tile)
+            # Scales of masked-out keys may be NaN.
+            clear = functools.partial(where_visible, loaded, segment, keys, 1.0)
+            scales = lax.cond(has_masked_out_keys(segment, keys), clear, lambda: loaded)
+        if self.mma.dequantizes_values:
+            plgpu.barrier_arrive(self.barriers.v_free.at[stage])
+        return scales

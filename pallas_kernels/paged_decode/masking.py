@@ -1,4 +1,4 @@
-"""What queries see of a tile of keys, and the bias of ALiBi: what becomes of scores before the softmax."""
+"""ALiBi and the mask of decode, applied to a tile of scores before the softmax."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +13,8 @@ from pallas_kernels.shared.types import Columns, Scalar, Tile
 W = plgpu.Layout.WGMMA
 
 
-class Mask:
-    """The mask of a layer, for one tile of query rows."""
+class DecodeMask:
+    """The mask and the bias of a layer, for one tile of query rows."""
 
     def __init__(self, spec: DecodeSpec, head_tile: Scalar):
         self.spec, self.score, self.shape = spec, spec.score, spec.shape
@@ -22,55 +22,63 @@ class Mask:
         self.first_query_row = lax.rem(head_tile, jnp.int32(self.shape.row_tiles)) * self.shape.tile_q
 
     def apply(self, s: Tile, segment: Segment, keys: TileKeys, slopes: Columns | None) -> Tile:
-        """Scores with ALiBi, -inf where a query does not see a key: past its end, or out of its window."""
+        """Return the scores with ALiBi's bias, and -inf where a query does not attend to a key.
+
+        Args:
+            s: Scores times log2(e), [tile_kv, tile_q].
+            segment: Segment of the tile.
+            keys: Keys of the tile.
+            slopes: ALiBi slopes times log2(e), or None.
+        """
         position = self.query_positions(segment)
         if slopes is not None:
-            s = self.with_alibi(s, slopes, position, keys)
-        s = self.only_in_range(s, segment, position, keys)
-        return self.only_listed(s, keys) if self.shape.lists_have_head_bits else s
+            s = self.add_alibi(s, slopes, position, keys)
+        s = self.mask_range(s, segment, position, keys)
+        return self.mask_heads(s, keys) if self.shape.lists_have_head_bits else s
 
     def query_positions(self, segment: Segment) -> Scalar | Tile:
-        """Positions of the queries: a scalar where all rows are one token."""
+        """Return the position of each query: a scalar if all rows are of one token."""
         if self.shape.query_len == 1:
             return segment.seq_len - 1
         rows = self.query_rows()
         return lax.div(rows, jnp.full_like(rows, self.shape.group)) + (segment.seq_len - self.shape.query_len)
 
     def query_rows(self) -> Tile:
-        """Which of a kv head's query rows each column of the scores is."""
+        """Return the query row of the KV head that each column of the scores is."""
         return plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 1, layout=W) + self.first_query_row
 
-    def with_alibi(self, s: Tile, slopes: Columns, position: Scalar | Tile, keys: TileKeys) -> Tile:
-        """Scores less a head's slope times the distance, or its root."""
-        back = (position - keys.of_rows(self.rows)).astype(jnp.float32)
+    def add_alibi(self, s: Tile, slopes: Columns, position: Scalar | Tile, keys: TileKeys) -> Tile:
+        """Return the scores minus the slope times the distance to the key, or its square root."""
+        distance = (position - keys.of_rows(self.rows)).astype(jnp.float32)
         if self.score.sqrt_alibi:
-            back = jnp.sqrt(jnp.maximum(back, 0.0))
-        return s - lax.broadcast_in_dim(slopes, self.spec.tile, [1]) * back
+            distance = jnp.sqrt(jnp.maximum(distance, 0.0))
+        return s - lax.broadcast_in_dim(slopes, self.spec.tile, [1]) * distance
 
-    def only_in_range(self, s: Tile, segment: Segment, position: Scalar | Tile, keys: TileKeys) -> Tile:
-        """Causality, windows and chunks. Skipped where every query sees every key of the tile."""
-        seen_by_all, _ = self.score.key_range(segment.seq_len - 1, segment.seq_len)
-        _, until = self.score.key_range(segment.seq_len - self.shape.query_len, segment.seq_len)
+    def mask_range(self, s: Tile, segment: Segment, position: Scalar | Tile, keys: TileKeys) -> Tile:
+        """Apply causality, windows and chunks; skipped if every query attends to every key of the tile."""
+        low_for_all, _ = self.score.key_range(segment.seq_len - 1, segment.seq_len)
+        _, high_for_all = self.score.key_range(segment.seq_len - self.shape.query_len, segment.seq_len)
 
         def mask() -> Tile:
-            at = keys.of_rows(self.rows)
+            key = keys.of_rows(self.rows)
             low, high = self.score.key_range(position, segment.seq_len)
-            return jnp.where((at >= low) & (at < high), s, -jnp.inf)
+            return jnp.where((key >= low) & (key < high), s, -jnp.inf)
 
-        return lax.cond(keys.reach_out(seen_by_all, until), mask, lambda: s)
+        return lax.cond(keys.exceed(low_for_all, high_for_all), mask, lambda: s)
 
-    def only_listed(self, s: Tile, keys: TileKeys) -> Tile:
-        """What a list says that a query head sees of its group's blocks."""
+    def mask_heads(self, s: Tile, keys: TileKeys) -> Tile:
+        """Mask the blocks that a query head does not visit, by the head bits of the list."""
         rows = self.query_rows()
         head = lax.rem(rows, jnp.full_like(rows, self.shape.group))
-        return jnp.where(lax.shift_right_logical(keys.heads_of(self.rows), head) & 1 != 0, s, -jnp.inf)
+        head_bits = keys.head_bits_of(self.rows)
+        return jnp.where(lax.shift_right_logical(head_bits, head) & 1 != 0, s, -jnp.inf)
 
 
-def has_unseen(segment: Segment, keys: TileKeys) -> Scalar:
-    """Whether the tile has keys that no query sees."""
-    return keys.reach_out(segment.low, segment.high)
+def has_masked_out_keys(segment: Segment, keys: TileKeys) -> Scalar:
+    """Return whether the tile has keys that no query attends to."""
+    return keys.exceed(segment.low, segment.high)
 
 
-def where_visible(x: Tile, segment: Segment, keys: TileKeys, otherwise: float) -> Tile:
-    """Rows of x, one a key; `otherwise` for keys that no query sees."""
-    return paged_kv.where_visible(x, keys.over(x.shape), segment.low, segment.high, otherwise)
+def where_visible(x: Tile, segment: Segment, keys: TileKeys, fill: float) -> Tile:
+    """Return `x`, which has one row per key, with `fill` in the rows of keys that no query attends to."""
+    return paged_kv.where_visible(x, keys.over(x.shape), segment.low, segment.high, fill)

@@ -1,8 +1,8 @@
-"""What multiplies a tile: the protocol that the whole warpgroup and its warps alone both meet.
+"""The matrix multiplications of one tile: by the whole warpgroup together, or by each warp on its own.
 
-WarpgroupMma: wgmma over 64 or 128 keys and up to 64 query rows; warps wait for each other between the two
-products. WarpMma: mma.sync, each warp 16 keys of 64, few rows; they wait for nobody until a segment ends.
-DecodeSizes.per_warp_mma says which is compiled.
+WarpgroupMma uses wgmma over 64 or 128 keys and up to 64 query rows; its warps wait for each other between the
+two multiplications. WarpMma uses mma.sync: each warp takes 16 of 64 keys and few query rows, and waits for no
+other warp until a segment ends. `DecodeSizes.per_warp_mma` selects one of them.
 """
 
 import functools
@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.masking import has_unseen, where_visible
-from pallas_kernels.paged_decode.refs import Pipeline, Smem
+from pallas_kernels.paged_decode.masking import has_masked_out_keys, where_visible
+from pallas_kernels.paged_decode.refs import DecodeBarriers, DecodeSmem
 from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.paged_decode.tile_keys import TileKeys
@@ -29,308 +29,339 @@ from pallas_kernels.shared.types import Columns, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
 f32 = jnp.float32
-# f16 probabilities go up to 2 ** 14, not 1: small ones, and small scales, would lose bits as subnormals.
-HEADROOM = 14
+# f16 probabilities go up to 2 ** 14 instead of 1: otherwise small probabilities and small scales would lose
+# bits as subnormals.
+LOG2_HEADROOM = 14
 
 
 @runtime_checkable
 class TileMma(Protocol):
-    """K Q^T and V^T P of one tile, and the reductions between them; state is in the caller's hands.
+    """K Q^T and V^T P of one tile, and the reductions between them; the caller keeps the state.
 
-    Asked in this order: `start` and `query` once a segment; then of every tile `scores`, `widen_values`,
-    `largest` and `spread` (through the softmax), `add_values`; `merged` once, after the segment's last tile.
-    All threads of the warpgroup ask, with the same scalars.
+    The caller calls `init_state` and `load_query` once per segment, then for every tile `qk`,
+    `dequantize_values`, `row_max` and `broadcast` (in the softmax) and `accumulate_pv`, and once after the
+    segment's last tile `combine_warps`. All threads of the warpgroup call with the same scalars.
 
-    Who waits for what a stage holds, and who frees it:
-        keys: the caller waits before `scores` and frees them behind it.
-        values, where `widens_values`: `widen_values` waits; the caller frees them once it has read their
-            scales, before `largest`.
-        other values with a scale per token: the caller waits, for the scales; `add_values` frees them.
-        other values: `add_values` waits for them and frees them.
+    Who waits for a stage to be full, and who frees it:
+        keys: the caller waits before `qk` and frees them after it.
+        values, if `dequantizes_values`: `dequantize_values` waits; the caller frees them once it has read
+        their
+            scales, before `row_max`.
+        other values with a scale per token: the caller waits, for the scales; `accumulate_pv` frees them.
+        other values: `accumulate_pv` waits for them and frees them.
 
-    Accumulators, largest scores and sums may be of any form that `start` makes, as long as they go through
-    jax.lax.fori_loop; only `merged` gives them the form that all results have.
+    Accumulators, maxima and sums have the form that `init_state` chooses, which must go through
+    jax.lax.fori_loop; only `combine_warps` gives them the form that all results have.
 
     Attributes:
-        headroom: The softmax may let probabilities grow to 2 ** headroom, since they are rounded to f16; 0:
-            to 1.
-        sees_a_key: Each query has seen a key after any tile, so that its largest score is finite.
-        widens_values: 8-bit values pass through shared memory on their way to the tensor core.
+        log2_headroom: The softmax may let probabilities grow to 2 ** log2_headroom, since they are rounded to
+            f16; 0 if they may not exceed 1.
+        row_max_is_finite: Whether after any tile each query has attended to some key, so that its maximum is
+            finite.
+        dequantizes_values: Whether 8-bit values pass through shared memory on their way to the tensor core.
     """
 
-    headroom: int
-    sees_a_key: bool
-    widens_values: bool
+    log2_headroom: int
+    row_max_is_finite: bool
+    dequantizes_values: bool
 
-    def start(self) -> tuple[tuple[Tile, ...], Columns | Tile, Tile]:
-        """Accumulators, largest scores and sums of a request's first tile."""
+    def init_state(self) -> tuple[tuple[Tile, ...], Columns | Tile, Tile]:
+        """Return the accumulators, row maxima and row sums before a request's first tile."""
         ...
 
-    def query(self, q_s: Ref) -> tuple[Any, Any]:
-        """The queries of a request in the form that `scores` wants, and what scores are to be multiplied by.
+    def load_query(self, q_s: Ref) -> tuple[Any, Any]:
+        """Return the queries of a segment in the form that `qk` takes, and a factor for its scores.
 
         Args:
-            q_s: [chunks, tile_q, width] in SMEM, full; the caller frees it behind the last tile.
+            q_s: Queries in SMEM, [num_chunks, tile_q, width]; the caller frees them after the last tile.
         """
         ...
 
-    def scores(self, stage: Scalar, query: Any) -> Tile:
-        """K Q^T of a stage: [tile_kv, tile_q] f32. Its keys have been read when it returns."""
+    def qk(self, stage: Scalar, query: Any) -> Tile:
+        """Return K Q^T of a stage, f32 [tile_kv, tile_q]; its keys have been read when this returns."""
         ...
 
-    def widen_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """Waits for values and widens them where `widens_values`; of keys that no query sees, to 0."""
+    def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
+        """Wait for the values and dequantize them if `dequantizes_values`, with zeros for masked-out keys."""
         ...
 
-    def largest(self, s: Tile) -> Columns | Tile:
-        """The largest of each query's scores."""
+    def row_max(self, s: Tile) -> Columns | Tile:
+        """Return the maximum of each query's scores."""
         ...
 
-    def spread(self, x: Columns | Tile) -> Tile:
-        """What is known of each query, such as its largest score, over a tile."""
+    def broadcast(self, x: Columns | Tile) -> Tile:
+        """Broadcast one number per query, such as its maximum, over a tile."""
         ...
 
-    def add_values(
+    def accumulate_pv(
         self,
         accs: tuple[Tile, ...],
-        shrink: Columns | Tile,
+        alpha: Columns | Tile,
         p: Tile,
         stage: Scalar,
         segment: Segment,
         keys: TileKeys,
     ) -> tuple[Tile, ...]:
-        """Accs * shrink + V^T P, p rounded to 16 bits. Values of keys that no query sees count as 0."""
+        """Return accs * alpha + V^T P with p rounded to 16 bits; values of masked-out keys count as 0."""
         ...
 
-    def merged(
-        self, accs: tuple[Tile, ...], top: Columns | Tile, total: Tile
+    def combine_warps(
+        self, accs: tuple[Tile, ...], row_max: Columns | Tile, row_sum: Tile
     ) -> tuple[tuple[Tile, ...], Columns, Columns]:
-        """O^T a chunk, [width, tile_q] in the layout WGMMA; each query's largest score and its sum."""
+        """Return O^T of each chunk, [width, tile_q] in the layout WGMMA, and each query's maximum and sum."""
         ...
 
 
 class WarpgroupMma(TileMma):
-    """See TileMma. A largest score and a shrinking factor for each query, whole in every warp."""
+    """Matrix multiplications by the whole warpgroup; see TileMma.
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, spec: DecodeSpec):
-        self.smem, self.pipeline, self.cut, self.dtype = smem, pipeline, spec.shape.cut, spec.dtype
+    Every warp has the maximum and the rescale factor of each query. 8-bit keys and values become the queries'
+    16-bit dtype on the way into the tensor core: keys in registers, values through shared memory, since wgmma
+    transposes 16-bit operands only.
+    """
+
+    def __init__(self, smem: DecodeSmem, barriers: DecodeBarriers, spec: DecodeSpec):
+        self.smem, self.barriers, self.head, self.dtype = smem, barriers, spec.shape.head, spec.dtype
         self.tile, self.is_interpreted = spec.tile, spec.is_interpreted
-        self.headroom = HEADROOM if spec.dtype == jnp.float16 and smem.v_scale is not None else 0
-        self.widens_values = smem.v.dtype != spec.dtype
-        # A lone query sees a key of every tile that is not from a list; others may have seen none yet.
-        self.sees_a_key = spec.shape.query_len == 1 and not spec.shape.list_block_size
+        needs_headroom = spec.dtype == jnp.float16 and smem.v_scale is not None
+        self.log2_headroom = LOG2_HEADROOM if needs_headroom else 0
+        self.dequantizes_values = smem.v.dtype != spec.dtype
+        # A single query attends to a key of every tile that is not from a list; others may not have yet.
+        self.row_max_is_finite = spec.shape.query_len == 1 and not spec.shape.list_block_size
 
-    def spread(self, x: Columns) -> Tile:
-        """One value a query, over a tile."""
+    def broadcast(self, x: Columns) -> Tile:
+        """Broadcast one number per query over a tile."""
         return lax.broadcast_in_dim(x, self.tile, [1])
 
-    def start(self) -> tuple[tuple[Tile, ...], Columns, Tile]:
-        """Accumulators a chunk, [width, tile_q]."""
-        zeros = lambda *size: plgpu.layout_cast(jnp.zeros(size, f32), W)
-        rows = self.tile[1]
-        lowest = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, f32), W.reduce(0))
-        return (
-            tuple(zeros(self.cut.width, rows) for _ in range(self.cut.num_chunks)),
-            lowest,
-            zeros(*self.tile),
-        )
+    def init_state(self) -> tuple[tuple[Tile, ...], Columns, Tile]:
+        """Return one accumulator [width, tile_q] per chunk, row maxima of -inf and row sums of 0."""
 
-    def query(self, q_s: Ref) -> tuple[Ref, float]:
-        """They stay where they are."""
+        def zeros(*shape: int) -> Tile:
+            return plgpu.layout_cast(jnp.zeros(shape, f32), W)
+
+        tile_q = self.tile[1]
+        row_max = plgpu.layout_cast(jnp.full((tile_q,), -jnp.inf, f32), W.reduce(0))
+        accs = tuple(zeros(self.head.width, tile_q) for _ in range(self.head.num_chunks))
+        return accs, row_max, zeros(*self.tile)
+
+    def load_query(self, q_s: Ref) -> tuple[Ref, float]:
+        """Return the queries where they are, in shared memory."""
         return q_s, 1.0
 
-    def scores(self, stage: Scalar, query: Ref) -> Tile:
-        """K Q^T of a stage."""
+    def qk(self, stage: Scalar, query: Ref) -> Tile:
+        """Return K Q^T of a stage."""
 
-        def product(acc: Ref) -> Tile:
-            for chunk in range(self.cut.num_chunks):
+        def multiply(acc: Ref) -> Tile:
+            for chunk in range(self.head.num_chunks):
                 for columns, operand in self.key_operands(stage, chunk):
                     plgpu.wgmma(acc, operand, query.at[chunk, :, columns].T)
-            # Waits: values widened beside this product would need more registers than two thread blocks have.
+            # Reading the accumulator waits for wgmma: values dequantized while it runs would need more
+            # registers than two thread blocks per SM have.
             return acc[...]
 
-        return pl.run_scoped(product, plgpu.ACC(self.tile, f32))
+        return pl.run_scoped(multiply, plgpu.ACC(self.tile, f32))
 
     def key_operands(self, stage: Scalar, chunk: int) -> Iterator[tuple[Slice, Ref]]:
-        """A chunk of keys as the tensor core takes it: (columns, operand) one after the other."""
+        """Yield (columns, operand) of a chunk of keys in the form that wgmma takes."""
         tile_s = self.smem.k.at[stage, chunk]
         if self.smem.k.dtype == self.dtype:
             yield slice(None), tile_s
             return
-        for columns in pieces(self.cut.width):
+        for columns in swizzle_rows(self.head.width):
             operand = load_dequantized(tile_s.at[:, columns], self.dtype)
-            if self.is_interpreted:  # it takes no operand from registers
-                self.smem.wide[chunk, :, columns] = operand
-                operand = self.smem.wide.at[chunk, :, columns]
+            if self.is_interpreted:  # interpret mode takes no operand from registers
+                self.smem.dequantized[chunk, :, columns] = operand
+                operand = self.smem.dequantized.at[chunk, :, columns]
             yield columns, operand
 
-    def largest(self, s: Tile) -> Columns:
-        """The largest of each query's scores."""
+    def row_max(self, s: Tile) -> Columns:
+        """Return the maximum of each query's scores."""
         return s.max(axis=0)
 
-    def widen_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """8-bit values of a stage into shared memory of 16 bits."""
-        if not self.widens_values:
+    def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
+        """Convert the 8-bit values of a stage to 16 bits, through shared memory."""
+        if not self.dequantizes_values:
             return
-        plgpu.barrier_wait(self.pipeline.v_full.at[stage])
-        for chunk in range(self.cut.num_chunks):
-            for columns in pieces(self.cut.width):
+        # Wait until the values have arrived; the caller frees the stage once it has read their scales, too.
+        plgpu.barrier_wait(self.barriers.v_full.at[stage])
+        for chunk in range(self.head.num_chunks):
+            for columns in swizzle_rows(self.head.width):
                 v = load_dequantized(self.smem.v.at[stage, chunk, :, columns], self.dtype)
-                seen = functools.partial(where_visible, v, segment, keys, 0.0)
-                v = lax.cond(has_unseen(segment, keys), seen, lambda v=v: v)
-                self.smem.wide[chunk, :, columns] = v
+                clear = functools.partial(where_visible, v, segment, keys, 0.0)
+                v = lax.cond(has_masked_out_keys(segment, keys), clear, lambda v=v: v)
+                self.smem.dequantized[chunk, :, columns] = v
 
-    def clear_unseen_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """A probability of 0 hides no NaN."""
+    def clear_masked_out_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
+        """Overwrite values of masked-out keys with zeros: a probability of 0 does not remove a NaN."""
 
-        @pl.when(has_unseen(segment, keys))
+        @pl.when(has_masked_out_keys(segment, keys))
         def _() -> None:
             rows = pl.ds(0, self.tile[0])
             clear_masked_out(self.smem.v.at[stage], rows, keys.over, segment.low, segment.high)
             plgpu.commit_smem()
 
-    def add_values(
+    def accumulate_pv(
         self,
         accs: tuple[Tile, ...],
-        shrink: Columns,
+        alpha: Columns,
         p: Tile,
         stage: Scalar,
         segment: Segment,
         keys: TileKeys,
     ) -> tuple[Tile, ...]:
-        """Accs * shrink + V^T P, p through shared memory."""
+        """Return accs * alpha + V^T P, with p passing through shared memory."""
+        # wgmma reads P (and dequantized values) from shared memory: commit before it is issued.
         self.smem.p.T[...] = plgpu.layout_cast(p.astype(self.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
-        if not self.widens_values:
-            plgpu.barrier_wait(self.pipeline.v_full.at[stage])
-            self.clear_unseen_values(stage, segment, keys)
-        column = lambda acc: lax.broadcast_in_dim(shrink, acc.shape, [1])
-        accs = tuple(self.add_chunk(acc * column(acc), stage, chunk) for chunk, acc in enumerate(accs))
-        if not self.widens_values:
-            plgpu.barrier_arrive(self.pipeline.v_free.at[stage])
+        if not self.dequantizes_values:
+            plgpu.barrier_wait(self.barriers.v_full.at[stage])
+            self.clear_masked_out_values(stage, segment, keys)
+        accs = tuple(
+            self.accumulate_chunk(acc * lax.broadcast_in_dim(alpha, acc.shape, [1]), stage, chunk)
+            for chunk, acc in enumerate(accs)
+        )
+        # All chunks have been read: the loader may refill the stage.
+        if not self.dequantizes_values:
+            plgpu.barrier_arrive(self.barriers.v_free.at[stage])
         return accs
 
-    def add_chunk(self, acc: Tile, stage: Scalar, chunk: int) -> Tile:
-        """Acc + V^T P for one chunk of a head."""
+    def accumulate_chunk(self, acc: Tile, stage: Scalar, chunk: int) -> Tile:
+        """Return acc + V^T P for one chunk of a head."""
 
-        def product(ref: Ref) -> None:
-            values = self.smem.wide.at[chunk] if self.widens_values else self.smem.v.at[stage, chunk]
+        def multiply(ref: Ref) -> None:
+            values = self.smem.v.at[stage, chunk]
+            if self.dequantizes_values:
+                values = self.smem.dequantized.at[chunk]
             plgpu.wgmma(ref, values.T, self.smem.p.T)
 
-        def product_alone(ref: Ref) -> Tile:
-            product(ref)
+        def multiply_from_zero(ref: Ref) -> Tile:
+            multiply(ref)
             return ref[...]
 
-        if self.is_interpreted:  # it has no run_state of an accumulator
+        if self.is_interpreted:  # interpret mode has no run_state of an accumulator
             rows, columns = acc.shape
-            return acc + pl.run_scoped(product_alone, plgpu.ACC((rows, columns), f32))
-        return pl.run_state(product)(plgpu.ACC.init(acc))
+            return acc + pl.run_scoped(multiply_from_zero, plgpu.ACC((rows, columns), f32))
+        return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
-    def merged(
-        self, accs: tuple[Tile, ...], top: Columns, total: Tile
+    def combine_warps(
+        self, accs: tuple[Tile, ...], row_max: Columns, row_sum: Tile
     ) -> tuple[tuple[Tile, ...], Columns, Columns]:
-        """Only the sums are apart: each thread has its keys'."""
-        return accs, top, total.sum(axis=0)
-
-
-def pieces(width: int) -> list[Slice]:
-    """The columns of an 8-bit tile that are widened together: a row of shared memory's swizzle."""
-    span = swizzle_bytes(1)
-    return [pl.ds(start, span) for start in range(0, width, span)]
+        """Sum the row sums over the keys; accumulators and maxima are complete."""
+        return accs, row_max, row_sum.sum(axis=0)
 
 
 class WarpMma(TileMma):
-    """See TileMma. A warp's largest scores, sums and accumulators are of its own 16 keys.
+    """Matrix multiplications by four warps that do not wait for each other; see TileMma.
 
-    Arrays of a tile are [64, rows]: row 16 w + i belongs to warp w. The accumulators are a tuple of them, one
-    for every 16 columns of a head.
+    Each warp takes 16 of a tile's 64 keys and has a softmax of its own: its maxima, sums and accumulators are
+    of its own keys, and the four results are combined after the segment's last tile, as splits are. Nothing
+    is written back to shared memory, and no barrier but those of TMA lies between two tiles. Each warp has an
+    accumulator [head_dim, rows], so this serves few query rows.
+
+    Arrays of a tile are [64, rows]: row 16 w + i belongs to warp w. The accumulators are a tuple of such
+    arrays, one for every 16 columns of a head.
     """
 
-    sees_a_key = False  # a warp's own keys may all be unseen
-    widens_values = False  # on the way into the tensor core, in registers
+    row_max_is_finite = False  # no query may attend to any of a warp's own keys
+    dequantizes_values = False  # they are dequantized in registers on the way into the tensor core
 
-    def __init__(self, smem: Smem, pipeline: Pipeline, spec: DecodeSpec):
-        self.smem, self.pipeline = smem, pipeline
-        self.cut, self.is_interpreted = spec.shape.cut, spec.is_interpreted
+    def __init__(self, smem: DecodeSmem, barriers: DecodeBarriers, spec: DecodeSpec):
+        self.smem, self.barriers = smem, barriers
+        self.head, self.is_interpreted = spec.shape.head, spec.is_interpreted
         dtypes = jnp.dtype(spec.dtype), smem.k.dtype, smem.v.dtype
-        self.tile = WarpTile(spec.shape.tile_q, self.cut, *dtypes)
-        self.headroom = HEADROOM if self.tile.value_operand == jnp.float16 else 0
+        self.tile = WarpTile(spec.shape.tile_q, self.head, *dtypes)
+        self.log2_headroom = LOG2_HEADROOM if self.tile.value_operand == jnp.float16 else 0
 
-    def spread(self, x: Tile) -> Tile:
-        """It is spread already."""
+    def broadcast(self, x: Tile) -> Tile:
+        """Return `x`, which is a tile already."""
         return x
 
     def zeros(self) -> Tile:
-        """Nothing summed yet."""
+        """Return a tile of zeros."""
         return plgpu.layout_cast(jnp.zeros(self.tile.shape, f32), W)
 
-    def start(self) -> tuple[tuple[Tile, ...], Tile, Tile]:
-        """One accumulator for every 16 columns of a head."""
-        lowest = plgpu.layout_cast(jnp.full(self.tile.shape, -jnp.inf, f32), W)
-        return tuple(self.zeros() for _ in range(self.tile.num_accs)), lowest, self.zeros()
+    def init_state(self) -> tuple[tuple[Tile, ...], Tile, Tile]:
+        """Return one accumulator for every 16 columns of a head, row maxima of -inf and row sums of 0."""
+        row_max = plgpu.layout_cast(jnp.full(self.tile.shape, -jnp.inf, f32), W)
+        return tuple(self.zeros() for _ in range(self.tile.num_accs)), row_max, self.zeros()
 
-    def query(self, q_s: Ref) -> tuple[Tile, Tile]:
-        """The queries in registers, as the tensor core's right operand."""
+    def load_query(self, q_s: Ref) -> tuple[Tile, Tile]:
+        """Return the queries in registers, as the right operand of mma.sync."""
         return load_query_fragments(q_s, tile=self.tile, is_interpreted=self.is_interpreted)
 
-    def scores(self, stage: Scalar, query: Tile) -> Tile:
-        """K Q^T of a stage."""
+    def qk(self, stage: Scalar, query: Tile) -> Tile:
+        """Return K Q^T of a stage."""
         k_s = self.smem.k.at[stage]
         return qk_mma(k_s, query, tile=self.tile, is_interpreted=self.is_interpreted)
 
-    def widen_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """Nothing: see add_values."""
+    def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
+        """Do nothing: `accumulate_pv` dequantizes."""
 
-    def largest(self, s: Tile) -> Tile:
-        """The largest of each warp's rows, in all of its rows."""
+    def row_max(self, s: Tile) -> Tile:
+        """Return the maximum over each warp's rows, in all of its rows."""
         return warp_row_max(s, tile=self.tile, is_interpreted=self.is_interpreted)
 
-    def add_values(
+    def accumulate_pv(
         self,
         accs: tuple[Tile, ...],
-        shrink: Tile,
+        alpha: Tile,
         p: Tile,
         stage: Scalar,
         segment: Segment,
         keys: TileKeys,
     ) -> tuple[Tile, ...]:
-        """Accs * shrink + V^T P of each warp's keys."""
+        """Return accs * alpha + V^T P of each warp's keys."""
+        # With scales per token the caller has waited for the values already.
         if self.smem.v_scale is None:
-            plgpu.barrier_wait(self.pipeline.v_full.at[stage])
+            plgpu.barrier_wait(self.barriers.v_full.at[stage])
         accs = pv_mma(
             self.smem.v.at[stage],
             p,
-            [acc * shrink for acc in accs],
+            [acc * alpha for acc in accs],
             segment.low,
             segment.high,
             keys.firsts,
-            piece=keys.piece,
+            piece=keys.run_length,
             tile=self.tile,
             is_interpreted=self.is_interpreted,
         )
-        plgpu.barrier_arrive(self.pipeline.v_free.at[stage])
+        plgpu.barrier_arrive(self.barriers.v_free.at[stage])
         return accs
 
-    def merged(
-        self, accs: tuple[Tile, ...], top: Tile, total: Tile
+    def combine_warps(
+        self, accs: tuple[Tile, ...], row_max: Tile, row_sum: Tile
     ) -> tuple[tuple[Tile, ...], Columns, Columns]:
-        """The four warps' results as one."""
-        merge_s, dim = self.smem.merge, self.cut.padded_dim
-        store_warp_outputs(merge_s, accs, top, total, tile=self.tile, is_interpreted=self.is_interpreted)
-        of_query = lambda w, row: plgpu.load(merge_s.at[w, row], layout=W.reduce(0), optimized=False)
-        tops = [of_query(w, dim) for w in range(WARPS)]
-        of_all = functools.reduce(jnp.maximum, tops)
-        finite = jnp.where(of_all == -jnp.inf, 0.0, of_all)
-        weights = [jnp.exp2(top - finite) for top in tops]
-        total = functools.reduce(jnp.add, [weights[w] * of_query(w, dim + 1) for w in range(WARPS)])
+        """Combine the results of the four warps through shared memory."""
+        outputs_s, dim = self.smem.warp_outputs, self.head.padded_dim
+        store_warp_outputs(
+            outputs_s, accs, row_max, row_sum, tile=self.tile, is_interpreted=self.is_interpreted
+        )
+
+        def load_row(warp: int, row: int) -> Columns:
+            return plgpu.load(outputs_s.at[warp, row], layout=W.reduce(0), optimized=False)
+
+        # Rows of a warp's output: O^T [dim], then the row maxima, then the row sums.
+        warp_max = [load_row(w, dim) for w in range(WARPS)]
+        total_max = functools.reduce(jnp.maximum, warp_max)
+        finite_max = jnp.where(total_max == -jnp.inf, 0.0, total_max)
+        alphas = [jnp.exp2(row_max - finite_max) for row_max in warp_max]
+        total_sum = functools.reduce(jnp.add, [alphas[w] * load_row(w, dim + 1) for w in range(WARPS)])
         outs = []
-        for chunk in range(self.cut.num_chunks):
-            rows = slice(chunk * self.cut.width, (chunk + 1) * self.cut.width)
-            of_warps = [plgpu.load(merge_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
-            column = functools.partial(
-                lax.broadcast_in_dim, shape=of_warps[0].shape, broadcast_dimensions=[1]
+        for chunk in range(self.head.num_chunks):
+            rows = slice(chunk * self.head.width, (chunk + 1) * self.head.width)
+            warp_outs = [plgpu.load(outputs_s.at[w, rows], layout=W, optimized=False) for w in range(WARPS)]
+            over_rows = functools.partial(
+                lax.broadcast_in_dim, shape=warp_outs[0].shape, broadcast_dimensions=[1]
             )
             outs.append(
-                functools.reduce(jnp.add, [x * column(y) for x, y in zip(of_warps, weights, strict=True)])
+                functools.reduce(
+                    jnp.add, [out * over_rows(alpha) for out, alpha in zip(warp_outs, alphas, strict=True)]
+                )
             )
-        return tuple(outs), of_all, total
+        return tuple(outs), total_max, total_sum
+
+
+def swizzle_rows(width: int) -> list[Slice]:
+    """Return the slices of columns of an 8-bit tile, one per row of the swizzle."""
+    row = swizzle_bytes(1)
+    return [pl.ds(start, row) for start in range(0, width, row)]

@@ -1,4 +1,4 @@
-"""Paged decode, one request after the other, dense and in f32 or wider: what the kernel is judged by."""
+"""Reference of paged_decode: dense, one request after the other, in f32 or f64."""
 
 from typing import Any
 
@@ -27,32 +27,41 @@ def paged_decode(
     list_block_size: int = 1,
     **mask: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [tokens, q_heads, head_dim] and log-sum-exp [q_heads, tokens]; arguments as the kernel's."""
+    """Return the output [tokens, q_heads, head_dim] and the log-sum-exp [q_heads, tokens].
+
+    The arguments are those of the kernel; `mask` are those of `is_visible`.
+    """
     (tokens, q_heads, head_dim), reqs = query.shape, seq_lens.shape[0]
-    wide = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    dtype = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     if layout == "HND":
         k_cache, v_cache = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
-    of_head = lambda x, axis: jnp.repeat(x, q_heads // k_cache.shape[2], axis=axis)  # of a kv head's group
+    group = q_heads // k_cache.shape[2]
+
+    def repeat_heads(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.repeat(x, group, axis=axis)
 
     def attend(request: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         q, blocks, seq_len, lists = request
-        k, v = (of_head(stored(*x, blocks, wide), 1) for x in ((k_cache, k_scale), (v_cache, v_scale)))
+        k = repeat_heads(gather_blocks(k_cache, k_scale, blocks, dtype), 1)
+        v = repeat_heads(gather_blocks(v_cache, v_scale, blocks, dtype), 1)
         i = seq_len - decode_query_len + jnp.arange(decode_query_len)[:, None]
         j = jnp.arange(k.shape[0])[None, :]
         visible = jnp.broadcast_to((j < seq_len) & is_visible(i, j, **mask), (q_heads, len(q), len(k)))
         if lists is not None:
-            visible &= of_head(is_listed(j[0] // list_block_size, *lists), 0)[:, None]
+            visible &= repeat_heads(is_listed(j[0] // list_block_size, *lists), 0)[:, None]
 
-        s = jnp.einsum("qhd,khd->hqk", q.astype(wide), k, precision="highest") * scale
+        s = jnp.einsum("qhd,khd->hqk", q.astype(dtype), k, precision="highest") * scale
         if soft_cap is not None:
             s = soft_cap * jnp.tanh(s / soft_cap)
         if alibi_slopes is not None:
-            back = jnp.sqrt(jnp.maximum(i - j, 0).astype(wide)) if sqrt_alibi else (i - j).astype(wide)
-            s -= alibi_slopes.astype(wide)[:, None, None] * back[None]
+            distance = (i - j).astype(dtype)
+            if sqrt_alibi:
+                distance = jnp.sqrt(jnp.maximum(i - j, 0).astype(dtype))
+            s -= alibi_slopes.astype(dtype)[:, None, None] * distance[None]
         s = jnp.where(visible, s, -jnp.inf)
         lse = jax.nn.logsumexp(s, axis=2)
         if sinks is not None:
-            lse = jnp.logaddexp(lse, jnp.where(seq_len > 0, sinks.astype(wide), -jnp.inf)[:, None])
+            lse = jnp.logaddexp(lse, jnp.where(seq_len > 0, sinks.astype(dtype), -jnp.inf)[:, None])
         p = jnp.exp(s - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None])
         v = jnp.where(visible.any(axis=1).T[..., None], v, 0.0)  # 0 * NaN is NaN
         return jnp.einsum("hqk,khd->qhd", p, v, precision="highest"), lse
@@ -63,8 +72,10 @@ def paged_decode(
     return out.reshape(query.shape).astype(query.dtype), lse.astype(jnp.float32)
 
 
-def stored(cache: jax.Array, scale: jax.Array | None, blocks: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """What a request's blocks hold: [keys, kv_heads, head_dim]."""
+def gather_blocks(
+    cache: jax.Array, scale: jax.Array | None, blocks: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Return the dequantized keys or values of a request's blocks, [keys, kv_heads, head_dim]."""
     x = jnp.take(cache, blocks, axis=0, mode="clip").astype(dtype)
     x = x.reshape(-1, *x.shape[2:])
     if scale is None:
@@ -84,7 +95,7 @@ def is_visible(
     window: tuple[int | None, int | None] = (None, None),
     chunk_size: int | None = None,
 ) -> jax.Array:
-    """Whether the query at position i may see the key at j."""
+    """Return whether the query at position i attends to the key at position j."""
     visible = (j <= i) | (not causal)
     if window[0] is not None:
         visible &= i - j <= window[0]
@@ -94,6 +105,6 @@ def is_visible(
 
 
 def is_listed(blocks: jax.Array, ids: jax.Array, counts: jax.Array) -> jax.Array:
-    """Whether each block is one of a kv head's first `counts` ids: [kv_heads, blocks]."""
-    is_live = jnp.arange(ids.shape[1])[None] < counts[:, None]
-    return ((blocks[None, :, None] == ids[:, None]) & is_live[:, None]).any(axis=2)
+    """Return whether each block is one of a KV head's first `counts` ids, [kv_heads, blocks]."""
+    is_valid = jnp.arange(ids.shape[1])[None] < counts[:, None]
+    return ((blocks[None, :, None] == ids[:, None]) & is_valid[:, None]).any(axis=2)

@@ -1,6 +1,6 @@
-"""What the decode kernel works on, grouped by what it is: arrays outside of it, memory inside, types between.
+"""Memory of the decode kernel: its arrays, outputs, shared memory and barriers.
 
-The order of fields is the order of the kernel's arguments, and of its shared memory.
+The order of the fields is the order of the kernel's arguments and of its shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -9,26 +9,27 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.schedule import num_partials
+from pallas_kernels.paged_decode.schedule import num_split_outputs
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.ptx.warp_query import WARPS
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Barriers, Ref
 
+f32 = jnp.float32
 
-class CacheRefs(NamedTuple):
-    """The paged cache, and what tells where a request's keys are.
+
+class DecodeCacheRefs(NamedTuple):
+    """The paged cache, and where each request's keys are in it.
 
     Attributes:
-        k: [blocks, copies, rows, kv_heads, head_dim], [..., chunks, chunk] where the head is cut: blocks
-            larger than a tile are cut into copies of `rows` tokens. HND: [blocks, kv_heads, copies, rows,
-            head_dim].
-        v: As k.
-        block_table: [reqs, max_blocks]: blocks of each request.
-        seq_lens: [reqs]: keys of each request.
-        k_scale: f32: [1] or [kv_heads], or a scale per token and head [blocks, kv_heads, copies, rows]; or
-            None.
-        v_scale: As k_scale, or a scale per channel [kv_heads, chunks, width].
+        k: Keys [blocks, copies, rows, kv_heads, head_dim], or HND [blocks, kv_heads, copies, rows, head_dim];
+            see CacheTiling. With several chunks per head the last axes are [num_chunks, chunk_dim].
+        v: Values, of the shape of k.
+        block_table: Blocks of each request, [reqs, max_blocks].
+        seq_lens: Keys of each request, [reqs].
+        k_scale: Scale of the keys, f32: [1], [kv_heads], or per token and head [blocks, kv_heads, copies,
+            rows]; None without.
+        v_scale: Scale of the values, like k_scale, or per channel [kv_heads, num_chunks, width].
     """
 
     k: Ref
@@ -39,78 +40,80 @@ class CacheRefs(NamedTuple):
     v_scale: Ref
 
 
-class ListRefs(NamedTuple):
-    """Lists of sparse blocks, or None and None; with them, `reqs` of the others are reqs * kv_heads.
+class DecodeListRefs(NamedTuple):
+    """Lists of sparse blocks, one per row of the schedule; None and None without lists.
 
     Attributes:
-        ids: [reqs * kv_heads, max_listed].
-        counts: [reqs * kv_heads].
+        ids: Blocks of each list, [reqs * kv_heads, max_listed].
+        counts: Length of each list, [reqs * kv_heads].
     """
 
     ids: Ref
     counts: Ref
 
 
-class Inputs(NamedTuple):
-    """What the kernel reads.
+class DecodeInputs(NamedTuple):
+    """Arrays that the kernel reads; `reqs` are rows of the schedule (with lists, reqs * kv_heads).
 
     Attributes:
-        query: [reqs, head_tiles, rows, head_dim], or [..., chunks, chunk] where the head is cut.
+        query: Queries [reqs, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
         cache: Keys and values.
-        unit_ends: [reqs]: the schedule's.
-        slopes: ALiBi slopes times log2(e), [head_tiles, tile_q] f32, or None.
-        sinks: One more score of each query, times log2(e), likewise.
-        lists: Which keys to visit.
+        unit_ends: Schedule, [reqs].
+        slopes: ALiBi slopes times log2(e), f32 [head_tiles, tile_q]; None without ALiBi.
+        sinks: Attention sinks times log2(e), f32 [head_tiles, tile_q]; None without sinks.
+        lists: Sparse blocks to visit.
     """
 
     query: Ref
-    cache: CacheRefs
+    cache: DecodeCacheRefs
     unit_ends: Ref
     slopes: Ref
     sinks: Ref
-    lists: ListRefs
+    lists: DecodeListRefs
 
 
-class Partials(NamedTuple):
-    """Partial results, all f32; what belongs to no request and span is not written.
+class DecodeSplitOutputs(NamedTuple):
+    """Results of the splits, f32; entries that belong to no request and span are not written.
 
     Attributes:
-        out: O^T [partials, head_tiles, chunks, width, tile_q], not normalized.
-        top: Each query's largest score, times log2(e): [partials, head_tiles, tile_q].
-        total: Its sum of exponentials, likewise.
+        out: O^T, not normalized: [splits, head_tiles, num_chunks, width, tile_q].
+        row_max: Maximum score of each query, times log2(e): [splits, head_tiles, tile_q].
+        row_sum: Sum of the exponentials of each query: [splits, head_tiles, tile_q].
     """
 
     out: Ref
-    top: Ref
-    total: Ref
+    row_max: Ref
+    row_sum: Ref
 
 
-class Outputs(NamedTuple):
-    """What the kernel writes.
+class DecodeOutputs(NamedTuple):
+    """Arrays that the kernel writes.
 
     Attributes:
-        out: As the query; of requests that lie in one span.
-        lse: [reqs, head_tiles, tile_q] f32; likewise.
-        partials: Of the others.
+        out: Outputs of the requests that lie in one span, of the shape of the queries.
+        lse: Log-sum-exps of these requests, f32 [reqs, head_tiles, tile_q].
+        splits: Results of the other requests.
     """
 
     out: Ref
     lse: Ref
-    partials: Partials
+    splits: DecodeSplitOutputs
 
 
-class Smem(NamedTuple):
+class DecodeSmem(NamedTuple):
     """Shared memory.
 
     Attributes:
-        q: [2, chunks, tile_q, width]: of this request and the next.
-        k: [stages, chunks, tile_kv, width].
-        v: The same.
-        k_scale: [stages, tile_kv] f32: a scale per token and head; or None.
-        v_scale: The same.
-        wide: [chunks, tile_kv, width], 16-bit: widened values (in interpret mode keys too); or None.
-        p: [tile_q, tile_kv]: the probabilities; None where each warp keeps its own.
-        merge: [warps, head_dim + 2, tile_q] f32: results of warps that work alone; or None.
+        q: Queries of this segment and the next, [2, num_chunks, tile_q, width].
+        k: Keys, [stages, num_chunks, tile_kv, width].
+        v: Values, [stages, num_chunks, tile_kv, width].
+        k_scale: Scales of the keys per token and head, f32 [stages, tile_kv]; None without.
+        v_scale: Scales of the values per token and head, f32 [stages, tile_kv]; None without.
+        dequantized: 16-bit values (in interpret mode keys, too), [num_chunks, tile_kv, width]; None if not
+            needed.
+        p: Probabilities, [tile_q, tile_kv]; None if each warp keeps its own in registers.
+        warp_outputs: Results of the warps if each multiplies on its own, f32 [warps, head_dim + 2, tile_q];
+            else None.
     """
 
     q: Ref
@@ -118,13 +121,13 @@ class Smem(NamedTuple):
     v: Ref
     k_scale: Ref
     v_scale: Ref
-    wide: Ref
+    dequantized: Ref
     p: Ref
-    merge: Ref
+    warp_outputs: Ref
 
 
-class Pipeline(NamedTuple):
-    """Barriers between the loading warp and the consumer: a buffer of queries or a stage is full, or free."""
+class DecodeBarriers(NamedTuple):
+    """Barriers between the loading warp and the consumer: a query buffer or a stage is full, or free."""
 
     q_full: Barriers
     q_free: Barriers
@@ -135,59 +138,62 @@ class Pipeline(NamedTuple):
 
 
 def has_token_scales(scale: Any) -> bool:
-    """Whether a cache's scale is one per token and head."""
+    """Return whether a scale in the form of DecodeCacheRefs is one per token and head."""
     return scale is not None and scale.ndim == 4
 
 
-f32 = jnp.float32
-
-
-def output_types(inputs: Inputs, spec: DecodeSpec) -> Outputs:
-    """Of the kernel's outputs."""
-    shape, cut, n = spec.shape, spec.shape.cut, spec.shape.tile_q
+def output_types(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
+    """Return the shapes and dtypes of the kernel's outputs."""
+    shape, head, tile_q = spec.shape, spec.shape.head, spec.shape.tile_q
     reqs, ids = inputs.query.shape[0], inputs.lists.ids
     max_kv = inputs.cache.block_table.shape[1] * shape.block_size
     if ids is not None:
         max_kv = ids.shape[1] * (shape.list_block_size or 0)
-    partials = num_partials(reqs, max_kv, sizes=spec.sizes, num_spans=spec.num_spans)
-    per_query = jax.ShapeDtypeStruct((partials, shape.head_tiles, n), f32)
-    outs = jax.ShapeDtypeStruct((partials, shape.head_tiles, cut.num_chunks, cut.width, n), f32)
-    return Outputs(
+    splits = num_split_outputs(reqs, max_kv, sizes=spec.sizes, num_spans=spec.num_spans)
+    per_query = jax.ShapeDtypeStruct((splits, shape.head_tiles, tile_q), f32)
+    split_out = jax.ShapeDtypeStruct((splits, shape.head_tiles, head.num_chunks, head.width, tile_q), f32)
+    return DecodeOutputs(
         out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype),
-        lse=jax.ShapeDtypeStruct((reqs, shape.head_tiles, n), f32),
-        partials=Partials(outs, per_query, per_query),
+        lse=jax.ShapeDtypeStruct((reqs, shape.head_tiles, tile_q), f32),
+        splits=DecodeSplitOutputs(split_out, per_query, per_query),
     )
 
 
-def smem_types(cache: CacheRefs, spec: DecodeSpec) -> Smem:
-    """Of the shared memory that a cache of these dtypes and scales needs."""
-    sizes, cut, n = spec.sizes, spec.shape.cut, spec.shape.tile_q
-    stage = cut.num_chunks, sizes.tile_kv, cut.width
-    # Interpret mode takes no operand from registers, so widened keys pass through shared memory there.
-    is_widened = cache.v.dtype != spec.dtype or (spec.is_interpreted and cache.k.dtype != spec.dtype)
+def smem_types(cache: DecodeCacheRefs, spec: DecodeSpec) -> DecodeSmem:
+    """Return the shared memory that a cache of these dtypes and scales needs."""
+    sizes, head, tile_q = spec.sizes, spec.shape.head, spec.shape.tile_q
+    stage = head.num_chunks, sizes.tile_kv, head.width
+    # Interpret mode takes no operand from registers, so dequantized keys pass through shared memory there.
+    is_dequantized = cache.v.dtype != spec.dtype or (spec.is_interpreted and cache.k.dtype != spec.dtype)
     scale_smem = plgpu.SMEM((sizes.stages, sizes.tile_kv), f32)
-    together = cut.width if sizes.per_warp_mma else 64
-    return Smem(
-        q=swizzled_smem((2, cut.num_chunks, n, cut.width), spec.dtype),
-        k=swizzled_smem((sizes.stages, *stage), cache.k.dtype, width=together),
-        v=swizzled_smem((sizes.stages, *stage), cache.v.dtype, width=together),
+    swizzle_width = head.width if sizes.per_warp_mma else 64
+    dequantized = swizzled_smem(stage, spec.dtype) if is_dequantized and not sizes.per_warp_mma else None
+    warp_outputs = plgpu.SMEM((WARPS, head.padded_dim + 2, tile_q), f32) if sizes.per_warp_mma else None
+    return DecodeSmem(
+        q=swizzled_smem((2, head.num_chunks, tile_q, head.width), spec.dtype),
+        k=swizzled_smem((sizes.stages, *stage), cache.k.dtype, width=swizzle_width),
+        v=swizzled_smem((sizes.stages, *stage), cache.v.dtype, width=swizzle_width),
         k_scale=scale_smem if has_token_scales(cache.k_scale) else None,
         v_scale=scale_smem if has_token_scales(cache.v_scale) else None,
-        wide=swizzled_smem(stage, spec.dtype) if is_widened and not sizes.per_warp_mma else None,
-        p=None if sizes.per_warp_mma else swizzled_smem((n, sizes.tile_kv), spec.dtype),
-        merge=plgpu.SMEM((WARPS, cut.padded_dim + 2, n), f32) if sizes.per_warp_mma else None,
+        dequantized=dequantized,
+        p=None if sizes.per_warp_mma else swizzled_smem((tile_q, sizes.tile_kv), spec.dtype),
+        warp_outputs=warp_outputs,
     )
 
 
-def pipeline_types(cache: CacheRefs, spec: DecodeSpec) -> Pipeline:
-    """Of the barriers; every copy into a buffer or stage is one arrival."""
-    stages, chunks = spec.sizes.stages, spec.shape.cut.num_chunks
-    copies = lambda scale: spec.sizes.tile_kv // spec.cache_tiling.rows * (chunks + has_token_scales(scale))
-    return Pipeline(
-        q_full=plgpu.Barrier(num_arrivals=chunks, num_barriers=2),
+def barrier_types(cache: DecodeCacheRefs, spec: DecodeSpec) -> DecodeBarriers:
+    """Return the barriers; each copy into a query buffer or a stage arrives once at its full barrier."""
+    stages, num_chunks = spec.sizes.stages, spec.shape.head.num_chunks
+    tokens_per_copy = spec.cache_tiling.rows
+
+    def num_copies(scale: Any) -> int:
+        return spec.sizes.tile_kv // tokens_per_copy * (num_chunks + has_token_scales(scale))
+
+    return DecodeBarriers(
+        q_full=plgpu.Barrier(num_arrivals=num_chunks, num_barriers=2),
         q_free=plgpu.Barrier(num_barriers=2),
-        k_full=plgpu.Barrier(num_arrivals=copies(cache.k_scale), num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=copies(cache.v_scale), num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=num_copies(cache.k_scale), num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=num_copies(cache.v_scale), num_barriers=stages),
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
     )

@@ -1,8 +1,12 @@
-"""Who computes what: the keys of all requests laid end to end and cut into equal spans, one a thread block.
+"""The stream-K schedule of decode: which thread block processes which keys.
 
-A span may begin and end inside a request, so all thread blocks finish together however skewed the batch is,
-and no request is cut more often than that takes. Every (request, span) that meet leave one partial result;
-along the line of keys request + span grows with each such meeting, so that sum numbers them without a table.
+The keys of all requests are laid end to end and divided into equal spans. A **span** is the contiguous range
+of KV tokens of the batch that one thread block processes. It may begin and end inside a request, so that all
+thread blocks finish together however uneven the batch is, and no request is split more often than that
+requires.
+
+A request that lies in several spans leaves one split output per span. Along the line of keys, the sum of the
+request's index and the span's index grows with each of them, so it numbers the split outputs without a table.
 """
 
 import dataclasses
@@ -18,14 +22,19 @@ from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.ptx.cumulative_units import cumulative_units
 from pallas_kernels.shared.score import Score
 
+# Up to this many rows XLA sums the units in one kernel, over pairs of rows; for more it would store the
+# pairs.
+MAX_PAIRWISE_ROWS = 256
+
 
 class BlockList(NamedTuple):
-    """The sparse blocks that each request's kv heads visit.
+    """The sparse blocks that each KV head of each request visits.
 
     Attributes:
-        ids: Ascending; block i is keys `i * list_block_size` onward. What is past the end is harmless. If the
-            call says so, the bits from QUERY_BLOCK_SHIFT on are the query heads of the group that see it.
-        counts: How many of the ids are live; the others are never used.
+        ids: Block indices in ascending order; block i holds keys `i * list_block_size` onward. Indices past
+            the request's end are harmless. With `lists_have_head_bits`, the bits from QUERY_BLOCK_SHIFT on
+            are the query heads of the group that visit the block.
+        counts: Number of valid ids of each list; the others are never used.
     """
 
     ids: Int32[Array, "reqs kv_heads max_listed"]
@@ -34,14 +43,14 @@ class BlockList(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeScheduleKey:
-    """The static part of what a schedule is made for; it serves no other call.
+    """Static sizes that a schedule was built for; it serves no other call.
 
     Attributes:
-        unit: Keys of a unit: `tile_kv`, or `split_kv` where splits are fixed.
-        mask: Score.mask; None with lists, which say what is visited.
-        decode_query_len: Queries of a request; None with lists.
-        list_block_size: Keys of a listed block; None without lists.
-        kv_heads: Which have lists of their own; None without.
+        unit: Keys per unit: `tile_kv`, or `split_kv` if splits are fixed.
+        mask: `Score.mask`; None with lists, which select the keys.
+        decode_query_len: Query tokens per request; None with lists.
+        list_block_size: Keys per listed block; None without lists.
+        kv_heads: KV heads, each with lists of its own; None without lists.
     """
 
     unit: int
@@ -55,13 +64,14 @@ class DecodeScheduleKey:
     jax.tree_util.register_dataclass, data_fields=["unit_ends"], meta_fields=["num_spans", "built_for"]
 )
 @dataclasses.dataclass(frozen=True)
-class Schedule:
-    """Work in units of equally many keys, shared by layers of one mask.
+class DecodeSchedule:
+    """The work of a step in units of equally many keys, shared by layers with the same mask.
 
     Attributes:
-        unit_ends: One past each request's last unit, when the requests' units are laid end to end.
-        num_spans: Of a step. Whoever works on one finds its first request by itself (span_start).
-        built_for: Static.
+        unit_ends: For each row, one past its last unit, with the units of all rows laid end to end.
+        num_spans: Static number of spans. A thread block finds the first row of its span itself
+            (find_span_start).
+        built_for: Static sizes that the schedule was built for.
     """
 
     unit_ends: Int32[Array, " reqs"]
@@ -69,56 +79,16 @@ class Schedule:
     built_for: DecodeScheduleKey
 
 
-MASKED = 256  # requests whose units XLA adds up in one kernel, by a mask; of more it would write out the mask
-
-
-def make_schedule(
-    seq_lens: Int32[Array, " reqs"],
-    *,
-    score: Score,
-    sizes: DecodeSizes,
-    decode_query_len: int,
-    num_spans: int,
-    block_list: BlockList | None = None,
-    list_block_size: int | None = None,
-) -> Schedule:
-    """Cuts a step's keys into `num_spans` equal spans. Traced: made once a step, on the device.
-
-    With lists, "a request" of the schedule is a request's kv head.
-    """
-    kv_heads = None if block_list is None else block_list.counts.shape[1]
-    unit, built_for = sizes.unit, made_for_call(score, sizes, decode_query_len, list_block_size, kv_heads)
-    divided = lambda x: lax.div(x, jnp.full_like(x, unit))
-    if block_list is not None:
-        assert list_block_size is not None
-        counts = block_list.counts.reshape(-1)
-        if counts.size > MASKED:
-            ends = cumulative_units.by_platform(counts, listed=list_block_size, unit=unit)
-            return Schedule(ends, num_spans, built_for)
-        units = divided(counts * list_block_size + (unit - 1))
-    else:
-        low, high = score.request_key_range(seq_lens, decode_query_len)
-        units = divided(high + (unit - 1)) - divided(low)
-    # A request that sees nothing has a unit too: whoever meets it writes its zeros.
-    units = jnp.maximum(units, 1)
-    if units.size <= MASKED:
-        rows = jnp.arange(units.size, dtype=jnp.int32)
-        ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
-    else:
-        ends = jnp.cumsum(units)
-    return Schedule(ends.astype(jnp.int32), num_spans, built_for)
-
-
-def made_for_call(
+def schedule_key(
     score: Score, sizes: DecodeSizes, decode_query_len: int, list_block_size: int | None, kv_heads: int | None
 ) -> DecodeScheduleKey:
-    """What the schedule of a call has to be made for."""
+    """Return the static sizes that the schedule of a call must be built for."""
     if list_block_size is not None:
         return DecodeScheduleKey(sizes.unit, None, None, list_block_size, kv_heads)
     return DecodeScheduleKey(sizes.unit, score.mask, decode_query_len, None, None)
 
 
-def schedule_for(
+def make_schedule(
     seq_lens: Int32[Array, " reqs"],
     *,
     score: Score,
@@ -129,28 +99,74 @@ def schedule_for(
     block_list: BlockList | None = None,
     list_block_size: int | None = None,
     max_kv: int | None = None,
-) -> Schedule:
-    """The schedule that paged_decode makes for itself: make it once for all layers of a step.
+) -> DecodeSchedule:
+    """Return the schedule of a step, which all layers with the same mask can share.
 
-    `max_kv`, the most keys that a request can have, spares thread blocks that could never have a unit.
+    The function is traced, so the schedule is computed on the device once per step.
+
+    Args:
+        seq_lens: Keys of each request.
+        score: Score function of the layers.
+        sizes: Sizes of the kernel.
+        kv_heads: KV heads.
+        group: Query heads per KV head.
+        decode_query_len: Query tokens per request.
+        block_list: Sparse blocks to visit, or None for all keys. With lists, a row of the schedule is one KV
+            head of a request.
+        list_block_size: Keys per sparse block; None without lists.
+        max_kv: Maximum number of keys of a request, which avoids thread blocks that can never have work.
     """
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
     num_spans = sizes.num_spans(1 if block_list is not None else kv_heads, group * decode_query_len)
     if max_kv is not None:
         num_spans = min(num_spans, rows * -(-max_kv // (sizes.unit)))
-    return make_schedule(
-        seq_lens,
-        score=score,
-        sizes=sizes,
-        decode_query_len=decode_query_len,
-        num_spans=num_spans,
-        block_list=block_list,
-        list_block_size=list_block_size,
-    )
+    list_heads = None if block_list is None else block_list.counts.shape[1]
+    built_for = schedule_key(score, sizes, decode_query_len, list_block_size, list_heads)
+    unit_ends = _unit_ends(seq_lens, score, sizes.unit, decode_query_len, block_list, list_block_size)
+    return DecodeSchedule(unit_ends, num_spans, built_for)
 
 
-def num_partials(reqs: int, max_kv: int, *, sizes: DecodeSizes, num_spans: int) -> int:
-    """How many partial results there may be for each head."""
+def _unit_ends(
+    seq_lens: jax.Array,
+    score: Score,
+    unit: int,
+    decode_query_len: int,
+    block_list: BlockList | None,
+    list_block_size: int | None,
+) -> jax.Array:
+    """Return the cumulative sum of the units of all rows."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        return lax.div(x, jnp.full_like(x, unit))
+
+    if block_list is not None:
+        assert list_block_size is not None
+        counts = block_list.counts.reshape(-1)
+        if counts.size > MAX_PAIRWISE_ROWS:
+            return cumulative_units.by_platform(counts, listed=list_block_size, unit=unit)
+        units = divide(counts * list_block_size + (unit - 1))
+    else:
+        low, high = score.request_key_range(seq_lens, decode_query_len)
+        units = divide(high + (unit - 1)) - divide(low)
+    # A row without visible keys has one unit, too, so that the thread block of its span writes its zeros.
+    units = jnp.maximum(units, 1)
+    if units.size <= MAX_PAIRWISE_ROWS:
+        rows = jnp.arange(units.size, dtype=jnp.int32)
+        unit_ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
+    else:
+        unit_ends = jnp.cumsum(units)
+    return unit_ends.astype(jnp.int32)
+
+
+def num_split_outputs(reqs: int, max_kv: int, *, sizes: DecodeSizes, num_spans: int) -> int:
+    """Return the maximum number of split outputs per tile of query rows.
+
+    Args:
+        reqs: Rows of the schedule.
+        max_kv: Maximum number of keys of a row.
+        sizes: Sizes of the kernel.
+        num_spans: Spans of the schedule.
+    """
     if sizes.split_kv is None:
         return reqs + num_spans
     return reqs * (-(-max_kv // sizes.split_kv))

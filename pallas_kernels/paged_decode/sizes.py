@@ -1,4 +1,4 @@
-"""The sizes that the decode kernel is compiled for."""
+"""Static sizes of the decode kernel."""
 
 import dataclasses
 
@@ -17,14 +17,16 @@ class DecodeSizes:
     """Static sizes of one decode kernel.
 
     Attributes:
-        tile_kv: Keys of a step: 64 or 128.
-        stages: Steps in flight from global memory.
-        ctas: Thread blocks of the whole grid, at most; they stay resident, so more than fit an SM only queue.
-        max_rows: Query rows (query heads of a kv head x decode_query_len) worked on together; more are cut.
-        split_kv: Keys of a split where it is fixed, so that a request's bits do not depend on its batch; a
-            multiple of tile_kv. None = splits follow the load.
-        per_warp_mma: Each warp multiplies for itself (WarpMma), not the warpgroup together (WarpgroupMma);
-            tile_kv is 64 then.
+        tile_kv: Keys per tile: 64 or 128.
+        stages: Tiles of keys and values in flight from global memory.
+        ctas: Maximum number of thread blocks of the grid. They run until the work is done, so more than fit
+            the SMs only wait.
+        max_rows: Maximum number of query rows (query heads per KV head times decode_query_len) per tile; a
+            multiple of 8. More rows are split into several tiles.
+        split_kv: Keys per split if splits are fixed, a multiple of tile_kv: then the bits of a request's
+            result do not depend on its batch. None = splits follow the load.
+        per_warp_mma: Whether each warp multiplies on its own (WarpMma) instead of the warpgroup together
+            (WarpgroupMma); tile_kv must be 64 then.
     """
 
     tile_kv: int = 64
@@ -46,37 +48,39 @@ class DecodeSizes:
         require(split_ok, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
 
     @property
-    def spans(self) -> tuple[int, ...]:
-        """What a schedule depends on: calls that agree in it may share one."""
+    def schedule_sizes(self) -> tuple[int, ...]:
+        """Sizes that a schedule depends on; calls that agree in them may share a schedule."""
         return self.tile_kv, self.split_kv or 0, self.ctas, self.max_rows
 
     @property
     def unit(self) -> int:
-        """Keys of a schedule's unit."""
+        """Keys per unit of a schedule: a fixed split, or a tile."""
         return self.split_kv or self.tile_kv
 
     def row_tile(self, rows: int) -> int:
-        """Rows of a tile, rounded up to what the tensor core takes."""
+        """Return the query rows per tile, rounded up to what the tensor core takes."""
         return min(-(-rows // 8) * 8, self.max_rows)
 
     def row_tiles(self, rows: int) -> int:
-        """How many tiles hold `rows` query rows."""
+        """Return how many tiles hold `rows` query rows."""
         return -(-rows // self.row_tile(rows))
 
     def num_spans(self, kv_heads: int, rows: int) -> int:
-        """Thread blocks that share one kv head's work."""
+        """Return the number of thread blocks for each tile of query rows."""
         return max(self.ctas // (kv_heads * self.row_tiles(rows)), 1)
 
 
-# Query rows worked on together, for heads up to a width.
-WIDEST_AT = ((64, MAX_ROWS), (256, 32))
-EIGHT_BIT_WIDEST_AT = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
-MOST_BY_WARP = 2048  # elements of an accumulator that each warp has room for, head_dim times rows
-# Bytes that an SM should have under way, and tiles of a thread block: more was slower (benchmarks/results).
-IN_FLIGHT, MOST_STAGES = 96 * 1024, 4
-# Over lists. 64 x 32k, a quarter of the blocks of 16: 273 us in fp8, 279 with 96 KB; in 16 bits 493 with two
-# thread blocks of 64 KB, 502 with one of 96.
-LISTED_IN_FLIGHT = 64 * 1024
+# (head width, query rows per tile): rows for heads up to this width.
+MAX_ROWS_BY_WIDTH = ((64, MAX_ROWS), (256, 32))
+EIGHT_BIT_MAX_ROWS_BY_WIDTH = ((64, MAX_ROWS), (128, 32), (192, 16), (320, 8))
+MAX_WARP_ACCUMULATOR = (
+    2048  # elements of an accumulator (head width times rows) that fit the registers of a warp
+)
+# Bytes that an SM should have in flight, and stages per thread block: more was slower (benchmarks/results).
+BYTES_IN_FLIGHT, MAX_STAGES = 96 * 1024, 4
+# With lists: 64 requests of 32k keys, a quarter of the blocks of 16, take 273 us in fp8 and 279 us with 96
+# KB; in 16 bits 493 us with two thread blocks of 64 KB per SM and 502 us with one of 96 KB.
+LISTS_BYTES_IN_FLIGHT = 64 * 1024
 
 
 def default_sizes(
@@ -87,40 +91,42 @@ def default_sizes(
     batch_invariant: bool = False,
     has_lists: bool = False,
 ) -> DecodeSizes:
-    """Sizes for a head_dim, measured on an H200 for 64 and 128 (benchmarks/results).
+    """Return the sizes for a head_dim; those for 64 and 128 were measured on an H200 (benchmarks/results).
 
     Args:
-        head_dim: Width of a head.
-        rows: Query rows of a kv head.
-        kv_dtypes: Of the keys and of the values.
-        batch_invariant: A request's bits must not depend on its batch.
-        has_lists: Lists of sparse blocks say which keys are visited.
+        head_dim: Elements per head.
+        rows: Query rows per KV head.
+        kv_dtypes: Dtypes of the keys and of the values in the cache.
+        batch_invariant: Whether the bits of a request's result must not depend on its batch.
+        has_lists: Whether lists of sparse blocks select the keys.
 
     Raises:
-        NotImplementedError: There is no kernel for heads of this width, stored like this.
+        NotImplementedError: If the kernel does not support this head_dim with these dtypes.
     """
     reason = why_not_head_dim(head_dim, kv_dtypes)
     if reason is not None:
         raise unsupported("paged_decode", reason, "Use another implementation")
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
-    is_narrow = min(itemsizes) == 1
+    is_quantized = min(itemsizes) == 1
     width = head_chunks(head_dim, itemsize=min(itemsizes)).padded_dim
-    # More rows of wider heads spill with every feature on.
-    widest_at = EIGHT_BIT_WIDEST_AT if is_narrow else WIDEST_AT
-    max_rows = next(count for widest, count in widest_at if width <= widest)
+    # With more rows of wider heads, registers spill when every feature is on.
+    rows_by_width = EIGHT_BIT_MAX_ROWS_BY_WIDTH if is_quantized else MAX_ROWS_BY_WIDTH
+    max_rows = next(count for max_width, count in rows_by_width if width <= max_width)
     tile_rows = min(-(-rows // 8) * 8, max_rows)
-    # Warps that do not wait for each other gain 1 % in 16 bits (measured to 16 rows), a third to a half in 8.
-    per_warp_mma = width * tile_rows <= MOST_BY_WARP and (is_narrow or tile_rows <= 16)
-    # Tiles of few bytes need two thread blocks an SM, or memory waits for the softmax; more rows, or wider
-    # heads in 8 bits, fit but one: their registers are over 128 a thread.
-    fits_two = width * max(rows, 8) <= 1024 if is_narrow or has_lists else width <= 64 and rows <= 32
+    # Warps that do not wait for each other save 1 % in 16 bits (measured up to 16 rows), a third to a half in
+    # 8.
+    per_warp_mma = width * tile_rows <= MAX_WARP_ACCUMULATOR and (is_quantized or tile_rows <= 16)
+    # Tiles of few bytes need two thread blocks per SM, or memory idles during the softmax. With more rows, or
+    # wider heads in 8 bits, only one fits: it takes over 128 registers per thread.
+    is_small = is_quantized or has_lists
+    fits_two = width * max(rows, 8) <= 1024 if is_small else width <= 64 and rows <= 32
     ctas_per_sm = 2 if fits_two else 1
-    in_flight = LISTED_IN_FLIGHT if has_lists else IN_FLIGHT
+    bytes_in_flight = LISTS_BYTES_IN_FLIGHT if has_lists else BYTES_IN_FLIGHT
     tile_kv = 64
-    stage = tile_kv * width * sum(itemsizes)
+    stage_bytes = tile_kv * width * sum(itemsizes)
     return DecodeSizes(
         tile_kv=tile_kv,
-        stages=min(max(in_flight // ctas_per_sm // stage, 2), MOST_STAGES),
+        stages=min(max(bytes_in_flight // ctas_per_sm // stage_bytes, 2), MAX_STAGES),
         ctas=ctas_per_sm * NUM_SMS,
         max_rows=max_rows,
         split_kv=2048 if batch_invariant else None,

@@ -1,4 +1,4 @@
-"""What is static about a call of the decode kernel: what must recompile when it changes."""
+"""Static description of one call of the decode kernel: what recompiles the kernel when it changes."""
 
 import dataclasses
 
@@ -14,23 +14,26 @@ from pallas_kernels.shared.types import Interpret, Scalar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a call besides the kernel's.
+class DecodeShape:
+    """Sizes of the arrays of a call.
 
     Attributes:
-        kv_heads: Key/value heads.
-        row_tiles: Tiles that one kv head's query rows are cut into.
-        rows: Live query rows of a tile: decode token major, then query head; the last tile may hold fewer.
-        group: Query heads of a kv head.
-        query_len: Queries of a request.
-        block_size: Tokens of a cache block.
-        is_hnd: Blocks are [kv_heads, block_size, head_dim].
-        cut: The cut of head_dim.
+        kv_heads: KV heads.
+        row_tiles: Tiles of query rows per KV head.
+        rows: Valid query rows of a tile, ordered by decode token, then by query head; the last tile may hold
+            fewer.
+        group: Query heads per KV head.
+        query_len: Query tokens per request.
+        block_size: Tokens per cache block.
+        is_hnd: Whether blocks are [kv_heads, block_size, head_dim].
+        head: Chunks of a head.
         tile_q: `rows` rounded up for the tensor core.
-        list_block_size: Keys of a sparse block, where each request and kv head has its own list of them; None
-            = every key is visited. With lists, "a request" of the schedule, the queries and the results is a
-            kv head of a request, so that lists of any lengths keep all thread blocks busy.
-        lists_have_head_bits: Each entry of a list says which query heads of the group see the block.
+        list_block_size: Keys per sparse block if each request and KV head has its own list of blocks; None if
+            every key is visited. With lists, a row of the schedule, of the queries and of the results is one
+            KV head of a request, so that lists of any lengths keep all thread blocks busy. Without lists, it
+            is a request.
+        lists_have_head_bits: Whether each entry of a list says which query heads of the group visit the
+            block.
     """
 
     kv_heads: int
@@ -40,18 +43,23 @@ class Shape:
     query_len: int
     block_size: int
     is_hnd: bool
-    cut: HeadChunks
+    head: HeadChunks
     tile_q: int
     list_block_size: int | None
     lists_have_head_bits: bool = False
 
     @property
     def head_tiles(self) -> int:
-        """Tiles of query rows of a request of the schedule."""
+        """Tiles of query rows per row of the schedule."""
         return self.row_tiles if self.list_block_size else self.kv_heads * self.row_tiles
 
     def request_of(self, row: Scalar, head_tile: Scalar) -> tuple[Scalar, Scalar]:
-        """The request, and the tile of query rows in it, of a row of the schedule."""
+        """Return the request of a row of the schedule, and the tile of query rows in the request.
+
+        Args:
+            row: Row of the schedule.
+            head_tile: Tile of query rows in this row.
+        """
         if not self.list_block_size:
             return row, head_tile
         request = lax.div(row, jnp.int32(self.kv_heads))
@@ -60,18 +68,18 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSpec:
-    """All that is static about a call.
+    """Everything that is static about a call.
 
     Attributes:
-        shape: Its sizes.
-        score: The layer.
-        sizes: The kernel's sizes.
-        num_spans: Spans of the schedule: thread blocks for each tile of query rows.
-        dtype: The queries' 16 bits, in which the tensor core multiplies.
-        interpret: Interpret-mode parameters, or None for a GPU.
+        shape: Sizes of the arrays.
+        score: Score function of the layer.
+        sizes: Sizes of the kernel.
+        num_spans: Spans of the schedule, one thread block each for every tile of query rows.
+        dtype: 16-bit dtype of the queries, in which the tensor core multiplies.
+        interpret: Parameters of interpret mode, or None for a GPU.
     """
 
-    shape: Shape
+    shape: DecodeShape
     score: Score
     sizes: DecodeSizes
     num_spans: int
@@ -80,23 +88,23 @@ class DecodeSpec:
 
     @property
     def is_interpreted(self) -> bool:
-        """Without lanes."""
+        """Whether the kernel runs in interpret mode, which has no PTX."""
         return bool(self.interpret)
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Of the scores: keys by query rows."""
+        """Shape of a tile of scores: keys by query rows."""
         return self.sizes.tile_kv, self.shape.tile_q
 
     @property
-    def piece(self) -> int:
-        """Keys of a tile that are neighbours in the request."""
+    def run_length(self) -> int:
+        """Consecutive keys of a request in a tile: the whole tile, or a sparse block if that is smaller."""
         return min(self.shape.list_block_size or self.sizes.tile_kv, self.sizes.tile_kv)
 
     @property
     def cache_tiling(self) -> CacheTiling:
-        """How a tile's neighbours are copied from the cache: a block at once, or what of it is needed."""
+        """Copies that fetch a run of consecutive keys from the cache."""
         shape = self.shape
         return CacheTiling(
-            block_size=shape.block_size, tile_kv=self.piece, is_hnd=shape.is_hnd, head=shape.cut
+            block_size=shape.block_size, tile_kv=self.run_length, is_hnd=shape.is_hnd, head=shape.head
         )

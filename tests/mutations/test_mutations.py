@@ -69,23 +69,23 @@ def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def fewer_partials(patch: pytest.MonkeyPatch) -> None:
-    right = combine.partials_of
+    right = combine.splits_of
 
     def wrong(*args):
         first, count, first_span = right(*args)
         return first, jnp.where(count > 1, jnp.maximum(count - 1, 2), count), first_span
 
-    patch.setattr(combine, "partials_of", wrong)
+    patch.setattr(combine, "splits_of", wrong)
 
 
 def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
-    right = combine.partials_of
+    right = combine.splits_of
 
     def wrong(*args):
         first, count, first_span = right(*args)
         return jnp.where(count > 2, first + 1, first), count, first_span
 
-    patch.setattr(combine, "partials_of", wrong)
+    patch.setattr(combine, "splits_of", wrong)
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill

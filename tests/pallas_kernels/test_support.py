@@ -17,7 +17,8 @@ from pallas_kernels import support
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.list_tiles import encode_tiles, list_tiles
-from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode, schedule_for
+from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode
+from pallas_kernels.paged_decode import make_schedule as make_decode_schedule
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import PrefillSizes, make_schedule, make_tile_lists, varlen_prefill
 
@@ -282,7 +283,7 @@ class TestSchedulesOfOthers:
         query, cache, table, lens, *_ = zeros_of(decode)
         score = Score(scale=0.1)
         plain = {"score": score, "sizes": DecodeSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
-        made = lambda lens, **change: schedule_for(lens, **(plain | change))
+        made = lambda lens, **change: make_decode_schedule(lens, **(plain | change))
         run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
         with pytest.raises(ValueError, match="schedule was built for unit=2048, but this call has unit=64"):
             run(schedule=made(lens, sizes=DecodeSizes(split_kv=2048)))
@@ -300,12 +301,15 @@ class TestSchedulesOfOthers:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"sizes": PrefillSizes(teams=2)}, r"sizes must be .*teams=1.*, got .*teams=2"),
+            ({"sizes": PrefillSizes(teams=2)}, r"built for sizes=.*teams=2.*, but this call has .*teams=1"),
             (
                 {"sizes": PrefillSizes(pack_gqa=2)},
-                r"sizes must be .*per_tile=1.*, got .*per_tile=2",
+                r"built for sizes=.*pack_gqa=2.*, but this call has .*pack_gqa=1",
             ),
-            ({"sizes": PrefillSizes(tile_kv=64)}, r"sizes must be .*tile_kv=128.*, got .*tile_kv=64"),
+            (
+                {"sizes": PrefillSizes(tile_kv=64)},
+                r"built for sizes=.*tile_kv=64.*, but this call has .*tile_kv=128",
+            ),
             ({"num_tokens": 999}, "built for num_tokens=999, but this call has num_tokens=150"),
             ({"score": Score(scale=0.1, causal=False)}, r"built for mask=\(False, .* has mask=\(True, "),
             ({"has_lists": True}, "built for has_lists=True, but"),

@@ -86,7 +86,7 @@ class TestChoice:
         in_8_bits = dataclasses.replace(CACHE, quantization="int8_token_head")
         plan = jattn.plan(batch([1], [9]), [SPEC, SPEC, SPEC], [CACHE, in_8_bits, CACHE])
         assert len(plan.layers) == 2
-        assert len(plan.kernel_plans) == len({one.decode.kernel.sizes.spans for one in plan.layers})
+        assert len(plan.kernel_plans) == len({one.decode.kernel.sizes.schedule_sizes for one in plan.layers})
 
     def test_where_no_kernel_runs_the_reason_is_kept(self):
         (choice,) = choices_of(jattn.plan(batch([1], [9]), SPEC, CACHE)).values()

@@ -31,7 +31,7 @@ class DecodeKernelPlan:
         block_list: The sparse blocks that each kv head visits; None without a mask.
     """
 
-    schedule: decode_kernel.Schedule
+    schedule: decode_kernel.DecodeSchedule
     block_list: decode_kernel.BlockList | None
 
 
@@ -60,7 +60,14 @@ def kernel_plan_key(kernel: KernelConfig, spec: AttentionSpec) -> tuple[Any, ...
     mask = *score_of(spec).mask, spec.sparsity
     if isinstance(kernel, DecodeKernelConfig):
         heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
-        return "decode", *heads, spec.batch_invariant, *mask, kernel.sizes.spans, kernel.list_block_size
+        return (
+            "decode",
+            *heads,
+            spec.batch_invariant,
+            *mask,
+            kernel.sizes.schedule_sizes,
+            kernel.list_block_size,
+        )
     if kernel.is_packed or kernel.is_read_first:
         return None
     of_layer = spec.num_q_heads, spec.num_kv_heads, spec.batch_invariant
@@ -90,7 +97,7 @@ def plan_decode_kernel(
     if size is not None and blocks is None:
         assert mask is not None
         blocks = block_lists.block_list(mask, spec, metadata, size)
-    schedule = decode_kernel.schedule_for(
+    schedule = decode_kernel.make_schedule(
         metadata.seq_lens,
         score=score_of(spec),
         sizes=kernel.sizes,

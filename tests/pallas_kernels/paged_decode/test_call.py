@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_decode.call import from_rows, heads_to_rows, to_rows
-from pallas_kernels.paged_decode.spec import Shape
+from pallas_kernels.paged_decode.spec import DecodeShape
 from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.softmax import LOG2E
@@ -13,7 +13,7 @@ from pallas_kernels.shared.softmax import LOG2E
 
 def shape_of(*, kv_heads=2, group=3, query_len=1, row_tiles=1, rows=None, tile_q=8):
     rows = group * query_len if rows is None else rows
-    return Shape(
+    return DecodeShape(
         kv_heads=kv_heads,
         row_tiles=row_tiles,
         rows=rows,
@@ -21,7 +21,7 @@ def shape_of(*, kv_heads=2, group=3, query_len=1, row_tiles=1, rows=None, tile_q
         query_len=query_len,
         block_size=16,
         is_hnd=False,
-        cut=head_chunks(64),
+        head=head_chunks(64),
         tile_q=tile_q,
         list_block_size=None,
     )
@@ -56,13 +56,15 @@ class TestQueryRows:
 
 
 class TestTileKeys:
-    keys = TileKeys(firsts=(jnp.int32(32), jnp.int32(96)), heads=(jnp.int32(1), jnp.int32(2)), piece=2)
+    keys = TileKeys(
+        firsts=(jnp.int32(32), jnp.int32(96)), head_bits=(jnp.int32(1), jnp.int32(2)), run_length=2
+    )
     rows = jnp.arange(4)
 
     def test_a_row_has_the_key_of_its_piece(self):
         np.testing.assert_array_equal(self.keys.of_rows(self.rows), [32, 33, 96, 97])
-        np.testing.assert_array_equal(self.keys.heads_of(self.rows), [1, 1, 2, 2])
+        np.testing.assert_array_equal(self.keys.head_bits_of(self.rows), [1, 1, 2, 2])
 
     @pytest.mark.parametrize(("low", "high", "is_out"), [(32, 98, False), (33, 98, True), (32, 97, True)])
     def test_they_reach_out_of_a_range_by_their_first_or_last(self, low, high, is_out):
-        assert bool(self.keys.reach_out(jnp.int32(low), jnp.int32(high))) == is_out
+        assert bool(self.keys.exceed(jnp.int32(low), jnp.int32(high))) == is_out
