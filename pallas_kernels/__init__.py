@@ -1,1 +1,1 @@
-"""Attention kernels for NVIDIA GPUs: functions of arrays that know nothing of requests or models."""
+"""Attention kernels for NVIDIA GPUs: functions of arrays, independent of engines, requests and models."""

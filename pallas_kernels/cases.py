@@ -1,4 +1,4 @@
-"""Named workloads of real models' widths: tests and benchmarks read these."""
+"""Named workloads with the shapes of real models, which tests and benchmarks share."""
 
 import dataclasses
 
@@ -7,7 +7,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCase:
-    """A decode step: one new token of each request over `kv_lens` cached keys; queries and outputs 16-bit."""
+    """A decode step with one new token per request; queries and outputs have 16 bits.
+
+    Attributes:
+        name: Name of the case.
+        q_heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Elements per head.
+        kv_lens: Cached keys of each request.
+    """
 
     name: str
     q_heads: int
@@ -16,46 +24,56 @@ class DecodeCase:
     kv_lens: tuple[int, ...]
 
     def num_bytes(self, bytes_per_key: int) -> int:
-        """Bytes that the step must move: every key and value once, queries in, outputs out.
+        """Return the bytes that the step must move: every key and value, the queries and the outputs, once.
 
         Args:
-            bytes_per_key: Of a token's key and value in one head, scales per token included.
+            bytes_per_key: Bytes of a token's key and value in one head, including scales per token.
         """
         kv = sum(self.kv_lens) * self.kv_heads * bytes_per_key
         return kv + 4 * len(self.kv_lens) * self.q_heads * self.head_dim
 
 
 def log_uniform(count: int, low: int, high: int, seed: int) -> tuple[int, ...]:
-    """Lengths whose logarithms are uniform: many short, a few long."""
+    """Return random lengths with uniform logarithms: many short ones, a few long ones."""
     logs = np.random.default_rng(seed).uniform(np.log(low), np.log(high), count)
     return tuple(int(n) for n in np.exp(logs))
 
 
-def _case(name: str, heads: tuple[int, int, int], kv_lens: tuple[int, ...]) -> DecodeCase:
+def _decode(name: str, heads: tuple[int, int, int], kv_lens: tuple[int, ...]) -> DecodeCase:
     q_heads, kv_heads, head_dim = heads
     return DecodeCase(name=name, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, kv_lens=kv_lens)
 
 
+# (q_heads, kv_heads, head_dim)
 LLAMA_8B, LLAMA_70B, MHA, GPT_OSS = (32, 8, 128), (64, 8, 128), (32, 32, 128), (64, 8, 64)
 DECODE = {
     case.name: case
     for case in (
-        _case("d_1x1k", LLAMA_8B, (1024,)),
-        _case("d_1x32k", LLAMA_8B, (32768,)),
-        _case("d_8x8k", LLAMA_8B, (8192,) * 8),
-        _case("d_64x4k", LLAMA_8B, (4096,) * 64),
-        _case("d_256x1k", LLAMA_8B, (1024,) * 256),
-        _case("d_ragged64", LLAMA_8B, log_uniform(64, 64, 16384, 0)),
-        _case("d_70b_64x8k", LLAMA_70B, (8192,) * 64),
-        _case("d_mha_32x2k", MHA, (2048,) * 32),
-        _case("d_gptoss_64x4k", GPT_OSS, (4096,) * 64),
+        _decode("d_1x1k", LLAMA_8B, (1024,)),
+        _decode("d_1x32k", LLAMA_8B, (32768,)),
+        _decode("d_8x8k", LLAMA_8B, (8192,) * 8),
+        _decode("d_64x4k", LLAMA_8B, (4096,) * 64),
+        _decode("d_256x1k", LLAMA_8B, (1024,) * 256),
+        _decode("d_ragged64", LLAMA_8B, log_uniform(64, 64, 16384, 0)),
+        _decode("d_70b_64x8k", LLAMA_70B, (8192,) * 64),
+        _decode("d_mha_32x2k", MHA, (2048,) * 32),
+        _decode("d_gptoss_64x4k", GPT_OSS, (4096,) * 64),
     )
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillCase:
-    """A prefill step: `query_lens` new tokens of each request behind `context_lens` cached ones, 16-bit."""
+    """A prefill step in 16 bits.
+
+    Attributes:
+        name: Name of the case.
+        q_heads: Query heads.
+        kv_heads: KV heads.
+        head_dim: Elements per head.
+        query_lens: New tokens of each request.
+        context_lens: Cached tokens before them.
+    """
 
     name: str
     q_heads: int
@@ -70,11 +88,11 @@ class PrefillCase:
         return tuple(q + c for q, c in zip(self.query_lens, self.context_lens, strict=True))
 
     def num_flops(self, causal: bool = True, left: int | None = None) -> float:
-        """Operations of the two products, for the pairs of query and key that see each other.
+        """Return the floating-point operations of Q K^T and P V over the visible pairs of query and key.
 
         Args:
-            causal: Queries see no later key.
-            left: Keys before its own that a query sees; None: all of them.
+            causal: Whether queries attend to no later key.
+            left: Left side of a sliding window: keys before its own that a query attends to. None = all.
         """
         pairs = 0
         for q, c in zip(self.query_lens, self.context_lens, strict=True):
@@ -98,7 +116,7 @@ def _prefill(
     )
 
 
-WIDE = (16, 8, 256)
+HEAD_DIM_256 = (16, 8, 256)
 PREFILL = {
     case.name: case
     for case in (
@@ -116,6 +134,6 @@ PREFILL = {
         _prefill("p_ragged_ctx8k", LLAMA_8B, log_uniform(16, 16, 512, 2), context=8192),
         _prefill("p_d64_8x2k", GPT_OSS, (2048,) * 8),
         _prefill("p_d192_1x8k", (16, 8, 192), (8192,)),
-        _prefill("p_d256_1x8k", WIDE, (8192,)),
+        _prefill("p_d256_1x8k", HEAD_DIM_256, (8192,)),
     )
 }

@@ -150,10 +150,10 @@ def select_blocks(
         scores = kernels.block_scores(
             query, bounds.low, bounds.high, block_table, seq_lens, block_size=block_size, interpret=interpret
         )
-        best = kernels.best_blocks(
+        best = kernels.select_top_blocks(
             scores, seq_lens, block_size=block_size, num_selected=num_selected, num_recent=num_recent
         )
-        selected = is_valid & (is_recent | (scores >= best.least[..., None]))
+        selected = is_valid & (is_recent | (scores >= best.threshold[..., None]))
         return ListedBlocks(
             blocks=selected[:, :, None, :],
             block_q=None,

@@ -1,43 +1,52 @@
-"""block_scores: the most that a product with a key of a cache block can be, for each kv head."""
+"""block_scores: an upper bound of the scores of each cache block's keys, for each KV head."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.block_scores.kernel import MAX_SMEM, ROWS, Shape, score_tiles
+from pallas_kernels.block_scores.kernel import MAX_SMEM, TILE_ROWS, BlockScoresDims, score_tiles
 from pallas_kernels.checks import require, require_axes, require_positive, require_shape, unsupported
 from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import DTYPES
+from pallas_kernels.support import DTYPES, first_reason, must_be_one_of
 
-KV_HEADS = (8, 16, 32, ROWS)  # a row of a tile is a head; 8 rows are what is laid out as one
+KV_HEADS = (8, 16, 32, TILE_ROWS)  # heads are rows of a tile, which is laid out in groups of 8 rows
 MAX_Q_HEADS = 256
 HEAD_DIMS = (64, 128, 256)
 
 
 def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
-    """Why block_scores has no kernel for some heads; None if it has.
+    """Return why block_scores does not support some heads, or None if it does.
 
     Args:
-        dtype: Of the bounds.
+        dtype: Dtype of the bounds.
         q_heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Width of a head.
+        kv_heads: KV heads.
+        head_dim: Elements per head.
     """
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"there is no kernel for bounds of {jnp.dtype(dtype).name}"
-    if kv_heads not in KV_HEADS or q_heads % kv_heads or q_heads > MAX_Q_HEADS:
-        few = f"{', '.join(map(str, KV_HEADS))} kv heads and up to {MAX_Q_HEADS} query heads have one"
-        return f"there is no kernel for bounds of {kv_heads} kv heads and {q_heads} query heads ({few})"
-    if head_dim not in HEAD_DIMS:
-        few = f"{', '.join(map(str, HEAD_DIMS))} have one"
-        return f"there is no kernel for bounds of heads of {head_dim} ({few})"
-    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    needed = Shape(**sizes, max_blocks=1, block_size=1).smem_bytes
+    heads = f"kv_heads={kv_heads} with q_heads={q_heads}"
+    reason = first_reason(
+        [
+            must_be_one_of("block bounds dtype", jnp.dtype(dtype).name, DTYPES),
+            must_be_one_of("kv_heads", kv_heads, KV_HEADS, " for block scores"),
+            (
+                q_heads <= MAX_Q_HEADS,
+                f"q_heads={q_heads} is not supported for block scores; the maximum is {MAX_Q_HEADS}",
+            ),
+            must_be_one_of("head_dim", head_dim, HEAD_DIMS, " for block scores"),
+        ]
+    )
+    if reason is not None:
+        return reason
+    if q_heads % kv_heads:
+        return f"{heads} is not supported for block scores; q_heads must be a multiple of kv_heads"
+    needed = BlockScoresDims(
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=1, block_size=1
+    ).smem_bytes
     if needed > MAX_SMEM:
-        heads = f"{kv_heads} kv heads and {q_heads} query heads of {head_dim}"
-        few = f"they need {needed >> 10} KB of shared memory, and a GPU has {MAX_SMEM >> 10} KB"
-        return f"there is no kernel for bounds of {heads} ({few})"
+        clause = f"{heads} and head_dim={head_dim} is not supported for block scores"
+        sizes = f"{needed >> 10} KB of shared memory, and the GPU has {MAX_SMEM >> 10} KB"
+        return f"{clause}: it needs {sizes}"
     return None
 
 
@@ -51,31 +60,35 @@ def block_scores(
     block_size: int,
     interpret: Interpret = None,
 ) -> Float[Array, "reqs kv_heads max_blocks"]:
-    """No query head of a kv head has a larger product with a key between a block's bounds; unscaled, f32.
+    """Return the largest product that any query head of a KV head can have with a block's keys.
+
+    The results are f32 and not scaled.
 
     Args:
-        query: One query of each request.
-        low: Least value of each element of a block's keys.
-        high: The largest.
-        block_table: Entries past a request's blocks are never used.
-        seq_lens: Keys of each request; the results behind their blocks are garbage.
-        block_size: Static: keys of a block.
+        query: One query token per request.
+        low: Minimum of each element over a block's keys.
+        high: Maximum of each element over a block's keys.
+        block_table: Blocks of each request; entries past a request's blocks are never used.
+        seq_lens: Keys of each request; the results past their blocks are arbitrary.
+        block_size: Static: keys per block.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes or dtypes disagree, or query heads are no multiple of kv heads.
-        NotImplementedError: There is no kernel for these heads, or it is differentiated.
+        ValueError: If shapes or dtypes disagree, or q_heads is not a multiple of kv_heads.
+        NotImplementedError: If the kernel does not support these heads, or is differentiated.
     """
     require_axes(3, query=query, low=low, high=high)
     require_axes(2, block_table=block_table)
     require_axes(1, seq_lens=seq_lens)
     reqs, q_heads, head_dim = query.shape
     num_blocks, kv_heads, _ = low.shape
-    require_shape("high", high.shape, low.shape, "as low")
-    require_shape("low's head_dim", low.shape[2:], (head_dim,), "as query")
+    require_shape("high", high.shape, low.shape, "the shape of low")
+    require_shape("low's head_dim", low.shape[2:], (head_dim,), "head_dim of query")
     require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
     require_shape("seq_lens", seq_lens.shape, (reqs,), "reqs")
-    require(high.dtype == low.dtype, "high's dtype", f"be {low.dtype.name}, as low", high.dtype.name)
+    require(
+        high.dtype == low.dtype, "high's dtype", f"be {low.dtype.name}, the dtype of low", high.dtype.name
+    )
     require_positive(kv_heads=kv_heads, block_size=block_size)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
     reason = why_not_block_scores(dtype=low.dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -84,9 +97,10 @@ def block_scores(
     max_blocks = block_table.shape[1]
     if not (reqs and max_blocks and num_blocks):
         return jnp.zeros((reqs, kv_heads, max_blocks), jnp.float32)
-    sizes = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    shape = Shape(**sizes, max_blocks=max_blocks, block_size=block_size)
-    bounds = query.astype(low.dtype), low, high
-    bounds = forbid_kernel_derivative(bounds, "block_scores", "Use jattn.sparsity.block_scores")
-    scores = score_tiles(*bounds, block_table, seq_lens, shape=shape, interpret=interpret)
+    dims = BlockScoresDims(
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=max_blocks, block_size=block_size
+    )
+    arrays = query.astype(low.dtype), low, high
+    arrays = forbid_kernel_derivative(arrays, "block_scores", "Use jattn.sparsity.block_scores")
+    scores = score_tiles(*arrays, block_table, seq_lens, dims=dims, interpret=interpret)
     return scores[:, :, :max_blocks]

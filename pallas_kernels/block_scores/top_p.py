@@ -1,4 +1,7 @@
-"""The least score of each row that a share of its softmax needs: a bit at a time, by summing."""
+"""top_p_threshold: the lowest score per row such that it and all higher scores have a share of the softmax.
+
+The threshold is found one bit at a time, by summing the probabilities above each candidate.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,71 +12,83 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.checks import require, require_axes
 from pallas_kernels.derivatives import forbid_kernel_derivative
-from pallas_kernels.shared.types import Interpret, Layout, Rows, Scalar
+from pallas_kernels.shared.types import Interpret, Layout, Ref, Rows, Scalar, Tile
 
-WIDTH = 128  # threads of a warpgroup
-MAX_TOP_P_LEN = 8192  # of a row: scores and probabilities stay in registers
-MAX_SHORT_ROW_LEN = 128  # rows so short share a warpgroup, four threads each, whose sums need no barrier
-TOGETHER = 64
-TOP_BIT = 29  # of a probability: at most 1.0
+WIDTH = 128  # threads per warpgroup
+MAX_TOP_P_LEN = 8192  # scores per row: scores and probabilities stay in registers
+# Up to this length 64 rows share a warpgroup, with four threads per row, whose sums need no barrier.
+MAX_SHORT_ROW_LEN = 128
+ROWS_TOGETHER = 64
+TOP_BIT = 29  # highest bit of an f32 probability, which is at most 1.0
 f32 = jnp.float32
 
 
 def top_p_threshold(
     scores: Float[Array, "rows len"], mass: float, *, interpret: Interpret = None
 ) -> Float[Array, " rows"]:
-    """The largest score such that it and all that score more have `mass` of the row's softmax.
+    """Return the largest score such that it and all higher scores have at least `mass` of the row's softmax.
 
     Args:
-        scores: At most MAX_TOP_P_LEN a row, no NaN and no inf. A row of -inf has no such score: inf.
-        mass: Static: more than 0, less than 1.
+        scores: At most MAX_TOP_P_LEN scores per row, without NaN and inf. The result for a row of -inf is
+            inf.
+        mass: Static share of the softmax, between 0 and 1.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: A row has more scores than fit, or mass is not between 0 and 1.
-        NotImplementedError: It is differentiated.
+        ValueError: If a row has too many scores, or mass is not between 0 and 1.
+        NotImplementedError: If it is differentiated.
     """
     require_axes(2, scores=scores)
     num_rows, length = scores.shape
-    require(length <= MAX_TOP_P_LEN, "scores", f"have at most {MAX_TOP_P_LEN} a row", scores.shape)
+    require(length <= MAX_TOP_P_LEN, "scores", f"have at most {MAX_TOP_P_LEN} elements per row", scores.shape)
     require(0 < mass < 1, "mass", "lie in (0, 1)", mass)
     if 0 in scores.shape:
         return jnp.full(num_rows, jnp.inf, f32)
-    scores = forbid_kernel_derivative(scores, "top_p_threshold", "Sort the scores and add up their softmax")
+    way_out = "Sort the scores and add up their softmax"
+    scores = forbid_kernel_derivative(scores, "top_p_threshold", way_out)
+    # Pad rows to a multiple of the threads with -inf, whose probability is 0.
     width = -(-length // WIDTH) * WIDTH
-    together = TOGETHER if width <= MAX_SHORT_ROW_LEN else 1
-    spare = -num_rows % together
-    scores = jnp.pad(scores, ((0, spare), (0, width - length)), constant_values=-jnp.inf)
-    layout: Layout = plgpu.Layout.WGMMA
-    one_each: Layout = plgpu.Layout.WGMMA.reduce(1)
+    together = ROWS_TOGETHER if width <= MAX_SHORT_ROW_LEN else 1
+    num_padding = -num_rows % together
+    scores = jnp.pad(scores, ((0, num_padding), (0, width - length)), constant_values=-jnp.inf)
+    tile_layout: Layout = plgpu.Layout.WGMMA
+    row_layout: Layout = plgpu.Layout.WGMMA.reduce(1)
     if together == 1:
-        layout, one_each = plgpu.Layout.WG_STRIDED((width,), 1), None
+        tile_layout, row_layout = plgpu.Layout.WG_STRIDED((width,), 1), None
 
-    def body(scores_g, out_g):  # type: ignore[no-untyped-def]
-        nth = lax.axis_index("cta")
-        rows = nth if together == 1 else pl.ds(nth * together, together)
-        scores = plgpu.load(scores_g.at[rows], layout=layout, optimized=False)
-        wide = lambda x: x if one_each is None else lax.broadcast_in_dim(x, (together, width), [0])
-        top = scores.max(axis=-1)
-        p = jnp.exp(scores - wide(jnp.where(top == -jnp.inf, 0.0, top)))
-        bits = lax.bitcast_convert_type(p, jnp.int32)  # ordered as the probabilities are
-        sum_from = lambda least: jnp.where(bits >= wide(least), p, 0.0).sum(axis=-1)
-        wanted = p.sum(axis=-1) * mass
+    def body(scores_g: Ref, out_g: Ref) -> None:
+        cta = lax.axis_index("cta")
+        rows = cta if together == 1 else pl.ds(cta * together, together)
+        scores = plgpu.load(scores_g.at[rows], layout=tile_layout, optimized=False)
 
-        def with_bit(nth: Scalar, least: Rows) -> Rows:
-            larger = least + lax.shift_left(jnp.int32(1), TOP_BIT - nth)
-            return jnp.where(sum_from(larger) >= wanted, larger, least)
+        def over_row(x: Rows) -> Tile:
+            return x if row_layout is None else lax.broadcast_in_dim(x, (together, width), [0])
 
-        zero = (
-            jnp.int32(0) if one_each is None else plgpu.layout_cast(jnp.zeros(together, jnp.int32), one_each)
-        )
-        least = lax.fori_loop(0, TOP_BIT + 1, with_bit, zero)
-        out_g[rows] = jnp.where(bits >= wide(least), scores, jnp.inf).min(axis=-1)
+        row_max = scores.max(axis=-1)
+        p = jnp.exp(scores - over_row(jnp.where(row_max == -jnp.inf, 0.0, row_max)))
+        # The bits of non-negative floats, read as integers, are ordered as the floats are.
+        bits = lax.bitcast_convert_type(p, jnp.int32)
+
+        def sum_from(threshold: Rows) -> Rows:
+            return jnp.where(bits >= over_row(threshold), p, 0.0).sum(axis=-1)
+
+        target = p.sum(axis=-1) * mass
+
+        # Set each bit of the threshold, from the highest on, if the sum above it is still large enough.
+        def with_bit(i: Scalar, threshold: Rows) -> Rows:
+            larger = threshold + lax.shift_left(jnp.int32(1), TOP_BIT - i)
+            return jnp.where(sum_from(larger) >= target, larger, threshold)
+
+        zero = jnp.int32(0)
+        if row_layout is not None:
+            zero = plgpu.layout_cast(jnp.zeros(together, jnp.int32), row_layout)
+        threshold = lax.fori_loop(0, TOP_BIT + 1, with_bit, zero)
+        out_g[rows] = jnp.where(bits >= over_row(threshold), scores, jnp.inf).min(axis=-1)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_rows + spare,), f32),
-        grid=((num_rows + spare) // together,),
+        out_type=jax.ShapeDtypeStruct((num_rows + num_padding,), f32),
+        grid=((num_rows + num_padding) // together,),
         grid_names=("cta",),
         kernel_name="top_p_threshold",
         interpret=interpret,

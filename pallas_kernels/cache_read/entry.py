@@ -1,10 +1,10 @@
-"""cache_read: keys or values of each request, one after the other, in 16 bits."""
+"""cache_read: copy the keys or values of each request from a paged cache to a packed 16-bit array."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.cache_read.kernel import TILE, Inputs, Shape, read_tiles
+from pallas_kernels.cache_read.kernel import TILE, CacheReadDims, CacheReadInputs, read_tiles
 from pallas_kernels.checks import (
     require,
     require_axes,
@@ -21,7 +21,7 @@ from pallas_kernels.support import why_not_read
 
 
 def padded_len(max_blocks: int, block_size: int) -> int:
-    """Rows that cache_read gives each request."""
+    """Return the rows that cache_read gives each request if kv_start_loc is None."""
     return -(-max_blocks * block_size // TILE) * TILE
 
 
@@ -38,52 +38,55 @@ def cache_read(
     buffer_len: int | None = None,
     interpret: Interpret = None,
 ) -> Shaped[Array, "rows kv_heads head_dim"]:
-    """Key i of each request r in row `kv_start_loc[r] + i`, for i from `first_keys[r]` to `seq_lens[r]`.
+    """Copy key i of request r to row `kv_start_loc[r] + i`, for i from `first_keys[r]` to `seq_lens[r]`.
 
-    The rows between are garbage. The time follows what is read, the memory `buffer_len`.
+    Other rows are arbitrary. The time is proportional to the keys that are read, the memory to `buffer_len`.
 
     Args:
         cache: Keys or values: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads,
-            block_size, head_dim]; of 8 bits, or of `dtype`.
-        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
-            without a key that is wanted are never used.
-        first_keys: First key wanted of each request; the TILE keys around it are written, too, and may be
-            garbage.
-        seq_lens: One past the last, at most the keys that the table has room for; TILE likewise.
-        dtype: Static: what to read into: bfloat16 or float16.
-        scale: Multiplies what is stored: a scalar, [kv_heads], [kv_heads, head_dim], or per token and head
+            block_size, head_dim]; in 8 bits, or in `dtype`.
+        block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r. Entries of
+            blocks without a requested key are never used.
+        first_keys: First requested key of each request. The other rows of its tile of TILE keys are written,
+            too, and may be arbitrary.
+        seq_lens: One past the last requested key of each request, at most as many as its row of the table
+            holds. The other rows of the last tile are written, too.
+        dtype: Static: dtype of the result, bfloat16 or float16.
+        scale: Factor of the stored numbers: a scalar, [kv_heads], [kv_heads, head_dim], or per token and head
             [blocks, kv_heads, block_size]. None = 1.
         layout: Static: "NHD" or "HND".
-        kv_start_loc: Row of each request's key 0, a multiple of TILE; below 0 where no early key is wanted.
-            What requests write must lie apart and within the rows. None = `padded_len` rows each.
-        buffer_len: Static: rows of the output, a multiple of TILE; given with kv_start_loc.
+        kv_start_loc: Row of key 0 of each request, a multiple of TILE; negative if the first keys are not
+            requested. The rows of different requests must not overlap, and must lie within the result. None =
+            `padded_len` rows per request.
+        buffer_len: Static: rows of the result, a multiple of TILE; required with kv_start_loc.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
-        ValueError: Shapes disagree, or kv_start_loc comes without buffer_len.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If shapes disagree, or kv_start_loc is given without buffer_len.
+        NotImplementedError: If the kernel does not support the request, or is differentiated.
     """
     is_hnd = layout == "HND"
     _check(cache, block_table, first_keys, seq_lens, scale, dtype=dtype, layout=layout)
     blocks, block_size, kv_heads, head_dim = cache_dims(cache, is_hnd=is_hnd)
     reqs, max_blocks = block_table.shape
-    starts, rows = _rows_of(kv_start_loc, buffer_len, reqs=reqs, padded=padded_len(max_blocks, block_size))
-    if 0 in (blocks, reqs, max_blocks, rows):
-        return jnp.zeros((rows, kv_heads, head_dim), dtype)
+    padded = padded_len(max_blocks, block_size)
+    starts, num_rows = _start_rows(kv_start_loc, buffer_len, reqs=reqs, padded=padded)
+    if 0 in (blocks, reqs, max_blocks, num_rows):
+        return jnp.zeros((num_rows, kv_heads, head_dim), dtype)
     cache, scale = forbid_kernel_derivative((cache, scale), "cache_read", "Read the cache by jax.numpy")
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
-    cut = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
-    in_cache = CacheTiling(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=cut)
-    per_token, per_channel = _scales(scale, in_cache, kv_heads)
-    inputs = Inputs(
-        cache=in_cache.tile_cache(cache),
-        per_token=per_token,
-        per_channel=per_channel,
-        tiles=_tiles(starts.astype(jnp.int32), firsts, lens, rows),
+    head = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
+    tiling = CacheTiling(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=head)
+    token_scales, channel_scales = _scales(scale, tiling, kv_heads)
+    inputs = CacheReadInputs(
+        cache=tiling.tile_cache(cache),
+        token_scales=token_scales,
+        channel_scales=channel_scales,
+        tiles=_tiles(starts.astype(jnp.int32), firsts, lens, num_rows),
         block_table=block_table.astype(jnp.int32), first_keys=firsts, seq_lens=lens,
     )  # fmt: skip
-    shape = Shape(rows=rows, kv_heads=kv_heads, in_cache=in_cache, dtype=jnp.dtype(dtype))
-    return read_tiles(inputs, shape=shape, interpret=interpret).reshape(rows, kv_heads, head_dim)
+    dims = CacheReadDims(rows=num_rows, kv_heads=kv_heads, tiling=tiling, dtype=jnp.dtype(dtype))
+    return read_tiles(inputs, dims=dims, interpret=interpret).reshape(num_rows, kv_heads, head_dim)
 
 
 def _check(
@@ -96,7 +99,7 @@ def _check(
     dtype: DTypeLike,
     layout: str,
 ) -> None:
-    """See cache_read's Raises."""
+    """Raise the errors that `cache_read` documents."""
     require_one_of("layout", layout, ("NHD", "HND"))
     require_axes(4, cache=cache)
     require_axes(2, block_table=block_table)
@@ -115,40 +118,39 @@ def _check(
         raise unsupported("cache_read", reason, "Use another implementation")
 
 
-def _rows_of(
+def _start_rows(
     kv_start_loc: Array | None, buffer_len: int | None, *, reqs: int, padded: int
 ) -> tuple[Array, int]:
-    """Row of each request's key 0, and how many rows there are; `padded` each where nobody says."""
+    """Return the row of each request's key 0, and the number of rows; `padded` each without kv_start_loc."""
     if kv_start_loc is None:
         require(buffer_len is None, "buffer_len", "be None without kv_start_loc", buffer_len)
         return jnp.arange(reqs, dtype=jnp.int32) * padded, reqs * padded
     require_axes(1, kv_start_loc=kv_start_loc)
     require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
-    is_whole = buffer_len is not None and buffer_len >= 0 and buffer_len % TILE == 0
-    require(is_whole, "buffer_len", f"be a multiple of {TILE} with kv_start_loc", buffer_len)
+    is_multiple = buffer_len is not None and buffer_len >= 0 and buffer_len % TILE == 0
+    require(is_multiple, "buffer_len", f"be a multiple of {TILE} with kv_start_loc", buffer_len)
     assert buffer_len is not None
     return kv_start_loc, buffer_len
 
 
-def _scales(scale: Array | None, in_cache: CacheTiling, kv_heads: int) -> tuple[Array | None, Array | None]:
-    """Scales per token, or per channel; None where there are none."""
+def _scales(scale: Array | None, tiling: CacheTiling, kv_heads: int) -> tuple[Array | None, Array | None]:
+    """Return the scales per token and head, and the scales per channel; at most one is not None."""
     if scale is None:
         return None, None
     if jnp.ndim(scale) == 3:
-        return in_cache.tile_scales(scale.astype(jnp.float32)), None
-    cut = in_cache.head
+        return tiling.tile_scales(scale.astype(jnp.float32)), None
+    head = tiling.head
     scale = jnp.asarray(scale, jnp.float32)
-    wide = scale if scale.ndim == 2 else scale.reshape(-1, 1)
-    return None, in_cache.tile_channel_scales(
-        jnp.broadcast_to(wide, (kv_heads, cut.num_chunks * cut.chunk_dim))
-    )
+    per_head = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+    shape = kv_heads, head.num_chunks * head.chunk_dim
+    return None, tiling.tile_channel_scales(jnp.broadcast_to(per_head, shape))
 
 
-def _tiles(starts: Array, firsts: Array, lens: Array, rows: int) -> Array:
-    """[rows / TILE, 2]: the request that each tile of rows is for, or -1, and the first of its keys there."""
-    row = jnp.arange(0, rows, TILE, dtype=jnp.int32)[:, None]
+def _tiles(starts: Array, firsts: Array, lens: Array, num_rows: int) -> Array:
+    """Return the request of each tile of rows, or -1, and the tile's first key: [num_rows / TILE, 2]."""
+    row = jnp.arange(0, num_rows, TILE, dtype=jnp.int32)[:, None]
     first_key = row - starts[None, :]
-    is_mine = (first_key >= 0) & (first_key < lens[None, :]) & (first_key + TILE > firsts[None, :])
-    req = jnp.where(is_mine, jnp.arange(1, len(lens) + 1, dtype=jnp.int32)[None, :], 0).max(axis=1) - 1
-    of_mine = jnp.where(is_mine, first_key, 0).max(axis=1)
-    return jnp.stack([req, of_mine], axis=1)
+    is_owner = (first_key >= 0) & (first_key < lens[None, :]) & (first_key + TILE > firsts[None, :])
+    req = jnp.where(is_owner, jnp.arange(1, len(lens) + 1, dtype=jnp.int32)[None, :], 0).max(axis=1) - 1
+    owner_first_key = jnp.where(is_owner, first_key, 0).max(axis=1)
+    return jnp.stack([req, owner_first_key], axis=1)

@@ -1,17 +1,17 @@
-"""A thread block fills a tile of rows with one request's keys, of one head, or leaves at once.
+"""The kernel of cache_read: a thread block fills a tile of rows with one request's keys, of one head.
 
-    one warpgroup                                     shared memory
-    ---------------------------------------------     ---------------------------
-    which request the tile is for: none, then done
-    ids of the blocks that have its keys
-    TMA: a block's keys, its scales a token -------->  stored [chunks], per_token
+    one warpgroup                                        shared memory
+    ------------------------------------------------     -------------------------------
+    request of the tile; exit if there is none
+    ids of the blocks that hold its keys
+    TMA: keys of each block, their token scales ----->   stored [num_chunks], token_scales
     wait loaded
     for each chunk of a head:
-      registers: widened, times their scales <-------  stored
-      in 16 bits ----------------------------------->  out [chunks]
-    TMA: rows ---------------------> global memory <-  out
+      registers: dequantize, multiply by scales <-----   stored
+      16-bit rows ------------------------------------>  out [num_chunks]
+    TMA: rows ------------------------> global memory <- out
 
-Nothing is in flight beside anything else of a thread block; other thread blocks of the SM fill the gaps.
+A thread block overlaps none of its own steps; other thread blocks of the SM fill the gaps.
 """
 
 import dataclasses
@@ -30,142 +30,147 @@ from pallas_kernels.shared.memory import BULK_COPY, padded_slice, swizzled_smem
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, Tile
 
-TILE = 64  # keys of a thread block
+TILE = 64  # keys per thread block
 W = plgpu.Layout.WGMMA
 f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is static about a call.
+class CacheReadDims:
+    """Static sizes of one call.
 
     Attributes:
-        rows: Rows of the output, a multiple of TILE.
-        kv_heads: Key/value heads.
-        in_cache: How a tile is fetched.
-        dtype: Of the output.
+        rows: Rows of the result, a multiple of TILE.
+        kv_heads: KV heads.
+        tiling: Copies that fetch a tile.
+        dtype: Dtype of the result.
     """
 
     rows: int
     kv_heads: int
-    in_cache: CacheTiling
+    tiling: CacheTiling
     dtype: np.dtype
 
 
-class Inputs(NamedTuple):
-    """What the kernel reads.
+class CacheReadInputs(NamedTuple):
+    """Arrays that the kernel reads.
 
     Attributes:
-        cache: `tile_cache`'s.
-        per_token: f32 scales, `tile_scales`', or None.
-        per_channel: f32 scales [kv_heads, chunks, width], or None.
-        tiles: int32 [rows / TILE, 2]: the request that each tile of rows is for, or -1, and the first of its
-            keys there, a multiple of TILE.
+        cache: Cache in the form of `CacheTiling.tile_cache`.
+        token_scales: f32 scales in the form of `CacheTiling.tile_scales`, or None.
+        channel_scales: f32 scales [kv_heads, num_chunks, width], or None.
+        tiles: int32 [rows / TILE, 2]: request of each tile of rows, or -1, and the tile's first key, a
+            multiple of TILE.
         block_table: int32 [reqs, max_blocks].
         first_keys: int32 [reqs].
         seq_lens: int32 [reqs].
     """
 
     cache: Ref
-    per_token: Ref
-    per_channel: Ref
+    token_scales: Ref
+    channel_scales: Ref
     tiles: Ref
     block_table: Ref
     first_keys: Ref
     seq_lens: Ref
 
 
-class Smem(NamedTuple):
-    """Shared memory, and the barrier of what is loaded into it.
+class CacheReadSmem(NamedTuple):
+    """Shared memory, and the barrier of the copies into it.
 
     Attributes:
-        stored: [chunks, TILE, width], as the cache has it.
-        per_token: [TILE] f32, or None.
-        out: [chunks, TILE, width] in 16 bits.
-        loaded: Arrived at by every copy.
+        stored: Keys as they are stored, [num_chunks, TILE, width].
+        token_scales: f32 [TILE], or None.
+        out: 16-bit keys, [num_chunks, TILE, width].
+        loaded: Barrier that every copy arrives at.
     """
 
     stored: Ref
-    per_token: Ref
+    token_scales: Ref
     out: Ref
     loaded: Barriers
 
 
-def read_tiles(inputs: Inputs, *, shape: Shape, interpret: Interpret = None) -> jax.Array:
-    """Keys in 16 bits: [rows, kv_heads, chunks, chunk].
+def read_tiles(inputs: CacheReadInputs, *, dims: CacheReadDims, interpret: Interpret = None) -> jax.Array:
+    """Run the kernel and return [rows, kv_heads, num_chunks, chunk_dim] in 16 bits.
 
     Args:
-        inputs: What is read.
-        shape: The call's static sizes.
-        interpret: Interpret-mode parameters, or None for a GPU.
+        inputs: Arrays to read.
+        dims: Static sizes of the call.
+        interpret: Parameters of interpret mode, or None for a GPU.
     """
-    cut, has_token_scales = shape.in_cache.head, inputs.per_token is not None
-    tile_shape = (cut.num_chunks, TILE, cut.width)
+    head, has_token_scales = dims.tiling.head, inputs.token_scales is not None
+    tile_shape = (head.num_chunks, TILE, head.width)
+    num_copies = dims.tiling.num_copies * (head.num_chunks + has_token_scales)
     return plgpu.kernel(
-        functools.partial(read_body, shape=shape),
+        functools.partial(read_body, dims=dims),
         out_type=jax.ShapeDtypeStruct(
-            (shape.rows, shape.kv_heads, cut.num_chunks, cut.chunk_dim), shape.dtype
+            (dims.rows, dims.kv_heads, head.num_chunks, head.chunk_dim), dims.dtype
         ),
         scratch_types=[
-            Smem(
+            CacheReadSmem(
                 stored=swizzled_smem(tile_shape, inputs.cache.dtype),
-                per_token=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
-                out=swizzled_smem(tile_shape, shape.dtype),
-                loaded=plgpu.Barrier(
-                    num_arrivals=shape.in_cache.num_copies * (cut.num_chunks + has_token_scales)
-                ),
+                token_scales=plgpu.SMEM((TILE,), f32) if has_token_scales else None,
+                out=swizzled_smem(tile_shape, dims.dtype),
+                loaded=plgpu.Barrier(num_arrivals=num_copies),
             )
         ],
-        # One axis: only the last may be longer than 65,535, and heads of a tile are to follow each other.
-        grid=(shape.rows // TILE * shape.kv_heads,),
-        grid_names=("item",),
+        # One grid axis: only the last may exceed 65,535, and the heads of a tile should run one after the
+        # other.
+        grid=(dims.rows // TILE * dims.kv_heads,),
+        grid_names=("work_tile",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="cache_read",
         interpret=interpret,
     )(inputs)
 
 
-def read_body(inputs: Inputs, out: Ref, smem: Smem, *, shape: Shape) -> None:
-    """What a thread block does; `out` is read_tiles'."""
-    in_cache, cut = shape.in_cache, shape.in_cache.head
-    is_narrow = inputs.cache.dtype.itemsize == 1
-    item, heads = lax.axis_index("item"), jnp.int32(shape.kv_heads)
-    tile, head = lax.div(item, heads), lax.rem(item, heads)
-    columns = padded_slice(cut.width, cut.chunk_dim, tile * 0)
-    row, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
+def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: CacheReadDims) -> None:
+    """Fill one tile of rows of one head; `out` is the result of `read_tiles`."""
+    tiling, head_chunks = dims.tiling, dims.tiling.head
+    is_quantized = inputs.cache.dtype.itemsize == 1
+    work_tile, heads = lax.axis_index("work_tile"), jnp.int32(dims.kv_heads)
+    tile, head = lax.div(work_tile, heads), lax.rem(work_tile, heads)
+    columns = padded_slice(head_chunks.width, head_chunks.chunk_dim, tile * 0)
+    req, first_key = inputs.tiles[tile, 0], inputs.tiles[tile, 1]
 
     def load() -> None:
-        blocks_of = BlockTableRef(inputs.block_table, in_cache.block_size)
-        wanted = blocks_of.visible(row, inputs.first_keys[row], inputs.seq_lens[row])
-        nth = in_cache.copy_index(first_key)
-        for j, block in enumerate(wanted.ids(in_cache.table_column(first_key), in_cache.num_copies)):
-            to, at = pl.ds(j * in_cache.rows, in_cache.rows), in_cache.gmem_index(block, nth, head)
-            for chunk in range(cut.num_chunks):
-                stored = inputs.cache.at[(*at, *cut.gmem_index(chunk, tile * 0))]
-                plgpu.copy_gmem_to_smem(stored, smem.stored.at[chunk, to], smem.loaded)
-            if inputs.per_token is not None:
-                scales = inputs.per_token.at[block, head, nth]
-                plgpu.copy_gmem_to_smem(scales, smem.per_token.at[to], smem.loaded, oob_mode=BULK_COPY)
+        table = BlockTableRef(inputs.block_table, tiling.block_size)
+        blocks = table.visible(req, inputs.first_keys[req], inputs.seq_lens[req])
+        copy = tiling.copy_index(first_key)
+        for j, block in enumerate(blocks.ids(tiling.table_column(first_key), tiling.num_copies)):
+            rows, index = pl.ds(j * tiling.rows, tiling.rows), tiling.gmem_index(block, copy, head)
+            for chunk in range(head_chunks.num_chunks):
+                stored = inputs.cache.at[(*index, *head_chunks.gmem_index(chunk, tile * 0))]
+                plgpu.copy_gmem_to_smem(stored, smem.stored.at[chunk, rows], smem.loaded)
+            if inputs.token_scales is not None:
+                scales = inputs.token_scales.at[block, head, copy]
+                plgpu.copy_gmem_to_smem(scales, smem.token_scales.at[rows], smem.loaded, oob_mode=BULK_COPY)
 
-    def scaled(x: Tile, chunk: int) -> Tile:
-        if inputs.per_token is not None:
-            scale = plgpu.load(smem.per_token, layout=W.reduce(1))
+    def apply_scale(x: Tile, chunk: int) -> Tile:
+        if inputs.token_scales is not None:
+            scale = plgpu.load(smem.token_scales, layout=W.reduce(1))
             return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [0])
-        if inputs.per_channel is not None:
-            scale = plgpu.load(inputs.per_channel.at[head, chunk], layout=W.reduce(0), optimized=False)
+        if inputs.channel_scales is not None:
+            channels = inputs.channel_scales.at[head, chunk]
+            scale = plgpu.load(channels, layout=W.reduce(0), optimized=False)
             return x.astype(f32) * lax.broadcast_in_dim(scale, x.shape, [1])
         return x
 
-    @pl.when(row >= 0)
+    @pl.when(req >= 0)
     def read() -> None:
+        # Load all chunks, and wait until every copy has arrived.
         load()
         plgpu.barrier_wait(smem.loaded)
-        for chunk in range(cut.num_chunks):
+        # Dequantize in registers. TMA reads the rows from shared memory, so they must be committed first.
+        for chunk in range(head_chunks.num_chunks):
             x = smem.stored.at[chunk]
-            x = load_dequantized(x, shape.dtype) if is_narrow else plgpu.load(x, layout=W)
-            smem.out[chunk] = scaled(x, chunk).astype(shape.dtype)
+            x = load_dequantized(x, dims.dtype) if is_quantized else plgpu.load(x, layout=W)
+            smem.out[chunk] = apply_scale(x, chunk).astype(dims.dtype)
         plgpu.commit_smem()
-        for chunk in range(cut.num_chunks):  # TMA drops what is past the end of a chunk
-            to = out.at[pl.ds(pl.multiple_of(tile * TILE, TILE), TILE), head, chunk, columns]
-            plgpu.copy_smem_to_gmem(smem.out.at[chunk], to)
+        # Store: TMA drops what is past the end of a chunk. The thread block must not exit before it has read
+        # all.
+        for chunk in range(head_chunks.num_chunks):
+            rows = pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
+            plgpu.copy_smem_to_gmem(smem.out.at[chunk], out.at[rows, head, chunk, columns])
         plgpu.wait_smem_to_gmem(0)

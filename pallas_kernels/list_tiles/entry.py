@@ -1,4 +1,4 @@
-"""list_tiles: from a number for each tile to the lists of those that are seen."""
+"""list_tiles: list the visible tiles of each row of tiles from one code per tile."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
@@ -9,17 +9,17 @@ from pallas_kernels.shared.tile_codes import MAX_TILES, ListedTiles
 
 
 def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
-    """List the visible tiles of each list, the partly visible ones first.
+    """Return the visible tiles of each list, the partly visible ones first.
 
     Args:
-        codes: encode_tiles's.
+        codes: Code of each tile, from `encode_tiles`.
 
     Raises:
-        ValueError: There are other axes, or a list has more tiles than are counted.
+        ValueError: If codes has not two axes, or a list has more than MAX_TILES tiles.
     """
     require_axes(2, codes=codes)
-    require(codes.shape[1] <= MAX_TILES, "codes", f"have at most {MAX_TILES} tiles a list", codes.shape)
+    require(codes.shape[1] <= MAX_TILES, "codes", f"have at most {MAX_TILES} tiles per list", codes.shape)
     if codes.size == 0:
-        none = jnp.zeros(codes.shape[:1], jnp.int32)
-        return ListedTiles(entries=jnp.zeros(codes.shape, jnp.int32), num_partial=none, num_full=none)
+        counts = jnp.zeros(codes.shape[:1], jnp.int32)
+        return ListedTiles(entries=jnp.zeros(codes.shape, jnp.int32), num_partial=counts, num_full=counts)
     return kernel.by_platform(codes)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels.add_norm import add_norm
-from pallas_kernels.block_scores import best_blocks, block_scores, top_p_threshold
+from pallas_kernels.block_scores import block_scores, select_top_blocks, top_p_threshold
 from pallas_kernels.cache_read import cache_read
 from pallas_kernels.cache_write import cache_write
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -79,7 +79,13 @@ ENTRIES = {
             {"block_size": 16},
             "jattn",
         ),
-        Entry(best_blocks, {"scores": jnp.ones((2, 2, 1))}, {"seq_lens": PAGES["seq_lens"]}, CHOICE, "top_k"),
+        Entry(
+            select_top_blocks,
+            {"scores": jnp.ones((2, 2, 1))},
+            {"seq_lens": PAGES["seq_lens"]},
+            CHOICE,
+            "top_k",
+        ),
         Entry(top_p_threshold, {"scores": jnp.ones((2, 8))}, {}, {"mass": 0.5}, "softmax"),
     )
 }

@@ -1,4 +1,4 @@
-"""block_scores, best_blocks and top_p_threshold against plain numpy, interpreted and on a GPU."""
+"""block_scores, select_top_blocks and top_p_threshold against plain numpy, interpreted and on a GPU."""
 
 import functools
 import inspect
@@ -16,8 +16,8 @@ from pallas_kernels.block_scores import (
     MAX_LEN,
     MAX_SHORT_ROW_LEN,
     MAX_TOP_P_LEN,
-    best_blocks,
     block_scores,
+    select_top_blocks,
     top_p_threshold,
     why_not_block_scores,
 )
@@ -86,7 +86,7 @@ def test_the_best_blocks_are_those_of_a_sort(max_blocks, num_selected, num_recen
     for row, length in enumerate(seq_lens):
         scores[row, :, -(-length // 16) :] = np.nan
     counts = {"num_selected": num_selected, "num_recent": num_recent}
-    best = jax.jit(functools.partial(best_blocks, block_size=16, **counts))(scores, seq_lens)
+    best = jax.jit(functools.partial(select_top_blocks, block_size=16, **counts))(scores, seq_lens)
     assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
     for row, length in enumerate(seq_lens):
         num = -(-int(length) // 16)
@@ -97,14 +97,14 @@ def test_the_best_blocks_are_those_of_a_sort(max_blocks, num_selected, num_recen
             wanted = np.flatnonzero(of_head >= least)
             assert best.counts[row, head] == len(wanted)
             np.testing.assert_array_equal(best.ids[row, head, : len(wanted)], wanted)
-            reached = recent | (scores[row, head, :num] >= best.least[row, head])
+            reached = recent | (scores[row, head, :num] >= best.threshold[row, head])
             np.testing.assert_array_equal(np.flatnonzero(reached), wanted)
 
 
 @pytest.mark.parametrize("num_selected", [5, 6, 7, 100])
 def test_all_blocks_are_the_best_where_there_are_no_more(num_selected):
     scores, lens = jnp.asarray(RNG.normal(size=(2, 1, 5)), jnp.float32), jnp.asarray([80, 20])
-    best = best_blocks(scores, lens, block_size=16, num_selected=num_selected, num_recent=0)
+    best = select_top_blocks(scores, lens, block_size=16, num_selected=num_selected, num_recent=0)
     assert best.counts.tolist() == [[5], [2]]
 
 
@@ -119,7 +119,7 @@ def test_all_blocks_are_the_best_where_there_are_no_more(num_selected):
 def test_counts_and_lengths_of_best_blocks_are_checked(change, message):
     given = {"seq_lens": jnp.zeros(2, jnp.int32), "block_size": 16, "num_selected": 1, "num_recent": 0}
     with pytest.raises(ValueError, match=message):
-        inspect.unwrap(best_blocks)(jnp.zeros((2, 1, 5)), **given | change)
+        inspect.unwrap(select_top_blocks)(jnp.zeros((2, 1, 5)), **given | change)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_bounds_and_tables_of_others_are_named(change, message):
 @pytest.mark.parametrize(
     ("length", "mass", "message"),
     [
-        (MAX_TOP_P_LEN + 1, 0.5, rf"scores must have at most {MAX_TOP_P_LEN} a row"),
+        (MAX_TOP_P_LEN + 1, 0.5, rf"scores must have at most {MAX_TOP_P_LEN} elements per row"),
         (4, 1.0, r"mass must lie in \(0, 1\), got 1.0"),
     ],
 )
@@ -151,8 +151,8 @@ def test_masses_that_have_no_kernel_are_refused(length, mass, message):
 
 def test_more_blocks_than_are_counted_are_refused():
     shape = jax.ShapeDtypeStruct
-    run = functools.partial(best_blocks, block_size=16, num_selected=1, num_recent=1)
-    with pytest.raises(ValueError, match=rf"scores must have at most {MAX_LEN} blocks a request"):
+    run = functools.partial(select_top_blocks, block_size=16, num_selected=1, num_recent=1)
+    with pytest.raises(ValueError, match=rf"scores must have at most {MAX_LEN} blocks per request"):
         jax.eval_shape(run, shape((1, 8, MAX_LEN + 1), jnp.float32), shape((1,), jnp.int32))
 
 
@@ -236,7 +236,7 @@ def test_of_nothing_there_are_no_scores_and_no_best():
         query = query.astype(jnp.bfloat16)
         scores = block_scores(query, bounds, bounds, table, lens, block_size=16, interpret=INTERPRET)
         assert scores.shape == (reqs, 8, blocks)
-        best = best_blocks(scores, lens, block_size=16, num_selected=1, num_recent=1)
+        best = select_top_blocks(scores, lens, block_size=16, num_selected=1, num_recent=1)
         assert [x.shape for x in best] == [(reqs, 8), (reqs, 8, blocks), (reqs, 8)]
         assert not best.counts.any()
     for rows, length in ((0, 7), (0, 0), (2, 0)):
@@ -248,21 +248,21 @@ def test_requests_or_blocks_that_are_none_are_lowered_too():
     shape = jax.ShapeDtypeStruct
     for reqs, blocks in ((0, 4), (2, 0)):
         scores, lens = shape((reqs, 8, blocks), jnp.float32), shape((reqs,), jnp.int32)
-        run = jax.jit(functools.partial(best_blocks, block_size=16, num_selected=1, num_recent=1))
+        run = jax.jit(functools.partial(select_top_blocks, block_size=16, num_selected=1, num_recent=1))
         run.trace(scores, lens).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": jnp.float32}, "bounds of float32"),
+        ({"dtype": jnp.float32}, "block bounds dtype=float32 is not supported"),
         (
             {"q_heads": 128, "head_dim": 256},
-            "8 kv heads and 128 query heads of 256 .they need 259 KB .* has 227 KB",
+            "kv_heads=8 with q_heads=128 and head_dim=256 .* needs 259 KB .* has 227 KB",
         ),
-        ({"kv_heads": 4}, "bounds of 4 kv heads and 32 query heads"),
-        ({"q_heads": 512}, "bounds of 8 kv heads and 512 query heads"),
-        ({"head_dim": 80}, "bounds of heads of 80"),
+        ({"kv_heads": 4}, "kv_heads=4 is not supported for block scores; supported: 8, 16, 32, 64"),
+        ({"q_heads": 512}, "q_heads=512 is not supported for block scores; the maximum is 256"),
+        ({"head_dim": 80}, "head_dim=80 is not supported for block scores; supported: 64, 128, 256"),
     ],
 )
 def test_what_has_no_kernel_is_named(changes, message):
@@ -278,9 +278,11 @@ def test_refusals_reach_the_caller():
     with pytest.raises(NotImplementedError, match=f"choose among {MAX_LEN + 1} blocks"):
         select_blocks(query, bounds, wide, num_blocks, **options)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), bounds)
-    with pytest.raises(NotImplementedError, match="mosaic_gpu: there is no kernel for bounds of float32"):
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: block bounds dtype=float32 is not supported"):
         select_blocks(query.astype(jnp.float32), exact, table, num_blocks, **options)
-    with pytest.raises(NotImplementedError, match="block_scores: there is no kernel for bounds of float32"):
+    with pytest.raises(
+        NotImplementedError, match="block_scores: block bounds dtype=float32 is not supported"
+    ):
         block_scores(query, exact.low, exact.high, table, num_blocks, block_size=16)
     with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
         select_blocks(query, bounds, table, num_blocks, **options | {"implementation": "cuda"})
@@ -301,7 +303,7 @@ def aot_cases():
     cases = {f"scores-{heads}-{dim}": scores(heads, dim) for heads, dim in ((8, 128), (8, 256), (32, 64))}
 
     def best(max_blocks):
-        run = functools.partial(best_blocks, block_size=16, num_selected=100, num_recent=1)
+        run = functools.partial(select_top_blocks, block_size=16, num_selected=100, num_recent=1)
         return run, (shape((8, 8, max_blocks), jnp.float32), shape((8,), jnp.int32))
 
     cases |= {f"best-{size}": best(size) for size in (301, 8192, MAX_LEN)}

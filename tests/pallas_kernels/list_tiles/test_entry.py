@@ -71,7 +71,7 @@ def test_the_kernel_equals_a_loop(shape):
 
 
 def test_more_tiles_than_are_counted_are_refused():
-    with pytest.raises(ValueError, match=r"codes must have at most 65535 tiles a list, got \(1, 65536\)"):
+    with pytest.raises(ValueError, match=r"codes must have at most 65535 tiles per list, got \(1, 65536\)"):
         jax.eval_shape(list_tiles, jax.ShapeDtypeStruct((1, 65536), jnp.uint8))
 
 
