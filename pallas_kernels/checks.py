@@ -50,7 +50,7 @@ def require_built_for(name: str, built_for: Any, expected: Any) -> None:
     Args:
         name: Argument that was built before the call, such as "schedule".
         built_for: Dataclass of the static sizes that it was built for.
-        expected: The same dataclass, of this call.
+        expected: Dataclass of the static sizes of this call.
     """
     for field in dataclasses.fields(expected):
         actual, needed = getattr(built_for, field.name), getattr(expected, field.name)
@@ -104,12 +104,12 @@ def require_type(name: str, value: object, types: type | tuple[type, ...], hint:
     require(False, name, f"be a {names} ({hint})", f"{type(value).__name__}: {got}")
 
 
-def unsupported(what: str, reason: str, way_out: str) -> NotImplementedError:
+def unsupported(feature: str, reason: str, way_out: str) -> NotImplementedError:
     """Return the error for a valid request that this build or machine does not support.
 
     Args:
-        what: Function or feature that was requested.
+        feature: Function or feature that was requested.
         reason: Clause that says what is not supported, without a final period.
         way_out: Sentence that says what to do instead, without a final period.
     """
-    return NotImplementedError(f"{what}: {reason}. {way_out}")
+    return NotImplementedError(f"{feature}: {reason}. {way_out}")

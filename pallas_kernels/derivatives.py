@@ -9,14 +9,14 @@ from pallas_kernels.checks import unsupported
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def forbid_derivative[Tree](arrays: Tree, what: str, reason: str, way_out: str) -> Tree:
+def forbid_derivative[Tree](arrays: Tree, derivative: str, reason: str, way_out: str) -> Tree:
     """Return `arrays` unchanged, such that differentiating anything computed from them raises.
 
     Args:
         arrays: Tree of arrays.
-        what: Derivative that does not exist.
-        reason: Why it does not exist.
-        way_out: What to do instead.
+        derivative: Derivative that does not exist, such as "a derivative of paged_decode".
+        reason: Clause that says why it does not exist.
+        way_out: Sentence that says what to do instead, without a final period.
 
     Raises:
         NotImplementedError: If the result is differentiated, in forward or reverse mode.
@@ -25,8 +25,8 @@ def forbid_derivative[Tree](arrays: Tree, what: str, reason: str, way_out: str) 
 
 
 @forbid_derivative.defjvp
-def _raise_unsupported(what: str, reason: str, way_out: str, primals: Any, tangents: Any) -> Any:
-    raise unsupported(what, reason, way_out)
+def _raise_unsupported(derivative: str, reason: str, way_out: str, primals: Any, tangents: Any) -> Any:
+    raise unsupported(derivative, reason, way_out)
 
 
 def forbid_kernel_derivative[Tree](arrays: Tree, kernel: str, way_out: str) -> Tree:

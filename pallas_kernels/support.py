@@ -1,4 +1,4 @@
-"""Which requests each kernel supports.
+"""Rules that say which requests each kernel supports.
 
 Every `why_not_*` function looks at static facts only. It returns None if the kernel supports a request, or
 else a clause that says what is not supported and what is. The clause completes the kernels' errors, the table
@@ -68,13 +68,13 @@ def why_not_device(device: Any) -> str | None:
     return None
 
 
-def should_use_kernel(what: str, implementation: str | None, reason: str | None) -> bool:
+def should_use_kernel(call: str, implementation: str | None, reason: str | None) -> bool:
     """Return whether a call that XLA also supports uses its kernel.
 
     Args:
-        what: Name of the call, for the error.
+        call: Name of the call, for the error.
         implementation: "mosaic_gpu" or "xla"; None = the kernel if it supports the call.
-        reason: Why the kernel does not support this call; None if it does.
+        reason: Reason why the kernel does not support this call; None if it does.
 
     Raises:
         ValueError: If the implementation is unknown.
@@ -83,7 +83,7 @@ def should_use_kernel(what: str, implementation: str | None, reason: str | None)
     if implementation is not None:
         require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
         if implementation == "mosaic_gpu" and reason is not None:
-            raise unsupported(what, f"mosaic_gpu: {reason}", "Leave implementation=None")
+            raise unsupported(call, f"mosaic_gpu: {reason}", "Leave implementation=None")
     return reason is None and implementation != "xla"
 
 
@@ -364,7 +364,7 @@ def why_not_add_norm(*, dtype: DTypeLike, other_dtypes: Sequence[DTypeLike], wid
         width: Elements per row.
     """
     name = jnp.dtype(dtype).name
-    different = sorted({jnp.dtype(other).name for other in other_dtypes} - {name})
+    different = sorted({jnp.dtype(x).name for x in other_dtypes} - {name})
     return first_reason(
         [
             must_be_one_of("dtype", name, DTYPES),

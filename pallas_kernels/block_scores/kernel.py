@@ -107,7 +107,7 @@ class BlockScoresInputs(NamedTuple):
 
 
 class BlockScoresSmem(NamedTuple):
-    """Shared memory.
+    """Shared memory of a thread block.
 
     Attributes:
         q: [2, q_heads, head_dim]: the negative part of the queries, for `low`, and the positive part, for

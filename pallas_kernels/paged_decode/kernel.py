@@ -123,7 +123,7 @@ def decode_body(
 
 
 class SegmentInputs(NamedTuple):
-    """What all tiles of a segment have in common.
+    """Inputs that all tiles of a segment share.
 
     Attributes:
         segment: Segment.

@@ -49,7 +49,7 @@ class DecodeMask:
 
     def add_alibi(self, s: Tile, slopes: Columns, position: Scalar | Tile, keys: TileKeys) -> Tile:
         """Return the scores minus the slope times the distance to the key, or its square root."""
-        distance = (position - keys.of_rows(self.rows)).astype(jnp.float32)
+        distance = (position - keys.row_keys(self.rows)).astype(jnp.float32)
         if self.score.sqrt_alibi:
             distance = jnp.sqrt(jnp.maximum(distance, 0.0))
         return s - lax.broadcast_in_dim(slopes, self.spec.tile, [1]) * distance
@@ -60,7 +60,7 @@ class DecodeMask:
         _, high_for_all = self.score.key_range(segment.seq_len - self.shape.query_len, segment.seq_len)
 
         def mask() -> Tile:
-            key = keys.of_rows(self.rows)
+            key = keys.row_keys(self.rows)
             low, high = self.score.key_range(position, segment.seq_len)
             return jnp.where((key >= low) & (key < high), s, -jnp.inf)
 
@@ -70,7 +70,7 @@ class DecodeMask:
         """Mask the blocks that a query head does not visit, by the head bits of the list."""
         rows = self.query_rows()
         head = lax.rem(rows, jnp.full_like(rows, self.shape.group))
-        head_bits = keys.head_bits_of(self.rows)
+        head_bits = keys.row_head_bits(self.rows)
         return jnp.where(lax.shift_right_logical(head_bits, head) & 1 != 0, s, -jnp.inf)
 
 

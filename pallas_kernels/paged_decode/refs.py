@@ -101,7 +101,7 @@ class DecodeOutputs(NamedTuple):
 
 
 class DecodeSmem(NamedTuple):
-    """Shared memory.
+    """Shared memory of a thread block.
 
     Attributes:
         q: Queries of this segment and the next, [2, num_chunks, tile_q, width].

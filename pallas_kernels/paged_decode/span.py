@@ -53,12 +53,12 @@ class Segment:
 
     @property
     def is_nonempty(self) -> Scalar:
-        """Whether a part of the request lies in this span."""
+        """Return whether a part of the request lies in this span."""
         return self.num_units > 0
 
 
 class ScheduleRow(NamedTuple):
-    """What a thread block reads of a row of the schedule.
+    """The values that a thread block reads for a row of the schedule.
 
     Attributes:
         end: One past the row's last unit.
@@ -78,7 +78,7 @@ class SpanCursor(NamedTuple):
         unit: Next unit.
         row: Row of the schedule that the unit lies in.
         start: First unit of the row.
-        current: What was read of the row.
+        current: Values that were read for the row.
         step: Tiles walked over so far.
         segment_index: Non-empty segments walked over so far.
     """

@@ -88,7 +88,7 @@ class DecodeSpec:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether the kernel runs in interpret mode, which has no PTX."""
+        """Return whether the kernel runs in interpret mode, which has no PTX."""
         return bool(self.interpret)
 
     @property

@@ -29,16 +29,16 @@ class TileKeys:
     head_bits: tuple[Scalar, ...]
     run_length: int
 
-    def of_rows(self, rows: Tile) -> Tile:
+    def row_keys(self, rows: Tile) -> Tile:
         """Return the key of each row of the tile."""
         return rows + self._select(rows, [first - i * self.run_length for i, first in enumerate(self.firsts)])
 
     def over(self, shape: tuple[int, ...]) -> Tile:
         """Return the key of each row of a tile of this shape, in the layout WGMMA."""
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        return self.of_rows(rows)
+        return self.row_keys(rows)
 
-    def head_bits_of(self, rows: Tile) -> Tile:
+    def row_head_bits(self, rows: Tile) -> Tile:
         """Return the head bits of the run that each row of the tile is in."""
         return self._select(rows, self.head_bits)
 

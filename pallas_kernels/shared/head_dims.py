@@ -35,7 +35,7 @@ class HeadChunks(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Whether a chunk is larger in shared memory than in global memory."""
+        """Return whether a chunk is larger in shared memory than in global memory."""
         return self.width != self.chunk_dim
 
     @property

@@ -62,8 +62,8 @@ class TestTileKeys:
     rows = jnp.arange(4)
 
     def test_a_row_has_the_key_of_its_piece(self):
-        np.testing.assert_array_equal(self.keys.of_rows(self.rows), [32, 33, 96, 97])
-        np.testing.assert_array_equal(self.keys.head_bits_of(self.rows), [1, 1, 2, 2])
+        np.testing.assert_array_equal(self.keys.row_keys(self.rows), [32, 33, 96, 97])
+        np.testing.assert_array_equal(self.keys.row_head_bits(self.rows), [1, 1, 2, 2])
 
     @pytest.mark.parametrize(("low", "high", "is_out"), [(32, 98, False), (33, 98, True), (32, 97, True)])
     def test_they_reach_out_of_a_range_by_their_first_or_last(self, low, high, is_out):
