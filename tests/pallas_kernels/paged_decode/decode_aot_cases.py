@@ -1,4 +1,4 @@
-"""The decode kernels that ship, to compile ahead of time: every head_dim, dtype, layout and feature."""
+"""The shipped decode kernels to compile ahead of time: every head_dim, dtype, layout and feature."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ HEADS = {
     "speculative": (32, 8, 8),
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-# Keys and values: a dtype (None = the queries'), and what has a scale of its own.
+# Keys and values: their dtype (None = that of the queries), and what has a scale of its own.
 PLAIN = ((None, None), (None, None))
 STORED = {
     "fp8": (("float8_e4m3fn", "tensor"), ("float8_e4m3fn", "head")),
@@ -84,7 +84,7 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
 
 
 def aot_cases():
-    """Name -> (function, abstract arguments)."""
+    """Return (function, abstract arguments) by the name of the case."""
     found = {}
     grid = itertools.product(HEADS, HEAD_DIMS, FEATURES)
     for nth, (heads, head_dim, feature) in enumerate(grid):

@@ -1,4 +1,4 @@
-"""Query rows and keys of decode's tiles: which query a row is, and which key."""
+"""Query rows and keys of the tiles of paged_decode."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,19 +37,19 @@ SHAPES = [
 
 class TestQueryRows:
     @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "speculative", "padded", "tiled"])
-    def test_all_come_back_where_they_were(self, shape):
+    def test_from_rows_inverts_to_rows(self, shape):
         tokens, q_heads = 3 * shape.query_len, shape.kv_heads * shape.group
         x = jnp.arange(tokens * q_heads * 64, dtype=jnp.float32).reshape(tokens, q_heads, 64)
         rows = to_rows(x, shape)
         assert rows.shape == (3, shape.kv_heads * shape.row_tiles, shape.rows, 64)
         np.testing.assert_array_equal(from_rows(rows, shape), x)
 
-    def test_a_kv_heads_rows_are_together_the_first_tokens_heads_first(self):
+    def test_rows_of_a_kv_head_are_ordered_by_token_then_head(self):
         x = jnp.asarray([[0, 1, 2, 3], [10, 11, 12, 13]])  # tokens of one request by query heads
         rows = to_rows(x, shape_of(group=2, query_len=2))
         np.testing.assert_array_equal(rows, [[[0, 1, 10, 11], [2, 3, 12, 13]]])
 
-    def test_a_heads_number_stands_in_each_of_its_rows_and_rows_past_the_last_have_none(self):
+    def test_heads_to_rows_repeats_the_number_and_pads_with_zeros(self):
         got = heads_to_rows(jnp.asarray([1.0, 2.0]), shape_of(kv_heads=1, group=2, query_len=2))
         np.testing.assert_allclose(got, [[LOG2E, 2 * LOG2E, LOG2E, 2 * LOG2E, 0, 0, 0, 0]])
         assert heads_to_rows(None, shape_of()) is None
@@ -61,10 +61,10 @@ class TestTileKeys:
     )
     rows = jnp.arange(4)
 
-    def test_a_row_has_the_key_of_its_piece(self):
+    def test_row_has_the_key_and_the_head_bits_of_its_run(self):
         np.testing.assert_array_equal(self.keys.row_keys(self.rows), [32, 33, 96, 97])
         np.testing.assert_array_equal(self.keys.row_head_bits(self.rows), [1, 1, 2, 2])
 
-    @pytest.mark.parametrize(("low", "high", "is_out"), [(32, 98, False), (33, 98, True), (32, 97, True)])
-    def test_they_reach_out_of_a_range_by_their_first_or_last(self, low, high, is_out):
-        assert bool(self.keys.exceed(jnp.int32(low), jnp.int32(high))) == is_out
+    @pytest.mark.parametrize(("low", "high", "exceeds"), [(32, 98, False), (33, 98, True), (32, 97, True)])
+    def test_exceed_checks_the_first_and_the_last_key(self, low, high, exceeds):
+        assert bool(self.keys.exceed(jnp.int32(low), jnp.int32(high))) == exceeds

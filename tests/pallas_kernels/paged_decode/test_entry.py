@@ -1,4 +1,4 @@
-"""paged_decode: the contract against the float64 oracle, races, schedules, refusals; the same on a GPU."""
+"""paged_decode against the float64 oracle, races, schedules and refusals, on a CPU and on a GPU."""
 
 import functools
 import inspect
@@ -64,13 +64,13 @@ def cases(factors):
 
 
 def has_kernel(case):
-    """True of what is not chosen yet."""
+    """Return whether the kernel supports a case, whose missing factors may still be chosen."""
     is_wide = case.get("stored", "plain").startswith("plain")
     return is_wide or case.get("head_dim", 64) in EIGHT_BIT_HEAD_DIMS
 
 
 def sizes_of(case):
-    """Few thread blocks, so that spans cut requests and interpret mode stays fast."""
+    """Return sizes with few thread blocks, so that spans split requests and interpret mode stays fast."""
     per_warp_mma = case.get("per_warp_mma", False)
     max_rows = 8 if per_warp_mma and case["head_dim"] > 128 else 16
     return DecodeSizes(
@@ -79,7 +79,7 @@ def sizes_of(case):
 
 
 def attend(problem: Problem, interpret=None, sizes=None):
-    """The decode region by the kernel, the prefill region by XLA."""
+    """Attend the decode region by the kernel and the prefill region by XLA."""
 
     def run(query, kv, metadata, per_head):
         decode, prefill, spec = metadata.decode_region, metadata.prefill_region, problem.spec
@@ -101,17 +101,17 @@ def attend(problem: Problem, interpret=None, sizes=None):
 
 class TestContract:
     @pytest.mark.parametrize("case", every_other(cases(FAST)[::2]), ids=case_id)
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    def test_decode_matches_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+    def test_decode_matches_float64_for_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
-    def test_a_mixed_step(self):
+    def test_decode_region_of_a_mixed_step_matches_float64(self):
         case = plain_case(padded=True, sinks=True, window=(70, 2))
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
@@ -120,12 +120,12 @@ class TestContract:
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64(self, case):
+    def test_decode_matches_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem))
         problem.check(*attend(problem, sizes=sizes_of(case)))
 
-    def test_attend_takes_it_when_asked_for_nothing(self):
+    def test_attend_chooses_the_decode_kernel_by_default(self):
         problem = Problem(plain_case())
         run = functools.partial(jattn.attend, spec=problem.spec, return_lse=True)
         arguments = jnp.asarray(problem.query), problem.kv, problem.metadata
@@ -136,7 +136,7 @@ class TestOnGpu:
             for a, b in zip(chosen, named, strict=True):
                 np.testing.assert_array_equal(a, b)
 
-    def test_a_thousand_runs_give_the_same_bits(self):
+    def test_decode_is_bit_identical_over_1000_runs(self):
         args, kwargs = random_step([4097, 1, 0, 900, 63, 64, 65, 2000], 32, 8, 128, 16)
         run = jax.jit(functools.partial(paged_decode, **kwargs))
         first, _ = run(*args)
@@ -144,8 +144,8 @@ class TestOnGpu:
             again, _ = run(*args)
             assert jnp.array_equal(first, again)
 
-    def test_the_last_block_of_a_large_pool(self):
-        """The pool has more elements than 32 bits can count: 4.6 GB, so values are the keys."""
+    def test_decode_reads_the_last_block_of_a_pool_beyond_32_bit_offsets(self):
+        """The pool has more than 2^31 elements (4.6 GB), so keys and values share it."""
         lens, blocks, table = [200, 64], 140_000, np.zeros((2, 4), np.int32)
         table[0], table[1, 0] = [139_999, 1, 139_998, 5], 139_997
         shape = (blocks, 64, 2, 128)
@@ -158,7 +158,7 @@ class TestOnGpu:
         want, _ = reference.paged_decode(query, k, k, table, lens, scale=0.1)
         np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
 
-    def test_long_requests_stay_exact(self):
+    def test_decode_of_long_requests_matches_the_reference(self):
         args, kwargs = random_step([131072, 77777], 8, 1, 128, 16)
         out, lse = paged_decode(*args, **kwargs)
         want, want_lse = reference.paged_decode(*args, scale=kwargs["score"].scale)
@@ -172,7 +172,7 @@ def plain_case(**changes):
 
 
 def random_step(lens, q_heads, kv_heads, head_dim, block_size, query_len=1, **score):
-    """Arguments of paged_decode."""
+    """Return the arguments of paged_decode for a random step."""
     needed = [-(-n // block_size) for n in lens]
     order = np.random.default_rng(0).permutation(sum(needed)) + 1
     table = np.zeros((len(lens), max(needed)), np.int32)
@@ -187,17 +187,17 @@ def random_step(lens, q_heads, kv_heads, head_dim, block_size, query_len=1, **sc
 
 
 def interpreted(*args, schedule=None, sinks=None, detect_races=False, **kwargs):
-    """paged_decode on the CPU."""
+    """Run paged_decode in interpret mode."""
     interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
     run = functools.partial(paged_decode, **kwargs, interpret=interpret)
     return jax.jit(run)(*args, schedule=schedule, sinks=sinks)
 
 
 def random_lists(lens, kv_heads, size, seed=0):
-    """Some of each request's blocks, another choice for each kv head; ids past the counts are garbage."""
+    """Return a random half of each request's blocks per KV head; ids past the counts are invalid."""
     rng = np.random.default_rng(seed)
-    most = -(-max(lens) // size) + 1
-    ids = np.full((len(lens), kv_heads, most), 2**24, np.int32)
+    max_listed = -(-max(lens) // size) + 1
+    ids = np.full((len(lens), kv_heads, max_listed), 2**24, np.int32)
     counts = np.zeros((len(lens), kv_heads), np.int32)
     for r, h in np.ndindex(counts.shape):
         blocks = -(-lens[r] // size)
@@ -222,16 +222,16 @@ def check_listed(listed, interpret=None):
     (query, k, v, *rest), kwargs = random_step(lens, 6, 2, 64, block_size, query_len, **score)
     lists = random_lists(lens, 2, list_block_size)
     sinks = jnp.linspace(-1.0, 2.0, 6)
-    one = {"layout": layout, "sinks": sinks, "decode_query_len": query_len}
-    one |= {"block_list": lists, "list_block_size": list_block_size}
+    options = {"layout": layout, "sinks": sinks, "decode_query_len": query_len}
+    options |= {"block_list": lists, "list_block_size": list_block_size}
     if layout == "HND":
         k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     sizes = DecodeSizes(stages=2, ctas=6, **changed)
     run = functools.partial(paged_decode, score=kwargs["score"], sizes=sizes, interpret=interpret)
     static = ("layout", "decode_query_len", "list_block_size")
-    out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **one)
+    out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **options)
     want, want_lse = reference.paged_decode(
-        query.astype(jnp.float32), k, v, *rest, scale=kwargs["score"].scale, **score, **one
+        query.astype(jnp.float32), k, v, *rest, scale=kwargs["score"].scale, **score, **options
     )
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
     np.testing.assert_allclose(lse, want_lse, atol=1e-2)
@@ -239,17 +239,17 @@ def check_listed(listed, interpret=None):
 
 class TestBlockLists:
     @pytest.mark.parametrize("listed", LISTED[:3], ids=str)
-    def test_only_listed_blocks_count(self, listed):
+    def test_decode_attends_to_listed_blocks_only(self, listed):
         check_listed(listed, plgpu.InterpretGPUParams())
 
     @pytest.mark.slow
     @pytest.mark.parametrize("listed", LISTED[3:], ids=str)
-    def test_only_listed_blocks_count_with_other_sizes(self, listed):
+    def test_decode_attends_to_listed_blocks_only_with_other_sizes(self, listed):
         check_listed(listed, plgpu.InterpretGPUParams())
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("listed", LISTED, ids=str)
-    def test_on_gpu(self, listed):
+    def test_decode_attends_to_listed_blocks_only_on_a_gpu(self, listed):
         check_listed(listed)
 
 
@@ -257,14 +257,14 @@ class TestRaces:
     @pytest.mark.parametrize(
         ("query_len", "score", "per_warp_mma"), [(1, {}, True), (2, {"window": (70, 0)}, False)]
     )
-    def test_there_are_none(self, query_len, score, per_warp_mma):
+    def test_decode_has_no_races(self, query_len, score, per_warp_mma):
         args, kwargs = random_step([130, 0, 70, 5], 4, 2, 64, 16, query_len, **score)
         sizes = DecodeSizes(stages=2, ctas=6, per_warp_mma=per_warp_mma)
         with assertions.assert_no_races(num_kernels=2):
             jax.block_until_ready(interpreted(*args, **kwargs, sizes=sizes, detect_races=True))
 
 
-def test_padding_rows_are_zero_whatever_the_sink():
+def test_padding_rows_are_zero_with_any_sink():
     args, kwargs = random_step([0, 3], 3, 1, 32, 16, 1)
     sinks, sizes = jnp.asarray([0.5, -jnp.inf, jnp.inf]), DecodeSizes(stages=1, ctas=1)
     out, lse = interpreted(*args, **kwargs, sizes=sizes, sinks=sinks)
@@ -273,14 +273,18 @@ def test_padding_rows_are_zero_whatever_the_sink():
     assert np.isfinite(lse[:2, 1]).all()
 
 
-class TestProducts:
-    @pytest.mark.parametrize("products", [WarpgroupMma, WarpMma])
-    def test_each_answers_all_that_the_protocol_asks_by_the_same_names(self, products):
-        asked = {name: f for name, f in vars(TileMma).items() if inspect.isfunction(f) and name[0] != "_"}
-        assert len(asked) == 8
-        for name, method in asked.items():
-            own = vars(products)[name]
-            assert [*inspect.signature(own).parameters] == [*inspect.signature(method).parameters], name
+class TestTileMma:
+    @pytest.mark.parametrize("implementation", [WarpgroupMma, WarpMma])
+    def test_implementations_have_the_signatures_of_the_protocol(self, implementation):
+        protocol_methods = {
+            name: f for name, f in vars(TileMma).items() if inspect.isfunction(f) and name[0] != "_"
+        }
+        assert len(protocol_methods) == 8
+        for name, method in protocol_methods.items():
+            own_method = vars(implementation)[name]
+            assert [*inspect.signature(own_method).parameters] == [*inspect.signature(method).parameters], (
+                name
+            )
 
 
 class TestSchedule:
@@ -295,7 +299,7 @@ class TestSchedule:
             max_kv=max_kv,
         )
 
-    def test_spans_are_equal_and_meet_requests_in_order(self):
+    def test_spans_are_equal_and_cover_requests_in_order(self):
         got = self.schedule([130, 0, 64, 320], DecodeSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(
             got.unit_ends, [3, 4, 5, 10]
@@ -313,26 +317,26 @@ class TestSchedule:
         assert int(starts[3].row) == 4  # past the last
 
     @pytest.mark.parametrize("reqs", [1, 16, 17, 300, 4097])
-    def test_a_span_begins_in_the_request_that_holds_its_first_unit(self, reqs):
+    def test_span_starts_in_the_request_of_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
         for number in range(8):
             found = search_k_ary(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
             row = np.searchsorted(ends, number * -(-ends[-1] // 7), side="right")
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
-    def test_a_window_shortens_what_is_read(self):
+    def test_schedule_of_a_window_skips_tiles_before_it(self):
         got = self.schedule([1000, 64], DecodeSizes(tile_kv=64, ctas=4), window=(63, 0))
         np.testing.assert_array_equal(got.unit_ends, [2, 3])
 
     @pytest.mark.parametrize("reqs", [1, 33, 257])
-    def test_ends_add_up_however_many_requests(self, reqs):
+    def test_unit_ends_are_the_cumulative_units_for_any_number_of_requests(self, reqs):
         lens = np.random.default_rng(reqs).integers(0, 1000, reqs)
         got = self.schedule(lens, DecodeSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
     @pytest.mark.parametrize("way", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
     @pytest.mark.parametrize("reqs", [3, 33, 300])
-    def test_ends_of_lists_add_up_however_many_requests(self, reqs, way):
+    def test_unit_ends_of_lists_are_the_cumulative_units(self, reqs, way):
         assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
         counts = np.random.default_rng(reqs).integers(0, 100, (reqs, 8)).astype(np.int32)
         lists = BlockList(jnp.zeros((reqs, 8, 100), jnp.int32), jnp.asarray(counts))
@@ -343,7 +347,7 @@ class TestSchedule:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MAX_ROWS_PER_WARP, 1000])
-    def test_a_warp_finds_the_same_start(self, reqs):
+    def test_warp_search_finds_the_same_span_start(self, reqs):
         ends = jnp.cumsum(jax.random.randint(jax.random.key(reqs), (reqs,), 1, 20), dtype=jnp.int32)
         values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
 
@@ -362,28 +366,28 @@ class TestSchedule:
             if want.row < reqs:
                 assert [int(x[number]) for x in found] == [int(x) for x in want]
 
-    def test_there_are_no_more_spans_than_units(self):
+    def test_schedule_has_at_most_one_span_per_unit(self):
         assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2
         assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=6), max_kv=1024).num_spans == 3
 
-    def test_fixed_splits_ignore_the_rest_of_the_batch(self):
+    def test_fixed_splits_make_results_independent_of_the_batch(self):
         sizes = DecodeSizes(tile_kv=64, stages=2, ctas=6, split_kv=128)
         (query, k, v, table, lens), kwargs = random_step([300, 17, 500], 4, 2, 64, 16)
         together = interpreted(query, k, v, table, lens, **kwargs, sizes=sizes)[0]
         alone = interpreted(query[:1], k, v, table[:1], lens[:1], **kwargs, sizes=sizes)[0]
         np.testing.assert_array_equal(together[:1], alone)
 
-    def test_a_schedule_made_before_changes_no_bit(self):
+    def test_precomputed_schedule_gives_identical_bits(self):
         args, kwargs = random_step([130, 40], 4, 2, 64, 16)
         kwargs["sizes"] = DecodeSizes(tile_kv=64, stages=2, ctas=4)
-        made = self.schedule([130, 40], kwargs["sizes"])
+        schedule = self.schedule([130, 40], kwargs["sizes"])
         np.testing.assert_array_equal(
-            interpreted(*args, **kwargs)[0], interpreted(*args, **kwargs, schedule=made)[0]
+            interpreted(*args, **kwargs)[0], interpreted(*args, **kwargs, schedule=schedule)[0]
         )
 
 
 class TestReference:
-    def test_agrees_with_the_kernel_s_contract(self):
+    def test_reference_matches_the_kernel(self):
         args, kwargs = random_step([33, 0, 7], 4, 2, 64, 16, 2, window=(9, 0), soft_cap=3.0)
         sinks = jnp.linspace(-1.0, 2.0, 4)
         score = kwargs["score"]
@@ -395,16 +399,16 @@ class TestReference:
         np.testing.assert_allclose(lse, want_lse, atol=1e-2)
 
 
-class TestHeadCut:
+class TestHeadChunks:
     @pytest.mark.parametrize(
         ("head_dim", "cut"), [(32, (1, 32, 64)), (80, (2, 40, 64)), (120, (3, 40, 64)), (192, (1, 192, 192))]
     )
-    def test_chunks_are_equal_and_a_tensor_core_unit_wide(self, head_dim, cut):
+    def test_chunks_are_equal_and_padded_to_a_multiple_of_64(self, head_dim, cut):
         assert head_chunks(head_dim) == cut
 
 
 class TestRefusals:
-    served = {  # noqa: RUF012
+    supported = {  # noqa: RUF012
         "dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "head_dim": 128,
         "block_size": 16, "group": 4, "decode_query_len": 1,
     }  # fmt: skip
@@ -430,28 +434,28 @@ class TestRefusals:
             ({"layout": "packed"}, "layout=packed .* NHD, HND"),
         ],
     )
-    def test_what_has_no_kernel_is_named(self, change, message):
-        assert why_not_decode(**self.served) is None
+    def test_why_not_decode_names_what_is_not_supported(self, change, message):
+        assert why_not_decode(**self.supported) is None
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError(why_not_decode(**self.served | change))
+            raise AssertionError(why_not_decode(**self.supported | change))
 
-    def test_a_machine_without_an_nvidia_gpu_is_named(self):
+    def test_why_not_on_names_the_platform_without_a_gpu(self):
         with pytest.raises(AssertionError, match="'cpu'"):
             raise AssertionError(why_not_on(jnp.zeros(1)))
 
-    def test_the_kernel_refuses_by_name(self):
+    def test_decode_raises_with_the_reason(self):
         args, kwargs = random_step([5], 2, 2, 72, 16)
         with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim=72"):
             paged_decode(*args, **kwargs)
 
-    def test_query_heads_that_lists_cannot_tell_apart_are_counted(self):
+    def test_too_many_query_heads_for_head_bits_are_refused(self):
         args, kwargs = random_step([5, 6], 22, 2, 64, 16)
         lists = BlockList(jnp.zeros((2, 2, 1), jnp.int32), jnp.zeros((2, 2), jnp.int32))
         options = {"block_list": lists, "list_block_size": 16, "lists_have_head_bits": True}
         with pytest.raises(ValueError, match="at most 10 query heads per KV head, got 11"):
             paged_decode(*args, **kwargs, **options)
 
-    def test_shapes_that_disagree_are_named(self):
+    def test_wrong_shapes_are_refused(self):
         args, kwargs = random_step([5, 6], 2, 2, 64, 16)
         with pytest.raises(ValueError, match=r"query must have shape \(6, 2, 64\).*got \(2, 2, 64\)"):
             paged_decode(*args, **kwargs | {"decode_query_len": 3})
@@ -480,7 +484,7 @@ class TestRefusals:
             ),
         ],
     )
-    def test_scales_and_lists_that_disagree_are_named(self, change, message):
+    def test_wrong_scales_and_lists_are_refused(self, change, message):
         args, kwargs = random_step([5, 6], 2, 2, 64, 16)
         made = {
             name: BlockList(*(jnp.zeros(shape, jnp.int32) for shape in value))
@@ -500,13 +504,13 @@ class TestRefusals:
          ({"split_kv": 100}, "multiple of tile_kv.*100"),
          ({"max_rows": 12}, "max_rows must .*12"), ({"stages": 0}, "stages must be positive")],
     )  # fmt: skip
-    def test_tiles_that_cannot_be_are_named(self, change, message):
+    def test_invalid_sizes_are_refused(self, change, message):
         with pytest.raises(ValueError, match=message):
             DecodeSizes(**change)
 
 
 class TestAheadOfTime:
-    """Compiled for an H200 here, without one: nothing is refused, nothing spills."""
+    """Kernels compiled for an H200 on a machine without a GPU."""
 
     def check(self, names):
         aot.require_plugin()
@@ -515,15 +519,15 @@ class TestAheadOfTime:
         for name, kernels in reports.items():
             assert {k.name.partition("_mosaic")[0] for k in kernels} == {
                 "paged_decode",
-                "paged_decode_merge",
+                "paged_decode_combine",
             }, name
             assert [k for k in kernels if k.spilled_bytes] == [], name
             # Two warpgroups of one thread block fit the register file.
             assert all(k.registers <= 255 for k in kernels), name
 
-    def test_a_few_that_ship(self):
+    def test_a_sample_of_shipped_kernels_compiles_without_spills(self):
         self.check(list(aot_cases())[::60])
 
     @pytest.mark.slow
-    def test_all_that_ship(self):
+    def test_all_shipped_kernels_compile_without_spills(self):
         self.check(list(aot_cases()))
