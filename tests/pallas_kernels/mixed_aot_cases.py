@@ -1,4 +1,4 @@
-"""Steps whose arrays begin 128 bytes behind a multiple of 256 in others: mixed steps, and slices."""
+"""Steps whose arrays are slices that start 128 bytes after a multiple of 256, to compile ahead of time."""
 
 import functools
 from unittest import mock
@@ -11,7 +11,7 @@ from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import abstract_metada
 
 
 def case(quantization=None):
-    """One decode row before two prompts: 128 bytes of queries, and of a block table."""
+    """Return a mixed step whose prompts come after 128 bytes of queries and of the block table."""
     sizes = {"num_kv_heads": 1, "head_dim": 64}
     spec = jattn.AttentionSpec(num_q_heads=1, **sizes)
     bucket = jattn.Bucket(max_decodes=1, max_prefills=2, max_prefill_tokens=400, max_blocks=32)
@@ -27,7 +27,7 @@ def case(quantization=None):
 
 
 def training_case():
-    """Tokens behind a first one, of rows that 128 bytes divide and 256 do not."""
+    """Return a training step over all tokens but the first, with rows of an odd multiple of 128 bytes."""
 
     def loss(q, k, v):
         with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
@@ -40,7 +40,7 @@ def training_case():
 
 @functools.cache
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return (function, abstract arguments) by the name of the case."""
     return {
         "a mixed step": case(),
         "a mixed step over 8 bits": case("fp8_e4m3"),

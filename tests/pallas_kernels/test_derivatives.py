@@ -1,4 +1,4 @@
-"""Kernels have no derivative of their own: who differentiates one is told so, and what has a derivative."""
+"""Kernels have no derivative: differentiating one raises an error that names a function with a derivative."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.pallas_kernels.entry_points import ENTRIES, half
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_an_entry_names_itself_and_the_way_out(name):
+def test_differentiating_a_kernel_raises_with_a_way_out(name):
     run, floats, ints, static, way_out = ENTRIES[name]
     run = jax.jit(functools.partial(run, **ints, **static))
     for differentiated in floats:
@@ -32,7 +32,7 @@ def test_an_entry_names_itself_and_the_way_out(name):
             jax.jvp(loss, (floats[differentiated],), (floats[differentiated],))
 
 
-def test_what_is_constant_may_be_given():
+def test_stopped_gradients_are_accepted():
     x, weight = half(2, 128), half(128)
     run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
 
@@ -42,7 +42,7 @@ def test_what_is_constant_may_be_given():
     np.testing.assert_allclose(jax.grad(loss)(2.0), 256, rtol=1e-2)
 
 
-def test_masks_that_kernels_choose_may_depend_on_what_is_differentiated():
+def test_selected_masks_may_depend_on_differentiated_arrays():
     how = {"block_size": 16, "implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
     pages = ENTRIES["paged_decode"].ints
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=64)
@@ -57,7 +57,7 @@ def test_masks_that_kernels_choose_may_depend_on_what_is_differentiated():
     assert jax.eval_shape(jax.grad(loss), half(2, 8, 64)).shape == (2, 8, 64)
 
 
-def test_nothing_is_compiled_of_it():
+def test_forbid_kernel_derivative_compiles_to_nothing():
     named = lambda x: forbid_kernel_derivative({"x": x, "none": None}, "a kernel", "Do without")["x"] + 1
     bare = lambda x: x + 1
     text = lambda f: jax.jit(f, donate_argnums=0).lower(half(2)).as_text()

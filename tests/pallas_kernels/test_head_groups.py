@@ -1,4 +1,4 @@
-"""Head groups of 1 to 16 and 64 query heads, heads of every width: each against float64, on a GPU."""
+"""Head groups of 1 to 16 and 64 query heads with every head_dim against float64."""
 
 import functools
 
@@ -61,18 +61,18 @@ def solved(case, monkeypatch, interpret=None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_every_group_and_width_on_a_gpu(case, monkeypatch):
+def test_every_head_group_and_head_dim_matches_float64_on_a_gpu(case, monkeypatch):
     solved(case, monkeypatch)
 
 
 @pytest.mark.parametrize("case", FAST, ids=case_id)
-def test_odd_groups(case, monkeypatch):
+def test_odd_head_groups_match_float64(case, monkeypatch):
     solved(case, monkeypatch, plgpu.InterpretGPUParams())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("region", ["decode", "chunked"])
 @pytest.mark.parametrize("group", [3, 16, 64])
-def test_groups_of_few_and_of_many(region, group, monkeypatch):
+def test_small_and_large_head_groups_match_float64(region, group, monkeypatch):
     case = {"region": region, "heads": (group, 1), "head_dim": 64}
     solved(case, monkeypatch, plgpu.InterpretGPUParams())

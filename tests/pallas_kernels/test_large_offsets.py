@@ -1,4 +1,4 @@
-"""On a GPU: pools and packed keys of more elements than 32 bits count. Answers must not depend on the place.
+"""Pools and packed keys of more than 2^31 elements, on a GPU.
 
 What lies past the 2^31st element of a large array is compared, bit for bit, with the same in a small one. The
 large arrays are made on the device and hold zeros elsewhere.
@@ -35,14 +35,14 @@ def block_shape(layout):
 
 @functools.partial(jax.jit, static_argnums=0)
 def enlarged(blocks, small):
-    """A pool of so many blocks, zeros but for those that the small one's stand in."""
+    """Return a pool of zeros with the blocks of the small pool at the given ids."""
     large = jnp.zeros((blocks, *small.shape[1:]), small.dtype)
     assert large.size > 2**31 or small.ndim == 3
     return large.at[jnp.asarray(FAR)].set(small[jnp.asarray(IDS)])
 
 
 def small_cache(layout, stored):
-    """A cache, its scales per token and head made up where it has some."""
+    """Return a cache, with random scales per token and head if it has any."""
     k, v = (draw(seed, SMALL, *block_shape(layout)) for seed in (0, 1))
     if stored == "bfloat16":
         return jattn.PagedCache(k=k, v=v, layout=layout)
@@ -52,7 +52,7 @@ def small_cache(layout, stored):
 
 
 def large_cache(cache, layout):
-    """The same in a pool of more than 2^31 elements."""
+    """Return the cache with its blocks in a pool of more than 2^31 elements."""
     grow = lambda x: None if x is None else enlarged(LARGE, jnp.asarray(x))
     scales = {name: grow(getattr(cache, name)) for name in ("k_scale", "v_scale")}
     return jattn.PagedCache(k=grow(cache.k), v=grow(cache.v), **scales, layout=layout)
@@ -61,7 +61,7 @@ def large_cache(cache, layout):
 @pytest.mark.parametrize("kind", ["decode", "prompt", "lists"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stored", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_attention_over_the_end_of_a_large_pool(kind, layout, stored):
+def test_attention_reads_the_end_of_a_large_pool(kind, layout, stored):
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=HEADS, head_dim=WIDTH)
     query_lens, seq_lens = LENS["decode" if kind == "decode" else "prompt"]
     mask = masks.Dilated(100, 3) | masks.Sinks(4) if kind == "lists" else None
@@ -82,7 +82,7 @@ def test_attention_over_the_end_of_a_large_pool(kind, layout, stored):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stored", ["bfloat16", "int8"])
-def test_reading_from_a_large_pool_into_a_large_buffer(layout, stored):
+def test_cache_read_copies_from_a_large_pool_to_a_large_buffer(layout, stored):
     small = draw(0, SMALL, *block_shape(layout))
     small = small if stored == "bfloat16" else jnp.clip(small * 40, -127, 127).astype(stored)
     lens = jnp.asarray([333, 300], jnp.int32)
@@ -104,7 +104,7 @@ def test_reading_from_a_large_pool_into_a_large_buffer(layout, stored):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("stored", ["bfloat16", "int8"])
-def test_writing_into_a_large_pool(layout, stored):
+def test_cache_write_writes_to_a_large_pool(layout, stored):
     key, value = draw(5, 100, HEADS, WIDTH), draw(6, 100, HEADS, WIDTH)
     places = np.random.default_rng(1).permutation(len(IDS) * SIZE)[:100]
 
@@ -124,7 +124,7 @@ def test_writing_into_a_large_pool(layout, stored):
 
 
 @pytest.mark.parametrize("mask", [None, masks.Dilated(100, 3)])
-def test_attention_over_the_end_of_many_packed_keys(mask):
+def test_attention_reads_the_end_of_many_packed_keys(mask):
     lens, kv_heads = [333, 300], 8
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=kv_heads, head_dim=WIDTH)
     metadata = jattn.build_batch_metadata(lens, lens, IDS.reshape(2, -1), block_size=SIZE)

@@ -1,4 +1,4 @@
-"""Every `why_not` against its kernel: what it lets pass lowers for a GPU, what it refuses the kernel refuses.
+"""Every `why_not` function against its kernel: supported requests lower, and the kernel refuses others.
 
 Lowering needs no GPU and no CUDA: Pallas says there what it cannot compile.
 """
@@ -64,7 +64,7 @@ def ints(*shape):
 
 
 def cache_of(case, stored):
-    """A cache, its dtype, and its scale or None, abstract."""
+    """Return an abstract cache and its abstract scale, or None."""
     heads, size, dim = case["kv_heads"], case.get("block_size", 16), case["head_dim"]
     dtype = jnp.dtype(case["dtype"] if stored == "same" else stored)
     rows = (size, heads) if case["layout"] == "NHD" else (heads, size)
@@ -171,8 +171,8 @@ def lowers(call, arguments):
     jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",))
 
 
-def hold(question, case):
-    reason, call, arguments = question(case)
+def check_case(query_support, case):
+    reason, call, arguments = query_support(case)
     if reason is None:
         lowers(call, arguments)
         return
@@ -181,13 +181,13 @@ def hold(question, case):
     assert reason in str(refusal.value)
 
 
-WALKS = {decode: DECODE, prefill: PREFILL, read: READ, write: WRITE}
-DRAWS = 400  # until a case of a value is served, or none is
+FACTORS = {decode: DECODE, prefill: PREFILL, read: READ, write: WRITE}
+DRAWS = 400  # until a case of a value is supported_cases, or none is
 
 
-def served(question, times):
-    """Cases with a kernel: each value that some of them has is in so many, beside others drawn by chance."""
-    factors, rng = WALKS[question], random.Random(0)
+def supported_cases(query_support, times):
+    """Return random supported cases with each supported value of a factor in at least `times` of them."""
+    factors, rng = FACTORS[query_support], random.Random(0)
     cases: list[dict] = []
     for name, values in factors.items():
         for value in values:
@@ -195,7 +195,7 @@ def served(question, times):
                 if sum(case[name] == value for case in cases) >= times:
                     break
                 case = {other: rng.choice(choices) for other, choices in factors.items()} | {name: value}
-                if question(case)[0] is None:
+                if query_support(case)[0] is None:
                     cases.append(case)
     return cases
 
@@ -205,33 +205,33 @@ def case_id(case):
 
 
 @pytest.mark.parametrize(
-    ("question", "case"),
+    ("query_support", "case"),
     [
-        pytest.param(question, case, id=f"{question.__name__}-{case_id(case)}")
-        for question in WALKS
-        for case in served(question, 1)
+        pytest.param(query_support, case, id=f"{query_support.__name__}-{case_id(case)}")
+        for query_support in FACTORS
+        for case in supported_cases(query_support, 1)
     ],
 )
-def test_what_is_not_refused_lowers(question, case):
-    hold(question, case)
+def test_supported_requests_lower_for_a_gpu(query_support, case):
+    check_case(query_support, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 100, 10))
-@pytest.mark.parametrize("question", WALKS)
-def test_more_of_what_is_not_refused_lowers(question, start):
-    for case in served(question, 6)[start:][: None if start == 90 else 10]:
-        hold(question, case)
+@pytest.mark.parametrize("query_support", FACTORS)
+def test_more_supported_requests_lower_for_a_gpu(query_support, start):
+    for case in supported_cases(query_support, 6)[start:][: None if start == 90 else 10]:
+        check_case(query_support, case)
 
 
-@pytest.mark.parametrize("question", WALKS)
-def test_what_is_refused_the_kernel_refuses_in_the_same_words(question):
-    factors, rng = WALKS[question], random.Random(1)
+@pytest.mark.parametrize("query_support", FACTORS)
+def test_kernels_raise_with_the_reason_of_why_not(query_support):
+    factors, rng = FACTORS[query_support], random.Random(1)
     drawn = [{name: rng.choice(choices) for name, choices in factors.items()} for _ in range(150)]
-    refused = [case for case in drawn if question(case)[0] is not None]
+    refused = [case for case in drawn if query_support(case)[0] is not None]
     assert len(refused) > 50
     for case in refused:
-        hold(question, case)
+        check_case(query_support, case)
 
 
 ONE = {"reqs": 1, "max_blocks": 1, "tokens": 1, "query_len": 1, "group": 1, "kv_heads": 1, "head_dim": 64}
@@ -243,18 +243,18 @@ EMPTY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("question", "change"), EMPTY)
-def test_nothing_to_attend_to_is_zeros(question, change):
-    _, call, arguments = question(PLAIN | change)
+@pytest.mark.parametrize(("query_support", "change"), EMPTY)
+def test_empty_inputs_give_zeros(query_support, change):
+    _, call, arguments = query_support(PLAIN | change)
     zeros = [None if x is None else jnp.zeros(x.shape, x.dtype) for x in arguments]
     results = jax.tree.leaves(call(*zeros))
     assert not any(np.asarray(x, np.float32).any() for x in results[:1])
     assert all(np.isneginf(x).all() for x in results[1:])
-    if question in (decode, prefill):
+    if query_support in (decode, prefill):
         assert results[0].shape == arguments[0].shape
 
 
-def test_no_tokens_and_no_blocks_leave_a_cache_as_it_is():
+def test_empty_writes_leave_a_cache_unchanged():
     for tokens, blocks in ((0, 2), (3, 0)):
         new, cache = jnp.zeros((tokens, 1, 64), jnp.bfloat16), jnp.ones((blocks, 16, 1, 64), jnp.bfloat16)
         k, v, *_ = cache_write(new, new, cache, cache, jnp.zeros(tokens, jnp.int32))
@@ -263,7 +263,7 @@ def test_no_tokens_and_no_blocks_leave_a_cache_as_it_is():
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
-def test_no_lists_and_no_tiles_are_lists_of_nothing(shape):
+def test_empty_codes_give_empty_lists(shape):
     none = jnp.zeros(shape, bool)
     listed = list_tiles(encode_tiles(none, none))
     assert listed.entries.shape == shape
@@ -271,15 +271,15 @@ def test_no_lists_and_no_tiles_are_lists_of_nothing(shape):
         np.testing.assert_array_equal(count, np.zeros(shape[0], np.int32))
 
 
-def zeros_of(question, **change):
-    arguments = question(PLAIN | change)[2]
+def zeros_of(query_support, **change):
+    arguments = query_support(PLAIN | change)[2]
     return [None if x is None else jnp.zeros(x.shape, x.dtype) for x in arguments]
 
 
-class TestSchedulesOfOthers:
-    """Of other tiles, tokens, masks or requests."""
+class TestSchedulesBuiltForOtherCalls:
+    """Schedules and lists built for other sizes, tokens, masks or requests."""
 
-    def test_decode(self):
+    def test_paged_decode_refuses_a_schedule_of_another_call(self):
         query, cache, table, lens, *_ = zeros_of(decode)
         score = Score(scale=0.1)
         plain = {"score": score, "sizes": DecodeSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
@@ -317,7 +317,7 @@ class TestSchedulesOfOthers:
             ({"reqs": 1}, r"schedule.first_tiles must have shape \(3,\) .*got \(2,\)"),
         ],
     )
-    def test_prefill(self, change, message):
+    def test_varlen_prefill_refuses_a_schedule_of_another_call(self, change, message):
         query, kv, starts, lens, table = zeros_of(prefill, tokens=150, reqs=2)
         score = Score(scale=0.1)
         options = {"sizes": PrefillSizes(), "num_tokens": 150, "score": score} | change
@@ -327,7 +327,7 @@ class TestSchedulesOfOthers:
         with pytest.raises(ValueError, match=message):
             run(schedule=schedule, sizes=PrefillSizes())
 
-    def test_lists(self):
+    def test_varlen_prefill_refuses_lists_of_another_call(self):
         query, kv, starts, lens, table = zeros_of(prefill)
         score, sizes = Score(scale=0.1), PrefillSizes()
         schedule = make_schedule(starts, lens, num_tokens=1, score=score, sizes=sizes, has_lists=True)
@@ -343,7 +343,7 @@ class TestSchedulesOfOthers:
         ):
             run(schedule=schedule, lists=lists_of(of_narrow, 1, 1), sizes=sizes)
 
-    def test_lists_of_no_tiles_of_keys_are_lists_of_nothing(self):
+    def test_lists_without_key_tiles_have_one_empty_entry(self):
         _, _, starts, lens, _ = zeros_of(prefill)
         schedule = make_schedule(starts, lens, num_tokens=1, score=Score(scale=0.1), sizes=PrefillSizes())
         lists = lists_of(schedule, 1, 0)
@@ -367,24 +367,24 @@ WRONG_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("question", "change", "message"), WRONG_SHAPES)
-def test_shapes_that_disagree_are_named(question, change, message):
-    query, cache, *rest = zeros_of(question)
+@pytest.mark.parametrize(("query_support", "change", "message"), WRONG_SHAPES)
+def test_wrong_shapes_are_refused(query_support, change, message):
+    query, cache, *rest = zeros_of(query_support)
     named = (
         dict(zip(("query_start_loc", "seq_lens", "block_table"), rest, strict=True))
-        if (question is prefill)
+        if (query_support is prefill)
         else {"block_table": rest[0], "seq_lens": rest[1]}
     )
-    names = ("key", "value") if question is prefill else ("k_cache", "v_cache")
+    names = ("key", "value") if query_support is prefill else ("k_cache", "v_cache")
     arrays = {"query": query, **dict.fromkeys(names, cache), **named}
     arrays |= {name: jnp.zeros(shape, arrays.get(name, jnp.zeros(0)).dtype) for name, shape in change.items()}
-    kernel = inspect.unwrap(varlen_prefill if question is prefill else paged_decode)
+    kernel = inspect.unwrap(varlen_prefill if query_support is prefill else paged_decode)
     with pytest.raises(ValueError, match=message):
         kernel(**arrays, score=Score(scale=0.1))
 
 
-def test_a_request_longer_than_its_table_is_cut():
-    """No table is read behind its end, whatever the lengths say."""
+def test_request_longer_than_its_table_is_truncated():
+    """No row of a table is read past its end, whatever the lengths are."""
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
     q, k, v = draw(0, 3, 1, 64), draw(1, 9, 16, 1, 64), draw(2, 9, 16, 1, 64)
     run = functools.partial(
@@ -395,8 +395,8 @@ def test_a_request_longer_than_its_table_is_cut():
 
 
 @pytest.mark.gpu
-def test_decode_reads_no_table_behind_its_end():
-    """What stands behind a row of the table, that of the next request, does not matter."""
+def test_decode_never_reads_past_the_end_of_a_table_row():
+    """The next request's row of the table does not affect the result."""
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
     q, k, v, lens = draw(0, 2, 1, 64), draw(1, 9, 16, 1, 64), draw(2, 9, 16, 1, 64), jnp.asarray([1000, 0])
     run = jax.jit(functools.partial(paged_decode, q, k, v, score=Score(scale=0.1)))
@@ -404,22 +404,22 @@ def test_decode_reads_no_table_behind_its_end():
     np.testing.assert_array_equal(first, other)
 
 
-def test_heads_without_tiles_are_refused_as_by_the_kernel():
+def test_default_sizes_refuses_an_unsupported_head_dim():
     with pytest.raises(NotImplementedError, match=r"paged_decode: .*head_dim=112 is not supported for 8-bit"):
         default_sizes(112, rows=1, kv_dtypes=("int8", "int8"))
 
 
-class Elsewhere:
-    """Where jax would put what says nothing else."""
+class OtherDevice:
+    """Stand-in for JAX's default device."""
 
     platform, id = "elsewhere", 0
 
 
-def test_the_first_array_with_a_device_says_where(monkeypatch):
+def test_device_of_returns_the_first_arrays_device(monkeypatch):
     here = jnp.zeros(2)
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(jax, "devices", lambda platform=None: [cpu if platform == "cpu" else Elsewhere()])
-    device_of = getattr(support.device_of, "__wrapped__", support.device_of)  # Elsewhere is no jax.Device
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [cpu if platform == "cpu" else OtherDevice()])
+    device_of = getattr(support.device_of, "__wrapped__", support.device_of)  # OtherDevice is no jax.Device
     found = lambda *trees: device_of(*trees).platform
     assert found([np.zeros(2), None], {"a": here}) == "cpu"
     assert found(np.zeros(2)) == found() == "elsewhere"
@@ -431,9 +431,9 @@ def test_the_first_array_with_a_device_says_where(monkeypatch):
             assert found() == "cpu"
 
 
-def test_what_is_not_there_for_the_kernels_is_named(monkeypatch):
+def test_why_not_on_names_the_platform_or_the_compute_capability(monkeypatch):
     assert "JAX's platform here is 'cpu'" in support.why_not_on(jnp.zeros(1))
-    older = Elsewhere()
+    older = OtherDevice()
     older.platform, older.compute_capability = "gpu", "8.0"
     monkeypatch.setattr(support, "device_of", lambda *_: older)
     assert support.why_not_on().endswith("compute capability 9.0, and this GPU has 8.0")

@@ -1,4 +1,4 @@
-"""jax.vmap of the kernels: what is mapped becomes one more axis of the grid."""
+"""jax.vmap of the kernels, which adds one axis to the grid."""
 
 import functools
 
@@ -27,7 +27,7 @@ def normal(seed, *shape):
 
 
 def decode_problem(is_interpreted):
-    """Queries, tables and lengths of two steps over one cache; requests are cut, so the merge runs too."""
+    """Return two decode steps over one cache; requests are split, so that the combine kernel runs, too."""
     cache = (BLOCKS, SIZE, HEADS, DIM)
     table = jnp.asarray([np.arange(12).reshape(2, 6), np.arange(12)[::-1].reshape(2, 6)], jnp.int32)
     lens = jnp.asarray([[90, 7], [0, 70]], jnp.int32)
@@ -39,7 +39,7 @@ def decode_problem(is_interpreted):
 
 
 def prefill_problem(is_interpreted):
-    """The queries of two steps over the same packed keys."""
+    """Return two prefill steps over the same packed keys."""
     sizes = prefill.PrefillSizes(tile_kv=64, stages=2, ctas=3)
     starts = jnp.asarray([0, 20, 30], jnp.int32)
 
@@ -61,7 +61,7 @@ def prefill_problem(is_interpreted):
 
 
 def write_problem(is_interpreted):
-    """Two steps' tokens into one cache: of each becomes a cache of its own."""
+    """Return two steps that write to one cache; each of them gets a copy of it."""
     interpret = plgpu.InterpretGPUParams() if is_interpreted else None
     new, cache = (2, 3, HEADS, DIM), (BLOCKS, SIZE, HEADS, DIM)
     slots = jnp.asarray([[1, 9, -1], [2, -1, 20]], jnp.int32)
@@ -86,18 +86,18 @@ def check(problem, is_interpreted):
 @pytest.mark.parametrize(
     "problem", [decode_problem, pytest.param(prefill_problem, marks=pytest.mark.slow), write_problem]
 )
-def test_each_gets_the_bits_that_it_gets_alone(problem):
+def test_vmapped_kernels_give_the_same_bits_as_single_calls(problem):
     check(problem, is_interpreted=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_each_gets_the_bits_that_it_gets_alone_on_a_gpu(problem):
+def test_vmapped_kernels_give_the_same_bits_as_single_calls_on_a_gpu(problem):
     check(problem, is_interpreted=False)
 
 
 def aot_cases():
-    """A kernel of each kind, all of its arguments mapped."""
+    """Return one kernel of each kind with all arguments mapped."""
     cases = {}
     for module in (decode_aot_cases, prefill_aot_cases, cache_read_tests, cache_write_tests):
         name, (run, arguments, *_) = next(iter(module.aot_cases().items()))
@@ -106,6 +106,6 @@ def aot_cases():
     return cases
 
 
-def test_all_kinds_compile():
+def test_vmapped_kernels_compile():
     aot.require_plugin()
     assert list(aot.compile_all("tests.pallas_kernels.test_vmap", list(aot_cases()))) == list(aot_cases())

@@ -1,4 +1,4 @@
-"""add_norm: sums as the residual stream has them, norms as the definition has them."""
+"""add_norm against the reference in interpret mode and on a GPU; compilation and refusals."""
 
 import functools
 import itertools
@@ -35,19 +35,19 @@ def check(x, delta, weight, *, is_offset=False, interpret=None):
 @pytest.mark.parametrize("is_offset", [False, True])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_as_the_definition_has_it(width, adds, is_offset):
+def test_add_norm_matches_the_reference(width, adds, is_offset):
     x, delta, weight = problem(width=width)
     interpret = plgpu.InterpretGPUParams()
     check(x, delta if adds else None, weight, is_offset=is_offset, interpret=interpret)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
-def test_rows_may_be_small_or_large(scale):
+def test_add_norm_is_accurate_for_small_and_large_rows(scale):
     x, delta, weight = problem(width=128, scale=scale)
     check(x, delta, weight, interpret=plgpu.InterpretGPUParams())
 
 
-def test_a_row_that_is_not_finite_stays_one():
+def test_non_finite_rows_do_not_affect_others():
     x, delta, weight = problem(width=128)
     run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
     got, want = run(x.at[1].set(jnp.nan), delta, weight), run(x, delta, weight)
@@ -55,14 +55,14 @@ def test_a_row_that_is_not_finite_stays_one():
         np.testing.assert_array_equal(np.asarray(one)[[0, 2]], np.asarray(other)[[0, 2]])
 
 
-def test_no_rows_are_none():
+def test_empty_input_returns_empty_results():
     x, delta, weight = problem()
     total, normed = add_norm(x[:0], delta[:0], weight)
     assert total.shape == normed.shape == (0, 896)
 
 
 class TestErrors:
-    def test_what_does_not_fit_is_named(self):
+    def test_wrong_shapes_are_refused(self):
         x, delta, weight = problem()
         with pytest.raises(ValueError, match=r"delta must .*\(3, 896\).*got \(2, 896\)"):
             add_norm(x, delta[:2], weight)
@@ -71,7 +71,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"x must have 2 axes, got \(3, 7, 128\)"):
             add_norm(x.reshape(3, 7, 128), None, weight)
 
-    def test_other_dtypes_and_widths_have_no_kernel(self):
+    def test_unsupported_dtypes_and_widths_are_refused(self):
         x, delta, weight = problem()
         with pytest.raises(NotImplementedError, match="inputs of bfloat16 and float32 are not supported"):
             add_norm(x, delta, weight.astype(jnp.float32))
@@ -82,7 +82,7 @@ class TestErrors:
 
 
 def aot_cases():
-    """One row, a batch and a prompt of some models."""
+    """Return the shipped kernels: widths of models with one row, a batch and a prompt."""
     shape, cases = jax.ShapeDtypeStruct, {}
     for rows, width, adds in itertools.product(
         (1, 8192), (896, 2048, 3584, 4096, 8192, 16384), (True, False)
@@ -98,7 +98,7 @@ def _norm(x, weight):
 
 
 @pytest.mark.kernels
-def test_the_kernels_that_ship_compile_without_spills():
+def test_shipped_kernels_compile_without_spills():
     aot.require_plugin()
     kernels = aot.compile_all("tests.pallas_kernels.add_norm.test_entry", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
@@ -110,7 +110,7 @@ def test_the_kernels_that_ship_compile_without_spills():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("width", [*WIDTHS, 5120, 16384])
-def test_on_a_gpu(width, adds, dtype):
+def test_add_norm_matches_the_reference_on_a_gpu(width, adds, dtype):
     for rows, is_offset in itertools.product((1, 61, 5000), (False, True)):
         x, delta, weight = problem(rows=rows, width=width, dtype=dtype)
         check(x, delta if adds else None, weight, is_offset=is_offset)

@@ -1,4 +1,4 @@
-"""block_scores, select_top_blocks and top_p_threshold against plain numpy, interpreted and on a GPU."""
+"""block_scores, select_top_blocks and top_p_threshold against NumPy in interpret mode and on a GPU."""
 
 import functools
 import inspect
@@ -33,7 +33,7 @@ NUM_BLOCKS = 21, 0, 10  # of each request: a part of a tile, nothing
 
 
 def problem(head_dim=64, dtype=jnp.bfloat16):
-    """Queries of 16 heads, bounds of 70 blocks of 8 kv heads, a block table with garbage past the ends."""
+    """Return queries, bounds of 70 blocks, and a table with invalid ids past the ends."""
     draw = lambda *shape: jnp.asarray(RNG.normal(size=shape), dtype)
     low = draw(70, 8, head_dim)
     table = RNG.permutation(70)[:63].reshape(3, 21)
@@ -53,7 +53,7 @@ def wanted(query, bounds, table, row, num):
 
 @pytest.mark.parametrize("interpret", WAYS)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float16)])
-def test_no_product_is_larger_and_nothing_past_the_end_is_read(head_dim, dtype, interpret):
+def test_block_scores_are_upper_bounds_and_ignore_blocks_past_the_end(head_dim, dtype, interpret):
     query, bounds, table, num_blocks = problem(head_dim, dtype)
     arguments = query, bounds.low, bounds.high, table, num_blocks * 16 - 3
     scores = block_scores(*arguments, block_size=16, interpret=interpret)
@@ -80,7 +80,7 @@ def scores_of_all_kinds(max_blocks):
     ("max_blocks", "num_selected", "num_recent"),
     [(21, 6, 1), (301, 1, 1), (300, 3, 8), (4100, 410, 0), (8192, 819, 1), (MAX_LEN, 9000, 2)],
 )
-def test_the_best_blocks_are_those_of_a_sort(max_blocks, num_selected, num_recent, way):
+def test_select_top_blocks_matches_a_sort(max_blocks, num_selected, num_recent, way):
     scores = scores_of_all_kinds(max_blocks)
     seq_lens = np.asarray([max_blocks * 16, (max_blocks // 2) * 16 - 5, 1, 0], np.int32)
     for row, length in enumerate(seq_lens):
@@ -102,7 +102,7 @@ def test_the_best_blocks_are_those_of_a_sort(max_blocks, num_selected, num_recen
 
 
 @pytest.mark.parametrize("num_selected", [5, 6, 7, 100])
-def test_all_blocks_are_the_best_where_there_are_no_more(num_selected):
+def test_all_blocks_are_selected_if_there_are_not_more(num_selected):
     scores, lens = jnp.asarray(RNG.normal(size=(2, 1, 5)), jnp.float32), jnp.asarray([80, 20])
     best = select_top_blocks(scores, lens, block_size=16, num_selected=num_selected, num_recent=0)
     assert best.counts.tolist() == [[5], [2]]
@@ -116,7 +116,7 @@ def test_all_blocks_are_the_best_where_there_are_no_more(num_selected):
         ({"seq_lens": jnp.zeros(3, jnp.int32)}, r"seq_lens must have shape \(2,\) \(reqs\), got \(3,\)"),
     ],
 )
-def test_counts_and_lengths_of_best_blocks_are_checked(change, message):
+def test_select_top_blocks_refuses_wrong_arguments(change, message):
     given = {"seq_lens": jnp.zeros(2, jnp.int32), "block_size": 16, "num_selected": 1, "num_recent": 0}
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(select_top_blocks)(jnp.zeros((2, 1, 5)), **given | change)
@@ -130,7 +130,7 @@ def test_counts_and_lengths_of_best_blocks_are_checked(change, message):
         ({"high": jnp.zeros((70, 8, 64), jnp.float16)}, "high's dtype must be bfloat16, as low, got float16"),
     ],
 )
-def test_bounds_and_tables_of_others_are_named(change, message):
+def test_block_scores_refuses_wrong_arguments(change, message):
     query, bounds, table, num_blocks = problem()
     given = {"low": bounds.low, "high": bounds.high, "block_table": table, "seq_lens": num_blocks}
     with pytest.raises(ValueError, match=message):
@@ -144,12 +144,12 @@ def test_bounds_and_tables_of_others_are_named(change, message):
         (4, 1.0, r"mass must lie in \(0, 1\), got 1.0"),
     ],
 )
-def test_masses_that_have_no_kernel_are_refused(length, mass, message):
+def test_top_p_threshold_refuses_wrong_arguments(length, mass, message):
     with pytest.raises(ValueError, match=message):
         top_p_threshold(jnp.zeros((1, length)), mass)
 
 
-def test_more_blocks_than_are_counted_are_refused():
+def test_select_top_blocks_refuses_too_many_blocks():
     shape = jax.ShapeDtypeStruct
     run = functools.partial(select_top_blocks, block_size=16, num_selected=1, num_recent=1)
     with pytest.raises(ValueError, match=rf"scores must have at most {MAX_LEN} blocks per request"):
@@ -158,7 +158,7 @@ def test_more_blocks_than_are_counted_are_refused():
 
 @pytest.mark.parametrize("interpret", WAYS)
 @pytest.mark.parametrize(("length", "mass"), [(120, 0.3), (300, 0.9)])  # many rows a warpgroup, and one
-def test_the_least_of_a_mass_is_that_of_a_sorted_sum(length, mass, interpret):
+def test_top_p_threshold_matches_a_sorted_sum(length, mass, interpret):
     scores = 3 * RNG.normal(size=(5, length)).astype(np.float32)
     scores[0, 5:], scores[1], scores[2], scores[3, 7] = -np.inf, -np.inf, 1.5, 100.0
     found = top_p_threshold(jnp.asarray(scores), mass, interpret=interpret)
@@ -170,7 +170,7 @@ def test_the_least_of_a_mass_is_that_of_a_sorted_sum(length, mass, interpret):
 
 
 @pytest.mark.parametrize("interpret", WAYS)
-def test_select_blocks_chooses_the_same_with_the_kernels(interpret):
+def test_select_blocks_chooses_the_same_blocks_with_the_kernels(interpret):
     query, bounds, table, num_blocks = problem()
     arguments = query, bounds, jnp.where(table < 70, table, 0), num_blocks * 16 - 3
     options = {"num_selected": 6, "block_size": 16, "num_recent": 2}
@@ -192,8 +192,8 @@ HEADS = [
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
-def test_what_is_not_refused_can_be_lowered_for_a_gpu(head_dim):
-    """And what is refused is refused with the reason, whichever way it comes."""
+def test_supported_heads_lower_and_others_are_refused(head_dim):
+    """The refusal names the reason, through either entry point."""
     shape, lowered = jax.ShapeDtypeStruct, []
     for nth, (q_heads, kv_heads) in enumerate(HEADS):
         dtype = [jnp.bfloat16, jnp.float16][nth % 2]
@@ -217,7 +217,7 @@ def test_what_is_not_refused_can_be_lowered_for_a_gpu(head_dim):
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim"), [(96, 8, 256), (40, 8, 64), (64, 32, 128), (64, 64, 64)]
 )
-def test_scores_of_other_heads_are_exact_too(q_heads, kv_heads, head_dim):
+def test_block_scores_are_exact_for_other_heads(q_heads, kv_heads, head_dim):
     draw = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
     low, query = draw(5, kv_heads, head_dim), draw(1, q_heads, head_dim)
     bounds = KeyBounds(low=low, high=low + jnp.abs(draw(5, kv_heads, head_dim)))
@@ -227,7 +227,7 @@ def test_scores_of_other_heads_are_exact_too(q_heads, kv_heads, head_dim):
     np.testing.assert_allclose(scores, by_xla(query, bounds, table), rtol=1e-5)
 
 
-def test_of_nothing_there_are_no_scores_and_no_best():
+def test_empty_inputs_give_empty_results():
     arrays = lambda reqs, blocks: (jnp.zeros((reqs, 16, 64)), jnp.zeros((reqs, blocks), jnp.int32))
     bounds = jnp.zeros((3, 8, 64), jnp.bfloat16)
     for reqs, blocks in ((0, 4), (2, 0), (0, 0)):
@@ -244,7 +244,7 @@ def test_of_nothing_there_are_no_scores_and_no_best():
         np.testing.assert_array_equal(least, np.full(rows, np.inf))
 
 
-def test_requests_or_blocks_that_are_none_are_lowered_too():
+def test_empty_inputs_lower_for_a_gpu():
     shape = jax.ShapeDtypeStruct
     for reqs, blocks in ((0, 4), (2, 0)):
         scores, lens = shape((reqs, 8, blocks), jnp.float32), shape((reqs,), jnp.int32)
@@ -265,13 +265,13 @@ def test_requests_or_blocks_that_are_none_are_lowered_too():
         ({"head_dim": 80}, "head_dim=80 is not supported for block scores; supported: 64, 128, 256"),
     ],
 )
-def test_what_has_no_kernel_is_named(changes, message):
+def test_why_not_block_scores_names_what_is_not_supported(changes, message):
     served = {"dtype": jnp.bfloat16, "q_heads": 32, "kv_heads": 8, "head_dim": 128}
     assert why_not_block_scores(**served) is None
     assert re.search(message, why_not_block_scores(**served | changes) or "")
 
 
-def test_refusals_reach_the_caller():
+def test_select_blocks_raises_with_the_reason():
     query, bounds, table, num_blocks = problem()
     wide = jnp.zeros((3, MAX_LEN + 1), jnp.int32)
     options = {"num_selected": 1, "block_size": 16, "implementation": "mosaic_gpu", "interpret": INTERPRET}
@@ -291,7 +291,7 @@ def test_refusals_reach_the_caller():
 
 
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return (function, abstract arguments) by the name of the case."""
     shape = jax.ShapeDtypeStruct
 
     def scores(kv_heads, head_dim):
@@ -315,7 +315,7 @@ def aot_cases():
 
 
 @pytest.mark.slow
-def test_what_ships_compiles_and_does_not_spill():
+def test_shipped_kernels_compile_without_spills():
     aot.require_plugin()
     for name, kernels in aot.compile_all(
         "tests.pallas_kernels.block_scores.test_entry", list(aot_cases())

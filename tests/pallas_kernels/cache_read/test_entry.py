@@ -1,4 +1,4 @@
-"""cache_read: against numpy in interpret mode and on a GPU, compiled for an H200, races, refusals."""
+"""cache_read against NumPy in interpret mode and on a GPU; compilation for an H200, races and refusals."""
 
 import functools
 import inspect
@@ -29,7 +29,7 @@ STARTS, ROWS = [128, 0, -64, 256], 384
 
 
 class Problem:
-    """A cache with NaN (or 77) wherever no request has a key, and what is to come out."""
+    """A cache with NaN (or 77) in all slots without a key, and the expected result."""
 
     def __init__(self, case):
         rng = np.random.default_rng(0)
@@ -94,13 +94,13 @@ def case_id(case):
 
 
 @pytest.mark.parametrize("case", cases(FAST)[::2], ids=case_id)
-def test_reads_what_the_cache_stands_for(case):
+def test_cache_read_returns_the_dequantized_keys(case):
     problem = Problem(case)
     problem.check(problem.run(plgpu.InterpretGPUParams()))
 
 
-def test_the_block_of_a_key_that_nobody_wants_is_not_looked_up():
-    """What stands there may be any number: the block of the nearest key that is wanted is read instead."""
+def test_blocks_of_keys_that_are_not_requested_are_not_looked_up():
+    """Their table entries may hold anything: the block of the nearest requested key is read instead."""
     problem = Problem({name: values[0] for name, values in FAST.items()} | {"scale": "none"})
     out = np.asarray(problem.run(plgpu.InterpretGPUParams()))[2 * problem.rows :]
     np.testing.assert_array_equal(
@@ -108,7 +108,7 @@ def test_the_block_of_a_key_that_nobody_wants_is_not_looked_up():
     )  # request 2 wants its keys from 90 on, in blocks of 16
 
 
-def test_requests_stand_where_the_caller_says():
+def test_requests_start_at_kv_start_loc():
     problem = Problem({name: values[0] for name, values in FAST.items()})
     where = {"kv_start_loc": jnp.asarray(STARTS, jnp.int32), "buffer_len": ROWS}
     problem.check(problem.run(plgpu.InterpretGPUParams(), **where), STARTS)
@@ -116,26 +116,26 @@ def test_requests_stand_where_the_caller_says():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-def test_reads_every_format(case):
+def test_cache_read_supports_every_cache_format(case):
     problem = Problem(case)
     problem.check(problem.run(plgpu.InterpretGPUParams()))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-def test_reads_every_format_on_a_gpu(case):
+def test_cache_read_supports_every_cache_format_on_a_gpu(case):
     problem = Problem(case)
     problem.check(problem.run())
 
 
-def test_there_are_no_races():
+def test_cache_read_has_no_races():
     case = {name: values[0] for name, values in FAST.items()}
     with assertions.assert_no_races(num_kernels=1):
         Problem(case).run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
 
 
 def aot_cases():
-    """What is compiled for an H200: every pair of the factors, at a serving size."""
+    """Return the kernels to compile for an H200: every pair of the factors, at the sizes of serving."""
     found = {}
     for case in cases(FACTORS):
         dtype, size, dim = jnp.dtype(case["dtype"]), case["block_size"], case["head_dim"]
@@ -161,16 +161,16 @@ class TestAheadOfTime:
             assert [k.name.partition("_mosaic")[0] for k in kernels] == ["cache_read"], name
             assert [k for k in kernels if k.spilled_bytes] == [], name
 
-    def test_a_few_that_ship(self):
+    def test_a_sample_of_shipped_kernels_compiles_without_spills(self):
         self.check(list(aot_cases())[::6])
 
     @pytest.mark.slow
-    def test_all_that_ship(self):
+    def test_all_shipped_kernels_compile_without_spills(self):
         self.check(list(aot_cases()))
 
 
 class TestRefusals:
-    served = {"dtype": jnp.bfloat16, "cache_dtype": jnp.int8, "head_dim": 128, "block_size": 16}  # noqa: RUF012
+    supported = {"dtype": jnp.bfloat16, "cache_dtype": jnp.int8, "head_dim": 128, "block_size": 16}  # noqa: RUF012
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -184,12 +184,12 @@ class TestRefusals:
             ({"layout": "packed"}, "layout=packed is not supported"),
         ],
     )
-    def test_what_has_no_kernel_is_named(self, change, message):
-        assert why_not_read(**self.served) is None
+    def test_why_not_read_names_what_is_not_supported(self, change, message):
+        assert why_not_read(**self.supported) is None
         with pytest.raises(AssertionError, match=message):
-            raise AssertionError(why_not_read(**self.served | change))
+            raise AssertionError(why_not_read(**self.supported | change))
 
-    def test_the_kernel_refuses_by_name(self):
+    def test_cache_read_raises_with_the_reason(self):
         one = jnp.zeros(1, jnp.int32)
         with pytest.raises(NotImplementedError, match=r"cache_read: .*block_size 4"):
             cache_read(jnp.zeros((2, 4, 1, 64), jnp.int8), one[None], one, one, dtype=jnp.bfloat16)
@@ -207,7 +207,7 @@ class TestRefusals:
             ({"cache": (2, 16, 0, 64)}, "kv_heads must be positive, got 0"),
         ],
     )
-    def test_arguments_that_disagree_are_named(self, change, message):
+    def test_wrong_arguments_are_refused(self, change, message):
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         shape = change.pop("cache", (2, 16, 1, 64))
         if "kv_start_loc" in change:
@@ -217,7 +217,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             unchecked(jnp.zeros(shape, jnp.int8), zeros((1, 1)), **lens, dtype=jnp.bfloat16, **change)
 
-    def test_shapes_that_disagree_are_named(self):
+    def test_wrong_shapes_are_refused(self):
         cache, one = jnp.zeros((2, 16, 1, 64), jnp.int8), jnp.zeros(1, jnp.int32)
         with pytest.raises(ValueError, match=r"scale's shape must be one of .*got \(3,\)"):
             cache_read(cache, one[None], one, one, dtype=jnp.bfloat16, scale=jnp.ones(3))

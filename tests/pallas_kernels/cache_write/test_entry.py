@@ -1,4 +1,4 @@
-"""cache_write: each token in its slot and nowhere else, in place; interpret mode, compiled, and on a GPU."""
+"""cache_write against the reference in interpret mode and on a GPU; compilation and refusals."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ FORMATS = {
 
 
 def rounding_problem(layout, name, **sizes):
-    """Arguments as problem's with 8-bit caches, and their scales."""
+    """Return the arguments of `problem` with 8-bit caches, and their scales."""
     key, value, k, v, slots = problem(layout, **sizes)
     k_dtype, k_ndim, v_dtype, v_ndim = FORMATS[name]
     key = key.at[:, 0].multiply(jnp.exp2(jnp.arange(len(key)) % 30 - 15).astype(key.dtype)[:, None])
@@ -62,7 +62,7 @@ def rounding_problem(layout, name, **sizes):
 
 
 def check_rounding(arguments, scales, layout, **options):
-    """Against the XLA path's arithmetic, in float32: a tie may fall to either side, nothing more."""
+    """Compare with XLA's quantization in float32; only ties may be rounded to either side."""
     key, value, *caches, slots = arguments
     rounded = []
     for x, cache, scale in zip((key, value), caches, scales.values(), strict=True):
@@ -91,7 +91,7 @@ def check_rounding(arguments, scales, layout, **options):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_8_bit_rows_are_rounded_on_the_way(layout, name):
+def test_cache_write_quantizes_to_8_bits(layout, name):
     arguments, scales = rounding_problem(layout, name, heads=2, dim=64)
     check_rounding(
         arguments, scales, layout, sizes=CacheWriteSizes(rows=4), interpret=plgpu.InterpretGPUParams()
@@ -101,13 +101,13 @@ def test_8_bit_rows_are_rounded_on_the_way(layout, name):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda d: d.__name__)
-def test_each_token_lands_in_its_slot_and_nowhere_else(layout, rows, dtype):
+def test_each_token_is_written_to_its_slot_only(layout, rows, dtype):
     arguments = problem(layout, dtype=dtype)
     check(arguments, layout, sizes=CacheWriteSizes(rows=rows), interpret=plgpu.InterpretGPUParams())
 
 
 def aot_cases():
-    """The writes that ship: both layouts, models' widths, one token and a long prompt; caches are donated."""
+    """Return the shipped kernels: both layouts, the widths of models, one token to a long prompt."""
     shape = jax.ShapeDtypeStruct
     cases = {}
     sizes = ((1, 8, 128), (64, 8, 64), (64, 32, 128), (8192, 8, 128), (33, 2, 256), (9, 8, 80), (9, 1, 128))
@@ -132,7 +132,7 @@ def _write_with_scales(key, value, k, v, slots, k_scale, v_scale, *, layout):
     return cache_write(key, value, k, v, slots, k_scale=k_scale, v_scale=v_scale, layout=layout)
 
 
-def test_the_writes_that_ship_compile_without_spills_or_copies():
+def test_shipped_kernels_compile_without_spills_or_copies():
     aot.require_plugin()
     kernels = aot.compile_all("tests.pallas_kernels.cache_write.test_entry", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
@@ -175,7 +175,7 @@ INT8 = {"k_dtype": jnp.int8, "v_dtype": jnp.int8, "k_scale_ndim": 3, "v_scale_nd
         (INT8 | {"head_dim": 48, "kv_heads": 8}, "head_dim=48 is not supported for an 8-bit cache"),
     ],
 )
-def test_what_has_no_kernel_is_named(change, message):
+def test_why_not_write_names_what_is_not_supported(change, message):
     good = {"dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "layout": "NHD"}
     good |= {"kv_heads": 2, "head_dim": 64}
     assert why_not_write(**good) is None
@@ -183,7 +183,7 @@ def test_what_has_no_kernel_is_named(change, message):
     assert re.search(message, why_not_write(**(good | change)))
 
 
-def test_arguments_that_disagree_are_named():
+def test_wrong_arguments_are_refused():
     key, value, k, v, slots = problem("NHD")
     for arguments, message in (
         ((key, value, k[:, :4], v, slots), r"v_cache must have shape \(8, 4, 2, 64\).*got \(8, 8, 2, 64\)"),
@@ -204,7 +204,7 @@ def test_arguments_that_disagree_are_named():
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("tokens", [1, 9, 64, 133, 1000])
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (1, 64), (32, 128), (2, 256), (4, 80)])
-def test_on_a_gpu(layout, tokens, heads, dim):
+def test_each_token_is_written_to_its_slot_only_on_a_gpu(layout, tokens, heads, dim):
     check(problem(layout, tokens=tokens, heads=heads, dim=dim, blocks=200, size=16), layout)
 
 
@@ -213,7 +213,7 @@ def test_on_a_gpu(layout, tokens, heads, dim):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 133, 1000])
 @pytest.mark.parametrize(("heads", "dim"), [(8, 128), (2, 64), (32, 128), (2, 256), (8, 80)])
-def test_8_bit_rows_on_a_gpu(layout, name, tokens, heads, dim):
+def test_cache_write_quantizes_to_8_bits_on_a_gpu(layout, name, tokens, heads, dim):
     arguments, scales = rounding_problem(
         layout, name, tokens=tokens, heads=heads, dim=dim, blocks=200, size=16
     )

@@ -1,4 +1,4 @@
-"""Products of experts that are compiled for an H200: of two models, at the sizes of prefill."""
+"""Expert matrix products of two models at the sizes of prefill, to compile for an H200."""
 
 import functools
 
@@ -20,7 +20,7 @@ SHAPES = {
 
 
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return (function, abstract arguments) by the name of the case."""
     found = {}
     for name, (groups, inputs, outputs, outputs_first) in SHAPES.items():
         for dtype in (jnp.bfloat16, jnp.float16):

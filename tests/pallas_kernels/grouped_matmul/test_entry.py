@@ -1,4 +1,4 @@
-"""grouped_matmul: against float64 in interpret mode and on a GPU, compiled for an H200, races, refusals."""
+"""grouped_matmul against float64 in interpret mode and on a GPU; compilation, races and refusals."""
 
 import functools
 
@@ -16,7 +16,7 @@ GROUPS = (2, 0, -1, 2, -1)  # of the tiles; nobody has group 1 or 3
 
 
 class Problem:
-    """Rows, matrices with NaN where no tile looks, and a row of NaN in the middle of a tile."""
+    """Rows with a row of NaN inside a tile, and matrices that are NaN if no tile uses them."""
 
     def __init__(self, inputs, outputs, *, outputs_first, dtype=jnp.bfloat16):
         keys = jax.random.split(jax.random.key(0))
@@ -42,7 +42,7 @@ class Problem:
 
 
 @pytest.mark.parametrize("outputs_first", [False, True])
-def test_the_reference_is_what_float64_says(outputs_first):
+def test_reference_matches_float64(outputs_first):
     problem = Problem(64, 128, outputs_first=outputs_first)
     how = {"outputs_first": outputs_first}
     got = np.asarray(grouped_matmul_reference(problem.x, problem.weights, problem.groups, **how))
@@ -58,7 +58,7 @@ SIZES = [(64, 64), (192, 128), (128, 192), (320, 256)]
 
 @pytest.mark.parametrize("outputs_first", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_each_tile_is_multiplied_with_its_group_s_matrix(inputs, outputs, outputs_first):
+def test_each_tile_is_multiplied_by_its_groups_matrix(inputs, outputs, outputs_first):
     problem = Problem(inputs, outputs, outputs_first=outputs_first)
     out = problem.run(plgpu.InterpretGPUParams())
     problem.check(out)
@@ -67,13 +67,13 @@ def test_each_tile_is_multiplied_with_its_group_s_matrix(inputs, outputs, output
     np.testing.assert_array_equal(again[live], np.asarray(out.astype(jnp.float32))[live])
 
 
-def test_there_are_no_races():
+def test_grouped_matmul_has_no_races():
     problem = Problem(320, 128, outputs_first=True)
     with assertions.assert_no_races(num_kernels=1):
         problem.run(plgpu.InterpretGPUParams(detect_races=True)).block_until_ready()
 
 
-def test_f16():
+def test_grouped_matmul_supports_float16():
     problem = Problem(128, 64, outputs_first=True, dtype=jnp.float16)
     problem.check(problem.run(plgpu.InterpretGPUParams()))
 
@@ -82,20 +82,20 @@ def test_f16():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("outputs_first", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [*SIZES, (768, 2048), (2880, 2880), (2048, 1536)])
-def test_on_a_gpu(inputs, outputs, outputs_first, dtype):
+def test_each_tile_is_multiplied_by_its_groups_matrix_on_a_gpu(inputs, outputs, outputs_first, dtype):
     problem = Problem(inputs, outputs, outputs_first=outputs_first, dtype=dtype)
     problem.check(problem.run())
     assert jnp.array_equal(problem.run()[:TILE_ROWS], problem.run()[:TILE_ROWS])
 
 
-def test_nothing_is_spilled_on_an_h200():
+def test_shipped_kernels_compile_without_spills():
     aot.require_plugin()
     names = [*grouped_aot_cases.aot_cases()]
     for name, kernels in aot.compile_all(grouped_aot_cases.__name__, names).items():
         assert [kernel.spilled_bytes for kernel in kernels if "grouped_matmul" in kernel.name] == [0], name
 
 
-def test_no_rows_are_no_work():
+def test_empty_input_returns_an_empty_result():
     out = grouped_matmul(
         jnp.zeros((0, 64), jnp.bfloat16), jnp.zeros((2, 64, 128), jnp.bfloat16), jnp.zeros(0, jnp.int32)
     )
@@ -131,6 +131,6 @@ def arguments(rows=128, inputs=64, outputs=64, tiles=1, dtype=jnp.bfloat16, weig
         ({"outputs": 32}, NotImplementedError, "outputs=32 is not supported; supported: multiples of 64"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, error, message):
+def test_unsupported_arguments_are_refused(change, error, message):
     with pytest.raises(error, match=message):
         grouped_matmul(*arguments(**change))

@@ -1,4 +1,4 @@
-"""Lists of tiles, by the kernel and by sorting, against loops."""
+"""list_tiles, by the kernel and by sorting, against a loop."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def drawn(lists, tiles, query_blocks, seed=0):
 
 
 def lists_of(some, every, query_blocks):
-    """Each list, and how many of its tiles are seen in part."""
+    """Return each list and the number of its partly visible tiles."""
     for row, (seen, whole) in enumerate(zip(some, some & every, strict=True)):
         tiles = [*np.flatnonzero(seen & ~whole)[::-1], *np.flatnonzero(whole)]
         bits = lambda tile, row=row: sum(
@@ -48,7 +48,7 @@ def codes(some, every, query_blocks):
     return encode_tiles(jnp.asarray(some), jnp.asarray(every), [jnp.asarray(part) for part in query_blocks])
 
 
-def test_lists_name_tiles_seen_in_part_first():
+def test_partly_visible_tiles_come_first():
     some = jnp.asarray([[True, True, False, True], [False, False, False, False]])
     every = jnp.asarray([[True, False, True, False], [False, False, False, False]])
     listed = list_tiles(encode_tiles(some, every))
@@ -58,30 +58,30 @@ def test_lists_name_tiles_seen_in_part_first():
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-2], ids=str)
-def test_sorting_equals_a_loop(shape):
+def test_lists_by_sorting_match_a_loop(shape):
     masks = drawn(*shape)
     check(build_lists_by_sorting(codes(*masks)), *masks)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_equals_a_loop(shape):
+def test_lists_of_the_kernel_match_a_loop(shape):
     masks = drawn(*shape)
     check(jax.jit(kernel.on_gpu)(codes(*masks)), *masks)
 
 
-def test_more_tiles_than_are_counted_are_refused():
+def test_too_many_tiles_are_refused():
     with pytest.raises(ValueError, match=r"codes must have at most 65535 tiles per list, got \(1, 65536\)"):
         jax.eval_shape(list_tiles, jax.ShapeDtypeStruct((1, 65536), jnp.uint8))
 
 
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return (function, abstract arguments) by the name of the case."""
     of = lambda lists, tiles, query_blocks: jax.eval_shape(lambda: codes(*drawn(lists, tiles, query_blocks)))
     return {str(shape): (list_tiles, (of(*shape),)) for shape in (*SHAPES, (4, 16384, 1), (8224, 256, 2))}
 
 
-def test_what_ships_compiles_and_does_not_spill():
+def test_shipped_kernels_compile_without_spills():
     aot.require_plugin()
     reports = aot.compile_all("tests.pallas_kernels.list_tiles.test_entry", list(aot_cases()))
     for name, kernels in reports.items():

@@ -1,4 +1,4 @@
-"""qkv_write: queries, keys and values as the definition has them, each in its slot and nowhere else."""
+"""qkv_write against the reference in interpret mode and on a GPU; compilation and refusals."""
 
 import functools
 import itertools
@@ -54,20 +54,20 @@ def check(layout, interpret=None, is_offset=False, **options):
     unit = float(jnp.finfo(qkv.dtype).eps)
     for got, wanted in ((query, want[0]), (k, expected[0])):
         assert got.dtype == qkv.dtype
-        # The normalised head, its product with the weight and the turned pair are each rounded once.
+        # The normalised head, its product with the weight and the rotated pair are each rounded once.
         np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2 * unit, atol=12 * unit)
     np.testing.assert_array_equal(np.asarray(v, np.float64), expected[1])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-def test_as_the_definition_has_it(layout, parts):
+def test_qkv_write_matches_the_reference(layout, parts):
     check(layout, parts=parts, interpret=plgpu.InterpretGPUParams())
 
 
 @pytest.mark.parametrize("is_offset", [False, True])
 @pytest.mark.parametrize(("heads", "group", "dim"), [(1, 1, 128), (4, 1, 32), (3, 4, 96), (8, 4, 128)])
-def test_heads_groups_and_norms_of_models(is_offset, heads, group, dim):
+def test_qkv_write_supports_the_heads_and_norms_of_models(is_offset, heads, group, dim):
     check(
         "NHD",
         interpret=plgpu.InterpretGPUParams(),
@@ -79,7 +79,7 @@ def test_heads_groups_and_norms_of_models(is_offset, heads, group, dim):
     )
 
 
-def test_a_token_without_a_slot_may_hold_anything():
+def test_tokens_without_a_slot_are_not_written():
     (qkv, *caches, slots), named = problem()
     poisoned = jnp.where((slots < 0)[:, None, None, None], jnp.nan, qkv)
     write = functools.partial(qkv_write, **named, interpret=plgpu.InterpretGPUParams())
@@ -90,7 +90,7 @@ def test_a_token_without_a_slot_may_hold_anything():
         np.testing.assert_array_equal(one, other)
 
 
-def test_no_tokens_leave_the_caches_as_they_are():
+def test_empty_batch_leaves_the_caches_unchanged():
     (qkv, k_cache, v_cache, slots), _ = problem()
     query, k, v = qkv_write(qkv[:0], k_cache, v_cache, slots[:0], interpret=plgpu.InterpretGPUParams())
     assert query.shape == (0, qkv.shape[1] * (qkv.shape[2] - 2), qkv.shape[3])
@@ -114,31 +114,31 @@ class TestErrors:
             ({"layout": "DHN"}, "layout must be one of 'NHD', 'HND', got 'DHN'"),
         ],
     )
-    def test_what_does_not_fit_is_named(self, change, message):
+    def test_wrong_arguments_are_refused(self, change, message):
         (qkv, k_cache, v_cache, slots), named = problem()
         arguments = {"k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, **named, **change}
         with pytest.raises(ValueError, match=message):
             qkv_write(qkv, **arguments)
 
-    def test_a_projection_without_queries_is_none(self):
+    def test_qkv_without_query_heads_is_refused(self):
         (qkv, *rest), named = problem()
         with pytest.raises(ValueError, match=r"qkv must have at least one query head.*got \(9, 2, 2, 64\)"):
             qkv_write(qkv[:, :, :2], *rest, **named)
 
-    def test_other_caches_have_no_kernel(self):
+    def test_8_bit_caches_are_refused(self):
         (qkv, k_cache, v_cache, slots), named = problem()
         small = [cache.astype(jnp.int8) for cache in (k_cache, v_cache)]
         with pytest.raises(NotImplementedError, match="caches of int8, int8 are not supported"):
             qkv_write(qkv, *small, slots, **named)
 
-    def test_halves_of_which_a_lane_has_no_power_of_2_have_no_kernel(self):
+    def test_head_dim_120_is_refused(self):
         (qkv, *rest), named = problem(dim=120)
         with pytest.raises(
             NotImplementedError, match="head_dim=120 is not supported; supported: 32, 64, 80, 96, 112, 128"
         ):
             qkv_write(qkv, *rest, **named)
 
-    def test_lanes_hold_a_power_of_2_of_every_half_that_has_a_kernel(self):
+    def test_lanes_hold_a_power_of_2_elements_of_every_supported_half_head(self):
         # LLVM places vectors of other lengths further apart than their elements are: every lane but the first
         # read, and wrote, its neighbour's.
         how = {"dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "layout": "NHD"}
@@ -149,7 +149,7 @@ class TestErrors:
 
 
 def aot_cases():
-    """What models have: one token, a batch, a prompt."""
+    """Return the shipped kernels: heads of models with one token, a batch and a prompt."""
     shape = jax.ShapeDtypeStruct
     cases = {}
     models = ((8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (2, 6, 80))
@@ -170,7 +170,7 @@ def _write(qkv, k_cache, v_cache, slots, cos, sin, q_weight, k_weight, *, layout
 
 
 @pytest.mark.kernels
-def test_the_kernels_that_ship_compile_without_spills_or_copies():
+def test_shipped_kernels_compile_without_spills_or_copies():
     aot.require_plugin()
     kernels = aot.compile_all("tests.pallas_kernels.qkv_write.test_entry", list(aot_cases()))
     assert len(kernels) == len(aot_cases())
@@ -182,7 +182,7 @@ def test_the_kernels_that_ship_compile_without_spills_or_copies():
 class TestOnGPU:
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
     @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-    def test_as_the_definition_has_it(self, layout, parts):
+    def test_qkv_write_matches_the_reference(self, layout, parts):
         check(layout, parts=parts)
 
     @pytest.mark.parametrize("is_offset", [False, True])
@@ -191,7 +191,7 @@ class TestOnGPU:
         ("heads", "group", "dim"),
         [(8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (1, 8, 80)],
     )
-    def test_models_heads(self, is_offset, dtype, heads, group, dim):
+    def test_qkv_write_supports_the_heads_of_models(self, is_offset, dtype, heads, group, dim):
         how = {"heads": heads, "group": group, "dim": dim, "dtype": dtype, "is_offset": is_offset}
         for tokens in (1, 60):
             check("NHD", tokens=tokens, **how)

@@ -1,4 +1,4 @@
-"""paged_kv: block ids stay where keys are seen, copies bring the right keys, the unseen goes."""
+"""paged_kv: block ids, the copies of a tile and masked-out tokens."""
 
 import itertools
 import pathlib
@@ -22,8 +22,8 @@ ANYTHING = st.integers(-(2**30), 2**30)
 scalar = lambda x: jnp.asarray(x, jnp.int32)
 
 
-class Row:
-    """A block table that says which columns of request 3 were asked for: the block of column i is 100 + i."""
+class RecordingTable:
+    """A block table whose row 3 has block 100 + i in column i, and that asserts that columns are in range."""
 
     shape = (5, WIDTH)
 
@@ -35,14 +35,14 @@ class Row:
 
 
 def ids(first_column, count=4, **ends):
-    seen = BlockTableRef(Row(), SIZE).visible(scalar(3), **ends)
+    seen = BlockTableRef(RecordingTable(), SIZE).visible(scalar(3), **ends)
     return seen.ids(scalar(first_column), count)
 
 
 class TestBlockIds:
     @pytest.mark.parametrize("is_checked", [False, True])
     @hypothesis.given(st.integers(0, SIZE * WIDTH - 1), st.integers(1, SIZE * WIDTH), ANYTHING)
-    def test_the_nearest_seen_block_stands_in(self, is_checked, low, high, column):
+    def test_columns_outside_are_clamped_to_the_nearest_visible_block(self, is_checked, low, high, column):
         low, high = min(low, high - 1), max(low + 1, high)
         found = ids(column, low=scalar(low), high=scalar(high), is_checked=is_checked)
         seen = range(low // SIZE, (high - 1) // SIZE + 1)
@@ -50,56 +50,56 @@ class TestBlockIds:
         assert found == [100 + i for i in want]
 
     @hypothesis.given(ANYTHING, ANYTHING, ANYTHING)
-    def test_no_ends_lead_out_of_the_row(self, low, high, column):
+    def test_any_range_stays_inside_the_row(self, low, high, column):
         ids(column, low=scalar(low), high=scalar(high))
 
     @pytest.mark.parametrize("is_checked", [False, True])
-    def test_a_request_without_keys_has_a_stand_in(self, is_checked):
+    def test_request_without_keys_uses_its_first_block(self, is_checked):
         assert ids(5, low=scalar(0), high=scalar(0), is_checked=is_checked) == [100] * 4
 
     @pytest.mark.parametrize(
         ("num_blocks", "want"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
     )
-    def test_the_first_blocks_end_where_the_request_does(self, num_blocks, want):
-        seen = BlockTableRef(Row(), SIZE).first(scalar(3), scalar(num_blocks))
+    def test_first_blocks_are_clamped_to_the_requests_last_block(self, num_blocks, want):
+        seen = BlockTableRef(RecordingTable(), SIZE).first(scalar(3), scalar(num_blocks))
         assert seen.ids(scalar(1), 4) == [100 + i for i in want]
 
-    def test_the_table_gives_no_id_without_ends(self):
+    def test_table_is_not_subscriptable(self):
         with pytest.raises(TypeError, match="not subscriptable"):
-            BlockTableRef(Row(), SIZE)[3, 0]
+            BlockTableRef(RecordingTable(), SIZE)[3, 0]
 
-    def test_a_slot_is_a_block_and_a_place_in_it(self):
+    def test_split_slot_returns_block_and_offset(self):
         assert paged_kv.split_slot(scalar(5 * SIZE + 3), SIZE) == (5, 3)
 
 
-def fetched(cache, table, first_key, cut):
-    """The keys of a tile of request 1 by cut's copies, of kv head 1: [tile_kv, head_dim]."""
-    head = cut.head
+def fetch_tile(cache, table, first_key, tiling):
+    """Return the keys of a tile of request 1 and KV head 1, fetched by TMA: [tile_kv, head_dim]."""
+    head = tiling.head
 
     def body(cache_g, table_g, out_g, tile_s, loaded):
-        seen = BlockTableRef(table_g, cut.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
+        seen = BlockTableRef(table_g, tiling.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
         key = jax.lax.axis_index("cta") + first_key
-        for j, block in enumerate(seen.ids(cut.table_column(key), cut.num_copies)):
-            at = cut.gmem_index(block, cut.copy_index(key), jnp.int32(1))
+        for j, block in enumerate(seen.ids(tiling.table_column(key), tiling.num_copies)):
+            at = tiling.gmem_index(block, tiling.copy_index(key), jnp.int32(1))
             for chunk in range(head.num_chunks):
                 source = cache_g.at[(*at, *head.gmem_index(chunk, key * 0))]
-                plgpu.copy_gmem_to_smem(source, tile_s.at[chunk, pl.ds(j * cut.rows, cut.rows)], loaded)
+                plgpu.copy_gmem_to_smem(source, tile_s.at[chunk, pl.ds(j * tiling.rows, tiling.rows)], loaded)
         plgpu.barrier_wait(loaded)
         plgpu.copy_smem_to_gmem(tile_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
-    shape = head.num_chunks, cut.tile_kv, head.width
+    shape = head.num_chunks, tiling.tile_kv, head.width
     out = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, cache.dtype),
         scratch_types=[
             plgpu.SMEM(shape, cache.dtype),
-            plgpu.Barrier(num_arrivals=cut.num_copies * head.num_chunks),
+            plgpu.Barrier(num_arrivals=tiling.num_copies * head.num_chunks),
         ],
         grid=(1,),
         grid_names=("cta",),
         interpret=plgpu.InterpretGPUParams(),
-    )(cut.tile_cache(cache), table)
+    )(tiling.tile_cache(cache), table)
     return np.concatenate(np.asarray(out)[:, :, : head.chunk_dim], axis=1)
 
 
@@ -107,14 +107,16 @@ class TestCopies:
     @pytest.mark.parametrize(
         ("is_hnd", "block_size", "head_dim"), [*itertools.product([False, True], [16, 64, 256], [64, 80])]
     )
-    def test_a_tile_has_the_keys_of_its_positions(self, is_hnd, block_size, head_dim):
+    def test_copies_fetch_the_keys_of_the_tiles_positions(self, is_hnd, block_size, head_dim):
         rng, tile_kv = np.random.default_rng(0), 64
-        cut = CacheTiling(block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head_chunks(head_dim))
+        tiling = CacheTiling(
+            block_size=block_size, tile_kv=tile_kv, is_hnd=is_hnd, head=head_chunks(head_dim)
+        )
         columns = -(-128 // block_size)
         table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
         keys = rng.standard_normal((2 * columns, block_size, 3, head_dim), np.float32)
         cache = keys.swapaxes(1, 2) if is_hnd else keys
-        got = fetched(jnp.asarray(cache), jnp.asarray(table), 64, cut)
+        got = fetch_tile(jnp.asarray(cache), jnp.asarray(table), 64, tiling)
         of_request = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
         here = of_request[64 : 64 + tile_kv]
         final_block = of_request[100 // block_size * block_size :][:block_size]
@@ -123,17 +125,17 @@ class TestCopies:
         np.testing.assert_array_equal(got, here)
 
     @pytest.mark.parametrize("is_hnd", [False, True])
-    def test_sizes_are_named_in_one_order(self, is_hnd):
+    def test_cache_dims_have_one_order_for_both_layouts(self, is_hnd):
         cache = jnp.zeros((9, 2, 16, 64) if is_hnd else (9, 16, 2, 64))
         assert paged_kv.cache_dims(cache, is_hnd=is_hnd) == (9, 16, 2, 64)
 
-    def test_scales_are_cut_as_the_cache_is(self):
-        cut = CacheTiling(block_size=256, tile_kv=64, is_hnd=False, head=head_chunks(64))
+    def test_scales_are_tiled_as_the_cache(self):
+        tiling = CacheTiling(block_size=256, tile_kv=64, is_hnd=False, head=head_chunks(64))
         scales = jnp.arange(2 * 3 * 256).reshape(2, 3, 256)
-        np.testing.assert_array_equal(cut.tile_scales(scales)[1, 2, 3], scales[1, 2, 192:])
+        np.testing.assert_array_equal(tiling.tile_scales(scales)[1, 2, 3], scales[1, 2, 192:])
 
 
-class TestWhatNobodySees:
+class TestMaskedOutTokens:
     def cleared(self, values, low, high):
         """Keys of the upper half of a tile are numbered from 100 on; the lower half is not looked at."""
 
@@ -157,7 +159,7 @@ class TestWhatNobodySees:
         )(values, jnp.asarray([low, high], jnp.int32))
 
     @pytest.mark.parametrize(("low", "high"), [(0, 500), (110, 500), (0, 130), (110, 130), (300, 500)])
-    def test_becomes_zeros_even_where_it_is_nan(self, low, high):
+    def test_masked_out_values_become_zero_even_if_nan(self, low, high):
         values = np.random.default_rng(0).standard_normal((2, 128, 64), np.float32)
         keys = np.arange(100, 164)
         is_unseen = (keys < low) | (keys >= high)
@@ -165,14 +167,14 @@ class TestWhatNobodySees:
         want[:, 64:][:, is_unseen], given[:, 64:][:, is_unseen] = 0, np.nan
         np.testing.assert_array_equal(self.cleared(jnp.asarray(given), low, high), want)
 
-    def test_takes_what_it_is_told_to(self):
+    def test_masked_out_rows_take_the_fill_value(self):
         x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])
         found = paged_kv.where_visible(x, keys, scalar(5), scalar(6), 7.0)
         np.testing.assert_array_equal(found, [7.0, 2.0, 7.0])
 
 
-def test_no_kernel_looks_into_a_block_table_by_itself():
-    """As far as names tell: a table under another one escapes."""
+def test_no_kernel_indexes_a_block_table_directly():
+    """The check finds tables by their names."""
     folder = pathlib.Path(paged_kv.__file__).parents[1]
     looks = re.compile(r"^[^`]*(block_table|table_g)\[")
     found = {
