@@ -127,7 +127,10 @@ def test_select_top_blocks_refuses_wrong_arguments(change, message):
     [
         ({"block_table": jnp.zeros((2, 21), jnp.int32)}, r"block_table must .*\(3, 21\) .*got \(2, 21\)"),
         ({"seq_lens": jnp.zeros(2, jnp.int32)}, r"seq_lens must .*\(3,\) \(reqs\), got \(2,\)"),
-        ({"high": jnp.zeros((70, 8, 64), jnp.float16)}, "high's dtype must be bfloat16, as low, got float16"),
+        (
+            {"high": jnp.zeros((70, 8, 64), jnp.float16)},
+            "high's dtype must be bfloat16, the dtype of low, got float16",
+        ),
     ],
 )
 def test_block_scores_refuses_wrong_arguments(change, message):
@@ -275,7 +278,7 @@ def test_select_blocks_raises_with_the_reason():
     query, bounds, table, num_blocks = problem()
     wide = jnp.zeros((3, MAX_LEN + 1), jnp.int32)
     options = {"num_selected": 1, "block_size": 16, "implementation": "mosaic_gpu", "interpret": INTERPRET}
-    with pytest.raises(NotImplementedError, match=f"choose among {MAX_LEN + 1} blocks"):
+    with pytest.raises(NotImplementedError, match=f"at most {MAX_LEN} blocks, got {MAX_LEN + 1}"):
         select_blocks(query, bounds, wide, num_blocks, **options)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), bounds)
     with pytest.raises(NotImplementedError, match="mosaic_gpu: block bounds dtype=float32 is not supported"):

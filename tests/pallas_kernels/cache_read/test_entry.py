@@ -191,7 +191,7 @@ class TestRefusals:
 
     def test_cache_read_raises_with_the_reason(self):
         one = jnp.zeros(1, jnp.int32)
-        with pytest.raises(NotImplementedError, match=r"cache_read: .*block_size 4"):
+        with pytest.raises(NotImplementedError, match="cache_read: block_size=4 is not supported"):
             cache_read(jnp.zeros((2, 4, 1, 64), jnp.int8), one[None], one, one, dtype=jnp.bfloat16)
 
     @pytest.mark.parametrize(
