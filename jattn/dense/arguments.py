@@ -1,4 +1,4 @@
-"""Whether arrays belong together as `attention` takes them, and what is made of them."""
+"""Validation and conversion of the arguments of `attention`."""
 
 import functools
 from collections.abc import Callable
@@ -16,176 +16,193 @@ from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, unsupported
 
-OF_FLAX = "an argument of jattn.attention_fn, which is what Flax takes as attention_fn"
-NAMES_OF_JAX = {  # of arguments of jax.nn.dot_product_attention, and of what Flax hands an attention_fn
+FLAX_ARGUMENT = "jattn.attention_fn, the function for Flax's attention_fn argument"
+# Replacements for the arguments of jax.nn.dot_product_attention and of Flax's attention_fn.
+JAX_ARGUMENT_NAMES = {
     **{"query": "q", "key": "k", "value": "v", "is_causal": "causal=", "local_window_size": "window="},
     **{"return_residual": "return_lse=", "bias": "jattn.attention_fn(q, k, v, bias)"},
     "query_seq_lengths": "mask=jattn.masks.Prefix(length=)",
-    "key_value_seq_lengths": "mask=jattn.masks.Prefix(length=), or an array of bool",
-    **dict.fromkeys(("dropout_rng", "dropout_rate", "broadcast_dropout", "module", "dtype"), OF_FLAX),
+    "key_value_seq_lengths": "mask=jattn.masks.Prefix(length=) or a bool array",
+    **dict.fromkeys(("dropout_rng", "dropout_rate", "broadcast_dropout", "module", "dtype"), FLAX_ARGUMENT),
 }
 
 
-class Rows(NamedTuple):
-    """Which tokens belong together, and what they see of each other."""
+class MaskInputs(NamedTuple):
+    """The arguments that decide which keys are visible: segment ids, document boundaries, and a mask."""
 
     segment_ids: Int[Array, "batch tokens"] | None
     cu_seqlens: Int[Array, " bounds"] | None
     mask: Mask | None
 
 
-def spec_of_arrays(q: Any, k: Any, v: Any, **numbers: Any) -> AttentionSpec:
-    """The arrays' layer; they must belong together."""
+def infer_spec(q: Any, k: Any, v: Any, **numbers: Any) -> AttentionSpec:
+    """Check that the arrays match, and return their attention spec."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         is_array = hasattr(array, "dtype") and hasattr(array, "ndim")
-        require(is_array, name, "be an array", type(array).__name__)
+        require(is_array, name, "be an array", f"a {type(array).__name__}")
         require(
             array.ndim in (3, 4),
             name,
-            "have shape [batch, tokens, heads, head_dim], or no batch",
+            "have shape [batch, tokens, heads, head_dim] or [tokens, heads, head_dim]",
             array.shape,
         )
         is_real = jnp.issubdtype(array.dtype, jnp.floating) and jnp.dtype(array.dtype).itemsize > 1
-        require(is_real, name, "be of a floating-point type of 16 bits or more", array.dtype)
+        require(is_real, name, "have a floating-point dtype of at least 16 bits", array.dtype)
     (*batch, _, q_heads, head_dim), (kv_tokens, kv_heads) = q.shape, k.shape[-3:-1]
     require_shape("k", k.shape, (*batch, kv_tokens, kv_heads, head_dim), "q's batch and head_dim")
-    require_shape("v", v.shape, k.shape, "as k")
+    require_shape("v", v.shape, k.shape, "the shape of k")
     return AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, **numbers)
 
 
-def rows_of_arrays(
+def check_mask_inputs(
     q: Array, k: Array, segment_ids: Any, cu_seqlens: Any, mask: Any, spec: AttentionSpec
-) -> Rows:
-    """Documents and mask, checked."""
+) -> MaskInputs:
+    """Check segment ids, document boundaries and mask."""
     _check_documents(q, k, segment_ids, cu_seqlens)
     if segment_ids is not None:
         segment_ids = jnp.atleast_2d(as_int32(segment_ids))
-    return Rows(segment_ids, cu_seqlens, _mask_of(mask, q, k, cu_seqlens, spec))
+    return MaskInputs(segment_ids, cu_seqlens, _check_mask(mask, q, k, cu_seqlens, spec))
 
 
 def _check_documents(q: Array, k: Array, segment_ids: Any, cu_seqlens: Any) -> None:
-    """Ids and bounds of documents must be of these tokens, and of keys as many as of queries."""
-    both = segment_ids is not None and cu_seqlens is not None
-    require(not both, "segment_ids", "be None with cu_seqlens", "both")
+    """Check that segment ids or document boundaries match the tokens, with as many keys as queries."""
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError("segment_ids and cu_seqlens cannot be combined. Pass one of them.")
     for name, array in (("segment_ids", segment_ids), ("cu_seqlens", cu_seqlens)):
         if array is None:
             continue
         is_ints = hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.integer)
-        require(is_ints, name, "be an array of ints", getattr(array, "dtype", type(array).__name__))
-        require_shape(f"k with {name}", k.shape[:-2], q.shape[:-2], "as many keys as queries")
+        require(is_ints, name, "be an integer array", getattr(array, "dtype", f"a {type(array).__name__}"))
+        if k.shape[:-2] != q.shape[:-2]:
+            raise ValueError(
+                f"{name} requires as many keys as queries, got {q.shape[-3]} queries and {k.shape[-3]} keys."
+            )
     if segment_ids is not None:
-        require_shape("segment_ids", segment_ids.shape, q.shape[:-2], "an id of each token")
+        require_shape("segment_ids", segment_ids.shape, q.shape[:-2], "one id per token")
     if cu_seqlens is not None:
         require(q.ndim == 3, "q", "have shape [tokens, q_heads, head_dim] with cu_seqlens", q.shape)
         is_list = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] > 1
         require(
-            is_list, "cu_seqlens", "have shape [documents + 1], of one document or more", cu_seqlens.shape
+            is_list, "cu_seqlens", "have shape [documents + 1] with at least one document", cu_seqlens.shape
         )
         _check_bounds(cu_seqlens, q.shape[0])
 
 
 def _check_bounds(cu_seqlens: Array, tokens: int) -> None:
-    """Where the numbers can be seen."""
+    """Check the values of the document boundaries, if they are not traced."""
     if not support.is_concrete(cu_seqlens):
         return
-    bounds = np.asarray(cu_seqlens).astype(np.int64)  # unsigned ones would never descend
-    is_right = bounds[0] == 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= tokens
-    require(bool(is_right), "cu_seqlens", f"ascend from 0 to at most the {tokens} tokens", bounds)
+    bounds = np.asarray(cu_seqlens).astype(np.int64)  # Differences of unsigned ints are never negative.
+    is_valid = bounds[0] == 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= tokens
+    require(bool(is_valid), "cu_seqlens", f"ascend from 0 to at most the number of tokens ({tokens})", bounds)
 
 
-def _mask_of(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: AttentionSpec) -> Mask | None:
-    """The mask, made of an array where it is one; it must reach over the texts."""
+def _check_mask(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: AttentionSpec) -> Mask | None:
+    """Check the mask, converting a bool array to a BlockMask; it must cover all sequences."""
     if mask is None:
         return None
     q_tokens, kv_tokens = q.shape[-3], k.shape[-3]
     batch = q.shape[0] if q.ndim == 4 else 1
     if hasattr(mask, "dtype"):
-        require(cu_seqlens is None, "mask", "be a mask of jattn.masks with cu_seqlens", f"shape {mask.shape}")
-        return mask_of_array(mask, (batch, spec.num_q_heads, q_tokens, kv_tokens))
+        if cu_seqlens is not None:
+            raise ValueError(
+                f"mask is an array with shape {mask.shape}, which cannot be combined with cu_seqlens. Pass a "
+                "mask of jattn.masks with one row per document."
+            )
+        return mask_from_array(mask, (batch, spec.num_q_heads, q_tokens, kv_tokens))
     num_rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_mask(mask, _sizes_of(q_tokens, kv_tokens, num_rows, cu_seqlens, spec), causal=spec.causal)
+    check_mask(mask, _batch_sizes(q_tokens, kv_tokens, num_rows, cu_seqlens, spec), causal=spec.causal)
     if cu_seqlens is not None:
-        # What was chosen of all tokens as one text each document would read at its own positions.
-        way_out = "what chooses is to choose for each; arrays without an axis of rows hold for all"
-        for name, got in num_rows_by_field(mask):
-            require(got == num_rows, name, f"have a row for each of {num_rows} documents ({way_out})", got)
+        # A mask selected from the packed sequence would be applied at each document's own positions.
+        for name, mask_rows in num_rows_by_field(mask):
+            if mask_rows != num_rows:
+                raise ValueError(
+                    f"{name} has {mask_rows} rows, but cu_seqlens has {num_rows} documents. Select the mask "
+                    "for each document separately, or pass an array without rows, which applies to all."
+                )
     return mask
 
 
-def _sizes_of(
+def _batch_sizes(
     q_tokens: int, kv_tokens: int, num_rows: int, cu_seqlens: Array | None, spec: AttentionSpec
 ) -> BatchSizes:
-    """How far a mask must reach: over all queries, and the keys that anyone may see; None where traced."""
+    """Return the sizes that a mask must cover: all queries and all possibly visible keys."""
     if cu_seqlens is None:
-        ahead = last_ahead(spec)
-        seen = kv_tokens if ahead is None else min(kv_tokens, q_tokens + ahead)
-        ends = lambda: np.full(num_rows, q_tokens)
-        return BatchSizes(spec.num_q_heads, num_rows, q_tokens, seen, max_query_end=q_tokens, query_ends=ends)
+        lookahead = max_lookahead(spec)
+        return BatchSizes(
+            spec.num_q_heads,
+            num_rows,
+            max_query_len=q_tokens,
+            max_seq_len=kv_tokens if lookahead is None else min(kv_tokens, q_tokens + lookahead),
+            max_query_end=q_tokens,
+            query_ends=lambda: np.full(num_rows, q_tokens),
+        )
     if not support.is_concrete(cu_seqlens):
         return BatchSizes(spec.num_q_heads, num_rows)
     lens = np.diff(np.asarray(cu_seqlens))
-    longest = int(lens.max())
-    return BatchSizes(spec.num_q_heads, num_rows, longest, max_seq_len=longest, query_ends=lambda: lens)
+    max_len = int(lens.max())
+    return BatchSizes(spec.num_q_heads, num_rows, max_len, max_seq_len=max_len, query_ends=lambda: lens)
 
 
-def knows_names_of_jax[F: Callable[..., Any]](attention: F) -> F:
-    """A function that says of arguments under their names of jax.nn or Flax what is there in their place.
+def suggest_jax_argument_names[F: Callable[..., Any]](attention: F) -> F:
+    """Make a function raise a helpful TypeError for argument names of jax.nn or Flax.
 
     Args:
-        attention: What it calls, whose signature it has.
+        attention: Function to wrap.
     """
 
     @functools.wraps(attention)
-    def told(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
         for name in options:
-            if name in NAMES_OF_JAX:
-                unknown = f"attention() got an unexpected keyword argument {name!r}"
-                raise TypeError(f"{unknown}: here it is {NAMES_OF_JAX[name]}.")
+            if name in JAX_ARGUMENT_NAMES:
+                raise TypeError(
+                    f"attention() got an unexpected argument {name!r}. Use {JAX_ARGUMENT_NAMES[name]}."
+                )
         return attention(*args, **options)
 
-    return cast(F, told)
+    return cast(F, wrapper)
 
 
-def last_ahead(spec: AttentionSpec) -> int | None:
-    """How far ahead of a query's own place the spec lets it see a key; None = any distance."""
+def max_lookahead(spec: AttentionSpec) -> int | None:
+    """Return the maximum distance from a query to a later key that it attends to; None = unlimited."""
     return 0 if spec.causal else None if spec.window is None else spec.window[1]
 
 
-def mask_of_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
-    """Each pair a block of its own, or None without pairs; axes may be 1, or missing.
+def mask_from_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
+    """Convert a bool array to a BlockMask with blocks of one pair; None if there are no pairs.
 
-    What says the same of all queries, or of all keys, is not written down for each of them: of padding that
-    would be queries x keys, where the array itself is keys alone.
+    Axes of the array may be 1 or missing. Query and key axes of size 1 are not expanded: a padding mask would
+    otherwise grow from keys to queries x keys.
     """
-    require(array.dtype == jnp.bool_, "mask", "be of bool", array.dtype)
-    given = (1,) * (4 - array.ndim) + tuple(array.shape)
-    fits = array.ndim in (2, 3, 4) and all(a in (1, b) for a, b in zip(given, shape, strict=False))
+    require(array.dtype == jnp.bool_, "mask", "have dtype bool", array.dtype)
+    padded_shape = (1,) * (4 - array.ndim) + tuple(array.shape)
+    fits = array.ndim in (2, 3, 4) and all(a in (1, b) for a, b in zip(padded_shape, shape, strict=False))
     require(fits, "mask", f"broadcast to {shape} (batch, q_heads, q_tokens, kv_tokens)", array.shape)
     if 0 in shape:
         return None
-    blocks = jnp.asarray(array).reshape(given)
-    if given[2] == 1:
-        blocks = jnp.broadcast_to(blocks, (*given[:3], shape[3]))
+    blocks = jnp.asarray(array).reshape(padded_shape)
+    if padded_shape[2] == 1:
+        blocks = jnp.broadcast_to(blocks, (*padded_shape[:3], shape[3]))
         return BlockMask(blocks=blocks, block_q=None, block_kv=1)
-    return BlockMask(blocks=blocks, block_q=1, block_kv=1 if given[3] > 1 else shape[3])
+    return BlockMask(blocks=blocks, block_q=1, block_kv=1 if padded_shape[3] > 1 else shape[3])
 
 
-def asked_for_documents(
+def implementations_for_documents(
     segment_ids: Array | None, mask: Mask | None, implementation: ImplementationArg
 ) -> ImplementationArg:
-    """What may serve these ids, and a mask's: without the kernels where an id comes again behind another."""
-    asked = requested_implementations(implementation)
-    given: list[tuple[str, Any]] = [] if segment_ids is None else [("segment_ids", segment_ids)]
+    """Return the implementations that support the document ids: not the kernels if an id recurs."""
+    requested = requested_implementations(implementation)
+    ids_by_name: list[tuple[str, Any]] = [] if segment_ids is None else [("segment_ids", segment_ids)]
     if mask is not None:
-        given += [("mask", leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document)]
-    if "mosaic_gpu" not in asked:
+        ids_by_name += [("mask", leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document)]
+    if "mosaic_gpu" not in requested:
         return as_static_arg(implementation)
-    for name, ids in given:
+    for name, ids in ids_by_name:
         if support.why_not_on(ids) or has_contiguous_ids(ids):
             continue
-        rest = tuple(other for other in asked if other != "mosaic_gpu")
-        if not rest:
-            reason = "mosaic_gpu: an id comes again behind another one"
-            raise unsupported(name, reason, "Leave implementation=None or ask for 'xla'")
-        return rest
+        remaining = tuple(x for x in requested if x != "mosaic_gpu")
+        if not remaining:
+            reason = "the mosaic_gpu kernels need contiguous ids, but an id recurs after another"
+            raise unsupported(name, reason, "Use implementation=None or 'xla'")
+        return remaining
     return as_static_arg(implementation)

@@ -1,4 +1,4 @@
-"""The front door without requests: attention of arrays, in jax.nn's layout or packed, for training."""
+"""`jattn.attention`: attention of dense or packed arrays, for training."""
 
 import functools
 import itertools
@@ -10,22 +10,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.dense.arguments import (
-    Rows,
-    asked_for_documents,
-    knows_names_of_jax,
-    rows_of_arrays,
-    spec_of_arrays,
+    MaskInputs,
+    check_mask_inputs,
+    implementations_for_documents,
+    infer_spec,
+    suggest_jax_argument_names,
 )
-from jattn.dense.auto_sharding import are_automatic
-from jattn.dense.per_shard import Attended, How, Values, attend_part, attend_parts, partitions
-from jattn.dense.sharding import cut_of, on_each_device
+from jattn.dense.auto_sharding import has_auto_sharding
+from jattn.dense.per_shard import (
+    AttentionInputs,
+    AttentionOutput,
+    StaticArgs,
+    attend_auto_sharded,
+    attend_shard,
+    partition_specs,
+)
+from jattn.dense.sharding import explicit_sharding, run_sharded
 from jattn.implementations.selection import ImplementationArg, requested_implementations
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require_bool
 
 
-@knows_names_of_jax
+@suggest_jax_argument_names
 def attention(
     q: Float[Array, "..."],
     k: Float[Array, "..."],
@@ -44,76 +51,94 @@ def attention(
     implementation: str | Sequence[str] | None = None,
     deterministic: bool = False,
 ) -> Any:
-    """Attention, as jax.nn.dot_product_attention has it, with a derivative whose memory is linear in tokens.
+    """Compute attention of arrays, as `jax.nn.dot_product_attention`, with memory linear in tokens.
 
-    Query i of a text stands at its key i, as in jax.nn, also where there are more of the ones than of the
-    others: `causal`, `window`, ALiBi and masks count from there. Outputs and log-sum-exps have a derivative
-    by q, k, v, sinks and alibi_slopes; a second one "reference" alone has, in square memory.
+    Query i has the position of key i, as in jax.nn, also if the numbers of queries and keys differ: `causal`,
+    `window`, ALiBi and masks count from there. Output and log-sum-exp are differentiable with respect to q,
+    k, v, sinks and alibi_slopes. Second derivatives require implementation="reference", whose memory is
+    quadratic in tokens.
 
     Args:
-        q: [batch, q_tokens, q_heads, head_dim]; or without the batch, one text or packed documents.
-        k: [batch, kv_tokens, kv_heads, head_dim]; kv_heads divides q_heads.
-        v: As k.
-        causal: Query i sees keys up to key i.
-        window: As AttentionSpec's, (left, right).
-        soft_cap: As AttentionSpec's.
-        scale: As AttentionSpec's; head_dim ** -0.5 when None.
-        segment_ids: An id of each token [batch, tokens], padding (finite) its own: a query sees keys of its
-            id. Kernels take runs of equal ids for segments; ids that come again, if not traced, go to XLA.
-        cu_seqlens: First token of each document, and one past the last, from 0; behind is padding.
-        alibi_slopes: As in `attend`.
-        sinks: As in `attend`.
-        mask: A mask of jattn.masks, whose rows are texts or documents (a row for each document, or no axis
-            of rows) and reach over the longest; or an array of bool, for which there is no kernel, that
-            broadcasts to [batch, q_heads, q_tokens, kv_tokens].
-        return_lse: Return the log-sum-exp too.
-        implementation: As in `attend`.
-        deterministic: As AttentionSpec's.
+        q: Queries [batch, q_tokens, q_heads, head_dim]; or [tokens, q_heads, head_dim] for a single sequence
+            or packed documents.
+        k: Keys [batch, kv_tokens, kv_heads, head_dim], or without batch; kv_heads divides q_heads.
+        v: Values with the shape of k.
+        causal: Whether query i attends to keys up to key i only.
+        window: Sliding window (left, right): number of visible neighbors on each side besides the token
+            itself; None = unlimited.
+        soft_cap: Cap on the scores: `soft_cap * tanh(score / soft_cap)`; None = no cap.
+        scale: Scale of the scores; None = head_dim ** -0.5.
+        segment_ids: Segment id of each token [batch, tokens]; queries attend to keys with the same id. Give
+            padding its own id; it must be finite. The kernels treat runs of equal ids as segments, so ids
+            that recur (unless traced) are computed by XLA.
+        cu_seqlens: First token of each packed document, and one past the last, starting at 0; tokens after
+            the last document are padding.
+        alibi_slopes: ALiBi slopes [q_heads].
+        sinks: Attention sinks [q_heads]: scores that join the softmax denominator.
+        mask: Mask of `jattn.masks` with one row per batch element or document, or one for all, that covers
+            the longest of them; or a bool array that broadcasts to [batch, q_heads, q_tokens, kv_tokens],
+            which the kernels do not support.
+        return_lse: Whether to return the log-sum-exp too.
+        implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
+            = the best one that supports the call on this machine.
+        deterministic: Whether gradients are bitwise reproducible.
 
     Returns:
-        As q; rows without a key are 0. With return_lse a pair with the natural log of the softmax's
-        denominator, f32 [batch, q_heads, q_tokens] or [q_heads, q_tokens], sinks included: where
-        all keys are masked it is the sink. -inf without one, and where there are no keys at all.
+        Output with the shape of q; rows without a visible key are 0. With return_lse, a pair of the output
+        and the natural logarithm of the softmax denominator including sinks, f32 [batch, q_heads, q_tokens]
+        or [q_heads, q_tokens]. For rows without a visible key it is the sink, or -inf without sinks or keys.
 
     Raises:
-        ValueError: Arguments disagree.
-        NotImplementedError: No implementation asked for can serve this; the message says why.
+        ValueError: If the arguments do not match.
+        NotImplementedError: If no requested implementation supports the call.
     """
     require_bool(return_lse=return_lse)
-    numbers = {"window": window, "soft_cap": soft_cap, "scale": scale, "deterministic": deterministic}
-    spec = spec_of_arrays(q, k, v, causal=causal, **numbers)
-    rows = rows_of_arrays(q, k, segment_ids, cu_seqlens, mask, spec)
-    how = {"spec": spec, "implementation": asked_for_documents(segment_ids, rows.mask, implementation)}
-    out, lse = attend_arrays((q, k, v), rows, spec.per_head(sinks, alibi_slopes), **how)
+    spec = infer_spec(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        soft_cap=soft_cap,
+        scale=scale,
+        deterministic=deterministic,
+    )
+    mask_inputs = check_mask_inputs(q, k, segment_ids, cu_seqlens, mask, spec)
+    requested = implementations_for_documents(segment_ids, mask_inputs.mask, implementation)
+    per_head = spec.per_head(sinks, alibi_slopes)
+    out, lse = attend_arrays((q, k, v), mask_inputs, per_head, spec=spec, implementation=requested)
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
 def attend_arrays(
     arrays: tuple[Array, Array, Array],
-    rows: Rows,
+    mask_inputs: MaskInputs,
     per_head: dict[str, Array | None],
     *,
     spec: AttentionSpec,
     implementation: ImplementationArg,
-) -> Attended:
-    """`attention` of what belongs together, with its log-sum-exp; compiled once, called eagerly, too.
+) -> AttentionOutput:
+    """Compute `attention` of validated arguments, with its log-sum-exp; compiled in eager calls too.
 
     Args:
-        arrays: q, k and v.
-        rows: Documents and masks.
-        per_head: sinks and alibi_slopes.
-        spec: Static: the layer.
-        implementation: Static: a name, a tuple of them, or None.
+        arrays: Queries, keys and values.
+        mask_inputs: Segment ids, document boundaries and mask.
+        per_head: Parameters per head: sinks and alibi_slopes.
+        spec: Static: attention spec.
+        implementation: Static: implementation name, tuple of names, or None.
     """
-    values, how = Values(*arrays, per_head), How(spec, implementation)
-    cut = cut_of(*arrays)
-    if cut is not None:
-        of_values, of_rows, returns = partitions(cut, values, rows)
-        run = functools.partial(attend_part, cut, how)
-        attended: Attended = on_each_device(cut, run, (values, rows), (of_values, of_rows), returns)
-        return attended
+    inputs, args = AttentionInputs(*arrays, per_head), StaticArgs(spec, implementation)
+    sharding = explicit_sharding(*arrays)
+    if sharding is not None:
+        input_specs, mask_specs, output_specs = partition_specs(sharding, inputs, mask_inputs)
+        attend_local = functools.partial(attend_shard, sharding, args)
+        outputs: AttentionOutput = run_sharded(
+            sharding, attend_local, (inputs, mask_inputs), (input_specs, mask_specs), output_specs
+        )
+        return outputs
     before_xla = itertools.takewhile(lambda name: name != "xla", requested_implementations(implementation))
-    if are_automatic(arrays) and "reference" not in before_xla:  # which has second derivatives, too
-        return attend_parts(how, values, rows)
-    return attend_part(None, how, values, rows)
+    if has_auto_sharding(arrays) and "reference" not in before_xla:
+        # The reference also has second derivatives, which the custom VJP does not support.
+        return attend_auto_sharded(args, inputs, mask_inputs)
+    return attend_shard(None, args, inputs, mask_inputs)

@@ -1,8 +1,8 @@
-"""Arrays on a mesh whose axes are Auto: XLA's partitioner asks how to cut attention, and is told.
+"""Sharding of dense attention over Auto mesh axes, through `jax.experimental.custom_partitioning`.
 
-Nothing shows while tracing. The partitioner comes once all arrays have their places, by
-`jax.experimental.custom_partitioning`, and what is cut is then traced anew, as one device sees it. On one
-device JAX leaves the partitioner out, so nothing is added to what is compiled.
+Auto shardings are not visible while tracing. XLA's partitioner calls back once it has sharded all arrays, and
+attention is then traced again for the shard of one device. On a single device JAX skips the partitioner, so
+nothing is added to the compiled program.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,149 +20,175 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.dense.sharding import Axes, Cut, are_apart, first_that_divide, names_of
+from jattn.dense.sharding import AttentionSharding, Axes, can_shard_heads, dividing_axes, mesh_axis_names
 
-TEXTS, HEADS, KV_HEADS = "texts", "heads", "kv_heads"
-type Run = Callable[[Cut | None, Any], Any]
-type Sizes = dict[str, int]
+BATCH, HEADS, KV_HEADS = "batch", "heads", "kv_heads"
+type ShardFunction = Callable[[AttentionSharding | None, Any], Any]
+type LabelSizes = dict[str, int]
 
 
-def are_automatic(arrays: Sequence[Array]) -> bool:
-    """Whether XLA may cut these arrays over several devices: all axes of all meshes around are Auto."""
+def has_auto_sharding(arrays: Sequence[Array]) -> bool:
+    """Return whether XLA may shard these arrays over several devices: all mesh axes in use are Auto."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(array).sharding.mesh for array in arrays)]
-    known = [mesh for mesh in meshes if mesh.axis_names]
-    sizes = [mesh.size for mesh in known] or [jax.device_count()]
-    return max(sizes) > 1 and all(set(mesh.axis_types) == {AxisType.Auto} for mesh in known)
+    meshes = [mesh for mesh in meshes if mesh.axis_names]
+    sizes = [mesh.size for mesh in meshes] or [jax.device_count()]
+    return max(sizes) > 1 and all(set(mesh.axis_types) == {AxisType.Auto} for mesh in meshes)
 
 
-def labels(has_batch: bool) -> Cut:
-    """A cut with what each axis holds in the place of what cuts it: partitions for `by_partitioner`."""
-    return Cut(None, (TEXTS,) if has_batch else (), HEADS, KV_HEADS)
+def symbolic_sharding(has_batch: bool) -> AttentionSharding:
+    """Return a sharding with labels in place of mesh axes, which yields the specs of `call_partitioned`."""
+    return AttentionSharding(None, (BATCH,) if has_batch else (), HEADS, KV_HEADS)
 
 
-def by_partitioner(run: Run, given: Any, partitions: Any, returns: Any) -> Any:
-    """`run` of all that is given, or on several devices of each one's part; traced.
+def call_partitioned(function: ShardFunction, args: Any, in_specs: Any, out_specs: Any) -> Any:
+    """Call a function on all arguments or, on several devices, on each device's shard; traced.
 
     Args:
-        run: Takes how a device's part is cut, or None = it is whole, and the part; holds no arrays itself.
-            Results that are whole where others are cut it sums over the devices (`sum_of_parts`).
-        given: A tree of arrays, queries, keys and values first.
-        partitions: Of these, by labels.
-        returns: Of the results, likewise.
+        function: Function of the sharding (None = not sharded) and the local arguments; captures no arrays.
+            It must sum results that are replicated over the devices itself (`sum_over_shards`).
+        args: Tree of arrays, starting with queries, keys and values.
+        in_specs: Partition specs of the arguments, with labels in the place of mesh axes.
+        out_specs: Partition specs of the results, likewise with labels.
     """
-    leaves: list[Array] = jax.tree.leaves(given)
-    specs = (jax.tree.leaves(partitions), jax.tree.leaves(returns))
-    tree: Any = jax.tree.structure(given)
-    results: Any = jax.tree.structure(returns)
-    flat = lambda cut, *leaves: jax.tree.leaves(run(cut, tree.unflatten(leaves)))
-    whole = lambda *leaves: flat(None, *leaves)
-    sizes = _sizes(specs[0], leaves)
+    leaves: list[Array] = jax.tree.leaves(args)
+    specs = (jax.tree.leaves(in_specs), jax.tree.leaves(out_specs))
+    args_tree: Any = jax.tree.structure(args)
+    results_tree: Any = jax.tree.structure(out_specs)
+    sizes = _label_sizes(specs[0], leaves)
+
+    def call_flat(sharding: AttentionSharding | None, *leaves: Array) -> list[Array]:
+        return jax.tree.leaves(function(sharding, args_tree.unflatten(leaves)))
+
+    def call_unsharded(*leaves: Array) -> list[Array]:
+        return call_flat(None, *leaves)
 
     @custom_vmap
     def attend(*leaves: Array) -> list[Array]:
-        jaxpr = jax.make_jaxpr(whole)(*leaves)
-        consts, num = jaxpr.consts, len(leaves)  # consts: what a mask's function closes over
-        if any(isinstance(const, jax.core.Tracer) for const in consts):  # gone when the partitioner comes
-            return whole(*leaves)
-        function = lambda *every: jax.core.eval_jaxpr(jaxpr.jaxpr, every[num:], *every[:num])
-        of_part = lambda cut, *every: flat(cut, *every[:num])
-        places = ([*specs[0], *[P()] * len(consts)], specs[1])
-        return list(_partitioned(function, of_part, places, sizes)(*leaves, *consts))
+        jaxpr = jax.make_jaxpr(call_unsharded)(*leaves)
+        consts, num_leaves = (
+            jaxpr.consts,
+            len(leaves),
+        )  # The constants are arrays that mask functions capture.
+        if any(isinstance(const, jax.core.Tracer) for const in consts):
+            # Tracers do not outlive this trace, but the partitioner is called later.
+            return call_unsharded(*leaves)
+
+        def evaluate(*args: Array) -> Any:
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, args[num_leaves:], *args[:num_leaves])
+
+        def call_shard(sharding: AttentionSharding, *args: Array) -> list[Array]:
+            return call_flat(sharding, *args[:num_leaves])
+
+        specs_with_consts = ([*specs[0], *[P()] * len(consts)], specs[1])
+        return list(_partitioned(evaluate, call_shard, specs_with_consts, sizes)(*leaves, *consts))
 
     @attend.def_vmap
     def _mapped(size: int, are_mapped: Sequence[bool], *leaves: Array) -> tuple[list[Array], list[bool]]:
         axes = [0 if is_mapped else None for is_mapped in are_mapped]
-        outs = jax.vmap(whole, in_axes=axes, axis_size=size)(*leaves)
+        outs = jax.vmap(call_unsharded, in_axes=axes, axis_size=size)(*leaves)
         return outs, [True] * len(outs)
 
-    return results.unflatten(attend(*leaves))
+    return results_tree.unflatten(attend(*leaves))
 
 
-def sum_of_parts(cut: Cut, partition: P, array: Array) -> Array:
-    """The sum of what devices have over the axes that cut attention, but not this array. On each device."""
-    kept = {name for axes in partition for name in names_of(axes)}
-    names = tuple(name for name in cut.axis_names if name not in kept)
+def sum_over_shards(sharding: AttentionSharding, spec: P, array: Array) -> Array:
+    """Sum an array over the mesh axes that shard attention but not the array. Called on each device."""
+    array_axes = {name for axes in spec for name in mesh_axis_names(axes)}
+    names = tuple(name for name in sharding.axis_names if name not in array_axes)
     return jax.lax.psum(array, names) if names else array
 
 
 def _partitioned(
     function: Callable[..., Any],
-    flat: Callable[..., list[Array]],
+    shard_function: Callable[..., list[Array]],
     specs: tuple[list[P], list[P]],
-    sizes: Sizes,
+    sizes: LabelSizes,
 ) -> Callable[..., Any]:
-    """The function, as XLA's partitioner is to cut it."""
+    """Wrap a function so that XLA's partitioner replaces it by `shard_function` on each device."""
 
-    def places(mesh: Any, arguments: Sequence[Any]) -> tuple[Cut, list[NamedSharding], list[NamedSharding]]:
-        cut = _cut_of(mesh, specs[0], arguments, sizes)
-        axes = {TEXTS: cut.texts[0] if cut.texts else None, HEADS: cut.heads, KV_HEADS: cut.kv_heads}
-        place = lambda spec: NamedSharding(mesh, P(*(axes.get(label) for label in spec)))
-        operands, results = ([place(spec) for spec in some] for some in specs)
-        return cut, operands, results
+    def shardings(
+        mesh: Any, arguments: Sequence[Any]
+    ) -> tuple[AttentionSharding, list[NamedSharding], list[NamedSharding]]:
+        sharding = _choose_sharding(mesh, specs[0], arguments, sizes)
+        batch_axes = sharding.batch_axes[0] if sharding.batch_axes else None
+        axes_by_label = {BATCH: batch_axes, HEADS: sharding.heads, KV_HEADS: sharding.kv_heads}
+        operands, results = (
+            [NamedSharding(mesh, P(*(axes_by_label.get(label) for label in spec))) for spec in side]
+            for side in specs
+        )
+        return sharding, operands, results
 
     def infer(mesh: Any, arguments: Sequence[Any], _: Any) -> list[NamedSharding]:
-        return places(mesh, arguments)[2]
+        return shardings(mesh, arguments)[2]
 
     def partition(mesh: Any, arguments: Sequence[Any], _: Any) -> Any:
-        cut, operands, results = places(mesh, arguments)
-        return mesh, lambda *leaves: flat(cut, *leaves), results, tuple(operands)
+        sharding, operands, results = shardings(mesh, arguments)
+        return mesh, lambda *leaves: shard_function(sharding, *leaves), results, tuple(operands)
+
+    def sharding_rule(mesh: Any, operands: Any, results: Any) -> SdyShardingRule:
+        return _shardy_rule(mesh, specs, (operands, results), sizes)
 
     wrapped = custom_partitioning(function)
-    rule = lambda mesh, operands, results: _rule(mesh, specs, (operands, results), sizes)
-    wrapped.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=rule)
+    wrapped.def_partition(partition, infer_sharding_from_operands=infer, sharding_rule=sharding_rule)
     return wrapped
 
 
-def _sizes(specs: Sequence[P], leaves: Sequence[Array]) -> Sizes:
-    """How many there are of what each label stands for."""
+def _label_sizes(specs: Sequence[P], leaves: Sequence[Array]) -> LabelSizes:
+    """Return the size of the array axes with each label."""
     pairs = [pair for spec, x in zip(specs, leaves, strict=True) for pair in zip(spec, x.shape, strict=False)]
     return {label: size for label, size in pairs if label is not None}
 
 
-def _cut_of(mesh: Any, specs: Sequence[P], arguments: Sequence[Any], sizes: Sizes) -> Cut:
-    """How attention is cut where arrays lie so: as queries are, and where these are whole, as keys.
+def _choose_sharding(
+    mesh: Any, specs: Sequence[P], arguments: Sequence[Any], sizes: LabelSizes
+) -> AttentionSharding:
+    """Choose the sharding of attention: that of the queries or, where these are replicated, of the keys.
 
-    Axes that do not cut evenly, or kv heads into parts that no device could do without, cut nothing.
+    Mesh axes that do not divide an axis evenly, or would leave a device with parts of several kv heads, are
+    dropped.
     """
     found: dict[str, Axes] = {}
     for spec, argument in zip(specs[:3], arguments[:3], strict=True):
         for label, axes in zip(spec, argument.sharding.spec, strict=False):
             if label is not None and axes is not None:
                 found.setdefault(label, axes)
-    names = names_of(found.get(HEADS, found.get(KV_HEADS)))
-    even = names_of(first_that_divide(mesh, names, sizes[HEADS]))
-    most = next(n for n in range(len(even), -1, -1) if are_apart(mesh, even[:n], sizes[KV_HEADS]))
-    heads = even[:most] or None
-    free = tuple(name for name in names_of(found.get(TEXTS)) if name not in even[:most])
-    texts = (first_that_divide(mesh, free, sizes[TEXTS]) or None,) if TEXTS in sizes else ()
-    return Cut(mesh, texts, heads, first_that_divide(mesh, heads, sizes[KV_HEADS]))
+    names = mesh_axis_names(found.get(HEADS, found.get(KV_HEADS)))
+    names = mesh_axis_names(dividing_axes(mesh, names, sizes[HEADS]))
+    count = next(n for n in range(len(names), -1, -1) if can_shard_heads(mesh, names[:n], sizes[KV_HEADS]))
+    heads = names[:count] or None
+    unused = tuple(name for name in mesh_axis_names(found.get(BATCH)) if name not in names[:count])
+    batch_axes = (dividing_axes(mesh, unused, sizes[BATCH]) or None,) if BATCH in sizes else ()
+    return AttentionSharding(mesh, batch_axes, heads, dividing_axes(mesh, heads, sizes[KV_HEADS]))
 
 
-def _rule(mesh: Any, specs: tuple[list[P], list[P]], types: tuple[Any, Any], sizes: Sizes) -> SdyShardingRule:
-    """Which axes of arrays are cut alike, as Shardy wants to know it.
+def _shardy_rule(
+    mesh: Any, specs: tuple[list[P], list[P]], types: tuple[Any, Any], sizes: LabelSizes
+) -> SdyShardingRule:
+    """Return the Shardy rule that tells which array axes are sharded alike.
 
-    Query heads are kv heads x group where each axis of the mesh divides the kv heads; elsewhere Shardy would
-    cut kv heads by parts of an axis, which JAX has no name for, so there the two go their own ways.
+    If every mesh axis divides the kv heads, query heads are the compound factor kv heads x group. Otherwise
+    Shardy would shard kv heads by a part of a mesh axis, which JAX cannot express, so query heads and kv
+    heads are independent factors.
     """
     heads, kv_heads = sizes[HEADS], sizes[KV_HEADS]
     group, is_even = heads // max(kv_heads, 1), all(kv_heads % size == 0 for size in mesh.shape.values())
-    factor_of: dict[Any, Any] = {TEXTS: TEXTS, HEADS: HEADS, KV_HEADS: KV_HEADS}
+    factor_by_label: dict[Any, Any] = {BATCH: BATCH, HEADS: HEADS, KV_HEADS: KV_HEADS}
     factor_sizes: dict[str, Any] = {}
     if is_even and group > 1:
-        factor_of[HEADS], factor_sizes = CompoundFactor(KV_HEADS, "group"), {"group": group}
+        factor_by_label[HEADS], factor_sizes = CompoundFactor(KV_HEADS, "group"), {"group": group}
     elif is_even:
-        factor_of[HEADS] = KV_HEADS
-    whole: list[str] = []
+        factor_by_label[HEADS] = KV_HEADS
+    replicated: list[str] = []
 
     def factor(label: str | None) -> Any:
         if label is not None:
-            return factor_of[label]
-        whole.append(f"whole_{len(whole)}")
-        return whole[-1]
+            return factor_by_label[label]
+        replicated.append(f"replicated_{len(replicated)}")
+        return replicated[-1]
 
-    def mapping(spec: P, kind: Any) -> ArrayMapping:
-        every = (*spec, *[None] * (len(kind.shape) - len(spec)))
-        return ArrayMapping(*(factor(label) for label in every))
+    def mapping(spec: P, array_type: Any) -> ArrayMapping:
+        labels = (*spec, *[None] * (len(array_type.shape) - len(spec)))
+        return ArrayMapping(*(factor(label) for label in labels))
 
     operands, results = (tuple(map(mapping, *pair)) for pair in zip(specs, types, strict=True))
-    return SdyShardingRule(operands, results, need_replication_factors=tuple(whole), **factor_sizes)
+    return SdyShardingRule(operands, results, need_replication_factors=tuple(replicated), **factor_sizes)

@@ -1,4 +1,4 @@
-"""Attention of arrays as each device has them: one device all, several a part each, however they are cut."""
+"""Dense attention on one device's shard, and the custom derivative of attention over Auto mesh axes."""
 
 import functools
 from collections.abc import Sequence
@@ -12,28 +12,29 @@ from jaxtyping import Array
 
 from jattn.attending import validated_attend
 from jattn.batch.metadata import region_batch
-from jattn.dense.arguments import Rows, last_ahead
-from jattn.dense.auto_sharding import by_partitioner, labels, sum_of_parts
-from jattn.dense.layout import Laid, lay_batch, lay_packed, repadded, segments, unpadded
-from jattn.dense.sharding import Cut
+from jattn.dense.arguments import MaskInputs, max_lookahead
+from jattn.dense.auto_sharding import call_partitioned, sum_over_shards, symbolic_sharding
+from jattn.dense.layout import DenseLayout, layout_batch, layout_packed, repad, segment_mask, unpad
+from jattn.dense.sharding import AttentionSharding
 from jattn.implementations import differentiable_attention
 from jattn.implementations.differentiable_attention import reject_second_derivative
 from jattn.implementations.layer_config import layer_config
 from jattn.implementations.selection import ImplementationArg, ImplementationChoice
+from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
 from jattn.planning import plan_layers
 from jattn.spec import AttentionSpec
 
 
-class How(NamedTuple):
-    """What is static: the layer of all devices, and what is to serve it."""
+class StaticArgs(NamedTuple):
+    """The static arguments of dense attention: the spec with global heads, and the implementation."""
 
     spec: AttentionSpec
     implementation: ImplementationArg
 
 
-class Values(NamedTuple):
-    """What has a gradient: arrays as `attention` takes them, and per_head's sinks and alibi_slopes."""
+class AttentionInputs(NamedTuple):
+    """The differentiable arguments of `attention`; `per_head` holds sinks and alibi_slopes."""
 
     q: Array
     k: Array
@@ -41,195 +42,250 @@ class Values(NamedTuple):
     per_head: dict[str, Array | None]
 
 
-class Attended(NamedTuple):
-    """Outputs [*batch, q_tokens, q_heads, head_dim] and log-sum-exps [*batch, q_heads, q_tokens].
+class AttentionOutput(NamedTuple):
+    """Output [*batch, q_tokens, q_heads, head_dim] and log-sum-exp [*batch, q_heads, q_tokens].
 
-    The latter are f64 of f64 queries: their derivatives need them.
+    The log-sum-exp is f64 for f64 queries, because the derivative needs that precision.
     """
 
     out: Array
     lse: Array
 
 
-def partitions(cut: Cut, values: Values, rows: Rows) -> tuple[Values, Rows, Attended]:
-    """How each array, and each result, is cut."""
-    of_heads = jax.tree.map(lambda _: P(cut.heads), values.per_head)
-    places: Any = cut.of_queries, cut.of_keys, cut.of_keys, of_heads
-    of_rows: Any = rows._replace(mask=cut.of_mask(rows.mask))
-    if rows.segment_ids is not None:
-        of_rows = of_rows._replace(segment_ids=P(*cut.texts))
-    if rows.cu_seqlens is not None:
-        of_rows = of_rows._replace(cu_seqlens=P())
-    of_results: Any = cut.of_queries, P(*cut.texts, cut.heads, None)
-    return Values(*places), of_rows, Attended(*of_results)
+def partition_specs(
+    sharding: AttentionSharding, inputs: AttentionInputs, mask_inputs: MaskInputs
+) -> tuple[AttentionInputs, MaskInputs, AttentionOutput]:
+    """Return the partition specs of the inputs, the mask inputs and the output."""
+    head_specs = jax.tree.map(lambda _: P(sharding.heads), inputs.per_head)
+    specs: Any = sharding.query_spec, sharding.kv_spec, sharding.kv_spec, head_specs
+    mask_specs: Any = mask_inputs._replace(mask=sharding.mask_specs(mask_inputs.mask))
+    if mask_inputs.segment_ids is not None:
+        mask_specs = mask_specs._replace(segment_ids=P(*sharding.batch_axes))
+    if mask_inputs.cu_seqlens is not None:
+        mask_specs = mask_specs._replace(cu_seqlens=P())
+    output_specs: Any = sharding.query_spec, P(*sharding.batch_axes, sharding.heads, None)
+    return AttentionInputs(*specs), mask_specs, AttentionOutput(*output_specs)
 
 
-def attend_part(
-    cut: Cut | None, how: How, values: Values, rows: Rows, attended: Attended | None = None
-) -> Attended:
-    """Attention of what one device has. Traced, on each device.
+def attend_shard(
+    sharding: AttentionSharding | None,
+    args: StaticArgs,
+    inputs: AttentionInputs,
+    mask_inputs: MaskInputs,
+    outputs: AttentionOutput | None = None,
+) -> AttentionOutput:
+    """Compute attention on one device's shard. Traced, on each device.
 
     Args:
-        cut: How all is cut; None = it is whole.
-        how: Of all devices.
-        values: The device's.
-        rows: Likewise.
-        attended: What this gave before: it is given again, with its derivative, and not computed.
+        sharding: How attention is sharded; None = not sharded.
+        args: Static arguments, with global heads.
+        inputs: Local queries, keys, values and parameters per head.
+        mask_inputs: Local segment ids and mask.
+        outputs: Known output, which is returned with its derivative instead of being computed.
     """
-    (spec, implementation), (q, k, v, per_head) = how, values
-    if cut is not None:
-        rows = rows._replace(mask=cut.mask_of_part(rows.mask, spec))
-        spec, k, v = cut.part_of(spec), cut.keys_of_part(k), cut.keys_of_part(v)
-    has_batch, is_packed = q.ndim == 4, rows.cu_seqlens is not None
-    if rows.cu_seqlens is not None:
-        laid = lay_packed(q, k, v, rows.cu_seqlens, rows.mask)
+    (spec, implementation), (q, k, v, per_head) = args, inputs
+    if sharding is not None:
+        mask_inputs = mask_inputs._replace(mask=sharding.local_mask(mask_inputs.mask, spec))
+        spec, k, v = sharding.local_spec(spec), sharding.local_kv_heads(k), sharding.local_kv_heads(v)
+    has_batch, is_packed = q.ndim == 4, mask_inputs.cu_seqlens is not None
+    if mask_inputs.cu_seqlens is not None:
+        layout = layout_packed(q, k, v, mask_inputs.cu_seqlens, mask_inputs.mask)
     else:
         arrays = (q, k, v) if has_batch else (q[None], k[None], v[None])
-        laid, implementation = _laid_batch(arrays, rows, per_head, How(spec, implementation))
-    if attended is None:
-        options: Any = {"mask": laid.mask, "implementation": implementation, **per_head}
-        out, lse = validated_attend(laid.query, laid.kv, laid.metadata, spec, return_lse=True, **options)()
+        layout, implementation = _layout_batch(
+            arrays, mask_inputs, per_head, StaticArgs(spec, implementation)
+        )
+    if outputs is None:
+        options: Any = {"mask": layout.mask, "implementation": implementation, **per_head}
+        out, lse = validated_attend(
+            layout.query, layout.kv, layout.metadata, spec, return_lse=True, **options
+        )()
     else:
-        out, lse = attended if has_batch or is_packed else (x[None] for x in attended)
+        out, lse = outputs if has_batch or is_packed else (x[None] for x in outputs)
         if not is_packed:
-            out, lse = repadded(laid, out, 0.0), repadded(laid, jnp.moveaxis(lse, 1, 2), -jnp.inf).T
-        out, lse = _recalled(laid, How(spec, implementation), per_head, Attended(out, lse))
+            out, lse = repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T
+        out, lse = _with_saved_output(
+            layout, StaticArgs(spec, implementation), per_head, AttentionOutput(out, lse)
+        )
     if not is_packed:
-        out, lse = unpadded(laid, out), jnp.moveaxis(unpadded(laid, lse.T), 1, 2)
+        out, lse = unpad(layout, out), jnp.moveaxis(unpad(layout, lse.T), 1, 2)
         out, lse = (out, lse) if has_batch else (out[0], lse[0])
-    return Attended(out, lse)
+    return AttentionOutput(out, lse)
 
 
-def _laid_batch(
-    arrays: tuple[Array, Array, Array], rows: Rows, per_head: dict[str, Array | None], how: How
-) -> tuple[Laid, ImplementationArg]:
-    """A batch's rows, and what serves them where that had to be asked to make their mask."""
-    spec, implementation = how
-    is_masked = any(x is not None for x in (spec.sparsity, rows.mask, per_head["alibi_slopes"]))
+def _layout_batch(
+    arrays: tuple[Array, Array, Array],
+    mask_inputs: MaskInputs,
+    per_head: dict[str, Array | None],
+    args: StaticArgs,
+) -> tuple[DenseLayout, ImplementationArg]:
+    """Lay out a batch; return its implementation too, if segment ids required selecting it here."""
+    spec, implementation = args
+    is_masked = any(x is not None for x in (spec.sparsity, mask_inputs.mask, per_head["alibi_slopes"]))
     lay = functools.partial(
-        lay_batch,
+        layout_batch,
         *arrays,
-        last_ahead=last_ahead(spec),
+        max_lookahead=max_lookahead(spec),
         is_positional=is_masked or spec.causal or spec.window is not None or spec.chunk_size is not None,
     )
-    if rows.segment_ids is None:
-        return lay(rows.mask), implementation
-    both = lambda mask: mask if rows.mask is None else mask & rows.mask
-    laid = lay(both(segments(rows.segment_ids, as_runs=True)))
-    chosen = _chosen(laid, how)
-    if chosen is None or chosen.implementation == "mosaic_gpu":
-        return laid, implementation
-    return lay(both(segments(rows.segment_ids, as_runs=False))), chosen.implementation
+    segment_ids = mask_inputs.segment_ids
+    if segment_ids is None:
+        return lay(mask_inputs.mask), implementation
+
+    def layout_with_segments(*, as_runs: bool) -> DenseLayout:
+        mask: Mask = segment_mask(segment_ids, as_runs=as_runs)
+        return lay(mask if mask_inputs.mask is None else mask & mask_inputs.mask)
+
+    layout = layout_with_segments(as_runs=True)
+    choice = _select_implementation(layout, args)
+    if choice is None or choice.implementation == "mosaic_gpu":
+        return layout, implementation
+    return layout_with_segments(as_runs=False), choice.implementation
 
 
-def _chosen(laid: Laid, how: How) -> ImplementationChoice | None:
-    """What is to serve rows; None where there is no token."""
-    layer = layer_config(how.spec, None, laid.query.dtype)
-    asked = how.implementation
-    return plan_layers(laid.metadata, (layer,), laid.mask, implementation=asked)[0].prefill
+def _select_implementation(layout: DenseLayout, args: StaticArgs) -> ImplementationChoice | None:
+    """Return the implementation that serves a layout; None if there are no tokens."""
+    layer = layer_config(args.spec, None, layout.query.dtype)
+    return plan_layers(layout.metadata, (layer,), layout.mask, implementation=args.implementation)[0].prefill
 
 
-def _recalled(laid: Laid, how: How, per_head: dict[str, Array | None], attended: Attended) -> Attended:
-    """Outputs and log-sum-exps of all rows, known already, with the derivative of what serves these."""
-    spec, chosen = how.spec, _chosen(laid, how)
-    if chosen is None:  # there is no token
-        return attended
-    part, mask = region_batch(laid.metadata, "prefill"), spec.mask_with(laid.mask)
-    served = differentiable_attention.make_static_args(spec, chosen, laid.kv, part.first_row, return_lse=True)
-    context = differentiable_attention.NonDifferentiableArgs(
-        laid.kv.kv_start_loc, part.metadata, mask, None, None
+def _with_saved_output(
+    layout: DenseLayout, args: StaticArgs, per_head: dict[str, Array | None], outputs: AttentionOutput
+) -> AttentionOutput:
+    """Attach the implementation's derivative to an output that is already known."""
+    spec, choice = args.spec, _select_implementation(layout, args)
+    if choice is None:  # There are no tokens.
+        return outputs
+    region, mask = region_batch(layout.metadata, "prefill"), spec.mask_with(layout.mask)
+    static_args = differentiable_attention.make_static_args(
+        spec, choice, layout.kv, region.first_row, return_lse=True
     )
-    values = differentiable_attention.DifferentiableArgs(laid.query, laid.kv.k, laid.kv.v, **per_head)
-    return Attended(*differentiable_attention.attach_gradient(served, values, context, tuple(attended)))
+    context = differentiable_attention.NonDifferentiableArgs(
+        layout.kv.kv_start_loc, region.metadata, mask, None, None
+    )
+    inputs = differentiable_attention.DifferentiableArgs(layout.query, layout.kv.k, layout.kv.v, **per_head)
+    return AttentionOutput(
+        *differentiable_attention.attach_gradient(static_args, inputs, context, tuple(outputs))
+    )
 
 
-def attend_parts(how: How, values: Values, rows: Rows) -> Attended:
-    """Attention of arrays that XLA's partitioner may cut: texts and heads stay where they lie. Traced."""
-    is_real = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    of_heads = jax.tree.map(lambda x: x if is_real(x) else x.astype(jnp.float32), values.per_head)
-    rows = rows if rows.mask is None else rows._replace(mask=lift_captured_arrays(rows.mask))
-    return _attend_parts(how, values._replace(per_head=of_heads), rows)
+def attend_auto_sharded(
+    args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
+) -> AttentionOutput:
+    """Compute attention of arrays that XLA's partitioner may shard by batch and heads. Traced."""
+    per_head = jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32), inputs.per_head
+    )
+    mask_inputs = (
+        mask_inputs
+        if mask_inputs.mask is None
+        else mask_inputs._replace(mask=lift_captured_arrays(mask_inputs.mask))
+    )
+    return _attend_auto_sharded(args, inputs._replace(per_head=per_head), mask_inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_parts(how: How, values: Values, rows: Rows) -> Attended:
-    of_values, of_rows, returns = partitions(labels(values.q.ndim == 4), values, rows)
-    run = lambda cut, given: attend_part(cut, how, *given)
-    attended: Attended = by_partitioner(run, (values, rows), (of_values, of_rows), returns)
-    return attended
+def _attend_auto_sharded(
+    args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
+) -> AttentionOutput:
+    input_specs, mask_specs, output_specs = partition_specs(
+        symbolic_sharding(inputs.q.ndim == 4), inputs, mask_inputs
+    )
+
+    def attend_local(sharding: AttentionSharding | None, shard: Any) -> AttentionOutput:
+        return attend_shard(sharding, args, *shard)
+
+    outputs: AttentionOutput = call_partitioned(
+        attend_local, (inputs, mask_inputs), (input_specs, mask_specs), output_specs
+    )
+    return outputs
 
 
-class _Kept(NamedTuple):
-    """What the backward pass gets.
+class Residuals(NamedTuple):
+    """Residuals of the forward pass.
 
     Attributes:
-        values: Of the forward pass.
-        rows: Likewise.
-        attended: Its results.
-        is_wanted: As values: () where a gradient is wanted, else None, both without arrays.
+        inputs: Differentiable arguments.
+        mask_inputs: Segment ids and mask.
+        outputs: Output of the forward pass.
+        has_grad: The tree of `inputs` with () for leaves that need a gradient, else None.
     """
 
-    values: Values
-    rows: Rows
-    attended: Attended
-    is_wanted: Any
+    inputs: AttentionInputs
+    mask_inputs: MaskInputs
+    outputs: AttentionOutput
+    has_grad: Any
 
 
-def _forward(how: How, values: Values, rows: Rows) -> tuple[Attended, _Kept]:
-    """Called with CustomVJPPrimal for each array."""
-    is_wanted: Any = jax.tree.map(lambda primal: () if primal.perturbed else None, values)
-    values, rows = jax.tree.map(lambda primal: primal.value, (values, rows))
-    attended = _attend_parts(how, reject_second_derivative(values), rows)
-    return attended, _Kept(values, rows, attended, is_wanted)
+def _forward(
+    args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
+) -> tuple[AttentionOutput, Residuals]:
+    """Run the forward pass; each array is a CustomVJPPrimal."""
+    has_grad: Any = jax.tree.map(lambda primal: () if primal.perturbed else None, inputs)
+    inputs, mask_inputs = jax.tree.map(lambda primal: primal.value, (inputs, mask_inputs))
+    outputs = _attend_auto_sharded(args, reject_second_derivative(inputs), mask_inputs)
+    return outputs, Residuals(inputs, mask_inputs, outputs, has_grad)
 
 
-def _backward(how: How, kept: _Kept, grads: Any) -> tuple[Values, None]:
-    values, rows, attended, is_wanted = kept
+def _backward(args: StaticArgs, residuals: Residuals, grads: Any) -> tuple[AttentionInputs, None]:
+    inputs, mask_inputs, outputs, has_grad = residuals
     grads = tuple(None if isinstance(grad, SymbolicZero) else grad for grad in grads)
-    values, attended, grads = reject_second_derivative((values, attended, grads))
-    of_values, of_rows, returns = partitions(labels(values.q.ndim == 4), values, rows)
-    of_grads = tuple(None if grad is None else of for grad, of in zip(grads, returns, strict=True))
+    inputs, outputs, grads = reject_second_derivative((inputs, outputs, grads))
+    input_specs, mask_specs, output_specs = partition_specs(
+        symbolic_sharding(inputs.q.ndim == 4), inputs, mask_inputs
+    )
+    grad_specs = tuple(None if grad is None else spec for grad, spec in zip(grads, output_specs, strict=True))
 
-    def run(cut: Cut | None, given: tuple[Values, Rows, Attended, Any]) -> list[Array]:
-        values, rows, attended, grads = given
-        found = _gradients(cut, how, _Kept(values, rows, attended, is_wanted), grads)
-        if cut is None:
-            return found
-        places = _wanted(partitions(cut, values, rows)[0], is_wanted)
-        return [sum_of_parts(cut, of, x) for of, x in zip(places, found, strict=True)]
+    def local_gradients(
+        sharding: AttentionSharding | None, shard: tuple[AttentionInputs, MaskInputs, AttentionOutput, Any]
+    ) -> list[Array]:
+        inputs, mask_inputs, outputs, grads = shard
+        grads_of_inputs = _gradients(sharding, args, Residuals(inputs, mask_inputs, outputs, has_grad), grads)
+        if sharding is None:
+            return grads_of_inputs
+        specs = _select_leaves(partition_specs(sharding, inputs, mask_inputs)[0], has_grad)
+        return [sum_over_shards(sharding, spec, x) for spec, x in zip(specs, grads_of_inputs, strict=True)]
 
-    given, places = (values, rows, attended, grads), (of_values, of_rows, returns, of_grads)
-    found = by_partitioner(run, given, places, _wanted(of_values, is_wanted))
-    nothing = jax.tree.map(jnp.zeros_like, values)
-    return _with_wanted(nothing, is_wanted, found), None
-
-
-def _gradients(cut: Cut | None, how: How, kept: _Kept, grads: tuple[Array | None, ...]) -> list[Array]:
-    """Of the values that are wanted, by what one device has."""
-
-    def results(*wanted: Array) -> list[Array]:
-        values = _with_wanted(kept.values, kept.is_wanted, wanted)
-        again = attend_part(cut, how, values, kept.rows, kept.attended)
-        return [x for x, grad in zip(again, grads, strict=True) if grad is not None]
-
-    _, pull_back = jax.vjp(results, *_wanted(kept.values, kept.is_wanted))
-    return list(pull_back([grad for grad in grads if grad is not None]))
+    arrays = (inputs, mask_inputs, outputs, grads)
+    specs = (input_specs, mask_specs, output_specs, grad_specs)
+    grads_of_inputs = call_partitioned(local_gradients, arrays, specs, _select_leaves(input_specs, has_grad))
+    zeros = jax.tree.map(jnp.zeros_like, inputs)
+    return _replace_leaves(zeros, has_grad, grads_of_inputs), None
 
 
-def _wanted(tree: Values, is_wanted: Any) -> list[Any]:
-    """The leaves of which a gradient is wanted."""
+def _gradients(
+    sharding: AttentionSharding | None,
+    args: StaticArgs,
+    residuals: Residuals,
+    grads: tuple[Array | None, ...],
+) -> list[Array]:
+    """Return the gradients of the inputs that need one, on one device."""
+
+    def results(*leaves: Array) -> list[Array]:
+        inputs = _replace_leaves(residuals.inputs, residuals.has_grad, leaves)
+        recomputed = attend_shard(sharding, args, inputs, residuals.mask_inputs, residuals.outputs)
+        return [x for x, grad in zip(recomputed, grads, strict=True) if grad is not None]
+
+    _, vjp = jax.vjp(results, *_select_leaves(residuals.inputs, residuals.has_grad))
+    return list(vjp([grad for grad in grads if grad is not None]))
+
+
+def _select_leaves(tree: AttentionInputs, has_grad: Any) -> list[Any]:
+    """Return the leaves that need a gradient."""
     structure: Any = jax.tree.structure(tree)
-    flags = structure.flatten_up_to(is_wanted)
+    flags = structure.flatten_up_to(has_grad)
     return [leaf for leaf, flag in zip(jax.tree.leaves(tree), flags, strict=True) if flag is not None]
 
 
-def _with_wanted(tree: Values, is_wanted: Any, wanted: Sequence[Array]) -> Values:
-    """The tree with others in the places of these leaves."""
+def _replace_leaves(tree: AttentionInputs, has_grad: Any, leaves: Sequence[Array]) -> AttentionInputs:
+    """Return the tree with the leaves that need a gradient replaced."""
     structure: Any = jax.tree.structure(tree)
-    flags, coming = structure.flatten_up_to(is_wanted), iter(wanted)
+    flags, new_leaves = structure.flatten_up_to(has_grad), iter(leaves)
     pairs = zip(jax.tree.leaves(tree), flags, strict=True)
-    values: Values = structure.unflatten([leaf if flag is None else next(coming) for leaf, flag in pairs])
-    return values
+    inputs: AttentionInputs = structure.unflatten(
+        [leaf if flag is None else next(new_leaves) for leaf, flag in pairs]
+    )
+    return inputs
 
 
-_attend_parts.defvjp(_forward, _backward, symbolic_zeros=True)
+_attend_auto_sharded.defvjp(_forward, _backward, symbolic_zeros=True)

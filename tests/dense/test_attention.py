@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks
 from jattn.dense import attention
-from jattn.dense.arguments import NAMES_OF_JAX
+from jattn.dense.arguments import JAX_ARGUMENT_NAMES
 from jattn.implementations.xla.scores import num_first_keys
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -246,7 +246,7 @@ class TestDocuments:
         assert len(seen) == 1
         jattn.attention(*given, segment_ids=mixed)
         assert len(seen) == 1
-        message = r"segment_ids: mosaic_gpu: an id comes again behind another one\. Leave"
+        message = r"segment_ids: the mosaic_gpu kernels need contiguous ids, .*\. Use implementation=None"
         with pytest.raises(NotImplementedError, match=message):
             jattn.attention(*given, segment_ids=mixed, implementation="mosaic_gpu")
         document = lambda ids: jattn.masks.Window(left=5) & jattn.masks.Document(ids=ids)
@@ -254,7 +254,7 @@ class TestDocuments:
         assert len(seen) == 2
         jattn.attention(*given, mask=document(mixed))
         assert len(seen) == 2
-        with pytest.raises(NotImplementedError, match=r"^mask: mosaic_gpu: an id comes again behind another"):
+        with pytest.raises(NotImplementedError, match=r"^mask: the mosaic_gpu kernels need contiguous ids"):
             jattn.attention(*given, mask=document(mixed), implementation="mosaic_gpu")
 
     def test_one_trace_serves_all_bounds(self, traced_once):
@@ -359,29 +359,29 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"q": [1.0]}, r"q must be an array, got list"),
+            ({"q": [1.0]}, r"q must be an array, got a list"),
             ({"q": np.zeros((8, 16), np.float32)}, r"q must have shape \[batch, tokens, .*, got \(8, 16\)"),
-            ({"k": Q.astype(np.int32)}, r"k must be of a floating-point type .*, got int32"),
+            ({"k": Q.astype(np.int32)}, r"k must have a floating-point dtype .*, got int32"),
             ({"k": Q[:1]}, r"k must have shape \(2, 8, 4, 16\) .*, got \(1, 8, 4, 16\)"),
-            ({"v": Q[:, :5]}, r"v must have shape \(2, 8, 4, 16\) \(as k\), got \(2, 5, 4, 16\)"),
+            ({"v": Q[:, :5]}, r"v must have shape \(2, 8, 4, 16\) \(the shape of k\), got \(2, 5, 4, 16\)"),
             (
                 {"k": Q[:, :, :3], "v": Q[:, :, :3]},
                 r"num_q_heads must be a multiple of num_kv_heads \(3\), got 4",
             ),
             ({"window": 3}, r"window must be \(left, right\) .*, got 3"),
-            ({"segment_ids": np.zeros((2, 8))}, r"segment_ids must be an array of ints, got float64"),
+            ({"segment_ids": np.zeros((2, 8))}, r"segment_ids must be an integer array, got float64"),
             ({"segment_ids": np.zeros((8,), int)}, r"segment_ids must have shape \(2, 8\) .*, got \(8,\)"),
             (
                 {"segment_ids": np.zeros((2, 8), int), "k": Q[:, :5], "v": Q[:, :5]},
-                r"k with segment_ids must have shape \(2, 8\) .*, got \(2, 5\)",
+                r"segment_ids requires as many keys as queries, got 8 queries and 5 keys",
             ),
             ({"cu_seqlens": np.asarray([0, 8])}, r"q must have shape \[tokens, .*, got \(2, 8, 4, 16\)"),
             (
                 {"cu_seqlens": np.asarray([0, 8]), "segment_ids": np.zeros((2, 8), int)},
-                r"segment_ids must be None with cu_seqlens, got both",
+                r"segment_ids and cu_seqlens cannot be combined",
             ),
             ({"sinks": np.zeros(3, np.float32)}, r"sinks must have shape \(4,\) \(q_heads\), got \(3,\)"),
-            ({"mask": np.zeros((2, 1, 8, 8))}, r"mask must be of bool, got float64"),
+            ({"mask": np.zeros((2, 1, 8, 8))}, r"mask must have dtype bool, got float64"),
             (
                 {"mask": np.zeros((3, 1, 8, 8), bool)},
                 r"mask must broadcast to \(2, 4, 8, 8\) .*, got \(3, 1, 8, 8\)",
@@ -389,7 +389,7 @@ class TestRefusals:
             ({"mask": masks.Prefix(length=2), "causal": True}, r"mask lets queries attend .*, got Prefix"),
             (
                 {"mask": masks.BlockMask(blocks=np.ones((1, 1, 1), bool), block_q=4, block_kv=4)},
-                r"BlockMask's kv_blocks of 4 must be at least 2, .*, got 1",
+                r"BlockMask has 1 kv_blocks of 4 .* Pass at least 2",
             ),
             ({"mask": "causal"}, r"mask must be a mask of jattn.masks, got a str"),
             ({"implementation": "cudnn"}, r"implementation must be one of .*, got 'cudnn'"),
@@ -402,19 +402,19 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"q_tokens": 8}, r"kv_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2"),
+            ({"q_tokens": 8}, r"has 2 kv_blocks of 4 positions, .* 12 positions. Pass at least 3"),
             (
                 {"q_tokens": 8, "window": (3, 1)},
-                r"kv_blocks of 4 must be at least 3, to reach over the 9 positions .*, got 2",
+                r"has 2 kv_blocks of 4 positions, .* 9 positions. Pass at least 3",
             ),
-            ({"kv_tokens": 8}, r"q_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2"),
+            ({"kv_tokens": 8}, r"has 2 q_blocks of 4 positions, .* 12 positions. Pass at least 3"),
             (
                 {"cu_seqlens": [0, 12]},
-                r"kv_blocks of 4 must be at least 3, to reach over the 12 positions .*, got 2",
+                r"has 2 kv_blocks of 4 positions, .* 12 positions. Pass at least 3",
             ),
             (
                 {"cu_seqlens": [0, 1, 10, 12]},
-                r"kv_blocks of 4 must be at least 3, to reach over the 9 positions .*, got 2",
+                r"has 2 kv_blocks of 4 positions, .* 9 positions. Pass at least 3",
             ),
         ],
     )
@@ -454,7 +454,7 @@ class TestRefusals:
     @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
     def test_bounds_that_are_none_are_named(self, bounds, dtype):
         with pytest.raises(
-            ValueError, match=r"cu_seqlens must ascend from 0 to at most the 8 tokens, got \["
+            ValueError, match=r"cu_seqlens must ascend from 0 to at most the number of tokens .8., got \["
         ):
             jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray(bounds, dtype))
 
@@ -464,7 +464,7 @@ class TestRefusals:
 
     def test_an_array_is_no_mask_of_packed_documents(self):
         with pytest.raises(
-            ValueError, match=r"mask must be a mask of jattn.masks with cu_seqlens, got shape"
+            ValueError, match=r"mask is an array with shape .* cannot be combined with cu_seqlens"
         ):
             jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0, 8]), mask=np.ones((8, 8), bool))
 
@@ -475,10 +475,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"is_causal": True}, r"unexpected keyword argument 'is_causal': here it is causal=\."),
-            ({"local_window_size": (3, 0)}, r"argument 'local_window_size': here it is window=\."),
-            ({"causal": True, "bias": Q}, r"'bias': here it is jattn.attention_fn\(q, k, v, bias\)\."),
-            ({"dropout_rng": None}, "'dropout_rng': here it is an argument of jattn.attention_fn, "),
+            ({"is_causal": True}, r"unexpected argument 'is_causal'. Use causal=\."),
+            ({"local_window_size": (3, 0)}, r"argument 'local_window_size'. Use window=\."),
+            ({"causal": True, "bias": Q}, r"'bias'. Use jattn.attention_fn\(q, k, v, bias\)\."),
+            ({"dropout_rng": None}, "'dropout_rng'. Use jattn.attention_fn, "),
         ],
     )
     def test_a_keyword_of_jax_nn_or_flax_is_told_its_name_here(self, options, message):
@@ -488,8 +488,8 @@ class TestRefusals:
     def test_every_other_name_of_jax_nn_is_told(self):
         theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
         ours = set(inspect.signature(jattn.attention).parameters)
-        assert theirs - ours <= set(NAMES_OF_JAX)
-        assert not ours & set(NAMES_OF_JAX)
+        assert theirs - ours <= set(JAX_ARGUMENT_NAMES)
+        assert not ours & set(JAX_ARGUMENT_NAMES)
         page = (ROOT / "docs" / "training.md").read_text()
         told = set(re.findall(r"(\w+)=", page.split("| jax.nn | here |")[1].split("\n\n")[0]))
         assert theirs - ours <= told | {"query", "key", "value"}
@@ -498,12 +498,12 @@ class TestRefusals:
 class TestOnAMeshOfExplicitAxes:
     MESH = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
-    def run(self, *partitions, q_heads=4, kv_heads=2):
+    def run(self, *partition_specs, q_heads=4, kv_heads=2):
         """Traced: there is one device here."""
         shapes = [(4, 8, heads, 16) for heads in (q_heads, kv_heads, kv_heads)]
         place = lambda spec: jax.NamedSharding(self.MESH, P(*spec))
         of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
-        return jax.eval_shape(jattn.attention, *map(of, shapes, partitions)).sharding.spec
+        return jax.eval_shape(jattn.attention, *map(of, shapes, partition_specs)).sharding.spec
 
     def test_the_output_is_cut_as_what_is_cut(self):
         whole = (None,) * 4
@@ -517,23 +517,25 @@ class TestOnAMeshOfExplicitAxes:
         }
 
     def test_cut_tokens_and_heads_in_parts_are_refused(self):
-        message = r"{} on a mesh as .*: attention is cut by texts and heads alone\. .*jax\.sharding\.reshard"
+        message = r"{} with sharding .*: attention can be sharded by batch and heads only.*reshard"
         with pytest.raises(NotImplementedError, match=message.format("q")):
             self.run((None, "x"), (), ())
         with pytest.raises(NotImplementedError, match=message.format("v")):
             self.run((), (), (None, None, None, "y"))
 
     def test_arrays_that_are_cut_differently_are_named(self):
-        message = r"q, k and v must be cut by the same axes of a mesh, or whole, got \{'q': 'x', 'k': 'y'\}"
+        message = (
+            r"q, k and v must be sharded over the same mesh axes or replicated, got \{'q': 'x', 'k': 'y'\}"
+        )
         with pytest.raises(ValueError, match=message):
             self.run(("x",), ("y",), ())
-        message = r"q, k and v must have texts and heads on other axes, got \('x', 'x'\)"
+        message = r"q, k and v must have batch and heads on different mesh axes, got \('x', 'x'\)"
         with pytest.raises(ValueError, match=message):
             self.run(("x",), (), (None, None, "x"))
 
     def test_devices_that_would_need_parts_of_several_kv_heads_are_refused(self):
         by_device = (None, None, ("x", "y"))
-        with pytest.raises(NotImplementedError, match=r"q_heads on 4 devices: 3 kv heads are no multiple or"):
+        with pytest.raises(NotImplementedError, match=r"3 kv heads are neither a multiple"):
             self.run(by_device, (), (), q_heads=12, kv_heads=3)
         for kv_heads in (1, 2, 4):
             assert self.run(by_device, (), (), kv_heads=kv_heads)[2] == ("x", "y")
@@ -541,7 +543,7 @@ class TestOnAMeshOfExplicitAxes:
     def test_kv_heads_may_be_cut_by_the_first_axes_that_cut_query_heads(self):
         by_device, coarser = (None, None, ("x", "y")), (None, None, "x")
         assert self.run(by_device, coarser, coarser)[2] == ("x", "y")
-        with pytest.raises(ValueError, match=r"q, k and v must be cut by the same axes of a mesh"):
+        with pytest.raises(ValueError, match=r"q, k and v must be sharded over the same mesh axes"):
             self.run(by_device, coarser, (None, None, "y"))
 
 

@@ -70,7 +70,7 @@ def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_
     visible = made.visible(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
     queries = [i for i in range(first_query, first_query + num_queries) if least_query <= i < seq_len]
     keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
-    visible = np.broadcast_to(tile.has_bits(visible) if made.is_words else visible, tile.shape)
+    visible = np.broadcast_to(tile.unpack_bit_mask(visible) if made.is_words else visible, tile.shape)
     visible = visible.T if of_keys else visible
     return visible[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
 
