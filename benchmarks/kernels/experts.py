@@ -14,12 +14,12 @@ from benchmarks.kernels import experts_peers
 from benchmarks.runner import Rows, kernel_times, read_ceiling
 from jattn.models.activations import ClampedSwiGLU
 from jattn.models.expert_matmuls import (
-    How,
-    all_experts,
-    each_row,
-    tiles_by_kernel,
-    tiles_by_xla,
-    way,
+    ExpertStatics,
+    run_all_experts,
+    run_rows,
+    run_tiles_mosaic,
+    run_tiles_xla,
+    select_method,
     why_no_kernel,
 )
 from jattn.models.experts import Experts
@@ -28,7 +28,7 @@ from jattn.models.routing import Routing
 TOKENS = (1, 4, 16, 64, 256, 512, 1024, 2048, 8192)
 CHECKED = 16  # tokens that are computed again, in f32
 # Each way of computing them, up to how many tokens.
-WAYS = ((each_row, 64), (all_experts, 2048), (tiles_by_kernel, 2**30), (tiles_by_xla, 2**30))
+WAYS = ((run_rows, 64), (run_all_experts, 2048), (run_tiles_mosaic, 2**30), (run_tiles_xla, 2**30))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Shape:
 
 
 SHAPES = {
-    "qwen3_30b_a3b": Shape(2048, 768, 128, 8, Routing(normalizes=True)),
+    "qwen3_30b_a3b": Shape(2048, 768, 128, 8, Routing(renormalize=True)),
     "gpt_oss_20b": Shape(
         2880,
         2880,
         32,
         4,
-        Routing(scores="softmax_of_chosen", has_bias=True),
+        Routing(scores="softmax_of_top_k", has_bias=True),
         activation=ClampedSwiGLU(),
         use_bias=True,
     ),
@@ -102,8 +102,8 @@ def measure(layer: Experts, shape: Shape, tokens: int, choice: str, way_of: Any)
     @jax.jit
     def run(state: Any, x: jax.Array) -> jax.Array:
         layer = nnx.merge(graph, state)
-        how = How(layer.activation, layer.precision)
-        return way_of(x, layer.choices(x), layer.weights(), how).astype(x.dtype)
+        how = ExpertStatics(layer.activation, layer.precision)
+        return way_of(x, layer.route(x), layer.weights(), how).astype(x.dtype)
 
     memory = run.lower(state, x).compile().memory_analysis()
     out, time = kernel_times(run, state, x)
@@ -112,11 +112,11 @@ def measure(layer: Experts, shape: Shape, tokens: int, choice: str, way_of: Any)
     num_touched = len(np.unique(np.asarray(chosen)))
     expert_bytes = sum(array.nbytes for array in jax.tree.leaves(state)) // shape.num_experts
     flops = 6 * tokens * shape.experts_per_token * shape.hidden_size * shape.intermediate_size
-    sizes = {"num_chosen": shape.experts_per_token, "num_experts": shape.num_experts}
+    sizes = {"num_selected": shape.experts_per_token, "num_experts": shape.num_experts}
     has_kernel = why_no_kernel(x, layer.weights()) is None
     return {
         "way": way_of.__name__,
-        "is_taken": way(num_tokens=tokens, **sizes, has_kernel=has_kernel) is way_of,
+        "is_taken": select_method(num_tokens=tokens, **sizes, has_kernel=has_kernel) is way_of,
         **time,
         "num_touched": num_touched,
         "gb_per_s": num_touched * expert_bytes / time["us"] / 1e3,

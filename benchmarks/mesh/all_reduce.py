@@ -106,7 +106,7 @@ def _sum_norm(
     del peers
     norm = RMSNorm(len(weight), eps=EPS, is_offset=False, dtype=weight.dtype)
     norm.weight[...] = weight
-    return add_and_norm(stream, jax.lax.psum(x, TP), norm, may_take_kernel=True)
+    return add_and_norm(stream, jax.lax.psum(x, TP), norm, allow_kernel=True)
 
 
 def _all_reduce_norm(

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.models.sharding import check_divides, sharding_of
+from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import TP
 
 
@@ -20,7 +20,7 @@ def random_decoder(
     made = DecoderConfig.from_hf(config)
     if mesh is not None:
         check_divides(made, mesh)
-        made = made.spread_over(mesh.shape[TP])
+        made = made.with_mesh(mesh.shape[TP])
     how: Any = {"dtype": jnp.bfloat16, "implementation": implementation}
     shapes = nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), **how))
     graphdef, state = nnx.split(shapes)
@@ -37,7 +37,7 @@ def random_decoder(
 
 def _drawn(key: Any, path: Any, variable: Any, mesh: Mesh | None) -> jax.Array:
     shape = variable.shape
-    sharding = None if mesh is None else sharding_of(mesh, path, len(shape))
+    sharding = None if mesh is None else parameter_sharding(mesh, path, len(shape))
     if len(shape) == 1:
         return jnp.ones(shape, variable.dtype, device=sharding)
     return jax.jit(_normal, static_argnums=1, out_shardings=sharding)(key, shape)

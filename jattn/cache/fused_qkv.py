@@ -45,7 +45,7 @@ def why_not_write_qkv(cache: PagedCache, dtype: np.dtype, rope: Any, norms: Sequ
         norms: Norms of queries and of keys, each a module or None. They must be RMS norms that declare their
             rounding (`rounds_once`), as `jattn.models.layers.RMSNorm` does.
     """
-    if rope is not None and not getattr(rope, "turns_halves", False):
+    if rope is not None and not getattr(rope, "pairs_halves", False):
         return "the RoPE does not rotate the halves of entire heads"
     parameters = {
         (norm.eps, norm.is_offset) if is_kernel_rms_norm(norm) else None for norm in norms if norm is not None

@@ -33,11 +33,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedSwiGLU:
-    """gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, gate below `limit` and up within it on both sides.
+    """gpt-oss's activation: `(up + 1) * gate * sigmoid(alpha * gate)`, with clipped inputs.
 
     Attributes:
         alpha: Slope of the sigmoid.
-        limit: Of both inputs.
+        limit: gate is clipped to at most `limit`, up to [-limit, limit].
     """
 
     alpha: float = 1.702
@@ -47,17 +47,17 @@ class ClampedSwiGLU:
         require_positive(limit=self.limit)
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        """What lies between an expert's two products."""
+        """Apply the activation to the two halves of an expert's first projection."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gated:
-    """`act(gate) * up`.
+class GatedActivation:
+    """A gated activation: `act(gate) * up`.
 
     Attributes:
-        hidden_act: Which `act`, a key of `jattn.models.activations.ACTIVATIONS`.
+        hidden_act: Name of `act`, a key of `jattn.models.activations.ACTIVATIONS`.
     """
 
     hidden_act: str
@@ -68,40 +68,44 @@ class Gated:
             raise unsupported(f"activation {self.hidden_act!r}", "not implemented", supported)
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        """What lies between an expert's two products."""
+        """Apply the activation to the two halves of an expert's first projection."""
         return ACTIVATIONS[self.hidden_act](gate) * up
 
 
 def gegelu(gate: Array, up: Array, limit: float | None) -> Array:
-    """Phi-3-small's activation, computed in f32, in gate.dtype."""
-    wide_gate, wide_up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    """Apply Phi-3-small's activation in f32 and return it in gate.dtype."""
+    gate_f32, up_f32 = gate.astype(jnp.float32), up.astype(jnp.float32)
     if limit is not None:
-        wide_gate, wide_up = jnp.minimum(wide_gate, limit), jnp.clip(wide_up, -limit, limit)
-    return (wide_gate * jax.nn.sigmoid(1.702 * wide_gate) * (wide_up + 1.0)).astype(gate.dtype)
+        gate_f32, up_f32 = jnp.minimum(gate_f32, limit), jnp.clip(up_f32, -limit, limit)
+    return (gate_f32 * jax.nn.sigmoid(1.702 * gate_f32) * (up_f32 + 1.0)).astype(gate.dtype)
 
 
 class Constant(nnx.Variable[Any]):
-    """What a checkpoint stores beside its parameters, and training leaves as it is."""
+    """A value that checkpoints store and training does not change."""
 
 
 class XIELU(nnx.Module):
-    """`alpha_p * x * x + beta * x` above 0, `alpha_n * (exp(min(x, eps)) - 1 - x) + beta * x` below.
+    """The learned activation xIELU.
 
-    Both alphas are learned, through a softplus; alpha_n is beta at least.
+    `alpha_p * x * x + beta * x` for x > 0, else `alpha_n * (exp(min(x, eps)) - 1 - x) + beta * x`. Both
+    alphas are learned, through a softplus; alpha_n is at least beta.
 
-    Source: "Deriving Activation Functions Using Integration" (2024), as transformers has it.
+    Source: "Deriving Activation Functions Using Integration" (2024), as implemented in transformers.
     """
 
     def __init__(self, *, dtype: DTypeLike) -> None:
-        """Makes both alphas 0.8."""
-        before_softplus = lambda alpha: jnp.log(jnp.expm1(jnp.full((1,), alpha, jnp.float32))).astype(dtype)
-        self.alpha_p = nnx.Param(before_softplus(0.8))
-        self.alpha_n = nnx.Param(before_softplus(0.8 - 0.5))
+        """Initialize both alphas to 0.8."""
+
+        def inverse_softplus(alpha: float) -> Array:
+            return jnp.log(jnp.expm1(jnp.full((1,), alpha, jnp.float32))).astype(dtype)
+
+        self.alpha_p = nnx.Param(inverse_softplus(0.8))
+        self.alpha_n = nnx.Param(inverse_softplus(0.8 - 0.5))
         self.beta = Constant(jnp.asarray(0.5, dtype))
         self.eps = Constant(jnp.asarray(-1e-6, dtype))
 
     def __call__(self, x: Float32[Array, "tokens width"]) -> Float32[Array, "tokens width"]:
-        """The activation."""
+        """Apply the activation."""
         beta, eps = self.beta[...].astype(jnp.float32), self.eps[...].astype(jnp.float32)
         alpha_p, alpha_n = (
             jax.nn.softplus(alpha[0].astype(jnp.float32)) for alpha in (self.alpha_p, self.alpha_n)

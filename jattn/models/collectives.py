@@ -1,4 +1,4 @@
-"""Sums and gathers over a decoder's devices: XLA's, or of a few rows kernels' over memory of their own."""
+"""All-reduces over a decoder's devices: by XLA, or for few rows by kernels over peer memory."""
 
 import functools
 from typing import TYPE_CHECKING, Any
@@ -18,58 +18,60 @@ if TYPE_CHECKING:
 
 
 class PeerVariable(nnx.Variable[Any]):
-    """No weight: part of the memory that devices write to each other."""
+    """Peer memory in a model's state, which is not a weight."""
 
 
-class PeerArrays(nnx.Module):
-    """PeerMemory as part of a model, so that it reaches whatever runs it."""
+class PeerMemoryModule(nnx.Module):
+    """PeerMemory as a module, so that it is part of the model's state."""
 
     def __init__(self, peers: "PeerMemory") -> None:
-        """Wraps the arrays."""
+        """Store the arrays as variables."""
         self.table, self.memory = PeerVariable(peers.table), PeerVariable(peers.memory)
 
     @property
-    def here(self) -> "PeerMemory":
-        """The arrays; inside shard_map this device's parts."""
+    def local(self) -> "PeerMemory":
+        """The arrays; inside shard_map this device's shards."""
         from pallas_kernels.collectives import PeerMemory
 
         return PeerMemory(self.table[...], self.memory[...])
 
 
 class Peers(nnx.Module):
-    """What a model's devices write to.
+    """The peer memory of a model's devices.
 
     Attributes:
-        sums: For sums over all of them.
-        ranks: For log-sum-exps of those that hold a request's keys together; None where one does.
+        sums: Memory for all-reduces over all devices.
+        ranks: Memory for exchanging log-sum-exps between context-parallel ranks; None without context
+            parallelism.
     """
 
     def __init__(self, sums: "PeerMemory", ranks: "PeerMemory | None") -> None:
-        """Wraps them."""
-        self.sums = PeerArrays(sums)
-        self.ranks = None if ranks is None else PeerArrays(ranks)
+        """Store the memory as modules."""
+        self.sums = PeerMemoryModule(sums)
+        self.ranks = None if ranks is None else PeerMemoryModule(ranks)
 
 
-# A gather's thread blocks take a row at a time, however narrow: beyond this XLA's may be quicker; not timed.
-MAX_ROWS_OF_RANKS = 256
+# A gather's thread blocks process one row at a time, however narrow. XLA may be faster beyond this (not
+# measured).
+MAX_RANK_EXCHANGE_ROWS = 256
 
 
 def use_peer_memory(model: Any, *, max_rows: int = 2048) -> None:
-    """Lets a model's layers sum by `pallas_kernels.collectives` in steps of up to so many tokens.
+    """Make a model's layers all-reduce with `pallas_kernels.collectives` in steps of up to max_rows tokens.
 
-    A model whose `peers` are None sums by XLA. In larger steps, and where the model's numbers have not 16
-    bits, XLA sums as before. With cp ranks exchange their log-sum-exps so, too, of up to 256 tokens. To be
-    called before an engine is made of the model; the memory is the model's from then on: on each device
-    4 * max_rows * hidden_size bytes for each of them, 67 MB on two with a hidden_size of 4,096. Where the
-    devices are of several processes, all of these call at once.
+    XLA does the all-reduces of larger steps, of models that are not 16-bit, and of models without peer
+    memory. With cp, ranks also exchange the log-sum-exps of up to 256 tokens through peer memory. Call this
+    before creating an engine. The model keeps the memory: on each device 4 * max_rows * hidden_size bytes per
+    device of the mesh, 67 MB on two devices with a hidden_size of 4,096. With several processes, all must
+    call this at the same time.
 
     Args:
-        model: A decoder on a mesh (`jattn.models.load`), of GPUs of one host that reach each other by NVLink.
-        max_rows: Tokens of a step, at most.
+        model: A decoder on a mesh (`jattn.models.load`) of GPUs of one host that are connected by NVLink.
+        max_rows: Maximum number of tokens per step.
 
     Raises:
-        ValueError: The model is on no mesh, or max_rows is no positive int.
-        NotImplementedError: Its devices cannot write into each other's memory; the message says why.
+        ValueError: If the model is not on a mesh, or max_rows is not a positive int.
+        NotImplementedError: If the devices cannot write into each other's memory. The message says why.
     """
     from pallas_kernels import collectives
 
@@ -79,38 +81,38 @@ def use_peer_memory(model: Any, *, max_rows: int = 2048) -> None:
     make = functools.partial(collectives.make_peer_memory, model.mesh)
     all_sums, ranks = make(ALL_AXES, max_rows=max_rows, width=model.config.hidden_size), None
     if model.mesh.shape[CP] > 1:
-        of_heads = 2 * model.config.num_attention_heads  # f32, in 16-bit numbers; a device has some of them
-        ranks = make(CP, max_rows=min(max_rows, MAX_ROWS_OF_RANKS), width=of_heads + of_heads % 4)
+        width = 2 * model.config.num_attention_heads  # one f32 per head, counted in 16-bit elements
+        ranks = make(CP, max_rows=min(max_rows, MAX_RANK_EXCHANGE_ROWS), width=width + width % 4)
     model.peers = nnx.data(Peers(all_sums, ranks))
 
 
 def why_no_peer_memory(model: Any) -> str | None:
-    """Why nothing is gained by `use_peer_memory`, or it would raise; None if it serves.
+    """Return why `use_peer_memory` has no benefit or would raise, or None if it can be used.
 
-    All processes that the model's devices are of call at once, and get the same answer.
+    With several processes, all must call this at the same time, and get the same answer.
 
     Args:
-        model: A decoder, or its shapes.
+        model: A decoder, with weights or abstract.
     """
     from pallas_kernels import collectives
 
     mesh = getattr(model, "mesh", None)
     if mesh is None or mesh.size == 1:
-        return "there is nothing to sum"
+        return "the model is on one device, so that there are no all-reduces"
     if not isinstance(model.embed_tokens.embedding.get_value(), jax.Array):
-        return "the model has shapes alone"
+        return "the model has no weights"
     devices = list(mesh.devices.flat)
     if any(device.platform not in GPU_PLATFORMS for device in devices):
-        return "devices are no NVIDIA GPUs"
+        return "the devices are not NVIDIA GPUs"
     sizes = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
     why_no_kernel = collectives.why_no_all_reduce_kernel(dtype=model.dtype, **sizes)
     return why_no_kernel or collectives.why_not_peer_memory(devices, mesh.size)
 
 
-def summed(
+def all_reduce_sum(
     x: Float[Array, "tokens hidden"], axis_name: Axes | None, peers: "PeerMemory | None"
 ) -> Float[Array, "tokens hidden"]:
-    """The sum of all devices' x inside shard_map; x itself where there is no axis."""
+    """Return the sum of all devices' x inside shard_map, or x if axis_name is None."""
     if axis_name is None:
         return x
     if peers is None:
@@ -122,41 +124,41 @@ def summed(
     return collectives.all_reduce(x, peers, axis_name=axis_name)
 
 
-def of_first_device(
+def zero_except_first_device(
     x: Float[Array, "tokens hidden"], axis_name: Axes | None
 ) -> Float[Array, "tokens hidden"]:
-    """Parts of a sum that is x, which all devices have."""
+    """Return x on the first device and zeros on the others, whose sum is x."""
     return jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
 
 
-def sum_add_and_norm(
+def all_reduce_add_and_norm(
     x: Float[Array, "tokens hidden"],
-    part: Float[Array, "tokens hidden"],
+    partial: Float[Array, "tokens hidden"],
     norm: Any,
     *,
     axis_name: Axes | None,
     peers: "PeerMemory | None",
-    may_take_kernel: bool,
+    allow_kernel: bool,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-    """The stream x with all devices' parts added, and that normalised: by one kernel where it can.
+    """Add the sum of all devices' `partial` to x and return it and its norm; by one kernel where supported.
 
     Args:
-        x: The stream, which all devices have.
-        part: This device's.
-        norm: Of the next part of the model.
-        axis_name: As `summed`.
-        peers: As `summed`.
-        may_take_kernel: Static: of `add_and_norm`, too.
+        x: The residual stream, replicated on all devices.
+        partial: This device's summand.
+        norm: Norm before the next attention or MLP.
+        axis_name: Mesh axes to sum over; None = `partial` is complete.
+        peers: This device's peer memory; None = XLA sums.
+        allow_kernel: Whether `add_and_norm` may use its kernel; static.
     """
-    is_served = isinstance(norm, RMSNorm) and x.dtype == norm.weight.dtype == part.dtype
-    if axis_name is None or peers is None or not is_served:
-        return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
+    is_supported = isinstance(norm, RMSNorm) and x.dtype == norm.weight.dtype == partial.dtype
+    if axis_name is None or peers is None or not is_supported:
+        return add_and_norm(x, all_reduce_sum(partial, axis_name, peers), norm, allow_kernel=allow_kernel)
     from pallas_kernels import collectives
 
-    if collectives.why_not_all_reduce(part, peers) is not None:
-        return add_and_norm(x, summed(part, axis_name, peers), norm, may_take_kernel=may_take_kernel)
+    if collectives.why_not_all_reduce(partial, peers) is not None:
+        return add_and_norm(x, all_reduce_sum(partial, axis_name, peers), norm, allow_kernel=allow_kernel)
     return collectives.all_reduce_rms_norm(
-        part,
+        partial,
         x,
         norm.weight[...],
         peers,

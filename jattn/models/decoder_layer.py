@@ -1,7 +1,7 @@
-"""One layer of a decoder."""
+"""A decoder layer: attention, MLP or experts, norms and residual connections."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,16 +13,16 @@ from jaxtyping import Array, Float, Int32
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PagedCache
 from jattn.implementations.selection import requested_implementations
-from jattn.models.collectives import sum_add_and_norm, summed
+from jattn.models.collectives import all_reduce_add_and_norm, all_reduce_sum
 from jattn.models.config import DecoderConfig
 from jattn.models.experts import Experts
 from jattn.models.layers import (
     MLP,
-    BareRMSNorm,
     LayerNorm,
     NormedRope,
     PlainMLP,
     RMSNorm,
+    RMSNormNoWeight,
     add_and_norm,
     make_norm,
     make_qk_norm,
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, one behind the other or side by side, with norms where the config has them.
+    """A decoder layer: attention and MLP, in sequence or in parallel, with norms where the config has them.
 
     Attributes:
-        axis_name: Inside shard_map, where attention and MLP are one device's parts: the axes that these lie
-            along, and that what they give is summed over. None = they are whole.
-        peers: Inside shard_map, this device's part of what sums of a few rows need; None = XLA sums.
+        axis_name: Inside shard_map: mesh axes that attention and MLP are sharded over and their outputs are
+            summed over. None = this device has the full layer.
+        peers: Inside shard_map: this device's peer memory for all-reduces of few rows; None = XLA sums.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class DecoderLayer(nnx.Module):
         dtype: DTypeLike,
         implementation: str | Sequence[str] | None,
     ) -> None:
-        """Makes layer number `layer`."""
+        """Initialize layer number `layer`."""
         spec = config.layers[layer]
-        norm: Callable[[str], Any] = lambda name: (
-            make_norm(config.norm, config.hidden_size, dtype=dtype)
-            if name in NORM_PLACEMENTS[config.norm_placement]
-            else None
-        )
+
+        def norm(name: str) -> Any:
+            if name not in NORM_PLACEMENTS[config.norm_placement]:
+                return None
+            return make_norm(config.norm, config.hidden_size, dtype=dtype)
+
         self.input_layernorm = norm("input_layernorm")
         self.attention_layernorm, self.mlp_layernorm = norm("attention_layernorm"), norm("mlp_layernorm")
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
         self.self_attn = _attention(config, spec, rngs=rngs, dtype=dtype, implementation=implementation)
-        how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
-        self.mlp = _mlp(config.hidden_size, spec.mlp, **how)
+        self.mlp = _mlp(config.hidden_size, spec.mlp, rngs=rngs, dtype=dtype, implementation=implementation)
         self.axis_name: Axes | None = None
         self.peers: PeerMemory | None = None
-        self.may_take_kernel = "mosaic_gpu" in requested_implementations(implementation)
-        self.adds_to_normed, self.residual_scale = config.adds_to_normed, config.residual_scale
+        self.allow_kernel = "mosaic_gpu" in requested_implementations(implementation)
+        self.residual_after_norm, self.residual_scale = config.residual_after_norm, config.residual_scale
         self.is_parallel = config.norm_placement.startswith("parallel")
 
-    @jax.jit  # traced and lowered once for all layers of a kind, whatever weights they hold
+    @jax.jit  # traced and lowered once for all layers with the same specification
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
@@ -87,57 +87,69 @@ class DecoderLayer(nnx.Module):
         positions: Int32[Array, " tokens"],
         plan: Plan | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"], PagedCache | None]:
-        """Runs the layer.
+        """Run the layer.
 
         Args:
-            x: The residual stream but for delta: before the first layer zeros.
-            delta: What the layer before gave, or the embeddings: added and normalised at once. Where it
-                takes parts (`takes_parts`), this device's part of it, and so is what it gives.
-            cache: The layer's.
-            metadata: The step's.
-            positions: For rope.
-            plan: The step's.
+            x: The residual stream without delta; zeros before the first layer.
+            delta: Output of the previous layer, or the embeddings, which this layer adds to x and normalizes
+                at once. If `delta_is_partial`, this device's summand of it, as is the returned one.
+            cache: KV cache of the layer.
+            metadata: Metadata of the step.
+            positions: Position of each token, for the rotary embedding.
+            plan: Plan of the step.
 
         Returns:
-            The stream and this layer's delta, and its cache with the step's keys and values in it.
+            The residual stream, this layer's delta, and its cache with the step's keys and values written.
         """
-        should_use_kernel = self.may_take_kernel and cache is not None
-        sums: Any = {"axis_name": self.axis_name, "peers": None if cache is None else self.peers}
-        added = functools.partial(add_and_norm, may_take_kernel=should_use_kernel)
-        given_added = functools.partial(sum_add_and_norm, **sums, may_take_kernel=should_use_kernel)
-        given_added = given_added if self.takes_parts else added
-        given = lambda part: part if self.takes_parts else self._scaled(summed(part, **sums))
-        x, normed = given_added(x, delta, self.input_layernorm)
+        axis_name, peers = self.axis_name, None if cache is None else self.peers
+        add_norm = functools.partial(add_and_norm, allow_kernel=self.allow_kernel and cache is not None)
+        add_delta_norm = add_norm
+        if self.delta_is_partial:
+            add_delta_norm = functools.partial(
+                all_reduce_add_and_norm,
+                axis_name=axis_name,
+                peers=peers,
+                allow_kernel=self.allow_kernel and cache is not None,
+            )
+
+        def as_delta(partial: Array) -> Array:
+            """Return what is added to the stream for this device's summand of an output."""
+            if self.delta_is_partial:
+                return partial
+            return self._scaled(all_reduce_sum(partial, axis_name, peers))
+
+        x, normed = add_delta_norm(x, delta, self.input_layernorm)
         attended, cache = self.self_attn(
             _normed(self.attention_layernorm, normed), cache, metadata, positions, plan
         )
         if self.is_parallel:
-            return x, given(attended + self.mlp(_normed(self.mlp_layernorm, normed))), cache
+            return x, as_delta(attended + self.mlp(_normed(self.mlp_layernorm, normed))), cache
         if self.post_feedforward_layernorm is not None:
-            attended = self._scaled(_normed(self.post_attention_layernorm, summed(attended, **sums)))
-            x, normed = added(x, attended, self.pre_feedforward_layernorm)
-            out = summed(self.mlp(normed), **sums)
+            attended = all_reduce_sum(attended, axis_name, peers)
+            attended = self._scaled(_normed(self.post_attention_layernorm, attended))
+            x, normed = add_norm(x, attended, self.pre_feedforward_layernorm)
+            out = all_reduce_sum(self.mlp(normed), axis_name, peers)
             return x, self._scaled(self.post_feedforward_layernorm(out)), cache
-        x = normed if self.adds_to_normed else x
-        x, normed = given_added(x, given(attended), self.post_attention_layernorm)
-        return normed if self.adds_to_normed else x, given(self.mlp(normed)), cache
+        x = normed if self.residual_after_norm else x
+        x, normed = add_delta_norm(x, as_delta(attended), self.post_attention_layernorm)
+        return normed if self.residual_after_norm else x, as_delta(self.mlp(normed)), cache
 
     @property
-    def takes_parts(self) -> bool:
-        """Whether delta is one device's part of a sum, which who adds it makes: nothing lies in between."""
-        is_added = self.post_feedforward_layernorm is None and self.residual_scale is None
-        return self.axis_name is not None and is_added
+    def delta_is_partial(self) -> bool:
+        """Whether delta is one device's summand, which the next layer all-reduces when it adds it."""
+        is_added_directly = self.post_feedforward_layernorm is None and self.residual_scale is None
+        return self.axis_name is not None and is_added_directly
 
     def _scaled(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """Times the scale itself: rounded to x.dtype it would be off the same way in all layers."""
+        """Multiply by the residual scale in f32, because a rounded scale would bias all layers alike."""
         if self.residual_scale is None:
             return x
-        wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-        return (wide * self.residual_scale).astype(x.dtype)
+        x_f32 = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+        return (x_f32 * self.residual_scale).astype(x.dtype)
 
 
 def _normed(
-    norm: RMSNorm | BareRMSNorm | LayerNorm | None, x: Float[Array, "tokens hidden"]
+    norm: RMSNorm | RMSNormNoWeight | LayerNorm | None, x: Float[Array, "tokens hidden"]
 ) -> Float[Array, "tokens hidden"]:
     return x if norm is None else norm(x)
 
@@ -150,11 +162,11 @@ def _attention(
     dtype: DTypeLike,
     implementation: str | Sequence[str] | None,
 ) -> PagedAttention:
-    norm: Callable[[int], nnx.Module | None] = lambda heads: (
-        None
-        if spec.qk_norm is None or not spec.qk_norm.has_weight
-        else make_qk_norm(spec.qk_norm, heads, config.head_dim, dtype=dtype)
-    )
+    def norm(num_heads: int) -> nnx.Module | None:
+        if spec.qk_norm is None or not spec.qk_norm.has_weight:
+            return None
+        return make_qk_norm(spec.qk_norm, num_heads, config.head_dim, dtype=dtype)
+
     return PagedAttention(
         config.hidden_size,
         spec.attention,
@@ -176,7 +188,7 @@ def _attention(
 
 
 def _rope(spec: LayerSpec) -> Rope | NormedRope | None:
-    """What is done to queries and keys by their positions; None = nothing."""
+    """Return the rotary embedding of queries and keys, with the norm that follows it if it has no weights."""
     if spec.rope is None or spec.qk_norm is None or spec.qk_norm.has_weight:
         return spec.rope
     return NormedRope(spec.rope, spec.qk_norm.norm.eps)
@@ -191,10 +203,11 @@ def _mlp(
     implementation: str | Sequence[str] | None,
 ) -> MLP | PlainMLP | Experts:
     if isinstance(spec, MLPSpec):
-        kind = PlainMLP if spec.kind == "plain" else MLP
-        return kind(hidden_size, spec, dtype=dtype, rngs=rngs)
-    how: Any = {"rngs": rngs, "dtype": dtype, "implementation": implementation}
-    shared = None if spec.shared is None else _mlp(hidden_size, spec.shared, **how)
+        module = PlainMLP if spec.kind == "plain" else MLP
+        return module(hidden_size, spec, dtype=dtype, rngs=rngs)
+    shared = None
+    if spec.shared is not None:
+        shared = _mlp(hidden_size, spec.shared, rngs=rngs, dtype=dtype, implementation=implementation)
     return Experts(
         hidden_size,
         spec.intermediate_size,
@@ -205,5 +218,7 @@ def _mlp(
         use_bias=spec.has_bias,
         shared_expert=shared,
         gates_shared_expert=spec.gates_shared,
-        **how,
+        rngs=rngs,
+        dtype=dtype,
+        implementation=implementation,
     )

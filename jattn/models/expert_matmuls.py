@@ -1,4 +1,12 @@
-"""What a mixture of experts is computed of, and what lies between its products and behind them."""
+"""The matrix multiplications of a mixture of experts: several methods, selected by static sizes.
+
+Both weights of an expert have `hidden` as their last axis: all experts together are then one matrix for the
+first product and one for the second, and nothing has to be transposed.
+
+For many tokens, rows are sorted by expert into tiles of one expert each. XLA's own product of such rows,
+`jax.lax.ragged_dot`, copies each row for every expert on an H200: 34 GB for 8k tokens at Qwen3-30B-A3B's
+widths (jax 0.11.2).
+"""
 
 import functools
 import math
@@ -9,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jattn.models.routing import Choices
+from jattn.models.routing import TopKExperts
 from pallas_kernels import support
 from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The experts' parameters."""
 
     gate_up: Float[Array, "experts 2 intermediate hidden"]
@@ -22,17 +30,17 @@ class Weights(NamedTuple):
     down: Float[Array, "experts intermediate hidden"]
     down_bias: Float[Array, "experts hidden"] | None
 
-    def of(self, experts: Int32[Array, "..."]) -> "Weights":
-        """Those of some experts, or of one."""
+    def take(self, experts: Int32[Array, "..."]) -> "ExpertWeights":
+        """Return the parameters of some experts, or of one."""
         return jax.tree.map(lambda array: array[experts], self)
 
 
-class How(NamedTuple):
-    """What is static.
+class ExpertStatics(NamedTuple):
+    """Static arguments of the experts' computation.
 
     Attributes:
-        activation: Of gate and up, in f32.
-        precision: Of the products, as in `jax.lax.dot`.
+        activation: Function of gate and up, both f32.
+        precision: Precision of the matrix products, as in `jax.lax.dot`.
     """
 
     activation: Callable[[Array, Array], Array]
@@ -44,274 +52,301 @@ def activate(
     bias: Float[Array, "... 2 intermediate"] | None,
     scores: Float32[Array, "*rows 1"],
     scales_input: bool,
-    how: How,
+    statics: ExpertStatics,
 ) -> Float32[Array, "*rows intermediate"]:
-    """What lies between the products, scaled: a score of an input scales its first product as well."""
+    """Apply bias, activation and score between the two products.
+
+    A score that scales the input is applied to the first product, which is linear in the input.
+    """
     gate_up = gate_up.astype(jnp.float32)
     gate_up = gate_up * scores[..., None] if scales_input else gate_up
     if bias is not None:
         bias = bias.astype(jnp.float32)
         gate_up = gate_up + bias.reshape((1,) * (gate_up.ndim - bias.ndim) + bias.shape)
-    inner = how.activation(gate_up[..., 0, :], gate_up[..., 1, :])
+    inner = statics.activation(gate_up[..., 0, :], gate_up[..., 1, :])
     return inner if scales_input else inner * scores
 
 
 def scaled_bias(bias: Array | None, scores: Float32[Array, "rows 1"], scales_input: bool) -> Array:
-    """What the second product's bias adds to each row."""
+    """Return what the second projection's bias adds to each row."""
     if bias is None:
         return jnp.zeros((1, 1), jnp.float32)
     bias = bias.astype(jnp.float32).reshape(-1, bias.shape[-1])
     return bias if scales_input else bias * scores
 
 
-# Beyond, all tokens through all experts takes longer than copies of the weights do.
+# Beyond this, running all tokens through all experts takes longer than copying weights.
 MAX_DENSE_TOKENS = 512
-# Beyond so many times the kernel's rows, too. On an H200 the kernel is faster from about 170 tokens on at
-# gpt-oss-20b's widths (1.15 times), from about 290 at Qwen3-30B-A3B's (2 times).
+# With the kernel, all tokens run through all experts up to this ratio of rows to the kernel's rows. On an
+# H200 the kernel is faster from about 170 tokens at gpt-oss-20b's widths (1.15 times) and from about 290 at
+# Qwen3-30B-A3B's (2 times).
 MAX_DENSE_ROWS = 1.25
-MAX_PARTS = 16  # sums over experts that are computed beside each other
+MAX_PARTS = 16  # maximum number of partial sums over experts that run in parallel
 
 
 def run_experts(
     x: Float[Array, "tokens hidden"],
-    choices: Choices,
-    weights: Weights,
-    how: How,
+    top_k: TopKExperts,
+    weights: ExpertWeights,
+    statics: ExpertStatics,
     *,
-    may_take_kernel: bool = True,
+    allow_kernel: bool = True,
 ) -> Float32[Array, "tokens hidden"]:
-    """The weighted sum of each token's experts: one executable whatever the router chooses.
+    """Return the weighted sum of each token's experts. One executable serves every routing.
 
     Args:
-        x: Tokens.
-        choices: Their experts.
-        weights: Of all experts.
-        how: Static.
-        may_take_kernel: Static; False leaves the kernel out where there is one.
+        x: Input of each token.
+        top_k: Experts of each token and their scores.
+        weights: Parameters of all experts.
+        statics: Activation and precision.
+        allow_kernel: Whether the grouped matmul kernel may be used; static.
     """
-    num_tokens, num_chosen = choices.experts.shape
-    sizes = {"num_tokens": num_tokens, "num_chosen": num_chosen, "num_experts": len(weights.down)}
-    has_kernel = may_take_kernel and why_no_kernel(x, weights) is None
-    return way(**sizes, has_kernel=has_kernel)(x, choices, weights, how)
+    num_tokens, num_selected = top_k.experts.shape
+    sizes = {"num_tokens": num_tokens, "num_selected": num_selected, "num_experts": len(weights.down)}
+    has_kernel = allow_kernel and why_no_kernel(x, weights) is None
+    return select_method(**sizes, has_kernel=has_kernel)(x, top_k, weights, statics)
 
 
-def way(*, num_tokens: int, num_chosen: int, num_experts: int, has_kernel: bool) -> Callable[..., Array]:
-    """How experts are computed, by the sizes.
+def select_method(
+    *, num_tokens: int, num_selected: int, num_experts: int, has_kernel: bool
+) -> Callable[..., Array]:
+    """Select how experts are computed, by static sizes.
 
-    - Fewer rows (tokens times experts a token) than experts: each row reads its expert's weights in place.
-    - Few tokens: all of them through all experts. Nearly every expert is some token's; each is read once, in
-      place.
-    - More: rows sorted by expert, in tiles of one expert each, by the kernel where there is one and it has
-      much fewer rows to multiply. Else XLA copies a tile's weights before the product.
+    - Fewer rows (tokens times experts per token) than experts: each row reads its expert's weights in place.
+    - Few tokens: all tokens run through all experts. Nearly every expert is selected by some token, and each
+      expert's weights are read once, in place.
+    - More tokens: rows are sorted by expert into tiles of one expert each. The kernel computes them where it
+      is supported and has far fewer rows to multiply; else XLA copies a tile's weights before the product.
     """
-    num_rows = num_tokens * num_chosen
+    num_rows = num_tokens * num_selected
     if num_rows < num_experts:
-        return each_row
+        return run_rows
     if has_kernel:
         is_dense = num_tokens * num_experts <= MAX_DENSE_ROWS * num_kernel_rows(num_rows, num_experts)
-        return all_experts if is_dense else tiles_by_kernel
-    return all_experts if num_tokens <= MAX_DENSE_TOKENS else tiles_by_xla
+        return run_all_experts if is_dense else run_tiles_mosaic
+    return run_all_experts if num_tokens <= MAX_DENSE_TOKENS else run_tiles_xla
 
 
-def each_row(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
-    """For few rows. Sums of products: XLA reads an expert's weights inside them, and makes no copy."""
-    own, num_chosen = weights.of(choices.experts.reshape(-1)), choices.experts.shape[1]
-    scores = choices.scores.reshape(-1, 1)
-    wide = jnp.repeat(x, num_chosen, axis=0).astype(jnp.float32)
-    gate_up = jnp.sum(wide[:, None, None, :] * own.gate_up.astype(jnp.float32), axis=-1)
-    inner = activate(gate_up, own.gate_up_bias, scores, choices.scales_input, how).astype(x.dtype)
-    out = jnp.sum(inner.astype(jnp.float32)[:, :, None] * own.down.astype(jnp.float32), axis=1)
-    out = out + scaled_bias(own.down_bias, scores, choices.scales_input)
-    return jnp.sum(out.reshape(*choices.experts.shape, out.shape[-1]), axis=1)
+def run_rows(
+    x: Array, top_k: TopKExperts, weights: ExpertWeights, statics: ExpertStatics
+) -> Float32[Array, "tokens hidden"]:
+    """Compute each row as sums of products, in which XLA reads the expert's weights without a copy."""
+    row_weights, num_selected = weights.take(top_k.experts.reshape(-1)), top_k.experts.shape[1]
+    scores = top_k.scores.reshape(-1, 1)
+    rows = jnp.repeat(x, num_selected, axis=0).astype(jnp.float32)
+    gate_up = jnp.sum(rows[:, None, None, :] * row_weights.gate_up.astype(jnp.float32), axis=-1)
+    inner = activate(gate_up, row_weights.gate_up_bias, scores, top_k.scales_input, statics).astype(x.dtype)
+    out = jnp.sum(inner.astype(jnp.float32)[:, :, None] * row_weights.down.astype(jnp.float32), axis=1)
+    out = out + scaled_bias(row_weights.down_bias, scores, top_k.scales_input)
+    return jnp.sum(out.reshape(*top_k.experts.shape, out.shape[-1]), axis=1)
 
 
-def all_experts(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
-    """All tokens through all experts: two matrix products, and zeros for what was not chosen."""
+def run_all_experts(
+    x: Array, top_k: TopKExperts, weights: ExpertWeights, statics: ExpertStatics
+) -> Float32[Array, "tokens hidden"]:
+    """Run all tokens through all experts with two matrix products, and zero what was not selected."""
     num_experts, _, hidden = weights.down.shape
-    is_chosen, scores = _by_expert(choices, num_experts)
-    gate_up = jnp.einsum("th,egfh->tegf", x, weights.gate_up, precision=how.precision)
-    inner = activate(gate_up, weights.gate_up_bias, scores[:, :, None], choices.scales_input, how)
-    inner = jnp.where(is_chosen[:, :, None], inner, 0).astype(x.dtype)
-    # A sum over all experts' neurons has few results and is long: parts of it keep the device busy.
+    is_selected, scores = _by_expert(top_k, num_experts)
+    gate_up = jnp.einsum("th,egfh->tegf", x, weights.gate_up, precision=statics.precision)
+    inner = activate(gate_up, weights.gate_up_bias, scores[:, :, None], top_k.scales_input, statics)
+    inner = jnp.where(is_selected[:, :, None], inner, 0).astype(x.dtype)
+    # The sum over all experts' neurons is long and has few results: partial sums keep the device busy.
     parts = max(n for n in range(1, MAX_PARTS + 1) if num_experts % n == 0)
     inner = inner.reshape(len(x), parts, math.prod(inner.shape[1:]) // parts)
     down = weights.down.reshape(parts, -1, hidden)
-    how_summed = {"precision": how.precision, "preferred_element_type": jnp.float32}
-    out = jnp.sum(jnp.einsum("tpf,pfh->pth", inner, down, **how_summed), axis=0)
+    einsum_args = {"precision": statics.precision, "preferred_element_type": jnp.float32}
+    out = jnp.sum(jnp.einsum("tpf,pfh->pth", inner, down, **einsum_args), axis=0)
     if weights.down_bias is None:
         return out
-    scores = is_chosen.astype(jnp.float32) if choices.scales_input else scores
+    scores = is_selected.astype(jnp.float32) if top_k.scales_input else scores
     return out + jnp.matmul(scores, weights.down_bias.astype(jnp.float32), precision="highest")
 
 
 def _by_expert(
-    choices: Choices, num_experts: int
+    top_k: TopKExperts, num_experts: int
 ) -> tuple[Bool[Array, "tokens experts"], Float32[Array, "tokens experts"]]:
-    """Whether each expert is a token's, and its score; 0 where it is not."""
-    is_it = choices.experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
-    return is_it.any(axis=1), jnp.sum(jnp.where(is_it, choices.scores[:, :, None], 0), axis=1)
+    """Return whether each token selects each expert, and its score, or 0 where it does not."""
+    is_match = top_k.experts[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    return is_match.any(axis=1), jnp.sum(jnp.where(is_match, top_k.scores[:, :, None], 0), axis=1)
 
 
-MIN_TILE, MAX_TILE = 16, 512  # rows of one expert that XLA multiplies at once
-MAX_COPIED_BYTES = 2**28  # of the weights of the tiles that XLA computes at once
+MIN_TILE, MAX_TILE = 16, 512  # number of rows per tile when XLA computes tiles
+MAX_COPIED_BYTES = 2**28  # maximum size of the weights that XLA copies at once
 
 
 class Tiles(NamedTuple):
-    """Rows in tiles of one expert each. A row is a token with one of its experts.
+    """Rows sorted into tiles of one expert each. A row is a token with one of its experts.
 
     Attributes:
-        expert: Of each tile; -1 of those behind the last.
-        row: That lies at each place; num_rows where none does.
-        place: Of each row, counted through all tiles.
+        expert: Expert of each tile; -1 for unused tiles.
+        row: Row at each position of each tile; num_rows where there is none.
+        position: Position of each row, counted through all tiles.
     """
 
     expert: Int32[Array, " tiles"]
     row: Int32[Array, "tiles tile"]
-    place: Int32[Array, " rows"]
+    position: Int32[Array, " rows"]
 
-    def taken(self, x: Float[Array, "tokens width"], num_chosen: int) -> Float[Array, "places width"]:
-        """What each place's row has of its token; 0 where there is no row."""
-        return x.at[self.row.reshape(-1) // num_chosen].get(mode="fill", fill_value=0)
+    def gather(self, x: Float[Array, "tokens width"], num_selected: int) -> Float[Array, "positions width"]:
+        """Return the token of each position's row; 0 where there is no row."""
+        return x.at[self.row.reshape(-1) // num_selected].get(mode="fill", fill_value=0)
 
-    def scores(self, choices: Choices) -> Float32[Array, "places 1"]:
-        """Of each place's row; 0 where there is none."""
-        return choices.scores.reshape(-1).at[self.row.reshape(-1)].get(mode="fill", fill_value=0)[:, None]
+    def scores(self, top_k: TopKExperts) -> Float32[Array, "positions 1"]:
+        """Return the score of each position's row; 0 where there is no row."""
+        return top_k.scores.reshape(-1).at[self.row.reshape(-1)].get(mode="fill", fill_value=0)[:, None]
 
-    def summed(self, out: Float[Array, "places width"], choices: Choices) -> Float32[Array, "tokens width"]:
-        """Each token's sum over its rows."""
-        own = out[self.place].reshape(*choices.experts.shape, out.shape[-1])
-        return jnp.sum(own, axis=1, dtype=jnp.float32)
+    def sum_rows(
+        self, out: Float[Array, "positions width"], top_k: TopKExperts
+    ) -> Float32[Array, "tokens width"]:
+        """Return each token's sum over its rows."""
+        rows = out[self.position].reshape(*top_k.experts.shape, out.shape[-1])
+        return jnp.sum(rows, axis=1, dtype=jnp.float32)
 
 
-def tiles_of(choices: Choices, num_experts: int, tile: int, num_tiles: int) -> Tiles:
-    """Rows by expert, each expert's from the start of a tile on, with static sizes.
+def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile: int, num_tiles: int) -> Tiles:
+    """Sort rows by expert, with each expert's rows starting at a tile boundary.
 
     Args:
-        choices: The tokens' experts.
-        num_experts: To choose from.
-        tile: Rows of a tile.
-        num_tiles: At least `num_rows // tile + num_experts`.
+        top_k: Experts of each token.
+        num_experts: Number of experts.
+        tile: Number of rows per tile.
+        num_tiles: Number of tiles, at least `num_rows // tile + num_experts`.
     """
-    experts = choices.experts.reshape(-1)
+    experts = top_k.experts.reshape(-1)
     in_order = jnp.arange(len(experts), dtype=jnp.int32)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     num_rows = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
     tile_ends = jnp.cumsum(-(-num_rows // tile), dtype=jnp.int32)
     tile_starts = tile_ends - -(-num_rows // tile)
     first_rows = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
-    place = in_order + (tile_starts * tile - first_rows)[experts[order]]
+    position = in_order + (tile_starts * tile - first_rows)[experts[order]]
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
     expert = jnp.sum(tile_ends[None, :-1] <= tiles[:, None], axis=1, dtype=jnp.int32)
-    row = jnp.full(num_tiles * tile, len(experts), jnp.int32).at[place].set(order)
+    row = jnp.full(num_tiles * tile, len(experts), jnp.int32).at[position].set(order)
     return Tiles(
         expert=jnp.where(tiles < tile_ends[-1], expert, -1),
         row=row.reshape(num_tiles, tile),
-        place=jnp.zeros_like(order).at[order].set(place),
+        position=jnp.zeros_like(order).at[order].set(position),
     )
 
 
-def why_no_kernel(x: Array, weights: Weights) -> str | None:
-    """Why `tiles_by_kernel` cannot run; None if it can."""
+def why_no_kernel(x: Array, weights: ExpertWeights) -> str | None:
+    """Return why `run_tiles_mosaic` cannot be used, or None if it can."""
     _, intermediate, hidden = weights.down.shape
     sizes = ((hidden, 2 * intermediate), (intermediate, hidden))
-    how = {"dtype": x.dtype, "weights_dtype": weights.down.dtype}
-    reasons = [support.why_not_grouped_matmul(**how, inputs=i, outputs=o) for i, o in sizes]
+    dtypes = {"dtype": x.dtype, "weights_dtype": weights.down.dtype}
+    reasons = [support.why_not_grouped_matmul(**dtypes, inputs=i, outputs=o) for i, o in sizes]
     return support.why_not_on(x) or reasons[0] or reasons[1]
 
 
 def num_kernel_rows(num_rows: int, num_experts: int) -> int:
-    """Rows that `tiles_by_kernel` multiplies at most, filled up tiles among them."""
+    """Return the maximum number of rows that `run_tiles_mosaic` multiplies, including padding of tiles."""
     return TILE_ROWS * (num_rows // TILE_ROWS + num_experts)
 
 
-def tiles_by_kernel(
-    x: Array, choices: Choices, weights: Weights, how: How, interpret: Any = None
+def run_tiles_mosaic(
+    x: Array, top_k: TopKExperts, weights: ExpertWeights, statics: ExpertStatics, interpret: Any = None
 ) -> Float32[Array, "tokens hidden"]:
-    """Each tile reads its expert's weights in place. Its gradients are `tiles_by_xla`'s, made of x anew.
+    """Compute tiles with the grouped matmul kernel, which reads each expert's weights in place.
+
+    The gradients are those of `run_tiles_xla`, recomputed from x.
 
     Args:
-        x: Tokens.
-        choices: Their experts.
-        weights: Of all experts.
-        how: Static; the products are of 16 bits, with sums in f32.
-        interpret: As `grouped_matmul` has it.
+        x: Input of each token.
+        top_k: Experts of each token and their scores.
+        weights: Parameters of all experts.
+        statics: Activation and precision. The products are 16-bit with f32 accumulation.
+        interpret: Interpret mode of the kernel; see `grouped_matmul`.
     """
-    static = choices.scales_input, how, interpret
-    return _by_kernel(static, x, choices.experts, choices.scores, weights)
+    static = top_k.scales_input, statics, interpret
+    return _mosaic_tiles(static, x, top_k.experts, top_k.scores, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_kernel(
-    static: tuple[bool, How, Any], x: Array, experts: Array, scores: Array, weights: Weights
+def _mosaic_tiles(
+    static: tuple[bool, ExpertStatics, Any], x: Array, experts: Array, scores: Array, weights: ExpertWeights
 ) -> Array:
-    """See tiles_by_kernel."""
-    scales_input, how, interpret = static
-    choices = Choices(experts, scores, scales_input)
+    """Run `run_tiles_mosaic` with its static arguments in one tuple."""
+    scales_input, statics, interpret = static
+    top_k = TopKExperts(experts, scores, scales_input)
     num_experts, intermediate, hidden = weights.down.shape
-    num_rows = choices.experts.size
+    num_rows = top_k.experts.size
     num_tiles = num_kernel_rows(num_rows, num_experts) // TILE_ROWS
-    tiles = tiles_of(choices, num_experts, TILE_ROWS, num_tiles)
-    scores, expert = tiles.scores(choices), jnp.maximum(tiles.expert, 0)
-    of_places = lambda array: None if array is None else jnp.repeat(array[expert], TILE_ROWS, axis=0)
+    tiles = sort_rows_into_tiles(top_k, num_experts, TILE_ROWS, num_tiles)
+    scores, expert = tiles.scores(top_k), jnp.maximum(tiles.expert, 0)
+
+    def repeat_per_row(bias: Array | None) -> Array | None:
+        return None if bias is None else jnp.repeat(bias[expert], TILE_ROWS, axis=0)
+
     both = weights.gate_up.reshape(num_experts, 2 * intermediate, hidden)
-    taken = tiles.taken(x, choices.experts.shape[1])
-    gate_up = grouped_matmul(taken, both, tiles.expert, outputs_first=True, interpret=interpret)
+    rows = tiles.gather(x, top_k.experts.shape[1])
+    gate_up = grouped_matmul(rows, both, tiles.expert, outputs_first=True, interpret=interpret)
     gate_up = gate_up.reshape(-1, 2, intermediate)
-    inner = activate(gate_up, of_places(weights.gate_up_bias), scores, choices.scales_input, how)
+    inner = activate(gate_up, repeat_per_row(weights.gate_up_bias), scores, top_k.scales_input, statics)
     out = grouped_matmul(inner.astype(x.dtype), weights.down, tiles.expert, interpret=interpret)
     if weights.down_bias is not None:
-        bias = scaled_bias(of_places(weights.down_bias), scores, choices.scales_input)
+        bias = scaled_bias(repeat_per_row(weights.down_bias), scores, top_k.scales_input)
         out = (out.astype(jnp.float32) + bias).astype(x.dtype)
-    return tiles.summed(out, choices)
+    return tiles.sum_rows(out, top_k)
 
 
-def _forward(static: tuple[bool, How, Any], *given: Any) -> tuple[Array, tuple[Any, ...]]:
-    return _by_kernel(static, *given), given
+def _forward(static: tuple[bool, ExpertStatics, Any], *args: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _mosaic_tiles(static, *args), args
 
 
-def _backward(static: tuple[bool, How, Any], given: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
-    scales_input, how, _ = static
+def _backward(static: tuple[bool, ExpertStatics, Any], args: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
+    scales_input, statics, _ = static
 
-    def run(x: Array, experts: Array, scores: Array, weights: Weights) -> Array:
-        return tiles_by_xla(x, Choices(experts, scores, scales_input), weights, how)
+    def run(x: Array, experts: Array, scores: Array, weights: ExpertWeights) -> Array:
+        return run_tiles_xla(x, TopKExperts(experts, scores, scales_input), weights, statics)
 
-    _, pull_back = jax.vjp(run, *given)
+    _, pull_back = jax.vjp(run, *args)
     return pull_back(grad)
 
 
-_by_kernel.defvjp(_forward, _backward)
+_mosaic_tiles.defvjp(_forward, _backward)
 
 
-def tiles_by_xla(x: Array, choices: Choices, weights: Weights, how: How) -> Float32[Array, "tokens hidden"]:
-    """Some tiles at once, whose weights are copied before the product."""
-    num_tokens, num_chosen = choices.experts.shape
-    num_rows, num_experts = num_tokens * num_chosen, len(weights.down)
-    tile = _tile_of(num_rows, num_experts)
+def run_tiles_xla(
+    x: Array, top_k: TopKExperts, weights: ExpertWeights, statics: ExpertStatics
+) -> Float32[Array, "tokens hidden"]:
+    """Compute some tiles at a time with XLA, which copies their weights before the product."""
+    num_tokens, num_selected = top_k.experts.shape
+    num_rows, num_experts = num_tokens * num_selected, len(weights.down)
+    tile = _num_tile_rows(num_rows, num_experts)
     num_tiles = num_rows // tile + num_experts
     expert_bytes = (weights.gate_up.nbytes + weights.down.nbytes) // num_experts
     at_once = min(num_tiles, max(1, MAX_COPIED_BYTES // expert_bytes))
-    tiles = tiles_of(choices, num_experts, tile, -(-num_tiles // at_once) * at_once)
+    tiles = sort_rows_into_tiles(top_k, num_experts, tile, -(-num_tiles // at_once) * at_once)
 
-    def run(tiles: Tiles) -> Float[Array, "places hidden"]:
-        own = weights.of(jnp.maximum(tiles.expert, 0))
-        in_tiles = lambda array: array.reshape(at_once, tile, -1)
-        scores, taken = in_tiles(tiles.scores(choices)), in_tiles(tiles.taken(x, num_chosen))
-        gate_up = jnp.einsum("nth,ngfh->ntgf", taken, own.gate_up, precision=how.precision)
-        bias = None if own.gate_up_bias is None else own.gate_up_bias[:, None]
-        inner = activate(gate_up, bias, scores, choices.scales_input, how).astype(x.dtype)
-        wide = {"precision": how.precision, "preferred_element_type": jnp.float32}
-        out = jnp.einsum("ntf,nfh->nth", inner, own.down, **wide)
-        if own.down_bias is not None:
-            bias = own.down_bias[:, None].astype(jnp.float32)
-            out = out + (bias if choices.scales_input else bias * scores)
+    def run(tiles: Tiles) -> Float[Array, "positions hidden"]:
+        tile_weights = weights.take(jnp.maximum(tiles.expert, 0))
+        scores = tiles.scores(top_k).reshape(at_once, tile, -1)
+        rows = tiles.gather(x, num_selected).reshape(at_once, tile, -1)
+        gate_up = jnp.einsum("nth,ngfh->ntgf", rows, tile_weights.gate_up, precision=statics.precision)
+        bias = None if tile_weights.gate_up_bias is None else tile_weights.gate_up_bias[:, None]
+        inner = activate(gate_up, bias, scores, top_k.scales_input, statics).astype(x.dtype)
+        out = jnp.einsum(
+            "ntf,nfh->nth",
+            inner,
+            tile_weights.down,
+            precision=statics.precision,
+            preferred_element_type=jnp.float32,
+        )
+        if tile_weights.down_bias is not None:
+            bias = tile_weights.down_bias[:, None].astype(jnp.float32)
+            out = out + (bias if top_k.scales_input else bias * scores)
         return out.astype(x.dtype).reshape(at_once * tile, -1)
 
     parts = (tiles.expert.reshape(-1, at_once), tiles.row.reshape(-1, at_once, tile))
-    out = jax.lax.map(lambda part: run(Tiles(expert=part[0], row=part[1], place=tiles.place)), parts)
-    return tiles.summed(out.reshape(-1, out.shape[-1]), choices)
+    out = jax.lax.map(lambda part: run(Tiles(expert=part[0], row=part[1], position=tiles.position)), parts)
+    return tiles.sum_rows(out.reshape(-1, out.shape[-1]), top_k)
 
 
-def _tile_of(num_rows: int, num_experts: int) -> int:
-    """About an expert's share of rows: smaller tiles copy weights more often, larger multiply zeros."""
+def _num_tile_rows(num_rows: int, num_experts: int) -> int:
+    """Return the power of two nearest below the average number of rows per expert.
+
+    Smaller tiles copy weights more often, larger ones multiply more padding.
+    """
     share = max(1, num_rows // num_experts)
     return min(max(1 << (share.bit_length() - 1), MIN_TILE), MAX_TILE)

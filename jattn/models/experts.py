@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token runs through the few MLPs that a router chooses for it."""
+"""Mixtures of experts: a router sends each token through a few of many MLPs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from jattn.implementations.selection import ImplementationArg, requested_implementations
-from jattn.models.activations import ClampedSwiGLU, Gated
-from jattn.models.expert_matmuls import How, Weights, run_experts
+from jattn.models.activations import ClampedSwiGLU, GatedActivation
+from jattn.models.expert_matmuls import ExpertStatics, ExpertWeights, run_experts
 from jattn.models.layers import matmul_precision
-from jattn.models.routing import Choices, Routing
+from jattn.models.routing import Routing, TopKExperts
 from pallas_kernels.checks import require, require_int, require_positive
 
 
 class ExpertLinear(nnx.Module):
-    """A matrix an expert, and a bias an expert where there are some."""
+    """A weight matrix per expert, with an optional bias per expert."""
 
     def __init__(
         self,
@@ -29,21 +29,21 @@ class ExpertLinear(nnx.Module):
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        """Makes `weight` of a shape, experts first, and `bias`, of the shape without `in_axis`, or None."""
+        """Initialize `weight` [experts, ...], and `bias` of the same shape without `in_axis`, or None."""
         outputs = [axis for axis in range(1, len(shape)) if axis != in_axis]
         bias_shape = (shape[0], *(shape[axis] for axis in outputs))
-        make = nnx.initializers.lecun_normal(in_axis=in_axis, out_axis=outputs, batch_axis=0)
-        self.weight = nnx.Param(make(rngs.params(), shape, jnp.dtype(dtype)))
+        initializer = nnx.initializers.lecun_normal(in_axis=in_axis, out_axis=outputs, batch_axis=0)
+        self.weight = nnx.Param(initializer(rngs.params(), shape, jnp.dtype(dtype)))
         self.bias = nnx.Param(jnp.zeros(bias_shape, dtype)) if use_bias else None
 
 
 class Experts(nnx.Module):
-    """A router, the experts that it chooses from, and perhaps one that all tokens share.
+    """A router, its experts, and an optional expert that all tokens share.
 
     Parameters, with E experts: `router.kernel` [hidden, E] and `.bias` [E]; `router_correction` [E], in f32;
     `gate_up_proj.weight` [E, 2, intermediate, hidden], the gate first, and `.bias` [E, 2, intermediate];
     `down_proj.weight` [E, intermediate, hidden] and `.bias` [E, hidden]; `shared_expert`;
-    `shared_expert_gate.kernel` [hidden, 1]. Biases and what is shared: only where asked for, else None.
+    `shared_expert_gate.kernel` [hidden, 1]. Biases and the shared expert are None unless requested.
     """
 
     def __init__(
@@ -62,51 +62,53 @@ class Experts(nnx.Module):
         dtype: DTypeLike,
         implementation: ImplementationArg = None,
     ) -> None:
-        """Makes the parameters.
+        """Initialize the parameters.
 
         Args:
             hidden_size: Width of input and output.
-            intermediate_size: Width inside an expert.
-            num_experts: Experts to choose from.
-            experts_per_token: How many of them each token runs through.
-            routing: How they are chosen and weighed.
-            activation: A key of `jattn.models.activations.ACTIVATIONS`, or gpt-oss's.
-            use_bias: The experts' products have a bias.
-            shared_expert: What all tokens run through besides, such as an MLP.
-            gates_shared_expert: Qwen2-MoE: times the sigmoid of a learned product with the input.
-            rngs: For the initial parameters.
-            dtype: Of the parameters.
-            implementation: As in `jattn.attend`; the kernel is not taken where others are named.
+            intermediate_size: Width of an expert's hidden layer.
+            num_experts: Number of experts.
+            experts_per_token: Number of experts that each token is routed to.
+            routing: Selection and weighting of the experts.
+            activation: A key of `jattn.models.activations.ACTIVATIONS`, or gpt-oss's clamped SwiGLU.
+            use_bias: Whether the experts' projections have biases.
+            shared_expert: Module that all tokens run through in addition, such as an MLP.
+            gates_shared_expert: Whether the shared expert's output is multiplied by the sigmoid of a learned
+                projection of the input (Qwen2-MoE).
+            rngs: Random streams for the initial parameters.
+            dtype: Dtype of the parameters.
+            implementation: Requested implementations; see `jattn.attend`. The kernel is used only if they
+                include "mosaic_gpu".
 
         Raises:
-            ValueError: A size is impossible, or there is a gate and no shared expert.
-            NotImplementedError: The activation is not one of ours.
+            ValueError: If a size is invalid, or gates_shared_expert is set without a shared expert.
+            NotImplementedError: If the activation is not supported.
         """
         _check_sizes(hidden_size, intermediate_size, num_experts, experts_per_token)
-        has_one = shared_expert is not None or not gates_shared_expert
-        require(has_one, "shared_expert", "be given where gates_shared_expert is True", shared_expert)
+        is_consistent = shared_expert is not None or not gates_shared_expert
+        require(is_consistent, "shared_expert", "be given where gates_shared_expert is True", shared_expert)
         self.experts_per_token, self.routing = experts_per_token, routing
-        self.activation = Gated(activation) if isinstance(activation, str) else activation
+        self.activation = GatedActivation(activation) if isinstance(activation, str) else activation
         self.precision = matmul_precision(dtype)
-        self.may_take_kernel = "mosaic_gpu" in requested_implementations(implementation)
+        self.allow_kernel = "mosaic_gpu" in requested_implementations(implementation)
         linear: Any = {"param_dtype": dtype, "precision": self.precision, "rngs": rngs}
         self.router = nnx.Linear(hidden_size, num_experts, use_bias=routing.has_bias, **linear)
-        correction = jnp.zeros(num_experts, jnp.float32) if routing.is_corrected else None
+        correction = jnp.zeros(num_experts, jnp.float32) if routing.has_correction_bias else None
         self.router_correction = None if correction is None else nnx.Param(correction)
-        of_experts: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
+        expert_linear: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
         gate_up = (num_experts, 2, intermediate_size, hidden_size)
-        self.gate_up_proj = ExpertLinear(gate_up, in_axis=3, **of_experts)
+        self.gate_up_proj = ExpertLinear(gate_up, in_axis=3, **expert_linear)
         down = (num_experts, intermediate_size, hidden_size)
-        self.down_proj = ExpertLinear(down, in_axis=1, **of_experts)
+        self.down_proj = ExpertLinear(down, in_axis=1, **expert_linear)
         self.shared_expert = shared_expert
         gate = nnx.Linear(hidden_size, 1, use_bias=False, **linear) if gates_shared_expert else None
         self.shared_expert_gate = gate
 
     def __call__(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """The layer's output, in x.dtype. No token sees another: padding may hold anything, NaN too."""
-        choices = self.choices(x)
-        how = How(self.activation, self.precision)
-        out = run_experts(x, choices, self.weights(), how, may_take_kernel=self.may_take_kernel)
+        """Apply the layer; the result has x.dtype. Padding tokens may hold anything, even NaN."""
+        top_k = self.route(x)
+        statics = ExpertStatics(self.activation, self.precision)
+        out = run_experts(x, top_k, self.weights(), statics, allow_kernel=self.allow_kernel)
         if self.shared_expert is not None:
             shared = self.shared_expert(x).astype(jnp.float32)
             if self.shared_expert_gate is not None:
@@ -114,21 +116,21 @@ class Experts(nnx.Module):
             out = out + shared
         return out.astype(x.dtype)
 
-    def choices(self, x: Float[Array, "tokens hidden"]) -> Choices:
-        """What the router chooses for each token."""
+    def route(self, x: Float[Array, "tokens hidden"]) -> TopKExperts:
+        """Select the experts of each token."""
         correction = None if self.router_correction is None else self.router_correction[...]
-        return self.routing.choose(self.router_logits(x), self.experts_per_token, correction)
+        return self.routing.route(self.router_logits(x), self.experts_per_token, correction)
 
     def router_logits(self, x: Float[Array, "tokens hidden"]) -> Float32[Array, "tokens experts"]:
-        """What the router says of each expert, in f32."""
+        """Return the router's logits, in f32."""
         kernel, bias = self.router.kernel[...], self.router.bias
         logits = jnp.matmul(x, kernel, precision=self.precision, preferred_element_type=jnp.float32)
         return logits if bias is None else logits + bias[...].astype(jnp.float32)[None, :]
 
-    def weights(self) -> Weights:
-        """The experts' parameters as arrays."""
+    def weights(self) -> ExpertWeights:
+        """Return the experts' parameters as arrays."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        return Weights(
+        return ExpertWeights(
             gate_up=gate_up.weight[...],
             gate_up_bias=None if gate_up.bias is None else gate_up.bias[...],
             down=down.weight[...],

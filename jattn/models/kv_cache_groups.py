@@ -1,29 +1,29 @@
-"""What layers that see everything are given, and what those that look back a little are."""
+"""KV-cache groups: full-attention layers and sliding-window layers may have separate block tables."""
 
 from typing import Any, NamedTuple
 
 from jattn.spec import AttentionSpec
 
 
-class ByReach(NamedTuple):
-    """Two of a thing, where layers with a window or chunks have blocks of their own: metadata, or plans.
+class PerKVCacheGroup(NamedTuple):
+    """A value per KV-cache group, such as metadata or a plan.
 
     Attributes:
-        far: Of layers that see everything.
-        near: Of layers with a left window or chunks.
+        full: Value for full-attention layers.
+        sliding: Value for layers with a sliding window or attention chunks.
     """
 
-    far: Any
-    near: Any
+    full: Any
+    sliding: Any
 
 
-def is_near(spec: AttentionSpec) -> bool:
-    """Whether a layer looks back a limited way."""
+def uses_sliding_window(spec: AttentionSpec) -> bool:
+    """Return whether a layer's queries attend to a limited number of preceding tokens."""
     return (spec.window is not None and spec.window[0] is not None) or spec.chunk_size is not None
 
 
-def of_layer(value: Any, spec: AttentionSpec) -> Any:
-    """A layer's, or the one that all layers share."""
-    if not isinstance(value, ByReach):
+def for_layer(value: Any, spec: AttentionSpec) -> Any:
+    """Return the value for a layer: its KV-cache group's, or the one that all layers share."""
+    if not isinstance(value, PerKVCacheGroup):
         return value
-    return value.near if is_near(spec) else value.far
+    return value.sliding if uses_sliding_window(spec) else value.full

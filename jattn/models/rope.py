@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the scalings that checkpoints use."""
+"""Rotary position embedding (RoPE), with the scaling methods that checkpoints use."""
 
 import dataclasses
 import math
@@ -16,37 +16,40 @@ from pallas_kernels.checks import require, require_positive, unsupported
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotates pairs of a head's numbers by `position * inv_freq`. Hashable: static for jit.
+    """A rotary embedding: rotates pairs of a head's elements by `position * inv_freq`. Static for jit.
 
     A pair is `(x[i], x[i + rotary_dim / 2])`, or `(x[2 i], x[2 i + 1])` where `interleaved`.
 
-    Two types turn a token by the length of its request: "longrope" by its long factors where the request is
-    longer than `original_max_position_embeddings`, "dynamic" by frequencies stretched to that length. As in
-    transformers, that is the length with the step's tokens, so all tokens of a prompt that comes in one step
-    are turned alike. Keys that are in the cache stay as they were turned: where a request passes the original
-    length later on, or its prompt comes in chunks, transformers would have computed them again.
+    Two types depend on the length of a token's request: "longrope" uses its long factors where the request is
+    longer than `original_max_position_embeddings`, "dynamic" uses frequencies scaled for that length. As in
+    transformers, the length includes the step's tokens, so all tokens of a prompt that is processed in one
+    step use the same frequencies. Cached keys are not rotated again. Where a request exceeds the original
+    length later, or its prompt is processed in chunks, transformers would recompute them.
 
     Attributes:
         head_dim: Width of a head.
         rope_theta: Base of the wavelengths.
-        rope_type: "default"; "linear": all frequencies divided by `factor`; "llama3", "yarn": the low ones;
-            "dynamic": they shrink with the length; "longrope": each divided by its own factor;
-            "proportional": a whole head's, of which only the first are rotated.
-        partial_rotary_factor: How much of a head is rotated, its first numbers.
-        interleaved: Which numbers are a pair; Llama 4's are neighbours, and rotated in f32.
-        turns_back: The other way round, as nanochat's.
-        factor: What frequencies are divided by.
-        low_freq_factor: llama3: wavelengths above original_max_position_embeddings / this are scaled.
-        high_freq_factor: llama3: wavelengths below original_max_position_embeddings / this are not; in
-            between, a blend.
-        beta_fast: yarn: pairs that turn more often than this in the original context are not scaled.
-        beta_slow: yarn: those that turn less often are; in between, a blend.
-        truncate: yarn: the blend begins and ends at whole pairs.
-        short_factor: longrope: of each pair, up to the original length.
-        long_factor: longrope: of each pair, beyond.
-        attention_factor: Of sines and cosines.
-        long_attention_factor: longrope: the same beyond the original length; None = attention_factor.
-        original_max_position_embeddings: The context that the frequencies were made for.
+        rope_type: "default"; "linear": all frequencies are divided by `factor`; "llama3" and "yarn": the low
+            ones are; "dynamic": frequencies shrink with the request's length; "longrope": each is divided by
+            a factor of its own; "proportional": frequencies of the full head, of which only the first are
+            used.
+        partial_rotary_factor: Fraction of a head that is rotated, its first elements.
+        interleaved: Whether adjacent elements form a pair (GPT-J style), instead of elements of the head's
+            two halves (GPT-NeoX style). Interleaved pairs are rotated in f32, as in Llama 4.
+        is_reversed: Whether pairs are rotated in the opposite direction (nanochat).
+        factor: Divisor of the frequencies.
+        low_freq_factor: llama3: wavelengths above original_max_position_embeddings / low_freq_factor are
+            scaled.
+        high_freq_factor: llama3: wavelengths below original_max_position_embeddings / high_freq_factor are
+            not scaled; those in between are interpolated.
+        beta_fast: yarn: pairs with more rotations than this in the original context are not scaled.
+        beta_slow: yarn: pairs with fewer rotations than this are scaled; those in between are interpolated.
+        truncate: yarn: whether the interpolated range is extended to integer pair indices.
+        short_factor: longrope: divisor of each frequency up to the original length.
+        long_factor: longrope: divisor of each frequency beyond the original length.
+        attention_factor: Multiplier of sines and cosines.
+        long_attention_factor: longrope: multiplier beyond the original length; None = attention_factor.
+        original_max_position_embeddings: Context in tokens that the model was trained with before scaling.
 
     Source: transformers `modeling_rope_utils`.
     """
@@ -56,7 +59,7 @@ class Rope:
     rope_type: str = "default"
     partial_rotary_factor: float = 1.0
     interleaved: bool = False
-    turns_back: bool = False
+    is_reversed: bool = False
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -81,14 +84,14 @@ class Rope:
         require(is_above, "high_freq_factor", rule, self.high_freq_factor)
         rule = f"be at least beta_slow ({self.beta_slow})"
         require(self.beta_fast >= self.beta_slow > 0, "beta_fast", rule, self.beta_fast)
-        least = 4 if self.rope_type == "dynamic" else 2
-        rule = f"rotate an even number of a head's {self.head_dim}, at least {least}"
-        is_even = least <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
+        min_dim = 4 if self.rope_type == "dynamic" else 2
+        rule = f"rotate an even number of the {self.head_dim} elements of a head, at least {min_dim}"
+        is_even = min_dim <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
         require(is_even, "partial_rotary_factor", rule, self.partial_rotary_factor)
         for name in ("short_factor", "long_factor") if self.rope_type == "longrope" else ():
-            factors, rule = getattr(self, name), f"have a positive number a pair ({self.rotary_dim // 2})"
-            is_whole = len(factors) == self.rotary_dim // 2 and min(factors) > 0
-            require(is_whole, name, rule, factors)
+            factors, rule = getattr(self, name), f"have a positive number per pair ({self.rotary_dim // 2})"
+            is_complete = len(factors) == self.rotary_dim // 2 and min(factors) > 0
+            require(is_complete, name, rule, factors)
 
     @classmethod
     def from_hf(
@@ -100,51 +103,52 @@ class Rope:
         max_context: int | None = None,
         interleaved: bool = False,
     ) -> "Rope":
-        """Reads a rope dictionary of a Hugging Face config: rope_parameters, or rope_scaling and rope_theta.
+        """Read a rope dictionary of config.json: rope_parameters, or rope_scaling and rope_theta.
 
         Args:
-            hf: The dictionary; the type may stand under `rope_type` or, as long ago, `type`.
+            hf: The dictionary. Its type is in `rope_type` or, in older files, `type`.
             head_dim: Width of a head.
-            default_context: original_max_position_embeddings where the dictionary has none.
+            default_context: Value of original_max_position_embeddings if the dictionary has none.
             max_context: The config's max_position_embeddings; None = default_context.
-            interleaved: The family's pairs are neighbours.
+            interleaved: Whether the family's pairs are adjacent elements.
 
         Raises:
-            ValueError: A number that the type needs is missing, or none.
-            NotImplementedError: Another type, or a key that no type here knows.
+            ValueError: If a number that the type requires is missing or invalid.
+            NotImplementedError: If the type or a key is not supported.
         """
         max_context = default_context if max_context is None else max_context
         parameters = read_hf(hf, default_context=default_context, max_context=max_context)
         return cls(head_dim=head_dim, interleaved=interleaved, **parameters)
 
     def to_hf(self) -> dict[str, Any]:
-        """What `from_hf` reads, and transformers; the family knows whether pairs are interleaved."""
+        """Return the rope dictionary for `from_hf` and transformers, which has no key for `interleaved`."""
         return write_hf({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's numbers may be rotated; of "proportional" some of them by nothing."""
+        """Number of rotated elements of a head; "proportional" rotates some of them by 0."""
         if self.rope_type == "proportional":
             return self.head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether a token is turned by its request's length and not by its position alone."""
+        """Whether the rotation depends on the request's length as well as on the position."""
         return self.rope_type in ("dynamic", "longrope")
 
     @property
-    def turning_length(self) -> int | None:
-        """Tokens of a request beyond which all of it is turned by other frequencies; None = of no length.
+    def longrope_threshold(self) -> int | None:
+        """Request length in tokens beyond which all its tokens use other frequencies; None = there is none.
 
-        "dynamic" has none: its frequencies change with each token, and what is cached stays.
+        "dynamic" has none: its frequencies change with each token, and cached keys are not rotated again.
         """
         return self.original_max_position_embeddings if self.rope_type == "longrope" else None
 
-    def longest(self, max_context: int) -> int | None:
-        """The longest context that it is scaled for, as vLLM reckons it; None = it says nothing of that.
+    def scaled_context(self, max_context: int) -> int | None:
+        """Return the context in tokens that the rope is scaled for, as vLLM computes it, or None.
 
-        "dynamic" says nothing: it stretches with each token, and longer contexts have keys of many stretches.
+        "dynamic" returns None: its scale changes with each token, so that the cached keys of longer contexts
+        have different scales.
 
         Args:
             max_context: The config's max_position_embeddings.
@@ -154,10 +158,10 @@ class Rope:
         return int(max_context * self.factor) if self.rope_type in ("linear", "proportional") else None
 
     def inv_freq(self, *, is_long: bool = False) -> Float32[np.ndarray, " half"]:
-        """Radians a token of each pair.
+        """Return the angle per token of each pair, in radians.
 
         Args:
-            is_long: longrope: of requests beyond the original length.
+            is_long: longrope: whether to return those of requests beyond the original length.
         """
         freq = _default_inv_freq(self.rope_theta, self.rotary_dim)
         context = self.original_max_position_embeddings
@@ -181,35 +185,32 @@ class Rope:
         positions: Int[Array, " tokens"],
         lengths: Int[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens heads head_dim"]:
-        """Rotates queries or keys. Angles in f32; sine and cosine rounded to x.dtype, as in transformers.
+        """Rotate queries or keys. Angles are f32; sine and cosine are rounded to x.dtype, as in transformers.
 
         Args:
             x: Queries or keys.
-            positions: Of the tokens.
-            lengths: Of their requests, this step's tokens included; None = up to each token. Read where
-                `needs_lengths`.
+            positions: Position of each token.
+            lengths: Length of each token's request, including the step's tokens; None = position + 1. Used
+                only if `needs_lengths`.
         """
         dtype = jnp.float32 if self.interleaved else x.dtype
         cos, sin = (part[:, None, :] for part in self.cos_sin(positions, lengths, dtype))
-        turned, kept = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
+        rotated, passed = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
         if self.interleaved:
-            first, second = turned[..., ::2], turned[..., 1::2]
+            first, second = rotated[..., ::2], rotated[..., 1::2]
         else:
-            first, second = jnp.split(turned, 2, axis=-1)
+            first, second = jnp.split(rotated, 2, axis=-1)
         pair = (first * cos - second * sin, second * cos + first * sin)
         if self.interleaved:
-            turned = jnp.stack(pair, axis=-1).reshape(turned.shape)
+            rotated = jnp.stack(pair, axis=-1).reshape(rotated.shape)
         else:
-            turned = jnp.concatenate(pair, axis=-1)
-        return (
-            jnp.concatenate([turned.astype(x.dtype), kept], axis=-1)
-            if kept.shape[-1]
-            else turned.astype(x.dtype)
-        )
+            rotated = jnp.concatenate(pair, axis=-1)
+        rotated = rotated.astype(x.dtype)
+        return jnp.concatenate([rotated, passed], axis=-1) if passed.shape[-1] else rotated
 
     @property
-    def turns_halves(self) -> bool:
-        """Whether heads are rotated whole, number i of the first half with number i of the second."""
+    def pairs_halves(self) -> bool:
+        """Whether full heads are rotated, with pairs of elements of the two halves."""
         return not self.interleaved and self.rotary_dim == self.head_dim
 
     def cos_sin(
@@ -218,28 +219,28 @@ class Rope:
         lengths: Int[Array, " tokens"] | None,
         dtype: DTypeLike,
     ) -> tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]:
-        """Of each token's pairs, in dtype; arguments as `__call__` has them."""
+        """Return cosine and sine of each token's pairs, in dtype; see `__call__` for the arguments."""
         angles, amplitude = self._angles(positions, positions + 1 if lengths is None else lengths)
         cos, sin = ((f(angles) * amplitude).astype(dtype) for f in (jnp.cos, jnp.sin))
-        return cos, -sin if self.turns_back else sin
+        return cos, -sin if self.is_reversed else sin
 
     def _angles(
         self, positions: Int[Array, " tokens"], lengths: Int[Array, " tokens"]
     ) -> tuple[Float32[Array, "tokens half"], Float32[Array, "tokens 1"] | float]:
-        """Angles of each pair, and the factor of their sines and cosines."""
-        where = positions.astype(jnp.float32)[:, None]
+        """Return the angle of each pair and the multiplier of its sine and cosine."""
+        column = positions.astype(jnp.float32)[:, None]
         if self.rope_type == "dynamic":
-            return where * self._stretched(lengths), self.attention_factor
+            return column * self._dynamic_inv_freq(lengths), self.attention_factor
         if self.rope_type != "longrope":
-            return where * self.inv_freq()[None, :], self.attention_factor
+            return column * self.inv_freq()[None, :], self.attention_factor
         is_long = (lengths > self.original_max_position_embeddings)[:, None]
         freq = jnp.where(is_long, self.inv_freq(is_long=True)[None, :], self.inv_freq()[None, :])
         if self.long_attention_factor is None:
-            return where * freq, self.attention_factor
-        return where * freq, jnp.where(is_long, self.long_attention_factor, self.attention_factor)
+            return column * freq, self.attention_factor
+        return column * freq, jnp.where(is_long, self.long_attention_factor, self.attention_factor)
 
-    def _stretched(self, lengths: Int[Array, " tokens"]) -> Float32[Array, "tokens half"]:
-        """dynamic: radians a token of each pair, the base grown with the length beyond the original."""
+    def _dynamic_inv_freq(self, lengths: Int[Array, " tokens"]) -> Float32[Array, "tokens half"]:
+        """Return the angle per token of each pair for "dynamic", whose base grows with the length."""
         exponents = jnp.asarray(np.arange(0, self.rotary_dim, 2) / self.rotary_dim, jnp.float32)
         excess = lengths.astype(jnp.float32) / self.original_max_position_embeddings - 1
         growth = jnp.log1p(self.factor * jnp.maximum(excess, 0)) * self.rotary_dim / (self.rotary_dim - 2)
@@ -250,25 +251,25 @@ type Frequencies = Float64[np.ndarray, " half"]
 
 
 def _default_inv_freq(theta: float, dim: int) -> Frequencies:
-    """Wavelengths from 2 pi to about 2 pi theta."""
+    """Return unscaled frequencies, whose wavelengths run from 2 pi to about 2 pi theta."""
     return theta ** -(np.arange(0, dim, 2) / dim)
 
 
 def _llama3_inv_freq(
     freq: Frequencies, factor: float, bounds: tuple[float, float], context: int
 ) -> Frequencies:
-    """Low frequencies are divided by a factor.
+    """Divide the low frequencies by a factor.
 
     Args:
-        freq: Unscaled.
-        factor: What they are divided by.
-        bounds: Turns in the context: those with fewer than the first are divided, those with more than the
-            second are not; in between, a blend, where they are not the same.
-        context: In tokens.
+        freq: Unscaled frequencies.
+        factor: Divisor of the low frequencies.
+        bounds: Numbers of rotations in the context: frequencies with fewer than the first are divided, those
+            with more than the second are not, those in between are interpolated.
+        context: Original context in tokens.
     """
     low, high = bounds
-    turns = context * freq / (2 * math.pi)
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= high) * 1.0
+    rotations = context * freq / (2 * math.pi)
+    keep = np.clip((rotations - low) / (high - low), 0.0, 1.0) if high > low else (rotations >= high) * 1.0
     return keep * freq + (1 - keep) * freq / factor
 
 
@@ -280,19 +281,21 @@ def _yarn_inv_freq(
     theta: float,
     truncate: bool,
 ) -> Frequencies:
-    """Low frequencies are divided by a factor, with a blend that is linear in the pair's number.
+    """Divide the low frequencies by a factor, interpolating linearly in the pair's index.
 
     Args:
-        freq: Unscaled.
-        factor: What they are divided by.
-        bounds: Turns in the context where the blend begins and ends: the many first.
-        context: In tokens.
+        freq: Unscaled frequencies.
+        factor: Divisor of the low frequencies.
+        bounds: Numbers of rotations in the context between which frequencies are interpolated, the larger
+            first.
+        context: Original context in tokens.
         theta: Base of the wavelengths.
-        truncate: The blend begins and ends at whole pairs.
+        truncate: Whether the interpolated range is extended to integer pair indices.
     """
     dim = 2 * len(freq)
-    pair_with = lambda turns: dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
-    first, last = (pair_with(turns) for turns in bounds)
+    first, last = (
+        dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta)) for rotations in bounds
+    )
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

@@ -1,4 +1,4 @@
-"""What the parts of a decoder layer are: hashable values that a family reads from a config.json."""
+"""Specifications of a decoder layer and its parts: hashable values that a family reads from config.json."""
 
 import dataclasses
 from collections.abc import Sized
@@ -12,12 +12,12 @@ from jattn.models.routing import Routing
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
 
-LEARNED_ACTIVATIONS = ("xielu",)  # those with parameters, of plain MLPs
+LEARNED_ACTIVATIONS = ("xielu",)  # activations with parameters, for plain MLPs
 NORMS = (
     *("rms", "rms_offset", "rms_f32", "rms_no_weight"),
     *("layer", "layer_no_bias", "layer_no_weight", "layer_offset"),
 )
-# Which norms a layer has, by where they stand.
+# Norms of a layer by norm_placement.
 NORM_PLACEMENTS: dict[str, tuple[str, ...]] = {
     "before": ("input_layernorm", "post_attention_layernorm"),
     "around": (
@@ -33,14 +33,14 @@ MLPS = ("gated", "plain", "gegelu")
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """A norm.
+    """The kind and epsilon of a norm.
 
     Attributes:
-        kind: "rms" (Llama's: the normalised input is rounded before it is multiplied), "rms_f32" (rounded
-            once, behind the product), "rms_offset" (Gemma's: likewise, and the factor is 1 + weight),
-            "rms_no_weight", "layer", "layer_no_bias", "layer_no_weight" (nor a bias), "layer_offset" (times
-            1 + weight).
-        eps: Added to the mean square, or to the variance.
+        kind: "rms" (Llama: the normalized input is rounded before the multiplication by the weight),
+            "rms_f32" (rounded once, after the multiplication), "rms_offset" (Gemma: as "rms_f32", with the
+            factor 1 + weight), "rms_no_weight", "layer", "layer_no_bias", "layer_no_weight" (neither weight
+            nor bias), "layer_offset" (factor 1 + weight).
+        eps: Number added to the mean square, or to the variance.
     """
 
     kind: str
@@ -56,12 +56,12 @@ class MLPSpec:
     """A dense MLP.
 
     Attributes:
-        intermediate_size: Width inside.
-        hidden_act: Its activation; "gegelu" for that kind.
-        kind: "gated" (`down(act(gate(x)) * up(x))`), "plain" (`down(act(up(x)))`) or "gegelu" (Phi-3-small's:
-            `down(quick_gelu(gate(x)) * (up(x) + 1))`, both cut off at the limit).
-        has_bias: Its projections have one.
-        limit: gegelu: gates are at most this, and the others at most this far from 0. None = no limit.
+        intermediate_size: Width of the hidden layer.
+        hidden_act: Name of the activation; "gegelu" for the kind "gegelu".
+        kind: "gated" (`down(act(gate(x)) * up(x))`), "plain" (`down(act(up(x)))`) or "gegelu" (Phi-3-small:
+            `down(quick_gelu(gate(x)) * (up(x) + 1))`, with gate and up clipped).
+        has_bias: Whether the projections have biases.
+        limit: For "gegelu": gate is clipped to at most `limit`, up to [-limit, limit]. None = no clipping.
     """
 
     intermediate_size: int
@@ -73,24 +73,25 @@ class MLPSpec:
     def __post_init__(self) -> None:
         require_one_of("mlp", self.kind, MLPS)
         require_positive(intermediate_size=self.intermediate_size)
-        known: tuple[str, ...] = ("gegelu",) if self.kind == "gegelu" else tuple(ACTIVATIONS)
-        known += LEARNED_ACTIVATIONS if self.kind == "plain" else ()
-        if self.hidden_act not in known:
-            supported = "Supported: " + ", ".join(known)
-            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", supported)
+        supported: tuple[str, ...] = ("gegelu",) if self.kind == "gegelu" else tuple(ACTIVATIONS)
+        supported += LEARNED_ACTIVATIONS if self.kind == "plain" else ()
+        if self.hidden_act not in supported:
+            way_out = "Supported: " + ", ".join(supported)
+            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", way_out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QKNorm:
-    """How queries and keys are normalised.
+    """The norm of queries and keys.
 
     Attributes:
-        norm: Its kind and epsilon.
-        comes_after_rope: It stands behind the rotation, not before it.
-        has_weight: It has a weight; Llama 4's, behind the rotation, has none.
-        over: "head": each head by itself, all with the same weights; "own_head": likewise, each with its own,
-            of a LayerNorm (Cohere's); "all_heads": all as one, with a weight a number, of an RMS norm (OLMo
-            2's).
+        norm: Kind and epsilon of the norm.
+        comes_after_rope: Whether the norm comes after the rotary embedding instead of before it.
+        has_weight: Whether the norm has a weight; Llama 4's, which comes after the rotary embedding, has
+            none.
+        over: "head": normalizes each head, with the same weights for all; "own_head": normalizes each head,
+            with weights per head (LayerNorm only; Cohere); "all_heads": normalizes all heads together, with
+            one weight per element (RMS norm only; OLMo 2).
     """
 
     norm: NormSpec
@@ -101,22 +102,24 @@ class QKNorm:
     def __post_init__(self) -> None:
         require_one_of("over", self.over, ("head", "own_head", "all_heads"))
         if self.comes_after_rope or not self.has_weight:
-            require_one_of("over of a norm behind the rope", self.over, ("head",))
+            require_one_of("over of a norm after the rope", self.over, ("head",))
             require(self.comes_after_rope, "has_weight", "be True before the rope", self.has_weight)
         if self.over == "own_head":
-            require_one_of("a norm with weights by head", self.norm.kind, ("layer", "layer_no_bias"))
+            require_one_of("the norm for over='own_head'", self.norm.kind, ("layer", "layer_no_bias"))
         if self.over == "all_heads":
-            require_one_of("a norm of all heads as one", self.norm.kind, ("rms", "rms_f32"))
+            require_one_of("the norm for over='all_heads'", self.norm.kind, ("rms", "rms_f32"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Temperature:
-    """Llama 4's: queries times `1 + attn_scale * log(1 + floor((position + first) / floor_scale))`.
+class AttentionTemperature:
+    """Llama 4's attention temperature: a scale of the queries that grows with the position.
+
+    The scale is `1 + attn_scale * log(1 + floor((position + first) / floor_scale))`.
 
     Attributes:
-        floor_scale: Positions from one step to the next.
-        attn_scale: Height of the steps.
-        first: What position 0 counts as; Ministral 3's is 0.
+        floor_scale: Number of positions with the same scale.
+        attn_scale: Coefficient of the logarithm.
+        first: Number added to positions: 1 for Llama 4, 0 for Ministral 3.
     """
 
     floor_scale: float
@@ -127,24 +130,25 @@ class Temperature:
         require_positive(floor_scale=self.floor_scale)
 
     def __call__(self, positions: Int[Array, " tokens"]) -> Float32[Array, " tokens"]:
-        """The factor of each token's queries."""
+        """Return the scale of each token's queries."""
         floors = jnp.floor((positions.astype(jnp.float32) + self.first) / self.floor_scale)
         return jnp.log1p(floors) * self.attn_scale + 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """A mixture of experts, as `jattn.models.experts.Experts` takes it.
+    """A mixture of experts; see `jattn.models.experts.Experts`.
 
     Attributes:
-        intermediate_size: Width inside an expert.
-        num_experts: Experts to choose from.
-        experts_per_token: How many of them each token runs through.
-        routing: How they are chosen and weighed.
-        activation: A name of an activation, or gpt-oss's.
-        has_bias: The experts' products have a bias.
-        shared: What all tokens run through besides; None = nothing.
-        gates_shared: It is multiplied by the sigmoid of a learned product with the input.
+        intermediate_size: Width of an expert's hidden layer.
+        num_experts: Number of experts.
+        experts_per_token: Number of experts that each token is routed to.
+        routing: Selection and weighting of the experts.
+        activation: Name of an activation, or gpt-oss's clamped SwiGLU.
+        has_bias: Whether the experts' projections have biases.
+        shared: MLP that all tokens run through in addition; None = no shared expert.
+        gates_shared: Whether the shared expert's output is multiplied by the sigmoid of a learned projection
+            of the input (Qwen2-MoE).
     """
 
     intermediate_size: int
@@ -162,16 +166,16 @@ class LayerSpec:
     """One layer of a decoder.
 
     Attributes:
-        attention: Heads, scale, window, chunks, soft cap, sparsity.
-        mlp: What follows it.
-        rope: How queries and keys are rotated; None = they are not.
-        qkv_bias: The query, key and value projections have a bias.
-        out_bias: The attention's output projection has one.
-        clip_qkv: Queries, keys and values are cut off at this magnitude when projected; None = not at all.
-        qk_norm: How queries and keys are normalised; None = they are not.
-        has_sinks: Each query head has a learned sink.
-        alibi_slopes: One a query head; None = no ALiBi.
-        temperature: What queries are scaled by, by position; None = nothing.
+        attention: Heads, scale, window, chunks, soft cap and sparsity.
+        mlp: Dense MLP or mixture of experts.
+        rope: Rotary embedding of queries and keys; None = no rotary embedding.
+        qkv_bias: Whether the query, key and value projections have biases.
+        out_bias: Whether the attention's output projection has a bias.
+        clip_qkv: Magnitude that projected queries, keys and values are clipped to; None = no clipping.
+        qk_norm: Norm of queries and keys; None = no norm.
+        has_sinks: Whether each query head has a learned attention sink.
+        alibi_slopes: ALiBi slope per query head; None = no ALiBi.
+        temperature: Scale of the queries by position; None = no scale.
     """
 
     attention: AttentionSpec
@@ -183,7 +187,7 @@ class LayerSpec:
     qk_norm: QKNorm | None = None
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
-    temperature: Temperature | None = None
+    temperature: AttentionTemperature | None = None
 
     def __post_init__(self) -> None:
         heads = self.attention.num_q_heads
@@ -194,8 +198,12 @@ class LayerSpec:
             require_positive(clip_qkv=self.clip_qkv)
 
 
-def require_one_a_layer(name: str, given: Sized, num_layers: int) -> None:
-    """Refuses what is said layer by layer of fewer or more layers than there are."""
-    is_list = isinstance(given, Sized)
-    require(is_list, name, f"have one entry per layer ({num_layers})", f"one {type(given).__name__}")
-    require(len(given) == num_layers, name, f"have one entry per layer ({num_layers})", len(given))
+def require_one_per_layer(name: str, values: Sized, num_layers: int) -> None:
+    """Require a value with one entry per layer.
+
+    Raises:
+        ValueError: If `values` has no length, or another one than `num_layers`.
+    """
+    is_list = isinstance(values, Sized)
+    require(is_list, name, f"have one entry per layer ({num_layers})", f"one {type(values).__name__}")
+    require(len(values) == num_layers, name, f"have one entry per layer ({num_layers})", len(values))

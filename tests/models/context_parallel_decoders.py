@@ -51,8 +51,8 @@ def check_family(name: str) -> None:
     prompt, want = np.asarray(expected["prompt3"], np.int32), expected["logits3"]
     model = load(GOLDEN / "hf" / name, **mesh_of(1, 2))
     caches, table, done, logits = model.create_caches(16, block_size=16), np.arange(1, 9)[None, ::-1], 0, []
-    half, is_turned = len(prompt) // 2, longrope_threshold_of(model) is not None
-    for count in [len(prompt)] if is_turned else (half, len(prompt) - half - 2, 1, 1):
+    half, has_threshold = len(prompt) // 2, longrope_threshold_of(model) is not None
+    for count in [len(prompt)] if has_threshold else (half, len(prompt) - half - 2, 1, 1):
         done += count
         metadata = jattn.build_batch_metadata([count], [done], table, block_size=16)
         got, caches = last_logits(model, prompt[done - count : done], caches, metadata)
@@ -174,7 +174,11 @@ def check_groups() -> None:
         forks = engine.generate(prompts[:1], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
         found.append([first, again, [one.token_ids for one in forks[0].outputs]])
         blocks = [len(cache.k) for cache in engine._runner._caches]
-        near = [num for num, is_near in zip(blocks, model.near_layers, strict=True) if is_near]
+        near = [
+            num
+            for num, uses_sliding_window in zip(blocks, model.sliding_window_layers, strict=True)
+            if uses_sliding_window
+        ]
         assert max(near) < max(blocks) == SIZES["num_blocks"], blocks
         assert engine.stats.num_prefix_hit_tokens > 0
     assert found[0] == found[1] == found[2], found

@@ -66,7 +66,7 @@ def attention(x, own, hf, layer):
         k = rms_norm(k, own["self_attn.k_norm.weight"], hf, "qwen3")
     freq = frequencies(hf, dim)
     q, k = rotate(q, freq), rotate(k, freq)
-    scale, cap, window = (hf.get("query_pre_attn_scalar") or dim) ** -0.5, None, window_of(hf, layer)
+    scale, cap, window = (hf.get("query_pre_attn_scalar") or dim) ** -0.5, None, window_bounds(hf, layer)
     if hf["model_type"] == "gemma2":
         cap = hf["attn_logit_softcapping"]
     out = np.zeros((tokens, heads, dim))
@@ -81,7 +81,7 @@ def attention(x, own, hf, layer):
     return linear(out.reshape(tokens, heads * dim), own, "self_attn.o_proj")
 
 
-def window_of(hf, layer):
+def window_bounds(hf, layer):
     kind, window = hf["model_type"], hf.get("sliding_window")
     if kind == "mistral":
         return window

@@ -21,7 +21,7 @@ from flax import nnx  # noqa: E402
 import jattn  # noqa: E402
 from jattn.models import Decoder, DecoderConfig, load, save  # noqa: E402
 from jattn.models.loading.pretrained import read_config  # noqa: E402
-from jattn.models.mesh_padding import spread  # noqa: E402
+from jattn.models.mesh_padding import pad_to_mesh  # noqa: E402
 from jattn.runtime.decode_loop import DecodeLoopOutput, decode_loop  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
@@ -370,7 +370,7 @@ def check_gradients(folder: str | pathlib.Path, **sizes: int) -> None:
     (loss, want), (loss_on_mesh, got) = map(loss_of, models)
     np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
     for (path, one), (_, other) in zip(nnx.to_flat_state(want), nnx.to_flat_state(got), strict=True):
-        one, other = spread(models[1].config, path, np.asarray(one.get_value())), other.get_value()
+        one, other = pad_to_mesh(models[1].config, path, np.asarray(one.get_value())), other.get_value()
         assert "cp" in sizes or is_cut(other, sizes["tp"]) == (other.ndim > 1), path
         least = 1e-6 + 1e-5 * np.abs(one).max()
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=least, err_msg=str(path))

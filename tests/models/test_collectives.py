@@ -61,15 +61,21 @@ class TestWhoGainsNothing:
         return model
 
     def test_a_model_on_one_device(self):
-        assert why_no_peer_memory(load(LLAMA, progress=False)) == "there is nothing to sum"
-        assert why_no_peer_memory(self.model(tp=1)) == "there is nothing to sum"
+        assert (
+            why_no_peer_memory(load(LLAMA, progress=False))
+            == "the model is on one device, so that there are no all-reduces"
+        )
+        assert (
+            why_no_peer_memory(self.model(tp=1))
+            == "the model is on one device, so that there are no all-reduces"
+        )
 
     def test_devices_whose_sums_are_xlas(self):
-        assert why_no_peer_memory(self.model()) == "devices are no NVIDIA GPUs"
-        assert why_no_peer_memory(self.model(tp=1, cp=2)) == "devices are no NVIDIA GPUs"
+        assert why_no_peer_memory(self.model()) == "the devices are not NVIDIA GPUs"
+        assert why_no_peer_memory(self.model(tp=1, cp=2)) == "the devices are not NVIDIA GPUs"
 
     def test_a_model_that_is_not_there(self):
-        assert why_no_peer_memory(self.model(has_weights=False)) == "the model has shapes alone"
+        assert why_no_peer_memory(self.model(has_weights=False)) == "the model has no weights"
 
     def test_numbers_without_a_kernel_and_too_many_devices(self, monkeypatch):
         monkeypatch.setattr(collectives, "GPU_PLATFORMS", ("cpu",))

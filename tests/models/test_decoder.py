@@ -145,7 +145,7 @@ class TestStaticScalesThatAreMissing:
 
     @pytest.mark.parametrize("quantization", ["fp8_e4m3", "fp8_e5m2"])
     def test_are_told_once_with_the_way_out(self, quantization):
-        message = rf"{quantization} cache: layers 0, 1, 2 have no scales and take 1, .* jattn.calibrate"
+        message = rf"{quantization} cache: layers 0, 1, 2 have no scales and use 1, .* jattn.calibrate"
         with pytest.warns(jattn.CalibrationWarning, match=message) as warned:
             self.model().create_caches(2, quantization=quantization)
         assert len(warned) == 1

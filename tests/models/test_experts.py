@@ -15,13 +15,13 @@ from jattn.models import expert_matmuls
 from jattn.models.activations import ClampedSwiGLU
 from jattn.models.expert_matmuls import (
     MAX_DENSE_TOKENS,
-    How,
-    Weights,
-    all_experts,
-    each_row,
-    tiles_by_kernel,
-    tiles_by_xla,
-    way,
+    ExpertStatics,
+    ExpertWeights,
+    run_all_experts,
+    run_rows,
+    run_tiles_mosaic,
+    run_tiles_xla,
+    select_method,
     why_no_kernel,
 )
 from jattn.models.experts import Experts
@@ -32,7 +32,7 @@ from pallas_kernels.derivatives import forbid_kernel_derivative
 
 HIDDEN, INTERMEDIATE = 24, 40
 # Tokens that make each way of computing the products: fewer rows than experts, all experts, tiles.
-TOKENS = {"each_row": 3, "all_experts": 17, "tiles": MAX_DENSE_TOKENS + 9}
+TOKENS = {"run_rows": 3, "run_all_experts": 17, "tiles": MAX_DENSE_TOKENS + 9}
 
 
 def sigmoid(x):
@@ -55,10 +55,10 @@ def best(logits, k):
 # Each takes one token [hidden] and the tensors as transformers names and lays them out.
 
 
-def mixtral(x, t, k, normalizes=True):
+def mixtral(x, t, k, renormalize=True):
     scores = softmax(t["gate.weight"] @ x)
     chosen = best(scores, k)
-    total = scores[chosen].sum() if normalizes else 1
+    total = scores[chosen].sum() if renormalize else 1
     out = np.zeros_like(x)
     for e in chosen:
         inner = silu(t[f"experts.{e}.w1.weight"] @ x) * (t[f"experts.{e}.w3.weight"] @ x)
@@ -69,7 +69,7 @@ def mixtral(x, t, k, normalizes=True):
 def qwen2_moe(x, t, k):
     inner = silu(t["shared_expert.gate_proj.weight"] @ x) * (t["shared_expert.up_proj.weight"] @ x)
     shared = t["shared_expert.down_proj.weight"] @ inner
-    return mixtral(x, t, k, normalizes=False) + sigmoid(t["shared_expert_gate.weight"] @ x) * shared
+    return mixtral(x, t, k, renormalize=False) + sigmoid(t["shared_expert_gate.weight"] @ x) * shared
 
 
 def gpt_oss(x, t, k):
@@ -105,13 +105,13 @@ class Family:
 
 
 FAMILIES = {
-    "mixtral": Family(mixtral, Routing(normalizes=True)),
+    "mixtral": Family(mixtral, Routing(renormalize=True)),
     "qwen2_moe": Family(qwen2_moe, Routing(), shares=True, gates_shared=True),
-    "qwen3_moe": Family(lambda x, t, k: mixtral(x, t, k, normalizes=False), Routing()),
+    "qwen3_moe": Family(lambda x, t, k: mixtral(x, t, k, renormalize=False), Routing()),
     "gpt_oss": Family(
-        gpt_oss, Routing(scores="softmax_of_chosen", has_bias=True), activation=ClampedSwiGLU(), use_bias=True
+        gpt_oss, Routing(scores="softmax_of_top_k", has_bias=True), activation=ClampedSwiGLU(), use_bias=True
     ),
-    "llama4": Family(llama4, Routing(scores="sigmoid", scaled="input"), shares=True),
+    "llama4": Family(llama4, Routing(scores="sigmoid", scale_target="input"), shares=True),
 }
 
 
@@ -288,9 +288,9 @@ def test_impossible_sizes_are_refused(change, error, message):
     [
         (
             {"scores": "tanh"},
-            "scores must be one of 'softmax', 'softmax_of_chosen', 'sigmoid', 'one_by_one', got 'tanh'",
+            "scores must be one of 'softmax', 'softmax_of_top_k', 'sigmoid', 'sparsemixer', got 'tanh'",
         ),
-        ({"scaled": "both"}, "scaled must be one of 'output', 'input', got 'both'"),
+        ({"scaled": "both"}, "scale_target must be one of 'output', 'input', got 'both'"),
     ],
 )
 def test_an_unknown_routing_is_refused(change, message):
@@ -305,31 +305,31 @@ def test_a_limit_of_swiglu_is_positive():
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_a_correction_counts_for_the_choice_alone(scores):
-    routing = Routing(scores=scores, normalizes=True, is_corrected=True, factor=1.5)
+    routing = Routing(scores=scores, renormalize=True, has_correction_bias=True, factor=1.5)
     logits = np.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 2.9]])
     correction = np.float32([0.9, 0.0, 0.0, 0.0])
     plain = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     of_all = plain if scores == "softmax" else 1 / (1 + np.exp(-logits))
-    choices = routing.choose(jnp.asarray(logits), 2, jnp.asarray(correction))
+    choices = routing.route(jnp.asarray(logits), 2, jnp.asarray(correction))
     np.testing.assert_array_equal(choices.experts, [[0, 1], [0, 3]])  # by logits the first would have 1 and 2
     chosen = np.take_along_axis(of_all, np.asarray(choices.experts), axis=1)
     np.testing.assert_allclose(choices.scores, 1.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
 
 
 def test_experts_weighed_one_by_one():
-    routing = Routing(scores="one_by_one", margin=0.4)
+    routing = Routing(scores="sparsemixer", margin=0.4)
     logits = np.float32([[2.0, 1.5, 1.3, -3.0]])
-    choices = routing.choose(jnp.asarray(logits), 2)
+    choices = routing.route(jnp.asarray(logits), 2)
     np.testing.assert_array_equal(choices.experts, [[0, 1]])
     share = lambda *near: np.exp(near[0]) / np.exp(near).sum()  # beside 2.0: 1.5 and 1.3
     np.testing.assert_allclose(choices.scores, [[share(2.0, 1.5, 1.3), share(1.5, 1.3)]], rtol=1e-6)
-    alone = Routing(scores="one_by_one", margin=0.1).choose(jnp.asarray(logits), 2)
+    alone = Routing(scores="sparsemixer", margin=0.1).route(jnp.asarray(logits), 2)
     np.testing.assert_allclose(alone.scores, [[1.0, 1.0]], rtol=1e-6)
 
 
 def test_scores_of_the_chosen_cannot_be_corrected():
-    with pytest.raises(ValueError, match=r"scores that are corrected must be .* got 'softmax_of_chosen'"):
-        Routing(scores="softmax_of_chosen", is_corrected=True)
+    with pytest.raises(ValueError, match=r"scores with a correction bias must be .* got 'softmax_of_top_k'"):
+        Routing(scores="softmax_of_top_k", has_correction_bias=True)
 
 
 @pytest.mark.kernels
@@ -338,11 +338,11 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 64)
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 64)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(90, dtype=jnp.bfloat16)
-    choices = layer.choices(x)
-    weights, how = layer.weights(), How(layer.activation, layer.precision)
-    out = tiles_by_kernel(x, choices, weights, how, interpret=plgpu.InterpretGPUParams())
-    wide = Weights(*(None if array is None else array.astype(jnp.float32) for array in weights))
-    want = tiles_by_xla(x.astype(jnp.float32), choices, wide, How(layer.activation, "highest"))
+    choices = layer.route(x)
+    weights, how = layer.weights(), ExpertStatics(layer.activation, layer.precision)
+    out = run_tiles_mosaic(x, choices, weights, how, interpret=plgpu.InterpretGPUParams())
+    wide = ExpertWeights(*(None if array is None else array.astype(jnp.float32) for array in weights))
+    want = run_tiles_xla(x.astype(jnp.float32), choices, wide, ExpertStatics(layer.activation, "highest"))
     assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
 
 
@@ -355,14 +355,14 @@ def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
 
     monkeypatch.setattr(expert_matmuls, "grouped_matmul", product)
     layer, x = make("gpt_oss", dtype=jnp.bfloat16), tokens(9, dtype=jnp.bfloat16)
-    choices, how = layer.choices(x), How(layer.activation, layer.precision)
+    choices, how = layer.route(x), ExpertStatics(layer.activation, layer.precision)
 
     def gradients(run):
         of = lambda x, scores, weights: run(x, choices._replace(scores=scores), weights, how)
         pull_back = lambda *given: jax.vjp(of, *given)[1](x.astype(jnp.float32))
         return jax.tree.leaves(jax.jit(pull_back)(x, choices.scores, layer.weights()))
 
-    for got, want in zip(gradients(tiles_by_kernel), gradients(tiles_by_xla), strict=True):
+    for got, want in zip(gradients(run_tiles_mosaic), gradients(run_tiles_xla), strict=True):
         assert jnp.abs(want).max() > 0
         np.testing.assert_array_equal(got, want)
 
@@ -370,7 +370,7 @@ def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
 def test_a_layer_takes_the_kernel_unless_others_are_named(monkeypatch):
     monkeypatch.setattr(expert_matmuls, "why_no_kernel", lambda x, weights: None)
     taken = []
-    monkeypatch.setattr(expert_matmuls, "tiles_by_kernel", lambda x, *_: taken.append(1) or x)
+    monkeypatch.setattr(expert_matmuls, "run_tiles_mosaic", lambda x, *_: taken.append(1) or x)
     for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
         taken.clear()
         layer = Experts(
@@ -397,20 +397,20 @@ def test_the_kernel_is_declined_with_its_reason():
 @pytest.mark.parametrize(
     ("tokens", "has_kernel", "want"),
     [
-        (15, True, each_row),
-        (16, True, all_experts),
-        (64, True, all_experts),
-        (172, True, all_experts),
-        (173, True, tiles_by_kernel),
-        (256, True, tiles_by_kernel),
-        (8192, True, tiles_by_kernel),
-        (512, False, all_experts),
-        (513, False, tiles_by_xla),
+        (15, True, run_rows),
+        (16, True, run_all_experts),
+        (64, True, run_all_experts),
+        (172, True, run_all_experts),
+        (173, True, run_tiles_mosaic),
+        (256, True, run_tiles_mosaic),
+        (8192, True, run_tiles_mosaic),
+        (512, False, run_all_experts),
+        (513, False, run_tiles_xla),
     ],
 )
 def test_the_sizes_choose_the_way(tokens, has_kernel, want):
     """Of Qwen3-30B-A3B, 8 of 128 experts."""
-    assert way(num_tokens=tokens, num_chosen=8, num_experts=128, has_kernel=has_kernel) is want
+    assert select_method(num_tokens=tokens, num_selected=8, num_experts=128, has_kernel=has_kernel) is want
 
 
 @pytest.mark.gpu

@@ -9,10 +9,10 @@ from flax import nnx
 import jattn
 from jattn.models import Decoder, DecoderConfig
 from jattn.models.activations import ACTIVATIONS
-from jattn.models.kv_cache_groups import ByReach
+from jattn.models.kv_cache_groups import PerKVCacheGroup
 from jattn.models.layers import make_norm, make_qk_norm, take_rows
-from jattn.models.loading.tensor_layouts import Join, Stored, to_hf
-from jattn.models.specs import NORM_PLACEMENTS, NormSpec, QKNorm, Temperature
+from jattn.models.loading.tensor_layouts import HFTensors, Join, to_hf
+from jattn.models.specs import NORM_PLACEMENTS, AttentionTemperature, NormSpec, QKNorm
 
 X = np.random.default_rng(0).normal(size=(5, 4, 6)).astype(np.float32)
 WEIGHT = np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32)
@@ -38,9 +38,9 @@ def test_heads_with_weights_of_their_own(kind, over, axes):
 
 
 def test_weights_by_head_are_a_layer_norm_s():
-    with pytest.raises(ValueError, match=r"a norm with weights by head must be one of 'layer'.*got 'rms'"):
+    with pytest.raises(ValueError, match=r"the norm for over='own_head' must be one of 'layer'.*got 'rms'"):
         QKNorm(norm=NormSpec("rms", 1e-5), over="own_head")
-    with pytest.raises(ValueError, match=r"a norm of all heads as one must be one of 'rms'.*got 'layer'"):
+    with pytest.raises(ValueError, match=r"the norm for over='all_heads' must be one of 'rms'.*got 'layer'"):
         QKNorm(norm=NormSpec("layer", 1e-5), over="all_heads")
     with pytest.raises(ValueError, match=r"over must be one of 'head'.*got 'heads'"):
         QKNorm(norm=NormSpec("rms", 1e-5), over="heads")
@@ -49,7 +49,7 @@ def test_weights_by_head_are_a_layer_norm_s():
 def test_a_norm_behind_the_rope_is_of_each_head():
     behind = QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True)
     assert make_qk_norm(behind, 4, 6, dtype=jnp.float32).follows_rope
-    with pytest.raises(ValueError, match=r"over of a norm behind the rope must be .* got 'all_heads'"):
+    with pytest.raises(ValueError, match=r"over of a norm after the rope must be .* got 'all_heads'"):
         QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True, over="all_heads")
     with pytest.raises(ValueError, match=r"has_weight must be True before the rope, got False"):
         QKNorm(norm=NormSpec("rms", 1e-5), has_weight=False)
@@ -76,17 +76,17 @@ def test_every_activation_has_a_name_and_does_what_it_says():
 
 def test_a_temperature_may_count_from_position_0():
     positions = jnp.arange(9, dtype=jnp.int32)
-    tuned = Temperature(floor_scale=4.0, attn_scale=0.5, first=0)
+    tuned = AttentionTemperature(floor_scale=4.0, attn_scale=0.5, first=0)
     want = 1 + 0.5 * np.log1p(np.arange(9) // 4)
     np.testing.assert_allclose(tuned(positions), want, rtol=1e-6)
 
 
 def test_a_projection_may_be_stored_the_other_way_round():
-    tensors = {"up_proj": Stored(("c_fc",), is_turned=True)}
+    tensors = {"up_proj": HFTensors(("c_fc",), is_transposed=True)}
     kernel = np.arange(6.0, dtype=np.float32).reshape(2, 3)
     (stored,) = to_hf(tensors, ("up_proj", "kernel"), kernel).values()
     np.testing.assert_array_equal(stored, kernel)
-    join = Join("whole", "kernel", (2, 3), is_turned=True)
+    join = Join("whole", "kernel", (2, 3), is_transposed=True)
     np.testing.assert_array_equal(join([jnp.asarray(stored)]), kernel)
 
 
@@ -125,7 +125,7 @@ def test_tokens_are_placed_where_they_stand():
 def test_without_caches_no_row_has_context():
     model = Decoder(DecoderConfig.from_hf(SIZES | {"model_type": "gpt2"}), rngs=nnx.Rngs(0))
     metadata = jattn.build_batch_metadata([1, 1], [1, 3], [[1], [2]])
-    for given in (metadata, ByReach(metadata, metadata)):
+    for given in (metadata, PerKVCacheGroup(metadata, metadata)):
         with pytest.raises(ValueError, match=r"seq_lens\[1\] must be its 1 new tokens without .*, got 3\."):
             model(jnp.zeros(2, jnp.int32), None, given)
 

@@ -199,8 +199,8 @@ def test_a_layer_turns_each_request_by_its_own_length():
 REFUSED = {
     "rope_type 'mrope': not implemented. Supported: default, linear": {"rope_type": "mrope"},
     "rope_type 'dual_chunk': not implemented": {"rope_type": "dual_chunk"},
-    "rope parameter mrope_section: not known to rope type 'default'": {"mrope_section": [1, 2]},
-    "rope parameter dual_chunk_attention_config: not known": {"dual_chunk_attention_config": {}},
+    "rope parameter mrope_section: not a key of rope type 'default'": {"mrope_section": [1, 2]},
+    "rope parameter dual_chunk_attention_config: not a key": {"dual_chunk_attention_config": {}},
 }
 WRONG = {
     "rope parameter factor must be given for 'linear', got": {"rope_type": "linear"},
@@ -214,15 +214,16 @@ WRONG = {
     "rope parameter factor must be a number, got '8'": {"factor": "8"},
     "rope parameter mscale must be a number, got True": {"rope_type": "yarn", "mscale": True},
     "rope parameter short_factor must be a list of numbers, got 8": {"short_factor": 8},
-    r"short_factor must have a positive number a pair \(8\), got \(1\.0,\)": {
+    r"short_factor must have a positive number per pair \(8\), got \(1\.0,\)": {
         **LONGROPE,
         "partial_rotary_factor": 1.0,
         "short_factor": [1],
     },
-    r"long_factor must have a positive number a pair \(6\), got \(0\.0,": LONGROPE | {"long_factor": [0] * 6},
+    r"long_factor must have a positive number per pair \(6\), got \(0\.0,": LONGROPE
+    | {"long_factor": [0] * 6},
     "factor must be positive, got 0": {"rope_type": "linear", "factor": 0},
     r"beta_fast must be at least beta_slow \(2\.0\), got 1\.0": YARN | {"beta_fast": 1, "beta_slow": 2},
-    "partial_rotary_factor must rotate an even number of a head's 16, at least 2, got 0.2": {
+    "partial_rotary_factor must rotate an even number of the 16 elements of a head, at least 2, got 0.2": {
         "partial_rotary_factor": 0.2
     },
     "partial_rotary_factor must rotate .*, got 1.5": {"partial_rotary_factor": 1.5},

@@ -14,8 +14,8 @@ from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks import shard_mask
 from jattn.models import DecoderConfig, load, save
 from jattn.models.loading.pretrained import load_shapes, read_config
-from jattn.models.mesh_padding import gathered, spread, whole_shape
-from jattn.models.sharding import check_divides, parameter_partition
+from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_shape
+from jattn.models.sharding import check_divides, partition_spec
 from jattn.parallel import check_mesh, make_mesh
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
@@ -177,26 +177,26 @@ class TestWhatDoesNotFit:
 class TestSpread:
     def test_a_config_says_what_it_said(self):
         config = read_config(LLAMA)
-        spread = config.spread_over(6)
+        spread = config.with_mesh(6)
         assert (spread.num_key_value_heads, spread.num_kv_head_replicas) == (6, 3)
         assert (spread.vocab_size, spread.padded_vocab_size) == (320, 384)
         assert spread.to_hf() == config.to_hf()
-        assert config.spread_over(2).padded_vocab_size == 320
+        assert config.with_mesh(2).padded_vocab_size == 320
 
     @pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 6), ("stablelm", 4), ("phi", 4)])
     def test_parameters_come_back(self, name, tp):
-        config, draw = read_config(HF / name).spread_over(tp), np.random.default_rng(0)
+        config, draw = read_config(HF / name).with_mesh(tp), np.random.default_rng(0)
         model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
         for path, value in nnx.to_flat_state(nnx.state(model)):
-            whole = draw.normal(size=whole_shape(config, path, value.shape))
-            there = spread(config, path, whole)
+            whole = draw.normal(size=unpadded_shape(config, path, value.shape))
+            there = pad_to_mesh(config, path, whole)
             assert there.shape == value.shape
-            np.testing.assert_array_equal(gathered(config, path, there), whole)
+            np.testing.assert_array_equal(unpad_from_mesh(config, path, there), whole)
 
     def test_a_device_has_its_queries_kv_head(self):
-        config = read_config(LLAMA).spread_over(6)
+        config = read_config(LLAMA).with_mesh(6)
         whole = np.arange(2 * 5).reshape(2, 5, 1)  # kv heads, their three queries, key and value
-        there = spread(config, ("qkv_proj", "bias"), whole)[..., 0]
+        there = pad_to_mesh(config, ("qkv_proj", "bias"), whole)[..., 0]
         assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
 
 
@@ -211,7 +211,7 @@ def test_every_matrix_of_every_family_is_cut(name):
     model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
     whole, num_cut = [], 0
     for path, value in nnx.to_flat_state(nnx.state(model)):
-        partition = parameter_partition(path, len(value.shape))
+        partition = partition_spec(path, len(value.shape))
         assert len(partition) <= len(value.shape), path
         is_cut = "tp" in partition or ("tp", "cp") in partition
         num_cut += is_cut

@@ -104,5 +104,7 @@ class TestWhatDoesNotFit:
         plan = lambda **options: jax.eval_shape(
             lambda caches: model.plan(metadata, caches, **options), caches
         )
-        with pytest.raises(NotImplementedError, match="mask=Sinks with cp: the keys of a request lie on 2"):
+        with pytest.raises(
+            NotImplementedError, match="mask=Sinks with cp: the KV cache of a request is split over 2"
+        ):
             plan(mask=jattn.masks.Sinks(4))

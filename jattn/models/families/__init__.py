@@ -1,10 +1,14 @@
-"""The families of decoders: a file and a line each."""
+"""The registry of supported model families.
+
+A family is data: see `Family`. Families are grouped in modules by lineage. Register one of your own with
+`FAMILIES["my_model_type"] = Family(...)`.
+"""
 
 import re
 
 from jattn.models.families.bloom_mpt_falcon import BLOOM, DBRX, FALCON, MPT
 from jattn.models.families.cohere import COHERE, COHERE2
-from jattn.models.families.config_keys import filled, normalised, token_ids
+from jattn.models.families.config_keys import fill_defaults, normalize_config, token_ids
 from jattn.models.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
@@ -37,7 +41,7 @@ from jattn.models.families.llama_variants import (
     STABLELM,
 )
 from jattn.models.families.mistral import MINIMAX_M2, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
-from jattn.models.families.multimodal import text_part
+from jattn.models.families.multimodal import extract_text_config
 from jattn.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jattn.models.families.phi import PERSIMMON, PHI, PHI3, PHI3SMALL, PHIMOE
 from jattn.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -118,11 +122,11 @@ FAMILIES = {
     )
 }
 
-_LATENT = "keys and values are latent, and no cache here holds those"
-_STATES = "layers have states of their own"
-_CROSS = "layers attend to what another model has read"
-_BOTH = "it is no decoder: tokens see those behind them"
-_WHY = {
+_LATENT = "multi-head latent attention is not supported"
+_STATES = "layers with recurrent state are not supported"
+_CROSS = "cross attention is not supported"
+_BOTH = "encoder models with bidirectional attention are not supported"
+_MODEL_TYPES_BY_REASON = {
     _LATENT: """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 minicpm3 glm4_moe_lite
         glm_moe_dsa longcat_flash youtu mistral4 axk1""",
     _STATES: """qwen3_next qwen3_5 qwen3_5_moe mamba mamba2 falcon_mamba falcon_h1 jamba bamba recurrent_gemma
@@ -131,36 +135,49 @@ _WHY = {
     _CROSS: """t5 mt5 umt5 t5gemma bart mbart pegasus marian whisper blenderbot m2m_100 nllb_moe prophetnet
         encoder_decoder vision_encoder_decoder mllama moshi""",
     _BOTH: "bert roberta xlm_roberta distilbert electra deberta deberta_v2 modernbert nomic_bert eurobert",
-    "layers share keys and values, and have embeddings of their own": "gemma3n gemma3n_text gemma4",
+    "layers with shared keys and values are not supported": "gemma3n gemma3n_text gemma4",
 }
-# Other models, and why none of them is here.
-ELSEWHERE = {name: why for why, names in _WHY.items() for name in names.split()}
+# Unsupported model types and the reason.
+UNSUPPORTED_MODEL_TYPES = {
+    name: reason for reason, names in _MODEL_TYPES_BY_REASON.items() for name in names.split()
+}
 
-__all__ = ["FAMILIES", "Family", "Keys", "family_of", "filled", "normalised", "text_part", "token_ids"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Keys",
+    "extract_text_config",
+    "family_of",
+    "fill_defaults",
+    "normalize_config",
+    "token_ids",
+]
 
 
 def family_of(hf: Keys) -> Family:
-    """The family of a config.json, by its model_type or, where it has none, its architecture.
+    """Return the family of a config.json by its model_type or, if it has none, its architecture.
 
     Raises:
-        NotImplementedError: No family is it; the message lists those that are here.
+        NotImplementedError: If the family is not supported. The message lists the supported ones.
     """
     architectures = list(hf.get("architectures") or [])
-    families = FAMILIES.values()  # a class of several is that one's whose own name it is
+    families = FAMILIES.values()  # an architecture of several families belongs to the one named after it
     by_name = {name: family for family in families for name in _classes(*family.other_architectures)}
     by_name |= {name: family for family in families for name in _classes(family.architecture)}
     model_type = hf.get("model_type")
     family = FAMILIES.get(model_type) if model_type else by_name.get(next(iter(architectures), ""))
     supported = "Supported: " + ", ".join(family.architecture for family in FAMILIES.values())
     if family is None:
-        reason = ELSEWHERE.get(str(model_type), "no decoder here has it")
+        reason = UNSUPPORTED_MODEL_TYPES.get(str(model_type), "the model is not supported")
         raise unsupported(f"architecture {architectures or model_type}", reason, supported)
     known = _classes(family.architecture, *family.other_architectures)
     if architectures and not set(known) & set(architectures):
-        raise unsupported(f"architecture {architectures[0]}", f"not a decoder for {model_type}", supported)
+        raise unsupported(
+            f"architecture {architectures[0]}", f"not a decoder of model_type {model_type}", supported
+        )
     return family
 
 
 def _classes(*names: str) -> tuple[str, ...]:
-    """Of the whole and of the body, which has the same tensors but for the head."""
+    """Return class names with and without the output projection, such as LlamaForCausalLM and LlamaModel."""
     return *names, *(re.sub("ForCausalLM$|LMHeadModel$", "Model", name) for name in names)

@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi, LayerNorm, a norm behind the embedding."""
+"""BLOOM, MPT, DBRX and Falcon."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from jattn.models.families.layer_builders import (
     plain_mlp,
     rope,
 )
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
 from jattn.models.specs import LayerSpec, MLPSpec
 
 
-# BLOOM: ALiBi, LayerNorm, a norm behind the embedding.
+# BLOOM: ALiBi, LayerNorm, a norm after the embedding.
 def _bloom_layer(keys: Keys, layer: int) -> LayerSpec:
     size = keys["intermediate_size"]
     return LayerSpec(
@@ -32,8 +32,8 @@ def _bloom_layer(keys: Keys, layer: int) -> LayerSpec:
 
 
 def _bloom_model(keys: Keys) -> Mapping[str, Any]:
-    adds_to_normed = bool(keys["apply_residual_connection_post_layernorm"])
-    return {"has_embedding_norm": True, "adds_to_normed": adds_to_normed}
+    residual_after_norm = bool(keys["apply_residual_connection_post_layernorm"])
+    return {"has_embedding_norm": True, "residual_after_norm": residual_after_norm}
 
 
 _BLOOM_BLOCK = "transformer.h.*"
@@ -46,27 +46,27 @@ BLOOM = Family(
         "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "intermediate_size": lambda keys: 4 * keys["hidden_size"],
-        "max_position_embeddings": 2048,  # of training: ALiBi knows no end
+        "max_position_embeddings": 2048,  # of the training; ALiBi has no limit
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
         "apply_residual_connection_post_layernorm": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    layer=_bloom_layer,
-    model=_bloom_model,
+    build_layer=_bloom_layer,
+    config_fields=_bloom_model,
     norm="layer",
     tensors={
-        "embed_tokens": Stored(("transformer.word_embeddings",)),
-        "embedding_norm": Stored(("transformer.word_embeddings_layernorm",)),
-        "layers.*.input_layernorm": Stored((f"{_BLOOM_BLOCK}.input_layernorm",)),
-        "layers.*.self_attn.qkv_proj": Stored((f"{_BLOOM_BLOCK}.self_attention.query_key_value",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_BLOOM_BLOCK}.self_attention.dense",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_BLOOM_BLOCK}.post_attention_layernorm",)),
-        "layers.*.mlp.up_proj": Stored((f"{_BLOOM_BLOCK}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": Stored((f"{_BLOOM_BLOCK}.mlp.dense_4h_to_h",)),
-        "norm": Stored(("transformer.ln_f",)),
-        "lm_head": Stored(("lm_head",)),
+        "embed_tokens": HFTensors(("transformer.word_embeddings",)),
+        "embedding_norm": HFTensors(("transformer.word_embeddings_layernorm",)),
+        "layers.*.input_layernorm": HFTensors((f"{_BLOOM_BLOCK}.input_layernorm",)),
+        "layers.*.self_attn.qkv_proj": HFTensors((f"{_BLOOM_BLOCK}.self_attention.query_key_value",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_BLOOM_BLOCK}.self_attention.dense",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_BLOOM_BLOCK}.post_attention_layernorm",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_BLOOM_BLOCK}.mlp.dense_h_to_4h",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_BLOOM_BLOCK}.mlp.dense_4h_to_h",)),
+        "norm": HFTensors(("transformer.ln_f",)),
+        "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
         "n_embed": "hidden_size",
@@ -75,7 +75,7 @@ BLOOM = Family(
         "layer_norm_epsilon": "rms_norm_eps",
         "seq_length": "max_position_embeddings",
     },
-    harmless=(
+    ignored_keys=(
         "slow_but_exact",
         "attention_softmax_in_fp32",
         "masked_softmax_fusion",
@@ -103,7 +103,7 @@ MPT = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
     other_architectures=("MPTForCausalLM",),
-    nested=("attn_config",),
+    nested_keys=("attn_config",),
     defaults={
         "vocab_size": 50368,
         "hidden_size": 2048,
@@ -118,18 +118,18 @@ MPT = Family(
         "attn_config.softmax_scale": None,
         "attn_config.alibi_bias_max": 8.0,
     },
-    layer=_mpt_layer,
+    build_layer=_mpt_layer,
     norm="layer_no_bias",
     tensors={
-        "embed_tokens": Stored(("transformer.wte",)),
-        "layers.*.input_layernorm": Stored((f"{_MPT_BLOCK}.norm_1",)),
-        "layers.*.self_attn.qkv_proj": Stored((f"{_MPT_BLOCK}.attn.Wqkv",), "heads_stacked"),
-        "layers.*.self_attn.o_proj": Stored((f"{_MPT_BLOCK}.attn.out_proj",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_MPT_BLOCK}.norm_2",)),
-        "layers.*.mlp.up_proj": Stored((f"{_MPT_BLOCK}.ffn.up_proj",)),
-        "layers.*.mlp.down_proj": Stored((f"{_MPT_BLOCK}.ffn.down_proj",)),
-        "norm": Stored(("transformer.norm_f",)),
-        "lm_head": Stored(("lm_head",)),
+        "embed_tokens": HFTensors(("transformer.wte",)),
+        "layers.*.input_layernorm": HFTensors((f"{_MPT_BLOCK}.norm_1",)),
+        "layers.*.self_attn.qkv_proj": HFTensors((f"{_MPT_BLOCK}.attn.Wqkv",), "heads_stacked"),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_MPT_BLOCK}.attn.out_proj",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_MPT_BLOCK}.norm_2",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_MPT_BLOCK}.ffn.up_proj",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_MPT_BLOCK}.ffn.down_proj",)),
+        "norm": HFTensors(("transformer.norm_f",)),
+        "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
         "d_model": "hidden_size",
@@ -138,31 +138,31 @@ MPT = Family(
         "max_seq_len": "max_position_embeddings",
         "layer_norm_epsilon": "rms_norm_eps",
     },
-    only={
+    supported_values={
         "no_bias": ((True,), "its layers have no biases"),
         "norm_type": (("low_precision_layernorm", "layernorm"), "its norms are LayerNorms"),
         "logit_scale": ((), "logits are not scaled"),
-        "attn_config.alibi": ((True,), "positions are told by ALiBi alone"),
+        "attn_config.alibi": ((True,), "positions use only ALiBi"),
         "attn_config.attn_type": (("multihead_attention",), "each query head has its own keys"),
         "attn_config.prefix_lm": ((False,), "decoders are causal"),
-        "attn_config.qk_ln": ((False,), "queries and keys are not normalised"),
+        "attn_config.qk_ln": ((False,), "queries and keys are not normalized"),
     },
-    harmless=(
+    ignored_keys=(
         "embedding_fraction",
-        "learned_pos_emb",  # with ALiBi there are none
+        "learned_pos_emb",  # not used with ALiBi
         "verbose",
         "init_config",
         "tokenizer_name",
-        "attn_config.attn_uses_sequence_id",  # of packed training
+        "attn_config.attn_uses_sequence_id",  # only for packed training
     ),
     prefix="transformer.",
 )
 
 
-# DBRX: LayerNorm without biases, clipped projections, experts as fine as four of sixteen.
+# DBRX: LayerNorm without biases, clipped projections, fine-grained experts (4 of 16).
 def _dbrx_layer(keys: Keys, layer: int) -> LayerSpec:
     clip_qkv, norm = keys["attn_config.clip_qkv"], keys["ffn_config.moe_normalize_expert_weights"]
-    routing = Routing(scores="softmax", normalizes=norm is not None)
+    routing = Routing(scores="softmax", renormalize=norm is not None)
     return LayerSpec(
         attention=attention(keys),
         rope=Rope(head_dim=keys["head_dim"], rope_theta=keys["rope_theta"]),
@@ -176,7 +176,7 @@ _DBRX_ATTENTION, _DBRX_EXPERTS = f"{_DBRX_BLOCK}.norm_attn_norm", f"{_DBRX_BLOCK
 DBRX = Family(
     model_type="dbrx",
     architecture="DbrxForCausalLM",
-    nested=("attn_config", "ffn_config"),
+    nested_keys=("attn_config", "ffn_config"),
     defaults={
         "vocab_size": 32000,
         "hidden_size": 2048,
@@ -192,21 +192,21 @@ DBRX = Family(
         "attn_config.clip_qkv": None,
         "ffn_config.moe_normalize_expert_weights": 1.0,
     },
-    layer=_dbrx_layer,
+    build_layer=_dbrx_layer,
     norm="layer_no_bias",
     tensors={
-        "embed_tokens": Stored(("transformer.wte",)),
-        "layers.*.input_layernorm": Stored((f"{_DBRX_ATTENTION}.norm_1",)),
-        "layers.*.self_attn.qkv_proj": Stored((f"{_DBRX_ATTENTION}.attn.Wqkv",), "heads_stacked"),
-        "layers.*.self_attn.o_proj": Stored((f"{_DBRX_ATTENTION}.attn.out_proj",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_DBRX_ATTENTION}.norm_2",)),
-        "layers.*.mlp.router": Stored((f"{_DBRX_BLOCK}.ffn.router.layer",)),
-        "layers.*.mlp.gate_up_proj.weight": Stored(
+        "embed_tokens": HFTensors(("transformer.wte",)),
+        "layers.*.input_layernorm": HFTensors((f"{_DBRX_ATTENTION}.norm_1",)),
+        "layers.*.self_attn.qkv_proj": HFTensors((f"{_DBRX_ATTENTION}.attn.Wqkv",), "heads_stacked"),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_DBRX_ATTENTION}.attn.out_proj",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_DBRX_ATTENTION}.norm_2",)),
+        "layers.*.mlp.router": HFTensors((f"{_DBRX_BLOCK}.ffn.router.layer",)),
+        "layers.*.mlp.gate_up_proj.weight": HFTensors(
             (f"{_DBRX_EXPERTS}.w1", f"{_DBRX_EXPERTS}.v1"), "experts_below"
         ),
-        "layers.*.mlp.down_proj.weight": Stored((f"{_DBRX_EXPERTS}.w2",), "experts_down_below"),
-        "norm": Stored(("transformer.norm_f",)),
-        "lm_head": Stored(("lm_head",)),
+        "layers.*.mlp.down_proj.weight": HFTensors((f"{_DBRX_EXPERTS}.w2",), "experts_down_below"),
+        "norm": HFTensors(("transformer.norm_f",)),
+        "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
         "d_model": "hidden_size",
@@ -219,20 +219,20 @@ DBRX = Family(
         "ffn_config.moe_num_experts": "num_experts",
         "ffn_config.moe_top_k": "num_experts_per_tok",
     },
-    only={
-        "tie_word_embeddings": ((False,), "logits have a matrix of their own"),
+    supported_values={
+        "tie_word_embeddings": ((False,), "the output projection is not the embedding"),
         "ffn_config.ffn_act_fn": (({"name": "silu"},), "its experts are gated by silu"),
         "ffn_config.moe_normalize_expert_weights": ((1, 1.0), "scores are divided by their sum"),
     },
-    harmless=(
-        *("rope_parameters", "ffn_config.hidden_size"),  # its own code reads attn_config's rope
+    ignored_keys=(
+        *("rope_parameters", "ffn_config.hidden_size"),  # its own code reads attn_config.rope_theta
         *("ffn_config.moe_jitter_eps", "ffn_config.moe_loss_weight"),
     ),
     prefix="transformer.",
 )
 
 
-# Falcon: attention and MLP side by side; a rope or ALiBi, one kv head, several, or one a query head.
+# Falcon: parallel attention and MLP; RoPE or ALiBi; one kv head, several, or one per query head.
 def _falcon_num_kv_heads(keys: Keys) -> int:
     if keys["new_decoder_architecture"] or not keys["multi_query"]:
         return int(keys["num_key_value_heads"])
@@ -241,7 +241,9 @@ def _falcon_num_kv_heads(keys: Keys) -> int:
 
 def _falcon_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias, scale = bool(keys["bias"]), keys["head_dim"] ** -0.5
-    slopes = tuple(slope * scale for slope in alibi_slopes(keys["num_attention_heads"]))  # added before it
+    slopes = tuple(
+        slope * scale for slope in alibi_slopes(keys["num_attention_heads"])
+    )  # ALiBi is added before the scale
     return llama_layer(
         keys,
         attention=attention(keys, num_kv_heads=_falcon_num_kv_heads(keys)),
@@ -282,13 +284,13 @@ FALCON = Family(
         "num_ln_in_parallel_attn": None,
         "bias": False,
     },
-    layer=_falcon_layer,
-    model=_falcon_model,
+    build_layer=_falcon_layer,
+    config_fields=_falcon_model,
     norm="layer",
     tensors={
         **BLOOM.tensors,
-        "layers.*.attention_layernorm": Stored((f"{_FALCON_BLOCK}.ln_attn",)),
-        "layers.*.mlp_layernorm": Stored((f"{_FALCON_BLOCK}.ln_mlp",)),
+        "layers.*.attention_layernorm": HFTensors((f"{_FALCON_BLOCK}.ln_attn",)),
+        "layers.*.mlp_layernorm": HFTensors((f"{_FALCON_BLOCK}.ln_mlp",)),
     },
     aliases={
         **BLOOM.aliases,
@@ -297,6 +299,6 @@ FALCON = Family(
         "ffn_hidden_size": "intermediate_size",
         "activation": "hidden_act",
     },
-    harmless=("apply_residual_connection_post_layernorm",),  # its code never looks at it
+    ignored_keys=("apply_residual_connection_post_layernorm",),  # its code ignores this key
     prefix="transformer.",
 )

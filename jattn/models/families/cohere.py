@@ -1,16 +1,16 @@
-"""Cohere, Command-R: attention and MLP side by side, LayerNorm without bias, rope of neighbours."""
+"""Cohere Command-R and Command-R7B."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.layer_builders import FULL, SLIDING, is_nth, layer_type, llama_layer, rope
+from jattn.models.families.layer_builders import FULL, SLIDING, is_nth_layer, layer_type, llama_layer, rope
 from jattn.models.families.tensor_mappings import LLAMA_TENSORS, QK_NORM_TENSORS
 from jattn.models.specs import LayerSpec, NormSpec, QKNorm
 from pallas_kernels.checks import require_int
 
-# Cohere, Command-R: attention and MLP side by side, LayerNorm without bias, rope of neighbours.
+# Cohere, Command-R: parallel attention and MLP, LayerNorm without bias, interleaved RoPE.
 PARALLEL_TENSORS = {
     name: stored for name, stored in LLAMA_TENSORS.items() if name != "layers.*.post_attention_layernorm"
 }
@@ -29,10 +29,9 @@ def _cohere_layer(keys: Keys, layer: int) -> LayerSpec:
 
 
 def _cohere_model(keys: Keys) -> Mapping[str, Any]:
-    """The scale of logits; and the context where config.json has a second name for it.
+    """Return the scale of logits, and the context if config.json has model_max_length.
 
-    Command-R's says max_position_embeddings 8192 beside a model_max_length of 131072, which it was trained
-    for: its rope knows no end.
+    Command-R has max_position_embeddings 8192 and model_max_length 131072. It was trained for the latter.
 
     Source: vLLM `_get_and_verify_max_len`.
     """
@@ -59,8 +58,8 @@ COHERE = Family(
         "logit_scale": 0.0625,
         "model_max_length": None,
     },
-    layer=_cohere_layer,
-    model=_cohere_model,
+    build_layer=_cohere_layer,
+    config_fields=_cohere_model,
     norm="layer_no_bias",
     norm_placement="parallel",
     tensors={**PARALLEL_TENSORS, **QK_NORM_TENSORS},
@@ -68,15 +67,17 @@ COHERE = Family(
 )
 
 
-# Cohere 2, Command-R7B: windows in three of four layers, and a rope in those alone.
+# Cohere 2, Command-R7B: sliding windows in three of four layers, RoPE in these only.
 def _cohere2_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, FULL if is_nth(keys, "sliding_window_pattern", layer) else SLIDING)
-    window = keys["sliding_window"] if kind == SLIDING else None
+    attention_type = layer_type(
+        keys, layer, FULL if is_nth_layer(keys, "sliding_window_pattern", layer) else SLIDING
+    )
+    window = keys["sliding_window"] if attention_type == SLIDING else None
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
         keys,
         window=window,
-        rope=None if window is None else rope(keys, kind, interleaved=True),
+        rope=None if window is None else rope(keys, attention_type, interleaved=True),
         qkv_bias=has_bias,
         out_bias=has_bias,
     )
@@ -92,19 +93,19 @@ COHERE2 = Family(
         "sliding_window_pattern": 4,
         "layer_types": None,
     },
-    layer=_cohere2_layer,
-    model=COHERE.model,
+    build_layer=_cohere2_layer,
+    config_fields=COHERE.config_fields,
     norm=COHERE.norm,
     norm_placement=COHERE.norm_placement,
     tensors=PARALLEL_TENSORS,
     aliases={**COHERE.aliases, "layer_switch": "sliding_window_pattern"},
-    only={
-        "use_qk_norm": ((False,), "queries and keys are not normalised"),
-        "rotary_pct": ((1, 1.0), "the family rotates whole heads"),
-        "use_parallel_block": ((True,), "attention and MLP stand side by side"),
+    supported_values={
+        "use_qk_norm": ((False,), "queries and keys are not normalized"),
+        "rotary_pct": ((1, 1.0), "the family rotates full heads"),
+        "use_parallel_block": ((True,), "attention and MLP run in parallel"),
         "use_gated_activation": ((True,), "its MLPs are gated"),
         "order_of_interleaved_layers": (("local_attn_first",), "windows come first"),
-        "position_embedding_type": (("rope_gptj",), "pairs of its rope are neighbours"),
+        "position_embedding_type": (("rope_gptj",), "pairs of its rotary embedding are adjacent elements"),
     },
-    harmless=("use_parallel_embedding", "use_embedding_sharing", "_sliding_window_pattern"),
+    ignored_keys=("use_parallel_embedding", "use_embedding_sharing", "_sliding_window_pattern"),
 )

@@ -1,4 +1,4 @@
-"""The keys of a config.json: their kinds, their defaults, and which of them no decoder here knows."""
+"""The keys of a config.json: types, defaults, and which are ignored or refused."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ ROPE: Keys = {
     "partial_rotary_factor": None,
     "original_max_position_embeddings": None,
 }
-# Block-sparse layers between dense ones.
+# Phi-3-small's block-sparse layers between dense ones.
 LOCAL_STRIDED: Keys = {
     "blocksparse_block_size": 64,
     "blocksparse_triton_kernel_block_size": 64,
@@ -38,8 +38,9 @@ LOCAL_STRIDED: Keys = {
     "blocksparse_vert_stride": 8,
     "dense_attention_every_n_layers": 2,
 }
-# What changes no logit: how a model was made, trained, saved or served, how tokens are picked, other heads.
-_HARMLESS = """
+# Keys that do not change logits: how a model was initialized, trained, saved or served, sampling, other
+# heads.
+_IGNORED = """
 model_type architectures quantization_config transformers_version transformers.js_config auto_map
 name_or_path _name_or_path _commit_hash custom_pipelines tokenizer_class tokenizer_type
 unsloth_fixed unsloth_version torchscript use_cache use_bfloat16 use_flash_attn use_flash_attention
@@ -60,41 +61,44 @@ gradient_checkpointing pretraining_tp router_aux_loss_coef router_jitter_noise m
 seq_length max_sequence_length output_past _num_labels training_args kv_cache_dtype
 num_nextn_predict_layers num_mtp_layers num_mtp_modules
 """
-HARMLESS = frozenset(_HARMLESS.split())
-# Who has none of it may say so with False; a checkpoint that has a bias nevertheless has tensors too many.
+IGNORED_KEYS = frozenset(_IGNORED.split())
+# A family without the feature accepts False. A checkpoint that has a bias nevertheless has unexpected
+# tensors.
 SWITCHES = (
     *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias", "use_bias", "lm_head_bias"),
     *("use_qk_norm", "qk_layernorm", "use_sliding_window", "use_bidirectional_attention"),
 )
-ALWAYS_ON = ("is_causal",)  # what every decoder here is, and a config may say
-# Where null is a value: nothing of the kind.
+ALWAYS_ON = ("is_causal",)  # keys whose value True describes every supported model
+# Keys whose null is a value: the model does not have the feature.
 NULLABLE = (
     *("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
     *("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "gegelu_limit"),
     *("mup_width_multiplier", "mup_embedding_multiplier", "dense_attention_every_n_layers"),
 )
-NULL_IS_SILENCE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern")
-# What would change the result, and why it is not here.
+NULL_MEANS_DEFAULT = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern")
+# Keys that would change the result, and why they are not supported.
 REFUSED = {
-    "dual_chunk_attention_config": "positions of far chunks are folded, and no kernel here does that",
+    "dual_chunk_attention_config": "dual chunk attention is not supported",
     **dict.fromkeys(("is_causal", "use_bidirectional_attention"), "decoders are causal"),
 }
 
 
-def filled(hf: Keys, family: Family) -> dict[str, Any]:
-    """A config.json's keys by the names that all families share, those it lacks as in transformers.
+def fill_defaults(hf: Keys, family: Family) -> dict[str, Any]:
+    """Return a config.json's keys by the names that all families share, with transformers' defaults.
 
     Raises:
-        ValueError: A size is missing or impossible, or a value is of another kind than it should be.
-        NotImplementedError: A key is not known, or has a value that is not served.
+        ValueError: If a size is missing or invalid, or a value has the wrong type.
+        NotImplementedError: If a key is unknown or has an unsupported value.
     """
-    hf, names = _by_common_names(_flat(hf, family), family)
-    check_kinds(hf)
-    known = {**COMMON, **family.defaults}
-    _refuse_what_is_not_here(hf, family, known)
-    said = {key: value for key, value in hf.items() if key in known}
-    said = {key: value for key, value in said.items() if value is not None or not callable(known[key])}
-    keys = known | {key: _as(known[key], key, names.get(key, key), said[key]) for key in said}
+    hf, names = _rename_aliases(_flatten(hf, family), family)
+    check_types(hf)
+    defaults = {**COMMON, **family.defaults}
+    _check_supported(hf, family, defaults)
+    values = {key: value for key, value in hf.items() if key in defaults}
+    values = {key: value for key, value in values.items() if value is not None or not callable(defaults[key])}
+    keys = defaults | {
+        key: _convert(defaults[key], key, names.get(key, key), value) for key, value in values.items()
+    }
     missing = [names.get(key, key) for key in SIZES if keys[key] is None]
     require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
@@ -105,7 +109,7 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
             require_positive(**{names.get(key, key): keys[key]})
     heads = keys["num_attention_heads"]
     if keys["head_dim"] is None:
-        rule = f"be a multiple of num_attention_heads ({heads}) where head_dim is not given"
+        rule = f"be a multiple of num_attention_heads ({heads}) if head_dim is not set"
         require(keys["hidden_size"] % heads == 0, "hidden_size", rule, keys["hidden_size"])
         keys["head_dim"] = keys["hidden_size"] // heads
     if keys["num_key_value_heads"] is None:
@@ -113,20 +117,20 @@ def filled(hf: Keys, family: Family) -> dict[str, Any]:
     return keys
 
 
-def _as(default: Any, key: str, name: str, value: Any) -> Any:
-    """The value, as the default is: a float where that is one.
+def _convert(default: Any, key: str, name: str, value: Any) -> Any:
+    """Convert a value to the type of its default.
 
     Args:
-        default: What silence means; None = the value may be anything that its kind is.
-        key: Its name among all families.
-        name: What the config calls it.
-        value: What it says. null is a value of its own where it can be one (`NULLABLE`), the default of a
-            rope's numbers, and false of a switch.
+        default: Default value of the key; None = `VALUE_TYPES` checks the type.
+        key: Name of the key among all families.
+        name: Name of the key in this config.json.
+        value: Value in config.json. null is kept for `NULLABLE` keys and switches, and means the default for
+            `NULL_MEANS_DEFAULT`.
 
     Raises:
-        ValueError: The default is a number, a switch or a name, and the value none.
+        ValueError: If the value does not have the default's type.
     """
-    if value is None and key in NULL_IS_SILENCE:
+    if value is None and key in NULL_MEANS_DEFAULT:
         return default
     if isinstance(default, bool):
         require(value is None or _is_switch(value), name, "be true or false", repr(value))
@@ -144,21 +148,23 @@ def _as(default: Any, key: str, name: str, value: Any) -> Any:
     return value
 
 
-def _flat(hf: Keys, family: Family) -> dict[str, Any]:
-    """The same keys, those of nested dictionaries among them."""
-    for key in family.nested:
+def _flatten(hf: Keys, family: Family) -> dict[str, Any]:
+    """Return the keys with those of nested dictionaries as `key.inner`."""
+    for key in family.nested_keys:
         is_object = hf.get(key) is None or isinstance(hf[key], Mapping)
         require(is_object, key, "be an object", repr(hf.get(key)))
-    inner = {f"{key}.{name}": value for key in family.nested for name, value in (hf.get(key) or {}).items()}
-    outer = {key: value for key, value in hf.items() if key not in family.nested}
+    inner = {
+        f"{key}.{name}": value for key in family.nested_keys for name, value in (hf.get(key) or {}).items()
+    }
+    outer = {key: value for key, value in hf.items() if key not in family.nested_keys}
     return outer | inner
 
 
-def _by_common_names(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[str, str]]:
-    """The keys by the names that all families share, and what the config calls each of them.
+def _rename_aliases(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[str, str]]:
+    """Rename keys to the names that all families share, and return the config's name of each as well.
 
     Raises:
-        ValueError: Two names of one thing say different things: the order in the file would tell.
+        ValueError: If two names of one key have different values, so that their order would decide.
     """
     hf: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -172,47 +178,47 @@ def _by_common_names(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[s
     return hf, names
 
 
-def _refuse_what_is_not_here(hf: Keys, family: Family, known: Keys) -> None:
-    for key, (values, reason) in family.only.items():
+def _check_supported(hf: Keys, family: Family, defaults: Keys) -> None:
+    for key, (values, reason) in family.supported_values.items():
         if hf.get(key) is not None and hf[key] not in values:
             supported = ", ".join(map(repr, values)) or "none"
             raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {supported}")
-    is_idle = lambda key, value: (
-        value is None or (value is False and key in SWITCHES) or (value is True and key in ALWAYS_ON)
-    )
-    said = [key for key, value in hf.items() if not is_idle(key, value)]
-    unknown = [key for key in said if key not in known and key not in family.only]
-    for key in unknown:
-        if not _is_harmless(key) and key not in family.harmless:
-            reason = REFUSED.get(key, f"no {family.architecture} here knows what it changes")
-            raise unsupported(
-                f"config key {key!r} ({hf[key]!r})", reason, "Leave it out if it changes nothing"
-            )
-    _refuse_a_switch_of_others(hf, known)
+    for key, value in hf.items():
+        if key in defaults or key in family.supported_values or _is_switched_off(key, value):
+            continue
+        if not _is_ignored(key) and key not in family.ignored_keys:
+            reason = REFUSED.get(key, f"{family.architecture} does not support this key")
+            raise unsupported(f"config key {key!r} ({hf[key]!r})", reason, "Remove it if it has no effect")
+    _check_sliding_window_switch(hf, defaults)
 
 
-def _is_harmless(key: str) -> bool:
+def _is_switched_off(key: str, value: Any) -> bool:
+    """Return whether a value means that the model does not have the key's feature."""
+    return value is None or (value is False and key in SWITCHES) or (value is True and key in ALWAYS_ON)
+
+
+def _is_ignored(key: str) -> bool:
     names = {key, key.rpartition(".")[2]}
-    return bool(names & HARMLESS) or "dropout" in key or key.endswith("pdrop")
+    return bool(names & IGNORED_KEYS) or "dropout" in key or key.endswith("pdrop")
 
 
-def _refuse_a_switch_of_others(hf: Keys, known: Keys) -> None:
-    """A window switched off by a key that its family does not have: vLLM obeys it, transformers does not."""
-    window = hf.get("sliding_window", known.get("sliding_window"))
-    is_off = hf.get("use_sliding_window") is False and "use_sliding_window" not in known
-    if is_off and window is not None and "sliding_window" in known:
-        what, reason = (
-            f"use_sliding_window False beside a sliding_window of {window}",
-            "its family has no switch",
+def _check_sliding_window_switch(hf: Keys, defaults: Keys) -> None:
+    """Refuse use_sliding_window in a family without that key: vLLM obeys it, transformers ignores it."""
+    window = hf.get("sliding_window", defaults.get("sliding_window"))
+    is_off = hf.get("use_sliding_window") is False and "use_sliding_window" not in defaults
+    if is_off and window is not None and "sliding_window" in defaults:
+        feature, reason = (
+            f"use_sliding_window False with a sliding_window of {window}",
+            "the family does not have this key",
         )
-        raise unsupported(what, reason, "Make sliding_window null, or leave the switch out")
+        raise unsupported(feature, reason, "Set sliding_window to null, or remove use_sliding_window")
 
 
-def normalised(hf: Keys, family: Family) -> dict[str, Any]:
-    """A config.json of the floats: with a model_type and an architecture, and one key for the dtype.
+def normalize_config(hf: Keys, family: Family) -> dict[str, Any]:
+    """Return a config.json for the dequantized model, with model_type, architectures and torch_dtype set.
 
     Raises:
-        NotImplementedError: The weights are stored in a way that is not read here.
+        NotImplementedError: If the quantization format is not supported.
     """
     check_quantization(hf.get("quantization_config"))
     hf = {**hf, "torch_dtype": dtype_of(hf)}
@@ -222,38 +228,38 @@ def normalised(hf: Keys, family: Family) -> dict[str, Any]:
 
 
 def dtype_of(hf: Keys) -> str | None:
-    """What a checkpoint is meant to run in; None = it does not say.
+    """Return the dtype that a checkpoint is meant to run in, or None if config.json has none.
 
     Raises:
-        NotImplementedError: In what no decoder here computes in.
+        NotImplementedError: If the dtype is not supported.
     """
     name = hf.get("dtype") or hf.get("torch_dtype")
     name = None if name in (None, "auto") else str(name).removeprefix("torch.")
     if name is not None and name not in DTYPES:
         supported = "Supported: " + ", ".join(DTYPES)
-        raise unsupported(f"dtype {name!r}", "no decoder here computes in it", supported)
+        raise unsupported(f"dtype {name!r}", "models cannot run in it", supported)
     return name
 
 
 def token_ids(ids: int | list[int] | None) -> tuple[int, ...]:
-    """A Hugging Face eos_token_id: none, one, or several."""
+    """Return eos_token_id, which may be null, an int or a list, as a tuple."""
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
 
 def are_token_ids(ids: Any) -> bool:
-    """Whether it is a Hugging Face eos_token_id."""
-    return _is_int(ids) or _are_ints(ids)
+    """Return whether a value is a valid eos_token_id: an int or a list of ints."""
+    return _is_int(ids) or _is_int_list(ids)
 
 
-def check_kinds(hf: Keys) -> None:
-    """A value that is there must be of its kind; null is none.
+def check_types(hf: Keys) -> None:
+    """Require that the values of known keys have the right types; null is always accepted.
 
     Raises:
-        ValueError: It is of another.
+        ValueError: If a value has the wrong type.
     """
-    for kind, is_one, names in KINDS:
+    for description, is_valid, names in VALUE_TYPES:
         for key in names:
-            require(hf.get(key) is None or is_one(hf[key]), key, f"be {kind}", repr(hf.get(key)))
+            require(hf.get(key) is None or is_valid(hf[key]), key, f"be {description}", repr(hf.get(key)))
 
 
 def _is_int(value: Any) -> bool:
@@ -261,12 +267,12 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite one: Python reads NaN and Infinity where JSON has none."""
+    """Return whether a value is a finite number: Python's parser accepts NaN and Infinity, unlike JSON."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _is_switch(value: Any) -> bool:
-    """Whether it is true or false, or an int that transformers takes as such (Llama 4 has a 4)."""
+    """Return whether a value is a bool, or an int that transformers uses as one (Llama 4 has a 4)."""
     return isinstance(value, int)
 
 
@@ -274,17 +280,17 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are(is_one: Callable[[Any], bool], value: Any) -> bool:
-    """Whether it is a list of such ones."""
-    return isinstance(value, list | tuple) and all(map(is_one, value))
+def _is_list_of(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    """Return whether a value is a list whose entries pass a check."""
+    return isinstance(value, list | tuple) and all(map(is_valid, value))
 
 
-def _are_ints(value: Any) -> bool:
-    return _are(_is_int, value)
+def _is_int_list(value: Any) -> bool:
+    return _is_list_of(_is_int, value)
 
 
-# What the values of a config.json are.
-KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+# Types of config.json values: description, check, keys.
+VALUE_TYPES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     (
         "an int",
         _is_int,
@@ -316,13 +322,13 @@ KINDS: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ),
     ("true or false", _is_switch, ("tie_word_embeddings",)),
     ("a name", _is_name, ("model_type", "hidden_act", "hidden_activation")),
-    ("a list of names", lambda value: _are(_is_name, value), ("architectures", "layer_types")),
-    ("a list of ints", _are_ints, ("dummy_token_indices", "mlp_only_layers", "moe_layers")),
-    ("a list of ints", lambda value: _are(_is_switch, value), ("no_rope_layers",)),
+    ("a list of names", lambda value: _is_list_of(_is_name, value), ("architectures", "layer_types")),
+    ("a list of ints", _is_int_list, ("dummy_token_indices", "mlp_only_layers", "moe_layers")),
+    ("a list of ints", lambda value: _is_list_of(_is_switch, value), ("no_rope_layers",)),
     (
         "an object",
         lambda value: isinstance(value, Mapping),
         ("rope_scaling", "rope_parameters", "quantization_config"),
     ),
-    ("an int or a list of them", are_token_ids, ("eos_token_id",)),
+    ("an int or a list of ints", are_token_ids, ("eos_token_id",)),
 )

@@ -1,16 +1,16 @@
-"""ERNIE 4.5: a Llama that rotates neighbours."""
+"""ERNIE 4.5, dense and with experts."""
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.glm import CORRECTED_TENSORS
-from jattn.models.families.layer_builders import experts, gated_mlp, is_nth, llama_layer, rope
+from jattn.models.families.layer_builders import experts, gated_mlp, is_nth_layer, llama_layer, rope
 from jattn.models.families.tensor_mappings import FUSED_EXPERT_TENSORS, LLAMA_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
 from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec
 
 
-# ERNIE 4.5: a Llama that rotates neighbours.
+# ERNIE 4.5: a Llama with interleaved RoPE.
 def _ernie4_5_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["use_bias"])
     mlp, pairs = gated_mlp(keys, has_bias=has_bias), rope(keys, interleaved=True)
@@ -33,21 +33,21 @@ ERNIE4_5 = Family(
         "eos_token_id": 2,
         "use_bias": False,
     },
-    layer=_ernie4_5_layer,
+    build_layer=_ernie4_5_layer,
     tensors=LLAMA_TENSORS,
-    harmless=("compression_ratio", "fuse_rope", "use_rmsnorm", "micro_batch_size"),
+    ignored_keys=("compression_ratio", "fuse_rope", "use_rmsnorm", "micro_batch_size"),
 )
 
 
-# ERNIE 4.5 with experts: chosen by corrected scores, between dense layers, beside MLPs that are shared.
+# ERNIE 4.5 with experts: a router with a correction bias, dense layers in between, shared experts.
 def _ernie4_5_moe_mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
     first, last = keys["moe_layer_start_index"], keys["moe_layer_end_index"]
     last = keys["num_hidden_layers"] - 1 if last == -1 else last
-    if not is_nth(keys, "moe_layer_interval", layer) or not first <= layer <= last:
+    if not is_nth_layer(keys, "moe_layer_interval", layer) or not first <= layer <= last:
         return gated_mlp(keys)
     size, count = keys["moe_intermediate_size"], keys["moe_num_shared_experts"]
     shared = gated_mlp({**keys, "intermediate_size": size * count}) if count else None
-    routing = Routing(normalizes=True, is_corrected=True)
+    routing = Routing(renormalize=True, has_correction_bias=True)
     return experts(keys, routing, intermediate_size=size, shared=shared)
 
 
@@ -70,26 +70,28 @@ ERNIE4_5_MOE = Family(
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
     },
-    layer=_ernie4_5_moe_layer,
+    build_layer=_ernie4_5_moe_layer,
     tensors={
         **LLAMA_TENSORS,
         **CORRECTED_TENSORS,
-        "layers.*.mlp.router_correction": Stored((f"model.layers.*.mlp.{_ERNIE4_5_MOE_STATICS}",), "one_row"),
+        "layers.*.mlp.router_correction": HFTensors(
+            (f"model.layers.*.mlp.{_ERNIE4_5_MOE_STATICS}",), "one_row"
+        ),
     },
-    other_tensors={
+    alternative_tensors={
         **FUSED_EXPERT_TENSORS,
-        "layers.*.mlp.router_correction": Stored(
+        "layers.*.mlp.router_correction": HFTensors(
             (f"model.layers.*.mlp.gate.{_ERNIE4_5_MOE_STATICS}",), "one_row"
         ),
     },
     aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
-    only={
+    supported_values={
         "use_bias": ((False,), "projections have no biases"),
-        "moe_use_aux_free": ((True,), "scores are corrected"),
-        "moe_gate": (("topk", "top2_fused"), "the best are chosen"),
+        "moe_use_aux_free": ((True,), "scores have a correction bias"),
+        "moe_gate": (("topk", "top2_fused"), "the best experts are selected"),
     },
-    harmless=(
-        *ERNIE4_5.harmless,
+    ignored_keys=(
+        *ERNIE4_5.ignored_keys,
         *("moe_norm_min", "moe_capacity", "moe_gate_act", "moe_group", "moe_orthogonal_loss_lambda"),
         *(
             "moe_aux_loss_lambda",

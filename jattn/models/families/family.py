@@ -1,51 +1,50 @@
-"""What tells one family of decoders from another: data, and how a layer's specs follow from its keys."""
+"""The record that describes a model family."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.specs import LayerSpec
 
-type Keys = Mapping[str, Any]  # a config.json's, with every default filled in
+type Keys = Mapping[str, Any]  # the keys of a config.json, usually with all defaults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """One family.
+    """A model family: how its config.json maps to layers, and its parameters to a checkpoint's tensors.
 
     Attributes:
-        model_type: As config.json has it.
-        architecture: Its class in transformers (Phi-3-small's: in its own repository).
-        other_architectures: Other names of that class.
-        nested: Keys with a dictionary, whose keys are read as `key.inner`.
-        defaults: The keys that it reads besides those of all families, or with another default than theirs:
-            what transformers takes where config.json is silent, or a function of the other keys.
-        layer: A layer's specs, from the keys and the layer's number.
-        tensors: Where a checkpoint has the parameters: by our module's name, layers' numbers as `*`.
-        norm: Kind of every norm, a `NormSpec`'s.
-        norm_placement: A `DecoderConfig`'s.
-        model: What is scaled, normalised and hidden outside the layers, and what the keys say of fields that
-            other families have fixed: fields of `DecoderConfig`.
-        aliases: Its own names of keys -> the names that all families share.
-        only: Key -> the values that are served, and why no others.
-        harmless: Keys that change nothing here, beyond those that never do.
-        other_tensors: Where other checkpoints have some of the parameters: what is found there counts.
-        prefix: What the tensors' names begin with; a checkpoint of the body alone lacks it.
+        model_type: Value of config.json's model_type.
+        architecture: Class in transformers (for Phi-3-small: in its own repository).
+        defaults: Keys that the family reads in addition to those of all families, or with other defaults:
+            transformers' default value, or a function of the other keys that returns it.
+        build_layer: Function that returns a layer's specification from the keys and the layer's index.
+        tensors: Mapping of our modules, with layers' indices as `*`, to the checkpoint's tensors.
+        norm: Kind of every norm, see `NormSpec`.
+        norm_placement: Placement of a layer's norms, see `DecoderConfig`.
+        config_fields: Function that returns fields of `DecoderConfig` from the keys, such as scales.
+        aliases: The family's names of keys, mapped to the names that all families share.
+        supported_values: For keys with restrictions: the supported values, and why others are not.
+        ignored_keys: Keys that do not change the result, in addition to those ignored for all families.
+        other_architectures: Other names of the architecture.
+        nested_keys: Keys that hold a dictionary, whose keys are read as `key.inner`.
+        alternative_tensors: Other mappings of some parameters, used if the checkpoint has these tensors.
+        prefix: Prefix of the tensors' names, which checkpoints of the base model alone lack.
     """
 
     model_type: str
     architecture: str
     defaults: Keys
-    layer: Callable[[Keys, int], LayerSpec]
-    tensors: Mapping[str, Stored]
+    build_layer: Callable[[Keys, int], LayerSpec]
+    tensors: Mapping[str, HFTensors]
     norm: str = "rms"
     norm_placement: str = "before"
-    model: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
+    config_fields: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    only: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
-    harmless: tuple[str, ...] = ()
+    supported_values: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
+    ignored_keys: tuple[str, ...] = ()
     other_architectures: tuple[str, ...] = ()
-    nested: tuple[str, ...] = ()
-    other_tensors: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+    nested_keys: tuple[str, ...] = ()
+    alternative_tensors: Mapping[str, HFTensors] = dataclasses.field(default_factory=dict)
     prefix: str = "model."

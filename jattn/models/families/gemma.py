@@ -1,4 +1,4 @@
-"""Gemma 1: a Llama with norms by 1 + weight, GELU, and scaled embeddings."""
+"""Gemma 1 to 3 and VaultGemma."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,22 +10,22 @@ from jattn.models.families.layer_builders import (
     FULL,
     SLIDING,
     attention,
-    is_nth,
+    is_nth_layer,
     layer_type,
     rope,
     rope_by_type,
-    window_of,
+    window_bounds,
 )
 from jattn.models.families.tensor_mappings import GEMMA_NORM_TENSORS, LLAMA_TENSORS, QK_NORM_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.specs import LayerSpec, MLPSpec, NormSpec, QKNorm
 
-# Gemma 1: a Llama with norms by 1 + weight, GELU, and scaled embeddings.
+# Gemma 1: a Llama with norms scaled by 1 + weight, GELU, and scaled embeddings.
 CAUSAL_ONLY = {"use_bidirectional_attention": ((False,), "decoders are causal")}
 
 
 def _gemma_layer(keys: Keys, layer: int) -> LayerSpec:
-    # Transformers takes "gelu" for the tanh that the weights were made with, and knows no hidden_activation.
+    # transformers uses the tanh approximation for "gelu", which the weights were trained with.
     hidden_act = "gelu_pytorch_tanh" if keys["hidden_act"] == "gelu" else keys["hidden_act"]
     has_bias = bool(keys["attention_bias"])
     return LayerSpec(
@@ -51,27 +51,27 @@ GEMMA = Family(
         "eos_token_id": 1,
         "attention_bias": False,
     },
-    layer=_gemma_layer,
-    model=lambda keys: {"embedding_scale": keys["hidden_size"] ** 0.5},
+    build_layer=_gemma_layer,
+    config_fields=lambda keys: {"embedding_scale": keys["hidden_size"] ** 0.5},
     norm="rms_offset",
     tensors=LLAMA_TENSORS,
-    only=CAUSAL_ONLY,
-    harmless=("hidden_activation",),
+    supported_values=CAUSAL_ONLY,
+    ignored_keys=("hidden_activation",),
 )
 
 
-# Gemma 2: four norms a layer, soft caps, a window in every other layer.
+# Gemma 2: four norms per layer, soft caps, a sliding window in every other layer.
 def _gemma2_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, SLIDING if layer % 2 == 0 else FULL)
+    attention_type = layer_type(keys, layer, SLIDING if layer % 2 == 0 else FULL)
     has_bias = bool(keys["attention_bias"])
     return LayerSpec(
         attention=attention(
             keys,
-            window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
+            window=window_bounds(keys["sliding_window"]) if attention_type == SLIDING else None,
             scale=keys["query_pre_attn_scalar"] ** -0.5,
             soft_cap=keys["attn_logit_softcapping"],
         ),
-        rope=rope(keys, kind),
+        rope=rope(keys, attention_type),
         mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_activation"]),
         qkv_bias=has_bias,
         out_bias=has_bias,
@@ -102,27 +102,31 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    layer=_gemma2_layer,
-    model=_gemma2_model,
+    build_layer=_gemma2_layer,
+    config_fields=_gemma2_model,
     tensors={**LLAMA_TENSORS, **GEMMA_NORM_TENSORS},
     norm="rms_offset",
     norm_placement="around",
-    only=CAUSAL_ONLY,
-    harmless=("sliding_window_size", "hidden_act"),
+    supported_values=CAUSAL_ONLY,
+    ignored_keys=("sliding_window_size", "hidden_act"),
 )
 
 
-# Gemma 3, its text part: norms of queries and keys for Gemma 2's soft caps, two ropes.
+# Gemma 3's text model: norms of queries and keys instead of Gemma 2's soft caps, two RoPEs.
 def _gemma3_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, FULL if is_nth(keys, "sliding_window_pattern", layer) else SLIDING)
+    attention_type = layer_type(
+        keys, layer, FULL if is_nth_layer(keys, "sliding_window_pattern", layer) else SLIDING
+    )
     has_bias = bool(keys["attention_bias"])
     return LayerSpec(
         attention=attention(
             keys,
-            window=window_of(keys["sliding_window"]) if kind == SLIDING else None,
+            window=window_bounds(keys["sliding_window"]) if attention_type == SLIDING else None,
             scale=keys["query_pre_attn_scalar"] ** -0.5,
         ),
-        rope=rope_by_type(keys, kind, keys["rope_theta" if kind == FULL else "rope_local_base_freq"]),
+        rope=rope_by_type(
+            keys, attention_type, keys["rope_theta" if attention_type == FULL else "rope_local_base_freq"]
+        ),
         mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_activation"]),
         qkv_bias=has_bias,
         out_bias=has_bias,
@@ -131,8 +135,8 @@ def _gemma3_layer(keys: Keys, layer: int) -> LayerSpec:
 
 
 def _gemma3_model(keys: Keys) -> Mapping[str, Any]:
-    """As Gemma 2's, and the context as it stands there: it is the one that the rope is scaled for."""
-    return {**GEMMA2.model(keys), "max_position_embeddings": keys["max_position_embeddings"]}
+    """Return Gemma 2's fields, and max_position_embeddings, which already includes the rope's scaling."""
+    return {**GEMMA2.config_fields(keys), "max_position_embeddings": keys["max_position_embeddings"]}
 
 
 GEMMA3 = Family(
@@ -141,7 +145,7 @@ GEMMA3 = Family(
     defaults={
         **GEMMA2.defaults,
         **ROPE,
-        "vocab_size": 262208,  # text_config of older checkpoints says little more than what differs
+        "vocab_size": 262208,  # older checkpoints' text_config has only values that differ
         "hidden_size": 2304,
         "intermediate_size": 9216,
         "num_hidden_layers": 26,
@@ -152,17 +156,17 @@ GEMMA3 = Family(
         "sliding_window_pattern": 6,
         "final_logit_softcapping": None,
     },
-    layer=_gemma3_layer,
-    model=_gemma3_model,
+    build_layer=_gemma3_layer,
+    config_fields=_gemma3_model,
     norm=GEMMA2.norm,
     norm_placement=GEMMA2.norm_placement,
     tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
-    only=CAUSAL_ONLY,
-    harmless=(*GEMMA2.harmless, "_sliding_window_pattern", "mm_tokens_per_image"),
+    supported_values=CAUSAL_ONLY,
+    ignored_keys=(*GEMMA2.ignored_keys, "_sliding_window_pattern", "mm_tokens_per_image"),
 )
 
 
-# VaultGemma: a Gemma 2 without the norms behind attention and MLP.
+# VaultGemma: a Gemma 2 without the norms after attention and MLP.
 VAULTGEMMA = dataclasses.replace(
     GEMMA2,
     model_type="vaultgemma",
@@ -170,6 +174,6 @@ VAULTGEMMA = dataclasses.replace(
     norm_placement="before",
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.post_attention_layernorm": Stored(("model.layers.*.pre_feedforward_layernorm",)),
+        "layers.*.post_attention_layernorm": HFTensors(("model.layers.*.pre_feedforward_layernorm",)),
     },
 )

@@ -1,4 +1,4 @@
-"""Experts chosen by sigmoids and a learned number each, beside MLPs that all tokens share."""
+"""GLM-4, GLM-4.5, Solar Open and dots.llm1."""
 
 import dataclasses
 
@@ -20,11 +20,11 @@ from jattn.models.families.tensor_mappings import (
     QK_NORM_TENSORS,
     gated_tensors,
 )
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
 from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
 
-# Experts chosen by sigmoids and a learned number each, beside MLPs that all tokens share.
+# DeepSeek-V3's mixture of experts: sigmoid scores with a correction bias, and shared experts.
 CORRECTED_KEYS: Keys = {
     "moe_intermediate_size": 1408,
     "n_routed_experts": 128,
@@ -35,42 +35,42 @@ CORRECTED_KEYS: Keys = {
     "norm_topk_prob": True,
 }
 ONE_GROUP = {
-    "n_group": ((1,), "experts are chosen among all"),
-    "topk_group": ((1,), "experts are chosen among all"),
-    "topk_method": (("noaux_tc",), "experts are chosen by corrected scores"),
+    "n_group": ((1,), "experts are selected among all"),
+    "topk_group": ((1,), "experts are selected among all"),
+    "topk_method": (("noaux_tc",), "experts are selected by scores with a correction bias"),
     "scoring_func": (("sigmoid",), "scores are sigmoids"),
-    "moe_layer_freq": ((1,), "all layers behind the first have experts"),
+    "moe_layer_freq": ((1,), "all layers after the first dense ones have experts"),
 }
 _SIGMOID_ROUTED_MLP = "model.layers.*.mlp"
 CORRECTED_TENSORS = {
     **EXPERT_TENSORS,
     **gated_tensors("layers.*.mlp.shared_expert", f"{_SIGMOID_ROUTED_MLP}.shared_experts"),
-    "layers.*.mlp.router_correction": Stored(
+    "layers.*.mlp.router_correction": HFTensors(
         (f"{_SIGMOID_ROUTED_MLP}.gate.e_score_correction_bias",), "array"
     ),
 }
 
 
 def corrected_experts(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
-    """A layer's experts, or the dense MLP of one of the first layers."""
+    """Return a layer's experts, or the dense MLP of one of the first layers."""
     if layer < keys["first_k_dense_replace"]:
         return gated_mlp(keys)
     routing = Routing(
         scores="sigmoid",
-        normalizes=bool(keys["norm_topk_prob"]),
-        is_corrected=True,
+        renormalize=bool(keys["norm_topk_prob"]),
+        has_correction_bias=True,
         factor=keys["routed_scaling_factor"],
     )
     size, count = keys["moe_intermediate_size"], keys["n_shared_experts"] or 0
     shared = gated_mlp({**keys, "intermediate_size": size * count}) if count else None
-    of_routed = {**keys, "num_experts": keys["n_routed_experts"]}
-    return experts(of_routed, routing, intermediate_size=size, shared=shared)
+    routed_keys = {**keys, "num_experts": keys["n_routed_experts"]}
+    return experts(routed_keys, routing, intermediate_size=size, shared=shared)
 
 
-# GLM-4: rope of neighbours in half of each head; GLM-4-0414: with norms around.
+# GLM-4: interleaved RoPE in half of each head. GLM-4-0414: norms before and after attention and MLP.
 def _glm4_layer(keys: Keys, layer: int) -> LayerSpec:
-    turned = rope(keys, interleaved=True, is_partial=True)
-    return llama_layer(keys, rope=turned, qkv_bias=bool(keys["attention_bias"]))
+    rotary = rope(keys, interleaved=True, is_partial=True)
+    return llama_layer(keys, rope=rotary, qkv_bias=bool(keys["attention_bias"]))
 
 
 _GLM4_LAYER = "model.layers.*"
@@ -87,8 +87,8 @@ GLM = Family(
         "eos_token_id": [151329, 151336, 151338],
         "attention_bias": True,
     },
-    layer=_glm4_layer,
-    tensors={**LLAMA_TENSORS, "layers.*.mlp.gate_up_proj": Stored((f"{_GLM4_LAYER}.mlp.gate_up_proj",))},
+    build_layer=_glm4_layer,
+    tensors={**LLAMA_TENSORS, "layers.*.mlp.gate_up_proj": HFTensors((f"{_GLM4_LAYER}.mlp.gate_up_proj",))},
 )
 GLM4 = dataclasses.replace(
     GLM,
@@ -97,14 +97,14 @@ GLM4 = dataclasses.replace(
     norm_placement="around",
     tensors={
         **GLM.tensors,
-        "layers.*.post_attention_layernorm": Stored((f"{_GLM4_LAYER}.post_self_attn_layernorm",)),
-        "layers.*.pre_feedforward_layernorm": Stored((f"{_GLM4_LAYER}.post_attention_layernorm",)),
-        "layers.*.post_feedforward_layernorm": Stored((f"{_GLM4_LAYER}.post_mlp_layernorm",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_GLM4_LAYER}.post_self_attn_layernorm",)),
+        "layers.*.pre_feedforward_layernorm": HFTensors((f"{_GLM4_LAYER}.post_attention_layernorm",)),
+        "layers.*.post_feedforward_layernorm": HFTensors((f"{_GLM4_LAYER}.post_mlp_layernorm",)),
     },
 )
 
 
-# GLM-4.5, GLM-4.6: experts by corrected sigmoids; a part of each head rotated, perhaps heads normalised.
+# GLM-4.5, GLM-4.6: DeepSeek-V3's mixture of experts, partial RoPE, optional norms of queries and keys.
 def _glm4_moe_layer(keys: Keys, layer: int) -> LayerSpec:
     norm = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]))
     return llama_layer(
@@ -129,15 +129,15 @@ GLM4_MOE = Family(
         "attention_bias": False,
         "use_qk_norm": False,
     },
-    layer=_glm4_moe_layer,
+    build_layer=_glm4_moe_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **CORRECTED_TENSORS},
-    other_tensors=FUSED_EXPERT_TENSORS,
+    alternative_tensors=FUSED_EXPERT_TENSORS,
     aliases={"num_local_experts": "n_routed_experts"},
-    only=ONE_GROUP,
+    supported_values=ONE_GROUP,
 )
 
 
-# Solar Open: a GLM-4.5 whose layers all have experts, and whose heads are rotated whole.
+# Solar Open: a GLM-4.5 with experts in all layers and full RoPE.
 def _solar_open_layer(keys: Keys, layer: int) -> LayerSpec:
     return llama_layer(keys, mlp=corrected_experts(keys, layer), qkv_bias=bool(keys["attention_bias"]))
 
@@ -155,12 +155,15 @@ SOLAR_OPEN = dataclasses.replace(
         "moe_intermediate_size": 1280,
         "intermediate_size": lambda keys: keys["moe_intermediate_size"],
     },
-    layer=_solar_open_layer,
-    only={**GLM4_MOE.only, "use_qk_norm": ((False,), "queries and keys are not normalised")},
+    build_layer=_solar_open_layer,
+    supported_values={
+        **GLM4_MOE.supported_values,
+        "use_qk_norm": ((False,), "queries and keys are not normalized"),
+    },
 )
 
 
-# dots.llm1: experts by corrected sigmoids, queries and keys normalised head by head.
+# dots.llm1: DeepSeek-V3's mixture of experts, norms of queries and keys.
 def _dots1_layer(keys: Keys, layer: int) -> LayerSpec:
     has_window = keys["sliding_window"] is not None and layer >= keys["max_window_layers"]
     kind, has_bias = layer_type(keys, layer, SLIDING if has_window else FULL), bool(keys["attention_bias"])
@@ -190,9 +193,9 @@ DOTS1 = Family(
         "max_window_layers": 62,
         "layer_types": None,
     },
-    layer=_dots1_layer,
+    build_layer=_dots1_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **CORRECTED_TENSORS},
-    other_tensors=FUSED_EXPERT_TENSORS,
+    alternative_tensors=FUSED_EXPERT_TENSORS,
     aliases={"num_local_experts": "n_routed_experts"},
-    only=ONE_GROUP,
+    supported_values=ONE_GROUP,
 )

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, LayerNorm, matrices stored the other way round."""
+"""GPT-2, StarCoder, GPT-Neo, GPT-J, GPT-NeoX, OPT and StarCoder2."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,15 +6,15 @@ from typing import Any
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.layer_builders import attention, llama_layer, plain_mlp, rope, window_of
+from jattn.models.families.layer_builders import attention, llama_layer, plain_mlp, rope, window_bounds
 from jattn.models.families.tensor_mappings import LLAMA_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
-from jattn.models.specs import LayerSpec, require_one_a_layer
+from jattn.models.specs import LayerSpec, require_one_per_layer
 from pallas_kernels.checks import require, require_one_of, unsupported
 
 
-# GPT-2: learned positions, LayerNorm, matrices stored the other way round.
+# GPT-2: learned positions, LayerNorm, matrices stored as [in, out].
 def _gpt2_layer(keys: Keys, layer: int) -> LayerSpec:
     scale = keys["head_dim"] ** -0.5 if keys["scale_attn_weights"] else 1.0
     by_layer = layer + 1 if keys["scale_attn_by_inverse_layer_idx"] else 1
@@ -45,22 +45,22 @@ GPT2 = Family(
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
     },
-    layer=_gpt2_layer,
-    model=lambda keys: {"position_offset": 0},
+    build_layer=_gpt2_layer,
+    config_fields=lambda keys: {"position_offset": 0},
     norm="layer",
     tensors={
-        "embed_tokens": Stored(("transformer.wte",)),
-        "embed_positions": Stored(("transformer.wpe",)),
-        "layers.*.input_layernorm": Stored((f"{_GPT2_BLOCK}.ln_1",)),
-        "layers.*.self_attn.qkv_proj": Stored(
-            (f"{_GPT2_BLOCK}.attn.c_attn",), "heads_stacked", is_turned=True
+        "embed_tokens": HFTensors(("transformer.wte",)),
+        "embed_positions": HFTensors(("transformer.wpe",)),
+        "layers.*.input_layernorm": HFTensors((f"{_GPT2_BLOCK}.ln_1",)),
+        "layers.*.self_attn.qkv_proj": HFTensors(
+            (f"{_GPT2_BLOCK}.attn.c_attn",), "heads_stacked", is_transposed=True
         ),
-        "layers.*.self_attn.o_proj": Stored((f"{_GPT2_BLOCK}.attn.c_proj",), is_turned=True),
-        "layers.*.post_attention_layernorm": Stored((f"{_GPT2_BLOCK}.ln_2",)),
-        "layers.*.mlp.up_proj": Stored((f"{_GPT2_BLOCK}.mlp.c_fc",), is_turned=True),
-        "layers.*.mlp.down_proj": Stored((f"{_GPT2_BLOCK}.mlp.c_proj",), is_turned=True),
-        "norm": Stored(("transformer.ln_f",)),
-        "lm_head": Stored(("lm_head",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_GPT2_BLOCK}.attn.c_proj",), is_transposed=True),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_GPT2_BLOCK}.ln_2",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_GPT2_BLOCK}.mlp.c_fc",), is_transposed=True),
+        "layers.*.mlp.down_proj": HFTensors((f"{_GPT2_BLOCK}.mlp.c_proj",), is_transposed=True),
+        "norm": HFTensors(("transformer.ln_f",)),
+        "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
         "n_embd": "hidden_size",
@@ -71,7 +71,7 @@ GPT2 = Family(
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "rms_norm_eps",
     },
-    harmless=(
+    ignored_keys=(
         *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
         *("summary_proj_to_labels", "n_special", "predict_special_tokens"),
     ),
@@ -82,8 +82,8 @@ GPT2 = Family(
 # StarCoder, SantaCoder: GPT-2 with one kv head.
 def _gpt_bigcode_layer(keys: Keys, layer: int) -> LayerSpec:
     scale = keys["head_dim"] ** -0.5 if keys["scale_attn_weights"] else 1.0
-    of_one = attention(keys, num_kv_heads=1, scale=scale)
-    return LayerSpec(attention=of_one, mlp=plain_mlp(keys, has_bias=True), qkv_bias=True, out_bias=True)
+    multi_query = attention(keys, num_kv_heads=1, scale=scale)
+    return LayerSpec(attention=multi_query, mlp=plain_mlp(keys, has_bias=True), qkv_bias=True, out_bias=True)
 
 
 GPT_BIGCODE = dataclasses.replace(
@@ -95,14 +95,14 @@ GPT_BIGCODE = dataclasses.replace(
         "hidden_act": "gelu_pytorch_tanh",
         "num_key_value_heads": 1,
     },
-    layer=_gpt_bigcode_layer,
-    tensors={name: Stored(stored.names, stored.layout) for name, stored in GPT2.tensors.items()},
-    only={
+    build_layer=_gpt_bigcode_layer,
+    tensors={name: HFTensors(stored.names, stored.layout) for name, stored in GPT2.tensors.items()},
+    supported_values={
         "multi_query": ((True,), "all query heads have the same keys"),
         "scale_attn_by_inverse_layer_idx": ((False,), "all layers scale scores alike"),
     },
-    harmless=(
-        *GPT2.harmless,
+    ignored_keys=(
+        *GPT2.ignored_keys,
         *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner"),
         *("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache"),
         *("validate_runner_input", "runner_max_sequence_length"),
@@ -110,24 +110,24 @@ GPT_BIGCODE = dataclasses.replace(
 )
 
 
-# GPT-Neo: learned positions, LayerNorm, a window in every other layer, scores that are not scaled.
+# GPT-Neo: learned positions, LayerNorm, a sliding window in every other layer, unscaled scores.
 _GPT_NEO_KINDS = ("global", "local")
 
 
-def _gpt_neo_is_pair(said: Any) -> bool:
-    is_pair = isinstance(said, list | tuple) and len(said) == 2
-    return is_pair and isinstance(said[0], list | tuple) and isinstance(said[1], int)
+def _gpt_neo_is_pair(value: Any) -> bool:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    return is_pair and isinstance(value[0], list | tuple) and isinstance(value[1], int)
 
 
 def _gpt_neo_layer(keys: Keys, layer: int) -> LayerSpec:
-    said = keys["attention_types"] or [[_GPT_NEO_KINDS, keys["num_hidden_layers"] // 2]]
-    are_pairs = isinstance(said, list | tuple) and all(map(_gpt_neo_is_pair, said))
-    rule = "be a list of pairs, kinds and how often they come"
-    require(are_pairs, "attention_types", rule, repr(said)[:60])
-    kinds = [kind for of, times in said for kind in list(of) * times]
-    require_one_a_layer("attention_types", kinds, keys["num_hidden_layers"])
+    attention_types = keys["attention_types"] or [[_GPT_NEO_KINDS, keys["num_hidden_layers"] // 2]]
+    are_pairs = isinstance(attention_types, list | tuple) and all(map(_gpt_neo_is_pair, attention_types))
+    rule = "be a list of pairs of layer kinds and a count"
+    require(are_pairs, "attention_types", rule, repr(attention_types)[:60])
+    kinds = [kind for cycle, count in attention_types for kind in list(cycle) * count]
+    require_one_per_layer("attention_types", kinds, keys["num_hidden_layers"])
     require_one_of("attention_types", kinds[layer], _GPT_NEO_KINDS)
-    window = window_of(keys["window_size"]) if kinds[layer] == "local" else None
+    window = window_bounds(keys["window_size"]) if kinds[layer] == "local" else None
     mlp = plain_mlp(keys, has_bias=True)
     return LayerSpec(attention=attention(keys, window=window, scale=1.0), mlp=mlp, out_bias=True)
 
@@ -145,15 +145,15 @@ GPT_NEO = Family(
         "attention_types": None,
         "window_size": 256,
     },
-    layer=_gpt_neo_layer,
-    model=GPT2.model,
+    build_layer=_gpt_neo_layer,
+    config_fields=GPT2.config_fields,
     norm="layer",
     tensors={
-        **{name: Stored(stored.names) for name, stored in GPT2.tensors.items()},
-        "layers.*.self_attn.qkv_proj": Stored(
+        **{name: HFTensors(stored.names) for name, stored in GPT2.tensors.items()},
+        "layers.*.self_attn.qkv_proj": HFTensors(
             tuple(f"{_GPT_NEO_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_apart"
         ),
-        "layers.*.self_attn.o_proj": Stored((f"{_GPT_NEO_BLOCK}.attn.attention.out_proj",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_GPT_NEO_BLOCK}.attn.attention.out_proj",)),
     },
     aliases={
         "num_layers": "num_hidden_layers",
@@ -161,12 +161,12 @@ GPT_NEO = Family(
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "rms_norm_eps",
     },
-    harmless=(*GPT2.harmless, "attention_layers"),
+    ignored_keys=(*GPT2.ignored_keys, "attention_layers"),
     prefix="transformer.",
 )
 
 
-# GPT-J: attention and MLP side by side behind one LayerNorm; a part of each head is rotated, neighbours.
+# GPT-J: parallel attention and MLP after one LayerNorm; interleaved, partial RoPE.
 def _gptj_layer(keys: Keys, layer: int) -> LayerSpec:
     part = (keys["rotary_dim"] or keys["head_dim"]) / keys["head_dim"]
     pairs = Rope(head_dim=keys["head_dim"], partial_rotary_factor=part, interleaved=True)
@@ -187,34 +187,34 @@ GPTJ = Family(
         "tie_word_embeddings": False,
         "rotary_dim": 64,
     },
-    layer=_gptj_layer,
-    model=lambda keys: {"has_head_bias": True},
+    build_layer=_gptj_layer,
+    config_fields=lambda keys: {"has_head_bias": True},
     norm="layer",
     norm_placement="parallel",
     tensors={
-        "embed_tokens": Stored(("transformer.wte",)),
-        "layers.*.input_layernorm": Stored((f"{_GPTJ_BLOCK}.ln_1",)),
-        "layers.*.self_attn.qkv_proj": Stored(
+        "embed_tokens": HFTensors(("transformer.wte",)),
+        "layers.*.input_layernorm": HFTensors((f"{_GPTJ_BLOCK}.ln_1",)),
+        "layers.*.self_attn.qkv_proj": HFTensors(
             tuple(f"{_GPTJ_BLOCK}.attn.{part}_proj" for part in "qkv"), "heads_apart"
         ),
-        "layers.*.self_attn.o_proj": Stored((f"{_GPTJ_BLOCK}.attn.out_proj",)),
-        "layers.*.mlp.up_proj": Stored((f"{_GPTJ_BLOCK}.mlp.fc_in",)),
-        "layers.*.mlp.down_proj": Stored((f"{_GPTJ_BLOCK}.mlp.fc_out",)),
-        "norm": Stored(("transformer.ln_f",)),
-        "lm_head": Stored(("lm_head",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_GPTJ_BLOCK}.attn.out_proj",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_GPTJ_BLOCK}.mlp.fc_in",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_GPTJ_BLOCK}.mlp.fc_out",)),
+        "norm": HFTensors(("transformer.ln_f",)),
+        "lm_head": HFTensors(("lm_head",)),
     },
     aliases=GPT2.aliases,
-    only={
-        "tie_word_embeddings": ((False,), "its output projection has a bias of its own"),
-        "rotary": ((True,), "positions are told by a rope"),
+    supported_values={
+        "tie_word_embeddings": ((False,), "its output projection has a bias"),
+        "rotary": ((True,), "positions use rotary embeddings"),
         "scale_attn_weights": ((True,), "scores are scaled"),
     },
-    harmless=GPT2.harmless,
+    ignored_keys=GPT2.ignored_keys,
     prefix="transformer.",
 )
 
 
-# GPT-NeoX, Pythia: attention and MLP side by side, each behind its own LayerNorm; partial rotation.
+# GPT-NeoX, Pythia: parallel attention and MLP, each with its own LayerNorm; partial RoPE.
 def _gpt_neox_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
@@ -241,21 +241,23 @@ GPT_NEOX = Family(
         "attention_bias": True,
         "use_parallel_residual": True,
     },
-    layer=_gpt_neox_layer,
-    model=lambda keys: {"norm_placement": "parallel_apart" if keys["use_parallel_residual"] else "before"},
+    build_layer=_gpt_neox_layer,
+    config_fields=lambda keys: {
+        "norm_placement": "parallel_apart" if keys["use_parallel_residual"] else "before"
+    },
     norm="layer",
     tensors={
-        "embed_tokens": Stored(("gpt_neox.embed_in",)),
-        "layers.*.input_layernorm": Stored((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
-        "layers.*.attention_layernorm": Stored((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
-        "layers.*.mlp_layernorm": Stored((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
-        "layers.*.self_attn.qkv_proj": Stored((f"{_GPT_NEOX_LAYER}.attention.query_key_value",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_GPT_NEOX_LAYER}.attention.dense",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
-        "layers.*.mlp.up_proj": Stored((f"{_GPT_NEOX_LAYER}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": Stored((f"{_GPT_NEOX_LAYER}.mlp.dense_4h_to_h",)),
-        "norm": Stored(("gpt_neox.final_layer_norm",)),
-        "lm_head": Stored(("embed_out",)),
+        "embed_tokens": HFTensors(("gpt_neox.embed_in",)),
+        "layers.*.input_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
+        "layers.*.attention_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
+        "layers.*.mlp_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
+        "layers.*.self_attn.qkv_proj": HFTensors((f"{_GPT_NEOX_LAYER}.attention.query_key_value",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_GPT_NEOX_LAYER}.attention.dense",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_GPT_NEOX_LAYER}.mlp.dense_h_to_4h",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_GPT_NEOX_LAYER}.mlp.dense_4h_to_h",)),
+        "norm": HFTensors(("gpt_neox.final_layer_norm",)),
+        "lm_head": HFTensors(("embed_out",)),
     },
     aliases={
         "layer_norm_eps": "rms_norm_eps",
@@ -301,31 +303,31 @@ OPT = Family(
         "enable_bias": True,
         "word_embed_proj_dim": None,
     },
-    layer=_opt_layer,
-    model=_opt_model,
+    build_layer=_opt_layer,
+    config_fields=_opt_model,
     norm="layer",
     tensors={
-        "embed_tokens": Stored((f"{_OPT_DECODER}.embed_tokens",)),
-        "embed_positions": Stored((f"{_OPT_DECODER}.embed_positions",)),
-        "layers.*.input_layernorm": Stored((f"{_OPT_LAYER}.self_attn_layer_norm",)),
-        "layers.*.self_attn.qkv_proj": Stored(_OPT_QKV, "heads_apart"),
-        "layers.*.self_attn.o_proj": Stored((f"{_OPT_LAYER}.self_attn.out_proj",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_OPT_LAYER}.final_layer_norm",)),
-        "layers.*.mlp.up_proj": Stored((f"{_OPT_LAYER}.fc1",)),
-        "layers.*.mlp.down_proj": Stored((f"{_OPT_LAYER}.fc2",)),
-        "norm": Stored((f"{_OPT_DECODER}.final_layer_norm",)),
-        "lm_head": Stored(("lm_head",)),
+        "embed_tokens": HFTensors((f"{_OPT_DECODER}.embed_tokens",)),
+        "embed_positions": HFTensors((f"{_OPT_DECODER}.embed_positions",)),
+        "layers.*.input_layernorm": HFTensors((f"{_OPT_LAYER}.self_attn_layer_norm",)),
+        "layers.*.self_attn.qkv_proj": HFTensors(_OPT_QKV, "heads_apart"),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_OPT_LAYER}.self_attn.out_proj",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_OPT_LAYER}.final_layer_norm",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_OPT_LAYER}.fc1",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_OPT_LAYER}.fc2",)),
+        "norm": HFTensors((f"{_OPT_DECODER}.final_layer_norm",)),
+        "lm_head": HFTensors(("lm_head",)),
     },
     aliases={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
-    only={
-        "do_layer_norm_before": ((True,), "norms stand before attention and MLP"),
-        "_remove_final_layer_norm": ((False,), "a norm stands behind the last layer"),
+    supported_values={
+        "do_layer_norm_before": ((True,), "norms come before attention and MLP"),
+        "_remove_final_layer_norm": ((False,), "a norm follows the last layer"),
         "layer_norm_elementwise_affine": ((True,), "its norms have weights"),
     },
 )
 
 
-# StarCoder2: LayerNorm, a plain MLP, biases, a window in every layer where there is one.
+# StarCoder2: LayerNorm, plain MLPs, biases, an optional sliding window in every layer.
 def _starcoder2_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["use_bias"])
     return llama_layer(
@@ -353,17 +355,17 @@ STARCODER2 = Family(
         "sliding_window": None,
         "use_bias": True,
     },
-    layer=_starcoder2_layer,
+    build_layer=_starcoder2_layer,
     norm="layer",
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.mlp.up_proj": Stored((f"{_STARCODER2_MLP}.c_fc",)),
-        "layers.*.mlp.down_proj": Stored((f"{_STARCODER2_MLP}.c_proj",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_STARCODER2_MLP}.c_fc",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_STARCODER2_MLP}.c_proj",)),
     },
     aliases={"norm_epsilon": "rms_norm_eps"},
-    only={
+    supported_values={
         "mlp_type": (("default",), "its MLPs are plain"),
         "norm_type": (("layer_norm",), "its norms are LayerNorms"),
     },
-    harmless=("layer_types",),
+    ignored_keys=("layer_types",),
 )

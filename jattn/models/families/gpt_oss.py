@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, alternating windows, yarn, biases, experts with clamped gates."""
+"""gpt-oss: sinks, alternating windows, YaRN, biases, experts with clamped gates."""
 
 from jattn.models.activations import ClampedSwiGLU
 from jattn.models.families.config_keys import ROPE
@@ -10,23 +10,25 @@ from jattn.models.families.layer_builders import (
     experts,
     layer_type,
     rope,
-    window_of,
+    window_bounds,
 )
 from jattn.models.families.tensor_mappings import LLAMA_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
 from jattn.models.specs import LayerSpec
 
 
 def _layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, FULL if layer % 2 else SLIDING)
+    attention_type = layer_type(keys, layer, FULL if layer % 2 else SLIDING)
     has_bias = bool(keys["attention_bias"])
     return LayerSpec(
-        attention=attention(keys, window=window_of(keys["sliding_window"]) if kind == SLIDING else None),
-        rope=rope(keys, kind),
+        attention=attention(
+            keys, window=window_bounds(keys["sliding_window"]) if attention_type == SLIDING else None
+        ),
+        rope=rope(keys, attention_type),
         mlp=experts(
             keys,
-            Routing(scores="softmax_of_chosen", has_bias=True),
+            Routing(scores="softmax_of_top_k", has_bias=True),
             activation=ClampedSwiGLU(alpha=keys["swiglu_alpha"], limit=keys["swiglu_limit"]),
             has_bias=True,
         ),
@@ -64,18 +66,20 @@ GPT_OSS = Family(
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    layer=_layer,
+    build_layer=_layer,
     norm="rms_f32",
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.self_attn.sinks": Stored(("model.layers.*.self_attn.sinks",), "array"),
-        "layers.*.mlp.router": Stored((f"{_MLP}.router",)),
-        "layers.*.mlp.gate_up_proj.weight": Stored((f"{_MLP}.experts.gate_up_proj",), "experts_in_turn"),
-        "layers.*.mlp.gate_up_proj.bias": Stored((f"{_MLP}.experts.gate_up_proj_bias",), "experts_in_turn"),
-        "layers.*.mlp.down_proj.weight": Stored((f"{_MLP}.experts.down_proj",), "array"),
-        "layers.*.mlp.down_proj.bias": Stored((f"{_MLP}.experts.down_proj_bias",), "array"),
+        "layers.*.self_attn.sinks": HFTensors(("model.layers.*.self_attn.sinks",), "array"),
+        "layers.*.mlp.router": HFTensors((f"{_MLP}.router",)),
+        "layers.*.mlp.gate_up_proj.weight": HFTensors((f"{_MLP}.experts.gate_up_proj",), "experts_in_turn"),
+        "layers.*.mlp.gate_up_proj.bias": HFTensors(
+            (f"{_MLP}.experts.gate_up_proj_bias",), "experts_in_turn"
+        ),
+        "layers.*.mlp.down_proj.weight": HFTensors((f"{_MLP}.experts.down_proj",), "array"),
+        "layers.*.mlp.down_proj.bias": HFTensors((f"{_MLP}.experts.down_proj_bias",), "array"),
     },
     aliases={"num_local_experts": "num_experts"},
-    only={"hidden_act": (("silu",), "its gates are clamped SwiGLU")},
-    harmless=("experts_per_token", "initial_context_length"),  # said once more under other names
+    supported_values={"hidden_act": (("silu",), "its gates are clamped SwiGLU")},
+    ignored_keys=("experts_per_token", "initial_context_length"),  # duplicates of other keys
 )

@@ -1,4 +1,4 @@
-"""Granite: a Llama with multipliers."""
+"""Granite, dense and with experts, Granite 4, Granite SWA and HyperCLOVA X."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from jattn.models.families.layer_builders import (
     layer_type,
     llama_layer,
     rope,
-    window_of,
+    window_bounds,
 )
 from jattn.models.families.tensor_mappings import LLAMA_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, MLPSpec, require_one_a_layer
+from jattn.models.specs import LayerSpec, MLPSpec, require_one_per_layer
 from pallas_kernels.checks import require_number, require_positive, unsupported
 
 
-# Granite: a Llama with multipliers.
+# Granite: a Llama with multipliers of embeddings, residuals, scores and logits.
 def _granite_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
@@ -38,7 +38,7 @@ def _granite_layer(keys: Keys, layer: int) -> LayerSpec:
 
 
 def multipliers(keys: Keys) -> Mapping[str, Any]:
-    """What embeddings, logits, and what attention and MLP give are multiplied by."""
+    """Return the multipliers of embeddings, logits, and outputs of attention and MLP."""
     require_positive(logits_scaling=keys["logits_scaling"])
     return {
         "embedding_scale": keys["embedding_multiplier"],
@@ -62,17 +62,17 @@ GRANITE = Family(
         "residual_multiplier": 1.0,
         "attention_multiplier": 1.0,
     },
-    layer=_granite_layer,
-    model=multipliers,
+    build_layer=_granite_layer,
+    config_fields=multipliers,
     tensors=LLAMA_TENSORS,
 )
 
 
-# GraniteMoE: Granite with experts, and perhaps an MLP that all tokens share.
+# GraniteMoE: Granite with experts and an optional shared expert.
 def _granitemoe_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias, size = bool(keys["attention_bias"]), keys["shared_intermediate_size"]
     shared = MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"]) if size else None
-    mlp = experts(keys, Routing(scores="softmax_of_chosen"), shared=shared)
+    mlp = experts(keys, Routing(scores="softmax_of_top_k"), shared=shared)
     scaled = attention(keys, scale=keys["attention_multiplier"])
     return llama_layer(keys, attention=scaled, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
 
@@ -87,19 +87,19 @@ GRANITEMOE = Family(
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 0,
     },
-    layer=_granitemoe_layer,
-    model=multipliers,
+    build_layer=_granitemoe_layer,
+    config_fields=multipliers,
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.mlp.router": Stored((f"{_GRANITEMOE_MLP}.router.layer",)),
-        "layers.*.mlp.gate_up_proj.weight": Stored(
+        "layers.*.mlp.router": HFTensors((f"{_GRANITEMOE_MLP}.router.layer",)),
+        "layers.*.mlp.gate_up_proj.weight": HFTensors(
             (f"{_GRANITEMOE_MLP}.input_linear.weight",), "experts_whole"
         ),
-        "layers.*.mlp.down_proj.weight": Stored(
+        "layers.*.mlp.down_proj.weight": HFTensors(
             (f"{_GRANITEMOE_MLP}.output_linear.weight",), "experts_down_turned"
         ),
-        "layers.*.mlp.shared_expert.gate_up_proj": Stored((f"{_GRANITEMOE_SHARED}.input_linear",)),
-        "layers.*.mlp.shared_expert.down_proj": Stored((f"{_GRANITEMOE_SHARED}.output_linear",)),
+        "layers.*.mlp.shared_expert.gate_up_proj": HFTensors((f"{_GRANITEMOE_SHARED}.input_linear",)),
+        "layers.*.mlp.shared_expert.down_proj": HFTensors((f"{_GRANITEMOE_SHARED}.output_linear",)),
     },
     aliases={"num_local_experts": "num_experts"},
 )
@@ -110,17 +110,21 @@ GRANITEMOESHARED = dataclasses.replace(
 )
 
 
-# Granite 4: of its hybrids those whose layers all have attention; perhaps no rope.
+# Granite 4: only models without Mamba layers; RoPE is optional.
 _GRANITEMOEHYBRID_SHARED = "model.layers.*.shared_mlp"
 
 
 def _granitemoehybrid_layer(keys: Keys, layer: int) -> LayerSpec:
     kind = (keys["layer_types"] or ["mamba"] * keys["num_hidden_layers"])[layer]
     if kind not in ("attention", "full_attention"):
-        what = f"layers_block_type {kind!r}"
-        raise unsupported(what, "the layer has a state of its own", "Supported: attention")
+        feature = f"layers_block_type {kind!r}"
+        raise unsupported(feature, "the layer has a state of its own", "Supported: attention")
     dense = {**keys, "intermediate_size": keys["shared_intermediate_size"]}
-    spec = GRANITEMOESHARED.layer(keys, layer) if keys["num_experts"] else GRANITE.layer(dense, layer)
+    spec = (
+        GRANITEMOESHARED.build_layer(keys, layer)
+        if keys["num_experts"]
+        else GRANITE.build_layer(dense, layer)
+    )
     return dataclasses.replace(spec, rope=rope(keys) if keys["position_embedding_type"] == "rope" else None)
 
 
@@ -134,14 +138,14 @@ GRANITEMOEHYBRID = dataclasses.replace(
         "layer_types": None,
         "position_embedding_type": None,
     },
-    layer=_granitemoehybrid_layer,
+    build_layer=_granitemoehybrid_layer,
     tensors={
         **GRANITEMOESHARED.tensors,
-        "layers.*.mlp.gate_up_proj": Stored((f"{_GRANITEMOEHYBRID_SHARED}.input_linear",)),
-        "layers.*.mlp.down_proj": Stored((f"{_GRANITEMOEHYBRID_SHARED}.output_linear",)),
+        "layers.*.mlp.gate_up_proj": HFTensors((f"{_GRANITEMOEHYBRID_SHARED}.input_linear",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_GRANITEMOEHYBRID_SHARED}.output_linear",)),
     },
     aliases={**GRANITEMOESHARED.aliases, "layers_block_type": "layer_types"},
-    harmless=(
+    ignored_keys=(
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
         *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
         *("normalization_function", "init_method"),
@@ -149,20 +153,20 @@ GRANITEMOEHYBRID = dataclasses.replace(
 )
 
 
-# Granite with windows in three of four layers, sinks in all, and ropes of bases by layer, or none.
+# Granite SWA: sliding windows in three of four layers, sinks in all, a RoPE base per layer or none.
 def _granite_swa_rope(keys: Keys, layer: int) -> Rope | None:
     bases = keys["layer_rope_theta"]
-    made = rope(keys)
+    default = rope(keys)
     if bases is None:
-        return made
-    require_one_a_layer("layer_rope_theta", bases, keys["num_hidden_layers"])
+        return default
+    require_one_per_layer("layer_rope_theta", bases, keys["num_hidden_layers"])
     require_number(layer_rope_theta=bases[layer] or 0)
-    return dataclasses.replace(made, rope_theta=float(bases[layer])) if bases[layer] else None
+    return dataclasses.replace(default, rope_theta=float(bases[layer])) if bases[layer] else None
 
 
 def _granite_swa_layer(keys: Keys, layer: int) -> LayerSpec:
     kind, has_bias = layer_type(keys, layer, SLIDING if layer % 4 else FULL), bool(keys["attention_bias"])
-    window = window_of(keys["sliding_window"]) if kind == SLIDING else None
+    window = window_bounds(keys["sliding_window"]) if kind == SLIDING else None
     return llama_layer(
         keys,
         attention=attention(keys, scale=keys["attention_multiplier"], window=window),
@@ -190,15 +194,15 @@ GRANITE_SWA = dataclasses.replace(
         "layer_types": None,
         "layer_rope_theta": None,
     },
-    layer=_granite_swa_layer,
+    build_layer=_granite_swa_layer,
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.self_attn.sinks": Stored(("model.layers.*.self_attn.sinks",), "array"),
+        "layers.*.self_attn.sinks": HFTensors(("model.layers.*.self_attn.sinks",), "array"),
     },
 )
 
 
-# HyperCLOVA X: a Granite with norms around, whose logits are multiplied, not divided.
+# HyperCLOVA X: a Granite with norms before and after attention and MLP, which multiplies logits.
 _HYPERCLOVAX_LAYER = "model.layers.*"
 
 
@@ -216,13 +220,13 @@ HYPERCLOVAX = dataclasses.replace(
             (keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]) ** -0.5
         ),
     },
-    model=_hyperclovax_model,
+    config_fields=_hyperclovax_model,
     norm_placement="around",
-    only={"use_post_norm": ((True,), "norms stand around attention and MLP")},
+    supported_values={"use_post_norm": ((True,), "norms come before and after attention and MLP")},
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.post_attention_layernorm": Stored((f"{_HYPERCLOVAX_LAYER}.post_norm1",)),
-        "layers.*.pre_feedforward_layernorm": Stored((f"{_HYPERCLOVAX_LAYER}.post_attention_layernorm",)),
-        "layers.*.post_feedforward_layernorm": Stored((f"{_HYPERCLOVAX_LAYER}.post_norm2",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_HYPERCLOVAX_LAYER}.post_norm1",)),
+        "layers.*.pre_feedforward_layernorm": HFTensors((f"{_HYPERCLOVAX_LAYER}.post_attention_layernorm",)),
+        "layers.*.post_feedforward_layernorm": HFTensors((f"{_HYPERCLOVAX_LAYER}.post_norm2",)),
     },
 )

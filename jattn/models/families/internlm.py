@@ -1,4 +1,4 @@
-"""InternLM2 and 2.5: a Llama under other names, its queries, keys and values in one matrix."""
+"""InternLM2, InternLM3 and IQuest-Coder."""
 
 import dataclasses
 
@@ -6,11 +6,11 @@ from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import gated_mlp, llama_layer
 from jattn.models.families.llama import LLAMA
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.specs import LayerSpec
 
 
-# InternLM2 and 2.5: a Llama under other names, its queries, keys and values in one matrix.
+# InternLM2 and 2.5: a Llama with other tensor names; queries, keys and values in one matrix.
 def _internlm2_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["bias"])
     return llama_layer(keys, qkv_bias=has_bias, out_bias=has_bias)
@@ -28,25 +28,27 @@ INTERNLM2 = Family(
         "eos_token_id": 2,
         "bias": True,
     },
-    layer=_internlm2_layer,
+    build_layer=_internlm2_layer,
     tensors={
-        "embed_tokens": Stored(("model.tok_embeddings",)),
-        "layers.*.input_layernorm": Stored((f"{_INTERNLM2_LAYER}.attention_norm",)),
-        "layers.*.self_attn.qkv_proj": Stored((f"{_INTERNLM2_LAYER}.attention.wqkv",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_INTERNLM2_LAYER}.attention.wo",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_INTERNLM2_LAYER}.ffn_norm",)),
-        "layers.*.mlp.gate_up_proj": Stored((f"{_INTERNLM2_MLP}.w1", f"{_INTERNLM2_MLP}.w3"), "gates_apart"),
-        "layers.*.mlp.down_proj": Stored((f"{_INTERNLM2_MLP}.w2",)),
-        "norm": Stored(("model.norm",)),
-        "lm_head": Stored(("output",)),
+        "embed_tokens": HFTensors(("model.tok_embeddings",)),
+        "layers.*.input_layernorm": HFTensors((f"{_INTERNLM2_LAYER}.attention_norm",)),
+        "layers.*.self_attn.qkv_proj": HFTensors((f"{_INTERNLM2_LAYER}.attention.wqkv",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_INTERNLM2_LAYER}.attention.wo",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_INTERNLM2_LAYER}.ffn_norm",)),
+        "layers.*.mlp.gate_up_proj": HFTensors(
+            (f"{_INTERNLM2_MLP}.w1", f"{_INTERNLM2_MLP}.w3"), "gates_apart"
+        ),
+        "layers.*.mlp.down_proj": HFTensors((f"{_INTERNLM2_MLP}.w2",)),
+        "norm": HFTensors(("model.norm",)),
+        "lm_head": HFTensors(("output",)),
     },
-    harmless=("attn_implementation",),
+    ignored_keys=("attn_implementation",),
 )
 
 
-# InternLM3, and IQuest-Coder: a Llama with other defaults.
+# InternLM3 and IQuest-Coder: a Llama with other defaults.
 def _internlm3_layer(keys: Keys, layer: int) -> LayerSpec:
-    """The second kind of bias is that of all but queries, keys and values."""
+    """Build a layer; its key `bias` is for all projections except those of queries, keys and values."""
     has_bias = bool(keys["mlp_bias"])
     mlp = gated_mlp(keys, has_bias=has_bias)
     return llama_layer(keys, mlp=mlp, qkv_bias=bool(keys["attention_bias"]), out_bias=has_bias)
@@ -64,7 +66,7 @@ INTERNLM3 = dataclasses.replace(
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
     },
-    layer=_internlm3_layer,
+    build_layer=_internlm3_layer,
     aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
 )
 IQUESTCODER = dataclasses.replace(
@@ -79,5 +81,5 @@ IQUESTCODER = dataclasses.replace(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
     },
-    only={**LLAMA.only, "clip_qkv": ((), "no checkpoint has it")},
+    supported_values={**LLAMA.supported_values, "clip_qkv": ((), "no checkpoint has it")},
 )

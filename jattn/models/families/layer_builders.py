@@ -1,4 +1,4 @@
-"""Specs from a config.json's keys, as most families read them."""
+"""Functions that build layer specifications from config.json keys, shared by most families."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from jattn.masks import LocalStrided
 from jattn.models.families.family import Keys
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, require_one_a_layer
+from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, require_one_per_layer
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_positive, unsupported
 
@@ -15,7 +15,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def attention(keys: Keys, **changes: Any) -> AttentionSpec:
-    """A layer's attention; `changes` are an AttentionSpec's fields."""
+    """Return a layer's attention specification; `changes` are fields of `AttentionSpec`."""
     fields: dict[str, Any] = {
         "num_q_heads": keys["num_attention_heads"],
         "num_kv_heads": keys["num_key_value_heads"],
@@ -26,14 +26,14 @@ def attention(keys: Keys, **changes: Any) -> AttentionSpec:
 
 
 def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> LayerSpec:
-    """A Llama's layer: a gated MLP, one rope for all.
+    """Return a Llama layer: a gated MLP, and the same rotary embedding in all layers.
 
     Args:
-        keys: The config's.
-        window: Keys that a query sees, itself included; None = all.
-        **changes: Other fields of `LayerSpec`.
+        keys: Keys of config.json.
+        window: Number of tokens that a query attends to, including its own; None = all preceding.
+        **changes: Fields of `LayerSpec` that differ.
     """
-    fields: dict[str, Any] = {"attention": attention(keys, window=window_of(window))}
+    fields: dict[str, Any] = {"attention": attention(keys, window=window_bounds(window))}
     if "mlp" not in changes:
         fields["mlp"] = gated_mlp(keys)
     if "rope" not in changes:
@@ -42,19 +42,19 @@ def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> Lay
 
 
 def gated_mlp(keys: Keys, *, has_bias: bool = False) -> MLPSpec:
-    """A Llama's MLP, perhaps with biases."""
+    """Return the specification of Llama's gated MLP."""
     size = keys["intermediate_size"]
     return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], has_bias=has_bias)
 
 
 def plain_mlp(keys: Keys, *, has_bias: bool) -> MLPSpec:
-    """An MLP of two products."""
+    """Return the specification of an MLP without a gate."""
     size = keys["intermediate_size"]
     return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], kind="plain", has_bias=has_bias)
 
 
 def experts(keys: Keys, routing: Routing, **changes: Any) -> ExpertsSpec:
-    """Experts as wide as the config's MLPs; `changes` are an ExpertsSpec's fields."""
+    """Return a mixture of experts of width intermediate_size; `changes` are fields of `ExpertsSpec`."""
     fields: dict[str, Any] = {
         "intermediate_size": keys["intermediate_size"],
         "num_experts": keys["num_experts"],
@@ -64,54 +64,54 @@ def experts(keys: Keys, routing: Routing, **changes: Any) -> ExpertsSpec:
     return ExpertsSpec(routing=routing, **fields | changes)
 
 
-def is_rotated(keys: Keys, layer: int) -> bool:
-    """Whether a layer has a rope: `no_rope_layers` says so, else all but each n-th have.
+def layer_has_rope(keys: Keys, layer: int) -> bool:
+    """Return whether a layer has a rotary embedding, by `no_rope_layers` or else `no_rope_layer_interval`.
 
     Raises:
-        ValueError: There is not one entry a layer.
+        ValueError: If `no_rope_layers` does not have an entry per layer.
     """
-    said, count = keys["no_rope_layers"], keys["num_hidden_layers"]
-    if not said:
-        return not is_nth(keys, "no_rope_layer_interval", layer)
-    require(len(said) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(said))
-    return bool(said[layer])  # 1 where a layer has a rope, whatever the name says
+    entries, count = keys["no_rope_layers"], keys["num_hidden_layers"]
+    if not entries:
+        return not is_nth_layer(keys, "no_rope_layer_interval", layer)
+    require(len(entries) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(entries))
+    return bool(entries[layer])  # despite the name, 1 means that the layer has a rotary embedding
 
 
-def is_nth(keys: Keys, name: str, layer: int) -> bool:
-    """Whether a layer is one of each so many, as a key says: the last of them.
+def is_nth_layer(keys: Keys, name: str, layer: int) -> bool:
+    """Return whether a layer's number, counted from 1, is a multiple of a key's value.
 
     Raises:
-        ValueError: Not a positive number says so.
+        ValueError: If the value is not positive.
     """
     require_positive(**{name: keys[name]})
     return bool((layer + 1) % keys[name] == 0)
 
 
-def window_of(size: int | None) -> tuple[int, int] | None:
-    """A window that counts the query itself, as `AttentionSpec` has it.
+def window_bounds(size: int | None) -> tuple[int, int] | None:
+    """Return `AttentionSpec`'s window for a sliding window that includes the query's own token.
 
     Raises:
-        ValueError: It is not positive.
+        ValueError: If `size` is not positive.
     """
     require(size is None or size > 0, "sliding_window", "be positive (None switches it off)", size)
     return None if size is None else (size - 1, 0)
 
 
 def local_strided(keys: Keys, layer: int) -> LocalStrided | None:
-    """What a layer's heads see of a text where each so-manieth is dense; None = everything before.
+    """Return Phi-3-small's block-sparse pattern of a layer, or None if the layer is dense.
 
     Raises:
-        NotImplementedError: The pattern has blocks of one size, vLLM's kernel of another.
+        NotImplementedError: If the pattern and vLLM's kernel have different block sizes.
     """
     size, kernel = keys["blocksparse_block_size"], keys["blocksparse_triton_kernel_block_size"]
     if size != kernel:
-        what, way_out = (
+        feature, way_out = (
             f"blocksparse_triton_kernel_block_size {kernel}",
             f"Supported: {size}, the blocksparse_block_size",
         )
-        raise unsupported(what, "patterns have blocks of one size", way_out)
-    every = keys["dense_attention_every_n_layers"]
-    if every and (layer + 1) % every == 0:
+        raise unsupported(feature, "different block sizes are not supported", way_out)
+    dense_interval = keys["dense_attention_every_n_layers"]
+    if dense_interval and (layer + 1) % dense_interval == 0:
         return None
     return LocalStrided(
         block_size=size,
@@ -121,53 +121,60 @@ def local_strided(keys: Keys, layer: int) -> LocalStrided | None:
     )
 
 
-def layer_type(keys: Keys, layer: int, default: str, known: Collection[str] = (FULL, SLIDING)) -> str:
-    """What `layer_types` says of a layer; the default where there is no such list.
+def layer_type(keys: Keys, layer: int, default: str, supported: Collection[str] = (FULL, SLIDING)) -> str:
+    """Return a layer's entry of `layer_types`, or the default if there is no such list.
 
     Raises:
-        ValueError: There is not one entry a layer.
-        NotImplementedError: The type is not one of the family's.
+        ValueError: If the list does not have an entry per layer.
+        NotImplementedError: If the family does not support the type.
     """
     types = keys["layer_types"]
     if types is None:
         return default
-    require_one_a_layer("layer_types", types, keys["num_hidden_layers"])
-    if types[layer] not in known:
-        supported = "Supported: " + ", ".join(known)
-        raise unsupported(f"layer type {types[layer]!r}", "not implemented", supported)
+    require_one_per_layer("layer_types", types, keys["num_hidden_layers"])
+    if types[layer] not in supported:
+        way_out = "Supported: " + ", ".join(supported)
+        raise unsupported(f"layer type {types[layer]!r}", "not implemented", way_out)
     return types[layer]
 
 
-def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_partial: bool = False) -> Rope:
-    """The rope of a layer of some type: one dictionary for all, or one a type.
+def rope(
+    keys: Keys, layer_type: str | None = None, *, interleaved: bool = False, is_partial: bool = False
+) -> Rope:
+    """Return the rotary embedding of a layer, from one dictionary for all layers or one per layer type.
 
     Args:
-        keys: The config's.
-        kind: The layer's type.
-        interleaved: Pairs are neighbours.
-        is_partial: The family may rotate a part of a head.
+        keys: Keys of config.json.
+        layer_type: Type of the layer, such as "full_attention".
+        interleaved: Whether pairs are adjacent elements.
+        is_partial: Whether the family may rotate a part of each head.
 
     Raises:
-        ValueError: There are dictionaries by type, and none of this.
-        NotImplementedError: A part of a head is to be rotated, which the family does not.
+        ValueError: If there is a dictionary per layer type and none for this one.
+        NotImplementedError: If partial_rotary_factor is set and the family rotates full heads.
     """
-    given: dict[Any, Any] = {**_said(keys["rope_parameters"]), **_said(keys["rope_scaling"])}
+    parameters: dict[Any, Any] = {
+        **_without_nulls(keys["rope_parameters"]),
+        **_without_nulls(keys["rope_scaling"]),
+    }
     context = keys["max_position_embeddings"]
     base = {key: keys[key] for key in ("rope_theta", "partial_rotary_factor") if keys[key] is not None}
     if keys["original_max_position_embeddings"]:
         context = keys["original_max_position_embeddings"]
-        given.pop("original_max_position_embeddings", None)
-    if any(isinstance(value, Mapping) for value in given.values()):
-        rule = "hold one rope for all layers" if kind is None else f"have {kind!r}"
-        require(kind in given, "rope_parameters", rule, sorted(given))
-        given = given[kind]
-        require(isinstance(given, Mapping), f"rope_parameters' {kind}", "be an object", repr(given))
-    given = {**base, **_said(given)}
-    part = given.get("partial_rotary_factor")
-    if not is_partial and part not in (None, 1):
-        raise unsupported(f"partial_rotary_factor {part}", "the family rotates whole heads", "Supported: 1")
+        parameters.pop("original_max_position_embeddings", None)
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        rule = "hold one rope for all layers" if layer_type is None else f"have {layer_type!r}"
+        require(layer_type in parameters, "rope_parameters", rule, sorted(parameters))
+        parameters = parameters[layer_type]
+        is_object = isinstance(parameters, Mapping)
+        require(is_object, f"rope_parameters' {layer_type}", "be an object", repr(parameters))
+    parameters = {**base, **_without_nulls(parameters)}
+    fraction = parameters.get("partial_rotary_factor")
+    if not is_partial and fraction not in (None, 1):
+        reason = "the family rotates full heads"
+        raise unsupported(f"partial_rotary_factor {fraction}", reason, "Supported: 1")
     return Rope.from_hf(
-        given,
+        parameters,
         head_dim=keys["head_dim"],
         default_context=context,
         max_context=keys["max_position_embeddings"],
@@ -175,39 +182,44 @@ def rope(keys: Keys, kind: str | None = None, *, interleaved: bool = False, is_p
     )
 
 
-def rope_by_type(keys: Keys, kind: str, theta: float) -> Rope:
-    """A layer's rope where types of layers have their own; an older config's rope_scaling is of full ones.
+def rope_by_type(keys: Keys, layer_type: str, theta: float) -> Rope:
+    """Return the rotary embedding of a layer in families with one per layer type.
+
+    rope_scaling of older configs applies to full-attention layers.
 
     Args:
-        keys: The config's.
-        kind: The layer's type.
-        theta: The base of the layer's type where its dictionary has none.
+        keys: Keys of config.json.
+        layer_type: Type of the layer, such as "full_attention".
+        theta: Base of the wavelengths if the type's dictionary has none.
 
     Raises:
-        ValueError: `rope_parameters` is one rope for all layers, which transformers would pass over, or the
-            type's is no object.
+        ValueError: If `rope_parameters` is one dictionary for all layers, which transformers would ignore, or
+            the type's entry is not an object.
     """
-    by_type = _said(keys["rope_parameters"])
+    by_type = _without_nulls(keys["rope_parameters"])
     is_for_all = not all(isinstance(value, Mapping) for value in by_type.values())
-    require(kind in by_type or not is_for_all, "rope_parameters", f"have {kind!r}", sorted(by_type))
-    own = by_type.get(kind)
-    require(own is None or isinstance(own, Mapping), f"rope_parameters' {kind}", "be an object", repr(own))
-    given = _said(own) or {"rope_type": "default"}
-    if kind == FULL:
-        given |= _said(keys["rope_scaling"])
-    given.setdefault("rope_theta", theta)
-    return rope({**keys, "rope_scaling": None, "rope_parameters": given})
+    require(
+        layer_type in by_type or not is_for_all, "rope_parameters", f"have {layer_type!r}", sorted(by_type)
+    )
+    entry = by_type.get(layer_type)
+    is_object = entry is None or isinstance(entry, Mapping)
+    require(is_object, f"rope_parameters' {layer_type}", "be an object", repr(entry))
+    parameters = _without_nulls(entry) or {"rope_type": "default"}
+    if layer_type == FULL:
+        parameters |= _without_nulls(keys["rope_scaling"])
+    parameters.setdefault("rope_theta", theta)
+    return rope({**keys, "rope_scaling": None, "rope_parameters": parameters})
 
 
-def _said(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A rope's dictionary without its nulls: who says nothing hides no other key that says something."""
-    return {key: value for key, value in (given or {}).items() if value is not None}
+def _without_nulls(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Drop the nulls of a rope dictionary, so that they do not override values of other keys."""
+    return {key: value for key, value in (parameters or {}).items() if value is not None}
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8) -> tuple[float, ...]:
-    """ALiBi's slopes: `2 ** -(bias_max * i / n)` for i = 1..n, n the last power of two in num_heads.
+    """Return ALiBi's slopes: `2 ** -(bias_max * i / n)` for i = 1..n, the last power of two in num_heads.
 
-    Heads beyond n take those of 2 n in its places of odd i.
+    Further heads get the slopes of 2 n heads for odd i.
     """
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-bias_max * i / below) for i in range(1, below + 1)]

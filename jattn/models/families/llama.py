@@ -1,4 +1,4 @@
-"""Llama 1 to 3."""
+"""Llama 1 to 4."""
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
@@ -7,16 +7,16 @@ from jattn.models.families.layer_builders import (
     attention,
     experts,
     gated_mlp,
-    is_nth,
-    is_rotated,
+    is_nth_layer,
+    layer_has_rope,
     layer_type,
     llama_layer,
     rope,
 )
 from jattn.models.families.tensor_mappings import LLAMA_TENSORS, gated_tensors
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
-from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm, Temperature
+from jattn.models.specs import AttentionTemperature, ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
 
 
 # Llama 1 to 3.
@@ -41,35 +41,44 @@ LLAMA = Family(
         "attention_bias": False,
         "mlp_bias": False,
     },
-    layer=_llama_layer,
+    build_layer=_llama_layer,
     tensors=LLAMA_TENSORS,
-    only={
+    supported_values={
         "activation": (("swiglu",), "its MLPs are gated"),
-        "rope_interleaved": ((False,), "pairs are of a head's halves"),
+        "rope_interleaved": ((False,), "pairs are elements of a head's halves"),
     },
-    harmless=("sliding_window", "layer_types", "max_window_layers", "use_sliding_window"),
+    ignored_keys=("sliding_window", "layer_types", "max_window_layers", "use_sliding_window"),
 )
 
 
-# Llama 4, its text part: chunked-local layers, layers without rope, experts between dense layers.
+# Llama 4's text model: chunked-local layers, layers without RoPE, experts between dense layers.
 CHUNKED = "chunked_attention"
 
 
 def _llama4_mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
-    said = keys["moe_layers"]
-    dense = lambda size: MLPSpec(intermediate_size=keys[size], hidden_act=keys["hidden_act"])
-    if not (layer in said if said is not None else is_nth(keys, "interleave_moe_layer_step", layer)):
+    moe_layers = keys["moe_layers"]
+
+    def dense(size_key: str) -> MLPSpec:
+        return MLPSpec(intermediate_size=keys[size_key], hidden_act=keys["hidden_act"])
+
+    if not (
+        layer in moe_layers
+        if moe_layers is not None
+        else is_nth_layer(keys, "interleave_moe_layer_step", layer)
+    ):
         return dense("intermediate_size_mlp")
-    return experts(keys, Routing(scores="sigmoid", scaled="input"), shared=dense("intermediate_size"))
+    return experts(keys, Routing(scores="sigmoid", scale_target="input"), shared=dense("intermediate_size"))
 
 
 def _llama4_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_rope, has_bias = is_rotated(keys, layer), bool(keys["attention_bias"])
-    kind = layer_type(keys, layer, CHUNKED if has_rope else FULL, (CHUNKED, FULL))
-    tuned = Temperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
+    has_rope, has_bias = layer_has_rope(keys, layer), bool(keys["attention_bias"])
+    attention_type = layer_type(keys, layer, CHUNKED if has_rope else FULL, (CHUNKED, FULL))
+    tuned = AttentionTemperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
     normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True, has_weight=False)
     return LayerSpec(
-        attention=attention(keys, chunk_size=keys["attention_chunk_size"] if kind == CHUNKED else None),
+        attention=attention(
+            keys, chunk_size=keys["attention_chunk_size"] if attention_type == CHUNKED else None
+        ),
         rope=rope(keys, interleaved=True) if has_rope else None,
         mlp=_llama4_mlp(keys, layer),
         qkv_bias=has_bias,
@@ -108,15 +117,17 @@ LLAMA4 = Family(
         "moe_layers": None,
         "interleave_moe_layer_step": 1,
     },
-    layer=_llama4_layer,
+    build_layer=_llama4_layer,
     tensors={
         **LLAMA_TENSORS,
         **gated_tensors("layers.*.mlp", _LLAMA4_FFN),
         **gated_tensors("layers.*.mlp.shared_expert", f"{_LLAMA4_FFN}.shared_expert"),
-        "layers.*.mlp.router": Stored((f"{_LLAMA4_FFN}.router",)),
-        "layers.*.mlp.gate_up_proj.weight": Stored((f"{_LLAMA4_EXPERTS}.gate_up_proj",), "experts_stacked"),
-        "layers.*.mlp.down_proj.weight": Stored((f"{_LLAMA4_EXPERTS}.down_proj",), "array"),
+        "layers.*.mlp.router": HFTensors((f"{_LLAMA4_FFN}.router",)),
+        "layers.*.mlp.gate_up_proj.weight": HFTensors(
+            (f"{_LLAMA4_EXPERTS}.gate_up_proj",), "experts_stacked"
+        ),
+        "layers.*.mlp.down_proj.weight": HFTensors((f"{_LLAMA4_EXPERTS}.down_proj",), "array"),
     },
     aliases={"num_local_experts": "num_experts"},
-    harmless=("for_llm_compressor",),
+    ignored_keys=("for_llm_compressor",),
 )

@@ -1,4 +1,4 @@
-"""Arcee's AFM: a Llama whose MLPs have no gates."""
+"""Families derived from Llama, such as Arcee, Helium, SmolLM3, Seed-OSS, Nemotron and MiniCPM."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from jattn.models.families.layer_builders import (
     FULL,
     SLIDING,
     gated_mlp,
-    is_rotated,
+    layer_has_rope,
     layer_type,
     llama_layer,
     plain_mlp,
@@ -23,7 +23,7 @@ from jattn.models.families.tensor_mappings import (
     PLAIN_MLP_TENSORS,
     QK_NORM_TENSORS,
 )
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.specs import LayerSpec, NormSpec, QKNorm
 from pallas_kernels.checks import require, require_int
 
@@ -45,7 +45,7 @@ ARCEE = Family(
         "bos_token_id": 128000,
         "eos_token_id": 128001,
     },
-    layer=_arcee_layer,
+    build_layer=_arcee_layer,
     tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
 )
 
@@ -68,7 +68,7 @@ JAIS2 = dataclasses.replace(
 )
 
 
-# Helium: a Llama that rotates neighbours, and rounds its norms once.
+# Helium: a Llama with interleaved RoPE, whose norms round once.
 def _helium_layer(keys: Keys, layer: int) -> LayerSpec:
     mlp, pairs = gated_mlp(keys, has_bias=bool(keys["mlp_bias"])), rope(keys, interleaved=True)
     return llama_layer(keys, rope=pairs, mlp=mlp, qkv_bias=bool(keys["attention_bias"]))
@@ -85,23 +85,26 @@ HELIUM = dataclasses.replace(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-8,
     },
-    layer=_helium_layer,
+    build_layer=_helium_layer,
     norm="rms_f32",
 )
 
 
-# CWM: a Llama with a window in three of four layers.
+# CWM: a Llama with a sliding window in three of four layers.
 _CWM_LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def _cwm_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, SLIDING if layer % 4 else FULL)
-    said = keys["rope_parameters"] or keys["rope_scaling"]
-    turned = {**keys, "rope_parameters": said or {**_CWM_LLAMA3, "original_max_position_embeddings": 8192}}
+    attention_type = layer_type(keys, layer, SLIDING if layer % 4 else FULL)
+    parameters = keys["rope_parameters"] or keys["rope_scaling"]
+    rope_keys = {
+        **keys,
+        "rope_parameters": parameters or {**_CWM_LLAMA3, "original_max_position_embeddings": 8192},
+    }
     return llama_layer(
         keys,
-        window=keys["sliding_window"] if kind == SLIDING else None,
-        rope=rope({**turned, "rope_scaling": None}, kind),
+        window=keys["sliding_window"] if attention_type == SLIDING else None,
+        rope=rope({**rope_keys, "rope_scaling": None}, attention_type),
         mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
     )
 
@@ -122,20 +125,20 @@ CWM = Family(
         "eos_token_id": lambda keys: [128001, 128008, 128009],
         "mlp_bias": False,
     },
-    layer=_cwm_layer,
+    build_layer=_cwm_layer,
     tensors=LLAMA_TENSORS,
 )
 
 
-# SmolLM3: every fourth layer has no rope; a window there, where it is switched on.
+# SmolLM3: every fourth layer has no RoPE, and a sliding window if it is enabled.
 def _smollm3_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_rope, has_bias = is_rotated(keys, layer), bool(keys["attention_bias"])
+    has_rope, has_bias = layer_has_rope(keys, layer), bool(keys["attention_bias"])
     has_window = bool(keys["use_sliding_window"]) and keys["sliding_window"] is not None
-    kind = layer_type(keys, layer, SLIDING if has_window and not has_rope else FULL)
+    attention_type = layer_type(keys, layer, SLIDING if has_window and not has_rope else FULL)
     return llama_layer(
         keys,
-        window=keys["sliding_window"] if has_window and kind == SLIDING else None,
-        rope=rope(keys, kind) if has_rope else None,
+        window=keys["sliding_window"] if has_window and attention_type == SLIDING else None,
+        rope=rope(keys, attention_type) if has_rope else None,
         mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
         qkv_bias=has_bias,
         out_bias=has_bias,
@@ -161,13 +164,13 @@ SMOLLM3 = Family(
         "attention_bias": False,
         "mlp_bias": False,
     },
-    layer=_smollm3_layer,
+    build_layer=_smollm3_layer,
     tensors=LLAMA_TENSORS,
-    harmless=("max_window_layers",),
+    ignored_keys=("max_window_layers",),
 )
 
 
-# Seed-OSS: a Llama with biases of queries, keys and values.
+# Seed-OSS: a Llama with biases for queries, keys and values.
 def _seed_oss_layer(keys: Keys, layer: int) -> LayerSpec:
     return llama_layer(
         keys,
@@ -189,12 +192,12 @@ SEED_OSS = Family(
         "attention_bias": True,
         "attention_out_bias": False,
     },
-    layer=_seed_oss_layer,
+    build_layer=_seed_oss_layer,
     tensors=LLAMA_TENSORS,
 )
 
 
-# Nemotron, Minitron: LayerNorm by 1 + weight, MLPs without gates, half of each head rotated.
+# Nemotron, Minitron: LayerNorm scaled by 1 + weight, MLPs without gates, RoPE in half of each head.
 def _nemotron_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
@@ -221,13 +224,13 @@ NEMOTRON = Family(
         "mlp_bias": False,
     },
     aliases={"norm_eps": "rms_norm_eps"},
-    layer=_nemotron_layer,
+    build_layer=_nemotron_layer,
     norm="layer_offset",
     tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
 )
 
 
-# MiniCPM: a Llama whose embeddings, sums and logits are scaled with its width and depth.
+# MiniCPM: a Llama with scaled embeddings, residuals and logits.
 def _minicpm_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(keys, qkv_bias=has_bias, out_bias=has_bias)
@@ -255,16 +258,19 @@ MINICPM = Family(
         "dim_model_base": 1,
         "scale_depth": 1.0,
     },
-    layer=_minicpm_layer,
-    model=_minicpm_model,
+    build_layer=_minicpm_layer,
+    config_fields=_minicpm_model,
     tensors=LLAMA_TENSORS,
-    harmless=("mup_denominator",),
+    ignored_keys=("mup_denominator",),
 )
 
 
-# EXAONE 4: norms behind attention and MLP; windows in some layers, and a rope in those alone.
+# EXAONE 4: norms after attention and MLP; sliding windows in some layers, RoPE in these only.
 def _exaone4_pattern(keys: Keys, layer: int) -> str:
-    """Numbers count layers to the next full one; a word has a letter a layer, L for a window."""
+    """Return a layer's type by sliding_window_pattern.
+
+    The pattern is the interval of full-attention layers, or a string with a letter per layer, L for a window.
+    """
     pattern, window = keys["sliding_window_pattern"], keys["sliding_window"]
     pattern = 4 if pattern is None else pattern
     if window is None or not pattern:
@@ -301,18 +307,18 @@ EXAONE4 = Family(
         "sliding_window_pattern": None,
         "layer_types": None,
     },
-    layer=_exaone4_layer,
+    build_layer=_exaone4_layer,
     norm_placement="after",
     tensors={**NORMS_AFTER_TENSORS, **QK_NORM_TENSORS},
 )
 
 
-# nanochat: norms without weights, behind the embedding and the rope, too; a rope that turns back.
+# nanochat: norms without weights, also after the embedding and after RoPE, which is reversed.
 def _nanochat_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias, norm = bool(keys["attention_bias"]), NormSpec("rms_no_weight", keys["rms_norm_eps"])
     return llama_layer(
         keys,
-        rope=dataclasses.replace(rope(keys), turns_back=True),
+        rope=dataclasses.replace(rope(keys), is_reversed=True),
         mlp=plain_mlp(keys, has_bias=False),
         qkv_bias=has_bias,
         out_bias=has_bias,
@@ -335,8 +341,8 @@ NANOCHAT = Family(
         "eos_token_id": 1,
         "attention_bias": False,
     },
-    layer=_nanochat_layer,
-    model=lambda keys: {
+    build_layer=_nanochat_layer,
+    config_fields=lambda keys: {
         "has_embedding_norm": True,
         "final_logit_softcapping": keys["final_logit_softcapping"] and float(keys["final_logit_softcapping"]),
     },
@@ -347,13 +353,13 @@ NANOCHAT = Family(
             f"layers.*.self_attn.{name}": LLAMA_TENSORS[f"layers.*.self_attn.{name}"]
             for name in _NANOCHAT_ATTENTION
         },
-        "layers.*.mlp.up_proj": Stored((f"{_NANOCHAT_MLP}.fc1",)),
-        "layers.*.mlp.down_proj": Stored((f"{_NANOCHAT_MLP}.fc2",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_NANOCHAT_MLP}.fc1",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_NANOCHAT_MLP}.fc2",)),
     },
 )
 
 
-# Apertus: MLPs without gates, whose activation (xIELU) is learned; queries and keys normalised.
+# Apertus: MLPs without gates, a learned activation (xIELU), norms of queries and keys.
 _APERTUS_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
@@ -390,27 +396,27 @@ APERTUS = Family(
         "eos_token_id": 2,
         "attention_bias": False,
     },
-    layer=_apertus_layer,
+    build_layer=_apertus_layer,
     tensors={
         **LLAMA_TENSORS,
         **QK_NORM_TENSORS,
         **PLAIN_MLP_TENSORS,
-        "layers.*.input_layernorm": Stored((f"{_APERTUS_LAYER}.attention_layernorm",)),
-        "layers.*.post_attention_layernorm": Stored((f"{_APERTUS_LAYER}.feedforward_layernorm",)),
+        "layers.*.input_layernorm": HFTensors((f"{_APERTUS_LAYER}.attention_layernorm",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_APERTUS_LAYER}.feedforward_layernorm",)),
         **{
-            f"layers.*.mlp.activation.{name}": Stored((f"{_APERTUS_LAYER}.mlp.act_fn.{name}",), "array")
+            f"layers.*.mlp.activation.{name}": HFTensors((f"{_APERTUS_LAYER}.mlp.act_fn.{name}",), "array")
             for name in ("alpha_p", "alpha_n", "beta", "eps")
         },
     },
-    only={
+    supported_values={
         "mlp_bias": ((False,), "MLPs have no biases"),
-        "post_norm": ((False,), "norms stand before attention and MLP"),
-        "qk_norm": ((True,), "queries and keys are normalised"),
+        "post_norm": ((False,), "norms come before attention and MLP"),
+        "qk_norm": ((True,), "queries and keys are normalized"),
     },
 )
 
 
-# StableLM: a Llama with LayerNorms that rotates a quarter of each head.
+# StableLM: a Llama with LayerNorm and RoPE in a quarter of each head.
 def _stablelm_layer(keys: Keys, layer: int) -> LayerSpec:
     norm = QKNorm(norm=NormSpec("layer_no_bias", keys["rms_norm_eps"]), over="own_head")
     return llama_layer(
@@ -438,15 +444,15 @@ STABLELM = Family(
         "qk_layernorm": False,
         "use_parallel_residual": False,
     },
-    layer=_stablelm_layer,
-    model=lambda keys: {"norm_placement": "parallel" if keys["use_parallel_residual"] else "before"},
+    build_layer=_stablelm_layer,
+    config_fields=lambda keys: {"norm_placement": "parallel" if keys["use_parallel_residual"] else "before"},
     norm="layer",
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.self_attn.q_norm.weight": Stored(
+        "layers.*.self_attn.q_norm.weight": HFTensors(
             (f"{_STABLELM_ATTENTION}.q_layernorm.norms.#.weight",), "rows_apart"
         ),
-        "layers.*.self_attn.k_norm.weight": Stored(
+        "layers.*.self_attn.k_norm.weight": HFTensors(
             (f"{_STABLELM_ATTENTION}.k_layernorm.norms.#.weight",), "rows_apart"
         ),
     },

@@ -1,4 +1,4 @@
-"""Mistral: a window in every layer, unless it is switched off."""
+"""Mistral, Ministral, Mixtral and MiniMax-M2."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import FULL, SLIDING, experts, layer_type, llama_layer, rope
 from jattn.models.families.tensor_mappings import ALL_HEADS_TENSORS, FUSED_EXPERT_TENSORS, LLAMA_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, NormSpec, QKNorm, Temperature
+from jattn.models.specs import AttentionTemperature, LayerSpec, NormSpec, QKNorm
 from pallas_kernels.checks import require_number
 
-# Mistral: a window in every layer, unless it is switched off.
+# Mistral: a sliding window in every layer, unless it is null.
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
@@ -23,29 +23,31 @@ MISTRAL = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    layer=lambda keys, layer: llama_layer(keys, window=keys["sliding_window"]),
+    build_layer=lambda keys, layer: llama_layer(keys, window=keys["sliding_window"]),
     tensors=LLAMA_TENSORS,
-    harmless=("layer_types", "attention_bias", "mlp_bias"),
+    ignored_keys=("layer_types", "attention_bias", "mlp_bias"),
 )
 
 
-# Ministral: windows by layer; Ministral 3: yarn, and a temperature by position.
+# Ministral: sliding windows in some layers. Ministral 3: YaRN, and an attention temperature by position.
 def _ministral(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, FULL if keys["sliding_window"] is None else SLIDING)
-    window = keys["sliding_window"] if kind == SLIDING else None
-    return llama_layer(keys, window=window, rope=rope(keys, kind))
+    attention_type = layer_type(keys, layer, FULL if keys["sliding_window"] is None else SLIDING)
+    window = keys["sliding_window"] if attention_type == SLIDING else None
+    return llama_layer(keys, window=window, rope=rope(keys, attention_type))
 
 
 def _ministral3(keys: Keys, layer: int) -> LayerSpec:
-    said = (keys["rope_parameters"] or keys["rope_scaling"] or {}).items()
-    given = {key: value for key, value in said if value is not None}
-    beta: Any = given.pop("llama_4_scaling_beta", 0)
-    given.pop("max_position_embeddings", None)
-    turned = rope({**keys, "rope_parameters": given, "rope_scaling": None})
-    original: Any = given.get("original_max_position_embeddings", keys["max_position_embeddings"])
+    items = (keys["rope_parameters"] or keys["rope_scaling"] or {}).items()
+    parameters = {key: value for key, value in items if value is not None}
+    beta: Any = parameters.pop("llama_4_scaling_beta", 0)
+    parameters.pop("max_position_embeddings", None)
+    rotary = rope({**keys, "rope_parameters": parameters, "rope_scaling": None})
+    original: Any = parameters.get("original_max_position_embeddings", keys["max_position_embeddings"])
     require_number(llama_4_scaling_beta=beta)
-    tuned = Temperature(floor_scale=float(original), attn_scale=float(beta), first=0) if beta else None
-    return llama_layer(keys, window=keys["sliding_window"], rope=turned, temperature=tuned)
+    tuned = (
+        AttentionTemperature(floor_scale=float(original), attn_scale=float(beta), first=0) if beta else None
+    )
+    return llama_layer(keys, window=keys["sliding_window"], rope=rotary, temperature=tuned)
 
 
 _MINISTRAL_YARN = {
@@ -63,7 +65,7 @@ MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
     defaults={**MISTRAL.defaults, "layer_types": None},
-    layer=_ministral,
+    build_layer=_ministral,
     tensors=LLAMA_TENSORS,
 )
 MINISTRAL3 = Family(
@@ -80,15 +82,15 @@ MINISTRAL3 = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    layer=_ministral3,
+    build_layer=_ministral3,
     tensors=LLAMA_TENSORS,
-    harmless=("layer_types",),
+    ignored_keys=("layer_types",),
 )
 
 
 # Mixtral: Mistral with experts for MLPs.
 def _mixtral_layer(keys: Keys, layer: int) -> LayerSpec:
-    return llama_layer(keys, window=keys["sliding_window"], mlp=experts(keys, Routing(normalizes=True)))
+    return llama_layer(keys, window=keys["sliding_window"], mlp=experts(keys, Routing(renormalize=True)))
 
 
 _MIXTRAL_MOE, _MIXTRAL_EXPERT = "model.layers.*.block_sparse_moe", "model.layers.*.block_sparse_moe.experts.#"
@@ -107,22 +109,22 @@ MIXTRAL = Family(
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },
-    layer=_mixtral_layer,
+    build_layer=_mixtral_layer,
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.mlp.router": Stored((f"{_MIXTRAL_MOE}.gate",)),
-        "layers.*.mlp.gate_up_proj.weight": Stored(
+        "layers.*.mlp.router": HFTensors((f"{_MIXTRAL_MOE}.gate",)),
+        "layers.*.mlp.gate_up_proj.weight": HFTensors(
             (f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight"), "experts_apart"
         ),
-        "layers.*.mlp.down_proj.weight": Stored((f"{_MIXTRAL_EXPERT}.w2.weight",), "experts_down_apart"),
+        "layers.*.mlp.down_proj.weight": HFTensors((f"{_MIXTRAL_EXPERT}.w2.weight",), "experts_down_apart"),
     },
-    other_tensors=FUSED_EXPERT_TENSORS,
+    alternative_tensors=FUSED_EXPERT_TENSORS,
     aliases={"num_local_experts": "num_experts"},
-    harmless=("layer_types", "attention_bias"),
+    ignored_keys=("layer_types", "attention_bias"),
 )
 
 
-# MiniMax-M2: experts by corrected sigmoids, a part of each head rotated, all heads normalised as one.
+# MiniMax-M2: sigmoid router with a correction bias, partial RoPE, norms over all heads.
 def _minimax_m2_layer(keys: Keys, layer: int) -> LayerSpec:
     part = keys["partial_rotary_factor"]
     if part is None and keys["rotary_dim"]:
@@ -130,7 +132,7 @@ def _minimax_m2_layer(keys: Keys, layer: int) -> LayerSpec:
     return llama_layer(
         keys,
         rope=rope({**keys, "partial_rotary_factor": part}, is_partial=True),
-        mlp=experts(keys, Routing(scores="sigmoid", normalizes=True, is_corrected=True)),
+        mlp=experts(keys, Routing(scores="sigmoid", renormalize=True, has_correction_bias=True)),
         qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), over="all_heads"),
     )
 
@@ -151,27 +153,27 @@ MINIMAX_M2 = Family(
         "num_experts": 256,
         "num_experts_per_tok": 8,
     },
-    layer=_minimax_m2_layer,
+    build_layer=_minimax_m2_layer,
     tensors={
         **MIXTRAL.tensors,
         **ALL_HEADS_TENSORS,
-        "layers.*.mlp.router_correction": Stored((f"{_MINIMAX_M2_MLP}.e_score_correction_bias",), "array"),
+        "layers.*.mlp.router_correction": HFTensors((f"{_MINIMAX_M2_MLP}.e_score_correction_bias",), "array"),
     },
-    other_tensors={
+    alternative_tensors={
         **FUSED_EXPERT_TENSORS,
-        "layers.*.mlp.router_correction": Stored(("model.layers.*.mlp.e_score_correction_bias",), "array"),
+        "layers.*.mlp.router_correction": HFTensors(("model.layers.*.mlp.e_score_correction_bias",), "array"),
     },
     aliases={"num_local_experts": "num_experts"},
-    only={
+    supported_values={
         "scoring_func": (("sigmoid",), "scores are sigmoids"),
-        "use_qk_norm": ((True,), "queries and keys are normalised"),
-        "qk_norm_type": (("per_layer",), "all heads are normalised as one"),
-        "shared_intermediate_size": ((0,), "tokens share no expert"),
-        "use_routing_bias": ((True,), "scores are corrected"),
+        "use_qk_norm": ((True,), "queries and keys are normalized"),
+        "qk_norm_type": (("per_layer",), "all heads are normalized together"),
+        "shared_intermediate_size": ((0,), "there is no shared expert"),
+        "use_routing_bias": ((True,), "scores have a correction bias"),
     },
-    harmless=(
+    ignored_keys=(
         *("attn_type_list", "use_mtp", "mtp_transformer_layers"),
-        "mlp_intermediate_size",  # of the dense layers that it has none of
+        "mlp_intermediate_size",  # width of dense layers, which it does not have
         *("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
     ),
 )

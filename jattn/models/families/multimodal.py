@@ -1,14 +1,14 @@
-"""Models of text and more whose text part is a decoder of one of the families."""
+"""Multimodal models whose text model is a decoder of a supported family."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families.config_keys import NULL_IS_SILENCE, SIZES, check_kinds
+from jattn.models.families.config_keys import NULL_MEANS_DEFAULT, SIZES, check_types
 from jattn.models.families.family import Keys
 from pallas_kernels.checks import require
 
-# model_type and architecture -> the text part's model_type where text_config does not say it.
-WRAPPERS = {
+# model_type and architecture, mapped to the text model's model_type if text_config has none.
+MULTIMODAL_MODELS = {
     ("gemma3", "Gemma3ForConditionalGeneration"): "gemma3_text",
     ("llama4", "Llama4ForConditionalGeneration"): "llama4_text",
     ("mistral3", "Mistral3ForConditionalGeneration"): "mistral",
@@ -27,14 +27,14 @@ _QWEN2_VL: Keys = {
     "num_key_value_heads": 8,
     "max_window_layers": 80,
 }
-# Names that a text part has for itself -> its family's, and what silence means where that is something else.
+# model_type of text_config, mapped to the family's keys: its model_type, and defaults that differ.
 _TEXT_TYPES: Mapping[str, Keys] = {
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": {"model_type": "qwen3", "rope_theta": 500000.0, "max_position_embeddings": 128000},
 }
-# Of a text part transformers writes what differs from its class alone (LLaVA 1.5): by model_type, its SIZES.
-_SIZES_OF = {
+# Default SIZES by model_type: transformers may write only the values of text_config that differ (LLaVA 1.5).
+_DEFAULT_SIZES = {
     "llama": (32000, 4096, 11008, 32, 32),
     "mistral": (32000, 4096, 14336, 32, 32),
     "qwen2": (151936, 4096, 22016, 32, 32),
@@ -45,69 +45,75 @@ _SIZES_OF = {
     "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64),
     "qwen3_vl_text": (151936, 4096, 22016, 32, 32),
 }
-# What an older config.json, whose text part is the whole but for these, says of the rest.
-_OF_THE_REST = (
+# Keys of older config.json files without text_config that do not belong to the text model.
+_VISION_KEYS = (
     *("vision_config", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
     *("image_token_id", "video_token_id"),
 )
 _DTYPES = ("dtype", "torch_dtype")
-# What the whole may say for its text part; it counts before what that says, as in transformers.
-_OF_THE_WHOLE = (*_DTYPES, "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
-# Beginnings of the names of tensors that have no part in text.
-_PASSED_OVER = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
-PASSED_OVER = (*_PASSED_OVER, *(f"model.{name}" for name in _PASSED_OVER))
+# Top-level keys that take precedence over text_config's, as in transformers.
+_OUTER_KEYS = (*_DTYPES, "bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+# Name prefixes of tensors that do not belong to the text model.
+_NON_TEXT_MODULES = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline")
+NON_TEXT_PREFIXES = (*_NON_TEXT_MODULES, *(f"model.{name}" for name in _NON_TEXT_MODULES))
 
 
-def is_wrapper(hf: Keys) -> bool:
-    """Whether a config.json is of a model of text and more that is known here."""
+def is_multimodal(hf: Keys) -> bool:
+    """Return whether a config.json belongs to a supported multimodal model."""
     return _text_type(hf) is not None
 
 
-def text_part(hf: Keys) -> Keys:
-    """A config.json of text alone: of a model of text and more, its text part.
+def extract_text_config(hf: Keys) -> Keys:
+    """Return the config.json of a multimodal model's text model; others are returned unchanged.
 
     Raises:
-        ValueError: `text_config` is no object.
+        ValueError: If `text_config` is not an object.
     """
     text_type = _text_type(hf)
     if text_type is None:
         return hf
     text = hf.get("text_config") or {}
     require(isinstance(text, Mapping), "text_config", "be an object", repr(text))
-    check_kinds(text)
-    own = f"{hf.get('model_type')}_text"
-    if not text and own in _TEXT_TYPES:
-        text = {key: value for key, value in hf.items() if key not in _OF_THE_REST} | {"model_type": own}
-    outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
-    hidden = {"architectures", *(_DTYPES if outer.keys() & {*_DTYPES} else ())}  # of the body alone, perhaps
-    told = {key: value for key, value in text.items() if key not in hidden}
-    if "tie_word_embeddings" in outer:  # the whole has the output projection, but either may tie it
+    check_types(text)
+    own_type = f"{hf.get('model_type')}_text"
+    if not text and own_type in _TEXT_TYPES:
+        text = {key: value for key, value in hf.items() if key not in _VISION_KEYS} | {"model_type": own_type}
+    outer = {key: hf[key] for key in _OUTER_KEYS if hf.get(key) is not None}
+    hidden = {
+        "architectures",
+        *(_DTYPES if outer.keys() & {*_DTYPES} else ()),
+    }  # text_config's may be those of the base model
+    values = {key: value for key, value in text.items() if key not in hidden}
+    if "tie_word_embeddings" in outer:  # the outer model has the output projection, but either may tie it
         outer["tie_word_embeddings"] = bool(outer["tie_word_embeddings"] or text.get("tie_word_embeddings"))
-    text_type = own if own in _TEXT_TYPES else text_type
-    return _by_its_family({"model_type": text_type, **told, **outer})
+    text_type = own_type if own_type in _TEXT_TYPES else text_type
+    return _as_family_config({"model_type": text_type, **values, **outer})
 
 
-def _by_its_family(text: Keys) -> Keys:
-    """A text part by its family's name, its rope as text alone turns: the sections of images turn alike."""
-    text = dict(zip(SIZES, _SIZES_OF.get(text["model_type"], ()), strict=False)) | {**text}
+def _as_family_config(text: Keys) -> Keys:
+    """Return a text_config with its family's model_type and a plain rope.
+
+    For text, all sections of a multimodal rope (mrope) rotate alike, as a plain rope does.
+    """
+    text = dict(zip(SIZES, _DEFAULT_SIZES.get(text["model_type"], ()), strict=False)) | {**text}
     if text["model_type"] not in _TEXT_TYPES:
         return text
-    said = {key: value for key, value in text.items() if value is not None or key not in NULL_IS_SILENCE}
-    keys = {**_TEXT_TYPES[text["model_type"]], **said}
+    values = {key: value for key, value in text.items() if value is not None or key not in NULL_MEANS_DEFAULT}
+    keys = {**_TEXT_TYPES[text["model_type"]], **values}
     for key in ("rope_scaling", "rope_parameters"):
-        given = keys.get(key)
-        if isinstance(given, Mapping):
-            kinds = {name: "default" for name in ("type", "rope_type") if given.get(name) == "mrope"}
-            turned = {name: value for name, value in given.items() if not name.startswith("mrope_")}
-            keys[key] = turned | kinds
+        rope = keys.get(key)
+        if isinstance(rope, Mapping):
+            types = {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            keys[key] = plain | types
     return keys | {"model_type": _TEXT_TYPES[text["model_type"]]["model_type"]}
 
 
-def text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's tensors that have a part in text."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(PASSED_OVER)}
+def drop_non_text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's tensors without those of vision towers and projectors."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(NON_TEXT_PREFIXES)}
 
 
 def _text_type(hf: Keys) -> str | None:
-    said = {hf.get("model_type"), *(hf.get("architectures") or ())}
-    return next((text for names, text in WRAPPERS.items() if said & {*names}), None)
+    names = {hf.get("model_type"), *(hf.get("architectures") or ())}
+    return next((text_type for keys, text_type in MULTIMODAL_MODELS.items() if names & {*keys}), None)

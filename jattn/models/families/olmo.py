@@ -1,4 +1,4 @@
-"""OLMo: a Llama whose norms have no weights."""
+"""OLMo 1 to 3, OLMoE and FlexOlmo."""
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
@@ -31,15 +31,15 @@ OLMO = Family(
         "attention_bias": False,
         "clip_qkv": None,
     },
-    layer=_olmo_layer,
+    build_layer=_olmo_layer,
     norm="layer_no_weight",
     tensors=LLAMA_TENSORS,
 )
 
 
-# OLMo 2: norms behind attention and MLP; queries and keys are normalised over all heads.
+# OLMo 2: norms after attention and MLP; queries and keys are normalized over all heads.
 def all_heads(keys: Keys) -> QKNorm:
-    """A norm of all heads as one."""
+    """Return the norm of queries and keys over all heads."""
     return QKNorm(norm=NormSpec("rms_f32", keys["rms_norm_eps"]), over="all_heads")
 
 
@@ -58,21 +58,21 @@ OLMO2 = Family(
         "eos_token_id": 50279,
         "attention_bias": False,
     },
-    layer=_olmo2_layer,
+    build_layer=_olmo2_layer,
     norm="rms_f32",
     norm_placement="after",
     tensors={**NORMS_AFTER_TENSORS, **ALL_HEADS_TENSORS},
 )
 
 
-# OLMo 3: OLMo 2 with a window in three of four layers, and a rope that is scaled in the others.
+# OLMo 3: OLMo 2 with a sliding window in three of four layers, and scaled RoPE in the others.
 def _olmo3_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = layer_type(keys, layer, SLIDING if (layer + 1) % 4 else FULL)
+    attention_type = layer_type(keys, layer, SLIDING if (layer + 1) % 4 else FULL)
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
         keys,
-        window=keys["sliding_window"] if kind == SLIDING else None,
-        rope=rope_by_type(keys, kind, keys["rope_theta"]),
+        window=keys["sliding_window"] if attention_type == SLIDING else None,
+        rope=rope_by_type(keys, attention_type, keys["rope_theta"]),
         qkv_bias=has_bias,
         out_bias=has_bias,
         qk_norm=all_heads(keys),
@@ -83,17 +83,17 @@ OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     defaults={**OLMO2.defaults, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
-    layer=_olmo3_layer,
+    build_layer=_olmo3_layer,
     norm=OLMO2.norm,
     norm_placement=OLMO2.norm_placement,
     tensors=OLMO2.tensors,
 )
 
 
-# OLMoE: experts in every layer; queries and keys are normalised over all heads.
+# OLMoE: experts in every layer; queries and keys are normalized over all heads.
 def _olmoe_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
-    mlp = experts(keys, Routing(normalizes=bool(keys["norm_topk_prob"])))
+    mlp = experts(keys, Routing(renormalize=bool(keys["norm_topk_prob"])))
     return llama_layer(keys, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias, qk_norm=all_heads(keys))
 
 
@@ -110,12 +110,12 @@ OLMOE = Family(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    layer=_olmoe_layer,
+    build_layer=_olmoe_layer,
     norm="rms_f32",
     tensors={**LLAMA_TENSORS, **ALL_HEADS_TENSORS, **EXPERT_TENSORS},
-    only={"clip_qkv": ((), "it would be cut off behind a norm")},
+    supported_values={"clip_qkv": ((), "clipping after a norm is not supported")},
     aliases={"num_local_experts": "num_experts"},
-    other_tensors=FUSED_EXPERT_TENSORS,
+    alternative_tensors=FUSED_EXPERT_TENSORS,
 )
 
 
@@ -131,10 +131,10 @@ FLEX_OLMO = Family(
         "num_experts": 7,
         "num_experts_per_tok": 5,
     },
-    layer=OLMOE.layer,
+    build_layer=OLMOE.build_layer,
     norm=OLMO2.norm,
     norm_placement=OLMO2.norm_placement,
     tensors={**NORMS_AFTER_TENSORS, **ALL_HEADS_TENSORS, **EXPERT_TENSORS},
     aliases=OLMOE.aliases,
-    other_tensors=FUSED_EXPERT_TENSORS,
+    alternative_tensors=FUSED_EXPERT_TENSORS,
 )

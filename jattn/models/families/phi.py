@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5, Phi-2: attention and MLP side by side, LayerNorm, partial rotation, biases everywhere."""
+"""Phi-1 to Phi-4-mini, Phi-3-small, Phi-3.5-MoE and Persimmon."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +15,13 @@ from jattn.models.families.layer_builders import (
 )
 from jattn.models.families.mistral import MIXTRAL
 from jattn.models.families.tensor_mappings import FUSED_EXPERT_TENSORS, LLAMA_TENSORS
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
 from jattn.models.specs import LayerSpec, MLPSpec, NormSpec, QKNorm
 
 
-# Phi-1, Phi-1.5, Phi-2: attention and MLP side by side, LayerNorm, partial rotation, biases everywhere.
+# Phi-1, Phi-1.5, Phi-2: parallel attention and MLP, LayerNorm, partial RoPE, biases everywhere.
 def _phi_layer(keys: Keys, layer: int) -> LayerSpec:
     norm = QKNorm(norm=NormSpec("layer", keys["rms_norm_eps"]))
     return llama_layer(
@@ -48,36 +48,36 @@ PHI = Family(
         "eos_token_id": 2,
         "qk_layernorm": False,
     },
-    layer=_phi_layer,
-    model=lambda keys: {"has_head_bias": True},
+    build_layer=_phi_layer,
+    config_fields=lambda keys: {"has_head_bias": True},
     norm="layer",
     norm_placement="parallel",
     tensors={
         "embed_tokens": LLAMA_TENSORS["embed_tokens"],
         "layers.*.input_layernorm": LLAMA_TENSORS["layers.*.input_layernorm"],
         "layers.*.self_attn.qkv_proj": LLAMA_TENSORS["layers.*.self_attn.qkv_proj"],
-        "layers.*.self_attn.q_norm": Stored((f"{_PHI_LAYER}.self_attn.q_layernorm",)),
-        "layers.*.self_attn.k_norm": Stored((f"{_PHI_LAYER}.self_attn.k_layernorm",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_PHI_LAYER}.self_attn.dense",)),
-        "layers.*.mlp.up_proj": Stored((f"{_PHI_LAYER}.mlp.fc1",)),
-        "layers.*.mlp.down_proj": Stored((f"{_PHI_LAYER}.mlp.fc2",)),
-        "norm": Stored(("model.final_layernorm",)),
+        "layers.*.self_attn.q_norm": HFTensors((f"{_PHI_LAYER}.self_attn.q_layernorm",)),
+        "layers.*.self_attn.k_norm": HFTensors((f"{_PHI_LAYER}.self_attn.k_layernorm",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_PHI_LAYER}.self_attn.dense",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_PHI_LAYER}.mlp.fc1",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_PHI_LAYER}.mlp.fc2",)),
+        "norm": HFTensors(("model.final_layernorm",)),
         "lm_head": LLAMA_TENSORS["lm_head"],
     },
     aliases={"layer_norm_eps": "rms_norm_eps"},
-    only={"tie_word_embeddings": ((False,), "its output projection has a bias of its own")},
+    supported_values={"tie_word_embeddings": ((False,), "its output projection has a bias")},
 )
 
 
-# Phi-3, Phi-3.5, Phi-4-mini: a Llama with projections stored as one; longrope, partial rotation.
+# Phi-3, Phi-3.5, Phi-4-mini: a Llama with fused projections, longrope and partial RoPE.
 def _phi3_rope(keys: Keys) -> Rope:
-    """With older names of longrope."""
-    given = dict(keys["rope_scaling"] or keys["rope_parameters"] or {})
-    kind = given.pop("type", None)
-    given["rope_type"] = given.get("rope_type", kind)
-    if given["rope_type"] in ("su", "yarn"):
-        given["rope_type"] = "longrope"
-    return rope({**keys, "rope_scaling": None, "rope_parameters": given}, is_partial=True)
+    """Return the rotary embedding, accepting older names of longrope."""
+    parameters = dict(keys["rope_scaling"] or keys["rope_parameters"] or {})
+    kind = parameters.pop("type", None)
+    parameters["rope_type"] = parameters.get("rope_type", kind)
+    if parameters["rope_type"] in ("su", "yarn"):
+        parameters["rope_type"] = "longrope"
+    return rope({**keys, "rope_scaling": None, "rope_parameters": parameters}, is_partial=True)
 
 
 def _phi3_layer(keys: Keys, layer: int) -> LayerSpec:
@@ -96,13 +96,13 @@ PHI3 = Family(
         "bos_token_id": 1,
         "eos_token_id": 32000,
     },
-    layer=_phi3_layer,
+    build_layer=_phi3_layer,
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.self_attn.qkv_proj": Stored(("model.layers.*.self_attn.qkv_proj",), "heads_stacked"),
-        "layers.*.mlp.gate_up_proj": Stored(("model.layers.*.mlp.gate_up_proj",)),
+        "layers.*.self_attn.qkv_proj": HFTensors(("model.layers.*.self_attn.qkv_proj",), "heads_stacked"),
+        "layers.*.mlp.gate_up_proj": HFTensors(("model.layers.*.mlp.gate_up_proj",)),
     },
-    only={
+    supported_values={
         **dict.fromkeys(
             ("attention_bias", "mlp_bias", "lm_head_bias"), ((False,), "its layers have no biases")
         ),
@@ -112,7 +112,7 @@ PHI3 = Family(
 )
 
 
-# Phi-3-small: block-sparse layers between dense ones, muP's scales, gegelu.
+# Phi-3-small: block-sparse layers between dense ones, muP scales, gegelu.
 def _phi3small_layer(keys: Keys, layer: int) -> LayerSpec:
     head_dim, scaling = keys["head_dim"], keys["rope_scaling"]
     if scaling is None and keys["rope_position_scale"] != 1:
@@ -134,7 +134,7 @@ def _phi3small_model(keys: Keys) -> Mapping[str, Any]:
     return {
         "embedding_scale": keys["mup_embedding_multiplier"] or None,
         "logit_scale": 1 / width if width else None,
-        "hidden_tokens": tuple(keys["dummy_token_indices"] or ()),
+        "suppressed_token_ids": tuple(keys["dummy_token_indices"] or ()),
     }
 
 
@@ -159,32 +159,32 @@ PHI3SMALL = Family(
         "dummy_token_indices": None,
         **dict.fromkeys(("bos_token_id", "eos_token_id"), 100257),
     },
-    layer=_phi3small_layer,
-    model=_phi3small_model,
+    build_layer=_phi3small_layer,
+    config_fields=_phi3small_model,
     norm="layer",
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.self_attn.qkv_proj": Stored(("model.layers.*.self_attn.query_key_value",)),
-        "layers.*.self_attn.o_proj": Stored(("model.layers.*.self_attn.dense",)),
-        "layers.*.mlp.gate_up_proj": Stored(("model.layers.*.mlp.up_proj",), "gates_in_turn"),
-        "norm": Stored(("model.final_layernorm",)),
+        "layers.*.self_attn.qkv_proj": HFTensors(("model.layers.*.self_attn.query_key_value",)),
+        "layers.*.self_attn.o_proj": HFTensors(("model.layers.*.self_attn.dense",)),
+        "layers.*.mlp.gate_up_proj": HFTensors(("model.layers.*.mlp.up_proj",), "gates_in_turn"),
+        "norm": HFTensors(("model.final_layernorm",)),
     },
     aliases={
         "ff_intermediate_size": "intermediate_size",
         "layer_norm_epsilon": "rms_norm_eps",
         "rope_embedding_base": "rope_theta",
     },
-    harmless=(  # projections have biases, whatever attention_bias says
+    ignored_keys=(  # its projections always have biases
         *("attention_bias", "gegelu_pad_to_256"),
         *("pad_sequence_to_multiple_of_64", "reorder_and_upcast_attn"),
     ),
 )
 
 
-# Phi-3.5-MoE: two experts a token, weighed one after the other; LayerNorm, longrope, biases.
+# Phi-3.5-MoE: two experts per token, weighted by sparsemixer; LayerNorm, longrope, biases.
 def _phimoe_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
-    routing = Routing(scores="one_by_one", margin=2 * keys["router_jitter_noise"])
+    routing = Routing(scores="sparsemixer", margin=2 * keys["router_jitter_noise"])
     return llama_layer(
         keys,
         window=keys["sliding_window"],
@@ -214,21 +214,21 @@ PHIMOE = Family(
         "attention_bias": False,
         "lm_head_bias": False,
     },
-    layer=_phimoe_layer,
-    model=lambda keys: {"has_head_bias": bool(keys["lm_head_bias"])},
+    build_layer=_phimoe_layer,
+    config_fields=lambda keys: {"has_head_bias": bool(keys["lm_head_bias"])},
     norm="layer",
     tensors=MIXTRAL.tensors,
-    other_tensors={
+    alternative_tensors={
         **FUSED_EXPERT_TENSORS,
-        "layers.*.mlp.router": Stored(("model.layers.*.mlp.router",)),
+        "layers.*.mlp.router": HFTensors(("model.layers.*.mlp.router",)),
     },
     aliases={"num_local_experts": "num_experts"},
-    only={"num_experts_per_tok": ((2,), "its scores are made for two experts")},
-    harmless=("input_jitter_noise",),
+    supported_values={"num_experts_per_tok": ((2,), "its router supports two experts per token")},
+    ignored_keys=("input_jitter_noise",),
 )
 
 
-# Persimmon: LayerNorm, also of queries and keys; MLPs without gates, half of each head rotated.
+# Persimmon: LayerNorm, also of queries and keys; MLPs without gates; RoPE in half of each head.
 _PERSIMMON_LAYER = "model.layers.*"
 PERSIMMON = Family(
     model_type="persimmon",
@@ -243,17 +243,17 @@ PERSIMMON = Family(
         "eos_token_id": 2,
         "qk_layernorm": True,
     },
-    layer=PHI.layer,
+    build_layer=PHI.build_layer,
     norm="layer",
     tensors={
         **LLAMA_TENSORS,
-        "layers.*.self_attn.qkv_proj": Stored((f"{_PERSIMMON_LAYER}.self_attn.query_key_value",)),
-        "layers.*.self_attn.o_proj": Stored((f"{_PERSIMMON_LAYER}.self_attn.dense",)),
-        "layers.*.self_attn.q_norm": Stored((f"{_PERSIMMON_LAYER}.self_attn.q_layernorm",)),
-        "layers.*.self_attn.k_norm": Stored((f"{_PERSIMMON_LAYER}.self_attn.k_layernorm",)),
-        "layers.*.mlp.up_proj": Stored((f"{_PERSIMMON_LAYER}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": Stored((f"{_PERSIMMON_LAYER}.mlp.dense_4h_to_h",)),
-        "norm": Stored(("model.final_layernorm",)),
+        "layers.*.self_attn.qkv_proj": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.query_key_value",)),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.dense",)),
+        "layers.*.self_attn.q_norm": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.q_layernorm",)),
+        "layers.*.self_attn.k_norm": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.k_layernorm",)),
+        "layers.*.mlp.up_proj": HFTensors((f"{_PERSIMMON_LAYER}.mlp.dense_h_to_4h",)),
+        "layers.*.mlp.down_proj": HFTensors((f"{_PERSIMMON_LAYER}.mlp.dense_4h_to_h",)),
+        "norm": HFTensors(("model.final_layernorm",)),
     },
     aliases={"layer_norm_eps": "rms_norm_eps"},
 )

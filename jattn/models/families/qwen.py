@@ -1,8 +1,16 @@
-"""Qwen2 and Qwen2.5: biases; a window from some layer on, where it is switched on."""
+"""Qwen2 and Qwen3, dense and with experts."""
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.layer_builders import FULL, SLIDING, experts, is_nth, layer_type, llama_layer, rope
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    experts,
+    is_nth_layer,
+    layer_type,
+    llama_layer,
+    rope,
+)
 from jattn.models.families.tensor_mappings import (
     EXPERT_TENSORS,
     FUSED_EXPERT_TENSORS,
@@ -10,11 +18,11 @@ from jattn.models.families.tensor_mappings import (
     QK_NORM_TENSORS,
     gated_tensors,
 )
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
 from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
 
-# Qwen2 and Qwen2.5: biases; a window from some layer on, where it is switched on.
+# Qwen2 and Qwen2.5: biases; a sliding window from some layer on if it is enabled.
 WINDOWS: Keys = {
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -24,33 +32,33 @@ WINDOWS: Keys = {
 
 
 def qwen_layer_type(keys: Keys, layer: int) -> str:
-    """Which attention a layer has."""
-    is_behind = keys["sliding_window"] is not None and layer >= keys["max_window_layers"]
-    return layer_type(keys, layer, SLIDING if is_behind and keys["use_sliding_window"] else FULL)
+    """Return a layer's attention type."""
+    is_sliding = keys["sliding_window"] is not None and layer >= keys["max_window_layers"]
+    return layer_type(keys, layer, SLIDING if is_sliding and keys["use_sliding_window"] else FULL)
 
 
 def qwen_window(keys: Keys, layer: int) -> int | None:
-    """Keys that a layer's queries see, themselves included; None = all."""
+    """Return a layer's sliding window in tokens, including the query's own; None = full attention."""
     is_sliding = qwen_layer_type(keys, layer) == SLIDING and keys["use_sliding_window"]
     return keys["sliding_window"] if is_sliding else None
 
 
 def _qwen2_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind = qwen_layer_type(keys, layer)
-    return llama_layer(keys, window=qwen_window(keys, layer), rope=rope(keys, kind), qkv_bias=True)
+    attention_type = qwen_layer_type(keys, layer)
+    return llama_layer(keys, window=qwen_window(keys, layer), rope=rope(keys, attention_type), qkv_bias=True)
 
 
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     defaults={**ROPE, **WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
-    layer=_qwen2_layer,
+    build_layer=_qwen2_layer,
     tensors=LLAMA_TENSORS,
-    harmless=("attention_bias", "qkv_bias", "mlp_bias", "use_mrope"),
+    ignored_keys=("attention_bias", "qkv_bias", "mlp_bias", "use_mrope"),
 )
 
 
-# Qwen3: queries and keys are normalised head by head; windows as Qwen2.
+# Qwen3: norms of queries and keys per head; sliding windows as in Qwen2.
 def _qwen3_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
@@ -74,13 +82,13 @@ QWEN3 = Family(
         "max_position_embeddings": 32768,
         "attention_bias": False,
     },
-    layer=_qwen3_layer,
+    build_layer=_qwen3_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS},
-    harmless=("use_mrope",),
+    ignored_keys=("use_mrope",),
 )
 
 
-# Qwen2-MoE (Qwen1.5-MoE): experts, and one behind a gate that all tokens share; dense layers between.
+# Qwen2-MoE (Qwen1.5-MoE): experts, a gated shared expert, dense layers in between.
 EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
@@ -90,24 +98,24 @@ _QWEN2_MOE_MLP = "model.layers.*.mlp"
 
 
 def qwen_mlp(keys: Keys, layer: int, shared: MLPSpec | None = None) -> MLPSpec | ExpertsSpec:
-    """A layer's experts, or its dense MLP."""
+    """Return a layer's experts, or its dense MLP."""
     is_dense = layer in (keys["mlp_only_layers"] or ()) or keys["num_experts"] == 0
-    if is_dense or not is_nth(keys, "decoder_sparse_step", layer):
+    if is_dense or not is_nth_layer(keys, "decoder_sparse_step", layer):
         return MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act=keys["hidden_act"])
-    routing, size = Routing(normalizes=bool(keys["norm_topk_prob"])), keys["moe_intermediate_size"]
+    routing, size = Routing(renormalize=bool(keys["norm_topk_prob"])), keys["moe_intermediate_size"]
     has_shared = shared is not None
     return experts(keys, routing, intermediate_size=size, shared=shared, gates_shared=has_shared)
 
 
 def _qwen2_moe_layer(keys: Keys, layer: int) -> LayerSpec:
     is_windowed = keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
-    kind = layer_type(keys, layer, SLIDING if is_windowed else FULL)
-    has_window = kind == SLIDING and keys["use_sliding_window"]
+    attention_type = layer_type(keys, layer, SLIDING if is_windowed else FULL)
+    has_window = attention_type == SLIDING and keys["use_sliding_window"]
     size = keys["shared_expert_intermediate_size"]
     return llama_layer(
         keys,
         window=keys["sliding_window"] if has_window else None,
-        rope=rope(keys, kind),
+        rope=rope(keys, attention_type),
         qkv_bias=bool(keys["qkv_bias"]),
         mlp=qwen_mlp(keys, layer, MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"])),
     )
@@ -128,19 +136,19 @@ QWEN2_MOE = Family(
         "num_experts_per_tok": 4,
         "num_experts": 60,
     },
-    layer=_qwen2_moe_layer,
+    build_layer=_qwen2_moe_layer,
     tensors={
         **LLAMA_TENSORS,
         **EXPERT_TENSORS,
         **gated_tensors("layers.*.mlp.shared_expert", f"{_QWEN2_MOE_MLP}.shared_expert"),
-        "layers.*.mlp.shared_expert_gate": Stored((f"{_QWEN2_MOE_MLP}.shared_expert_gate",)),
+        "layers.*.mlp.shared_expert_gate": HFTensors((f"{_QWEN2_MOE_MLP}.shared_expert_gate",)),
     },
-    harmless=("attention_bias",),
-    other_tensors=FUSED_EXPERT_TENSORS,
+    ignored_keys=("attention_bias",),
+    alternative_tensors=FUSED_EXPERT_TENSORS,
 )
 
 
-# Qwen3-MoE: Qwen3 with experts for MLPs.
+# Qwen3-MoE: Qwen3 with experts.
 def _qwen3_moe_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["attention_bias"])
     return llama_layer(
@@ -167,8 +175,8 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "num_experts": 128,
     },
-    layer=_qwen3_moe_layer,
+    build_layer=_qwen3_moe_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **EXPERT_TENSORS},
     aliases={"num_local_experts": "num_experts"},
-    other_tensors=FUSED_EXPERT_TENSORS,
+    alternative_tensors=FUSED_EXPERT_TENSORS,
 )

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, and whether they are the ones that a model needs."""
+"""The tensors of a checkpoint: opening, renaming and checking them."""
 
 import importlib
 import json
@@ -11,20 +11,20 @@ import numpy as np
 
 from jattn.models.config import DecoderConfig
 from jattn.models.families import Family
-from jattn.models.families.multimodal import text_tensors
+from jattn.models.families.multimodal import drop_non_text_tensors
 from jattn.models.loading.quantized_weights import Tensor
 from jattn.models.loading.safetensors_files import (
     DTYPES,
     FLOATS,
     StoredTensor,
+    find_tensor_files,
     is_same_bytes,
     read_header,
-    tensor_files,
 )
-from jattn.models.loading.tensor_layouts import Stored
+from jattn.models.loading.tensor_layouts import HFTensors
 from pallas_kernels.checks import require, require_shape
 
-# Old checkpoints store what the config already says: frequencies, positions, and which tokens are seen.
+# Buffers of old checkpoints that follow from the config: frequencies, positions and attention masks.
 _BUFFERS = (
     *(".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached", ".position_ids"),
     *(".attn.masked_bias", ".attention.masked_bias"),
@@ -33,23 +33,23 @@ _MASKS = (".attn.bias", ".attention.bias")  # [1, 1, queries, keys]
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder, by name.
+    """Return the tensors of a folder by name.
 
     Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: Two files hold one tensor and no index says which counts, or one is no safetensors file.
+        FileNotFoundError: If a file is missing.
+        ValueError: If two files hold the same tensor and no index says which one to use, or a file is not a
+            safetensors file.
     """
-    paths, places = tensor_files(directory)
+    paths, weight_map = find_tensor_files(directory)
     tensors: dict[str, StoredTensor] = {}
     files: dict[str, pathlib.Path] = {}
     for path in paths:
         for name, tensor in read_header(path).items():
-            said = directory / places.get(name, "")
-            if name in tensors and files[name] == said:
+            indexed_path = directory / weight_map.get(name, "")
+            if name in tensors and files[name] == indexed_path:
                 continue
-            require(
-                name not in tensors or path == said, name, "stand in one file", f"a second one in {path.name}"
-            )
+            is_unique = name not in tensors or path == indexed_path
+            require(is_unique, name, "be in one file", f"a second one in {path.name}")
             tensors[name], files[name] = tensor, path
     return tensors
 
@@ -57,43 +57,50 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 def check_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], repeats: Mapping[str, str]
 ) -> None:
-    """A checkpoint must hold these tensors, in these shapes and as floats, and nothing else that matters.
+    """Require that a checkpoint holds a model's tensors as floats of the right shapes, and no others.
 
     Args:
-        tensors: By name.
-        shapes: What the model needs.
-        repeats: Tensors that the model does not need, each another one's copy, byte by byte.
+        tensors: Tensors of the checkpoint by name.
+        shapes: Names and shapes of the tensors that the model requires.
+        repeats: Tensors that the checkpoint may hold in addition, each mapped to the tensor that it must
+            equal bit by bit.
 
     Raises:
-        ValueError: It does not; the message names the tensor and the shapes.
+        ValueError: If a tensor is missing, unexpected or of another shape or dtype. The message names it.
     """
     missing = [name for name in shapes if name not in tensors]
     extra = [name for name, tensor in tensors.items() if name not in shapes and not _is_buffer(name, tensor)]
     extra = [name for name in extra if name not in repeats]
     for name in missing[:1]:
         module = name.rpartition(".")[0] + "."
-        nearest = sorted(extra, key=lambda other: not other.startswith(module))[:3]
-        others = f", but {', '.join(nearest)}" if nearest else ""
+        nearest = sorted(extra, key=lambda name: not name.startswith(module))[:3]
+        unexpected = f", but {', '.join(nearest)}" if nearest else ""
         require(
-            False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing{others}"
+            False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing{unexpected}"
         )
-    require(not extra, "the checkpoint", "hold only what its config.json asks for", ", ".join(extra[:5]))
+    require(
+        not extra,
+        "the checkpoint",
+        "hold only the tensors that its config.json requires",
+        ", ".join(extra[:5]),
+    )
     for name, shape in shapes.items():
         require_shape(name, tensors[name].shape, shape, "as config.json says")
         float_dtype(tensors, name)
     for copy, name in repeats.items():
-        # transformers 4 passes over such a head, 5 takes it: neither is known to be meant.
+        # transformers 4 ignores an output projection that differs from the tied embedding, transformers 5
+        # uses it: it is not known which one is intended.
         if copy not in tensors:
             continue
         is_copy = _is_same(tensors[copy], tensors[name])
-        rule = f"be {name}, as tie_word_embeddings says (or that be false in config.json)"
-        require(is_copy, copy, rule, f"{tensors[copy].shape} other numbers")
+        rule = f"equal {name}, because tie_word_embeddings is true (else set it to false in config.json)"
+        require(is_copy, copy, rule, f"a tensor {tensors[copy].shape} with other values")
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.code, len(one.sources)) != (other.shape, other.code, len(other.sources)):
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if (a.shape, a.code, len(a.sources)) != (b.shape, b.code, len(b.sources)):
         return False
-    return all(map(is_same_bytes, one.sources, other.sources))
+    return all(map(is_same_bytes, a.sources, b.sources))
 
 
 def _is_buffer(name: str, tensor: Tensor) -> bool:
@@ -101,10 +108,10 @@ def _is_buffer(name: str, tensor: Tensor) -> bool:
 
 
 def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
-    """What a tensor is stored as.
+    """Return the dtype that a tensor is stored in.
 
     Raises:
-        ValueError: It is missing, or of no dtype that parameters may have.
+        ValueError: If the tensor is missing, or its dtype is not one that parameters may have.
     """
     require(name in tensors, name, "be in the checkpoint", f"{len(tensors)} other tensors")
     code = tensors[name].code
@@ -113,90 +120,94 @@ def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
 
 
 def optional_module(name: str) -> Any:
-    """A module of the optional extra `models`.
+    """Import a module of the optional extra `models`.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: If it is not installed.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        told = f"jattn.models needs {package}, of the extra 'models': pip install '.[models]' in a checkout"
-        raise ImportError(f"{told}.") from error
+        message = (
+            f"jattn.models needs {package} of the extra 'models': pip install '.[models]' in a checkout."
+        )
+        raise ImportError(message) from error
 
 
 _NUM_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
-def by_family_s_names(
-    tensors: Mapping[str, Any], config: DecoderConfig, *, has_more_than_text: bool
+def rename_to_family_names(
+    tensors: Mapping[str, Any], config: DecoderConfig, *, is_multimodal: bool
 ) -> dict[str, Any]:
-    """A checkpoint's tensors by the names that its family has for them.
+    """Rename a checkpoint's tensors to the names that its family uses.
 
-    Layers behind the last, which draft tokens, are passed over. A checkpoint that has the head alone where
-    that is the embedding has the embedding.
+    Layers after the last one, which predict draft tokens, are dropped. A checkpoint that stores only the
+    output projection of tied embeddings gets it as the embedding.
 
     Args:
-        tensors: By the names that they have there.
-        config: Of the decoder.
-        has_more_than_text: Those that have no part in text are passed over.
+        tensors: Tensors by their names in the checkpoint.
+        config: Configuration of the decoder.
+        is_multimodal: Whether to drop the tensors of vision towers and projectors.
 
     Raises:
-        ValueError: Two tensors have one name.
+        ValueError: If two tensors get the same name.
     """
     family = config.family
-    named = text_tensors(tensors) if has_more_than_text else dict(tensors)
-    named = _with_the_family_s_prefix(named, family)
-    drafts = _names_of_drafts(config)
-    named = {name: tensor for name, tensor in named.items() if not name.startswith(drafts)}
+    renamed = drop_non_text_tensors(tensors) if is_multimodal else dict(tensors)
+    renamed = _add_family_prefix(renamed, family)
+    draft_prefixes = _draft_layer_prefixes(config)
+    renamed = {name: tensor for name, tensor in renamed.items() if not name.startswith(draft_prefixes)}
     head, embedding = (f"{family.tensors[part].names[0]}." for part in ("lm_head", "embed_tokens"))
-    if config.tie_word_embeddings and not any(name.startswith(embedding) for name in named):
-        of_head = [name for name in named if name.startswith(head)]
-        named |= {embedding + name.removeprefix(head): named.pop(name) for name in of_head}
-    return named
+    if config.tie_word_embeddings and not any(name.startswith(embedding) for name in renamed):
+        head_names = [name for name in renamed if name.startswith(head)]
+        renamed |= {embedding + name.removeprefix(head): renamed.pop(name) for name in head_names}
+    return renamed
 
 
-def tensors_in(family: Family, names: Iterable[str]) -> dict[str, Stored]:
-    """Where a checkpoint has a family's parameters.
+def find_tensor_mappings(family: Family, names: Iterable[str]) -> dict[str, HFTensors]:
+    """Return the mapping of a family's parameters to a checkpoint's tensors.
 
     Args:
-        family: The family.
-        names: Of the checkpoint's tensors.
+        family: Family of the checkpoint.
+        names: Names of the checkpoint's tensors, which tell which alternative mappings apply.
     """
     modules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight")) for name in names}
-    others = family.other_tensors.items()
-    return {**family.tensors, **{ours: stored for ours, stored in others if modules & {*stored.names}}}
+    found = {
+        module: stored for module, stored in family.alternative_tensors.items() if modules & {*stored.names}
+    }
+    return {**family.tensors, **found}
 
 
-def _with_the_family_s_prefix(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
-    """With the prefix that the body has in the whole, where it has none or others in a checkpoint.
+def _add_family_prefix(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Give tensors the family's prefix, such as "model.", if the checkpoint has none or another one.
 
-    The body alone has none; what trainers, adapters and models of more than text wrap around it has another,
-    or one before it. Where the body begins is told by a tensor of the first layer.
+    Exports of the base model without the output projection have none. Trainers, adapters and multimodal
+    models have another one, or one before it. A tensor of the first layer shows the checkpoint's prefix.
     """
     (head,), (inner,) = (family.tensors[part].names for part in ("lm_head", "layers.*.self_attn.o_proj"))
     inner = inner.removeprefix(family.prefix).replace("*", "0")
-    place = re.compile(rf"(|.+\.){re.escape(inner)}\..+")
-    found = sorted({match[1] for match in map(place.fullmatch, tensors) if match}, key=len)
+    pattern = re.compile(rf"(|.+\.){re.escape(inner)}\..+")
+    found = sorted({match[1] for match in map(pattern.fullmatch, tensors) if match}, key=len)
     if not found or family.prefix in found:
         return tensors
     lacks_prefix = not found[0].endswith(f".{family.prefix}")
     outer = found[0] if lacks_prefix else found[0].removesuffix(family.prefix)
-    named: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, tensor in tensors.items():
         new = name.removeprefix(outer)
         if lacks_prefix and name.startswith(outer) and not new.startswith(f"{head}."):
             new = family.prefix + new
-        require(new not in named, "the checkpoint", f"have one tensor {new}", f"another named {name}")
-        named[new] = tensor
-    return named
+        require(new not in renamed, "the checkpoint", f"have one tensor {new}", f"another one named {name}")
+        renamed[new] = tensor
+    return renamed
 
 
-def _names_of_drafts(config: DecoderConfig) -> tuple[str, ...]:
-    """What the names of tensors begin with that only draft the tokens behind the next."""
+def _draft_layer_prefixes(config: DecoderConfig) -> tuple[str, ...]:
+    """Return name prefixes of tensors that only predict draft tokens (multi-token prediction)."""
     hf, prefix = json.loads(config.source), config.family.prefix
     count = max(hf.get(key) or 0 for key in _NUM_DRAFT_LAYERS)
     layers = range(config.num_hidden_layers, config.num_hidden_layers + count)
-    others = (f"{prefix}mtp_", "mtp.") if count else ()
-    return (*(f"{prefix}layers.{layer}." for layer in layers), *others)
+    modules = (f"{prefix}mtp_", "mtp.") if count else ()
+    return (*(f"{prefix}layers.{layer}." for layer in layers), *modules)

@@ -1,4 +1,4 @@
-"""JSON objects in files, files that must exist, and what names a file."""
+"""Helpers for files: JSON objects, files that must exist, and path arguments."""
 
 import json
 import os
@@ -9,49 +9,50 @@ from pallas_kernels.checks import require, require_type
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file, with a byte order mark or without.
+    """Return the object in a JSON file, with or without a byte order mark.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It holds something else; the message names the file.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is not JSON or holds something else than an object. The message names the
+            file.
     """
     try:
-        content = json.loads(existing(path).read_text(encoding="utf-8-sig"))
-    except ValueError as error:  # of json or of the encoding
+        content = json.loads(require_exists(path).read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # from json or from the decoding
         raise ValueError(f"{path} must be JSON, got {error}.") from error
     require(isinstance(content, dict), str(path), "hold a JSON object", repr(content)[:60])
     return content
 
 
-def object_in(path: pathlib.Path) -> dict[str, Any]:
-    """`read_json`'s; nothing where there is no file.
+def read_json_if_exists(path: pathlib.Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if the file does not exist.
 
     Raises:
-        ValueError: As read_json.
+        ValueError: If the file is not JSON or holds something else than an object.
     """
     return read_json(path) if path.exists() else {}
 
 
-def existing(path: pathlib.Path, why: str = "") -> pathlib.Path:
-    """`path`, which must exist.
+def require_exists(path: pathlib.Path, reason: str = "") -> pathlib.Path:
+    """Return `path` if it exists.
 
     Args:
-        path: It.
-        why: What tells so, behind the message's words.
+        path: Path of a file or folder.
+        reason: Text that the error message appends, such as why the file is required.
 
     Raises:
-        FileNotFoundError: It does not.
+        FileNotFoundError: If it does not exist.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist{why}.")
+        raise FileNotFoundError(f"{path} does not exist{reason}.")
     return path
 
 
 def as_path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
-    """A file or folder as a path.
+    """Return the path of a file or folder.
 
     Raises:
-        ValueError: It is no path; `name` is what it is called.
+        ValueError: If `value` is not a path. The message calls it `name`.
     """
     require_type(name, value, (str, os.PathLike), "a path")
     return pathlib.Path(value)

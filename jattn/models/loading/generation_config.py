@@ -1,4 +1,4 @@
-"""How a checkpoint says that its tokens are to be picked: generation_config.json."""
+"""generation_config.json: a checkpoint's default sampling parameters."""
 
 import dataclasses
 import json
@@ -14,15 +14,15 @@ FILE = "generation_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """What a checkpoint says of sampling. None = it does not say.
+    """A checkpoint's default sampling parameters; None = the file does not set it.
 
     Attributes:
-        do_sample: Tokens are to be drawn, not the likeliest taken.
-        temperature: As `SamplingParams` has it, and so the others.
-        top_p: See there.
-        top_k: See there.
-        min_p: See there.
-        repetition_penalty: See there.
+        do_sample: Whether tokens are sampled; False = greedy decoding.
+        temperature: Sampling temperature; see `SamplingParams`, as for the following.
+        top_p: Cumulative probability of the candidate tokens.
+        top_k: Maximum number of candidate tokens.
+        min_p: Minimum probability of a candidate, relative to the likeliest token.
+        repetition_penalty: Penalty of tokens that already occur in prompt or output.
     """
 
     do_sample: bool = False
@@ -34,32 +34,32 @@ class GenerationConfig:
 
     @classmethod
     def read(cls, directory: pathlib.Path) -> "GenerationConfig":
-        """Of a Hugging Face folder; one without the file says nothing.
+        """Read the file in a Hugging Face folder; without the file all fields are unset.
 
         Raises:
-            ValueError: The file is broken, or a value is of another kind; the message names it.
+            ValueError: If the file is not valid JSON, or a value has the wrong type. The message names it.
         """
         path = directory / FILE
         if not path.exists():
             return cls()
         content = read_json(path)
         names = [field.name for field in dataclasses.fields(cls)]
-        told = {name: content[name] for name in names if content.get(name) is not None}
-        for name, value in told.items():
+        values = {name: content[name] for name in names if content.get(name) is not None}
+        for name, value in values.items():
             is_bool = isinstance(value, bool)
-            is_right = is_bool if name == "do_sample" else isinstance(value, numbers.Real) and not is_bool
-            kind = "true or false" if name == "do_sample" else "a number"
-            require(is_right, f"{path}: {name}", f"be {kind}", repr(value))
-        return cls(**told)
+            is_valid = is_bool if name == "do_sample" else isinstance(value, numbers.Real) and not is_bool
+            expected = "true or false" if name == "do_sample" else "a number"
+            require(is_valid, f"{path}: {name}", f"be {expected}", repr(value))
+        return cls(**values)
 
-    def told(self) -> dict[str, Any]:
-        """What it says, do_sample apart."""
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Return the values that are set, without do_sample."""
         values = dataclasses.asdict(self)
         del values["do_sample"]
         return {name: value for name, value in values.items() if value is not None}
 
     def write(self, directory: pathlib.Path) -> None:
-        """Puts the file into a folder, where there is something to say."""
+        """Write the file into a folder if any value is set."""
         if self != GenerationConfig():
-            content = {"do_sample": self.do_sample} | self.told()
+            content = {"do_sample": self.do_sample} | self.sampling_defaults()
             (directory / FILE).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, *.safetensors, tokenizer.json, in and out."""
+"""Loading and saving of models as Hugging Face folders."""
 
 import functools
 import json
@@ -19,29 +19,36 @@ from jattn.models.activations import Constant
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.families.config_keys import are_token_ids
-from jattn.models.families.multimodal import is_wrapper, text_part
-from jattn.models.kv_scales import KVScales, is_scale
+from jattn.models.families.multimodal import extract_text_config, is_multimodal
+from jattn.models.kv_scales import KVScales, is_kv_scale
 from jattn.models.loading import tokenizer
 from jattn.models.loading.checkpoint import (
-    by_family_s_names,
     check_tensors,
+    find_tensor_mappings,
     float_dtype,
     open_tensors,
     optional_module,
-    tensors_in,
+    rename_to_family_names,
 )
-from jattn.models.loading.files import as_path, existing, read_json
+from jattn.models.loading.files import as_path, read_json, require_exists
 from jattn.models.loading.generation_config import FILE, GenerationConfig
-from jattn.models.loading.placement import OnMesh, check_host, read_parameter
-from jattn.models.loading.quantized_weights import Tensor, widened
+from jattn.models.loading.placement import MeshPlacement, check_host, read_parameter
+from jattn.models.loading.quantized_weights import Tensor, dequantize_tensors
 from jattn.models.loading.safetensors_files import SCALES_FILE
-from jattn.models.loading.tensor_layouts import Path, Stored, hf_shapes, join_of, tensor_names, to_hf
-from jattn.models.mesh_padding import gathered, spread, whole_shape
-from jattn.models.sharding import check_divides, sharding_of
+from jattn.models.loading.tensor_layouts import (
+    HFTensors,
+    Path,
+    hf_tensor_names,
+    hf_tensor_shapes,
+    make_join,
+    to_hf,
+)
+from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_shape
+from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import CP, TP
 from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 
-_READERS = 2  # parameters at a time; one is sent or written while another is joined or compiled for
+_NUM_READERS = 2  # threads: one parameter is transferred while another one is assembled or compiled for
 
 
 def load_shapes(
@@ -52,73 +59,76 @@ def load_shapes(
     mesh: Mesh | None = None,
     cp_kv_cache_interleave_size: int = 1,
 ) -> Decoder:
-    """The decoder that `load` makes, with shapes in the place of its weights: to ask it, not to run it.
+    """Return the decoder that `load` returns, with abstract arrays instead of weights, to inspect it.
 
     Args:
-        directory: As in `load`; of the tensors' files only headers and scales are read.
-        dtype: As in `load`.
-        implementation: As in `load`.
-        mesh: As in `load`.
-        cp_kv_cache_interleave_size: As in `load`.
+        directory: Folder of the checkpoint; see `load`. Only the headers and KV-cache scales are read.
+        dtype: Dtype of parameters and computation; see `load`.
+        implementation: Requested attention implementations; see `load`.
+        mesh: Mesh to shard the model over; see `load`.
+        cp_kv_cache_interleave_size: Number of consecutive positions per rank; see `load`.
 
     Raises:
-        FileNotFoundError: As `load`.
-        ValueError: As `load`.
-        NotImplementedError: As `load`.
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file or an argument is invalid.
+        NotImplementedError: If the model or the mesh is not supported.
     """
     directory = as_path("directory", directory)
-    config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
-    tensors = _tensors(directory, config)
-    model = _shapes(config, tensors, dtype, implementation)
+    config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
+    tensors = _open_float_tensors(directory, config)
+    model = _make_abstract_model(config, tensors, dtype, implementation)
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
-    model.kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
+    model.kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = GenerationConfig.read(directory)
     return model
 
 
-def _spread(config: DecoderConfig, mesh: Mesh | None, interleave: int) -> DecoderConfig:
-    """The configuration as a mesh has it, once it is known to fit."""
+def _config_on_mesh(config: DecoderConfig, mesh: Mesh | None, interleave: int) -> DecoderConfig:
+    """Return the configuration for a mesh after checking that the model can be sharded over it."""
     require_int(cp_kv_cache_interleave_size=interleave)
     require_positive(cp_kv_cache_interleave_size=interleave)
     if mesh is None:
         return config
     check_divides(config, mesh, interleave)
-    return config.spread_over(mesh.shape[TP], mesh.shape[CP])
+    return config.with_mesh(mesh.shape[TP], mesh.shape[CP])
 
 
-def _tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
-    """A checkpoint's tensors as floats, by the names that its family has for them. Headers are read."""
+def _open_float_tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors by the family's names. Only headers are read."""
     hf = read_json(directory / "config.json")
-    has_more = is_wrapper(hf)
-    named = by_family_s_names(open_tensors(directory), config, has_more_than_text=has_more)
-    return widened(named, text_part(hf).get("quantization_config"))
+    is_multimodal_model = is_multimodal(hf)
+    renamed = rename_to_family_names(open_tensors(directory), config, is_multimodal=is_multimodal_model)
+    return dequantize_tensors(renamed, extract_text_config(hf).get("quantization_config"))
 
 
-def _kv_scales(directory: pathlib.Path, tensors: Mapping[str, Tensor], num_layers: int) -> KVScales | None:
-    """Those of kv_scales.safetensors, or the checkpoint's own."""
-    own = KVScales.read(tensors, num_layers)
-    beside = directory / SCALES_FILE
-    return KVScales.load(beside, num_layers) if beside.exists() else own
+def _read_kv_scales(
+    directory: pathlib.Path, tensors: Mapping[str, Tensor], num_layers: int
+) -> KVScales | None:
+    """Read the static KV-cache scales of kv_scales.safetensors, or else the checkpoint's own."""
+    stored = KVScales.read(tensors, num_layers)
+    path = directory / SCALES_FILE
+    return KVScales.load(path, num_layers) if path.exists() else stored
 
 
-def _repeats(config: DecoderConfig) -> dict[str, str]:
-    """A tensor that a checkpoint may have once more: the head, where it is the embedding."""
+def _tied_copies(config: DecoderConfig) -> dict[str, str]:
+    """Return the tensors that a checkpoint may repeat: the output projection of tied embeddings."""
     (head,), (embedding,) = (config.family.tensors[part].names for part in ("lm_head", "embed_tokens"))
     return {f"{head}.weight": f"{embedding}.weight"} if config.tie_word_embeddings else {}
 
 
-def _shapes(
+def _make_abstract_model(
     config: DecoderConfig,
     tensors: Mapping[str, Tensor],
     dtype: DTypeLike | None,
     implementation: str | Sequence[str] | None,
 ) -> Decoder:
     if dtype is None:
-        (embedding,) = tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
+        (embedding,) = hf_tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
         dtype = config.dtype or float_dtype(tensors, embedding)
     dtype = checked_float_dtype("dtype", dtype)
-    make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
-    return nnx.eval_shape(make)
+    return nnx.eval_shape(
+        lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
+    )
 
 
 def load(
@@ -130,49 +140,52 @@ def load(
     cp_kv_cache_interleave_size: int = 1,
     progress: bool = True,
 ) -> Decoder:
-    """Loads a Hugging Face checkpoint of a supported family, with its tokenizer if there is a tokenizer.json.
+    """Load a Hugging Face checkpoint of a supported family, with its tokenizer if it has a tokenizer.json.
 
-    Static scales of 8-bit caches (`model.layers.N.self_attn.k_scale`, `.v_scale`) become `kv_scales`: those
-    of kv_scales.safetensors, or the checkpoint's own.
+    Static scales of 8-bit KV caches (`model.layers.N.self_attn.k_scale`, `.v_scale`) become `kv_scales`:
+    those of kv_scales.safetensors, or else the checkpoint's own.
 
     Names and shapes are checked from the files' headers before anything is allocated. The bytes go to the
-    device as they are stored, a parameter at a time, and are joined, widened and cast there: the host holds
-    those of one parameter. Weights in few bits (`jattn.models.loading.quantized_weights`) become floats.
+    device as they are stored, one parameter at a time, and are joined, dequantized and cast there, so the
+    host holds those of one parameter. Quantized weights (`jattn.models.loading.quantized_weights`) are
+    dequantized.
 
     Args:
-        directory: Holds config.json and *.safetensors files, if need be those that an index.json names.
-        dtype: Of parameters and computation; None = the config's, or the embedding's where it says nothing.
-        implementation: Of the attention, as in `jattn.attend`.
-        mesh: Devices to spread it over (`jattn.parallel.make_mesh`); None = it lies on one. Parameters that
-            are joined or widened are made on the host then: no device ever holds more than its own part.
-        cp_kv_cache_interleave_size: On a mesh with cp, neighbouring positions whose keys stay on one device;
-            else it changes nothing.
-        progress: Shows a bar on stderr.
+        directory: Folder with config.json and *.safetensors files.
+        dtype: Dtype of parameters and computation; None = the config's, or the stored embedding's if it has
+            none.
+        implementation: Requested attention implementations; see `jattn.attend`.
+        mesh: Mesh to shard the model over (`jattn.parallel.make_mesh`); None = one device. With a mesh,
+            parameters are joined and dequantized on the host, so that no device holds more than its shard.
+        cp_kv_cache_interleave_size: On a mesh with cp: number of consecutive positions whose keys are on the
+            same device. Without cp it has no effect.
+        progress: Whether to show a progress bar on stderr.
 
     Raises:
-        FileNotFoundError: A file is missing; the message names it.
-        ValueError: A tensor is missing, unexpected or misshapen, or a file is broken; the message names it.
-            Or directory is no path, dtype is none of floats, or the model does not fall into a mesh's parts.
-        NotImplementedError: The config asks for what is not here, a mesh for a cut that is not, or JAX has no
-            CPU backend to make a mesh's parameters with.
-        ImportError: tokenizers or tqdm is missing.
+        FileNotFoundError: If a file is missing. The message names it.
+        ValueError: If a tensor is missing, unexpected or misshapen, or a file is invalid; the message names
+            it. Or if directory is not a path, dtype is not a float dtype, or the model cannot be sharded
+            evenly.
+        NotImplementedError: If config.json or the mesh requires something that is not supported, or JAX has
+            no CPU backend to assemble a mesh's parameters.
+        ImportError: If tokenizers or tqdm is not installed.
     """
     directory = as_path("directory", directory)
     check_host(mesh)
-    config = _spread(read_config(directory), mesh, cp_kv_cache_interleave_size)
+    config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
     generation_config = GenerationConfig.read(directory)
-    tensors = _tensors(directory, config)
-    graph, state = nnx.split(_shapes(config, tensors, dtype, implementation))
-    flat, names = dict(nnx.to_flat_state(state)), tensors_in(config.family, tensors)
+    tensors = _open_float_tensors(directory, config)
+    graph, state = nnx.split(_make_abstract_model(config, tensors, dtype, implementation))
+    flat, names = dict(nnx.to_flat_state(state)), find_tensor_mappings(config.family, tensors)
     shapes: dict[str, tuple[int, ...]] = {}
     for path, value in flat.items():
-        shapes |= hf_shapes(names, path, whole_shape(config, path, value.shape))
-    kv_scales = _kv_scales(directory, tensors, config.num_hidden_layers)
-    tensors = {name: tensor for name, tensor in tensors.items() if not is_scale(name)}
-    check_tensors(tensors, shapes, _repeats(config))
-    read = _reader(config, names, tensors, mesh)
+        shapes |= hf_tensor_shapes(names, path, unpadded_shape(config, path, value.shape))
+    kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}
+    check_tensors(tensors, shapes, _tied_copies(config))
+    read = _make_reader(config, names, tensors, mesh)
     bar = optional_module("tqdm").tqdm(None, f"Loading {directory.name}", len(flat), disable=not progress)
-    with bar, ThreadPoolExecutor(_READERS) as readers:
+    with bar, ThreadPoolExecutor(_NUM_READERS) as readers:
         for path, array in zip(flat, readers.map(read, flat, list(flat.values())), strict=True):
             flat[path] = flat[path].replace(array)
             bar.update()
@@ -183,49 +196,54 @@ def load(
     return model
 
 
-def _reader(
-    config: DecoderConfig, names: Mapping[str, Stored], tensors: Mapping[str, Tensor], mesh: Mesh | None
+def _make_reader(
+    config: DecoderConfig, names: Mapping[str, HFTensors], tensors: Mapping[str, Tensor], mesh: Mesh | None
 ) -> Callable[[Path, Any], jax.Array]:
-    """Of an nnx path and a variable with its shape and dtype: the parameter, in any thread."""
-    device = next(iter(jnp.zeros(()).devices()))  # the caller's, whose thread may have another than others
+    """Return a function that reads the parameter of an nnx path and abstract variable, in any thread."""
+    device = next(iter(jnp.zeros(()).devices()))  # default devices are per thread: use the caller's
 
     def read(path: Path, variable: Any) -> jax.Array:
-        whole, on = whole_shape(config, path, variable.shape), None
+        shape, placement = unpadded_shape(config, path, variable.shape), None
         if mesh is not None:
-            sharding = sharding_of(mesh, path, len(variable.shape))
-            on = OnMesh(sharding, functools.partial(spread, config, path))
-        stored = [tensors[name] for name in tensor_names(names, path, whole)]
-        how: dict[str, Any] = {"on_mesh": on, "is_on_host": device.platform == "cpu"}
+            sharding = parameter_sharding(mesh, path, len(variable.shape))
+            placement = MeshPlacement(sharding, functools.partial(pad_to_mesh, config, path))
+        stored = [tensors[name] for name in hf_tensor_names(names, path, shape)]
         with jax.default_device(device):
-            return read_parameter(stored, join_of(names, path, whole), variable.dtype, **how)
+            return read_parameter(
+                stored,
+                make_join(names, path, shape),
+                variable.dtype,
+                mesh_placement=placement,
+                is_on_host=device.platform == "cpu",
+            )
 
     return read
 
 
 def save(model: Decoder, directory: str | pathlib.Path) -> None:
-    """Writes what `load` and transformers read, a Hugging Face folder.
+    """Write a model as a Hugging Face folder, for `load` and transformers.
 
-    config.json and model.safetensors; tokenizer.json and generation_config.json where it has something for
-    them. Every bit of the parameters is kept.
+    Writes config.json and model.safetensors, and tokenizer.json and generation_config.json if the model has
+    them. Parameters are saved bit by bit.
 
     Args:
-        model: A Decoder.
-        directory: Made where there is none; files of these names in it are overwritten.
+        model: The model to save.
+        directory: Folder, which is created if it does not exist. Existing files are overwritten.
 
     Raises:
-        ImportError: safetensors is missing.
-        ValueError: model is no Decoder, or directory no path.
-        NotImplementedError: The model lies on devices of several processes.
+        ImportError: If safetensors is not installed.
+        ValueError: If model is not a Decoder, or directory is not a path.
+        NotImplementedError: If the model is sharded over several processes.
     """
     require_type("model", model, Decoder, "save(model, directory)")
     if model.mesh is not None and model.mesh.is_multi_process:
-        what, reason = "save of a model over several processes", "each of them has only its own part"
-        raise unsupported(what, reason, "Save what one process has loaded: load(DIR), on a mesh or on none")
+        feature, reason = "save of a model over several processes", "each process has only its own shards"
+        raise unsupported(feature, reason, "Load the model in one process and save it there")
     directory = as_path("directory", directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, (nnx.Param, Constant))):
-        array = gathered(model.config, path, np.asarray(jax.device_get(value[...])))
+        array = unpad_from_mesh(model.config, path, np.asarray(jax.device_get(value[...])))
         parts = to_hf(model.config.family.tensors, path, array)
         tensors |= {name: np.asarray(part, order="C") for name, part in parts.items()}
     optional_module("safetensors.numpy").save_file(
@@ -238,39 +256,40 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
         model.tokenizer.save(str(directory / tokenizer.FILE))
 
 
-def _where_one_is(directory: pathlib.Path) -> str:
-    """What is said of a folder without a config.json, if it is the Hub's name of a model, or of its cache."""
+def _hint_missing_config(directory: pathlib.Path) -> str:
+    """Return a hint for a folder without config.json that is in the Hub's cache or a model's name."""
     for config in sorted(directory.glob("snapshots/*/config.json"))[:1]:
         return f"; {config.parent} has one"
     if not directory.exists() and not directory.is_absolute() and len(directory.parts) == 2:
-        return f"; nothing is downloaded: hf download {directory} --local-dir DIR, and give DIR"
+        return f"; load does not download models: run `hf download {directory} --local-dir DIR` and load DIR"
     return ""
 
 
 def read_config(directory: str | pathlib.Path) -> DecoderConfig:
-    """The configuration in a Hugging Face folder; generation_config.json's eos_token_id wins.
+    """Read the configuration of a Hugging Face folder.
 
-    The tokenizer's own eos_token ends a text, too, as in vLLM.
+    generation_config.json's eos_token_id takes precedence over config.json's. The tokenizer's eos_token ends
+    a sequence as well, as in vLLM.
 
     Raises:
-        FileNotFoundError: There is no such folder, or no config.json in it.
-        ValueError: A file is broken, or as `DecoderConfig.from_hf`; the message names the file; or directory
-            is no path.
-        NotImplementedError: As `DecoderConfig.from_hf`.
+        FileNotFoundError: If the folder or its config.json does not exist.
+        ValueError: If a file is invalid (the message names it), or directory is not a path.
+        NotImplementedError: If the model is not supported; see `DecoderConfig.from_hf`.
     """
     directory = as_path("directory", directory)
-    hf, told = read_json(existing(directory / "config.json", _where_one_is(directory))), {}
-    generation, own = directory / FILE, tokenizer.eos_id_of(directory)
+    hf = read_json(require_exists(directory / "config.json", _hint_missing_config(directory)))
+    overrides: dict[str, Any] = {}
+    generation, tokenizer_eos = directory / FILE, tokenizer.read_eos_token_id(directory)
     if generation.exists():
         eos = read_json(generation).get("eos_token_id")
-        rule = "be an int or a list of them"
+        rule = "be an int or a list of ints"
         require(eos is None or are_token_ids(eos), f"{generation}: eos_token_id", rule, repr(eos))
-        told = {} if eos is None else {"eos_token_id": eos}
+        overrides = {} if eos is None else {"eos_token_id": eos}
     try:
-        config = DecoderConfig.from_hf({**text_part(hf), **told})
-        if own is not None and own not in config.eos_token_ids:
-            ids = [*config.eos_token_ids, own]
-            config = DecoderConfig.from_hf({**text_part(hf), "eos_token_id": ids})
+        config = DecoderConfig.from_hf({**extract_text_config(hf), **overrides})
+        if tokenizer_eos is not None and tokenizer_eos not in config.eos_token_ids:
+            ids = [*config.eos_token_ids, tokenizer_eos]
+            config = DecoderConfig.from_hf({**extract_text_config(hf), "eos_token_id": ids})
         return config
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error

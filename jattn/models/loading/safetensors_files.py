@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: what the headers say, and the bytes, mapped and never copied on the host."""
+"""Safetensors files of a checkpoint: finding them, reading headers, and memory-mapped tensors."""
 
 import dataclasses
 import json
@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.models.loading.files import existing, read_json
+from jattn.models.loading.files import read_json, require_exists
 from pallas_kernels.checks import require
 
-# Of tensors that are read; others may stand in a file and be passed over.
+# Dtypes that can be loaded; a file may have tensors of others, which are ignored unless the model needs them.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -28,23 +28,23 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
 }
-FLOATS = ("F32", "BF16", "F16")  # what parameters, and scales of those in few bits, may be
+FLOATS = ("F32", "BF16", "F16")  # dtypes of parameters, and of the scales of quantized ones
 _POINTER = b"version https://git-lfs"
-_PIECE = 1 << 24  # bytes that are compared at once
-_LENGTH = 8  # bytes of the header's length, which a file begins with
+_COMPARED_BYTES = 1 << 24  # number of bytes that are compared at a time
+_LENGTH_BYTES = 8  # size of the header's length, which a file starts with
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a safetensors file.
 
     Attributes:
-        name: In the file.
-        code: The file's word for its dtype, such as "BF16".
-        shape: Of the tensor.
-        memory: The file, mapped.
-        start: Of the tensor's bytes in it.
-        stop: Of the tensor's bytes in it.
+        name: Name in the file.
+        code: Dtype in safetensors' notation, such as "BF16".
+        shape: Shape of the tensor.
+        memory: The memory-mapped file.
+        start: Offset of the tensor's first byte.
+        stop: Offset after the tensor's last byte.
     """
 
     name: str
@@ -56,26 +56,26 @@ class StoredTensor:
 
     @property
     def sources(self) -> tuple["StoredTensor", ...]:
-        """The tensors that it is made of: itself."""
+        """The stored tensors that this one is made of: itself."""
         return (self,)
 
     @property
-    def widen(self) -> None:
-        """How those become it: they are it."""
+    def dequantize(self) -> None:
+        """Function that computes the tensor from its sources; None = it is stored as is."""
         return None
 
     def view(self) -> np.ndarray:
-        """The tensor, read-only, in the file's own memory: it changes with the file."""
+        """Return a read-only view of the tensor in the memory-mapped file, which changes with the file."""
         dtype = DTYPES[self.code]
         count = (self.stop - self.start) // dtype.itemsize
         flat = np.frombuffer(self.memory, dtype, count, self.start)
         return flat.reshape(self.shape)
 
     def release(self, part: np.ndarray | None = None) -> None:
-        """Gives the memory of its bytes back; who looks at them again has them read again.
+        """Release the host memory of the tensor's pages; later accesses read them again.
 
         Args:
-            part: A view of `view()`: only what lies between its first and its last byte; None = all of it.
+            part: View of `view()` whose bytes to release; None = the whole tensor.
         """
         start, stop = self.start, self.stop
         if part is not None:
@@ -87,136 +87,142 @@ class StoredTensor:
             self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def is_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are the same, bit by bit. The memory of their bytes is given back."""
-    if (one.code, one.shape) != (other.code, other.shape):
+def is_same_bytes(tensor_a: StoredTensor, tensor_b: StoredTensor) -> bool:
+    """Return whether two tensors are equal bit by bit, and release the host memory of their pages."""
+    if (tensor_a.code, tensor_a.shape) != (tensor_b.code, tensor_b.shape):
         return False
-    bytes_of_one, bytes_of_other = (tensor.view().reshape(-1).view(np.uint8) for tensor in (one, other))
-    for first in range(0, bytes_of_one.size, _PIECE):
-        a, b = (array[first : first + _PIECE] for array in (bytes_of_one, bytes_of_other))
+    bytes_a, bytes_b = (tensor.view().reshape(-1).view(np.uint8) for tensor in (tensor_a, tensor_b))
+    for first in range(0, bytes_a.size, _COMPARED_BYTES):
+        a, b = (array[first : first + _COMPARED_BYTES] for array in (bytes_a, bytes_b))
         if not np.array_equal(a, b):
             return False
-        one.release(a)
-        other.release(b)
+        tensor_a.release(a)
+        tensor_b.release(b)
     return True
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name. Nothing but the header is read.
+    """Return the tensors of a file by name. Only the header is read.
 
     Raises:
-        ValueError: It is no whole safetensors file.
+        ValueError: If the file is not a complete safetensors file.
     """
-    rule = "be a whole safetensors file"
+    rule = "be a complete safetensors file"
     size = path.stat().st_size
-    require(size > _LENGTH, str(path), rule, f"{size} bytes")
+    require(size > _LENGTH_BYTES, str(path), rule, f"{size} bytes")
     with path.open("rb") as file:
         is_pointer = file.read(len(_POINTER)) == _POINTER
-        require(not is_pointer, str(path), rule, "a pointer of Git LFS (git lfs pull fetches the file)")
+        require(not is_pointer, str(path), rule, "a Git LFS pointer (git lfs pull fetches the file)")
         file.seek(0)
-        length = int.from_bytes(file.read(_LENGTH), "little")
-        require(length <= size - _LENGTH, str(path), rule, f"{size} bytes and a header of {length}")
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        require(length <= size - _LENGTH_BYTES, str(path), rule, f"{size} bytes and a header of {length}")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:  # of json or of the encoding
+        except ValueError as error:  # from json or from the decoding
             raise ValueError(f"{path} must {rule}, got {error}.") from error
         require(isinstance(header, dict), str(path), rule, repr(header)[:60])
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     header.pop("__metadata__", None)
-    begin = _LENGTH + length
+    data_start = _LENGTH_BYTES + length
     try:
-        found = {name: _tensor(name, entry, memory, begin) for name, entry in header.items()}
+        found = {name: _tensor(name, entry, memory, data_start) for name, entry in header.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} must {rule}, got {error!r} in its header.") from error
     for tensor in found.values():
         got = f"{tensor.name} {tensor.code} {tensor.shape} in bytes {tensor.start} to {tensor.stop} of {size}"
-        require(_is_whole(tensor, begin, size), str(path), rule, got)
+        require(_is_complete(tensor, data_start, size), str(path), rule, got)
     return found
 
 
-def _tensor(name: str, entry: Any, memory: mmap.mmap, begin: int) -> StoredTensor:
+def _tensor(name: str, entry: Any, memory: mmap.mmap, data_start: int) -> StoredTensor:
     code, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    is_one = (
+    is_valid = (
         isinstance(code, str) and isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     )
-    if not is_one:
+    if not is_valid:
         raise TypeError(f"{name}: {code!r} {shape!r}")
-    return StoredTensor(name, code, tuple(shape), memory, begin + start, begin + stop)
+    return StoredTensor(name, code, tuple(shape), memory, data_start + start, data_start + stop)
 
 
-def _is_whole(tensor: StoredTensor, begin: int, size: int) -> bool:
-    if not begin <= tensor.start <= tensor.stop <= size:
+def _is_complete(tensor: StoredTensor, data_start: int, size: int) -> bool:
+    if not data_start <= tensor.start <= tensor.stop <= size:
         return False
     dtype = DTYPES.get(tensor.code)
     return dtype is None or math.prod(tensor.shape) * dtype.itemsize == tensor.stop - tensor.start
 
 
-SCALES_FILE = "kv_scales.safetensors"  # a cache's static scales, where the model's own files have none
+SCALES_FILE = "kv_scales.safetensors"  # static KV-cache scales, if the model's own files have none
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-# Beginnings of files that may stand beside a model's: not its tensors, or those under other names.
-_BESIDE = ("consolidated", "adapter_model", "kv_scales")
-# What a folder may have instead, and the way out.
-_INSTEAD = {
-    "consolidated*.safetensors": "has Mistral's own names, which are not read here: take the *.safetensors "
-    "of the same checkpoint that transformers reads",
-    "adapter_model.*": "is an adapter, not a model: merge it into its model and save that",
-    "pytorch_model*.bin": "is pickled, which is not read here: AutoModelForCausalLM.from_pretrained(folder)"
-    ".save_pretrained(other_folder) of transformers makes safetensors of it",
-    "*.pth": "is pickled, which is not read here: take the checkpoint in the form of Hugging Face",
-    "*.gguf": "is llama.cpp's: take the checkpoint that it was made of",
-    "*/*.safetensors": "is in a folder below: load that one if it has a config.json of its own",
+# Prefixes of files in a model's folder that do not hold its tensors under Hugging Face's names.
+_IGNORED_PREFIXES = ("consolidated", "adapter_model", "kv_scales")
+# Other formats that a folder may have, and what to do.
+_OTHER_FORMATS = {
+    "consolidated*.safetensors": "has Mistral's own tensor names, which are not supported: use the "
+    "*.safetensors files of the same checkpoint that transformers reads",
+    "adapter_model.*": "is an adapter, not a model: merge it into its model and save the result",
+    "pytorch_model*.bin": "is pickled, which is not supported: convert it with transformers' "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)",
+    "*.pth": "is pickled, which is not supported: use the checkpoint in Hugging Face's format",
+    "*.gguf": "is llama.cpp's format: use the checkpoint that it was converted from",
+    "*/*.safetensors": "is in a subfolder: load that one if it has its own config.json",
 }
 
 
-def tensor_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
-    """The files, and in which of them a tensor is said to be, by names; nothing is said where no index is.
+def find_tensor_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
+    """Return the safetensors files of a folder, and the index's file name per tensor if there is an index.
 
-    model.safetensors; or those that the index names; or the shards that are numbered; or all.
+    The files are model.safetensors; else those that the index names; else the numbered shards; else all.
 
     Raises:
-        FileNotFoundError: There is none, or one that the index or the shards' numbers tell of is missing.
-        ValueError: The index is broken.
+        FileNotFoundError: If there is no file, or one that the index or the shards' numbers require is
+            missing.
+        ValueError: If the index is invalid.
     """
     single, index = directory / _SINGLE, directory / _INDEX
     if single.exists():
         return [single], {}
     if index.exists():
-        return _indexed(index)
-    found = [path for path in directory.glob("*.safetensors") if not path.name.startswith(_BESIDE)]
+        return _files_in_index(index)
+    found = [path for path in directory.glob("*.safetensors") if not path.name.startswith(_IGNORED_PREFIXES)]
     shards = [path for path in found if path.name.startswith("model-") and _SHARD.fullmatch(path.name)]
     found = sorted(shards or found)
     _require_all_shards(found)
     if not found:
-        raise FileNotFoundError(f"{single} does not exist{_instead(directory)}.")
+        raise FileNotFoundError(f"{single} does not exist{_hint_other_formats(directory)}.")
     return found, {}
 
 
-def _indexed(index: pathlib.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
-    places = read_json(index).get("weight_map") or {}
-    are_names = isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
-    require(are_names and len(places) > 0, f"{index}'s weight_map", "map tensors to files", repr(places)[:60])
-    names = sorted(set(places.values()))
-    others = [name for name in names if not name.endswith(".safetensors")]
-    require(not others, f"{index}'s weight_map", "map tensors to safetensors files", ", ".join(others[:3]))
+def _files_in_index(index: pathlib.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
+    weight_map = read_json(index).get("weight_map") or {}
+    are_names = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    require(
+        are_names and len(weight_map) > 0,
+        f"{index}'s weight_map",
+        "map tensors to files",
+        repr(weight_map)[:60],
+    )
+    names = sorted(set(weight_map.values()))
+    invalid = [name for name in names if not name.endswith(".safetensors")]
+    require(not invalid, f"{index}'s weight_map", "map tensors to safetensors files", ", ".join(invalid[:3]))
     for name in names:
-        existing(index.parent / name, f" ({_INDEX} names it)")
-    return [index.parent / name for name in names], places
+        require_exists(index.parent / name, f" ({_INDEX} names it)")
+    return [index.parent / name for name in names], weight_map
 
 
 def _require_all_shards(paths: Sequence[pathlib.Path]) -> None:
-    """Of shards that say how many they are, none may be missing."""
+    """Require that all numbered shards exist."""
     for path in paths:
         shard = _SHARD.fullmatch(path.name)
         if shard is None:
             continue
         for number in range(1, int(shard[3]) + 1):
             name = f"{shard[1]}-{number:0{len(shard[2])}}-of-{shard[3]}.safetensors"
-            existing(path.with_name(name), f" ({path.name} is one of {int(shard[3])})")
+            require_exists(path.with_name(name), f" ({path.name} is one of {int(shard[3])})")
 
 
-def _instead(directory: pathlib.Path) -> str:
-    for pattern, what in _INSTEAD.items():
+def _hint_other_formats(directory: pathlib.Path) -> str:
+    for pattern, hint in _OTHER_FORMATS.items():
         for path in sorted(directory.glob(pattern))[:1]:
-            return f"; {path.relative_to(directory)} {what}"
+            return f"; {path.relative_to(directory)} {hint}"
     return ""

@@ -1,6 +1,7 @@
-"""A decoder's parameters as Hugging Face's tensors: under which names, and laid out how.
+"""The mapping between a decoder's parameters and Hugging Face's tensors: names and layouts.
 
-A projection's kernel is [in, *out] here and [out, in] there; what is one matrix here may be several there.
+A projection's kernel is [in, *out] in a Decoder and [out, in] in a checkpoint. One parameter of a Decoder may
+be several tensors of a checkpoint.
 """
 
 import dataclasses
@@ -15,26 +16,26 @@ from jaxtyping import Array
 from pallas_kernels.checks import require_one_of
 
 type Path = tuple[Any, ...]
-type Tensors = Mapping[str, "Stored"]
+type Tensors = Mapping[str, "HFTensors"]
 
-_LEAVES = {"kernel": "weight", "embedding": "weight"}  # their names there
-_OF_PROJECTIONS = ("kernel", "bias")
+_LEAVES = {"kernel": "weight", "embedding": "weight"}  # their names in checkpoints
+_PROJECTION_LEAVES = ("kernel", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """Where a checkpoint has a module's parameters, or one array.
+class HFTensors:
+    """The tensors of a checkpoint that hold a module's parameters, or one array.
 
     Attributes:
-        names: Of the modules or arrays there, `*` for the layer's number and `#` for the expert's; several
-            where ours is cut into parts.
-        layout: How they lie there; a key of LAYOUTS.
-        is_turned: Matrices of projections are [in, out] there (GPT-2's), not [out, in].
+        names: Names of the checkpoint's modules or arrays, with `*` for the layer's number and `#` for the
+            expert's. Several if the parameter is split in the checkpoint.
+        layout: Layout in the checkpoint, a key of LAYOUTS.
+        is_transposed: Whether projection matrices are stored as [in, out] (GPT-2) instead of [out, in].
     """
 
     names: tuple[str, ...]
     layout: str = "whole"
-    is_turned: bool = False
+    is_transposed: bool = False
 
     def __post_init__(self) -> None:
         require_one_of("layout", self.layout, LAYOUTS)
@@ -42,15 +43,15 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How our array lies in a checkpoint's tensors.
+    """A layout of a parameter in a checkpoint's tensors.
 
     Attributes:
-        split: Ours -> the parts. Of a projection ours is [*inputs, *out], parts are [*inputs, *out] too.
-        join: The parts, and our shape -> ours. Of a projection parts are [out, *inputs], the shape
-            is out's, and the result [*out, *inputs].
-        is_whole_array: Parts are the tensors as they are, of no projection's.
-        is_stacked: The parts of a projection stand in one tensor, the rows of one behind those of another.
-        has_views: What split gives of a host's array are views of it.
+        split: Function from the parameter to its parts. For a projection both are [*inputs, *out].
+        join: Function from the parts and the parameter's shape to the parameter. For a projection the parts
+            are [out, *inputs], the shape is that of out, and the result is [*out, *inputs].
+        is_whole_array: Whether the parts are the stored tensors themselves, without a projection's transpose.
+        is_stacked: Whether the parts of a projection are stored in one tensor, one after another.
+        has_views: Whether `split` returns views of a host array.
     """
 
     split: Callable[[Any], Sequence[Any]]
@@ -61,7 +62,7 @@ class Layout:
 
 
 def _split_heads(array: Any) -> tuple[Any, Any, Any]:
-    """[..., kv_heads, group + 2, head_dim] -> queries, keys, values."""
+    """Split [..., kv_heads, group + 2, head_dim] into queries, keys and values."""
     return array[..., :-2, :], array[..., -2, :], array[..., -1, :]
 
 
@@ -71,7 +72,7 @@ def _join_heads(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
     return jnp.concatenate(heads, axis=1)
 
 
-def _cut_heads(whole: Array, out: tuple[int, ...]) -> list[Array]:
+def _split_stacked_heads(whole: Array, out: tuple[int, ...]) -> list[Array]:
     kv_heads, width, head_dim = out
     ends = np.multiply((width - 2, width - 1), kv_heads * head_dim)
     return jnp.split(whole, ends)
@@ -82,32 +83,35 @@ def _reshaped(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
     return whole.reshape(*out, *whole.shape[1:])
 
 
-def _in_turn(array: Any) -> Any:
-    """[experts, 2, inner, *hidden] -> [experts, *hidden, 2 * inner]."""
+def _interleave_gate_up(array: Any) -> Any:
+    """Convert [experts, 2, inner, *hidden] to [experts, *hidden, 2 * inner]."""
     axes = (0, 3, 2, 1)[: array.ndim] if array.ndim == 4 else (0, 2, 1)
-    turned = array.transpose(axes)
-    return turned.reshape(*turned.shape[:-2], -1)
+    transposed = array.transpose(axes)
+    return transposed.reshape(*transposed.shape[:-2], -1)
 
 
-def _from_turns(array: Array) -> Array:
+def _deinterleave_gate_up(array: Array) -> Array:
+    """Undo `_interleave_gate_up`."""
     pairs = array.reshape(*array.shape[:-1], -1, 2)
     return pairs.transpose((0, 3, 2, 1) if pairs.ndim == 4 else (0, 2, 1))
 
 
 LAYOUTS = {
     "whole": Layout(lambda array: (array,), _reshaped),
-    # Queries, keys, values: three matrices; one, all queries before all keys before all values.
+    # Queries, keys and values as three matrices, or as one: all queries, then all keys, then all values.
     "heads_apart": Layout(_split_heads, _join_heads),
     "heads_stacked": Layout(
-        _split_heads, lambda parts, out: _join_heads(_cut_heads(parts[0], out), out), is_stacked=True
+        _split_heads,
+        lambda parts, out: _join_heads(_split_stacked_heads(parts[0], out), out),
+        is_stacked=True,
     ),
-    # Heads' numbers, ours [heads, head_dim]: one behind the other.
+    # A norm's weights [heads, head_dim], flattened.
     "heads_in_a_row": Layout(
         lambda array: (array.reshape(-1),),
         lambda parts, shape: parts[0].reshape(shape),
         is_whole_array=True,
     ),
-    # Gates and the rest [..., 2, inner]: two matrices; one whose rows are of the first and the other in turn.
+    # Gate and up [..., 2, inner] as two matrices, or as one whose rows alternate between gate and up.
     "gates_apart": Layout(
         lambda array: (array[..., 0, :], array[..., 1, :]), lambda parts, out: jnp.stack(parts)
     ),
@@ -115,16 +119,17 @@ LAYOUTS = {
         lambda array: (array.swapaxes(-1, -2),),
         lambda parts, out: _reshaped(parts, out[::-1]).swapaxes(0, 1),
     ),
-    # Experts' gates and the rest, ours [experts, 2, inner, hidden] (biases: without hidden): a matrix each;
-    # [experts, hidden, 2 * inner] with columns of the first and the other in turn, or one behind the other.
+    # Experts' gate and up [experts, 2, inner, hidden] (biases: without hidden) as a matrix per expert, or as
+    # [experts, hidden, 2 * inner] whose columns alternate between gate and up, or are all gates, then all
+    # ups.
     "experts_apart": Layout(
         lambda array: [part for pair in array for part in pair],
         lambda parts, shape: jnp.stack(parts).reshape(shape),
         is_whole_array=True,
     ),
     "experts_in_turn": Layout(
-        lambda array: (_in_turn(array),),
-        lambda parts, shape: _from_turns(parts[0]),
+        lambda array: (_interleave_gate_up(array),),
+        lambda parts, shape: _deinterleave_gate_up(parts[0]),
         is_whole_array=True,
         has_views=False,
     ),
@@ -133,7 +138,7 @@ LAYOUTS = {
         lambda parts, shape: parts[0].swapaxes(1, 2).reshape(shape),
         is_whole_array=True,
     ),
-    # All experts' rows in one matrix [experts * inner, hidden]: two of them; one, of the second products.
+    # All experts' rows in one matrix [experts * inner, hidden]: gate and up as two matrices; down as one.
     "experts_below": Layout(
         lambda array: [array[:, i].reshape(-1, array.shape[-1]) for i in range(2)],
         lambda parts, shape: jnp.stack([part.reshape(shape[0], *shape[2:]) for part in parts], axis=1),
@@ -145,7 +150,7 @@ LAYOUTS = {
         lambda parts, shape: parts[0].reshape(shape),
         is_whole_array=True,
     ),
-    # Their second products, ours [experts, inner, hidden]: a matrix [hidden, inner] each; as ours.
+    # Experts' down projection [experts, inner, hidden] as a matrix [hidden, inner] per expert, or transposed.
     "experts_down_apart": Layout(
         lambda array: [part.T for part in array],
         lambda parts, shape: jnp.stack(parts).swapaxes(1, 2),
@@ -156,7 +161,7 @@ LAYOUTS = {
         lambda parts, shape: parts[0].swapaxes(1, 2),
         is_whole_array=True,
     ),
-    # An array a row; one with all axes but the first and the last as one.
+    # An array per row; experts' gate and up as [experts, 2 * inner, hidden].
     "rows_apart": Layout(tuple, lambda parts, shape: jnp.stack(parts), is_whole_array=True),
     "experts_whole": Layout(
         lambda array: (array.reshape(len(array), -1, array.shape[-1]),),
@@ -170,131 +175,134 @@ LAYOUTS = {
 }
 
 
-def hf_shapes(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The tensors that the parameter at an nnx path is: names and shapes, in order.
+def hf_tensor_shapes(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors that hold a parameter, in order.
 
     Args:
-        tensors: The family's.
-        path: Of the parameter.
-        shape: Of the parameter.
+        tensors: Mapping of the family's parameters.
+        path: nnx path of the parameter.
+        shape: Shape of the parameter.
     """
     names: list[str] = []
 
-    def shapes_of(array: Any) -> list[Any]:
+    def named_tensors(array: Any) -> list[Any]:
         named = to_hf(tensors, path, array)
         names.extend(named)
         return [*named.values()]
 
-    found = jax.eval_shape(shapes_of, jax.ShapeDtypeStruct(shape, np.float32))
+    found = jax.eval_shape(named_tensors, jax.ShapeDtypeStruct(shape, np.float32))
     return {name: tensor.shape for name, tensor in zip(names, found, strict=True)}
 
 
 def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:
-    """The parameter at an nnx path as tensors, by their names."""
-    stored, names = _stored(tensors, path, array.shape)
+    """Convert the parameter at an nnx path to Hugging Face tensors by name."""
+    stored, names = _find(tensors, path, array.shape)
     layout = LAYOUTS[stored.layout]
     if layout.is_whole_array:
         return dict(zip(names, layout.split(array), strict=True))
-    if path[-1] not in _OF_PROJECTIONS:
+    if path[-1] not in _PROJECTION_LEAVES:
         return dict(zip(names, (array,), strict=True))
     inputs = array.shape[:1] if path[-1] == "kernel" else ()
     rows = [part.reshape(*inputs, -1) for part in layout.split(array)]
     rows = [jnp.concatenate(rows, axis=-1)] if layout.is_stacked else rows
-    return {name: part if stored.is_turned else part.T for name, part in zip(names, rows, strict=True)}
+    return {name: part if stored.is_transposed else part.T for name, part in zip(names, rows, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Join:
-    """Tensors -> the parameter that they are. Hashable: static for jit, and one for parameters of a kind.
+    """The conversion of a checkpoint's tensors to a parameter. Hashable: static for jit.
 
     Attributes:
-        layout: How they lie in the checkpoint, a key of LAYOUTS.
-        leaf: The parameter's own name, such as "kernel".
-        shape: Of the parameter.
-        is_turned: As `Stored`'s.
+        layout: Layout in the checkpoint, a key of LAYOUTS.
+        leaf: Name of the parameter in its module, such as "kernel".
+        shape: Shape of the parameter.
+        is_transposed: Whether projection matrices are stored as [in, out]; see `HFTensors`.
     """
 
     layout: str
     leaf: str
     shape: tuple[int, ...]
-    is_turned: bool = False
+    is_transposed: bool = False
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether one tensor is the parameter as it is."""
+    def is_identity(self) -> bool:
+        """Whether the parameter is one stored tensor as is."""
         if LAYOUTS[self.layout].is_whole_array:
             return self.layout == "array"
-        return self.leaf not in _OF_PROJECTIONS
+        return self.leaf not in _PROJECTION_LEAVES
 
     @property
     def has_views(self) -> bool:
-        """Whether a parameter on the host can be written where it stays (`pairs`)."""
+        """Whether a parameter on the host can be written in place (`pairs`)."""
         return LAYOUTS[self.layout].has_views
 
-    def pairs(self, whole: np.ndarray, tensors: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Views of a parameter on the host, and of the tensors what belongs there, shape by shape.
+    def pairs(
+        self, parameter: np.ndarray, tensors: Sequence[np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return pairs of views with equal shapes: of the parameter, and of the tensors to copy there.
 
         Args:
-            whole: The parameter, in C order.
-            tensors: As `__call__`'s parts.
+            parameter: The parameter on the host, in C order.
+            tensors: Tensors that `hf_tensor_shapes` names, in its order.
         """
         layout = LAYOUTS[self.layout]
         if layout.is_whole_array:
-            targets: Sequence[Any] = layout.split(whole)
-        elif self.is_nothing:
-            targets = (whole,)
+            targets: Sequence[Any] = layout.split(parameter)
+        elif self.is_identity:
+            targets = (parameter,)
         else:
-            targets = layout.split(whole)
-            turned = [tensor if self.is_turned else tensor.T for tensor in tensors]  # [inputs, out], or [out]
-            num_inputs = whole.shape[0] if self.leaf == "kernel" else 1
+            targets = layout.split(parameter)
+            # Matrices are [inputs, out], biases [out].
+            matrices = [tensor if self.is_transposed else tensor.T for tensor in tensors]
+            num_inputs = parameter.shape[0] if self.leaf == "kernel" else 1
             ends = np.cumsum([target.size // num_inputs for target in targets])[:-1]
-            tensors = np.split(turned[0], ends, axis=-1) if layout.is_stacked else turned
+            tensors = np.split(matrices[0], ends, axis=-1) if layout.is_stacked else matrices
         return [(t, tensor.reshape(t.shape)) for t, tensor in zip(targets, tensors, strict=True)]
 
     def __call__(self, parts: Sequence[Array]) -> Array:
-        """The parameter.
+        """Build the parameter.
 
         Args:
-            parts: The tensors that `hf_shapes` names, in its order.
+            parts: Tensors that `hf_tensor_shapes` names, in its order.
         """
         layout = LAYOUTS[self.layout]
         if layout.is_whole_array:
             return layout.join(parts, self.shape)
-        if self.is_nothing:
+        if self.is_identity:
             (whole,) = parts
             return whole
         if self.leaf != "kernel":
             return layout.join(parts, self.shape)
-        parts = [part.T for part in parts] if self.is_turned else parts
-        # Turned at the end and apart: XLA makes a slow loop of a join that turns.
+        parts = [part.T for part in parts] if self.is_transposed else parts
+        # The transpose is separated by a barrier: XLA compiles a fused join and transpose to a slow loop.
         return jnp.moveaxis(jax.lax.optimization_barrier(layout.join(parts, self.shape[1:])), -1, 0)
 
 
-def join_of(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> Join:
-    """How the parameter at an nnx path is made of its tensors.
+def make_join(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> Join:
+    """Return the conversion of tensors to the parameter at an nnx path.
 
     Args:
-        tensors: The family's.
-        path: Where it is.
-        shape: Of the parameter.
+        tensors: Mapping of the family's parameters.
+        path: nnx path of the parameter.
+        shape: Shape of the parameter.
     """
-    stored = _stored(tensors, path, shape)[0]
-    return Join(stored.layout, path[-1], tuple(shape), stored.is_turned)
+    stored = _find(tensors, path, shape)[0]
+    return Join(stored.layout, path[-1], tuple(shape), stored.is_transposed)
 
 
-def tensor_names(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The names of the tensors that the parameter at an nnx path is."""
-    return _stored(tensors, path, shape)[1]
+def hf_tensor_names(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the names of the tensors that hold the parameter at an nnx path."""
+    return _find(tensors, path, shape)[1]
 
 
-def _stored(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[Stored, tuple[str, ...]]:
-    """Where the parameter at an nnx path is, and its tensors' names."""
+def _find(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[HFTensors, tuple[str, ...]]:
+    """Return the mapping of the parameter at an nnx path, and its tensors' names."""
     numbers = [str(part) for part in path if isinstance(part, int)]
     *modules, leaf = ("*" if isinstance(part, int) else part for part in path)
-    module, end = ".".join(modules), f".{_LEAVES.get(leaf, leaf)}"
+    module, suffix = ".".join(modules), f".{_LEAVES.get(leaf, leaf)}"
     array = tensors.get(f"{module}.{leaf}")
-    stored, end = (tensors[module], end) if array is None else (array, "")
-    of_layer = [name.replace("*", "".join(numbers[:1])) + end for name in stored.names]
-    if not any("#" in name for name in of_layer):
-        return stored, tuple(of_layer)
-    return stored, tuple(name.replace("#", str(e)) for e in range(shape[0]) for name in of_layer)
+    stored, suffix = (tensors[module], suffix) if array is None else (array, "")
+    layer_names = [name.replace("*", "".join(numbers[:1])) + suffix for name in stored.names]
+    if not any("#" in name for name in layer_names):
+        return stored, tuple(layer_names)
+    return stored, tuple(name.replace("#", str(e)) for e in range(shape[0]) for name in layer_names)

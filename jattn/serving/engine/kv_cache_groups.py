@@ -69,7 +69,7 @@ def sliding_window_layers_of(model: Any) -> tuple[bool, ...]:
 
     Sliding-window and chunked layers may have them.
     """
-    return tuple(getattr(model, "near_layers", ()))
+    return tuple(getattr(model, "sliding_window_layers", ()))
 
 
 def sliding_window_attention_of(model: Any) -> LocalAttention | None:
@@ -85,7 +85,7 @@ def _layers_of(model: Any) -> frozenset[tuple[int | None, int | None]]:
 def longrope_threshold_of(model: Any) -> int | None:
     """Return the length in tokens above which LongRoPE uses other frequencies; None without LongRoPE."""
     ropes = [module.rope for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
-    lengths: list[int | None] = [getattr(rope, "turning_length", None) for rope in ropes]
+    lengths: list[int | None] = [getattr(rope, "longrope_threshold", None) for rope in ropes]
     return min((length for length in lengths if length is not None), default=None)
 
 

@@ -241,7 +241,7 @@ def default_sampling_params_of(model: Any) -> SamplingParams:
     Source: vLLM `ModelConfig.get_diff_sampling_param`, which ignores do_sample.
     """
     config = getattr(model, "generation_config", None) or GenerationConfig()
-    values = config.told()
+    values = config.sampling_defaults()
     if config.do_sample:
         values = {"temperature": 1.0} | values
     else:

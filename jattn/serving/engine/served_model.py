@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PagedCache
-from jattn.models.kv_cache_groups import ByReach
+from jattn.models.kv_cache_groups import PerKVCacheGroup
 from jattn.models.loading.pretrained import load
 from jattn.planning import Plan
 from pallas_kernels.checks import require
@@ -44,9 +44,9 @@ class ServedModel(Protocol):
     It must be an `nnx.Module`: the engine compiles its methods over its state, and runs the values that its
     Variables hold when a step starts. Its PagedAttention layers use the engine's `implementation`.
 
-    If only some layers have a sliding window and the model has `near_layers`, like Decoder, it receives
-    metadata and num_blocks per layer group. Otherwise all layers keep the blocks that any of them still
-    attends to.
+    If only some layers have a sliding window and the model has `sliding_window_layers`, like Decoder, it
+    receives metadata and num_blocks per layer group. Otherwise all layers keep the blocks that any of them
+    still attends to.
 
     Attributes:
         tokenizer: Object with `encode(text).ids` and `decode(ids)`, as in `tokenizers`. None: token ids only.
@@ -83,7 +83,7 @@ class ServedModel(Protocol):
     ) -> Caches:
         """Create empty KV caches: any pytree of PagedCache. Block 0 of each is the null block."""
 
-    def plan(self, metadata: BatchMetadata | ByReach, caches: Any) -> Plan | ByReach:
+    def plan(self, metadata: BatchMetadata | PerKVCacheGroup, caches: Any) -> Plan | PerKVCacheGroup:
         """Return the plan that the layers share in a step.
 
         Traced, once per bucket; an argument of `__call__`.
@@ -93,9 +93,9 @@ class ServedModel(Protocol):
         self,
         token_ids: Int[Array, " tokens"],
         caches: Any,
-        metadata: BatchMetadata | ByReach,
+        metadata: BatchMetadata | PerKVCacheGroup,
         *,
-        plan: Plan | ByReach | None,
+        plan: Plan | PerKVCacheGroup | None,
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
         """Return a step's hidden states, and the caches with its keys and values. Traced."""
 

@@ -13,7 +13,7 @@ from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.cache import CacheSpec
 from jattn.implementations.selection import as_static_arg, first_supported, requested_implementations
-from jattn.models.kv_cache_groups import ByReach
+from jattn.models.kv_cache_groups import PerKVCacheGroup
 from jattn.nn import PagedAttention
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
@@ -40,9 +40,9 @@ class SlidingWindowTables(NamedTuple):
     block_table: Int32[Array, "reqs max_blocks"]
     slot_mapping: Int32[Array, " tokens"]
 
-    def beside(self, metadata: BatchMetadata) -> ByReach:
+    def beside(self, metadata: BatchMetadata) -> PerKVCacheGroup:
         """Return the metadata of both groups of layers."""
-        return ByReach(metadata, replace(metadata, **self._asdict()))
+        return PerKVCacheGroup(metadata, replace(metadata, **self._asdict()))
 
 
 def sliding_window_tables(

@@ -41,8 +41,8 @@ class Weights:
         is_tree = isinstance(state, Mapping)
         require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
         variables = dict(nnx.to_flat_state(self.refresh()))
-        spread = getattr(self._model, "spread", lambda path, array, shape: array)
-        new = {path: _checked_array(path, value, variables, spread) for path, value in _flatten(state)}
+        pad_to_mesh = getattr(self._model, "pad_to_mesh", lambda path, array, shape: array)
+        new = {path: _checked_array(path, value, variables, pad_to_mesh) for path, value in _flatten(state)}
         for path, array in new.items():
             if not isinstance(variables[path], PeerVariable):  # a copy would be another place in memory
                 variables[path].set_value(array)
@@ -70,7 +70,7 @@ def _checked_array(
     path: tuple[Any, ...],
     value: Any,
     variables: Mapping[tuple[Any, ...], Any],
-    spread: Callable[[tuple[Any, ...], Any, tuple[int, ...]], Any],
+    pad_to_mesh: Callable[[tuple[Any, ...], Any, tuple[int, ...]], Any],
 ) -> jax.Array:
     """Return a value as an array with the shape, dtype and sharding of the model's weight."""
     name = ".".join(map(str, path))
@@ -78,7 +78,7 @@ def _checked_array(
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     require(isinstance(value, jax.Array | np.ndarray), name, "be an array", repr(value))
     before = variables[path].get_value()
-    value = spread(path, value, before.shape)
+    value = pad_to_mesh(path, value, before.shape)
     require_shape(name, value.shape, before.shape, "as the model's")
     require(value.dtype == before.dtype, name, f"be {before.dtype}", value.dtype)
     if not isinstance(before, jax.Array) or not before.committed:

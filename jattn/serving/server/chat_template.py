@@ -13,8 +13,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from jattn.models.loading.files import object_in
-from jattn.models.loading.tokenizer import special_tokens_of
+from jattn.models.loading.files import read_json_if_exists
+from jattn.models.loading.tokenizer import read_special_tokens
 
 PROBE = "What a user says."  # Content of a message that tests how a template handles content.
 
@@ -126,7 +126,7 @@ def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = 
     Raises:
         ValueError: If the folder has several templates and none is the default, or a template is invalid.
     """
-    special_tokens = {} if folder is None else special_tokens_of(folder)
+    special_tokens = {} if folder is None else read_special_tokens(folder)
     if file is not None:
         if not file.is_file():
             raise ValueError(f"chat_template {file} is not a file.")
@@ -153,7 +153,7 @@ def find_templates(folder: pathlib.Path) -> dict[str, str]:
     """
     templates: dict[str, str] = {}
     for file in ("chat_template.json", "tokenizer_config.json"):
-        value = object_in(folder / file).get("chat_template")
+        value = read_json_if_exists(folder / file).get("chat_template")
         if isinstance(value, list) and all(map(_is_named_template, value)):
             templates |= {entry["name"]: entry["template"] for entry in value}
         elif isinstance(value, str):

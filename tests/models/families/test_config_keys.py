@@ -122,12 +122,12 @@ IN_DOUBT = {
         "layer_types": ["full_attention"] * 3,
         "rope_parameters": {"factor": 8.0, "rope_type": "linear", "sliding_attention": {"rope_theta": 7.0}},
     },
-    "use_sliding_window False beside a sliding_window of 5: .*Make sliding_window null": {
+    "use_sliding_window False with a sliding_window of 5: .*Set sliding_window to null": {
         "model_type": "mistral",
         "sliding_window": 5,
         "use_sliding_window": False,
     },
-    "use_sliding_window False beside a sliding_window of 4096": {
+    "use_sliding_window False with a sliding_window of 4096": {
         "model_type": "mistral",
         "use_sliding_window": False,
     },
@@ -137,7 +137,7 @@ IN_DOUBT = {
         "model_type": "phi",
         "layer_norm_eps": 1e-3,
     },
-    "config key 'bias' .True.: no LlamaForCausalLM here knows": {"bias": True},
+    "config key 'bias' .True.: LlamaForCausalLM does not support this key": {"bias": True},
     "config key 'compression_config'": {"compression_config": {"quant_method": "compressed-tensors"}},
     "architecture LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "rope parameters must have a rope_type, got .*'short_factor'": {
@@ -204,7 +204,7 @@ def test_numbers_that_json_does_not_have_are_refused_where_they_count(tmp_path, 
 @pytest.mark.parametrize("eos", ["x", [None], True, 2.0])
 def test_an_end_of_text_that_is_none_is_told_with_its_file(tmp_path, eos):
     generation = json.dumps({"eos_token_id": eos}).encode()
-    message = rf"^{tmp_path}/generation_config.json: eos_token_id must be an int or a list of them, got"
+    message = rf"^{tmp_path}/generation_config.json: eos_token_id must be an int or a list of ints, got"
     with pytest.raises(ValueError, match=message):
         read_config(write(tmp_path, json.dumps(LLAMA).encode(), generation_config=generation))
 

@@ -107,17 +107,17 @@ def test_a_class_is_that_family_s_whose_own_it_is(family):
 
 
 REFUSED = {
-    "architecture deepseek_v3: keys and values are latent": {"model_type": "deepseek_v3"},
-    r"\['Qwen3NextForCausalLM'\]: layers have states of their own.*Supported: Llama": {
+    "architecture deepseek_v3: multi-head latent attention is not": {"model_type": "deepseek_v3"},
+    r"\['Qwen3NextForCausalLM'\]: layers with recurrent state.*Supported: Llama": {
         "model_type": "qwen3_next",
         "architectures": ["Qwen3NextForCausalLM"],
     },
-    r"\['T5ForConditionalGeneration'\]: layers attend to what another model has read": {
+    r"\['T5ForConditionalGeneration'\]: cross attention is not supported": {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
     },
-    "architecture bert: it is no decoder": {"model_type": "bert"},
-    "architecture gemma3n: layers share keys and values": {"model_type": "gemma3n"},
+    "architecture bert: encoder models": {"model_type": "bert"},
+    "architecture gemma3n: layers with shared keys and values": {"model_type": "gemma3n"},
     "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},
@@ -300,7 +300,7 @@ def test_model_type_is_checked_without_a_file():
 
 def test_a_key_that_nobody_knows_is_named():
     hf = CONFIGS["llama_old_keys"]
-    message = r"config key 'residual_multiplier' \(0.5\): no LlamaForCausalLM here knows what it changes"
+    message = r"config key 'residual_multiplier' \(0.5\): LlamaForCausalLM does not support this key"
     with pytest.raises(NotImplementedError, match=message):
         DecoderConfig.from_hf(hf | {"residual_multiplier": 0.5})
     with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
@@ -323,7 +323,7 @@ def test_what_a_family_has_not_may_be_switched_off_but_not_on(key):
 
 def test_a_field_changed_without_its_key_is_not_written():
     config = DecoderConfig.from_hf(CONFIGS["llama_old_keys"])
-    with pytest.raises(ValueError, match=r"config must be what its config.json says .*got vocab_size 98"):
+    with pytest.raises(ValueError, match=r"config must match its config.json .*got vocab_size 98"):
         dataclasses.replace(config, vocab_size=98).to_hf()
     for name, value, message in (
         (
@@ -332,7 +332,7 @@ def test_a_field_changed_without_its_key_is_not_written():
             "norm_placement must be one of 'before', .*, got 'behind'",
         ),
         ("layers", config.layers[:2], r"layers must have one entry per layer \(3\), got 2"),
-        ("hidden_tokens", (97,), r"a hidden token must lie in \[0, 97\), got 97"),
+        ("suppressed_token_ids", (97,), r"a suppressed token id must lie in \[0, 97\), got 97"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(config, **{name: value})

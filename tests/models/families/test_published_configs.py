@@ -12,7 +12,7 @@ from jattn.masks import LocalStrided
 from jattn.models import DecoderConfig, load
 from jattn.models.families import FAMILIES
 from jattn.models.families.layer_builders import alibi_slopes
-from jattn.models.families.multimodal import WRAPPERS
+from jattn.models.families.multimodal import MULTIMODAL_MODELS
 from jattn.models.loading.pretrained import read_config
 from tests.conftest import GOLDEN
 from tests.models.families import published_configs as published
@@ -69,7 +69,7 @@ def test_phi3small():
     assert [layer.attention.sparsity is None for layer in config.layers] == [False, True] * 16
     assert sparse.attention.scale == 1 / 128
     assert (config.embedding_scale, config.logit_scale) == (10.0, 1 / 8)
-    assert config.hidden_tokens == (100256, 100258, 100259)
+    assert config.suppressed_token_ids == (100256, 100258, 100259)
     plain = read(published.PHI3SMALL_8K | {"mup_use_scaling": False, "rope_position_scale": 2.0})[1]
     assert (plain.attention.scale, plain.rope.rope_type, plain.rope.factor) == (128**-0.5, "linear", 2.0)
     long = read(published.PHI3SMALL_128K)[1].rope
@@ -133,9 +133,9 @@ def test_the_others():
     assert layer.alibi_slopes[:2] == (2**-0.5, 2**-1.0)
     _, layer, _ = read(published.MPT_7B_STORYWRITER)
     assert (layer.clip_qkv, layer.alibi_slopes[:2]) == (6.0, (2**-0.5, 2**-1.0))
-    assert read(published.MIXTRAL_8X7B)[1].mlp.routing.normalizes
+    assert read(published.MIXTRAL_8X7B)[1].mlp.routing.renormalize
     _, layer, _ = read(published.QWEN3_30B_A3B)
-    assert (layer.mlp.intermediate_size, layer.mlp.shared, layer.mlp.routing.normalizes) == (768, None, True)
+    assert (layer.mlp.intermediate_size, layer.mlp.shared, layer.mlp.routing.renormalize) == (768, None, True)
     _, layer, _ = read(published.QWEN15_MOE)
     assert (layer.mlp.gates_shared, layer.qkv_bias, layer.out_bias) == (True, True, False)
     config, layer, _ = read(published.GEMMA_2B)
@@ -168,13 +168,14 @@ def test_slopes_of_heads_that_are_no_power_of_two():
     assert alibi_slopes(2, 16.0) == (2**-8, 2**-16)
 
 
-ONLY = [(name, key) for name, family in FAMILIES.items() for key in family.only]
+RESTRICTED_KEYS = [(name, key) for name, family in FAMILIES.items() for key in family.supported_values]
 
 
-@pytest.mark.parametrize(("name", "key"), ONLY)
+@pytest.mark.parametrize(("name", "key"), RESTRICTED_KEYS)
 def test_a_value_that_is_not_served_is_refused_with_those_that_are(name, key):
-    hf, value = hf_of(name), {bool: True, int: 7}.get(type((*FAMILIES[name].only[key][0], 7)[0]), "other")
-    value = not FAMILIES[name].only[key][0][0] if isinstance(value, bool) else value
+    hf, supported = hf_of(name), FAMILIES[name].supported_values[key][0]
+    value = {bool: True, int: 7}.get(type((*supported, 7)[0]), "other")
+    value = not supported[0] if isinstance(value, bool) else value
     outer, _, inner = key.partition(".")
     hf |= {outer: hf[outer] | {inner: value}} if inner else {key: value}
     with pytest.raises(NotImplementedError, match=rf"^{key} {value!r}: .*Supported: "):
@@ -194,7 +195,7 @@ WRONG = [
     ("phi3small", {"blocksparse_triton_kernel_block_size": 64}, "blocksparse_triton.* 64: .*Supported: 16"),
     ("phi3small", {"hidden_act": "gelu"}, "activation 'gelu': .*Supported: gegelu"),
     ("phi3small", {"gegelu_limit": "20"}, "gegelu_limit must be a number, got '20'"),
-    ("phi3small", {"dummy_token_indices": [320]}, r"a hidden token must lie in \[0, 320\), got 320"),
+    ("phi3small", {"dummy_token_indices": [320]}, r"a suppressed token id must lie in \[0, 320\), got 320"),
     ("llama4_text", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(4\), got 1"),
     ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'.*chunked_attention"),
     ("llama4_text", {"floor_scale": 0}, r"floor_scale must be positive, got 0\.0"),
@@ -272,10 +273,12 @@ RENAMES = {  # as transformers 4 and 5 write them
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS, ids=[model_type for model_type, _ in WRAPPERS])
+@pytest.mark.parametrize(
+    "wrapper", MULTIMODAL_MODELS, ids=[model_type for model_type, _ in MULTIMODAL_MODELS]
+)
 @pytest.mark.parametrize("body", RENAMES)
 def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, wrapper, body):
-    name = WRAPPERS[wrapper]
+    name = MULTIMODAL_MODELS[wrapper]
     folder = GOLDEN / "hf" / GOLDEN_OF[name]
     head = "language_model.lm_head." if body.startswith("language_model.") else "lm_head."
     rename = lambda key: body + key.removeprefix("model.") if key.startswith("model.") else head + key[8:]
@@ -284,7 +287,7 @@ def test_of_a_model_of_text_and_images_the_text_part_is_loaded(tmp_path, wrapper
     (tmp_path / "config.json").write_text(json.dumps(wrapped(name, wrapper, text_type=wrapper[0] != "llava")))
     assert same(load(tmp_path, progress=False), load(folder, progress=False))
     save_file(tensors | {"audio.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"hold only what its config.json asks for, got audio.x"):
+    with pytest.raises(ValueError, match=r"hold only the tensors that its config.json requires, got audio.x"):
         load(tmp_path, progress=False)
 
 
@@ -300,7 +303,9 @@ def test_sections_of_images_turn_text_as_ever(model_type, family, theta):
         nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
         assert (nested.model_type, nested.layers) == (family, want.layers)
         flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
-        flat["architectures"] = [architecture for name, architecture in WRAPPERS if name == model_type]
+        flat["architectures"] = [
+            architecture for name, architecture in MULTIMODAL_MODELS if name == model_type
+        ]
         assert DecoderConfig.from_hf(flat).layers == want.layers
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jattn.models import DecoderConfig, load
 from jattn.models.loading import safetensors_files
-from jattn.models.loading.checkpoint import by_family_s_names
+from jattn.models.loading.checkpoint import rename_to_family_names
 from jattn.models.loading.safetensors_files import is_same_bytes, read_header
 from tests.conftest import GOLDEN
 from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
@@ -52,16 +52,16 @@ def test_names_are_the_family_s_whatever_stands_before_them(name):
     assert any(tensor.startswith(config.family.prefix) for tensor in tensors)
     for how, wrap in WRAPS.items():
         wrapped = {wrap(tensor, config.family.prefix): value for tensor, value in tensors.items()}
-        found = by_family_s_names(wrapped, config, has_more_than_text=False)
+        found = rename_to_family_names(wrapped, config, is_multimodal=False)
         assert found == tensors, how
 
 
 def test_a_prefix_that_makes_two_tensors_one_is_refused():
     names = ["language_model.model.layers.0.self_attn.o_proj.weight", HEAD, f"language_model.{HEAD}"]
     config = DecoderConfig.from_hf(TIED)
-    message = f"the checkpoint must have one tensor {HEAD}, got another named language_model.{HEAD}"
+    message = f"the checkpoint must have one tensor {HEAD}, got another one named language_model.{HEAD}"
     with pytest.raises(ValueError, match=message):
-        by_family_s_names(dict.fromkeys(names), config, has_more_than_text=False)
+        rename_to_family_names(dict.fromkeys(names), config, is_multimodal=False)
 
 
 def test_layers_that_draft_tokens_are_passed_over(tmp_path):
@@ -78,7 +78,7 @@ def test_layers_that_draft_tokens_are_passed_over(tmp_path):
     for count in (0, None):
         write_checkpoint(tmp_path, hf | {"num_nextn_predict_layers": count}, tensors)
         with pytest.raises(
-            ValueError, match=rf"hold only what its config.json asks for, got .*layers.{layer}"
+            ValueError, match=rf"hold only the tensors that its config.json requires, got .*layers.{layer}"
         ):
             load(tmp_path, progress=False)
     with pytest.raises(ValueError, match="num_nextn_predict_layers must be an int, got '1'"):
@@ -107,9 +107,7 @@ def test_a_head_that_is_not_the_embedding_though_it_should_be_is_refused(tmp_pat
     monkeypatch.setattr(jax, "device_put", lambda *_, **how: pytest.fail("a tensor was put on the device"))
     for other in (last, last[:-1], tensors[embedding].astype(np.float16)):
         write_checkpoint(tmp_path, hf, tensors | {head: other})
-        message = (
-            rf"{head} must be {embedding}, as tie_word_embeddings says.*got \({len(other)}, .*other numbers"
-        )
+        message = rf"{head} must equal {embedding}, .*got a tensor \({len(other)}, .*other values"
         with pytest.raises(ValueError, match=message):
             load(tmp_path, progress=False)
 
@@ -156,5 +154,5 @@ def test_buffers_of_old_checkpoints_are_passed_over(tmp_path):
     want = load(folder, progress=False)
     assert same(load(write_checkpoint(tmp_path, hf, alone | buffers), progress=False), want)
     write_checkpoint(tmp_path, hf, tensors | {"transformer.h.0.attn.bias": np.ones(32, np.float32)})
-    with pytest.raises(ValueError, match=r"asks for, got transformer.h.0.attn.bias"):
+    with pytest.raises(ValueError, match=r"requires, got transformer.h.0.attn.bias"):
         load(tmp_path, progress=False)

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from jattn.models import Decoder, DecoderConfig, load, save
 from jattn.models.loading.placement import read_parameter
-from jattn.models.loading.quantized_weights import MXFP4, widened
+from jattn.models.loading.quantized_weights import MXFP4, dequantize_tensors
 from jattn.models.loading.safetensors_files import read_header
 from jattn.models.loading.tensor_layouts import Join
 from tests.conftest import GOLDEN
@@ -172,7 +172,7 @@ WRONG = {
     f"{PROJECTION}_scale_inv must hold finite numbers, got 1 others": lambda t: t.update(
         {PROJECTION + "_scale_inv": np.float32([[1, np.nan]])}
     ),
-    "the checkpoint must hold only what .*, got model.norm.weight_scale": lambda t: t.update(
+    "the checkpoint must hold only the tensors .*, got model.norm.weight_scale": lambda t: t.update(
         {"model.norm.weight_scale": np.ones(1, np.float32)}
     ),
 }
@@ -202,7 +202,7 @@ def test_float8_without_a_word_in_the_config_is_no_float(tmp_path):
         (
             np.zeros((2, 3, 1, 16), np.uint8),
             np.zeros((2, 3, 2), np.uint8),
-            r"x_scales must have shape \(2, 3, 1\) \(an exponent a group of x_blocks\), got \(2, 3, 2\)",
+            r"x_scales must have shape \(2, 3, 1\) \(an exponent per group of x_blocks\), got \(2, 3, 2\)",
         ),
         (np.zeros((2, 3, 1, 16), np.uint8), None, "x must have a scale: x_scales, got none"),
     ],
@@ -211,7 +211,7 @@ def test_4_bit_floats_that_do_not_fit_are_named(tmp_path, blocks, scales, messag
     tensors = {"x_blocks": blocks} | ({} if scales is None else {"x_scales": scales})
     write_checkpoint(tmp_path, {}, tensors)
     with pytest.raises(ValueError, match=message):
-        widened(read_header(tmp_path / "model.safetensors"), {"quant_method": "mxfp4"})
+        dequantize_tensors(read_header(tmp_path / "model.safetensors"), {"quant_method": "mxfp4"})
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_4_bit_floats_that_do_not_fit_are_named(tmp_path, blocks, scales, messag
         ),
         (
             COMPRESSED | {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}},
-            "quantization_config's group_0 of 4 bits int, symmetric True: .* Supported: 8 bits float",
+            "quantization_config's group_0 with 4-bit int, symmetric True: .* Supported: 8-bit float",
         ),
         (
             COMPRESSED | {"config_groups": {"g": {"weights": {"type": "float", "symmetric": False}}}},
-            "quantization_config's g of 8 bits float, symmetric False",
+            "quantization_config's g with 8-bit float, symmetric False",
         ),
         (
             COMPRESSED | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
-            "quantization_config's transform_config: weights are of rotated",
+            "quantization_config's transform_config: weights are stored for rotated",
         ),
         (
             FP8 | {"config_groups": {"g": {"weights": {"block_structure": [8, 8]}}}},

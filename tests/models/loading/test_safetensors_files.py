@@ -94,14 +94,14 @@ def entry(**changes):
 def test_a_broken_file_is_named(tmp_path, header, got):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
-    with pytest.raises(ValueError, match=f"{path} must be a whole safetensors file, got .*({got})"):
+    with pytest.raises(ValueError, match=f"{path} must be a complete safetensors file, got .*({got})"):
         read_header(path)
 
 
 def test_a_header_beyond_the_end_is_named(tmp_path):
     (tmp_path / "x").write_bytes((900).to_bytes(8, "little") + b"{}")
     with pytest.raises(
-        ValueError, match="x must be a whole safetensors file, got 10 bytes and a header of 900"
+        ValueError, match="x must be a complete safetensors file, got 10 bytes and a header of 900"
     ):
         read_header(tmp_path / "x")
 
@@ -224,24 +224,24 @@ MISSING = {
     },
     "pytorch_model-00001-of-00002.bin is pickled": {"pytorch_model-00001-of-00002.bin": PICKLE},
     "consolidated.00.pth is pickled": {"consolidated.00.pth": PICKLE},
-    "consolidated.safetensors has Mistral's own names": {"consolidated.safetensors": STALE},
+    "consolidated.safetensors has Mistral's own tensor names": {"consolidated.safetensors": STALE},
     "adapter_model.safetensors is an adapter": {"adapter_model.safetensors": STALE},
-    "x-Q4_K.gguf is llama.cpp's": {"x-Q4_K.gguf": b"GGUF"},
-    "original/model.safetensors is in a folder below": {"original/model.safetensors": STALE},
+    "x-Q4_K.gguf is llama.cpp's format": {"x-Q4_K.gguf": b"GGUF"},
+    "original/model.safetensors is in a subfolder": {"original/model.safetensors": STALE},
     "model.safetensors does not exist.$": {"training_args.bin": PICKLE},
 }
 BROKEN = {
-    "a must stand in one file, got a second one in y.safetensors": {
+    "a must be in one file, got a second one in y.safetensors": {
         "x.safetensors": RIGHT,
         "y.safetensors": {"a": 1.0},
     },
-    "b must stand in one file": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
+    "b must be in one file": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
     | index_of(b="z.safetensors", c=SHARDS[1])
     | {"z.safetensors": {}},
     rf"{INDEX}'s weight_map must map tensors to files, got \{{\}}": HALVES | {INDEX: {"weight_map": {}}},
     r"weight_map must map tensors to files, got \{\}": HALVES | {INDEX: {"metadata": {}}},
     "must map tensors to safetensors files, got x.bin": index_of(a="x.bin") | {"x.bin": PICKLE},
-    "must be a whole safetensors file, got a pointer of Git LFS .git lfs pull": {
+    "must be a complete safetensors file, got a Git LFS pointer .git lfs pull": {
         "model.safetensors": POINTER
     },
 }

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, models
 
-from jattn.models.loading.tokenizer import eos_id_of, read_tokenizer
+from jattn.models.loading.tokenizer import read_eos_token_id, read_tokenizer
 
 
 def write_unlisted(folder, config):
@@ -35,7 +35,7 @@ def test_tokens_that_tokenizer_config_alone_calls_added_are_read_whole(tmp_path)
     assert tokenizer.token_to_id("<far>") is None
     assert tokenizer.decode([0, 8, 5, 9]) == "<b> a"
     write_unlisted(tmp_path, {"added_tokens_decoder": listed, "eos_token": "<newer>"})
-    assert eos_id_of(tmp_path) == 9
+    assert read_eos_token_id(tmp_path) == 9
 
 
 LISTED = {"content": "<b>", "special": False}

@@ -135,7 +135,7 @@ class TestGenerate:
         assert main(command) == 0
         out, err = capsys.readouterr()
         assert out.startswith("> a\n")
-        assert err.startswith("jattn: fp8_e4m3 cache: layers 0 have no scales and take 1")
+        assert err.startswith("jattn: fp8_e4m3 cache: layers 0 have no scales and use 1")
         assert err.count("\n") == 1
         command[command.index("fp8_e4m3")] = "int8_static_v"
         assert main(command) == 1

@@ -157,7 +157,7 @@ def poisoned(caches, owned):
 def want():
     """What the prompts become where all layers share their blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "near_layers", ())
+        patch.setattr(Decoder, "sliding_window_layers", ())
         engine = engine_of(model=gemma3(TWO), enable_prefix_caching=False)
         assert engine.scheduler.sliding_window_manager is None
         return token_ids(engine.generate(prompts(), PARAMS))
@@ -230,7 +230,7 @@ class TestMemory:
         budget = 3 * 43 * in_one + 17
         engine = Engine(gemma3(), cache_bytes=budget, **self.SIZES)
         assert num_bytes(engine) == (2 * self.NEAR + 99) * in_one == budget - 17
-        monkeypatch.setattr(Decoder, "near_layers", ())
+        monkeypatch.setattr(Decoder, "sliding_window_layers", ())
         assert Engine(gemma3(), cache_bytes=budget, **self.SIZES).stats.num_blocks == 42
 
     @pytest.mark.parametrize("num_blocks", [2, 14, 15, 16])

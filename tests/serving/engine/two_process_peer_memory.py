@@ -40,7 +40,7 @@ def of_both(*, uses_peers: bool, **axes: int) -> Any:
     model = load(MODEL, mesh=jattn.parallel.make_mesh(**axes), dtype=jnp.bfloat16, progress=False)
     if uses_peers:
         reason = why_no_peer_memory(model)  # what `jattn serve` asks
-        assert reason == (None if WHERE == "gpu" else "devices are no NVIDIA GPUs"), reason
+        assert reason == (None if WHERE == "gpu" else "the devices are not NVIDIA GPUs"), reason
         use_peer_memory(model)
     engine = Engine(model, **SIZES)
     if RANK > 0:
