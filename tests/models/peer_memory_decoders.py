@@ -13,8 +13,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import jattn  # noqa: E402
 from jattn.models import load, use_peer_memory  # noqa: E402
-from jattn.parallel import context_parallel  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
+from pallas_kernels import collectives  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9]
@@ -32,8 +32,7 @@ def run(family: str, dtype: Any, *, uses_peers: bool, **mesh: int) -> tuple[list
     if uses_peers:
         use_peer_memory(model)
     engine = Engine(model, **SIZES, buckets=[BUCKET])
-    right = context_parallel.all_gather
-    with mock.patch.object(context_parallel, "all_gather", side_effect=right) as gather:
+    with mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gather:
         engine.precompile(progress=False)
     # What it compiles to on a CPU XLA's own would, too.
     assert gather.called == (uses_peers and "cp" in mesh), (uses_peers, mesh)

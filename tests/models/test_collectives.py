@@ -22,7 +22,7 @@ LLAMA = GOLDEN / "hf" / "llama"
 
 
 @pytest.mark.kernels
-def test_layers_sum_by_all_reduce_and_tokens_stay_the_same():
+def test_peer_memory_all_reduces_give_the_same_tokens():
     command = [sys.executable, "-m", "tests.models.peer_memory_decoders"]
     root = pathlib.Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=400)
@@ -33,7 +33,7 @@ def test_layers_sum_by_all_reduce_and_tokens_stay_the_same():
     ]  # fmt: skip
 
 
-def test_memory_for_sums_is_no_weight():
+def test_peer_memory_is_not_a_weight():
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)
     assert model.peers.sums.table.shape == (1, 1, 4)
@@ -41,7 +41,7 @@ def test_memory_for_sums_is_no_weight():
     assert model.peers.ranks is None
 
 
-def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
+def test_use_peer_memory_refuses_models_without_a_mesh(types_unchecked):
     model = load(LLAMA, progress=False)
     with pytest.raises(ValueError, match=r"model must be on a mesh \(load\(DIR, mesh=\)\), got None"):
         use_peer_memory(model)
@@ -51,7 +51,7 @@ def test_a_model_without_a_mesh_sums_nothing(types_unchecked):
         use_peer_memory(model, max_rows=1.0)
 
 
-class TestWhoGainsNothing:
+class TestWhyNoPeerMemory:
     """`jattn serve` and the others take peer memory where nothing speaks against it."""
 
     def model(self, *, tp=2, cp=1, dtype=jnp.bfloat16, has_weights=True):
@@ -70,14 +70,14 @@ class TestWhoGainsNothing:
             == "the model is on one device, so that there are no all-reduces"
         )
 
-    def test_devices_whose_sums_are_xlas(self):
+    def test_devices_that_are_not_gpus(self):
         assert why_no_peer_memory(self.model()) == "the devices are not NVIDIA GPUs"
         assert why_no_peer_memory(self.model(tp=1, cp=2)) == "the devices are not NVIDIA GPUs"
 
-    def test_a_model_that_is_not_there(self):
+    def test_an_abstract_model(self):
         assert why_no_peer_memory(self.model(has_weights=False)) == "the model has no weights"
 
-    def test_numbers_without_a_kernel_and_too_many_devices(self, monkeypatch):
+    def test_unsupported_dtypes_and_device_counts(self, monkeypatch):
         monkeypatch.setattr(collectives, "GPU_PLATFORMS", ("cpu",))
         assert why_no_peer_memory(self.model()) is None
         assert why_no_peer_memory(self.model(cp=2)) is None
@@ -85,7 +85,7 @@ class TestWhoGainsNothing:
         assert why_no_peer_memory(self.model(tp=3, cp=3)).startswith("9 devices would sum together")
 
 
-def test_new_weights_leave_the_memory_where_it_is():
+def test_new_weights_keep_the_peer_memory():
     """A copy of it would be another place than the one that other devices write to."""
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.models import Decoder, DecoderConfig, KVScales
-from jattn.models.kv_scales import LayerScales
+from jattn.models import Decoder, DecoderConfig
+from jattn.models.kv_cache_groups import PerKVCacheGroup
 from tests.models.tiny_checkpoints import CONFIGS
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
@@ -29,14 +29,14 @@ def make(implementation=None, config=CONFIG, **options):
 
 
 @pytest.mark.parametrize("eval_shape", [jax.eval_shape, nnx.eval_shape])
-def test_is_made_without_memory(eval_shape):
+def test_a_decoder_can_be_created_abstractly(eval_shape):
     huge = dataclasses.replace(CONFIG, vocab_size=10**9, hidden_size=2**14)
     model = eval_shape(lambda: make(config=huge, dtype=jnp.bfloat16))
     assert model.embed_tokens.embedding.shape == (10**9, 2**14)
     assert (model.dtype, model.max_len, model.tokenizer) == (jnp.bfloat16, 256, None)
 
 
-def test_jit_split_and_eval_shape_agree():
+def test_jit_split_and_eval_shape_give_the_same_structure():
     model = make()
     run = lambda model, tokens: model.logits(model(tokens, None, METADATA)[0])
     graph, state = nnx.split(model)
@@ -68,7 +68,7 @@ def test_a_step_compiles_once_per_bucket():
 @pytest.mark.kernels
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("name", ["qwen3_biases", "gemma2_default_layers"])
-def test_trains_under_vmap(name, implementation):
+def test_a_decoder_trains_under_vmap(name, implementation):
     graph, params = nnx.split(make(implementation, DecoderConfig.from_hf(CONFIGS[name] | TINY)))
 
     def loss(params):
@@ -84,7 +84,7 @@ def test_trains_under_vmap(name, implementation):
     assert all(bool(jnp.isfinite(g).all()) and bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
 
 
-def test_positions_may_be_given():
+def test_a_decoder_accepts_positions():
     model = make()
     hidden, _ = step(model, TOKENS[0], None, METADATA, METADATA.positions)
     shifted, _ = step(model, TOKENS[0], None, METADATA, METADATA.positions + 50)
@@ -93,7 +93,7 @@ def test_positions_may_be_given():
     assert np.abs(hidden - scaled).max() > 1e-3
 
 
-def test_a_plan_changes_nothing():
+def test_a_plan_does_not_change_the_result():
     model = make()
     metadata = jattn.build_batch_metadata([11], [11], [[1, 2, 3]], block_size=4)
     spec = CONFIG.attention_spec(0)
@@ -101,7 +101,7 @@ def test_a_plan_changes_nothing():
     np.testing.assert_array_equal(run(jattn.plan(metadata, spec)), run(None))
 
 
-def test_caches_are_one_a_layer():
+def test_a_decoder_requires_one_cache_per_layer():
     model = make(dtype=jnp.bfloat16)
     specs = model.cache_specs(9, block_size=8, layout="HND")
     assert len(specs) == len(model.create_caches(9)) == 2
@@ -114,7 +114,7 @@ def test_caches_are_one_a_layer():
 @pytest.mark.parametrize(
     ("options", "tolerance"), [({"layout": "packed"}, 1e-5), ({"quantization": "int8_token_head"}, 0.1)]
 )
-def test_any_kind_of_cache_serves(options, tolerance):
+def test_a_decoder_accepts_every_cache_format(options, tolerance):
     model = make()
     metadata = jattn.build_batch_metadata([11], [11], [[3, 1, 2]], block_size=4)
     want, _ = step(model, TOKENS[0], None, METADATA)
@@ -122,50 +122,30 @@ def test_any_kind_of_cache_serves(options, tolerance):
     np.testing.assert_allclose(got, want, atol=tolerance)
 
 
-def test_an_implementation_reaches_the_layers():
+def test_layers_get_the_requested_implementation():
     model = make(["reference", "xla"])
     assert {layer.self_attn.implementation for layer in model.layers} == {("reference", "xla")}
     with pytest.raises(ValueError, match=r"implementation must be one of .*got 'cudnn'"):
         make("cudnn")(TOKENS[0], None, METADATA)
 
 
-def calibrated(*layers):
-    """Scales of some layers only; 3 layers in all."""
-    one = LayerScales(k=np.full((), 0.1, np.float32), v=np.full((), 0.1, np.float32))
-    return KVScales(tuple(one if i in layers else LayerScales() for i in range(3)))
+SIZES = dict(vocab_size=24, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 
 
-class TestStaticScalesThatAreMissing:
-    CONFIG = DecoderConfig.from_hf(CONFIGS["llama3_rope"])
+def test_position_embeddings_use_the_given_positions():
+    model = Decoder(DecoderConfig.from_hf(SIZES | {"model_type": "gpt2"}), rngs=nnx.Rngs(0))
+    table, positions = model.embed_positions.embedding[...], jnp.asarray([7, 0], jnp.int32)
+    tokens = jnp.asarray([3, 3], jnp.int32)
+    placed = model.embed(tokens, positions) - model.embed_tokens.embedding[...][tokens]
+    np.testing.assert_allclose(placed, table[positions], atol=1e-6)
+    metadata = jattn.build_batch_metadata([2], [2], None)
+    shifted = model(tokens, None, metadata, positions=positions)[0] - model(tokens, None, metadata)[0]
+    assert np.abs(shifted).max() > 1e-4
 
-    def model(self, scales=None):
-        model = Decoder(self.CONFIG, rngs=nnx.Rngs(0))
-        model.kv_scales = scales
-        return model
 
-    @pytest.mark.parametrize("quantization", ["fp8_e4m3", "fp8_e5m2"])
-    def test_are_told_once_with_the_way_out(self, quantization):
-        message = rf"{quantization} cache: layers 0, 1, 2 have no scales and use 1, .* jattn.calibrate"
-        with pytest.warns(jattn.CalibrationWarning, match=message) as warned:
-            self.model().create_caches(2, quantization=quantization)
-        assert len(warned) == 1
-
-    def test_are_told_of_the_layers_that_lack_them(self):
-        with pytest.warns(jattn.CalibrationWarning, match="layers 1 have no scales"):
-            self.model(calibrated(0)).create_caches(2, quantization="fp8_e4m3", skip_layers=[-1])
-
-    @pytest.mark.parametrize(
-        ("scales", "options"),
-        [
-            (calibrated(0, 1, 2), {"quantization": "fp8_e4m3"}),
-            (calibrated(0, 1), {"quantization": "fp8_e4m3", "skip_layers": [2]}),
-            (None, {"quantization": "int8_token_head"}),
-            (None, {}),
-        ],
-    )
-    def test_are_not_missed_where_none_is_needed(self, scales, options):
-        self.model(scales).create_caches(2, **options)  # a warning would be an error here
-
-    def test_must_be_one_a_layer(self):
-        with pytest.raises(ValueError, match=r"kv_scales must have one entry per layer \(3\), got 2\."):
-            self.model(KVScales(calibrated().layers[:2])).create_caches(2, quantization="fp8_e4m3")
+def test_steps_without_caches_refuse_context():
+    model = Decoder(DecoderConfig.from_hf(SIZES | {"model_type": "gpt2"}), rngs=nnx.Rngs(0))
+    metadata = jattn.build_batch_metadata([1, 1], [1, 3], [[1], [2]])
+    for given in (metadata, PerKVCacheGroup(metadata, metadata)):
+        with pytest.raises(ValueError, match=r"seq_lens\[1\] must be its 1 new tokens without .*, got 3\."):
+            model(jnp.zeros(2, jnp.int32), None, given)

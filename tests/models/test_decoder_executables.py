@@ -9,7 +9,7 @@ MODULE = "tests.models.decoder_aot_cases"
 pytestmark = pytest.mark.kernels
 
 
-def of_few_and_many(counts):
+def counts_per_num_layers(counts):
     """(family, bucket) -> the counts, by number of layers."""
     few, many = NUM_LAYERS
     ends = [name.removesuffix(f"-{few}") for name in counts if name.endswith(f"-{few}")]
@@ -23,11 +23,11 @@ def reports():
     return aot.apart_reports(MODULE, [name for name in aot_cases() if name.startswith("qwen3")])
 
 
-def test_kernels_are_lowered_once_whatever_the_number_of_layers(reports):
+def test_kernels_are_lowered_once_for_any_number_of_layers(reports):
     counts = {name: aot.calls_in(report) for name, report in reports.items()}
     counts |= aot.calls_lowered(MODULE, [name for name in aot_cases() if name.startswith("gemma2")])
     # Norm, write, decode, merge; and the prompts' kernel. Gemma2's windowed and full layers are two kinds.
-    assert of_few_and_many(counts) == {
+    assert counts_per_num_layers(counts) == {
         "qwen3-decode": (4, 4),
         "qwen3-mixed": (5, 5),
         "gemma2-decode": (6, 6),
@@ -35,6 +35,6 @@ def test_kernels_are_lowered_once_whatever_the_number_of_layers(reports):
     }
 
 
-def test_ptxas_runs_once_a_kernel_whatever_the_number_of_layers(reports):
-    runs = of_few_and_many({name: len(aot.kernels_in(report)) for name, report in reports.items()})
+def test_ptxas_runs_once_per_kernel_for_any_number_of_layers(reports):
+    runs = counts_per_num_layers({name: len(aot.kernels_in(report)) for name, report in reports.items()})
     assert runs == {"qwen3-decode": (4, 4), "qwen3-mixed": (5, 5)}

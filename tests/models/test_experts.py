@@ -199,7 +199,7 @@ def assert_close(got, want, tolerance=2e-5):
 
 @pytest.mark.parametrize("way", TOKENS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_computes_what_transformers_defines(family, way):
+def test_experts_of_each_family_match_transformers(family, way):
     layer, x = make(family), tokens(TOKENS[way])
     assert_close(run(layer, x), expected(family, layer, x))
 
@@ -221,7 +221,7 @@ def test_every_expert_may_be_chosen_by_every_token(way):
 
 @pytest.mark.parametrize("way", TOKENS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
-def test_what_padding_holds_reaches_nobody(family, way):
+def test_padding_tokens_do_not_affect_other_tokens(family, way):
     layer, x = make(family), tokens(TOKENS[way])
     dirty = x.at[1::3].set(jnp.nan).at[2::3].set(jnp.inf)
     want, got = run(layer, x), run(layer, dirty)
@@ -229,7 +229,7 @@ def test_what_padding_holds_reaches_nobody(family, way):
 
 
 @pytest.mark.parametrize("way", TOKENS)
-def test_an_expert_that_overflows_reaches_only_those_who_chose_it(way):
+def test_an_overflowing_expert_affects_only_tokens_routed_to_it(way):
     layer, x = make("mixtral"), tokens(TOKENS[way])
     layer.gate_up_proj.weight[...] = layer.gate_up_proj.weight[...].at[3].set(jnp.inf)
     _, chosen = jax.lax.top_k(layer.router_logits(x), 2)
@@ -239,7 +239,7 @@ def test_an_expert_that_overflows_reaches_only_those_who_chose_it(way):
 
 
 @pytest.mark.parametrize("way", TOKENS)
-def test_one_executable_serves_whatever_the_router_chooses(way):
+def test_one_executable_serves_every_routing(way):
     layer = make("gpt_oss")
     run(layer, tokens(TOKENS[way]))
     before = _run._cache_size()
@@ -249,7 +249,7 @@ def test_one_executable_serves_whatever_the_router_chooses(way):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_a_kind_are_one_kind_to_jit(family):
+def test_layers_with_equal_configurations_share_a_jit_trace(family):
     first, second = (nnx.split(make(family, seed=seed))[0] for seed in (0, 1))
     assert first == second
     assert hash(first) == hash(second)
@@ -257,7 +257,7 @@ def test_layers_of_a_kind_are_one_kind_to_jit(family):
 
 @pytest.mark.parametrize("way", TOKENS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
-def test_16_bits_err_no_more_than_twice_a_rounding_to_16_bits(family, way):
+def test_16_bit_error_is_at_most_twice_that_of_rounding(family, way):
     layer, x = make(family, dtype=jnp.bfloat16), tokens(TOKENS[way], dtype=jnp.bfloat16)
     out = run(layer, x)
     assert out.dtype == jnp.bfloat16
@@ -283,58 +283,9 @@ def test_impossible_sizes_are_refused(change, error, message):
         Experts(HIDDEN, INTERMEDIATE, **arguments, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"scores": "tanh"},
-            "scores must be one of 'softmax', 'softmax_of_top_k', 'sigmoid', 'sparsemixer', got 'tanh'",
-        ),
-        ({"scaled": "both"}, "scale_target must be one of 'output', 'input', got 'both'"),
-    ],
-)
-def test_an_unknown_routing_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        Routing(**change)
-
-
-def test_a_limit_of_swiglu_is_positive():
-    with pytest.raises(ValueError, match=r"limit must be positive, got 0\.0"):
-        ClampedSwiGLU(limit=0.0)
-
-
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_a_correction_counts_for_the_choice_alone(scores):
-    routing = Routing(scores=scores, renormalize=True, has_correction_bias=True, factor=1.5)
-    logits = np.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 2.9]])
-    correction = np.float32([0.9, 0.0, 0.0, 0.0])
-    plain = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    of_all = plain if scores == "softmax" else 1 / (1 + np.exp(-logits))
-    choices = routing.route(jnp.asarray(logits), 2, jnp.asarray(correction))
-    np.testing.assert_array_equal(choices.experts, [[0, 1], [0, 3]])  # by logits the first would have 1 and 2
-    chosen = np.take_along_axis(of_all, np.asarray(choices.experts), axis=1)
-    np.testing.assert_allclose(choices.scores, 1.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
-
-
-def test_experts_weighed_one_by_one():
-    routing = Routing(scores="sparsemixer", margin=0.4)
-    logits = np.float32([[2.0, 1.5, 1.3, -3.0]])
-    choices = routing.route(jnp.asarray(logits), 2)
-    np.testing.assert_array_equal(choices.experts, [[0, 1]])
-    share = lambda *near: np.exp(near[0]) / np.exp(near).sum()  # beside 2.0: 1.5 and 1.3
-    np.testing.assert_allclose(choices.scores, [[share(2.0, 1.5, 1.3), share(1.5, 1.3)]], rtol=1e-6)
-    alone = Routing(scores="sparsemixer", margin=0.1).route(jnp.asarray(logits), 2)
-    np.testing.assert_allclose(alone.scores, [[1.0, 1.0]], rtol=1e-6)
-
-
-def test_scores_of_the_chosen_cannot_be_corrected():
-    with pytest.raises(ValueError, match=r"scores with a correction bias must be .* got 'softmax_of_top_k'"):
-        Routing(scores="softmax_of_top_k", has_correction_bias=True)
-
-
 @pytest.mark.kernels
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
-def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family, monkeypatch):
+def test_kernel_tile_error_is_at_most_twice_that_of_rounding_to_16_bits(family, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 64)
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 64)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(90, dtype=jnp.bfloat16)
@@ -346,7 +297,7 @@ def test_tiles_by_the_kernel_err_no_more_than_twice_a_rounding_to_16_bits(family
     assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
 
 
-def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
+def test_kernel_tiles_have_the_gradients_of_xla_tiles(monkeypatch):
     def product(x, weights, group_of_tile, *, outputs_first=False, interpret=None):
         x = forbid_kernel_derivative(
             x, "grouped_matmul", "None"
@@ -367,7 +318,7 @@ def test_tiles_by_the_kernel_have_the_gradients_of_tiles_by_xla(monkeypatch):
         np.testing.assert_array_equal(got, want)
 
 
-def test_a_layer_takes_the_kernel_unless_others_are_named(monkeypatch):
+def test_a_layer_uses_the_kernel_unless_other_implementations_are_requested(monkeypatch):
     monkeypatch.setattr(expert_matmuls, "why_no_kernel", lambda x, weights: None)
     taken = []
     monkeypatch.setattr(expert_matmuls, "run_tiles_mosaic", lambda x, *_: taken.append(1) or x)
@@ -386,7 +337,7 @@ def test_a_layer_takes_the_kernel_unless_others_are_named(monkeypatch):
         assert len(taken) == want
 
 
-def test_the_kernel_is_declined_with_its_reason():
+def test_why_no_kernel_gives_the_reason():
     layer, x = make("mixtral"), tokens(3)
     assert why_no_kernel(x, layer.weights()) in (
         "the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'",
@@ -408,7 +359,7 @@ def test_the_kernel_is_declined_with_its_reason():
         (513, False, run_tiles_xla),
     ],
 )
-def test_the_sizes_choose_the_way(tokens, has_kernel, want):
+def test_static_sizes_select_the_method(tokens, has_kernel, want):
     """Of Qwen3-30B-A3B, 8 of 128 experts."""
     assert select_method(num_tokens=tokens, num_selected=8, num_experts=128, has_kernel=has_kernel) is want
 
@@ -416,7 +367,7 @@ def test_the_sizes_choose_the_way(tokens, has_kernel, want):
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [3, 17, 100, 1000])
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
-def test_16_bits_on_a_gpu_err_no_more_than_twice_a_rounding_to_16_bits(family, count, monkeypatch):
+def test_16_bit_error_on_a_gpu_is_at_most_twice_that_of_rounding(family, count, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 256)
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 192)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(count, dtype=jnp.bfloat16)

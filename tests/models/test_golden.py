@@ -64,11 +64,11 @@ def golden_of(name):
     return Golden(name)
 
 
-def mark_of(name):
+def marks_of(name):
     return () if name in FAST else pytest.mark.kernels if name in OFTEN else pytest.mark.slow
 
 
-@pytest.fixture(params=[pytest.param(name, marks=mark_of(name)) for name in NAMES])
+@pytest.fixture(params=[pytest.param(name, marks=marks_of(name)) for name in NAMES])
 def golden(request):
     return golden_of(request.param)
 
@@ -76,7 +76,7 @@ def golden(request):
 @pytest.mark.parametrize(
     ("name", "has_cache"),
     [
-        *(pytest.param(name, False, marks=mark_of(name)) for name in NAMES),
+        *(pytest.param(name, False, marks=marks_of(name)) for name in NAMES),
         *(pytest.param(name, True, marks=() if name in FAST else pytest.mark.kernels) for name in NAMES),
     ],
 )
@@ -126,7 +126,7 @@ def test_greedy_decoding_among_other_requests(golden):
             assert golden.error(3, logits[3], first=n * chunk) < golden.tolerance
 
 
-def test_decodes_what_it_says_itself(golden):
+def test_decoding_its_own_tokens_matches_transformers(golden):
     prompt = golden.prompt(3)
     (logits,) = golden.run([(1, prompt, 0)])
     for n, want in enumerate(golden.expected["greedy3"]):
@@ -148,7 +148,7 @@ def test_decodes_what_it_says_itself(golden):
         ("llama3", {"rope_parameters": {"rope_type": "linear"}}),
     ],
 )
-def test_the_checkpoints_can_tell_a_wrong_window_or_rope(name, change):
+def test_golden_logits_reveal_a_wrong_window_or_rope(name, change):
     golden = golden_of(name)
     hf = golden.model.config.to_hf()
     change = {key: hf[key] | value if isinstance(value, dict) else value for key, value in change.items()}

@@ -119,7 +119,7 @@ X = np.random.default_rng(0).normal(size=(len(POSITIONS), 3, HEAD_DIM)).astype(n
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_rotates_as_transformers_defines(name, interleaved):
+def test_rotation_matches_transformers(name, interleaved):
     rope = make(name, interleaved=interleaved)
     for lengths in (POSITIONS + 1, np.full_like(POSITIONS, 30), np.full_like(POSITIONS, 2000)):
         got = jax.jit(rope)(jnp.asarray(X), jnp.asarray(POSITIONS), jnp.asarray(lengths))
@@ -129,7 +129,7 @@ def test_rotates_as_transformers_defines(name, interleaved):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_token_without_a_length_is_the_last_of_its_request(name):
+def test_lengths_default_to_position_plus_one(name):
     rope = make(name)
     without = rope(jnp.asarray(X), jnp.asarray(POSITIONS))
     assert jnp.array_equal(without, rope(jnp.asarray(X), jnp.asarray(POSITIONS), jnp.asarray(POSITIONS + 1)))
@@ -145,7 +145,7 @@ def test_only_two_types_need_lengths(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_it_writes_is_what_it_reads(name):
+def test_to_hf_and_from_hf_are_inverse(name):
     rope = make(name)
     again = Rope.from_hf(rope.to_hf(), head_dim=HEAD_DIM, default_context=1, max_context=LONGEST)
     assert again == rope
@@ -153,12 +153,12 @@ def test_what_it_writes_is_what_it_reads(name):
 
 
 @pytest.mark.parametrize("name", ["default", "longrope"])
-def test_16_bits_stay_16_bits(name):
+def test_rotation_keeps_the_16_bit_dtype(name):
     out = make(name, interleaved=True)(jnp.asarray(X, jnp.bfloat16), jnp.asarray(POSITIONS))
     assert out.dtype == jnp.bfloat16
 
 
-def test_llama4_rotates_in_f32():
+def test_interleaved_pairs_are_rotated_in_f32():
     """Sines and cosines are not rounded to 16 bits, the result is once."""
     x = jnp.asarray(X, jnp.bfloat16)
     got = make("default", interleaved=True)(x, jnp.asarray(POSITIONS))
@@ -179,7 +179,7 @@ def attend(rope, query_lens, seq_lens):
     return out
 
 
-def test_a_layer_turns_each_request_by_its_own_length():
+def test_a_layer_rotates_each_request_by_its_own_length():
     """A long prompt is turned by its long factors from its first token on; a short one beside it is not."""
     rope = make("longrope")
     of = lambda side: Rope.from_hf(
@@ -236,12 +236,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_here_is_refused_by_name(message):
+def test_unsupported_ropes_are_refused_by_name(message):
     with pytest.raises(NotImplementedError, match=message):
         Rope.from_hf(REFUSED[message], head_dim=HEAD_DIM, default_context=ORIGINAL)
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_wrong_numbers_are_refused(message):
+def test_invalid_numbers_are_refused(message):
     with pytest.raises(ValueError, match=message):
         Rope.from_hf(WRONG[message], head_dim=HEAD_DIM, default_context=ORIGINAL)

@@ -14,7 +14,6 @@ from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks import shard_mask
 from jattn.models import DecoderConfig, load, save
 from jattn.models.loading.pretrained import load_shapes, read_config
-from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_shape
 from jattn.models.sharding import check_divides, partition_spec
 from jattn.parallel import check_mesh, make_mesh
 from jattn.serving import Engine
@@ -68,7 +67,7 @@ def changed(**changes):
         ),
     ],
 )
-def test_on_several_devices(what, lines):
+def test_decoders_match_across_meshes(what, lines):
     command = [sys.executable, "-m", "tests.models.sharded_decoders", what]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -109,17 +108,17 @@ class TestMakeMesh:
             make_mesh(tp=2.0)
 
 
-class TestWhatDoesNotFit:
-    def test_a_mesh_is_a_mesh(self, types_unchecked):
+class TestRefusals:
+    def test_mesh_must_be_a_mesh(self, types_unchecked):
         with pytest.raises(ValueError, match=r"mesh must be a Mesh .*got int: 2"):
             load(LLAMA, mesh=2)
 
-    def test_a_mesh_has_our_axes(self):
+    def test_mesh_must_have_the_axes_tp_and_cp(self):
         with pytest.raises(ValueError, match=r"mesh's axes must be \('tp', 'cp'\), got \('x', 'y'\)"):
             check_mesh(mesh_of(2, names=("x", "y")))
 
     @pytest.mark.parametrize("of", [load, load_shapes])
-    def test_a_mesh_s_axes_are_auto(self, of):
+    def test_mesh_axes_must_be_auto(self, of):
         """Of Explicit ones, as jax makes them, prompt_logprobs failed in JAX, and with it all requests."""
         rule = r"mesh's axes must be Auto \(jattn.parallel.make_mesh .*\), got \('Explicit', 'Explicit'\)"
         with pytest.raises(ValueError, match=rule):
@@ -141,12 +140,12 @@ class TestWhatDoesNotFit:
         with pytest.raises(ValueError, match=r"must be a multiple of the mesh's tp \* cp \(4\), got 190"):
             check_divides(changed(intermediate_size=190), mesh_of(2, cp=2))
 
-    def test_a_shared_expert_s_width(self):
+    def test_the_width_of_a_shared_expert(self):
         hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
             check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
 
-    def test_saving_what_lies_on_several_processes(self, tmp_path, monkeypatch):
+    def test_saving_a_model_over_several_processes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Mesh, "is_multi_process", True)
         model = load_shapes(LLAMA, mesh=mesh_of(2))
         with pytest.raises(
@@ -155,12 +154,12 @@ class TestWhatDoesNotFit:
             save(model, tmp_path / "saved")
         assert not (tmp_path / "saved").exists()
 
-    def test_a_pattern_of_each_device_has_no_kernel(self):
+    def test_patterns_per_device_have_no_kernel(self):
         mask = shard_mask(jattn.LocalStrided(), "tp", 8, (32, 8))
         assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
         assert why_not_kernel_mask(shard_mask(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
 
-    def test_a_pattern_that_all_devices_have_is_one_device_s(self):
+    def test_a_pattern_shared_by_all_devices_is_a_single_device_s(self):
         phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart
         for tp in (2, 4):
             assert shard_mask(phi, "tp", tp, (32, 8)) == jattn.LocalStrided(tp_size=tp)
@@ -168,36 +167,10 @@ class TestWhatDoesNotFit:
         same = jattn.LocalStrided(homo_head=True)
         assert shard_mask(same, "tp", 8, (32, 8)) is same
 
-    def test_a_draft_model_elsewhere(self):
+    def test_a_draft_model_on_another_mesh(self):
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
         with pytest.raises(ValueError, match=r"speculative must be on the model's mesh .*got None"):
             Engine(model, num_blocks=9, speculative=draft)
-
-
-class TestSpread:
-    def test_a_config_says_what_it_said(self):
-        config = read_config(LLAMA)
-        spread = config.with_mesh(6)
-        assert (spread.num_key_value_heads, spread.num_kv_head_replicas) == (6, 3)
-        assert (spread.vocab_size, spread.padded_vocab_size) == (320, 384)
-        assert spread.to_hf() == config.to_hf()
-        assert config.with_mesh(2).padded_vocab_size == 320
-
-    @pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("llama", 6), ("stablelm", 4), ("phi", 4)])
-    def test_parameters_come_back(self, name, tp):
-        config, draw = read_config(HF / name).with_mesh(tp), np.random.default_rng(0)
-        model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
-        for path, value in nnx.to_flat_state(nnx.state(model)):
-            whole = draw.normal(size=unpadded_shape(config, path, value.shape))
-            there = pad_to_mesh(config, path, whole)
-            assert there.shape == value.shape
-            np.testing.assert_array_equal(unpad_from_mesh(config, path, there), whole)
-
-    def test_a_device_has_its_queries_kv_head(self):
-        config = read_config(LLAMA).with_mesh(6)
-        whole = np.arange(2 * 5).reshape(2, 5, 1)  # kv heads, their three queries, key and value
-        there = pad_to_mesh(config, ("qkv_proj", "bias"), whole)[..., 0]
-        assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
 
 
 SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that every device has
@@ -206,7 +179,7 @@ SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that eve
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in HF.iterdir() if (path / "config.json").exists())
 )
-def test_every_matrix_of_every_family_is_cut(name):
+def test_every_matrix_of_every_family_is_sharded(name):
     config = read_config(HF / name)
     model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
     whole, num_cut = [], 0

@@ -44,7 +44,7 @@ def mesh_of(tp, cp):
         ),
     ],
 )
-def test_on_several_devices(what, lines):
+def test_decoders_match_across_meshes(what, lines):
     command = [sys.executable, "-m", "tests.models.context_parallel_decoders", what]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -52,7 +52,7 @@ def test_on_several_devices(what, lines):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
-def test_each_rank_has_its_tokens_of_a_block(layout):
+def test_each_rank_stores_its_tokens_of_a_block(layout):
     """A device's part of every array is what a cache of smaller blocks has."""
     sizes = {"num_kv_heads": 4, "head_dim": 16, "layout": layout, "quantization": "int8_token_head"}
     of = lambda **more: jattn.CacheSpec(num_blocks=5, **{**sizes, **more})
@@ -71,11 +71,11 @@ def test_each_rank_has_its_tokens_of_a_block(layout):
     ]
 
 
-class TestWhatDoesNotFit:
+class TestRefusals:
     def model(self):
         return load_shapes(LLAMA, mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=4)
 
-    def test_blocks_that_do_not_fall_into_rounds(self):
+    def test_block_size_must_be_a_multiple_of_the_interleave(self):
         with pytest.raises(ValueError, match=r"block_size must be a multiple of 2 ranks x .*\(4\), got 12"):
             self.model().cache_specs(9, block_size=12)
         with pytest.raises(ValueError, match=r"block_size must be a multiple of cp_.*_size \(4\), got 6\."):
@@ -83,7 +83,7 @@ class TestWhatDoesNotFit:
 
     @pytest.mark.parametrize("of", [load, load_shapes])
     @pytest.mark.parametrize("mesh", [None, mesh_of(1, 1), mesh_of(1, 2)], ids=["no mesh", "one", "two"])
-    def test_an_interleave_is_a_positive_int(self, of, mesh, types_unchecked):
+    def test_interleave_must_be_a_positive_int(self, of, mesh, types_unchecked):
         for value, rule in (
             (0, "be positive, got 0"),
             (-1, "be positive, got -1"),
@@ -93,11 +93,11 @@ class TestWhatDoesNotFit:
                 of(LLAMA, mesh=mesh, cp_kv_cache_interleave_size=value)
 
     @pytest.mark.parametrize("of", [load, load_shapes])
-    def test_alibi_between_keys_that_stay_together(self, of):
+    def test_alibi_with_context_parallelism(self, of):
         with pytest.raises(NotImplementedError, match="cp_kv_cache_interleave_size=2 with ALiBi: "):
             of(HF / "bloom", mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=2)
 
-    def test_a_mask_of_a_step(self):
+    def test_a_step_mask_with_context_parallelism(self):
         model = self.model()
         metadata = jattn.build_batch_metadata([4], [4], np.ones((1, 1), np.int32))
         caches = jax.eval_shape(lambda: load_shapes(LLAMA).create_caches(4))

@@ -119,7 +119,7 @@ def snippet_windows(tokens: int) -> jax.Array:
     return jnp.asarray(np.frombuffer(SNIPPET.encode(), np.uint8).astype(np.int32)[None, : tokens + 1])
 
 
-def test_it_is_tiny(model):
+def test_the_tiny_model_is_tiny(model):
     count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
     assert count <= 2_000_000
     assert (TINY_MODEL / "model.safetensors").stat().st_size <= 4_000_000
@@ -137,14 +137,14 @@ def test_its_files_are_those_of_the_training_script(model):
 
 
 @pytest.mark.parametrize("text", [SNIPPET, "", "naïve 日本 \U0001f600\r\n\t\x00"])
-def test_its_tokenizer_returns_the_text(model, text):
+def test_the_tokenizer_restores_the_text(model, text):
     ids = model.tokenizer.encode(text).ids
     assert ids == list(text.encode())
     assert model.tokenizer.decode(ids) == text
 
 
 @pytest.mark.kernels
-def test_it_has_learnt_python(model):
+def test_the_model_predicts_python(model):
     """Untrained it would need 8 bits a byte, with the snippet's own byte frequencies 4.4; xz needs 3.4."""
     graph, params = nnx.split(model)
     bits = jax.jit(lambda params, windows: train_tiny.bits(nnx.merge(graph, params), windows))

@@ -19,7 +19,7 @@ from pallas_kernels.checks import unsupported
 
 type Put = Callable[[np.ndarray], Array]
 
-PIECE = 1 << 26  # number of bytes that are sent to the device at a time
+TRANSFER_BYTES = 1 << 26  # number of bytes that are sent to the device at a time
 
 
 def put(view: np.ndarray) -> Array:
@@ -129,10 +129,10 @@ def _read(tensors: Sequence[Tensor], join: Join, dtype: np.dtype, put: Put) -> A
 def _send(source: StoredTensor, put: Put) -> tuple[Array, ...]:
     """Send a tensor to the device in pieces of some rows, at most two of which are in flight."""
     view = source.view()
-    if view.nbytes <= PIECE:
+    if view.nbytes <= TRANSFER_BYTES:
         return (put(view),)
     rows = view.reshape(-1, view.shape[-1])
-    count = max(1, PIECE // rows[0].nbytes)
+    count = max(1, TRANSFER_BYTES // rows[0].nbytes)
     pieces = [rows[first : first + count] for first in range(0, len(rows), count)]
     sent: list[Array] = []
     for i, piece in enumerate(pieces):
@@ -162,7 +162,7 @@ def _assemble(
     return join(tensors).astype(dtype)
 
 
-_PIECE = 1 << 22  # number of bytes that are transposed at a time, to fit a core's cache
+_TRANSPOSED_BYTES = 1 << 22  # number of bytes that are transposed at a time, to fit a core's cache
 
 
 def write_parameter(tensors: Sequence[StoredTensor], join: Join, dtype: np.dtype) -> np.ndarray:
@@ -205,7 +205,7 @@ def _write(target: np.ndarray, source: np.ndarray, tensor: StoredTensor) -> None
     axis = max(range(source.ndim), key=lambda i: (source.shape[i] > 1, source.strides[i]))
     order = sorted(range(target.ndim), key=lambda i: -target.strides[i])
     is_in_order = target.dtype == source.dtype and source.strides[order[-1]] == source.itemsize
-    count = max(1, _PIECE // (source.nbytes // source.shape[axis]))
+    count = max(1, _TRANSPOSED_BYTES // (source.nbytes // source.shape[axis]))
     for first in range(0, source.shape[axis], count):
         index = (slice(None),) * axis + (slice(first, first + count),)
         piece = source[index].transpose(order)

@@ -69,7 +69,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_keys_that_change_nothing_change_nothing(name):
+def test_ignored_keys_do_not_change_the_config(name):
     hf, more = PUBLISHED[name]
     assert DecoderConfig.from_hf(hf | more).layers == DecoderConfig.from_hf(hf).layers
 
@@ -84,7 +84,7 @@ OF_ROPES = {  # keys beside a rope's dictionary, and a null in it
 
 @pytest.mark.parametrize("name", OF_ROPES)
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_a_null_in_a_rope_s_dictionary_hides_no_key_beside_it(name, key):
+def test_null_rope_parameters_do_not_override_other_keys(name, key):
     beside, null = OF_ROPES[name]
     hf = {**SIZES, "model_type": name} | beside
     linear = {"rope_type": "linear", "factor": 2.0}
@@ -95,7 +95,7 @@ def test_a_null_in_a_rope_s_dictionary_hides_no_key_beside_it(name, key):
     assert made(linear | null) == made(linear)
 
 
-def test_a_word_of_letters_says_which_layers_have_a_window():
+def test_a_letter_pattern_selects_sliding_window_layers():
     windows = lambda **keys: [
         layer.attention.window is not None for layer in DecoderConfig.from_hf(EXAONE4 | keys).layers
     ]
@@ -131,7 +131,9 @@ IN_DOUBT = {
         "model_type": "mistral",
         "use_sliding_window": False,
     },
-    "rope_interleaved True: pairs are of a head's halves. Supported: False": {"rope_interleaved": True},
+    "rope_interleaved True: pairs are elements of a head's halves. Supported: False": {
+        "rope_interleaved": True
+    },
     "activation 'geglu': its MLPs are gated. Supported: 'swiglu'": {"activation": "geglu"},
     r"rms_norm_eps and layer_norm_eps must be the same, got 1e-05 and 0\.001": {
         "model_type": "phi",
@@ -148,12 +150,12 @@ IN_DOUBT = {
 
 
 @pytest.mark.parametrize("message", IN_DOUBT)
-def test_what_is_in_doubt_is_refused(message):
+def test_ambiguous_configs_are_refused(message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         DecoderConfig.from_hf(LLAMA | IN_DOUBT[message])
 
 
-def test_a_window_that_is_switched_off_and_null_is_none():
+def test_a_disabled_null_window_is_no_window():
     config = DecoderConfig.from_hf(CONFIGS["mistral_full"] | {"use_sliding_window": False})
     assert config.attention_spec(0).window is None
 
@@ -165,7 +167,7 @@ def write(directory, text, **beside):
     return directory
 
 
-def test_a_byte_order_mark_is_read_over(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     text, mark = json.dumps(LLAMA).encode(), b"\xef\xbb\xbf"
     generation = mark + b'{"eos_token_id": [7, 8], "do_sample": false, "temperature": null, "top_k": 0}'
     config = read_config(write(tmp_path, mark + text, generation_config=generation))
@@ -192,7 +194,7 @@ def test_a_byte_order_mark_is_read_over(tmp_path):
         ),
     ],
 )
-def test_numbers_that_json_does_not_have_are_refused_where_they_count(tmp_path, key, value, message):
+def test_nan_and_infinity_are_refused_in_used_keys(tmp_path, key, value, message):
     text = json.dumps(LLAMA | {key: "HERE", "initializer_range": "THERE"})
     text = text.replace('"HERE"', value).replace('"THERE"', "NaN")
     with pytest.raises(ValueError, match=rf"^{tmp_path}/config.json: {message}"):
@@ -202,7 +204,7 @@ def test_numbers_that_json_does_not_have_are_refused_where_they_count(tmp_path, 
 
 
 @pytest.mark.parametrize("eos", ["x", [None], True, 2.0])
-def test_an_end_of_text_that_is_none_is_told_with_its_file(tmp_path, eos):
+def test_an_invalid_eos_token_id_is_reported_with_its_file(tmp_path, eos):
     generation = json.dumps({"eos_token_id": eos}).encode()
     message = rf"^{tmp_path}/generation_config.json: eos_token_id must be an int or a list of ints, got"
     with pytest.raises(ValueError, match=message):
@@ -217,6 +219,6 @@ def test_an_end_of_text_that_is_none_is_told_with_its_file(tmp_path, eos):
         ("solar_open", {}, {"moe_intermediate_size": 1280}),
     ],
 )
-def test_widths_that_are_not_said_are_as_in_transformers(model_type, silent, said):
+def test_missing_widths_get_the_defaults_of_transformers(model_type, silent, said):
     told = SIZES | {"model_type": model_type} | silent
     assert DecoderConfig.from_hf(told).layers == DecoderConfig.from_hf(told | said).layers

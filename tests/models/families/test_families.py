@@ -1,6 +1,5 @@
 """Every family and every way to write its config, against numpy in float64."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_the_slow_decoder(tmp_path, name):
+def test_logits_match_a_numpy_decoder(tmp_path, name):
     tensors = random_tensors(CONFIGS[name])
     model = load(write_checkpoint(tmp_path, CONFIGS[name], tensors), progress=False)
     want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
@@ -40,7 +39,7 @@ def test_logits_are_those_of_the_slow_decoder(tmp_path, name):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("name", ["qwen2_sliding", "gemma2_default_layers"])
-def test_bf16_stays_near(tmp_path, name):
+def test_bf16_logits_are_close_to_f32(tmp_path, name):
     tensors = random_tensors(CONFIGS[name], BFLOAT16)
     model = load(write_checkpoint(tmp_path, CONFIGS[name] | {"dtype": "bfloat16"}, tensors), progress=False)
     want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
@@ -52,18 +51,12 @@ def test_bf16_stays_near(tmp_path, name):
     )  # torch's own is 0.4 to 1.4 per cent
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_config_survives_to_hf_and_back(name):
-    config = DecoderConfig.from_hf(CONFIGS[name])
-    assert DecoderConfig.from_hf(config.to_hf()) == config
-
-
 def windows(name, **changes):
     config = DecoderConfig.from_hf(CONFIGS[name] | changes)
     return [config.attention_spec(i).window for i in range(config.num_hidden_layers)]
 
 
-def test_a_window_counts_the_query_itself():
+def test_sliding_windows_include_the_query_token():
     assert windows("mistral") == [(6, 0)] * 3
     assert windows("mistral_full") == [None] * 3
     assert windows("qwen2") == [None] * 3
@@ -84,7 +77,7 @@ def test_rope_may_differ_by_layer_type():
     assert DecoderConfig.from_hf(config.to_hf()) == config
 
 
-def test_silence_means_what_transformers_means():
+def test_missing_keys_get_the_defaults_of_transformers():
     sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=4)
     llama = DecoderConfig.from_hf(sizes | {"model_type": "llama"})
     assert (llama.head_dim, llama.num_key_value_heads, llama.ropes[0].rope_theta) == (2, 4, 10000.0)
@@ -101,7 +94,7 @@ def test_silence_means_what_transformers_means():
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_a_class_is_that_family_s_whose_own_it_is(family):
+def test_an_architecture_belongs_to_the_family_named_after_it(family):
     """InternLM3's checkpoints may name Llama's, which is that of others, too."""
     assert family_of({"architectures": [family.architecture]}) is family
 
@@ -132,7 +125,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_refuses_by_name_what_is_not_here(message):
+def test_unsupported_configs_are_refused_by_name(message):
     with pytest.raises(NotImplementedError, match=message):
         DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | REFUSED[message])
 
@@ -144,7 +137,7 @@ GOLDEN_CONFIGS = REMOTE_CONFIGS | {
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_null_is_a_value_or_an_error_that_names_its_key(model_type):
+def test_null_is_accepted_or_refused_with_its_key(model_type):
     family, hf = FAMILIES[model_type], GOLDEN_CONFIGS[model_type]
     theirs = {ours: name for name, ours in family.aliases.items()}
     messages = {}
@@ -233,12 +226,12 @@ DEFAULT_ROPES = {key: {"rope_type": "default"} for key in ("full_attention", "sl
         ),
     ],
 )
-def test_a_value_is_of_the_kind_of_its_default(model_type, changes, message):
+def test_values_must_have_the_type_of_their_default(model_type, changes, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(GOLDEN_CONFIGS[model_type] | changes)
 
 
-def test_layers_with_states_of_their_own_are_refused():
+def test_layers_with_recurrent_state_are_refused():
     hf = GOLDEN_CONFIGS["granitemoehybrid"] | {"layer_types": ["attention", "mamba"]}
     with pytest.raises(NotImplementedError, match=r"layers_block_type 'mamba'.*Supported: attention"):
         DecoderConfig.from_hf(hf)
@@ -250,60 +243,19 @@ def test_layers_with_states_of_their_own_are_refused():
     assert without.ropes == (None, None)
 
 
-def test_null_bases_of_ropes_are_those_of_the_family():
+def test_null_rope_bases_mean_the_family_s_default():
     hf = {key: value for key, value in GOLDEN_CONFIGS["mixtral"].items() if key != "rope_parameters"}
     silent, null = DecoderConfig.from_hf(hf), DecoderConfig.from_hf(hf | {"rope_theta": None})
     assert null.ropes == silent.ropes
     assert null.ropes[0].rope_theta == 1e6
 
 
-WRONG = {
-    r"vocab_size.*none of \['vocab_size'\]": {"vocab_size": None},
-    "hidden_size must be a multiple of num_attention_heads .6.*got 50": {"hidden_size": 50},
-    "num_q_heads must be a multiple of num_kv_heads .4.*got 6": {"num_key_value_heads": 4},
-    "head_dim must be even, got 5": {"head_dim": 5},
-    "rope parameter factor must be given for 'linear'": {"rope_scaling": {"type": "linear"}},
-    "rope parameter low_freq_factor must be given": {"rope_scaling": {"type": "llama3", "factor": 2.0}},
-    "high_freq_factor must be at least low_freq_factor .4.0.*got 1.0": {
-        "rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}
-    },
-    "factor must be positive, got -1": {"rope_scaling": {"type": "linear", "factor": -1.0}},
-    "rms_norm_eps must be positive, got 0": {"rms_norm_eps": 0.0},
-    "max_position_embeddings must be positive, got 0": {"max_position_embeddings": 0},
-    r"final_logit_softcapping must be positive, got 0\.0": {
-        "model_type": "gemma2",
-        "final_logit_softcapping": 0.0,
-    },
-    "sliding_window must be positive .*got 0": {"model_type": "mistral", "sliding_window": 0},
-    "layer_types must have one entry per layer .3.*got 2": {
-        "model_type": "gemma2",
-        "layer_types": ["full_attention"] * 2,
-    },
-    "rope_parameters must have 'sliding_attention'": {
-        "model_type": "gemma2",
-        "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
-    },
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_says_what_is_wrong_with_a_config(message):
-    with pytest.raises(ValueError, match=message):
-        DecoderConfig.from_hf(CONFIGS["llama_old_keys"] | WRONG[message])
-
-
-def test_model_type_is_checked_without_a_file():
-    fields = vars(DecoderConfig.from_hf(CONFIGS["llama_old_keys"]))
-    with pytest.raises(ValueError, match=r"model_type must be one of 'llama'.*got 'mamba'"):
-        DecoderConfig(**{**fields, "model_type": "mamba"})
-
-
-def test_a_key_that_nobody_knows_is_named():
+def test_unknown_keys_are_refused_by_name():
     hf = CONFIGS["llama_old_keys"]
     message = r"config key 'residual_multiplier' \(0.5\): LlamaForCausalLM does not support this key"
     with pytest.raises(NotImplementedError, match=message):
         DecoderConfig.from_hf(hf | {"residual_multiplier": 0.5})
-    with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*far chunks are folded"):
+    with pytest.raises(NotImplementedError, match=r"'dual_chunk_attention_config'.*dual chunk attention"):
         DecoderConfig.from_hf(CONFIGS["qwen2"] | {"dual_chunk_attention_config": {"chunk_size": 9}})
     with pytest.raises(NotImplementedError, match=r"'is_causal' \(False\): decoders are causal"):
         DecoderConfig.from_hf(hf | {"is_causal": False})
@@ -314,25 +266,10 @@ def test_a_key_that_nobody_knows_is_named():
 
 
 @pytest.mark.parametrize("key", ["use_qk_norm", "qkv_bias"])
-def test_what_a_family_has_not_may_be_switched_off_but_not_on(key):
+def test_a_feature_that_a_family_lacks_may_be_false_but_not_true(key):
     hf = CONFIGS["llama_old_keys"]
     assert DecoderConfig.from_hf(hf | {key: False}).layers == DecoderConfig.from_hf(hf).layers
-    with pytest.raises(NotImplementedError, match=rf"config key '{key}' \(True\): no LlamaForCausalLM"):
-        DecoderConfig.from_hf(hf | {key: True})
-
-
-def test_a_field_changed_without_its_key_is_not_written():
-    config = DecoderConfig.from_hf(CONFIGS["llama_old_keys"])
-    with pytest.raises(ValueError, match=r"config must match its config.json .*got vocab_size 98"):
-        dataclasses.replace(config, vocab_size=98).to_hf()
-    for name, value, message in (
-        (
-            "norm_placement",
-            "behind",
-            "norm_placement must be one of 'before', .*, got 'behind'",
-        ),
-        ("layers", config.layers[:2], r"layers must have one entry per layer \(3\), got 2"),
-        ("suppressed_token_ids", (97,), r"a suppressed token id must lie in \[0, 97\), got 97"),
+    with pytest.raises(
+        NotImplementedError, match=rf"config key '{key}' \(True\): LlamaForCausalLM does not support"
     ):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(config, **{name: value})
+        DecoderConfig.from_hf(hf | {key: True})

@@ -46,7 +46,7 @@ def as_internlm2(name, tensors):
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_internlm2_is_a_llama_under_other_names(tmp_path, has_bias):
+def test_internlm2_matches_a_llama_with_renamed_tensors(tmp_path, has_bias):
     hf = LLAMA | {"attention_bias": has_bias, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     tensors = random_tensors(hf)
     renamed = dict(filter(None, (as_internlm2(name, tensors) for name in tensors)))
@@ -59,7 +59,7 @@ def test_internlm2_is_a_llama_under_other_names(tmp_path, has_bias):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_minicpm_is_a_llama_with_scaled_weights(tmp_path, is_tied):
+def test_minicpm_matches_a_llama_with_scaled_weights(tmp_path, is_tied):
     own = REMOTE_CONFIGS["minicpm"] | {"tie_word_embeddings": is_tied}
     tensors = random_tensors(own)
     depth = own["scale_depth"] / np.sqrt(own["num_hidden_layers"])

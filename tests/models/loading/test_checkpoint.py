@@ -46,7 +46,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_names_are_the_family_s_whatever_stands_before_them(name):
+def test_tensors_with_any_prefix_get_the_family_s_names(name):
     config = config_of(name)
     tensors = read_header(GOLDEN / "hf" / name / "model.safetensors")
     assert any(tensor.startswith(config.family.prefix) for tensor in tensors)
@@ -56,7 +56,7 @@ def test_names_are_the_family_s_whatever_stands_before_them(name):
         assert found == tensors, how
 
 
-def test_a_prefix_that_makes_two_tensors_one_is_refused():
+def test_a_prefix_that_merges_two_names_is_refused():
     names = ["language_model.model.layers.0.self_attn.o_proj.weight", HEAD, f"language_model.{HEAD}"]
     config = DecoderConfig.from_hf(TIED)
     message = f"the checkpoint must have one tensor {HEAD}, got another one named language_model.{HEAD}"
@@ -64,7 +64,7 @@ def test_a_prefix_that_makes_two_tensors_one_is_refused():
         rename_to_family_names(dict.fromkeys(names), config, is_multimodal=False)
 
 
-def test_layers_that_draft_tokens_are_passed_over(tmp_path):
+def test_draft_layers_are_ignored(tmp_path):
     """GLM-4.5's stands behind the last layer; ERNIE 4.5's parts have names of their own."""
     folder = GOLDEN / "hf" / "glm4_moe"
     hf, want = json.loads((folder / "config.json").read_text()), load(folder, progress=False)
@@ -85,7 +85,7 @@ def test_layers_that_draft_tokens_are_passed_over(tmp_path):
         DecoderConfig.from_hf(hf | {"num_nextn_predict_layers": "1"})
 
 
-def test_a_head_that_is_the_embedding_may_stand_there_for_it_or_beside_it(tmp_path):
+def test_tied_embeddings_may_be_stored_as_the_output_projection_or_twice(tmp_path):
     tensors = random_tensors(TIED)
     want = load(write_checkpoint(tmp_path / "a", TIED, tensors), progress=False)
     embedding = tensors[EMBEDDING]
@@ -97,7 +97,7 @@ def test_a_head_that_is_the_embedding_may_stand_there_for_it_or_beside_it(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt_neox"])
-def test_a_head_that_is_not_the_embedding_though_it_should_be_is_refused(tmp_path, name, monkeypatch):
+def test_an_output_projection_that_differs_from_tied_embeddings_is_refused(tmp_path, name, monkeypatch):
     hf = json.loads((GOLDEN / "hf" / name / "config.json").read_text()) | {"tie_word_embeddings": True}
     family = DecoderConfig.from_hf(hf).family
     head, embedding = (f"{family.tensors[part].names[0]}.weight" for part in ("lm_head", "embed_tokens"))
@@ -112,8 +112,8 @@ def test_a_head_that_is_not_the_embedding_though_it_should_be_is_refused(tmp_pat
             load(tmp_path, progress=False)
 
 
-def test_bytes_are_compared_to_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_files, "_PIECE", 1 << 12)
+def test_is_same_bytes_compares_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_files, "_COMPARED_BYTES", 1 << 12)
     one = np.arange(5000, dtype=np.int32).reshape(50, 100)
     others = {"same": one, "shape": one.T.copy(), "dtype": one.view(np.float32), "nothing": one[:0]}
     for place in (0, 1024, -1):
@@ -124,7 +124,7 @@ def test_bytes_are_compared_to_the_last(tmp_path, monkeypatch):
     assert [name for name in others if is_same_bytes(tensors["one"], tensors[name])] == ["same"]
 
 
-def test_a_missing_tensor_is_told_with_what_stands_in_its_place(tmp_path):
+def test_a_missing_tensor_is_reported_with_unexpected_ones_of_its_module(tmp_path):
     tensors = random_tensors(TIED)
     module = "model.layers.1.mlp.up_proj"
     del tensors[f"{module}.weight"]
@@ -138,7 +138,7 @@ def test_a_missing_tensor_is_told_with_what_stands_in_its_place(tmp_path):
         load(write_checkpoint(tmp_path, TIED, tensors), progress=False)
 
 
-def test_buffers_of_old_checkpoints_are_passed_over(tmp_path):
+def test_mask_buffers_of_old_checkpoints_are_ignored(tmp_path):
     folder = GOLDEN / "hf" / "gpt2"
     hf = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")

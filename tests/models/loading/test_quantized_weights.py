@@ -11,10 +11,8 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jattn.models import Decoder, DecoderConfig, load, save
-from jattn.models.loading.placement import read_parameter
 from jattn.models.loading.quantized_weights import MXFP4, dequantize_tensors
 from jattn.models.loading.safetensors_files import read_header
-from jattn.models.loading.tensor_layouts import Join
 from tests.conftest import GOLDEN
 from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
@@ -84,7 +82,7 @@ def write(directory, hf, tensors, quantization=None):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_float8_becomes_the_floats_that_it_means(tmp_path, name):
+def test_float8_weights_are_dequantized(tmp_path, name):
     config, suffix, block_of, shape_of = CASES[name]
     stored, floats = quantized(random_tensors(HF), suffix, block_of, shape_of)
     stored["model.layers.0.mlp.up_proj.input_scale"] = np.float32([0.3])  # of activations
@@ -97,7 +95,7 @@ def test_float8_becomes_the_floats_that_it_means(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "c", progress=False), want)
 
 
-def test_float8_may_become_16_bits(tmp_path):
+def test_float8_weights_may_be_dequantized_to_16_bits(tmp_path):
     stored, floats = quantized(random_tensors(HF), *CASES["blocks"][1:])
     got = load(write(tmp_path, HF, stored, FP8), dtype=jnp.bfloat16, progress=False)
     want = floats[PROJECTION].astype(ml_dtypes.bfloat16)
@@ -105,7 +103,7 @@ def test_float8_may_become_16_bits(tmp_path):
     np.testing.assert_array_equal(np.asarray(kernel)[:, :, -2].reshape(len(kernel), -1).T, want)
 
 
-def test_float8_experts_become_floats(tmp_path):
+def test_float8_experts_are_dequantized(tmp_path):
     """A mixture's experts stand in matrices of their own, with scales of their own."""
     hf = {
         **{"model_type": "qwen3_moe", "vocab_size": 50, "hidden_size": 48, "intermediate_size": 40},
@@ -127,7 +125,7 @@ LITTLE_BYTES = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np
 LITTLE_FLOATS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6] * 2
 
 
-def test_4_bit_floats_are_what_their_definition_says():
+def test_mxfp4_values_match_their_definition():
     blocks = np.tile(LITTLE_BYTES, (2, 3, 2, 1))
     scales = np.array([[[127, 128], [126, 120], [127, 0]], [[130, 250], [127, 127], [1, 2]]], np.uint8)
     got = np.asarray(MXFP4()(jnp.asarray(blocks), jnp.asarray(scales)))
@@ -139,7 +137,7 @@ def test_4_bit_floats_are_what_their_definition_says():
         np.testing.assert_array_equal(np.where(np.abs(part) < 2.0**-126, 0, part), want)
 
 
-def test_experts_of_gpt_oss_are_unpacked(tmp_path):
+def test_mxfp4_experts_of_gpt_oss_are_dequantized(tmp_path):
     """The tiny checkpoint with random 4-bit experts, and one with the floats that they mean."""
     source = GOLDEN / "hf" / "gpt_oss"
     hf = json.loads((source / "config.json").read_text())
@@ -179,14 +177,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_scales_that_do_not_fit_are_named(tmp_path, message):
+def test_invalid_scales_are_named(tmp_path, message):
     stored, _ = quantized(random_tensors(HF), *CASES["blocks"][1:])
     WRONG[message](stored)
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path, HF, stored, FP8), progress=False)
 
 
-def test_float8_without_a_word_in_the_config_is_no_float(tmp_path):
+def test_float8_without_quantization_config_is_refused(tmp_path):
     stored, _ = quantized(random_tensors(HF), *CASES["one"][1:])
     for name in [name for name in stored if name.endswith("_scale")]:
         del stored[name]
@@ -207,7 +205,7 @@ def test_float8_without_a_word_in_the_config_is_no_float(tmp_path):
         (np.zeros((2, 3, 1, 16), np.uint8), None, "x must have a scale: x_scales, got none"),
     ],
 )
-def test_4_bit_floats_that_do_not_fit_are_named(tmp_path, blocks, scales, message):
+def test_invalid_mxfp4_tensors_are_named(tmp_path, blocks, scales, message):
     tensors = {"x_blocks": blocks} | ({} if scales is None else {"x_scales": scales})
     write_checkpoint(tmp_path, {}, tensors)
     with pytest.raises(ValueError, match=message):
@@ -239,7 +237,7 @@ def test_4_bit_floats_that_do_not_fit_are_named(tmp_path, blocks, scales, messag
         ),
     ],
 )
-def test_other_formats_are_refused_by_name(config, message):
+def test_unsupported_formats_are_refused_by_name(config, message):
     with pytest.raises(NotImplementedError, match=message):
         DecoderConfig.from_hf(HF | {"quantization_config": config})
 
@@ -258,20 +256,6 @@ def test_other_formats_are_refused_by_name(config, message):
         ),
     ],
 )
-def test_a_quantization_config_of_other_kinds_is_refused(config, message):
+def test_invalid_quantization_configs_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(HF | {"quantization_config": config})
-
-
-def test_a_parameter_may_be_placed_by_somebody_else(tmp_path):
-    write_checkpoint(tmp_path, {}, {"x": np.arange(12, dtype=np.float32).reshape(3, 4)})
-    (tensor,) = read_header(tmp_path / "model.safetensors").values()
-    placed = []
-
-    def place(view):
-        placed.append(view.shape)
-        return jnp.array(view)
-
-    got = read_parameter([tensor], Join("whole", "kernel", (4, 3)), np.dtype(np.float32), place)
-    np.testing.assert_array_equal(got, np.arange(12).reshape(3, 4).T)
-    assert placed == [(3, 4)]

@@ -40,7 +40,7 @@ def test_reads_what_safetensors_writes(tmp_path, dtype):
         np.testing.assert_array_equal(view, tensor)
 
 
-def test_what_is_released_can_be_read_again(tmp_path):
+def test_released_tensors_can_be_read_again(tmp_path):
     tensors = {"a": np.arange(1 << 20, dtype=np.int32), "b": np.arange(1 << 20, dtype=np.int32) * 3}
     save_file(tensors, tmp_path / "x.safetensors")
     found = read_header(tmp_path / "x.safetensors")
@@ -50,7 +50,7 @@ def test_what_is_released_can_be_read_again(tmp_path):
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
-def test_a_part_may_be_released_alone(tmp_path):
+def test_a_view_may_be_released_separately(tmp_path):
     save_file({"a": np.ones((1 << 10, 1 << 13), np.float32)}, tmp_path / "x.safetensors")  # 32 MiB
     (tensor,) = read_header(tmp_path / "x.safetensors").values()
 
@@ -65,7 +65,7 @@ def test_a_part_may_be_released_alone(tmp_path):
     np.testing.assert_array_equal(tensor.view()[250:260], 1.0)
 
 
-def test_a_dtype_that_nobody_reads_may_stand_in_a_file(tmp_path):
+def test_unsupported_dtypes_may_be_in_a_file(tmp_path):
     header = json.dumps({"x": {"dtype": "F4", "shape": [3, 5], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     assert read_header(tmp_path / "x.safetensors")["x"].code == "F4"
@@ -91,14 +91,14 @@ def entry(**changes):
         (json.dumps(entry(shape=[-1, -2])).encode(), r"TypeError.*x: 'F32' \[-1, -2\]"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path, header, got):
+def test_invalid_headers_are_named(tmp_path, header, got):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
     with pytest.raises(ValueError, match=f"{path} must be a complete safetensors file, got .*({got})"):
         read_header(path)
 
 
-def test_a_header_beyond_the_end_is_named(tmp_path):
+def test_a_truncated_header_is_named(tmp_path):
     (tmp_path / "x").write_bytes((900).to_bytes(8, "little") + b"{}")
     with pytest.raises(
         ValueError, match="x must be a complete safetensors file, got 10 bytes and a header of 900"
@@ -125,7 +125,7 @@ LOADER = """
 
 @pytest.mark.kernels
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
-def test_the_host_never_holds_a_second_copy_of_the_weights(tmp_path):
+def test_loading_never_holds_a_second_copy_of_the_weights_on_the_host(tmp_path):
     """Peak memory beyond the parameters themselves, which a CPU has in the same memory."""
     hf = {
         **{"model_type": "llama", "vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048},
@@ -207,7 +207,7 @@ RIGHTS = {
 
 
 @pytest.mark.parametrize("name", RIGHTS)
-def test_takes_the_tensors_that_count(tmp_path, name):
+def test_open_tensors_selects_the_right_files(tmp_path, name):
     found = open_tensors(folder(tmp_path, RIGHTS[name]))
     assert {key: float(tensor.view()[0]) for key, tensor in found.items()} == RIGHT
 
@@ -248,12 +248,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("message", MISSING)
-def test_says_what_is_missing_and_the_way_out(tmp_path, message):
+def test_missing_tensor_files_are_reported_with_a_hint(tmp_path, message):
     with pytest.raises(FileNotFoundError, match=message):
         open_tensors(folder(tmp_path, MISSING[message]))
 
 
 @pytest.mark.parametrize("message", BROKEN)
-def test_says_what_is_broken(tmp_path, message):
+def test_invalid_tensor_files_are_named(tmp_path, message):
     with pytest.raises(ValueError, match=message):
         open_tensors(folder(tmp_path, BROKEN[message]))

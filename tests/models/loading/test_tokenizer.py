@@ -5,7 +5,9 @@ import json
 import pytest
 from tokenizers import Tokenizer, models
 
+from jattn.models import load, save
 from jattn.models.loading.tokenizer import read_eos_token_id, read_tokenizer
+from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 
 def write_unlisted(folder, config):
@@ -15,7 +17,7 @@ def write_unlisted(folder, config):
     return read_tokenizer(folder)
 
 
-def test_a_special_token_of_the_tokenizer_s_model_alone_is_special(tmp_path):
+def test_special_tokens_may_be_only_in_the_vocabulary(tmp_path):
     assert write_unlisted(tmp_path, {}).encode("a</s>").ids == [5, 3, 1, 2, 4]
     tokenizer = write_unlisted(tmp_path, {"eos_token": "</s>", "pad_token": "<none>"})
     assert tokenizer.encode("a</s>").ids == [5, 7]
@@ -23,7 +25,7 @@ def test_a_special_token_of_the_tokenizer_s_model_alone_is_special(tmp_path):
     assert tokenizer.get_vocab_size() == 8
 
 
-def test_tokens_that_tokenizer_config_alone_calls_added_are_read_whole(tmp_path):
+def test_added_tokens_of_tokenizer_config_are_single_tokens(tmp_path):
     listed = {
         "0": {"content": "<b>", "special": False, "normalized": False},
         "8": {"content": "<new>", "special": True},
@@ -52,7 +54,7 @@ LISTED = {"content": "<b>", "special": False}
         ({"added_tokens_decoder": {"7": LISTED | {"content": "</s>"}}, "pad_token": "<b>"}, "a <b>"),
     ],
 )
-def test_a_token_that_tokenizer_json_adds_is_special_as_in_transformers(tmp_path, config, shown):
+def test_special_flags_of_added_tokens_match_transformers(tmp_path, config, shown):
     tokenizer = write_unlisted(tmp_path, config)
     tokenizer = Tokenizer(models.BPE(tokenizer.get_vocab(), []))
     tokenizer.add_tokens(["<b>"])
@@ -61,6 +63,67 @@ def test_a_token_that_tokenizer_json_adds_is_special_as_in_transformers(tmp_path
 
 
 @pytest.mark.parametrize("told", [5, [1], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"content": None}}])
-def test_added_tokens_of_another_kind_are_named(tmp_path, told):
+def test_invalid_added_tokens_are_named(tmp_path, told):
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: added_tokens_decoder must"):
         write_unlisted(tmp_path, {"added_tokens_decoder": told})
+
+
+TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
+
+
+@pytest.mark.parametrize("named", ["<end>", {"content": "<end>", "special": True}])
+def test_the_tokenizer_s_eos_token_ends_sequences_as_well(tmp_path, named):
+    write_checkpoint(tmp_path, TIED | {"eos_token_id": None}, random_tensors(TIED))
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.add_special_tokens(["<pad>", "<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load(tmp_path, progress=False).config.eos_token_ids == ()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    model = load(tmp_path, progress=False)
+    assert model.config.eos_token_ids == (3,)
+    save(model, tmp_path / "again")
+    assert load(tmp_path / "again", progress=False).config.eos_token_ids == (3,)
+    for ids, want in ([5], (5, 3)), ([3, 5], (3, 5)):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        assert load(tmp_path, progress=False).config.eos_token_ids == want
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none>"}))
+    assert load(tmp_path, progress=False).config.eos_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [models.WordLevel({"a": 0, "</s>": 2}, unk_token="a"), models.Unigram([("a", 0.0), ("</s>", 0.0)])],
+)
+def test_eos_token_may_be_only_in_the_tokenizer_s_vocabulary(tmp_path, tokens):
+    write_checkpoint(tmp_path, TIED | {"eos_token_id": None}, random_tensors(TIED))
+    tokenizer = Tokenizer(tokens)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert load(tmp_path, progress=False).config.eos_token_ids == (tokenizer.token_to_id("</s>"),)
+
+
+@pytest.mark.parametrize("named", [5, ["</s>"], {"text": "</s>"}, {"content": None}])
+def test_invalid_special_tokens_are_named(tmp_path, named):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+    with pytest.raises(ValueError, match=f"{tmp_path}: eos_token must be a string, or an object whose"):
+        load(tmp_path, progress=False)
+
+
+def test_the_tokenizer_neither_truncates_nor_pads(tmp_path):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=8, pad_id=1, pad_token="b")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = load(tmp_path, progress=False)
+    assert [model.tokenizer.encode(text).ids for text in ("a", "a" * 9)] == [[0], [0] * 9]
+
+
+@pytest.mark.parametrize(("added", "rule"), [([5], "hold objects .*, got 5"), (5, "be a list, got 5")])
+def test_invalid_added_tokens_of_tokenizer_json_are_named(tmp_path, added, rule):
+    write_checkpoint(tmp_path, TIED, random_tensors(TIED))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: added_tokens must {rule}"):
+        load(tmp_path, progress=False)
