@@ -1,4 +1,4 @@
-"""Decoders whose keys lie on several of eight devices of a CPU, beside transformers and one device.
+"""Run decoders with context parallelism on eight CPU devices, beside transformers and one device.
 
 Run by tests/models/test_sharding_context_parallel.py: `families`, `engine` or `features`.
 """

@@ -1,4 +1,4 @@
-"""Steps of whole decoders, few layers and many, to compile ahead of time."""
+"""Steps of decoders with few and many layers, to compile ahead of time."""
 
 import functools
 from unittest import mock

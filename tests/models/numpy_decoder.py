@@ -1,5 +1,4 @@
-"""The five families written once more, slowly, in numpy and float64, from Hugging Face's keys and tensors.
-tensors.
+"""A slow reference decoder of five families in numpy and float64, from Hugging Face keys and tensors.
 
 Shares nothing with jattn.models: one loop over layers, heads and queries.
 """

@@ -1,4 +1,4 @@
-"""Decoders on devices of a CPU whose layers sum by all_reduce, and by XLA. Run by test_sums.py."""
+"""Run decoders on CPU devices with all-reduces over peer memory and by XLA. Run by test_collectives.py."""
 
 import re
 from typing import Any

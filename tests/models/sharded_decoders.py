@@ -1,4 +1,4 @@
-"""Decoders on meshes of some devices of a CPU, beside transformers and one device.
+"""Run decoders on meshes of CPU devices and compare them with transformers and one device.
 
 Run by tests/models/test_sharding.py, with what to check: see `main`.
 """

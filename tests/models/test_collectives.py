@@ -1,4 +1,4 @@
-"""Sums over the devices of a model: by whom, and what is refused."""
+"""All-reduces over a model's devices by peer memory, and its refusals."""
 
 import pathlib
 import subprocess

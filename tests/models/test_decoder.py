@@ -1,4 +1,4 @@
-"""The decoder under JAX's transformations, and its caches."""
+"""The decoder under JAX transformations, and its caches."""
 
 import dataclasses
 

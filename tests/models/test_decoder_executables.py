@@ -1,4 +1,4 @@
-"""A step's kernels are lowered and compiled once a kind of layer: many layers cost what few do."""
+"""A step's kernels are lowered and compiled once per kind of layer, for any number of layers."""
 
 import pytest
 

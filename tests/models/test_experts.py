@@ -1,4 +1,4 @@
-"""Mixtures of experts against each family's own definition, in float64 and a token at a time."""
+"""Mixtures of experts match each family's definition, computed in float64 token by token."""
 
 import dataclasses
 import functools

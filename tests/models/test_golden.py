@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of transformers, reproduced through the paged cache however prompts are cut."""
+"""Logits and greedy tokens match transformers through the paged cache, for prompts in chunks and batches."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Parts of layers that few families have, against what they say in numpy."""
+"""Norms and other layer parts match their definitions in numpy."""
 
 import jax
 import jax.numpy as jnp

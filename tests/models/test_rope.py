@@ -1,4 +1,4 @@
-"""Rope of every type against its definition, in float64 and with complex numbers."""
+"""Every rope type matches its definition, computed in float64 with complex numbers."""
 
 import jax
 import jax.numpy as jnp

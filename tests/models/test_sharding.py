@@ -1,4 +1,4 @@
-"""Decoders on several devices give what one gives, and none of the devices holds more than its part."""
+"""Sharded decoders match a single device, and no device holds more than its shard."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Decoders whose keys lie on several devices give what one gives; each device holds its part and no more."""
+"""Decoders with context parallelism match a single device, and each device holds only its shard."""
 
 import subprocess
 import sys

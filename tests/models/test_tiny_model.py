@@ -1,4 +1,4 @@
-"""The model that ships in examples/tiny_model, and what its training computes."""
+"""The model in examples/tiny_model and its training."""
 
 import json
 

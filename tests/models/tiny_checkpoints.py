@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, in the keys that their config.json really has."""
+"""Small random checkpoints of every family, with the keys that their config.json files have."""
 
 import json
 

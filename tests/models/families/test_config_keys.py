@@ -1,4 +1,4 @@
-"""config.json and what lies beside it as published: keys that change nothing, and values in doubt."""
+"""Published config.json files: ignored keys, and ambiguous values that are refused."""
 
 import json
 

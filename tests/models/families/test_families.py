@@ -1,4 +1,4 @@
-"""Every family and every way to write its config, against numpy in float64."""
+"""Every family and every notation of its config matches a numpy decoder in float64."""
 
 import json
 

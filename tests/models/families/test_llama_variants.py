@@ -1,4 +1,4 @@
-"""Families that transformers does not have, against a Llama whose weights make it the same function."""
+"""Families that transformers lacks match a Llama with weights that make it the same function."""
 
 import jax.numpy as jnp
 import numpy as np

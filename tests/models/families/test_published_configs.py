@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: their keys, their tensors' names, and what is refused by name."""
+"""Published checkpoints: their keys, tensor names, and what is refused by name."""
 
 import json
 

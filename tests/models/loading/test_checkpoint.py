@@ -1,4 +1,4 @@
-"""Tensors under the names that exports and trainers give them; copies of the embedding, and buffers."""
+"""Tensors get the names of their family, copies of the embedding are checked, and buffers are ignored."""
 
 import json
 

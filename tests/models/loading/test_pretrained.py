@@ -1,4 +1,4 @@
-"""Folders in and out: bits kept, and errors that name the tensor or the file before anything is allocated."""
+"""load and save keep every bit, and errors name the tensor or file before anything is allocated."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Weights in few bits load as the floats that they mean."""
+"""Quantized weights are dequantized to their exact values."""
 
 import json
 

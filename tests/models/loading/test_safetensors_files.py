@@ -1,4 +1,4 @@
-"""Files of tensors: read where they lie, never held, and refused where they are broken."""
+"""Safetensors files are memory-mapped, selected as transformers does, and refused if they are invalid."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder makes of its tokenizer.json: which of its tokens are special."""
+"""Special and added tokens of a folder's tokenizer match transformers."""
 
 import json
 
