@@ -15,6 +15,7 @@ from tests.conftest import GOLDEN
 from tests.models.tiny_checkpoints import REMOTE_CONFIGS
 
 GOLDEN_OF = {name: name for name in FAMILIES}  # a folder of each family that transformers has
+GOLDEN_OF |= {"gemma3_text": "gemma3", "phi3": "phi3_longrope", "llama4_text": "llama4"}
 
 
 def hf_of(model_type):
