@@ -173,7 +173,7 @@ class Engine:
             inter_token_latency=core.times,
             queue_time=core.queue_times,
             prefill_time=core.prefill_times,
-            build_step_tokens=core.build_step_tokens,
+            step_tokens=core.step_tokens,
         )
 
     def explain(self) -> str:

@@ -48,7 +48,7 @@ class EngineCore:
         self._num_in_flight_before_read: int | None = None  # steps in flight, while the oldest is waited for
         self.time_to_first_token, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
         self.queue_times, self.prefill_times = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
-        self.build_step_tokens = Histogram(STEP_TOKENS)
+        self.step_tokens = Histogram(STEP_TOKENS)
         self.num_generated = self.num_failed_steps = 0
 
     def has_work(self) -> bool:
@@ -164,7 +164,7 @@ class EngineCore:
         for number in step.preempted:
             self._generations[number].draft_state.num_read = 0
         self._runner.start(*self._runner.prepare(step, sequences))
-        self.build_step_tokens.add(float(sum(step.query_lens)))
+        self.step_tokens.add(float(sum(step.query_lens)))
         finished = []  # no step more, whatever its tokens are
         for number, sequence, samples in zip(step.request_ids, sequences, step.samples, strict=True):
             if sequence.queue_time is None:

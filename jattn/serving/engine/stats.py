@@ -99,7 +99,7 @@ class EngineStats:
     inter_token_latency: Histogram
     queue_time: Histogram
     prefill_time: Histogram
-    build_step_tokens: Histogram
+    step_tokens: Histogram
 
     @property
     def acceptance_rate(self) -> float:

@@ -51,5 +51,5 @@ class TestDoctor:
         out = doctor.report()
         (line,) = [line for line in out.splitlines() if line.startswith("layout packed")]
         assert line.split()[2:] == ["xla", "[1]", "xla", "[1]"]
-        assert out.count("the packed layout (NHD, HND have one)") == 1
+        assert out.count("supported: NHD, HND") == 1
         assert "[2]" in out

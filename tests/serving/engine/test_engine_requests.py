@@ -128,7 +128,7 @@ class TestSteps:
         assert 0 < done.queue_time.sum < done.time_to_first_token.sum
         both = done.queue_time.sum + done.prefill_time.sum
         assert abs(both - done.time_to_first_token.sum) < 1e-9
-        assert (done.build_step_tokens.count, done.build_step_tokens.sum) == (5, 3 + 4)
+        assert (done.step_tokens.count, done.build_step_tokens.sum) == (5, 3 + 4)
 
 
 class TestStops:
