@@ -1,4 +1,4 @@
-"""Sums and gathers over GPUs of a host that write into each other's memory: of a decode step's few rows."""
+"""Optional all-reduce and all-gather of few rows over GPUs of a host that write into each other's memory."""
 
 from pallas_kernels.collectives.entry import LINK_BYTES_PER_US as LINK_BYTES_PER_US
 from pallas_kernels.collectives.entry import WAIT_US as WAIT_US

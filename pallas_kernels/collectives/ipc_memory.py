@@ -1,18 +1,20 @@
-"""Memory of several processes of one host: each opens the others', or none does.
+"""Memory that several processes of one host share by CUDA IPC handles: all of them open it, or none does.
 
-Every process says what it has, then whether it could open what it heard of. Both go to all of them, by a
-collective of all processes of `jax.distributed`: so they agree, and nobody waits for one that gave up.
+Each process announces its handles, then whether it could open the handles of the others. Both messages go to
+all processes by a collective of `jax.distributed`, so that they agree, and no process waits for one that gave
+up.
 
 process 0                              process 1
 -------------------------------------  -------------------------------------
 allocates and fills                    allocates and fills
-handles, or why it has none  --------> <--------  handles, or why it has none
+handles, or an error         --------> <--------  handles, or an error
 opens those of process 1               opens those of process 0
-None, or why it could not    --------> <--------    None, or why it could not
+None, or an error            --------> <--------  None, or an error
 
-The memory is the driver's (cuMemAlloc): of XLA's pool the driver makes no handles. What `share_memory` made
-is kept as long as the process lives, and open in the others: nothing tells a process when the last kernel of
-another one that writes there has ended, and memory must not be freed before all have closed it.
+The driver allocates the memory (cuMemAlloc), because it makes no handles for XLA's pool. Memory from
+`share_memory` lives as long as the process and stays open in the others: a process cannot know when the last
+kernel of another one that writes there has finished, and memory must not be freed before all processes have
+closed it.
 """
 
 import itertools
@@ -28,21 +30,21 @@ from jax.experimental import multihost_utils
 
 from pallas_kernels.collectives.cuda_driver import Driver, DriverError
 
-MAX_BYTES = 8192  # of what a process says: 8 GPUs' handles take 2,000
+MAX_MESSAGE_BYTES = 8192  # the handles of 8 GPUs take 2,000
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
-type Addresses = dict[tuple[int, int], int]  # by the id of the device that asks, and of the one asked for
+type Addresses = dict[tuple[int, int], int]  # by (id of the accessing device, id of the owning device)
 
 
 def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]]) -> Addresses | str:
-    """Addresses of new memory of all devices, for each device of this process; or why one process has none.
+    """Allocate memory on all devices and return its addresses for this process's devices, or why that failed.
 
-    To be called by all processes at once, which get addresses all, or the same reason. No device's memory is
-    looked at before all processes have filled theirs.
+    All processes must call this at the same time; all get addresses, or all get the same reason. No device's
+    memory is read before all processes have filled theirs.
 
     Args:
-        devices: GPUs, of all processes.
-        runs: What fills each device's memory: words of 32 bits, and how many of each.
+        devices: GPUs of all processes.
+        runs: Initial contents of each device's memory, as (32-bit word, count) pairs.
     """
     own: dict[jax.Device, int] = {}
     found: Addresses = {}
@@ -51,19 +53,19 @@ def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]])
         failed = _shared(devices, runs, own, found)
         is_shared = failed is None
     finally:
-        if not is_shared:  # whatever went wrong, the others do so, too
-            _given_back(own, found)
+        if not is_shared:  # whatever the error was, the other processes free theirs, too
+            _free(own, found)
     return found if failed is None else failed
 
 
 def why_not_shared(devices: Sequence[jax.Device]) -> str | None:
-    """Why share_memory would fail, by trying it with a word; None if not. All processes call at once."""
+    """Return why share_memory would fail, or None, by trying it; all processes must call this together."""
     own: dict[jax.Device, int] = {}
     found: Addresses = {}
     try:
         failed = _shared(devices, [(0, 1)], own, found)
     finally:
-        left = _given_back(own, found)
+        left = _free(own, found)
     return left if failed is None else failed
 
 
@@ -73,103 +75,112 @@ def _shared(
     own: dict[jax.Device, int],
     found: Addresses,
 ) -> str | None:
-    """share_memory; own gets the memory of this process's devices. Where it fails both have what there is."""
-    said, failed = _told(lambda: _made(devices, runs, own))
+    """Implement share_memory; add to `own` and `found` whatever was allocated and opened, even on failure."""
+    messages, failed = _exchange_messages(lambda: _allocate(devices, runs, own))
     if failed is not None:
         return failed
-    hosts = {one["host"]: one["name"] for one in said}
+    hosts = {message["host"]: message["name"] for message in messages}
     if len(hosts) > 1:
-        return f"devices are of several hosts ({', '.join(sorted(hosts.values()))})"
-    places = {int(device): place for one in said for device, place in one["places"].items()}
-    _, failed = _told(lambda: _open(devices, own, places, found))
+        return f"the devices belong to several hosts ({', '.join(sorted(hosts.values()))})"
+    handles = {int(device): handle for message in messages for device, handle in message["handles"].items()}
+    _, failed = _exchange_messages(lambda: _open(devices, own, handles, found))
     return failed
 
 
-def _made(
+def _allocate(
     devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]], own: dict[jax.Device, int]
 ) -> dict[str, Any]:
-    """The host of this process and, by the ids of its devices, their UUIDs and handles of their memory."""
-    driver, num_bytes, places = Driver(), 4 * sum(times for _, times in runs), {}
+    """Allocate and fill memory; return the host and, by device id, the UUID and the handle of the memory."""
+    driver, num_bytes, handles = Driver(), 4 * sum(count for _, count in runs), {}
     for device in devices:
         if device.process_index != jax.process_index():
             continue
-        number = device.local_hardware_id
+        index = device.local_hardware_id
         try:
-            own[device] = driver.allocate(number, num_bytes)
-            driver.fill(number, own[device], runs)
-            places[device.id] = driver.uuid(number), driver.handle(number, own[device])
+            own[device] = driver.allocate(index, num_bytes)
+            driver.fill(index, own[device], runs)
+            handles[device.id] = driver.uuid(index), driver.handle(index, own[device])
         except DriverError as error:
-            lacks = f"GPU {device.id} has no {num_bytes} bytes, besides XLA's, that others can open ({error})"
-            raise DriverError(lacks) from error
+            message = (
+                f"GPU {device.id} cannot allocate {num_bytes} bytes outside XLA's pool to share with other "
+                f"processes ({error})"
+            )
+            raise DriverError(message) from error
     name = socket.gethostname()
-    return {"host": _BOOT_ID.read_text() if _BOOT_ID.exists() else name, "name": name, "places": places}
+    return {"host": _BOOT_ID.read_text() if _BOOT_ID.exists() else name, "name": name, "handles": handles}
 
 
 def _open(
     devices: Sequence[jax.Device],
     own: Mapping[jax.Device, int],
-    places: Mapping[int, Any],
+    handles: Mapping[int, Any],
     found: Addresses,
 ) -> None:
-    """Addresses that this process's devices find. Of GPUs that it does not see, opening decides."""
+    """Open all memory for this process's devices and add its addresses to `found`.
+
+    For GPUs that this process cannot use, opening the memory decides whether peer access is possible.
+    """
     driver = Driver()
-    numbers = driver.numbers()
-    for one, other in itertools.product(own, devices):
-        number, names = one.local_hardware_id, (f"GPU {one.id}", f"GPU {other.id}")
-        uuid, handle = places[other.id]
-        seen = numbers.get(uuid)
-        if one != other and seen is not None and not driver.reaches(number, seen):
-            raise DriverError(f"{names[0]} does not reach the memory of {names[1]}")
+    indices = driver.indices()
+    for device, peer in itertools.product(own, devices):
+        index = device.local_hardware_id
+        uuid, handle = handles[peer.id]
+        peer_index = indices.get(uuid)
+        if device != peer and peer_index is not None and not driver.can_access_peer(index, peer_index):
+            raise DriverError(f"GPU {device.id} cannot access the memory of GPU {peer.id}")
         try:
-            if other not in own:
-                found[one.id, other.id] = driver.open(number, handle)
+            if peer not in own:
+                found[device.id, peer.id] = driver.open(index, handle)
                 continue
-            if one != other:
-                driver.let_reach(number, other.local_hardware_id)
-            found[one.id, other.id] = own[other]
+            if device != peer:
+                driver.enable_peer_access(index, peer.local_hardware_id)
+            found[device.id, peer.id] = own[peer]
         except DriverError as error:
-            raise DriverError(f"{names[0]} cannot open the memory of {names[1]} ({error})") from error
+            message = f"GPU {device.id} cannot open the memory of GPU {peer.id} ({error})"
+            raise DriverError(message) from error
 
 
-def _given_back(own: Mapping[jax.Device, int], found: Addresses) -> str | None:
-    """Frees the memory of all processes, each when all have closed it; or why one could not."""
+def _free(own: Mapping[jax.Device, int], found: Addresses) -> str | None:
+    """Free the memory of all processes after all have closed it; return why one failed, or None."""
     by_id = {device.id: device for device in own}
 
     def close() -> None:
         driver = Driver()
-        for (one, other), address in found.items():
-            if other not in by_id:
-                driver.close(by_id[one].local_hardware_id, address)
+        for (device, peer), address in found.items():
+            if peer not in by_id:
+                driver.close(by_id[device].local_hardware_id, address)
 
     def free() -> None:
         driver = Driver()
         for device, address in own.items():
             driver.free(device.local_hardware_id, address)
 
-    _, failed = _told(close)
+    _, failed = _exchange_messages(close)
     if failed is not None:
         return failed
-    _, failed = _told(free)
+    _, failed = _exchange_messages(free)
     return failed
 
 
-def _told(make: Callable[[], Any]) -> tuple[list[Any], str | None]:
-    """What each process makes, in their order; and why the first that could not did not.
+def _exchange_messages(action: Callable[[], Any]) -> tuple[list[Any], str | None]:
+    """Run an action in each process; return the results in process order, and the first failure or None.
 
-    Raises what is no answer of the driver in its own process, when the others have heard of it.
+    An exception other than DriverError is raised in its own process after the others have been informed.
     """
-    unforeseen: Exception | None = None
+    unexpected: Exception | None = None
     try:
-        said = {"made": make()}
-    except Exception as error:  # the others wait for a word, whatever went wrong
-        unforeseen = None if isinstance(error, DriverError) else error
-        said = {"failed": f"process {jax.process_index()}: {error}"}
-    encoded = json.dumps(said).encode()
-    assert len(encoded) <= MAX_BYTES, len(encoded)
-    words = np.zeros(MAX_BYTES, np.uint8)
+        message = {"result": action()}
+    except Exception as error:  # the others wait for a message, whatever the error was
+        unexpected = None if isinstance(error, DriverError) else error
+        message = {"failed": f"process {jax.process_index()}: {error}"}
+    encoded = json.dumps(message).encode()
+    assert len(encoded) <= MAX_MESSAGE_BYTES, len(encoded)
+    words = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
     words[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    heard = [json.loads(bytes(one).rstrip(b"\0")) for one in multihost_utils.process_allgather(words)]
-    if unforeseen is not None:
-        raise unforeseen
-    failed = next((one["failed"] for one in heard if "failed" in one), None)
-    return [one.get("made") for one in heard], failed
+    messages = [
+        json.loads(bytes(encoded).rstrip(b"\0")) for encoded in multihost_utils.process_allgather(words)
+    ]
+    if unexpected is not None:
+        raise unexpected
+    failed = next((message["failed"] for message in messages if "failed" in message), None)
+    return [message.get("result") for message in messages], failed

@@ -1,4 +1,4 @@
-"""Memory that devices write to behind XLA's back, and the table of where each device's lies."""
+"""Memory that devices write to without XLA's knowledge, and the table of its addresses."""
 
 import math
 from collections.abc import Mapping
@@ -17,21 +17,23 @@ from pallas_kernels.collectives.ptx.exchange import COUNTERS, EMPTY, MAX_BLOCKS,
 from pallas_kernels.collectives.support import why_not_peer_memory
 from pallas_kernels.support import GPU_PLATFORMS
 
-_WAY_OUT = "jax.lax.psum sums there"
+_ALTERNATIVE = "jax.lax.psum sums there"
 
 
 class PeerMemory(NamedTuple):
-    """What `all_reduce` needs besides its array: made once for all calls of a mesh, and never changed.
+    """Memory of each device that the other devices write to, made once for all calls on a mesh.
 
-    The caller holds it as long as anything that uses it runs. Both arrays are cut by all axes of the mesh:
-    inside `jax.shard_map` a device has its own part, `in_specs=PartitionSpec(*mesh.axis_names)`.
+    The caller must keep it alive while anything that uses it runs. Both arrays are sharded over all axes of
+    the
+    mesh: inside `jax.shard_map` each device has its own shard, with
+        `in_specs=PartitionSpec(*mesh.axis_names)`.
 
     Attributes:
-        table: Of each device its number along the axes that are summed over, 0, and the addresses of those
-            devices' memory, low halves first, as the device's process has them.
-        memory: Of each device what the others write to. XLA only holds it. Where GPUs are of several
-            processes, what they write to is the driver's, kept as long as the process lives, and this says
-            by its shape alone how large that is: [*mesh, 0, words], an array of no bytes.
+        table: For each device: its index along the summed axes, 0, and the addresses of these devices'
+            memory, low halves first, as the device's process maps them.
+        memory: Memory of each device that the others write to; XLA only keeps it alive. If the GPUs belong to
+            several processes, the driver allocates the memory, for the process's lifetime, and this is an
+            empty array [*mesh, 0, words] whose shape gives the size.
     """
 
     table: Int32[Array, "*mesh entries"]
@@ -39,35 +41,38 @@ class PeerMemory(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """That sum."""
+        """Number of devices that sum."""
         return self.table.shape[-1] // 2 - 1
 
     @property
     def block_bytes(self) -> int:
-        """Of a thread block's memory for what one device writes in a call."""
+        """Bytes of a thread block's memory for the data that one device writes in a call."""
         return (4 * self.memory.shape[-1] - COUNTERS) // (MAX_BLOCKS * 2 * self.devices)
 
 
 def make_peer_memory(
     mesh: Mesh, axis_name: str | tuple[str, ...], *, max_rows: int, width: int
 ) -> PeerMemory:
-    """Memory for sums of arrays of up to so many rows, on all devices of a mesh.
+    """Allocate peer memory on all devices of a mesh for arrays of up to `max_rows` rows.
 
-    Where the mesh's devices are of several processes, all of them call at once, and all succeed or none does.
+    If the devices belong to several processes, all processes must call this at the same time, and all of them
+    succeed or none does.
 
     Args:
-        mesh: GPUs of one host that reach each other's memory, by NVLink, of one process or of all that
-            `jax.distributed` knows; or other devices, where sums are XLA's and the memory is never touched.
-        axis_name: An axis of the mesh, or several: what is summed over.
-        max_rows: Of an array; on each device 4 * max_rows * width bytes for each of the summing devices are
-            taken, max_rows rounded up to thread blocks (128 rows).
-        width: Of a row, at most; a multiple of 4.
+        mesh: GPUs of one host that can access each other's memory (NVLink), of one process or of all
+            processes of `jax.distributed`; or other devices, where XLA sums and the memory is never used.
+        axis_name: Axis or axes of the mesh to sum over.
+        max_rows: Maximum number of rows of an array. Each device uses 4 * max_rows * width bytes for each of
+            the summing devices, with max_rows rounded up to a multiple of 128.
+        width: Maximum number of columns, a multiple of 4.
 
     Raises:
-        ValueError: The mesh has no such axis, a size is no positive int, or width no multiple of 4.
-        NotImplementedError: These devices cannot write into each other's memory; the message says why.
+        ValueError: If the mesh has no such axis, a size is not a positive int, or width is not a multiple of
+            4.
+        NotImplementedError: If the devices cannot write into each other's memory; the message says why.
 
-    Source: vLLM `CustomAllreduce.create_shared_buffer`, whose memory is the driver's; XLA's in one process.
+    Source: vLLM `CustomAllreduce.create_shared_buffer`, whose memory the driver allocates; in one process XLA
+        allocates it.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     for name in axes:
@@ -78,57 +83,64 @@ def make_peer_memory(
     devices = math.prod(mesh.shape[name] for name in axes)
     reason = why_not_peer_memory(list(mesh.devices.flat), devices)
     if reason is not None:
-        raise unsupported("make_peer_memory", reason, _WAY_OUT)
+        raise unsupported("make_peer_memory", reason, _ALTERNATIVE)
     words = memory_bytes(devices, block_bytes_of(max_rows, width)) // 4
-    make = _of_processes if _is_of_processes(mesh) else _of_one
-    addresses, memory = make(mesh, words)
+    allocate = _allocate_in_processes if _has_several_processes(mesh) else _allocate_in_process
+    addresses, memory = allocate(mesh, words)
     return PeerMemory(_table(mesh, axes, addresses), memory)
 
 
-def _is_of_processes(mesh: Mesh) -> bool:
-    """Whether GPUs are of several; of other platforms nobody asks where their memory is."""
+def _has_several_processes(mesh: Mesh) -> bool:
+    """Return whether the mesh has GPUs of several processes; other platforms do not use the memory."""
     devices = list(mesh.devices.flat)
     are_gpus = any(device.platform in GPU_PLATFORMS for device in devices)
     return are_gpus and len({device.process_index for device in devices}) > 1
 
 
-def _of_one(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
-    """Addresses of memory that XLA makes, and it."""
+def _allocate_in_process(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
+    """Return addresses of memory that XLA allocates, and the memory."""
     by_device = NamedSharding(mesh, P(*mesh.axis_names))
     is_counter = jnp.arange(words) < COUNTERS // 4  # calls are counted from 1
-    empty = lambda: jnp.where(is_counter, 0, jnp.uint32(EMPTY)).view(jnp.int32)
-    made = jax.jit(lambda: jnp.broadcast_to(empty(), (*mesh.devices.shape, words)), out_shardings=by_device)
-    memory = jax.block_until_ready(made())  # nobody writes before all is empty
-    here = {shard.device: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
-    return {(one.id, other.id): here.get(other, 0) for one in here for other in mesh.devices.flat}, memory
+
+    def empty_memory() -> jax.Array:
+        shard = jnp.where(is_counter, 0, jnp.uint32(EMPTY)).view(jnp.int32)
+        return jnp.broadcast_to(shard, (*mesh.devices.shape, words))
+
+    # All memory must be empty before any device writes to it.
+    memory = jax.block_until_ready(jax.jit(empty_memory, out_shardings=by_device)())
+    pointers = {shard.device: shard.data.unsafe_buffer_pointer() for shard in memory.addressable_shards}
+    addresses = {
+        (device.id, peer.id): pointers.get(peer, 0) for device in pointers for peer in mesh.devices.flat
+    }
+    return addresses, memory
 
 
-def _of_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
-    """Addresses of memory that the driver makes, and PeerMemory.memory."""
+def _allocate_in_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
+    """Return addresses of memory that the driver allocates, and PeerMemory.memory."""
     counters = COUNTERS // 4
-    found = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
-    if isinstance(found, str):
-        raise unsupported("make_peer_memory", found, _WAY_OUT)
+    addresses = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
+    if isinstance(addresses, str):
+        raise unsupported("make_peer_memory", addresses, _ALTERNATIVE)
     shape, by_device = (*mesh.devices.shape, 0, words), NamedSharding(mesh, P(*mesh.axis_names))
-    return found, jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=by_device)()
+    return addresses, jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=by_device)()
 
 
 def _table(mesh: Mesh, names: tuple[str, ...], addresses: Mapping[tuple[int, int], int]) -> jax.Array:
-    """PeerMemory.table, of which each process makes the rows of its own devices."""
+    """Return PeerMemory.table; each process builds the rows of its own devices."""
     axes, sizes = [mesh.axis_names.index(name) for name in names], [mesh.shape[name] for name in names]
 
     def row(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        place = [part.start or 0 for part in index[:-1]]
-        along: list[int | slice] = [*place]
-        for axis in axes:  # those that sum together
-            along[axis] = slice(None)
-        others = mesh.devices[tuple(along)].transpose(np.argsort(np.argsort(axes))).flat
-        device = mesh.devices[tuple(place)]
-        number = np.ravel_multi_index([place[axis] for axis in axes], sizes)
-        of_all = np.array([addresses[device.id, other.id] for other in others], np.uint64)
-        entries = np.concatenate([np.array([number, 0], np.int32), of_all.view(np.int32)])
-        return entries.reshape(*(1 for _ in place), -1)
+        coordinates = [part.start or 0 for part in index[:-1]]
+        peer_index: list[int | slice] = [*coordinates]
+        for axis in axes:  # the devices that sum together
+            peer_index[axis] = slice(None)
+        peers = mesh.devices[tuple(peer_index)].transpose(np.argsort(np.argsort(axes))).flat
+        device = mesh.devices[tuple(coordinates)]
+        rank = np.ravel_multi_index([coordinates[axis] for axis in axes], sizes)
+        pointers = np.array([addresses[device.id, peer.id] for peer in peers], np.uint64)
+        entries = np.concatenate([np.array([rank, 0], np.int32), pointers.view(np.int32)])
+        return entries.reshape(*(1 for _ in coordinates), -1)
 
     shape = (*mesh.devices.shape, 2 + 2 * math.prod(sizes))
     return jax.make_array_from_callback(shape, NamedSharding(mesh, P(*mesh.axis_names)), row)

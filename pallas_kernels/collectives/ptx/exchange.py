@@ -1,27 +1,29 @@
-"""Words that devices write into each other's memory: where they are, how they are sent and waited for.
+"""Exchange of words between devices that write into each other's memory: layout, sending and waiting.
 
-Memory that nobody has written to holds a word that is never sent, two zeros with a minus: who reads another
-one has what was sent, and nothing else has to be waited for. Who has read it puts that word there again.
-Thread block b of a device deals with thread block b of the others, and has memory of its own there, twice:
+Empty memory holds a word that is never sent, two negative zeros: a device that reads any other word has
+received data and need not wait for anything else. After reading, it writes the empty word again. Thread block
+b of a device exchanges data with thread block b of the other devices, through two buffers that are used in
+turns:
 
 device 0, block b, call n                             device 1, block b, call n
 ----------------------------------------------------  -------------------------
-its rows ---> memory n % 2 of device 1
-                                                      its rows ---> memory n % 2 of device 0
-read its own memory n % 2 until all of it was sent
-make it empty again, use what came
+send rows ---> buffer n % 2 of device 1
+                                                      send rows ---> buffer n % 2 of device 0
+poll its own buffer n % 2 until all words have arrived
+make it empty again, use the words
 next call: n + 1
 
-Call n + 1 writes while a device may still read what call n brought, so to other memory. Call n + 2 writes
-where call n did: by then all devices have ended call n, for they began call n + 1, whose rows are there.
+Call n + 1 may write while a device still reads the words of call n, so it uses the other buffer. Call n + 2
+uses the buffer of call n: by then all devices have finished call n, because rows of their call n + 1 have
+arrived.
 
-In two shots a row has an owner among the devices. All send their row to it alone; it adds, and sends the sum
-to all others: of each row 2 (n - 1) are sent in all, not n (n - 1), for one wait more. A row's words come to
-its owner from all others, and to these from the owner, so no place is written to twice in a call. And every
-device's sum of a row has words of all devices in it, so who has ended call n + 1 knows what is said above.
+In two shots each row has an owner among the devices. All devices send their row to the owner only; it adds
+them and sends the sum to all others: 2 (n - 1) rows are sent instead of n (n - 1), at the cost of a second
+wait. The owner receives a row from all others, and these receive it from the owner, so no word is written
+twice in a call. Every sum contains words of all devices, so the argument about the buffers above still holds.
 
-The idea of a word that is never sent is that of TensorRT-LLM's one-shot all-reduce, after Lamport; NCCL's
-low-latency words have a number beside each four bytes, and so twice the bytes to send.
+The empty word follows TensorRT-LLM's one-shot all-reduce (after Lamport); NCCL's low-latency protocol sends a
+flag with each four bytes, so twice the bytes.
 """
 
 import itertools
@@ -31,23 +33,25 @@ from typing import NamedTuple
 from pallas_kernels.ptx.launch import THREADS
 
 MAX_BLOCKS = 128
-COUNTERS = 4 * MAX_BLOCKS  # bytes at the beginning of a device's memory: each thread block's last call
-PACKET = 8  # bytes of memory that a thread writes at once: two words, 4 numbers of the array
-EMPTY = 0x80008000  # a word that is never sent: two zeros with a minus, in bfloat16 and in float16
-# Of a thread, about 80 s, for another process may still compile; then that has ended, and so does this one.
+COUNTERS = (
+    4 * MAX_BLOCKS
+)  # bytes at the start of a device's memory: the number of each thread block's last call
+PACKET = 8  # bytes that a thread writes at once: two words, four 16-bit numbers
+EMPTY = 0x80008000  # never sent: two negative zeros in bfloat16 and in float16
+# About 80 s per thread, because another process may still be compiling; afterwards the kernel traps.
 MAX_POLLS = 1 << 27
-AT_ONCE = 8  # packets that a thread waits for together: registers
+PACKETS_PER_WAIT = 8  # packets that a thread waits for together; limited by registers
 
 
 class Exchange(NamedTuple):
-    """What is static about rows of 16-bit numbers, or of halves of 32-bit ones, that devices send each other.
+    """Static sizes of an exchange of rows of 16-bit numbers, or of 32-bit numbers that count as two.
 
     Attributes:
-        rows: Of the array.
-        width: Of a row; a multiple of 4.
-        devices: That send; each to all others.
-        block_bytes: Of a thread block's memory for what one device writes in a call.
-        shots: 1, or 2 where rows have owners.
+        rows: Number of rows of the array.
+        width: Number of columns, a multiple of 4.
+        devices: Number of devices.
+        block_bytes: Bytes of a thread block's memory for the data that one device writes in a call.
+        shots: 1, or 2 if rows have owners.
     """
 
     rows: int
@@ -58,182 +62,187 @@ class Exchange(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Thread blocks; each has every so many-th row."""
+        """Number of thread blocks; each processes every `blocks`-th row."""
         return max(min(self.rows, MAX_BLOCKS), 1)
 
     @property
     def is_one_row(self) -> bool:
-        """Whether no thread block has more: it is loaded before anything else."""
+        """Whether each thread block has a single row, which it loads before anything else."""
         return self.rows <= self.blocks
 
     @property
     def packets(self) -> int:
-        """Of a row."""
+        """Number of packets per row."""
         return self.width // 4
 
     @property
     def bytes_needed(self) -> int:
-        """What block_bytes must be at least."""
+        """Minimum value of block_bytes."""
         return -(-self.rows // self.blocks) * self.packets * PACKET
 
     @property
     def each(self) -> range:
-        """Packets of a row that a thread has, at most."""
+        """Indices of the packets of a row that a thread has."""
         return range(-(-self.packets // THREADS))
 
     def groups(self, senders: int) -> Iterator[range]:
-        """The same, a few at a time: those of so many devices that a thread waits for together."""
-        at_once = max(AT_ONCE // senders, 1)
-        for first in range(0, len(self.each), at_once):
-            yield self.each[first : first + at_once]
+        """Yield groups of a thread's packets that it waits for together, from `senders` devices each."""
+        packets_per_device = max(PACKETS_PER_WAIT // senders, 1)
+        for first in range(0, len(self.each), packets_per_device):
+            yield self.each[first : first + packets_per_device]
 
 
 def memory_bytes(devices: int, block_bytes: int) -> int:
-    """Of a device's memory that the others write to."""
+    """Return the bytes of a device's memory that the others write to."""
     return COUNTERS + MAX_BLOCKS * 2 * devices * block_bytes
 
 
 def block_bytes_of(rows: int, width: int) -> int:
-    """Exchange.block_bytes that calls of up to so many rows need."""
+    """Return the Exchange.block_bytes that calls of up to `rows` rows need."""
     return -(-rows // MAX_BLOCKS) * width // 4 * PACKET
 
 
-def registers(of: Exchange) -> Iterator[str]:
-    """Of these functions; d are the thread's packets of the row, in pairs."""
+def registers(exchange: Exchange) -> Iterator[str]:
+    """Yield declarations of the registers of this module; d are the thread's packets of the row, in pairs."""
     yield ".reg .b64 at, to, peer, my, counter, offset, place, table, from, from_owner;"
     yield ".reg .b32 device, call, piece, row, owner, x, y, z, polls, pending;"
-    yield f".reg .b32 w<{2 * max(AT_ONCE, of.devices)}>;"
-    yield f".reg .b32 j<{len(of.each)}>, d<{2 * len(of.each)}>;"
-    yield f".reg .pred p, is_mine<{of.devices}>, is_packet<{len(of.each)}>;"
+    yield f".reg .b32 w<{2 * max(PACKETS_PER_WAIT, exchange.devices)}>;"
+    yield f".reg .b32 j<{len(exchange.each)}>, d<{2 * len(exchange.each)}>;"
+    yield f".reg .pred p, is_mine<{exchange.devices}>, is_packet<{len(exchange.each)}>;"
 
 
-def packets(of: Exchange, block: str, thread: str, arrays: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Which packets of a row a thread has; and where its block has one row, these of some arrays.
+def packets(exchange: Exchange, block: str, thread: str, arrays: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield code that finds a thread's packets of a row and, if its block has one row, loads them.
 
-    Loaded before the call's number and places are known, which are three loads one behind the other.
+    These loads overlap with three dependent loads, of the call number and the addresses.
 
     Args:
-        of: The exchange.
-        block: Number of the thread block.
-        thread: Number of the thread.
-        arrays: Addresses, and the registers that a row comes into.
+        exchange: Static sizes.
+        block: Operand with the index of the thread block.
+        thread: Operand with the index of the thread.
+        arrays: Pairs of an operand with an array's address and a prefix of the registers to load it into.
     """
-    for n in of.each:
-        yield f"add.u32 j{n}, {thread}, {n * THREADS}; setp.lt.u32 is_packet{n}, j{n}, {of.packets};"
+    for n in exchange.each:
+        yield f"add.u32 j{n}, {thread}, {n * THREADS}; setp.lt.u32 is_packet{n}, j{n}, {exchange.packets};"
         yield f"mov.b32 d{2 * n}, 0; mov.b32 d{2 * n + 1}, 0;"
-    if of.is_one_row:
+    if exchange.is_one_row:
         yield f"mov.b32 row, {block};"
-        yield from (loaded(of, array, pair_of(name, n), n) for array, name in arrays for n in of.each)
+        yield from (
+            loaded(exchange, array, pair_of(name, n), n) for array, name in arrays for n in exchange.each
+        )
 
 
-def places(of: Exchange, table: str, block: str) -> Iterator[str]:
-    """Where the call's words of each device are, here and there.
+def places(exchange: Exchange, table: str, block: str) -> Iterator[str]:
+    """Yield code that computes the addresses of the call's buffers, on this device and on the others.
 
     Args:
-        of: The exchange.
-        table: Address of this device's number, 0, and the addresses of all devices' memory.
-        block: Number of the thread block.
+        exchange: Static sizes.
+        table: Operand with the address of PeerMemory.table: this device's index, 0, all devices' addresses.
+        block: Operand with the index of the thread block.
     """
     yield f"ld.global.b32 device, [{table}];"
     yield f"mul.wide.u32 place, device, 8; add.s64 place, place, {table}; ld.global.b64 my, [place + 8];"
     yield f"mul.wide.u32 counter, {block}, 4; add.s64 counter, counter, my;"
     yield "ld.global.b32 call, [counter]; add.u32 call, call, 1; and.b32 piece, call, 1;"
-    # By thread block, piece (calls use two by turns) and the device that writes.
-    yield f"mad.lo.u32 x, {block}, 2, piece; mul.lo.u32 x, x, {of.devices};"
-    yield f"mul.wide.u32 from, x, {of.block_bytes}; add.s64 from, from, my; add.s64 from, from, {COUNTERS};"
-    yield f"add.u32 y, x, device; mul.wide.u32 to, y, {of.block_bytes}; mov.b64 table, {table};"
-    for n in range(of.devices):
+    # Buffers are ordered by thread block, piece (one of two, used in turns) and sending device.
+    yield f"mad.lo.u32 x, {block}, 2, piece; mul.lo.u32 x, x, {exchange.devices};"
+    yield (
+        f"mul.wide.u32 from, x, {exchange.block_bytes}; add.s64 from, from, my; "
+        f"add.s64 from, from, {COUNTERS};"
+    )
+    yield f"add.u32 y, x, device; mul.wide.u32 to, y, {exchange.block_bytes}; mov.b64 table, {table};"
+    for n in range(exchange.devices):
         yield f"setp.eq.u32 is_mine{n}, device, {n};"
 
 
 def each_row(
-    of: Exchange, block: str, label: str, body: Sequence[str], *, whose: str = "all"
+    exchange: Exchange, block: str, label: str, body: Sequence[str], *, rows: str = "all"
 ) -> Iterator[str]:
-    """Code for each of the thread block's rows: the registers row, and offset into the call's memory.
+    """Yield code that runs `body` for each row of the thread block, with registers row and offset.
 
     Args:
-        of: The exchange; in two shots there is owner, too, another one for each of the rows.
-        block: Number of the thread block.
-        label: Of this code alone.
-        body: The code.
-        whose: "own": only rows that this device owns; "others'": only those that it does not.
+        exchange: Static sizes; in two shots there is a register owner, too, the row's owner.
+        block: Operand with the index of the thread block.
+        label: Unique label of the loop.
+        body: Code of one row.
+        rows: "all"; "own": only rows that this device owns; "others": only rows that it does not own.
     """
     yield f"mov.b32 row, {block}; mov.b64 offset, 0;"
-    if of.shots == 2:
-        yield f"rem.u32 owner, {block}, {of.devices};"
+    if exchange.shots == 2:
+        yield f"rem.u32 owner, {block}, {exchange.devices};"
     yield f"{label}:"
-    if whose != "all":
-        yield f"setp.{'ne' if whose == 'own' else 'eq'}.u32 p, owner, device; @p bra {label}_NEXT;"
+    if rows != "all":
+        yield f"setp.{'ne' if rows == 'own' else 'eq'}.u32 p, owner, device; @p bra {label}_NEXT;"
     yield from body
-    if whose != "all":
+    if rows != "all":
         yield f"{label}_NEXT:"
-    if of.is_one_row:
+    if exchange.is_one_row:
         return
-    yield f"add.s64 offset, offset, {of.packets * PACKET}; add.u32 row, row, {of.blocks};"
-    if of.shots == 2:
-        yield f"add.u32 owner, owner, 1; setp.eq.u32 p, owner, {of.devices}; @p mov.b32 owner, 0;"
-    yield f"setp.lt.u32 p, row, {of.rows}; @p bra {label};"
+    yield f"add.s64 offset, offset, {exchange.packets * PACKET}; add.u32 row, row, {exchange.blocks};"
+    if exchange.shots == 2:
+        yield f"add.u32 owner, owner, 1; setp.eq.u32 p, owner, {exchange.devices}; @p mov.b32 owner, 0;"
+    yield f"setp.lt.u32 p, row, {exchange.rows}; @p bra {label};"
 
 
 def pair_of(name: str, n: int) -> str:
-    """The two registers of packet n."""
+    """Return the operand of packet n's two registers."""
     return f"{{{name}{2 * n}, {name}{2 * n + 1}}}"
 
 
-def loaded(of: Exchange, array: str, pair: str, n: int) -> str:
-    """The row's packet n of an array [rows, width], in two registers."""
-    return f"{_in_row(of, array, n)} @is_packet{n} ld.global.v2.b32 {pair}, [at];"
+def loaded(exchange: Exchange, array: str, pair: str, n: int) -> str:
+    """Return code that loads the row's packet n of an array [rows, width] into two registers."""
+    return f"{_in_row(exchange, array, n)} @is_packet{n} ld.global.v2.b32 {pair}, [at];"
 
 
-def stored(of: Exchange, array: str, pair: str, n: int) -> str:
-    """The inverse."""
-    return f"{_in_row(of, array, n)} @is_packet{n} st.global.v2.b32 [at], {pair};"
+def stored(exchange: Exchange, array: str, pair: str, n: int) -> str:
+    """Return code that stores two registers to the row's packet n of an array [rows, width]."""
+    return f"{_in_row(exchange, array, n)} @is_packet{n} st.global.v2.b32 [at], {pair};"
 
 
-def _in_row(of: Exchange, array: str, n: int) -> str:
+def _in_row(exchange: Exchange, array: str, n: int) -> str:
     return (
-        f"mul.wide.u32 at, row, {2 * of.width}; add.s64 at, at, {array}; "
+        f"mul.wide.u32 at, row, {2 * exchange.width}; add.s64 at, at, {array}; "
         f"mul.wide.u32 place, j{n}, 8; add.s64 at, at, place;"
     )
 
 
-def own(of: Exchange, array: str) -> Iterator[str]:
-    """The row's packets of an array, in d; an empty word as two zeros, so that all devices have the same."""
-    yield from again(of, array, "d")
-    yield from (filled(f"d{2 * n + half}") for n in of.each for half in (0, 1))
+def own(exchange: Exchange, array: str) -> Iterator[str]:
+    """Yield code that loads the row's packets into d; an empty word becomes two zeros, as when sent."""
+    yield from again(exchange, array, "d")
+    yield from (filled(f"d{2 * n + half}") for n in exchange.each for half in (0, 1))
 
 
-def again(of: Exchange, array: str, name: str) -> Iterator[str]:
-    """The row's packets of an array, if they have not been loaded as the only ones."""
-    if not of.is_one_row:
-        yield from (loaded(of, array, pair_of(name, n), n) for n in of.each)
+def again(exchange: Exchange, array: str, name: str) -> Iterator[str]:
+    """Yield code that loads the row's packets of an array unless `packets` has loaded them."""
+    if not exchange.is_one_row:
+        yield from (loaded(exchange, array, pair_of(name, n), n) for n in exchange.each)
 
 
 def filled(name: str) -> str:
-    """A register whose word is to be sent: the empty one as two zeros."""
+    """Return code that replaces an empty word in a register by two zeros, before it is sent."""
     return f"setp.eq.u32 p, {name}, {EMPTY}; @p mov.b32 {name}, 0;"
 
 
-def sent(of: Exchange, array: str) -> Iterator[str]:
-    """The row of an array to all other devices; in two shots to its owner, which is another."""
-    yield from own(of, array)
-    for n in of.each:
-        yield from packet_sent(of, n, pair_of("d", n), to_owner=of.shots == 2)
+def sent(exchange: Exchange, array: str) -> Iterator[str]:
+    """Yield code that sends the row to all other devices, or in two shots to its owner."""
+    yield from own(exchange, array)
+    for n in exchange.each:
+        yield from packet_sent(exchange, n, pair_of("d", n), to_owner=exchange.shots == 2)
 
 
-def packet_sent(of: Exchange, n: int, pair: str, *, to_owner: bool) -> Iterator[str]:
-    """Packet n of the row, in two registers, to the row's owner or to all other devices.
+def packet_sent(exchange: Exchange, n: int, pair: str, *, to_owner: bool) -> Iterator[str]:
+    """Yield code that sends packet n, in two registers, to the row's owner or to all other devices.
 
-    Their addresses are read each time, for eight of them take 16 registers.
+    The addresses are loaded each time, because eight of them would occupy 16 registers.
     """
     yield f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 place, place, offset; add.s64 place, place, to;"
     if to_owner:
         yield "mul.wide.u32 at, owner, 8; add.s64 at, at, table; ld.global.b64 peer, [at + 8];"
         yield f"add.s64 peer, peer, place; {_sent(pair, f'is_packet{n}')}"
         return
-    for other in range(of.devices):
-        yield f"ld.global.b64 peer, [table + {8 + 8 * other}]; add.s64 peer, peer, place;"
-        yield f"not.pred p, is_mine{other}; and.pred p, p, is_packet{n}; {_sent(pair, 'p')}"
+    for peer in range(exchange.devices):
+        yield f"ld.global.b64 peer, [table + {8 + 8 * peer}]; add.s64 peer, peer, place;"
+        yield f"not.pred p, is_mine{peer}; and.pred p, p, is_packet{n}; {_sent(pair, 'p')}"
 
 
 def _sent(pair: str, predicate: str) -> str:
@@ -241,55 +250,54 @@ def _sent(pair: str, predicate: str) -> str:
 
 
 class Awaited(NamedTuple):
-    """A packet that a device sends.
+    """A packet that a thread waits for.
 
     Attributes:
-        packet: Of the row.
-        words: The registers that it comes into.
-        source: The register with the address of the device's memory here, but for `behind`.
-        behind: Bytes.
-        unless: Registers with what takes its place on the device that would send it to itself; None where
-            this device is another.
-        is_own: The predicate of being the one that sends.
+        packet: Index of the packet in the row.
+        words: The two registers that it is loaded into.
+        source: Register with an address in this device's memory, to which `source_offset` is added.
+        source_offset: Bytes from `source` to the sender's buffer.
+        own_words: Registers with the packet if this device is the sender; None if it never is.
+        is_own: Predicate register that says whether this device is the sender.
     """
 
     packet: int
     words: tuple[str, str]
     source: str
-    behind: int = 0
-    unless: tuple[str, str] | None = None
+    source_offset: int = 0
+    own_words: tuple[str, str] | None = None
     is_own: str = ""
 
 
-def of_all(of: Exchange, group: range) -> list[Awaited]:
-    """All devices' packets of a group, in w; this device's own are those in d."""
+def packets_of_all(exchange: Exchange, group: range) -> list[Awaited]:
+    """Return all devices' packets of a group, to be loaded into w; this device's own are in d."""
     pair = lambda name, at: (f"{name}{2 * at}", f"{name}{2 * at + 1}")
     return [
-        Awaited(n, pair("w", nth), "from", device * of.block_bytes, pair("d", n), f"is_mine{device}")
-        for nth, (n, device) in enumerate(itertools.product(group, range(of.devices)))
+        Awaited(n, pair("w", nth), "from", device * exchange.block_bytes, pair("d", n), f"is_mine{device}")
+        for nth, (n, device) in enumerate(itertools.product(group, range(exchange.devices)))
     ]
 
 
-def of_owner(group: range) -> list[Awaited]:
-    """The owner's packets of a group, in k; from_owner is behind owners_place."""
+def packets_of_owner(group: range) -> list[Awaited]:
+    """Return the owner's packets of a group, to be loaded into k, after `owner_address`."""
     return [Awaited(n, (f"k{2 * n}", f"k{2 * n + 1}"), "from_owner") for n in group]
 
 
-def owners_place(of: Exchange) -> Iterator[str]:
-    """The register from_owner."""
-    yield f"mul.wide.u32 from_owner, owner, {of.block_bytes}; add.s64 from_owner, from_owner, from;"
+def owner_address(exchange: Exchange) -> Iterator[str]:
+    """Yield code that sets register from_owner to the address of the owner's buffer."""
+    yield f"mul.wide.u32 from_owner, owner, {exchange.block_bytes}; add.s64 from_owner, from_owner, from;"
 
 
 def waited_for(packets: Sequence[Awaited], label: str) -> Iterator[str]:
-    """Packets of the row; whoever has read one empties its memory."""
+    """Yield code that polls until all packets have arrived, then makes their memory empty again."""
     for packet in packets:
-        first = packet.unless or ("0", "0")
+        first = packet.own_words or ("0", "0")
         yield from (f"mov.b32 {w}, {x};" for w, x in zip(packet.words, first, strict=True))
     yield "mov.b32 polls, 0;"
     yield f"{label}:"
     for packet in packets:
         words = f"{{{', '.join(packet.words)}}}"
-        yield _asked(packet, f"ld.relaxed.sys.global.v2.b32 {words}, [at + {packet.behind}];")
+        yield _access_packet(packet, f"ld.relaxed.sys.global.v2.b32 {words}, [at + {packet.source_offset}];")
     yield "mov.b32 pending, 0;"
     for packet in packets:
         for w in packet.words:
@@ -298,18 +306,18 @@ def waited_for(packets: Sequence[Awaited], label: str) -> Iterator[str]:
     yield f"setp.ne.u32 p, pending, 0; @p bra {label};"
     yield f"mov.b32 x, {EMPTY};"
     for packet in packets:
-        yield _asked(packet, f"st.relaxed.sys.global.v2.b32 [at + {packet.behind}], {{x, x}};")
+        yield _access_packet(packet, f"st.relaxed.sys.global.v2.b32 [at + {packet.source_offset}], {{x, x}};")
 
 
-def _asked(packet: Awaited, access: str) -> str:
-    """A load or a store of a packet in this device's memory, by threads that have it, if another sends it."""
-    n, is_asked = packet.packet, f"is_packet{packet.packet}"
+def _access_packet(packet: Awaited, access: str) -> str:
+    """Return an access to a packet's memory by the threads that have it, if another device sends it."""
+    n, has_packet = packet.packet, f"is_packet{packet.packet}"
     at = f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 at, {packet.source}, place; add.s64 at, at, offset;"
-    if packet.unless is None:
-        return f"{at} @{is_asked} {access}"
-    return f"{at} not.pred p, {packet.is_own}; and.pred p, p, {is_asked}; @p {access}"
+    if packet.own_words is None:
+        return f"{at} @{has_packet} {access}"
+    return f"{at} not.pred p, {packet.is_own}; and.pred p, p, {has_packet}; @p {access}"
 
 
 def call_ends(thread: str) -> str:
-    """The next call is another; all threads must have read this one's number."""
+    """Return code that stores the call number; all threads must have read the previous one."""
     return f"setp.eq.u32 p, {thread}, 0; @p st.global.b32 [counter], call;"

@@ -27,7 +27,7 @@ def aot_cases():
     cases = {}
     for name, (rows, width, devices, norm, dtype, shots) in SHAPES.items():
         how = {
-            "of": Exchange(rows, width, devices, block_bytes_of(rows, width), shots),
+            "exchange": Exchange(rows, width, devices, block_bytes_of(rows, width), shots),
             "norm": norm,
             "axis_name": "tp",
         }
@@ -39,6 +39,6 @@ def aot_cases():
     for name, (rows, width, devices) in GATHERED.items():
         of = Exchange(rows, 2 * width, devices, block_bytes_of(rows, 2 * width))
         table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
-        run = functools.partial(all_gather_kernel.on_gpu, of=of, axis_name="cp")
+        run = functools.partial(all_gather_kernel.on_gpu, exchange=of, axis_name="cp")
         cases[name] = (run, (table, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
     return cases

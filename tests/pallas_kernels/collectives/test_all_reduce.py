@@ -29,7 +29,7 @@ from pallas_kernels.collectives.ptx.exchange import Exchange, block_bytes_of
 from tests import aot
 from tests.pallas_kernels.collectives import all_reduce_aot_cases, simulated_devices
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def run_on(where):
@@ -144,7 +144,9 @@ class TestErrors:
 
     def test_more_devices_than_sum_together(self):
         mesh = Mesh(np.array(jax.devices()[:1] * 9), ("tp",))
-        with pytest.raises(NotImplementedError, match=r"9 devices would sum together \(at most 8\)"):
+        with pytest.raises(
+            NotImplementedError, match=r"9 devices would sum together \(at most 8 are supported\)"
+        ):
             make_peer_memory(mesh, "tp", max_rows=1, width=8)
 
     @pytest.mark.parametrize(
@@ -169,8 +171,8 @@ class TestErrors:
         ("answer", "reason"),
         [
             (1, None),
-            (0, "GPU 0 does not reach the memory of GPU 1"),
-            (None, "there is no CUDA driver to ask"),
+            (0, "GPU 0 cannot access the memory of GPU 1"),
+            (None, "there is no CUDA driver"),
         ],
     )
     def test_gpus_that_do_not_reach_each_other(self, answer, reason, monkeypatch, types_unchecked):
@@ -201,7 +203,7 @@ class TestErrors:
         [
             (zeros(1, 64, dtype=jnp.float32), r"no kernel for float32 \(bfloat16, float16 have one\)"),
             (zeros(1, 62), "no kernel for rows of 62 numbers"),
-            (zeros(129, 64), r"256 bytes a thread block \(peers has 128\)"),
+            (zeros(129, 64), r"256 bytes per thread block \(peers has 128\)"),
         ],
     )
     def test_what_has_no_kernel(self, x, message):
@@ -213,7 +215,7 @@ class TestErrors:
         [
             (zeros(1, 32), r"all_gather: there is no kernel for bfloat16 \(float32 has one\)"),
             (zeros(1, 31, dtype=jnp.float32), "no kernel for rows of 31 numbers"),
-            (zeros(129, 32, dtype=jnp.float32), r"256 bytes a thread block \(peers has 128\)"),
+            (zeros(129, 32, dtype=jnp.float32), r"256 bytes per thread block \(peers has 128\)"),
         ],
     )
     def test_what_is_not_gathered(self, x, message):

@@ -15,14 +15,15 @@ RIGHT = {
     "gpu": ("4096 wide: right", "1028 wide: right"),
 }
 REFUSED = (
-    "has no 4 bytes, besides XLA's, that others can open (cuMemAlloc_v2 says CUDA_ERROR_OUT_OF_MEMORY)",
-    "that others can open (cuIpcGetMemHandle says CUDA_ERROR_NOT_PERMITTED)",
-    "cannot open the memory of GPU 0 (cuIpcOpenMemHandle_v2 says CUDA_ERROR_NOT_PERMITTED)",
-    "that others can open (cuDevicePrimaryCtxRetain says CUDA_ERROR_NOT_PERMITTED)",
-    "does not reach the memory of GPU 0",
-    "(cuCtxEnablePeerAccess says CUDA_ERROR_NOT_PERMITTED)",
+    "cannot allocate 4 bytes outside XLA's pool to share with other processes "
+    "(cuMemAlloc_v2 failed with CUDA_ERROR_OUT_OF_MEMORY)",
+    "to share with other processes (cuIpcGetMemHandle failed with CUDA_ERROR_NOT_PERMITTED)",
+    "cannot open the memory of GPU 0 (cuIpcOpenMemHandle_v2 failed with CUDA_ERROR_NOT_PERMITTED)",
+    "to share with other processes (cuDevicePrimaryCtxRetain failed with CUDA_ERROR_NOT_PERMITTED)",
+    "cannot access the memory of GPU 0",
+    "(cuCtxEnablePeerAccess failed with CUDA_ERROR_NOT_PERMITTED)",
     "make_peer_memory: it is too late. jax.lax.psum sums there",
-    "make_peer_memory: devices are of several hosts (host0, host1). jax.lax.psum sums there",
+    "make_peer_memory: the devices belong to several hosts (host0, host1). jax.lax.psum sums there",
 )
 
 
@@ -63,25 +64,25 @@ def test_devices_of_a_part_of_the_processes_are_refused(monkeypatch, types_unche
             self.process_index = process
 
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    reason = "devices are of 2 of 3 processes (all of them have some, or one has all)"
+    reason = "the devices belong to 2 of 3 processes (they must belong to one or to all)"
     assert support.why_not_peer_memory([GPU(0), GPU(1)], 2) == reason
 
 
-def test_the_others_hear_of_what_nobody_foresaw(monkeypatch):
-    said = []
-    hear = lambda words: (said.append(bytes(words).rstrip(b"\0").decode()), words[None])[1]
-    monkeypatch.setattr(ipc_memory.multihost_utils, "process_allgather", hear)
+def test_an_unexpected_error_is_sent_to_the_other_processes(monkeypatch):
+    sent = []
+    allgather = lambda words: (sent.append(bytes(words).rstrip(b"\0").decode()), words[None])[1]
+    monkeypatch.setattr(ipc_memory.multihost_utils, "process_allgather", allgather)
     monkeypatch.setattr(ipc_memory, "Driver", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         ipc_memory.share_memory(jax.devices(), [(0, 1)])
-    heard = '{"failed": "process 0: integer division or modulo by zero"}'
-    assert said == [heard, heard]  # of sharing, and of giving back, which the others take part in
+    message = '{"failed": "process 0: integer division or modulo by zero"}'
+    assert sent == [message, message]  # when sharing, and when freeing, in which the others take part
 
 
 def use_memory(driver, address):
-    cuda_driver.fill(0, address, [(0, 6)])
-    cuda_driver.handle(0, address)
-    cuda_driver.free(0, address)
+    driver.fill(0, address, [(0, 6)])
+    driver.handle(0, address)
+    driver.free(0, address)
 
 
 class TestDriver:
@@ -102,16 +103,16 @@ class TestDriver:
 
     def test_of_other_memory_there_is_no_handle(self, cuda):
         array = jax.numpy.zeros(8)  # XLA's
-        with pytest.raises(DriverError, match="cuIpcGetMemHandle says CUDA_ERROR_INVALID_VALUE"):
+        with pytest.raises(DriverError, match="cuIpcGetMemHandle failed with CUDA_ERROR_INVALID_VALUE"):
             Driver().handle(0, array.unsafe_buffer_pointer())
 
     def test_memory_shares_no_block_with_other_memory(self, cuda):
         assert cuda.allocated[Driver().allocate(0, (1 << 21) + 4)].nbytes == 2 << 21
 
     def test_a_gpu_that_is_hidden_has_no_number(self, cuda):
-        assert sorted(Driver().numbers().values()) == [0, 1]
+        assert sorted(Driver().indices().values()) == [0, 1]
         cuda.hides_others = True
-        assert Driver().numbers() == {Driver().uuid(0): 0}
+        assert Driver().indices() == {Driver().uuid(0): 0}
 
     @pytest.mark.parametrize(
         "failing",
@@ -120,13 +121,13 @@ class TestDriver:
     def test_a_call_that_fails_is_named(self, cuda, failing):
         address = Driver().allocate(0, 24)
         cuda.failing = failing
-        with pytest.raises(DriverError, match=f"{failing} says CUDA_ERROR_NOT_PERMITTED"):
+        with pytest.raises(DriverError, match=f"{failing} failed with CUDA_ERROR_NOT_PERMITTED"):
             use_memory(Driver(), address)
 
     def test_a_status_without_a_name_is_a_number(self, cuda, monkeypatch):
         monkeypatch.delitem(ERRORS, NOT_PERMITTED)
         cuda.failing = "cuIpcOpenMemHandle_v2"
-        with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 says 800"):
+        with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 failed with 800"):
             Driver().open(0, "00" * 64)
 
     def test_there_must_be_one(self, monkeypatch):
@@ -134,5 +135,5 @@ class TestDriver:
             raise OSError(name)
 
         monkeypatch.setattr(cuda_driver.ctypes, "CDLL", none)
-        with pytest.raises(DriverError, match="there is no CUDA driver to ask whether GPUs reach"):
+        with pytest.raises(DriverError, match="there is no CUDA driver, which must report peer access"):
             Driver()
