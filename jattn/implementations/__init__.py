@@ -1,1 +1,1 @@
-"""The ways to compute attention that `attend` chooses from; each meets the same contract."""
+"""Implementations of attention that `attend` chooses from; all satisfy the same contract."""

@@ -1,6 +1,6 @@
-"""Attention of a region over keys outside a cache, with its derivative: what training runs through.
+"""Differentiable attention over keys and values outside a cache, as used in training.
 
-The backward pass has queries, keys, values, outputs and log-sum-exps, and computes everything else anew.
+The residuals are queries, keys, values, outputs and log-sum-exps; the backward pass recomputes the rest.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ type OutAndLse = tuple[Array, Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class StaticArgs:
-    """What is static.
+    """Static arguments of the forward and backward pass.
 
     Attributes:
-        spec: The layer.
-        choice: What serves it.
-        return_lse: Whether the log-sum-exp is wanted.
-        is_in_order: PackedKV's, of these rows.
-        max_seq_len: PackedKV's.
+        spec: Attention of the layer.
+        choice: Implementation of the region.
+        return_lse: Whether to return the log-sum-exp.
+        is_in_order: `PackedKV.is_in_order` of the region's rows.
+        max_seq_len: `PackedKV.max_seq_len`.
     """
 
     spec: AttentionSpec
@@ -55,7 +55,7 @@ def make_static_args(
     *,
     return_lse: bool,
 ) -> StaticArgs:
-    """How the rows of a region are attended, of which the step's `first_row` is the first."""
+    """Return the static arguments of a region that starts at row `first_row` of the step."""
     if isinstance(kv, PagedCache):
         return StaticArgs(spec, choice, return_lse, is_in_order=False, max_seq_len=None)
     is_in_order = kv.is_in_order and first_row == 0
@@ -63,7 +63,7 @@ def make_static_args(
 
 
 class DifferentiableArgs(NamedTuple):
-    """What has a gradient."""
+    """Arguments that have a gradient."""
 
     query: Float[Array, "tokens q_heads head_dim"]
     k: Float[Array, "kv_tokens kv_heads head_dim"]
@@ -73,14 +73,14 @@ class DifferentiableArgs(NamedTuple):
 
 
 class NonDifferentiableArgs(NamedTuple):
-    """What has none.
+    """Arguments without a gradient.
 
     Attributes:
-        kv_start_loc: First key of each row.
-        metadata: The region as a step of its own.
+        kv_start_loc: Index of the first key of each row.
+        metadata: Metadata of the region as a separate step.
         mask: Which keys a query sees beyond the spec's numbers.
-        tiles: XLA's tiles of the prefill region, made once a step; None = made here.
-        work: What a kernel is given, where the plan has it.
+        tiles: Query tiles of the prefill region for XLA; None computes them here.
+        work: Kernel plan of the region; None computes it here.
     """
 
     kv_start_loc: Int[Array, " reqs"]
@@ -90,23 +90,23 @@ class NonDifferentiableArgs(NamedTuple):
     work: KernelPlan | None
 
 
-def attend(how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
-    """Output of a region's tokens, and their log-sum-exp or None, in the type that it was summed in."""
+def attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
+    """Attend in a region; return the output and the log-sum-exp, in its accumulation dtype, or None."""
     values = varying_together(values)
     axes = sorted(jax.typeof(values.query).manual_axis_type.varying)
-    if how.choice.kernel is not None and axes:
-        reason = "kernels do not say over which axes their results vary"
-        way_out = "Say jax.shard_map(check_vma=False), or implementation='xla'"
+    if static_args.choice.kernel is not None and axes:
+        reason = "the kernels do not support shard_map's check of varying axes"
+        way_out = "Pass check_vma=False to jax.shard_map, or implementation='xla'"
         raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, way_out)
-    if how.choice.kernel is None and context.mask is not None:
+    if static_args.choice.kernel is None and context.mask is not None:
         context = context._replace(mask=lift_captured_arrays(context.mask))
-    return _attend(how, values, context)
+    return _attend(static_args, values, context)
 
 
 def varying_together(values: DifferentiableArgs) -> DifferentiableArgs:
-    """All values varying over every device axis that one of them varies over, under shard_map.
+    """Make all arguments vary over every device axis that one of them varies over, under shard_map.
 
-    What they lack is broadcast here, so that the sum over devices that its gradient needs is made here, too.
+    The broadcast happens here, so that its gradient's sum over devices does, too.
     """
     for like in values:
         values = values if like is None else match_varying_axes(like, values)
@@ -114,26 +114,31 @@ def varying_together(values: DifferentiableArgs) -> DifferentiableArgs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
+def _attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
     query, _, _, sinks, alibi_slopes = values
-    kv, metadata, spec, kernel = _kv(how, values, context), context.metadata, how.spec, how.choice.kernel
+    kv, metadata, spec, kernel = (
+        _kv(static_args, values, context),
+        context.metadata,
+        static_args.spec,
+        static_args.choice.kernel,
+    )
     options: dict[str, Any] = {"mask": context.mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if kernel is not None:
-        options["return_lse"] = how.return_lse
+        options["return_lse"] = static_args.return_lse
         return mosaic_gpu.attend(query, kv, metadata, spec, kernel, context.work, **options)
     out, lse = xla.attend(query, kv, metadata, spec, tiles=context.tiles, **options)
-    return out, lse if how.return_lse else None
+    return out, lse if static_args.return_lse else None
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass gets.
+    """Residuals of the forward pass.
 
     Attributes:
-        values: Of the forward pass.
-        context: Likewise.
-        out: Its output.
-        lse: Its log-sum-exp.
-        wants_slopes: () where ALiBi's slopes are to have a gradient, else None: both are without arrays.
+        values: Differentiable arguments.
+        context: Arguments without a gradient.
+        out: Output.
+        lse: Log-sum-exp.
+        wants_slopes: () if ALiBi slopes need a gradient, else None: pytrees without leaves.
     """
 
     values: DifferentiableArgs
@@ -144,15 +149,15 @@ class _Residuals(NamedTuple):
 
 
 def _forward(
-    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs
+    static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs
 ) -> tuple[OutAndLse, _Residuals]:
-    """Called with CustomVJPPrimal for each array."""
+    """Run the forward pass; each array is a CustomVJPPrimal."""
     wants_slopes = _wants_slopes(values)
     values, context = jax.tree.map(lambda primal: primal.value, (values, context))
     values = reject_second_derivative(values)
-    out, lse = _attend(dataclasses.replace(how, return_lse=True), values, context)
+    out, lse = _attend(dataclasses.replace(static_args, return_lse=True), values, context)
     assert lse is not None
-    return (out, lse if how.return_lse else None), _Residuals(values, context, out, lse, wants_slopes)
+    return (out, lse if static_args.return_lse else None), _Residuals(values, context, out, lse, wants_slopes)
 
 
 def _wants_slopes(values: DifferentiableArgs) -> tuple[()] | None:
@@ -161,49 +166,53 @@ def _wants_slopes(values: DifferentiableArgs) -> tuple[()] | None:
     return () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
 
 
-def _backward(how: StaticArgs, kept: _Residuals, grads: tuple[Any, Any]) -> tuple[DifferentiableArgs, None]:
-    (values, context, out, lse, wants_slopes) = kept
+def _backward(
+    static_args: StaticArgs, residuals: _Residuals, grads: tuple[Any, Any]
+) -> tuple[DifferentiableArgs, None]:
+    (values, context, out, lse, wants_slopes) = residuals
     is_zero = [isinstance(grad, SymbolicZero) for grad in grads]
     grad_out = jnp.zeros_like(out) if is_zero[0] else grads[0]
     grad_lse = None if is_zero[1] else grads[1]
     values, out, lse, grad_out, grad_lse = reject_second_derivative((values, out, lse, grad_out, grad_lse))
     saved = xla.Saved(out, lse, grad_out, grad_lse)
-    if how.choice.kernel is None or not _takes_kernel(how, values, context, wants_slopes is not None):
-        given = how.spec, context.mask, values.sinks, values.alibi_slopes
-        problem = xla.Problem(_kv(how, values, context), context.metadata, *given)
+    if static_args.choice.kernel is None or not _takes_kernel(
+        static_args, values, context, wants_slopes is not None
+    ):
+        given = static_args.spec, context.mask, values.sinks, values.alibi_slopes
+        problem = xla.Problem(_kv(static_args, values, context), context.metadata, *given)
         return DifferentiableArgs(*xla.gradients(values.query, problem, saved)), None
     options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **saved._asdict()}
-    kv, metadata = _kv(how, values, context), context.metadata
-    of_arrays = mosaic_gpu.gradients(values.query, kv, metadata, how.spec, **options)
+    kv, metadata = _kv(static_args, values, context), context.metadata
+    of_arrays = mosaic_gpu.gradients(values.query, kv, metadata, static_args.spec, **options)
     sinks, slopes = values.sinks, values.alibi_slopes
     of_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
     return DifferentiableArgs(*of_arrays, of_sinks, None if slopes is None else jnp.zeros_like(slopes)), None
 
 
-def _kv(how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> PackedKV:
-    starts, most = context.kv_start_loc, how.max_seq_len
+def _kv(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> PackedKV:
+    starts, most = context.kv_start_loc, static_args.max_seq_len
     return PackedKV(k=values.k, v=values.v, kv_start_loc=starts, max_seq_len=most)
 
 
 def _takes_kernel(
-    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, wants_slopes: bool
+    static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, wants_slopes: bool
 ) -> bool:
-    """Whether there is a kernel for the gradients; where there is none XLA does it, if that is allowed."""
+    """Return whether a kernel computes the gradients; otherwise XLA does, unless that is ruled out."""
     reason = mosaic_gpu.why_not_gradients(
-        how.spec,
+        static_args.spec,
         {"query": values.query.dtype, "key": values.k.dtype, "value": values.v.dtype},
         context.mask,
-        is_in_order=how.is_in_order,
+        is_in_order=static_args.is_in_order,
         wants_slopes=wants_slopes,
     )
-    asked = how.choice.asked
+    requested = static_args.choice.requested
     if reason is None:
         return True
-    if asked is not None and "xla" not in asked:
-        way_out = "Leave implementation=None or ask for ('mosaic_gpu', 'xla')"
+    if requested is not None and "xla" not in requested:
+        way_out = "Pass implementation=None or ('mosaic_gpu', 'xla')"
         raise unsupported("a derivative of attention", f"mosaic_gpu: {reason}", way_out)
-    if asked is None:
-        message = f"gradients of attention fall to xla on a GPU, which is slow: {reason}."
+    if requested is None:
+        message = f"Gradients of attention fall back to xla on a GPU, which is slow: {reason}."
         warnings.warn(message, KernelFallbackWarning, stacklevel=2)
     return False
 
@@ -213,42 +222,47 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attach_gradient(
-    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: tuple[Array, Array]
+    static_args: StaticArgs,
+    values: DifferentiableArgs,
+    context: NonDifferentiableArgs,
+    attended: tuple[Array, Array],
 ) -> tuple[Array, Array]:
-    """What `attend` gave before, output and log-sum-exp, with its derivative: nothing is attended anew."""
+    """Return a precomputed output and log-sum-exp with `attend`'s gradient."""
     return attended
 
 
 def _recall_forward(
-    how: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: Any
+    static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: Any
 ) -> tuple[tuple[Array, Array], _Residuals]:
-    """Called with CustomVJPPrimal for each array."""
+    """Run the forward pass; each array is a CustomVJPPrimal."""
     wants_slopes = _wants_slopes(values)
     values, context, (out, lse) = jax.tree.map(lambda primal: primal.value, (values, context, attended))
     return (out, lse), _Residuals(values, context, out, lse, wants_slopes)
 
 
 attach_gradient.defvjp(
-    _recall_forward, lambda how, kept, grads: (*_backward(how, kept, grads), None), symbolic_zeros=True
+    _recall_forward,
+    lambda static_args, residuals, grads: (*_backward(static_args, residuals, grads), None),
+    symbolic_zeros=True,
 )
 
 
 def reject_gradient_over_cache[Tree](arrays: Tree, implementation: str) -> Tree:
-    """The same arrays, for an implementation that has no derivative over a paged cache."""
+    """Return the arrays such that differentiating them raises: there is no gradient over a cache."""
     return forbid_derivative(
         arrays,
         "a derivative of attend",
         f"{implementation} has none over a paged cache or 8-bit keys",
-        "Attend to the step's own keys (PackedKV, or cache=None in a layer), or ask for "
+        "Attend to the step's keys (PackedKV, or cache=None in a layer), or pass "
         "implementation='reference', whose memory grows with tokens x the longest request",
     )
 
 
 def reject_second_derivative[Tree](arrays: Tree) -> Tree:
-    """The same arrays, in what a derivative is made of."""
+    """Return the arrays; differentiating them raises, since there is no second derivative."""
     return forbid_derivative(
         arrays,
         "a derivative of a derivative of attention",
         "the backward pass has none",
-        "Ask for implementation='reference', which has all of them",
+        "Pass implementation='reference', which has derivatives of any order",
     )

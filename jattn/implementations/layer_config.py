@@ -1,4 +1,4 @@
-"""What the choice of an implementation depends on: a layer's spec, its queries, how its keys are stored."""
+"""Layer configurations: the static facts that the choice of an implementation depends on."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,12 +17,12 @@ type CacheOrSpec = CacheSpec | PagedCache | PackedKV
 
 
 class CacheFormat(NamedTuple):
-    """How a paged cache stores keys, and values.
+    """Storage format of a paged cache.
 
     Attributes:
         layout: "NHD", "HND" or "packed".
-        dtypes: Of the arrays.
-        scales: None, "static" or "token_head" (made when written) for each.
+        dtypes: Dtypes of keys and of values.
+        scales: Kind of scale of keys and of values: None, "static" or "token_head" (computed when written).
     """
 
     layout: str
@@ -31,11 +31,11 @@ class CacheFormat(NamedTuple):
 
     @property
     def has_token_scales(self) -> tuple[bool, bool]:
-        """Whether keys, and whether values, have a scale per token and head."""
+        """Whether keys and values have a scale per token and head."""
         return self.scales[0] == "token_head", self.scales[1] == "token_head"
 
     def is_plain(self, dtype: DTypeLike) -> bool:
-        """Whether queries of this dtype meet keys and values as they are stored."""
+        """Return whether keys and values are stored in this dtype without scales."""
         return self.scales == (None, None) and set(self.dtypes) == {jnp.dtype(dtype)}
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class CacheFormat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A kind of layer: those that agree in this are served alike.
+    """Static configuration of a layer; layers with equal configurations share a plan.
 
     Attributes:
-        spec: The layers' attention.
-        query_dtype: Of their queries.
-        cache: How their keys are stored; None = they are not in a paged cache.
+        spec: Attention of the layer.
+        query_dtype: Dtype of the queries.
+        cache: Format of the paged cache; None for keys outside a cache.
     """
 
     spec: AttentionSpec
@@ -66,13 +66,13 @@ class LayerConfig:
 
 
 class RegionSizes(NamedTuple):
-    """The static sizes of a region of a step.
+    """Static sizes of a region of a step.
 
     Attributes:
-        name: One of REGIONS.
-        bucket: Of the region as a step of its own.
-        max_blocks: Columns of the block table; 0 without a paged cache.
-        block_size: Tokens of a block.
+        name: Name of the region, one of REGIONS.
+        bucket: Bucket of the region as a separate step.
+        max_blocks: Number of block table columns; 0 without a paged cache.
+        block_size: Number of tokens per block.
     """
 
     name: str
@@ -82,7 +82,7 @@ class RegionSizes(NamedTuple):
 
 
 def region_sizes(metadata: BatchMetadata) -> tuple[RegionSizes, ...]:
-    """The regions of a step that have room for tokens. Looks at shapes alone."""
+    """Return the sizes of the step's regions that have room for tokens, from shapes alone."""
     bucket = metadata.bucket
     parts = (
         dataclasses.replace(bucket, max_prefills=0, max_prefill_tokens=0),
@@ -99,19 +99,19 @@ def region_sizes(metadata: BatchMetadata) -> tuple[RegionSizes, ...]:
 def layer_config(
     spec: AttentionSpec, cache: CacheOrSpec | None, query_dtype: DTypeLike | None = None
 ) -> LayerConfig:
-    """The kind of a layer.
+    """Return the configuration of a layer.
 
     Args:
-        spec: Its attention.
-        cache: What its keys are in, or that cache's spec; None = keys outside a cache.
-        query_dtype: Of its queries; None = what the cache was made for.
+        spec: Attention of the layer.
+        cache: Cache or CacheSpec of the layer; None for keys outside a cache.
+        query_dtype: Dtype of the queries; None uses the cache's compute dtype.
     """
     dtype = checked_float_dtype("query_dtype", _computed_in(cache) if query_dtype is None else query_dtype)
     return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache))
 
 
 def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:
-    """How a cache stores what it holds; None where there is no paged cache."""
+    """Return the storage format of a cache; None without a paged cache."""
     if cache is None or isinstance(cache, PackedKV):
         return None
     if isinstance(cache, CacheSpec):
@@ -124,7 +124,7 @@ def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:
 
 
 def _computed_in(cache: CacheOrSpec | None) -> DTypeLike:
-    """The dtype of the layer that a cache belongs to, as far as the cache shows it."""
+    """Return the compute dtype of the layer that a cache belongs to, as far as the cache determines it."""
     if isinstance(cache, CacheSpec):
         return cache.dtype
     if cache is not None and jnp.dtype(cache.v.dtype).itemsize > 1:
@@ -133,11 +133,11 @@ def _computed_in(cache: CacheOrSpec | None) -> DTypeLike:
 
 
 def _described(spec: AttentionSpec) -> str:
-    """A spec in few words: what is as usual is left out."""
-    said = [f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
-    said += [] if spec.causal else ["not causal"]
+    """Describe a spec briefly; defaults are omitted."""
+    parts = [f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
+    parts += [] if spec.causal else ["not causal"]
     for name in ("window", "soft_cap", "chunk_size", "sparsity", "query_quantization"):
         value = getattr(spec, name)
-        said += [] if value is None else [f"{name}={value}"]
-    said += [name for name in ("sqrt_alibi", "batch_invariant", "deterministic") if getattr(spec, name)]
-    return ", ".join(said)
+        parts += [] if value is None else [f"{name}={value}"]
+    parts += [name for name in ("sqrt_alibi", "batch_invariant", "deterministic") if getattr(spec, name)]
+    return ", ".join(parts)

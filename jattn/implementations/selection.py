@@ -1,4 +1,4 @@
-"""Which implementation serves a kind of layer in a region of a step: the one place that chooses."""
+"""Selection of the implementation for a layer configuration in a region of a step."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,42 +16,44 @@ type ImplementationArg = str | Sequence[str] | None
 
 
 class KernelFallbackWarning(UserWarning):
-    """A layer on a GPU that is served without a kernel, and so slowly, though nobody asked for that."""
+    """Warning that a layer on a GPU runs without a kernel, and thus slowly."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImplementationChoice:
-    """What serves a kind of layer in a region.
+    """Implementation chosen for a layer configuration in a region.
 
     Attributes:
-        implementation: Its name.
-        kernel: Which kernel, of which sizes; None of the others.
-        reason: Why a better one was passed over; None where none was.
-        asked: Names that were asked for, one of which may compute the gradients; None = nobody asked.
+        implementation: Name of the implementation.
+        kernel: Kernel and its static sizes for "mosaic_gpu"; None otherwise.
+        reason: Reason why a preferred implementation is not used; None if the first one is.
+        requested: Requested implementations, which gradients may use, too; None if none were requested.
     """
 
     implementation: str
     kernel: KernelConfig | None = None
     reason: str | None = None
-    asked: tuple[str, ...] | None = None
+    requested: tuple[str, ...] | None = None
 
 
 def requested_implementations(implementation: ImplementationArg) -> tuple[str, ...]:
-    """The names of implementations in the order in which they are tried.
+    """Return the requested implementations in order of preference.
 
     Raises:
-        ValueError: There is no implementation of a name, or none is named.
+        ValueError: If a name is unknown, or the sequence is empty.
     """
     named = as_static_arg(implementation)
-    asked = IMPLEMENTATIONS if named is None else (named,) if isinstance(named, str) else named
-    require(len(asked) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), asked)
-    for name in asked:
+    requested = IMPLEMENTATIONS if named is None else (named,) if isinstance(named, str) else named
+    require(
+        len(requested) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), requested
+    )
+    for name in requested:
         require_one_of("implementation", name, IMPLEMENTATIONS)
-    return asked
+    return requested
 
 
 def as_static_arg(implementation: ImplementationArg) -> str | tuple[str, ...] | None:
-    """What was asked for, as a static argument may be. None stays None: nobody asked, so a fallback warns."""
+    """Return the implementation argument as a hashable value; None stays None, so that a fallback warns."""
     if isinstance(implementation, str | None):
         return implementation
     rule = "be a name, or several in order of preference, of " + ", ".join(IMPLEMENTATIONS)
@@ -60,23 +62,23 @@ def as_static_arg(implementation: ImplementationArg) -> str | tuple[str, ...] | 
 
 
 def unsupported_reasons(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:
-    """Why implementations cannot serve a layer, by their names; None of one that can."""
+    """Return by name the reason why an implementation does not support a layer; None if it does."""
     return {"mosaic_gpu": no_kernels, "reference": reference.why_not(spec)}
 
 
-def first_supported(asked: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
-    """The first name that no reason speaks against, and the reasons against those before it.
+def first_supported(requested: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
+    """Return the first supported implementation and the reasons against those before it.
 
     Raises:
-        NotImplementedError: There is none; the message has each one's reason.
+        NotImplementedError: If none is supported; the message has the reason for each.
     """
     declined: list[str] = []
-    for name in asked:
+    for name in requested:
         reason = reasons.get(name)
         if reason is None:
             return name, "; ".join(declined) or None
         declined.append(f"{name}: {reason}")
-    raise unsupported("attend", "; ".join(declined), "Leave implementation=None or ask for 'xla'")
+    raise unsupported("attend", "; ".join(declined), "Pass implementation=None or 'xla'")
 
 
 def choose_implementation(
@@ -87,29 +89,29 @@ def choose_implementation(
     implementation: ImplementationArg,
     no_kernels: str | None,
 ) -> ImplementationChoice:
-    """The first implementation of those asked for that can serve a region. Looks at shapes alone.
+    """Choose the first requested implementation that supports a region, from static facts alone.
 
     Args:
-        layer: The kind of layer.
-        region: Its sizes.
+        layer: Layer configuration.
+        region: Static sizes of the region.
         mask: What queries see beyond the spec's numbers.
-        implementation: A name, several in order of preference, or None = the best.
-        no_kernels: Why the kernels cannot run where this step runs; None if they can.
+        implementation: Requested implementations; None chooses the best.
+        no_kernels: Reason why the kernels cannot run on the step's device; None if they can.
 
     Raises:
-        ValueError: There is no implementation of that name.
-        NotImplementedError: None of them can; the message has each one's reason.
+        ValueError: If a name is unknown.
+        NotImplementedError: If no requested implementation supports the region.
     """
-    asked = requested_implementations(implementation)
+    requested = requested_implementations(implementation)
     kernel: KernelConfig | None = None
     reasons = unsupported_reasons(layer.spec, no_kernels)
-    if no_kernels is None and "mosaic_gpu" in asked:
+    if no_kernels is None and "mosaic_gpu" in requested:
         found = choose_kernel(layer, region, mask)
         if isinstance(found, str):
             reasons["mosaic_gpu"] = found
         else:
             kernel = found
-    name, reason = first_supported(asked, reasons)
-    named = None if implementation is None else asked
+    name, reason = first_supported(requested, reasons)
+    named = None if implementation is None else requested
     kernel = kernel if name == "mosaic_gpu" else None
-    return ImplementationChoice(implementation=name, kernel=kernel, reason=reason, asked=named)
+    return ImplementationChoice(implementation=name, kernel=kernel, reason=reason, requested=named)

@@ -1,4 +1,4 @@
-"""The plan of a step: what serves each kind of layer (choosing), and what the layers share (works)."""
+"""Plans of steps: the implementation of each layer configuration and the kernel plans that layers share."""
 
 from jattn.cascade import can_cascade
 from jattn.implementations.selection import KernelFallbackWarning

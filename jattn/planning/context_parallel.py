@@ -1,8 +1,9 @@
-"""Plans of steps over the keys of one rank: which of them a query sees, and by what means.
+"""Plans of steps over the keys of one rank.
 
-The last query of a row sees all of the rank's keys, and a window or a chunk of whole rounds holds as many of
-each rank's: the numbers of a spec say it, and kernels need no mask. Between two queries of a row there is a
-key of the rank or none, so several of them are told their keys by a mask of true positions.
+The last query of a row attends to all of the rank's keys, and a window or chunk that is a multiple of the
+round size contains equally many keys of each rank: an adjusted spec expresses this without a mask. With
+several queries per row, the number of the rank's keys between two queries varies, so a mask of global
+positions is needed.
 """
 
 import dataclasses
@@ -36,21 +37,21 @@ def plan_on_rank(
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
-    """`plan` of a step over the keys that this rank stores. Traced, inside shard_map.
+    """Plan a step over the keys that this rank stores. Traced, inside shard_map.
 
     Args:
-        metadata: The step's, of all ranks.
-        specs: The layers.
-        caches: This rank's, one a layer.
-        ranks: Where keys lie.
-        implementation: As in `plan`.
-        query_dtype: As in `plan`.
+        metadata: Metadata of the step over the global KV sequence.
+        specs: Attention of each layer.
+        caches: Cache of this rank for each layer.
+        ranks: Mesh axis over which the keys are distributed.
+        implementation: Requested implementations; see `plan`.
+        query_dtype: Dtype of the queries; see `plan`.
         common_prefix_len: As in `plan`. Of rows of one token each, which have 1 / size of it on each rank;
             others attend to it as to the rest.
 
     Raises:
-        ValueError: As `plan`, or blocks do not fall into the ranks' rounds.
-        NotImplementedError: As `plan`.
+        ValueError: If arguments do not match, or block_size is not a multiple of the round size.
+        NotImplementedError: If no requested implementation supports a layer.
     """
     how: dict[str, Any] = {"implementation": implementation, "query_dtype": query_dtype}
     if common_prefix_len is not None:
@@ -84,7 +85,7 @@ def plan_on_rank(
 def _layer_plan(
     layer: LayerConfig, decode: ContextParallelRegion | None, prefill: ContextParallelRegion | None
 ) -> LayerPlan:
-    """What serves a layer, as both regions' plans have it."""
+    """Combine the plans of both regions into the layer's plan."""
     chosen = [None if region is None else region.plan.layers[0] for region in (decode, prefill)]
     return LayerPlan(
         layer=layer,
@@ -121,14 +122,14 @@ def _region(
 
 
 def is_expressible_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> bool:
-    """Whether a spec's numbers can say which of a rank's keys the last query of a row sees."""
+    """Return whether an adjusted spec can express which of a rank's keys a row's last query attends to."""
     left = None if spec.window is None else spec.window[0]
     sizes = (None if left is None else left + 1, spec.chunk_size)
     return spec.sparsity is None and all(n is None or n % ranks.round_size == 0 for n in sizes)
 
 
 def spec_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> AttentionSpec:
-    """What a layer is to the last query of a row over a rank's keys; is_expressible_on_rank."""
+    """Return the spec for the last query of a row over a rank's keys; see is_expressible_on_rank."""
     left, right = spec.window or (None, None)
     window = None if left is None else ((left + 1) // ranks.size - 1, right)
     chunk_size = None if spec.chunk_size is None else spec.chunk_size // ranks.size
@@ -138,7 +139,7 @@ def spec_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> AttentionSp
 def _of_chunks(
     local: BatchMetadata, whole: BatchMetadata, chunk_size: int, ranks: ContextParallelAxis
 ) -> BatchMetadata:
-    """Without the rows of whose last query's chunk the rank has no key: their last keys are of another."""
+    """Make rows padding whose last query's chunk has no key on this rank."""
     first = jnp.maximum(whole.seq_lens - 1, 0) // chunk_size * chunk_size
     return replace(local, seq_lens=jnp.where(local.seq_lens > ranks.num_keys(first), local.seq_lens, 0))
 

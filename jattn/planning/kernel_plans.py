@@ -1,4 +1,4 @@
-"""What kernels are given, made once a step for all layers that agree in it."""
+"""Kernel plans of a step, computed once for all layers with the same key."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ type KernelPlanKey = tuple[Any, ...]
 
 
 class SharedKernelPlan(NamedTuple):
-    """A work that layers share: its key, and the layer and region that it is made by."""
+    """Kernel plan to build: its key, and a layer and region that use it."""
 
     key: KernelPlanKey
     spec: AttentionSpec
@@ -33,7 +33,7 @@ class SharedKernelPlan(NamedTuple):
 
 
 def shared_kernel_plans(layers: tuple[LayerPlan, ...]) -> tuple[SharedKernelPlan, ...]:
-    """The works of a plan, in their order."""
+    """Return the distinct kernel plans that layers need, in order."""
     shared: dict[KernelPlanKey, SharedKernelPlan] = {}
     for one in layers:
         for region, choice in one.choices:
@@ -49,7 +49,7 @@ def _key(choice: ImplementationChoice, spec: AttentionSpec, region: str) -> Kern
 
 
 def numbered(layers: tuple[LayerPlan, ...], shared: tuple[SharedKernelPlan, ...]) -> tuple[LayerPlan, ...]:
-    """The layers with the numbers of their works."""
+    """Return the layer plans with the indices of their kernel plans."""
     places: dict[KernelPlanKey | None, int] = {work.key: nth for nth, work in enumerate(shared)}
     made = []
     for one in layers:
@@ -66,7 +66,7 @@ def make_kernel_plans(
     *,
     needs_query_tiles: bool,
 ) -> tuple[tuple[KernelPlan, ...], QueryTiles | None]:
-    """The works of a plan, and XLA's tiles."""
+    """Build the kernel plans of a step, and XLA's query tiles if needed."""
     kernel_plans: list[KernelPlan] = []
     block_lists: dict[Any, Any] = {}
     for _, spec, choice, region in shared:

@@ -1,4 +1,4 @@
-"""What serves a kind of layer, and choices as lines of text."""
+"""Plans of layer configurations, and their table."""
 
 import dataclasses
 import pathlib
@@ -23,13 +23,13 @@ COLUMNS = ("layer", "region", "implementation", "tiles", "split", "reason")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPlan:
-    """What serves a kind of layer.
+    """Implementations of a layer configuration.
 
     Attributes:
-        layer: The kind of layer.
-        is_for_any_cache: No kernel was in question, so that the choice holds however keys are stored.
-        decode: In the decode region; None without one.
-        prefill: In the prefill region; None without one.
+        layer: Layer configuration.
+        is_for_any_cache: Whether the choice holds for any cache format, since no kernel was considered.
+        decode: Implementation in the decode region; None without one.
+        prefill: Implementation in the prefill region; None without one.
         works: Which of the plan's works each of the two is given; None = none, or one of the layer's own.
     """
 
@@ -40,18 +40,18 @@ class LayerPlan:
     kernel_plans: tuple[int | None, int | None] = (None, None)
 
     def covers(self, layer: LayerConfig) -> bool:
-        """Whether a layer is of this kind."""
+        """Return whether this plan applies to a layer."""
         return layer == self.layer or (self.is_for_any_cache and layer.spec == self.layer.spec)
 
     @property
     def choices(self) -> tuple[tuple[str, ImplementationChoice], ...]:
-        """The regions that there are, by name, and what serves them."""
+        """Name and implementation of each region that the step has."""
         pairs = zip(REGIONS, (self.decode, self.prefill), strict=True)
         return tuple((name, choice) for name, choice in pairs if choice is not None)
 
 
 def table_rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
-    """COLUMNS of each kind of layer and region."""
+    """Return the table rows, one per layer configuration and region; see COLUMNS."""
     return [
         (
             str(one.layer),
@@ -67,12 +67,12 @@ def table_rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
 
 
 def table(layers: Sequence[LayerPlan]) -> str:
-    """Choices as lines of text, a kind of layer and a region each."""
+    """Format layer plans as a table with a row per layer configuration and region."""
     return format_table([COLUMNS, *table_rows(layers)])
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is its head."""
+    """Format rows of cells as an aligned text table; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
@@ -86,17 +86,17 @@ def plan_layers(
     *,
     implementation: ImplementationArg,
 ) -> tuple[LayerPlan, ...]:
-    """What serves each kind of layer. Looks at shapes, and at the device of the metadata.
+    """Choose the implementation of each layer configuration from shapes and the metadata's device.
 
     Args:
-        metadata: The step's metadata, or its shapes.
-        layers: The kinds of layers, each once.
-        mask: As in `plan`.
-        implementation: As in `plan`.
+        metadata: Metadata of the step, or its shapes.
+        layers: Distinct layer configurations.
+        mask: Mask for every layer; see `plan`.
+        implementation: Requested implementations; see `plan`.
 
     Raises:
-        ValueError: The mask does not belong to the step or to a layer.
-        NotImplementedError: As `plan`.
+        ValueError: If the mask does not match the step or a layer.
+        NotImplementedError: If no requested implementation supports a layer.
     """
     regions, no_kernels = region_sizes(metadata), support.why_not_on(metadata)
     how: dict[str, Any] = {"implementation": implementation, "no_kernels": no_kernels}
@@ -125,9 +125,9 @@ def _warn_of_fallbacks(one: LayerPlan) -> None:
     for region, choice in one.choices:
         if choice.implementation != "mosaic_gpu":
             warnings.warn(
-                f"attention falls to {choice.implementation} on a GPU, which is slow: {region} of "
-                f"({one.layer}): {choice.reason}. Change that, or say implementation="
-                f"{choice.implementation!r} if it is what you want ('mosaic_gpu' makes it an error).",
+                f"Attention falls back to {choice.implementation} on a GPU, which is slow: {region} of "
+                f"({one.layer}): {choice.reason}. Pass implementation={choice.implementation!r} to silence "
+                "this warning, or 'mosaic_gpu' to make it an error.",
                 KernelFallbackWarning,
                 skip_file_prefixes=(str(pathlib.Path(__file__).parents[1]),),
             )

@@ -1,4 +1,4 @@
-"""The plan of a step: which implementation serves each kind of layer, and what is made once for all."""
+"""The plan of a step: the implementation of each layer configuration and what is computed once per step."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -31,17 +31,17 @@ from pallas_kernels.checks import require, require_type, unsupported
 
 @pytree
 class Plan:
-    """A step's choices, schedules and lists. `print(plan)` is a table.
+    """Implementation choices, schedules and lists of a step. `print(plan)` shows a table.
 
     Attributes:
         works: What kernels are given: schedules and lists, one for all layers that agree in them.
-        query_tiles: The prefill region's tiles for XLA; None where no layer wants them.
+        query_tiles: Query tiles of the prefill region for XLA; None if no layer uses them.
         mask: Which keys the queries of all layers see, besides what their specs say; None = no such mask.
-        seq_lens: Those of the batch that it was made for.
-        cascade: For layers that attend to a prefix of all rows once; None = no layer does.
+        seq_lens: Sequence lengths of the batch that the plan was built for.
+        cascade: Plans of prefix and suffix for layers that use cascade attention; None if no layer does.
         of_rank: For a step over the keys of one rank: all else is of no use then. None = all keys are here.
-        layers: Static: the kinds of layers, and what serves each.
-        bucket: Static: the bucket that it was made for.
+        layers: Layer configurations and their implementations (static).
+        bucket: Bucket that the plan was built for (static).
     """
 
     kernel_plans: tuple[KernelPlan, ...]
@@ -54,19 +54,19 @@ class Plan:
     bucket: Bucket = static()
 
     def layer_plan(self, layer: LayerConfig) -> LayerPlan:
-        """What serves a layer.
+        """Return the plan of a layer.
 
         Raises:
-            ValueError: The plan was made for others.
+            ValueError: If the plan was built for other layers.
         """
-        for one in self.layers:
-            if one.covers(layer):
-                return one
-        kinds = " or ".join(f"({one.layer})" for one in self.layers)
-        raise ValueError(f"the layer must be one that the plan was made for, {kinds}, got ({layer}).")
+        for layer_plan in self.layers:
+            if layer_plan.covers(layer):
+                return layer_plan
+        planned = " or ".join(f"({layer_plan.layer})" for layer_plan in self.layers)
+        raise ValueError(f"The plan was built for {planned}, but the layer is ({layer}).")
 
     def kernel_plan(self, layer: LayerPlan, region: str) -> KernelPlan | None:
-        """What was made for a layer of this plan in one of REGIONS; None = nothing."""
+        """Return the kernel plan of a layer in a region, one of REGIONS; None if it has none."""
         number = layer.kernel_plans[REGIONS.index(region)]
         return None if number is None else self.kernel_plans[number]
 
@@ -76,12 +76,12 @@ class Plan:
 
 @pytree
 class CascadePlan:
-    """How layers attend to a prefix of all rows once, and to what each row has besides.
+    """Plans of cascade attention: a prefix that all rows share, and the suffix of each row.
 
     Attributes:
-        metadata: The step in two.
-        prefix: Plan of the prefix, of layers that are not causal.
-        suffix: Plan of the rest.
+        metadata: Metadata of prefix and suffix.
+        prefix: Plan of the prefix, for layers that are not causal.
+        suffix: Plan of the suffix.
     """
 
     metadata: CascadeMetadata
@@ -91,12 +91,12 @@ class CascadePlan:
 
 @pytree
 class ContextParallelRegion:
-    """A region of a step, for one kind of layer, over the keys of one rank.
+    """One region of a step over the keys of one rank, for one layer configuration.
 
     Attributes:
-        metadata: The region as a step of its own, over these keys.
-        plan: Of that step, with the mask of the keys' positions where the spec does not say it all.
-        spec: Static: what the layer is for these keys.
+        metadata: Metadata of the region over the rank's keys.
+        plan: Plan of the region; has a mask of key positions if the spec cannot express the visible keys.
+        spec: Attention of the layer over the rank's keys (static).
     """
 
     metadata: BatchMetadata
@@ -106,10 +106,10 @@ class ContextParallelRegion:
 
 @pytree
 class ContextParallelPlan:
-    """How layers attend to the keys of one rank.
+    """Plans of layers over the keys of one rank.
 
     Attributes:
-        regions: Of each of the plan's layers, in REGIONS' order; None where the step has none.
+        regions: Decode and prefill region of each of the plan's layers; None for a region the step lacks.
     """
 
     regions: tuple[tuple[ContextParallelRegion | None, ContextParallelRegion | None], ...]
@@ -125,45 +125,46 @@ def plan(
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
-    """Chooses what serves each layer of a step, and makes what the layers share. Traced.
+    """Choose the implementation of each layer of a step and compute what the layers share. May be traced.
 
-    `attend` does the same for its one layer where it is given no plan. A layer on a GPU that no kernel serves
-    is warned of (KernelFallbackWarning), unless `implementation` says that this is wanted.
+    `attend` does the same for one layer if it gets no plan. A layer on a GPU that no kernel supports raises a
+    KernelFallbackWarning, unless `implementation` is passed.
 
     Args:
-        metadata: The step's metadata.
-        specs: A layer, or the layers of a model. Equal ones are one kind.
-        cache_specs: How keys are stored: one for all layers or one for each; a CacheSpec, or the PagedCache
-            itself. None = keys that are not in a paged cache (PackedKV).
-        mask: A mask of this step that holds in every layer, on top of the layers' own; may have arrays. Its
-            lists are made here, once; `attend` takes it from the plan.
-        implementation: "mosaic_gpu", "xla" or "reference", or several in order of preference; None = the best
-            that the device and the layer allow.
-        query_dtype: Of the layers' queries; None = the dtype of their caches, as their CacheSpecs have it.
-        common_prefix_len: Tokens that all rows have in the same blocks, as in build_cascade_metadata; may be
-            traced. Layers over a paged cache without window, chunks, sparsity and ALiBi attend to them once.
+        metadata: Metadata of the step.
+        specs: Attention of a layer, or of all layers of a model. Equal layers share their plan.
+        cache_specs: Caches of the layers, one for all layers or one per layer: a CacheSpec or PagedCache.
+            None for keys outside a paged cache (PackedKV).
+        mask: Mask of this step for every layer, in addition to the layers' masks; may have arrays. Its tile
+            lists are computed once here, and `attend` takes the mask from the plan.
+        implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
+            uses the best one that device and layer support.
+        query_dtype: Dtype of the layers' queries; None uses the dtype of their caches or CacheSpecs.
+        common_prefix_len: Number of leading tokens that all rows share in the same blocks, see
+            build_cascade_metadata; may be traced. Layers over a paged cache without window, chunks, sparsity
+            and ALiBi attend to them once.
 
     Raises:
-        ValueError: Specs and cache specs, or metadata and cache specs, do not belong together.
-        NotImplementedError: No implementation asked for can serve a layer, or there is both a common prefix
-            and a mask; the message says why.
+        ValueError: If specs, cache specs and metadata do not match.
+        NotImplementedError: If no requested implementation supports a layer, or both a common prefix and a
+            mask are passed; the message has the reason.
     """
     layers = _kinds(metadata, specs, cache_specs, query_dtype)
-    chosen = plan_layers(metadata, layers, mask, implementation=implementation)
-    whole = build_plan(metadata, chosen, mask)
+    layer_plans = plan_layers(metadata, layers, mask, implementation=implementation)
+    full_plan = build_plan(metadata, layer_plans, mask)
     if common_prefix_len is None:
-        return whole
+        return full_plan
     if mask is not None:
-        reason = "a row's mask tells its own keys apart, not those of a prefix of all"
+        reason = "masks are not supported over a shared prefix"
         raise unsupported("common_prefix_len with a mask", reason, "Leave common_prefix_len=None")
     parts = build_cascade_metadata(metadata, common_prefix_len)
-    return replace(whole, cascade=_cascade_plan(parts, layers, implementation))
+    return replace(full_plan, cascade=_cascade_plan(parts, layers, implementation))
 
 
 def _cascade_plan(
     parts: CascadeMetadata, layers: Sequence[LayerConfig], implementation: ImplementationArg
 ) -> CascadePlan | None:
-    """The plans of both parts, for the layers that can."""
+    """Return the plans of prefix and suffix for the layers that support cascade attention, or None."""
     able = tuple(layer for layer in layers if layer.cache is not None and can_cascade(layer.spec))
     if not able:
         return None
@@ -175,7 +176,7 @@ def _cascade_plan(
 
 
 def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:
-    """The plan of these choices. Eagerly it is one call of a compiled function, which jax keeps."""
+    """Build the plan of a step from its layer plans; outside jit with one call of a compiled function."""
     make = make_kernel_plans_eagerly if support.is_concrete(metadata, mask) else make_kernel_plans
     shared = shared_kernel_plans(layers)
     needs_query_tiles = any(one.prefill is not None and one.prefill.implementation == "xla" for one in layers)
@@ -196,7 +197,7 @@ def _kinds(
     cache_specs: CacheOrSpec | Sequence[CacheOrSpec | None] | None,
     query_dtype: DTypeLike | None,
 ) -> tuple[LayerConfig, ...]:
-    """The kinds of the layers, each once."""
+    """Validate the layers and return their distinct configurations."""
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     each = tuple(specs) if isinstance(specs, Iterable) else (specs,)
     require(len(each) > 0, "specs", "be a layer or at least one", each)
@@ -224,10 +225,10 @@ def _check_cache(metadata: BatchMetadata, spec: AttentionSpec, cache: Any) -> No
 
 
 def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
-    """A plan must have been made for this batch: told by its bucket and, where they can be seen, its lengths.
+    """Check that a plan was built for a batch: by the bucket and, if not traced, by the lengths.
 
     Raises:
-        ValueError: It was made for another.
+        ValueError: If it was built for another batch.
     """
     require(plan.bucket == metadata.bucket, "plan.bucket", f"be {metadata.bucket}", plan.bucket)
     if plan.seq_lens is metadata.seq_lens or not support.is_concrete(plan.seq_lens, metadata.seq_lens):

@@ -1,4 +1,4 @@
-"""Decode graphs: one executable for each bucket, compiled ahead of time, in the place of CUDA graphs."""
+"""Decode graphs: one executable per bucket, compiled ahead of time, in place of CUDA graphs."""
 
 import functools
 import os
@@ -17,22 +17,24 @@ from jattn.runtime.host_transfer import TransferLayout
 from jattn.runtime.parameters import ParameterLeaves
 from pallas_kernels.checks import require
 
-WASTE = 4  # a compiled bucket may be so many times as large as the one that fits: compiling takes seconds
-# A decode among the prefills is a query tile of its own, over all its keys. 36 layers of 8B width on an H200:
-# 248 of them, of 64 blocks, made a step of 8,192 tokens 38 ms longer, 0.15 ms each; a token took 0.022 ms.
-BLOCKS_OF_A_TOKEN = 8  # blocks of a decode among the prefills that cost as much as a token more
+# A compiled bucket up to this many times larger than the best one is used rather than compiling for seconds.
+MAX_OVERSIZE = 4
+# A decode in the prefill region is a separate query tile over all its keys. On an H200, for 36 layers of 8B
+# width, 248 decodes of 64 blocks made a step of 8,192 tokens 38 ms longer, 0.15 ms each; a token took 0.022
+# ms.
+BLOCKS_PER_TOKEN_COST = 8  # context blocks of a decode in the prefill region that cost as much as one token
 
 type GraphStep = Callable[..., tuple[Any, Any]]
 
 
 class DecodeGraphs:
-    """Runs a step with the executable of its bucket.
+    """Executables of a step function, one per bucket.
 
-    What varies inside a bucket (lengths, members, blocks) is traced, so nothing compiles after `precompile`.
-    Parameters and caches must keep their shapes and dtypes; another shape is jax's TypeError, not a compile.
-    Parameters may be changed in place: a step runs those that it is given as they are then.
+    Everything that varies within a bucket (lengths, requests, blocks) is traced, so nothing compiles after
+    `precompile`. Parameters and caches must keep their shapes and dtypes; other shapes raise a TypeError
+    instead of compiling. Parameters may be changed in place between steps.
 
-    Source: vLLM `CudagraphDispatcher`; larger batches are an error here, not an eager step.
+    Source: vLLM `CudagraphDispatcher`; batches larger than all buckets are an error, not an eager step.
     """
 
     def __init__(
@@ -43,18 +45,18 @@ class DecodeGraphs:
         from_host: bool = False,
         compiler_options: Callable[[Bucket], dict[str, Any]] = lambda bucket: {},
     ) -> None:
-        """Compiles nothing yet.
+        """Create the graphs without compiling.
 
         Args:
-            step: `(params, caches, metadata, *inputs) -> (outputs, caches)`, jit-able. The caches, any pytree
-                of PagedCache, are donated.
-            buckets: The sizes to run. Each must have max_blocks.
-            from_host: Metadata (`build_batch_metadata(to_device=False)`) and those inputs that are numpy's
-                arrays when a bucket is compiled are sent as one array: each takes 0.2 ms of an H200's host.
-            compiler_options: What XLA is told for a bucket, as in `jax.jit`.
+            step: Jit-able function `(params, caches, metadata, *inputs) -> (outputs, caches)`. The caches,
+                any pytree of PagedCache, are donated.
+            buckets: Buckets to run; each must have max_blocks.
+            from_host: Transfer metadata (`build_batch_metadata(to_device=False)`) and the inputs that are
+                numpy arrays at compilation as one array: each transfer takes 0.2 ms of an H200's host.
+            compiler_options: Function that returns the XLA compiler options of a bucket, as in `jax.jit`.
 
         Raises:
-            ValueError: There is no bucket, one without max_blocks, or what is none; step is no function.
+            ValueError: If buckets is empty or has a bucket without max_blocks, or step is not callable.
         """
         require(callable(step), "step", "be a function", repr(step))
         is_list = isinstance(buckets, Iterable)
@@ -73,42 +75,42 @@ class DecodeGraphs:
 
     @property
     def num_compiles(self) -> int:
-        """Executables compiled so far."""
+        """Number of executables compiled so far."""
         return len(self._executables.ready)
 
     @property
     def executables(self) -> dict[Bucket, jax.stages.Compiled]:
-        """What is compiled: to look at its memory_analysis() or as_text()."""
+        """Compiled executables by bucket, for memory_analysis() or as_text()."""
         return dict(self._executables.ready)
 
     def __call__(self, params: Any, caches: Any, metadata: BatchMetadata, *inputs: Any) -> tuple[Any, Any]:
-        """Runs the step; compiles it first where its bucket was not precompiled.
+        """Run the step; compile it first if its bucket was not precompiled.
 
         Returns:
-            `(outputs, caches)`. The caches given are donated: use the ones returned.
+            `(outputs, caches)`. The caches passed in are donated: use the returned ones.
 
         Raises:
-            ValueError: The metadata is none, its bucket not one of `buckets`, or the parameters' structure is
-                another than before.
+            ValueError: If the metadata's bucket is not one of `buckets`, or the structure of the parameters
+                has changed.
         """
         is_metadata = isinstance(metadata, BatchMetadata)
         require(is_metadata, "metadata", "be a BatchMetadata", type(metadata).__name__)
         bucket, leaves = metadata.bucket, self.leaves_of(params)
         executable = self._executables.ready.get(bucket)
         if executable is None:
-            rule = f"be one of the buckets {named(self.buckets)}"
+            rule = f"be one of the buckets {format_buckets(self.buckets)}"
             require(bucket in self.buckets, "metadata.bucket", rule, bucket)
             lower = lambda _: self._lowered(leaves.structure, leaves.values, caches, metadata, *inputs)
             executable = self._executables.get(bucket, lower)
         return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
 
     def leaves_of(self, params: Any) -> ParameterLeaves:
-        """The parameters' leaves as they are now; the object of the step before where nothing has changed.
+        """Return the current leaves of the parameters; the previous object if nothing has changed.
 
-        Whoever has looked already may hand these on in the parameters' place: they are taken as they are.
+        A ParameterLeaves may be passed in place of the parameters and is returned unchanged.
 
         Raises:
-            ValueError: They have not the structure of the first ones.
+            ValueError: If the structure of the parameters has changed.
         """
         if isinstance(params, ParameterLeaves):
             return params
@@ -132,43 +134,45 @@ class DecodeGraphs:
         wait: bool = True,
         serves_all: bool = True,
     ) -> None:
-        """Compiles the buckets that are not compiled yet, in parallel.
+        """Compile the buckets that are not compiled yet, in parallel.
 
-        Tracing stays in this thread, so what a context manager set (mesh, precision) holds for it. Where
-        `jax_compilation_cache_dir` is set, JAX keeps the executables there for the next process.
+        Tracing happens in this thread, so context managers (mesh, precision) apply. If
+        `jax_compilation_cache_dir` is set, JAX caches the executables for later processes.
 
         Args:
-            params: The step's, or their ShapeDtypeStructs. Nothing is run and nothing donated.
-            caches: The step's, or their ShapeDtypeStructs.
-            block_size: Tokens of a cache block.
-            inputs: The step's other arguments for a bucket, as ShapeDtypeStructs; as numpy's arrays those
-                that `from_host` is about.
-            progress: Show a bar, if tqdm is installed.
-            wait: False = return when every batch has some bucket that fits it; the rest are traced and
-                compiled in threads behind (`wait` below waits for them), out of reach of context managers.
-            serves_all: False, without wait = return at once: batches without a bucket go elsewhere meanwhile.
+            params: Parameters of the step, or their ShapeDtypeStructs. Nothing is run or donated.
+            caches: Caches of the step, or their ShapeDtypeStructs.
+            block_size: Number of tokens per cache block.
+            inputs: Function that returns the step's other arguments for a bucket: ShapeDtypeStructs, or numpy
+                arrays for inputs that `from_host` transfers.
+            progress: Show a progress bar, if tqdm is installed.
+            wait: False returns as soon as every batch fits a compiled bucket. The remaining buckets are
+                traced and compiled in background threads, where context managers do not apply; see the method
+                `wait`.
+            serves_all: False, with wait=False, returns at once: batches without a compiled bucket must run
+                elsewhere.
         """
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
         lower = self._lower_with(params, caches, block_size, inputs)
         first = missing if wait else [one for one in missing if serves_all and not _is_covered(one, missing)]
-        with progress_bar(len(first), progress) as moved:
-            self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, moved=moved)
+        with progress_bar(len(first), progress) as on_ready:
+            self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, on_ready=on_ready)
         if rest := sorted(set(missing) - set(first), key=_usefulness):
             self._executables.compile_in_background(rest, lower, progress=progress)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some are being compiled behind what runs."""
+        """Whether buckets are being compiled in the background."""
         return self._executables.is_compiling
 
     def wait(self) -> None:
-        """Returns when nothing is being compiled behind; raises what went wrong there, if something did."""
+        """Wait for background compilation; raise its error, if any."""
         self._executables.wait()
 
     def _lower_with(
         self, params: Any, caches: Any, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
     ) -> Lower:
-        """Lowers a bucket for arguments such as these; later, when these may have been donated."""
+        """Return a function that lowers a bucket for such arguments, also after these were donated."""
         leaves = self.leaves_of(params)
         structure, given = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
 
@@ -195,27 +199,27 @@ class DecodeGraphs:
         num_blocks: int = 0,
         decode_query_len: int | None = None,
     ) -> Bucket:
-        """The smallest bucket that fits a batch: fewest tokens, then fewest rows, then fewest block columns.
+        """Return the smallest bucket that fits a batch: fewest tokens, then rows, then block columns.
 
-        Decodes beyond a bucket's decode rows are prefills there, as in build_batch_metadata, and cost more:
-        each counts as a token more for 8 blocks of the longest request, so that a few of them ride in a
-        bucket without decode rows and many do not.
+        Decodes beyond a bucket's decode rows become prefills, as in build_batch_metadata, which cost more:
+        each counts as one more token per 8 blocks of the longest request. So a bucket without decode rows is
+        chosen for a few of them, but not for many.
 
-        While buckets are being compiled behind, the smallest that is ready. Else one that is up to 4 times as
-        large and ready is taken before another is compiled. A batch of decodes alone takes no bucket with a
-        prefill region where there is another.
+        During background compilation the smallest compiled bucket is chosen. Otherwise a compiled bucket up
+        to 4 times as large is preferred to compiling another. A batch of decodes only uses a bucket with a
+        prefill region only if there is no other.
 
         Args:
-            query_lens: New tokens of each request. None: the three counts say what the batch is.
-            num_decodes: Requests with decode_query_len new tokens.
-            num_prefills: The other requests.
-            num_prefill_tokens: New tokens of these together.
-            num_blocks: Blocks of the longest request.
-            decode_query_len: Tokens of a bucket's decode rows; None = any.
+            query_lens: Number of new tokens per request; None uses the three counts below.
+            num_decodes: Number of requests with decode_query_len new tokens.
+            num_prefills: Number of the other requests.
+            num_prefill_tokens: Total number of new tokens of the prefills.
+            num_blocks: Number of blocks of the longest request.
+            decode_query_len: Number of tokens per decode row of the bucket; None allows any.
 
         Raises:
-            ValueError: The batch is larger than every bucket, or there is none with such rows; the message
-                lists them. Lengths are no ints of 0 and more.
+            ValueError: If no bucket fits the batch (the message lists the buckets), or lengths are not ints
+                of at least 0.
         """
         able = [one for one in self.buckets if decode_query_len in (None, one.decode_query_len)]
         lens = sorted({one.decode_query_len for one in self.buckets})
@@ -226,7 +230,7 @@ class DecodeGraphs:
         lens_of_batch = None if query_lens is None else parse_int_vector("query_lens", query_lens)
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
-        each = max(num_blocks // BLOCKS_OF_A_TOKEN, 1)
+        each = max(num_blocks // BLOCKS_PER_TOKEN_COST, 1)
         for bucket in able:
             if lens_of_batch is not None:
                 if bucket.decode_query_len not in counted:
@@ -236,15 +240,15 @@ class DecodeGraphs:
                 fitting.append((bucket.max_tokens + each * _late(bucket, counts[0]), bucket))
         if not fitting:
             batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
-            raise ValueError(f"the batch must fit one of the buckets {named(able)}, got {batch}.")
+            raise ValueError(f"the batch must fit one of the buckets {format_buckets(able)}, got {batch}.")
         return self._ready_one([bucket for _, bucket in sorted(fitting, key=lambda one: one[0])])
 
     def _ready_one(self, fitting: Sequence[Bucket]) -> Bucket:
-        """The first, or a compiled one behind it that is good enough."""
+        """Return the best fitting bucket, or a compiled one that is good enough."""
         best, ready = fitting[0], self._executables.ready
         if best in ready:
             return best
-        most = float("inf") if self._executables.is_compiling else WASTE * best.max_tokens
+        most = float("inf") if self._executables.is_compiling else MAX_OVERSIZE * best.max_tokens
         alike = (one for one in fitting if _is_mixed(one) == _is_mixed(best) and one.max_tokens <= most)
         return next((one for one in alike if one in ready), best)
 
@@ -258,7 +262,7 @@ def _on_leaves(
     packed: Any,
     unpacked: Any,
 ) -> tuple[Any, Any]:
-    """The step with its parameters as a flat list, and what is sent together as one array."""
+    """Call the step with its parameters as a flat list and the host arrays packed into one."""
     return step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, unpacked))
 
 
@@ -271,7 +275,7 @@ def _is_mixed(bucket: Bucket) -> bool:
 
 
 def _is_covered(one: Bucket, by: Iterable[Bucket]) -> bool:
-    """Whether another bucket of its kind takes all that this one takes."""
+    """Return whether another bucket of the same kind fits every batch that this one fits."""
     sizes = lambda bucket: (
         bucket.max_decodes,
         bucket.max_prefills,
@@ -287,13 +291,13 @@ def _is_covered(one: Bucket, by: Iterable[Bucket]) -> bool:
 
 
 def _usefulness(bucket: Bucket) -> tuple[bool, int]:
-    """What to compile first: powers of two, from above: they are near to everything."""
+    """Return the sort key of compilation: powers of two first, from the largest down."""
     is_between = any(size & (size - 1) for size in (bucket.max_decodes, bucket.max_prefill_tokens))
     return is_between, -bucket.max_tokens
 
 
 def _abstract(leaf: Any) -> Any:
-    """An array's shape, dtype and place, without the array."""
+    """Return the shape, dtype and sharding of an array as a ShapeDtypeStruct."""
     if not isinstance(leaf, jax.Array):
         return leaf
     sharding = leaf.sharding if leaf.committed else None
@@ -307,13 +311,13 @@ def _max_blocks(bucket: Bucket) -> int:
 
 
 def _counts(lens: np.ndarray, decode_query_len: int) -> tuple[int, int, int]:
-    """Decodes, prefills and prefill tokens of a batch."""
+    """Return the number of decodes, prefills and prefill tokens of a batch."""
     num_decodes = count_decodes(lens, decode_query_len)
     return num_decodes, len(lens) - num_decodes, int(lens[num_decodes:].sum())
 
 
 def _late(bucket: Bucket, num_decodes: int) -> int:
-    """Decodes beyond the bucket's decode rows: prefills there."""
+    """Return how many decodes exceed the bucket's decode rows and become prefills."""
     return max(num_decodes - bucket.max_decodes, 0)
 
 
@@ -325,7 +329,7 @@ def _fits(bucket: Bucket, num_decodes: int, num_prefills: int, num_prefill_token
     )
 
 
-def named(buckets: Iterable[Bucket]) -> str:
-    """Each as decodes+prefills/prefill tokens x block columns."""
+def format_buckets(buckets: Iterable[Bucket]) -> str:
+    """Format buckets as decodes+prefills/prefill_tokens x max_blocks."""
     sizes = (f"{b.max_decodes}+{b.max_prefills}/{b.max_prefill_tokens}x{b.max_blocks}" for b in buckets)
     return f"(decodes+prefills/prefill_tokens x max_blocks) {', '.join(sizes)}"

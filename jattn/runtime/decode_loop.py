@@ -1,4 +1,4 @@
-"""Many decode steps inside one jit: the host is asked nothing between two tokens."""
+"""Many decode steps in one jit, without synchronizing with the host between tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,15 +22,15 @@ type Sample = Callable[[Array, Array], Array]
 
 @pytree
 class DecodeLoopOutput:
-    """What `decode_loop` made.
+    """Result of `decode_loop`.
 
     Attributes:
-        tokens: The new tokens of each row, a stop token included; -1 from num_tokens[r] on.
-        num_tokens: How many each row made.
-        num_steps: Steps that some row ran in; fewer than asked for where every row stopped.
-        last_tokens: Each row's newest token, the next step's input; 0 for rows that stopped.
-        caches: The caches, written.
-        metadata: The next step's; rows that stopped are padding.
+        tokens: New tokens per row, a stop token included; -1 from num_tokens[r] on.
+        num_tokens: Number of new tokens per row.
+        num_steps: Number of steps in which some row ran; less than requested if every row stopped.
+        last_tokens: Last token per row, the next step's input; 0 for rows that stopped.
+        caches: Written caches.
+        metadata: Metadata of the next step; rows that stopped are padding.
     """
 
     tokens: Int32[Array, "reqs num_steps"]
@@ -53,32 +53,31 @@ def decode_loop(
     stop_ids: Sequence[int] | Int[Array, "..."] | np.ndarray = (),
     max_lens: Sequence[int] | Int[Array, " reqs"] | np.ndarray | None = None,
 ) -> DecodeLoopOutput:
-    """Decodes up to `num_steps` tokens of each row in one loop on the device.
+    """Decode up to `num_steps` tokens per row in one loop on the device.
 
-    The loop always takes num_steps rounds: one that ended with its last row would have the host ask the
-    device before every round. Rounds without a row attend to nothing and write nothing.
+    The loop always runs num_steps iterations: ending early would synchronize with the host before every
+    iteration. Iterations without a running row attend to nothing and write nothing.
 
-    Compiled once for each bucket, step, sample and num_steps. A `step` or `sample` that holds arrays should
-    be a `jax.tree_util.Partial` (its arrays are traced), as `serving.sampler.make_sampler` returns; a new
-    lambda each time compiles each time. May be called inside jit.
+    Compiles once per bucket, step, sample and num_steps. A `step` or `sample` that holds arrays should be a
+    `jax.tree_util.Partial`, so that its arrays are traced; a new lambda compiles anew. May be called in jit.
 
     Args:
-        step: `(params, caches, metadata, tokens [reqs]) -> (logits [reqs, vocab], caches)`. It writes, plans
-            and attends.
-        params: Any pytree.
-        caches: Any pytree of PagedCache; donated.
-        metadata: The first step's; only decode rows of one token each. The block table must hold blocks for
-            all tokens to come: a row stops once its columns are full, but a column that holds no block of
-            the row is written like any other. Give max_lens where rows own fewer blocks than columns.
-        tokens: The first step's tokens, one a row; padding rows may hold anything.
-        num_steps: Static.
-        sample: `(logits [reqs, vocab], index) -> tokens [reqs]`; index int32 counts steps from 0.
-        stop_ids: Token ids that end a row: [stops], or [reqs, stops] padded with -1.
-        max_lens: A row stops when prompt and new tokens are this many; a row as long already makes none.
+        step: Function `(params, caches, metadata, tokens [reqs]) -> (logits [reqs, vocab], caches)` that
+            writes the cache, plans and attends.
+        params: Parameters of the step; any pytree.
+        caches: Caches of the step, any pytree of PagedCache; donated.
+        metadata: Metadata of the first step, with decode rows of one token only. The block table must hold
+            the blocks of all tokens to come: a row stops once its columns are full. Pass max_lens if rows
+            have fewer blocks than the table has columns.
+        tokens: Input token per row in the first step, int [reqs]; padding rows may hold anything.
+        num_steps: Maximum number of tokens per row (static).
+        sample: Function `(logits [reqs, vocab], index) -> tokens [reqs]`; index counts steps from 0, int32.
+        stop_ids: Stop token ids: [stops], or [reqs, stops] padded with -1.
+        max_lens: Maximum length per row, prompt included; a row that is already as long decodes nothing.
 
     Raises:
-        ValueError: The metadata has prefill rows or decode_query_len > 1, shapes disagree, or tokens,
-            stop_ids, max_lens or what sample returns are no ints.
+        ValueError: If the metadata has prefill rows or decode_query_len > 1, shapes do not match, or tokens,
+            stop_ids, max_lens or sampled tokens are not ints.
     """
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     for name, function in (("step", step), ("sample", sample)):
@@ -94,7 +93,7 @@ def decode_loop(
 def _checked(
     metadata: BatchMetadata, tokens: Any, stop_ids: Any, max_lens: Any
 ) -> tuple[Int32[Array, " reqs"], Int32[Array, "reqs stops"], Int32[Array, " reqs"]]:
-    """The first tokens, the stops of each row and where it ends at the latest."""
+    """Validate the arguments; return first tokens, stop ids and maximum length per row."""
     bucket, num_reqs = metadata.bucket, metadata.bucket.max_reqs
     require(
         bucket.decode_query_len == 1,
@@ -116,7 +115,7 @@ def _checked(
     if stops.ndim < 2:
         stops = jnp.broadcast_to(stops, (num_reqs, stops.size))
     require_shape("stop_ids", stops.shape, (num_reqs, stops.shape[-1]), "reqs, stops")
-    # A token past the last column has no slot, so it may be made but not fed: hence the 1.
+    # The token after the last slot may be sampled but not be an input, hence the 1.
     longest = jnp.full(num_reqs, metadata.block_table.shape[1] * metadata.block_size + 1, jnp.int32)
     if max_lens is not None:
         require_shape("max_lens", lens.shape, (num_reqs,), "rows of the metadata")
@@ -166,7 +165,7 @@ def _decode_loop(
 
 
 def _token_ids(sampled: Any, num_reqs: int) -> Int32[Array, " reqs"]:
-    """What `sample` returned, which must be a token id a row: of floats fractions would be cut off."""
+    """Check that `sample` returned one int token id per row."""
     name = "what sample returns"
     require(hasattr(sampled, "dtype") and hasattr(sampled, "shape"), name, "be an array", repr(sampled)[:80])
     require(jnp.issubdtype(sampled.dtype, jnp.integer), name, "hold ints", sampled.dtype)
@@ -174,14 +173,14 @@ def _token_ids(sampled: Any, num_reqs: int) -> Int32[Array, " reqs"]:
     return jnp.asarray(sampled, jnp.int32)
 
 
-def _only_rows(metadata: BatchMetadata, is_kept: Bool[Array, " reqs"]) -> BatchMetadata:
-    """The same decode step (one token a row) with the other rows made padding."""
-    rows = jnp.arange(is_kept.shape[0] + 1, dtype=jnp.int32)
-    num_rows = jnp.max(jnp.where(is_kept, rows[1:], 0), initial=0)
+def _only_rows(metadata: BatchMetadata, is_running: Bool[Array, " reqs"]) -> BatchMetadata:
+    """Return the decode step's metadata (one token per row) with all other rows as padding."""
+    rows = jnp.arange(is_running.shape[0] + 1, dtype=jnp.int32)
+    num_rows = jnp.max(jnp.where(is_running, rows[1:], 0), initial=0)
     return replace(
         metadata,
-        seq_lens=jnp.where(is_kept, metadata.seq_lens, 0),
+        seq_lens=jnp.where(is_running, metadata.seq_lens, 0),
         query_start_loc=jnp.minimum(rows, num_rows),
-        slot_mapping=jnp.where(is_kept, metadata.slot_mapping, -1),
+        slot_mapping=jnp.where(is_running, metadata.slot_mapping, -1),
         num_decodes=num_rows,
     )

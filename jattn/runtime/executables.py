@@ -1,4 +1,4 @@
-"""Executables of buckets, compiled in threads: all at once, behind what runs, or when first needed."""
+"""Cache of executables per bucket, compiled in parallel, in the background, or on first use."""
 
 import concurrent.futures
 import contextlib
@@ -17,39 +17,39 @@ type Lower = Callable[[Bucket], jax.stages.Lowered]
 
 
 class ExecutableCache:
-    """What is compiled, and what is being compiled: nothing is compiled twice."""
+    """Compiled and compiling executables by bucket; each is compiled once."""
 
     def __init__(self, options: Callable[[Bucket], dict[str, Any]]) -> None:
-        """Begins with none; `options` says what XLA is told for a bucket."""
+        """Create an empty cache; `options` returns the XLA compiler options of a bucket."""
         self._options = options
         self.ready: dict[Bucket, jax.stages.Compiled] = {}
-        self._begun: dict[Bucket, concurrent.futures.Future[jax.stages.Compiled]] = {}
+        self._futures: dict[Bucket, concurrent.futures.Future[jax.stages.Compiled]] = {}
         self._lock = threading.Lock()
-        self._behind: threading.Thread | None = None
-        self.error: BaseException | None = None  # that ended the work behind
+        self._background: threading.Thread | None = None
+        self.error: BaseException | None = None  # of the background compilation
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some are being compiled behind what runs."""
-        return self._behind is not None and self._behind.is_alive()
+        """Whether buckets are being compiled in the background."""
+        return self._background is not None and self._background.is_alive()
 
     def get(self, bucket: Bucket, lower: Lower) -> jax.stages.Compiled:
-        """The executable of a bucket, compiled in this thread unless another has begun to."""
+        """Return the executable of a bucket, compiling it here unless another thread already does."""
         future, is_mine = self._claim(bucket)
         if is_mine:
             self._compile(bucket, future, lambda: lower(bucket))
         return future.result()
 
     def compile_all(
-        self, buckets: Sequence[Bucket], lower: Lower, *, workers: int, moved: Callable[[], Any]
+        self, buckets: Sequence[Bucket], lower: Lower, *, workers: int, on_ready: Callable[[], Any]
     ) -> None:
-        """Compiles those that nobody has begun; lowered in this thread, compiled in `workers` others.
+        """Lower the buckets that no thread compiles yet in this thread and compile them in other threads.
 
         Args:
-            buckets: Which.
-            lower: Makes what is compiled.
-            workers: Threads; no more than so many are lowered ahead.
-            moved: Called when one is ready.
+            buckets: Buckets to compile.
+            lower: Function that lowers a bucket.
+            workers: Number of compiling threads; at most this many are lowered ahead.
+            on_ready: Function to call when an executable is ready.
         """
         slots = threading.Semaphore(workers)
 
@@ -58,13 +58,13 @@ class ExecutableCache:
                 self._compile(bucket, future, lambda: lowered)
             finally:
                 slots.release()
-            moved()
+            on_ready()
 
         running = []
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             for bucket in buckets:
                 slots.acquire()
-                if _is_over():  # before a claim that nobody would make good
+                if _is_over():  # before claiming a bucket that would never be compiled
                     return
                 future, is_mine = self._claim(bucket)
                 running.append(future)
@@ -76,35 +76,34 @@ class ExecutableCache:
             future.result()
 
     def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
-        """`compile_all` in a thread of its own, on half of the cores: the other half serves."""
+        """Run `compile_all` in a background thread, on half of the cores."""
         workers = max((os.cpu_count() or 2) // 2, 1)
 
         def run() -> None:
             try:
-                with progress_bar(len(buckets), progress) as moved:
-                    self.compile_all(buckets, lower, workers=workers, moved=moved)
+                with progress_bar(len(buckets), progress) as on_ready:
+                    self.compile_all(buckets, lower, workers=workers, on_ready=on_ready)
             except BaseException as error:
                 self.error = error
 
-        # No daemon, though the thread that asks may be one: a process that ended while it lowers would take
-        # JAX away from under it, and crash.
-        self._behind = threading.Thread(target=run, name="jattn-compile", daemon=False)
-        self._behind.start()
+        # Not a daemon thread: a process that ends while the thread lowers would crash in JAX.
+        self._background = threading.Thread(target=run, name="jattn-compile", daemon=False)
+        self._background.start()
 
     def wait(self) -> None:
-        """Returns when nothing is being compiled behind; raises what ended that work, if something did."""
-        if self._behind is not None:
-            self._behind.join()
+        """Wait for background compilation; raise its error, if any."""
+        if self._background is not None:
+            self._background.join()
         error, self.error = self.error, None
         if error is not None:
             raise error
 
     # --------------------------------------------------------------------------------------- inside
     def _claim(self, bucket: Bucket) -> tuple[concurrent.futures.Future[jax.stages.Compiled], bool]:
-        """Where the executable will be, and whether it is the caller who must bring it."""
+        """Return the future of an executable and whether the caller must compile it."""
         with self._lock:
-            is_new = bucket not in self._begun
-            return self._begun.setdefault(bucket, concurrent.futures.Future()), is_new
+            is_new = bucket not in self._futures
+            return self._futures.setdefault(bucket, concurrent.futures.Future()), is_new
 
     def _lowered(self, bucket: Bucket, future: Any, lower: Lower) -> jax.stages.Lowered:
         with self._given_up_on_error(bucket, future):
@@ -117,24 +116,24 @@ class ExecutableCache:
 
     @contextlib.contextmanager
     def _given_up_on_error(self, bucket: Bucket, future: Any) -> Iterator[None]:
-        """Those who wait get the error; whoever asks next tries anew."""
+        """Pass an error to waiting threads and allow later calls to try again."""
         try:
             yield
         except BaseException as error:
             with self._lock:
-                del self._begun[bucket]
+                del self._futures[bucket]
             future.set_exception(error)
             raise
 
 
 def _is_over() -> bool:
-    """Whether the process waits for its threads to end."""
+    """Return whether the main thread has ended."""
     return not threading.main_thread().is_alive()
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[], Any]]:
-    """A tqdm bar as the function that moves it on by one; nothing where there is no tqdm."""
+    """Yield a function that advances a tqdm progress bar by one; it does nothing without tqdm."""
     if not (is_shown and total and importlib.util.find_spec("tqdm")):
         yield lambda: None
         return

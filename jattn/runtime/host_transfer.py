@@ -1,7 +1,7 @@
-"""What a step brings from the host, sent as one array: each that is sent by itself takes time of its own.
+"""Transfer of a step's host arrays to the device as one packed array, since each transfer costs time.
 
-On an H200 behind a virtual machine's host an array that was sent took 0.2 ms of it; a step of 1.2 ms with
-eight of them took 2.35 ms, with the same numbers in one 1.31 (benchmarks/results, `uploads`).
+On an H200 in a virtual machine a transfer took 0.2 ms of host time: a step of 1.2 ms took 2.35 ms with eight
+arrays and 1.31 ms with the same data in one array (benchmarks/results, `uploads`).
 """
 
 import math
@@ -15,15 +15,15 @@ import numpy as np
 from pallas_kernels.checks import require
 from pallas_kernels.shared import ALIGNED_BYTES
 
-ALIGNMENT = ALIGNED_BYTES // 4  # words: XLA hands a kernel a part of the array as it lies there
+ALIGNMENT = ALIGNED_BYTES // 4  # in words: XLA passes slices of the packed array to kernels in place
 
 
 class TransferLeaf(NamedTuple):
-    """An array that is sent with the others.
+    """Array that is packed with the others.
 
     Attributes:
-        shape: Its shape.
-        dtype: Of 4 bytes, or bool.
+        shape: Shape of the array.
+        dtype: Dtype of the array: 4 bytes wide, or bool.
     """
 
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class TransferLeaf(NamedTuple):
 
 
 class TransferLayout(NamedTuple):
-    """Which leaves of some arguments are sent together, in their order. Hashable: static under jit.
+    """Layout of the packed array: which leaves of the arguments it holds. Hashable, so static under jit.
 
     Attributes:
-        structure: Of the arguments.
-        leaves: A leaf each; None = it goes by itself.
+        structure: Tree structure of the arguments.
+        leaves: Shape and dtype of each packed leaf, in order; None for a leaf that is passed separately.
     """
 
     structure: Any
@@ -43,17 +43,17 @@ class TransferLayout(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Any, *, from_host: bool) -> "TransferLayout":
-        """With `from_host`, numpy's arrays among the leaves are sent together; else nothing is."""
+        """Return the layout of some arguments; packs their numpy arrays if `from_host`, else nothing."""
         leaves, structure = jax.tree.flatten(arguments)
         return cls(structure, tuple(_sent(leaf) if from_host else None for leaf in leaves))
 
     def pack(self, arguments: Any) -> tuple[Any, list[Any]]:
-        """The arrays that are sent together as one of int32, None where there are none; and the others.
+        """Return the packed int32 array, or None if nothing is packed, and the remaining leaves.
 
-        What the device has already is joined there: nothing is fetched.
+        Leaves that are already on the device are packed there.
 
         Raises:
-            ValueError: An array has not the shape or dtype that the layout has, or one is missing.
+            ValueError: If the arguments do not have the structure, shapes and dtypes of the layout.
         """
         leaves, structure = jax.tree.flatten(arguments)
         if structure != self.structure:
@@ -78,7 +78,7 @@ class TransferLayout(NamedTuple):
         return packed, others
 
     def unpack(self, packed: Any, others: Sequence[Any]) -> Any:
-        """The arguments again. Traced."""
+        """Return the arguments from the packed array and the remaining leaves. Traced."""
         leaves, rest, start = [], iter(others), 0
         for sent in self.leaves:
             if sent is None:
@@ -91,7 +91,7 @@ class TransferLayout(NamedTuple):
 
 
 def _sent(leaf: Any) -> TransferLeaf | None:
-    """None for what the device has, and for dtypes of other sizes than int32's."""
+    """Return the shape and dtype of a leaf to pack; None for device arrays and other dtype sizes."""
     if not isinstance(leaf, np.ndarray | np.generic) or (leaf.dtype.itemsize != 4 and leaf.dtype != np.bool_):
         return None
     return TransferLeaf(leaf.shape, leaf.dtype)
@@ -103,7 +103,7 @@ def _as_ints(array: np.ndarray | np.generic) -> np.ndarray:
 
 
 def _aligned(size: int) -> int:
-    """Words that so many take."""
+    """Round a number of words up to the alignment."""
     return size + -size % ALIGNMENT
 
 

@@ -9,7 +9,7 @@ import jax
 
 from jattn.batch.bucket import Bucket, default_buckets
 from jattn.parallel import num_local_mesh_devices, num_mesh_devices, num_ranks
-from jattn.runtime.decode_graphs import WASTE, DecodeGraphs, GraphStep
+from jattn.runtime.decode_graphs import MAX_OVERSIZE, DecodeGraphs, GraphStep
 from jattn.serving.engine.batch_invariance import check_batch_invariant_options, invariant_buckets
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.input_processor import require_list_of_ints
@@ -76,7 +76,7 @@ def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
         if bucket.max_prefill_tokens:
             selected += [bucket] if bucket.max_decodes else []
         elif bucket.max_decodes <= most:
-            selected, most = [*selected, bucket], bucket.max_decodes // WASTE
+            selected, most = [*selected, bucket], bucket.max_decodes // MAX_OVERSIZE
     return selected
 
 

@@ -15,7 +15,7 @@ from jattn.implementations.layer_config import layer_config
 from jattn.implementations.selection import IMPLEMENTATIONS, ImplementationChoice
 from jattn.masks import Document, LocalStrided
 from jattn.planning import KernelFallbackWarning, format_table, plan_layers
-from jattn.runtime.decode_graphs import named
+from jattn.runtime.decode_graphs import format_buckets
 from jattn.spec import AttentionSpec
 
 REGIONS = {
@@ -87,7 +87,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
             plan = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
             buckets_by_table.setdefault(str(plan), []).append(bucket)
     return "\n\n".join(
-        f"buckets {named(plan_buckets)}:\n\n{text}" for text, plan_buckets in buckets_by_table.items()
+        f"buckets {format_buckets(plan_buckets)}:\n\n{text}" for text, plan_buckets in buckets_by_table.items()
     )
 
 
