@@ -249,7 +249,9 @@ class TestObedience:
         run = jax.jit(lambda query, cache: jattn.attend(query, cache, metadata, SPEC, plan))
         run(query, jattn.PagedCache.create(CACHE))
         stored = jattn.PagedCache.create(dataclasses.replace(CACHE, quantization="int8_token_head"))
-        with pytest.raises(ValueError, match=r"made for, .*NHD bfloat16\), got .*NHD int8 x scale a token"):
+        with pytest.raises(
+            ValueError, match=r"built for .*NHD bfloat16\), but the layer is .*NHD int8 x scale a token"
+        ):
             run(query, stored)
         zeros = jnp.zeros((9, 2, 64), jnp.bfloat16)
         packed = jattn.PackedKV(k=zeros, v=zeros, kv_start_loc=jnp.zeros(1, jnp.int32))

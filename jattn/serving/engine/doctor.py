@@ -87,7 +87,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
             plan = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)
             buckets_by_table.setdefault(str(plan), []).append(bucket)
     return "\n\n".join(
-        f"buckets {format_buckets(plan_buckets)}:\n\n{text}" for text, plan_buckets in buckets_by_table.items()
+        f"buckets {format_buckets(buckets)}:\n\n{text}" for text, buckets in buckets_by_table.items()
     )
 
 
