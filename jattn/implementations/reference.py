@@ -1,6 +1,7 @@
-"""Attention as the paper has it: dense, one request at a time. The judge of every other implementation.
+"""Reference attention: dense, one request at a time; the other implementations are tested against it.
 
-float64 where the query is float64, else float32. Differentiable. Memory grows with tokens x longest request.
+Computes in float64 for float64 queries, else in float32. Differentiable. Memory grows with tokens x longest
+request.
 """
 
 import jax
@@ -15,7 +16,7 @@ from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """Why the reference cannot serve a layer; None if it can."""
+    """Return why the reference does not support a layer; None if it does."""
     return "its sums depend on the sizes of the bucket" if spec.batch_invariant else None
 
 
@@ -29,14 +30,13 @@ def attend(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Output and log-sum-exp of every token, as `jattn.attend` defines them; of f64 queries both are f64."""
+    """Return output and log-sum-exp of every token, as `jattn.attend` defines them."""
     tokens = query.shape[0]
     if tokens == 0 or has_no_keys(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, tokens), -jnp.inf, jnp.float32)
     dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    # What is masked is cleared before it is multiplied, not only after: in a product's gradient, NaN of
-    # another request's query or of a key that nobody sees meets a 0, and that is NaN, in every row of the
-    # other side.
+    # Masked queries, keys and values are cleared before the products, too: in the gradient of a product, a
+    # NaN of another request or of an invisible key times 0 is NaN in every row of the other operand.
     query = jnp.where(metadata.is_valid_token[:, None, None], query, jnp.zeros((), query.dtype))
     q = jnp.swapaxes(as_seen(query, spec), 0, 1).astype(dtype)  # [q_heads, tokens, head_dim]
     positions = metadata.num_computed_tokens[metadata.token_rows] + (
@@ -68,14 +68,14 @@ def attend(
 
 
 def has_no_keys(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
-    """Whether there is no key at all, by the shapes: no row can see one."""
+    """Return whether the shapes allow no key at all."""
     return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
 
 
 def as_seen(
     query: Float[Array, "tokens q_heads head_dim"], spec: AttentionSpec
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """Queries as the keys meet them: rounded where the spec says so."""
+    """Return the queries, quantized and dequantized if the spec says so."""
     dtype = QUERY_DTYPES[spec.query_quantization]
     return query if dtype is None else rounded_token_head(query, dtype)
 
@@ -85,17 +85,17 @@ def softmax_average(
     v: Float[Array, "q_heads keys head_dim"],
     sinks: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "q_heads tokens head_dim"], Float[Array, "q_heads tokens"]]:
-    """softmax(s) @ v; a sink is one more score with no value."""
+    """Return softmax(s) @ v and the log-sum-exp; a sink is one more score without a value."""
     sink = jnp.full(s.shape[0], -jnp.inf, s.dtype) if sinks is None else sinks.astype(s.dtype)
     sink = jnp.broadcast_to(sink[:, None], s.shape[:2])
-    top = jax.lax.stop_gradient(jnp.maximum(s.max(axis=-1, initial=-jnp.inf), sink))
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    p = jnp.exp(s - top[..., None])
-    total = p.sum(axis=-1) + jnp.exp(sink - top)
+    row_max = jax.lax.stop_gradient(jnp.maximum(s.max(axis=-1, initial=-jnp.inf), sink))
+    row_max = jnp.where(jnp.isneginf(row_max), 0.0, row_max)
+    p = jnp.exp(s - row_max[..., None])
+    row_sum = p.sum(axis=-1) + jnp.exp(sink - row_max)
     out = jnp.einsum("htk,hkd->htd", p, v, precision="highest")
-    is_empty = total == 0
-    total = jnp.where(is_empty, 1.0, total)  # before the logarithm, whose gradient at 0 is infinite
-    return out / total[..., None], jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
+    is_empty = row_sum == 0
+    row_sum = jnp.where(is_empty, 1.0, row_sum)  # before the logarithm, whose gradient at 0 is infinite
+    return out / row_sum[..., None], jnp.where(is_empty, -jnp.inf, row_max + jnp.log(row_sum))
 
 
 def is_visible(
@@ -106,7 +106,7 @@ def is_visible(
     k_positions: Int[Array, " keys"],
     is_prefill: Bool[Array, " tokens"],
 ) -> Bool[Array, "q_heads tokens keys"]:
-    """Which keys of request `row` each query may see."""
+    """Return which keys of request `row` are visible to each query."""
     i, j = q_positions[:, None], k_positions[None, :]
     visible = jnp.ones((q_positions.size, k_positions.size), bool)
     if spec.causal:
@@ -138,7 +138,7 @@ def alibi_bias(
     q_positions: Int[Array, " tokens"],
     k_positions: Int[Array, " keys"],
 ) -> Float[Array, "q_heads tokens keys"]:
-    """`slope * (key - query)`, or `-slope * sqrt(query - key)` with 0 for later keys."""
+    """Return the ALiBi bias `slope * (key - query)`, or `-slope * sqrt(query - key)`, 0 for later keys."""
     distance = (q_positions[:, None] - k_positions[None, :]).astype(slopes.dtype)
     if spec.sqrt_alibi:
         distance = jnp.sqrt(jnp.maximum(distance, 0.0))
@@ -148,7 +148,7 @@ def alibi_bias(
 def keys_and_values(
     kv: PagedCache | PackedKV, metadata: BatchMetadata, row: Array, dtype: jnp.dtype
 ) -> tuple[Float[Array, "kv_heads keys head_dim"], Float[Array, "kv_heads keys head_dim"]]:
-    """The keys and values of one request, from position 0 on; what is past its end is garbage."""
+    """Return keys and values of one request from position 0 on; undefined past its end."""
     if isinstance(kv, PackedKV):
         index = kv.kv_start_loc[row] + jnp.arange(kv.k.shape[0], dtype=jnp.int32)
         rows = (jnp.take(x, index, axis=0, mode="clip") for x in (kv.k, kv.v))
@@ -170,7 +170,7 @@ def keys_and_values(
 
 
 def block_scales(scale: Float[Array, "..."], blocks: Int[Array, " blocks"]) -> Float[Array, "..."]:
-    """A stored scale laid against [blocks, kv_heads, block_size, head_dim]."""
+    """Return a stored scale in a shape that broadcasts against [blocks, kv_heads, block_size, head_dim]."""
     if scale.ndim == 3:
         return jnp.take(scale, blocks, axis=0, mode="clip")[..., None]
     if scale.ndim == 2:

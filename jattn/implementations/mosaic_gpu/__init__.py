@@ -1,4 +1,4 @@
-"""Attention by the Mosaic GPU kernels: which one and why not (why_not), what it is given (planning), run."""
+"""Attention with the Mosaic GPU kernels: kernel selection, kernel plans, calls and gradients."""
 
 from jattn.implementations.mosaic_gpu.attention import attend
 from jattn.implementations.mosaic_gpu.backward import gradients, why_not_gradients

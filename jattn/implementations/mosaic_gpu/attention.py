@@ -1,4 +1,4 @@
-"""Attention by the Mosaic GPU kernels, a region at a time: paged_decode, and varlen_prefill for the rest."""
+"""Attention with the Mosaic GPU kernels paged_decode and varlen_prefill, one region at a time."""
 
 from typing import Any, NamedTuple
 
@@ -48,23 +48,23 @@ def attend(
     return_lse: bool = True,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
-    """Output and log-sum-exp of every token of a region, as `jattn.attend` defines them.
+    """Return output and log-sum-exp of every token of a region, as `jattn.attend` defines them.
 
     Args:
-        query: The region's queries.
-        kv: Where keys and values are.
-        metadata: The region as a step of its own.
-        spec: The layer.
-        kernel: Which kernel, of which sizes: choose_kernel's for this layer.
-        work: What was made for it once a step; None where that depends on where the layer's keys are.
+        query: Queries of the region.
+        kv: Keys and values.
+        metadata: Metadata of the region as a separate step.
+        spec: Attention of the layer.
+        kernel: Kernel and its sizes, from choose_kernel.
+        work: Kernel plan of the step; None computes it here.
         mask: Which keys a query sees beyond the spec's numbers.
-        sinks: One more score per head.
-        alibi_slopes: Slope per head.
-        return_lse: Whether the log-sum-exp is wanted; None comes back where the kernel can do without.
+        sinks: Attention sinks per head.
+        alibi_slopes: ALiBi slope per head.
+        return_lse: Return the log-sum-exp; if False, None may be returned instead.
         interpret: plgpu.InterpretGPUParams to run the kernels on a CPU, for tests.
     """
     if spec.query_quantization is not None:
-        # In 16 bits again, in which the kernels multiply.
+        # The kernels multiply in 16 bits, so queries are dequantized again.
         query = rounded_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
     options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "interpret": interpret}
     if isinstance(kernel, PrefillKernelConfig):
@@ -89,7 +89,7 @@ def attend(
 def _of_decode(
     kernel: DecodeKernelConfig, work: DecodeKernelPlan, cache: PagedCache, metadata: BatchMetadata
 ) -> dict[str, Any]:
-    """paged_decode's arguments that say how it reads the cache, and which of it."""
+    """Return paged_decode's arguments for the cache layout, the block lists and the schedule."""
     return {
         "layout": cache.layout,
         "decode_query_len": metadata.bucket.decode_query_len,
@@ -103,13 +103,13 @@ def _of_decode(
 
 
 def _scales_of(cache: PagedCache) -> dict[str, Array | None]:
-    """What a kernel multiplies keys and values of 8 bits by."""
+    """Return the scales of an 8-bit cache as kernel arguments."""
     scales = {"k_scale": cache.stored_k_scale, "v_scale": cache.stored_v_scale}
     return {name: None if scale is None else jnp.asarray(scale) for name, scale in scales.items()}
 
 
 class _Region(NamedTuple):
-    """What varlen_prefill attends: attend's arguments of these names."""
+    """Arguments of `attend` for varlen_prefill."""
 
     query: Array
     kv: PagedCache | PackedKV
@@ -121,7 +121,7 @@ class _Region(NamedTuple):
 
 
 def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
-    """A region by varlen_prefill."""
+    """Attend in a region with varlen_prefill."""
     query, kv, metadata, spec, kernel, work, mask = region
     if kernel.is_read_first and isinstance(kv, PagedCache):
         of = lambda kv, metadata: _prefill(region._replace(kv=kv, metadata=metadata, work=None), **options)
@@ -148,7 +148,7 @@ def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
 
 
 def _over_keys(region: _Region, **options: Any) -> tuple[Array, Array | None]:
-    """One call of varlen_prefill over keys in 16 bits, or in 8 that it widens."""
+    """Call varlen_prefill once, over 16-bit keys or 8-bit keys that it dequantizes."""
     query, kv, metadata, spec, kernel, work, mask = region
     starts, max_seq_len = None, None
     if isinstance(kv, PackedKV):

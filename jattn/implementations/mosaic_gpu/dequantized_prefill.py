@@ -1,7 +1,7 @@
-"""Prompts over an 8-bit cache: their keys and values in 16 bits, all at once or some requests' at a time.
+"""Prefill over an 8-bit cache: dequantize keys and values to a 16-bit buffer, then attend.
 
-A prompt's queries share the cost of widening. What is widened is what the queries see, one request behind the
-other in a buffer of static size; requests that do not fit it follow in further passes.
+The queries of a prompt share the cost of dequantizing. Only keys visible to the queries are dequantized,
+request after request, into a buffer of static size; requests that do not fit are processed in further passes.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ MAX_BYTES = 2**31  # of the buffer, unless a single request may need more
 ALIGN = 128  # keys of the widest tile: a request's rows begin where a tile does
 
 
-class Wanted(NamedTuple):
-    """What is to be widened of each request.
+class DequantizeRanges(NamedTuple):
+    """Range of keys to dequantize per request, and its place in the concatenation of all requests.
 
     Attributes:
-        first_keys: The first key that some query sees.
-        seq_lens: One past the last; 0 where nothing is.
-        base: The key in the first of the request's rows, a multiple of ALIGN.
-        starts: The request's first row, where all requests follow each other.
-        ends: One past its last.
+        first_keys: First key visible to a query.
+        seq_lens: One past the last key; 0 for a request that is not processed.
+        base: Key in the request's first buffer row, a multiple of ALIGN.
+        starts: First row of the request in the concatenation.
+        ends: One past the request's last row.
     """
 
     first_keys: Int32[Array, " reqs"]
@@ -53,7 +53,7 @@ def attend_dequantized(
     return_lse: bool,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
-    """Output and log-sum-exp of a region over an 8-bit cache.
+    """Return output and log-sum-exp of a region over an 8-bit cache.
 
     Args:
         query: The region's queries.
@@ -65,22 +65,22 @@ def attend_dequantized(
         return_lse: Whether the log-sum-exp is wanted.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
-    wanted = _wanted(metadata, spec)
+    ranges = _dequantize_ranges(metadata, spec)
     rows, reqs = buffer_len(metadata, spec), metadata.bucket.max_reqs
 
     def pass_of(first: Array) -> tuple[Array, Array, Array | None]:
-        """Attends the requests from `first` on whose keys fit the buffer: the next one, output, LSE."""
-        begin = wanted.starts[first]
-        following = (wanted.ends <= begin + rows).sum(dtype=jnp.int32)
+        """Attend in the requests from `first` on that fit the buffer; return the next one, output and LSE."""
+        begin = ranges.starts[first]
+        following = (ranges.ends <= begin + rows).sum(dtype=jnp.int32)
         req = jnp.arange(reqs, dtype=jnp.int32)
-        seq_lens = jnp.where((req >= first) & (req < following), wanted.seq_lens, 0)
-        here = wanted._replace(seq_lens=seq_lens)
+        seq_lens = jnp.where((req >= first) & (req < following), ranges.seq_lens, 0)
+        here = ranges._replace(seq_lens=seq_lens)
         kv = _read(cache, metadata, here, begin, rows, query.dtype, interpret)
         out, lse = attend_packed(kv, replace(metadata, seq_lens=seq_lens))
         return following, out, lse
 
     if worst_buffer_len(metadata, spec) <= rows:
-        kv = _read(cache, metadata, wanted, jnp.int32(0), rows, query.dtype, interpret)
+        kv = _read(cache, metadata, ranges, jnp.int32(0), rows, query.dtype, interpret)
         return attend_packed(kv, metadata)
 
     def one(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
@@ -101,14 +101,14 @@ def attend_dequantized(
 
 
 def buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
-    """Static: rows of the buffer: what MAX_BYTES hold, at most what all requests need, at least one's."""
+    """Return the static number of buffer rows: MAX_BYTES, within one request's and all requests' need."""
     one = padded_len(metadata.block_table.shape[1], metadata.block_size)
     bytes_of_row = 2 * 2 * spec.num_kv_heads * spec.head_dim  # keys and values, two bytes each
     return min(max(MAX_BYTES // bytes_of_row // TILE * TILE, one), worst_buffer_len(metadata, spec))
 
 
 def worst_buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
-    """Static: the most rows that the requests of a bucket can need together."""
+    """Return the static maximum number of rows that all requests of a bucket need."""
     reqs, one = metadata.bucket.max_reqs, padded_len(metadata.block_table.shape[1], metadata.block_size)
     left, _ = spec.window or (None, None)
     reaches = [reach for reach in (left, spec.chunk_size) if reach is not None]
@@ -119,34 +119,34 @@ def worst_buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
     return min(reqs * one, -(-seen // TILE) * TILE)
 
 
-def _wanted(metadata: BatchMetadata, spec: AttentionSpec) -> Wanted:
+def _dequantize_ranges(metadata: BatchMetadata, spec: AttentionSpec) -> DequantizeRanges:
     lens = metadata.seq_lens
     first_keys, _ = prefill_kernel.key_range(score_of(spec), lens - metadata.query_lens, lens)
     first_keys = jnp.clip(first_keys, 0, lens)
     base = first_keys // ALIGN * ALIGN
     rows = jnp.where(lens > 0, -(-(lens - base) // TILE) * TILE, 0)
     ends = jnp.cumsum(rows, dtype=jnp.int32)
-    return Wanted(first_keys, lens, base, ends - rows, ends)
+    return DequantizeRanges(first_keys, lens, base, ends - rows, ends)
 
 
 def _read(
     cache: PagedCache,
     metadata: BatchMetadata,
-    wanted: Wanted,
+    ranges: DequantizeRanges,
     begin: Array,
     rows: int,
     dtype: DTypeLike,
     interpret: Interpret,
 ) -> PackedKV:
-    """Keys and values of the requests that have a seq_len; row `begin` of all rows is the buffer's first."""
-    starts = wanted.starts - begin - wanted.base
+    """Dequantize the requests with seq_len > 0; row `begin` of the concatenation is the buffer's first."""
+    starts = ranges.starts - begin - ranges.base
 
     def read(stored: Any, scale: Any) -> Array:
         return cache_read(
             jnp.asarray(stored),
             metadata.block_table,
-            wanted.first_keys,
-            wanted.seq_lens,
+            ranges.first_keys,
+            ranges.seq_lens,
             dtype=dtype,
             scale=None if scale is None else jnp.asarray(scale),
             layout=cache.layout,

@@ -1,4 +1,4 @@
-"""The kernels that a plan may choose, each of one size, and what of a spec they compute scores by."""
+"""Kernel configurations that a plan chooses from."""
 
 import dataclasses
 

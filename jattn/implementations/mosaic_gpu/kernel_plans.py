@@ -1,4 +1,4 @@
-"""What kernels are given besides the batch: schedules and lists, made once a step for many layers."""
+"""Kernel plans: schedules and tile lists, computed once per step and shared by layers."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ from pallas_kernels import varlen_prefill as prefill_kernel
 
 @pytree
 class DecodeKernelPlan:
-    """What paged_decode is given besides the batch.
+    """Schedule and block list of paged_decode.
 
     Attributes:
-        schedule: Who computes what.
-        block_list: The sparse blocks that each kv head visits; None without a mask.
+        schedule: Schedule of the thread blocks.
+        block_list: Block list per KV head; None without a mask.
     """
 
     schedule: decode_kernel.DecodeSchedule
@@ -37,11 +37,11 @@ class DecodeKernelPlan:
 
 @pytree
 class PrefillKernelPlan:
-    """What varlen_prefill is given besides the batch.
+    """Schedule, tile lists and mask arrays of varlen_prefill.
 
     Attributes:
-        schedule: The tiles of queries.
-        lists: The tiles of keys that each of them visits; None without a mask.
+        schedule: Query tiles.
+        lists: KV tiles that each query tile visits; None without a mask.
         mask_arrays: What the kernel reads of the mask in tiles that are seen in part.
         of_columns: Of the gathered columns, where the rest alone is the mask here; None where none are.
     """
@@ -84,7 +84,7 @@ def plan_decode_kernel(
     *,
     block_list: decode_kernel.BlockList | None = None,
 ) -> DecodeKernelPlan:
-    """What paged_decode is given. Traced.
+    """Build the kernel plan of paged_decode. Traced.
 
     Args:
         kernel: choose_kernel's.
@@ -119,7 +119,7 @@ def plan_prefill_kernel(
     kv_start_loc: Int32[Array, " reqs"] | None = None,
     max_seq_len: int | None = None,
 ) -> PrefillKernelPlan:
-    """What varlen_prefill is given. Traced.
+    """Build the kernel plan of varlen_prefill. Traced.
 
     Args:
         kernel: choose_kernel's.

@@ -1,4 +1,4 @@
-"""The kernel that serves a region of a step, by static facts, or why there is none."""
+"""Selection of the kernel for a region of a step, from static facts."""
 
 import dataclasses
 from typing import Any
@@ -20,11 +20,11 @@ from pallas_kernels import varlen_prefill as prefill_kernel
 
 
 def choose_kernel(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> KernelConfig | str:
-    """The kernel for a region on a GPU that has the kernels, or why there is none. Looks at shapes alone.
+    """Return the kernel for a region on a supported GPU, or why there is none, from shapes alone.
 
     Args:
-        layer: The kind of layer.
-        region: Its sizes.
+        layer: Layer configuration.
+        region: Static sizes of the region.
         mask: What queries see beyond the spec's numbers.
     """
     declined = None
@@ -116,7 +116,7 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
 
 
 def _bounds(spec: AttentionSpec, region: RegionSizes) -> prefill_kernel.CallBounds:
-    """What is static of a region's queries and keys."""
+    """Return the static bounds of a region's queries and keys."""
     bounds = prefill_kernel.CallBounds(
         num_tokens=region.bucket.max_tokens,
         reqs=region.bucket.max_reqs,
@@ -128,7 +128,7 @@ def _bounds(spec: AttentionSpec, region: RegionSizes) -> prefill_kernel.CallBoun
 
 
 def _widens_itself(layer: LayerConfig, bounds: prefill_kernel.CallBounds) -> bool:
-    """Whether the kernel reads an 8-bit cache itself: few queries do not pay for reading it first."""
+    """Return whether the kernel dequantizes an 8-bit cache itself, which pays for few queries."""
     spec, cache = layer.spec, layer.cache
     assert cache is not None
     reason = support.why_not_dequantize(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)

@@ -1,4 +1,4 @@
-"""Attention in plain XLA, on any machine."""
+"""Attention in plain XLA, on any device."""
 
 from jattn.implementations.xla.attention import attend
 from jattn.implementations.xla.backward import Gradients, Saved, gradient_of_sinks, gradients

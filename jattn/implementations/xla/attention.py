@@ -1,7 +1,7 @@
-"""Attention in plain XLA, on any machine: exact, over chunks of keys with an online softmax.
+"""Attention in plain XLA: an online softmax over chunks of keys.
 
-Queries are cut into tiles of one request each; a tile walks over the chunks that it can see. Only a few tiles
-are worked on at a time, so memory grows neither with the number of requests nor with their length.
+Queries are split into tiles of one request each; a tile loops over the chunks of keys visible to it. Only a
+few tiles are processed at a time, so memory does not grow with the number of requests or their length.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jattn.implementations.xla.tile_attention import Problem, attend_tile
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 
-# Decode rows worked on together; prefill tiles: as many as hold so many queries, at least 1.
+# Decode rows per batch of tiles, and queries per batch of prefill tiles (at least one tile).
 TILES_AT_ONCE = 64
 PREFILL_QUERIES_AT_ONCE = 512
 
@@ -37,17 +37,17 @@ def attend(
     sinks: Float[Array, " q_heads"] | None,
     alibi_slopes: Float[Array, " q_heads"] | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"]]:
-    """Output and log-sum-exp of every token, as `jattn.attend` defines them; the latter f64 of f64 queries.
+    """Return output and log-sum-exp of every token, as `jattn.attend` defines them.
 
     Args:
-        query: The step's queries.
-        kv: Where keys and values are.
-        metadata: The step's metadata.
-        spec: The layer.
-        tiles: The prefill region's tiles, made once a step; None = made here.
-        mask: Which keys a query sees of those that the spec's numbers let it see; None = all.
-        sinks: One more score per head.
-        alibi_slopes: Slope per head.
+        query: Queries of the step.
+        kv: Keys and values.
+        metadata: Metadata of the step.
+        spec: Attention of the layer.
+        tiles: Query tiles of the prefill region; None computes them here.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        sinks: Attention sinks per head.
+        alibi_slopes: ALiBi slope per head.
     """
     bucket = metadata.bucket
     if bucket.max_tokens == 0 or has_no_keys(kv, metadata):
@@ -63,7 +63,7 @@ def attend(
 
 
 def _decodes(query: Array, problem: Problem) -> OutAndLse:
-    """The decode region, a row a tile; the LSE [tokens, q_heads]."""
+    """Attend in the decode region, one tile per row; the LSE is [tokens, q_heads]."""
     metadata, bucket = problem.metadata, problem.metadata.bucket
     q = query.reshape(bucket.max_decodes, bucket.decode_query_len, *query.shape[1:])
     rows = jnp.arange(bucket.max_decodes, dtype=jnp.int32)
@@ -76,7 +76,7 @@ def _decodes(query: Array, problem: Problem) -> OutAndLse:
 
 
 def _prefills(query: Array, problem: Problem, tiles: QueryTiles | None) -> OutAndLse:
-    """The prefill region; the LSE [tokens, q_heads]."""
+    """Attend in the prefill region; the LSE is [tokens, q_heads]."""
     metadata, is_invariant = problem.metadata, problem.spec.batch_invariant
     if is_invariant:  # tiles of one size whatever the bucket, one at a time
         tiles = prefill_tiles(metadata, TILE_Q)
@@ -92,10 +92,10 @@ def _prefills(query: Array, problem: Problem, tiles: QueryTiles | None) -> OutAn
 
 
 def _map_tiles(tile: Callable[..., OutAndLse], inputs: tuple[Array, ...], at_once: int) -> OutAndLse:
-    """The tiles' outputs, `at_once` of them at a time at most.
+    """Map over tiles, at most `at_once` at a time.
 
-    They are cut into equal groups, the last filled up with tiles of no queries: a smaller one behind them,
-    as `jax.lax.map` makes it, would be the whole walk compiled once more.
+    Tiles are split into equal groups, the last padded with empty tiles: a smaller remainder, as `jax.lax.map`
+    handles it, would compile the loop a second time.
     """
     if at_once == 1:
         return jax.lax.map(lambda xs: tile(*xs), inputs)

@@ -1,8 +1,7 @@
-"""Gradients of attention over packed keys in plain XLA: tiles of queries over the chunks that they can see.
+"""Gradients of attention over packed keys in plain XLA, by query tiles over the chunks visible to them.
 
-Nothing of queries x keys is kept from the forward pass: memory is linear in tokens. Each chunk's part of the
-gradients of keys and values is added where its keys stand, one after the other, so that the same bits come
-out twice.
+Scores are recomputed, so memory is linear in tokens. The chunks' contributions to the gradients of keys and
+values are added one after the other, so that results are bit-identical between runs.
 """
 
 import functools
@@ -35,13 +34,13 @@ NO_TOKEN = 0.0, 0.0, math.inf, 0.0  # Tokens' numbers that fill a tile: another 
 
 
 class Tokens(NamedTuple):
-    """What a tile takes of each of its queries.
+    """Per-query inputs of the backward pass.
 
     Attributes:
-        query: 0 where the query sees no key.
-        grad_out: Likewise.
-        lse: +inf where the query sees no key, so that each of its probabilities is 0.
-        delta: What is taken from each probability's gradient: that of the row's sum.
+        query: Queries; 0 for a query without visible keys.
+        grad_out: Gradient of the output; 0 for a query without visible keys.
+        lse: Log-sum-exp; +inf for a query without visible keys, so that its probabilities are 0.
+        delta: Row sum of out * grad_out minus the gradient of lse, subtracted from dp.
     """
 
     query: Float[Array, "*tokens q_heads head_dim"]
@@ -51,7 +50,7 @@ class Tokens(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a tile and a chunk of keys give to the gradients."""
+    """Contribution of a tile and a chunk of keys to the gradients."""
 
     query: Float[Array, "tile_q q_heads head_dim"]
     k: Float[Array, "keys kv_heads head_dim"]
@@ -60,13 +59,13 @@ class Parts(NamedTuple):
 
 
 def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Problem) -> Parts:
-    """What a tile's queries and chunk c of their request's keys give.
+    """Return the contribution of a tile and chunk c of its request's keys.
 
     Args:
-        queries: The tile's.
-        tokens: The same with what comes down to them.
-        c: Number of the chunk.
-        problem: The arguments of the forward pass.
+        queries: Queries of the tile.
+        tokens: Per-query inputs of the backward pass.
+        c: Index of the chunk.
+        problem: Arguments of the forward pass.
     """
     multiplied, summed = queries.q.dtype, tokens.lse.dtype
     chunk = load_chunk(problem.kv, problem.metadata.block_table, queries.row, c)
@@ -87,7 +86,7 @@ def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Probl
     ds, p = ds.astype(multiplied), p.astype(multiplied)
     dq = product("hgqk,khd->qhgd", ds, k)
     dk, dv = product("hgqk,hgqd->khd", ds, queries.q), product("hgqk,hgqd->khd", p, grad_out)
-    # Keys behind the last one are another request's: of a query that is NaN they would get 0 * NaN.
+    # Keys past the request's end belong to another request: a NaN query would give them 0 * NaN.
     dk, dv = (jnp.where(is_seen, x, 0.0) for x in (dk, dv))
     return Parts(
         query=dq.reshape(dq.shape[0], -1, dq.shape[-1]),
@@ -98,13 +97,13 @@ def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Probl
 
 
 def _by_head(x: Float[Array, "tile_q q_heads *rest"], spec: AttentionSpec) -> Array:
-    """To [kv_heads, group, tile_q, *rest]."""
+    """Reshape to [kv_heads, group, tile_q, *rest]."""
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head
     return jnp.moveaxis(x.reshape(x.shape[0], *heads, *x.shape[2:]), 0, 2)
 
 
 def _of_slopes(ds: Array, queries: Queries, keys: Array, problem: Problem) -> Float[Array, "kv_heads group"]:
-    """What scores with ALiBi's bias give to its slopes."""
+    """Return the gradient of the ALiBi slopes from the gradient of the scores."""
     if problem.alibi_slopes is None:
         return jnp.zeros(ds.shape[:2], ds.dtype)
     of_one = alibi_bias(problem.spec, jnp.ones((1, 1), ds.dtype), queries.positions, keys)
@@ -112,20 +111,20 @@ def _of_slopes(ds: Array, queries: Queries, keys: Array, problem: Problem) -> Fl
 
 
 def _before_cap(ds: Array, capped: Array, visible: Bool[Array, "..."], spec: AttentionSpec) -> Array:
-    """Gradients of scores before the soft cap, from those behind it."""
+    """Return the gradient of scores before the soft cap from that after it."""
     if spec.soft_cap is None:
         return ds
     return jnp.where(visible, ds * (1.0 - jnp.square(capped / spec.soft_cap)), 0.0)
 
 
 class Saved(NamedTuple):
-    """What the backward pass knows of the forward pass, and what comes down to it.
+    """Results of the forward pass and their gradients.
 
     Attributes:
-        out: The output.
-        lse: Its log-sum-exp.
+        out: Output.
+        lse: Log-sum-exp.
         grad_out: Gradient of the output.
-        grad_lse: Gradient of the log-sum-exp; None = 0.
+        grad_lse: Gradient of the log-sum-exp; None is 0.
     """
 
     out: Float[Array, "tokens q_heads head_dim"]
@@ -135,7 +134,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of all that attention has a gradient for; None for what there is none of."""
+    """Gradients of the differentiable arguments of attention; None for absent arguments."""
 
     query: Array
     k: Array
@@ -145,13 +144,13 @@ class Gradients(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of one request's queries each, some of a region.
+    """Query tiles of a region, of one request each.
 
     Attributes:
-        tokens: Those of each tile; past the last token where there is none.
-        rows: Row of the metadata.
-        firsts: Position of the first query.
-        lens: Queries; 0 for a spare tile.
+        tokens: Token indices of each tile; past the last token for unused entries.
+        rows: Row of the metadata per tile.
+        firsts: Position of each tile's first query.
+        lens: Number of queries per tile; 0 for an unused tile.
     """
 
     tokens: Int[Array, "*some tiles tile_q"]
@@ -161,7 +160,7 @@ class Tiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What all tiles add to: f32 or f64. Keys have a chunk's room behind them."""
+    """Gradient accumulators in f32 or f64; keys and values are padded by one chunk."""
 
     k: Float[Array, "kv_room kv_heads head_dim"]
     v: Float[Array, "kv_room kv_heads head_dim"]
@@ -169,12 +168,12 @@ class Sums(NamedTuple):
 
 
 def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, saved: Saved) -> Gradients:
-    """Gradients of `attend` over PackedKV.
+    """Compute the gradients of `attend` over PackedKV.
 
     Args:
-        query: The step's queries.
-        problem: The other arguments of the forward pass; keys and values of 16 bits or more.
-        saved: Of the forward pass.
+        query: Queries of the step.
+        problem: Other arguments of the forward pass; keys and values of 16 bits or more.
+        saved: Results of the forward pass and their gradients.
     """
     kv, metadata, sinks = problem.kv, problem.metadata, problem.sinks
     assert isinstance(kv, PackedKV)
@@ -204,7 +203,7 @@ def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, 
 
 
 def _tokens(query: Array, saved: Saved, metadata: BatchMetadata, summed: Any) -> Tokens:
-    """What padding and rows without keys hold, NaN or not, is cleared here."""
+    """Return the per-query inputs, cleared for padding and for rows without keys, which may hold NaN."""
     lse = saved.lse.T.astype(summed)
     is_real = metadata.is_valid_token[:, None] & ~jnp.isneginf(lse)
     clear = lambda x: jnp.where(is_real[..., None], x, jnp.zeros((), x.dtype))
@@ -218,18 +217,18 @@ def _tokens(query: Array, saved: Saved, metadata: BatchMetadata, summed: Any) ->
 def gradient_of_sinks(
     sinks: Float[Array, " q_heads"], saved: Saved, metadata: BatchMetadata
 ) -> Float[Array, " q_heads"]:
-    """What `gradients` says of sinks, where a kernel computes the rest."""
+    """Compute the gradient of the sinks alone, if a kernel computes the other gradients."""
     return _of_sinks(sinks, _tokens(saved.out, saved, metadata, jnp.float32))
 
 
 def _of_sinks(sinks: Float[Array, " q_heads"], tokens: Tokens) -> Float[Array, " q_heads"]:
-    """A sink is a score without a value: its probability's gradient is 0, less the row's sum."""
+    """Return the gradient of the sinks: minus the sum of probability times delta."""
     share = jnp.exp(sinks.astype(tokens.lse.dtype)[None] - tokens.lse)
     return -jnp.sum(share * tokens.delta, axis=0).astype(sinks.dtype)
 
 
 def _regions(metadata: BatchMetadata) -> list[tuple[Tiles, bool]]:
-    """The tiles of each region in groups [groups, tiles at once], and whether it is the prefill region."""
+    """Return the grouped tiles of each region, and whether it is the prefill region."""
     bucket, found = metadata.bucket, []
     if bucket.max_decodes:
         index = jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32).reshape(bucket.max_decodes, -1)
@@ -245,7 +244,7 @@ def _regions(metadata: BatchMetadata) -> list[tuple[Tiles, bool]]:
 
 
 def _grouped(tiles: Tiles, past_end: int) -> Tiles:
-    """The tiles in groups of QUERIES_AT_ONCE, the last one with spare tiles."""
+    """Group tiles by QUERIES_AT_ONCE queries, padding the last group with unused tiles."""
     count, tile_q = tiles.tokens.shape
     size = min(max(QUERIES_AT_ONCE // tile_q, 1), count)
     return Tiles(group_tiles(tiles.tokens, size, past_end), *(group_tiles(x, size) for x in tiles[1:]))
@@ -254,7 +253,7 @@ def _grouped(tiles: Tiles, past_end: int) -> Tiles:
 def _add_group(
     sums: Sums, tiles: Tiles, *, tokens: Tokens, problem: Problem, is_prefill: bool
 ) -> tuple[Sums, Float[Array, "tiles tile_q q_heads head_dim"]]:
-    """Adds what a group of tiles gives to keys and values; the gradient of its queries."""
+    """Add a group's contributions to the accumulators and return the gradient of its queries."""
     kv = problem.kv
     assert isinstance(kv, PackedKV)
     size, num_tiles = chunk_size(kv), tiles.rows.shape[0]

@@ -1,4 +1,4 @@
-"""Keys and values of a request, a chunk at a time, from wherever they are."""
+"""Chunks of a request's keys and values, from a paged cache or packed."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ CHUNK = 128  # keys of a step of the loop, rounded up to whole blocks
 
 
 class Chunk(NamedTuple):
-    """Some keys and values of one request, with the scales that they still lack."""
+    """Chunk of one request's keys and values, with the scales to multiply them by."""
 
     k: Shaped[Array, "keys kv_heads head_dim"]
     v: Shaped[Array, "keys kv_heads head_dim"]
@@ -22,19 +22,19 @@ class Chunk(NamedTuple):
 
 
 def has_no_keys(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
-    """Whether there is no key at all, by the shapes: then no chunk can be read, and no row sees one."""
+    """Return whether the shapes allow no key at all, so that no chunk can be read."""
     return 0 in kv.k.shape or (isinstance(kv, PagedCache) and metadata.block_table.shape[1] == 0)
 
 
 def chunk_size(kv: PagedCache | PackedKV) -> int:
-    """Keys of a chunk: whole blocks, at least CHUNK keys."""
+    """Return the number of keys per chunk: full blocks, at least CHUNK keys."""
     return CHUNK if isinstance(kv, PackedKV) else -(-CHUNK // kv.block_size) * kv.block_size
 
 
 def load_chunk(
     kv: PagedCache | PackedKV, block_table: Int32[Array, "reqs max_blocks"], row: Array, c: Array
 ) -> Chunk:
-    """Keys and values of a row's chunk c. Past the row's end stands something, in range of the arrays."""
+    """Load keys and values of a row's chunk c; undefined past the row's end."""
     if isinstance(kv, PackedKV):
         index = kv.kv_start_loc[row] + c * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
         k, v = (jnp.take(array, index, axis=0, mode="clip") for array in (kv.k, kv.v))
@@ -55,7 +55,7 @@ def load_chunk(
 def static_scales(
     kv: PagedCache | PackedKV, dtype: np.dtype
 ) -> tuple[Float[Array, "k_heads 1 1 1"], Float[Array, "v_heads 1 1 channels"]]:
-    """k_scale and v_scale where they do not depend on the token, against [kv_heads, group, tile_q, x]."""
+    """Return static k_scale and v_scale, broadcastable against [kv_heads, group, tile_q, x]; 1 if none."""
     scales = (None, None) if isinstance(kv, PackedKV) else (kv.stored_k_scale, kv.stored_v_scale)
     k_scale, v_scale = (
         jnp.ones((1, 1, 1, 1), dtype)

@@ -1,4 +1,4 @@
-"""A softmax over chunks of keys, one after the other."""
+"""Online softmax over chunks of keys."""
 
 from typing import NamedTuple
 
@@ -10,15 +10,15 @@ from jattn.implementations.xla.kv_chunks import Chunk
 
 
 class Softmax(NamedTuple):
-    """A softmax under way: largest score, sum of exponentials, weighted sum of values; all f32 or f64."""
+    """State of an online softmax: row maximum, row sum and accumulated values; all f32 or f64."""
 
-    top: Float[Array, "kv_heads group tile_q"]
-    total: Float[Array, "kv_heads group tile_q"]
+    row_max: Float[Array, "kv_heads group tile_q"]
+    row_sum: Float[Array, "kv_heads group tile_q"]
     acc: Float[Array, "kv_heads group tile_q head_dim"]
 
 
 def initial_softmax(shape: tuple[int, int, int], head_dim: int, dtype: np.dtype) -> Softmax:
-    """The softmax before the first chunk; shape: kv_heads, group, tile_q."""
+    """Return the state before the first chunk; `shape` is kv_heads, group, tile_q."""
     return Softmax(
         jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, head_dim), dtype)
     )
@@ -31,16 +31,16 @@ def add_chunk(
     reachable: Bool[Array, "heads keys"],
     multiplied: np.dtype,
 ) -> Softmax:
-    """One step of the online softmax. Keys that no query sees may be NaN: their values count as 0."""
-    top = jnp.maximum(state.top, s.max(axis=-1))
-    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    p = jnp.exp(s - finite_top[..., None])
-    shrink = jnp.exp(state.top - finite_top)
-    total = state.total * shrink + p.sum(axis=-1)
+    """Update the state with a chunk; values of keys that no query attends to may be NaN and count as 0."""
+    row_max = jnp.maximum(state.row_max, s.max(axis=-1))
+    finite_max = jnp.where(jnp.isneginf(row_max), 0.0, row_max)
+    p = jnp.exp(s - finite_max[..., None])
+    alpha = jnp.exp(state.row_max - finite_max)
+    row_sum = state.row_sum * alpha + p.sum(axis=-1)
     if chunk.v_scale is not None:
         v_scale = jnp.where(reachable, chunk.v_scale.astype(p.dtype), 0.0)
         p = p * v_scale[:, None, None, :]
-        # float16 has no room for a small probability times a small scale.
+        # A small probability times a small scale underflows in float16.
         multiplied = p.dtype if multiplied == jnp.float16 else multiplied
     v = jnp.where(reachable.T[..., None], chunk.v.astype(multiplied), jnp.zeros((), multiplied))
     new = jnp.einsum(
@@ -50,18 +50,18 @@ def add_chunk(
         preferred_element_type=p.dtype,
         precision=precision(multiplied),
     )
-    return Softmax(top, total, state.acc * shrink[..., None] + new)
+    return Softmax(row_max, row_sum, state.acc * alpha[..., None] + new)
 
 
 def add_sink(state: Softmax, sinks: Float[Array, "kv_heads group tile_q"]) -> Softmax:
-    """One more score per head, without a value."""
-    top = jnp.maximum(state.top, sinks)
-    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    shrink = jnp.exp(state.top - finite_top)
-    total = state.total * shrink + jnp.exp(sinks - finite_top)
-    return Softmax(top, total, state.acc * shrink[..., None])
+    """Update the state with one score per head that has no value."""
+    row_max = jnp.maximum(state.row_max, sinks)
+    finite_max = jnp.where(jnp.isneginf(row_max), 0.0, row_max)
+    alpha = jnp.exp(state.row_max - finite_max)
+    row_sum = state.row_sum * alpha + jnp.exp(sinks - finite_max)
+    return Softmax(row_max, row_sum, state.acc * alpha[..., None])
 
 
 def precision(multiplied: np.dtype) -> str | None:
-    """Full f32 products where the data are f32 (a GPU would use TF32)."""
+    """Return the matmul precision: full f32 for f32 inputs, for which a GPU would use TF32."""
     return None if jnp.dtype(multiplied).itemsize == 2 else "highest"

@@ -1,4 +1,4 @@
-"""The prefill region cut into tiles: up to tile_q tokens of one request each. Made once a step."""
+"""Query tiles of the prefill region: up to tile_q tokens of one request each, computed once per step."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32, Shaped
@@ -11,13 +11,13 @@ TILE_Q = 64  # queries of a tile
 
 @pytree
 class QueryTiles:
-    """Tiles of the prefill region, in the order of the tokens; spare tiles have len 0.
+    """Query tiles of the prefill region, in token order; unused tiles have length 0.
 
     Attributes:
-        rows: The metadata's row that each tile belongs to.
-        starts: First token of each tile, counted from the start of the prefill region.
-        lens: Live tokens of each tile.
-        tile_q: Static size of a tile.
+        rows: Row of the metadata that each tile belongs to.
+        starts: Index of each tile's first token, counted from the start of the prefill region.
+        lens: Number of valid tokens per tile.
+        tile_q: Tokens per tile (static).
     """
 
     rows: Int32[Array, " tiles"]
@@ -26,22 +26,22 @@ class QueryTiles:
     tile_q: int = static()
 
     def token_index(self, past_end: int) -> Int[Array, "tiles tile_q"]:
-        """The tokens of each tile, `past_end` where there is none."""
+        """Return the token indices of each tile, `past_end` for unused entries."""
         offsets = jnp.arange(self.tile_q, dtype=jnp.int32)[None, :]
         return jnp.where(offsets < self.lens[:, None], self.starts[:, None] + offsets, past_end)
 
     def first_positions(self, metadata: BatchMetadata) -> Int32[Array, " tiles"]:
-        """Position in its request of each tile's first token."""
+        """Return the position of each tile's first token in its request."""
         first_token = self.starts + metadata.bucket.max_decode_tokens
         return metadata.num_computed_tokens[self.rows] + first_token - metadata.row_starts[self.rows]
 
 
 def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTiles:
-    """Cuts the prefill region into tiles of tokens; their number is bounded by the bucket.
+    """Split the prefill region into query tiles; the bucket bounds their number.
 
     Args:
-        metadata: The step's metadata.
-        tile_q: Tokens of a tile; None = TILE_Q, or fewer where the region is smaller.
+        metadata: Metadata of the step.
+        tile_q: Tokens per tile; None uses TILE_Q, or fewer if the region is smaller.
     """
     bucket = metadata.bucket
     if tile_q is None:
@@ -66,6 +66,6 @@ def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTi
 
 
 def group_tiles(x: Shaped[Array, "tiles ..."], size: int, fill: int = 0) -> Shaped[Array, "groups size ..."]:
-    """What tiles have, in groups of `size`; the last one is filled up: spare tiles have len 0."""
+    """Group per-tile values by `size`, padding the last group with `fill`."""
     ends = [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1)
     return jnp.pad(x, ends, constant_values=fill).reshape(-1, size, *x.shape[1:])

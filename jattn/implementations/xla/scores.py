@@ -1,4 +1,4 @@
-"""What the numbers of a spec say of pairs of a query and a key: who sees whom, and ALiBi's bias."""
+"""Visibility and ALiBi bias of query-key pairs by the spec's window, chunk size and causality."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -10,7 +10,7 @@ from jattn.spec import AttentionSpec
 def is_visible(
     spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"]
 ) -> Bool[Array, "1 1 tile_q keys"]:
-    """Which keys each query sees by the spec's numbers."""
+    """Return which keys are visible to each query by the spec's window, chunk size and causality."""
     ahead = keys[None, :] - positions[:, None]  # how far the key is ahead of the query
     left, right = spec.window or (None, None)
     if spec.causal:
@@ -33,7 +33,7 @@ def pairs_of(
     *,
     is_prefill: bool,
 ) -> Pairs:
-    """Every head, query and key of a step of a tile: [kv_heads, group, tile_q, keys]."""
+    """Return all pairs of a tile and a chunk: [kv_heads, group, tile_q, keys]."""
     heads = jnp.arange(spec.num_q_heads, dtype=jnp.int32)
     return Pairs(
         head=heads.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head, 1, 1),
@@ -48,7 +48,7 @@ def pairs_of(
 def key_range(
     spec: AttentionSpec, first: Int[Array, ""], last: Int[Array, ""], seq_len: Int[Array, ""]
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """First key that some query of a tile may see, and one past the last."""
+    """Return the first key that may be visible to a query of a tile, and one past the last."""
     low, high = jnp.zeros_like(seq_len), seq_len
     left, right = spec.window or (None, None)
     if spec.causal:
@@ -64,7 +64,7 @@ def key_range(
 
 
 def num_first_keys(mask: Mask | None) -> int | None:
-    """So many of a request's first keys are all that a mask lets see; None = it does not say."""
+    """Return the number of leading keys that a mask limits attention to; None if it sets no limit."""
     if isinstance(mask, Sinks):
         return mask.num
     if not isinstance(mask, And | Or):
@@ -79,7 +79,7 @@ def num_first_keys(mask: Mask | None) -> int | None:
 def alibi_bias(
     spec: AttentionSpec, slopes: Float[Array, "kv_heads group"], positions: Array, keys: Array
 ) -> Float[Array, "kv_heads group tile_q keys"]:
-    """`slope * (key - query)`, or `-slope * sqrt(query - key)` with 0 for later keys."""
+    """Return the ALiBi bias `slope * (key - query)`, or `-slope * sqrt(query - key)`, 0 for later keys."""
     back = (positions[:, None] - keys[None, :]).astype(slopes.dtype)
     back = jnp.sqrt(jnp.maximum(back, 0.0)) if spec.sqrt_alibi else back
     return -slopes[..., None, None] * back[None, None]

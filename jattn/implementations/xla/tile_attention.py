@@ -1,4 +1,4 @@
-"""One tile of queries over the chunks of keys that it can see."""
+"""Attention of one query tile over the chunks of keys visible to it."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
 class Problem(NamedTuple):
-    """What all tiles share: `attend`'s arguments but the queries."""
+    """Arguments of `attend` other than the queries, shared by all tiles."""
 
     kv: PagedCache | PackedKV
     metadata: BatchMetadata
@@ -29,16 +29,16 @@ class Problem(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of a tile.
+    """Queries of a tile.
 
     Attributes:
-        q: In the type that products are made of.
-        scale: What they are to be multiplied by; None = 1.
-        row: Their request.
-        positions: Where they stand in it.
-        is_live: Which of them there are.
-        seq_len: Keys of the request; 0 where none of them lives.
-        is_prefill: Static: whether they stand in the prefill region.
+        q: Queries in the dtype of the matrix products.
+        scale: Scale of quantized queries; None is 1.
+        row: Row of the tile's request.
+        positions: Position of each query in its request.
+        is_live: Whether each query is valid (not padding).
+        seq_len: Number of keys of the request; 0 if no query is valid.
+        is_prefill: Whether the queries are in the prefill region (static).
     """
 
     q: Float[Array, "kv_heads group tile_q head_dim"]
@@ -59,7 +59,7 @@ def attend_tile(
     problem: Problem,
     is_prefill: bool,
 ) -> tuple[Float[Array, "tile_q q_heads head_dim"], Float[Array, "tile_q q_heads"]]:
-    """The queries of one request at positions `first_position` onward, of which `num_queries` are live."""
+    """Attend from a tile of one request, whose `num_queries` valid queries begin at `first_position`."""
     kv, spec, sinks = problem.kv, problem.spec, problem.sinks
     tile_q, heads = q.shape[0], (spec.num_kv_heads, spec.q_heads_per_kv_head)
     queries, summed = queries_of(q, row, first_position, num_queries, problem=problem, is_prefill=is_prefill)
@@ -78,8 +78,8 @@ def attend_tile(
     if sinks is not None:
         is_real = (queries.seq_len > 0) & queries.is_live
         state = add_sink(state, jnp.where(is_real, sinks.astype(summed).reshape(*heads, 1), -jnp.inf))
-    out = state.acc * static_v / jnp.where(state.total == 0, 1.0, state.total)[..., None]
-    lse = jnp.where(state.total == 0, -jnp.inf, state.top + jnp.log(state.total))
+    out = state.acc * static_v / jnp.where(state.row_sum == 0, 1.0, state.row_sum)[..., None]
+    lse = jnp.where(state.row_sum == 0, -jnp.inf, state.row_max + jnp.log(state.row_sum))
     out, lse = jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(tile_q, spec.num_q_heads)
 
@@ -93,7 +93,7 @@ def queries_of(
     problem: Problem,
     is_prefill: bool,
 ) -> tuple[Queries, np.dtype]:
-    """A tile's queries, and what their products are summed in; arguments are attend_tile's."""
+    """Return a tile's queries and the accumulation dtype; see attend_tile for the arguments."""
     tile_q = q.shape[0]
     multiplied, summed = _dtypes(q, problem.kv)
     grouped, scale = _grouped(q, problem.spec, multiplied, summed)
@@ -111,7 +111,7 @@ def queries_of(
 
 
 def chunk_range(queries: Queries, problem: Problem, size: int) -> tuple[Array, Array]:
-    """First chunk of so many keys that some query of a tile may see, and one past the last."""
+    """Return the first chunk of `size` keys that may be visible to a tile, and one past the last."""
     bound = num_first_keys(problem.mask)
     seq_len = queries.seq_len if bound is None else jnp.minimum(queries.seq_len, bound)
     low, high = key_range(problem.spec, queries.positions[0], queries.positions[-1], seq_len)
@@ -119,7 +119,7 @@ def chunk_range(queries: Queries, problem: Problem, size: int) -> tuple[Array, A
 
 
 def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
-    """What products are made of (8-bit keys and values are widened) and what they are summed in."""
+    """Return the dtype of matrix products (8-bit inputs are dequantized) and of accumulation."""
     fits = all(jnp.dtype(x.dtype).itemsize == 1 or x.dtype == q.dtype for x in (kv.k, kv.v))
     multiplied = jnp.dtype(q.dtype if fits else jnp.float32)
     summed = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
@@ -129,7 +129,7 @@ def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
 def _grouped(
     q: Float[Array, "tile_q q_heads head_dim"], spec: AttentionSpec, multiplied: np.dtype, summed: np.dtype
 ) -> tuple[Float[Array, "kv_heads group tile_q head_dim"], Float[Array, "kv_heads group tile_q"] | None]:
-    """Queries by kv head, rounded where the spec says so, and then their scales."""
+    """Return queries grouped by KV head, quantized if the spec says so, and their scales."""
     shape = q.shape[0], spec.num_kv_heads, spec.q_heads_per_kv_head
     dtype, scale = QUERY_DTYPES[spec.query_quantization], None
     grouped: Array = q
@@ -142,7 +142,7 @@ def _grouped(
 def capped_scores(
     queries: Queries, chunk: Chunk, keys: Int[Array, " keys"], static_k: Array, problem: Problem
 ) -> tuple[Float[Array, "kv_heads group tile_q keys"], Bool[Array, "_ _ tile_q keys"]]:
-    """The soft-capped scores of a chunk of keys, and which of them count."""
+    """Return the soft-capped scores of a chunk of keys, and which of them are visible."""
     spec, multiplied, summed = problem.spec, queries.q.dtype, static_k.dtype
     s = jnp.einsum(
         "hgqd,khd->hgqk",
@@ -167,7 +167,7 @@ def capped_scores(
 
 
 def biased(s: Array, queries: Queries, keys: Int[Array, " keys"], problem: Problem) -> Array:
-    """Soft-capped scores with ALiBi's bias."""
+    """Add the ALiBi bias to soft-capped scores."""
     if problem.alibi_slopes is None:
         return s
     slopes = problem.alibi_slopes.astype(s.dtype).reshape(problem.spec.num_kv_heads, -1)
