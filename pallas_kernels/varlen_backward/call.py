@@ -1,4 +1,4 @@
-"""A call of varlen_backward: whether it may be, and the kernel's inputs made of it."""
+"""The validated arguments of a varlen_backward call, and the kernels' inputs made from them."""
 
 import dataclasses
 
@@ -33,26 +33,26 @@ from pallas_kernels.varlen_prefill.tile_lists import schedule_refs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardCall:
-    """Arguments of varlen_backward, of the same names.
+    """Arguments of varlen_backward.
 
-    The gradient of a head's sink is the sum over its tokens of `exp(sink - lse) * (grad_lse - expected)`;
-    `expected` is a token's sum of `out * grad_out`.
+    The gradient of a head's sink is the sum over its tokens of `exp(sink - lse) * (grad_lse - delta)`, where
+    `delta` is a token's sum of `out * grad_out`.
 
     Attributes:
-        query: Tokens of all requests.
-        key: Keys of all requests.
-        value: As key.
-        out: As query.
-        lse: [q_heads, tokens].
-        grad_out: As query.
-        grad_lse: As lse, or None.
-        query_start_loc: First token of each request, and one past the last.
-        seq_lens: Keys of each request.
-        kv_start_loc: First key of each request.
-        alibi_slopes: Slope of each head.
-        lists: make_lists' for the call's schedule: each head's tiles of queries. Of a listed tile, rows of
-            the request must be finite even where the mask hides them.
-        mask: Which pairs see each other in tiles that are listed as seen in part. Only with lists.
+        query: Queries [tokens, q_heads, head_dim].
+        key: Packed keys [kv_tokens, kv_heads, head_dim].
+        value: Values, like `key`.
+        out: Output of attention, like `query`.
+        lse: Log-sum-exp of attention, f32 [q_heads, tokens].
+        grad_out: Gradient of the output, like `query`.
+        grad_lse: Gradient of the log-sum-exp, like `lse`, or None.
+        query_start_loc: First token of each request and one past the last, [reqs + 1].
+        seq_lens: Number of keys of each request, [reqs].
+        kv_start_loc: First key of each request, [reqs].
+        alibi_slopes: ALiBi slope of each head, f32 [q_heads], or None.
+        lists: Tile lists of each head for the call's schedule, or None for all query tiles. In a listed tile
+            the rows of the request must be finite even if the mask hides them.
+        mask: Mask that applies to the partial tiles of the lists, or None.
     """
 
     query: jax.Array
@@ -70,14 +70,20 @@ class BackwardCall:
     mask: BackwardMask | None
 
     def check(self) -> None:
-        """Raises what varlen_backward raises, but for what a schedule is given."""
+        """Validate shapes, dtypes and kernel support; schedules and sizes are checked separately.
+
+        Raises:
+            ValueError: If the arguments do not fit together.
+            NotImplementedError: If there is no kernel for the dtypes or head_dim.
+        """
         require_axes(
             3, query=self.query, key=self.key, value=self.value, out=self.out, grad_out=self.grad_out
         )
         require_axes(2, lse=self.lse)
         require_arrays(grad_lse=self.grad_lse, alibi_slopes=self.alibi_slopes)
-        bounds = {"query_start_loc": self.query_start_loc, "kv_start_loc": self.kv_start_loc}
-        require_axes(1, seq_lens=self.seq_lens, **bounds)
+        require_axes(
+            1, seq_lens=self.seq_lens, query_start_loc=self.query_start_loc, kv_start_loc=self.kv_start_loc
+        )
         (tokens, q_heads, head_dim), (_, kv_heads, _) = self.query.shape, self.key.shape
         (reqs,) = self.seq_lens.shape
         require_positive(kv_heads=kv_heads, q_heads=q_heads)
@@ -94,49 +100,53 @@ class BackwardCall:
         require_shape("kv_start_loc", self.kv_start_loc.shape, (reqs,), "reqs")
         if self.alibi_slopes is not None:
             require_shape("alibi_slopes", self.alibi_slopes.shape, (q_heads,), "q_heads")
-        require(self.lists is not None or self.mask is None, "lists", "be given with a mask", None)
+        if self.lists is None and self.mask is not None:
+            raise ValueError("mask requires lists. Build them with make_tile_lists.")
         dtypes = {name: getattr(self, name).dtype for name in ("query", "key", "value", "out", "grad_out")}
         reason = why_not_backward(dtypes=dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_backward", reason, "Use another implementation")
 
-    def forbid_kernel_derivative(self) -> "BackwardCall":
-        """The same call, which refuses to be differentiated."""
+    def forbid_derivative(self) -> "BackwardCall":
+        """Return the same call, which raises NotImplementedError if it is differentiated."""
         names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse", "alibi_slopes")
         arrays = {name: getattr(self, name) for name in names}
-        way_out = "Ask attend for implementation='reference'"
+        way_out = "Call attend with implementation='reference'"
         return dataclasses.replace(self, **forbid_kernel_derivative(arrays, "varlen_backward", way_out))
 
     def default_sizes(
         self, schedule: BackwardSchedule | None, score: Score, *, deterministic: bool
     ) -> BackwardSizes:
-        """Where the caller names none: what lists or a schedule are made for, or what suits the shapes."""
-        head_dim, given = self.query.shape[2], schedule if self.lists is None else self.lists
-        if given is not None:
-            return given.built_for.sizes
+        """Return the tile sizes that lists or a schedule were built for, else the defaults for the shapes."""
+        head_dim, prebuilt = self.query.shape[2], schedule if self.lists is None else self.lists
+        if prebuilt is not None:
+            return prebuilt.built_for.sizes
         mean_len = self.query.shape[0] // self.seq_lens.shape[0]
         return default_layer_sizes(head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
-    def check_queries(self, sizes: BackwardSizes, *, deterministic: bool) -> None:
-        """Refuses the absence of the kernel of the queries' gradient, or of its lists, where it is needed."""
-        has_kernel = sizes.dq_sizes is not None
-        require(has_kernel or not deterministic, "sizes.dq_sizes", "be given with deterministic", None)
+    def check_dq(self, sizes: BackwardSizes, *, deterministic: bool) -> None:
+        """Raise ValueError if the dq kernel, or its lists or mask, are missing or superfluous."""
+        has_dq_kernel = sizes.dq_sizes is not None
+        if deterministic and not has_dq_kernel:
+            raise ValueError("deterministic=True requires a dq kernel. Set sizes.dq_sizes.")
         if self.lists is None:
             return
-        if not has_kernel:  # whose lists say more of a tile
-            require(self.lists.dq_lists is None, "sizes.dq_sizes", "be given with lists.dq_lists", None)
+        if not has_dq_kernel:  # these lists would have bits per warpgroup, which only the dq kernel allows
+            if self.lists.dq_lists is not None:
+                raise ValueError("lists.dq_lists require a dq kernel. Set sizes.dq_sizes.")
             return
-        require(self.lists.dq_lists is not None, "lists.dq_lists", "be given with sizes.dq_sizes", None)
-        has_mask = self.mask is None or self.mask.dq_mask is not None
-        require(has_mask, "mask.dq_mask", "be given with sizes.dq_sizes", None)
+        if self.lists.dq_lists is None:
+            raise ValueError("sizes.dq_sizes require lists.dq_lists. Build them for schedule.dq_schedule.")
+        if self.mask is not None and self.mask.dq_mask is None:
+            raise ValueError("sizes.dq_sizes require mask.dq_mask, the mask of the dq kernel.")
 
     @property
     def is_empty(self) -> bool:
-        """Nobody sees a key, as shapes tell."""
+        """Whether no query attends to any key, according to the shapes alone."""
         return 0 in (self.query.shape[0], self.key.shape[0], self.seq_lens.shape[0])
 
     def make_schedule(self, score: Score, sizes: BackwardSizes) -> BackwardSchedule:
-        """Its own."""
+        """Build the schedule of the call."""
         return make_schedule(
             self.query_start_loc,
             self.seq_lens,
@@ -150,41 +160,43 @@ class BackwardCall:
         )
 
     def check_schedule(self, schedule: BackwardSchedule, score: Score, sizes: BackwardSizes) -> None:
-        """Refuses a schedule, or lists, made for other keys, requests, masks or tiles."""
+        """Raise ValueError if a schedule or lists were built for other static arguments or shapes."""
         (kv_tokens, kv_heads, _), reqs, q_heads = self.key.shape, self.seq_lens.shape[0], self.query.shape[1]
-        wanted = schedule_key(kv_tokens, kv_heads, score, sizes, self.query.shape[0])
-        require_built_for("schedule", schedule.built_for, wanted)
-        what, rows = f"{kv_tokens} keys of {reqs} requests", max_tiles(kv_tokens, reqs)
-        require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), what)
+        expected = schedule_key(kv_tokens, kv_heads, score, sizes, self.query.shape[0])
+        require_built_for("schedule", schedule.built_for, expected)
+        meaning, rows = f"{kv_tokens} keys of {reqs} requests", max_tiles(kv_tokens, reqs)
+        require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), meaning)
         if self.lists is not None:
-            require_built_for("lists", self.lists.built_for, wanted)
-            what = f"{rows} tiles of keys, {q_heads} query heads, {kv_heads} kv heads"
-            require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), what)
-            require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), what)
+            require_built_for("lists", self.lists.built_for, expected)
+            meaning = f"{rows} key tiles, {q_heads} query heads, {kv_heads} KV heads"
+            require_shape("lists.order", self.lists.order.shape, (rows * kv_heads,), meaning)
+            require_shape("lists.entries", self.lists.entries.shape[:1], (rows * q_heads,), meaning)
             if self.lists.dq_lists is not None and schedule.dq_schedule is not None:
                 built_for = self.lists.dq_lists.built_for
                 require_built_for("lists.dq_lists", built_for, schedule.dq_schedule.built_for)
                 rows = schedule.dq_schedule.table.shape[0] * q_heads
-                what = f"tiles of {self.query.shape[0]} queries, {q_heads} heads"
-                require_shape("lists.dq_lists", self.lists.dq_lists.table.shape, (rows, TABLE_WIDTH), what)
+                meaning = f"tiles of {self.query.shape[0]} queries, {q_heads} heads"
+                require_shape("lists.dq_lists", self.lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
 
-    def inputs(self, schedule: BackwardSchedule, spec: BackwardSpec) -> DkDvInputs:
-        """The kernel's; gradients of queries begin as zeros."""
-        as_copied = lambda x: spec.cut.split(_whole_rows(x, axis=0))
+    def dkdv_inputs(self, schedule: BackwardSchedule, spec: BackwardSpec) -> DkDvInputs:
+        """Return the inputs of the dk/dv kernel; if it adds up dq, that starts with zeros."""
+        kernel_array = lambda x: spec.head.split(_pad_rows(x, axis=0))
         tokens = self.query.shape[0]
         rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
-        zeros = lambda: jnp.zeros((self.query.shape[1], spec.units, rows, UNIT), jnp.float32)
+        dq = None
+        if spec.adds_dq:
+            dq = jnp.zeros((self.query.shape[1], spec.num_units, rows, UNIT), jnp.float32)
         slopes = self.alibi_slopes
         return DkDvInputs(
-            query=as_copied(self.query),
-            key=as_copied(self.key),
-            value=as_copied(self.value),
-            grad_out=as_copied(self.grad_out),
-            stats=self.stats(more_rows=0 if spec.adds_grad_query else UNIT, sizes=spec.sizes),
+            query=kernel_array(self.query),
+            key=kernel_array(self.key),
+            value=kernel_array(self.value),
+            dout=kernel_array(self.grad_out),
+            row_stats=self.row_stats(extra_rows=0 if spec.adds_dq else UNIT, sizes=spec.sizes),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
             mask=() if spec.mask is None else spec.mask.arrays,
-            grad_query=zeros() if spec.adds_grad_query else None,
+            dq=dq,
         )
 
     def _schedule_refs(self, schedule: BackwardSchedule) -> DkDvScheduleRefs:
@@ -193,34 +205,35 @@ class BackwardCall:
         lists = QueryListRefs(self.lists.entries, self.lists.num_partial, self.lists.num_full)
         return DkDvScheduleRefs(schedule.table, schedule.num_valid, self.lists.order, lists)
 
-    def query_inputs(
+    def dq_inputs(
         self, inputs: DkDvInputs, schedule: BackwardSchedule, spec: PrefillSpec, *, fuses_delta: bool
     ) -> DqInputs:
-        """Those of the kernel of the queries' gradient, from the other's."""
+        """Return the inputs of the dq kernel, given those of the dk/dv kernel."""
         assert schedule.dq_schedule is not None
-        as_copied = lambda x: spec.shape.cut.split(_whole_rows(x, axis=0))
+        kernel_array = lambda x: spec.shape.head.split(_pad_rows(x, axis=0))
         lists = None if self.lists is None else self.lists.dq_lists
         attention = PrefillInputs(
-            query=as_copied(self.query),
-            cache=KvRefs(as_copied(self.key), as_copied(self.value), None),
+            query=kernel_array(self.query),
+            kv=KvRefs(kernel_array(self.key), kernel_array(self.value), None),
             slopes=inputs.slopes,
             sinks=None,
             schedule=schedule_refs(schedule.dq_schedule, lists),
             mask=() if spec.mask is None else spec.mask.arrays,
         )
-        out = as_copied(self.out) if fuses_delta else None
-        return DqInputs(attention, as_copied(self.grad_out), inputs.stats, out)
+        out = kernel_array(self.out) if fuses_delta else None
+        return DqInputs(attention, kernel_array(self.grad_out), inputs.row_stats, out)
 
-    def query_spec(self, schedule: BackwardSchedule, spec: BackwardSpec) -> PrefillSpec:
-        """What that kernel is compiled for."""
+    def dq_spec(self, schedule: BackwardSchedule, spec: BackwardSpec) -> PrefillSpec:
+        """Return the static description of the dq kernel."""
         (_, q_heads, head_dim), (kv_tokens, kv_heads, _) = self.query.shape, self.key.shape
         sizes = spec.sizes.dq_sizes
         assert sizes is not None
         assert schedule.dq_schedule is not None
         rows, kv_bytes = len(schedule.dq_schedule.table), 4 * kv_tokens * head_dim
+        group_heads = heads_per_l2_group(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes)
         shape = PrefillShape(
-            q_heads=q_heads, group=spec.group, cut=head_chunks(head_dim), in_cache=None,
-            heads_at_once=heads_per_l2_group(q_heads, kv_heads, kv_bytes=kv_bytes, rows=rows, sizes=sizes),
+            q_heads=q_heads, group=spec.group, head=head_chunks(head_dim), cache_tiling=None,
+            heads_per_l2_group=group_heads,
         )  # fmt: skip
         mask = None if self.mask is None else self.mask.dq_mask
         return PrefillSpec(
@@ -228,38 +241,41 @@ class BackwardCall:
             has_lists=spec.has_lists, has_alibi=spec.has_alibi, returns_lse=False, interpret=spec.interpret,
         )  # fmt: skip
 
-    def stats(self, *, more_rows: int, sizes: BackwardSizes) -> jax.Array:
-        """What scores and gradients of probabilities are less, of each row: [q_heads, 2, tokens] f32.
+    def row_stats(self, *, extra_rows: int, sizes: BackwardSizes) -> jax.Array:
+        """Return the LSE in powers of 2 and delta of each row, f32 [q_heads, 2, tokens].
+
+        If the dq kernel computes delta, the second row is 0, and grad_lse is a third row if it is not None.
 
         Args:
-            more_rows: Static: behind the tokens.
-            sizes: With fuses_delta the second row is 0 and grad_lse, if there is one, a third.
+            extra_rows: Number of rows to add after the tokens. Static.
+            sizes: Tile sizes of the kernels.
         """
         as_f32 = lambda x: x.astype(jnp.float32)
         lse = as_f32(self.lse)
-        less = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)  # a row without keys has probabilities of 0
-        stacked = lambda *rows: _whole_rows(jnp.stack([less, *rows], axis=1), axis=2, more=more_rows)
+        lse_log2 = jnp.where(
+            lse == -jnp.inf, jnp.inf, lse * LOG2E
+        )  # rows without keys have probabilities of 0
+        stacked = lambda *rows: _pad_rows(jnp.stack([lse_log2, *rows], axis=1), axis=2, extra=extra_rows)
         if sizes.fuses_delta:
-            return stacked(jnp.zeros_like(less), *(() if self.grad_lse is None else (as_f32(self.grad_lse),)))
-        # A kernel of its own: summed where the two are stacked, a thread would read a whole head.
+            zeros = jnp.zeros_like(lse_log2)
+            return stacked(zeros, *(() if self.grad_lse is None else (as_f32(self.grad_lse),)))
+        # In an XLA kernel of its own: fused with the stacking, each thread would read a whole head.
         products = as_f32(self.out) * as_f32(self.grad_out)
-        expected = jax.lax.optimization_barrier(products.sum(axis=-1)).T
+        delta = jax.lax.optimization_barrier(products.sum(axis=-1)).T
         if self.grad_lse is not None:
-            expected = expected - as_f32(self.grad_lse)
-        return stacked(expected)
+            delta = delta - as_f32(self.grad_lse)
+        return stacked(delta)
 
-    def grad_query(self, summed: jax.Array, spec: BackwardSpec) -> jax.Array:
-        """From [q_heads, units, rows, 64] f32, but for the scale, to what query is."""
+    def dq_from_sum(self, dq_sum: jax.Array, spec: BackwardSpec) -> jax.Array:
+        """Convert the unscaled dq, f32 [q_heads, units, rows, 64], to the shape and dtype of the queries."""
         tokens, q_heads, head_dim = self.query.shape
-        scaled = (summed[:, :, :tokens, : spec.cut.chunk_dim] * spec.score.scale).astype(self.query.dtype)
-        return scaled.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
+        dq = (dq_sum[:, :, :tokens, : spec.head.chunk_dim] * spec.score.scale).astype(self.query.dtype)
+        return dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
 
 
-def _whole_rows(x: jax.Array, *, axis: int, more: int = 0) -> jax.Array:
-    """Tokens padded to what TMA takes."""
-    missing = -x.shape[axis] % ALIGN + more
-    return (
-        jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])
-        if missing
-        else copy_if_unaligned(x)
-    )
+def _pad_rows(x: jax.Array, *, axis: int, extra: int = 0) -> jax.Array:
+    """Pad an axis to a multiple of 8, which TMA needs, and by `extra` rows."""
+    missing = -x.shape[axis] % ALIGN + extra
+    if not missing:
+        return copy_if_unaligned(x)
+    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])

@@ -1,4 +1,4 @@
-"""The loading warp: an item's keys and values, then queries and gradients of the output, a tile a step."""
+"""The loading warp of the dk/dv kernel: loads keys and values, then queries and their dO per step."""
 
 import functools
 
@@ -12,84 +12,88 @@ from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, align_row
+from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile
+from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
 class DkDvLoader:
-    """Loads what the warpgroups compute with."""
+    """The warp that loads what the computing warpgroups multiply."""
 
-    def __init__(self, inputs: DkDvInputs, smem: DkDvSmem, pipeline: DkDvBarriers, spec: BackwardSpec):
-        self.inputs, self.smem, self.pipeline, self.spec = inputs, smem, pipeline, spec
+    def __init__(self, inputs: DkDvInputs, smem: DkDvSmem, barriers: DkDvBarriers, spec: BackwardSpec):
+        self.inputs, self.smem, self.barriers, self.spec = inputs, smem, barriers, spec
 
-    def load_share(self, work: BackwardTileScheduler) -> None:
-        """All items of the thread block."""
-        rounds, number_of = work.rounds()
+    def load_all(self, scheduler: BackwardTileScheduler) -> None:
+        """Load all work tiles of the thread block."""
+        rounds, number_of = scheduler.assignment()
 
-        def load(nth: Scalar, step: Scalar) -> Scalar:
-            item = work.item(number_of(nth))
-            pl.when(nth >= 1)(lambda: plgpu.barrier_wait(self.pipeline.kv_free))
-            self.load_keys(item)
-            return lax.fori_loop(0, self.spec.group, functools.partial(self.load_head, item), step)
+        def load(iteration: Scalar, step: Scalar) -> Scalar:
+            work_tile = scheduler.work_tile(number_of(iteration))
+            # The previous work tile's gradients leave through the memory of its keys and values.
+            pl.when(iteration >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free))
+            self.load_keys(work_tile)
+            return lax.fori_loop(0, self.spec.group, functools.partial(self.load_head, work_tile), step)
 
         steps = lax.fori_loop(0, rounds, load, rounds * 0)
-        # Interpret mode insists that every completion is awaited; to the hardware it is all one.
+        # Interpret mode requires that every barrier completion is awaited; the hardware does not.
         if self.spec.is_interpreted:
-            pl.when(rounds >= 1)(lambda: plgpu.barrier_wait(self.pipeline.kv_free))
+            pl.when(rounds >= 1)(lambda: plgpu.barrier_wait(self.barriers.kv_free))
 
             @pl.loop(jnp.maximum(steps - self.spec.sizes.stages, 0), steps)
             def _(step: Scalar) -> None:
-                plgpu.barrier_wait(self.pipeline.q_free.at[self.spec.stages_of(step).query])
+                plgpu.barrier_wait(self.barriers.q_free.at[self.spec.step_stages(step).query])
 
-            @pl.loop(jnp.maximum(steps - self.spec.grad_out_stages, 0), steps)
+            @pl.loop(jnp.maximum(steps - self.spec.dout_stages, 0), steps)
             def _(step: Scalar) -> None:
-                plgpu.barrier_wait(self.pipeline.do_free.at[self.spec.stages_of(step).grad_out])
+                plgpu.barrier_wait(self.barriers.dout_free.at[self.spec.step_stages(step).dout])
 
-    def load_keys(self, item: BackwardWorkTile) -> None:
-        """An item's keys, columns and, where keys have a gradient, values."""
-        full = self.pipeline.kv_full
+    def load_keys(self, work_tile: BackwardWorkTile) -> None:
+        """Load a work tile's keys, its table columns and, if dk is computed, its values."""
+        full = self.barriers.kv_full
         for wg in range(WARPGROUPS):
-            rows = pl.ds(align_row(item["first_key_row"] + wg * UNIT), UNIT)
-            for unit in range(self.spec.units):
-                at = (rows, item.kv_head, *self.spec.at_unit(unit, item.row * 0))
-                plgpu.copy_gmem_to_smem(self.inputs.key.at[at], self.smem.key.at[wg, unit], full)
-                if self.spec.makes.key:
-                    plgpu.copy_gmem_to_smem(self.inputs.value.at[at], self.smem.value.at[wg, unit], full)
-        plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[item.row], self.smem.item, full)
+            rows = pl.ds(align_row(work_tile["first_key_row"] + wg * UNIT), UNIT)
+            for unit in range(self.spec.num_units):
+                source = (rows, work_tile.kv_head, *self.spec.gmem_unit_index(unit, work_tile.row * 0))
+                plgpu.copy_gmem_to_smem(self.inputs.key.at[source], self.smem.key.at[wg, unit], full)
+                if self.spec.computes.dk:
+                    plgpu.copy_gmem_to_smem(self.inputs.value.at[source], self.smem.value.at[wg, unit], full)
+        plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[work_tile.row], self.smem.tile_columns, full)
 
-    def load_head(self, item: BackwardWorkTile, nth: Scalar, step: Scalar) -> Scalar:
-        """All steps of an item's n-th query head, from `step` on; returns the one behind."""
-        head, steps = item.head(nth), item.steps(nth)
+    def load_head(self, work_tile: BackwardWorkTile, index: Scalar, step: Scalar) -> Scalar:
+        """Load all steps of a query head, starting with `step`, and return the step after them."""
+        head, steps = work_tile.head(index), work_tile.steps(index)
 
-        def load_next(i: Scalar, tile: Scalar) -> Scalar:
-            following = steps.tile(jnp.minimum(i + 1, steps.num - 1))
-            self.load_tile(item, head, tile, step + i)
-            return following
+        def load_and_prefetch(i: Scalar, tile: Scalar) -> Scalar:
+            next_tile = steps.tile(jnp.minimum(i + 1, steps.num - 1))
+            self.load_tile(work_tile, head, tile, step + i)
+            return next_tile
 
-        if self.spec.has_lists:  # read a step ahead: a list is in global memory
-            lax.fori_loop(0, steps.num, load_next, steps.tile(jnp.int32(0)))
+        if self.spec.has_lists:  # a list is in global memory, so read entries one step ahead
+            lax.fori_loop(0, steps.num, load_and_prefetch, steps.tile(jnp.int32(0)))
         else:
-            pl.loop(0, steps.num)(lambda i: self.load_tile(item, head, steps.tile(i), step + i))
+            pl.loop(0, steps.num)(lambda i: self.load_tile(work_tile, head, steps.tile(i), step + i))
         return step + steps.num
 
-    def load_tile(self, item: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
-        """A tile of queries, and the gradients of its outputs with its stats."""
-        stages, pipeline, smem = self.spec.stages_of(step), self.pipeline, self.smem
-        rows = pl.ds(item.query_row(tile), self.spec.sizes.tile_q)
+    def load_tile(self, work_tile: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
+        """Load a query tile, and its dO and row statistics."""
+        stages, barriers, smem = self.spec.step_stages(step), self.barriers, self.smem
+        rows = pl.ds(work_tile.query_row(tile), self.spec.sizes.tile_q)
 
         def copy_units(source_g: Ref, to_s: Ref, full: Barriers) -> None:
-            for unit in range(self.spec.units):
-                source = source_g.at[(rows, head, *self.spec.at_unit(unit, step * 0))]
+            for unit in range(self.spec.num_units):
+                source = source_g.at[(rows, head, *self.spec.gmem_unit_index(unit, step * 0))]
                 plgpu.copy_gmem_to_smem(source, to_s.at[unit], full)
 
-        def await_free(free: Barriers, num: int, stage: Scalar) -> None:
+        def wait_until_free(free: Barriers, num: int, stage: Scalar) -> None:
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, free.at[stage]))
 
-        stage, full = stages.query, pipeline.q_full.at[stages.query]
-        await_free(pipeline.q_free, self.spec.sizes.stages, stage)
+        # Queries first: S needs them before dP needs dO. Each stage is free once both warpgroups have read
+        # it.
+        stage, full = stages.query, barriers.q_full.at[stages.query]
+        wait_until_free(barriers.q_free, self.spec.sizes.stages, stage)
         copy_units(self.inputs.query, smem.query.at[stage], full)
-        stage, full = stages.grad_out, pipeline.do_full.at[stages.grad_out]
-        await_free(pipeline.do_free, self.spec.grad_out_stages, stage)
-        copy_units(self.inputs.grad_out, smem.grad_out.at[stage], full)
+        stage, full = stages.dout, barriers.dout_full.at[stages.dout]
+        wait_until_free(barriers.dout_free, self.spec.dout_stages, stage)
+        copy_units(self.inputs.dout, smem.dout.at[stage], full)
         plgpu.copy_gmem_to_smem(
-            self.inputs.stats.at[head, pl.ds(0, 2), rows], smem.stats_and_columns.at[stage], full
+            self.inputs.row_stats.at[head, pl.ds(0, 2), rows], smem.stats_and_columns.at[stage], full
         )

@@ -1,6 +1,6 @@
-"""What a warpgroup computes: gradients of its half of an item's keys and values, through all steps of it.
+"""The main loop of a warpgroup of the dk/dv kernel: dk and dv of its half of a work tile's keys.
 
-Of each step it adds its pieces of the queries' gradient to global memory, too.
+If there is no dq kernel, it also adds its pieces of each step's dq to global memory.
 """
 
 import itertools
@@ -33,12 +33,12 @@ from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler,
 
 
 class DkDvState(NamedTuple):
-    """What an item's steps so far came to; traced.
+    """The state of a work tile after some steps; traced.
 
     Attributes:
-        sums: Of keys and values.
-        last: Whose the last step's gradients of scores are, which are multiplied beside the next step's; its
-            row is negative before the first step. None where another kernel makes the gradient of queries.
+        sums: Accumulated dk and dv.
+        last: Destination of the last step's dq, which is multiplied together with the next step; its row is
+            negative before the first step. None if the dq kernel computes dq.
     """
 
     sums: DkDvSums
@@ -46,183 +46,193 @@ class DkDvState(NamedTuple):
 
 
 class DkDvMainloop:
-    """One warpgroup."""
+    """The computation of one warpgroup."""
 
     def __init__(
         self,
         inputs: DkDvInputs,
         outputs: DkDvOutputs,
         smem: DkDvSmem,
-        pipeline: DkDvBarriers,
+        barriers: DkDvBarriers,
         spec: BackwardSpec,
     ):
         self.wg = wg = lax.axis_index("warpgroup")
-        self.inputs, self.outputs, self.smem, self.pipeline = inputs, outputs, smem, pipeline
+        self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
         self.spec = spec
-        columns_s = smem.stats_and_columns.at[wg * 0 + spec.grad_out_stages, wg]
+        columns_s = smem.stats_and_columns.at[wg * 0 + spec.dout_stages, wg]
         self.scores = DkDvScores(inputs.mask, columns_s, wg, spec)
-        self.products = mma_class(spec)(smem, wg, spec)
+        self.mma = mma_class(spec)(smem, wg, spec)
 
-    def work_share(self, work: BackwardTileScheduler) -> None:
-        """All items of the thread block."""
-        rounds, number_of = work.rounds()
+    def run(self, scheduler: BackwardTileScheduler) -> None:
+        """Compute all work tiles of the thread block."""
+        rounds, number_of = scheduler.assignment()
         self.scores.store_columns()
 
-        def attend(nth: Scalar, step: Scalar) -> Scalar:
-            plgpu.barrier_wait(self.pipeline.kv_full)
-            item = work.item(number_of(nth), self.smem.item)
-            self._clear_keys(item)
-            step, sums = self.grads_of(item, step)
-            self.store(item, sums)
+        def compute(iteration: Scalar, step: Scalar) -> Scalar:
+            # Wait for the keys and values, with which the work tile's columns arrive.
+            plgpu.barrier_wait(self.barriers.kv_full)
+            work_tile = scheduler.work_tile(number_of(iteration), self.smem.tile_columns)
+            self._clear_keys(work_tile)
+            step, sums = self.compute_work_tile(work_tile, step)
+            self.store(work_tile, sums)
+            # Release the keys' memory only when the gradients that replaced them have left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(self.pipeline.kv_free)
+            plgpu.barrier_arrive(self.barriers.kv_free)
             return step
 
-        lax.fori_loop(0, rounds, attend, rounds * 0)
+        lax.fori_loop(0, rounds, compute, rounds * 0)
         plgpu.wait_smem_to_gmem(0)
 
-    def grads_of(self, item: BackwardWorkTile, step: Scalar) -> tuple[Scalar, DkDvSums]:
-        """All steps of an item, from `step` on: the one behind, and the sums."""
+    def compute_work_tile(self, work_tile: BackwardWorkTile, step: Scalar) -> tuple[Scalar, DkDvSums]:
+        """Compute a work tile whose first step is `step`; return the step after it, and dk and dv."""
 
-        def of_head(nth: Scalar, carry: tuple[Scalar, DkDvState]) -> tuple[Scalar, DkDvState]:
-            step, done = carry
-            head, steps = item.head(nth), item.steps(nth)
+        def compute_head(index: Scalar, carry: tuple[Scalar, DkDvState]) -> tuple[Scalar, DkDvState]:
+            step, state = carry
+            head, steps = work_tile.head(index), work_tile.steps(index)
             slope = self.slope(head)
 
-            def of_tile(is_masked: bool) -> Callable[[Scalar, DkDvState], DkDvState]:
-                def take(i: Scalar, done: DkDvState) -> DkDvState:
+            def compute_tile(is_masked: bool) -> Callable[[Scalar, DkDvState], DkDvState]:
+                def compute(i: Scalar, state: DkDvState) -> DkDvState:
                     entry = steps.entry(i)
-                    nth = entry_tile(entry) if self.spec.has_parts else entry
-                    tile = QueryTile(item, head, nth, slope, is_masked)
-                    if not self.spec.has_parts:
-                        return self.take_step(tile, step + i, done)
-                    is_seen = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
-                    work = lambda: self.take_step(tile, step + i, done)
-                    return lax.cond(is_seen, work, lambda: self.let_pass(step + i, done))
+                    tile_index = entry_tile(entry) if self.spec.has_warpgroup_bits else entry
+                    tile = QueryTile(work_tile, head, tile_index, slope, is_masked)
+                    if not self.spec.has_warpgroup_bits:
+                        return self.compute_step(tile, step + i, state)
+                    is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
+                    compute_step = lambda: self.compute_step(tile, step + i, state)
+                    return lax.cond(is_needed, compute_step, lambda: self.skip_step(step + i, state))
 
-                return take
+                return compute
 
-            done = lax.fori_loop(0, steps.num_masked, of_tile(True), done)
-            done = lax.fori_loop(steps.num_masked, steps.num, of_tile(False), done)
-            return step + steps.num, done
+            # Partial tiles come first; full ones are computed without any mask.
+            state = lax.fori_loop(0, steps.num_masked, compute_tile(True), state)
+            state = lax.fori_loop(steps.num_masked, steps.num, compute_tile(False), state)
+            return step + steps.num, state
 
-        nowhere = None
-        if self.spec.adds_grad_query:
-            nowhere = DqTarget(item.head(step * 0), step * 0 - 1)
-            plgpu.barrier_arrive(self.pipeline.ds_full.at[previous_buffer(step)])  # awaited by the first step
-        begin = DkDvState(self.products.zeros(), nowhere)
-        step, (sums, last) = lax.fori_loop(0, self.spec.group, of_head, (step, begin))
+        no_target = None
+        if self.spec.adds_dq:
+            no_target = DqTarget(work_tile.head(step * 0), step * 0 - 1)
+            # The first step waits for the dS of a step before it; there is none, so arrive in its place.
+            plgpu.barrier_arrive(self.barriers.ds_full.at[previous_buffer(step)])
+        start = DkDvState(self.mma.zeros(), no_target)
+        step, (sums, last) = lax.fori_loop(0, self.spec.group, compute_head, (step, start))
         if last is not None:
-            self.add_last_grad_query(item, last, step)
+            self.add_last_dq(work_tile, last, step)
         return step, sums
 
     def slope(self, head: Scalar) -> Scalar | None:
-        """ALiBi's of a query head, times log2(e)."""
+        """Return the ALiBi slope of a query head times log2(e), or None."""
         return None if self.inputs.slopes is None else self.inputs.slopes[head]
 
-    def let_pass(self, step: Scalar, done: DkDvState) -> DkDvState:
-        """A tile of queries that see none of the warpgroup's keys."""
-        stages, pipeline = self.spec.stages_of(step), self.pipeline
-        plgpu.barrier_wait(pipeline.q_full.at[stages.query])
-        plgpu.barrier_wait(pipeline.do_full.at[stages.grad_out])
-        plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out])
-        plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
-        return done
+    def skip_step(self, step: Scalar, state: DkDvState) -> DkDvState:
+        """Release a query tile whose queries attend to none of the warpgroup's keys."""
+        stages, barriers = self.spec.step_stages(step), self.barriers
+        plgpu.barrier_wait(barriers.q_full.at[stages.query])
+        plgpu.barrier_wait(barriers.dout_full.at[stages.dout])
+        plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
+        plgpu.barrier_arrive(barriers.q_free.at[stages.query])
+        return state
 
-    def take_step(self, tile: QueryTile, step: Scalar, done: DkDvState) -> DkDvState:
-        """A tile of queries."""
-        stages = self.spec.stages_of(step)
+    def compute_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
+        """Compute the step of a query tile."""
+        stages = self.spec.step_stages(step)
         buffer = lax.rem(step, jnp.int32(DS_BUFFERS))
-        smem, pipeline = self.smem, self.pipeline
-        stats_s, stored = smem.stats_and_columns.at[stages.grad_out], self.scores.stored(tile)
-        last = done.last
+        smem, barriers = self.smem, self.barriers
+        # The mask's data comes from global memory, so load it before anything is awaited.
+        stats_s, loaded = smem.stats_and_columns.at[stages.dout], self.scores.load_mask(tile)
+        last = state.last
 
-        def arrived(full: Ref, tile_s: Ref, stage: Scalar) -> None:
+        def wait_and_clear(full: Ref, tile_s: Ref, stage: Scalar) -> None:
             plgpu.barrier_wait(full.at[stage])
             if tile.is_masked:
                 self.clear_queries(tile, tile_s.at[stage])
 
-        def await_last_grad_query() -> None:
-            if self.spec.adds_grad_query:
+        def wait_for_dq_buffer() -> None:
+            if self.spec.adds_dq:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def exchange(ds: Tile) -> None:
+        def exchange_ds(ds: Tile) -> None:
+            # The other warpgroup has then stored the previous dS, and multiplied the one that this replaces.
             if last is not None:
-                plgpu.barrier_wait(pipeline.ds_full.at[1 - buffer])
-            if smem.grad_scores is not None:
-                store_units(smem.grad_scores.at[buffer, self.wg], ds, self.spec)
+                plgpu.barrier_wait(barriers.ds_full.at[1 - buffer])
+            if smem.ds is not None:
+                store_units(smem.ds.at[buffer, self.wg], ds, self.spec)
                 plgpu.commit_smem()
 
-        def add_grad_query(dq: Units) -> None:
+        def add_dq(dq: Units) -> None:
             assert last is not None
-            plgpu.barrier_arrive(pipeline.ds_full.at[buffer])
-            self.add_grad_query(last, dq)
+            # This step's dS is stored, and the previous step's has been multiplied.
+            plgpu.barrier_arrive(barriers.ds_full.at[buffer])
+            self.add_dq(last, dq)
 
-        work = DkDvCallbacks(
-            zero=tile.item["zero"],
-            await_queries=lambda: arrived(pipeline.q_full, smem.query, stages.query),
-            await_grad_out=lambda: arrived(pipeline.do_full, smem.grad_out, stages.grad_out),
-            await_last_grad_query=await_last_grad_query,
-            stats=lambda which: self.scores.stats(stats_s, which, tile),
-            probabilities=lambda s, less: self.scores.probabilities(s, less, tile, stored),
-            grad_scores=self.scores.gradients,
-            exchange=exchange,
-            release_grad_out=lambda: plgpu.barrier_arrive(pipeline.do_free.at[stages.grad_out]),
-            add_grad_query=add_grad_query,
+        callbacks = DkDvCallbacks(
+            zero=tile.work_tile["zero"],
+            wait_for_queries=lambda: wait_and_clear(barriers.q_full, smem.query, stages.query),
+            wait_for_dout=lambda: wait_and_clear(barriers.dout_full, smem.dout, stages.dout),
+            wait_for_dq_buffer=wait_for_dq_buffer,
+            row_stats=lambda index: self.scores.row_stats(stats_s, index, tile),
+            probabilities=lambda s, lse: self.scores.probabilities(s, lse, tile, loaded),
+            score_grads=self.scores.gradients,
+            exchange_ds=exchange_ds,
+            release_dout=lambda: plgpu.barrier_arrive(barriers.dout_free.at[stages.dout]),
+            add_dq=add_dq,
         )
-        sums = self.products.step(done.sums, stages, buffer, work)
-        plgpu.barrier_arrive(pipeline.q_free.at[stages.query])
-        return DkDvState(sums, None if last is None else DqTarget(tile.head, tile.item.query_row(tile.nth)))
+        sums = self.mma.step(state.sums, stages, buffer, callbacks)
+        # dK is complete, so the queries have been read for the last time.
+        plgpu.barrier_arrive(barriers.q_free.at[stages.query])
+        return DkDvState(
+            sums, None if last is None else DqTarget(tile.head, tile.work_tile.query_row(tile.tile_index))
+        )
 
-    def add_last_grad_query(self, item: BackwardWorkTile, last: DqTarget, step: Scalar) -> None:
-        """Of an item's last step, which is the one before `step`."""
+    def add_last_dq(self, work_tile: BackwardWorkTile, last: DqTarget, step: Scalar) -> None:
+        """Add the dq of a work tile's last step, the one before `step`."""
         buffer = previous_buffer(step)
-        plgpu.barrier_wait(self.pipeline.ds_full.at[buffer])
+        plgpu.barrier_wait(self.barriers.ds_full.at[buffer])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.add_grad_query(last, self.products.grad_query(buffer, item["zero"]))
+        self.add_dq(last, self.mma.dq(buffer, work_tile["zero"]))
 
-    def add_grad_query(self, place: DqTarget, dq: Units) -> None:
-        """Adds the warpgroup's pieces to global memory; of rows that are not the request's they are 0."""
+    def add_dq(self, target: DqTarget, dq: Units) -> None:
+        """Add the warpgroup's pieces of dq to global memory; they are 0 for rows outside of the request."""
         if not self.spec.is_interpreted:
-            for nth, piece in enumerate(dq):
-                self.smem.grad_query[self.wg, nth] = piece
+            for index, piece in enumerate(dq):
+                self.smem.dq[self.wg, index] = piece
             plgpu.commit_smem()
 
-        @pl.when(place.row >= 0)
+        @pl.when(target.row >= 0)
         def _() -> None:
-            for nth, piece in enumerate(dq):
-                query_unit, unit = self.products.piece(nth)
-                rows = pl.ds(pl.multiple_of(place.row + query_unit * UNIT, 8), UNIT)
-                to = self.inputs.grad_query.at[place.head, unit, rows]
+            for index, piece in enumerate(dq):
+                query_unit, unit = self.mma.dq_piece(index)
+                rows = pl.ds(pl.multiple_of(target.row + query_unit * UNIT, 8), UNIT)
+                to = self.inputs.dq.at[target.head, unit, rows]
                 if self.spec.is_interpreted:
                     to[...] = plgpu.load(to, layout=W, optimized=False) + piece
                 else:
-                    plgpu.copy_smem_to_gmem(self.smem.grad_query.at[self.wg, nth], to, reduction_op="add")
+                    plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 
-    def store(self, item: BackwardWorkTile, sums: DkDvSums) -> None:
-        """Gradients of the keys and values, in the place of these; one alone in the place of the keys."""
+    def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
+        """Store dk in place of the keys and dv in place of the values; one alone in place of the keys."""
         scale, dtype = self.spec.score.scale, self.spec.dtype
-        of_key = tuple((acc * scale).astype(dtype) for acc in sums.key)
-        of_value = tuple(acc.astype(dtype) for acc in sums.value)
+        dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
+        dv = tuple(acc.astype(dtype) for acc in sums.dv)
 
-        def store(grad_g: Ref, both: Ref, tiles: Units) -> None:
-            (swizzled,), (plain,) = both
+        def store(grad_g: Ref, both_views: Ref, tiles: Units) -> None:
+            (swizzled,), (plain,) = both_views
             store_valid_rows(
-                grad_g, item, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec
+                grad_g, work_tile, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec
             )
 
-        makes, outputs = self.spec.makes, self.outputs
-        if makes.key and makes.value:
-            store(outputs.grad_value, self.smem.value_and_grad, of_value)
-        # The other warpgroup multiplies these keys, too.
-        plgpu.barrier_arrive(self.pipeline.kv_read)
-        plgpu.barrier_wait(self.pipeline.kv_read)
-        last = (outputs.grad_key, of_key) if makes.key else (outputs.grad_value, of_value)
-        store(last[0], self.smem.key_and_grad, last[1])
+        computes, outputs = self.spec.computes, self.outputs
+        if computes.dk and computes.dv:
+            store(outputs.dv, self.smem.value_and_dv, dv)
+        # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
+        plgpu.barrier_arrive(self.barriers.kv_read)
+        plgpu.barrier_wait(self.barriers.kv_read)
+        last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
+        store(last[0], self.smem.key_and_dk, last[1])
 
-    def _clear_keys(self, item: BackwardWorkTile) -> None:
-        """Zeros for rows that are not the request's: a gradient of 0 hides no NaN."""
-        begin, end = item["begin"], item["end"]
+    def _clear_keys(self, work_tile: BackwardWorkTile) -> None:
+        """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""
+        begin, end = work_tile["begin"], work_tile["end"]
 
         @pl.when((begin > 0) | (end < WARPGROUPS * UNIT))
         def _() -> None:
@@ -231,14 +241,14 @@ class DkDvMainloop:
             plgpu.commit_smem()
 
     def clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
-        """The same of queries, and of gradients of their outputs. Each warpgroup for itself."""
-        begin, end = tile.live()
+        """Zero queries, or their dO, outside of the request; each warpgroup does it for itself."""
+        begin, end = tile.valid_rows()
 
         @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
         def _() -> None:
-            for tile_s, nth in itertools.product(tiles_s, range(self.spec.query_units)):
-                here = tile_s.at[slice(None), pl.ds(nth * UNIT, UNIT)]
-                self._clear(here, begin - nth * UNIT, end - nth * UNIT)
+            for tile_s, index in itertools.product(tiles_s, range(self.spec.num_query_units)):
+                unit_s = tile_s.at[slice(None), pl.ds(index * UNIT, UNIT)]
+                self._clear(unit_s, begin - index * UNIT, end - index * UNIT)
             plgpu.commit_smem()
 
     def _clear(self, unit_s: Ref, begin: Scalar, end: Scalar) -> None:
@@ -247,5 +257,5 @@ class DkDvMainloop:
 
 
 def previous_buffer(step: Scalar) -> Scalar:
-    """The buffer of gradients of scores of the step before."""
+    """Return the dS buffer of the step before."""
     return lax.rem(step + 1, jnp.int32(DS_BUFFERS))

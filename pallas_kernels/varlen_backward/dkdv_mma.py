@@ -1,4 +1,4 @@
-"""The tensor core's part: five products of a warpgroup's keys and a tile of queries."""
+"""Matrix products of the dk/dv kernel: up to five per warpgroup, for its keys and a tile of queries."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,264 +19,280 @@ type Units = tuple[Tile, ...]
 
 
 class DkDvSums(NamedTuple):
-    """Gradients of a warpgroup's keys and values so far, a unit of the head each: [64, 64] f32.
+    """Accumulated gradients of a warpgroup's keys and values, one f32 [64, 64] tile per unit of the head.
 
     Attributes:
-        key: dS^T Q, but for the scale.
-        value: P^T dO.
+        dk: dS^T Q without the scale.
+        dv: P^T dO.
     """
 
-    key: Units
-    value: Units
+    dk: Units
+    dv: Units
 
 
 class DqTarget(NamedTuple):
-    """Where the gradient of a tile of queries goes: query head and first row."""
+    """Destination of a query tile's dq: query head and first row."""
 
     head: Scalar
     row: Scalar
 
 
 class DkDvCallbacks(NamedTuple):
-    """What a warpgroup does between the products of a step.
+    """What a warpgroup does between the matrix products of a step.
 
     Attributes:
-        zero: A 0 that the compiler does not know, anew each step: else it keeps 24 addresses of keys and
-            values for the tensor core in registers, which there are none for.
-        await_queries: Before S.
-        await_grad_out: Before dP and stats, which come with it.
-        await_last_grad_query: Before the step's own may take its place in shared memory. Long before: all
-            threads wait for each other, and here for S anyway.
-        stats: What scores are less (0), or gradients of probabilities (1): see Scores.stats.
-        probabilities: Of S and stats(0).
-        grad_scores: Of P, dP and stats(1).
-        exchange: Stores gradients of scores, in 16 bits, once the other warpgroup is done with what they take
-            the place of; those that it made a step ago are there then.
-        release_grad_out: They have been multiplied.
-        add_grad_query: With the warpgroup's pieces of dS K, of the step before.
+        zero: A 0 that the compiler does not know, read anew each step. Otherwise it keeps 24 addresses of
+            keys and values for the tensor core in registers, of which there are not enough.
+        wait_for_queries: Waits for the queries; called before S.
+        wait_for_dout: Waits for dO and the row statistics, which arrive together; called before dP.
+        wait_for_dq_buffer: Waits until the previous dq has left shared memory. Called long before it is
+            needed: all threads wait for each other there, as they do for S anyway.
+        row_stats: `row_stats(0)` is the LSE, `row_stats(1)` delta; see DkDvScores.row_stats.
+        probabilities: Returns P from S and the LSE.
+        score_grads: Returns dS from P, dP and delta.
+        exchange_ds: Stores dS in 16 bits, after the other warpgroup has read what it replaces; the dS of the
+            previous step is then complete.
+        release_dout: Releases the stage of dO after its last product.
+        add_dq: Adds the warpgroup's pieces of dS K of the previous step to dq.
     """
 
     zero: Scalar
-    await_queries: Callable[[], None]
-    await_grad_out: Callable[[], None]
-    await_last_grad_query: Callable[[], None]
-    stats: Callable[[int], Columns]
+    wait_for_queries: Callable[[], None]
+    wait_for_dout: Callable[[], None]
+    wait_for_dq_buffer: Callable[[], None]
+    row_stats: Callable[[int], Columns]
     probabilities: Callable[[Tile, Columns], TileProbabilities]
-    grad_scores: Callable[[TileProbabilities, Tile, Columns], Tile]
-    exchange: Callable[[Tile], None]
-    release_grad_out: Callable[[], None]
-    add_grad_query: Callable[[Units], None]
+    score_grads: Callable[[TileProbabilities, Tile, Columns], Tile]
+    exchange_ds: Callable[[Tile], None]
+    release_dout: Callable[[], None]
+    add_dq: Callable[[Units], None]
 
 
 class DkDvMma:
-    """Of one warpgroup."""
+    """The matrix products of one warpgroup that computes dk, dv and, if it is added up, dq."""
 
     def __init__(self, smem: DkDvSmem, wg: Scalar, spec: BackwardSpec):
         self.smem, self.wg, self.spec = smem, wg, spec
 
-    def begin_scores(self, s_ref: Ref, stage: Scalar, wg: Scalar) -> None:
-        """Begins S^T += K Q^T."""
-        for unit in range(self.spec.units):
+    def issue_scores(self, s_ref: Ref, stage: Scalar, wg: Scalar) -> None:
+        """Issue S^T += K Q^T."""
+        for unit in range(self.spec.num_units):
             plgpu.wgmma(s_ref, self.smem.key.at[wg, unit], self.smem.query.at[stage, unit].T)
 
-    def begin_grad_p(self, dp_ref: Ref, stage: Scalar, wg: Scalar) -> None:
-        """Begins dP^T += V dO^T."""
-        for unit in range(self.spec.units):
-            plgpu.wgmma(dp_ref, self.smem.value.at[wg, unit], self.smem.grad_out.at[stage, unit].T)
+    def issue_dp(self, dp_ref: Ref, stage: Scalar, wg: Scalar) -> None:
+        """Issue dP^T += V dO^T."""
+        for unit in range(self.spec.num_units):
+            plgpu.wgmma(dp_ref, self.smem.value.at[wg, unit], self.smem.dout.at[stage, unit].T)
 
-    def begin_grad_query(self, dq_ref: Ref, piece: int, buffer: Scalar, zero: Scalar) -> None:
-        """Begins dQ += dS K: one of the warpgroup's pieces of it, of all keys."""
-        query_unit, unit = self.piece(piece)
+    def issue_dq(self, dq_ref: Ref, piece: int, buffer: Scalar, zero: Scalar) -> None:
+        """Issue dQ += dS K for one of the warpgroup's pieces, over the keys of both warpgroups."""
+        query_unit, unit = self.dq_piece(piece)
         for wg in range(WARPGROUPS):
-            grad_scores = self.smem.grad_scores.at[buffer, wg, query_unit]
-            plgpu.wgmma(dq_ref, grad_scores.T, self.smem.key.at[zero + wg, unit])
+            ds = self.smem.ds.at[buffer, wg, query_unit]
+            plgpu.wgmma(dq_ref, ds.T, self.smem.key.at[zero + wg, unit])
 
-    def piece(self, nth: int) -> tuple[Scalar | int, Scalar | int]:
-        """Unit of queries and of the head of the warpgroup's n-th piece of dQ."""
-        number = self.wg * self.spec.pieces + nth
-        if self.spec.query_units == 1:
+    def dq_piece(self, index: int) -> tuple[Scalar | int, Scalar | int]:
+        """Return the query unit and the head unit of a piece of the warpgroup's dq."""
+        number = self.wg * self.spec.num_dq_pieces + index
+        if self.spec.num_query_units == 1:
             return 0, number
-        units = jnp.int32(self.spec.units)
-        return (number, 0) if self.spec.units == 1 else (lax.div(number, units), lax.rem(number, units))
+        units = jnp.int32(self.spec.num_units)
+        return (number, 0) if self.spec.num_units == 1 else (lax.div(number, units), lax.rem(number, units))
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
-        """All five of a step, whose tiles are in `stages`; gradients of scores go through `buffer`.
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute all products of a step.
 
-        P is made while dP is in flight, dS while dV is; dQ, of the step before, leaves while dK is.
+        P is computed while dP is in flight, and dS while dV is. dQ belongs to the previous step and leaves
+        while dK is in flight.
+
+        Args:
+            sums: Accumulated dk and dv.
+            stages: Stages of the step's tiles.
+            buffer: Buffer for the step's dS.
+            callbacks: What happens between the products.
         """
-        wg = self.wg + work.zero
-        units = self.spec.units
-        queries, grads = self.smem.query.at[stages.query], self.smem.grad_out.at[stages.grad_out]
-        early = self.spec.query_units == 1  # those of more queries have no registers while S is made
+        wg = self.wg + callbacks.zero
+        units = self.spec.num_units
+        queries, dout = self.smem.query.at[stages.query], self.smem.dout.at[stages.dout]
+        # Load the row statistics early, so that the loads do not wait for the products; tiles of more queries
+        # have no registers for them while S is computed.
+        early = self.spec.num_query_units == 1
 
-        def products(sum_refs: Any) -> None:
+        def run(sum_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
-                work.await_queries()
+                callbacks.wait_for_queries()
                 if early:
-                    work.await_grad_out()
-                    of_scores = work.stats(0)
-                self.begin_scores(s_ref, stages.query, wg)
+                    callbacks.wait_for_dout()
+                    lse = callbacks.row_stats(0)
+                self.issue_scores(s_ref, stages.query, wg)
                 if not early:
-                    work.await_grad_out()
-                self.begin_grad_p(dp_ref, stages.grad_out, wg)
-                work.await_last_grad_query()
+                    callbacks.wait_for_dout()
+                self.issue_dp(dp_ref, stages.dout, wg)
+                callbacks.wait_for_dq_buffer()
+                # Wait for S but not for dP: P is computed meanwhile.
                 s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
-                of = work.probabilities(s, of_scores if early else work.stats(0))
+                probabilities = callbacks.probabilities(s, lse if early else callbacks.row_stats(0))
                 if early:
-                    of_grads = work.stats(1)
-                for unit, ref in enumerate(sum_refs.value):
-                    plgpu.wgmma(ref, of.p, grads.at[unit])
+                    delta = callbacks.row_stats(1)
+                for unit, ref in enumerate(sum_refs.dv):
+                    plgpu.wgmma(ref, probabilities.p, dout.at[unit])
+                # Wait for dP but not for dV: dS is computed meanwhile.
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
-                return work.grad_scores(of, dp, of_grads if early else work.stats(1)).astype(self.spec.dtype)
+                delta = delta if early else callbacks.row_stats(1)
+                return callbacks.score_grads(probabilities, dp, delta).astype(self.spec.dtype)
 
             ds = pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
-            work.exchange(ds)
+            callbacks.exchange_ds(ds)
 
             def issue_grads(*dq_refs: Ref) -> Units:
+                # The previous step's dQ first, so that it can leave while dK is in flight.
                 for piece, ref in enumerate(dq_refs):
-                    self.begin_grad_query(ref, piece, 1 - buffer, work.zero)
-                for unit, ref in enumerate(sum_refs.key):
+                    self.issue_dq(ref, piece, 1 - buffer, callbacks.zero)
+                for unit, ref in enumerate(sum_refs.dk):
                     plgpu.wgmma(ref, ds, queries.at[unit])
                 if not dq_refs:
                     plgpu.wgmma_wait(units)
                 return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=units) for ref in dq_refs)
 
-            num = self.spec.pieces if self.spec.adds_grad_query else 0
+            num = self.spec.num_dq_pieces if self.spec.adds_dq else 0
             dq = pl.run_scoped(issue_grads, *[plgpu.ACC((UNIT, UNIT), f32)] * num)
-            work.release_grad_out()
+            # dV is complete, so dO has been read for the last time.
+            callbacks.release_dout()
             if num:
-                work.add_grad_query(tuple(lax.optimization_barrier(dq)))
+                callbacks.add_dq(tuple(lax.optimization_barrier(dq)))
 
         start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
-        return DkDvSums(*(tuple(units) for units in pl.run_state(products)(start)))
+        return DkDvSums(*(tuple(units) for units in pl.run_state(run)(start)))
 
-    def grad_query(self, buffer: Scalar, zero: Scalar) -> Units:
-        """The warpgroup's pieces of dS K, of the step whose dS is in `buffer`."""
-        piece = lambda n: run_mma((UNIT, UNIT), lambda ref: self.begin_grad_query(ref, n, buffer, zero))
-        return tuple(piece(n) for n in range(self.spec.pieces))
+    def dq(self, buffer: Scalar, zero: Scalar) -> Units:
+        """Return the warpgroup's pieces of dS K for the step whose dS is in `buffer`."""
+
+        def piece(index: int) -> Tile:
+            return run_mma((UNIT, UNIT), lambda ref: self.issue_dq(ref, index, buffer, zero))
+
+        return tuple(piece(index) for index in range(self.spec.num_dq_pieces))
 
     def zeros(self) -> DkDvSums:
-        """No gradients yet."""
+        """Return accumulators of zeros for the gradients that the kernel computes."""
         zero = lambda: plgpu.layout_cast(jnp.zeros((UNIT, UNIT), f32), W)
-        zeros = lambda is_made: tuple(zero() for _ in range(self.spec.units if is_made else 0))
-        return DkDvSums(*map(zeros, self.spec.makes))
+        units = lambda is_computed: tuple(zero() for _ in range(self.spec.num_units if is_computed else 0))
+        return DkDvSums(*map(units, self.spec.computes))
 
 
 class InterpretedDkDvMma(DkDvMma):
-    """For interpret mode, which has neither accumulators with a past nor operands in registers."""
+    """Matrix products in interpret mode, which has no running accumulators and no register operands."""
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
-        """See Products; one after the other."""
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute the same as DkDvMma, one product after the other."""
         spec, smem, wg = self.spec, self.smem, self.wg
-        queries, grads = smem.query.at[stages.query], smem.grad_out.at[stages.grad_out]
-        work.await_queries()
-        s = run_mma(spec.s_shape, lambda ref: self.begin_scores(ref, stages.query, wg))
-        work.await_grad_out()
-        of = work.probabilities(s, work.stats(0))
-        if spec.makes.value:
-            store_units(smem.p.at[wg], of.p, spec)
+        queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
+        callbacks.wait_for_queries()
+        s = run_mma(spec.s_shape, lambda ref: self.issue_scores(ref, stages.query, wg))
+        callbacks.wait_for_dout()
+        probabilities = callbacks.probabilities(s, callbacks.row_stats(0))
+        if spec.computes.dv:
+            store_units(smem.p.at[wg], probabilities.p, spec)
             plgpu.commit_smem()
-        values = tuple(
-            acc + self.of_queries(smem.p.at[wg], grads, unit) for unit, acc in enumerate(sums.value)
+        dv = tuple(acc + self.sum_over_queries(smem.p.at[wg], dout, unit) for unit, acc in enumerate(sums.dv))
+        if not spec.computes.dk:
+            callbacks.release_dout()
+            return DkDvSums((), dv)
+        dp = run_mma(spec.s_shape, lambda ref: self.issue_dp(ref, stages.dout, wg))
+        ds = callbacks.score_grads(probabilities, dp, callbacks.row_stats(1)).astype(spec.dtype)
+        callbacks.exchange_ds(ds)
+        dq = self.dq(1 - buffer, callbacks.zero) if spec.adds_dq else ()
+        dk = tuple(
+            acc + self.sum_over_queries(smem.ds.at[buffer, wg], queries, unit)
+            for unit, acc in enumerate(sums.dk)
         )
-        if not spec.makes.key:
-            work.release_grad_out()
-            return DkDvSums((), values)
-        dp = run_mma(spec.s_shape, lambda ref: self.begin_grad_p(ref, stages.grad_out, wg))
-        ds = work.grad_scores(of, dp, work.stats(1)).astype(spec.dtype)
-        work.exchange(ds)
-        dq = self.grad_query(1 - buffer, work.zero) if spec.adds_grad_query else ()
-        keys = tuple(
-            acc + self.of_queries(smem.grad_scores.at[buffer, wg], queries, unit)
-            for unit, acc in enumerate(sums.key)
-        )
-        work.release_grad_out()
-        if spec.adds_grad_query:
-            work.add_grad_query(dq)
-        return DkDvSums(keys, values)
+        callbacks.release_dout()
+        if spec.adds_dq:
+            callbacks.add_dq(dq)
+        return DkDvSums(dk, dv)
 
-    def of_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
-        """[64, tile_q] of SMEM, in units, times a unit of a tile of queries' heads."""
+    def sum_over_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
+        """Return [64, tile_q] in shared memory times one head unit of a query tile."""
 
-        def begin(ref: Ref) -> None:
-            for nth in range(self.spec.query_units):
-                plgpu.wgmma(ref, rows_s.at[nth], queries_s.at[unit, pl.ds(nth * UNIT, UNIT)])
+        def issue(ref: Ref) -> None:
+            for index in range(self.spec.num_query_units):
+                plgpu.wgmma(ref, rows_s.at[index], queries_s.at[unit, pl.ds(index * UNIT, UNIT)])
 
-        return run_mma((UNIT, UNIT), begin)
-
-
-def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
-    """[64, tile_q] into units of shared memory."""
-    for nth in range(spec.query_units):
-        to_s[nth] = tile[:, nth * UNIT : (nth + 1) * UNIT]
-
-
-def run_mma(shape: tuple[int, int], begin: Callable[[Ref], None]) -> Tile:
-    """Of operands in shared memory, one after the other: what `begin` adds to an accumulator of 0."""
-
-    def run(ref: Ref) -> Tile:
-        begin(ref)
-        return ref[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, f32))
+        return run_mma((UNIT, UNIT), issue)
 
 
 class DkMma(DkDvMma):
-    """S, dP and dK: P is made while dP is in flight."""
+    """The products S, dP and dK of wide heads, whose dk and dv have a kernel each."""
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
-        """See Products."""
-        wg, units = self.wg + work.zero, self.spec.units
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute S, dP and dK; P is computed while dP is in flight."""
+        wg, units = self.wg + callbacks.zero, self.spec.num_units
 
-        def grad_scores(s_ref: Ref, dp_ref: Ref) -> Tile:
-            work.await_queries()
-            self.begin_scores(s_ref, stages.query, wg)
-            work.await_grad_out()
-            self.begin_grad_p(dp_ref, stages.grad_out, wg)
+        def compute_ds(s_ref: Ref, dp_ref: Ref) -> Tile:
+            callbacks.wait_for_queries()
+            self.issue_scores(s_ref, stages.query, wg)
+            callbacks.wait_for_dout()
+            self.issue_dp(dp_ref, stages.dout, wg)
             s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
-            of = work.probabilities(s, work.stats(0))
+            probabilities = callbacks.probabilities(s, callbacks.row_stats(0))
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
-            ds = work.grad_scores(of, dp, work.stats(1)).astype(self.spec.dtype)
-            work.release_grad_out()
+            ds = callbacks.score_grads(probabilities, dp, callbacks.row_stats(1)).astype(self.spec.dtype)
+            # dO is read by dP alone, so its stage is free early.
+            callbacks.release_dout()
             return ds
 
-        ds = pl.run_scoped(grad_scores, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
-        return DkDvSums(self.added(sums.key, ds, self.smem.query.at[stages.query]), ())
+        ds = pl.run_scoped(compute_ds, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
+        return DkDvSums(self.add_product(sums.dk, ds, self.smem.query.at[stages.query]), ())
 
-    def added(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
-        """Sums with `rows` times a tile of queries, or of gradients of their outputs."""
+    def add_product(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
+        """Return the sums plus `rows` times a tile of queries or of dO."""
 
-        def products(refs: Any) -> None:
+        def run(refs: Any) -> None:
             for unit, ref in enumerate(refs):
                 plgpu.wgmma(ref, rows, queries_s.at[unit])
 
-        return tuple(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in sums)))
+        return tuple(pl.run_state(run)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
 
 class DvMma(DkMma):
-    """S and dV."""
+    """The products S and dV of wide heads, whose dk and dv have a kernel each."""
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, work: DkDvCallbacks) -> DkDvSums:
-        """See Products."""
-        wg = self.wg + work.zero
+    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute S and dV."""
+        wg = self.wg + callbacks.zero
 
         def scores(s_ref: Ref) -> Tile:
-            work.await_queries()
-            self.begin_scores(s_ref, stages.query, wg)
+            callbacks.wait_for_queries()
+            self.issue_scores(s_ref, stages.query, wg)
             return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
 
         s = pl.run_scoped(scores, plgpu.ACC(self.spec.s_shape, f32))
-        work.await_grad_out()
-        of = work.probabilities(lax.optimization_barrier(s), work.stats(0))
-        values = self.added(sums.value, of.p, self.smem.grad_out.at[stages.grad_out])
-        work.release_grad_out()
-        return DkDvSums((), values)
+        callbacks.wait_for_dout()
+        probabilities = callbacks.probabilities(lax.optimization_barrier(s), callbacks.row_stats(0))
+        dv = self.add_product(sums.dv, probabilities.p, self.smem.dout.at[stages.dout])
+        callbacks.release_dout()
+        return DkDvSums((), dv)
 
 
 def mma_class(spec: BackwardSpec) -> type[DkDvMma]:
-    """What a kernel multiplies with."""
+    """Return the class that computes a kernel's matrix products."""
     if spec.is_interpreted:
         return InterpretedDkDvMma
-    if spec.makes == ComputedGrads(key=True, value=True):
+    if spec.computes == ComputedGrads(dk=True, dv=True):
         return DkDvMma
-    return DkMma if spec.makes.key else DvMma
+    return DkMma if spec.computes.dk else DvMma
+
+
+def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
+    """Store a tile [64, tile_q] in shared memory, one query unit after the other."""
+    for index in range(spec.num_query_units):
+        to_s[index] = tile[:, index * UNIT : (index + 1) * UNIT]
+
+
+def run_mma(shape: tuple[int, int], issue: Callable[[Ref], None]) -> Tile:
+    """Return what `issue` adds to an accumulator of zeros."""
+
+    def run(ref: Ref) -> Tile:
+        issue(ref)
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, f32))

@@ -1,4 +1,4 @@
-"""Of a warpgroup's keys and a tile of queries: probabilities, and gradients of scores. A row is a key."""
+"""Probabilities and score gradients of a warpgroup's keys and a query tile; one row per key."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -19,16 +19,16 @@ from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 
 
 def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
-    """Q K^T scaled and soft-capped, times log2(e); and of what the cap bends its tanh, None without a cap."""
+    """Return Q K^T scaled and soft-capped, times log2(e), and the tanh of the cap, or None without a cap."""
     if score.soft_cap is None:
         return s * (score.scale * LOG2E), None
-    bend = jnp.tanh(s * (score.scale / score.soft_cap))
-    return bend * (score.soft_cap * LOG2E), bend
+    tanh = jnp.tanh(s * (score.scale / score.soft_cap))
+    return tanh * (score.soft_cap * LOG2E), tanh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransposedPairTile(PairTile):
-    """PairTile on its side."""
+    """A PairTile with one key per row and one query per column."""
 
     has_key_rows: ClassVar[bool] = True
 
@@ -44,20 +44,20 @@ class TransposedPairTile(PairTile):
 
     @property
     def num_queries(self) -> int:
-        """Of the tile."""
+        """Number of queries in the tile."""
         return self.shape[1]
 
     @property
-    def queries(self) -> Columns:
+    def query_positions(self) -> Columns:
         """Position of each query."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape[1:], 0, layout=COLUMN) + self.first_query
 
-    def of_queries(self, x: Scalar) -> Columns:
-        """One value to that of each query."""
+    def fill_queries(self, x: Scalar) -> Columns:
+        """Return a value per query, all equal to `x`."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[1:], []), COLUMN)
 
-    def wide_queries(self, x: Columns) -> Tile:
-        """One value a query to one a pair."""
+    def broadcast_queries(self, x: Columns) -> Tile:
+        """Broadcast a value per query to a value per pair."""
         return lax.broadcast_in_dim(x, self.shape, [1])
 
     @property
@@ -68,39 +68,39 @@ class TransposedPairTile(PairTile):
     @property
     def key(self) -> Tile:
         """Position of each pair's key."""
-        return self.wide(self.rows)
+        return self.broadcast_rows(self.row_positions)
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries before a warpgroup's keys.
+    """A query tile as seen by one warpgroup's keys.
 
     Attributes:
-        item: The keys' item.
-        head: The query head.
-        nth: Number of the tile, of the request's.
-        slope: ALiBi's of the head, times log2(e), or None.
-        is_masked: Static: some pair of it may not be seen.
+        work_tile: Work tile of the keys.
+        head: Query head.
+        tile_index: Index of the tile in the request.
+        slope: ALiBi slope of the head times log2(e), or None.
+        is_masked: Whether the tile needs a mask. Static.
     """
 
-    item: BackwardWorkTile
+    work_tile: BackwardWorkTile
     head: Scalar
-    nth: Scalar
+    tile_index: Scalar
     slope: Scalar | None
     is_masked: bool
 
-    def live(self) -> tuple[Scalar, Scalar]:
-        """First of its rows that is the request's, and one past the last."""
-        position = self.item.position(self.nth)
-        return self.item["first_position"] - position, self.item["seq_len"] - position
+    def valid_rows(self) -> tuple[Scalar, Scalar]:
+        """Return the range [begin, end) of rows that belong to the request."""
+        position = self.work_tile.position(self.tile_index)
+        return self.work_tile["first_position"] - position, self.work_tile["seq_len"] - position
 
 
 class TileProbabilities(NamedTuple):
-    """Of a tile.
+    """Probabilities of a tile.
 
     Attributes:
-        p: Probabilities, in 16 bits.
-        weight: The same in f32, times the soft cap's derivative.
-        is_masked: Static: as the tile is; 0 where a pair is not seen.
+        p: Probabilities in 16 bits.
+        weight: Probabilities in f32, times the derivative of the soft cap.
+        is_masked: Whether the tile needs a mask; invisible pairs are 0. Static.
     """
 
     p: Tile
@@ -109,101 +109,111 @@ class TileProbabilities(NamedTuple):
 
 
 class DkDvScores:
-    """Of one warpgroup."""
+    """Probabilities and score gradients of one warpgroup."""
 
     def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
-        """With the mask's arrays, and of shared memory what refs.Smem has for it."""
+        """Create the scores from the mask's arrays and the shared memory for column indices."""
         self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
 
     def store_columns(self) -> None:
-        """Numbers the queries of a tile."""
+        """Store the column indices in shared memory."""
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_q,), 0, layout=COLUMN)
         self.columns_s[...] = columns.astype(f32)
         plgpu.commit_smem()
 
-    def stored(self, tile: QueryTile) -> LoadedMask:
-        """What the mask has stored of a tile: read early, for it comes from global memory."""
+    def load_mask(self, tile: QueryTile) -> LoadedMask:
+        """Load what the mask needs for a tile; called early because it comes from global memory."""
         if not tile.is_masked or not self.arrays:
             return ()
         assert self.spec.mask is not None
-        return self.spec.mask.load(self._pairs(tile), tile.item["req"], self.arrays)
+        return self.spec.mask.load(self._pairs(tile), tile.work_tile["req"], self.arrays)
 
-    def stats(self, stats_s: Ref, which: int, tile: QueryTile) -> Columns:
-        """Of [2, tile_q] in SMEM: what scores are less (0), or gradients of probabilities (1).
+    def row_stats(self, stats_s: Ref, index: int, tile: QueryTile) -> Columns:
+        """Return the LSE (index 0) or delta (1) of each query, from shared memory [2, tile_q].
 
-        To be loaded before the tensor core is given what runs beside their use: a load of shared memory waits
-        behind every product that was issued before it.
+        Call it before issuing the product that its use overlaps with: a load from shared memory waits for all
+        products that were issued before it.
         """
-        less = plgpu.load(stats_s.at[which], layout=COLUMN, optimized=False)
-        if which or tile.slope is None or self.spec.score.sqrt_alibi:
-            return less
-        return less + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
+        stats = plgpu.load(stats_s.at[index], layout=COLUMN, optimized=False)
+        if index or tile.slope is None or self.spec.score.sqrt_alibi:
+            return stats
+        # The query's part of a linear ALiBi bias, -slope * column, is subtracted together with the LSE.
+        return stats + plgpu.load(self.columns_s, layout=COLUMN, optimized=False) * tile.slope
 
-    def probabilities(self, s: Tile, less: Columns, tile: QueryTile, stored: LoadedMask) -> TileProbabilities:
-        """Of Q K^T; `less` is stats(0), `stored` what the mask has stored."""
-        y, bend = apply_soft_cap(s, self.spec.score)
+    def probabilities(self, s: Tile, lse: Columns, tile: QueryTile, loaded: LoadedMask) -> TileProbabilities:
+        """Return the probabilities of transposed scores.
+
+        Args:
+            s: K Q^T.
+            lse: Result of `row_stats(..., 0, ...)`.
+            tile: The query tile.
+            loaded: Result of `load_mask`.
+        """
+        y, tanh = apply_soft_cap(s, self.spec.score)
         if tile.slope is not None:
-            y = self._biased(y, tile, tile.slope)
-        y = y - self._wide(less)
-        p = jnp.exp2(self._masked(y, tile, stored) if tile.is_masked else y)
-        # Not the cap's part and p: registers are short.
-        weight = p if bend is None else p * (1.0 - bend * bend)
+            y = self._add_alibi(y, tile, tile.slope)
+        y = y - self._broadcast_columns(lse)
+        p = jnp.exp2(self._masked(y, tile, loaded) if tile.is_masked else y)
+        # One product of both factors, not p and the cap's derivative: registers are scarce.
+        weight = p if tanh is None else p * (1.0 - tanh * tanh)
         return TileProbabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
 
-    def gradients(self, of: TileProbabilities, grad_p: Tile, less: Columns) -> Tile:
-        """Of scores, but for the scale; `less` is stats(1)."""
-        grad = of.weight * (grad_p - self._wide(less))
-        return jnp.where(of.weight > 0.0, grad, 0.0) if of.is_masked else grad
+    def gradients(self, probabilities: TileProbabilities, dp: Tile, delta: Columns) -> Tile:
+        """Return dS without the scale; `delta` is the result of `row_stats(..., 1, ...)`."""
+        ds = probabilities.weight * (dp - self._broadcast_columns(delta))
+        return jnp.where(probabilities.weight > 0.0, ds, 0.0) if probabilities.is_masked else ds
 
-    def _biased(self, y: Tile, tile: QueryTile, slope: Scalar) -> Tile:
-        """With ALiBi's slope times the distance; of what is linear a column's part is in stats(0)."""
-        first = self._positions(tile) - tile.item.position(tile.nth)
+    def _add_alibi(self, y: Tile, tile: QueryTile, slope: Scalar) -> Tile:
+        """Add the ALiBi bias; the query's part of a linear bias is in the LSE."""
+        first = self._positions(tile) - tile.work_tile.position(tile.tile_index)
         if not self.spec.score.sqrt_alibi:
-            return y + self._of_rows(first.astype(f32) * slope)
-        distances = jnp.maximum(self._columns() - self._of_rows(first.astype(f32)), 0.0)
+            return y + self._broadcast_rows(first.astype(f32) * slope)
+        distances = jnp.maximum(self._columns() - self._broadcast_rows(first.astype(f32)), 0.0)
         return y - jnp.sqrt(distances) * slope
 
-    def _masked(self, y: Tile, tile: QueryTile, stored: LoadedMask) -> Tile:
-        """-inf where a pair is not seen: of each key the queries from one on up to another see it at most."""
-        item = tile.item
-        first, seq_len = item["first_position"], item["seq_len"]
+    def _masked(self, y: Tile, tile: QueryTile, loaded: LoadedMask) -> Tile:
+        """Return the exponents with -inf for invisible pairs."""
+        # Without the mask, each key is visible to a contiguous range of queries.
+        work_tile = tile.work_tile
+        first, seq_len = work_tile["first_position"], work_tile["seq_len"]
         row = self._rows() + self.wg * UNIT
-        low, high = visible_query_range(self.spec.score, row + item["key_position"], first, seq_len)
-        is_live = (row >= item["begin"]) & (row < item["end"])
-        high = jnp.where(is_live, high, low)
-        position = item.position(tile.nth)
+        low, high = visible_query_range(self.spec.score, row + work_tile["key_position"], first, seq_len)
+        is_valid = (row >= work_tile["begin"]) & (row < work_tile["end"])
+        high = jnp.where(is_valid, high, low)
+        position = work_tile.position(tile.tile_index)
         low, high = low - position, high - position
         pairs, mask = self._pairs(tile), self.spec.mask
-        words = pairs.words_between(low, high)
+        words = pairs.words_in_range(low, high)
         if mask is None:
             return pairs.masked(y, words)
-        seen = mask.visible(pairs, stored)
+        visible = mask.visible(pairs, loaded)
         if mask.is_words:
-            return pairs.masked(y, tuple(a & b for a, b in zip(seen, words, strict=True)))
-        return pairs.masked(jnp.where(seen, y, -jnp.inf), words)
+            return pairs.masked(y, tuple(a & b for a, b in zip(visible, words, strict=True)))
+        return pairs.masked(jnp.where(visible, y, -jnp.inf), words)
 
     def _pairs(self, tile: QueryTile) -> TransposedPairTile:
         return TransposedPairTile(
             head=tile.head,
-            first_query=tile.item.position(tile.nth),
-            first_key=tile.item["key_position"] + self.wg * UNIT,
+            first_query=tile.work_tile.position(tile.tile_index),
+            first_key=tile.work_tile["key_position"] + self.wg * UNIT,
             columns=self._columns,
             shape=self.spec.s_shape,
             interpret=self.spec.interpret,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:
-        return self._rows() + (tile.item["key_position"] + self.wg * UNIT)
+        return self._rows() + (tile.work_tile["key_position"] + self.wg * UNIT)
 
     def _rows(self) -> Rows:
         return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=ROW)
 
     def _columns(self) -> Tile:
-        """Number of each query in its tile. Read, or the compiler keeps them all in registers."""
-        return self._wide(plgpu.load(self.columns_s, layout=COLUMN, optimized=False))
+        """Return the index of each query within its tile."""
+        # Loaded at each use; otherwise the compiler keeps all of them in registers.
+        return self._broadcast_columns(plgpu.load(self.columns_s, layout=COLUMN, optimized=False))
 
-    def _wide(self, x: Columns) -> Tile:
+    def _broadcast_columns(self, x: Columns) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [1])
 
-    def _of_rows(self, x: Rows) -> Tile:
+    def _broadcast_rows(self, x: Rows) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

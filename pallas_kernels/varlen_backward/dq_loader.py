@@ -1,4 +1,7 @@
-"""The ring of keys and values where there is room for more tiles of keys than of values."""
+"""The loading warp of the dq kernel, and its pipeline, which may have more stages of keys than of values."""
+
+import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,46 +9,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Scalar
+from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
+from pallas_kernels.varlen_prefill.loader import PrefillLoader
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillSmem
-from pallas_kernels.varlen_prefill.spec import PrefillSpec
+from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile, align_row
 
 
 def has_wide_heads(spec: PrefillSpec) -> bool:
-    """Heads of 192 and 256."""
-    return spec.shape.cut.padded_dim > 128
+    """Return whether the heads are 192 or 256 wide."""
+    return spec.shape.head.padded_dim > 128
 
 
 def num_value_stages(spec: PrefillSpec) -> int:
-    """Tiles of values in shared memory: one beside two of keys where heads are of 256.
+    """Return the number of stages of values: 1, beside 2 of keys, for heads of 256.
 
-    Values are read once, by dP; keys by S and, while the next tile's S is made, by dQ.
+    Values are read once, by dP. Keys are read by S and, while the next tile's S is computed, by dQ.
     """
-    return 1 if spec.shape.cut.padded_dim > 192 else spec.sizes.stages
+    return 1 if spec.shape.head.padded_dim > 192 else spec.sizes.stages
 
 
 class DqKvPipeline(KvPipeline):
-    """A team's stages, those of values counted for themselves."""
+    """The pipeline stages of keys and values, with separate numbers of stages."""
 
-    def __init__(self, smem: PrefillSmem, pipeline: PrefillBarriers, spec: PrefillSpec):
-        super().__init__(smem, pipeline, spec.sizes, 0)
+    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, spec: PrefillSpec):
+        super().__init__(smem, barriers, spec.sizes, 0)
         self.num_values = num_value_stages(spec)
 
     def value_stage(self, step: Scalar) -> Scalar:
-        """Where the values of a step are."""
+        """Return the stage that holds the values of a step."""
         if self.num_values == self.sizes.stages:
             return self.stage(step)
         return lax.rem(step, jnp.int32(self.num_values))
 
     def stages(self, step: Scalar) -> tuple[tuple[KvStages, Scalar, int], ...]:
-        """Of keys and of values: the stream, where it has those of a step, and how many stages it has."""
+        """Return, for keys and for values: the buffer, the stage of a step, and the number of stages."""
         return (
             (self.keys, self.stage(step), self.sizes.stages),
             (self.values, self.value_stage(step), self.num_values),
         )
 
     def skip(self, step: Scalar, first: Scalar, end: Scalar) -> None:
-        """See Ring."""
+        """See KvPipeline."""
 
         @pl.loop(first, end)
         def _(i: Scalar) -> None:
@@ -53,11 +59,79 @@ class DqKvPipeline(KvPipeline):
                 plgpu.barrier_wait(stream.full.at[stage])
                 plgpu.barrier_arrive(stream.free.at[stage])
 
-    def wait_until_read(self, steps: Scalar) -> None:
-        """See Ring."""
-        for nth, num in enumerate((self.sizes.stages, self.num_values)):
+    def drain(self, steps: Scalar) -> None:
+        """See KvPipeline."""
+        for index, num in enumerate((self.sizes.stages, self.num_values)):
 
             @pl.loop(jnp.maximum(steps - num, 0), steps)
-            def _(step: Scalar, nth: int = nth) -> None:
-                stream, stage, _ = self.stages(step)[nth]
+            def _(step: Scalar, index: int = index) -> None:
+                stream, stage, _ = self.stages(step)[index]
                 plgpu.barrier_wait(stream.free.at[stage])
+
+
+class DqLoader(PrefillLoader):
+    """The warp that loads what the computing warpgroups multiply."""
+
+    pipeline: DqKvPipeline
+
+    def __init__(self, inputs: DqInputs, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
+        super().__init__(inputs.attention, smem.attention, barriers, spec, 0)
+        self.pipeline = DqKvPipeline(smem.attention, barriers, spec)
+        self.arrays = inputs.attention.kv.k, inputs.attention.kv.v
+        self.dout_g, self.dout_s = inputs.dout, smem.dout
+        self.out_g, self.num_output_steps = inputs.out, inputs.num_output_steps
+
+    def load_all(self, scheduler: PrefillTileScheduler) -> None:
+        """Load all work tiles; the outputs of a work tile come before its keys."""
+        rounds, tile_index = scheduler.assignment(self.team)
+
+        def load(iteration: Scalar, step: Scalar) -> Scalar:
+            work_tile, row = scheduler.read_to_registers(tile_index(iteration))
+            if self.out_g is not None:
+                self.load_outputs(work_tile, step)
+            self.load_work_tile(work_tile, row, iteration, step + self.num_output_steps)
+            return step + self.num_output_steps + work_tile.num
+
+        steps = lax.fori_loop(0, rounds, load, rounds * 0)
+        # Interpret mode requires that every barrier completion is awaited; the hardware does not.
+        if self.spec.is_interpreted:
+            self.pipeline.drain(steps)
+            self.wait_for_queries(rounds)
+
+    def load_outputs(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
+        """Load the first warpgroup's outputs into a stage of keys, the second's into one of values."""
+        head = self.spec.shape.head
+        for rank, (stream, stage, num) in enumerate(self.pipeline.stages(step)):
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            rows = pl.ds(align_row(jnp.maximum(work_tile["first_row"] + rank * M, 0)), M)
+            for chunk in range(head.num_chunks):
+                source = self.out_g.at[(rows, work_tile.head, *head.gmem_index(chunk, step * 0))]
+                plgpu.copy_gmem_to_smem(source, stream.tiles.at[stage, chunk], stream.full.at[stage])
+
+    def load_tile(
+        self,
+        work_tile: PrefillWorkTile,
+        tile: Scalar,
+        step: Scalar,
+        after_keys: Callable[[], None] | None = None,
+    ) -> None:
+        """Load the keys and values of a KV tile; see PrefillLoader."""
+        kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
+        copies = self.copies.of_tile(work_tile, tile, kv_head, 0, 1)
+        for index, (stream, stage, num) in enumerate(self.pipeline.stages(step)):
+            # A stage is free once all warpgroups have read the tile that it held.
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            self.copy(self.arrays[index], stream, stage, copies)
+            if after_keys is not None and index == 0:
+                after_keys()
+
+    def load_queries(self, work_tile: PrefillWorkTile, row: Scalar, iteration: Scalar) -> None:
+        """Load each warpgroup's queries and dO, and the work tile's row of the table."""
+        super().load_queries(work_tile, row, iteration)
+        head, buffer = self.spec.shape.head, self.queries[0].buffer(iteration)
+        for rank, queries in enumerate(self.queries):
+            rows = pl.ds(align_row(jnp.maximum(work_tile["first_row"] + rank * M, 0)), M)
+            for chunk in range(head.num_chunks):
+                source = self.dout_g.at[(rows, work_tile.head, *head.gmem_index(chunk, iteration * 0))]
+                to = self.dout_s.at[rank, buffer, chunk]
+                plgpu.copy_gmem_to_smem(source, to, queries.full.at[queries.barrier(buffer)])

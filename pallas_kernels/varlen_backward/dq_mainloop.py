@@ -1,4 +1,4 @@
-"""What a warpgroup computes in the kernel of queries' gradients: 64 rows of its items, through their keys."""
+"""The main loop of a warpgroup of the dq kernel: 64 query rows of each work tile, over all of their keys."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
-from pallas_kernels.varlen_backward.dq_mma import (
-    DqCallbacks,
-    DqOperands,
-    DqState,
-    mma_class,
-)
+from pallas_kernels.varlen_backward.dq_mma import DqCallbacks, DqOperands, DqState, mma_class
 from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
@@ -27,135 +22,152 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
 class DqMainloop:
-    """One warpgroup."""
+    """The computation of one warpgroup."""
 
-    def __init__(
-        self, inputs: DqInputs, grad_query: Ref, smem: DqSmem, pipeline: PrefillBarriers, spec: PrefillSpec
-    ):
+    def __init__(self, inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
         self.wg = wg = lax.axis_index("warpgroup")
-        self.inputs, self.grad_query, self.smem, self.spec = inputs, grad_query, smem, spec
-        self.queries = QueryBuffers(smem.attention, pipeline, spec.sizes, wg)
-        self.ring, of_keys = (DqKvPipeline(smem.attention, pipeline, spec) for _ in range(2))
-        # Here it is keys that a gradient of 0 is multiplied by.
-        of_keys.values = of_keys.keys
-        self.clear = ValueTiles(of_keys, spec)
+        self.inputs, self.dq, self.smem, self.spec = inputs, dq, smem, spec
+        self.queries = QueryBuffers(smem.attention, barriers, spec.sizes, wg)
+        self.pipeline, key_pipeline = (DqKvPipeline(smem.attention, barriers, spec) for _ in range(2))
+        # dQ multiplies keys, as P V multiplies values: a gradient of 0 does not hide their NaNs.
+        key_pipeline.values = key_pipeline.keys
+        self.keys = ValueTiles(key_pipeline, spec)
         masking = Masking(inputs.attention.mask, self.columns, spec)
-        self.scores = DqScores(inputs.stats, masking, spec)
-        self.products = mma_class(spec)(
-            self.ring, smem.attention.p.at[wg] if spec.is_interpreted else None, spec
-        )
+        self.scores = DqScores(inputs.row_stats, masking, spec)
+        ds_s = smem.attention.p.at[wg] if spec.is_interpreted else None
+        self.mma = mma_class(spec)(self.pipeline, ds_s, spec)
 
     def columns(self) -> Tile:
-        """Number of each key in its tile, f32. Read, or the compiler keeps them all in registers."""
+        """Return the index of each key within its tile, f32."""
+        # Loaded at each use; otherwise the compiler keeps all of them in registers.
         column = plgpu.load(self.smem.attention.columns.at[self.wg], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
 
-    def work_share(self, work: PrefillTileScheduler) -> None:
-        """All items of the thread block."""
-        rounds, number_of = work.rounds_of(0)
+    def run(self, scheduler: PrefillTileScheduler) -> None:
+        """Compute all work tiles of the thread block."""
+        rounds, tile_index = scheduler.assignment(0)
         columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
         self.smem.attention.columns[self.wg] = columns.astype(f32)
         plgpu.commit_smem()
 
-        def take(nth: Scalar, step: Scalar) -> Scalar:
-            buffer = self.queries.buffer(nth)
+        def compute(iteration: Scalar, step: Scalar) -> Scalar:
+            # Wait for the queries, with which dO and the work tile's columns arrive.
+            buffer = self.queries.buffer(iteration)
             plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
-            item = work.in_memory(number_of(nth), self.queries.columns.at[buffer])
+            work_tile = scheduler.read_from_smem(tile_index(iteration), self.queries.columns.at[buffer])
             slopes = self.inputs.attention.slopes
-            self.take_item(QueryRows(item, self.wg, slopes, self.spec), buffer, nth, step)
-            return step + self.inputs.steps_before + item.num
+            rows = QueryRows(work_tile, self.wg, slopes, self.spec)
+            self.compute_work_tile(rows, buffer, iteration, step)
+            return step + self.inputs.num_output_steps + work_tile.num
 
-        lax.fori_loop(0, rounds, take, jnp.int32(0) * rounds)
+        lax.fori_loop(0, rounds, compute, jnp.int32(0) * rounds)
         plgpu.wait_smem_to_gmem(0)
 
-    def take_item(self, rows: QueryRows, buffer: Scalar, nth: Scalar, step: Scalar) -> None:
-        """The rows of an item, whose queries are in a buffer, and whose first keys are those of `step`."""
+    def compute_work_tile(self, rows: QueryRows, buffer: Scalar, iteration: Scalar, step: Scalar) -> None:
+        """Compute and store dq of a work tile's rows.
+
+        Args:
+            rows: The rows.
+            buffer: Buffer that holds their queries.
+            iteration: Number of the work tile among those of the thread block.
+            step: First step of the work tile.
+        """
         queries = self.queries
         if queries.num > 1:
-            pl.when(nth >= 1)(lambda: queries.release(nth - 1))
+            # With two buffers, the previous work tile's dq leaves before its buffer is passed on.
+            pl.when(iteration >= 1)(lambda: queries.release(iteration - 1))
 
-        def work() -> tuple[Tile, ...]:
-            return self.grads_of(rows, buffer, step)
+        def compute() -> tuple[Tile, ...]:
+            return self.compute_dq(rows, buffer, step)
 
-        def rest() -> tuple[Tile, ...]:
-            self.ring.skip(step, jnp.int32(0), rows.item.num + self.inputs.steps_before)
+        def skip() -> tuple[Tile, ...]:
+            # No valid rows or no keys: release all of the work tile's stages.
+            num_steps = rows.work_tile.num + self.inputs.num_output_steps
+            self.pipeline.skip(step, jnp.int32(0), num_steps)
             zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            return tuple(zeros() for _ in range(self.spec.shape.cut.num_chunks))
+            return tuple(zeros() for _ in range(self.spec.shape.head.num_chunks))
 
         scale, dtype = self.spec.score.scale, self.spec.dtype
-        grads = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), work, rest)]
-        store_rows(self.grad_query, rows, queries.query.at[buffer], queries.out.at[buffer], grads)
+        dq = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), compute, skip)]
+        store_rows(self.dq, rows, queries.query.at[buffer], queries.out.at[buffer], dq)
         if queries.num == 1:
-            queries.release(nth)
+            # With one buffer, the next work tile's queries wait until this dq has left.
+            queries.release(iteration)
 
-    def here(self, rows: QueryRows, buffer: Scalar) -> DqOperands:
-        """Rows in shared memory.
+    def operands(self, rows: QueryRows, buffer: Scalar) -> DqOperands:
+        """Return the rows' queries and dO in shared memory.
 
-        Wide heads have more addresses for the tensor core than registers: these are made anew each step, of
-        a 0 that the compiler does not know.
+        For wide heads the tensor core has more operand addresses than fit in registers. They are recomputed
+        each step, from a 0 that the compiler does not know.
         """
         if has_wide_heads(self.spec):
-            buffer = buffer + lax.shift_right_logical(rows.item["seq_len"], jnp.int32(31))
-        return DqOperands(self.queries.query.at[buffer], self.smem.grad_out.at[self.wg, buffer])
+            buffer = buffer + lax.shift_right_logical(rows.work_tile["seq_len"], jnp.int32(31))
+        return DqOperands(self.queries.query.at[buffer], self.smem.dout.at[self.wg, buffer])
 
-    def grads_of(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
-        """All keys of rows, which are in a buffer, and whose item's first are those of `step`."""
-        begin, low_edge, high_edge, end = rows.share()
-        of_outputs, step = step, step + self.inputs.steps_before
-        expected = lambda: self.expected(self.here(rows, buffer), of_outputs)
-        stats = self.scores.stats_of(rows, None if self.inputs.out is None else expected)
+    def compute_dq(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
+        """Return the unscaled dq of rows; see compute_work_tile for the arguments."""
+        begin, full_begin, full_end, end = rows.kv_tile_range()
+        output_step, step = step, step + self.inputs.num_output_steps
+        delta = lambda: self.compute_delta(self.operands(rows, buffer), output_step)
+        row_stats = self.scores.load_row_stats(rows, None if self.inputs.out is None else delta)
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
+        # Release tiles that are only for the other warpgroup: first those before these rows' tiles.
         if has_window and not has_lists:
-            self.ring.skip(step, jnp.int32(0), begin)
+            self.pipeline.skip(step, jnp.int32(0), begin)
         first = rows.first_tile(begin)
-        await_first = lambda: self.clear.await_first(first, step + begin)
-        work = self.work(first, stats, await_first)
-        state = self.products.start(self.here(rows, buffer), step + begin, work)
+        wait_for_first = lambda: self.keys.wait_first(first, step + begin)
+        callbacks = self.callbacks(first, row_stats, wait_for_first)
+        state = self.mma.first_step(self.operands(rows, buffer), step + begin, callbacks)
 
-        def take(edges: MaskedEnds) -> Callable[[Scalar, DqState], DqState]:
-            def take(i: Scalar, state: DqState) -> DqState:
-                tile = rows.tile(i, edges)
-                work = self.work(tile, stats, lambda: self.clear.await_next(tile, step + i))
-                return self.products.take(self.here(rows, buffer), step + i, work, state)
+        def compute_tile(masked_ends: MaskedEnds) -> Callable[[Scalar, DqState], DqState]:
+            def compute(i: Scalar, state: DqState) -> DqState:
+                tile = rows.tile(i, masked_ends)
+                callbacks = self.callbacks(tile, row_stats, lambda: self.keys.wait_next(tile, step + i))
+                return self.mma.step(self.operands(rows, buffer), step + i, callbacks, state)
 
-            return take
+            return compute
 
+        # One loop per kind of tile, so that full tiles are computed without any mask.
         if has_window or has_lists:
-            state = lax.fori_loop(begin + 1, low_edge, take(MaskedEnds.BOTH), state)
-        state = lax.fori_loop(low_edge, high_edge, take(MaskedEnds.NONE), state)
+            state = lax.fori_loop(begin + 1, full_begin, compute_tile(MaskedEnds.BOTH), state)
+        state = lax.fori_loop(full_begin, full_end, compute_tile(MaskedEnds.NONE), state)
         if not has_lists:
-            state = lax.fori_loop(high_edge, end, take(MaskedEnds.HIGH), state)
-        self.clear.clear_last(rows, end - 1, step + end - 1)
-        grads = self.products.finish(step + end - 1, state)
+            state = lax.fori_loop(full_end, end, compute_tile(MaskedEnds.HIGH), state)
+        # Zero keys after the request's end before dQ reads them.
+        self.keys.clear_last(rows, end - 1, step + end - 1)
+        dq = self.mma.finish(step + end - 1, state)
+        # Then release the tiles after these rows' tiles.
         if not has_lists:
-            self.ring.skip(step, end, rows.item.num)
-        return grads
+            self.pipeline.skip(step, end, rows.work_tile.num)
+        return dq
 
-    def expected(self, here: DqOperands, step: Scalar) -> Tile:
-        """The sum of outputs, which are where keys and values of a step are, times their gradients."""
-        for stream, stage, _ in self.ring.stages(step):
+    def compute_delta(self, operands: DqOperands, step: Scalar) -> Tile:
+        """Return the row sums of O * dO; O is in the stages of keys and values of a step."""
+        for stream, stage, _ in self.pipeline.stages(step):
             plgpu.barrier_wait(stream.full.at[stage])
 
-        def of(rank: int) -> Tile:
-            stream, stage, _ = self.ring.stages(step)[rank]
-            as_f32 = lambda ref: plgpu.load(ref, layout=W).astype(f32)
+        def row_sum(rank: int) -> Tile:
+            stream, stage, _ = self.pipeline.stages(step)[rank]
+            load = lambda ref: plgpu.load(ref, layout=W).astype(f32)
             products = [
-                as_f32(stream.tiles.at[stage, chunk]) * as_f32(here.grad_out.at[chunk])
-                for chunk in range(self.spec.shape.cut.num_chunks)
+                load(stream.tiles.at[stage, chunk]) * load(operands.dout.at[chunk])
+                for chunk in range(self.spec.shape.head.num_chunks)
             ]
             return sum(products[1:], start=products[0]).sum(axis=1)
 
-        total = lax.cond(self.wg == 0, lambda: of(0), lambda: of(1))
+        # The first warpgroup's outputs are in a stage of keys, the second's in one of values.
+        delta = lax.cond(self.wg == 0, lambda: row_sum(0), lambda: row_sum(1))
+        # All threads must have read the stages before TMA refills them.
         plgpu.commit_smem()
-        for stream, stage, _ in self.ring.stages(step):
+        for stream, stage, _ in self.pipeline.stages(step):
             plgpu.barrier_arrive(stream.free.at[stage])
-        return total
+        return delta
 
-    def work(self, tile: KvTile, stats: RowStats, await_keys: Callable[[], None]) -> DqCallbacks:
-        """What is done between the products of a tile."""
+    def callbacks(self, tile: KvTile, row_stats: RowStats, wait_for_keys: Callable[[], None]) -> DqCallbacks:
+        """Return what is done between the products of a tile."""
         return DqCallbacks(
-            await_keys=await_keys,
-            stored=lambda: self.scores.masking.stored(tile),
-            weights=lambda s, stored: self.scores.weights(s, stats, tile, stored),
-            grad_scores=lambda weights, dp: self.scores.gradients(weights, dp, stats, tile),
+            wait_for_keys=wait_for_keys,
+            load_mask=lambda: self.scores.masking.load(tile),
+            weights=lambda s, loaded: self.scores.weights(s, row_stats, tile, loaded),
+            score_grads=lambda weights, dp: self.scores.gradients(weights, dp, row_stats, tile),
         )

@@ -1,4 +1,4 @@
-"""The tensor core's part in gradients of queries: three products of a warpgroup's rows and a tile of keys."""
+"""Matrix products of the dq kernel: three per warpgroup, for its rows and a tile of keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,18 +16,18 @@ from pallas_kernels.varlen_prefill.spec import PrefillSpec, W, f32
 
 
 class DqOperands(NamedTuple):
-    """Of a warpgroup's item in shared memory, [chunks, 64, width] each."""
+    """A warpgroup's queries and dO in shared memory, [chunks, 64, width] each."""
 
     query: Ref
-    grad_out: Ref
+    dout: Ref
 
 
 class DqState(NamedTuple):
-    """Gradients of queries so far.
+    """The state of rows after some tiles.
 
     Attributes:
-        sums: dS K but for the last tile's and for the scale: a chunk of a head each.
-        ds: The last tile's gradients of scores, in 16 bits.
+        sums: Accumulated dS K without the last tile's and without the scale, one per chunk of the head.
+        ds: Score gradients of the last tile in 16 bits.
     """
 
     sums: tuple[Tile, ...]
@@ -35,156 +35,170 @@ class DqState(NamedTuple):
 
 
 class DqCallbacks(NamedTuple):
-    """What a warpgroup does between the products of a tile.
+    """What a warpgroup does between the matrix products of a tile.
 
     Attributes:
-        await_keys: Before S.
-        stored: What the mask has stored of the tile: beside the products.
-        weights: Of S and that.
-        grad_scores: Of these and dP.
+        wait_for_keys: Waits for the keys; called before S.
+        load_mask: Loads what the mask needs; called while products are in flight.
+        weights: Returns the weights from S and the result of `load_mask`.
+        score_grads: Returns dS from the weights and dP.
     """
 
-    await_keys: Callable[[], None]
-    stored: Callable[[], LoadedMask]
+    wait_for_keys: Callable[[], None]
+    load_mask: Callable[[], LoadedMask]
     weights: Callable[[Tile, LoadedMask], Tile]
-    grad_scores: Callable[[Tile, Tile], Tile]
+    score_grads: Callable[[Tile, Tile], Tile]
 
 
 class DqMma:
-    """Of one warpgroup."""
+    """The matrix products of one warpgroup."""
 
-    def __init__(self, ring: DqKvPipeline, ds_s: Ref, spec: PrefillSpec):
-        """With [64, tile_kv] of shared memory for gradients of scores where nothing multiplies registers."""
-        self.ring, self.ds_s, self.spec = ring, ds_s, spec
+    def __init__(self, pipeline: DqKvPipeline, ds_s: Ref, spec: PrefillSpec):
+        """Create the products; `ds_s` is shared memory [64, tile_kv] for dS in interpret mode, else None."""
+        self.pipeline, self.ds_s, self.spec = pipeline, ds_s, spec
 
     @property
-    def chunks(self) -> int:
-        """Products that one of whole heads is made of."""
-        return self.spec.shape.cut.num_chunks
+    def num_chunks(self) -> int:
+        """Number of chunks per head, each of which needs its own product."""
+        return self.spec.shape.head.num_chunks
 
-    def begin_scores(self, s_ref: Ref, rows: DqOperands, stage: Scalar) -> None:
-        """Begins S += Q K^T."""
-        for chunk in range(self.chunks):
-            plgpu.wgmma(s_ref, rows.query.at[chunk], self.ring.keys.tiles.at[stage, chunk].T)
+    def issue_scores(self, s_ref: Ref, operands: DqOperands, stage: Scalar) -> None:
+        """Issue S += Q K^T."""
+        for chunk in range(self.num_chunks):
+            plgpu.wgmma(s_ref, operands.query.at[chunk], self.pipeline.keys.tiles.at[stage, chunk].T)
 
-    def begin_grad_p(self, dp_ref: Ref, rows: DqOperands, stage: Scalar) -> None:
-        """Begins dP += dO V^T."""
-        for chunk in range(self.chunks):
-            plgpu.wgmma(dp_ref, rows.grad_out.at[chunk], self.ring.values.tiles.at[stage, chunk].T)
+    def issue_dp(self, dp_ref: Ref, operands: DqOperands, stage: Scalar) -> None:
+        """Issue dP += dO V^T."""
+        for chunk in range(self.num_chunks):
+            plgpu.wgmma(dp_ref, operands.dout.at[chunk], self.pipeline.values.tiles.at[stage, chunk].T)
 
-    def begin_grad_query(self, sum_refs: Any, ds: Tile, stage: Scalar) -> None:
-        """Begins dQ += dS K."""
+    def issue_dq(self, sum_refs: Any, ds: Tile, stage: Scalar) -> None:
+        """Issue dQ += dS K."""
         for chunk, ref in enumerate(sum_refs):
-            plgpu.wgmma(ref, ds, self.ring.keys.tiles.at[stage, chunk])
+            plgpu.wgmma(ref, ds, self.pipeline.keys.tiles.at[stage, chunk])
 
-    def start(self, rows: DqOperands, step: Scalar, work: DqCallbacks) -> DqState:
-        """An item's first tile, whose keys are those of `step`."""
-        ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
+    def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
+        """Compute dS of a work tile's first KV tile, whose keys are those of `step`."""
+        ds = self._score_grads(operands, step, callbacks, in_flight=0, issue_more=lambda: None)
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return DqState(tuple(zeros() for _ in range(self.chunks)), ds.astype(self.spec.dtype))
+        return DqState(tuple(zeros() for _ in range(self.num_chunks)), ds.astype(self.spec.dtype))
 
-    def take(self, rows: DqOperands, step: Scalar, work: DqCallbacks, state: DqState) -> DqState:
-        """A later tile, beside dQ of the tile before: P is made while dP is in flight, dS while dQ is."""
-        before = self.ring.stage(step - 1)
+    def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
+        """Compute dS of a later tile together with dQ of the previous one.
 
-        def products(refs: Any) -> None:
+        P is computed while dP is in flight, and dS while dQ is.
+        """
+        previous = self.pipeline.stage(step - 1)
+
+        def run(refs: Any) -> None:
             sum_refs, ds_ref = refs
-            between = lambda: self.begin_grad_query(sum_refs, state.ds, before)
-            ds_ref[...] = self._scores(rows, step, work, in_flight=self.chunks, between=between)
+            issue_more = lambda: self.issue_dq(sum_refs, state.ds, previous)
+            ds_ref[...] = self._score_grads(
+                operands, step, callbacks, in_flight=self.num_chunks, issue_more=issue_more
+            )
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
-        # In f32 till the products are done, which read the registers of the last ones in 16 bits.
+        # dS stays in f32 until the products are complete: they read the registers of the previous one in 16
+        # bits.
         empty = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        sums, ds = pl.run_state(products)((start, empty))
-        plgpu.barrier_arrive(self.ring.keys.free.at[before])
+        sums, ds = pl.run_state(run)((start, empty))
+        # dQ of the previous tile is complete, so its keys have been read for the last time.
+        plgpu.barrier_arrive(self.pipeline.keys.free.at[previous])
         return DqState(tuple(sums), ds.astype(self.spec.dtype))
 
     def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
-        """With the last tile's part, whose keys are those of `step`."""
-        stage = self.ring.stage(step)
-        issue = lambda refs: self.begin_grad_query(refs, state.ds, stage)
+        """Return the sums with the last tile's part, whose keys are those of `step`."""
+        stage = self.pipeline.stage(step)
+        issue = lambda refs: self.issue_dq(refs, state.ds, stage)
         sums = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
-        plgpu.barrier_arrive(self.ring.keys.free.at[stage])
+        plgpu.barrier_arrive(self.pipeline.keys.free.at[stage])
         return sums
 
-    def _scores(
+    def _score_grads(
         self,
-        rows: DqOperands,
+        operands: DqOperands,
         step: Scalar,
-        work: DqCallbacks,
+        callbacks: DqCallbacks,
         *,
         in_flight: int,
-        between: Callable[[], None],
+        issue_more: Callable[[], None],
     ) -> Tile:
-        """DS of a tile; `between` issues `in_flight` products that nobody waits for."""
-        stage, values, of_values = self.ring.stage(step), self.ring.values, self.ring.value_stage(step)
-        work.await_keys()
+        """Return dS of a tile; `issue_more` issues `in_flight` further products, which are not awaited."""
+        stage, values = self.pipeline.stage(step), self.pipeline.values
+        value_stage = self.pipeline.value_stage(step)
+        callbacks.wait_for_keys()
 
         def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
-            self.begin_scores(s_ref, rows, stage)
-            plgpu.barrier_wait(values.full.at[of_values])
-            self.begin_grad_p(dp_ref, rows, of_values)
-            between()
-            stored = work.stored()
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.chunks + in_flight)
-            weights = work.weights(lax.optimization_barrier(s), stored)
+            # S first, so that it runs while the values are awaited.
+            self.issue_scores(s_ref, operands, stage)
+            plgpu.barrier_wait(values.full.at[value_stage])
+            self.issue_dp(dp_ref, operands, value_stage)
+            issue_more()
+            loaded = callbacks.load_mask()
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=self.num_chunks + in_flight)
+            weights = callbacks.weights(lax.optimization_barrier(s), loaded)
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=in_flight))
-            plgpu.barrier_arrive(values.free.at[of_values])
-            return work.grad_scores(weights, dp)
+            # dP is complete: the loading warp may refill the stage of the values.
+            plgpu.barrier_arrive(values.free.at[value_stage])
+            return callbacks.score_grads(weights, dp)
 
         return pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
 
 
 class WideDqMma(DqMma):
-    """For heads of 256, whose sums leave no registers for a tile's dS beside the next one's S and dP."""
+    """Matrix products for heads of 256, which leave no registers for dS beside the next S and dP."""
 
-    def take(self, rows: DqOperands, step: Scalar, work: DqCallbacks, state: DqState) -> DqState:
-        """See QueryProducts; dQ of the tile before is done before S begins."""
+    def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
+        """Compute the same as DqMma, with dQ of the previous tile complete before S starts."""
         sums = self.finish(step - 1, state)
-        ds = self._scores(rows, step, work, in_flight=0, between=lambda: None)
+        ds = self._score_grads(operands, step, callbacks, in_flight=0, issue_more=lambda: None)
         return DqState(sums, ds.astype(self.spec.dtype))
 
 
 def mma_class(spec: PrefillSpec) -> type[DqMma]:
-    """What the kernel multiplies with."""
+    """Return the class that computes a kernel's matrix products."""
     if spec.is_interpreted:
         return InterpretedDqMma
-    return WideDqMma if spec.shape.cut.padded_dim > 192 else DqMma
+    return WideDqMma if spec.shape.head.padded_dim > 192 else DqMma
 
 
 class InterpretedDqMma(DqMma):
-    """For interpret mode, which has neither accumulators with a past nor operands in registers."""
+    """Matrix products in interpret mode, which has no running accumulators and no register operands."""
 
-    def start(self, rows: DqOperands, step: Scalar, work: DqCallbacks) -> DqState:
-        """See QueryProducts."""
+    def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
+        """See DqMma."""
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return self._one_by_one(rows, step, work, tuple(zeros() for _ in range(self.chunks)))
+        sums = tuple(zeros() for _ in range(self.num_chunks))
+        return self._sequential_step(operands, step, callbacks, sums)
 
-    def take(self, rows: DqOperands, step: Scalar, work: DqCallbacks, state: DqState) -> DqState:
-        """See QueryProducts; one after the other."""
-        return self._one_by_one(rows, step, work, self.finish(step - 1, state))
+    def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
+        """Compute the same as DqMma, one product after the other."""
+        return self._sequential_step(operands, step, callbacks, self.finish(step - 1, state))
 
     def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
-        """See QueryProducts."""
-        stage, keys = self.ring.stage(step), self.ring.keys
+        """See DqMma."""
+        stage, keys = self.pipeline.stage(step), self.pipeline.keys
         self.ds_s[...] = state.ds
         plgpu.commit_smem()
-        of_chunk = lambda chunk: run_mma(
-            self.spec.acc_shape, lambda ref: plgpu.wgmma(ref, self.ds_s, keys.tiles.at[stage, chunk])
-        )
-        sums = tuple(acc + of_chunk(chunk) for chunk, acc in enumerate(state.sums))
+
+        def product(chunk: int) -> Tile:
+            return run_mma(
+                self.spec.acc_shape, lambda ref: plgpu.wgmma(ref, self.ds_s, keys.tiles.at[stage, chunk])
+            )
+
+        sums = tuple(acc + product(chunk) for chunk, acc in enumerate(state.sums))
         plgpu.barrier_arrive(keys.free.at[stage])
         return sums
 
-    def _one_by_one(
-        self, rows: DqOperands, step: Scalar, work: DqCallbacks, sums: tuple[Tile, ...]
+    def _sequential_step(
+        self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, sums: tuple[Tile, ...]
     ) -> DqState:
-        stage, values, shape = self.ring.stage(step), self.ring.values, self.spec.s_shape
-        of_values = self.ring.value_stage(step)
-        work.await_keys()
-        s = run_mma(shape, lambda ref: self.begin_scores(ref, rows, stage))
-        weights = work.weights(s, work.stored())
-        plgpu.barrier_wait(values.full.at[of_values])
-        grad_p = run_mma(shape, lambda ref: self.begin_grad_p(ref, rows, of_values))
-        plgpu.barrier_arrive(values.free.at[of_values])
-        return DqState(sums, work.grad_scores(weights, grad_p).astype(self.spec.dtype))
+        stage, values, shape = self.pipeline.stage(step), self.pipeline.values, self.spec.s_shape
+        value_stage = self.pipeline.value_stage(step)
+        callbacks.wait_for_keys()
+        s = run_mma(shape, lambda ref: self.issue_scores(ref, operands, stage))
+        weights = callbacks.weights(s, callbacks.load_mask())
+        plgpu.barrier_wait(values.full.at[value_stage])
+        dp = run_mma(shape, lambda ref: self.issue_dp(ref, operands, value_stage))
+        plgpu.barrier_arrive(values.free.at[value_stage])
+        return DqState(sums, callbacks.score_grads(weights, dp).astype(self.spec.dtype))

@@ -1,4 +1,4 @@
-"""Of a warpgroup's queries and a tile of keys: probabilities, and gradients of scores. A row is a query."""
+"""Probabilities and score gradients of a warpgroup's queries and a KV tile; one row per query."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,62 +18,59 @@ from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
 
 
 class RowStats(NamedTuple):
-    """What scores and gradients of probabilities are less, of each row."""
+    """LSE in powers of 2, and delta (the row sum of O * dO minus dLSE), of each row."""
 
-    score: Rows
-    grad_p: Rows
+    lse: Rows
+    delta: Rows
 
 
 class DqScores:
-    """Of one warpgroup."""
+    """Probabilities and score gradients of one warpgroup."""
 
-    def __init__(self, stats: Ref, masking: Masking, spec: PrefillSpec):
-        self.stats, self.masking, self.spec = stats, masking, spec
+    def __init__(self, row_stats: Ref, masking: Masking, spec: PrefillSpec):
+        self.row_stats, self.masking, self.spec = row_stats, masking, spec
 
-    def stats_of(self, rows: QueryRows, expected: Callable[[], Rows] | None) -> RowStats:
-        """Of an item's rows, some of which may be another's or nobody's.
+    def load_row_stats(self, rows: QueryRows, compute_delta: Callable[[], Rows] | None) -> RowStats:
+        """Return the row statistics of a work tile's rows, including rows of other requests or of none.
 
         Args:
-            rows: Which.
-            expected: Makes the sum of outputs times their gradients, for the next kernel, too; None = it is
-                in memory. Two items that share a row store the same there.
+            rows: The rows.
+            compute_delta: Returns the row sums of O * dO, which are then stored for the dk/dv kernel as well;
+                None if delta is in memory. Work tiles that share a row store the same value.
         """
-        item, first = rows.item, rows.item["first_row"] + rows.rank * M
-        here = lambda nth: self.stats.at[item.head, nth, pl.ds(first, M)]
-        stored = lambda nth: plgpu.load(here(nth), layout=ROW, optimized=False)
-        score = stored(0)
-        if expected is None:
-            return RowStats(score, stored(1))
-        # Loads come first: they are on their way beside the sum.
-        grad_lse = 0.0 if self.stats.shape[1] == 2 else stored(2)
-        less = expected() - grad_lse
-        self.stats[item.head, 1, pl.ds(first, M)] = less
-        return RowStats(score, less)
+        work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * M
+        stat_ref = lambda index: self.row_stats.at[work_tile.head, index, pl.ds(first, M)]
+        load = lambda index: plgpu.load(stat_ref(index), layout=ROW, optimized=False)
+        lse = load(0)
+        if compute_delta is None:
+            return RowStats(lse, load(1))
+        # Load before computing delta, so that the loads are in flight meanwhile.
+        grad_lse = 0.0 if self.row_stats.shape[1] == 2 else load(2)
+        delta = compute_delta() - grad_lse
+        self.row_stats[work_tile.head, 1, pl.ds(first, M)] = delta
+        return RowStats(lse, delta)
 
-    def weights(self, s: Tile, stats: RowStats, tile: KvTile, stored: LoadedMask) -> Tile:
-        """Probabilities of Q K^T, times the soft cap's derivative; 0 where a query does not see the key.
-
-        `stored` is what the mask has stored of the tile.
-        """
-        y, bend = apply_soft_cap(s, self.spec.score)
-        less = stats.score
+    def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
+        """Return the probabilities of Q K^T times the derivative of the soft cap; invisible pairs are 0."""
+        y, tanh = apply_soft_cap(s, self.spec.score)
+        lse = row_stats.lse
         if tile.rows.slope is not None:
-            y, less = self._biased(y, less, tile, tile.rows.slope)
-        p = jnp.exp2(self.masking.applied(tile, stored, y - self._wide(less)))
-        return p if bend is None else p * (1.0 - bend * bend)
+            y, lse = self._add_alibi(y, lse, tile, tile.rows.slope)
+        p = jnp.exp2(self.masking.apply(tile, loaded, y - self._broadcast_rows(lse)))
+        return p if tanh is None else p * (1.0 - tanh * tanh)
 
-    def gradients(self, weights: Tile, grad_p: Tile, stats: RowStats, tile: KvTile) -> Tile:
-        """Of scores, but for the scale. Keys that nobody sees may be NaN."""
-        grad = weights * (grad_p - self._wide(stats.grad_p))
-        return grad if tile.edges is MaskedEnds.NONE else jnp.where(weights > 0.0, grad, 0.0)
+    def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
+        """Return dS without the scale; dP may be NaN for invisible keys."""
+        ds = weights * (dp - self._broadcast_rows(row_stats.delta))
+        return ds if tile.masked_ends is MaskedEnds.NONE else jnp.where(weights > 0.0, ds, 0.0)
 
-    def _biased(self, y: Tile, less: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
-        """With ALiBi's slope times the distance; of what is linear a row's part is in `less`."""
+    def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
+        """Add the ALiBi bias; the row's part of a linear bias goes into the LSE."""
         columns = self.masking.columns
         distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
         if self.spec.score.sqrt_alibi:
-            return y - jnp.sqrt(jnp.maximum(self._wide(distance) - columns(), 0.0)) * slope, less
-        return y + columns() * slope, less + distance * slope
+            return y - jnp.sqrt(jnp.maximum(self._broadcast_rows(distance) - columns(), 0.0)) * slope, lse
+        return y + columns() * slope, lse + distance * slope
 
-    def _wide(self, x: Rows) -> Tile:
+    def _broadcast_rows(self, x: Rows) -> Tile:
         return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

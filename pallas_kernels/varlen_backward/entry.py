@@ -40,45 +40,46 @@ def varlen_backward(
     sizes: BackwardSizes | None = None,
     interpret: Interpret = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of the queries, keys and values that varlen_prefill attended over, packed.
+    """Compute the gradients of the queries, keys and values of varlen_prefill with packed keys.
 
-    Rows of no request, and keys behind a request's last, may hold anything: their gradients are 0, and they
-    reach nothing. Sinks are in `lse`; Call tells their own gradient.
+    Rows outside of all requests, and keys after a request's last, may hold anything: their gradients are 0
+    and they influence no others. Sinks enter through `lse`; see BackwardCall for their gradient.
 
     Args:
-        query: Tokens of all requests, one after the other; behind the last there may be padding.
-        key: Keys, likewise.
-        value: As key.
-        out: What varlen_prefill returned.
-        lse: Likewise: natural log; -inf for rows that saw no key.
-        grad_out: Gradient of out.
-        query_start_loc: First token of each request, and one past the last; starts with 0.
-        seq_lens: Keys of each request. Its last token stands at position `seq_len - 1`.
+        query: Tokens of all requests one after the other, optionally followed by padding.
+        key: Keys of all requests, likewise.
+        value: Values, like `key`.
+        out: Output of varlen_prefill.
+        lse: Log-sum-exp of varlen_prefill: natural logarithm, -inf for rows without visible keys.
+        grad_out: Gradient of the output.
+        query_start_loc: First token of each request and one past the last; starts with 0.
+        seq_lens: Number of keys of each request. Its last token is at position `seq_len - 1`.
         kv_start_loc: First key of each request; starts with 0 and ascends.
-        score: Static: scale, mask, soft cap.
-        grad_lse: Gradient of lse, or None: 0.
-        alibi_slopes: Slope of each head.
-        schedule: make_schedule's for the same lengths, score and sizes; made here when None.
-        lists: The tiles of queries that see each tile of keys; None = all. For it and the next see Call.
-        mask: Static but for its arrays.
-        deterministic: Static: the same bits twice, also of the gradient of queries.
-        sizes: Static; those of the schedule or the lists when None, or chosen from the shapes.
-        interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+        score: Scale, soft cap, causality, window and chunk size. Static.
+        grad_lse: Gradient of the log-sum-exp; None for 0.
+        alibi_slopes: ALiBi slope of each head.
+        schedule: Result of make_schedule for the same lengths, score and sizes; None to build it here.
+        lists: Tile lists, the query tiles to visit for each key tile; None for all. See BackwardCall.
+        mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
+        deterministic: Whether all gradients must be bitwise reproducible, including dq. Static.
+        sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
+        interpret: plgpu.InterpretGPUParams to run on a CPU, or None. Static.
 
     Returns:
-        Gradients of query, key and value.
+        The gradients of query, key and value.
 
     Raises:
-        ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If the arguments do not fit together.
+        NotImplementedError: If there is no kernel for the request, or if the call is differentiated.
     """
     call = BackwardCall(
         query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, mask=mask,
         query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc, lists=lists,
         alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    options: dict[str, Any] = {"deterministic": deterministic, "sizes": sizes, "interpret": interpret}
-    return run_backward(call, schedule, score=score, **options)
+    return run_backward(
+        call, schedule, score=score, deterministic=deterministic, sizes=sizes, interpret=interpret
+    )
 
 
 def run_backward(
@@ -90,51 +91,56 @@ def run_backward(
     sizes: BackwardSizes | None,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
-    """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_backward."""
+    """Validate a call, choose what is None, and run the kernels; see varlen_backward."""
     call.check()
-    call = call.forbid_kernel_derivative()
+    call = call.forbid_derivative()
     query, key, value = call.query, call.key, call.value
     if call.is_empty:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     sizes = call.default_sizes(schedule, score, deterministic=deterministic) if sizes is None else sizes
-    call.check_queries(sizes, deterministic=deterministic)
+    call.check_dq(sizes, deterministic=deterministic)
     schedule = call.make_schedule(score, sizes) if schedule is None else schedule
     call.check_schedule(schedule, score, sizes)
     kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.dkdv_mask
     spec = BackwardSpec(
-        kv_heads=kv_heads, group=query.shape[1] // kv_heads, cut=head_units(query.shape[2]), score=score,
+        kv_heads=kv_heads, group=query.shape[1] // kv_heads, head=head_units(query.shape[2]), score=score,
         sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
-        has_lists=call.lists is not None, mask=mask, makes=ComputedGrads(key=True, value=True),
+        has_lists=call.lists is not None, mask=mask, computes=ComputedGrads(dk=True, dv=True),
         interpret=interpret,
     )  # fmt: skip
-    inputs = call.inputs(schedule, spec)
-    live = lambda x, like: x.reshape(-1, *like.shape[1:])[: like.shape[0]]
-    if spec.adds_grad_query:
-        of_keys = lambda summed: run_dkdv(inputs._replace(grad_query=summed), spec)
-        outputs, summed = _with_ref(of_keys, inputs.grad_query, output_types(inputs, spec))
-        grad_query = call.grad_query(summed, spec)
+    inputs = call.dkdv_inputs(schedule, spec)
+
+    def without_padding(x: Array, like: Array) -> Array:
+        return x.reshape(-1, *like.shape[1:])[: like.shape[0]]
+
+    if spec.adds_dq:
+        # One kernel: dq is added up in f32 and converted afterwards.
+        run_fused = lambda dq: run_dkdv(inputs._replace(dq=dq), spec)
+        outputs, dq_sum = _run_with_ref(run_fused, inputs.dq, output_types(inputs, spec))
+        dq = call.dq_from_sum(dq_sum, spec)
     else:
-        of_queries, stats = call.query_spec(schedule, spec), inputs.stats
-        given = call.query_inputs(inputs, schedule, of_queries, fuses_delta=sizes.fuses_delta)
-        grads_of = lambda stats: run_dq(given._replace(stats=stats), of_queries)
+        # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
+        dq_spec, row_stats = call.dq_spec(schedule, spec), inputs.row_stats
+        dq_inputs = call.dq_inputs(inputs, schedule, dq_spec, fuses_delta=sizes.fuses_delta)
+        run = lambda row_stats: run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec)
         if sizes.fuses_delta:
-            grads, stats = _with_ref(grads_of, stats, given.attention.query)
+            padded_dq, row_stats = _run_with_ref(run, row_stats, dq_inputs.attention.query)
         else:
-            grads = grads_of(stats)
-        grad_query = live(grads, query)
-        outputs = run_dkdv(inputs._replace(stats=stats), spec)
-    return grad_query, live(outputs.grad_key, key), live(outputs.grad_value, value)
+            padded_dq = run(row_stats)
+        dq = without_padding(padded_dq, query)
+        outputs = run_dkdv(inputs._replace(row_stats=row_stats), spec)
+    return dq, without_padding(outputs.dk, key), without_padding(outputs.dv, value)
 
 
-def _with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[Any, Array]:
-    """What `run` returns, given a reference to what the array holds, and what that holds then.
+def _run_with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[Any, Array]:
+    """Call `run` with a reference to an array; return its result, and the array as `run` left it.
 
     jax.new_ref has an effect, with which JAX lowers nothing for XLA's partitioner. The HLO is the same.
 
     Args:
         run: Calls a kernel.
-        array: What the reference holds first.
-        types: Arrays, or types, like the results.
+        array: Initial value of the reference.
+        types: Arrays or types with the shapes and dtypes of the results.
     """
     empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), types)
 

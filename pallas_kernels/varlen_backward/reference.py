@@ -1,4 +1,4 @@
-"""Gradients of attention as the paper has them, one request at a time: what the kernel is compared with."""
+"""Textbook gradients of attention of one request, against which the kernels are tested."""
 
 from collections.abc import Callable
 
@@ -19,44 +19,43 @@ def grads_of_request(
     sinks: np.ndarray | None = None,
     rounded: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of one request's queries, keys and values, in the precision of its arrays.
+    """Return the gradients of one request's queries, keys and values, in the precision of its arrays.
 
     Args:
-        query: [tokens, q_heads, head_dim].
-        key: [keys, kv_heads, head_dim].
-        value: As key.
-        grad_out: As query.
-        grad_lse: [q_heads, tokens]: of the natural log of the softmax's denominator; None = 0.
-        scale: Of scores.
-        visible: Bool [tokens, keys], or [q_heads, tokens, keys].
-        soft_cap: Of scaled scores.
-        bias: [q_heads, tokens, keys]: added to scores behind the cap.
-        sinks: [q_heads]: one more score of each head, without a value.
-        rounded: What becomes of the output, of probabilities and of gradients of scores before they are
-            multiplied.
+        query: Queries [tokens, q_heads, head_dim].
+        key: Keys [keys, kv_heads, head_dim].
+        value: Values, like `key`.
+        grad_out: Gradient of the output, like `query`.
+        grad_lse: Gradient of the log-sum-exp [q_heads, tokens]; None for 0.
+        scale: Factor of the scores.
+        visible: Which keys each query attends to, bool [tokens, keys] or [q_heads, tokens, keys].
+        soft_cap: Soft cap of the scaled scores.
+        bias: Bias [q_heads, tokens, keys] that is added to the capped scores.
+        sinks: Attention sinks [q_heads].
+        rounded: Rounds the output, the probabilities and the score gradients before they are multiplied.
     """
     keys, kv_heads, _ = key.shape
     group = query.shape[1] // kv_heads
-    q, grad = (x.swapaxes(0, 1) for x in (query, grad_out))
+    q, dout = (x.swapaxes(0, 1) for x in (query, grad_out))
     k, v = (np.repeat(x.swapaxes(0, 1), group, axis=0) for x in (key, value))
     transposed = lambda x: x.swapaxes(1, 2)
     scores = q @ transposed(k) * scale
     slope = np.full_like(scores, scale)
     if soft_cap is not None:
-        bent = np.tanh(scores / soft_cap)
-        scores, slope = bent * soft_cap, (1 - bent * bent) * scale
+        tanh = np.tanh(scores / soft_cap)
+        scores, slope = tanh * soft_cap, (1 - tanh * tanh) * scale
     scores = np.where(visible, scores if bias is None else scores + bias, -np.inf)
     columns = scores
     if sinks is not None:
         columns = np.pad(scores, ((0, 0), (0, 0), (0, 1)))
         columns[:, :, keys] = sinks[:, None]
-    top = np.max(columns, axis=2, keepdims=True, initial=np.finfo(scores.dtype).min)
-    total = np.exp(columns - top).sum(axis=2, keepdims=True)
-    p = np.exp(scores - top) / np.where(total == 0, 1, total)
-    expected = (rounded(p @ v) * grad).sum(axis=2, keepdims=True)
+    row_max = np.max(columns, axis=2, keepdims=True, initial=np.finfo(scores.dtype).min)
+    row_sum = np.exp(columns - row_max).sum(axis=2, keepdims=True)
+    p = np.exp(scores - row_max) / np.where(row_sum == 0, 1, row_sum)
+    delta = (rounded(p @ v) * dout).sum(axis=2, keepdims=True)
     if grad_lse is not None:
-        expected = expected - grad_lse[:, :, None]
-    grad_s = rounded(p * (grad @ transposed(v) - expected) * slope)
-    of_kv_heads = lambda x: x.reshape(kv_heads, group, *x.shape[1:]).sum(axis=1)
-    grad_k, grad_v = of_kv_heads(transposed(grad_s) @ q), of_kv_heads(transposed(rounded(p)) @ grad)
-    return (grad_s @ k).swapaxes(0, 1), grad_k.swapaxes(0, 1), grad_v.swapaxes(0, 1)
+        delta = delta - grad_lse[:, :, None]
+    ds = rounded(p * (dout @ transposed(v) - delta) * slope)
+    sum_over_group = lambda x: x.reshape(kv_heads, group, *x.shape[1:]).sum(axis=1)
+    dk, dv = sum_over_group(transposed(ds) @ q), sum_over_group(transposed(rounded(p)) @ dout)
+    return (ds @ k).swapaxes(0, 1), dk.swapaxes(0, 1), dv.swapaxes(0, 1)

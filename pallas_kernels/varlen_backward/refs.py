@@ -1,7 +1,7 @@
-"""What the backward kernel works on, grouped by what it is: arrays outside of it, memory inside.
+"""References of the backward kernels: arrays in global memory, shared memory and barriers.
 
-The order of fields is the order of the kernel's arguments, and of its shared memory. A unit is 64 elements of
-a head, or 64 rows.
+The order of the fields is the order of the kernels' arguments, and of their shared memory. A unit is 64
+elements of a head, or 64 rows.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from pallas_kernels.varlen_prefill import refs as prefill
 
 
 class QueryListRefs(NamedTuple):
-    """Which tiles of queries the items see: fields of lists.TileLists."""
+    """Lists of the query tiles that each work tile visits: fields of BackwardTileLists."""
 
     entries: Ref
     num_partial: Ref
@@ -19,13 +19,13 @@ class QueryListRefs(NamedTuple):
 
 
 class DkDvScheduleRefs(NamedTuple):
-    """What is to be done.
+    """The work of the dk/dv kernel.
 
     Attributes:
-        table: [tiles, columns]: the schedule.
-        num_valid: [1]: rows of the table that mean something.
-        order: [items]: which item, as `row * kv_heads + kv_head`.
-        lists: Or None: all tiles of queries that the score's mask leaves.
+        table: Table of the schedule [tiles, columns].
+        num_valid: Number of valid rows of the table, [1].
+        order: Work tiles in processing order, each as `row * kv_heads + kv_head`.
+        lists: Tile lists; None if every query tile that the score leaves is visited.
     """
 
     table: Ref
@@ -35,98 +35,100 @@ class DkDvScheduleRefs(NamedTuple):
 
 
 class DkDvInputs(NamedTuple):
-    """What the kernel reads, in global memory; 8 divides tokens and kv_tokens.
+    """Arrays that the dk/dv kernel reads; tokens and kv_tokens are multiples of 8.
 
     Attributes:
-        query: [tokens, q_heads, head_dim], or [..., chunks, chunk] where TMA pads the head's chunks.
-        key: [kv_tokens, kv_heads, head_dim], likewise.
-        value: As key.
-        grad_out: As query.
-        stats: [q_heads, 2, tokens] f32: what scores are less, and what gradients of probabilities are less.
-        slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
-        schedule: The items.
-        mask: The mask's arrays.
-        grad_query: jax.Ref [q_heads, units, rows, 64] f32, added to; but for the scale. None where another
-            kernel makes it.
+        query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if TMA pads the chunks of a head.
+        key: Keys [kv_tokens, kv_heads, head_dim], chunked likewise.
+        value: Values, like `key`.
+        dout: Gradient of the output, like `query`.
+        row_stats: LSE in powers of 2, and delta, the row sum of O * dO minus dLSE: f32 [q_heads, 2, tokens].
+        slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
+        schedule: The work.
+        mask: Arrays of the mask.
+        dq: jax.Ref f32 [q_heads, units, rows, 64] to which the unscaled dq is added; None if the dq kernel
+            computes it.
     """
 
     query: Ref
     key: Ref
     value: Ref
-    grad_out: Ref
-    stats: Ref
+    dout: Ref
+    row_stats: Ref
     slopes: Ref
     schedule: DkDvScheduleRefs
     mask: tuple[Ref, ...]
-    grad_query: Ref
+    dq: Ref
 
 
 class DkDvOutputs(NamedTuple):
-    """What it writes.
+    """Arrays that the dk/dv kernel writes.
 
     Attributes:
-        grad_key: As key; or None.
-        grad_value: As key; or None.
+        dk: Gradient of the keys, like `key`, or None.
+        dv: Gradient of the values, like `key`, or None.
     """
 
-    grad_key: Ref
-    grad_value: Ref
+    dk: Ref
+    dv: Ref
 
 
 class DkDvSmem(NamedTuple):
-    """Shared memory. Where a first axis is of warpgroups, each has its own.
+    """Shared memory of the dk/dv kernel. A leading axis of warpgroups means one part per warpgroup.
 
     Attributes:
-        key_and_grad: The keys of an item, [warpgroups, units, 64, 64], swizzled, then their gradient in the
-            same place; as a second name the same, not swizzled.
-        value_and_grad: As key_and_grad; None where only values have a gradient: that leaves as keys' would.
-        query: [stages, units, tile_q, 64], swizzled.
-        grad_out: As query; grad_out_stages.
-        stats_and_columns: [grad_out_stages + 1, 2, tile_q] f32: stats, and behind the last for each warpgroup
-            the columns 0, 1, 2... In one, for the compiler gives each 1 kB, which heads of 256 have not left.
-        grad_scores: [2, warpgroups, query units, 64, 64], swizzled: a row a key, two steps' of them; None
-            where nobody adds up dQ and registers are multiplied.
-        grad_query: [warpgroups, pieces, 64, 64] f32, swizzled: on its way out; or None.
-        item: [columns]: the item's row of the schedule's table.
-        p: [warpgroups, query units, 64, 64]: probabilities where nothing multiplies registers; or None.
+        key_and_dk: Keys of a work tile [warpgroups, units, 64, 64], swizzled, later replaced by dk; the
+            second name is the same memory without swizzling.
+        value_and_dv: Values and dv, like `key_and_dk`; None if only dv is computed, which then replaces the
+            keys.
+        query: Stages of queries [stages, units, tile_q, 64], swizzled.
+        dout: Stages of dO, like `query` but with dout_stages.
+        stats_and_columns: Stages of row statistics, f32 [dout_stages + 1, 2, tile_q]; the extra last one
+            holds the column indices 0, 1, 2 ... of each warpgroup. They share an allocation because the
+            compiler gives each 1 kB, which heads of 256 do not leave.
+        ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query units, 64, 64],
+            swizzled; None if dq is not added up and the matrix product reads registers.
+        dq: Pieces of dq on their way out, f32 [warpgroups, pieces, 64, 64], swizzled; or None.
+        tile_columns: The work tile's row of the schedule's table [columns].
+        p: Probabilities [warpgroups, query units, 64, 64] if the matrix product cannot read registers; else
+            None.
     """
 
-    key_and_grad: Ref
-    value_and_grad: Ref
+    key_and_dk: Ref
+    value_and_dv: Ref
     query: Ref
-    grad_out: Ref
+    dout: Ref
     stats_and_columns: Ref
-    grad_scores: Ref
-    grad_query: Ref
-    item: Ref
+    ds: Ref
+    dq: Ref
+    tile_columns: Ref
     p: Ref
 
     @property
     def key(self) -> Ref:
         """The keys."""
-        (key,), _ = self.key_and_grad
+        (key,), _ = self.key_and_dk
         return key
 
     @property
     def value(self) -> Ref:
         """The values."""
-        (value,), _ = self.value_and_grad
+        (value,), _ = self.value_and_dv
         return value
 
 
 class DkDvBarriers(NamedTuple):
-    """Barriers between the loading warp and the warpgroups that compute: see kernel.py's figure.
+    """Barriers between the loading warp and the computing warpgroups; see the figure in dkdv_kernel.py.
 
     Attributes:
-        kv_full: Keys, values and the item's columns have come.
-        kv_free: They have been read, and the gradients in their place have left.
-        kv_read: Both warpgroups have multiplied an item's keys for the last time.
-        q_full: [stages]: queries have come.
-        q_free: [stages]: they have been read.
-        do_full: [grad_out_stages]: the gradient of the output and stats have come.
-        do_free: [grad_out_stages]: it has been read.
-        ds_full: [2]: both warpgroups' gradients of a step's scores are there, and those of the step before
-            have been multiplied.
+        kv_full: Keys, values and table columns of a work tile have arrived.
+        kv_free: They have been read, and the gradients that replaced them have left.
+        kv_read: Both warpgroups have issued their last product with a work tile's keys.
+        q_full: Queries have arrived [stages].
+        q_free: Both warpgroups have read the queries [stages].
+        dout_full: dO and the row statistics have arrived [dout_stages].
+        dout_free: Both warpgroups have read them [dout_stages].
+        ds_full: Both warpgroups have stored a step's dS, and have multiplied that of the step before [2].
     """
 
     kv_full: Barriers
@@ -134,40 +136,42 @@ class DkDvBarriers(NamedTuple):
     kv_read: Barriers
     q_full: Barriers
     q_free: Barriers
-    do_full: Barriers
-    do_free: Barriers
+    dout_full: Barriers
+    dout_free: Barriers
     ds_full: Barriers
 
 
 class DqInputs(NamedTuple):
-    """What the kernel reads, in global memory.
+    """Arrays that the dq kernel reads.
 
     Attributes:
-        attention: Queries, keys, values, slopes and the tiles of queries; no sinks, which are in `stats`.
-        grad_out: As the queries.
-        stats: As refs.Inputs, 64 rows longer than the tokens at least.
-        out: As the queries, where the kernel makes the second row of `stats`: the sum of outputs times their
-            gradients, less a third row if there is one. Else None.
+        attention: Queries, keys, values, slopes and query tiles of varlen_prefill. No sinks: they are in the
+            LSE.
+        dout: Gradient of the output, like the queries.
+        row_stats: Row statistics, see DkDvInputs, with at least 64 more rows than tokens.
+        out: Output, like the queries, if this kernel computes delta (the second row of `row_stats`) from it;
+            dLSE is then a third row if there is one. Else None.
     """
 
     attention: prefill.PrefillInputs
-    grad_out: Ref
-    stats: Ref
+    dout: Ref
+    row_stats: Ref
     out: Ref
 
     @property
-    def steps_before(self) -> int:
-        """Stages of keys and values that an item takes for its outputs, before its keys."""
+    def num_output_steps(self) -> int:
+        """Pipeline steps per work tile that carry its output, before the steps of its keys."""
         return 0 if self.out is None else 1
 
 
 class DqSmem(NamedTuple):
-    """Shared memory.
+    """Shared memory of the dq kernel.
 
     Attributes:
-        attention: Queries, keys and values; the gradient leaves in the place of the queries.
-        grad_out: As the queries: [warpgroups, query_buffers, chunks, 64, width], swizzled.
+        attention: Queries, keys and values of varlen_prefill; dq leaves in place of the queries.
+        dout: Gradient of the output, like the queries [warpgroups, query_buffers, chunks, 64, width],
+            swizzled.
     """
 
     attention: prefill.PrefillSmem
-    grad_out: Ref
+    dout: Ref

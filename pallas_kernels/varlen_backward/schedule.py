@@ -1,4 +1,4 @@
-"""Which tiles of keys there are, and which queries see them, the longest first: computed on the device."""
+"""The key tiles of a step and the query tiles that attend to them, computed on the device."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,46 +12,46 @@ from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
 from pallas_kernels.varlen_prefill import PrefillSchedule
-from pallas_kernels.varlen_prefill import make_schedule as prefill_schedule
+from pallas_kernels.varlen_prefill import make_schedule as make_prefill_schedule
 from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
 
-# What a kernel reads of a tile of keys. Queries stand in tiles, too; tile i of a request's begins at row
-# `first_query_row + i * tile_q`. Of the tiles that see a key, those at either end may not see all of them.
+# Columns of a key tile in the table. Query tile i of a request starts at row `first_query_row + i * tile_q`.
+# Of the query tiles that attend to a key tile, those at both ends may be partial.
 COLUMNS = (
     "req",
-    "number",  # of the tile, of the request's
+    "number",  # index of the tile in its request
     "first_key_row",
-    "begin",  # first live row of the tile, counted from first_key_row
-    "end",  # one past the last live row, counted likewise
-    "store_begin",  # the rows that are the tile's to write
-    "store_end",
-    "key_position",  # of first_key_row in the request
+    "begin",  # first valid row of the tile, relative to first_key_row
+    "end",  # one past the last valid row, relative to first_key_row
+    "store_begin",  # first row that the tile writes
+    "store_end",  # one past the last row that it writes
+    "key_position",  # position of first_key_row in its request
     "first_query_row",
-    "query_position",  # of first_query_row in the request
-    "first_position",  # of the request's first query
+    "query_position",  # position of first_query_row in its request
+    "first_position",  # position of the request's first query
     "seq_len",
-    "first_tile",  # of queries, of those that see a key
-    "num_low",  # such tiles at the beginning, to be masked
-    "num_high",  # and at the end
-    "num",  # of all
-    "zero",  # always 0: see products.Work
+    "first_tile",  # first query tile that attends to a key
+    "num_low",  # number of partial query tiles at the start
+    "num_high",  # number of partial query tiles at the end
+    "num",  # number of query tiles
+    "zero",  # always 0; see DkDvCallbacks
 )
-QUERY_BYTES = 2 + 2 + 4  # of an element of a query: itself, its output's gradient, its own
-MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # that an order tells apart
+QUERY_BYTES = 2 + 2 + 4  # per element of a query: the query, dO and dq
+MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # largest values that the sort keys can hold
 TAIL_FRACTION = 1 / 8
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BackwardScheduleKey:
-    """The static part of what a schedule is made for; it serves no other call.
+    """The static arguments that a schedule was built for; it fits only calls with the same ones.
 
     Attributes:
-        kv_tokens: Rows of the keys, padding included.
-        kv_heads: Kv heads.
-        mask: Score.mask.
-        sizes: The kernel's.
-        num_tokens: Rows of the queries, padding included, where these have a kernel of their own; else None.
+        kv_tokens: Number of rows of the keys, including padding.
+        kv_heads: Number of KV heads.
+        mask: Causality, window and chunk size, see Score.mask.
+        sizes: Tile sizes of the kernel.
+        num_tokens: Number of rows of the queries, including padding, if there is a dq kernel; else None.
     """
 
     kv_tokens: int
@@ -62,16 +62,16 @@ class BackwardScheduleKey:
 
 
 class BackwardSchedule(NamedTuple):
-    """The tiles of keys of a step, shared by the layers of one mask.
+    """The key tiles of a step, shared by the layers with the same mask.
 
     Attributes:
-        table: One row a tile: COLUMNS, in the order of the keys. Rows from `num_valid` on are 0.
-        num_valid: How many tiles there are.
-        sets: Of each item, a tile of keys and a kv head: which items read the same queries, or neighbours of
-            them, so that L2 holds what a set reads.
-        order: The items in the order in which thread blocks take them, each as `tile * kv_heads + kv_head`.
-        dq_schedule: The tiles of queries, of a kernel of their own; or None.
-        built_for: Static.
+        table: One row per key tile with COLUMNS, in token order. Rows from `num_valid` on are 0.
+        num_valid: Number of key tiles.
+        sets: L2 set of each work tile (a key tile and a KV head). Work tiles of a set read the same or
+            adjacent queries, which fit in L2 together.
+        order: Work tiles in processing order, each as `tile * kv_heads + kv_head`.
+        dq_schedule: Schedule of the dq kernel, or None.
+        built_for: Static arguments that the schedule was built for.
     """
 
     table: Int32[Array, "tiles columns"]
@@ -85,12 +85,12 @@ class BackwardSchedule(NamedTuple):
 def schedule_key(
     kv_tokens: int, kv_heads: int, score: Score, sizes: BackwardSizes, num_tokens: int | None
 ) -> BackwardScheduleKey:
-    """What the schedule of a call has to be made for."""
+    """Return the static arguments that the schedule of a call must be built for."""
     return BackwardScheduleKey(kv_tokens, kv_heads, score.mask, sizes, num_tokens if sizes.dq_sizes else None)
 
 
 def max_tiles(kv_tokens: int, reqs: int) -> int:
-    """A bound on the number of tiles that `reqs` requests with `kv_tokens` keys together are cut into."""
+    """Return an upper bound on the key tiles of `reqs` requests with `kv_tokens` keys in total."""
     return (kv_tokens + (ALIGN - 1) * reqs) // TILE_KV + reqs
 
 
@@ -106,18 +106,21 @@ def make_schedule(
     sizes: BackwardSizes,
     num_tokens: int | None = None,
 ) -> BackwardSchedule:
-    """Cuts each request's keys into tiles, with what follows them up to the next request's.
+    """Build the schedule of a step: tile each request's keys, and the padding up to the next request's.
 
     Args:
         query_start_loc: First token of each request and one past the last; starts with 0.
-        seq_lens: Keys of each request.
+        seq_lens: Number of keys of each request.
         kv_start_loc: First key of each request; starts with 0 and ascends.
-        kv_tokens: Static: rows of the keys, padding included.
-        kv_heads: Static.
-        head_dim: Static: width of a head.
-        score: Static: tells which queries see a key.
-        sizes: Static.
-        num_tokens: Static: rows of the queries, padding included. Where these have a kernel of their own.
+        kv_tokens: Number of rows of the keys, including padding. Static.
+        kv_heads: Number of KV heads. Static.
+        head_dim: Width of a head. Static.
+        score: Mask of the layer, which determines the queries that attend to a key. Static.
+        sizes: Tile sizes of the kernel. Static.
+        num_tokens: Number of rows of the queries, including padding; required with a dq kernel. Static.
+
+    Raises:
+        ValueError: If `sizes` has a dq kernel and num_tokens is None.
     """
     reqs = seq_lens.shape[0]
     starts, keys = query_start_loc.astype(jnp.int32), seq_lens.astype(jnp.int32)
@@ -128,49 +131,48 @@ def make_schedule(
     last_tiles = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(max_tiles(kv_tokens, reqs), dtype=jnp.int32)
     req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
-    is_live = req < reqs
+    is_valid = req < reqs
     req = jnp.minimum(req, reqs - 1)
-    nth = number - (last_tiles - counts)[req]
-    first_key_row = aligned[req] + nth * TILE_KV
+    index = number - (last_tiles - counts)[req]
+    first_key_row = aligned[req] + index * TILE_KV
     in_tile = lambda row: jnp.clip(row[req] - first_key_row, 0, TILE_KV)
     begin, end = in_tile(kv_starts), in_tile(jnp.minimum(kv_starts + keys, store_ends))
     key_position = first_key_row - kv_starts[req]
     first_position = keys - (starts[1:] - starts[:-1])
-    skew = starts[:-1] % ALIGN
-    query_position = first_position - skew
+    alignment_offset = starts[:-1] % ALIGN
+    query_position = first_position - alignment_offset
     tiles = visible_query_tiles(
         score, key_position + begin, key_position + end - 1, begin >= end, (end - begin) < TILE_KV,
         bounds=(first_position[req], keys[req]), origin=query_position[req], tile_q=sizes.tile_q,
     )  # fmt: skip
     columns = [
-        req, nth, first_key_row, begin, end, in_tile(kv_starts), in_tile(store_ends), key_position,
-        (starts[:-1] - skew)[req], query_position[req], first_position[req], keys[req], *tiles,
+        req, index, first_key_row, begin, end, in_tile(kv_starts), in_tile(store_ends), key_position,
+        (starts[:-1] - alignment_offset)[req], query_position[req], first_position[req], keys[req], *tiles,
     ]  # fmt: skip
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
-    live = jnp.where(is_live[:, None], table, 0)
-    sets = _sets(live, kv_heads, head_dim, sizes)
-    order = order_work_tiles(
-        jnp.repeat(live[:, COLUMNS.index("num")], kv_heads), sets, last_tiles[-1:] * kv_heads
-    )
-    queries = _schedule_of_queries((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
+    table = jnp.where(is_valid[:, None], table, 0)
+    sets = _l2_sets(table, kv_heads, head_dim, sizes)
+    lengths = jnp.repeat(table[:, COLUMNS.index("num")], kv_heads)
+    order = order_work_tiles(lengths, sets, last_tiles[-1:] * kv_heads)
+    dq_schedule = _dq_schedule((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
     built_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
-    return BackwardSchedule(live, last_tiles[-1:], sets, order, queries, built_for)
+    return BackwardSchedule(table, last_tiles[-1:], sets, order, dq_schedule, built_for)
 
 
-def _schedule_of_queries(
+def _dq_schedule(
     lens: tuple[jax.Array, jax.Array, jax.Array], score: Score, sizes: BackwardSizes, num_tokens: int | None
 ) -> PrefillSchedule | None:
-    """BackwardSchedule.dq_schedule."""
+    """Return the schedule of the dq kernel, or None."""
     if sizes.dq_sizes is None:
         return None
     require(num_tokens is not None, "num_tokens", "be given with sizes.dq_sizes", num_tokens)
-    return prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.dq_sizes)
+    return make_prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.dq_sizes)
 
 
-def _sets(
+def _l2_sets(
     table: Int32[Array, "tiles columns"], kv_heads: int, head_dim: int, sizes: BackwardSizes
 ) -> Int32[Array, " items"]:
-    """Schedule.sets: one request and kv head after the other, as many as read `sizes.l2_bytes` together."""
+    """Return the L2 set of each work tile: requests and KV heads in order, `sizes.l2_bytes` per set."""
     if sizes.l2_bytes == 0:
         return jnp.zeros(len(table) * kv_heads, jnp.int32)
     column = lambda name: table[:, COLUMNS.index(name)].astype(jnp.float32)
@@ -183,38 +185,38 @@ def _sets(
 def order_work_tiles(
     lengths: Int32[Array, " items"], sets: Int32[Array, " items"], num_valid: Int32[Array, " 1"]
 ) -> Int32[Array, " items"]:
-    """Schedule.order: set by set, of each the longest first; but the shortest of all items last.
+    """Return the work tiles set by set, the longest of each set first, but the shortest of all at the end.
 
-    Thread blocks that are done early take of those, an eighth of all the work.
+    The latter, an eighth of all the work, go to thread blocks that finish early.
 
     Args:
-        lengths: Steps of each item.
-        sets: Schedule.sets.
-        num_valid: How many items there are; the others come behind.
+        lengths: Number of steps of each work tile.
+        sets: L2 set of each work tile.
+        num_valid: Number of valid work tiles; the others come last.
     """
     number = jnp.arange(len(lengths), dtype=jnp.int32)
-    is_live = number < num_valid
-    lengths = jnp.where(is_live, jnp.minimum(lengths, MAX_LENGTH), 0)
-    of_work = lengths.astype(jnp.float32)
-    up_to_mine = jnp.where(lengths[None, :] <= lengths[:, None], of_work[None, :], 0.0).sum(axis=1)
-    is_last = up_to_mine <= of_work.sum() * TAIL_FRACTION
-    group = jnp.where(is_last, MAX_SETS, jnp.minimum(sets, MAX_SETS - 1))
-    keys = jnp.where(is_live, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
+    is_valid = number < num_valid
+    lengths = jnp.where(is_valid, jnp.minimum(lengths, MAX_LENGTH), 0)
+    work = lengths.astype(jnp.float32)
+    work_up_to = jnp.where(lengths[None, :] <= lengths[:, None], work[None, :], 0.0).sum(axis=1)
+    is_tail = work_up_to <= work.sum() * TAIL_FRACTION
+    group = jnp.where(is_tail, MAX_SETS, jnp.minimum(sets, MAX_SETS - 1))
+    keys = jnp.where(is_valid, group, MAX_SETS + 1) * (MAX_LENGTH + 1) + (MAX_LENGTH - lengths)
     return jnp.zeros_like(number).at[sort_ranks(keys[None])[0]].set(number)
 
 
 def visible_query_range(
     score: Score, position: jax.Array, first_position: jax.Array, seq_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """First query that sees the key at `position`, and one past the last.
+    """Return the range [low, high) of queries that attend to the key at a position.
 
-    What Score.key_range is to queries; both ends ascend with the position.
+    It is the counterpart of Score.key_range; both ends ascend with the position.
 
     Args:
-        score: The layer.
-        position: Of the key, or keys.
-        first_position: Of the request's first query.
-        seq_len: One past its last query, and its last key.
+        score: Mask of the layer.
+        position: Position of the key, or keys.
+        first_position: Position of the request's first query.
+        seq_len: One past the position of the request's last query and key.
     """
     left, right = score.window
     if score.causal:
@@ -234,31 +236,31 @@ def visible_query_tiles(
     score: Score,
     first_key: jax.Array,
     last_key: jax.Array,
-    is_dead: jax.Array,
-    is_cut: jax.Array,
+    is_empty: jax.Array,
+    is_partial: jax.Array,
     *,
     bounds: tuple[jax.Array, jax.Array],
     origin: jax.Array,
     tile_q: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The last four of COLUMNS: tiles of queries that see some of the keys from `first_key` to `last_key`.
+    """Return the columns first_tile, num_low, num_high and num for the keys `first_key` to `last_key`.
 
     Args:
-        score: The layer.
-        first_key: Position of each tile's first live key.
-        last_key: Of its last.
-        is_dead: Whether it has none.
-        is_cut: Whether some of its rows are not live: then every step masks.
+        score: Mask of the layer.
+        first_key: Position of each key tile's first valid key.
+        last_key: Position of each key tile's last valid key.
+        is_empty: Whether each key tile has no valid key.
+        is_partial: Whether some rows of each key tile are invalid, in which case all its steps need a mask.
         bounds: Position of the request's first query, and one past its last.
-        origin: Position at which its tiles of queries begin.
-        tile_q: Static.
+        origin: Position at which the request's query tiles start.
+        tile_q: Queries per query tile. Static.
     """
     low, full_high = visible_query_range(score, first_key, *bounds)
     full_low, high = visible_query_range(score, last_key, *bounds)
     first = jnp.maximum(low - origin, 0) // tile_q
     end = (high - origin + tile_q - 1) // tile_q
-    num = jnp.where(is_dead | (high <= low), 0, end - first)
-    low_edge = jnp.clip((full_low - origin + tile_q - 1) // tile_q - first, 0, num)
-    high_edge = jnp.clip((full_high - origin) // tile_q - first, low_edge, num)
-    low_edge, high_edge = (jnp.where(is_cut, num, edge) for edge in (low_edge, high_edge))
-    return first, low_edge, num - high_edge, num
+    num = jnp.where(is_empty | (high <= low), 0, end - first)
+    full_begin = jnp.clip((full_low - origin + tile_q - 1) // tile_q - first, 0, num)
+    full_end = jnp.clip((full_high - origin) // tile_q - first, full_begin, num)
+    full_begin, full_end = (jnp.where(is_partial, num, bound) for bound in (full_begin, full_end))
+    return first, full_begin, num - full_end, num

@@ -1,4 +1,4 @@
-"""What is static about one backward kernel: what it is compiled for."""
+"""The static description that one dk/dv kernel is compiled from."""
 
 import dataclasses
 from typing import NamedTuple
@@ -24,54 +24,55 @@ DS_BUFFERS = 2
 
 
 def head_units(head_dim: int) -> HeadChunks:
-    """The cut of a head into chunks that are a unit wide in shared memory."""
+    """Return the chunks of a head, each one unit (64 elements) wide in shared memory."""
     return HeadChunks(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_chunks(head_dim)
 
 
 class ComputedGrads(NamedTuple):
-    """Which gradients a kernel makes, beside that of queries."""
+    """Which of dk and dv a kernel computes."""
 
-    key: bool
-    value: bool
+    dk: bool
+    dv: bool
 
     @property
     def suffix(self) -> str:
-        """Of the kernel's name."""
-        return "" if self.key and self.value else "_keys" if self.key else "_values"
+        """Suffix of the kernel's name."""
+        return "" if self.dk and self.dv else "_keys" if self.dk else "_values"
 
 
 class StepStages(NamedTuple):
-    """Where a step's queries and the gradients of their outputs are; traced."""
+    """Stages that hold a step's queries and their dO; traced."""
 
     query: Scalar
-    grad_out: Scalar
+    dout: Scalar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardSpec:
-    """One kernel.
+    """Everything static about one dk/dv kernel.
 
     Attributes:
-        kv_heads: Kv heads.
-        group: Query heads of a kv head.
-        cut: The cut of head_dim: units_of's.
-        score: The layer.
-        sizes: The kernel's sizes.
-        dtype: Of queries, keys, values and the gradient of the output.
-        makes: Which sums the kernel makes, of keys and of values.
-        has_alibi: Scores have a bias.
-        has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
-        mask: Which keys a query sees besides, in tiles that are listed as seen in part; here its functions.
+        kv_heads: Number of KV heads.
+        group: Query heads per KV head.
+        head: Units that a head is loaded in, see `head_units`.
+        score: Scale, soft cap, causality, window and chunk size of the layer.
+        sizes: Tile sizes of the kernel.
+        dtype: Dtype of queries, keys, values and the gradient of the output.
+        computes: Which of dk and dv the kernel computes.
+        has_alibi: Whether scores have an ALiBi bias.
+        has_lists: Whether work tiles follow tile lists, instead of all query tiles that `score` leaves
+            visible.
+        mask: Functions of the mask that applies to partial tiles of the tile lists, or None.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
     kv_heads: int
     group: int
-    cut: HeadChunks
+    head: HeadChunks
     score: Score
     sizes: BackwardSizes
     dtype: np.dtype
-    makes: ComputedGrads
+    computes: ComputedGrads
     has_alibi: bool
     has_lists: bool
     mask: KernelMask | None
@@ -79,60 +80,62 @@ class BackwardSpec:
 
     @property
     def is_interpreted(self) -> bool:
-        """There are no operands in registers, no accumulators with a past and no additions by TMA."""
+        """Whether the kernel runs in interpret mode: no register operands, running accumulators, TMA adds."""
         return bool(self.interpret)
 
     @property
-    def adds_grad_query(self) -> bool:
-        """The gradient of queries is added up on the way; else another kernel makes it."""
+    def adds_dq(self) -> bool:
+        """Whether this kernel adds up dq; otherwise the dq kernel computes it."""
         return self.sizes.dq_sizes is None
 
     @property
-    def grad_out_stages(self) -> int:
-        """Steps whose gradient of the output is in shared memory.
+    def dout_stages(self) -> int:
+        """Number of pipeline stages of dO.
 
-        Heads of 256 fill it with keys, values and two tiles of queries but for one such tile, which without
-        a gradient of values is read once, early in a step.
+        Keys, values and two query tiles fill shared memory for heads of 256, except for one tile. Without dv
+        that tile is read only once, early in a step, so one stage is enough.
         """
-        return (
-            1 if self.units > 3 and self.makes == ComputedGrads(key=True, value=False) else self.sizes.stages
-        )
+        only_dk = self.computes == ComputedGrads(dk=True, dv=False)
+        return 1 if self.num_units > 3 and only_dk else self.sizes.stages
 
-    def stages_of(self, step: Scalar) -> StepStages:
-        """Where a step's tiles are."""
-        of = lambda num: lax.rem(step, jnp.int32(num))
-        return StepStages(of(self.sizes.stages), of(self.grad_out_stages))
-
-    @property
-    def units(self) -> int:
-        """Chunks of a head."""
-        return self.cut.num_chunks
+    def step_stages(self, step: Scalar) -> StepStages:
+        """Return the stages that hold the tiles of a step."""
+        query = lax.rem(step, jnp.int32(self.sizes.stages))
+        return StepStages(query, lax.rem(step, jnp.int32(self.dout_stages)))
 
     @property
-    def has_parts(self) -> bool:
-        """A list says of each warpgroup whether a tile is for it: for dQ one would wait for the other."""
-        return self.has_lists and not self.adds_grad_query
+    def num_units(self) -> int:
+        """Number of units per head."""
+        return self.head.num_chunks
+
+    @property
+    def has_warpgroup_bits(self) -> bool:
+        """Whether list entries say which warpgroup needs a tile.
+
+        Only without dq, for which one warpgroup would wait for the other anyway.
+        """
+        return self.has_lists and not self.adds_dq
 
     @property
     def s_shape(self) -> tuple[int, int]:
-        """A warpgroup's scores: its keys and a tile of queries."""
+        """Shape of a warpgroup's transposed scores: its keys and a tile of queries."""
         return UNIT, self.sizes.tile_q
 
     @property
-    def query_units(self) -> int:
-        """Units of a tile of queries."""
+    def num_query_units(self) -> int:
+        """Number of units per query tile."""
         return self.sizes.tile_q // UNIT
 
     @property
-    def pieces(self) -> int:
-        """Units of the gradient of a tile of queries that a warpgroup adds up."""
-        return self.query_units * self.units // WARPGROUPS
+    def num_dq_pieces(self) -> int:
+        """Number of units of a query tile's dq that each warpgroup computes."""
+        return self.num_query_units * self.num_units // WARPGROUPS
 
-    def at_unit(self, unit: int, zero: Scalar) -> Index:
-        """The last indices of a token's head in global memory: a unit, as wide as in shared memory.
+    def gmem_unit_index(self, unit: int, zero: Scalar) -> Index:
+        """Return the last indices of a head in global memory that select one unit.
 
         Args:
-            unit: Static.
+            unit: Index of the unit. Static.
             zero: A traced int32 0.
         """
-        return self.cut.gmem_index(unit, zero) if self.cut.is_padded else (pl.ds(unit * UNIT, UNIT),)
+        return self.head.gmem_index(unit, zero) if self.head.is_padded else (pl.ds(unit * UNIT, UNIT),)

@@ -1,6 +1,6 @@
-"""Which tiles of queries each tile of keys is seen by: lists that the kernel walks through, a head at a time.
+"""Tile lists: the query tiles that attend to each key tile, one list per query head.
 
-What varlen_prefill's lists are, transposed: those say of a tile of queries which tiles of keys it sees.
+They are the transpose of varlen_prefill's lists, which name the KV tiles that each query tile attends to.
 """
 
 import functools
@@ -24,18 +24,17 @@ from pallas_kernels.varlen_prefill import KernelMask, PrefillTileLists
 
 
 class BackwardTileLists(NamedTuple):
-    """The lists of a step's items, and the order in which thread blocks take these.
+    """The tile lists of a step, and the processing order of its work tiles.
 
     Attributes:
-        order: As Schedule.order.
-        entries: Of each row of the schedule and each query head, tiles of the request's queries: those that
-            need a mask, then the others. What follows is garbage. Where queries have a kernel, an entry says
-            from bit QUERY_BLOCK_SHIFT on which warpgroup's keys, 64 each, are seen; the other lets it pass.
-        num_partial: So many of each list need a mask.
-        num_full: And so many do not.
-        dq_lists: The tiles of keys that each tile of queries is to see, where queries have a kernel: lists
-            for BackwardSchedule.dq_schedule.
-        built_for: Static: what their schedule is made for.
+        order: Work tiles in processing order, see BackwardSchedule.order.
+        entries: One list of query tiles per row of the schedule and query head: partial tiles, then full
+            ones. The rest of each row is undefined. With a dq kernel, bits from QUERY_BLOCK_SHIFT on say
+            which warpgroup's 64 keys are visible; the other warpgroup skips the tile.
+        num_partial: Number of partial tiles in each list.
+        num_full: Number of full tiles in each list.
+        dq_lists: Tile lists of the dq kernel for BackwardSchedule.dq_schedule, or None.
+        built_for: Static arguments that the schedule of these lists was built for.
     """
 
     order: Int32[Array, " items"]
@@ -47,11 +46,11 @@ class BackwardTileLists(NamedTuple):
 
 
 class BackwardMask(NamedTuple):
-    """Which pairs see each other in tiles that are listed as seen in part.
+    """The mask that applies to partial tiles of the tile lists.
 
     Attributes:
-        dkdv_mask: As it is asked where a row is a key: of KeyRows.
-        dq_mask: As varlen_prefill has it, where queries have a kernel.
+        dkdv_mask: Mask of the dk/dv kernel, which evaluates it for TransposedPairTile.
+        dq_mask: Mask of the dq kernel, which evaluates it for PairTile; None without a dq kernel.
     """
 
     dkdv_mask: KernelMask
@@ -59,12 +58,12 @@ class BackwardMask(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """The tiles of queries that codes are of, in the order of the tokens: as of varlen_prefill's schedule.
+    """The query tiles that tile codes refer to, in token order: columns of a varlen_prefill schedule.
 
     Attributes:
-        first_tiles: Number of each request's first tile.
-        begin: First live row of each tile.
-        end: One past its last.
+        first_tiles: Index of each request's first tile.
+        begin: First valid row of each tile.
+        end: One past the last valid row of each tile.
     """
 
     first_tiles: Int32[Array, " bounds"]
@@ -80,54 +79,55 @@ def make_tile_lists(
     kv_heads: int,
     sizes: BackwardSizes,
 ) -> BackwardTileLists:
-    """Lists for the tiles of keys of a schedule.
+    """Build the tile lists for the key tiles of a schedule.
 
     Args:
-        schedule: The tiles of keys.
-        query_tiles: The tiles of queries: each request's begin where its first query stands, at the last row
-            before it that 8 divides, `sizes.tile_q` apart.
-        codes: `encode_tiles` of each tile of queries and each tile of its request's keys, which begin
-            likewise, `keys_of_code(sizes)` apart: no tile is seen where a tile of queries is not live or a
-            tile of keys lies outside the request.
-        kv_heads: Static.
-        sizes: Static.
+        schedule: Schedule of the key tiles.
+        query_tiles: The query tiles, `sizes.tile_q` rows apart; each request's start at the last multiple of
+            8 before its first query.
+        codes: Coverage of each KV tile of a request by each query tile and head, see `encode_tiles`. KV tiles
+            are `keys_per_code(sizes)` keys apart and start like query tiles. Codes are empty for invalid
+            query tiles and for KV tiles outside of the request.
+        kv_heads: Number of KV heads. Static.
+        sizes: Tile sizes of the kernel. Static.
     """
-    of_keys = _transposed(schedule, query_tiles, codes, sizes)
-    tiles, heads, max_list = of_keys.shape
-    listed = list_tiles(of_keys.reshape(tiles * heads, max_list))
+    key_codes = _transpose_codes(schedule, query_tiles, codes, sizes)
+    tiles, heads, max_list = key_codes.shape
+    listed = list_tiles(key_codes.reshape(tiles * heads, max_list))
     lengths = (listed.num_partial + listed.num_full).reshape(tiles * kv_heads, -1).sum(axis=1)
     order = order_work_tiles(lengths.astype(jnp.int32), schedule.sets, schedule.num_valid * kv_heads)
     return BackwardTileLists(order, *listed, dq_lists=None, built_for=schedule.built_for)
 
 
 def keys_per_code(sizes: BackwardSizes) -> int:
-    """How many keys make_lists is told of at once: a warpgroup's where these need not wait for each other."""
+    """Return the number of keys per tile code: those of one warpgroup if warpgroups may skip tiles."""
     return TILE_KV if sizes.dq_sizes is None else UNIT
 
 
-def _transposed(
+def _transpose_codes(
     schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
-    """Codes of each tile of keys and each tile of its request's queries."""
+    """Return the code of each key tile and each query tile of its request."""
     num, num_keys = codes.shape[0], keys_per_code(sizes)
     column = lambda name: schedule.table[:, COLUMNS.index(name)]
-    first, behind = (query_tiles.first_tiles[column("req") + more] for more in (0, 1))
+    first, end = (query_tiles.first_tiles[column("req") + more] for more in (0, 1))
     tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
-    is_mine = tile < behind[:, None]
-    is_mine &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
+    in_request = tile < end[:, None]
+    in_request &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
     tile = jnp.minimum(tile, num - 1)
-    is_full = ((query_tiles.end - query_tiles.begin) == sizes.tile_q)[tile]
+    is_full_tile = ((query_tiles.end - query_tiles.begin) == sizes.tile_q)[tile]
 
-    def of_part(begin: int) -> tuple[Array, Array]:
-        """Whether some keys, and all, from row `begin` on are seen: [key_tiles, query_tiles, q_heads]."""
+    def coverage(begin: int) -> tuple[Array, Array]:
+        """Return whether any, and whether all, keys from row `begin` on are visible."""
         number = (column("number") * TILE_KV + begin) // num_keys
-        is_there = is_mine & (number < codes.shape[2])[:, None]
-        is_whole = (column("begin") <= begin) & (column("end") >= begin + num_keys)
-        found = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
-        has = lambda bit, where: (found & (1 << bit) != 0) & where[:, :, None]
-        return has(VISIBLE_BIT, is_there), has(FULL_BIT, is_full & is_whole[:, None])
+        exists = in_request & (number < codes.shape[2])[:, None]
+        has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)
+        tile_codes = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
+        has = lambda bit, where: (tile_codes & (1 << bit) != 0) & where[:, :, None]
+        return has(VISIBLE_BIT, exists), has(FULL_BIT, is_full_tile & has_all_keys[:, None])
 
-    some, every = zip(*map(of_part, range(0, TILE_KV, num_keys)), strict=True)
-    whole = functools.reduce(operator.and_, (~a | b for a, b in zip(some, every, strict=True)))
-    kept = encode_tiles(functools.reduce(operator.or_, some), whole, some if len(some) > 1 else ())
-    return kept.transpose(0, 2, 1)
+    visible, full = zip(*map(coverage, range(0, TILE_KV, num_keys)), strict=True)
+    is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))
+    is_visible = functools.reduce(operator.or_, visible)
+    key_codes = encode_tiles(is_visible, is_full, visible if len(visible) > 1 else ())
+    return key_codes.transpose(0, 2, 1)

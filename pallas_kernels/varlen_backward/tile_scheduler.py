@@ -1,4 +1,4 @@
-"""What a thread block works on: items, which are tiles of keys of one kv head, and their steps."""
+"""Work tiles of the dk/dv kernel, their assignment to thread blocks, and the query tiles that each visits."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,16 +11,16 @@ from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvScheduleRefs, QueryListRefs
 from pallas_kernels.varlen_backward.schedule import COLUMNS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
-from pallas_kernels.varlen_prefill.schedule import ALIGN
+from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
 class QuerySteps(NamedTuple):
-    """What an item does for one query head: a tile of queries a step; traced.
+    """The query tiles that a work tile visits for one query head, one per step; traced.
 
     Attributes:
-        num_masked: The first so many need a mask.
-        num: All of them.
-        entry: `entry(i)`: the i-th one's tile, counted in the request, and what a list says of it.
+        num_masked: Number of leading steps that need a mask.
+        num: Number of steps.
+        entry: `entry(i)` is the i-th query tile of the request or, with tile lists, the list's entry.
     """
 
     num_masked: Scalar
@@ -28,77 +28,82 @@ class QuerySteps(NamedTuple):
     entry: Callable[[Scalar], Scalar]
 
     def tile(self, i: Scalar) -> Scalar:
-        """The i-th one's tile."""
+        """Return the i-th query tile."""
         return entry_tile(self.entry(i))
 
 
 class BackwardWorkTile:
-    """A tile of keys of one kv head; traced scalars.
+    """A tile of keys of one KV head; its scalars are traced.
 
     Attributes:
-        kv_head: The head.
+        kv_head: KV head.
+        row: Row of the tile in the schedule's table.
     """
 
     def __init__(
         self, kv_head: Scalar, row: Scalar, columns: Ref, lists: QueryListRefs | None, spec: BackwardSpec
     ):
-        """With the number of its row in the schedule's table, and that row, in global or shared memory."""
+        """Create the work tile; `columns` is its row of the table in global or shared memory."""
         self.kv_head, self.row, self.columns, self.lists, self.spec = kv_head, row, columns, lists, spec
 
     def __getitem__(self, name: str) -> Scalar:
         return self.columns[COLUMNS.index(name)]
 
-    def head(self, nth: Scalar) -> Scalar:
-        """The n-th query head of the group."""
-        return self.kv_head * self.spec.group + nth
+    def head(self, index: Scalar) -> Scalar:
+        """Return a query head of the group."""
+        return self.kv_head * self.spec.group + index
 
-    def steps(self, nth: Scalar) -> QuerySteps:
-        """Of the n-th query head of the group."""
+    def steps(self, index: Scalar) -> QuerySteps:
+        """Return the steps of a query head of the group."""
         if self.lists is None:
-            return QuerySteps(self["num_low"] + self["num_high"], self["num"], self._tile)
+            return QuerySteps(self["num_low"] + self["num_high"], self["num"], self._query_tile)
         q_heads = self.spec.kv_heads * self.spec.group
-        at, lists = self.row * q_heads + self.head(nth), self.lists
-        num_partial = lists.num_partial[at]
-        return QuerySteps(num_partial, num_partial + lists.num_full[at], lambda i: lists.entries[at, i])
+        list_row, lists = self.row * q_heads + self.head(index), self.lists
+        num_partial = lists.num_partial[list_row]
+        num = num_partial + lists.num_full[list_row]
+        return QuerySteps(num_partial, num, lambda i: lists.entries[list_row, i])
 
-    def _tile(self, i: Scalar) -> Scalar:
-        """Without lists: tiles to be masked at either end, then those between."""
+    def _query_tile(self, i: Scalar) -> Scalar:
+        """Return the i-th query tile without lists: partial tiles at both ends first, then full ones."""
         num_low, num_high = self["num_low"], self["num_high"]
         num_masked = num_low + num_high
-        behind = self["num"] - num_masked
-        nth = jnp.where(i < num_low, i, jnp.where(i < num_masked, i + behind, i - num_high))
-        return self["first_tile"] + nth
+        num_full = self["num"] - num_masked
+        index = jnp.where(i < num_low, i, jnp.where(i < num_masked, i + num_full, i - num_high))
+        return self["first_tile"] + index
 
     def query_row(self, tile: Scalar) -> Scalar:
-        """Row of a tile's first query."""
+        """Return the row of a query tile's first query."""
         return align_row(self["first_query_row"] + tile * self.spec.sizes.tile_q)
 
     def position(self, tile: Scalar) -> Scalar:
-        """Its position in the request; before the first query for rows that are not the request's."""
+        """Return the position of a query tile's first row, which may lie before the request's first query."""
         return self["query_position"] + tile * self.spec.sizes.tile_q
 
 
 class BackwardTileScheduler:
-    """The items of a step, and which of them a thread block takes."""
+    """The work tiles of a step, and which of them each thread block processes."""
 
     def __init__(self, schedule: DkDvScheduleRefs, ctas: int, spec: BackwardSpec):
         self.schedule, self.ctas, self.spec = schedule, ctas, spec
-        self.num_items = schedule.num_valid[0] * spec.kv_heads
+        self.num_work_tiles = schedule.num_valid[0] * spec.kv_heads
 
-    def rounds(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """How many items this thread block has, and the function from place among these to item.
+    def assignment(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
+        """Return the number of work tiles of this thread block, and a function from iteration to work tile.
 
-        Thread blocks take items in turn, every other round in the opposite order, so that their shares are
-        equal where the longest come first.
+        Thread blocks take work tiles in turn, in the opposite order every other round, so that their work is
+        balanced when the longest come first.
         """
         cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
-        full_rounds = lax.div(self.num_items, ctas)
-        place = lambda r: r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
-        rounds = full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32)
-        return rounds, lambda r: self.schedule.order[place(r)]
+        full_rounds = lax.div(self.num_work_tiles, ctas)
 
-    def item(self, number: Scalar, columns: Ref = None) -> BackwardWorkTile:
-        """An item; its row of the table is in `columns`, or in global memory."""
+        def position(r: Scalar) -> Scalar:
+            return r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
+
+        rounds = full_rounds + (position(full_rounds) < self.num_work_tiles).astype(jnp.int32)
+        return rounds, lambda r: self.schedule.order[position(r)]
+
+    def work_tile(self, number: Scalar, columns: Ref = None) -> BackwardWorkTile:
+        """Return a work tile; its row of the table is in `columns`, or in global memory if that is None."""
         kv_heads = jnp.int32(self.spec.kv_heads)
         row = lax.div(number, kv_heads)
         columns = self.schedule.table.at[row] if columns is None else columns
@@ -106,10 +111,5 @@ class BackwardTileScheduler:
 
 
 def entry_tile(entry: Scalar) -> Scalar:
-    """Which tile of the request an entry is of."""
+    """Return the query tile of a list entry."""
     return entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
-
-
-def align_row(row: Scalar) -> Scalar:
-    """A row that 8 divides, so that the compiler sees it; multiple_of is not for a single warp."""
-    return lax.div(row, jnp.int32(ALIGN)) * ALIGN

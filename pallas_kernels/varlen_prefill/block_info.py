@@ -1,4 +1,4 @@
-"""The 64 rows of an item that one warpgroup computes, and which tiles of keys are for them."""
+"""The KV tiles that one warpgroup's query rows attend to, and which of them need masking."""
 
 import enum
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed
 
 
 class MaskedEnds(enum.Flag):
-    """Which ends of what is seen a tile of keys may hold: with none of them there is nothing to mask."""
+    """Which ends of the visible key range a KV tile may contain; a tile with neither needs no mask."""
 
     NONE = 0
     LOW = enum.auto()
@@ -25,115 +25,121 @@ class MaskedEnds(enum.Flag):
 
 
 class KvTileRange(NamedTuple):
-    """Tiles [begin, end) of an item are for its rows; before low_edge and from high_edge on with a mask."""
+    """The KV tiles [begin, end) that rows attend to; tiles outside of [full_begin, full_end) need a mask."""
 
     begin: Scalar
-    low_edge: Scalar
-    high_edge: Scalar
+    full_begin: Scalar
+    full_end: Scalar
     end: Scalar
 
 
 class QueryRows:
-    """Rows `rank * 64` onward of an item.
+    """The 64 rows of a work tile that one warpgroup computes: rows `rank * 64` onward.
 
     Attributes:
-        item: The item.
-        rank: The warpgroup's, in its team.
-        slope: ALiBi's times log2(e), of the item's head or, where heads share its tile, of each row; or None.
+        work_tile: The work tile.
+        rank: Index of the warpgroup in its team.
+        slope: ALiBi slope times log2(e) of the head or, with packed heads, of each row; None without ALiBi.
     """
 
-    def __init__(self, item: PrefillWorkTile, rank: Scalar, slopes: Ref, spec: PrefillSpec):
-        """With the slopes of all heads, or None."""
-        self.item, self.rank, self.spec = item, rank, spec
+    def __init__(self, work_tile: PrefillWorkTile, rank: Scalar, slopes: Ref, spec: PrefillSpec):
+        """Create the rows; `slopes` are the slopes of all heads, or None."""
+        self.work_tile, self.rank, self.spec = work_tile, rank, spec
         self.tokens = spec.sizes.warpgroup_tokens
-        self.slope = None if slopes is None else self.of_heads(lambda head: slopes[head])
+        self.slope = None if slopes is None else self.per_head(lambda head: slopes[head])
 
-    def of_heads(self, value_of: Callable[[Scalar], Scalar]) -> Scalar | Rows:
-        """The value of the item's head or, where heads share the tile, of each row's."""
-        first, *others = packed_heads(self.item, self.spec)
+    def per_head(self, value_of: Callable[[Scalar], Scalar]) -> Scalar | Rows:
+        """Return the value of the work tile's head or, with packed heads, of each row's head."""
+        first, *rest = packed_heads(self.work_tile, self.spec)
         value = value_of(first.head)
-        if not others:
+        if not rest:
             return value
         row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
-        of_rows = jnp.where(row >= 0, value, 0.0)
-        for head, first_row in others:
-            of_rows = jnp.where(row >= first_row, value_of(head), of_rows)
-        return of_rows
+        values = jnp.where(row >= 0, value, 0.0)
+        for head, first_row in rest:
+            values = jnp.where(row >= first_row, value_of(head), values)
+        return values
 
     @property
     def first_query(self) -> Scalar:
         """Position of the first row."""
-        return self.item["position"] + self.rank * self.tokens
+        return self.work_tile["position"] + self.rank * self.tokens
 
     def positions(self) -> Rows:
-        """Position of each row."""
+        """Return the position of each row."""
         first, row = self.first_query, plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
         return (row if self.tokens == M else row & (self.tokens - 1)) + first
 
     def has_work(self) -> Scalar:
-        """Whether these rows are some of the item's, and it has keys."""
-        first, item = self.rank * self.tokens, self.item
-        return (item.num > 0) & (first < item["end"]) & (first + self.tokens > item["begin"])
+        """Return whether some of these rows are valid and the work tile has keys."""
+        first, work_tile = self.rank * self.tokens, self.work_tile
+        return (work_tile.num > 0) & (first < work_tile["end"]) & (first + self.tokens > work_tile["begin"])
 
     def first_tile(self, begin: Scalar) -> "KvTile":
-        """The first tile of a share, either end of what is seen perhaps in it."""
-        return KvTile(self, self.item.first_entry() + begin, MaskedEnds.BOTH)
+        """Return the first KV tile of the rows, which may contain both ends of the visible range."""
+        return KvTile(self, self.work_tile.first_entry() + begin, MaskedEnds.BOTH)
 
-    def tile(self, i: Scalar, edges: MaskedEnds) -> "KvTile":
-        """The item's tile i; what its list says is read early, if somebody asks: it is in global memory."""
-        is_asked = edges is not MaskedEnds.NONE or self.spec.has_alibi
-        return KvTile(self, self.item.entry(i) if is_asked else None, edges)
+    def tile(self, i: Scalar, masked_ends: MaskedEnds) -> "KvTile":
+        """Return the work tile's i-th KV tile."""
+        # Read the entry early, and only if it is used: it comes from global memory.
+        is_used = masked_ends is not MaskedEnds.NONE or self.spec.has_alibi
+        return KvTile(self, self.work_tile.entry(i) if is_used else None, masked_ends)
 
-    def share(self) -> KvTileRange:
-        """Which tiles of the item are for these rows."""
-        item = self.item
+    def kv_tile_range(self) -> KvTileRange:
+        """Return which KV tiles of the work tile the rows attend to, and which of these are full."""
+        work_tile = self.work_tile
         if self.spec.has_lists:
-            low_edge = jnp.maximum(jnp.minimum(item["num_partial"], item.num), 1)
-            return KvTileRange(jnp.int32(0), low_edge, item.num, item.num)
-        score, tile = self.spec.score, jnp.int32(self.spec.sizes.tile_kv)
-        nearest = lambda row: item["position"] + jnp.clip(row, item["begin"], item["end"] - 1)
-        live, last = nearest(self.rank * self.tokens), nearest(self.rank * self.tokens + (self.tokens - 1))
-        full_low, _ = key_range(score, last, item["seq_len"])
-        _, full_high = key_range(score, live, item["seq_len"])
-        full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, item["seq_len"])
-        # Later tiles are for the rows of later warpgroups, with a window earlier ones for those of earlier.
-        low, _ = key_range(score, live, item["seq_len"])
-        _, high = key_range(score, last, item["seq_len"])
-        end = lax.div(jnp.clip(high, 0, item["seq_len"]) + item.skew + (tile - 1), tile) - item.first
-        end = jnp.clip(end, 1, item.num)
-        begin, low_edge = jnp.int32(0), jnp.int32(1)
+            full_begin = jnp.maximum(jnp.minimum(work_tile["num_partial"], work_tile.num), 1)
+            return KvTileRange(jnp.int32(0), full_begin, work_tile.num, work_tile.num)
+        score, tile, offset = self.spec.score, jnp.int32(self.spec.sizes.tile_kv), work_tile.alignment_offset
+
+        def nearest_valid(row: Scalar) -> Scalar:
+            return work_tile["position"] + jnp.clip(row, work_tile["begin"], work_tile["end"] - 1)
+
+        first = nearest_valid(self.rank * self.tokens)
+        last = nearest_valid(self.rank * self.tokens + (self.tokens - 1))
+        # Keys in [full_low, full_high) are visible to all rows.
+        full_low, _ = key_range(score, last, work_tile["seq_len"])
+        _, full_high = key_range(score, first, work_tile["seq_len"])
+        full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, work_tile["seq_len"])
+        # Later tiles are for the rows of later warpgroups; with a window, earlier ones for those of earlier.
+        low, _ = key_range(score, first, work_tile["seq_len"])
+        _, high = key_range(score, last, work_tile["seq_len"])
+        end = lax.div(jnp.clip(high, 0, work_tile["seq_len"]) + offset + (tile - 1), tile) - work_tile.first
+        end = jnp.clip(end, 1, work_tile.num)
+        begin, full_begin = jnp.int32(0), jnp.int32(1)
         if self.spec.has_window:
-            begin = jnp.clip(lax.div(jnp.maximum(low, 0) + item.skew, tile) - item.first, 0, end - 1)
-            low_edge = lax.div(full_low + item.skew + (tile - 1), tile) - item.first
-            low_edge = jnp.clip(low_edge, begin + 1, end)
-        high_edge = lax.div(jnp.maximum(full_high, 0) + item.skew, tile) - item.first
-        return KvTileRange(begin, low_edge, jnp.clip(high_edge, low_edge, end), end)
+            begin = jnp.clip(lax.div(jnp.maximum(low, 0) + offset, tile) - work_tile.first, 0, end - 1)
+            full_begin = lax.div(full_low + offset + (tile - 1), tile) - work_tile.first
+            full_begin = jnp.clip(full_begin, begin + 1, end)
+        full_end = lax.div(jnp.maximum(full_high, 0) + offset, tile) - work_tile.first
+        return KvTileRange(begin, full_begin, jnp.clip(full_end, full_begin, end), end)
 
 
 class KvTile(NamedTuple):
-    """A tile of keys before a warpgroup's rows.
+    """A KV tile as seen by one warpgroup's rows.
 
     Attributes:
-        rows: The rows.
-        entry: What the item's list says of the tile; None where nobody asks.
-        edges: Which ends of what a query sees may be in it.
+        rows: The query rows.
+        entry: Entry of the tile list, or index of the KV tile without lists; None if it is not used.
+        masked_ends: Which ends of the visible range may lie in the tile.
     """
 
     rows: QueryRows
     entry: Scalar | None
-    edges: MaskedEnds
+    masked_ends: MaskedEnds
 
     def first_key(self) -> Scalar:
-        """Position of its first key."""
+        """Return the position of the tile's first key."""
         assert self.entry is not None
-        return self.rows.item.first_key(self.entry)
+        return self.rows.work_tile.first_key(self.entry)
 
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
-        """As masks are asked about it; `columns()` is the number of each key in the tile."""
+        """Return the tile as masks see it; `columns()` is the index of each key within the tile."""
         spec = self.rows.spec
-        assert spec.sizes.pack_gqa == 1 or spec.mask is None  # masks are asked about a head
+        assert spec.sizes.pack_gqa == 1 or spec.mask is None  # masks are evaluated for one head
         return PairTile(
-            head=self.rows.item.head,
+            head=self.rows.work_tile.head,
             first_query=self.rows.first_query,
             first_key=self.first_key(),
             columns=columns,

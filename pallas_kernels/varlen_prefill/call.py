@@ -1,8 +1,7 @@
-"""A call of varlen_prefill: whether it may be, its static sizes, and the kernel's inputs made of it."""
+"""The validated arguments of a varlen_prefill call, and the kernel's inputs made from them."""
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,30 +50,30 @@ class PrefillCall:
     """Arguments of varlen_prefill.
 
     Attributes:
-        query: Tokens of all requests, one request after the other; behind the last there may be padding. The
-            last token of a request stands at position `seq_len - 1`.
-        key: With kv_start_loc: packed keys [kv_tokens, kv_heads, head_dim]. With block_table: a paged cache,
+        query: Tokens of all requests one after the other, [tokens, q_heads, head_dim], optionally followed by
+            padding. The last token of a request is at position `seq_len - 1`.
+        key: With kv_start_loc packed keys [kv_tokens, kv_heads, head_dim]. With block_table a paged cache,
             NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim]. Keys
-            and values that no query sees may be anything.
-        value: As key.
-        query_start_loc: First token of each request, and one past the last; starts with 0.
-        seq_lens: Keys of each request, at most those that the table has room for.
-        kv_start_loc: First key of each request in packed keys.
-        block_table: `block_table[r, i]` holds keys `i * block_size` onward of request r. Entries of blocks
-            that no query sees are never used.
-        layout: "NHD" or "HND"; of a paged cache.
-        k_scale: key = stored * k_scale, of keys in 8 bits: a scalar, [kv_heads], [kv_heads, head_dim], or
-            per token and head [blocks, kv_heads, block_size]; None = 1.
-        v_scale: The same for values.
-        sinks: One more score of each head, without a value.
-        alibi_slopes: Slope of each head.
-        lists: make_lists' for the call's schedule: each head's tiles of keys. Of a listed tile, values must
-            be finite from the first key that some query of the request sees by the score's numbers to the
-            request's last, even where the mask hides them; the others may be anything.
-        block_q: Queries of a block of queries, where the lists tell these apart: queries
-            of one block see a tile's keys alike, but for what `score` and `mask` hide.
-        mask: What queries see in tiles that are listed as seen in part; static but for its arrays. Only with
-            lists.
+            and values that no query attends to may hold anything.
+        value: Values, like `key`.
+        query_start_loc: First token of each request and one past the last, [reqs + 1]; starts with 0.
+        seq_lens: Number of keys of each request, [reqs]; at most what the block table has room for.
+        kv_start_loc: First key of each request if keys are packed, [reqs]; else None.
+        block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r,
+            [reqs, max_blocks]; None if keys are packed. Entries of blocks without visible keys are never
+            used.
+        layout: Layout of a paged cache: "NHD" or "HND".
+        k_scale: Scale of an 8-bit cache, key = stored * k_scale: a scalar, [kv_heads], [kv_heads, head_dim],
+            or per token and head [blocks, kv_heads, block_size]; None for 1.
+        v_scale: Scale of the values, like `k_scale`.
+        sinks: Attention sinks, f32 [q_heads]: an extra score per head without a value; or None.
+        alibi_slopes: ALiBi slope of each head, f32 [q_heads], or None.
+        lists: Tile lists of each head for the call's schedule, or None for all KV tiles. In a listed tile the
+            values from the first key that the score's causality and window leave visible to any query of the
+            request, up to the request's last key, must be finite even if the mask hides them.
+        block_q: Queries per query block, if the tile lists distinguish query blocks. The queries of a block
+            attend to the same keys of a tile, except for what `score` and `mask` hide.
+        mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
     """
 
     query: jax.Array
@@ -94,7 +93,12 @@ class PrefillCall:
     mask: KernelMask | None
 
     def check(self) -> None:
-        """Raises what varlen_prefill raises, but for what tiles and schedules are given."""
+        """Validate shapes, dtypes and kernel support; schedules and sizes are checked separately.
+
+        Raises:
+            ValueError: If the arguments do not fit together.
+            NotImplementedError: If there is no kernel for the dtypes, head_dim or block size.
+        """
         self._check_kv()
         (_, q_heads, head_dim), kv_heads = self.query.shape, self.kv_heads
         reqs, table = self.seq_lens.shape[0], self.block_table
@@ -109,37 +113,42 @@ class PrefillCall:
         require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
         for name, per_head in (("sinks", self.sinks), ("alibi_slopes", self.alibi_slopes)):
             require_shape(name, (q_heads,) if per_head is None else per_head.shape, (q_heads,), "q_heads")
-        how: dict[str, Any] = {
-            "dtype": self.query.dtype,
-            "head_dim": head_dim,
-            "block_size": self.block_size,
-        }
-        reason = why_not_prefill(kv_dtype=self.query.dtype if self.is_narrow else self.key.dtype, **how)
-        if self.is_narrow and reason is None:
+        reason = why_not_prefill(
+            dtype=self.query.dtype,
+            kv_dtype=self.query.dtype if self.is_quantized else self.key.dtype,
+            head_dim=head_dim,
+            block_size=self.block_size,
+        )
+        if self.is_quantized and reason is None:
             kv_dtypes = self.key.dtype, self.value.dtype
             reason = why_not_dequantize(kv_dtypes=kv_dtypes, head_dim=head_dim)
         if reason is not None:
             raise unsupported("varlen_prefill", reason, "Use another implementation")
         self._check_scales()
-        require(self.lists is None or not self.is_narrow, "lists", "be None with keys of 8 bits", "some")
+        if self.is_quantized and self.lists is not None:
+            raise ValueError("lists cannot be combined with an 8-bit KV cache. Dequantize the cache first.")
 
     def _check_scales(self) -> None:
-        """Scales come with keys of 8 bits alone."""
+        """Raise ValueError if scales are given for a 16-bit cache or have the wrong shape."""
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             if scale is None:
                 continue
-            require(self.is_narrow, name, f"be None with keys of {self.key.dtype.name}", jnp.shape(scale))
+            require(self.is_quantized, name, f"be None with keys of {self.key.dtype.name}", jnp.shape(scale))
             blocks, block_size, kv_heads, head_dim = cache_dims(self.key, is_hnd=self.layout == "HND")
             shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size))
             require_one_of(f"{name}'s shape", tuple(jnp.shape(scale)), shapes)
 
     def _check_kv(self) -> None:
-        """Where keys are, and how many axes arrays have."""
+        """Raise ValueError unless keys are either packed or paged and all arrays have the right axes."""
         require_arrays(kv_start_loc=self.kv_start_loc, k_scale=self.k_scale, v_scale=self.v_scale)
         require_arrays(sinks=self.sinks, alibi_slopes=self.alibi_slopes)
         require_one_of("layout", self.layout, ("NHD", "HND"))
-        given = (self.kv_start_loc is not None) + (self.block_table is not None)
-        require(given == 1, "kv_start_loc or block_table", "be given, and not both", given)
+        num_locations = (self.kv_start_loc is not None) + (self.block_table is not None)
+        if num_locations != 1:
+            raise ValueError(
+                "Pass either kv_start_loc (packed keys) or block_table (a paged cache), "
+                f"got {num_locations} of them."
+            )
         num_axes = 3 if self.block_table is None else 4
         require_axes(num_axes, key=self.key, value=self.value)
         require_axes(3, query=self.query)
@@ -148,60 +157,71 @@ class PrefillCall:
             require_axes(2, block_table=self.block_table)
 
     def default_sizes(self, score: Score) -> PrefillSizes:
-        """What is chosen where neither the caller nor a schedule of its own names any."""
+        """Return the default tile sizes of the call."""
         num_tokens, q_heads, head_dim = self.query.shape
         reqs = self.seq_lens.shape[0]
         bounds = CallBounds(num_tokens, reqs, q_heads, self.kv_heads, self.max_kv).limited_by(score)
-        may_cut, has_lists = self.block_table is not None, self.lists is not None
+        may_split, has_lists = self.block_table is not None, self.lists is not None
         return default_sizes(
-            head_dim, has_lists=has_lists, bounds=bounds if may_cut else None, widens=self.is_narrow
+            head_dim,
+            has_lists=has_lists,
+            bounds=bounds if may_split else None,
+            is_quantized=self.is_quantized,
         )
 
     def check_lists(self, sizes: PrefillSizes) -> None:
-        """Refuses what lists are needed for without them, and blocks of queries too small for their bits."""
+        """Raise ValueError if a mask comes without lists, or query blocks are too small for the tile size."""
         has_lists = self.lists is not None
-        require(
-            has_lists or (self.mask is None and self.block_q is None), "lists", "be given with a mask", None
-        )
+        if not has_lists and not (self.mask is None and self.block_q is None):
+            raise ValueError("mask and block_q require lists. Build them with make_tile_lists.")
         if self.block_q is not None:
-            touched = num_query_blocks(sizes.tile_q, self.block_q)
-            rule = f"cut {sizes.tile_q} queries into {MAX_QUERY_BLOCKS} at most"
-            require(touched <= MAX_QUERY_BLOCKS, "block_q", rule, self.block_q)
+            num_blocks = num_query_blocks(sizes.tile_q, self.block_q)
+            if num_blocks > MAX_QUERY_BLOCKS:
+                raise ValueError(
+                    f"block_q={self.block_q} splits a query tile of {sizes.tile_q} rows into {num_blocks} "
+                    f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
+                )
 
     def check_heads(self, sizes: PrefillSizes) -> None:
-        """Refuses tiles that heads of different kv heads would share, and shared ones with lists."""
-        group, together = self.query.shape[1] // self.kv_heads, sizes.pack_gqa
-        require(group % together == 0, "pack_gqa", f"divide {group} query heads of a kv head", together)
-        require(together == 1 or self.lists is None, "pack_gqa", "be 1 with lists", together)
+        """Raise ValueError if packed heads would belong to different KV heads, or come with tile lists."""
+        group, pack_gqa = self.query.shape[1] // self.kv_heads, sizes.pack_gqa
+        require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
+        require(pack_gqa == 1 or self.lists is None, "pack_gqa", "be 1 with lists", pack_gqa)
 
-    def check_widening(self, sizes: PrefillSizes) -> None:
-        """Refuses sizes with which keys of 8 bits leave no warpgroups, or no memory, to widen them."""
-        if self.is_narrow:
-            max_visible_keys = QUANTIZED_TABLE[self.padded_dim].tile_kv
-            for name, most in (("warpgroups", 2), ("teams", 1), ("tile_kv", max_visible_keys)):
+    def check_quantized(self, sizes: PrefillSizes) -> None:
+        """Raise ValueError if an 8-bit cache leaves no warpgroups or shared memory for dequantizing."""
+        if self.is_quantized:
+            max_tile_kv = QUANTIZED_TABLE[self.padded_dim].tile_kv
+            for name, limit in (("warpgroups", 2), ("teams", 1), ("tile_kv", max_tile_kv)):
                 value = getattr(sizes, name)
-                require(value <= most, name, f"be at most {most} with keys of 8 bits", value)
-            fits = sizes.shared_memory(self.padded_dim, is_narrow=True) <= SHARED_MEMORY
-            require(fits, "stages", "leave room for keys of 8 bits in shared memory", sizes.stages)
+                require(value <= limit, name, f"be at most {limit} with an 8-bit KV cache", value)
+            fits = sizes.shared_memory(self.padded_dim, is_quantized=True) <= SHARED_MEMORY
+            require(fits, "stages", "leave shared memory for the 8-bit tiles", sizes.stages)
 
     def check_schedule(self, schedule: PrefillSchedule, score: Score, sizes: PrefillSizes) -> None:
-        """Refuses a schedule made for other tokens, requests, masks, heads or tiles."""
+        """Raise ValueError if a schedule or lists were built for other static arguments or shapes."""
         (num_tokens, q_heads, _), reqs, lists = self.query.shape, self.seq_lens.shape[0], self.lists
         require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
-        how = {"has_lists": lists is not None, "is_packed": self.kv_start_loc is not None}
-        wanted = schedule_key(num_tokens, score, sizes, q_heads, **how)
-        require_built_for("schedule", schedule.built_for, wanted)
+        expected = schedule_key(
+            num_tokens,
+            score,
+            sizes,
+            q_heads,
+            has_lists=lists is not None,
+            is_packed=self.kv_start_loc is not None,
+        )
+        require_built_for("schedule", schedule.built_for, expected)
         if lists is not None:
-            require_built_for("lists", lists.built_for, wanted)
+            require_built_for("lists", lists.built_for, expected)
             rows = schedule.table.shape[0]
-            what = f"{rows} tiles of queries, {q_heads} heads"
-            require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), what)
-            require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), what)
+            meaning = f"{rows} query tiles, {q_heads} heads"
+            require_shape("lists.table", lists.table.shape, (rows * q_heads, TABLE_WIDTH), meaning)
+            require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), meaning)
 
     def make_schedule(self, score: Score, sizes: PrefillSizes) -> PrefillSchedule:
-        """Its own."""
+        """Build the schedule of the call."""
         seq_lens = self.seq_lens
-        if self.block_table is not None:  # no table is read behind its end
+        if self.block_table is not None:  # never read past the end of the table
             seq_lens = jnp.minimum(seq_lens.astype(jnp.int32), self.max_kv)
         return make_schedule(
             self.query_start_loc,
@@ -216,44 +236,48 @@ class PrefillCall:
 
     @property
     def is_empty(self) -> bool:
-        """Nobody sees a key, as shapes tell."""
+        """Whether no query attends to any key, according to the shapes alone."""
         rows = self.seq_lens if self.block_table is None else self.block_table
         return 0 in (self.query.shape[0], *self.key.shape, *rows.shape)
 
     @property
-    def is_narrow(self) -> bool:
-        """Keys or values of a paged cache have 8 bits."""
-        is_narrow = 1 in (self.key.dtype.itemsize, self.value.dtype.itemsize)
-        return is_narrow and self.block_table is not None
+    def is_quantized(self) -> bool:
+        """Whether keys or values are in an 8-bit paged cache."""
+        is_8_bit = 1 in (self.key.dtype.itemsize, self.value.dtype.itemsize)
+        return is_8_bit and self.block_table is not None
 
     @property
-    def narrow(self) -> QuantizedKV | None:
-        """How they are stored, if so."""
-        if not self.is_narrow:
+    def quantized(self) -> QuantizedKV | None:
+        """Storage of an 8-bit cache, or None for a 16-bit one."""
+        if not self.is_quantized:
             return None
-        kind = lambda scale: None if scale is None else ("head", "head", "channel", "token")[scale.ndim]
-        return QuantizedKV((self.key.dtype, self.value.dtype), (kind(self.k_scale), kind(self.v_scale)))
+
+        def granularity(scale: jax.Array | None) -> str | None:
+            return None if scale is None else ("head", "head", "channel", "token")[scale.ndim]
+
+        dtypes = self.key.dtype, self.value.dtype
+        return QuantizedKV(dtypes, (granularity(self.k_scale), granularity(self.v_scale)))
 
     @property
     def block_size(self) -> int | None:
-        """Of a paged cache, else None."""
+        """Number of tokens per block of a paged cache, or None."""
         return None if self.block_table is None else cache_dims(self.key, is_hnd=self.layout == "HND")[1]
 
     @property
     def padded_dim(self) -> int:
-        """Elements of a head in shared memory."""
+        """Number of elements per head in shared memory."""
         return head_chunks(self.query.shape[2]).padded_dim
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads."""
+        """Number of KV heads."""
         if self.block_table is None:
             return self.key.shape[1]
         return cache_dims(self.key, is_hnd=self.layout == "HND")[2]
 
     @property
     def kv_bytes(self) -> int:
-        """Of a kv head's keys and values in 16 bits, of all requests together, at most."""
+        """Maximum bytes of one KV head's 16-bit keys and values, of all requests together."""
         kv_tokens = self.key.shape[0]
         if self.block_table is not None and self.block_size is not None:
             kv_tokens = min(kv_tokens, math.prod(self.block_table.shape)) * self.block_size
@@ -261,43 +285,50 @@ class PrefillCall:
 
     @property
     def max_kv(self) -> int:
-        """Keys of a request, at most."""
+        """Maximum number of keys per request."""
         if self.block_table is None or self.block_size is None:
             return self.key.shape[0]
         return self.block_table.shape[1] * self.block_size
 
     def shape(self, sizes: PrefillSizes) -> PrefillShape:
-        """Static sizes."""
+        """Return the static dimensions of the call."""
         num_tokens, q_heads, head_dim = self.query.shape
         rows = max_tiles(num_tokens, self.seq_lens.shape[0], sizes.tile_tokens)
-        cut, in_cache = head_chunks(head_dim), None
+        head, cache_tiling = head_chunks(head_dim), None
         if self.block_size is not None:
             is_hnd = self.layout == "HND"
-            in_cache = CacheTiling(block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=cut)
+            cache_tiling = CacheTiling(
+                block_size=self.block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=head
+            )
         return PrefillShape(
             q_heads=q_heads,
             group=q_heads // self.kv_heads,
-            cut=cut,
-            in_cache=in_cache,
-            heads_at_once=heads_per_l2_group(
+            head=head,
+            cache_tiling=cache_tiling,
+            heads_per_l2_group=heads_per_l2_group(
                 q_heads, self.kv_heads, kv_bytes=self.kv_bytes, rows=rows, sizes=sizes
             ),
             block_q=self.block_q,
         )
 
     def inputs(self, schedule: PrefillSchedule, spec: PrefillSpec) -> PrefillInputs:
-        """The kernel's."""
-        in_cache, cut = spec.shape.in_cache, spec.shape.cut
-        as_copied = lambda x: cut.split(_whole_rows(x)) if in_cache is None else in_cache.tile_cache(x)
-        in_log2 = lambda x: None if x is None else x.astype(jnp.float32) * LOG2E
+        """Return the kernel's inputs."""
+        cache_tiling, head = spec.shape.cache_tiling, spec.shape.head
+
+        def kv_array(x: jax.Array) -> jax.Array:
+            return head.split(_pad_tokens(x)) if cache_tiling is None else cache_tiling.tile_cache(x)
+
+        def in_log2(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else x.astype(jnp.float32) * LOG2E
+
         return PrefillInputs(
-            query=cut.split(_whole_rows(self.query)),
-            cache=KvRefs(
-                as_copied(self.key),
-                as_copied(self.value),
+            query=head.split(_pad_tokens(self.query)),
+            kv=KvRefs(
+                kv_array(self.key),
+                kv_array(self.value),
                 self.block_table,
-                self._scales(self.k_scale, in_cache),
-                self._scales(self.v_scale, in_cache),
+                self._scales(self.k_scale, cache_tiling),
+                self._scales(self.v_scale, cache_tiling),
             ),
             slopes=in_log2(self.alibi_slopes),
             sinks=in_log2(self.sinks),
@@ -305,19 +336,19 @@ class PrefillCall:
             mask=() if self.mask is None else self.mask.arrays,
         )
 
-    def _scales(self, scale: jax.Array | None, in_cache: CacheTiling | None) -> jax.Array | None:
-        """As CacheRefs has them."""
-        if scale is None or in_cache is None:
+    def _scales(self, scale: jax.Array | None, cache_tiling: CacheTiling | None) -> jax.Array | None:
+        """Return scales in the form that KvRefs describes."""
+        if scale is None or cache_tiling is None:
             return None
         scale = scale.astype(jnp.float32)
         if scale.ndim == 3:
-            return in_cache.tile_scales(scale)
+            return cache_tiling.tile_scales(scale)
         if scale.ndim == 2:
-            return in_cache.tile_channel_scales(scale)
+            return cache_tiling.tile_channel_scales(scale)
         return jnp.broadcast_to(scale, (self.kv_heads,))
 
 
-def _whole_rows(x: jax.Array) -> jax.Array:
-    """Tokens padded to what TMA takes."""
+def _pad_tokens(x: jax.Array) -> jax.Array:
+    """Pad tokens to a multiple of 8, which TMA needs."""
     missing = -x.shape[0] % ALIGN
     return jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else copy_if_unaligned(x)

@@ -1,4 +1,4 @@
-"""Adds up the partial results of tiles of queries whose keys are cut into splits."""
+"""The combine kernel: merges the split outputs of query tiles whose keys are split."""
 
 import dataclasses
 import functools
@@ -37,17 +37,17 @@ def combine_splits(
     sinks: jax.Array | None,
     spec: PrefillSpec,
 ) -> PrefillOutputs:
-    """The outputs of the prefill kernel, those of cut tiles written in place.
+    """Return the outputs with those of split query tiles written in place.
 
     Args:
-        outputs: The prefill kernel's.
-        table: Of the schedule that they were made by.
-        split_tiles: Likewise.
-        sinks: As Inputs.sinks.
-        spec: Static.
+        outputs: Outputs of the prefill kernel.
+        table: Table of the schedule that the kernel ran with.
+        split_tiles: The split query tiles of that schedule.
+        sinks: Attention sinks, see PrefillInputs.
+        spec: The prefill kernel. Static.
     """
-    tile, partials = (1, M, STRIP), outputs.partials
-    assert partials is not None
+    tile, split_outputs = (1, M, STRIP), outputs.split_outputs
+    assert split_outputs is not None
     kernel = plgpu.kernel(
         Combiner(spec).body,
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
@@ -55,94 +55,99 @@ def combine_splits(
         grid=(CTAS_PER_SM * spec.sizes.ctas,),
         grid_names=("cta",),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="varlen_prefill_merge",
+        kernel_name="varlen_prefill_combine",
         interpret=spec.interpret,
     )
     out_ref = jax.new_ref(outputs.out)
     lse_ref = None if outputs.lse is None else jax.new_ref(outputs.lse)
-    kernel(CombineRefs(partials, table, split_tiles.num_valid, split_tiles.rows, sinks, out_ref, lse_ref))
+    kernel(
+        CombineRefs(split_outputs, table, split_tiles.num_valid, split_tiles.rows, sinks, out_ref, lse_ref)
+    )
     lse = None if lse_ref is None else jax.freeze(lse_ref)
-    return PrefillOutputs(out=jax.freeze(out_ref), lse=lse, partials=None)
+    return PrefillOutputs(out=jax.freeze(out_ref), lse=lse, split_outputs=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Combiner:
-    """What a thread block does: 64 rows of a cut tile in a strip of a head, then the next of its share.
+    """The combine kernel of a thread block, which processes strips of 64 rows and 64 columns.
 
     Attributes:
-        spec: Static.
+        spec: The prefill kernel. Static.
     """
 
     spec: PrefillSpec
 
     def body(self, refs: CombineRefs, unused_g: Ref, out_s: Ref) -> None:
-        """The kernel."""
+        """Combine the thread block's strips."""
         shape, sizes = self.spec.shape, self.spec.sizes
-        strips, ranks = jnp.int32(shape.cut.padded_dim // STRIP), jnp.int32(sizes.team_size)
-        heads = jnp.int32(self.spec.items_per_tile)
+        strips, ranks = jnp.int32(shape.head.padded_dim // STRIP), jnp.int32(sizes.team_size)
+        heads = jnp.int32(self.spec.work_tiles_per_query_tile)
         cta, ctas = lax.axis_index("cta"), jnp.int32(CTAS_PER_SM * sizes.ctas)
         units = refs.num_valid[0] * heads * ranks * strips
 
         @pl.loop(0, lax.div(units - cta + (ctas - 1), ctas))
-        def _(nth: Scalar) -> None:
-            unit = cta + nth * ctas
-            of_rows = lax.div(unit, strips)
-            of_head = lax.div(of_rows, ranks)
-            row, head = refs.rows[lax.div(of_head, heads)], lax.rem(of_head, heads)
+        def _(iteration: Scalar) -> None:
+            # A unit's index is (split tile, head, rank, strip), the strip varying fastest.
+            unit = cta + iteration * ctas
+            row_unit = lax.div(unit, strips)
+            head_unit = lax.div(row_unit, ranks)
+            row, head = refs.rows[lax.div(head_unit, heads)], lax.rem(head_unit, heads)
             columns = {name: refs.table[row, i] for i, name in enumerate(table_columns(self.spec))}
-            item = PrefillWorkTile(head, columns.__getitem__, None, self.spec)
-            rows = QueryRows(item, lax.rem(of_rows, ranks), None, self.spec)
-            self.merge(rows, lax.rem(unit, strips), refs, out_s)
+            work_tile = PrefillWorkTile(head, columns.__getitem__, None, self.spec)
+            rows = QueryRows(work_tile, lax.rem(row_unit, ranks), None, self.spec)
+            self.combine(rows, lax.rem(unit, strips), refs, out_s)
 
-    def merge(self, rows: QueryRows, strip: Scalar, refs: CombineRefs, out_s: Ref) -> None:
-        """A strip of rows of a tile, if some of them are live."""
-        item, first, cut = rows.item, rows.rank * rows.tokens, self.spec.shape.cut
+    def combine(self, rows: QueryRows, strip: Scalar, refs: CombineRefs, out_s: Ref) -> None:
+        """Combine a strip of rows of a query tile, if some of them are valid."""
+        work_tile, first, head_dims = rows.work_tile, rows.rank * rows.tokens, self.spec.shape.head
         # Chunks of a padded head are as wide as strips.
         columns = pl.ds(pl.multiple_of(strip * STRIP, STRIP), STRIP)
         (swizzled_s,), (plain_s,) = out_s
 
-        def to(live: Slice, head: Scalar, nth: int) -> Ref:
-            if cut.is_padded:
-                return refs.out.at[(live, head, strip, *cut.gmem_index(0, strip * 0)[1:])]
-            return refs.out.at[live, head, columns]
+        def to(tokens: Slice, head: Scalar, index: int) -> Ref:
+            if head_dims.is_padded:
+                return refs.out.at[(tokens, head, strip, *head_dims.gmem_index(0, strip * 0)[1:])]
+            return refs.out.at[tokens, head, columns]
 
-        @pl.when((first < item["end"]) & (first + rows.tokens > item["begin"]))
+        @pl.when((first < work_tile["end"]) & (first + rows.tokens > work_tile["begin"]))
         def _() -> None:
-            chunk, columns_of_chunk = (strip, pl.ds(0, STRIP)) if cut.is_padded else (strip * 0, columns)
-            acc, top, total = self.summed(rows, chunk, columns_of_chunk, refs.partials)
-            factor, lse = output_scale_and_lse(rows, top, total, refs.sinks)
+            chunk, chunk_columns = (strip, pl.ds(0, STRIP)) if head_dims.is_padded else (strip * 0, columns)
+            acc, row_max, row_sum = self.reduce(rows, chunk, chunk_columns, refs.split_outputs)
+            factor, lse = output_scale_and_lse(rows, row_max, row_sum, refs.sinks)
+            # The first strip stores the log-sum-exp of its rows.
             if refs.lse is not None:
                 pl.when(strip == 0)(lambda: store_lse(refs.lse, rows, valid_rows(rows), lse))
-            store_valid_rows(
-                to, rows, swizzled_s, plain_s, [(acc * broadcast_rows(factor, acc)).astype(self.spec.dtype)]
-            )
+            out = (acc * broadcast_rows(factor, acc)).astype(self.spec.dtype)
+            store_valid_rows(to, rows, swizzled_s, plain_s, [out])
+            # The next strip reuses the same shared memory.
             plgpu.wait_smem_to_gmem(0)
 
-    def summed(
-        self, rows: QueryRows, chunk: Scalar, columns: Slice, partials: SplitOutputs
+    def reduce(
+        self, rows: QueryRows, chunk: Scalar, columns: Slice, split_outputs: SplitOutputs
     ) -> tuple[Tile, Rows, Rows]:
-        """P V of all splits, in some columns of a chunk; what scores were less; sums of probabilities."""
-        item, here = rows.item, warpgroup_rows(rows)
-        num = item["num_splits"]
+        """Return P V, row_max and row_sum over all splits of a query tile, for some columns of a chunk."""
+        work_tile, slots = rows.work_tile, warpgroup_rows(rows)
+        num = work_tile["num_splits"]
         load = functools.partial(plgpu.load, optimized=False)
 
         def add(i: Scalar, carry: tuple[Tile, Rows, Rows]) -> tuple[Tile, Rows, Rows]:
-            acc, top, total = carry
-            nth = [i * SPLITS_AT_ONCE + j for j in range(SPLITS_AT_ONCE)]
-            at = [(item["partial"] + jnp.minimum(n, num - 1), item.head) for n in nth]
-            # All loads of a round before any use.
-            tops = [load(partials.top.at[(*split, here)], layout=ROW) for split in at]
-            totals = [load(partials.total.at[(*split, here)], layout=ROW) for split in at]
-            outs = [load(partials.out.at[(*split, chunk, here, columns)], layout=W) for split in at]
-            tops = [x + jnp.where(n < num, 0.0, -jnp.inf) for n, x in zip(nth, tops, strict=True)]
-            new_top = functools.reduce(jnp.maximum, tops, top)
-            base = finite_row_max(new_top)
-            shrink = jnp.exp2(top - base)
-            acc, total = acc * broadcast_rows(shrink, acc), total * shrink
-            for split_top, split_total, out in zip(tops, totals, outs, strict=True):
-                weight = jnp.exp2(split_top - base)
-                acc, total = acc + out * broadcast_rows(weight, out), total + split_total * weight
-            return acc, new_top, total
+            acc, row_max, row_sum = carry
+            indices = [i * SPLITS_AT_ONCE + j for j in range(SPLITS_AT_ONCE)]
+            splits = [(work_tile["split_output"] + jnp.minimum(n, num - 1), work_tile.head) for n in indices]
+            # Issue all loads of a round before their first use, so that their latencies overlap.
+            maxima = [load(split_outputs.row_max.at[(*split, slots)], layout=ROW) for split in splits]
+            sums = [load(split_outputs.row_sum.at[(*split, slots)], layout=ROW) for split in splits]
+            outs = [load(split_outputs.out.at[(*split, chunk, slots, columns)], layout=W) for split in splits]
+            # Splits past the last one get weight 0.
+            maxima = [x + jnp.where(n < num, 0.0, -jnp.inf) for n, x in zip(indices, maxima, strict=True)]
+            new_max = functools.reduce(jnp.maximum, maxima, row_max)
+            base = finite_row_max(new_max)
+            alpha = jnp.exp2(row_max - base)
+            acc, row_sum = acc * broadcast_rows(alpha, acc), row_sum * alpha
+            for split_max, split_sum, out in zip(maxima, sums, outs, strict=True):
+                weight = jnp.exp2(split_max - base)
+                acc, row_sum = acc + out * broadcast_rows(weight, out), row_sum + split_sum * weight
+            return acc, new_max, row_sum
 
         zeros = plgpu.layout_cast(jnp.zeros((M, STRIP), f32), W)
         rounds = lax.div(num + (SPLITS_AT_ONCE - 1), jnp.int32(SPLITS_AT_ONCE))

@@ -1,4 +1,4 @@
-"""The warpgroups that widen: keys, or values, of 8 bits become what is multiplied."""
+"""The warpgroups that dequantize an 8-bit cache: one converts keys, one values, into what is multiplied."""
 
 import functools
 from typing import NamedTuple
@@ -18,93 +18,103 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, P
 
 
 class DequantizeOperand(NamedTuple):
-    """Keys or values on their way from 8 bits.
+    """Stages and scales of the keys, or of the values.
 
     Attributes:
-        narrow: Where they are.
-        wide: Where they go.
-        kind: Whose their scales are: see NarrowKV.
-        scale: As CacheRefs has it.
-        of_tokens: As NarrowKeys has it.
+        source: 8-bit stages.
+        target: 16-bit stages.
+        granularity: Granularity of the scales, see QuantizedKV.
+        scale: Scales in global memory, see KvRefs.
+        token_scale: Stages of scales per token, see QuantizedKvSmem.
     """
 
-    narrow: KvStages
-    wide: KvStages
-    kind: str | None
+    source: KvStages
+    target: KvStages
+    granularity: str | None
     scale: Ref
-    of_tokens: Ref
+    token_scale: Ref
 
 
 class Dequantizer:
-    """Goes through a thread block's items as its loading warp does, behind it, and widens keys or values."""
+    """One warpgroup that follows the loading warp through the work tiles and dequantizes keys or values."""
 
     def __init__(
-        self, inputs: PrefillInputs, smem: PrefillSmem, pipeline: PrefillBarriers, spec: PrefillSpec, nth: int
+        self,
+        inputs: PrefillInputs,
+        smem: PrefillSmem,
+        barriers: PrefillBarriers,
+        spec: PrefillSpec,
+        index: int,
     ):
-        """Of keys (0) or of values (1)."""
-        self.spec, self.ring = spec, KvPipeline(smem, pipeline, spec.sizes, 0)
-        cache, narrow_s = inputs.cache, smem.narrow
-        assert spec.narrow is not None
-        assert narrow_s is not None
-        self.of = DequantizeOperand(
-            narrow=self.ring.loaded[nth],
-            wide=(self.ring.keys, self.ring.values)[nth],
-            kind=spec.narrow.scales[nth],
-            scale=(cache.k_scale, cache.v_scale)[nth],
-            of_tokens=(narrow_s.k_scale, narrow_s.v_scale)[nth],
+        """Create the dequantizer of keys (index 0) or of values (1)."""
+        self.spec, self.pipeline = spec, KvPipeline(smem, barriers, spec.sizes, 0)
+        kv, quantized_s = inputs.kv, smem.quantized
+        assert spec.quantized is not None
+        assert quantized_s is not None
+        self.operand = DequantizeOperand(
+            source=self.pipeline.loaded[index],
+            target=(self.pipeline.keys, self.pipeline.values)[index],
+            granularity=spec.quantized.scales[index],
+            scale=(kv.k_scale, kv.v_scale)[index],
+            token_scale=(quantized_s.k_scale, quantized_s.v_scale)[index],
         )
 
-    def widen_share(self, work: PrefillTileScheduler) -> None:
-        """All items of the thread block."""
-        rounds, number_of = work.rounds_of(0)
+    def run(self, scheduler: PrefillTileScheduler) -> None:
+        """Dequantize all work tiles of the thread block."""
+        rounds, tile_index = scheduler.assignment(0)
 
-        def widen(nth: Scalar, step: Scalar) -> Scalar:
-            item, _ = work.in_registers(number_of(nth))
-            self.widen_item(item, step)
-            return step + item.num
+        def convert(iteration: Scalar, step: Scalar) -> Scalar:
+            work_tile, _ = scheduler.read_to_registers(tile_index(iteration))
+            self.dequantize_work_tile(work_tile, step)
+            return step + work_tile.num
 
-        steps = lax.fori_loop(0, rounds, widen, rounds * 0)
+        steps = lax.fori_loop(0, rounds, convert, rounds * 0)
         if self.spec.is_interpreted:
-            self.ring.wait_for(self.of.wide, steps)
+            self.pipeline.drain_stages(self.operand.target, steps)
 
-    def widen_item(self, item: PrefillWorkTile, step: Scalar) -> None:
-        """An item whose first keys are those of `step`."""
-        head, of = item.kv_head, self.of
-        number = of.scale[head] if of.kind == "head" else None
+    def dequantize_work_tile(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
+        """Dequantize a work tile whose first KV tile is that of `step`."""
+        head, operand = work_tile.kv_head, self.operand
+        head_scale = operand.scale[head] if operand.granularity == "head" else None
 
-        @pl.loop(0, item.num)
+        @pl.loop(0, work_tile.num)
         def _(i: Scalar) -> None:
-            stage = self.ring.stage(step + i)
-            plgpu.barrier_wait(of.narrow.full.at[stage])
-            has_been_used = step + i >= self.spec.sizes.stages
-            pl.when(has_been_used)(functools.partial(plgpu.barrier_wait, of.wide.free.at[stage]))
-            self.widen(head, number, stage)
-            # Before either stage is passed on: where the narrow one was without it, numbers were wrong.
+            # Wait for the 8-bit tile, then for a 16-bit stage that the computing warpgroups have read.
+            stage = self.pipeline.stage(step + i)
+            plgpu.barrier_wait(operand.source.full.at[stage])
+            is_reused = step + i >= self.spec.sizes.stages
+            pl.when(is_reused)(functools.partial(plgpu.barrier_wait, operand.target.free.at[stage]))
+            self.dequantize_stage(head, head_scale, stage)
+            # Commit before either stage is passed on: results were wrong when the 8-bit one was released
+            # before.
             plgpu.commit_smem()
-            plgpu.barrier_arrive(of.wide.full.at[stage])
-            plgpu.barrier_arrive(of.narrow.free.at[stage])
+            plgpu.barrier_arrive(operand.target.full.at[stage])
+            plgpu.barrier_arrive(operand.source.free.at[stage])
 
-    def widen(self, head: Scalar, number: Scalar | None, stage: Scalar) -> None:
-        """A stage, some columns at a time."""
-        cut, of = self.spec.shape.cut, self.of
+    def dequantize_stage(self, head: Scalar, head_scale: Scalar | None, stage: Scalar) -> None:
+        """Dequantize a stage, some columns at a time."""
+        head_dims, operand = self.spec.shape.head, self.operand
 
-        def scaled(x: Tile, columns: tuple[int, Slice]) -> Tile:
-            if of.kind == "token":
-                scale = plgpu.load(of.of_tokens.at[stage], layout=QUANTIZED_LAYOUT.reduce(1), optimized=False)
-                return x * lax.broadcast_in_dim(scale, x.shape, [0])
-            if of.kind == "channel":
-                of_columns = of.scale.at[(head, *columns)]
-                scale = plgpu.load(of_columns, layout=QUANTIZED_LAYOUT.reduce(0), optimized=False)
-                return x * lax.broadcast_in_dim(scale, x.shape, [1])
-            assert number is not None
-            return x * number
-
-        for chunk in range(cut.num_chunks):
-            for first in range(0, cut.width, COLUMNS_AT_ONCE):
-                columns = chunk, pl.ds(first, COLUMNS_AT_ONCE)
-                here = (stage, chunk, slice(None), columns[1])
-                times = None if of.kind is None else functools.partial(scaled, columns=columns)
-                tile = dequantize(
-                    plgpu.load(of.narrow.tiles.at[here], layout=QUANTIZED_LAYOUT), self.spec.dtype, times
+        def apply_scale(x: Tile, columns: tuple[int, Slice]) -> Tile:
+            if operand.granularity == "token":
+                scale = plgpu.load(
+                    operand.token_scale.at[stage], layout=QUANTIZED_LAYOUT.reduce(1), optimized=False
                 )
-                store_unoptimized(of.wide.tiles.at[here], tile)
+                return x * lax.broadcast_in_dim(scale, x.shape, [0])
+            if operand.granularity == "channel":
+                channel_scale = operand.scale.at[(head, *columns)]
+                scale = plgpu.load(channel_scale, layout=QUANTIZED_LAYOUT.reduce(0), optimized=False)
+                return x * lax.broadcast_in_dim(scale, x.shape, [1])
+            assert head_scale is not None
+            return x * head_scale
+
+        for chunk in range(head_dims.num_chunks):
+            for first in range(0, head_dims.width, COLUMNS_AT_ONCE):
+                columns = chunk, pl.ds(first, COLUMNS_AT_ONCE)
+                index = (stage, chunk, slice(None), columns[1])
+                scaled = None
+                if operand.granularity is not None:
+                    scaled = functools.partial(apply_scale, columns=columns)
+                quantized = plgpu.load(operand.source.tiles.at[index], layout=QUANTIZED_LAYOUT)
+                tile = dequantize(quantized, self.spec.dtype, scaled)
+                store_unoptimized(operand.target.tiles.at[index], tile)

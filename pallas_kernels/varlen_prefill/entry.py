@@ -1,4 +1,4 @@
-"""varlen_prefill: attention of packed prompts to their own keys, packed or in a paged cache."""
+"""varlen_prefill: attention of packed prompts over their own keys, packed or in a paged cache."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -39,36 +39,39 @@ def varlen_prefill(
     return_lse: bool = False,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
-    """Attends each token to the keys of its request. The last token stands at position `seq_len - 1`.
+    """Compute the attention of each token over the keys of its request.
+
+    The last token of a request is at position `seq_len - 1`.
 
     Args:
-        query: Tokens of all requests, one request after the other; behind the last there may be padding.
-        key: Packed with kv_start_loc, paged with block_table; Call tells how they lie.
-        value: As key.
-        query_start_loc: First token of each request, and one past the last; starts with 0.
-        seq_lens: Keys of each request, at most those that the table has room for.
-        score: Static: scale, mask, soft cap.
-        kv_start_loc: First key of each request in packed keys.
-        block_table: Blocks of each request.
-        layout: Static: "NHD" or "HND"; of a paged cache.
-        k_scale: key = stored * k_scale, of keys in 8 bits; None = 1. For its shapes see Call.
-        v_scale: The same for values.
-        sinks: One more score of each head, without a value.
-        alibi_slopes: Slope of each head.
-        schedule: make_schedule's for the same lengths, mask and sizes; made here when None.
-        lists: The tiles of keys to visit; None = all. For it and the next two see Call.
-        block_q: Static.
-        mask: Static but for its arrays.
-        sizes: Static. Those of the schedule or the lists when None, or chosen from the shapes.
-        return_lse: Static: whether the log-sum-exp is wanted.
-        interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
+        query: Tokens of all requests one after the other, optionally followed by padding.
+        key: Packed keys with kv_start_loc, or a paged cache with block_table; see PrefillCall for the shapes.
+        value: Values, like `key`.
+        query_start_loc: First token of each request and one past the last; starts with 0.
+        seq_lens: Number of keys of each request, at most what the block table has room for.
+        score: Scale, soft cap, causality, window and chunk size. Static.
+        kv_start_loc: First key of each request if keys are packed.
+        block_table: Block ids of each request for a paged cache.
+        layout: Layout of a paged cache: "NHD" or "HND". Static.
+        k_scale: Scale of 8-bit keys, key = stored * k_scale; None for 1. See PrefillCall for the shapes.
+        v_scale: Scale of 8-bit values, like `k_scale`.
+        sinks: Attention sinks: an extra score per head without a value.
+        alibi_slopes: ALiBi slope of each head.
+        schedule: Result of make_schedule for the same lengths, mask and sizes; None to build it here.
+        lists: Tile lists, the KV tiles to visit; None for all. See PrefillCall.
+        block_q: Queries per query block that the tile lists distinguish, or None. Static.
+        mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
+        sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
+        return_lse: Whether to return the log-sum-exp. Static.
+        interpret: plgpu.InterpretGPUParams to run on a CPU, or None. Static.
 
     Returns:
-        Output in query.dtype; log of the softmax's denominator, f32, or None. Padding, no key: 0 and -inf.
+        The output in query.dtype, and the natural logarithm of the softmax's denominator in f32 or None. For
+        padding and for rows without visible keys they are 0 and -inf.
 
     Raises:
-        ValueError: Shapes disagree.
-        NotImplementedError: There is no kernel for this request, or it is differentiated.
+        ValueError: If the arguments do not fit together.
+        NotImplementedError: If there is no kernel for the request, or if the call is differentiated.
     """
     call = PrefillCall(
         query=query, key=key, value=value, query_start_loc=query_start_loc, seq_lens=seq_lens,
@@ -87,15 +90,15 @@ def run_prefill(
     return_lse: bool,
     interpret: Interpret,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
-    """Checks a call, chooses what it leaves open, and runs the kernel; see varlen_prefill."""
+    """Validate a call, choose what is None, and run the kernels; see varlen_prefill."""
     call.check()
     num_tokens, q_heads, head_dim = call.query.shape
     if sizes is None:
-        given = call.lists if schedule is None else schedule
-        sizes = call.default_sizes(score) if given is None else given.built_for.sizes
+        prebuilt = call.lists if schedule is None else schedule
+        sizes = call.default_sizes(score) if prebuilt is None else prebuilt.built_for.sizes
     call.check_lists(sizes)
     call.check_heads(sizes)
-    call.check_widening(sizes)
+    call.check_quantized(sizes)
     if call.is_empty:
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
         return jnp.zeros_like(call.query), lse if return_lse else None
@@ -104,7 +107,7 @@ def run_prefill(
     spec = PrefillSpec(
         shape=call.shape(sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
-        narrow=call.narrow, interpret=interpret,
+        quantized=call.quantized, interpret=interpret,
     )  # fmt: skip
     way_out = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
     inputs = forbid_kernel_derivative(call.inputs(schedule, spec), "varlen_prefill", way_out)

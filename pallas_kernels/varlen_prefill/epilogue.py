@@ -1,4 +1,4 @@
-"""A warpgroup's output into global memory."""
+"""The epilogue of a work tile: stores the output and log-sum-exp, or the unnormalized split output."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,52 +20,52 @@ from pallas_kernels.varlen_prefill.tile_scheduler import align_row, packed_heads
 
 
 class RowResults(NamedTuple):
-    """Rows behind all of their keys, or behind those of a split.
+    """Unnormalized results of rows over all of their keys, or over a KV split.
 
     Attributes:
-        accs: P V, not normalized: a chunk of a head each.
-        top: What scores were less, of each row.
-        total: Sum of its probabilities.
+        accs: P V, one per chunk of the head.
+        row_max: Value that the scores of each row were reduced by.
+        row_sum: Sum of the probabilities of each row.
     """
 
     accs: tuple[Tile, ...]
-    top: Rows
-    total: Rows
+    row_max: Rows
+    row_sum: Rows
 
 
 def store_output(
-    outputs: PrefillOutputs, sinks: Ref, rows: QueryRows, attended: RowResults, swizzled_s: Ref, plain_s: Ref
+    outputs: PrefillOutputs, sinks: Ref, rows: QueryRows, results: RowResults, swizzled_s: Ref, plain_s: Ref
 ) -> None:
-    """Writes rows behind all of their keys, normalized, and their log-sum-exp.
+    """Normalize the results of rows, and store their output and log-sum-exp.
 
     Args:
-        outputs: Where to.
-        sinks: As Inputs.sinks.
-        rows: Which.
-        attended: What they are.
-        swizzled_s: See store_rows.
-        plain_s: See store_rows.
+        outputs: Destination.
+        sinks: Attention sinks, see PrefillInputs.
+        rows: The rows.
+        results: Results over all keys.
+        swizzled_s: Shared memory for the output, see `store_rows`.
+        plain_s: The same memory without swizzling.
     """
-    factor, lse = output_scale_and_lse(rows, attended.top, attended.total, sinks)
-    # Read before the fence in store_rows: TMA may put another item's row in its place.
-    live = None if outputs.lse is None else valid_rows(rows)
-    outs = tuple((acc * broadcast_rows(factor, acc)).astype(rows.spec.dtype) for acc in attended.accs)
+    factor, lse = output_scale_and_lse(rows, results.row_max, results.row_sum, sinks)
+    # Read the columns before the fence in store_rows: TMA may then replace them by another work tile's.
+    valid = None if outputs.lse is None else valid_rows(rows)
+    outs = tuple((acc * broadcast_rows(factor, acc)).astype(rows.spec.dtype) for acc in results.accs)
     store_rows(outputs.out, rows, swizzled_s, plain_s, outs)
-    if live is not None:
-        # Behind the outputs: before them it cost lists of tiles 4 us more of 414 (forward-lse).
-        store_lse(outputs.lse, rows, live, lse)
+    if valid is not None:
+        # After the output: before it, tile lists took 4 us more of 414 (forward-lse).
+        store_lse(outputs.lse, rows, valid, lse)
 
 
-def output_scale_and_lse(rows: QueryRows, top: Rows, total: Rows, sinks: Ref) -> tuple[Rows, Rows]:
-    """What P V is multiplied by, and the log-sum-exp, once a sink has joined; see Attended."""
-    item, sink = rows.item, None
+def output_scale_and_lse(rows: QueryRows, row_max: Rows, row_sum: Rows, sinks: Ref) -> tuple[Rows, Rows]:
+    """Return the factor that normalizes P V, and the log-sum-exp, both including the sinks."""
+    work_tile, sink = rows.work_tile, None
     if sinks is not None:
-        sink = rows.of_heads(lambda head: jnp.where(item["seq_len"] > 0, sinks[head], -jnp.inf))
-    return finalize_softmax(top, total, sink)
+        sink = rows.per_head(lambda head: jnp.where(work_tile["seq_len"] > 0, sinks[head], -jnp.inf))
+    return finalize_softmax(row_max, row_sum, sink)
 
 
 class ValidRows(NamedTuple):
-    """Which of a warpgroup's rows of a head are the item's: `begin` to `end`; `token` is that of row 0."""
+    """The valid rows [begin, end) of a warpgroup within each packed head; `token` is the token of row 0."""
 
     token: Scalar
     begin: Scalar
@@ -73,53 +73,54 @@ class ValidRows(NamedTuple):
 
 
 def valid_rows(rows: QueryRows) -> ValidRows:
-    """They are alike in each head that shares the tile."""
-    item, each, before = rows.item, rows.tokens, rows.rank * rows.tokens
-    begin, end = (jnp.clip(row - before, 0, each) for row in (item["begin"], item["end"]))
-    return ValidRows(item["first_row"] + before, begin, end)
+    """Return the valid rows, which are the same for each packed head."""
+    work_tile, tokens, first = rows.work_tile, rows.tokens, rows.rank * rows.tokens
+    begin, end = (jnp.clip(row - first, 0, tokens) for row in (work_tile["begin"], work_tile["end"]))
+    return ValidRows(work_tile["first_row"] + first, begin, end)
 
 
-def store_lse(lse_g: Ref, rows: QueryRows, live: ValidRows, lse: Rows) -> None:
-    """Writes a warpgroup's live rows of Outputs.lse.
+def store_lse(lse_g: Ref, rows: QueryRows, valid: ValidRows, lse: Rows) -> None:
+    """Store the log-sum-exp of a warpgroup's valid rows.
 
-    From registers: Pallas stores whole tiles alone, which XLA turned into rows of tokens in 5 us.
+    It is stored from registers: Pallas stores whole tiles only, which XLA turned into rows of tokens in 5 us.
     """
-    first, *_ = packed_heads(rows.item, rows.spec)
+    first, *_ = packed_heads(rows.work_tile, rows.spec)
     is_interpreted = rows.spec.is_interpreted
-    store_tokens(lse_g, lse, first.head, *live, tokens_per_head=rows.tokens, is_interpreted=is_interpreted)
+    store_tokens(lse_g, lse, first.head, *valid, tokens_per_head=rows.tokens, is_interpreted=is_interpreted)
 
 
 def store_split_output(
-    partials: SplitOutputs, partial: Scalar, rows: QueryRows, attended: RowResults
+    split_outputs: SplitOutputs, index: Scalar, rows: QueryRows, results: RowResults
 ) -> None:
-    """Writes rows behind the keys of a split, live or not, as one of the partial results."""
-    at, here = (partial, rows.item.head), warpgroup_rows(rows)
-    for chunk, acc in enumerate(attended.accs):
-        store_unoptimized(partials.out.at[(*at, chunk, here)], acc)
-    partials.top[(*at, here)] = attended.top
-    partials.total[(*at, here)] = attended.total
-    plgpu.commit_smem()  # the item's row has been read: TMA may put another in its place
+    """Store the unnormalized results of a KV split, for valid and invalid rows alike."""
+    split, slots = (index, rows.work_tile.head), warpgroup_rows(rows)
+    for chunk, acc in enumerate(results.accs):
+        store_unoptimized(split_outputs.out.at[(*split, chunk, slots)], acc)
+    split_outputs.row_max[(*split, slots)] = results.row_max
+    split_outputs.row_sum[(*split, slots)] = results.row_sum
+    # The work tile's columns have been read: TMA may replace them by another work tile's.
+    plgpu.commit_smem()
 
 
 def warpgroup_rows(rows: QueryRows) -> Slice:
-    """A warpgroup's among those of its tile."""
+    """Return the warpgroup's rows within the query tile."""
     return pl.ds(pl.multiple_of(rows.rank * M, M), M)
 
 
 def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs: Sequence[Tile]) -> None:
-    """Writes a warpgroup's live rows: in one piece if all are, else in powers of two.
+    """Store a warpgroup's valid rows: in one copy if all are valid, else in powers of two.
 
     Args:
-        out_g: As Outputs.out.
-        rows: Which.
-        swizzled_s: [chunks, 64, width] in SMEM.
-        plain_s: The same memory.
-        outs: A chunk of a head each, in 16 bits.
+        out_g: Output in global memory, see PrefillOutputs.
+        rows: The rows.
+        swizzled_s: Shared memory [chunks, 64, width].
+        plain_s: The same memory without swizzling.
+        outs: Output in 16 bits, one per chunk of the head.
     """
-    cut = rows.spec.shape.cut
+    head_dims = rows.spec.shape.head
 
-    def to(live: Slice, head: Scalar, chunk: int) -> Ref:
-        return out_g.at[(live, head, *cut.gmem_index(chunk, head * 0))]
+    def to(tokens: Slice, head: Scalar, chunk: int) -> Ref:
+        return out_g.at[(tokens, head, *head_dims.gmem_index(chunk, head * 0))]
 
     store_valid_rows(to, rows, swizzled_s, plain_s, outs)
 
@@ -131,32 +132,34 @@ def store_valid_rows(
     plain_s: Ref,
     outs: Sequence[Tile],
 ) -> None:
-    """As store_rows; `to(tokens, head, nth)` is where the nth of outs goes."""
-    each, heads = rows.tokens, packed_heads(rows.item, rows.spec)
+    """Store a warpgroup's valid rows, outs[i] of a head to `to(tokens, head, i)`; see `store_rows`."""
+    tokens, heads = rows.tokens, packed_heads(rows.work_tile, rows.spec)
     first, begin, end = valid_rows(rows)
     num = jnp.maximum(end - begin, 0)
 
-    @pl.when(num == each)
+    @pl.when(num == tokens)
     def _() -> None:
-        for nth, out in enumerate(outs):
-            swizzled_s[nth] = out
+        # All rows are valid: one swizzled copy per head and chunk.
+        for index, out in enumerate(outs):
+            swizzled_s[index] = out
         plgpu.commit_smem()
-        for nth, (head, row) in itertools.product(range(len(outs)), heads):
-            live = pl.ds(align_row(first), each)
-            plgpu.copy_smem_to_gmem(swizzled_s.at[nth, pl.ds(row, each)], to(live, head, nth))
+        for index, (head, row) in itertools.product(range(len(outs)), heads):
+            valid = pl.ds(align_row(first), tokens)
+            plgpu.copy_smem_to_gmem(swizzled_s.at[index, pl.ds(row, tokens)], to(valid, head, index))
 
-    @pl.when((num > 0) & (num < each))
+    @pl.when((num > 0) & (num < tokens))
     def _() -> None:
-        for nth, out in enumerate(outs):
-            store_unoptimized(plain_s.at[nth], out)
+        # Swizzled memory can only be copied in units of 8 rows, so partial tiles go through the plain view.
+        for index, out in enumerate(outs):
+            store_unoptimized(plain_s.at[index], out)
         plgpu.commit_smem()
-        offset, size = begin, each // 2
+        offset, size = begin, tokens // 2
         while size:
 
             @pl.when((num & size) != 0)
             def _(offset: Scalar = offset, size: int = size) -> None:
-                for nth, (head, row) in itertools.product(range(len(outs)), heads):
-                    piece = plain_s.at[nth, pl.ds(row + offset, size)]
-                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), head, nth))
+                for index, (head, row) in itertools.product(range(len(outs)), heads):
+                    piece = plain_s.at[index, pl.ds(row + offset, size)]
+                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), head, index))
 
             offset, size = offset + (num & size), size // 2

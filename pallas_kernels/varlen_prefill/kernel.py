@@ -1,44 +1,44 @@
-"""The prefill kernel: O = softmax(Q K^T) V of packed queries, 64 rows a warpgroup.
+"""The prefill kernel: O = softmax(Q K^T) V of packed queries, 64 rows per warpgroup.
 
-A thread block stays on its SM and works through its share of the items (a tile of queries of a head, or of a
-few that share it, before all of its keys or a split), the longest first. A warpgroup loads, a warp for each
-team; the two or three before it compute, as one team on the rows of one item, or each as a team of its own.
-Both sides go through the same items (n; b = n % query_buffers) and tiles of keys (i, over all items of the
-team; s = i % stages), and meet at barriers only:
+A persistent thread block processes work tiles (a query tile of one head, or of a few packed heads, with all
+of its keys or one KV split), the longest first. One warpgroup loads, with one warp per team; the two or three
+warpgroups before it compute, either as one team on the rows of one work tile or each as a team of its own.
+Both sides iterate over the same work tiles (n; b = n % query_buffers) and KV tiles (i, over all work tiles of
+the team; s = i % stages), and synchronize only through barriers:
 
     loading: warp t                      shared memory      computing: each warpgroup of team t
     ---------------                      -------------      -----------------------------------
-    for each item n:                                        for each item n:
+    for each work tile n:                                   for each work tile n:
       its row of the schedule                                 wait q_full[b]
-      for each tile i:                                        for each tile i:
-        block ids, or the tile of a list                        wait k_full[s]
+      for each KV tile i:                                     for each KV tile i:
+        block ids, or entry of a list                           wait k_full[s]
         wait k_free[s]                                          issue S(i) = Q K(i)^T
         TMA: keys ---------------------> K [stages] ----------> issue O += P(i-1) V(i-1)
-        if it is the item's first:                              await S(i)
+        if it is the first of n:                                await S(i)
           wait q_free[b]                                        arrive k_free[s]
-          TMA: queries, the row -------> Q [buffers]            softmax: P(i), beside P(i-1) V(i-1)
-        wait v_free[s]                                          wait v_full[s], clear what nobody sees
+          TMA: queries, the row -------> Q [buffers]            softmax: P(i), during P(i-1) V(i-1)
+        wait v_free[s]                                          wait v_full[s], zero invisible values
         TMA: values -------------------> V [stages] ----------> await O
                                                                 arrive v_free[s'], s' of tile i - 1
-                                                                O *= shrink, where a top has changed
+                                                                O *= alpha, if a row_max has changed
                                                               O += P V of the last tile, arrive v_free[s]
-                                         Q [b] <------------- O / total, in place of the queries
+                                         Q [b] <------------- O / row_sum, in place of the queries
                                            TMA: --> out       lse --> global memory
-                                                              arrive q_free[b] when it has left: beside S
-                                                              of item n + 1, or at once with one buffer
+                                                              arrive q_free[b] when it has left: during S
+                                                              of work tile n + 1, or at once with one buffer
 
-A barrier `full` completes when all TMA copies into it have landed. k_free and v_free do when all warpgroups
-of the team have arrived; Q, q_full and q_free are each warpgroup's own. Of an item's first tile there is only
-S; tiles that are not for a warpgroup's rows it lets pass (Ring.skip). What a split brings goes from registers
-to global memory as it is; merge.py adds up the splits of a tile. Making the warpgroups issue in turn measured
-1 to 5 % slower on an H200, so they do not.
+A `full` barrier completes when all TMA copies into its stage have landed. k_free and v_free complete when all
+warpgroups of the team have arrived; Q, q_full and q_free belong to one warpgroup each. The first KV tile of a
+work tile has only S; KV tiles that are not for a warpgroup's rows are released unread (KvPipeline.skip). The
+result of a KV split goes from registers to global memory unnormalized, and combine.py merges the splits of a
+query tile. Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, so they do not.
 
-Keys of 8 bits come into stages of their own, and two warpgroups, one for keys and one for values, stand
-between both sides (widening.py): they wait for what has come and for a stage of K or V that is free, fill it
-with the same in 16 bits, and arrive where TMA does otherwise.
+An 8-bit cache is loaded into stages of its own, and two more warpgroups, one for keys and one for values, sit
+between both sides (dequantize.py): they wait for an 8-bit stage and for a free stage of K or V, dequantize
+the one into the other, and arrive where TMA does otherwise.
 
-The rooms: loader (left), pipeline (middle), attention (right), which calls products, bias, masking, softmax
-with its tops, values and store; items and query_rows say what is whose, schedule and splits what there is.
+Modules: loader (left), pipeline (middle) and mainloop (right), which calls mma, bias, masking, softmax and
+epilogue; tile_scheduler and block_info say which tiles belong to whom, schedule and splits which there are.
 """
 
 import functools
@@ -53,7 +53,7 @@ from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Scalar, ScratchType
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
 from pallas_kernels.varlen_prefill.dequantize import Dequantizer
-from pallas_kernels.varlen_prefill.loader import BLOCKS_AT_ONCE, PrefillLoader
+from pallas_kernels.varlen_prefill.loader import MAX_COPIES_AT_ONCE, PrefillLoader
 from pallas_kernels.varlen_prefill.mainloop import PrefillMainloop
 from pallas_kernels.varlen_prefill.pipeline import QueryBuffers
 from pallas_kernels.varlen_prefill.refs import (
@@ -71,13 +71,17 @@ from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, QuantizedKV, f32
 from pallas_kernels.varlen_prefill.splits import max_split_outputs
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
+REGISTERS = 65536  # per SM
+# Registers of a thread that dequantizes, and of one that loads and one that computes beside it.
+DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
+
 
 def prefill(inputs: PrefillInputs, spec: PrefillSpec) -> PrefillOutputs:
-    """Output, and the log-sum-exp of every token and head."""
+    """Run the prefill kernel."""
     kernel = plgpu.kernel(
         functools.partial(prefill_body, spec=spec),
         out_type=(output_types(inputs, spec),),
-        scratch_types=(smem_types(spec), pipeline_types(spec)),
+        scratch_types=(smem_types(spec), barrier_types(spec)),
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),
         num_threads=spec.num_warpgroups,
@@ -94,141 +98,142 @@ def prefill_body(
     inputs: PrefillInputs,
     outputs: PrefillOutputs,
     smem: PrefillSmem,
-    pipeline: PrefillBarriers,
+    barriers: PrefillBarriers,
     *,
     spec: PrefillSpec,
 ) -> None:
-    """What a thread block does: the first warpgroups compute, one loads, a warp a team, two widen."""
-    wg, loads = lax.axis_index("warpgroup"), spec.sizes.warpgroups
-    work = PrefillTileScheduler(inputs.schedule, spec)
+    """Run one thread block: the first warpgroups compute, the next one loads, two more dequantize."""
+    wg, num_computing = lax.axis_index("warpgroup"), spec.sizes.warpgroups
+    scheduler = PrefillTileScheduler(inputs.schedule, spec)
     load_registers, compute_registers = register_counts(spec)
 
-    @pl.when(wg == loads)
+    @pl.when(wg == num_computing)
     def _() -> None:
+        # The other warpgroups wait for these registers before they can take more.
         plgpu.set_max_registers(load_registers, action="decrease")
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
+            # One loading warp per team, so that no team waits for another's stages.
             for team in range(spec.sizes.teams):
-                loader = PrefillLoader(inputs, smem, pipeline, spec, team)
-                pl.when(warp == team)(functools.partial(loader.load_share, work))
+                loader = PrefillLoader(inputs, smem, barriers, spec, team)
+                pl.when(warp == team)(functools.partial(loader.load_all, scheduler))
 
-    def widen(nth: int) -> None:
+    def run_dequantizer(index: int) -> None:
         plgpu.set_max_registers(DEQUANTIZE_REGISTERS, action="decrease")
-        Dequantizer(inputs, smem, pipeline, spec, nth).widen_share(work)
+        Dequantizer(inputs, smem, barriers, spec, index).run(scheduler)
 
-    if spec.narrow is not None:
-        for nth in range(2):
-            pl.when(wg == loads + 1 + nth)(functools.partial(widen, nth))
+    if spec.quantized is not None:
+        for index in range(2):
+            pl.when(wg == num_computing + 1 + index)(functools.partial(run_dequantizer, index))
 
-    @pl.when(wg < loads)
+    @pl.when(wg < num_computing)
     def _() -> None:
         plgpu.set_max_registers(compute_registers, action="increase")
-        queries = QueryBuffers(smem, pipeline, spec.sizes, wg)
-        PrefillMainloop(inputs, outputs, smem, pipeline, spec=spec, queries=queries).attend_share(work)
-
-
-REGISTERS = 65536  # of an SM
-# Of a thread that widens, one that loads and one that computes, where keys have 8 bits.
-DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
+        queries = QueryBuffers(smem, barriers, spec.sizes, wg)
+        PrefillMainloop(inputs, outputs, smem, barriers, spec=spec, queries=queries).run(scheduler)
 
 
 def output_types(inputs: PrefillInputs, spec: PrefillSpec) -> PrefillOutputs:
-    """The output, the log-sum-exp of every token and head, partial results."""
+    """Return the types of the outputs."""
     lse_shape = spec.shape.q_heads, inputs.query.shape[0]
     lse = jax.ShapeDtypeStruct(lse_shape, f32) if spec.returns_lse else None
-    partials = _partial_types(spec) if spec.has_splits else None
-    return PrefillOutputs(
-        out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype), lse=lse, partials=partials
-    )
+    split_outputs = _split_output_types(spec) if spec.has_splits else None
+    out = jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype)
+    return PrefillOutputs(out=out, lse=lse, split_outputs=split_outputs)
 
 
-def _partial_types(spec: PrefillSpec) -> SplitOutputs:
-    sizes, cut, items = spec.sizes, spec.shape.cut, spec.items_per_tile
-    most = max_split_outputs(spec.shape.q_heads, sizes)
-    a_row = jax.ShapeDtypeStruct((most, items, sizes.tile_q), f32)
-    out = jax.ShapeDtypeStruct((most, items, cut.num_chunks, sizes.tile_q, cut.width), f32)
-    return SplitOutputs(out=out, top=a_row, total=a_row)
+def _split_output_types(spec: PrefillSpec) -> SplitOutputs:
+    sizes, head, work_tiles = spec.sizes, spec.shape.head, spec.work_tiles_per_query_tile
+    num = max_split_outputs(spec.shape.q_heads, sizes)
+    row_type = jax.ShapeDtypeStruct((num, work_tiles, sizes.tile_q), f32)
+    out = jax.ShapeDtypeStruct((num, work_tiles, head.num_chunks, sizes.tile_q, head.width), f32)
+    return SplitOutputs(out=out, row_max=row_type, row_sum=row_type)
 
 
 def smem_types(spec: PrefillSpec) -> PrefillSmem:
-    """Shared memory: see refs.Smem."""
-    sizes, cut, dtype = spec.sizes, spec.shape.cut, spec.dtype
+    """Return the types of the shared memory; see PrefillSmem."""
+    sizes, head, dtype = spec.sizes, spec.shape.head, spec.dtype
     wgs = sizes.warpgroups
-    tokens = (wgs, sizes.query_buffers, cut.num_chunks, M, cut.width)
-    keys = (sizes.teams * sizes.stages, cut.num_chunks, sizes.tile_kv, cut.width)
+    queries = (wgs, sizes.query_buffers, head.num_chunks, M, head.width)
+    keys = (sizes.teams * sizes.stages, head.num_chunks, sizes.tile_kv, head.width)
     return PrefillSmem(
-        query_and_out=plgpu.RefUnion((swizzled_smem(tokens, dtype),), (plgpu.SMEM(tokens, dtype),)),
-        items=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
+        query_and_out=plgpu.RefUnion((swizzled_smem(queries, dtype),), (plgpu.SMEM(queries, dtype),)),
+        tile_columns=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
         k=swizzled_smem(keys, dtype),
         v=swizzled_smem(keys, dtype),
         p=swizzled_smem((wgs, M, sizes.tile_kv), dtype) if spec.is_interpreted else None,
         columns=plgpu.SMEM((wgs, sizes.tile_kv), f32),
-        alibi=_alibi_types(spec) if spec.adds_alibi_in_product else None,
-        narrow=None if spec.narrow is None else _narrow_types(spec.narrow, keys),
+        alibi=_alibi_types(spec) if spec.adds_alibi_by_mma else None,
+        quantized=None if spec.quantized is None else _quantized_types(spec.quantized, keys),
     )
 
 
-def _narrow_types(narrow: QuantizedKV, keys: tuple[int, ...]) -> QuantizedKvSmem:
+def _quantized_types(quantized: QuantizedKV, keys: tuple[int, ...]) -> QuantizedKvSmem:
     stages, _, tile_kv, _ = keys
-    of_tokens = plgpu.SMEM((stages, tile_kv), f32)
-    k_scale, v_scale = (of_tokens if scale == "token" else None for scale in narrow.scales)
-    k, v = (swizzled_smem(keys, dtype) for dtype in narrow.dtypes)
+    token_scale = plgpu.SMEM((stages, tile_kv), f32)
+    k_scale, v_scale = (token_scale if scale == "token" else None for scale in quantized.scales)
+    k, v = (swizzled_smem(keys, dtype) for dtype in quantized.dtypes)
     return QuantizedKvSmem(k, v, k_scale, v_scale)
 
 
 def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
-    operand = lambda rows: swizzled_smem(
-        (spec.sizes.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH
-    )
+    def operand(rows: int) -> ScratchType:
+        return swizzled_smem((spec.sizes.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH)
+
     return AlibiOperands(slopes=operand(M), columns=operand(spec.sizes.tile_kv))
 
 
-def pipeline_types(spec: PrefillSpec) -> PrefillBarriers:
-    """Barriers: see refs.Pipeline."""
+def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
+    """Return the types of the barriers; see PrefillBarriers."""
     sizes = spec.sizes
     stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
 
-    def of_stages(arrivals: int) -> ScratchType:
+    def stage_barriers(arrivals: int) -> ScratchType:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
 
+    q_arrivals = spec.shape.head.num_chunks * sizes.pack_gqa + 1
+    # With an 8-bit cache K and V are filled by a dequantizing warpgroup, which arrives once.
+    kv_arrivals = spec.copies if spec.quantized is None else 1
+    quantized = None
+    if spec.quantized is not None:
+        quantized = QuantizedKvBarriers(*map(stage_barriers, _quantized_arrivals(spec)))
     return PrefillBarriers(
-        q_full=plgpu.Barrier(
-            num_arrivals=spec.shape.cut.num_chunks * sizes.pack_gqa + 1, num_barriers=buffers
-        ),
+        q_full=plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=buffers),
         q_free=plgpu.Barrier(num_barriers=buffers),
-        k_full=of_stages(spec.copies if spec.narrow is None else 1),
-        v_full=of_stages(spec.copies if spec.narrow is None else 1),
-        k_free=of_stages(sizes.team_size),
-        v_free=of_stages(sizes.team_size),
-        narrow=None if spec.narrow is None else QuantizedKvBarriers(*map(of_stages, _narrow_arrivals(spec))),
+        k_full=stage_barriers(kv_arrivals),
+        v_full=stage_barriers(kv_arrivals),
+        k_free=stage_barriers(sizes.team_size),
+        v_free=stage_barriers(sizes.team_size),
+        quantized=quantized,
     )
 
 
-def _narrow_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
-    """Arrivals at the barriers of NarrowBarriers."""
-    assert spec.narrow is not None
-    assert spec.shape.in_cache is not None
-    of_scales = [spec.shape.in_cache.num_copies * (scale == "token") for scale in spec.narrow.scales]
-    return *(spec.copies + count for count in of_scales), 1, 1
+def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
+    """Return the numbers of arrivals at the barriers of QuantizedKvBarriers."""
+    assert spec.quantized is not None
+    assert spec.shape.cache_tiling is not None
+    scale_copies = [spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales]
+    return *(spec.copies + count for count in scale_copies), 1, 1
 
 
 def register_counts(spec: PrefillSpec) -> tuple[int, int]:
-    """Of a thread that loads, and of one that computes."""
+    """Return the registers per thread that loads, and per thread that computes."""
     shape, wgs = spec.shape, spec.sizes.warpgroups
-    # Of 65536 registers: many copies a stage take more to load, narrow heads less to compute. Where a split's
-    # columns are there besides, eight copies are many: of 24 registers the loading warp spilled 28 bytes.
-    is_light = spec.copies > BLOCKS_AT_ONCE or shape.cut.padded_dim <= 64
-    has_parts = shape.heads_at_once != shape.q_heads
-    has_many = spec.has_splits and spec.copies == BLOCKS_AT_ONCE
-    loads_more = spec.has_lists or has_many or has_parts
+    # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for computing.
+    # With the columns of a split besides, eight copies are many: with 24 registers the loading warp spilled
+    # 28 bytes.
+    is_light = spec.copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+    has_head_groups = shape.heads_per_l2_group != shape.q_heads
+    has_many_copies = spec.has_splits and spec.copies == MAX_COPIES_AT_ONCE
+    loads_more = spec.has_lists or has_many_copies or has_head_groups
     load, compute = (40, 232) if is_light or loads_more else (24, 240)
-    widen = 0 if spec.narrow is None else 2 * DEQUANTIZE_REGISTERS
+    dequantizing = 0 if spec.quantized is None else 2 * DEQUANTIZE_REGISTERS
     if wgs == 3:
         load, compute = 32, 160
-    if widen:
+    if dequantizing:
         load, compute = QUANTIZED_REGISTERS
-    # What a thread has at the start; asked for more in all, the warpgroups would wait for it for ever.
-    at_start = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
-    assert load + widen + wgs * compute <= spec.num_warpgroups * at_start
+    # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
+    at_launch = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
+    assert load + dequantizing + wgs * compute <= spec.num_warpgroups * at_launch
     return load, compute

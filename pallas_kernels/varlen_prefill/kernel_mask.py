@@ -1,4 +1,4 @@
-"""What a mask is to the kernel: arrays, what is read of them for a tile, and who sees whom by that."""
+"""The interface between masks and kernels: a mask's arrays, and the visible pairs of a tile."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,34 +10,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.bit_mask import WORD_BITS, apply_bit_mask, unpack_bit_mask
+from pallas_kernels.ptx.bit_mask import WORD_BITS, unpack_bit_mask, apply_bit_mask
 from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-# What a row has of a tile's columns, as bits, one int32 each row: bit i of word w is that of column 32 w + i.
+# A bit per column of a tile, one int32 per row and 32 columns: bit i of word w is column 32 w + i.
 type Words = tuple[Rows, ...]
 
-type LoadedMask = Any  # what a KernelMask's load returned; its sees alone looks into it
+type LoadedMask = Any  # the result of KernelMask.load, which only KernelMask.visible interprets
 
-type VisiblePairs = Any  # Words where KernelMask.is_words, else a Tile of Bool: its reader knows which
+type VisiblePairs = Any  # Words if KernelMask.is_words, else a bool Tile
 
 
 def lowest_bits(num: Rows) -> Rows:
-    """The `num` lowest of 32 bits, 0 to 32."""
+    """Return a word whose lowest `num` bits, 0 to 32, are set."""
     return jnp.where(num == WORD_BITS, -1, (jnp.int32(1) << (num & (WORD_BITS - 1))) - 1)
 
 
 class KernelMask(NamedTuple):
-    """Which keys a query sees, as a kernel finds out.
+    """A mask as a kernel evaluates it: which keys of a tile each query attends to.
 
     Attributes:
-        arrays: Of 32-bit elements; they stay in global memory.
-        load: `load(tile, row of the batch, arrays)`: what is read of them for a tile, before its scores are
-            there. Not called where there are none: () then.
-        visible: `visible(tile, what was loaded)`: Words, or Bool of the tile's shape.
-        is_words: Static: which of the two.
+        arrays: Arrays of 32-bit elements, which stay in global memory.
+        load: `load(tile, row of the batch, arrays)` reads what the mask needs for a tile. It is called before
+            the tile's scores are ready, and only if there are arrays; otherwise its result is ().
+        visible: `visible(tile, loaded)` returns the visible pairs: Words, or a bool array of the tile's
+        shape.
+        is_words: Whether `visible` returns Words. Static.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -48,15 +49,16 @@ class KernelMask(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairTile:
-    """The rows of a warpgroup, which are queries one after the other, and a tile of keys; traced.
+    """A tile of (query, key) pairs with one query per row and one key per column; traced.
 
     Attributes:
         head: Query head.
-        first_query: Position of the first query; may lie before the request, a later one behind it.
-        first_key: Position of the first key; likewise.
-        columns: The number of each column in the tile, f32, of the tile's shape.
-        shape: Static: rows and columns.
-        interpret: Static: how the kernel is interpreted, if it is.
+        first_query: Position of the first query. It may lie before the request's first query, and later
+            queries of the tile after its last.
+        first_key: Position of the first key, which may lie before or after the request's keys likewise.
+        columns: Returns the index of each column within the tile, f32, of the tile's shape.
+        shape: Numbers of rows and columns. Static.
+        interpret: Interpret-mode parameters, or None. Static.
     """
 
     has_key_rows: ClassVar[bool] = False
@@ -79,52 +81,53 @@ class PairTile:
         return self.first_key
 
     @property
-    def rows(self) -> Rows:
+    def row_positions(self) -> Rows:
         """Position of each row."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_row
 
     @property
     def num_queries(self) -> int:
-        """Of the tile."""
+        """Number of queries in the tile."""
         return self.shape[0]
 
     @property
-    def queries(self) -> Rows | Columns:
+    def query_positions(self) -> Rows | Columns:
         """Position of each query."""
-        return self.rows
+        return self.row_positions
 
-    def of_queries(self, x: Scalar) -> Rows | Columns:
-        """One value to that of each query."""
-        return self.of_rows(x)
+    def fill_queries(self, x: Scalar) -> Rows | Columns:
+        """Return a value per query, all equal to `x`."""
+        return self.fill_rows(x)
 
-    def wide_queries(self, x: Rows | Columns) -> Tile:
-        """One value a query to one a pair."""
-        return self.wide(x)
+    def broadcast_queries(self, x: Rows | Columns) -> Tile:
+        """Broadcast a value per query to a value per pair."""
+        return self.broadcast_rows(x)
 
     @property
     def query(self) -> Tile:
         """Position of each pair's query."""
-        return self.wide(self.rows)
+        return self.broadcast_rows(self.row_positions)
 
     @property
     def key(self) -> Tile:
         """Position of each pair's key."""
         return self.columns().astype(jnp.int32) + self.first_key
 
-    def wide(self, x: Rows) -> Tile:
-        """One value a row to one a pair."""
+    def broadcast_rows(self, x: Rows) -> Tile:
+        """Broadcast a value per row to a value per pair."""
         return lax.broadcast_in_dim(x, self.shape, [0])
 
-    def of_rows(self, x: Scalar) -> Rows:
-        """One value to that of each row. Not `rows * 0 + x`: Pallas finds no layout for unused rows."""
+    def fill_rows(self, x: Scalar) -> Rows:
+        """Return a value per row, all equal to `x`."""
+        # Not `row_positions * 0 + x`: Pallas finds no layout for rows that nothing uses.
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), ROW)
 
-    def rows_from(self, ref: Ref, index: Index, first: Scalar) -> Rows:
-        """A value for each row: `ref[*index, first + row]`."""
+    def load_rows(self, ref: Ref, index: Index, first: Scalar) -> Rows:
+        """Load a value per row: `ref[*index, first + row]`."""
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
 
-    def words_between(self, low: Rows | None, high: Rows) -> Words:
-        """Columns from `low` of the tile up to `high`, one a row; low None: from the first."""
+    def words_in_range(self, low: Rows | None, high: Rows) -> Words:
+        """Return words in which each row's columns [low, high) are set; low=None is column 0."""
         words = []
         for begin in range(0, self.shape[1], WORD_BITS):
             word = lowest_bits(jnp.clip(high - begin, 0, WORD_BITS))
@@ -132,9 +135,9 @@ class PairTile:
         return tuple(words)
 
     def unpack_bit_mask(self, words: Words) -> Tile:
-        """Whether a pair's bit is set: Bool, of the tile's shape."""
+        """Return whether each pair's bit is set, a bool array of the tile's shape."""
         return unpack_bit_mask(words, shape=self.shape, is_interpreted=bool(self.interpret))
 
     def masked(self, s: Tile, words: Words) -> Tile:
-        """The scores of pairs whose bits are set, -inf for the others."""
+        """Return the scores with -inf for pairs whose bits are not set."""
         return apply_bit_mask(s, words, is_interpreted=bool(self.interpret))

@@ -1,4 +1,4 @@
-"""The loading warp of a team: keys and values into the ring, queries of an item into buffers of their own."""
+"""The loading warp of a team: fills the pipeline with keys and values, and the query buffers."""
 
 import functools
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from pallas_kernels.varlen_prefill.tile_scheduler import (
     packed_heads,
 )
 
-BLOCKS_AT_ONCE = 8
+MAX_COPIES_AT_ONCE = 8
 
 
 class KvCopy(NamedTuple):
-    """One copy.
+    """Source and destination of one TMA copy.
 
     Attributes:
-        source: Where keys are in global memory, but for the chunk of a head.
-        rows: Which rows of a tile they are.
-        scales: Where scales per token are.
+        source: Index of the keys in global memory, without the chunk of the head.
+        rows: Rows of the tile that the copy fills.
+        scales: Index of the scales per token in global memory.
     """
 
     source: Index
@@ -40,175 +40,207 @@ class KvCopy(NamedTuple):
 
 
 class PackedKvCopies:
-    """Packed keys: a tile is one copy, past the end of the array zeros."""
+    """Copies of packed keys: one per tile, which TMA fills with zeros past the end of the array."""
 
-    copies = 1
+    num_copies = 1
 
     def __init__(self, spec: PrefillSpec):
         self.tile_kv = spec.sizes.tile_kv
 
-    def of(
-        self, item: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
+    def of_tile(
+        self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
     ) -> list[KvCopy]:
-        """Copies `first` to `first + count` of a tile."""
-        rows = pl.ds(align_row(item["kv_start"] - item.skew + tile * self.tile_kv), self.tile_kv)
+        """Return copies `first` to `first + count` of a KV tile."""
+        first_row = work_tile["kv_start"] - work_tile.alignment_offset + tile * self.tile_kv
+        rows = pl.ds(align_row(first_row), self.tile_kv)
         return [KvCopy((rows, kv_head), pl.ds(0, self.tile_kv))]
 
 
 class PagedKvCopies:
-    """A paged cache: a copy is a block, or what of it a tile holds."""
+    """Copies of a paged cache: one per block, or one per tile if a block holds several tiles."""
 
-    def __init__(self, table: Ref, in_cache: CacheTiling, spec: PrefillSpec):
-        self.table, self.in_cache = BlockTableRef(table, in_cache.block_size), in_cache
-        self.tile_kv, self.copies = spec.sizes.tile_kv, in_cache.num_copies
+    def __init__(self, table: Ref, cache_tiling: CacheTiling, spec: PrefillSpec):
+        self.table, self.cache_tiling = BlockTableRef(table, cache_tiling.block_size), cache_tiling
+        self.tile_kv, self.num_copies = spec.sizes.tile_kv, cache_tiling.num_copies
 
-    def of(
-        self, item: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
+    def of_tile(
+        self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
     ) -> list[KvCopy]:
-        """As PackedWindows.of. Keys that no query sees may have no block: another stands in."""
-        cut, first_key = self.in_cache, tile * self.tile_kv
-        seen = self.table.visible(item["req"], item.low, item.high, is_checked=True)
-        blocks = seen.ids(cut.table_column(first_key) + first, count)
-        copy = cut.copy_index(first_key)
-        rows = [pl.ds((first + j) * cut.rows, cut.rows) for j in range(count)]
+        """Return copies `first` to `first + count` of a KV tile.
+
+        Keys that no query attends to may have no block: another block replaces it.
+        """
+        tiling, first_key = self.cache_tiling, tile * self.tile_kv
+        visible = self.table.visible(work_tile["req"], work_tile.low, work_tile.high, is_checked=True)
+        blocks = visible.ids(tiling.table_column(first_key) + first, count)
+        copy = tiling.copy_index(first_key)
+        rows = [pl.ds((first + j) * tiling.rows, tiling.rows) for j in range(count)]
         return [
-            KvCopy(cut.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
+            KvCopy(tiling.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
             for block, to in zip(blocks, rows, strict=True)
         ]
 
 
 class PrefillLoader:
-    """Loads what the warpgroups of a team compute with."""
+    """The warp that loads what the warpgroups of a team compute with."""
 
     def __init__(
         self,
         inputs: PrefillInputs,
         smem: PrefillSmem,
-        pipeline: PrefillBarriers,
+        barriers: PrefillBarriers,
         spec: PrefillSpec,
         team: int,
     ):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
-        self.ring, self.team = KvPipeline(smem, pipeline, spec.sizes, team), team
-        keys, values = self.ring.loaded
-        self.streams = (inputs.cache.k, keys), (inputs.cache.v, values)
-        # Scales per token, and where they go.
+        self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
+        keys, values = self.pipeline.loaded
+        self.streams = (inputs.kv.k, keys), (inputs.kv.v, values)
+        # Scales per token in global memory and their stages, of keys and of values.
         self.scales: list[tuple[Ref, Ref]] = [(None, None)] * 2
-        if smem.narrow is not None:
-            narrow = smem.narrow
-            self.scales = [(inputs.cache.k_scale, narrow.k_scale), (inputs.cache.v_scale, narrow.v_scale)]
-        self.windows = make_kv_copies(inputs.cache, spec)
+        if smem.quantized is not None:
+            quantized = smem.quantized
+            self.scales = [(inputs.kv.k_scale, quantized.k_scale), (inputs.kv.v_scale, quantized.v_scale)]
+        self.copies = make_kv_copies(inputs.kv, spec)
         team_size = spec.sizes.team_size
         self.queries = [
-            QueryBuffers(smem, pipeline, spec.sizes, team * team_size + rank) for rank in range(team_size)
+            QueryBuffers(smem, barriers, spec.sizes, team * team_size + rank) for rank in range(team_size)
         ]
 
-    def load_share(self, work: PrefillTileScheduler) -> None:
-        """All items of the team."""
-        rounds, number_of = work.rounds_of(self.team)
+    def load_all(self, scheduler: PrefillTileScheduler) -> None:
+        """Load all work tiles of the team."""
+        rounds, tile_index = scheduler.assignment(self.team)
 
-        def load(nth: Scalar, step: Scalar) -> Scalar:
-            item, row = work.in_registers(number_of(nth))
-            self.load_item(item, row, nth, step)
-            return step + item.num
+        def load(iteration: Scalar, step: Scalar) -> Scalar:
+            work_tile, row = scheduler.read_to_registers(tile_index(iteration))
+            self.load_work_tile(work_tile, row, iteration, step)
+            return step + work_tile.num
 
         steps = lax.fori_loop(0, rounds, load, rounds * 0)
-        # Interpret mode insists that every completion is awaited; to the hardware it is all one.
+        # Interpret mode requires that every barrier completion is awaited; the hardware does not.
         if self.spec.is_interpreted:
-            self.ring.wait_until_read(steps)
+            self.pipeline.drain(steps)
             self.wait_for_queries(rounds)
 
-    def load_item(self, item: PrefillWorkTile, row: Scalar, nth: Scalar, step: Scalar) -> None:
-        """An item, whose row of the schedule is `row` and whose first keys are those of `step`."""
-        tile, first = lambda i: item.tile_of(item.entry(i)), item.tile_of(item.first_entry())
+    def load_work_tile(
+        self, work_tile: PrefillWorkTile, row: Scalar, iteration: Scalar, step: Scalar
+    ) -> None:
+        """Load the queries, keys and values of a work tile.
 
-        def load_next(i: Scalar, index: Scalar) -> Scalar:
-            following = tile(jnp.minimum(i + 1, item.num - 1))
-            self.load_tile(item, index, step + i)
-            return following
+        Args:
+            work_tile: The work tile.
+            row: Its row of the schedule's table.
+            iteration: Its number among the team's work tiles.
+            step: Step of its first KV tile.
+        """
 
-        @pl.when(item.num > 0)
+        def tile(i: Scalar) -> Scalar:
+            return work_tile.kv_tile_of(work_tile.entry(i))
+
+        first = work_tile.kv_tile_of(work_tile.first_entry())
+
+        def load_and_prefetch(i: Scalar, index: Scalar) -> Scalar:
+            next_index = tile(jnp.minimum(i + 1, work_tile.num - 1))
+            self.load_tile(work_tile, index, step + i)
+            return next_index
+
+        @pl.when(work_tile.num > 0)
         def _() -> None:
-            # Keys before queries: the ring has room while the queries of the item before are in use.
-            self.load_tile(item, first, step, lambda: self.load_queries(item, row, nth))
-            if self.spec.has_lists and self.spec.copies < BLOCKS_AT_ONCE:
-                # Read a step ahead, where registers allow it: a list is in global memory.
-                lax.fori_loop(1, item.num, load_next, tile(jnp.minimum(1, item.num - 1)))
+            # Keys before queries: stages are free while the previous work tile's queries are still in use.
+            self.load_tile(work_tile, first, step, lambda: self.load_queries(work_tile, row, iteration))
+            if self.spec.has_lists and self.spec.copies < MAX_COPIES_AT_ONCE:
+                # A list is in global memory, so read entries one step ahead if registers allow it.
+                lax.fori_loop(1, work_tile.num, load_and_prefetch, tile(jnp.minimum(1, work_tile.num - 1)))
             else:
-                pl.loop(1, item.num)(lambda i: self.load_tile(item, tile(i), step + i))
+                pl.loop(1, work_tile.num)(lambda i: self.load_tile(work_tile, tile(i), step + i))
 
-        pl.when(item.num == 0)(lambda: self.load_queries(item, row, nth))
+        pl.when(work_tile.num == 0)(lambda: self.load_queries(work_tile, row, iteration))
 
     def load_tile(
-        self, item: PrefillWorkTile, tile: Scalar, step: Scalar, between: Callable[[], None] | None = None
+        self,
+        work_tile: PrefillWorkTile,
+        tile: Scalar,
+        step: Scalar,
+        after_keys: Callable[[], None] | None = None,
     ) -> None:
-        """A tile's keys, then what is to be done between, then its values, into the stage of a step."""
-        stage, stages = self.ring.stage(step), self.spec.sizes.stages
-        kv_head = item.kv_head
-        # Block ids together and before the wait, so that their latencies overlap; as many as registers hold.
-        copies, at_once = self.windows.copies, min(self.windows.copies, BLOCKS_AT_ONCE)
-        is_few = copies == at_once
-        windows = self.windows.of(item, tile, kv_head, 0, at_once) if is_few else []
-        for nth, (kv_g, stream) in enumerate(self.streams):
+        """Load the keys and values of a KV tile into the stage of a step.
+
+        Args:
+            work_tile: The work tile.
+            tile: Index of the KV tile.
+            step: Step of the KV tile.
+            after_keys: Called between the copies of keys and of values.
+        """
+        stage, stages = self.pipeline.stage(step), self.spec.sizes.stages
+        kv_head = work_tile.kv_head
+        # Read the block ids together and before the wait, so that their latencies overlap; as many as fit in
+        # registers.
+        num_copies, at_once = self.copies.num_copies, min(self.copies.num_copies, MAX_COPIES_AT_ONCE)
+        fits_registers = num_copies == at_once
+        copies = self.copies.of_tile(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
+        for index, (kv_g, stream) in enumerate(self.streams):
+            # A stage is free once all warpgroups of the team have read the tile that it held.
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
-            if is_few:
-                self.copy(kv_g, stream, stage, windows)
-                self.copy_scales(nth, stream, stage, windows)
+            if fits_registers:
+                self.copy(kv_g, stream, stage, copies)
+                self.copy_scales(index, stream, stage, copies)
             else:
-                # A bound that the compiler does not see through: unrolled, ids would not fit the registers.
-                @pl.loop(0, copies // at_once + jnp.minimum(step, 0))
-                def _(n: Scalar, nth: int = nth, kv_g: Ref = kv_g, stream: KvStages = stream) -> None:
-                    windows = self.windows.of(item, tile, kv_head, n * at_once, at_once)
-                    self.copy(kv_g, stream, stage, windows)
-                    self.copy_scales(nth, stream, stage, windows)
+                # The bound is hidden from the compiler: unrolled, the ids would not fit in registers.
+                @pl.loop(0, num_copies // at_once + jnp.minimum(step, 0))
+                def _(n: Scalar, index: int = index, kv_g: Ref = kv_g, stream: KvStages = stream) -> None:
+                    copies = self.copies.of_tile(work_tile, tile, kv_head, n * at_once, at_once)
+                    self.copy(kv_g, stream, stage, copies)
+                    self.copy_scales(index, stream, stage, copies)
 
-            if between is not None and nth == 0:
-                between()
+            if after_keys is not None and index == 0:
+                after_keys()
 
-    def copy(self, kv_g: Ref, stream: KvStages, stage: Scalar, windows: list[KvCopy]) -> None:
-        """Begins to fill a stage."""
-        cut = self.spec.shape.cut
-        for window in windows:
-            for chunk in range(cut.num_chunks):
-                source = kv_g.at[(*window.source, *cut.gmem_index(chunk, stage * 0))]
-                to = stream.tiles.at[stage, chunk, window.rows]
+    def copy(self, kv_g: Ref, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
+        """Start to fill a stage with keys or values."""
+        head = self.spec.shape.head
+        for copy in copies:
+            for chunk in range(head.num_chunks):
+                source = kv_g.at[(*copy.source, *head.gmem_index(chunk, stage * 0))]
+                to = stream.tiles.at[stage, chunk, copy.rows]
                 plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
 
-    def copy_scales(self, nth: int, stream: KvStages, stage: Scalar, windows: list[KvCopy]) -> None:
-        """Scales per token besides, if keys (0) or values (1) have some."""
-        scales_g, scales_s = self.scales[nth]
+    def copy_scales(self, index: int, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
+        """Start to load the scales per token of keys (index 0) or values (1), if there are any."""
+        scales_g, scales_s = self.scales[index]
         if scales_s is not None:
-            for window in windows:
-                source, to = scales_g.at[window.scales], scales_s.at[stage, window.rows]
+            for copy in copies:
+                source, to = scales_g.at[copy.scales], scales_s.at[stage, copy.rows]
                 plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage], oob_mode=BULK_COPY)
 
-    def load_queries(self, item: PrefillWorkTile, row: Scalar, nth: Scalar) -> None:
-        """Each warpgroup's queries, and the item's columns."""
-        cut, each = self.spec.shape.cut, self.spec.sizes.warpgroup_tokens
-        buffer = self.queries[0].buffer(nth)
+    def load_queries(self, work_tile: PrefillWorkTile, row: Scalar, iteration: Scalar) -> None:
+        """Load each warpgroup's queries, and the work tile's row of the table."""
+        head_dims, tokens = self.spec.shape.head, self.spec.sizes.warpgroup_tokens
+        buffer = self.queries[0].buffer(iteration)
         for rank, queries in enumerate(self.queries):
             barrier = queries.barrier(buffer)
-            pl.when(nth >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
-            # A warpgroup without rows may stand before the first.
-            tokens = pl.ds(align_row(jnp.maximum(item["first_row"] + rank * each, 0)), each)
-            for head, first in packed_heads(item, self.spec):
-                for chunk in range(cut.num_chunks):
-                    source = self.query.at[(tokens, head, *cut.gmem_index(chunk, nth * 0))]
-                    to = queries.query.at[buffer, chunk, pl.ds(first, each)]
+            # A buffer is free once the output that replaced its queries has left shared memory.
+            pl.when(iteration >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
+            # A warpgroup without valid rows may start before row 0.
+            first_token = jnp.maximum(work_tile["first_row"] + rank * tokens, 0)
+            rows = pl.ds(align_row(first_token), tokens)
+            for head, first in packed_heads(work_tile, self.spec):
+                for chunk in range(head_dims.num_chunks):
+                    source = self.query.at[(rows, head, *head_dims.gmem_index(chunk, iteration * 0))]
+                    to = queries.query.at[buffer, chunk, pl.ds(first, tokens)]
                     plgpu.copy_gmem_to_smem(source, to, queries.full.at[barrier])
             plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
 
     def wait_for_queries(self, rounds: Scalar) -> None:
-        """Waits until the last items' queries have been read."""
+        """Wait until the queries of the last work tiles have been read."""
         num = self.spec.sizes.query_buffers
 
         @pl.loop(jnp.maximum(rounds - num, 0), jnp.maximum(rounds - (num - 1), 0))
-        def _(nth: Scalar) -> None:
+        def _(iteration: Scalar) -> None:
             for queries in self.queries:
-                plgpu.barrier_wait(queries.free.at[queries.barrier(queries.buffer(nth))])
+                plgpu.barrier_wait(queries.free.at[queries.barrier(queries.buffer(iteration))])
 
 
-def make_kv_copies(cache: KvRefs, spec: PrefillSpec) -> PackedKvCopies | PagedKvCopies:
-    """Where the keys of a tile are."""
-    in_cache = spec.shape.in_cache
-    return PackedKvCopies(spec) if in_cache is None else PagedKvCopies(cache.block_table, in_cache, spec)
+def make_kv_copies(kv: KvRefs, spec: PrefillSpec) -> PackedKvCopies | PagedKvCopies:
+    """Return the copies that fetch tiles of packed or paged keys."""
+    cache_tiling = spec.shape.cache_tiling
+    return PackedKvCopies(spec) if cache_tiling is None else PagedKvCopies(kv.block_table, cache_tiling, spec)

@@ -1,4 +1,4 @@
-"""What rows see of a tile of keys: ends of the request and of each row, lists, the caller's mask."""
+"""Masking of a warpgroup's tiles: -inf for scores of invisible pairs, zeros for invisible values."""
 
 from collections.abc import Callable
 
@@ -19,142 +19,153 @@ from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
 
 type ColumnBound = Scalar | Rows
-
-
-class Masking:
-    """Puts -inf where a query does not see a key."""
-
-    def __init__(self, arrays: tuple[Ref, ...], columns: Callable[[], Tile], spec: PrefillSpec):
-        """With the mask's arrays in global memory, and the number of each key in its tile."""
-        self.mask, self.arrays, self.columns, self.spec = spec.mask, arrays, columns, spec
-        score = spec.score
-        self.has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
-        self.has_parts = spec.shape.block_q is not None
-
-    def stored(self, tile: KvTile) -> LoadedMask:
-        """What the mask has stored of a tile: read early, for it comes from global memory."""
-        if tile.edges is MaskedEnds.NONE or not self.arrays:
-            return ()
-        assert self.mask is not None
-        return self.mask.load(tile.pairs(self.columns), tile.rows.item["req"], self.arrays)
-
-    def applied(self, tile: KvTile, stored: LoadedMask, s: Tile) -> Tile:
-        """Scores of pairs of which the query sees the key, -inf for the others."""
-        if tile.edges is MaskedEnds.NONE:
-            return s
-        first_key = tile.first_key()
-        has_low = self.spec.has_low_edge and MaskedEnds.LOW in tile.edges
-        low, high = self._ends(tile, first_key, has_low=has_low)
-        pairs, mask = tile.pairs(self.columns), self.mask
-        if mask is not None and mask.is_words:
-            words = mask.visible(pairs, stored)
-            in_range = pairs.words_between(jnp.maximum(low, 0 - first_key) if has_low else None, high)
-            return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
-
-        def wide(end: ColumnBound) -> Tile | Scalar:
-            is_row = end.ndim > 0
-            return pairs.wide(plgpu.layout_cast(end, ROW).astype(f32)) if is_row else end.astype(f32)
-
-        low, high = wide(low), wide(high)
-        keys = self.columns()
-        visible = keys < high
-        if has_low:
-            visible = visible & (keys >= low)
-        if mask is not None:
-            visible = visible & mask.visible(pairs, stored)
-        return jnp.where(visible, s, -jnp.inf)
-
-    def _ends(self, tile: KvTile, first_key: Scalar, *, has_low: bool) -> tuple[ColumnBound, ColumnBound]:
-        """First column that a row may see, and one past the last: of the request, or of each row.
-
-        Rows are numbered only where they have ends of their own: for a number that nobody uses Pallas finds
-        no layout.
-        """
-        rows, item = tile.rows, tile.rows.item
-        has_row_low, has_row_high = self.spec.has_window and has_low, self.has_high or self.has_parts
-        low, high = 0 - first_key, item["seq_len"] - first_key
-        if has_row_low or has_row_high:
-            positions = rows.positions()
-            ends = key_range(self.spec.score, positions, item["seq_len"])
-            row_low, row_high = (x - first_key for x in ends)
-            if self.has_parts:
-                row_high = jnp.where(self._sees_tile(tile, positions), row_high, 0)
-            low, high = row_low if has_row_low else low, row_high if has_row_high else high
-        return low, high
-
-    def _sees_tile(self, tile: KvTile, positions: Rows) -> Rows:
-        """Whether the block of queries that a position is in sees any of the tile's keys."""
-        item, block = tile.rows.item, self.spec.shape.block_q
-        assert tile.entry is not None
-        assert block is not None
-        bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
-        first = floor_div(item["position"] + item["begin"], block)
-        visible = positions * 0 + (bits & 1)
-        for nth in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
-            bit = lax.shift_right_logical(bits, jnp.int32(nth)) & 1
-            visible = jnp.where(positions >= (first + nth) * block, bit, visible)
-        return visible > 0
-
-
 ROWS_AT_ONCE = 64
 
 
-class ValueTiles:
-    """Awaits values, and clears those that no query of the request sees: a probability of 0 hides no NaN.
+class Masking:
+    """Replaces the scores of invisible pairs by -inf."""
 
-    Warpgroups do it side by side in the same memory, so what one stores must be right at once: with both
-    edges in a tile, a store of the low one that kept the high one's NaN undid another's zeros.
+    def __init__(self, arrays: tuple[Ref, ...], columns: Callable[[], Tile], spec: PrefillSpec):
+        """Create the masking.
+
+        Args:
+            arrays: Arrays of the mask in global memory.
+            columns: Returns the index of each key within its tile.
+            spec: The kernel.
+        """
+        self.mask, self.arrays, self.columns, self.spec = spec.mask, arrays, columns, spec
+        score = spec.score
+        self.has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
+        self.has_query_blocks = spec.shape.block_q is not None
+
+    def load(self, tile: KvTile) -> LoadedMask:
+        """Load what the mask needs for a tile; called early because it comes from global memory."""
+        if tile.masked_ends is MaskedEnds.NONE or not self.arrays:
+            return ()
+        assert self.mask is not None
+        return self.mask.load(tile.pairs(self.columns), tile.rows.work_tile["req"], self.arrays)
+
+    def apply(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
+        """Return the scores with -inf for invisible pairs."""
+        if tile.masked_ends is MaskedEnds.NONE:
+            return s
+        first_key = tile.first_key()
+        has_low = self.spec.has_low_end and MaskedEnds.LOW in tile.masked_ends
+        low, high = self._column_range(tile, first_key, has_low=has_low)
+        pairs, mask = tile.pairs(self.columns), self.mask
+        if mask is not None and mask.is_words:
+            words = mask.visible(pairs, loaded)
+            in_range = pairs.words_in_range(jnp.maximum(low, 0 - first_key) if has_low else None, high)
+            return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
+
+        def broadcast(bound: ColumnBound) -> Tile | Scalar:
+            if bound.ndim == 0:
+                return bound.astype(f32)
+            return pairs.broadcast_rows(plgpu.layout_cast(bound, ROW).astype(f32))
+
+        low, high = broadcast(low), broadcast(high)
+        keys = self.columns()
+        is_visible = keys < high
+        if has_low:
+            is_visible = is_visible & (keys >= low)
+        if mask is not None:
+            is_visible = is_visible & mask.visible(pairs, loaded)
+        return jnp.where(is_visible, s, -jnp.inf)
+
+    def _column_range(
+        self, tile: KvTile, first_key: Scalar, *, has_low: bool
+    ) -> tuple[ColumnBound, ColumnBound]:
+        """Return the visible columns [low, high) of a tile: for the request, or for each row.
+
+        Rows are numbered only if their ranges differ: Pallas finds no layout for numbers that nothing uses.
+        """
+        rows, work_tile = tile.row_positions, tile.rows.work_tile
+        has_row_low = self.spec.has_window and has_low
+        has_row_high = self.has_high or self.has_query_blocks
+        low, high = 0 - first_key, work_tile["seq_len"] - first_key
+        if has_row_low or has_row_high:
+            positions = rows.positions()
+            bounds = key_range(self.spec.score, positions, work_tile["seq_len"])
+            row_low, row_high = (x - first_key for x in bounds)
+            if self.has_query_blocks:
+                row_high = jnp.where(self._is_tile_visible(tile, positions), row_high, 0)
+            low, high = row_low if has_row_low else low, row_high if has_row_high else high
+        return low, high
+
+    def _is_tile_visible(self, tile: KvTile, positions: Rows) -> Rows:
+        """Return whether the query block of each position attends to any key of the tile."""
+        work_tile, block = tile.rows.work_tile, self.spec.shape.block_q
+        assert tile.entry is not None
+        assert block is not None
+        bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
+        first = floor_div(work_tile["position"] + work_tile["begin"], block)
+        is_visible = positions * 0 + (bits & 1)
+        for index in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
+            bit = lax.shift_right_logical(bits, jnp.int32(index)) & 1
+            is_visible = jnp.where(positions >= (first + index) * block, bit, is_visible)
+        return is_visible > 0
+
+
+class ValueTiles:
+    """Waits for value tiles, and zeroes values that no query of the request attends to.
+
+    A probability of 0 does not hide a NaN. The warpgroups of a team do it side by side in the same memory, so
+    each store must be correct by itself: if both ends lie in one tile, a store for the low end that kept NaNs
+    of the high end would undo the zeros of another warpgroup.
     """
 
-    def __init__(self, ring: KvPipeline, spec: PrefillSpec):
-        self.ring, self.spec = ring, spec
+    def __init__(self, pipeline: KvPipeline, spec: PrefillSpec):
+        self.pipeline, self.spec = pipeline, spec
 
-    def await_first(self, tile: KvTile, step: Scalar) -> None:
-        """Those of an item's first tile, which may hold both ends of what the request sees.
+    def wait_first(self, tile: KvTile, step: Scalar) -> None:
+        """Wait for the values of a work tile's first KV tile, and zero its invisible ends.
 
-        A list begins with the tile that the request ends in, if that is listed. Without lists it ends in the
-        last tile, whose end `await_last` clears.
+        A tile list starts with the tile that contains the request's end, if that is listed. Without lists the
+        end is in the last tile, which `clear_last` handles.
         """
-        self._await(tile, step, MaskedEnds.BOTH if self.spec.has_lists else MaskedEnds.LOW)
+        self._wait(tile, step, MaskedEnds.BOTH if self.spec.has_lists else MaskedEnds.LOW)
 
-    def await_next(self, tile: KvTile, step: Scalar) -> None:
-        """Those of a later tile: with lists, what is seen may begin in any tile that is seen in part.
+    def wait_next(self, tile: KvTile, step: Scalar) -> None:
+        """Wait for the values of a later KV tile.
 
-        Without them it begins in the first tile: a compare for each tile behind it would be one too many.
+        With tile lists the visible keys may start in any partial tile. Without lists they start in the first
+        tile: later ones are not tested, to save a comparison per tile.
         """
-        self._await(tile, step, tile.edges & MaskedEnds.LOW if self.spec.has_lists else MaskedEnds.NONE)
+        has_lists = self.spec.has_lists
+        self._wait(tile, step, tile.masked_ends & MaskedEnds.LOW if has_lists else MaskedEnds.NONE)
 
     def clear_last(self, rows: QueryRows, last: Scalar, step: Scalar) -> None:
-        """The end of an item's last tile, whose values have come with `step`."""
+        """Zero the values after the end of the request in the last KV tile, which has arrived."""
         if not self.spec.has_lists:
-            self._clear(rows.tile(last, MaskedEnds.HIGH), self.ring.stage(step), MaskedEnds.HIGH)
+            self._clear(rows.tile(last, MaskedEnds.HIGH), self.pipeline.stage(step), MaskedEnds.HIGH)
 
-    def _await(self, tile: KvTile, step: Scalar, edges: MaskedEnds) -> None:
-        stage = self.ring.stage(step)
-        plgpu.barrier_wait(self.ring.values.full.at[stage])
-        if MaskedEnds.LOW in edges and self.spec.has_low_edge:
+    def _wait(self, tile: KvTile, step: Scalar, ends: MaskedEnds) -> None:
+        stage = self.pipeline.stage(step)
+        plgpu.barrier_wait(self.pipeline.values.full.at[stage])
+        if MaskedEnds.LOW in ends and self.spec.has_low_end:
             self._clear(tile, stage, MaskedEnds.LOW)
-        if MaskedEnds.HIGH in edges:
+        if MaskedEnds.HIGH in ends:
             self._clear(tile, stage, MaskedEnds.HIGH)
 
-    def _clear(self, tile: KvTile, stage: Scalar, edge: MaskedEnds) -> None:
-        """Zeros before the first key that the request sees, or behind its last, if the tile has some."""
-        tile_kv, item = self.spec.sizes.tile_kv, tile.rows.item
+    def _clear(self, tile: KvTile, stage: Scalar, end: MaskedEnds) -> None:
+        """Zero values before the first visible key of the request, or after its last, if there are any."""
+        tile_kv, work_tile = self.spec.sizes.tile_kv, tile.rows.work_tile
         first_key = tile.first_key()
-        begin, end = item["seen"] - first_key, item["seq_len"] - first_key
-        is_low = edge is MaskedEnds.LOW
-        is_edge = begin > 0 if is_low else end < tile_kv
+        low, high = work_tile["first_visible_key"] - first_key, work_tile["seq_len"] - first_key
+        is_low = end is MaskedEnds.LOW
+        has_invisible = low > 0 if is_low else high < tile_kv
 
-        @pl.when(is_edge)
+        @pl.when(has_invisible)
         def _() -> None:
             at_once = jnp.int32(ROWS_AT_ONCE)
-            low_parts = lambda: (0, lax.div(begin + (ROWS_AT_ONCE - 1), at_once))
-            high_parts = lambda: (lax.div(end, at_once), tile_kv // ROWS_AT_ONCE)
+            low_parts = lambda: (0, lax.div(low + (ROWS_AT_ONCE - 1), at_once))
+            high_parts = lambda: (lax.div(high, at_once), tile_kv // ROWS_AT_ONCE)
 
             @pl.loop(*(low_parts() if is_low else high_parts()))
             def _(n: Scalar) -> None:
                 rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
-                at = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
-                clear_masked_out(self.ring.values.tiles.at[stage], rows, lambda _: at, begin, end)
+                row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
+                clear_masked_out(self.pipeline.values.tiles.at[stage], rows, lambda _: row, low, high)
 
+            # The matrix product reads the zeros through the async proxy.
             plgpu.commit_smem()

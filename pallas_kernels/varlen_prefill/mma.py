@@ -1,4 +1,4 @@
-"""The tensor core's part: S = Q K^T and O += P V of a warpgroup's rows and a tile of keys."""
+"""Matrix products of a warpgroup: S = Q K^T and O += P V for its rows and a tile of keys."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_prefill.masking import LoadedMask
+from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline
 from pallas_kernels.varlen_prefill.refs import AlibiOperands
 from pallas_kernels.varlen_prefill.softmax import SoftmaxState, SoftmaxStep
@@ -16,144 +16,152 @@ from pallas_kernels.varlen_prefill.spec import PrefillSpec, f32
 
 
 class PrefillMma:
-    """Of one warpgroup."""
+    """The matrix products of one warpgroup."""
 
-    def __init__(self, ring: KvPipeline, alibi: AlibiOperands | None, spec: PrefillSpec):
-        self.ring, self.alibi, self.spec = ring, alibi, spec
+    def __init__(self, pipeline: KvPipeline, alibi: AlibiOperands | None, spec: PrefillSpec):
+        self.pipeline, self.alibi, self.spec = pipeline, alibi, spec
 
-    def begin_scores(self, s_ref: Ref, q_s: Ref, stage: Scalar) -> None:
-        """Begins S += Q K^T."""
-        for chunk in range(self.spec.shape.cut.num_chunks):
-            plgpu.wgmma(s_ref, q_s.at[chunk], self.ring.keys.tiles.at[stage, chunk].T)
+    def issue_scores(self, s_ref: Ref, q_s: Ref, stage: Scalar) -> None:
+        """Issue S += Q K^T, and the ALiBi bias if the tensor core adds it."""
+        for chunk in range(self.spec.shape.head.num_chunks):
+            plgpu.wgmma(s_ref, q_s.at[chunk], self.pipeline.keys.tiles.at[stage, chunk].T)
         if self.alibi is not None:
             plgpu.wgmma(s_ref, self.alibi.slopes, self.alibi.columns.T)
 
-    def begin_values(self, acc_refs: tuple[Ref, ...], p: Tile, stage: Scalar) -> None:
-        """Begins O += P V."""
+    def issue_values(self, acc_refs: tuple[Ref, ...], p: Tile, stage: Scalar) -> None:
+        """Issue O += P V."""
         for chunk, acc_ref in enumerate(acc_refs):
-            plgpu.wgmma(acc_ref, p, self.ring.values.tiles.at[stage, chunk])
+            plgpu.wgmma(acc_ref, p, self.pipeline.values.tiles.at[stage, chunk])
 
-    def scores(self, q_s: Ref, step: Scalar, meanwhile: Callable[[], None] = lambda: None) -> Tile:
-        """Q K^T of the keys of `step`, awaited; `meanwhile` is done beside it."""
-        stage, keys = self.ring.stage(step), self.ring.keys
+    def scores(self, q_s: Ref, step: Scalar, during: Callable[[], None] = lambda: None) -> Tile:
+        """Return Q K^T for the keys of a step; `during` runs while it is in flight."""
+        stage, keys = self.pipeline.stage(step), self.pipeline.keys
         plgpu.barrier_wait(keys.full.at[stage])
 
-        def product(s_ref: Ref) -> Tile:
-            self.begin_scores(s_ref, q_s, stage)
-            meanwhile()
-            return s_ref[...]
+        def run(s_ref: Ref) -> Tile:
+            self.issue_scores(s_ref, q_s, stage)
+            during()
+            return s_ref[...]  # waits for the product
 
-        s = pl.run_scoped(product, plgpu.ACC(self.spec.s_shape, f32))
+        s = pl.run_scoped(run, plgpu.ACC(self.spec.s_shape, f32))
+        # The keys have been read: the loading warp may refill their stage.
         plgpu.barrier_arrive(keys.free.at[stage])
         return s
 
     def add_values(self, accs: tuple[Tile, ...], p: Tile, step: Scalar) -> tuple[Tile, ...]:
-        """O + P V with the values of `step`, which have come and are clear; awaited."""
-        stage = self.ring.stage(step)
-        issue = lambda refs: self.begin_values(refs, p, stage)
+        """Return O + P V for the values of a step, which must have arrived and been cleared."""
+        stage = self.pipeline.stage(step)
+
+        def issue(refs: tuple[Ref, ...]) -> None:
+            self.issue_values(refs, p, stage)
+
         accs = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in accs)))
-        plgpu.barrier_arrive(self.ring.values.free.at[stage])
+        plgpu.barrier_arrive(self.pipeline.values.free.at[stage])
         return accs
 
-    def both(
+    def scores_and_values(
         self,
         q_s: Ref,
         step: Scalar,
         state: SoftmaxState,
         empty: SoftmaxStep,
         *,
-        meanwhile: Callable[[], LoadedMask],
+        load_mask: Callable[[], LoadedMask],
         softmax: Callable[[Tile, LoadedMask, Callable[[], None]], SoftmaxStep],
-        await_values: Callable[[], None],
+        wait_for_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], SoftmaxStep]:
-        """Scores of the keys of `step` and values of the step before, in flight together.
+        """Compute the scores of a step together with P V of the previous step.
 
         Args:
-            q_s: [chunks, 64, width] in SMEM: the queries.
-            step: Of the keys.
-            state: With the sums to add to, and the probabilities of the step before.
-            empty: Softmax.empty_step's.
-            meanwhile: Done while both are in flight.
-            softmax: Of the scores and what `meanwhile` returned, done while values are; calls the third
-                before it makes exponents of them.
-            await_values: Waits for the values of `step`.
+            q_s: Queries [chunks, 64, width] in shared memory.
+            step: Step of the keys.
+            state: Accumulators to add to, and probabilities of the previous step.
+            empty: Result of Softmax.empty_step.
+            load_mask: Called while both products are in flight.
+            softmax: Called with the scores and the result of `load_mask` while P V is in flight. It calls its
+                third argument before it computes exponentials.
+            wait_for_values: Waits for the values of `step`.
 
         Returns:
-            The sums, and what `softmax` returned.
+            The accumulators, and the result of `softmax`.
         """
-        k_stage, v_stage = self.ring.stage(step), self.ring.stage(step - 1)
-        keys, values = self.ring.keys, self.ring.values
+        k_stage, v_stage = self.pipeline.stage(step), self.pipeline.stage(step - 1)
+        keys, values = self.pipeline.keys, self.pipeline.values
+        # The values of the previous step were awaited in that step, so only the keys are awaited here.
         plgpu.barrier_wait(keys.full.at[k_stage])
-        awaits_first = self.spec.awaits_values_first
+        waits_first = self.spec.waits_for_values_first
 
-        def before_exponents() -> None:
-            if awaits_first:
-                await_values()
+        def before_exponentials() -> None:
+            if waits_first:
+                wait_for_values()
                 plgpu.wgmma_wait(0)
 
-        def products(refs: tuple[tuple[Ref, ...], SoftmaxStep]) -> None:
+        def run(refs: tuple[tuple[Ref, ...], SoftmaxStep]) -> None:
             acc_refs, result_refs = refs
 
             def issue(s_ref: Ref) -> tuple[Tile, LoadedMask]:
-                self.begin_scores(s_ref, q_s, k_stage)
-                self.begin_values(acc_refs, state.p, v_stage)
-                early = meanwhile()
-                return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), early
+                # S first: products complete in order, and the softmax of S overlaps with P V.
+                self.issue_scores(s_ref, q_s, k_stage)
+                self.issue_values(acc_refs, state.p, v_stage)
+                loaded = load_mask()
+                return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), loaded
 
-            s, early = pl.run_scoped(issue, plgpu.ACC(self.spec.s_shape, f32))
+            s, loaded = pl.run_scoped(issue, plgpu.ACC(self.spec.s_shape, f32))
             s = lax.optimization_barrier(s)
+            # S is complete: the loading warp may refill the stage of its keys.
             plgpu.barrier_arrive(keys.free.at[k_stage])
-            results = softmax(s, early, before_exponents)
+            results = softmax(s, loaded, before_exponentials)
             for ref, result in zip(jax.tree.leaves(result_refs), jax.tree.leaves(results), strict=True):
                 ref[...] = result
-            if not awaits_first:
-                await_values()  # its branch keeps ptxas from awaiting P V before the softmax
+            if not waits_first:
+                wait_for_values()  # its branch keeps ptxas from waiting for P V before the softmax
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.accs)
-        accs, results = pl.run_state(products)((start, empty))
+        accs, results = pl.run_state(run)((start, empty))
+        # P V is complete: the loading warp may refill the stage of its values.
         plgpu.barrier_arrive(values.free.at[v_stage])
         return tuple(accs), results
 
 
 class InterpretedPrefillMma(PrefillMma):
-    """For interpret mode, which has neither accumulators with a past nor operands in registers."""
+    """Matrix products in interpret mode, which has no running accumulators and no register operands."""
 
-    def __init__(self, ring: KvPipeline, p_s: Ref, spec: PrefillSpec):
-        """With [64, tile_kv] of shared memory for probabilities."""
-        super().__init__(ring, None, spec)
+    def __init__(self, pipeline: KvPipeline, p_s: Ref, spec: PrefillSpec):
+        """Create the products; `p_s` is shared memory [64, tile_kv] for probabilities."""
+        super().__init__(pipeline, None, spec)
         self.p_s = p_s
 
     def add_values(self, accs: tuple[Tile, ...], p: Tile, step: Scalar) -> tuple[Tile, ...]:
-        """See Products."""
-        stage, values = self.ring.stage(step), self.ring.values
+        """See PrefillMma."""
+        stage, values = self.pipeline.stage(step), self.pipeline.values
         self.p_s[...] = p
         plgpu.commit_smem()
 
-        def product(ref: Ref, chunk: int) -> Tile:
-            plgpu.wgmma(ref, self.p_s, values.tiles.at[stage, chunk])
-            return ref[...]
+        def product(chunk: int) -> Tile:
+            def run(ref: Ref) -> Tile:
+                plgpu.wgmma(ref, self.p_s, values.tiles.at[stage, chunk])
+                return ref[...]
 
-        of_chunk = lambda chunk: pl.run_scoped(
-            lambda ref: product(ref, chunk), plgpu.ACC(self.spec.acc_shape, f32)
-        )
-        accs = tuple(acc + of_chunk(chunk) for chunk, acc in enumerate(accs))
+            return pl.run_scoped(run, plgpu.ACC(self.spec.acc_shape, f32))
+
+        accs = tuple(acc + product(chunk) for chunk, acc in enumerate(accs))
         plgpu.barrier_arrive(values.free.at[stage])
         return accs
 
-    def both(
+    def scores_and_values(
         self,
         q_s: Ref,
         step: Scalar,
         state: SoftmaxState,
         empty: SoftmaxStep,
         *,
-        meanwhile: Callable[[], LoadedMask],
+        load_mask: Callable[[], LoadedMask],
         softmax: Callable[[Tile, LoadedMask, Callable[[], None]], SoftmaxStep],
-        await_values: Callable[[], None],
+        wait_for_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], SoftmaxStep]:
-        """See Products; one after the other."""
+        """Compute the same as PrefillMma, one product after the other."""
         s = self.scores(q_s, step)
         accs = self.add_values(state.accs, state.p, step - 1)
-        results = softmax(s, meanwhile(), lambda: None)
-        await_values()
+        results = softmax(s, load_mask(), lambda: None)
+        wait_for_values()
         return accs, results

@@ -1,4 +1,4 @@
-"""What warps that load and warpgroups that compute or widen hand each other, and the barriers in between."""
+"""Buffers and barriers between the warps that load and the warpgroups that compute or dequantize."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,12 @@ from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 
 
 class KvStages(NamedTuple):
-    """Keys or values on their way: a ring of stages.
+    """A circular buffer of key tiles or value tiles.
 
     Attributes:
-        tiles: [stages, chunks, tile_kv, width] in SMEM.
-        full: A stage has been filled.
-        free: A stage has been read.
+        tiles: Tiles [stages, chunks, tile_kv, width] in shared memory.
+        full: Barriers that complete when a stage has been filled.
+        free: Barriers that complete when a stage has been read.
     """
 
     tiles: Ref
@@ -27,73 +27,86 @@ class KvStages(NamedTuple):
 
 
 class KvPipeline:
-    """The stages of a team: step i, of all tiles of keys that the team loads, is in one of them.
+    """The pipeline stages of a team; a step is one KV tile, counted over all work tiles of the team.
 
     Attributes:
-        keys: What is multiplied.
-        values: Likewise.
-        loaded: What TMA fills: these two, or the same in 8 bits.
+        keys: Stages of the keys that are multiplied.
+        values: Stages of the values that are multiplied.
+        loaded: The stages that TMA fills: `keys` and `values`, or their 8-bit counterparts.
     """
 
-    def __init__(self, smem: PrefillSmem, pipeline: PrefillBarriers, sizes: PrefillSizes, team: Scalar | int):
-        self.keys = KvStages(smem.k, pipeline.k_full, pipeline.k_free)
-        self.values = KvStages(smem.v, pipeline.v_full, pipeline.v_free)
+    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, team: Scalar | int):
+        self.keys = KvStages(smem.k, barriers.k_full, barriers.k_free)
+        self.values = KvStages(smem.v, barriers.v_full, barriers.v_free)
         self.loaded = self.keys, self.values
-        narrow_s, narrow = smem.narrow, pipeline.narrow
-        if narrow_s is not None and narrow is not None:
+        quantized_s, quantized = smem.quantized, barriers.quantized
+        if quantized_s is not None and quantized is not None:
             self.loaded = (
-                KvStages(narrow_s.k, narrow.k_full, narrow.k_free),
-                KvStages(narrow_s.v, narrow.v_full, narrow.v_free),
+                KvStages(quantized_s.k, quantized.k_full, quantized.k_free),
+                KvStages(quantized_s.v, quantized.v_full, quantized.v_free),
             )
         self.sizes, self.team = sizes, team
 
     def stage(self, step: Scalar) -> Scalar:
-        """Where the keys and values of a step are."""
-        # Products are issued after this: a remainder costs up to 1 % over lists (sparse-variants).
+        """Return the stage that holds the keys and values of a step."""
+        # Matrix products are issued after this: a remainder costs up to 1 % with tile lists
+        # (sparse-variants).
         stages = self.sizes.stages
         stage = step & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(step, jnp.int32(stages))
         return stage if self.sizes.teams == 1 else stage + self.team * stages
 
     def skip(self, step: Scalar, first: Scalar, end: Scalar) -> None:
-        """Lets tiles [first, end) of an item pass, whose first keys are those of `step`."""
+        """Release the KV tiles [first, end) of a work tile without reading them.
+
+        Args:
+            step: Step of the work tile's first KV tile.
+            first: First KV tile to skip.
+            end: One past the last.
+        """
 
         @pl.loop(first, end)
         def _(i: Scalar) -> None:
             stage = self.stage(step + i)
-            for stream in (self.keys, self.values):
-                plgpu.barrier_wait(stream.full.at[stage])
-                plgpu.barrier_arrive(stream.free.at[stage])
+            for stages in (self.keys, self.values):
+                plgpu.barrier_wait(stages.full.at[stage])
+                plgpu.barrier_arrive(stages.free.at[stage])
 
-    def wait_until_read(self, steps: Scalar) -> None:
-        """Waits for the last loaded stages of so many steps: interpret mode insists that all are awaited."""
-        for stream in self.loaded:
-            self.wait_for(stream, steps)
+    def drain(self, steps: Scalar) -> None:
+        """Wait until the loaded tiles of the last of `steps` steps have been read.
 
-    def wait_for(self, stream: KvStages, steps: Scalar) -> None:
-        """The same of one stream."""
+        Only interpret mode needs it, which requires that every barrier completion is awaited.
+        """
+        for stages in self.loaded:
+            self.drain_stages(stages, steps)
+
+    def drain_stages(self, stages: KvStages, steps: Scalar) -> None:
+        """Wait until `stages` have been read; see `drain`."""
 
         @pl.loop(jnp.maximum(steps - self.sizes.stages, 0), steps)
         def _(step: Scalar) -> None:
-            plgpu.barrier_wait(stream.free.at[self.stage(step)])
+            plgpu.barrier_wait(stages.free.at[self.stage(step)])
 
 
 class QueryBuffers:
-    """The buffers of a warpgroup: queries and columns of its team's n-th item, in their place its output."""
+    """A warpgroup's buffers: queries and table columns of the team's next work tiles, later their outputs.
 
-    def __init__(self, smem: PrefillSmem, pipeline: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
-        self.query, self.out, self.columns = (ref.at[wg] for ref in (smem.query, smem.out, smem.items))
-        self.full, self.free = pipeline.q_full, pipeline.q_free
+    The team's work tiles are counted by `iteration`.
+    """
+
+    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
+        self.query, self.out, self.columns = (ref.at[wg] for ref in (smem.query, smem.out, smem.tile_columns))
+        self.full, self.free = barriers.q_full, barriers.q_free
         self.num, self.wg = sizes.query_buffers, wg
 
-    def buffer(self, nth: Scalar) -> Scalar:
-        """Which buffer the n-th item has."""
-        return lax.rem(nth, jnp.int32(self.num))
+    def buffer(self, iteration: Scalar) -> Scalar:
+        """Return the buffer of a work tile."""
+        return lax.rem(iteration, jnp.int32(self.num))
 
     def barrier(self, buffer: Scalar) -> Scalar:
-        """Which barrier a buffer has."""
+        """Return the index of a buffer's barriers."""
         return self.wg * self.num + buffer
 
-    def release(self, nth: Scalar) -> None:
-        """Gives the buffer of the n-th item back, when its output has left."""
+    def release(self, iteration: Scalar) -> None:
+        """Release a work tile's buffer once its output has left shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(self.free.at[self.barrier(self.buffer(nth))])
+        plgpu.barrier_arrive(self.free.at[self.barrier(self.buffer(iteration))])

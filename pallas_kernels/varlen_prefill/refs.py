@@ -1,6 +1,6 @@
-"""What the prefill kernel works on, grouped by what it is: arrays outside of it, memory inside.
+"""References of the prefill kernel: arrays in global memory, shared memory and barriers.
 
-The order of fields is the order of the kernel's arguments, and of its shared memory.
+The order of the fields is the order of the kernel's arguments, and of its shared memory.
 """
 
 from typing import NamedTuple
@@ -9,16 +9,16 @@ from pallas_kernels.shared.types import Barriers, Ref
 
 
 class KvRefs(NamedTuple):
-    """Keys and values.
+    """Keys and values in global memory.
 
     Attributes:
-        k: Packed: [tokens, kv_heads, head_dim], or [..., chunks, chunk] where the head is cut. Paged:
-            CacheTiling.tile_cache's.
-        v: As k.
-        block_table: [reqs, max_blocks]: blocks of each request; None where keys are packed.
-        k_scale: Of keys in 8 bits, f32: [kv_heads], per channel [kv_heads, chunks, width], or per token
-            CacheTiling.tile_scales'; None: 1.
-        v_scale: The same of values.
+        k: Packed keys [tokens, kv_heads, head_dim], or [..., chunks, chunk] if the head is chunked. Paged
+            keys as CacheTiling.tile_cache returns them.
+        v: Values, like `k`.
+        block_table: Block ids of each request [reqs, max_blocks]; None if keys are packed.
+        k_scale: Scales of 8-bit keys, f32: [kv_heads], per channel [kv_heads, chunks, width], or per token as
+            CacheTiling.tile_scales returns them; None for 1.
+        v_scale: Scales of 8-bit values, like `k_scale`.
     """
 
     k: Ref
@@ -29,13 +29,14 @@ class KvRefs(NamedTuple):
 
 
 class PrefillScheduleRefs(NamedTuple):
-    """What is to be done.
+    """The work of a step.
 
     Attributes:
-        table: [tiles, columns]: schedule.COLUMNS; where keys may be cut [splits, columns]:
-            splits.SPLIT_COLUMNS follow; with lists [items, columns]: lists.ITEM_COLUMNS do.
-        num_valid: [1]: rows of the table that mean something.
-        entries: [items, max_list]: the lists of tiles of keys; None = all tiles that the score's mask leaves.
+        table: One row per query tile [tiles, columns] with schedule.COLUMNS; with KV splits one row per
+            split, extended by splits.SPLIT_COLUMNS; with tile lists one row per work tile, extended by
+            tile_lists.LIST_COLUMNS.
+        num_valid: Number of valid rows of the table, [1].
+        entries: Lists of KV tiles [lists, max_list]; None if every KV tile that the score leaves is visited.
     """
 
     table: Ref
@@ -44,67 +45,69 @@ class PrefillScheduleRefs(NamedTuple):
 
 
 class PrefillInputs(NamedTuple):
-    """What the kernel reads, in global memory.
+    """Arrays that the kernel reads.
 
     Attributes:
-        query: [tokens, q_heads, head_dim], or [..., chunks, chunk] where the head is cut; 8 divides tokens.
-        cache: Keys and values.
-        slopes: ALiBi slopes times log2(e), [q_heads] f32, or None.
-        sinks: Times log2(e), [q_heads] f32, or None.
-        schedule: The tiles of queries, or the items.
-        mask: The mask's arrays.
+        query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if the head is chunked. The number
+            of tokens is a multiple of 8.
+        kv: Keys and values.
+        slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
+        sinks: Attention sinks times log2(e), f32 [q_heads], or None.
+        schedule: The work of the step.
+        mask: Arrays of the mask.
     """
 
     query: Ref
-    cache: KvRefs
+    kv: KvRefs
     slopes: Ref
     sinks: Ref
     schedule: PrefillScheduleRefs
     mask: tuple[Ref, ...]
 
 
-class PrefillOutputs(NamedTuple):
-    """What it writes.
+class SplitOutputs(NamedTuple):
+    """Unnormalized results of KV splits, f32.
 
     Attributes:
-        out: As query.
-        lse: [q_heads, tokens] f32, as many tokens as `out` has, or None.
-        partials: Of tiles whose keys are cut, which the two above do not have; None where none can be.
+        out: P V [split_outputs, work_tiles_per_query_tile, chunks, tile_q, width].
+        row_max: Values that the scores were reduced by [split_outputs, work_tiles_per_query_tile, tile_q].
+        row_sum: Sums of the probabilities, like `row_max`.
+    """
+
+    out: Ref
+    row_max: Ref
+    row_sum: Ref
+
+
+class PrefillOutputs(NamedTuple):
+    """Arrays that the kernel writes.
+
+    Attributes:
+        out: Output, like the queries.
+        lse: Log-sum-exp f32 [q_heads, tokens] with as many tokens as `out`, or None.
+        split_outputs: Results of query tiles whose keys are split, which `out` and `lse` lack; None without
+            KV splits.
     """
 
     out: Ref
     lse: Ref
-    partials: "SplitOutputs | None"
-
-
-class SplitOutputs(NamedTuple):
-    """Rows behind the keys of a split, f32.
-
-    Attributes:
-        out: [partials, items_per_tile, chunks, tile_q, width]: P V, not normalized.
-        top: [partials, items_per_tile, tile_q]: what scores were less.
-        total: The same of the probabilities' sums.
-    """
-
-    out: Ref
-    top: Ref
-    total: Ref
+    split_outputs: SplitOutputs | None
 
 
 class CombineRefs(NamedTuple):
-    """What the merge reads, and the output and LSE that it writes in place.
+    """Arrays that the combine kernel reads, and the output and LSE that it updates in place.
 
     Attributes:
-        partials: As Outputs.partials.
-        table: [rows, columns]: as ScheduleRefs.table.
-        num_valid: [1]: tiles of queries that are cut.
-        rows: [most]: of each the first split's row of the table.
-        sinks: As Inputs.sinks.
-        out: As Outputs.out.
-        lse: As Outputs.lse.
+        split_outputs: Results of the splits.
+        table: Table of the schedule, like PrefillScheduleRefs.table.
+        num_valid: Number of split query tiles, [1].
+        rows: Row in the table of each split query tile's first split.
+        sinks: Attention sinks, like PrefillInputs.sinks.
+        out: Output, like PrefillOutputs.out.
+        lse: Log-sum-exp, like PrefillOutputs.lse.
     """
 
-    partials: SplitOutputs
+    split_outputs: SplitOutputs
     table: Ref
     num_valid: Ref
     rows: Ref
@@ -113,48 +116,12 @@ class CombineRefs(NamedTuple):
     lse: Ref
 
 
-class PrefillSmem(NamedTuple):
-    """Shared memory, each warpgroup's own but for k, v and narrow.
-
-    Attributes:
-        query_and_out: The same memory under two names: see `query` and `out`.
-        items: [warpgroups, query_buffers, columns]: the item's row of the schedule's table.
-        k: [teams * stages, chunks, tile_kv, width], swizzled.
-        v: As k.
-        p: [warpgroups, 64, tile_kv]: probabilities where nothing multiplies registers; or None.
-        columns: [warpgroups, tile_kv] f32: 0, 1, 2...
-        alibi: AlibiOperands, or None.
-        narrow: What k and v are made of; None where the cache has 16 bits.
-    """
-
-    query_and_out: Ref
-    items: Ref
-    k: Ref
-    v: Ref
-    p: Ref
-    columns: Ref
-    alibi: "AlibiOperands | None"
-    narrow: "QuantizedKvSmem | None"
-
-    @property
-    def query(self) -> Ref:
-        """[warpgroups, query_buffers, chunks, 64, width], swizzled; the output takes its place."""
-        (query,), _ = self.query_and_out
-        return query
-
-    @property
-    def out(self) -> Ref:
-        """The same, not swizzled: for an output of which not all rows are live."""
-        _, (out,) = self.query_and_out
-        return out
-
-
 class AlibiOperands(NamedTuple):
-    """What the tensor core multiplies to add a bias to the scores: K is 16, of which a few count.
+    """Operands with which the tensor core adds ALiBi to the scores; K is 16, of which a few columns count.
 
     Attributes:
-        slopes: [warpgroups, 64, 16]: each row's slope as numbers of 16 bits that add up to it.
-        columns: [warpgroups, tile_kv, 16]: the number of each key in its tile.
+        slopes: Slope of each row as 16-bit terms that add up to it, [warpgroups, 64, 16].
+        columns: Index of each key within its tile, [warpgroups, tile_kv, 16].
     """
 
     slopes: Ref
@@ -162,13 +129,13 @@ class AlibiOperands(NamedTuple):
 
 
 class QuantizedKvSmem(NamedTuple):
-    """Keys and values in 8 bits, as the cache has them.
+    """Stages of 8-bit keys and values, as the cache stores them.
 
     Attributes:
-        k: [stages, chunks, tile_kv, width], swizzled.
-        v: As k.
-        k_scale: [stages, tile_kv] f32: each key's, or None.
-        v_scale: The same of values.
+        k: Keys [stages, chunks, tile_kv, width], swizzled.
+        v: Values, like `k`.
+        k_scale: Scale of each key, f32 [stages, tile_kv], or None.
+        v_scale: Scale of each value, like `k_scale`.
     """
 
     k: Ref
@@ -177,8 +144,48 @@ class QuantizedKvSmem(NamedTuple):
     v_scale: Ref
 
 
+class PrefillSmem(NamedTuple):
+    """Shared memory; each warpgroup has its own, except for `k`, `v` and `quantized`.
+
+    Attributes:
+        query_and_out: The same memory under two names, see `query` and `out`.
+        tile_columns: Row of the schedule's table for each buffered work tile [warpgroups, query_buffers,
+            columns].
+        k: Stages of keys [teams * stages, chunks, tile_kv, width], swizzled.
+        v: Stages of values, like `k`.
+        p: Probabilities [warpgroups, 64, tile_kv] if the matrix product cannot read registers; else None.
+        columns: Column indices 0, 1, 2 ... f32 [warpgroups, tile_kv].
+        alibi: Operands of the ALiBi product, or None.
+        quantized: Stages of an 8-bit cache, from which `k` and `v` are dequantized; else None.
+    """
+
+    query_and_out: Ref
+    tile_columns: Ref
+    k: Ref
+    v: Ref
+    p: Ref
+    columns: Ref
+    alibi: AlibiOperands | None
+    quantized: QuantizedKvSmem | None
+
+    @property
+    def query(self) -> Ref:
+        """Queries [warpgroups, query_buffers, chunks, 64, width], swizzled; the output replaces them."""
+        (query,), _ = self.query_and_out
+        return query
+
+    @property
+    def out(self) -> Ref:
+        """The memory of `query` without swizzling, for an output of which only some rows are valid."""
+        _, (out,) = self.query_and_out
+        return out
+
+
 class QuantizedKvBarriers(NamedTuple):
-    """Between the loading warp and the warpgroup that widens, [stages] each: as Pipeline's of their names."""
+    """Barriers between the loading warp and the dequantizing warpgroups, [stages] each.
+
+    They have the meaning of the barriers of the same names in PrefillBarriers.
+    """
 
     k_full: Barriers
     v_full: Barriers
@@ -187,16 +194,16 @@ class QuantizedKvBarriers(NamedTuple):
 
 
 class PrefillBarriers(NamedTuple):
-    """Barriers between the loading warps and the warpgroups that compute: see kernel.py's figure.
+    """Barriers between the loading warps and the computing warpgroups; see the figure in kernel.py.
 
     Attributes:
-        q_full: [warpgroups * query_buffers]: queries and the item's columns have come.
-        q_free: The same: they have been read, and the output in their place has left.
-        k_full: [teams * stages]: keys have come, or have been widened.
-        v_full: The same for values.
-        k_free: [teams * stages]: a team's warpgroups have read the keys.
-        v_free: The same for values.
-        narrow: NarrowBarriers where keys are widened, or None.
+        q_full: Queries and table columns of a work tile have arrived [warpgroups * query_buffers].
+        q_free: They have been read, and the output that replaced them has left [warpgroups * query_buffers].
+        k_full: Keys have arrived, or have been dequantized [teams * stages].
+        v_full: Values have arrived, or have been dequantized [teams * stages].
+        k_free: All warpgroups of a team have read the keys [teams * stages].
+        v_free: All warpgroups of a team have read the values [teams * stages].
+        quantized: Barriers of an 8-bit cache, or None.
     """
 
     q_full: Barriers
@@ -205,4 +212,4 @@ class PrefillBarriers(NamedTuple):
     v_full: Barriers
     k_free: Barriers
     v_free: Barriers
-    narrow: QuantizedKvBarriers | None
+    quantized: QuantizedKvBarriers | None

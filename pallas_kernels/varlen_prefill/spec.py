@@ -1,4 +1,4 @@
-"""What is static about one prefill kernel: what it is compiled for."""
+"""The static description that one prefill kernel is compiled from."""
 
 import dataclasses
 from typing import NamedTuple
@@ -23,32 +23,33 @@ f32 = jnp.float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillShape:
-    """Sizes of a call.
+    """Static dimensions of a varlen_prefill call.
 
     Attributes:
-        q_heads: Query heads.
-        group: Query heads of a kv head.
-        cut: The cut of head_dim.
-        in_cache: How a tile of keys is fetched from a paged cache; None where keys are packed.
-        heads_at_once: Query heads whose keys and values are read side by side, where there are no lists.
-        block_q: Queries of a block of queries, where lists tell the blocks of an item apart.
+        q_heads: Number of query heads.
+        group: Query heads per KV head.
+        head: Chunks that a head is loaded in.
+        cache_tiling: How a tile of keys is fetched from a paged cache; None if keys are packed.
+        heads_per_l2_group: Query heads that are processed together, so that their keys and values stay in L2.
+            Without tile lists only.
+        block_q: Queries per block of queries, if tile lists distinguish the blocks of a query tile.
     """
 
     q_heads: int
     group: int
-    cut: HeadChunks
-    in_cache: CacheTiling | None
-    heads_at_once: int
+    head: HeadChunks
+    cache_tiling: CacheTiling | None
+    heads_per_l2_group: int
     block_q: int | None = None
 
 
 class QuantizedKV(NamedTuple):
-    """How keys and values of 8 bits are stored.
+    """Storage of an 8-bit KV cache.
 
     Attributes:
-        dtypes: Of keys, and of values.
-        scales: Whose the scales of keys, and of values, are: "head", "channel" (and head) or "token" (and
-            head); None: there are none.
+        dtypes: Dtypes of keys and values.
+        scales: Granularity of the scales of keys and values: "head", "channel" (per head and channel) or
+            "token" (per token and head); None without scales.
     """
 
     dtypes: tuple[np.dtype, np.dtype]
@@ -57,18 +58,18 @@ class QuantizedKV(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillSpec:
-    """One kernel.
+    """Everything static about one prefill kernel.
 
     Attributes:
-        shape: Sizes of the call.
-        score: The layer.
-        sizes: The kernel's sizes.
-        dtype: Of queries, keys and values.
-        mask: Which keys a query sees besides, in tiles that are listed as seen in part; here its functions.
-        has_lists: Items walk through lists of tiles, not through all that the score's mask leaves.
-        has_alibi: Scores have a bias.
-        returns_lse: The log-sum-exp is wanted.
-        narrow: Of keys and values in 8 bits, which the kernel widens; None where they are of `dtype`.
+        shape: Dimensions of the call.
+        score: Scale, soft cap, causality, window and chunk size of the layer.
+        sizes: Tile sizes of the kernel.
+        dtype: Dtype of queries and output, and of keys and values unless these are quantized.
+        mask: Functions of the mask that applies to partial tiles of the tile lists, or None.
+        has_lists: Whether work tiles follow tile lists, instead of all KV tiles that `score` leaves visible.
+        has_alibi: Whether scores have an ALiBi bias.
+        returns_lse: Whether the kernel writes the log-sum-exp.
+        quantized: Storage of an 8-bit cache, which the kernel dequantizes; None for a 16-bit cache.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
@@ -80,71 +81,72 @@ class PrefillSpec:
     has_lists: bool
     has_alibi: bool
     returns_lse: bool
-    narrow: QuantizedKV | None = None
+    quantized: QuantizedKV | None = None
     interpret: Interpret = None
 
     @property
     def is_interpreted(self) -> bool:
-        """There are no lanes, no operands in registers and no accumulators with a past."""
+        """Whether the kernel runs in interpret mode: no lanes, register operands or running accumulators."""
         return bool(self.interpret)
 
     @property
     def s_shape(self) -> tuple[int, int]:
-        """A warpgroup's scores: its rows and a tile of keys."""
+        """Shape of a warpgroup's scores: its rows and a tile of keys."""
         return M, self.sizes.tile_kv
 
     @property
     def acc_shape(self) -> tuple[int, int]:
-        """A warpgroup's output, of one chunk of a head."""
-        return M, self.shape.cut.width
+        """Shape of one chunk of a warpgroup's output."""
+        return M, self.shape.head.width
 
     @property
-    def awaits_values_first(self) -> bool:
-        """P V of the tile before is awaited before scores become probabilities, not behind that.
+    def waits_for_values_first(self) -> bool:
+        """Whether P V of the previous tile is awaited before, instead of after, the exponentials.
 
-        Then no branch stands between exponentials and their sums: ptxas adds each as it comes. Heads of 64 at
-        8 x 2k take 616 to 619 us over packed keys for 676 to 679, and 630 over blocks either way. Heads of
-        128, whose P V takes twice as long, lose: 1 x 8k 705 for 700. Over lists it was not measured.
+        Then no branch separates the exponentials from their sums, and ptxas adds each as it is computed.
+        Heads of 64 at 8 x 2k take 616 to 619 us instead of 676 to 679 with packed keys, and 630 either way
+        with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes 705 us instead of
+        700. Tile lists were not measured.
         """
-        return self.shape.cut.padded_dim == M and not self.has_lists
+        return self.shape.head.padded_dim == M and not self.has_lists
 
     @property
     def has_splits(self) -> bool:
-        """An item may be a split of its rows' keys."""
+        """Whether a work tile may be one of several KV splits."""
         return self.sizes.max_splits > 1
 
     @property
     def num_warpgroups(self) -> int:
-        """Those that compute, one that loads and, where there are 8 bits, one for keys and one for values."""
-        return self.sizes.warpgroups + (1 if self.narrow is None else 3)
+        """Number of warpgroups: the computing ones, the loading one and, for 8 bits, two that dequantize."""
+        return self.sizes.warpgroups + (1 if self.quantized is None else 3)
 
     @property
-    def items_per_tile(self) -> int:
-        """Items of a tile of tokens: each is of one head, or of those that share the tile."""
+    def work_tiles_per_query_tile(self) -> int:
+        """Number of work tiles per query tile: one per head, or per group of packed heads."""
         return self.shape.q_heads // self.sizes.pack_gqa
 
     @property
     def copies(self) -> int:
-        """TMA copies that bring the keys of a tile, or its values."""
-        in_cache = self.shape.in_cache
-        return (1 if in_cache is None else in_cache.num_copies) * self.shape.cut.num_chunks
+        """Number of TMA copies that fill a stage of keys, or of values."""
+        cache_tiling = self.shape.cache_tiling
+        return (1 if cache_tiling is None else cache_tiling.num_copies) * self.shape.head.num_chunks
 
     @property
     def has_window(self) -> bool:
-        """A row may see none of the request's first keys."""
+        """Whether the first keys of a request may be masked out for a row."""
         return self.score.window[0] is not None or self.score.chunk_size is not None
 
     @property
-    def has_low_edge(self) -> bool:
-        """A tile may begin before the first key that is seen: packed ones do before the request's first."""
-        return self.has_window or self.shape.in_cache is None
+    def has_low_end(self) -> bool:
+        """Whether a tile may start before the first visible key; tiles of packed keys may start too early."""
+        return self.has_window or self.shape.cache_tiling is None
 
     @property
-    def adds_alibi_in_product(self) -> bool:
-        """The tensor core adds the bias to the scores.
+    def adds_alibi_by_mma(self) -> bool:
+        """Whether the tensor core adds the ALiBi bias to the scores.
 
-        What a soft cap would cap, too, or is no multiple of the column, is added outside of it. So are all
-        biases in interpret mode, which runs short of threads where warpgroups do more between barriers.
+        A bias that a soft cap would cap as well, or that is not linear in the column, is added afterwards. So
+        is every bias in interpret mode, which runs short of threads if warpgroups do more between barriers.
         """
         score = self.score
         is_linear = self.has_alibi and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi

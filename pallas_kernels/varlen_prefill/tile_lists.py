@@ -1,7 +1,8 @@
-"""Which tiles of keys each tile of queries and head is to see: lists that the kernel walks through.
+"""Tile lists: the KV tiles that each query tile and head attends to.
 
-Without lists an item (a tile of queries of one head) walks from its first key to its last. With them it walks
-through its list, first the tiles that need a mask, then those that every query sees whole.
+Without lists a work tile (a query tile of one head) visits every KV tile from its first visible key to its
+last. With lists it visits the KV tiles of its list: first the partial tiles, which need the mask, then the
+full ones.
 """
 
 from collections.abc import Callable
@@ -15,31 +16,31 @@ from pallas_kernels.ptx import tile_order
 from pallas_kernels.varlen_prefill.refs import PrefillScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, PrefillScheduleKey
 
-# What a kernel reads of an item, after the columns of its tile of queries:
+# Columns of a work tile in the table, after the columns of its query tile:
 LIST_COLUMNS = (
     "head",
-    "list",  # which row of the entries is its list
-    "first_entry",  # of its list
-    "num",  # tiles in its list
-    "num_partial",  # of which so many at the beginning need a mask
+    "list",  # row of `entries` that holds the work tile's list
+    "first_entry",  # first entry of the list
+    "num",  # number of tiles in the list
+    "num_partial",  # number of partial tiles, which come first
 )
 
 
 def num_query_blocks(tile_q: int, block_q: int) -> int:
-    """How many blocks of queries a tile of queries touches at most."""
+    """Return the maximum number of query blocks that a query tile overlaps."""
     return (tile_q + block_q - 2) // block_q + 1
 
 
 class PrefillTileLists(NamedTuple):
-    """The items of a step in the order in which thread blocks take them.
+    """The work tiles of a step in processing order, with their lists of KV tiles.
 
     Attributes:
-        table: One row an item: COLUMNS of its tile of queries, then ITEM_COLUMNS. Rows from num_valid on are
-            garbage.
-        num_valid: How many items there are.
-        entries: The lists: tiles that need a mask, the last one first, then the others. A tile is its number,
-            and from bit QUERY_BLOCK_SHIFT on which blocks of queries see it, of those that the item touches.
-        built_for: Static: what their schedule is made for.
+        table: One row per work tile: COLUMNS of its query tile, then LIST_COLUMNS. Rows from `num_valid` on
+            are undefined.
+        num_valid: Number of work tiles.
+        entries: The lists: partial tiles in descending order, then full tiles. An entry is a tile index; its
+            bits from QUERY_BLOCK_SHIFT on say which of the query tile's blocks attend to the KV tile.
+        built_for: Static arguments that the schedule of these lists was built for.
     """
 
     table: Int32[Array, "items columns"]
@@ -49,7 +50,7 @@ class PrefillTileLists(NamedTuple):
 
 
 def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> PrefillScheduleRefs:
-    """What a kernel is to do: with lists they say it."""
+    """Return the arrays that describe a kernel's work: those of the lists if there are any."""
     if lists is None:
         return PrefillScheduleRefs(schedule.table, schedule.num_valid, None)
     return PrefillScheduleRefs(lists.table, lists.num_valid, lists.entries)
@@ -58,15 +59,16 @@ def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> 
 def make_tile_lists(
     schedule: PrefillSchedule, codes: UInt[Array, "tiles q_heads kv_tiles"], *, sets: int = 1
 ) -> PrefillTileLists:
-    """Lists for the tiles of queries of a schedule.
+    """Build the tile lists for the query tiles of a schedule.
 
     Args:
-        schedule: The tiles of queries.
-        codes: `encode_tiles`, for each head: no tile is seen where a tile of queries is not live or a
-            tile of keys lies outside the request; none is seen whole that reaches past the request's ends.
-        sets: Static: the heads are worked through in so many sets, one after the other.
+        schedule: Schedule of the query tiles.
+        codes: Coverage of each KV tile by each query tile and head, see `encode_tiles`: empty for invalid
+            query tiles and for KV tiles outside of the request, and never full for a tile that reaches past
+            either end of the request.
+        sets: Number of sets of heads that are processed one after the other. Static.
     """
-    if codes.shape[2] == 0:  # nothing to see: as a tile that nobody sees
+    if codes.shape[2] == 0:  # no keys: add one empty tile
         codes = jnp.pad(codes, ((0, 0), (0, 0), (0, 1)))
     tiles, heads, kv_tiles = codes.shape
     listed = list_tiles(codes.reshape(tiles * heads, kv_tiles))

@@ -1,4 +1,4 @@
-"""What a thread block works on: items, which are tiles of queries of one head or a few, and their order."""
+"""Work tiles of the prefill kernel, and their assignment to the teams of the persistent thread blocks."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,44 +17,42 @@ from pallas_kernels.varlen_prefill.tile_lists import LIST_COLUMNS
 
 
 class PrefillWorkTile:
-    """A tile of queries, of one head or of those that share it, before all of its keys or a split.
+    """A query tile of one head, or of one group of packed heads, with all of its keys or one KV split.
 
-    Its scalars are traced.
+    Its scalars are traced. Keys of KV tile i start at position `i * tile_kv - alignment_offset`.
 
-    Keys of tile i begin at position i * tile_kv - skew.
-
-    `item["position"]` is a column of the schedule: in a register if the caller has it there, else read anew
-    at every use.
+    `work_tile["position"]` is a column of the schedule. It comes from a register, or from shared memory anew
+    at each use, depending on how the work tile was read.
 
     Attributes:
-        head: Query head, or which of its tile's items it is: that of heads `head * pack_gqa` onward.
-        low: First key whose block is certain to be there; a stand-in for those before may not hold keys that
-            are neither seen nor cleared.
-        high: One past the last.
-        first: First tile of keys, where there are no lists.
-        num: Tiles of keys.
-        skew: Rows by which tiles of keys begin before the request's first key.
-        entries: The lists, or None.
+        head: Query head, or index of the group of packed heads: heads `head * pack_gqa` onward.
+        low: First key whose block is certain to exist. Blocks of earlier keys are replaced by it, so the
+            replacement must not hold keys that are neither visible nor zeroed.
+        high: One past the last such key.
+        first: Index of the first KV tile, without tile lists.
+        num: Number of KV tiles.
+        alignment_offset: Rows by which the KV tiles start before the request's first key.
+        entries: The tile lists, or None.
     """
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
         self.column, self.entries, self.tile_kv = column, entries, spec.sizes.tile_kv
-        self.items_per_kv_head = spec.shape.group // spec.sizes.pack_gqa
+        self.work_tiles_per_kv_head = spec.shape.group // spec.sizes.pack_gqa
         self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
         self.low, self.high = low, high = visible_key_range(spec.score, first, last, column("seq_len"))
-        # The request's last block may hold anything behind its end, and must not stand in for blocks whose
-        # keys some query of the request sees. No item of more than 64 tokens begins in it and has others in
-        # its first tile.
+        # The request's last block may hold anything after its end, and must not replace blocks whose keys
+        # some query of the request attends to. No work tile of more than 64 tokens starts in it and has
+        # further blocks in its first tile.
         if spec.has_lists or spec.sizes.tile_tokens <= WARPGROUP_ROWS:
-            # Where nothing is masked from below, low is a 0 that the compiler sees, and high not negative: a
-            # number of unknown sign made the loading warp's part of a step 2 % of vertical_slash_16k longer.
-            self.low = column("seen") if spec.has_window else low
+            # Without a window low is a 0 that the compiler knows, and high is not negative: a number of
+            # unknown sign made the loading warp's part of a step 2 % of vertical_slash_16k longer.
+            self.low = column("first_visible_key") if spec.has_window else low
             self.high = jnp.maximum(column("seq_len"), 0)
-        is_packed = spec.shape.in_cache is None
-        self.skew = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
-        self.first, self.num = kv_tile_range(low, high, self.skew, self.tile_kv)
+        is_packed = spec.shape.cache_tiling is None
+        self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
+        self.first, self.num = kv_tile_range(low, high, self.alignment_offset, self.tile_kv)
         if spec.has_lists:
             self.num = column("num")
         if spec.has_splits:
@@ -66,110 +64,125 @@ class PrefillWorkTile:
 
     @property
     def kv_head(self) -> Scalar:
-        """Kv head."""
-        return lax.div(self.head, jnp.int32(self.items_per_kv_head))
+        """KV head of the query heads."""
+        return lax.div(self.head, jnp.int32(self.work_tiles_per_kv_head))
 
     def entry(self, i: Scalar) -> Scalar:
-        """What the list says of the item's tile i; where there is none, the tile's number."""
+        """Return the i-th entry of the tile list or, without lists, the index of the i-th KV tile."""
         return self.first + i if self.entries is None else self.entries[self.column("list"), i]
 
     def first_entry(self) -> Scalar:
-        """Entry 0, without a look at the list."""
+        """Return entry 0 without reading the list."""
         return self.first if self.entries is None else self.column("first_entry")
 
-    def tile_of(self, entry: Scalar) -> Scalar:
-        """The tile's number."""
+    def kv_tile_of(self, entry: Scalar) -> Scalar:
+        """Return the index of the KV tile that an entry names."""
         return entry if self.entries is None else entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
     def first_key(self, entry: Scalar) -> Scalar:
-        """Position of the first key of a tile."""
-        return self.tile_of(entry) * self.tile_kv - self.skew
+        """Return the position of the first key of an entry's KV tile."""
+        return self.kv_tile_of(entry) * self.tile_kv - self.alignment_offset
 
     def __getitem__(self, name: str) -> Scalar:
         return self.column(name)
 
 
 class PrefillTileScheduler:
-    """The items of a step, and which of them a team of warpgroups takes, the longest first."""
+    """The work tiles of a step, and which of them each team processes, the longest first."""
 
     def __init__(self, schedule: PrefillScheduleRefs, spec: PrefillSpec):
         self.schedule, self.spec = schedule, spec
         self.num_rows = schedule.num_valid[0]
-        self.num_items = self.num_rows * (1 if spec.has_lists else spec.items_per_tile)
+        self.num_work_tiles = self.num_rows * (1 if spec.has_lists else spec.work_tiles_per_query_tile)
         self.columns = table_columns(spec)
 
-    def rounds_of(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """How many items this team has, and the function from their place among these to their number.
+    def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
+        """Return the number of work tiles of a team, and a function from iteration to work tile index.
 
-        Teams take items in turn, every other round in the opposite order, so that their shares are equal.
+        Teams take work tiles in turn, in the opposite order every other round, so that their work is
+        balanced.
         """
         sizes = self.spec.sizes
         worker, workers = lax.axis_index("cta") * sizes.teams + team, jnp.int32(sizes.workers)
-        full_rounds = lax.div(self.num_items, workers)
-        place = lambda r: r * workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, workers - 1 - worker)
-        rounds = full_rounds + (place(full_rounds) < self.num_items).astype(jnp.int32)
-        return rounds, place
+        full_rounds = lax.div(self.num_work_tiles, workers)
 
-    def in_registers(self, number: Scalar) -> tuple[PrefillWorkTile, Scalar]:
-        """An item, all columns of its row of the table read at once, and the row."""
-        row, head = (number, None) if self.spec.has_lists else self._row_and_head(number)
+        def tile_index(r: Scalar) -> Scalar:
+            return r * workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, workers - 1 - worker)
+
+        rounds = full_rounds + (tile_index(full_rounds) < self.num_work_tiles).astype(jnp.int32)
+        return rounds, tile_index
+
+    def read_to_registers(self, index: Scalar) -> tuple[PrefillWorkTile, Scalar]:
+        """Return a work tile whose columns are all read from the table now, and its row of the table."""
+        row, head = (index, None) if self.spec.has_lists else self._row_and_head(index)
         columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.columns)}
-        return self._item(columns["head"] if head is None else head, columns.__getitem__), row
+        return self._work_tile(columns["head"] if head is None else head, columns.__getitem__), row
 
-    def in_memory(self, number: Scalar, columns_s: Ref) -> PrefillWorkTile:
-        """An item whose row of the table is in shared memory, each column read where it is used."""
-        column = lambda name: columns_s[self.columns.index(name)]
-        head = column("head") if self.spec.has_lists else self._row_and_head(number)[1]
-        return self._item(head, column)
+    def read_from_smem(self, index: Scalar, columns_s: Ref) -> PrefillWorkTile:
+        """Return a work tile whose row of the table is in shared memory; columns are read at each use."""
 
-    def _item(self, head: Scalar, column: Callable[[str], Scalar]) -> PrefillWorkTile:
+        def column(name: str) -> Scalar:
+            return columns_s[self.columns.index(name)]
+
+        head = column("head") if self.spec.has_lists else self._row_and_head(index)[1]
+        return self._work_tile(head, column)
+
+    def _work_tile(self, head: Scalar, column: Callable[[str], Scalar]) -> PrefillWorkTile:
         return PrefillWorkTile(head, column, self.schedule.entries, self.spec)
 
-    def _row_and_head(self, number: Scalar) -> tuple[Scalar, Scalar]:
-        """Which row of the schedule and which head an item is, where there are no lists.
+    def _row_and_head(self, index: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the row of the schedule and the head of a work tile, without tile lists.
 
-        Heads of a row follow each other, so that thread blocks at work share keys in L2: as many heads as fit
-        it, then all rows for the next ones, in the opposite order, so that lengths do not jump and shares
-        stay equal. The last heads end with the shortest row.
+        The heads of a row are adjacent, so that the running thread blocks share keys in L2: first all rows
+        for as many heads as fit in L2, then all rows for the next heads in the opposite order, so that
+        lengths do not jump and the work stays balanced. The last heads end with the shortest row.
         """
         shape, num_rows = self.spec.shape, self.num_rows
-        at_once = jnp.int32(shape.heads_at_once // self.spec.sizes.pack_gqa)
-        if shape.heads_at_once == shape.q_heads:
-            return lax.div(number, at_once), lax.rem(number, at_once)
-        per_set, sets = num_rows * at_once, shape.q_heads // shape.heads_at_once
-        nth = sum((number >= n * per_set).astype(jnp.int32) for n in range(1, sets))
-        rest = number - nth * per_set
-        row, is_turned = lax.div(rest, at_once), lax.rem(sets - 1 - nth, jnp.int32(2)) == 1
-        return jnp.where(is_turned, num_rows - 1 - row, row), nth * at_once + lax.rem(rest, at_once)
+        group_heads = jnp.int32(shape.heads_per_l2_group // self.spec.sizes.pack_gqa)
+        if shape.heads_per_l2_group == shape.q_heads:
+            return lax.div(index, group_heads), lax.rem(index, group_heads)
+        tiles_per_group, num_groups = num_rows * group_heads, shape.q_heads // shape.heads_per_l2_group
+        group = sum((index >= n * tiles_per_group).astype(jnp.int32) for n in range(1, num_groups))
+        in_group = index - group * tiles_per_group
+        row, is_reversed = (
+            lax.div(in_group, group_heads),
+            lax.rem(num_groups - 1 - group, jnp.int32(2)) == 1,
+        )
+        row = jnp.where(is_reversed, num_rows - 1 - row, row)
+        return row, group * group_heads + lax.rem(in_group, group_heads)
 
 
-class HeadRows(NamedTuple):
-    """A head of an item, and where its rows are.
+class PackedHead(NamedTuple):
+    """One query head of a work tile.
 
     Attributes:
         head: Query head.
-        first: Row of its first token, among those of a warpgroup.
+        first_row: Row of the head's first token among a warpgroup's rows.
     """
 
     head: Scalar
-    first: int
+    first_row: int
 
 
-def packed_heads(item: PrefillWorkTile, spec: PrefillSpec) -> list[HeadRows]:
-    """The query heads of an item."""
+def packed_heads(work_tile: PrefillWorkTile, spec: PrefillSpec) -> list[PackedHead]:
+    """Return the query heads of a work tile."""
     num = spec.sizes.pack_gqa
     if num == 1:
-        return [HeadRows(item.head, 0)]
-    return [HeadRows(item.head * num + nth, nth * spec.sizes.warpgroup_tokens) for nth in range(num)]
+        return [PackedHead(work_tile.head, 0)]
+    tokens = spec.sizes.warpgroup_tokens
+    return [PackedHead(work_tile.head * num + index, index * tokens) for index in range(num)]
 
 
 def table_columns(spec: PrefillSpec) -> tuple[str, ...]:
-    """What the schedule's table has of an item."""
+    """Return the names of the table's columns."""
     if spec.has_lists:
         return *COLUMNS, *LIST_COLUMNS
     return (*COLUMNS, *SPLIT_COLUMNS) if spec.has_splits else COLUMNS
 
 
 def align_row(row: Scalar) -> Scalar:
-    """A row that 8 divides, so that the compiler sees it; multiple_of is not for a single warp."""
+    """Return a row that is a multiple of 8 in a form that the compiler recognizes.
+
+    Pallas's multiple_of is not available to a single warp.
+    """
     return lax.div(row, jnp.int32(ALIGN)) * ALIGN

@@ -225,9 +225,9 @@ def swapped_parts(patch: pytest.MonkeyPatch) -> None:
 
 def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
     """`change(first)`: where what a mask has stored for rows that are keys is read from."""
-    right = TransposedPairTile.rows_from
+    right = TransposedPairTile.load_rows
     wrong = lambda tile, ref, index, first: right(tile, ref, index, change(first))
-    return lambda patch: patch.setattr(TransposedPairTile, "rows_from", wrong, raising=False)
+    return lambda patch: patch.setattr(TransposedPairTile, "load_rows", wrong, raising=False)
 
 
 def queries_codes(patch: pytest.MonkeyPatch) -> None:

@@ -34,10 +34,10 @@ def interleaved_mask(mask: InterleavedMask) -> KernelMask:
 
     def visible(tile: PairTile, loaded: tuple[Any, Any]) -> Words:
         ahead, rank = loaded
-        low, high = _stretch(mask.mask, jnp.maximum(tile.queries + ahead, 0))
+        low, high = _stretch(mask.mask, jnp.maximum(tile.query_positions + ahead, 0))
         column = lambda position: _num_keys(mask, rank, position) - tile.first_key
-        every = tile.of_rows(jnp.int32(tile.shape[1]))
-        return tile.words_between(
+        every = tile.fill_rows(jnp.int32(tile.shape[1]))
+        return tile.words_in_range(
             None if low is None else column(low), every if high is None else column(high)
         )
 

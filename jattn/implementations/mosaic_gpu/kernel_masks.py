@@ -157,10 +157,10 @@ def _window(mask: Mask) -> KernelMask | None:
     left, right = normalize_window_side(mask.left), normalize_window_side(mask.right)
 
     def visible(tile: PairTile, _: Any) -> Words:
-        own = tile.rows - tile.first_column
+        own = tile.row_positions - tile.first_column
         before, behind = (right, left) if tile.has_key_rows else (left, right)
-        high = tile.of_rows(jnp.int32(tile.shape[1])) if behind is None else own + (behind + 1)
-        return tile.words_between(None if before is None else own - before, high)
+        high = tile.fill_rows(jnp.int32(tile.shape[1])) if behind is None else own + (behind + 1)
+        return tile.words_in_range(None if before is None else own - before, high)
 
     return KernelMask((), lambda *_: (), visible, is_words=True)
 
@@ -210,10 +210,10 @@ def _document(mask: Document, call: Call) -> KernelMask:
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         index = (jnp.minimum(row, ids.shape[0] - 1),)
         place = jnp.maximum(tile.first_row, -MAX_ROWS) + MAX_ROWS  # before 0 all rows are alike
-        return tuple(tile.rows_from(ref, index, place) for ref in refs)
+        return tuple(tile.load_rows(ref, index, place) for ref in refs)
 
     def visible(tile: PairTile, ends: tuple[Any, Any]) -> Words:
-        return tile.words_between(*(x - tile.first_column for x in ends))
+        return tile.words_in_range(*(x - tile.first_column for x in ends))
 
     return KernelMask((first, end), load, visible, is_words=True)
 
@@ -225,7 +225,7 @@ def _prefix(mask: Prefix) -> KernelMask:
         return refs[0][jnp.minimum(row, lengths.shape[0] - 1)]
 
     def visible(tile: PairTile, length: Any) -> Words:
-        return tile.words_between(None, jnp.where(tile.rows < length, length - tile.first_column, 0))
+        return tile.words_in_range(None, jnp.where(tile.row_positions < length, length - tile.first_column, 0))
 
     return KernelMask((lengths,), load, visible, is_words=True)
 
@@ -257,10 +257,10 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
             return jnp.where(is_in, mine, 0)
 
         if block_q is None:
-            return tile.of_queries(word(jnp.int32(0)))
-        queries, first = tile.queries, floor_div(tile.first_query, block_q)
+            return tile.fill_queries(word(jnp.int32(0)))
+        queries, first = tile.query_positions, floor_div(tile.first_query, block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
-        bits = tile.of_queries(word(first - ahead))
+        bits = tile.fill_queries(word(first - ahead))
         for nth in range(1, max_blocks_per_tile(tile.num_queries, block_q)):
             is_there = queries >= (first + nth) * block_q
             bits = jnp.where(is_there, word(first + nth - ahead), bits)
@@ -268,7 +268,7 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
 
     def visible(tile: PairTile, bits: Any) -> Any:
         nth = quotient(tile.key, block_kv) - first_block(tile)
-        return lax.shift_right_logical(tile.wide_queries(bits), nth) & 1 != 0
+        return lax.shift_right_logical(tile.broadcast_queries(bits), nth) & 1 != 0
 
     # Where tiles begin with a block or lie in one, which keys of a tile a bit stands for is static.
     is_aligned = not call.is_packed and (call.tile_kv % block_kv == 0 or block_kv % call.tile_kv == 0)

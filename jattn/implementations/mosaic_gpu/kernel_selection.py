@@ -109,7 +109,7 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
     bounds = None if is_packed else _bounds(spec, region)
     widens = bounds is not None and is_narrow and _widens_itself(layer, bounds)
     sizes = prefill_kernel.default_sizes(
-        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, widens=widens
+        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=widens
     )
     is_read_first = is_narrow and not widens
     return PrefillKernelConfig(sizes=sizes, is_packed=is_packed, is_read_first=is_read_first, widens=widens)

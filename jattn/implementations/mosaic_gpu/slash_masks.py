@@ -53,7 +53,7 @@ def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
             key = tile.first_key + begin
             at = of_column, jnp.clip(key, -WORD_BITS, num_columns) + WORD_BITS
             distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD_BITS - 1)
-            column, word = refs[0][at], tile.rows_from(refs[1], (of_slash,), distance + rows)
+            column, word = refs[0][at], tile.load_rows(refs[1], (of_slash,), distance + rows)
             for gathered in refs[2:]:
                 word = word & ~gathered[at]
             words.append(word | column)
@@ -77,12 +77,12 @@ def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         of_column, of_slash = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
         first = jnp.clip(tile.first_key, -rows, num_columns) + rows
-        of_rows = lambda ref: tile.rows_from(ref, (of_column,), first)
+        of_rows = lambda ref: tile.load_rows(ref, (of_column,), first)
         column, gathered, words = of_rows(refs[0]), [of_rows(ref) for ref in refs[2:]], []
         for begin in range(0, tile.shape[1], WORD_BITS):
             behind = num_slashes - 1 - (tile.first_query + begin - tile.first_key)  # the next key is nearer
             at = jnp.clip(behind, -rows, num_slashes + WORD_BITS - 1) + rows
-            word = tile.rows_from(refs[1], (of_slash,), at)
+            word = tile.load_rows(refs[1], (of_slash,), at)
             for its in gathered:
                 word = word & ~its
             words.append(word | column)
@@ -101,10 +101,10 @@ def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         place = jnp.clip(tile.first_row, -MAX_ROWS, num_positions) + MAX_ROWS
-        return tile.rows_from(refs[0], (line_index(mask.counts, row, tile.head),), place)
+        return tile.load_rows(refs[0], (line_index(mask.counts, row, tile.head),), place)
 
     def visible(tile: PairTile, counts: Any) -> Words:
-        return tile.words_between(None, counts - tile.first_column)
+        return tile.words_in_range(None, counts - tile.first_column)
 
     return KernelMask((padded,), load, visible, is_words=True)
 
@@ -117,9 +117,9 @@ def gathered_keys(mask: GatheredColumns) -> KernelMask:
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         first = jnp.clip(tile.first_row, -MAX_ROWS, num_keys) + MAX_ROWS
-        return tile.rows_from(refs[0], (line_index(mask.positions, row, tile.head),), first)
+        return tile.load_rows(refs[0], (line_index(mask.positions, row, tile.head),), first)
 
     def visible(tile: PairTile, places: Any) -> Words:
-        return tile.words_between(places - tile.first_column, tile.of_rows(jnp.int32(tile.shape[1])))
+        return tile.words_in_range(places - tile.first_column, tile.fill_rows(jnp.int32(tile.shape[1])))
 
     return KernelMask((padded,), load, visible, is_words=True)

@@ -29,13 +29,13 @@ class OfArrays:
     """A tile over arrays, not refs in a kernel."""
 
     @property
-    def rows(self):
+    def row_positions(self):
         return jnp.arange(self.shape[0], dtype=jnp.int32) + self.first_row
 
-    def of_rows(self, x):
+    def fill_rows(self, x):
         return jnp.full(self.shape[:1], x)
 
-    def rows_from(self, ref, index, first):
+    def load_rows(self, ref, index, first):
         assert 0 <= int(first) <= ref.shape[-1] - self.shape[0]
         return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
 
@@ -48,10 +48,10 @@ class Keys(OfArrays, TransposedPairTile):
     """64 keys and some queries."""
 
     @property
-    def queries(self):
+    def query_positions(self):
         return jnp.arange(self.shape[1], dtype=jnp.int32) + self.first_query
 
-    def of_queries(self, x):
+    def fill_queries(self, x):
         return jnp.full(self.shape[1:], x)
 
 

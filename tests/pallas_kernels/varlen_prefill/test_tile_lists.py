@@ -363,12 +363,12 @@ def test_what_ships_compiles_and_hardly_spills(name):
 class PlainTile(PairTile):
     """Rows from position 150 on before columns from 100 on, outside a kernel."""
 
-    rows, first_column, shape = 150 + jnp.arange(64, dtype=jnp.int32), jnp.int32(100), (64, 128)
+    row_positions, first_column, shape = 150 + jnp.arange(64, dtype=jnp.int32), jnp.int32(100), (64, 128)
 
     def __init__(self, has_key_rows):
         object.__setattr__(self, "has_key_rows", has_key_rows)
 
-    def of_rows(self, x):
+    def fill_rows(self, x):
         return jnp.full(self.shape[:1], x)
 
 
