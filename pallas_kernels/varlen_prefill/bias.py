@@ -55,7 +55,7 @@ class Bias:
 
     def apply(self, tile: KvTile, s: Tile) -> tuple[Tile, Rows | None]:
         """Return soft-capped and biased scores, without `factor`, and a term to add to each row, or None."""
-        score, rows = self.spec.score, tile.row_positions
+        score, rows = self.spec.score, tile.rows
         if score.soft_cap is not None:
             s = jnp.tanh(s * (score.scale / score.soft_cap))
         if self.factor == 1.0:

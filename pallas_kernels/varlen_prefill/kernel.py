@@ -213,7 +213,9 @@ def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
     """Return the numbers of arrivals at the barriers of QuantizedKvBarriers."""
     assert spec.quantized is not None
     assert spec.shape.cache_tiling is not None
-    scale_copies = [spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales]
+    scale_copies = [
+        spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
+    ]
     return *(spec.copies + count for count in scale_copies), 1, 1
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.bit_mask import WORD_BITS, unpack_bit_mask, apply_bit_mask
+from pallas_kernels.ptx.bit_mask import WORD_BITS, apply_bit_mask, unpack_bit_mask
 from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)

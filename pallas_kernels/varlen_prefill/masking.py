@@ -79,7 +79,7 @@ class Masking:
 
         Rows are numbered only if their ranges differ: Pallas finds no layout for numbers that nothing uses.
         """
-        rows, work_tile = tile.row_positions, tile.rows.work_tile
+        rows, work_tile = tile.rows, tile.rows.work_tile
         has_row_low = self.spec.has_window and has_low
         has_row_high = self.has_high or self.has_query_blocks
         low, high = 0 - first_key, work_tile["seq_len"] - first_key

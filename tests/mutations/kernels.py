@@ -64,7 +64,7 @@ def check_splits() -> None:
         check_prefill(max_splits=MOST)
 
 
-def check_shared_tiles() -> None:
+def check_packed_heads() -> None:
     """Requests of few tokens whose heads share tiles, each head with a slope and a sink of its own."""
     problem = problem_of([40, 3, 70], [150, 3, 270], has_alibi=True, has_sinks=True)
     sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, pack_gqa=2)
@@ -75,7 +75,7 @@ def check_shared_tiles() -> None:
     run(kernel, problem, block_table=metadata.block_table, **lens, **of_heads)
 
 
-def check_widening() -> None:
+def check_quantized() -> None:
     """Over keys and values of 8 bits, each kv head of both with a scale of its own; a head is 128 wide."""
     problem = problem_of([40, 3, 70], [150, 3, 270], head_dim=128, stored="fp8_head")
     sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3)

@@ -1,4 +1,4 @@
-"""Kernels with one thing wrong: the contract must fail for each of them."""
+"""Kernels with one fault each: the contract must fail for every one of them."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
 from pallas_kernels.varlen_backward import schedule as backward_schedule
-from pallas_kernels.varlen_backward import tile_lists as lists_of_keys
-from pallas_kernels.varlen_backward import tile_scheduler as backward_items
+from pallas_kernels.varlen_backward import tile_lists as key_tile_lists
+from pallas_kernels.varlen_backward import tile_scheduler as backward_scheduler
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_prefill import block_info, tile_scheduler
 from pallas_kernels.varlen_prefill import call as prefill_call
@@ -29,23 +29,29 @@ from pallas_kernels.varlen_prefill.dequantize import Dequantizer
 from pallas_kernels.varlen_prefill.spec import ROW, M
 from tests.mutations import kernels
 
-CONTRIBUTING = pathlib.Path(__file__).parents[2] / "CONTRIBUTING.md"
+README = pathlib.Path(__file__).parent / "README.md"
 FAILURES = r"is off by|must come out|must be -inf|not equal"
 pytestmark = pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """What is wrong, as CONTRIBUTING lists it; the check that must fail; how it is made."""
+    """A fault of a kernel.
 
-    what: str
+    Attributes:
+        fault: Description of the fault, as README.md lists it.
+        check: The check that must fail.
+        apply: Puts the fault in place.
+    """
+
+    fault: str
     check: Callable[[], None]
-    make: Callable[[pytest.MonkeyPatch], None]
+    apply: Callable[[pytest.MonkeyPatch], None]
 
 
 # ------------------------------------------------------------------------------------- both kernels
 def key_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
-    """Ends of what a query sees, shifted; not past the request's ends."""
+    """Shift the ends of the visible key range, but not past the ends of the request."""
     right = Score.key_range
 
     def shifted(self, position, seq_len):
@@ -140,7 +146,7 @@ def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(QueryRows, "positions", wrong)
 
 
-def numbers_of_the_first_head(patch: pytest.MonkeyPatch) -> None:
+def first_head_for_all(patch: pytest.MonkeyPatch) -> None:
     right = block_info.packed_heads
 
     def wrong(item, spec):
@@ -153,24 +159,24 @@ def numbers_of_the_first_head(patch: pytest.MonkeyPatch) -> None:
 def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:
     right = Dequantizer.__init__
 
-    def wrong(widener, inputs, *args):
-        cache = inputs.cache
-        right(widener, inputs._replace(cache=cache._replace(v_scale=cache.k_scale)), *args)
+    def wrong(dequantizer, inputs, *args):
+        kv = inputs.kv
+        right(dequantizer, inputs._replace(kv=kv._replace(v_scale=kv.k_scale)), *args)
 
     patch.setattr(Dequantizer, "__init__", wrong)
 
 
 def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
-    right = Dequantizer.widen
+    right = Dequantizer.dequantize_stage
 
-    def wrong(widener, *args):
-        spec, cut = widener.spec, widener.spec.shape.cut
-        shape = dataclasses.replace(spec.shape, cut=cut._replace(width=cut.width - COLUMNS_AT_ONCE))
-        widener.spec = dataclasses.replace(spec, shape=shape)
-        right(widener, *args)
-        widener.spec = spec
+    def wrong(dequantizer, *args):
+        spec, head = dequantizer.spec, dequantizer.spec.shape.head
+        shape = dataclasses.replace(spec.shape, head=head._replace(width=head.width - COLUMNS_AT_ONCE))
+        dequantizer.spec = dataclasses.replace(spec, shape=shape)
+        right(dequantizer, *args)
+        dequantizer.spec = spec
 
-    patch.setattr(Dequantizer, "widen", wrong)
+    patch.setattr(Dequantizer, "dequantize_stage", wrong)
 
 
 # -------------------------------------------------------------------------------------------- lists
@@ -213,14 +219,14 @@ def query_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], N
 
 
 def one_head(patch: pytest.MonkeyPatch) -> None:
-    right = backward_items.BackwardWorkTile.head
-    patch.setattr(backward_items.BackwardWorkTile, "head", lambda item, nth: right(item, nth * 0))
+    right = backward_scheduler.BackwardWorkTile.head
+    patch.setattr(backward_scheduler.BackwardWorkTile, "head", lambda item, nth: right(item, nth * 0))
 
 
 def swapped_parts(patch: pytest.MonkeyPatch) -> None:
-    right = lists_of_keys.encode_tiles
+    right = key_tile_lists.encode_tiles
     wrong = lambda some, every, parts=(): right(some, every, tuple(parts)[::-1])
-    patch.setattr(lists_of_keys, "encode_tiles", wrong)
+    patch.setattr(key_tile_lists, "encode_tiles", wrong)
 
 
 def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
@@ -261,152 +267,154 @@ queries = functools.partial(kernels.check_backward, deterministic=True)
 next_of = lambda x, count: jax.lax.rem(x + 1, jnp.int32(count))
 MUTATIONS = {
     "decode-last-tile": Mutation(
-        "a span's last tile of a request is not read",
+        "the last tile of a request in a span is not read",
         decode,
         segments(lambda s, *_: {"num_tiles": jnp.where(s.num_tiles > 1, s.num_tiles - 1, s.num_tiles)}),
     ),
     "decode-tile-before": Mutation(
-        "a span begins a tile early and ends a tile early",
+        "a span starts one tile too early and ends one tile too early",
         decode,
         segments(lambda s, *_: {"first_tile": jnp.maximum(s.first_tile - 1, 0)}),
     ),
     "decode-table": Mutation(
-        "a request reads the next one's blocks",
+        "a request reads the blocks of the next request",
         decode,
         segments(lambda s, shape, reqs: {"request": next_of(s.request, reqs)}),
     ),
     "decode-kv-head": Mutation(
-        "a kv head reads the next one's keys",
+        "a KV head reads the keys of the next KV head",
         decode,
         segments(lambda s, shape, _: {"kv_head": next_of(s.kv_head, shape.kv_heads)}),
     ),
-    "decode-end": Mutation("each query loses its last key", decode, key_range(high=-1)),
-    "decode-window": Mutation("a window is a key too wide", decode_window, key_range(low=-1)),
-    "decode-narrow-window": Mutation("a window is a key too narrow", decode_window, key_range(low=1)),
-    "merge-fewer": Mutation("the merge leaves out a request's last span", decode, fewer_partials),
-    "merge-fewer-splits": Mutation("the merge leaves out a request's last split", in_splits, fewer_partials),
-    "merge-shifted": Mutation(
-        "the merge begins with a request's second split and ends with another's",
+    "decode-end": Mutation("the last visible key of each query is masked out", decode, key_range(high=-1)),
+    "decode-window": Mutation("the window is one key too wide", decode_window, key_range(low=-1)),
+    "decode-narrow-window": Mutation("the window is one key too narrow", decode_window, key_range(low=1)),
+    "combine-fewer": Mutation("the combine step omits the last span of a request", decode, fewer_partials),
+    "combine-fewer-splits": Mutation(
+        "the combine step omits the last split of a request", in_splits, fewer_partials
+    ),
+    "combine-shifted": Mutation(
+        "the combine step starts with a request's second split and ends with a split of another request",
         in_splits,
         partials_from_the_second,
     ),
     "prefill-last-tile": Mutation(
-        "an item's last tile of keys is not read",
+        "the last KV tile of a work tile is not read",
         prefill,
         tile_range(lambda first, num: (first, jnp.where(num > 1, num - 1, num))),
     ),
     "prefill-first-tile": Mutation(
-        "an item's first tile of keys is not read",
+        "the first KV tile of a work tile is not read",
         prefill,
         tile_range(without_first),
     ),
     "prefill-double-tile": Mutation(
-        "an item sees its first tile of keys twice, and its second never",
+        "a work tile reads its first KV tile twice and never its second",
         prefill,
         entries(lambda item, i: jnp.where(i == 1, 0, i)),
     ),
-    "prefill-end": Mutation("each query loses its last key", prefill, key_range(high=-1)),
-    "prefill-future": Mutation("each query sees the key behind its own", prefill, key_range(high=1)),
-    "prefill-window": Mutation("a window is a key too wide", prefill_window, key_range(low=-1)),
-    "prefill-narrow-window": Mutation("a window is a key too narrow", prefill_window, key_range(low=1)),
+    "prefill-end": Mutation("the last visible key of each query is masked out", prefill, key_range(high=-1)),
+    "prefill-future": Mutation("each query attends to the key after its own", prefill, key_range(high=1)),
+    "prefill-window": Mutation("the window is one key too wide", prefill_window, key_range(low=-1)),
+    "prefill-narrow-window": Mutation("the window is one key too narrow", prefill_window, key_range(low=1)),
     "prefill-table": Mutation(
-        "a request reads the next one's blocks", prefill, blocks_of_the_next_request
+        "a request reads the blocks of the next request", prefill, blocks_of_the_next_request
     ),
-    "prefill-kv-head": Mutation("query heads read another kv head's keys", prefill, wider_groups),
+    "prefill-kv-head": Mutation("query heads read the keys of another KV head", prefill, wider_groups),
     "split-begin": Mutation(
-        "splits but the first begin a tile late",
+        "all splits but the first start one tile too late",
         kernels.check_splits,
         splits(lambda skipped, *rest: (jnp.where(skipped > 0, skipped + 1, 0), *rest)),
     ),
     "split-short": Mutation(
-        "splits lack their last tile",
+        "the last tile of each split is not read",
         kernels.check_splits,
         splits(lambda skipped, tiles, *rest: (skipped, jnp.where(rest[1] > 1, tiles - 1, tiles), *rest)),
     ),
     "split-fewer": Mutation(
-        "the merge leaves out a tile's last split",
+        "the combine kernel omits the last split of a query tile",
         kernels.check_splits,
         splits(lambda skipped, tiles, partial, num: (skipped, tiles, partial, jnp.maximum(num - 1, 1))),
     ),
-    "shared-positions": Mutation(
-        "rows of the heads that share a tile count as tokens behind each other",
-        kernels.check_shared_tiles,
+    "packed-positions": Mutation(
+        "the rows of packed heads are numbered as consecutive tokens",
+        kernels.check_packed_heads,
         rows_as_tokens,
     ),
-    "shared-first-head": Mutation(
-        "the slope and the sink of a tile's first head are taken for all its rows",
-        kernels.check_shared_tiles,
-        numbers_of_the_first_head,
+    "packed-first-head": Mutation(
+        "all packed heads use the slope and the sink of the first one",
+        kernels.check_packed_heads,
+        first_head_for_all,
     ),
-    "widening-scale": Mutation(
-        "values are widened by the keys' scale", kernels.check_widening, scale_of_keys_for_both
+    "dequantize-scale": Mutation(
+        "values are dequantized with the scale of the keys", kernels.check_quantized, scale_of_keys_for_both
     ),
-    "widening-columns": Mutation(
-        "the last 64 columns of a tile of keys or values are not widened",
-        kernels.check_widening,
+    "dequantize-columns": Mutation(
+        "the last 64 columns of keys and values are not dequantized",
+        kernels.check_quantized,
         without_the_last_columns,
     ),
-    "list-lost-tile": Mutation("a list lacks a tile that is seen", lists, codes(without_a_seen_tile)),
+    "list-lost-tile": Mutation("a visible tile is missing from a list", lists, codes(without_a_seen_tile)),
     "list-double-tile": Mutation(
-        "a list has a tile twice, in another's place",
+        "a list names one tile twice, in place of another",
         lists,
         listed(lambda x: x._replace(entries=x.entries.at[:, 1:].set(x.entries[:, :1]))),
     ),
     "list-other-head": Mutation(
-        "a head walks through another's list",
+        "a head uses the list of another head",
         lists,
         codes(lambda some, every, query_blocks: tuple(
             jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), (some, every, tuple(query_blocks)))
         )),
     ),
-    "list-whole": Mutation(
-        "tiles that are seen in part are not masked",
+    "list-full": Mutation(
+        "partial tiles are not masked",
         lists,
         codes(lambda some, _, query_blocks: (some, some, query_blocks)),
     ),
     "list-other-block": Mutation(
-        "blocks of queries of an item see each other's tiles",
+        "the query blocks of a query tile attend to each other's tiles",
         lists,
         codes(lambda some, every, query_blocks: (some, every, query_blocks[::-1])),
     ),
     "backward-last-tile": Mutation(
-        "an item's last tile of queries is not read", backward, query_tiles(fewer)
+        "the last query tile of a work tile is not read", backward, query_tiles(fewer)
     ),
     "backward-first-tile": Mutation(
-        "an item's first tile of queries is not read",
+        "the first query tile of a work tile is not read",
         backward,
         query_tiles(lambda first, low, high, num: (
             jnp.where(num > 1, first + 1, first), jnp.where(num > 1, jnp.maximum(low - 1, 0), low), high,
             jnp.where(num > 1, num - 1, num),
         )),
     ),
-    "backward-whole": Mutation(
-        "tiles at either end are not masked",
+    "backward-full": Mutation(
+        "the partial tiles at both ends are not masked",
         backward,
         query_tiles(lambda first, low, high, num: (first, low * 0, high * 0, num)),
     ),
-    "backward-future": Mutation("each key is seen by the query before it", backward, query_range(low=-1)),
-    "backward-end": Mutation("each key is not seen by its own query", backward, query_range(low=1)),
-    "backward-window": Mutation("a window is a key too wide", backward_window, query_range(high=1)),
-    "backward-narrow-window": Mutation("a window is a key too narrow", backward_window, query_range(high=-1)),
-    "queries-last-tile": Mutation(
-        "an item's last tile of keys is not read",
+    "backward-future": Mutation("each key is visible to the query before it", backward, query_range(low=-1)),
+    "backward-end": Mutation("each key is masked out for its own query", backward, query_range(low=1)),
+    "backward-window": Mutation("the window is one key too wide", backward_window, query_range(high=1)),
+    "backward-narrow-window": Mutation("the window is one key too narrow", backward_window, query_range(high=-1)),
+    "dq-last-tile": Mutation(
+        "the last KV tile of a work tile is not read",
         queries,
         tile_range(lambda first, num: (first, jnp.where(num > 1, num - 1, num))),
     ),
-    "queries-end": Mutation("each query loses its last key", queries, key_range(high=-1)),
-    "queries-future": Mutation("each query sees the key behind its own", queries, key_range(high=1)),
-    "backward-head": Mutation("a query head of each group is taken for all", backward, one_head),
-    "backward-parts": Mutation(
-        "a warpgroup lets pass what the other one's keys are not seen by", backward_lists, swapped_parts
+    "dq-end": Mutation("the last visible key of each query is masked out", queries, key_range(high=-1)),
+    "dq-future": Mutation("each query attends to the key after its own", queries, key_range(high=1)),
+    "backward-head": Mutation("one query head of each group is used for all", backward, one_head),
+    "backward-warpgroup-bits": Mutation(
+        "a warpgroup skips the tiles that the other warpgroup does not need", backward_lists, swapped_parts
     ),
     "backward-distance": Mutation(
-        "each key is seen by the queries one further than a slash",
+        "each key is visible to the queries one position after a slash",
         functools.partial(backward_lists, "vertical_slash"),
         rows_from(lambda first: first + 1),
     ),
-    "queries-list": Mutation(
-        "a list of the queries' kernel lacks a tile that is seen", backward_lists, queries_codes
+    "dq-list": Mutation(
+        "a visible tile is missing from a list of the dq kernel", backward_lists, queries_codes
     ),
 }  # fmt: skip
 
@@ -422,8 +430,8 @@ MUTATIONS = {
             "prefill": prefill,
             "prefill_window": prefill_window,
             "splits": kernels.check_splits,
-            "shared_tiles": kernels.check_shared_tiles,
-            "widening": kernels.check_widening,
+            "packed_heads": kernels.check_packed_heads,
+            "quantized": kernels.check_quantized,
             "lists": lists,
             "backward": backward,
             "backward_window": backward_window,
@@ -439,12 +447,12 @@ def test_the_kernels_pass_as_they_are(check):
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_contract_fails(monkeypatch, name):
     mutation = MUTATIONS[name]
-    mutation.make(monkeypatch)
+    mutation.apply(monkeypatch)
     jax.clear_caches()
     with pytest.raises(AssertionError, match=FAILURES):
         mutation.check()
 
 
-def test_contributing_lists_them_all():
-    text = CONTRIBUTING.read_text()
-    assert [name for name, m in MUTATIONS.items() if f"| {name} | {m.what} |" not in text] == []
+def test_the_readme_lists_all_mutations():
+    text = README.read_text()
+    assert [name for name, m in MUTATIONS.items() if f"| {name} | {m.fault} |" not in text] == []

@@ -225,7 +225,9 @@ def _prefix(mask: Prefix) -> KernelMask:
         return refs[0][jnp.minimum(row, lengths.shape[0] - 1)]
 
     def visible(tile: PairTile, length: Any) -> Words:
-        return tile.words_in_range(None, jnp.where(tile.row_positions < length, length - tile.first_column, 0))
+        return tile.words_in_range(
+            None, jnp.where(tile.row_positions < length, length - tile.first_column, 0)
+        )
 
     return KernelMask((lengths,), load, visible, is_words=True)
 

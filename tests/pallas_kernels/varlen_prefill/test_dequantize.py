@@ -113,16 +113,14 @@ class TestRefusals:
             self.run("bfloat16", k_scale=jnp.ones(()))
         with pytest.raises(ValueError, match="v_scale's shape must be one of"):
             self.run(v_scale=jnp.ones((2,)))
-        with pytest.raises(ValueError, match="warpgroups must be at most 2 with keys of 8 bits, got 3"):
+        with pytest.raises(ValueError, match="warpgroups must be at most 2 with an 8-bit KV cache, got 3"):
             self.run(sizes=PrefillSizes(warpgroups=3, tile_kv=64))
-        with pytest.raises(ValueError, match="tile_kv must be at most 64 with keys of 8 bits, got 128"):
+        with pytest.raises(ValueError, match="tile_kv must be at most 64 with an 8-bit KV cache, got 128"):
             self.run(head_dim=128, sizes=PrefillSizes())
-        with pytest.raises(
-            ValueError, match="stages must leave room for keys of 8 bits in shared memory, got 4"
-        ):
+        with pytest.raises(ValueError, match="stages must leave shared memory for the 8-bit tiles, got 4"):
             self.run(head_dim=128, sizes=PrefillSizes(tile_kv=64, stages=4))
         for name in ("has_lists", "batch_invariant"):
-            with pytest.raises(ValueError, match=f"{name} must be False with keys of 8 bits, got True"):
+            with pytest.raises(ValueError, match=f"{name} must be False with an 8-bit KV cache, got True"):
                 default_sizes(128, widens=True, **{name: True})
 
     def test_of_what_has_no_kernel(self):

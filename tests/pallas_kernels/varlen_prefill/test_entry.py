@@ -396,7 +396,8 @@ class TestRefusals:
     def test_keys_are_packed_or_paged(self):
         x, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([8])
         with pytest.raises(
-            ValueError, match="kv_start_loc or block_table must be given, and not both, got 0"
+            ValueError,
+            match="Pass either kv_start_loc \(packed keys\) or block_table \(a paged cache\), got 0",
         ):
             varlen_prefill(x, x, x, jnp.asarray([0, 8]), lens, score=Score(scale=1.0))
 

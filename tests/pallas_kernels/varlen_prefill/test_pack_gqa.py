@@ -94,7 +94,7 @@ def test_what_cannot_share_is_refused():
         x, x[:, ::3], x[:, ::3], *lens,
         score=Score(scale=1.0), kv_start_loc=jnp.asarray([0]), sizes=PrefillSizes(pack_gqa=n),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="pack_gqa must divide 3 query heads of a kv head, got 2"):
+    with pytest.raises(ValueError, match="pack_gqa must divide the 3 query heads per KV head, got 2"):
         run(2)
     with pytest.raises(ValueError, match="pack_gqa must be one of"):
         run(3)

@@ -1,4 +1,4 @@
-"""Top policies of varlen_prefill: which kernel has which, and that all of them give the same softmax."""
+"""Running-max policies of varlen_prefill's softmax: each kernel has the right one, and all agree."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ INVARIANT = PrefillSizes(tile_kv=64, batch_invariant=True)
 def spec_of(
     *, dtype="bfloat16", tile_kv=64, soft_cap=None, has_alibi=False, interpret=None, window=None, **fields
 ):
-    shape = PrefillShape(q_heads=2, group=1, cut=head_chunks(64), in_cache=None, heads_at_once=2)
+    shape = PrefillShape(q_heads=2, group=1, head=head_chunks(64), cache_tiling=None, heads_per_l2_group=2)
     fields = {"sizes": PrefillSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
     call = {"mask": None, "has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
@@ -27,7 +27,7 @@ def spec_of(
 
 
 @pytest.mark.parametrize(
-    ("changes", "policy", "room"),
+    ("changes", "policy", "headroom"),
     [
         ({}, softmax.LazyRescale, 80.0),
         ({"dtype": "float16"}, softmax.LazyRescale, 4.0),
@@ -45,10 +45,10 @@ def spec_of(
     ],
     ids=str,
 )
-def test_a_kernel_has_the_policy_that_its_scores_need(changes, policy, room):
+def test_a_kernel_has_the_policy_that_its_scores_need(changes, policy, headroom):
     found = softmax.row_max_policy(spec_of(**changes))
     assert type(found) is policy
-    assert getattr(found, "room", None) == room
+    assert getattr(found, "headroom", None) == headroom
     assert isinstance(found, softmax.RowMaxPolicy)
 
 
@@ -61,15 +61,15 @@ class TestSums:
     @pytest.mark.parametrize(
         ("policy", "has_row_term"),
         [
-            (softmax.NoRowMax, False),  # a bias may be large: a kernel with one has tops
+            (softmax.NoRowMax, False),  # a bias may be large: a kernel with one has a row_max
             (softmax.RunningRowMax, False),
             (softmax.RunningRowMax, True),
             (softmax.LazyRescale, False),
             (softmax.LazyRescale, True),
         ],
     )
-    def test_are_those_of_the_softmax(self, policy, has_row_term):
-        """Over four tiles of scores that rise and fall; some rows see nothing of the first."""
+    def test_every_policy_gives_the_sums_of_the_softmax(self, policy, has_row_term):
+        """Over four tiles of scores that rise and fall; the first tile is masked out for some rows."""
         rng = np.random.default_rng(0)
         tiles_of_s = rng.standard_normal((4, 64, 64)).astype(np.float32) * 3
         term = jnp.asarray(rng.standard_normal(64), jnp.float32) if has_row_term else None
@@ -77,24 +77,24 @@ class TestSums:
         tiles_of_s = tiles_of_s + rise.astype(np.float32)[:, None, None]
         is_seen = np.ones((4, 64, 64), bool)
         is_seen[0, :7] = False
-        room = () if policy is not softmax.LazyRescale else (8.0,)
-        policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *room)
-        top, total = policy.start(), jnp.zeros((64, 64), jnp.float32)
+        headroom = () if policy is not softmax.LazyRescale else (8.0,)
+        policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *headroom)
+        row_max, row_sum = policy.initial(), jnp.zeros((64, 64), jnp.float32)
         for nth, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             mask = lambda s, seen=seen: jnp.where(seen, s, -jnp.inf)
             step = policy.next if nth else policy.first
-            y, top, shrink, needs_rescale = step(jnp.asarray(s), term, mask, top)
+            exponent, row_max, alpha, needs_rescale = step(jnp.asarray(s), term, mask, row_max)
             if nth:
-                (total,) = policy.shrunk(shrink, needs_rescale, (total,))
-            total = total + jnp.exp2(y)
+                (row_sum,) = policy.rescale(alpha, needs_rescale, (row_sum,))
+            row_sum = row_sum + jnp.exp2(exponent)
         s = np.where(is_seen, tiles_of_s.astype(np.float64) * LOG2E, -np.inf)
         if has_row_term:
             s = s + np.asarray(term, np.float64)[None, :, None]
         want = np.log2(np.exp2(s - s.max()).sum(axis=(0, 2))) + s.max()
-        np.testing.assert_allclose(np.log2(total.sum(axis=1)) + top, want, rtol=1e-5)
+        np.testing.assert_allclose(np.log2(row_sum.sum(axis=1)) + row_max, want, rtol=1e-5)
 
     @pytest.mark.parametrize("policy", [softmax.RunningRowMax, softmax.NoRowMax])
-    def test_have_the_same_bits_whatever_a_row_saw_nothing_of_before(self, policy):
+    def test_masked_out_tiles_before_do_not_change_the_bits(self, policy):
         """In one program each, where a compiler may round a product and a difference at once."""
         s = jnp.asarray(np.random.default_rng(1).standard_normal((64, 64)) * 3, jnp.float32)
         policy = policy(spec_of(sizes=INVARIANT, window=(9, 0)))
@@ -102,25 +102,29 @@ class TestSums:
 
         @jax.jit
         def first_tile(s):
-            y, top, *_ = policy.first(s, None, lambda s: s, policy.start())
-            return jnp.exp2(y), top
+            exponent, row_max, *_ = policy.first(s, None, lambda s: s, policy.initial())
+            return jnp.exp2(exponent), row_max
 
         @jax.jit
         def second_tile(s):
-            _, top, *_ = policy.first(s + 1, None, hidden, policy.start())
-            y, top, *_ = policy.next(s, None, lambda s: s, top)
-            return jnp.exp2(y), top
+            _, row_max, *_ = policy.first(s + 1, None, hidden, policy.initial())
+            exponent, row_max, *_ = policy.next(s, None, lambda s: s, row_max)
+            return jnp.exp2(exponent), row_max
 
         for found, want in zip(second_tile(s), first_tile(s), strict=True):
             np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("table", [TABLE, LIST_TABLE], ids=["items", "lists"])
-@pytest.mark.parametrize("heads_at_once", [1, 2])
-def test_no_kernel_asks_for_more_registers_than_there_are(table, heads_at_once):
+@pytest.mark.parametrize("heads_per_l2_group", [1, 2])
+def test_no_kernel_asks_for_more_registers_than_there_are(table, heads_per_l2_group):
     for width, sizes in table.items():
         shape = PrefillShape(
-            q_heads=2, group=1, cut=head_chunks(width), in_cache=None, heads_at_once=heads_at_once
+            q_heads=2,
+            group=1,
+            head=head_chunks(width),
+            cache_tiling=None,
+            heads_per_l2_group=heads_per_l2_group,
         )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
         load, compute = kernel.register_counts(spec)

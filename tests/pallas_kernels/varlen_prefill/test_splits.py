@@ -170,11 +170,11 @@ class TestSchedule:
         sizes = PrefillSizes(max_splits=2)
         args = jnp.asarray([0, 8]), jnp.asarray([8])
         how = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
-        with pytest.raises(ValueError, match="q_heads must be given where keys may be cut, got None"):
+        with pytest.raises(ValueError, match="q_heads must be given if max_splits is not 1, got None"):
             make_schedule(*args, **how)
         with pytest.raises(ValueError, match="max_splits must be 1 with lists, got 2"):
             make_schedule(*args, **how, q_heads=1, has_lists=True)
-        with pytest.raises(ValueError, match="max_splits must be 1 where a row's bits are its own, got 2"):
+        with pytest.raises(ValueError, match="max_splits must be 1 with batch_invariant, got 2"):
             PrefillSizes(max_splits=2, batch_invariant=True)
         with pytest.raises(ValueError, match="max_splits must be at most 16, got 17"):
             PrefillSizes(max_splits=17)
@@ -185,7 +185,9 @@ class TestSchedule:
         x, starts, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([0, 8]), jnp.asarray([8])
         whole = make_schedule(starts, lens, num_tokens=8, score=Score(scale=1.0), sizes=PrefillSizes())
         where = {"score": Score(scale=1.0), "kv_start_loc": jnp.asarray([0])}
-        with pytest.raises(ValueError, match=r"sizes must be .*max_splits=2.*, got .*max_splits=1"):
+        with pytest.raises(
+            ValueError, match=r"built for sizes=.*max_splits=1.*, but this call has sizes=.*max_splits=2"
+        ):
             varlen_prefill(x, x, x, starts, lens, **where, schedule=whole, sizes=PrefillSizes(max_splits=2))
 
 
@@ -212,7 +214,7 @@ def test_windows_and_chunks_bound_what_neighbours_see(score):
 
 
 def simulated(tiles, splits, *, heads, sizes):
-    """When the last thread block ends, in keys: items dealt as Worklist deals them."""
+    """When the last thread block ends, in keys: work tiles assigned as PrefillTileScheduler does."""
     each = np.repeat(-(-tiles // splits), splits)
     items = np.repeat(np.sort(each)[::-1], heads) * sizes.tile_kv + TILE_OVERHEAD_KEYS
     shares = np.zeros(sizes.workers)

@@ -430,8 +430,11 @@ def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": strange}, "lists must be given with a mask, got None"),
-        ({"block_q": 4, "lists": ()}, "block_q must cut 128 queries into 10 at most, got 4"),
+        ({"mask": strange}, "mask and block_q require lists"),
+        (
+            {"block_q": 4, "lists": ()},
+            "block_q=4 splits a query tile of 128 rows into 33 blocks, but at most 10",
+        ),
     ],
 )
 def test_arguments_that_disagree_are_named(options, message):
