@@ -396,7 +396,9 @@ MUTATIONS = {
     "backward-future": Mutation("each key is visible to the query before it", backward, query_range(low=-1)),
     "backward-end": Mutation("each key is masked out for its own query", backward, query_range(low=1)),
     "backward-window": Mutation("the window is one key too wide", backward_window, query_range(high=1)),
-    "backward-narrow-window": Mutation("the window is one key too narrow", backward_window, query_range(high=-1)),
+    "backward-narrow-window": Mutation(
+        "the window is one key too narrow", backward_window, query_range(high=-1)
+    ),
     "dq-last-tile": Mutation(
         "the last KV tile of a work tile is not read",
         queries,

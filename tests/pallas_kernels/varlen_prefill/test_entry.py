@@ -397,7 +397,7 @@ class TestRefusals:
         x, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([8])
         with pytest.raises(
             ValueError,
-            match="Pass either kv_start_loc \(packed keys\) or block_table \(a paged cache\), got 0",
+            match=r"Pass either kv_start_loc \(packed keys\) or block_table \(a paged cache\), got 0",
         ):
             varlen_prefill(x, x, x, jnp.asarray([0, 8]), lens, score=Score(scale=1.0))
 
