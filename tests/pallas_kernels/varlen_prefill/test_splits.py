@@ -134,7 +134,7 @@ class TestSchedule:
             if len(mine) == 1:
                 assert mine[0]["partial"] == -1
             else:
-                partials.append([row["partial"] for row in mine])
+                partials.append([row["split_output"] for row in mine])
         numbers = sorted(itertools.chain(*partials))
         assert numbers == list(range(len(numbers)))
         assert len(numbers) <= max_split_outputs(q_heads, sizes)
@@ -164,7 +164,7 @@ class TestSchedule:
 
     def test_short_requests_are_left_whole(self):
         _, rows = made([1024], [1024], q_heads=32, sizes=PrefillSizes(tile_kv=64, max_splits=16))
-        assert all(row["partial"] == -1 for row in rows)
+        assert all(row["split_output"] == -1 for row in rows)
 
     def test_what_has_no_splits_is_refused(self):
         sizes = PrefillSizes(max_splits=2)
