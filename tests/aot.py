@@ -1,8 +1,8 @@
-"""Compiles a function for an H200 on a machine without a GPU, down to ptxas: an error here is an error there.
+"""Ahead-of-time compilation for an H200, including ptxas, on a machine without a GPU.
 
-Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt, no driver and no other CUDA package, and a ptxas: of
-the wheels nvidia-cuda-nvcc and nvidia-nvvm beside them, or of a CUDA toolkit. `make test-kernels` brings the
-wheels: a machine that cannot compile fails. XLA's own kernels are not tuned here; judge only Pallas's.
+Needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt, and ptxas from the wheels nvidia-cuda-nvcc and
+nvidia-nvvm or from a CUDA toolkit; no driver. `make test-kernels` installs the wheels; where they are missing
+the tests fail. XLA's own kernels are not autotuned here, so only Pallas kernels can be judged.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Kernel(NamedTuple):
-    """What ptxas said of one Pallas kernel."""
+    """Resource usage of one Pallas kernel, as ptxas reports it."""
 
     name: str
     registers: int
@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
 
 
 def plugin_folder() -> pathlib.Path | None:
-    """Where jax_cuda13_plugin lies: beside the environment's packages (`make test-kernels`) or among them."""
+    """Return the folder of jax_cuda13_plugin, of `make test-kernels` or the environment, or None."""
     beside = pathlib.Path(sys.prefix) / "cuda-plugin" / "jax_cuda13_plugin"
     if beside.is_dir():
         return beside
@@ -59,7 +59,7 @@ def plugin_folder() -> pathlib.Path | None:
 
 
 def require_plugin() -> None:
-    """Fails the test, with the reason and the way out, where nothing can be compiled."""
+    """Fail the test, with the reason and a remedy, if nothing can be compiled."""
     folder, missing = plugin_folder(), None
     if folder is None:
         missing = "the wheels jax-cuda13-plugin and jax-cuda13-pjrt"
@@ -74,29 +74,29 @@ def require_plugin() -> None:
 
 
 def compiler_path(folder: pathlib.Path) -> str:
-    """Where ptxas is looked for: in the wheel beside the plugin first, the same one on every machine."""
+    """Return the PATH to search for ptxas: the wheel next to the plugin first, the same on every machine."""
     wheel = folder.parent / "nvidia" / "cu13" / "bin"
     return os.pathsep.join(filter(None, [str(wheel), os.environ.get("PATH")]))
 
 
 def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
-    """Compiles `module.aot_cases()[name]`; the kernels of each.
+    """Compile `module.aot_cases()[name]` for each name and return the kernels of each.
 
-    A case is a function, its abstract arguments and, if it has some, the numbers of those that are donated:
-    they must be aliased and not copied.
+    A case is a function, its abstract arguments and optionally the indices of donated arguments, which must
+    be aliased and not copied.
 
-    In a process of its own: the compiler prints its report to the process's standard output, and JAX must not
-    have started a GPU. JAX 0.12 compiles a kernel once a process: of a case there are those that no case
-    before had. `apart_reports` has all.
+    This runs in a subprocess, because the compiler prints its report to the standard output, and JAX must not
+    have initialized a GPU. JAX 0.12 compiles a kernel once per process, so a case lists only kernels that no
+    earlier case has; `apart_reports` lists all.
 
     Raises:
-        AssertionError: Something did not compile; the message has the process's output.
+        AssertionError: If something does not compile; the message contains the output.
     """
     return {name: kernels_in(text) for name, text in _run_alone("compile", module, names).items()}
 
 
 def apart_reports(module: str, names: list[str]) -> dict[str, str]:
-    """What ptxas said of `module.aot_cases()[name]`, each compiled in a process of its own."""
+    """Return ptxas's report of each `module.aot_cases()[name]`, each compiled in its own process."""
     reports: dict[str, str] = {}
     for name in names:
         reports |= _run_alone("compile", module, [name])
@@ -104,24 +104,24 @@ def apart_reports(module: str, names: list[str]) -> dict[str, str]:
 
 
 def lower_all(module: str, names: list[str]) -> dict[str, str]:
-    """Lowers `module.aot_cases()[name]`: whether Pallas takes them; why not, where one is refused."""
+    """Lower each `module.aot_cases()[name]`; return the message of its NotImplementedError, or ""."""
     return {name: text.strip() for name, text in _run_alone("lower", module, names).items()}
 
 
 def calls_lowered(module: str, names: list[str]) -> dict[str, int]:
-    """Calls of Pallas kernels in each of `module.aot_cases()[name]` as lowered, before XLA inlines."""
+    """Return the number of Pallas kernel calls in each lowered case, before XLA inlines functions."""
     return {name: calls_in(text) for name, text in _run_alone("count", module, names).items()}
 
 
 def ptx_of(module: str, names: list[str]) -> dict[str, str]:
-    """The PTX of what `module.aot_cases()[name]` compiles to."""
+    """Return the PTX of each `module.aot_cases()[name]`."""
     return _run_alone("compile", module, names, MOSAIC_GPU_DUMP_PTX="1")
 
 
 def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int]]:
-    """Collectives, and calls of Pallas kernels, of `module.aot_cases()[name]` compiled for two devices.
+    """Return the collectives and the number of Pallas kernel calls of each case compiled for two devices.
 
-    A case has in the place of donated numbers how its arguments are cut over the axis "x".
+    Instead of donated indices a case has the PartitionSpec of its arguments over the axis "x".
     """
     reports = _run_alone("partition", module, names)
     words = {name: text.splitlines()[-1].split() for name, text in reports.items()}  # ptxas reports first
@@ -129,13 +129,13 @@ def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int
 
 
 def slices_read(module: str, names: list[str]) -> dict[str, list[int]]:
-    """Where slices begin that kernels of `module.aot_cases()[name]` read in the arrays' middle, in bytes."""
+    """Return the byte offsets of slices that the kernels of each case read inside their arrays."""
     reports = _run_alone("slices", module, names)
     return {name: list(map(int, text.splitlines()[-1].split()[1:])) for name, text in reports.items()}
 
 
 def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[str, str]:
-    """What is printed of each case; `more` is said in the environment."""
+    """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
     folder = plugin_folder()
     assert folder is not None
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
@@ -157,12 +157,12 @@ def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[st
 
 
 def calls_in(report: str) -> int:
-    """Calls of Pallas kernels in a case as lowered, of its report by `apart_reports`."""
+    """Return the number of Pallas kernel calls in a case's report from `apart_reports`."""
     return int(re.search(r"^calls of Pallas kernels: (\d+)$", report, flags=re.MULTILINE)[1])
 
 
 def kernels_in(report: str) -> list[Kernel]:
-    """Reads ptxas's report."""
+    """Parse ptxas's report."""
     pattern = (
         r"properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
     )
@@ -173,7 +173,7 @@ def kernels_in(report: str) -> list[Kernel]:
 
 
 def first_bytes(text: str) -> list[int]:
-    """Where slices begin that XLA hands kernels as they lie in their arrays, of a compiled program."""
+    """Return the byte offsets of slices that a compiled program passes to kernels without a copy."""
     found = []
     for part in re.split(r"\n(?=%|ENTRY)", text):
         if "custom_call_target=" not in part or part.startswith("ENTRY"):
@@ -189,9 +189,9 @@ def first_bytes(text: str) -> list[int]:
 
 
 def partition(mesh, function, arguments, cut) -> None:
-    """Compiles for the mesh, and prints calls of Pallas kernels and names of collectives.
+    """Compile for the mesh, and print the number of Pallas kernel calls and the names of collectives.
 
-    As on a GPU, from the first trace to the partitioner's: the device of this process is none.
+    Kernel support is patched, because this process's own device is not a GPU.
     """
     import jax
 
@@ -206,7 +206,7 @@ def partition(mesh, function, arguments, cut) -> None:
 
 
 def main(what: str, module: str, names: list[str]) -> None:
-    """Compiles, lowers, counts or looks for slices, and prints; runs in a process that _run_alone starts."""
+    """Compile or lower each case and print its report; runs in the subprocess that _run_alone starts."""
     import jax
     from jax.experimental import topologies
 

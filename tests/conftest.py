@@ -1,4 +1,4 @@
-"""Shapes and dtypes are checked as the code runs; promotion is strict; a warning is an error."""
+"""Set-up of all tests: runtime checks of shapes and dtypes, strict dtype promotion, cached executables."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 def pytest_sessionstart(session):
-    """Executables of older days go: programs change, and with them what they are kept under."""
+    """Delete cached executables older than a day; changed programs never use them again."""
     if not hasattr(session.config, "workerinput"):
         for file in EXECUTABLES.glob("*"):
             if time.time() - file.stat().st_mtime > DAY:
@@ -49,33 +49,33 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests of kernels are marked by their folder, before pytest chooses by marks."""
+    """Mark the tests in tests/pallas_kernels as kernel tests, before pytest selects by marks."""
     for item in items:
         if item.path.is_relative_to(KERNELS):
             item.add_marker("kernels")
 
 
 def pytest_collection():
-    """What is imported and collected stays: nothing of it is looked through for garbage, now or later."""
+    """Disable garbage collection while modules are imported and tests are collected."""
     gc.disable()
 
 
 def pytest_collection_finish():
-    """From here on there is garbage."""
+    """Enable garbage collection again and exempt all objects that exist now."""
     gc.enable()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def metadata_cases():
-    """Numeric cases of vLLM's pure helpers: name -> list of cases."""
+    """Return the numeric cases of vLLM's pure helpers by name."""
     cases = json.loads((GOLDEN / "metadata_cases.json").read_text())["cases"]
     return {name: case["items"] for name, case in cases.items()}
 
 
 @pytest.fixture
 def types_unchecked():
-    """As for a user: shapes and types in annotations are not executed, so wrong ones reach our own checks."""
+    """Disable the runtime type checks, so that wrong arguments reach the library's own checks."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -83,7 +83,7 @@ def types_unchecked():
 
 @pytest.fixture
 def traced_once():
-    """Runs a function under jit on several argument tuples of the same shapes; it must be traced once."""
+    """Return a function that runs another under jit on several batches and asserts that it is traced once."""
 
     def run(function, *batches):
         num_traces = 0

@@ -78,7 +78,7 @@ def case_id(case: dict) -> str:
 
 
 def every_other(cases: list) -> list:
-    """Parameters of a test: every other case, and the others where there is time."""
+    """Return test parameters in which every second case is marked slow."""
     slow = lambda case: pytest.param(case, marks=pytest.mark.slow)
     return [slow(case) if nth % 2 else case for nth, case in enumerate(cases)]
 
@@ -100,7 +100,7 @@ def make_spec(case: dict) -> jattn.AttentionSpec:
 
 
 class Problem(AttentionProblem):
-    """A case's arrays."""
+    """Arrays of a case of the covering array."""
 
     def __init__(self, case: dict, seed: int = 0, mask=None):
         self.case = case
@@ -131,7 +131,7 @@ class Problem(AttentionProblem):
 
 
 class AttentionContract:
-    """Subclass with `implementation`; override `supports` where a kernel declines a case by name."""
+    """Tests that every implementation must pass; a subclass sets `implementation`."""
 
     implementation: str
 

@@ -1,4 +1,4 @@
-"""A pairwise covering array: few cases in which every two choices of any two factors meet."""
+"""Pairwise covering arrays: few cases in which each two values of any two factors occur together."""
 
 import itertools
 import random
@@ -8,7 +8,7 @@ from collections.abc import Callable
 def covering_array(
     factors: dict[str, list], allowed: Callable[[dict], bool], *, tries: int = 60, seed: int = 0
 ) -> list[dict]:
-    """Cases over `factors` such that each pair of values that some allowed case has is in one of them.
+    """Return cases over `factors` that contain each pair of values that some allowed case contains.
 
     `allowed` must accept partial cases (missing factors) unless they already break a rule.
     """
@@ -22,7 +22,9 @@ def covering_array(
         if a != b and allowed({a: factors[a][x], b: factors[b][y]})
     ]
     left.sort()
-    missing = dict.fromkeys(choices, 0)  # of each choice: a bit for each that it has still to meet
+    missing = dict.fromkeys(
+        choices, 0
+    )  # for each choice a bit mask of the choices that it must still be combined with
     for one, other in left:
         missing[one] |= bit_of[other]
         missing[other] |= bit_of[one]
@@ -47,13 +49,13 @@ def _bits(case: dict[str, int], bit_of: dict[tuple[str, int], int]) -> int:
 def _gain(
     case: dict[str, int], bit_of: dict[tuple[str, int], int], missing: dict[tuple[str, int], int]
 ) -> int:
-    """Twice the number of pairs that no case had yet."""
+    """Return twice the number of pairs in the case that no earlier case contains."""
     met = _bits(case, bit_of)
     return sum((missing[choice] & met).bit_count() for choice in case.items())
 
 
 def _candidate(factors, bit_of, missing, start, allowed, rng) -> dict[str, int] | None:
-    """One case, grown greedily around the uncovered pair `start`."""
+    """Return a case that is grown greedily from the uncovered pair `start`, or None."""
     case = dict(start)
     met = _bits(case, bit_of)
     grown = {name: factors[name][index] for name, index in start}

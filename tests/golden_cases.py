@@ -1,4 +1,4 @@
-"""vLLM's numeric cases, one test each."""
+"""Test parameters from numeric cases recorded with vLLM."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ CASES = json.loads((pathlib.Path(__file__).parent / "golden" / "metadata_cases.j
 
 
 def golden(name):
-    """Parametrises `case` with the items of the case group `name`."""
+    """Return a decorator that parametrizes `case` with the items of the case group `name`."""
     items = CASES[name]["items"]
     return pytest.mark.parametrize(
         "case", [pytest.param(item, id=str(item.get("name", i))) for i, item in enumerate(items)]

@@ -1,4 +1,4 @@
-"""Attention one request and one head at a time, in float64 numpy: what every implementation is judged by."""
+"""Reference attention in float64 numpy, one request and one head at a time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-# float32 results may differ from float64's by this much of their scale; the one place that says so.
+# Allowed difference of float32 results from float64, relative to their scale.
 F32_TOLERANCE = 3e-5
 GPU_TANH = 2.0**-10  # error of tanh.approx
 
@@ -31,7 +31,7 @@ class Step:
     seen: list[np.ndarray] | None = None  # bool [q_heads, query_len, seq_len]: instead of spec and mask
 
     def sees_all(self, spec, r: int, head: int) -> np.ndarray:
-        """Which keys each query of request r sees: bool [query_len, seq_len]."""
+        """Return which keys each query of request r attends to: bool [query_len, seq_len]."""
         if self.seen is not None:
             return self.seen[r][head]
         num_queries, seq_len = len(self.q[r]), len(self.k[r])
@@ -45,7 +45,7 @@ class Step:
 
 
 def visible(spec, head: int, i: int, j: np.ndarray, is_decode: bool) -> np.ndarray:
-    """Which keys j the query at position i sees."""
+    """Return which keys j the query at position i attends to."""
     ok = np.ones(len(j), bool)
     if spec.causal:
         ok &= j <= i
@@ -77,9 +77,9 @@ def bias(spec, slope: float, i: int, j: np.ndarray) -> np.ndarray:
 
 
 def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of head h and each query of request r: each key's share of the softmax, and its log-sum-exp.
+    """Return the softmax weights [queries, keys] and the log-sum-exps [queries] of head h of request r.
 
-    [queries, keys] and [queries]; a row that sees neither a key nor a sink has zeros and -inf.
+    A row that attends to neither a key nor a sink has zeros and -inf.
     """
     q, k = step.q[r][:, h], step.k[r][:, h // spec.q_heads_per_kv_head]
     positions, j = len(k) - len(q) + np.arange(len(q))[:, None], np.arange(len(k))[None, :]
@@ -100,10 +100,10 @@ def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Answer(NamedTuple):
-    """One request's.
+    """Attention results of one request.
 
-    `scale` is the sum of each output's terms without their signs, the largest of a row: what rounding errors
-    are counted in. It may be large where an output is small, by chance.
+    `scale` is the largest sum of absolute terms of a row's outputs, the unit of rounding errors; it may be
+    large where an output happens to be small.
     """
 
     out: np.ndarray  # [query_len, q_heads, head_dim]
@@ -112,7 +112,7 @@ class Answer(NamedTuple):
 
 
 def answers(spec, step: Step, rounded=lambda x: x) -> list[Answer]:
-    """Each request's; `rounded` is applied to queries, keys, values, probabilities and output."""
+    """Return each request's results; `rounded` rounds queries, keys, values, probabilities and output."""
     step = dataclasses.replace(step, **{name: [rounded(x) for x in getattr(step, name)] for name in "qkv"})
     found = []
     for r, q in enumerate(step.q):
@@ -128,13 +128,13 @@ def answers(spec, step: Step, rounded=lambda x: x) -> list[Answer]:
 
 
 def attention(spec, step: Step) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Lists of out [query_len, q_heads, head_dim] and lse [query_len, q_heads], one a request."""
+    """Return out [query_len, q_heads, head_dim] and lse [query_len, q_heads] of each request."""
     exact = answers(spec, step)
     return [a.out for a in exact], [a.lse for a in exact]
 
 
 def reachable(spec, step: Step) -> list[np.ndarray]:
-    """For each request, bool [seq_len, kv_heads]: some query reads this key."""
+    """Return for each request which keys some query attends to: bool [seq_len, kv_heads]."""
     found = []
     for r, k in enumerate(step.k):
         by_head = np.array([step.sees_all(spec, r, h).any(axis=0) for h in range(spec.num_q_heads)])
@@ -144,18 +144,18 @@ def reachable(spec, step: Step) -> list[np.ndarray]:
 
 
 class Allowed(NamedTuple):
-    """How far an implementation may be from float64, in each of a request's rows."""
+    """Allowed errors of an implementation against float64, for each row of a request."""
 
     out: np.ndarray  # [query_len, q_heads]
     lse: np.ndarray  # [query_len, q_heads]
 
 
 def allowed_errors(spec, step: Step, dtype, exact: list[Answer]) -> list[Allowed]:
-    """The largest errors that an implementation in `dtype` may make; but for an LSE's nothing is absolute.
+    """Return the largest errors that an implementation in `dtype` may have; only those of LSEs are absolute.
 
-    In 16 bits twice the error, relative to the output's scale, of a plain implementation whose queries, keys,
-    values, probabilities and output are rounded, and besides what these last two roundings come to at worst.
-    Scores are f32 everywhere, but a GPU's tanh has 11 bits.
+    In 16 bits: twice the error, relative to the output's scale, of an implementation that rounds queries,
+    keys, values, probabilities and output, plus one rounding. Scores are f32 everywhere, but a GPU's tanh has
+    11 bits.
     """
     if jnp.dtype(dtype).itemsize >= 4:
         return [Allowed(F32_TOLERANCE * a.scale, F32_TOLERANCE * (1 + np.abs(a.lse))) for a in exact]
@@ -173,15 +173,15 @@ def allowed_errors(spec, step: Step, dtype, exact: list[Answer]) -> list[Allowed
 
 
 def check(spec, step: Step, dtype, starts, out: np.ndarray, lse: np.ndarray | None) -> None:
-    """A step's outputs and LSEs must be right, those of padding 0 and -inf.
+    """Assert that a step's outputs and LSEs are right, and those of padding 0 and -inf.
 
     Args:
-        spec: The layer.
-        step: What is asked.
-        dtype: What the implementation computes in.
-        starts: Where the first token of each request stands.
+        spec: Specification of the layer.
+        step: The step.
+        dtype: Dtype in which the implementation computes.
+        starts: Index of the first token of each request.
         out: [tokens, q_heads, head_dim]
-        lse: [tokens, q_heads], or None where it was not asked for.
+        lse: [tokens, q_heads], or None if it was not requested.
     """
     exact = answers(spec, step)
     is_padding = np.ones(len(out), bool)
@@ -200,7 +200,7 @@ def check(spec, step: Step, dtype, starts, out: np.ndarray, lse: np.ndarray | No
 
 
 def _check_rows(name: str, error: np.ndarray, bound: np.ndarray) -> None:
-    """Errors [queries, q_heads] against what is allowed."""
+    """Assert that errors [queries, q_heads] are within bounds."""
     if not (error <= bound).all():
         at = np.unravel_index(np.argmax(np.nan_to_num(error - bound, nan=np.inf)), error.shape)
         wrong = f"{(~(error <= bound)).sum()} of {error.size} rows"

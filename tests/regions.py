@@ -1,4 +1,4 @@
-"""A region of a step by the kernel that a plan chooses for it on a GPU; interpreted where there is none."""
+"""Runs one region of a step with the kernel that a plan selects; interpreted without a GPU."""
 
 from jattn.implementations import mosaic_gpu
 from jattn.implementations.layer_config import layer_config, region_sizes
@@ -6,13 +6,13 @@ from jattn.implementations.mosaic_gpu import choose_kernel
 
 
 def kernel_for(query, kv, metadata, spec, mask=None):
-    """The kernel, or why there is none."""
+    """Return the selected kernel, or the reason why there is none."""
     (region,) = region_sizes(metadata)
     return choose_kernel(layer_config(spec, kv, query.dtype), region, mask)
 
 
 def attend_region(query, kv, metadata, spec, *, mask=None, sinks=None, alibi_slopes=None, **options):
-    """Output and log-sum-exp of a region as a step of its own."""
+    """Return the output and the log-sum-exp of a step that consists of one region."""
     kernel = kernel_for(query, kv, metadata, spec, mask)
     assert not isinstance(kernel, str), kernel
     modifiers = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}

@@ -1,4 +1,4 @@
-"""Where no kernel can be compiled, the tests that compile some fail; none is skipped."""
+"""Tests that compile kernels fail, and are not skipped, where no kernel can be compiled."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The contract's problems themselves: what an implementation gets wrong shows in them."""
+"""The contract's problems detect errors: losing a tile of keys changes the results noticeably."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""What the import hook puts around functions: jaxtyping where shapes are said, beartype elsewhere.
+"""Runtime type checks that the import hook adds: jaxtyping for annotations with shapes, else beartype.
 
-jaxtyping binds a call's arguments and checks them twice: two fifths of the time of five files of tests of the
-engine, the cache and the models, while it was done for the many functions of the host without arrays.
+jaxtyping binds and checks a call's arguments twice. For the many host functions without arrays this took two
+fifths of the time of five test files of the engine, the cache and the models.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ BY_SHAPES = jaxtyping.jaxtyped
 
 
 def jaxtyped(*, typechecker):
-    """In the place of `jaxtyping.jaxtyped`: the same checks, and the same switch that turns them off."""
+    """Replace `jaxtyping.jaxtyped`, with the same checks and the same switch to disable them."""
     return functools.partial(checked, by_shapes=BY_SHAPES(typechecker=typechecker))
 
 
 def checked(fn, by_shapes):
-    """A function or class that checks what it is called with and what it returns."""
+    """Return a function or class that checks its arguments and results."""
     if inspect.isclass(fn):
         if dataclasses.is_dataclass(fn) and "__init__" in vars(fn):
             fn.__init__ = checked(fn.__init__, by_shapes)
@@ -40,7 +40,7 @@ def checked(fn, by_shapes):
 
 
 def is_for_jaxtyping(annotation):
-    """Whether a shape is a part of it, or a name that only type checkers import, which beartype refuses."""
+    """Return whether an annotation contains a shape, or a name imported for type checking only."""
     if isinstance(annotation, str | typing.ForwardRef):
         return True
     if isinstance(annotation, typing.TypeAliasType):
