@@ -191,7 +191,12 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
 
     def inputs(batch: int) -> StepTokens:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-        return StepTokens(ids=zeros(batch), rows=zeros(batch), last=zeros(most), ends=jnp.arange(batch))
+        return StepTokens(
+            token_ids=zeros(batch),
+            source_rows=zeros(batch),
+            last_tokens=zeros(most),
+            logits_indices=jnp.arange(batch),
+        )
 
     abstract = lambda bucket: [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
     start = time.perf_counter()

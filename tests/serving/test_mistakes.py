@@ -1,4 +1,4 @@
-"""Plausible mistakes become errors that name the argument, the rule and the value."""
+"""Plausible mistakes raise errors that contain the argument, the rule and the value."""
 
 import json
 import os
@@ -203,5 +203,5 @@ def errors():
 
 
 @pytest.mark.parametrize("mistake", WANT)
-def test_is_named(errors, mistake):
+def test_a_mistake_is_reported_by_argument_and_value(errors, mistake):
     assert re.match("ValueError: " + WANT[mistake], errors[mistake]), errors[mistake]

@@ -1,4 +1,4 @@
-"""The smallest things that an engine can serve: a tokenizer of bytes and a model of one layer."""
+"""The smallest tokenizer and model that an engine can serve: a byte tokenizer and a one-layer model."""
 
 import jax.numpy as jnp
 import pytest

@@ -38,12 +38,12 @@ class AsyncEngine:
         self.engine = engine
         self._thread = EngineThread(engine)
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self._close = weakref.finalize(self, self._thread.close)  # as the process ends, at the latest
+        self._close = weakref.finalize(self, self._thread.close)  # Also runs at process exit.
 
     @property
     def info(self) -> EngineInfo:
         """Properties of the engine that do not change while it serves."""
-        return EngineInfo.of(self.engine)
+        return EngineInfo.from_engine(self.engine)
 
     @property
     def stats(self) -> EngineStats:
@@ -76,7 +76,7 @@ class AsyncEngine:
             "params", params, SamplingParams, "for a number of tokens: SamplingParams(max_tokens=...)"
         )
         prompt = await self._tokenize_prompt(prompt)
-        if params.structured_outputs is not None:  # compiled here, not where steps wait for it
+        if params.structured_outputs is not None:  # Compile outside the engine's thread.
             await asyncio.to_thread(self.engine.grammars.mask, params.structured_outputs)
         reader = RequestOutputCollector(params.n, self._mailbox())
         self._thread.add(reader, prompt, params, request_id)
@@ -143,9 +143,9 @@ class AsyncEngine:
     async def _tokenize_prompt(self, prompt: Prompt) -> Prompt:
         """Tokenize a text prompt in this task, so that the engine's steps do not wait for it."""
         if not isinstance(prompt, str) or not prompt or self.engine.tokenizer is None:
-            return prompt  # as it is in an error's words
+            return prompt  # The engine reports the error.
         try:
             (token_ids,) = await tokenize_async(self.engine.tokenizer, [prompt])
-        except TypeError:  # it has halves of characters, as the engine says in more words
+        except TypeError:  # Invalid Unicode: the engine reports the error.
             return prompt
         return token_ids

@@ -26,7 +26,7 @@ class InvariantBuckets(NamedTuple):
     prefills: Bucket
 
     @classmethod
-    def among(cls, buckets: Sequence[Bucket]) -> "InvariantBuckets":
+    def from_buckets(cls, buckets: Sequence[Bucket]) -> "InvariantBuckets":
         """Return the buckets in order, given in any order."""
         decodes, prefills = sorted(buckets, key=lambda bucket: bucket.max_prefills)
         return cls(decodes, prefills)

@@ -8,12 +8,12 @@ import numpy as np
 
 from jattn.cache.block_copy import copy_blocks
 
-FACTOR = 4  # from one size to the next: few to compile, and what a copy is padded with costs no step
+FACTOR = 4  # between sizes: few executables, and padding is cheap
 
 type Pairs = Sequence[tuple[int, int]]
 
 
-def free(caches: Any) -> None:
+def free_caches(caches: Any) -> None:
     """Free the memory of caches at once, even if other references (such as a traceback) exist."""
     for array in jax.tree.leaves(caches):
         if isinstance(array, jax.Array):
@@ -41,7 +41,7 @@ class BlockCopier:
         while self._sizes[-1] < max_num_seqs:
             self._sizes.append(FACTOR * self._sizes[-1])
         self._copy = jax.jit(copy_blocks, donate_argnums=0)
-        self._executables: dict[tuple[int, int], jax.stages.Compiled] = {}  # by group and size
+        self._executables: dict[tuple[int, int], jax.stages.Compiled] = {}  # by (group, size)
 
     def compilers(self, caches: Any) -> list[Callable[[], None]]:
         """Return functions that compile the missing executables, each callable in any thread.

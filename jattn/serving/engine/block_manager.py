@@ -176,7 +176,7 @@ class BlockManager:
         new_blocks = self._take(self.blocks_to_extend(request_id, first, end))
         for index in self._written(owned, first, end):
             if index not in shared:
-                self._unpublish(owned[index])  # full once, of a request that this one was forked from
+                self._unpublish(owned[index])  # The parent of the fork may have published it.
         copies = []
         for index in shared:
             source, target = owned[index], new_blocks.pop()
@@ -244,12 +244,14 @@ class BlockManager:
 
     def free_all(self) -> None:
         """Free all blocks and forget all digests, also after an interrupted change."""
-        self._free = collections.OrderedDict.fromkeys(range(NULL_BLOCK + 1, self.num_blocks))  # next first
+        self._free = collections.OrderedDict.fromkeys(
+            range(NULL_BLOCK + 1, self.num_blocks)
+        )  # in order of reuse
         self._ref_counts = [0] * self.num_blocks
         self._tables = BlockTables()
         self._num_skipped: dict[int, int] = {}
         self._published: dict[bytes, int] = {}  # digest -> block
-        self._digests: dict[int, bytes] = {}  # and back
+        self._digests: dict[int, bytes] = {}  # block -> digest
 
     # --------------------------------------------------------------------------------------- inside
     def _owned(self, request_id: int) -> list[int]:
@@ -295,7 +297,7 @@ class BlockManager:
         return new_blocks
 
 
-NULL_BLOCK = 0  # what padding points to; never handed out
+NULL_BLOCK = 0  # padding entry of block tables; never allocated
 
 
 class BlockTables:
@@ -309,8 +311,8 @@ class BlockTables:
         self._array = np.full((8, 8), NULL_BLOCK, np.int32)
         self._row_of: dict[int, int] = {}
         self._free_rows = list(range(8))
-        self._blocks: dict[int, list[int]] = {}  # the same, for those who take them one by one
-        self._lens = np.zeros(8, np.int64)  # of each row
+        self._blocks: dict[int, list[int]] = {}  # the same as lists
+        self._lens = np.zeros(8, np.int64)  # number of blocks in each row
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._row_of

@@ -71,12 +71,12 @@ def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
     grow by a factor of four.
     """
     selected: list[Bucket] = []
-    most = max(bucket.max_decodes for bucket in buckets)
+    max_decodes = max(bucket.max_decodes for bucket in buckets)
     for bucket in sorted(buckets, key=lambda bucket: -bucket.max_decodes):
         if bucket.max_prefill_tokens:
             selected += [bucket] if bucket.max_decodes else []
-        elif bucket.max_decodes <= most:
-            selected, most = [*selected, bucket], bucket.max_decodes // MAX_OVERSIZE
+        elif bucket.max_decodes <= max_decodes:
+            selected, max_decodes = [*selected, bucket], bucket.max_decodes // MAX_OVERSIZE
     return selected
 
 
@@ -261,7 +261,9 @@ class StepLimits(NamedTuple):
             require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
         specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
         sliding_window_specs = [
-            spec for spec, is_near in zip(specs, sliding_window_layers_of(model), strict=False) if is_near
+            spec
+            for spec, has_own_blocks in zip(specs, sliding_window_layers_of(model), strict=False)
+            if has_own_blocks
         ]
         if draft is not None:
             specs += draft.cache_specs(
@@ -301,9 +303,12 @@ class StepLimits(NamedTuple):
 
     def num_blocks_per_layer(self, model: ServedModel, num_blocks: int) -> int | tuple[int, ...]:
         """Return the number of blocks of each layer's cache; one number if all layers share a block table."""
-        near = min(num_blocks, self._max_sliding_window_blocks(model))
+        num_window_blocks = min(num_blocks, self._max_sliding_window_blocks(model))
         return (
-            tuple(near if is_near else num_blocks for is_near in sliding_window_layers_of(model))
+            tuple(
+                num_window_blocks if has_own_blocks else num_blocks
+                for has_own_blocks in sliding_window_layers_of(model)
+            )
             or num_blocks
         )
 
@@ -314,15 +319,19 @@ class StepLimits(NamedTuple):
             ValueError: If there are fewer than two blocks.
             NotImplementedError: If the model's LongRoPE conflicts with the limits.
         """
-        near = min(num_blocks, self._max_sliding_window_blocks(model))
+        num_window_blocks = min(num_blocks, self._max_sliding_window_blocks(model))
         return Scheduler(
             BlockManager(num_blocks, self.block_size),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            local_attention=sliding_window_attention_of(model) if near else local_attention_of(model),
+            local_attention=sliding_window_attention_of(model)
+            if num_window_blocks
+            else local_attention_of(model),
             batch_invariant=self.batch_invariant,
             longrope_threshold=self._longrope_threshold(model),
-            sliding_window_manager=BlockManager(near, self.block_size) if near else None,
+            sliding_window_manager=BlockManager(num_window_blocks, self.block_size)
+            if num_window_blocks
+            else None,
         )
 
     def _longrope_threshold(self, model: ServedModel) -> int | None:
@@ -334,14 +343,18 @@ class StepLimits(NamedTuple):
         if self.batch_invariant:
             raise unsupported("batch_invariant=True", reason, f"Set max_model_len={length}")
         if self.max_num_batched_tokens <= length:
-            what = f"max_num_batched_tokens={self.max_num_batched_tokens}"
-            raise unsupported(what, reason, f"Set it to at least {length + 1}, or set max_model_len={length}")
+            feature = f"max_num_batched_tokens={self.max_num_batched_tokens}"
+            raise unsupported(
+                feature, reason, f"Set it to at least {length + 1}, or set max_model_len={length}"
+            )
         return length
 
     def draft_buckets(self, model: ServedModel, num_blocks: int, num_draft_tokens: int) -> list[Bucket]:
         """Return the buckets of steps with this many draft tokens per row."""
         widths = table_widths(self.max_blocks(model, num_blocks))
-        return [spec for n in widths for spec in draft_buckets(self.max_num_seqs, num_draft_tokens, n)]
+        return [
+            bucket for width in widths for bucket in draft_buckets(self.max_num_seqs, num_draft_tokens, width)
+        ]
 
     def draft_prefill_buckets(self, model: ServedModel, num_blocks: int) -> list[Bucket]:
         """Return the buckets of a draft model's prefill steps, the largest last."""
@@ -446,7 +459,7 @@ def device_memory_bytes(model: Any) -> int | None:
     """
     device = jax.local_devices()[0]
     if device.platform != "cpu" or device.memory_stats():
-        return (device.memory_stats() or {}).get("bytes_limit") or None  # 0: of allocators without a limit
+        return (device.memory_stats() or {}).get("bytes_limit") or None  # 0: an allocator without a limit
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_mesh_devices(model)

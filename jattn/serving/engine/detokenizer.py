@@ -6,11 +6,11 @@ from typing import Any
 
 from pallas_kernels.checks import require
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer decodes the first bytes of a character to
-MAX_PROMPT_CONTEXT = 6  # tokens of a prompt that are looked at, about as many as in vLLM
-MAX_HELD_TOKENS = 16  # tokens held back before those that complete no character are let go
-MAX_PARTIAL_TOKENS = 3  # tokens that may be the beginning of a character, which has four bytes at most
-LONG_TEXT = 4096  # characters from which on a text's tokens are made in a thread: a millisecond's work
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # text of an incomplete character
+MAX_PROMPT_CONTEXT = 6  # prompt tokens to decode with the first new ones, as in vLLM
+MAX_HELD_TOKENS = 16  # held-back tokens after which invalid bytes are released
+MAX_PARTIAL_TOKENS = 3  # a UTF-8 character has at most four bytes
+LONG_TEXT = 4096  # characters; about 1 ms to tokenize
 
 
 def tokenize(name: str, text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> list[int]:
@@ -21,7 +21,7 @@ def tokenize(name: str, text: str, tokenizer: Any, *, add_special_tokens: bool =
     """
     try:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    except TypeError:  # what the package says of surrogates, as Python has bytes that are no UTF-8
+    except TypeError:  # The tokenizer rejects unpaired surrogates.
         require(False, name, "be valid Unicode text", repr(text))
         raise
 
@@ -36,8 +36,10 @@ async def tokenize_async(
     """
     if sum(map(len, texts)) < LONG_TEXT:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
-    encode_batch = lambda: tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-    return [encoding.ids for encoding in await asyncio.to_thread(encode_batch)]
+    encodings = await asyncio.to_thread(
+        tokenizer.encode_batch, list(texts), add_special_tokens=add_special_tokens
+    )
+    return [encoding.ids for encoding in encodings]
 
 
 class IncrementalDetokenizer:
@@ -56,12 +58,12 @@ class IncrementalDetokenizer:
         """Start after a prompt, whose text is not included. Without a tokenizer every piece is empty."""
         self.text = ""
         self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
-        self._token_ids = self._end_of(prompt_ids)  # tokens of the last piece, and of the one to come
-        self._num_read = len(self._token_ids)  # those of the last piece
+        self._token_ids = self._end_of(prompt_ids)  # tokens of the last piece and of the next one
+        self._num_read = len(self._token_ids)  # number of tokens of the last piece
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer."""
+        """True if there is a tokenizer."""
         return self._tokenizer is not None
 
     def append(self, token_id: int) -> str:
@@ -72,7 +74,7 @@ class IncrementalDetokenizer:
         before, now = self._decode(self._token_ids[: self._num_read]), self._decode(self._token_ids)
         if len(now) <= len(before) or now.endswith(INCOMPLETE):
             if self._is_left_out(token_id):
-                self._token_ids.pop()  # else a thousand of them would be decoded with each that follows
+                self._token_ids.pop()  # Otherwise it is decoded again with each later token.
                 return ""
             num_held = len(self._token_ids) - self._num_read
             return "" if num_held % MAX_HELD_TOKENS else self._release(before, now)
@@ -129,7 +131,7 @@ class StopFilter:
         self.text = ""
         self._stop, self._include_stop, self._held = tuple(stop), include_stop, ""
         self._most_held = max(map(len, self._stop), default=1) - 1
-        self._num_free = 0  # of the characters held, those that no stop string may end with
+        self._num_free = 0  # held-back characters in which no stop string may end
 
     def feed(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Append a piece of text.

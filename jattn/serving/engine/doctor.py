@@ -23,8 +23,8 @@ REGIONS = {
     "prefill": Bucket(max_prefills=2, max_prefill_tokens=256, max_blocks=64),
 }
 DOCUMENTS = jax.eval_shape(lambda: Document(ids=jnp.zeros(1024, jnp.int32)))
-# What each feature changes in AttentionSpec and in CacheSpec, and its mask, for the heads of a Llama 3 8B.
-# ALiBi and sinks are not among them: all serve them wherever they serve a layer without.
+# Each feature's changes to AttentionSpec and CacheSpec, and its mask, for the heads of a Llama 3 8B. ALiBi
+# and sinks are not listed: they do not affect the choice of the implementation.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "causal, bfloat16": ({}, {}, None),
     "sliding window": ({"window": (1023, 0)}, {}, None),
@@ -62,7 +62,7 @@ def diagnose(feature: str, region: str) -> ImplementationChoice:
     spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **changes})
     cache_spec = CacheSpec(**{"num_blocks": 64, "num_kv_heads": 8, "head_dim": 128, **cache_changes})
     metadata = abstract_metadata(REGIONS[region], cache_spec.block_size)
-    # Any of the implementations in its turn: this is where to learn that there is no kernel, not a warning.
+    # A list of all implementations avoids the warning about a missing kernel, which the table reports.
     (layer_choice,) = plan_layers(
         metadata, (layer_config(spec, cache_spec),), mask, implementation=IMPLEMENTATIONS
     )
@@ -81,7 +81,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
     """
     buckets_by_table: dict[str, list[Bucket]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KernelFallbackWarning)  # the tables say it
+        warnings.simplefilter("ignore", KernelFallbackWarning)  # The tables contain the reasons.
         for bucket in buckets:
             metadata = abstract_metadata(bucket, block_size)
             plan = jax.eval_shape(lambda metadata, caches: model.plan(metadata, caches), metadata, caches)

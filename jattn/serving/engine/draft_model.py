@@ -17,7 +17,7 @@ from jattn.batch.requests import pack_tokens
 from jattn.batch.transitions import advance, recompute_slot_mapping
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import GraphStep
-from jattn.serving.engine.block_copies import BlockCopier, free
+from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.proposer import Proposer
 from jattn.serving.engine.sampler import SamplingMetadata, build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
@@ -149,12 +149,12 @@ class DraftModel(Proposer):
 
     def reset(self) -> None:
         """Create new KV caches."""
-        free(self._caches)  # There is no memory for both.
+        free_caches(self._caches)  # There is no memory for both.
         self._caches = self._new_caches()
 
-    def warm_up(self, place: int, bucket: Bucket) -> None:
-        """Run an executable of `runs[place]` on an empty batch, and wait for it."""
-        self._caches = self.runs[place].run(bucket, self._weights.state, self._caches)
+    def warm_up(self, graph_index: int, bucket: Bucket) -> None:
+        """Run an executable of `runs[graph_index]` on an empty batch, and wait for it."""
+        self._caches = self.runs[graph_index].run(bucket, self._weights.state, self._caches)
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """Compile all executables; see `DecodeGraphs.precompile`."""

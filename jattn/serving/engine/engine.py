@@ -115,7 +115,7 @@ class Engine:
         self.model, self.scheduler, self._runner, self._core, self._input_processor, *_ = parts
         self._processes, self._speculation = parts.processes, parts.speculation
         self.default_sampling_params = default_sampling_params_of(self.model)
-        self._open: dict[int | str, tuple[Request, list[int]]] = {}  # of add_request, until they are read
+        self._open: dict[int | str, tuple[Request, list[int]]] = {}  # unfinished requests of add_request
 
     @property
     def tokenizer(self) -> Any:
@@ -278,10 +278,10 @@ class Engine:
             step fails, all unfinished requests end with its error; later requests are served normally.
         """
         if self._core.has_work():
-            with contextlib.suppress(Exception):  # every request under way has it
+            with contextlib.suppress(Exception):  # Every unfinished request has the error.
                 self._core.run_step()
         outputs: list[RequestOutput] = []
-        reported: list[SequenceState] = []  # of them outputs are made
+        reported: list[SequenceState] = []  # sequences whose new tokens are in `outputs`
         finished_ids: set[int | str] = set()
         try:
             for request_id, (request, _) in self._open.items():
@@ -297,7 +297,7 @@ class Engine:
                 self._open = {
                     open_id: entry for open_id, entry in self._open.items() if open_id not in finished_ids
                 }
-        except BaseException:  # what is told by now reaches nobody: their texts would have holes
+        except BaseException:  # The outputs are lost, so their sequences must end.
             if reported:
                 self._core.interrupt(reported)
             raise

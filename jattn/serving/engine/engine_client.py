@@ -41,7 +41,7 @@ class EngineInfo:
         return min(self.max_model_len, self.capacity_tokens)
 
     @staticmethod
-    def of(engine: "Engine") -> "EngineInfo":
+    def from_engine(engine: "Engine") -> "EngineInfo":
         """Return the properties of an engine."""
         return EngineInfo(
             tokenizer=engine.tokenizer,

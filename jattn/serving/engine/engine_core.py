@@ -42,10 +42,10 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: Runner, speculation: Speculation | None = None) -> None:
         """Start without sequences. If `speculation` is None, no tokens are drafted."""
         self._scheduler, self._runner, self._speculation = scheduler, runner, speculation
-        self._generations: dict[int, SequenceState] = {}  # unfinished ones
-        self._with_mask: dict[int, SequenceState] = {}  # those of them that have a mask
+        self._sequences: dict[int, SequenceState] = {}  # the unfinished sequences
+        self._with_mask: dict[int, SequenceState] = {}  # unfinished sequences with a mask
         self._new_numbers = itertools.count()
-        self._num_in_flight_before_read: int | None = None  # steps in flight, while the oldest is waited for
+        self._num_in_flight_before_read: int | None = None  # set while waiting for a step
         self.time_to_first_token, self.times = Histogram(TIME_TO_FIRST_TOKEN), Histogram(INTER_TOKEN_LATENCY)
         self.queue_times, self.prefill_times = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
         self.step_tokens = Histogram(STEP_TOKENS)
@@ -53,11 +53,11 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Return whether sequences are unfinished or a step is in flight."""
-        return bool(self._generations or self._runner.num_in_flight)
+        return bool(self._sequences or self._runner.num_in_flight)
 
     def are_unfinished(self, numbers: Sequence[int]) -> bool:
         """Return whether any of these sequences is unfinished."""
-        return any(number in self._generations for number in numbers)
+        return any(number in self._sequences for number in numbers)
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
         """Add all sequences of some requests to the queue, and return their numbers."""
@@ -75,7 +75,7 @@ class EngineCore:
             yield
         except Exception:
             raise
-        except BaseException:  # what has no place in the queue would be waited for forever
+        except BaseException:  # An incomplete request would never end.
             self.interrupt()
             raise
 
@@ -89,12 +89,12 @@ class EngineCore:
     def _admit(self, requests: Sequence[Request]) -> list[int]:
         sequences = [sequence for request in requests for sequence in request.sequences]
         numbers = list(itertools.islice(self._new_numbers, len(sequences)))
-        self._generations.update(zip(numbers, sequences, strict=True))
-        masked = [number for number in numbers if self._generations[number].mask is not None]
-        self._with_mask.update((number, self._generations[number]) for number in masked)
+        self._sequences.update(zip(numbers, sequences, strict=True))
+        masked = [number for number in numbers if self._sequences[number].mask is not None]
+        self._with_mask.update((number, self._sequences[number]) for number in masked)
         new_tokens = iter(numbers)
         for request in requests:
-            parent = None  # the first completion, which computes the prompt for all
+            parent = None  # The first completion computes the prompt for all.
             for sequence in request.sequences:
                 number = next(new_tokens)
                 lengths = sequence.num_prompt_tokens, sequence.max_tokens
@@ -104,7 +104,7 @@ class EngineCore:
 
     def _drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            sequence = self._generations.pop(number, None)
+            sequence = self._sequences.pop(number, None)
             self._with_mask.pop(number, None)
             if sequence is not None and number in self._scheduler:
                 self._scheduler.abort(number)
@@ -118,14 +118,14 @@ class EngineCore:
         with self._fail_all_on_error():
             self._run_step()
 
-    def warm_up(self, most: int | None, max_tokens: int | None) -> int:
+    def warm_up(self, max_executables: int | None, max_tokens: int | None) -> int:
         """Run executables that have hardly run on an empty batch; see `Engine.warm_up`.
 
         Raises:
             Exception: The error of a run. All unfinished sequences have ended with it, as in `run_step`.
         """
         cold_executables = self._runner.cold_buckets(max_tokens)
-        if chosen := cold_executables[:most]:  # else other processes would be told of nothing at every look
+        if chosen := cold_executables[:max_executables]:  # Do not broadcast empty lists.
             with self._fail_all_on_error():
                 self._runner.warm_up(chosen)
         return len(cold_executables) - len(chosen)
@@ -142,14 +142,14 @@ class EngineCore:
             if cause is error:
                 raise
             raise cause from error
-        except BaseException:  # caches may be given away, blocks taken for a step that never ran
+        except BaseException:  # The caches or blocks may be inconsistent.
             if self._num_in_flight_before_read != self._runner.num_in_flight:
                 self.num_failed_steps += 1
                 self._fail_all(RequestError("a step was interrupted"))
             raise
 
     def _run_step(self) -> None:
-        # More are left where a reading was interrupted; none may be where a token decides what the next is.
+        # More steps remain if reading was interrupted. None may remain if the next token depends on the last.
         must_read_all = self._runner.is_verifying or self._any_needs_its_last_token()
         self._read(keep=0 if must_read_all else 1)
         if self._runner.have_weights_changed():
@@ -160,12 +160,12 @@ class EngineCore:
         self._read(keep=0 if step is None or step.num_draft_tokens else 1)
 
     def _start(self, step: Step) -> None:
-        sequences = [self._generations[number] for number in step.request_ids]
+        sequences = [self._sequences[number] for number in step.request_ids]
         for number in step.preempted:
-            self._generations[number].draft_state.num_read = 0
+            self._sequences[number].draft_state.num_read = 0
         self._runner.start(*self._runner.prepare(step, sequences))
         self.step_tokens.add(float(sum(step.query_lens)))
-        finished = []  # no step more, whatever its tokens are
+        finished = []  # requests that need no further step
         for number, sequence, samples in zip(step.request_ids, sequences, step.samples, strict=True):
             if sequence.queue_time is None:
                 sequence.queue_time = time.perf_counter() - sequence.arrival_time
@@ -201,12 +201,12 @@ class EngineCore:
         return any([sequence.needs_last_token for sequence in self._with_mask.values()])
 
     def _running(self) -> list[SequenceState]:
-        return [self._generations[number] for number in self._scheduler.running]
+        return [self._sequences[number] for number in self._scheduler.running]
 
     def _fail_all(self, error: Exception) -> None:
-        for sequence in self._generations.values():
+        for sequence in self._sequences.values():
             sequence.fail(error)
-        self._generations.clear()
+        self._sequences.clear()
         self._with_mask.clear()
         self._scheduler.abort_all()
         self._runner.reset()
@@ -217,18 +217,18 @@ class EngineCore:
             self._num_in_flight_before_read = num_in_flight
             for new_tokens in self._runner.read():
                 self._num_in_flight_before_read = None
-                sequence = self._generations.get(new_tokens.request_id)
-                if sequence is not None:  # else stopped a step ago, or nobody wants it now
+                sequence = self._sequences.get(new_tokens.request_id)
+                if sequence is not None:  # Otherwise it stopped a step ago or was dropped.
                     try:
                         self._hand_out(new_tokens, sequence)
-                    except Exception as error:  # of its text, say; the others' tokens are as good as before
+                    except Exception as error:  # Only this sequence fails.
                         sequence.fail(error)
                     if sequence.finish_reason is not None:
                         self._drop([new_tokens.request_id])
             self._num_in_flight_before_read = None
 
     def _hand_out(self, new_tokens: NewTokens, sequence: SequenceState) -> None:
-        num_known = len(sequence.prompt_logprobs)  # some of the new ones, where it was preempted
+        num_known = len(sequence.prompt_logprobs)  # After a preemption, some are already known.
         if new_tokens.prompt_logprobs and new_tokens.prompt_start <= num_known:
             sequence.prompt_logprobs += new_tokens.prompt_logprobs[num_known - new_tokens.prompt_start :]
         if not new_tokens.token_ids:
@@ -239,13 +239,13 @@ class EngineCore:
         if num_accepted and new_tokens.request_id in self._scheduler:
             self._scheduler.accept(new_tokens.request_id, num_accepted)
         sequence.num_pending -= 1
-        if not (num_accepted or new_tokens.logprobs):  # nearly always
+        if not (num_accepted or new_tokens.logprobs):  # the common case
             self._append(sequence, new_tokens.token_ids[0], None)
             return
         logprobs_by_token = new_tokens.logprobs or [None] * len(new_tokens.token_ids)
         for token_id, logprobs in zip(new_tokens.token_ids, logprobs_by_token, strict=True):
             self._append(sequence, token_id, logprobs)
-            if sequence.finish_reason is not None:  # what was accepted behind it is nobody's
+            if sequence.finish_reason is not None:  # Later accepted tokens are dropped.
                 self._drop([new_tokens.request_id])
                 break
 

@@ -135,9 +135,7 @@ def build_components(
     )
     if processes is not None:
         options = _shared_options(limits._replace(block_size=sizes.block_size), cache, steps, draft_config)
-        num_blocks = processes.agree_on_num_blocks(
-            num_blocks, options | model_options(model)
-        )  # each its memory
+        num_blocks = processes.agree_on_num_blocks(num_blocks, options | model_options(model))
     scheduler = limits.scheduler(model, num_blocks)
     speculation = make_speculation(
         draft_config, model, limits, num_blocks=num_blocks, implementation=steps.implementation
@@ -193,11 +191,11 @@ def model_options(model: Any, prefix: str = "") -> dict[str, str]:
     The weights themselves are not compared.
     """
     mesh, config = model.mesh, model.config
-    source = str(getattr(config, "source", ""))  # its config.json
+    source = str(getattr(config, "source", ""))  # content of config.json
     sizes = f"{config.vocab_size} tokens, {config.max_position_embeddings} positions"
     devices = [device.id for device in mesh.devices.flat]
     scales = getattr(model, "kv_scales", None)
-    # A process stores its heads by its own: with others they are rounded otherwise, or cut off.
+    # Each process quantizes its own heads, so all of them need the same scales.
     scale_values = (
         [] if scales is None else [f"{name} {tensor.tolist()}" for name, tensor in scales.tensors().items()]
     )

@@ -13,10 +13,10 @@ from jattn.serving.engine.input_processor import Prompt
 from jattn.serving.engine.outputs import RequestError, RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
 
-PAUSE_S = 0.05  # with nothing to do, before an executable runs on nothing
+PAUSE_S = 0.05  # idle time before an executable is warmed up
 
 
-type OutputItem = tuple[Any, RequestOutput | Exception]  # a Listener, and what is news to it
+type OutputItem = tuple[Any, RequestOutput | Exception]  # (OutputListener, its output)
 
 
 @runtime_checkable
@@ -53,11 +53,11 @@ class EngineThread:
         """Prepare the thread. It starts with the first call."""
         self._engine = engine
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._listeners: dict[int | str, OutputListener] = {}  # touched by the thread alone
+        self._listeners: dict[int | str, OutputListener] = {}  # used only by the thread
         self._without_output: set[int | str] = (
             set()
-        )  # of these, whose readers have heard nothing yet; likewise
-        self._lock = threading.Lock()  # of the two below
+        )  # requests without an output so far; used only by the thread
+        self._lock = threading.Lock()  # protects _thread and _is_closed
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
@@ -100,7 +100,7 @@ class EngineThread:
 
         The listener gets no more outputs.
         """
-        with contextlib.suppress(ValueError):  # closed: everything is dropped
+        with contextlib.suppress(ValueError):  # If closed, everything has been dropped.
             self._put(lambda: self._drop(listener))
 
     def abort(self, request_id: int | str) -> None:
@@ -136,7 +136,7 @@ class EngineThread:
             if self._is_closed:
                 raise ValueError("AsyncEngine is closed.")
             if self._thread is None:
-                # A daemon: one that nobody closed must not keep the process from ending.
+                # A daemon thread does not keep the process alive.
                 self._thread = threading.Thread(target=self._run, name="jattn engine", daemon=True)
                 self._thread.start()
             self._tasks.put(task)
@@ -175,7 +175,7 @@ class EngineThread:
         while engine.graphs.is_compiling or warm_up(0):
             with contextlib.suppress(queue.Empty):
                 return self._tasks.get(timeout=PAUSE_S)
-            with contextlib.suppress(Exception):  # of the device, which ended all that was open: nothing
+            with contextlib.suppress(Exception):  # A device error; no request is unfinished.
                 warm_up(1)
         return self._tasks.get()
 
@@ -186,13 +186,11 @@ class EngineThread:
             self._end_all(error)
             return
         outputs_by_listener: list[OutputItem] = []
-        first_outputs: list[
-            OutputItem
-        ] = []  # told before the others: of 130 streams the last waits for 5 ms of HTTP's work
+        first_outputs: list[OutputItem] = []  # delivered first: HTTP work for 130 streams takes 5 ms
         request_ids: set[int | str] = set()
         for output in outputs:
             listener = self._listeners.get(output.request_id)
-            if listener is None:  # of one that was added before the thread began
+            if listener is None:  # It was added before the thread started.
                 continue
             is_first = output.request_id in self._without_output
             (first_outputs if is_first else outputs_by_listener).append((listener, output))
@@ -231,6 +229,6 @@ class EngineThread:
         for mailbox, items in by_mailbox.values():
             try:
                 mailbox.post(items)
-            except RuntimeError:  # as asyncio says that a loop is closed
+            except RuntimeError:  # The event loop is closed.
                 gone += [listener for listener, _ in items]
         return gone

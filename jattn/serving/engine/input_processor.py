@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
     @property
     def is_finished(self) -> bool:
-        """Whether all sequences are finished."""
+        """True if all sequences are finished."""
         return all([sequence.finish_reason is not None for sequence in self.sequences])
 
     def result(self) -> GenerationResult:
@@ -91,7 +91,7 @@ def build_requests(
         kind="SamplingParams (for a number of tokens use max_tokens=)",
     )
     require_list_of_ints("stop_ids", stop_ids)
-    if len(stop_ids) or ignore_eos:  # else they are looked at again for each prompt
+    if len(stop_ids) or ignore_eos:  # replace() validates again, so avoid it.
         params_list = [
             dataclasses.replace(
                 params,
@@ -138,11 +138,11 @@ def build_request(
     max_new_tokens = _max_new_tokens(name, len(token_ids), params.max_tokens, limits)
     new_mask = token_masks(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars)
 
-    # A prompt whose logits are wanted is computed, every token of it.
+    # prompt_logprobs need the logits of every prompt token, so no cached prefix is used.
     is_shared = limits.enable_prefix_caching and params.prompt_logprobs is None
     hashes = BlockHashes(limits.block_size, token_ids) if is_shared else None
 
-    def sequence(params: SamplingParams) -> SequenceState:
+    def new_sequence(params: SamplingParams) -> SequenceState:
         return SequenceState(
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
@@ -155,8 +155,8 @@ def build_request(
         )
 
     text = prompt if isinstance(prompt, str) else None
-    first, *others = (sequence(params.of_completion(index)) for index in range(params.n))
-    for completion in others:  # the prompt is computed once, by whichever of them
+    first, *others = (new_sequence(params.of_completion(index)) for index in range(params.n))
+    for completion in others:  # The prompt is computed once, by any of them.
         completion.prompt_logprobs = first.prompt_logprobs
     return Request(text, params, [first, *others])
 
@@ -237,7 +237,7 @@ def prompt_token_ids_of(name: str, prompt: object, *, tokenizer: Any | None, voc
     else:
         try:
             token_ids = np.asarray(prompt)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # nested lists of different lengths
             token_ids = np.zeros((0, 0))
     require(token_ids.ndim == 1, name, "be text or a list of token ids", repr(prompt))
     if token_ids.size == 0:
@@ -274,7 +274,7 @@ class InputProcessor:
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.__dict__.pop("grammars", None)  # those were of the one before
+        self.__dict__.pop("grammars", None)  # They depend on the tokenizer.
 
     @functools.cached_property
     def grammars(self) -> Grammars:

@@ -11,7 +11,7 @@ from jattn.nn import PagedAttention
 from jattn.serving.engine.block_manager import NULL_BLOCK, BlockManager
 from jattn.serving.engine.scheduled_step import ScheduledRequest
 
-FULL_ATTENTION = (None, None)  # of a layer without a window or chunks
+FULL_ATTENTION = (None, None)  # (left window, chunk_size) of a layer without either
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,8 @@ class KVCacheManager:
             self._groups = [KVCacheGroup(manager), KVCacheGroup(sliding_window_manager, local_attention)]
         self._longrope_threshold = longrope_threshold
         self._manager, self._max_step_tokens = manager, max_num_batched_tokens
-        self._separates_prompts = batch_invariant  # generated tokens are neither found nor read with a prompt
-        # (source, target) of each request in each group, until its step has run.
+        self._separates_prompts = batch_invariant  # Only prompt tokens are shared and cached.
+        # (source, target) block copies of each request in each group, until its step has started.
         self.pending_copies: dict[int, list[list[tuple[int, int]]]] = {}
 
     @property
@@ -56,9 +56,8 @@ class KVCacheManager:
         num_cache_tokens = min(group.manager.capacity for group in self._groups) * self._manager.block_size
         if self._longrope_threshold is None or self._is_long(num_cache_tokens):
             return max_request_tokens
-        return min(
-            max_request_tokens, self._longrope_threshold
-        )  # a longer one begins with more than fits, windows or not
+        # A longer request's first chunk does not fit.
+        return min(max_request_tokens, self._longrope_threshold)
 
     @property
     def num_forks(self) -> int:
@@ -88,9 +87,9 @@ class KVCacheManager:
         if self.num_missing(request, end) > 0:
             return False
         extension = request.request_id, request.num_computed, end
-        pending_copies = [group.manager.extend(*extension) for group in self._groups]
-        if any(pending_copies):
-            self.pending_copies[request.request_id] = pending_copies
+        copies = [group.manager.extend(*extension) for group in self._groups]
+        if any(copies):
+            self.pending_copies[request.request_id] = copies
         request.token_capacity = self._manager.token_capacity(request.request_id)
         return True
 
@@ -125,11 +124,11 @@ class KVCacheManager:
         if not self.pending_copies:
             return [()] * len(self._groups)
         copies_by_request = [
-            self.pending_copies[request] for request in request_ids if request in self.pending_copies
+            self.pending_copies[request_id] for request_id in request_ids if request_id in self.pending_copies
         ]
         concatenate = itertools.chain.from_iterable
         return [
-            tuple(concatenate(pending_copies[group_index] for pending_copies in copies_by_request))
+            tuple(concatenate(copies[group_index] for copies in copies_by_request))
             for group_index in range(len(self._groups))
         ]
 
@@ -145,11 +144,9 @@ class KVCacheManager:
             group.can_start(request, blocks, self._max_step_tokens) for group, blocks in groups_with_blocks
         ):
             return 0
-        previous, num_cached_blocks = (request.num_computed, request.num_published), len(cached_blocks[0])
-        request.num_computed, request.num_published = (
-            num_cached_blocks * self._manager.block_size,
-            num_cached_blocks,
-        )
+        previous = request.num_computed, request.num_published
+        request.num_published = len(cached_blocks[0])
+        request.num_computed = request.num_published * self._manager.block_size
         limit = min(
             group.max_new_tokens_after(blocks, request.num_computed) for group, blocks in groups_with_blocks
         )
@@ -157,7 +154,7 @@ class KVCacheManager:
         count = min(num_new, budget, limit)
         if self._is_long(request.num_tokens) and not self._is_long(request.num_computed + count):
             request.num_computed, request.num_published = previous
-            return 0  # until the budget is large enough
+            return 0  # Wait for a sufficient budget.
         for group, blocks in groups_with_blocks:
             group.manager.allocate(request.request_id, request.num_computed + count, blocks)
         request.token_capacity = self._manager.token_capacity(request.request_id)

@@ -15,8 +15,8 @@ from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.structured_outputs import Grammars, TokenMask
 from pallas_kernels.checks import require
 
-SHORTEST_LIST, SHORTEST_TEXT = 8, 64  # tables are never narrower: fewer widths to compile for
-SHORTEST_BIASES = 4096  # nor is the list of all rows' biases shorter: 16 each of 256 rows, 48 KiB
+SHORTEST_LIST, SHORTEST_TEXT = 8, 64  # minimum table widths, to compile few sizes
+SHORTEST_BIASES = 4096  # minimum number of biases: 16 for each of 256 rows, 48 KiB
 
 
 class LogitsAdjustments(NamedTuple):
@@ -80,7 +80,7 @@ class RequestAdjustments(NamedTuple):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the logits change."""
+        """True if the logits change."""
         bans_end = self.num_generated < self.params.min_tokens
         return bool(
             self.params.has_penalties or self.params.logit_bias or bans_end or self.allowed is not None
@@ -98,8 +98,13 @@ def build_logits_adjustments(
     if not any(request.is_needed for request in requests):
         return None
     rows = np.arange(len(requests))
-    table = lambda lists, width: _table(lists, num_rows, width, vocab_size)
-    column = lambda values, off, dtype: scatter_rows(values, rows, np.full(num_rows, off, dtype))
+
+    def table(lists: Sequence[Sequence[int] | np.ndarray], width: int) -> Any:
+        return _table(lists, num_rows, width, vocab_size)
+
+    def column(values: Sequence[float | int], padding: float | int, dtype: Any) -> Any:
+        return scatter_rows(values, rows, np.full(num_rows, padding, dtype))
+
     params = [request.params for request in requests]
     bias_rows, bias_ids, biases = _biases(params, vocab_size)
     ends = [request.end_ids for request in requests]
@@ -114,7 +119,7 @@ def build_logits_adjustments(
         bias_ids=bias_ids,
         biases=biases,
         end_ids=table(ends, _width(ends, SHORTEST_LIST)),
-        # What int32 cannot hold is beyond every text, and so is the most that it can.
+        # Values beyond int32 exceed every text length.
         min_tokens=column([min(request.min_tokens, INT32_MAX) for request in params], 0, np.int32),
         prompt_ids=table(prompts, longest),
         output_ids=table(outputs, longest),
@@ -201,20 +206,22 @@ class TokenFilter:
             words: Banned words of several tokens; the last token may not follow the others.
         """
         self._anywhere = anywhere
-        self._endings: dict[tuple[int, ...], list[int]] = {}  # last tokens of words, by those before
+        self._endings: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # last tokens of words, by the tokens before them
         for word in words:
             self._endings.setdefault(tuple(word[:-1]), []).append(word[-1])
         self._lens = sorted({len(before) for before in self._endings})
-        self._last: tuple[int, ...] = ()  # tokens, as many as a word may have before its last
+        self._last: tuple[int, ...] = ()  # as many tokens as a word has before its last one
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the mask never changes."""
+        """True if the mask never changes."""
         return not self._endings
 
     @property
     def is_done(self) -> bool:
-        """Whether no token is allowed any more."""
+        """True if no token is allowed any more."""
         return not self.allowed().any()
 
     def allowed(self) -> np.ndarray:

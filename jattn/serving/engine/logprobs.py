@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-CHUNK = 256  # tokens whose logits are held at once: of a vocabulary of 152k 156 MB
+CHUNK = 256  # tokens per chunk: 156 MB of logits for a vocabulary of 152k
 
 
 class Logprob(NamedTuple):
@@ -33,24 +33,24 @@ class TokenLogprobs(NamedTuple):
         top: Log-probabilities of the most likely tokens.
     """
 
-    chosen: Float32[Array, " places"]
-    ranks: Int32[Array, " places"]
-    top_ids: Int32[Array, "places num"]
-    top: Float32[Array, "places num"]
+    chosen: Float32[Array, " positions"]
+    ranks: Int32[Array, " positions"]
+    top_ids: Int32[Array, "positions num"]
+    top: Float32[Array, "positions num"]
 
-    def at(self, place: int, token_id: int, num: int) -> dict[int, Logprob]:
+    def at(self, position: int, token_id: int, num: int) -> dict[int, Logprob]:
         """Return a position's chosen token and `num` most likely tokens. Requires arrays on the host.
 
         Source: vLLM's `logprobs_dict`: the chosen token first, then the others by rank.
         """
-        own = {token_id: Logprob(float(self.chosen[place]), int(self.ranks[place]))}
-        ids, logprobs = self.top_ids[place, :num].tolist(), self.top[place, :num].tolist()
+        chosen = {token_id: Logprob(float(self.chosen[position]), int(self.ranks[position]))}
+        ids, logprobs = self.top_ids[position, :num].tolist(), self.top[position, :num].tolist()
         likeliest = enumerate(zip(ids, logprobs, strict=True), 1)
-        return own | {i: Logprob(logprob, rank) for rank, (i, logprob) in likeliest if i != token_id}
+        return chosen | {i: Logprob(logprob, rank) for rank, (i, logprob) in likeliest if i != token_id}
 
 
 def compute_logprobs(
-    logits: Float[Array, "places vocab"], token_ids: Int32[Array, " places"], num: int
+    logits: Float[Array, "positions vocab"], token_ids: Int32[Array, " positions"], num: int
 ) -> TokenLogprobs:
     """Return the log-probabilities of the chosen tokens and of the `num` most likely ones. Traced."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -84,8 +84,11 @@ def prompt_logprobs(
     padding = chunks * size - hidden.shape[0]
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(chunks, size, -1)
     ids = jnp.pad(next_ids, (0, padding)).reshape(chunks, size)
-    of_chunk = lambda chunk: compute_logprobs(model.logits(chunk[0]), chunk[1], num)
-    result = jax.lax.map(of_chunk, (hidden, ids))
+
+    def chunk_logprobs(chunk: tuple[Array, Array]) -> TokenLogprobs:
+        return compute_logprobs(model.logits(chunk[0]), chunk[1], num)
+
+    result = jax.lax.map(chunk_logprobs, (hidden, ids))
     return TokenLogprobs(*(x.reshape(chunks * size, *x.shape[2:])[: chunks * size - padding] for x in result))
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from jattn.serving.engine.engine_thread import OutputItem
 from jattn.serving.engine.outputs import RequestError, RequestOutput, describe_error
 
-# Of the loop's time its readers get one part in so many: Python runs one thread at a time, and the engine's
-# must prepare the next step meanwhile. 256 streams at 12 ms a step are read every second or third step.
+# Readers get this fraction (1 / n) of the event loop's time, because the engine's thread needs the GIL to
+# prepare the next step. 256 streams at 12 ms per step are then read every second or third step.
 INVERSE_TIME_SHARE = 3
 
 
@@ -57,7 +57,7 @@ class Mailbox:
         start = time.thread_time()
         for reader, news in items:
             reader.put(news)
-        self._loop.call_soon(self._set_busy_until, start)  # behind the tasks that this wakes
+        self._loop.call_soon(self._set_busy_until, start)  # Runs after the woken tasks.
 
     def _set_busy_until(self, start: float) -> None:
         duration = time.thread_time() - start
@@ -92,7 +92,7 @@ class RequestOutputCollector:
         self.request_id: int | str | None = None
         self.has_news, self.num_unread = False, num_completions
         self.unfinished = set(range(num_completions))
-        self._outputs: dict[int, RequestOutput] = {}  # unread, by completion
+        self._outputs: dict[int, RequestOutput] = {}  # unread outputs, by completion
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 

@@ -55,7 +55,7 @@ class NgramProposer(Proposer):
             if last_index > 0
             else np.zeros(0, np.intp)
         )
-        ngram_len, longer = 1, ends  # where n-grams end that agree so far; the longest that counts
+        ngram_len, longer = 1, ends  # ends of matching n-grams, and of longer ones
         while longer.size and ngram_len < self.prompt_lookup_max:
             longer = longer[longer >= ngram_len]
             longer = longer[token_ids[longer - ngram_len] == token_ids[last_index - ngram_len]]

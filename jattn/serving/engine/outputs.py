@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jattn.serving.engine.logprobs import Logprob
 
-type Logprobs = dict[int, Logprob]  # of one place: the token that stands there, and the likeliest ones
+type Logprobs = dict[int, Logprob]  # at one position: the chosen token, then the most likely
 
 
 class RequestError(RuntimeError):
@@ -32,7 +32,7 @@ class StreamedToken(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)  # frozen, it would take four times as long to make
+@dataclasses.dataclass(kw_only=True, slots=True)  # A frozen class takes four times as long to create.
 class RequestOutput:
     """New tokens of one completion, as returned by `Engine.step`.
 

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import overload
 
-DIGEST_BYTES = 16  # among 2**32 blocks two agree by chance, and answer wrongly, once in 2**65 caches
+DIGEST_BYTES = 16  # With 2**32 blocks a collision has probability 2**-65.
 
 
 class BlockHashes(Sequence[bytes]):
@@ -19,7 +19,7 @@ class BlockHashes(Sequence[bytes]):
         """Start with the hashes of `token_ids`."""
         self.block_size = block_size
         self._digests: list[bytes] = []
-        self._rest = array.array("q")  # tokens behind the last full block
+        self._rest = array.array("q")  # tokens after the last full block
         self.num_tokens = 0
         self.extend(token_ids)
 
@@ -37,10 +37,10 @@ class BlockHashes(Sequence[bytes]):
 
     def copy(self) -> "BlockHashes":
         """Return an independent copy. Copying 32,000 tokens takes 13 us; hashing them takes 3 ms."""
-        other = BlockHashes(self.block_size)
-        other._digests, other._rest = self._digests.copy(), self._rest[:]
-        other.num_tokens = self.num_tokens
-        return other
+        hashes = BlockHashes(self.block_size)
+        hashes._digests, hashes._rest = self._digests.copy(), self._rest[:]
+        hashes.num_tokens = self.num_tokens
+        return hashes
 
     def __len__(self) -> int:
         return len(self._digests)

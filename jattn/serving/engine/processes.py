@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.checks import require
 
-GRACE_S = 3.0  # to end by itself for a process that hears of another's failure
+GRACE_S = 3.0  # time to exit after another process has failed
 END, FAILED, MEET = "end", "failed", "meet"
 _NAME_BYTES = 256
 
@@ -79,7 +79,7 @@ class ProcessGroup:
     def __init__(self) -> None:
         """Connect to all processes. Waits for them."""
         self.is_leader = jax.process_index() == 0
-        self.error: str | None = None  # that ended it
+        self.error: str | None = None  # the failure that ended the group
         self._is_closed = False
         self._inbox: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
         self._connections = _connect()
@@ -87,12 +87,12 @@ class ProcessGroup:
             threading.Thread(target=self._listen, args=connection, name="jattn-processes", daemon=True)
             for connection in self._connections.items()
         ]
-        # It waits from now on: where an error ends the interpreter, no thread can be started.
+        # Started now, because no thread can be started while the interpreter exits.
         self._finished = threading.Event()
         threading.Thread(target=self._exit_after_failure, name="jattn-end", daemon=True).start()
         for thread in self._listeners:
             thread.start()
-        atexit.register(self._at_exit)  # before jax.distributed's own, which waits for all
+        atexit.register(self._at_exit)  # Runs before jax.distributed's handler, which waits for all.
 
     def agree_on_num_blocks(self, num_blocks: int, options: Mapping[str, str]) -> int:
         """Return the smallest number of blocks of all processes.
@@ -191,7 +191,7 @@ class ProcessGroup:
     def _exit_after_failure(self) -> None:
         """End this process after a failure, because a wait for devices or at exit cannot be interrupted."""
         self._finished.wait()
-        if self.error is not None:  # else it is closed
+        if self.error is not None:  # Otherwise the group was closed.
             time.sleep(GRACE_S)
             print(f"jattn: {self.error}; this process ends.", file=sys.stderr, flush=True)
             os._exit(1)
@@ -231,7 +231,7 @@ class ProcessGroup:
     def _send_ignoring_errors(self, command: str, *arguments: Any) -> None:
         message = pickle.dumps((command, arguments))
         for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # it is gone, as its listener knows
+            with contextlib.suppress(OSError):  # Its listener thread reports the lost connection.
                 connection.send_bytes(message)
 
 
@@ -265,7 +265,7 @@ def _connect() -> dict[int, Any]:
     is_one_host = len(set(hosts)) == 1
     host = "127.0.0.1" if is_one_host else hosts[0]
     listener = None
-    address_and_secret = np.zeros(1 + 32, np.int32)  # the port, and what who comes in must know
+    address_and_secret = np.zeros(1 + 32, np.int32)  # port, then the authentication key
     if rank == 0:
         secret = secrets.token_bytes(32)
         address = (host if is_one_host else "", 0)

@@ -11,8 +11,8 @@ from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.warmup import WarmupRuns
 
-# Tokens of a step from which its matrix products take longer than reading the weights: 16-bit operations over
-# bytes a second of an H200, 990e12 / 4.8e12, and less than all of the former.
+# Number of tokens from which a step's matrix products take longer than reading the weights: the ratio of
+# 16-bit operations to bytes per second of an H200, 990e12 / 4.8e12, at less than the full rate.
 BALANCE_TOKENS = 256
 
 
@@ -73,8 +73,8 @@ class Proposer:
     def reset(self) -> None:
         """Create new KV caches, because a failed call may have consumed the old ones."""
 
-    def warm_up(self, place: int, bucket: Bucket) -> None:
-        """Run an executable of `runs[place]` on an empty batch, and wait for it."""
+    def warm_up(self, graph_index: int, bucket: Bucket) -> None:
+        """Run an executable of `runs[graph_index]` on an empty batch, and wait for it."""
 
     def precompile(self, *, progress: bool, wait: bool) -> None:
         """Compile all executables of the proposer; see `DecodeGraphs.precompile`."""
@@ -82,6 +82,6 @@ class Proposer:
 
 def draft_buckets(max_num_seqs: int, num_tokens: int, max_blocks: int) -> tuple[Bucket, ...]:
     """Return the buckets of steps with drafts: powers of two rows, as long as drafts can pay off."""
-    most = min(max_num_seqs, BALANCE_TOKENS)
-    rows = [1 << i for i in range((most - 1).bit_length() + 1)]
+    max_rows = min(max_num_seqs, BALANCE_TOKENS)
+    rows = [1 << i for i in range((max_rows - 1).bit_length() + 1)]
     return tuple(Bucket(max_decodes=n, decode_query_len=1 + num_tokens, max_blocks=max_blocks) for n in rows)

@@ -31,8 +31,8 @@ class VerifiedTokens(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="num_logprobs")
 def rejection_sample(
-    logits: Float[Array, "places vocab"],
-    token_ids: Int[Array, " places"],
+    logits: Float[Array, "positions vocab"],
+    token_ids: Int[Array, " positions"],
     num_drafts: Int[Array, " reqs"],
     sampling: SamplingMetadata,
     num_generated: Int[Array, " reqs"],
@@ -66,7 +66,10 @@ def rejection_sample(
     num_rows = num_generated.shape[0]
     query_len = logits.shape[0] // num_rows
     drafts = token_ids.reshape(num_rows, query_len)[:, 1:]
-    repeat_rows = lambda rows: jnp.repeat(rows, query_len, axis=0)
+
+    def repeat_rows(rows: Array) -> Array:
+        return jnp.repeat(rows, query_len, axis=0)
+
     offsets = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), num_rows)
     counts = repeat_rows(num_generated) + offsets
     logits = logits.astype(jnp.float32)
@@ -89,15 +92,15 @@ _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def _adjustments_per_position(
-    adjustments: LogitsAdjustments, drafts: Int[Array, "reqs drafts"], offsets: Int32[Array, " places"]
+    adjustments: LogitsAdjustments, drafts: Int[Array, "reqs drafts"], offsets: Int32[Array, " positions"]
 ) -> LogitsAdjustments:
     """Return the rows' adjustments for each position, with the drafts before it counted as generated."""
     query_len = drafts.shape[1] + 1
     repeated = jax.tree.map(lambda rows: jnp.repeat(rows, query_len, axis=0), adjustments)
-    no_token = jnp.iinfo(jnp.int32).max  # beyond every vocabulary: dropped
+    no_token = jnp.iinfo(jnp.int32).max  # outside every vocabulary, so it is dropped
     before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
     drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), no_token)
     outputs = jnp.concatenate([repeated.output_ids, drafted], axis=1)
-    places = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), adjustments.bias_rows.shape[0])
-    bias_rows = repeated.bias_rows * query_len + places
+    positions = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), adjustments.bias_rows.shape[0])
+    bias_rows = repeated.bias_rows * query_len + positions
     return repeated._replace(output_ids=outputs, last=adjustments.last, bias_rows=bias_rows)

@@ -23,7 +23,7 @@ from jattn.batch.check import check_batch
 from jattn.batch.metadata import build_batch_metadata
 from jattn.parallel import replicated_sharding
 from jattn.serving.engine.batch_invariance import InvariantBuckets, make_invariant
-from jattn.serving.engine.block_copies import BlockCopier, free
+from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
 from jattn.serving.engine.config import StepLimits
 from jattn.serving.engine.doctor import explain
@@ -82,7 +82,9 @@ class Runner:
         num_drafts = 0 if speculation is None else speculation.num_tokens
         step = make_step(self._graphdef)
         self.graphs = limits.graphs(model, step, buckets, num_blocks, num_drafts)
-        self._invariant = InvariantBuckets.among(self.graphs.buckets) if limits.batch_invariant else None
+        self._invariant = (
+            InvariantBuckets.from_buckets(self.graphs.buckets) if limits.batch_invariant else None
+        )
         self._cascades = make_cascade_attention(
             model,
             step,
@@ -138,7 +140,7 @@ class Runner:
 
     @property
     def is_verifying(self) -> bool:
-        """Whether the last started step verifies draft tokens and is not read yet."""
+        """True if the last started step verifies draft tokens and is not read yet."""
         return bool(self._in_flight) and self._in_flight[-1].step.num_draft_tokens > 0
 
     def reset(self) -> None:
@@ -148,7 +150,7 @@ class Runner:
         """
         self._broadcast("reset")
         self._in_flight.clear()
-        free(self._caches)  # There is no memory for both.
+        free_caches(self._caches)  # There is no memory for both.
         self._caches = self._new_caches()
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
         if self._proposer is not None:
@@ -235,8 +237,8 @@ class Runner:
         """Return the compiled executables that have hardly run, smallest first."""
         runs = [*self._runs, *(() if self._proposer is None else self._proposer.runs)]
         cold_executables = [
-            ColdExecutable(place, bucket)
-            for place, warmup_runs in enumerate(runs)
+            ColdExecutable(graph_index, bucket)
+            for graph_index, warmup_runs in enumerate(runs)
             for bucket in warmup_runs.cold_executables(max_tokens)
         ]
         return sorted(cold_executables, key=lambda executable: executable.bucket.max_tokens)
@@ -246,11 +248,11 @@ class Runner:
         self._broadcast("warm_up", cold_executables)
         with self._reports_failure(BaseException):
             leaves = self.graphs.leaves_of(self.weights.state)  # The last step may have donated them.
-            for place, bucket in cold_executables:
-                if place < len(self._runs):
-                    self._caches = self._runs[place].run(bucket, leaves, self._caches)
+            for graph_index, bucket in cold_executables:
+                if graph_index < len(self._runs):
+                    self._caches = self._runs[graph_index].run(bucket, leaves, self._caches)
                 elif self._proposer is not None:
-                    self._proposer.warm_up(place - len(self._runs), bucket)
+                    self._proposer.warm_up(graph_index - len(self._runs), bucket)
 
     def prepare(self, step: Step, sequences: Sequence[SequenceState]) -> tuple[StepCall, PendingOutputs]:
         """Return the arguments of `start` for a step; `sequences` has one entry per row."""
@@ -279,7 +281,7 @@ class Runner:
         )
         num_rows, previous_rows = self._sampler.rows_of(bucket), self._previous_rows()
         last_tokens = self._last_tokens
-        sampling, num_generated = self._sampling.of(step, sequences, num_rows)
+        sampling, num_generated = self._sampling.get(step, sequences, num_rows)
         adjustments = build_step_adjustments(
             step, sequences, previous_rows, last_tokens, num_rows=num_rows, vocab_size=self._vocab_size
         )
@@ -304,7 +306,7 @@ class Runner:
             drafts=drafts,
             sampling_inputs=(sampling, adjustments),
             num_logprobs=max_num_logprobs(num_logprobs),
-            prompt=PromptLogprobsCall.of(ranges, bucket),
+            prompt=PromptLogprobsCall.from_ranges(ranges, bucket),
         )
         return call, PendingOutputs(step, num_logprobs, ranges)
 
@@ -319,7 +321,7 @@ class Runner:
             call = call.to_host()
             self._broadcast("start", call)
         with self._reports_failure(BaseException):
-            call = call.after(self._last_tokens)
+            call = call.with_last_tokens(self._last_tokens)
             self._caches = self._copies(self._caches, call.block_copies, call.sliding_window_copies)
             graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
             prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
@@ -376,7 +378,7 @@ class Runner:
             return call.tokens, None
         prepared, num_drafts = call.drafts
         token_ids = self._proposer.start(prepared)
-        return call.tokens._replace(ids=token_ids), (token_ids, num_drafts)
+        return call.tokens._replace(token_ids=token_ids), (token_ids, num_drafts)
 
     def _previous_rows(self) -> dict[int, int]:
         """Return the sampler row of each request in the steps in flight."""

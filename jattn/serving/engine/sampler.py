@@ -13,7 +13,7 @@ from jattn.pytree import pytree, static
 from jattn.serving.engine.sampling_params import GREEDY_BELOW, SamplingParams
 from pallas_kernels.checks import require
 
-GOLDEN_RATIO = 0x9E3779B9  # of 2**32: multiples of it are spread evenly
+GOLDEN_RATIO = 0x9E3779B9  # 2**32 / golden ratio: its multiples are evenly spread
 
 
 @pytree
@@ -66,25 +66,28 @@ def build_sampling_metadata(
     require(len(rows) == len(params), "rows", f"have one entry per request ({len(params)})", len(rows))
     are_rows = bool(((rows >= 0) & (rows < num_rows)).all())
     require(are_rows, "rows", f"be in [0, {num_rows})", rows.tolist())
-    for r, one in enumerate(params):
+    for i, request in enumerate(params):
         require(
-            one.is_greedy or one.seed is not None,
-            f"params[{r}]",
+            request.is_greedy or request.seed is not None,
+            f"params[{i}]",
             "have a seed (see SamplingParams.with_seed)",
-            one,
+            request,
         )
-    column = lambda values, dtype, off: scatter_rows(values, rows, np.full(num_rows, off, dtype))
+
+    def column(values: Sequence[float | int], dtype: Any, padding: float | int) -> Any:
+        return scatter_rows(values, rows, np.full(num_rows, padding, dtype))
+
     arrays = {
-        "temperature": column([one.temperature for one in params], np.float32, 0),
-        "top_k": column([min(max(one.top_k or 0, 0), 2**31 - 1) for one in params], np.int32, 0),
-        "top_p": column([one.top_p for one in params], np.float32, 1),
-        "min_p": column([one.min_p for one in params], np.float32, 0),
-        "seed": column([one.seed or 0 for one in params], np.uint32, 0),
+        "temperature": column([request.temperature for request in params], np.float32, 0),
+        "top_k": column([min(max(request.top_k or 0, 0), 2**31 - 1) for request in params], np.int32, 0),
+        "top_p": column([request.top_p for request in params], np.float32, 1),
+        "min_p": column([request.min_p for request in params], np.float32, 0),
+        "seed": column([request.seed or 0 for request in params], np.uint32, 0),
     }
-    drawn = [one for one in params if not one.is_greedy]
-    cuts = any(one.is_cut for one in drawn)
-    floors = cuts or any(one.min_p > 0 for one in drawn)
-    return SamplingMetadata(**jax.device_put(arrays), draws=bool(drawn), floors=floors, cuts=cuts)
+    sampling = [request for request in params if not request.is_greedy]
+    cuts = any(request.is_cut for request in sampling)
+    floors = cuts or any(request.min_p > 0 for request in sampling)
+    return SamplingMetadata(**jax.device_put(arrays), draws=bool(sampling), floors=floors, cuts=cuts)
 
 
 def scatter_rows(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
@@ -118,7 +121,7 @@ def sample(
     if params.draws:
         z = _filtered(logits, params, samples)
         noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
-        logits = jnp.where(samples[:, None], z + noise, logits)  # one pass over them picks for all rows
+        logits = jnp.where(samples[:, None], z + noise, logits)  # one argmax for all rows
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -143,12 +146,12 @@ def _gumbel(seed: Array, num_generated: Array, vocab: int) -> Float32[Array, " v
     The pass over the logits of 256 requests and 151,936 tokens takes 318 us on an H200 with threefry noise
     for every token, and 174 us with two hash rounds; reading the bytes takes 35 us (rows `engine-kernels`).
     """
-    key = jax.random.key(seed, impl="threefry2x32")  # named: others may draw by place in the batch
+    key = jax.random.key(seed, impl="threefry2x32")  # explicit, independent of jax's default
     first, second = jax.random.key_data(jax.random.fold_in(key, num_generated))
     tokens = jax.lax.iota(jnp.uint32, vocab) * jnp.uint32(GOLDEN_RATIO)
     bits = _mixed(_mixed(tokens + first) + second)
     from_1_to_2 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
-    uniform = from_1_to_2 - np.float32(1 - 2**-24)  # odd multiples of 2**-24: never 0 or 1
+    uniform = from_1_to_2 - np.float32(1 - 2**-24)  # odd multiples of 2**-24, never 0 or 1
     return -jnp.log(-jnp.log(uniform))
 
 
@@ -178,13 +181,16 @@ def _top_k_top_p(
     ascending, order = jax.lax.sort((-z, ids), num_keys=1, is_stable=True)
     descending = -ascending
     vocab = z.shape[-1]
-    nth = lambda array, n: jnp.take_along_axis(array, n[:, None], axis=-1)
-    kth = nth(descending, jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1)
+
+    def take(array: Array, index: Array) -> Array:
+        return jnp.take_along_axis(array, index[:, None], axis=-1)
+
+    kth = take(descending, jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1)
     in_top_k = descending >= kth
     probs = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
     before = jnp.pad(jnp.cumsum(probs, axis=-1)[:, :-1], ((0, 0), (1, 0)))
     top_p = top_p[:, None]
     num_kept = jnp.sum(in_top_k & ((before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32)
-    last = jnp.maximum(num_kept, 1) - 1  # top_p may be 0 in float32: the likeliest stays
-    edge, edge_id = nth(descending, last), nth(order, last)
+    last = jnp.maximum(num_kept, 1) - 1  # top_p can round to 0: keep the most likely token.
+    edge, edge_id = take(descending, last), take(order, last)
     return jnp.where((z > edge) | ((z == edge) & (ids <= edge_id)), z, -jnp.inf)

@@ -19,9 +19,9 @@ GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 NUM_SEEDS = 2**32
 MAX_LOGPROBS = 20  # vLLM's max_logprobs
 MAX_BIAS = 100.0
-MAX_N = 16384  # vLLM's VLLM_MAX_N_SEQUENCES: each has a copy of the prompt before any of them runs
-MAX_TEMPERATURE = 1e30  # float32 holds it, and what is divided by it
-MAX_PENALTY = 1e30  # repetition_penalty, and one over it: likewise
+MAX_N = 16384  # vLLM's VLLM_MAX_N_SEQUENCES; each completion copies the prompt
+MAX_TEMPERATURE = 1e30  # representable in float32, like the divided logits
+MAX_PENALTY = 1e30  # limit of repetition_penalty and of its inverse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class SamplingParams:
         specified = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
         counts = {"min_tokens": self.min_tokens, "n": self.n, **specified}
         require_int(**counts)
-        for name, value in counts.items():  # numpy's have bounds of their own, beyond which sums wrap
+        for name, value in counts.items():  # numpy ints could overflow
             object.__setattr__(self, name, int(value))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
@@ -151,7 +151,7 @@ class SamplingParams:
         for token, value in (bias or {}).items():
             is_valid = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
             require(is_valid, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
-        if bias is not None:  # of its own: the caller may go on to change theirs
+        if bias is not None:  # A copy, since the caller may modify the mapping.
             object.__setattr__(self, "logit_bias", {int(token): value for token, value in bias.items()})
         structured = self.structured_outputs
         is_form = structured is None or isinstance(structured, StructuredOutputsParams)
@@ -163,9 +163,8 @@ class SamplingParams:
     def _check_filters(self) -> None:
         """Check bad_words and allowed_token_ids."""
         words, ids = () if self.bad_words is None else self.bad_words, self.allowed_token_ids
-        is_collection = isinstance(words, Collection) and not isinstance(
-            words, str
-        )  # read twice: no generator
+        # A generator is not a Collection; the words are read twice.
+        is_collection = isinstance(words, Collection) and not isinstance(words, str)
         are_texts = is_collection and all(isinstance(word, str) and word.strip() for word in words)
         require(are_texts, "bad_words", "be a list of words", repr(words))
         object.__setattr__(self, "bad_words", tuple(words))
@@ -180,17 +179,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        """True if the most likely token is always chosen."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def is_cut(self) -> bool:
-        """Whether top_k or top_p is enabled, which requires sorting the logits."""
+        """True if top_k or top_p is enabled, which requires sorting the logits."""
         return (self.top_k or 0) > 0 or self.top_p < 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the logits depend on the previous tokens."""
+        """True if the logits depend on the previous tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @functools.cached_property
@@ -201,7 +200,7 @@ class SamplingParams:
 
     @property
     def needs_logits_adjustment(self) -> bool:
-        """Whether penalties, biases or min_tokens may change the logits."""
+        """True if penalties, biases or min_tokens may change the logits."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 
     def with_seed(self) -> "SamplingParams":
@@ -215,17 +214,17 @@ class SamplingParams:
 
     def _with(self, **changes: int) -> "SamplingParams":
         """Return a copy with valid new values, without checking a large logit_bias again."""
-        other = copy.copy(self)
+        changed = copy.copy(self)
         for name, value in changes.items():
-            object.__setattr__(other, name, value)
-        return other
+            object.__setattr__(changed, name, value)
+        return changed
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (float, int) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
-def _is_int(value: Any) -> bool:  # the types first: to ask whether it is an Integral takes ten times as long
+def _is_int(value: Any) -> bool:  # The type check is ten times faster.
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 

@@ -99,7 +99,7 @@ class ScheduledRequest:
 
     @property
     def is_in_prompt(self) -> bool:
-        """Whether the next token is a prompt token."""
+        """True if the next token is a prompt token."""
         return self.num_computed < self.num_prompt_tokens
 
     @property

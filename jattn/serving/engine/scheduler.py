@@ -78,9 +78,9 @@ class Scheduler:
         )
         self._blocks = KVCacheManager(block_manager, *options)
         self._separates_prompts, self._had_prompts = batch_invariant, False
-        # Each in order of arrival. Who has blocks, runs or is forked, came before all who wait.
+        # Each queue is in order of arrival. Requests with blocks arrived before all waiting requests.
         self._waiting: list[ScheduledRequest] = []
-        self._forked: list[ScheduledRequest] = []  # these wait, too, with what they share
+        self._forked: list[ScheduledRequest] = []  # waiting requests that share a prompt's blocks
         self._running: list[ScheduledRequest] = []
         self._requests: dict[int, ScheduledRequest] = {}
         self._new_arrivals = itertools.count()
@@ -189,15 +189,16 @@ class Scheduler:
         num_drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
         if self._num_forks != self._blocks.num_forks:
             self._num_forks = self._blocks.num_forks
-            for request in self._running:  # what one was to write into may be shared now
+            for request in self._running:  # Their last blocks may be shared now.
                 request.token_capacity = 0
         recomputed = self._blocks.crossing_threshold(self._running)
         preempted = [self._preempt(self._running, self._running.index(request)) for request in recomputed]
         chunks = self._chunks(num_drafts, preempted)
-        while not chunks and (self._forked or len(self._running) > 1):  # all wait for each other's blocks
+        while not chunks and (self._forked or len(self._running) > 1):  # a deadlock over free blocks
             preempted.append(self._preempt(self._queue_of_latest()))
             chunks = self._chunks(num_drafts, preempted)
-        self.num_preemptions += len(preempted) - len(recomputed)  # those that turn lost nothing to others
+        # Recomputed requests lost no blocks to other requests.
+        self.num_preemptions += len(preempted) - len(recomputed)
         if not chunks:
             return None
         return build_step(
@@ -223,14 +224,14 @@ class Scheduler:
         """Choose prompt tokens only (True), generated tokens only (False), or both (None); see `_chunks`."""
         chunks: list[tuple[ScheduledRequest, int]] = []
         budget, num_others = self.max_num_batched_tokens, 0
-        for request in self._running:  # the latest may leave it meanwhile
+        for request in self._running:  # The latest request may be preempted in the loop.
             count = request.num_tokens - request.num_computed + num_drafts
             if prompts_only is not None:
                 if request.is_in_prompt != prompts_only:
                     num_others += 1
                     continue
                 count = request.num_same_phase
-            count = budget if count > budget else count  # min() takes longer
+            count = budget if count > budget else count  # faster than min()
             if request.num_computed + count > request.token_capacity:
                 count = self._extend_running(request, count, preempted)
             if count == 0:
@@ -264,10 +265,10 @@ class Scheduler:
             request.num_computed += count - step.num_draft_tokens
             request.num_tokens += samples
             if request.num_computed >= (request.num_published + 1) * block_size:
-                self._blocks.publish(request)  # the device takes steps in order: who reads comes later
+                self._blocks.publish(request)  # The device runs steps in order.
             if request.completions and request.num_computed >= request.num_shared:
                 self._fork(request)
-            if count > 1:  # a piece of a prompt; one token more is given up with the next block
+            if count > 1:  # A prompt chunk. For single tokens, see num_fitting_tokens.
                 self._blocks.free_skipped_blocks(request)
         self._blocks.pending_copies.clear()
         for request_id in finished:
@@ -377,7 +378,7 @@ class Scheduler:
             if count == 0:
                 break
             del queue[0]
-            if is_new and request.hashes is not None:  # else there was nothing to look up
+            if is_new and request.hashes is not None:  # Otherwise nothing was looked up.
                 self.num_prefix_tokens += request.num_tokens
                 self.num_prefix_hit_tokens += request.num_computed
             bisect.insort(self._running, request, key=by_arrival)
@@ -406,7 +407,7 @@ def build_step(
     if separates_prompts:
         is_decode = [not request.is_in_prompt for request, _ in chunks]
     else:
-        is_decode = [count == 1 + num_draft_tokens and one.num_computed > 0 for one, count in chunks]
+        is_decode = [count == 1 + num_draft_tokens and request.num_computed > 0 for request, count in chunks]
     if not all(is_decode):
         order = sorted(range(len(chunks)), key=lambda i: (not is_decode[i], chunks[i][0].arrival))
         chunks = [chunks[i] for i in order]

@@ -103,7 +103,7 @@ class ServedModel(Protocol):
         """Return the next-token logits of hidden states. Traced."""
 
 
-MEMBERS = ("config", "tokenizer", "cache_specs", "create_caches", "plan", "logits")  # told by their names
+MEMBERS = ("config", "tokenizer", "cache_specs", "create_caches", "plan", "logits")  # checked by name
 
 
 def resolve_model(model: Any, mesh: Mesh | None = None) -> ServedModel:

@@ -16,10 +16,10 @@ from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.served_model import MEMBERS, ServedModel, resolve_model
 from pallas_kernels.checks import require, require_int, require_positive, unsupported
 
-RESUME_HITS = 3  # drafts: a first step with some takes as long as so many without (MAX_SLEEP's rows)
+RESUME_HITS = 3  # drafts: a first step with drafts costs as much as 3 steps (see MAX_PAUSE)
 
 
-OVERHEAD = 1.1  # of a step with drafts over one without: the next is not prepared while it runs
+OVERHEAD = 1.1  # relative cost of a step with drafts: it cannot overlap the next one's preparation
 
 
 class Speculation:
@@ -50,18 +50,18 @@ class Speculation:
         """
         if any(self._length(sequence) + self.num_tokens > self._max_model_len for sequence in sequences):
             return False
-        # What may follow a draft in a text of a given form, nobody has told the sampler.
-        free = [sequence for sequence in sequences if sequence.mask is None]
-        awake = [sequence for sequence in free if self._should_draft(sequence)]
+        # The sampler has no masks for positions after a draft, so sequences with a mask are excluded.
+        unmasked = [sequence for sequence in sequences if sequence.mask is None]
+        candidates = [sequence for sequence in unmasked if self._should_draft(sequence)]
         max_expected = math.fsum(
-            sequence.draft_state.expected_accepted(self._max_drafts(sequence)) for sequence in awake
+            sequence.draft_state.expected_accepted(self._max_drafts(sequence)) for sequence in candidates
         )
         if not self._pays(len(sequences), max_expected):
-            return False  # not even if all of them had as many drafts as can be
+            return False  # Not even the maximum number of drafts pays off.
         for sequence in sequences:
             sequence.draft_state.num_drafted = 0
         expected = 0.0
-        for sequence in awake:
+        for sequence in candidates:
             sequence.draft_state.num_drafted = self.proposer.find_drafts(sequence, self._max_drafts(sequence))
             expected += sequence.draft_state.expected_accepted(sequence.draft_state.num_drafted)
         return self._pays(len(sequences), expected)
@@ -80,11 +80,11 @@ class Speculation:
         draft_state = sequence.draft_state
         if not (draft_state.num_rejections and self.proposer.is_lookup):
             return draft_state.paused_until <= self._length(sequence)
-        hits, is_over = draft_state.shadow_hits(sequence.token_ids)
-        if hits >= min(RESUME_HITS, self.num_tokens):
-            draft_state.resume(hits)
+        num_hits, is_final = draft_state.shadow_hits(sequence.token_ids)
+        if num_hits >= min(RESUME_HITS, self.num_tokens):
+            draft_state.resume(num_hits)
             return True
-        if is_over:
+        if is_final:
             draft_state.shadow_start = len(sequence.token_ids)
             self.proposer.find_drafts(sequence, self.num_tokens)
         return False
@@ -101,7 +101,8 @@ class Speculation:
         self.num_drafts += 1
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        sequence.draft_state.num_read += min(num_accepted, self.num_tokens - 1)  # the last draft was not read
+        # The draft model did not process the last draft.
+        sequence.draft_state.num_read += min(num_accepted, self.num_tokens - 1)
         sequence.draft_state.record(num_accepted, self._length(sequence))
 
     def record_unused(self, sequences: Sequence[SequenceState]) -> None:
@@ -127,7 +128,7 @@ class Speculation:
 NGRAM = "ngram"
 
 
-# vLLM's other methods, which are no names of folders.
+# vLLM's other methods, which are not folder names.
 _UNSUPPORTED_METHODS = (
     "eagle",
     "eagle3",

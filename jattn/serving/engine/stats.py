@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 
-# vLLM's buckets of vllm:time_to_first_token_seconds and vllm:inter_token_latency_seconds.
+# Bucket bounds of vllm:time_to_first_token_seconds and vllm:inter_token_latency_seconds.
 TIME_TO_FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -13,12 +13,12 @@ INTER_TOKEN_LATENCY = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-# Of vllm:e2e_request_latency_seconds, and of the times of a request's phases.
+# Bucket bounds of vllm:e2e_request_latency_seconds and of the times of a request's phases.
 REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # of vllm:iteration_tokens_total
+STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))  # bounds of vllm:iteration_tokens_total
 
 
 class Histogram:

@@ -40,7 +40,7 @@ class SlidingWindowTables(NamedTuple):
     block_table: Int32[Array, "reqs max_blocks"]
     slot_mapping: Int32[Array, " tokens"]
 
-    def beside(self, metadata: BatchMetadata) -> PerKVCacheGroup:
+    def combine_with(self, metadata: BatchMetadata) -> PerKVCacheGroup:
         """Return the metadata of both groups of layers."""
         return PerKVCacheGroup(metadata, replace(metadata, **self._asdict()))
 
@@ -58,32 +58,37 @@ def sliding_window_tables(
     """
     if step.sliding_window_tables is None:
         return None
-    sizes: dict[str, Any] = {"block_size": metadata.block_size, "bucket": metadata.bucket}
-    lens = step.query_lens, step.seq_lens
-    near = build_batch_metadata(*lens, step.sliding_window_tables, to_device=False, **sizes)
+    window_metadata = build_batch_metadata(
+        step.query_lens,
+        step.seq_lens,
+        step.sliding_window_tables,
+        block_size=metadata.block_size,
+        bucket=metadata.bucket,
+        to_device=False,
+    )
     if checks and cache_spec is not None:
-        check_batch(near, cache_spec)
-    return SlidingWindowTables(near.block_table, near.slot_mapping)
+        check_batch(window_metadata, cache_spec)
+    return SlidingWindowTables(window_metadata.block_table, window_metadata.slot_mapping)
 
 
 class StepTokens(NamedTuple):
     """The tokens of a step. The device takes those that the host does not know yet from the previous step.
 
     Attributes:
-        ids: Token ids known to the host.
-        rows: Sampler row of the previous step that generated this token; -1 if `ids` holds it.
-        last: New tokens of the previous step, by sampler row.
-        ends: Indices of the tokens whose logits are sampled (vLLM's logits_indices), by sampler row, then
+        token_ids: Token ids known to the host.
+        source_rows: Sampler row of the previous step that generated this token; -1 if `token_ids` holds it.
+        last_tokens: New tokens of the previous step, by sampler row.
+        logits_indices: Indices of the tokens whose logits are sampled, by sampler row, then
             padding. In a step with drafts: all tokens.
         sliding_window: Tables of layers with their own blocks. None: all layers share the metadata's tables.
         num_generated: Number of generated tokens of each sampler row, as in `sample`. It passes through the
             step so that it is transferred with the other inputs. None: the sampler gets it separately.
     """
 
-    ids: Int32[Array, " tokens"]
-    rows: Int32[Array, " tokens"]
-    last: Int32[Array, " max_rows"]
-    ends: Int32[Array, " places"]
+    token_ids: Int32[Array, " tokens"]
+    source_rows: Int32[Array, " tokens"]
+    last_tokens: Int32[Array, " max_rows"]
+    logits_indices: Int32[Array, " positions"]
     sliding_window: SlidingWindowTables | None = None
     num_generated: Int32[Array, " reqs"] | None = None
 
@@ -92,12 +97,12 @@ class StepOutputs(NamedTuple):
     """The outputs of a step other than the KV caches.
 
     Attributes:
-        logits: Logits of the tokens StepTokens.ends.
+        logits: Logits of the tokens StepTokens.logits_indices.
         hidden: Hidden states of all tokens after the final norm, for `model.logits`.
         num_generated: StepTokens.num_generated, unchanged.
     """
 
-    logits: Float32[Array, "places vocab"]
+    logits: Float32[Array, "positions vocab"]
     hidden: Float[Array, "tokens hidden"]
     num_generated: Int32[Array, " reqs"] | None
 
@@ -117,11 +122,13 @@ def make_step(graphdef: Any) -> GraphStep:
     ) -> tuple[Any, Any]:
         model = nnx.merge(graphdef, params)
         prefix = {} if common_prefix_len is None else {"common_prefix_len": common_prefix_len}
-        metadata = metadata if tokens.sliding_window is None else tokens.sliding_window.beside(metadata)
+        metadata = metadata if tokens.sliding_window is None else tokens.sliding_window.combine_with(metadata)
         shared = model.plan(metadata, caches, **prefix)
-        token_ids = jnp.where(tokens.rows >= 0, tokens.last[tokens.rows], tokens.ids)
+        token_ids = jnp.where(
+            tokens.source_rows >= 0, tokens.last_tokens[tokens.source_rows], tokens.token_ids
+        )
         hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[tokens.ends]), hidden, tokens.num_generated), caches
+        return StepOutputs(model.logits(hidden[tokens.logits_indices]), hidden, tokens.num_generated), caches
 
     return step
 

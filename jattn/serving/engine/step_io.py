@@ -47,11 +47,11 @@ def build_step_tokens(
     """
     lens = np.asarray(step.query_lens)
     starts = request_token_starts(lens, bucket)
-    ids, sources = [], []  # of each row's last token
+    ids, sources = [], []  # of the last token of each row
     for sequence, request_id, end in zip(sequences, step.request_ids, step.seq_lens, strict=True):
         is_known = len(sequence.token_ids) >= end
         ids.append(sequence.token_ids[end - 1] if is_known else 0)
-        sources.append(-1 if is_known else previous_rows[request_id])  # only the device knows it
+        sources.append(-1 if is_known else previous_rows[request_id])  # Only the device has the token.
     token_ids: Any = np.zeros(bucket.max_tokens, np.int32)
     token_rows: Any = np.full(bucket.max_tokens, -1, np.int32)
     last_indices = starts + lens - 1
@@ -87,14 +87,14 @@ def build_step_adjustments(
     if not any([sequence.needs_logits_adjustment for sequence in sequences]):
         return None
     requests = [
-        _adjusted(sequence, previous_rows[request_id] if sequence.num_pending else -1)
+        _request_adjustments(sequence, previous_rows[request_id] if sequence.num_pending else -1)
         for request_id, sequence in zip(step.request_ids, sequences, strict=True)
     ]
     return build_logits_adjustments(requests, last_tokens, num_rows=num_rows, vocab_size=vocab_size)
 
 
-def _adjusted(sequence: SequenceState, pending_row: int) -> RequestAdjustments:
-    """What a generation asks for. Where its mask allows nothing but ends, they may come before min_tokens."""
+def _request_adjustments(sequence: SequenceState, pending_row: int) -> RequestAdjustments:
+    """Return a sequence's adjustments. If its mask allows only stop tokens, min_tokens is ignored."""
     allowed, end_ids = None if sequence.mask is None else sequence.mask.allowed(), sequence.end_ids
     if allowed is not None and end_ids and not without(allowed, end_ids).any():
         end_ids = ()
@@ -115,14 +115,14 @@ class PromptLogprobsRange(NamedTuple):
         request_id: Identifier of the request.
         start: Position of the first token in the prompt.
         token_ids: The tokens.
-        place: Index of the step's token before the first of them.
+        token_index: Index of the step's token before the first of them.
         num: Number of most likely tokens to report for each.
     """
 
     request_id: int
     start: int
     token_ids: list[int]
-    place: int
+    token_index: int
     num: int
 
 
@@ -136,9 +136,9 @@ def prompt_logprobs_ranges(
     rows = zip(step.request_ids, sequences, step.query_lens, step.seq_lens, starts, strict=True)
     return [
         PromptLogprobsRange(
-            request_id, end - count + 1, token_ids, place, sequence.sampling_params.prompt_logprobs
+            request_id, end - count + 1, token_ids, token_index, sequence.sampling_params.prompt_logprobs
         )
-        for request_id, sequence, count, end, place in rows
+        for request_id, sequence, count, end, token_index in rows
         if sequence.sampling_params.prompt_logprobs is not None
         and (token_ids := sequence.token_ids[end - count + 1 : min(end + 1, sequence.num_prompt_tokens)])
     ]
@@ -151,14 +151,16 @@ class PromptLogprobsCall(NamedTuple):
     num: int
 
     @classmethod
-    def of(cls, ranges: Sequence[PromptLogprobsRange], bucket: Bucket) -> "PromptLogprobsCall | None":
+    def from_ranges(
+        cls, ranges: Sequence[PromptLogprobsRange], bucket: Bucket
+    ) -> "PromptLogprobsCall | None":
         """Combine ranges of a step into one call; None if there are none."""
         num = max_num_logprobs([prompt_range.num for prompt_range in ranges])
         if num is None:
             return None
         next_ids: Any = np.zeros(bucket.max_tokens, np.int32)
         for prompt_range in ranges:
-            next_ids[prompt_range.place : prompt_range.place + len(prompt_range.token_ids)] = (
+            next_ids[prompt_range.token_index : prompt_range.token_index + len(prompt_range.token_ids)] = (
                 prompt_range.token_ids
             )
         return cls(next_ids, num)
@@ -172,7 +174,7 @@ class StepCall(NamedTuple):
         sliding_window_copies: Block copies in the sliding-window layers; see `Step`.
         metadata: Metadata of the batch. Its bucket selects the executable.
         prefix_len: Number of tokens of a shared prefix that is read once; 0 without one.
-        tokens: The step's tokens; the device replaces `last`.
+        tokens: The step's tokens; the device replaces `last_tokens`.
         drafts: Input of the proposer, and the number of drafts of each row; None without drafts.
         sampling_inputs: Sampling parameters, and adjustments of the logits.
         num_logprobs: Number of log-probabilities per new token; None if not requested.
@@ -191,14 +193,14 @@ class StepCall(NamedTuple):
 
     def to_host(self) -> "StepCall":
         """Return a copy in numpy arrays, without the values that only the device has."""
-        host: StepCall = jax.device_get(self.after(np.zeros(0, np.int32)))
+        host: StepCall = jax.device_get(self.with_last_tokens(np.zeros(0, np.int32)))
         return host
 
-    def after(self, last: Any) -> "StepCall":
+    def with_last_tokens(self, last: Any) -> "StepCall":
         """Return a copy with the new tokens of the previous step."""
         sampling, adjustments = self.sampling_inputs
         adjustments = None if adjustments is None else adjustments._replace(last=last)
-        tokens = self.tokens._replace(last=last)
+        tokens = self.tokens._replace(last_tokens=last)
         return self._replace(tokens=tokens, sampling_inputs=(sampling, adjustments))
 
 
@@ -235,7 +237,7 @@ class PendingOutputs(NamedTuple):
     """The outputs that the requests of a step need."""
 
     step: Step
-    num_logprobs: list[int | None]  # of each
+    num_logprobs: list[int | None]  # per request
     prompt: list[PromptLogprobsRange]
 
 
@@ -244,7 +246,7 @@ class InFlightStep(NamedTuple):
 
     step: Step
     sampled: SampledTokens | VerifiedTokens
-    num_logprobs: list[int | None]  # that each request asked for
+    num_logprobs: list[int | None]  # per request
     prompt: list[PromptLogprobsRange]
     prompt_logprobs: TokenLogprobs | None
 
@@ -278,7 +280,7 @@ def read_new_tokens(in_flight_step: InFlightStep, has_read: Callable[[], object]
                 for i, token in enumerate(new)
             ],
             [
-                prompt_logprobs.at(prompt_range.place + i, token, prompt_range.num)
+                prompt_logprobs.at(prompt_range.token_index + i, token, prompt_range.num)
                 for i, token in enumerate(prompt_range.token_ids)
             ] if prompt_logprobs and prompt_range else [],
             prompt_range.start if prompt_range else 0,

@@ -79,15 +79,15 @@ class SamplingMetadataCache:
     """The sampling metadata of the last step, rebuilt when the requests change.
 
     Attributes:
-        place: Sharding of the metadata; None: a single device, or separate processes.
+        sharding: Sharding of the metadata; None: a single device, or separate processes.
     """
 
-    def __init__(self, place: jax.sharding.Sharding | None = None) -> None:
+    def __init__(self, sharding: jax.sharding.Sharding | None = None) -> None:
         """Start without metadata."""
-        self.place = place
+        self.sharding = sharding
         self._last: tuple[tuple[Any, ...], SamplingMetadata] | None = None
 
-    def of(
+    def get(
         self, step: Step, sequences: Sequence[SequenceState], num_rows: int
     ) -> tuple[SamplingMetadata, Any]:
         """Return the sampling metadata of a step, and the number of requested tokens of each row."""
@@ -97,7 +97,7 @@ class SamplingMetadataCache:
         if self._last is None or self._last[0] != key:
             params = [sequence.sampling_params for sequence in sequences]
             metadata = build_sampling_metadata(params, num_rows)
-            self._last = (key, metadata if self.place is None else jax.device_put(metadata, self.place))
+            self._last = (key, metadata if self.sharding is None else jax.device_put(metadata, self.sharding))
         return self._last[1], num_generated
 
 
@@ -124,7 +124,7 @@ class StepSampler:
             sampling: Cache of the steps' sampling metadata.
         """
         self._max_num_seqs, self._vocab_size = max_num_seqs, model.config.vocab_size
-        self._sampling_sharding = sampling.place
+        self._sampling_sharding = sampling.sharding
         self._by_vocabulary, self._replicated = logits_sharding(model), replicated_sharding(model)
         self._gather = jax.jit(lambda logits: logits, out_shardings=self._replicated)
         self.max_rows = max(map(self.rows_of, buckets))
@@ -149,21 +149,24 @@ class StepSampler:
             dataclasses.replace(sampled_params, min_p=0.5),
             dataclasses.replace(sampled_params, top_k=1),
         )
-        shape = lambda of, dtype, place: jax.ShapeDtypeStruct(of, dtype, sharding=place)
-        logits = shape((rows * query_len, self._vocab_size), jnp.float32, self._by_vocabulary)
-        counts = shape((rows,), jnp.int32, self._replicated)
-        ids = shape((rows * query_len,), jnp.int32, self._replicated)
-        drafts = (ids, shape((rows,), jnp.int32, None)) if query_len > 1 else None
+
+        def abstract(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        logits = abstract((rows * query_len, self._vocab_size), jnp.float32, self._by_vocabulary)
+        counts = abstract((rows,), jnp.int32, self._replicated)
+        ids = abstract((rows * query_len,), jnp.int32, self._replicated)
+        drafts = (ids, abstract((rows,), jnp.int32, None)) if query_len > 1 else None
         for params in (greedy, sampled_params, *filtered):
             metadata = build_sampling_metadata([params], rows)
             sampling = jax.tree.map(
-                lambda array: shape(array.shape, array.dtype, self._sampling_sharding), metadata
+                lambda array: abstract(array.shape, array.dtype, self._sampling_sharding), metadata
             )
-            logits_shape = logits
+            sharded_logits = logits
             if self._needs_full_rows(sampling, drafts):
                 self._gather.lower(logits).compile()
-                logits_shape = shape(logits.shape, logits.dtype, self._replicated)
-            function, arguments, static = self._call(logits_shape, drafts, counts, sampling)
+                sharded_logits = abstract(logits.shape, logits.dtype, self._replicated)
+            function, arguments, static = self._call(sharded_logits, drafts, counts, sampling)
             function.lower(*arguments, **static).compile()
 
     def __call__(
@@ -194,7 +197,7 @@ class StepSampler:
         maximum of a row is needed, which the devices compute together.
         """
         return self._replicated is not None and (
-            sampling.cuts or any(logits_shape is not None for logits_shape in others)
+            sampling.cuts or any(sharded_logits is not None for sharded_logits in others)
         )
 
     def _call(

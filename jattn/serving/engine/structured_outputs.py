@@ -12,10 +12,10 @@ import numpy as np
 
 from pallas_kernels.checks import require
 
-# Between the parts of a JSON text; bounded, so that none is lost in blanks.
+# Whitespace in JSON is bounded, so that generation cannot continue with blanks forever.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,40}"}
-MAX_COMPILED = 64  # grammars kept
-LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)*/')  # of Lark's syntax, JSON's in it among them
+MAX_COMPILED = 64  # maximum number of cached grammars
+LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)*/')  # string and regex literals in Lark syntax
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
@@ -25,11 +25,11 @@ class TokenMask(Protocol):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the mask never changes, so that it can be used before the last token is known."""
+        """True if the mask never changes, so that it can be used before the last token is known."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the text is complete, so that no token may follow."""
+        """True if the text is complete, so that no token may follow."""
 
     def allowed(self) -> np.ndarray:
         """Return one bit per token, bit `i % 32` of word `i // 32`, as uint32 words for the vocabulary."""
@@ -89,7 +89,9 @@ class StructuredOutputsParams:
             return matcher.grammar_from_lark(self.grammar)
         if self.choice is not None:
             texts = [json.dumps(text, ensure_ascii=False) for text in self.choice]
-            texts = [text.replace("\x7f", "\\u007f") for text in texts]  # raw, llguidance has no such letter
+            texts = [
+                text.replace("\x7f", "\\u007f") for text in texts
+            ]  # llguidance rejects the raw character.
             return matcher.grammar_from_lark("start: " + " | ".join(texts))
         schema = self.json if isinstance(self.json, str) else '{"type": "object"}'
         return matcher.grammar_from_json_schema(schema, defaults=JSON_OPTIONS)
@@ -135,7 +137,7 @@ class Grammars:
         rule = "be a constraint that llguidance supports"
         try:
             grammar = params.as_llguidance(matcher)
-        except ValueError as error:  # of a schema that is no JSON
+        except ValueError as error:  # The schema is not valid JSON.
             require(False, "structured_outputs", rule, error)
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         compiled = matcher(vocabulary, _without_forced_tokens(grammar, added), log_level=0)
@@ -161,7 +163,7 @@ class GrammarMask:
 
     @property
     def is_done(self) -> bool:
-        """Whether only the end may follow."""
+        """True if only the end may follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> np.ndarray:

@@ -26,9 +26,9 @@ RUNS = 2  # runs after which an executable reaches its full speed
 
 
 class ColdExecutable(NamedTuple):
-    """An executable that has hardly run: a bucket of the graphs at index `place` of a Runner's list."""
+    """An executable that has hardly run: a bucket of the graphs at index `graph_index` of a Runner's list."""
 
-    place: int
+    graph_index: int
     bucket: Bucket
 
 
@@ -112,7 +112,7 @@ class EmptyStepInputs:
         def zeros(count: int) -> Any:
             return np.zeros(count, np.int32)
 
-        places = self._rows_of(bucket) * bucket.decode_query_len
+        num_positions = self._rows_of(bucket) * bucket.decode_query_len
         metadata = empty_metadata(bucket, self._block_size) if self._has_near else None
         window_tables = None
         if metadata is not None:
@@ -121,7 +121,7 @@ class EmptyStepInputs:
         # Rows of several tokens have drafts, which may come from the device.
         ids: Any = (jnp.zeros if bucket.decode_query_len > 1 else np.zeros)(bucket.max_tokens, np.int32)
         last, num_generated = jnp.zeros(self._max_rows, jnp.int32), zeros(self._rows_of(bucket))
-        return StepTokens(ids, rows, last, zeros(places), window_tables, num_generated)
+        return StepTokens(ids, rows, last, zeros(num_positions), window_tables, num_generated)
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:

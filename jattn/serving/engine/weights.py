@@ -44,7 +44,7 @@ class Weights:
         pad_to_mesh = getattr(self._model, "pad_to_mesh", lambda path, array, shape: array)
         new = {path: _checked_array(path, value, variables, pad_to_mesh) for path, value in _flatten(state)}
         for path, array in new.items():
-            if not isinstance(variables[path], PeerVariable):  # a copy would be another place in memory
+            if not isinstance(variables[path], PeerVariable):  # It must stay at its address.
                 variables[path].set_value(array)
 
     def _record_state(self) -> None:
@@ -84,12 +84,15 @@ def _checked_array(
     if not isinstance(before, jax.Array) or not before.committed:
         return jnp.asarray(value)
     if before.sharding.is_fully_addressable:
-        # A copy: devices of a CPU take the caller's memory as it is, which may change.
+        # Copy: CPU devices would alias the caller's memory, which may change.
         value = value if isinstance(value, jax.Array) else np.array(value)
-        return jax.device_put(value, before.sharding)  # on a mesh: each device its own part
+        return jax.device_put(value, before.sharding)  # On a mesh, each device gets its shard.
     host = np.asarray(value)
-    part = lambda index: np.array(host[index])
-    return jax.make_array_from_callback(host.shape, before.sharding, part, dtype=host.dtype)
+
+    def shard(index: Any) -> np.ndarray:
+        return np.array(host[index])
+
+    return jax.make_array_from_callback(host.shape, before.sharding, shard, dtype=host.dtype)
 
 
 def host_tree(state: Any) -> dict[Any, Any]:

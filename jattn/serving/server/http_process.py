@@ -84,7 +84,7 @@ class HttpProcess:
             ValueError: If the model has no tokenizer, or the chat template is invalid.
             ChildProcessError: If the HTTP process ended early.
         """
-        self._channel.post((EngineInfo.of(engine), self._options, self._log_level))
+        self._channel.post((EngineInfo.from_engine(engine), self._options, self._log_level))
         try:
             error, *messages = self._channel.read()
         except EOFError:

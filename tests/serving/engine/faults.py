@@ -1,4 +1,4 @@
-"""Faults to inject: what a device, a tokenizer or a step may do at the wrong moment."""
+"""Faults to inject: errors of the device, the tokenizer or a step."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What is asked of an engine of several processes, and of one device's."""
+"""Requests that engines of several processes and of one device must answer alike."""
 
 import jattn
 from jattn.serving import SamplingParams

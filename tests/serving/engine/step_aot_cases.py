@@ -1,4 +1,4 @@
-"""Steps that only an engine has, to compile ahead of time: with drafts, of a draft model, of a cascade."""
+"""Steps of an engine to compile ahead of time: with drafts, of a draft model, and with cascade attention."""
 
 import functools
 from unittest import mock

@@ -1,4 +1,4 @@
-"""AsyncEngine: many tasks over one engine, none of which can harm another."""
+"""AsyncEngine: many tasks share one engine without affecting each other."""
 
 import asyncio
 import gc
@@ -61,7 +61,7 @@ def run(engine, main):
 
 
 class TestGenerate:
-    def test_many_tasks_get_what_generate_brings(self, engine):
+    def test_many_tasks_get_the_same_tokens_as_generate(self, engine):
         prompts = ["one", [5, 6, 7], "another text", *(f"prompt {i}" for i in range(9))]
         counts = [3, 9, 5, *range(1, 10)]
         want = engine.generate(prompts, max_tokens=counts)
@@ -72,14 +72,14 @@ class TestGenerate:
 
         assert run(engine, main) == [(one.token_ids, one.text, "length") for one in want]
 
-    def test_tokens_come_as_they_are_made(self, engine):
+    def test_tokens_are_yielded_after_each_step(self, engine):
         async def main(async_engine):
             return [len(output.new_token_ids) async for output in async_engine.generate("abc", short(12))]
 
         counts = run(engine, main)
         assert (len(counts) > 6, sum(counts)) == (True, 12)
 
-    def test_completions_of_n_end_one_by_one(self, engine):
+    def test_n_completions_finish_independently(self, engine):
         params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=5, prompt_logprobs=1)
         (want,) = engine.generate(["abc"], params)
 
@@ -95,7 +95,7 @@ class TestGenerate:
 
         assert run(engine, main) == [one.token_ids for one in want.outputs]
 
-    def test_long_texts_are_tokenised_beside_the_event_loop(self, engine):
+    def test_long_texts_are_tokenized_outside_the_event_loop(self, engine):
         text = "x" * 5000
 
         async def main(async_engine):
@@ -104,7 +104,7 @@ class TestGenerate:
 
         run(engine, main)
 
-    def test_several_event_loops_share_it(self, engine):
+    def test_several_event_loops_share_an_engine(self, engine):
         (want,) = engine.generate(["abc"], max_tokens=30)
         async_engine, results = AsyncEngine(engine), []
         loop = lambda: results.append(asyncio.run(completed(async_engine, "abc", short(30))))
@@ -118,7 +118,7 @@ class TestGenerate:
 
 
 class TestReaders:
-    def test_a_slow_one_holds_nobody_up(self, engine):
+    def test_a_slow_reader_does_not_delay_others(self, engine):
         async def main(async_engine):
             slow = async_engine.generate("slow", LONG)
             first = await anext(slow)
@@ -130,7 +130,7 @@ class TestReaders:
 
         run(engine, main)
 
-    def test_a_late_one_finds_what_each_completion_was_brought_in_one_piece(self, engine):
+    def test_a_slow_reader_gets_one_merged_output_per_completion(self, engine):
         params = SamplingParams(temperature=1.0, seed=0, n=2, logprobs=1, max_tokens=30)
         (want,) = engine.generate(["late"], params)
 
@@ -149,7 +149,7 @@ class TestReaders:
             assert [one for piece in pieces for one in piece.logprobs] == completion.logprobs
             assert [piece.finish_reason for piece in pieces][-1] == completion.finish_reason
 
-    def test_one_that_is_cancelled_frees_its_blocks_within_a_step(self, engine):
+    def test_a_cancelled_reader_frees_its_blocks_within_a_step(self, engine):
         async def main(async_engine):
             tasks = [asyncio.create_task(completed(async_engine, f"task {i}", LONG)) for i in range(6)]
             await until(lambda: engine.stats.num_running == 4)  # two wait
@@ -164,7 +164,7 @@ class TestReaders:
 
         assert len(run(engine, main)[0]) == 200
 
-    def test_one_that_is_cancelled_before_it_begins_leaves_nothing(self, engine):
+    def test_a_reader_cancelled_before_its_start_leaves_no_request(self, engine):
         async def main(async_engine):
             task = asyncio.create_task(completed(async_engine, "abc", LONG))
             await asyncio.sleep(0)
@@ -175,7 +175,7 @@ class TestReaders:
 
         run(engine, main)
 
-    def test_one_that_leaves_its_loop_is_dropped(self, engine):
+    def test_a_reader_that_stops_iterating_is_dropped(self, engine):
         async def main(async_engine):
             async for output in async_engine.generate("abc", LONG):
                 assert output.finish_reason is None
@@ -184,7 +184,7 @@ class TestReaders:
 
         run(engine, main)
 
-    def test_one_whose_event_loop_has_closed_is_dropped(self, engine):
+    def test_a_reader_of_a_closed_event_loop_is_dropped(self, engine):
         async_engine, loop = AsyncEngine(engine), asyncio.new_event_loop()
         outputs = async_engine.generate("abc", LONG)
         loop.run_until_complete(anext(outputs))
@@ -209,7 +209,7 @@ class OutputListener:
         self.mailbox, self.request_id, self.unfinished = mailbox, None, {0}
 
 
-def test_who_waits_for_a_first_token_is_told_before_the_others(engine):
+def test_first_tokens_are_delivered_before_later_ones(engine):
     thread, mailbox = EngineThread(engine), Mailbox()
     early, late = [OutputListener(mailbox) for _ in range(3)], OutputListener(mailbox)
     for reader in early:
@@ -237,7 +237,7 @@ class TestErrors:
             ("a", SamplingParams(stop_token_ids=[999]), r"stop_token_ids must be in .*, got \[999\]\."),
         ],
     )
-    def test_what_cannot_be_served_ends_alone(self, engine, prompt, params, message):
+    def test_an_invalid_request_does_not_affect_others(self, engine, prompt, params, message):
         async def main(async_engine):
             beside = asyncio.create_task(completed(async_engine, "abc", short(40)))
             with pytest.raises(ValueError, match=message):
@@ -246,7 +246,7 @@ class TestErrors:
 
         run(engine, main)
 
-    def test_a_name_that_is_taken_harms_not_who_has_it(self, engine):
+    def test_a_duplicate_request_id_does_not_affect_its_owner(self, engine):
         async def main(async_engine):
             first = async_engine.generate("abc", short(40), request_id="a")
             begun = await anext(first)
@@ -258,7 +258,7 @@ class TestErrors:
         run(engine, main)
 
     @pytest.mark.parametrize("failure", [device_fails, reading_fails])
-    def test_a_step_that_fails_is_told_to_all_and_the_next_ones_are_served(self, engine, failure):
+    def test_a_failed_step_ends_all_requests_and_later_ones_are_served(self, engine, failure):
         (want,) = engine.generate(["abc"], max_tokens=8)
 
         async def main(async_engine):
@@ -271,7 +271,7 @@ class TestErrors:
 
         assert run(engine, main)[0] == want.token_ids
 
-    def test_an_engine_that_raises_ends_what_is_open_and_serves_on(self, engine):
+    def test_an_exception_in_the_engine_ends_open_requests_and_later_ones_are_served(self, engine):
         step = engine.step
 
         def broken():
@@ -294,12 +294,12 @@ class TestErrors:
         ):
             AsyncEngine(MODEL)
 
-    def test_params_are_no_number(self, engine, types_unchecked):
+    def test_params_must_not_be_a_number(self, engine, types_unchecked):
         with pytest.raises(ValueError, match=r"params must be a SamplingParams \(.*, got int: 8"):
             run(engine, lambda async_engine: completed(async_engine, "a", 8))
 
 
-class TestAsks:
+class TestCalls:
     def test_an_abort_ends_all_completions(self, engine):
         async def main(async_engine):
             params = SamplingParams(max_tokens=200, n=2, temperature=1.0)
@@ -314,7 +314,7 @@ class TestAsks:
 
         run(engine, main)
 
-    def test_new_weights_come_between_two_steps(self, engine):
+    def test_weights_are_updated_between_steps(self, engine):
         state = nnx.state(MODEL)
 
         async def main(async_engine):
@@ -330,8 +330,8 @@ class TestAsks:
         assert run(engine, main) == before + 30
 
 
-class TestEnd:
-    def test_open_requests_hear_of_it_and_new_ones_are_refused(self, engine):
+class TestClose:
+    def test_open_requests_end_and_new_ones_are_refused(self, engine):
         async def main():
             async_engine = AsyncEngine(engine)
             task = asyncio.create_task(completed(async_engine, "abc", LONG))
@@ -346,10 +346,10 @@ class TestEnd:
         asyncio.run(main())
         engine.generate(["the engine is free again"], max_tokens=2)
 
-    def test_one_that_was_never_used_starts_no_thread(self, engine):
+    def test_an_unused_engine_starts_no_thread(self, engine):
         asyncio.run(AsyncEngine(engine).aclose())
 
-    def test_one_that_nobody_has_any_more_ends_its_thread(self, engine):
+    def test_the_thread_ends_when_the_engine_is_garbage_collected(self, engine):
         async_engine = AsyncEngine(engine)
         asyncio.run(completed(async_engine, "abc", short(3)))
         gone = weakref.ref(async_engine)

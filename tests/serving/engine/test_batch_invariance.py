@@ -1,4 +1,4 @@
-"""`batch_invariant`: a request's bits, in bf16, whatever runs beside it and whatever is cached."""
+"""`batch_invariant`: a request's bits in bf16 depend neither on the batch nor on the cache."""
 
 import functools
 import random
@@ -62,7 +62,7 @@ def crowded():
 
 @pytest.mark.kernels
 class TestBits:
-    def test_do_not_depend_on_what_runs_beside_nor_on_what_is_cached(self, alone, crowded):
+    def test_do_not_depend_on_the_batch_or_the_cache(self, alone, crowded):
         asked = prompts(8)
         want = [alone(prompt) for prompt in asked]
         assert bits(crowded, asked) == want
@@ -70,14 +70,14 @@ class TestBits:
         assert crowded.stats.num_prefix_hit_tokens > 0
         assert crowded.stats.num_compiles == 2
 
-    def test_of_generated_tokens_are_not_taken_for_a_prompts(self, alone, crowded):
+    def test_cached_generated_tokens_are_not_reused_for_a_prompt(self, alone, crowded):
         (prompt,) = prompts(1, seed=1)
         ((ids, _),) = bits(crowded, [prompt])[0]
         longer, before = prompt + ids[:-1] + [7], crowded.stats.num_prefix_hit_tokens
         assert bits(crowded, [longer]) == [alone(longer)]
         assert crowded.stats.num_prefix_hit_tokens - before == len(prompt) // 8 * 8
 
-    def test_are_each_completions_own(self, alone, crowded):
+    def test_are_independent_for_each_completion(self, alone, crowded):
         hot = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=8, logprobs=1)
         asked = prompts(3, seed=2)
         want = [
@@ -86,14 +86,14 @@ class TestBits:
         assert [of_all[:2] for of_all in bits(crowded, asked, hot)] == want
         assert crowded.stats.num_forked_tokens > 0
 
-    def test_are_those_of_before_a_preemption(self, alone):
+    def test_are_unchanged_by_preemption(self, alone):
         asked, engine = prompts(6, shared=24, seed=3), engine_of(num_blocks=12)
         assert bits(engine, asked) == [alone(prompt) for prompt in asked]
         assert engine.stats.num_preemptions > 0
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("options", [{}, {"num_blocks": 24, "sliding_window": 20}, {"budget": 3}])
-    def test_do_not_depend_on_what_is_beside_in_windows_and_pieces(self, options):
+    def test_do_not_depend_on_the_batch_with_windows_and_chunks(self, options):
         model = sized_model(sliding_window=options.pop("sliding_window", None), num_layers=2)
         asked, options = prompts(6, shared=60), {"max_num_seqs": 6, "model": model} | options
         engine, one = engine_of(**options), engine_of(enable_prefix_caching=False, **options)
@@ -101,14 +101,14 @@ class TestBits:
         assert engine.stats.num_prefix_hit_tokens > 0
 
     @pytest.mark.kernels
-    def test_depend_on_the_batch_without(self, alone):
+    def test_depend_on_the_batch_without_batch_invariance(self, alone):
         engine = engine_of(batch_invariant=False)
         assert bits(engine, prompts(8)) != [alone(prompt) for prompt in prompts(8)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sliding_window", [None, 200])
-def test_bits_on_kernels_do_not_depend_on_what_runs_beside_nor_on_what_is_cached(sliding_window):
+def test_kernel_bits_do_not_depend_on_the_batch_or_the_cache(sliding_window):
     """Long prompts in pieces, tiles of the kernels that begin anywhere, decodes of several splits."""
     wide = {"head_dim": 128, "max_position_embeddings": 4096}
     model = one_layer_model(sliding_window=sliding_window, num_layers=3, dtype=jnp.bfloat16, **wide)
@@ -157,7 +157,7 @@ class Watched(Scheduler):
 
 class TestScheduler:
     @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 9), (1, 12), (2, 20)])
-    def test_keys_are_read_as_a_step_of_their_kind_wrote_them(self, seed, num_blocks):
+    def test_cached_keys_were_written_by_the_same_type_of_step(self, seed, num_blocks):
         pool, next_id = Pool(num_blocks, seed), 0
         scheduler = Watched(pool.manager, max_num_seqs=4, max_num_batched_tokens=9)
         pool.scheduler, draw = scheduler, pool.random
@@ -182,7 +182,7 @@ class TestScheduler:
         assert min(scheduler.num_prefix_hit_tokens, scheduler.num_forked_tokens) > 100
         assert scheduler.num_replayed > 0 or num_blocks > 12
 
-    def test_prompts_and_generated_tokens_take_turns(self):
+    def test_prompt_steps_and_decode_steps_alternate(self):
         scheduler = Scheduler(BlockManager(20, 4), max_num_batched_tokens=4, batch_invariant=True)
         scheduler.add(0, 3, 9)
         scheduler.add(1, 11, 9)
@@ -225,12 +225,12 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("options", "error", "message"), REFUSED, ids=[next(iter(one[0])) for one in REFUSED]
 )
-def test_what_cannot_keep_the_promise_is_refused_by_name(options, error, message):
+def test_unsupported_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         engine_of(**options)
 
 
-def test_a_model_that_sums_by_peer_memory_is_refused():
+def test_a_model_with_peer_memory_is_refused():
     model = load(GOLDEN / "hf" / "llama", mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     engine_of(model=model)
     use_peer_memory(model, max_rows=1)
@@ -238,6 +238,6 @@ def test_a_model_that_sums_by_peer_memory_is_refused():
         engine_of(model=model)
 
 
-def test_the_models_own_layers_stay_as_they_are():
+def test_the_given_model_is_unchanged():
     engine_of()
     assert not MODEL.layers[0].self_attn.spec.batch_invariant

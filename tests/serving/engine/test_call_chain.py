@@ -1,4 +1,4 @@
-"""How far a block table goes from the engine to the kernel: the functions of ours that hand it on."""
+"""The functions that a block table passes through from the engine to the kernel."""
 
 import pathlib
 import traceback
@@ -15,8 +15,8 @@ from pallas_kernels.paged_decode import DecodeSizes
 from tests.serving.tiny import one_layer_model
 
 ROOT = pathlib.Path(__file__).parents[3]
-# CONTRIBUTING says what each of them is there for.
-HANDS = [
+# CONTRIBUTING.md explains each of them.
+CALL_CHAIN = [
     "serving/engine/runner.py: start",
     "runtime/decode_graphs.py: __call__",
     "runtime/decode_graphs.py: _on_leaves",
@@ -38,7 +38,7 @@ def kernel_entry(*_, **__):
     raise ReachedError
 
 
-def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
+def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatch):
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
     monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernelConfig(sizes=DecodeSizes()))
@@ -49,14 +49,14 @@ def test_it_reaches_the_kernel_in_eleven_functions_at_most(monkeypatch):
     with pytest.raises(ReachedError) as reached:
         engine.generate([[1]], max_tokens=2)
     frames = traceback.extract_tb(reached.tb)
-    hands = [
+    calls = [
         f"{pathlib.Path(frame.filename).relative_to(ROOT / 'jattn')}: {frame.name}"
         for frame in frames
         if pathlib.Path(frame.filename).is_relative_to(ROOT / "jattn")
     ]
-    hands = hands[hands.index(HANDS[0]) :]
-    # Compiling comes in between where a bucket is run for the first time: it is handed no table.
+    calls = calls[calls.index(CALL_CHAIN[0]) :]
+    # Ignore the frames that compile the bucket; they do not receive the table.
     compiling = ("executables.py", "lambda", "_lowered")
-    hands = [hand for hand in hands if not any(name in hand for name in compiling)]
-    assert hands == HANDS
-    assert len(hands) + 1 <= 11  # with the kernel's entry
+    calls = [call for call in calls if not any(name in call for name in compiling)]
+    assert calls == CALL_CHAIN
+    assert len(calls) + 1 <= 11  # with the kernel's entry

@@ -1,4 +1,4 @@
-"""Requests that begin alike read their beginning once, and come out as they do without."""
+"""Requests with a shared prefix read it once, and generate the same tokens as without cascade attention."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def alike(results, expected):
 
 
 @pytest.mark.kernels
-def test_requests_with_a_common_beginning_read_it_once(plain, engine):
+def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
     asked = ((9, 0), (12, 1), (7, 0))
     params = [SamplingParams(max_tokens=n, logprobs=3, temperature=t, seed=1) for n, t in asked]
     want = plain.generate(PROMPTS, params)
@@ -59,7 +59,7 @@ def test_requests_with_a_common_beginning_read_it_once(plain, engine):
     assert plain.stats.num_cascade_steps == 0
 
 
-def test_completions_of_one_prompt_share_it(plain, engine):
+def test_completions_of_one_prompt_share_the_prefix(plain, engine):
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3)
     (want,), (got,) = (one.generate([[7] * 20], params) for one in (plain, engine))
     before = engine.stats.num_cascade_steps
@@ -69,7 +69,7 @@ def test_completions_of_one_prompt_share_it(plain, engine):
         assert [each.token_ids for each in one.outputs] == [each.token_ids for each in want.outputs]
 
 
-def test_requests_that_share_nothing_and_lone_ones_are_not_touched(plain, engine):
+def test_requests_without_a_shared_prefix_do_not_cascade(plain, engine):
     prompts = [[i] * 20 for i in (1, 2, 3)]
     before = engine.stats.num_cascade_steps
     alike(engine.generate(prompts, max_tokens=5), plain.generate(prompts, max_tokens=5))
@@ -77,7 +77,7 @@ def test_requests_that_share_nothing_and_lone_ones_are_not_touched(plain, engine
     assert engine.stats.num_cascade_steps == before
 
 
-def test_nothing_is_traced_again_for_another_prefix(engine):
+def test_another_prefix_length_does_not_retrace(engine):
     engine.generate([[9] * 17], max_tokens=1)
     engine.generate([[9] * 16 + [i, i] for i in range(3)], max_tokens=6)
     engine.generate([[*PREFIX, i, i] for i in range(3)], max_tokens=6)
@@ -90,7 +90,7 @@ def test_nothing_is_traced_again_for_another_prefix(engine):
 
 
 @pytest.mark.kernels
-def test_precompile_brings_cascades_too():
+def test_precompile_compiles_cascade_executables():
     engine = engine_of(True, num_blocks=17, buckets=[
         Bucket(max_decodes=4, max_prefills=4, max_prefill_tokens=64, max_blocks=16)
     ])  # fmt: skip
@@ -117,7 +117,7 @@ def test_precompile_brings_cascades_too():
         ([[1, 2, 3], [1, 2, 3]], 3, 0),
     ],
 )
-def test_common_blocks_are_the_leading_full_ones_that_all_have(tables, num_tokens, blocks):
+def test_common_blocks_are_the_leading_full_blocks_of_all_rows(tables, num_tokens, blocks):
     assert num_common_prefix_blocks(np.array(tables), num_tokens, 4) == blocks
 
 
@@ -143,11 +143,11 @@ class TestPays:
         buckets = [Bucket(max_decodes=256, max_blocks=1024)]
         return CascadeAttention(lambda: None, buckets, spec, block_size=16, num_sms=132)  # as on an H200
 
-    def test_where_many_share_much(self, steps):
+    def test_for_many_requests_with_a_long_prefix(self, steps):
         assert steps.prefix_len(step_of(64, 512)) == 8192
         assert steps.prefix_len(step_of(256, 512)) == 8192
 
-    def test_by_what_one_device_has_of_heads_and_keys(self):
+    def test_depends_on_the_heads_and_keys_per_device(self):
         spec, buckets = (
             AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
             [Bucket(max_decodes=256, max_blocks=1024)],
@@ -164,19 +164,19 @@ class TestPays:
         assert steps.prefix_len(step_of(7, 512)) == 0
         assert steps.prefix_len(step_of(257, 512)) == 0
 
-    def test_not_while_the_executable_is_compiled_behind(self, steps, monkeypatch):
+    def test_not_while_the_executable_compiles_in_the_background(self, steps, monkeypatch):
         monkeypatch.setattr(type(steps.graphs), "is_compiling", True)
         assert steps.prefix_len(step_of(64, 512)) == 0
         bucket = steps.graphs.buckets[0]
         monkeypatch.setattr(type(steps.graphs), "executables", {bucket: None})
         assert steps.prefix_len(step_of(64, 512)) == 8192
 
-    def test_not_beside_prompts_or_drafts(self, steps):
+    def test_not_with_prompts_or_drafts(self, steps):
         assert steps.prefix_len(step_of(64, 512, num_decodes=63)) == 0
         assert steps.prefix_len(step_of(64, 512, num_draft_tokens=2)) == 0
 
 
-def test_a_model_that_cannot_is_refused_where_it_is_wanted():
+def test_an_unsupported_model_is_refused_if_cascades_are_requested():
     model = one_layer_model()
     layer = model.layers[0].self_attn
     layer.spec = dataclasses.replace(layer.spec, window=(7, 0))

@@ -1,4 +1,4 @@
-"""What the engine makes of the sizes that it was told, and of those that it was not."""
+"""The engine's configured and default sizes."""
 
 import math
 import types
@@ -36,7 +36,7 @@ class TestDefaultBuckets:
         object.__setattr__(model.config, "max_position_embeddings", 16 * most)
         return StepLimits(**given).graphs(model, lambda *_: None, None, most + 1)
 
-    def test_hold_vllms_capture_sizes_in_each_width(self):
+    def test_contain_vllms_capture_sizes_for_each_width(self):
         graphs = self.graphs()
         assert isinstance(graphs, DecodeGraphs)
         of_width = lambda width: [
@@ -53,7 +53,7 @@ class TestDefaultBuckets:
             beside = graphs.choose([1] * 200 + [length], num_blocks=512)
             assert beside.max_prefill_tokens <= 1.5 * length
 
-    def test_prompts_beside_some_decodes_do_not_pay_for_all(self):
+    def test_prompts_with_few_decodes_use_a_partial_decode_bucket(self):
         graphs = self.graphs()
         assert graphs.choose([1] * 60 + [1024], num_blocks=512).max_tokens == 64 + 1024
         assert graphs.choose([1] * 65 + [1024], num_blocks=512).max_tokens == 256 + 1024
@@ -67,13 +67,13 @@ class TestDefaultBuckets:
     def test_a_single_row_is_two(self):
         assert self.graphs().choose([1], num_blocks=1).max_decodes == 2
 
-    def test_products_are_cublas_alone_where_triton_is_slower(self):
+    def test_large_steps_use_cublas_only(self):
         buckets = [Bucket(max_decodes=count, max_blocks=1) for count in (2, 31, 32, 256)]
         told = step_graphs(lambda *_: None, buckets)._executables._options
         alone = {"xla_gpu_enable_triton_gemm": False}
         assert [told(bucket) for bucket in buckets] == [{}, {}, alone, alone]
 
-    def test_samplers_are_few_and_nobody_pays_for_half_as_many_rows_again(self):
+    def test_samplers_have_few_sizes_and_at_most_50_percent_padding(self):
         rows = {bucket: num_sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
         assert len({*rows.values()}) <= 2 * math.log2(256)
         for bucket, size in rows.items():
@@ -97,7 +97,7 @@ class TestDefaultStepSizes:
     @pytest.mark.parametrize(
         ("device", "sizes"), [(CPU, (16, 512)), (AMPERE, (256, 2048)), (HOPPER, (256, 8192))]
     )
-    def test_are_the_devices(self, monkeypatch, device, sizes):
+    def test_depend_on_the_device(self, monkeypatch, device, sizes):
         assert self.limits(monkeypatch, device) == sizes
 
     @pytest.mark.parametrize(
@@ -113,15 +113,15 @@ class TestDefaultStepSizes:
             ({"max_num_batched_tokens": 0}, (256, 0)),
         ],
     )
-    def test_give_way_to_what_is_told(self, monkeypatch, told, sizes):
+    def test_are_overridden_by_arguments(self, monkeypatch, told, sizes):
         assert self.limits(monkeypatch, HOPPER, **told) == sizes
 
-    def test_are_a_cpus_where_each_step_costs_its_sizes(self, monkeypatch):
+    def test_are_the_cpus_if_every_step_costs_its_full_bucket(self, monkeypatch):
         buckets = [Bucket(max_decodes=16, max_prefills=16, max_prefill_tokens=512, max_blocks=4)]
         assert self.limits(monkeypatch, HOPPER, buckets) == (16, 512)
         assert self.limits(monkeypatch, HOPPER, batch_invariant=True) == (16, 512)
 
-    def test_are_what_an_engine_has(self):
+    def test_are_used_by_an_engine(self):
         scheduler = Engine(one_layer_model(), num_blocks=9).scheduler
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (16, 512)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json says of sampling is what requests get that say nothing."""
+"""Sampling parameters of a checkpoint's generation_config.json are the defaults of requests."""
 
 import asyncio
 import json
@@ -53,12 +53,12 @@ def engine_of(folder):
         ),
     ],
 )
-def test_a_checkpoint_that_asks_for_sampling_gives_its_parameters(folder, content, params):
+def test_a_checkpoint_with_do_sample_sets_the_defaults(folder, content, params):
     where = folder(content)
     assert Engine(load_shapes(where), num_blocks=9).default_sampling_params == SamplingParams(**params)
 
 
-def test_requests_that_say_nothing_get_them_and_others_what_they_say(folder):
+def test_requests_without_parameters_use_the_defaults(folder):
     engine = engine_of(folder(LLAMA3 | {"temperature": 50.0, "eos_token_id": [5, 7]}))
     prompt = [[1, 2, 3]]
     greedy = engine.generate(prompt, SamplingParams(), ignore_eos=True)[0].token_ids
@@ -75,7 +75,7 @@ def test_requests_that_say_nothing_get_them_and_others_what_they_say(folder):
 
 
 @pytest.mark.kernels
-def test_an_async_engine_gives_them_too(folder):
+def test_an_async_engine_uses_the_defaults(folder):
     engine = engine_of(folder({"do_sample": True, "temperature": 1.0, "top_k": 1}))
     asked, add = [], engine.add_request
 
@@ -93,11 +93,11 @@ def test_an_async_engine_gives_them_too(folder):
     assert asked == [engine.default_sampling_params]
 
 
-def test_all_its_eos_tokens_end_a_text(folder):
+def test_every_eos_token_ends_a_text(folder):
     assert read_config(folder(LLAMA3)).eos_token_ids == (5, 7)
 
 
-def test_they_are_saved_with_a_model(folder, tmp_path):
+def test_the_defaults_are_saved_with_a_model(folder, tmp_path):
     model = load(folder(LLAMA3), progress=False)
     save(model, tmp_path / "again")
     assert load(tmp_path / "again", progress=False).generation_config == model.generation_config
@@ -141,7 +141,7 @@ OFF = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
         (LLAMA3, {"temperature": 0.6, "top_p": 0.9}),
     ],
 )
-def test_a_server_takes_the_engines_and_openais_temperature_where_that_is_greedy(folder, content, params):
+def test_a_server_uses_the_engines_defaults_and_openais_temperature_if_greedy(folder, content, params):
     engine = Engine(load_shapes(folder(content)), num_blocks=9)
     assert default_sampling(engine.default_sampling_params) == OFF | params
 
@@ -160,7 +160,7 @@ class TestCommandLine:
         return asked
 
     @pytest.mark.kernels
-    def test_says_what_the_checkpoint_asks_for_and_takes_what_it_is_not_told(self, folder, asked, capsys):
+    def test_reports_the_checkpoints_parameters_and_uses_them_as_defaults(self, folder, asked, capsys):
         where = folder(LLAMA3)
         (where / "tokenizer.json").write_text(BYTES.to_str())
         model = ["generate", "--model", str(where), "--max-tokens", "1", "--max-model-len", "32"]

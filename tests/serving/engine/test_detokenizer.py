@@ -22,7 +22,7 @@ def pieces_of(tokenizer, token_ids, prompt_ids=(), **options):
 
 
 @given(st.text(st.characters(exclude_characters="\ufffd", exclude_categories=["Cs"])))
-def test_no_piece_cuts_a_character(text):
+def test_no_piece_splits_a_character(text):
     pieces = pieces_of(BYTES, BYTES.encode(text).ids)
     assert "".join(pieces) == text
     assert all(len(piece) <= 1 for piece in pieces)
@@ -30,7 +30,7 @@ def test_no_piece_cuts_a_character(text):
 
 
 @given(st.lists(st.integers(0, 255), max_size=12))
-def test_bytes_that_are_no_text_read_as_the_tokenizer_reads_them(token_ids):
+def test_invalid_bytes_decode_as_in_the_tokenizer(token_ids):
     assert "".join(pieces_of(BYTES, token_ids)) == BYTES.decode(token_ids)
 
 
@@ -38,7 +38,7 @@ def test_a_character_appears_with_its_last_byte():
     assert pieces_of(BYTES, BYTES.encode("a\u20ac!").ids) == ["a", "", "", "\u20ac", "!", ""]
 
 
-def test_what_never_becomes_complete_is_flushed():
+def test_an_incomplete_character_is_flushed():
     euro = BYTES.encode("\u20ac").ids
     assert pieces_of(BYTES, euro[:2]) == ["", "", "\ufffd"]
 
@@ -63,11 +63,11 @@ def test_bytes_that_never_become_a_character_are_not_held_back_forever(token_ids
 
 
 @given(st.lists(st.sampled_from([*EURO, *FACE, *LATIN, NEVER]), min_size=16, max_size=80))
-def test_long_texts_of_broken_characters_read_as_the_tokenizer_reads_them(ids):
+def test_long_invalid_texts_decode_as_in_the_tokenizer(ids):
     assert "".join(pieces_of(BYTES, ids)) == BYTES.decode(ids)
 
 
-def test_spaces_that_stand_in_front_of_words_survive():
+def test_leading_spaces_of_words_are_kept():
     vocab = {"<unk>": 0, "\u2581a": 1, "\u2581bc": 2, "d": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.decoder = tokenizers.decoders.Metaspace()
@@ -85,11 +85,11 @@ def test_spaces_that_stand_in_front_of_words_survive():
         ([HELLO, *LLAMA.encode("\u20ac").ids[:-1]], [" world", " Hello", ""]),
     ],
 )
-def test_the_first_space_behind_a_prompt_survives(prompt_ids, pieces):
+def test_the_first_space_after_a_prompt_is_kept(prompt_ids, pieces):
     assert pieces_of(LLAMA, [WORLD, HELLO], prompt_ids) == pieces
 
 
-def test_what_follows_special_tokens_and_spaces_is_as_the_tokenizer_has_it():
+def test_text_after_special_tokens_and_spaces_decodes_as_in_the_tokenizer():
     ids = [SPACE, SPACE, EOS, WORLD, EOS]
     assert "".join(pieces_of(LLAMA, ids)) == LLAMA.decode(ids) == "  world"
     shown = pieces_of(LLAMA, ids, [BOS, HELLO], skip_special_tokens=False)
@@ -101,7 +101,7 @@ def test_a_prompt_changes_nothing_where_tokens_are_bytes(prompt_ids, token_ids):
     assert pieces_of(BYTES, token_ids, prompt_ids) == pieces_of(BYTES, token_ids)
 
 
-def test_tokens_of_no_text_are_not_decoded_again_and_again():
+def test_tokens_without_text_are_not_decoded_repeatedly():
     tokenizer = Counting(LLAMA)
     pieces = pieces_of(tokenizer, [EOS] * 200 + [len(LLAMA.get_vocab())] * 200 + [WORLD], [HELLO])
     assert ("".join(pieces), max(tokenizer.counts)) == (" world", 2)
@@ -121,7 +121,7 @@ class TestStopFilter:
         assert self.fed(["bc"], "(a)", "(b)", "(c)", "d") == ("abcd", None)
         assert self.fed(["aa"], "(aa)", "a") == ("a", "aa")
 
-    def test_one_that_was_complete_too_soon_stays_text_while_another_may_come(self):
+    def test_a_stop_string_before_min_tokens_stays_in_the_text(self):
         assert self.fed(["ab", "xabc"], "(xab)", "d") == ("xabd", None)
         assert self.fed(["ab", "xabc"], "(xab)", "c") == ("", "xabc")
         assert self.fed(["ab", "xabc"], "(xab)", "dab") == ("xabd", "ab")

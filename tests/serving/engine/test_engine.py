@@ -1,4 +1,4 @@
-"""The engine on the golden checkpoints: what comes out depends neither on the batch nor on the cache."""
+"""The engine on the golden checkpoints: results depend neither on the batch nor on the cache."""
 
 import dataclasses
 import pathlib
@@ -81,7 +81,7 @@ def nothing_is_left_running(request):
 class TestGreedy:
     @pytest.mark.kernels
     @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-    def test_alone_batched_chunked_and_preempted_agree_with_transformers(self, name):
+    def test_single_batched_chunked_and_preempted_runs_agree_with_transformers(self, name):
         golden = Golden(name)
         roomy = Engine(golden.model, **one_bucket(4, 160, 65))
         golden.agrees(roomy.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
@@ -103,7 +103,7 @@ class TestGreedy:
         assert [result.token_ids for result in preempted] == [result.token_ids for result in expected]
 
     @pytest.mark.kernels
-    def test_the_reference_implementation_agrees_and_the_model_is_left_as_it_is(self, golden):
+    def test_the_reference_implementation_agrees_and_the_model_is_unchanged(self, golden):
         engine = Engine(golden.model, implementation="reference", **one_bucket(4, 160, 65))
         golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
         assert golden.model.layers[0].self_attn.implementation is None
@@ -178,7 +178,7 @@ class TestStreams:
         stream.close()
         assert engine.scheduler.num_unfinished == 0
 
-    def test_a_stream_that_nobody_reads_starts_nothing(self, golden, engine):
+    def test_an_unread_stream_starts_nothing(self, golden, engine):
         engine.stream(golden.prompts)
         assert engine.scheduler.num_unfinished == 0
 
@@ -206,12 +206,12 @@ class TestSampling:
         assert together[2].token_ids == golden.greedy[1][:12]
         assert len({tuple(result.token_ids) for result in together}) == 3
 
-    def test_each_token_of_a_prompt_is_drawn_anew(self, engine):
+    def test_each_token_is_sampled_with_new_noise(self, engine):
         hottest = SamplingParams(temperature=1e6, seed=0)  # all tokens are equally likely
         (result,) = engine.generate([[7]], max_tokens=12, sampling_params=hottest, ignore_eos=True)
         assert len(set(result.token_ids)) > 8
 
-    def test_without_a_seed_each_call_draws_anew(self, golden, engine):
+    def test_calls_without_a_seed_differ(self, golden, engine):
         hot = SamplingParams(temperature=5.0)
         drawn = [
             engine.generate([[7]], max_tokens=12, sampling_params=hot, ignore_eos=True) for _ in range(2)
@@ -250,7 +250,7 @@ class TestSteps:
         # The step in flight is nobody's; who comes next is not disturbed by it.
         golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
 
-    def test_a_reading_that_was_interrupted_loses_no_token(self, golden, engine, monkeypatch):
+    def test_an_interrupted_read_loses_no_token(self, golden, engine, monkeypatch):
         stream = engine.stream([golden.prompts[1]], max_tokens=NUM_TOKENS, ignore_eos=True)
         other = engine.stream([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
         first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
@@ -266,7 +266,7 @@ class TestSteps:
             next(other)
         assert first + [token.token_id for token in stream] == golden.greedy[1]
 
-    def test_no_step_branches_on_what_the_device_knows(self, engine, golden):
+    def test_no_step_branches_on_device_data(self, engine, golden):
         engine.generate(golden.prompts[:1], max_tokens=1)
         for executable in engine.graphs.executables.values():
             assert " conditional(" not in executable.as_text()
@@ -317,7 +317,7 @@ class TestSteps:
         assert engine.generate([]) == []
 
 
-def test_streams_that_stop_close_and_preempt_each_other_get_what_a_lone_prompt_gets():
+def test_streams_that_stop_close_and_preempt_each_other_match_single_runs():
     model, rng = one_layer_model(), np.random.default_rng(0)
     roomy, tight = (
         Engine(model, block_size=size, **one_bucket(4, budget, num_blocks))
@@ -372,7 +372,7 @@ class TestCheckedBatches:
             lambda tables: 65 + 0 * tables,
         ],
     )
-    def test_name_the_blocks_before_anything_is_written(self, golden, table):
+    def test_report_invalid_blocks_before_anything_is_written(self, golden, table):
         change = lambda step: {"block_tables": table(step.block_tables)}
         engine = self.engine_whose_steps_are(golden, change)
         for _ in range(2):
@@ -382,7 +382,7 @@ class TestCheckedBatches:
         assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._runner._caches)
         assert engine.scheduler.num_unfinished == 0
 
-    def test_are_not_looked_at_unless_asked_for(self, golden):
+    def test_are_not_validated_by_default(self, golden):
         change = lambda step: {"block_tables": 9 + 0 * step.block_tables}
         engine = self.engine_whose_steps_are(golden, change, check_batches=False)
         engine.generate(golden.prompts[3:], max_tokens=1)
@@ -397,13 +397,13 @@ class TestFolders:
         engine = Engine(kind(GOLDEN / "hf" / "llama"), **one_bucket(4, 160, 65))
         golden.agrees(engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True), [0])
 
-    def test_that_are_none_are_named(self, tmp_path):
+    def test_missing_folders_are_reported(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"meta-llama/Llama-3/config.json does not exist"):
             Engine("meta-llama/Llama-3")
 
 
 class TestForks:
-    def test_a_request_whose_blocks_are_forked_again_and_again_decodes_what_it_would(self, golden):
+    def test_repeated_forks_of_a_requests_blocks_do_not_change_its_tokens(self, golden):
         engine = Engine(golden.model, **one_bucket(4, 160, 65))
         manager = engine.scheduler.block_manager
         streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
@@ -438,7 +438,7 @@ class TestWeights:
             ("update_weights", None),
         ],
     )
-    def test_that_are_changed_after_the_engine_was_made_run(self, wanted, how, implementation):
+    def test_changes_after_construction_are_used(self, wanted, how, implementation):
         model, other = one_layer_model(), one_layer_model(seed=1)
         want = wanted[implementation]
         engine = Engine(model, **one_bucket(2, 16, 9), implementation=implementation)
@@ -460,7 +460,7 @@ class TestWeights:
         assert after.token_ids == want.token_ids
         assert engine.stats.num_compiles == 1
 
-    def test_some_of_them_may_be_given_as_plain_arrays(self):
+    def test_a_subset_can_be_updated_with_plain_arrays(self):
         model, other = one_layer_model(), one_layer_model(seed=1)
         engine = Engine(model, **one_bucket(2, 16, 9))
         engine.update_weights({"embed_tokens": {"embedding": np.asarray(other.embed_tokens.embedding[...])}})
@@ -471,7 +471,7 @@ class TestWeights:
         assert kernel is None
         assert not model.layers[0].mlp.gate_up_proj.kernel[...].any()
 
-    def test_stay_where_the_memory_they_came_from_changes(self):
+    def test_do_not_alias_the_callers_memory(self):
         model = one_layer_model()
         device = jax.devices()[0]
         nnx.update(model, jax.device_put(nnx.state(model), device))  # on a device that is named, or a mesh
@@ -499,7 +499,7 @@ class TestWeights:
             (jnp.ones(3), r"state must be a tree of the model's weights \(nnx.state\(model\)\), got \["),
         ],
     )
-    def test_that_do_not_fit_are_named_and_none_is_changed(self, change, message):
+    def test_invalid_updates_are_reported_and_change_nothing(self, change, message):
         model = one_layer_model()
         engine = Engine(model, **one_bucket(2, 16, 9))
         before = np.asarray(model.embed_tokens.embedding[...])
@@ -509,7 +509,7 @@ class TestWeights:
             engine.update_weights(change)
         np.testing.assert_array_equal(model.embed_tokens.embedding[...], before)
 
-    def test_of_another_structure_in_the_model_are_an_error(self):
+    def test_another_model_structure_is_an_error(self):
         model = one_layer_model()
         engine = Engine(model, **one_bucket(2, 16, 9))
         engine.generate([[3]], max_tokens=1)
@@ -523,7 +523,7 @@ class TestCacheSize:
         stats = Engine(golden.model, max_num_seqs=3).stats
         assert (stats.num_blocks, stats.peak_blocks) == (3 * 512 // 16, 0)
 
-    def test_cache_bytes_buy_twice_the_blocks_at_half_the_width(self, golden):
+    def test_cache_bytes_hold_twice_the_blocks_at_half_the_dtype_size(self, golden):
         per_block = 3 * 2 * 16 * 2 * 32 * 4  # layers, k and v, tokens, heads, head_dim, f32
         sizes = [
             Engine(golden.model, cache_bytes=10 * per_block + 1, cache_dtype=dtype).stats.num_blocks
@@ -548,7 +548,7 @@ class TestCacheSize:
             ({"block_size": 2**40}, r"num_blocks=2 needs .* bytes for the KV caches"),
         ],
     )
-    def test_what_no_memory_holds_is_refused(self, sizes, got, mesh):
+    def test_caches_larger_than_the_memory_are_refused(self, sizes, got, mesh):
         """Host lists of so many blocks filled the memory, and the process was killed."""
         with pytest.raises(ValueError, match=got):
             Engine(load_shapes(GOLDEN / "hf" / "llama", mesh=mesh), **sizes)

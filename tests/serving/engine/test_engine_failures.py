@@ -1,4 +1,4 @@
-"""A failure ends whom it concerns, and the engine serves on."""
+"""A failure ends only the affected requests, and the engine continues."""
 
 import gc
 import unittest.mock
@@ -64,7 +64,7 @@ class TestAStepThatFails:
         again = engine.generate(prompts, max_tokens=12)
         assert [result.token_ids for result in again] == [result.token_ids for result in want]
 
-    def test_is_raised_by_generate_and_streams_beside_it_hear_of_it(self, engine, failure):
+    def test_is_raised_by_generate_and_by_concurrent_streams(self, engine, failure):
         want = engine.generate(["abc", "other"], max_tokens=12)
         stream = engine.stream(["other"], max_tokens=12)
         got = [next(stream).token_id]
@@ -76,7 +76,7 @@ class TestAStepThatFails:
         assert is_as_new(engine)
         assert engine.generate(["abc"], max_tokens=12)[0].token_ids == want[0].token_ids
 
-    def test_leaves_no_prefix_to_be_found_that_the_new_caches_lack(self, engine, failure):
+    def test_clears_the_prefix_cache(self, engine, failure):
         prompt = list(range(3, 43))
         (want,) = engine.generate([prompt], max_tokens=4)
         hits = engine.stats.num_prefix_hit_tokens
@@ -87,7 +87,7 @@ class TestAStepThatFails:
         assert engine.stats.num_prefix_hit_tokens == hits
 
     @pytest.mark.parametrize("drafts", [False, True])
-    def test_frees_its_caches_before_it_makes_others_though_its_error_has_them(self, monkeypatch, drafts):
+    def test_frees_its_caches_before_creating_new_ones(self, monkeypatch, drafts):
         model = one_layer_model()
         engine = Engine(model, num_blocks=999, speculative=one_layer_model(seed=1) if drafts else None)
         owners = [engine._runner, engine._runner._proposer] if drafts else [engine._runner]
@@ -103,7 +103,7 @@ class TestAStepThatFails:
         assert max(seen) < 1.1 * most
         assert len(seen) == len(owners)
 
-    def test_compiles_nothing_anew(self, engine, failure):
+    def test_does_not_recompile(self, engine, failure):
         engine.generate(["abc"], max_tokens=4)
         compiles = engine.graphs.num_compiles
         with failure(engine), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
@@ -141,7 +141,7 @@ class TestCtrlCBetweenSteps:
     @pytest.mark.parametrize(
         ("owner", "method"), [(Scheduler, "add"), (Scheduler, "abort")], ids=["admitted", "dropped"]
     )
-    def test_leaves_nothing_half_known(self, engine, monkeypatch, owner, method):
+    def test_leaves_no_partial_request(self, engine, monkeypatch, owner, method):
         other, failed = engine.add_request("other", LONG), engine.stats.num_failed_steps
 
         def interrupted(*_, **__):
@@ -160,7 +160,7 @@ class TestCtrlCBetweenSteps:
         assert engine.stats.num_failed_steps == failed
         assert len(engine.generate(["abc"], max_tokens=2)[0].token_ids) == 2
 
-    def test_ends_those_whose_news_it_took(self, engine, monkeypatch):
+    def test_ends_requests_whose_outputs_are_lost(self, engine, monkeypatch):
         """Of two that have told something, one of them its last token, and of one that waits."""
         names = [engine.add_request("abc", SamplingParams(max_tokens=count)) for count in (1, 9, 9)]
         whole, told = SequenceState.output, []
@@ -192,7 +192,7 @@ def poisoned():
 
 
 class TestARequestThatFails:
-    def test_ends_alone(self, poisoned):
+    def test_does_not_affect_others(self, poisoned):
         (want,) = poisoned.generate([[7, 8]], max_tokens=5)
         bad = poisoned.add_request("abc", LONG)
         good = poisoned.add_request([7, 8], SamplingParams(max_tokens=5))
@@ -203,13 +203,13 @@ class TestARequestThatFails:
         assert is_as_new(poisoned)
         assert poisoned.stats.num_failed_steps == 0
 
-    def test_is_an_error_of_generate_and_frees_all_of_it(self, poisoned):
+    def test_is_raised_by_generate_and_frees_all_its_requests(self, poisoned):
         with pytest.raises(RequestError, match="is poisoned"):
             poisoned.generate(["zz", "abc"], max_tokens=12)
         assert is_as_new(poisoned)
 
 
-def test_an_engine_that_goes_within_a_step_waits_for_it():
+def test_a_deleted_engine_waits_for_its_step():
     """Of a process that ends, too: JAX's thread that brings tokens to a Python that has gone aborts it."""
     engine = engine_of()
     engine.add_request("abc", LONG)

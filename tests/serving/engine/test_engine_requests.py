@@ -1,4 +1,4 @@
-"""Requests one by one: what SamplingParams ask for, steps, aborts, and prompts that begin alike."""
+"""The request interface: SamplingParams, steps, aborts, and prompts with shared prefixes."""
 
 import random
 
@@ -62,7 +62,7 @@ def drained(engine):
 
 
 class TestSteps:
-    def test_requests_bring_what_generate_brings(self, engine):
+    def test_requests_return_the_same_as_generate(self, engine):
         prompts = ["one", [5, 6, 7], "another text"]
         want = engine.generate(prompts, max_tokens=[3, 9, 5])
         first = engine.add_request(prompts[0], SamplingParams(max_tokens=3))
@@ -76,7 +76,7 @@ class TestSteps:
         assert set(reasons.values()) == {"length"}
         assert (engine.step(), engine.stats.num_used_blocks) == ([], 0)
 
-    def test_parameters_are_looked_at_once_however_many_prompts_and_completions(self, engine, monkeypatch):
+    def test_parameters_are_validated_once_for_all_prompts_and_completions(self, engine, monkeypatch):
         params = SamplingParams(max_tokens=2, temperature=1.0, n=3, allowed_token_ids=[5, 6])
         monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: pytest.fail("looked at again"))
         results = engine.generate([[1, 2], [3]], params)
@@ -84,7 +84,7 @@ class TestSteps:
         one = params.with_seed().of_completion(2)
         assert (one.n, one.seed is None, one.allowed_token_ids, params.n) == (1, False, (5, 6), 3)
 
-    def test_an_abort_frees_the_blocks_at_once_and_nothing_more_is_heard(self, engine):
+    def test_an_abort_frees_the_blocks_and_ends_the_outputs(self, engine):
         kept, dropped = (engine.add_request("abcdefghi", SamplingParams(max_tokens=20)) for _ in range(2))
         for _ in range(4):
             engine.step()
@@ -96,7 +96,7 @@ class TestSteps:
         with pytest.raises(ValueError, match=f"There is no unfinished request {dropped}"):
             engine.abort(dropped)
 
-    def test_streams_and_requests_run_beside_each_other(self, engine):
+    def test_streams_and_requests_run_concurrently(self, engine):
         want = engine.generate(["x", "yz"], max_tokens=12)
         stream = engine.stream(["x"], max_tokens=12)
         got = [next(stream).token_id]
@@ -105,7 +105,7 @@ class TestSteps:
         got += [token.token_id for token in stream]
         assert (got, ids[name, 0]) == (want[0].token_ids, want[1].token_ids)
 
-    def test_numbers_skip_names_that_are_taken(self, engine):
+    def test_default_request_ids_skip_used_ones(self, engine):
         first = engine.add_request("a")
         engine.add_request("a", request_id=first + 2)
         assert engine.add_request("a") not in (first, first + 2)
@@ -128,11 +128,11 @@ class TestSteps:
         assert 0 < done.queue_time.sum < done.time_to_first_token.sum
         both = done.queue_time.sum + done.prefill_time.sum
         assert abs(both - done.time_to_first_token.sum) < 1e-9
-        assert (done.step_tokens.count, done.build_step_tokens.sum) == (5, 3 + 4)
+        assert (done.step_tokens.count, done.step_tokens.sum) == (5, 3 + 4)
 
 
 class TestStops:
-    def test_a_stop_string_ends_the_text_before_it_or_behind_it(self, engine):
+    def test_a_stop_string_is_excluded_or_included(self, engine):
         (whole,) = engine.generate(["seed"], SamplingParams(temperature=1.0, seed=3, max_tokens=24))
         stop = whole.text[7:10]
         first = whole.text.index(stop)
@@ -146,7 +146,7 @@ class TestStops:
             assert result.token_ids == whole.token_ids[: len(result.token_ids)]
 
     @pytest.mark.parametrize("pieces", [["ab", "cab", "cd!"], [*"abcabcd!"]])
-    def test_what_may_become_a_stop_string_is_held_back_and_nothing_else(self, pieces):
+    def test_only_a_possible_stop_string_is_held_back(self, pieces):
         held, stop, texts = StopFilter(["abcd", "x"]), None, []
         while stop is None:
             text, stop = held.feed(pieces.pop(0))
@@ -158,7 +158,7 @@ class TestStops:
         assert calm.feed("!") == ("x!", None)
         assert (calm.feed("xy")[0], calm.flush()) == ("", "xy")
 
-    def test_min_tokens_ban_what_would_end_the_text(self, engine):
+    def test_min_tokens_ban_stop_tokens(self, engine):
         (plain,) = engine.generate(["q"], max_tokens=8)
         stop = plain.token_ids[1]
         ends = {"stop_token_ids": [stop], "max_tokens": 8}
@@ -168,14 +168,14 @@ class TestStops:
         assert stop not in longer.token_ids[:5]
         assert len(longer.token_ids) >= 5
 
-    def test_biases_are_those_of_the_time_when_they_were_given(self, engine):
+    def test_later_changes_of_a_logit_bias_mapping_have_no_effect(self, engine):
         biases = {5: 100.0}
         name = engine.add_request("ab", SamplingParams(max_tokens=3, logit_bias=biases))
         biases |= {5: -100.0, 9: 100.0}
         assert drained(engine)[0][name, 0] == [5] * 3
 
     @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
-    def test_ints_of_numpy_are_what_pythons_are(self, types_unchecked, engine, dtype):
+    def test_numpy_ints_are_accepted(self, types_unchecked, engine, dtype):
         def results(kind):
             counts = {"max_tokens": kind(100), "min_tokens": kind(3), "top_k": kind(9), "seed": kind(5)}
             more = {"n": kind(2), "logprobs": kind(1), "prompt_logprobs": kind(1)}
@@ -184,7 +184,7 @@ class TestStops:
 
         assert results(dtype) == results(int)
 
-    def test_min_tokens_beyond_int32_go_on_to_the_end(self, engine):
+    def test_min_tokens_beyond_int32_last_until_the_end(self, engine):
         (plain,) = engine.generate(["q"], max_tokens=8)
         ends = {"stop_token_ids": [plain.token_ids[1]], "max_tokens": 2**41}
         (longest,) = engine_of(max_model_len=20).generate(["q"], SamplingParams(min_tokens=2**40, **ends))
@@ -200,7 +200,7 @@ class TestStops:
 
 
 class TestLogprobs:
-    def test_are_the_models_own_whatever_picks_the_token(self, engine, forward):
+    def test_come_from_the_models_logits_regardless_of_sampling(self, engine, forward):
         params = [
             SamplingParams(max_tokens=6, logprobs=3, temperature=2.0, seed=1, logit_bias={5: 9.0}),
             SamplingParams(max_tokens=6, logprobs=0, presence_penalty=1.0),
@@ -221,7 +221,7 @@ class TestLogprobs:
                     assert abs(logprob - want[other]) < 1e-4
                     assert rank == (want > want[other]).sum() + 1
 
-    def test_of_a_prompt_may_be_its_own_tokens_alone(self, engine, forward):
+    def test_prompt_logprobs_0_returns_only_the_prompt_tokens(self, engine, forward):
         (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, prompt_logprobs=0))
         first, *others = result.prompt_logprobs
         assert first is None
@@ -230,7 +230,7 @@ class TestLogprobs:
             assert abs(place[token].logprob - want[token]) < 1e-4
 
     @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (65, 5), (8, 7)])
-    def test_of_prompts_are_the_models_own_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
+    def test_of_prompts_are_correct_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
         engine = engine_of(num_blocks, budget)
         prompts = [random.Random(i).choices(range(320), k=18 + i) for i in range(4)]
         params = SamplingParams(max_tokens=25, prompt_logprobs=2)
@@ -248,7 +248,7 @@ class TestLogprobs:
                     assert all(abs(one.logprob - table[i][token]) < 1e-4 for token, one in got.items())
         assert (engine.stats.num_preemptions > 0) == (num_blocks == 8)
 
-    def test_of_a_prompt_that_is_preempted_in_its_midst_are_all_told(self, engine):
+    def test_of_a_partly_computed_preempted_prompt_are_complete(self, engine):
         small = engine_of(num_blocks=14, budget=7, enable_prefix_caching=False)
         prompts = [random.Random(i).choices(range(256), k=k) for i, k in enumerate((15, 8, 49))]
         params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20)]
@@ -260,7 +260,7 @@ class TestLogprobs:
             token = next(iter(one))
             assert abs(one[token].logprob - other[token].logprob) < 1e-3
 
-    def test_of_as_many_tokens_as_a_small_vocabulary_has_are_told(self):
+    def test_are_limited_by_the_vocabulary(self):
         model = one_layer_model(vocab_size=24)
         model.tokenizer = None
         params = SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=17)  # looked for are 32
@@ -272,7 +272,7 @@ class TestLogprobs:
 
 
 class TestCompletions:
-    def test_each_of_n_tells_of_the_prompt(self, engine):
+    def test_each_of_n_completions_contains_the_prompt(self, engine):
         params = SamplingParams(seed=1, n=3, temperature=1.0, max_tokens=2, prompt_logprobs=1)
         (result,) = engine.generate(["abc"], params)
         first, *others = (one.prompt_logprobs for one in result.outputs)
@@ -285,7 +285,7 @@ class TestCompletions:
         assert sorted(index for index, _ in told) == [0, 1, 2], name
         assert all(logprobs == first for _, logprobs in told)
 
-    def test_n_are_those_of_seeds_that_follow_each_other(self, engine):
+    def test_n_completions_use_consecutive_seeds(self, engine):
         hot = {"temperature": 1.5, "max_tokens": 7}
         (result,) = engine.generate(["abc"], SamplingParams(seed=10, n=3, **hot))
         alone = [engine.generate(["abc"], SamplingParams(seed=10 + i, **hot))[0] for i in range(3)]
@@ -314,7 +314,7 @@ class TestPrefixes:
         assert with_cache.stats.num_steps < without.stats.num_steps * 2
 
     @pytest.mark.parametrize("how", ["update_weights", "nnx.update"])
-    def test_of_old_weights_are_not_found(self, how):
+    def test_computed_with_old_weights_are_not_reused(self, how):
         model = one_layer_model()
         engine, prompt = engine_of(model=model), list(range(40))
         engine.generate([prompt], max_tokens=4)
@@ -328,7 +328,7 @@ class TestPrefixes:
         )
 
 
-def test_executables_are_kept_where_it_was_said(tmp_path):
+def test_executables_are_stored_in_cache_dir(tmp_path):
     before = {
         name: getattr(jax.config, name)
         for name in (
@@ -348,7 +348,7 @@ def test_executables_are_kept_where_it_was_said(tmp_path):
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
-def test_results_tell_what_they_are_of(engine):
+def test_results_contain_their_prompt(engine):
     params = SamplingParams(temperature=1.0, seed=0, n=2, max_tokens=3)
     text, ids = engine.generate(["ab", [99, 100]], params)
     assert (text.prompt, text.prompt_token_ids) == ("ab", engine.tokenizer.encode("ab").ids)

@@ -1,4 +1,4 @@
-"""Models in which some layers have a window and others none: each kind has blocks of its own."""
+"""Models with window and full-attention layers: each group of layers has its own blocks."""
 
 import functools
 import random
@@ -47,7 +47,7 @@ class TwoKinds(Pool):
 
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize(("num_blocks", "num_near_blocks"), [(20, 6), (9, 20), (40, 14)])
-def test_random_requests_read_what_they_wrote_in_both_kinds_of_layers(num_blocks, num_near_blocks, layers):
+def test_random_requests_read_their_own_keys_in_both_groups(num_blocks, num_near_blocks, layers):
     pool, next_id = TwoKinds(num_blocks, num_near_blocks, 0, LocalAttention(frozenset(layers))), 0
     longest, most = 0, (num_blocks - 1) * BLOCK_SIZE
     for _ in range(500):
@@ -62,7 +62,7 @@ def test_random_requests_read_what_they_wrote_in_both_kinds_of_layers(num_blocks
     assert pool.scheduler.num_preemptions > 0 or num_blocks == 40
 
 
-def test_a_beginning_is_found_where_both_kinds_have_what_they_need_of_it():
+def test_a_prefix_is_found_if_both_groups_have_its_blocks():
     hashes = BlockHashes(4, range(24))
     far, near = BlockManager(20, 4), BlockManager(20, 4)
     table, near_table = far.allocate(0, 24), near.allocate(0, 24)
@@ -83,7 +83,7 @@ def test_a_beginning_is_found_where_both_kinds_have_what_they_need_of_it():
     assert find_in_all_groups(groups, hashes[:]) == [(), ()]
 
 
-def test_a_chunk_of_a_prompt_is_given_up_when_it_has_run():
+def test_a_prompt_chunks_blocks_are_freed_after_it_has_run():
     scheduler = Scheduler(
         BlockManager(20, 4),
         local_attention=NEAR,
@@ -112,7 +112,7 @@ def test_a_chunk_of_a_prompt_is_given_up_when_it_has_run():
         ),
     ],
 )
-def test_blocks_of_other_sizes_or_without_a_reach_are_refused(arguments, message):
+def test_another_block_size_or_missing_local_attention_is_refused(arguments, message):
     given = {"local_attention": NEAR, "sliding_window_manager": BlockManager(9, 4)} | arguments
     with pytest.raises(ValueError, match=message):
         Scheduler(BlockManager(9, 4), **given)
@@ -165,7 +165,7 @@ def want():
 
 class TestEngine:
     @pytest.mark.kernels
-    def test_tokens_are_those_of_layers_that_share_their_blocks(self, want):
+    def test_tokens_equal_those_with_a_shared_block_table(self, want):
         engine = engine_of(num_blocks=27, budget=32, model=gemma3(TWO), max_blocks=64)
         near = engine.scheduler.sliding_window_manager
         near_blocks = [cache.k.shape[0] for cache in engine._runner._caches]
@@ -178,7 +178,7 @@ class TestEngine:
         assert stats.num_compiles == 1
 
     @pytest.mark.kernels
-    def test_what_was_given_up_is_never_read(self, want):
+    def test_freed_blocks_are_never_read(self, want):
         """All that nobody owns, the null block too, is NaN in every step, in both kinds of layers."""
         engine = engine_of(num_blocks=60, model=gemma3(TWO), enable_prefix_caching=False, max_blocks=64)
         names = [engine.add_request(*each) for each in zip(prompts(), PARAMS, strict=True)]
@@ -194,7 +194,7 @@ class TestEngine:
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("speculative", ["ngram", one_layer_model])
-    def test_drafts_are_verified_in_both_kinds_of_layers(self, want, speculative):
+    def test_drafts_are_verified_in_both_groups(self, want, speculative):
         speculative = speculative if isinstance(speculative, str) else speculative()
         sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 65}
         engine = Engine(gemma3(TWO), speculative=speculative, check_batches=True, **sizes)
@@ -219,12 +219,12 @@ class TestMemory:
     # Of two requests: a window of 24 and what it straddles, 5 blocks, and 32 new tokens in a step, 4 more.
     NEAR = 2 * 5 + 4 + 1
 
-    def test_layers_with_a_window_hold_windows_and_the_others_contexts(self):
+    def test_window_layers_hold_windows_and_other_layers_hold_contexts(self):
         engine = Engine(gemma3(), **self.SIZES)
         assert [cache.k.shape[0] for cache in engine._runner._caches] == [self.NEAR, self.NEAR, 129]
         assert engine.scheduler.sliding_window_manager.num_blocks == self.NEAR
 
-    def test_memory_of_the_cache_buys_more_blocks_and_is_not_exceeded(self, monkeypatch):
+    def test_windows_allow_more_blocks_within_the_same_memory(self, monkeypatch):
         num_bytes = lambda engine: sum(x.nbytes for x in jax.tree.leaves(engine._runner._caches))
         in_one = gemma3().cache_specs(1, block_size=8)[0].bytes_per_block
         budget = 3 * 43 * in_one + 17
@@ -234,7 +234,7 @@ class TestMemory:
         assert Engine(gemma3(), cache_bytes=budget, **self.SIZES).stats.num_blocks == 42
 
     @pytest.mark.parametrize("num_blocks", [2, 14, 15, 16])
-    def test_a_small_cache_is_small_in_all_layers(self, num_blocks):
+    def test_a_small_cache_limits_all_layers(self, num_blocks):
         engine = Engine(gemma3(), num_blocks=num_blocks, **self.SIZES)
         near = min(num_blocks, self.NEAR)
         assert [cache.k.shape[0] for cache in engine._runner._caches] == [near, near, num_blocks]

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans against a loop over tokens."""
+"""Penalties, biases and bans, compared with a loop over tokens."""
 
 import collections
 
@@ -41,7 +41,7 @@ def draw(rng):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
+def test_each_row_gets_its_own_adjustments(seed):
     rng = np.random.default_rng(seed)
     requests = [draw(rng) for _ in range(3)]
     logits = rng.normal(size=(5, VOCAB)).astype(np.float32)
@@ -66,7 +66,7 @@ def test_each_row_gets_what_it_asks_for_and_padding_rows_nothing(seed):
     np.testing.assert_allclose(adjusted_jit(logits, by, counts), want, rtol=1e-6, atol=1e-5)
 
 
-def test_a_long_bias_of_one_row_takes_no_more_where_there_are_many():
+def test_a_long_bias_of_one_row_does_not_widen_the_other_rows():
     params = SamplingParams(logit_bias={token: -100.0 for token in range(3000)})
     asked = [
         RequestAdjustments(one, (), (), (), 0, -1)
@@ -78,12 +78,12 @@ def test_a_long_bias_of_one_row_takes_no_more_where_there_are_many():
     assert (np.argwhere(logits == -100) == [[1, token] for token in range(3000)]).all()
 
 
-def test_where_nobody_asks_for_anything_there_is_nothing():
+def test_requests_without_adjustments_build_none():
     plain = RequestAdjustments(SamplingParams(min_tokens=2), [1], [2, 3], (0,), 2, -1)
     assert build_logits_adjustments([plain], jnp.zeros(1), num_rows=1, vocab_size=9) is None
 
 
-def test_longer_lists_compile_a_few_times_in_all():
+def test_growing_lists_recompile_only_a_few_times():
     shapes = set()
     for length in range(1, 200):
         one = RequestAdjustments(

@@ -1,4 +1,4 @@
-"""Where a rope turns long requests by other frequencies: each comes out as if computed at one go."""
+"""LongRoPE: requests that cross the threshold get the same tokens as if computed at once."""
 
 import functools
 
@@ -58,7 +58,7 @@ def engine():
 
 
 @pytest.mark.kernels
-def test_a_request_that_grows_beyond_the_length_is_computed_again(engine):
+def test_a_request_that_exceeds_the_threshold_is_recomputed(engine):
     before = engine.stats.num_prefix_tokens
     check(engine, [TEXT[:60], TEXT[50:113], TEXT[9:20]])
     stats = engine.stats
@@ -67,12 +67,12 @@ def test_a_request_that_grows_beyond_the_length_is_computed_again(engine):
 
 
 @pytest.mark.kernels
-def test_a_long_prompt_s_first_chunk_reaches_beyond_the_length(engine):
+def test_a_long_prompts_first_chunk_exceeds_the_threshold(engine):
     check(engine, [TEXT[:30], TEXT[20:120], TEXT[:110]])
 
 
 @pytest.mark.kernels
-def test_blocks_of_short_requests_are_not_those_of_long_ones(engine):
+def test_short_and_long_requests_share_no_blocks(engine):
     check(engine, [TEXT[:50]])
     check(engine, [TEXT[:100]])
     hits = engine.stats.num_prefix_hit_tokens
@@ -81,7 +81,7 @@ def test_blocks_of_short_requests_are_not_those_of_long_ones(engine):
 
 
 @pytest.mark.kernels
-def test_completions_and_drafts_cross_the_length_too(engine):
+def test_completions_and_drafts_cross_the_threshold(engine):
     check(engine, [TEXT[30:92]], n=2, temperature=1.0, top_k=1)
     draft_state = engine_of(speculative=MODEL, num_speculative_tokens=3)
     draft_state._speculation._draft_cost = 0.0
@@ -89,7 +89,7 @@ def test_completions_and_drafts_cross_the_length_too(engine):
     assert draft_state.stats.num_accepted_tokens > 0
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_conflicting_limits_are_refused():
     message = r"max_num_batched_tokens=64: .*more than 64 tokens .*at least 65, or set max_model_len=64"
     with pytest.raises(NotImplementedError, match=message):
         engine_of(max_num_batched_tokens=64)

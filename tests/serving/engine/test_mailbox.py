@@ -1,4 +1,4 @@
-"""An event loop's readers get what is theirs soon, and leave the engine's thread its time."""
+"""Readers of an event loop get their outputs soon, and leave time to the engine's thread."""
 
 import asyncio
 import time
@@ -52,7 +52,7 @@ async def settled(seconds=0.0):
         await asyncio.sleep(0)
 
 
-def test_readers_that_are_quick_get_every_step_s_tokens():
+def test_fast_readers_get_every_steps_tokens():
     async def work(mailbox, one, other, *outputs):
         for number in range(5):
             mailbox.post([(one, token(number)), (other, token(number))])
@@ -62,7 +62,7 @@ def test_readers_that_are_quick_get_every_step_s_tokens():
     assert outputs == ([[0], [1], [2], [3], [4]],) * 2
 
 
-def test_readers_that_take_their_part_of_the_time_get_what_came_meanwhile_together():
+def test_slow_readers_get_merged_outputs():
     async def work(mailbox, one, other, *outputs):
         for number in range(4):
             mailbox.post([(one, token(number))])

@@ -1,4 +1,4 @@
-"""Every family through the engine with every feature: transformers' own tokens, or a refusal by name."""
+"""Every model family with every engine feature: the tokens equal transformers', or the feature is refused."""
 
 import functools
 import json
@@ -69,7 +69,7 @@ def test_every_family_is_here():
 
 
 @of_family
-def test_prompts_at_once_and_again_from_their_cached_beginnings(name):
+def test_batched_prompts_and_prompts_with_cached_prefixes(name):
     model, expected = golden(name)
     engine = engine_of(model)
     results = generated(engine, expected)
@@ -92,7 +92,7 @@ def test_prompts_in_chunks(name):
 @pytest.mark.kernels
 @of_family
 @pytest.mark.parametrize("quantization", ["int8_token_head", "fp8_e4m3"])
-def test_8_bit_caches_say_what_is_nearly_best(name, quantization):
+def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
     model, expected = golden(name)
     prompt = expected["prompt3"].tolist()
     model.kv_scales = jattn.calibrate(model, [prompt]) if quantization == "fp8_e4m3" else None
@@ -116,7 +116,7 @@ def test_drafts_change_no_token(name, draft_config):
 
 @pytest.mark.kernels
 @of_family
-def test_a_common_beginning_is_read_once_or_refused_by_name(name):
+def test_a_shared_prefix_is_read_once_or_refused(name):
     model, expected = golden(name)
     specs = model.config.attention_specs
     by_distance = any(spec.window or spec.chunk_size or spec.sparsity is not None for spec in specs)
@@ -137,7 +137,7 @@ def test_a_common_beginning_is_read_once_or_refused_by_name(name):
 
 @pytest.mark.kernels
 @of_family
-def test_batch_invariant_bits_are_those_of_a_request_alone(name):
+def test_batch_invariant_bits_equal_a_single_run(name):
     model, expected = golden(name)
     if any(rope is not None and rope.longrope_threshold for rope in model.config.ropes):
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""Prompt lookup against a loop over all n-grams."""
+"""Prompt lookup, compared with a loop over all n-grams."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -60,6 +60,6 @@ def test_a_buffer_shows_a_growing_list():
         ({"prompt_lookup_min": 6}, r"prompt_lookup_min must be at most prompt_lookup_max \(5\), got 6\."),
     ],
 )
-def test_wrong_sizes_are_named(types_unchecked, sizes, message):
+def test_invalid_lengths_are_refused(types_unchecked, sizes, message):
     with pytest.raises(ValueError, match=message):
         NgramProposer(**sizes)

@@ -1,4 +1,4 @@
-"""Completions of one prompt: it is computed once, and they share its blocks until they write into them."""
+"""Completions of one prompt: it is computed once, and they share its blocks until they write to them."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Blocks found by what they hold: only what is the same is shared, and nothing is lost."""
+"""Prefix caching: only equal blocks are shared, and no block is leaked."""
 
 import random
 
@@ -11,7 +11,7 @@ from jattn.serving.engine.scheduler import Scheduler
 BLOCK_SIZE = 4
 
 
-def test_a_digest_tells_the_tokens_of_its_block_and_all_before():
+def test_a_digest_depends_on_its_block_and_all_earlier_tokens():
     one, same = BlockHashes(4, range(12)), BlockHashes(4)
     for token in range(12):
         same.extend([token])
@@ -21,7 +21,7 @@ def test_a_digest_tells_the_tokens_of_its_block_and_all_before():
     assert len(set(BlockHashes(4, [1] * 12)[:])) == 3
 
 
-def test_a_copy_of_hashes_grows_by_itself():
+def test_a_copy_of_hashes_is_independent():
     hashes = BlockHashes(4, range(7))
     copy = hashes.copy()
     copy.extend([7, 8])
@@ -155,7 +155,7 @@ class Pool:
 
 
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 9), (1, 12), (2, 20), (3, 40)])
-def test_thousands_of_random_steps_share_nothing_that_differs_and_leak_nothing(seed, num_blocks):
+def test_random_steps_share_only_equal_blocks_and_leak_none(seed, num_blocks):
     pool, next_id, forks = Pool(num_blocks, seed), 0, []
     draw = pool.random
     for _ in range(3000):
@@ -203,7 +203,7 @@ def first_step(pool, request, tokens, max_tokens=1):
     return step.query_lens[row]
 
 
-def test_a_prompt_seen_before_is_computed_from_the_first_block_that_differs():
+def test_a_cached_prompt_is_computed_from_the_first_different_block():
     pool = Pool(20, 0, budget=100)
     pool.add(0, range(10), 1)
     pool.step()
@@ -213,14 +213,14 @@ def test_a_prompt_seen_before_is_computed_from_the_first_block_that_differs():
     assert (pool.scheduler.num_prefix_tokens, pool.scheduler.num_prefix_hit_tokens) == (21, 8)
 
 
-def test_the_last_token_is_computed_though_all_blocks_are_there():
+def test_the_last_token_is_computed_even_if_all_blocks_are_cached():
     pool = Pool(20, 0, budget=100)
     pool.add(0, range(8), 1)
     pool.step()
     assert first_step(pool, 1, range(8)) == 4
 
 
-def test_what_was_generated_is_found_too():
+def test_generated_tokens_are_found():
     pool = Pool(20, 0, budget=100)
     pool.add(0, range(6), 9)
     while pool.left:
@@ -229,7 +229,7 @@ def test_what_was_generated_is_found_too():
     assert first_step(pool, 1, [*tokens, 5, 5, 5]) <= 6  # 15 tokens; the last ones were never read in time
 
 
-def test_what_has_long_been_unused_is_given_away_first_and_a_beginning_last():
+def test_the_least_recently_used_blocks_are_reused_first_and_prefixes_last():
     pool = Pool(9, 0, budget=100)  # 8 blocks
     pool.add(0, range(12), 1)
     pool.step()
@@ -244,7 +244,7 @@ def test_what_has_long_been_unused_is_given_away_first_and_a_beginning_last():
     assert first_step(pool, 5, [*range(100, 112), 1]) == 13
 
 
-def test_old_weights_keys_are_not_found_nor_published_later():
+def test_keys_of_old_weights_are_neither_found_nor_published():
     pool = Pool(20, 0, budget=100)
     pool.add(0, range(8), 9)
     pool.step()

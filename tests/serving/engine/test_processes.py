@@ -66,7 +66,7 @@ def last_json(lines):
 
 @pytest.mark.kernels
 class TestTwoProcesses:
-    def test_get_one_device_s_tokens(self, folder):
+    def test_generate_the_tokens_of_one_device(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "serve")
         assert (code, other_code) == (0, 0), error + other_error
         alone = asked(Engine(load(folder, progress=False), **SIZES))
@@ -87,13 +87,13 @@ class TestTwoProcesses:
         assert 0 < num_accepted < num_drafts
 
     @pytest.mark.slow
-    def test_get_them_where_each_has_some_of_the_keys(self, folder):
+    def test_generate_the_same_tokens_with_context_parallelism(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "keys")
         assert (code, other_code) == (0, 0), error + other_error
         assert last_json(lines) == drafted(Engine(load(folder, progress=False), **SIZES))
         assert other_lines[-1] == "followed"
 
-    def test_must_be_made_alike(self, folder):
+    def test_must_have_equal_options(self, folder):
         (code, _, error), (other_code, _, other_error) = run_two(folder, "unlike")
         assert code != 0
         assert other_code != 0
@@ -111,7 +111,7 @@ class TestTwoProcesses:
             "follower is killed",
         ],
     )
-    def test_end_with_the_error_of_the_one_that_failed(self, folder, what):
+    def test_end_with_the_error_of_the_failed_process(self, folder, what):
         ends = run_two(folder, what)
         ended_at = time.time()
         said = SAID.get(what, "it has had enough")
@@ -136,7 +136,7 @@ def tokens_of_peers(where):
 
 
 @pytest.mark.kernels
-def test_two_processes_sum_by_all_reduce_in_an_engine():
+def test_two_processes_all_reduce_in_peer_memory():
     found = tokens_of_peers("cpu")
     assert len(found) == 4
     assert all(tokens == found["alone"] for tokens in found.values()), found
@@ -144,7 +144,7 @@ def test_two_processes_sum_by_all_reduce_in_an_engine():
 
 @pytest.mark.gpu
 @pytest.mark.gpus
-def test_two_processes_of_a_gpu_each_sum_in_an_engine():
+def test_two_gpu_processes_all_reduce_in_peer_memory():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
     found = tokens_of_peers("gpu")
@@ -189,12 +189,12 @@ class TestNodesOfTheCommandLine:
         (["--nnodes=2"], "--tensor-parallel-size must be the total number of devices of the 2 nodes, got 1."),
     ],
 )
-def test_nodes_that_are_none_are_refused_before_anybody_is_waited_for(options, message, capsys):
+def test_invalid_nodes_are_refused_before_waiting(options, message, capsys):
     assert main(["generate", "--model", "DIR", "a", *options]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_one_process_follows_nobody():
+def test_a_single_process_cannot_follow():
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
     with pytest.raises(ValueError, match=r"Process 0 cannot call follow\(\)\. It requires a mesh"):
         engine.follow()
@@ -202,7 +202,7 @@ def test_one_process_follows_nobody():
 
 
 @pytest.mark.kernels
-def test_a_process_that_an_error_ends_does_not_wait_for_the_others():
+def test_a_failed_process_does_not_wait_for_the_others():
     done = subprocess.run(
         [sys.executable, "-c", BY_AN_ERROR], capture_output=True, text=True, timeout=50, cwd=ROOT
     )

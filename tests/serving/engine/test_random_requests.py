@@ -1,4 +1,4 @@
-"""Whatever shares the engine with a request, it gets what it would alone, and nothing is left behind."""
+"""Random requests get the same tokens as in single runs, and leave nothing behind."""
 
 import pytest
 

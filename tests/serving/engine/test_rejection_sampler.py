@@ -1,4 +1,4 @@
-"""Drafts change when tokens come, never which: against a loop that picks one token after the other."""
+"""Drafts change when tokens arrive, never which: compared with a loop that samples one token at a time."""
 
 import functools
 
@@ -72,7 +72,7 @@ tokens = st.integers(0, VOCAB - 1)
 
 @hypothesis.given(st.data())
 @pytest.mark.kernels
-def test_what_stays_and_one_more_are_the_tokens_that_steps_without_drafts_pick(data):
+def test_accepted_tokens_equal_those_without_drafts(data):
     values = data.draw(st.lists(some_values, min_size=2, max_size=2))
     params = [SamplingParams(**one) for one in values]
     outputs = [data.draw(st.lists(tokens, max_size=3)) for _ in params]
@@ -89,7 +89,7 @@ def test_what_stays_and_one_more_are_the_tokens_that_steps_without_drafts_pick(d
         assert got.tokens[row, : accepted + 1].tolist() == want[row][: accepted + 1]
 
 
-def test_greedy_rows_accept_what_argmax_says_and_nothing_behind_a_wrong_draft():
+def test_greedy_rows_accept_the_argmax_and_nothing_after_a_wrong_draft():
     argmax = TABLE.argmax(axis=1)
     chain = [int(argmax[0])]
     for _ in range(K):
@@ -104,7 +104,7 @@ def test_greedy_rows_accept_what_argmax_says_and_nothing_behind_a_wrong_draft():
     assert got.logprobs is None
 
 
-def test_what_pads_a_row_never_stays():
+def test_padding_is_never_accepted():
     argmax = TABLE.argmax(axis=1)
     chain = [0]
     for _ in range(K):
@@ -155,26 +155,26 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize("draft_config", DRAFTERS)
-def test_tokens_have_the_models_distribution_whoever_drafts(draft_config):
+def test_tokens_have_the_models_distribution_for_any_drafts(draft_config):
     first, second, num_accepted = pairs_drawn(DRAFTERS[draft_config])
     assert chi_square(first, TARGET) < LIMIT[VOCAB - 1]
     assert chi_square(first * VOCAB + second, PAIRS) < LIMIT[VOCAB**2 - 1]
     assert 0 < num_accepted.mean() < 1
 
 
-def test_one_draft_stays_as_often_as_the_model_picks_it():
+def test_a_draft_is_accepted_with_the_models_probability():
     _, _, num_accepted = pairs_drawn(DRAFTERS["always the likeliest"])
     error = abs(num_accepted.mean() - TARGET.max())
     assert error < 4 * np.sqrt(TARGET.max() * (1 - TARGET.max()) / NUM_DRAWS)
 
 
-def test_the_frequency_test_tells_a_sampler_that_accepts_too_much():
+def test_the_frequency_test_detects_a_sampler_that_accepts_too_much():
     every_other = lambda first, drafts: np.maximum(np.asarray(first.num_accepted), np.arange(NUM_DRAWS) % 2)
     first, _, _ = pairs_drawn(DRAFTERS["evenly"], every_other)
     assert chi_square(first, TARGET) > LIMIT[VOCAB - 1]
 
 
-def test_log_probabilities_are_those_of_each_place():
+def test_log_probabilities_are_per_position():
     drafts = [[3, 1, 2], [0, 0, 5]]
     got = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
     ids = np.array([0, 3, 1, 2, 4, 0, 0, 5])
@@ -184,7 +184,7 @@ def test_log_probabilities_are_those_of_each_place():
     assert got.logprobs.chosen.shape == (8,)
 
 
-def test_other_values_are_not_traced_again(traced_once):
+def test_other_values_do_not_retrace(traced_once):
     run = lambda *arguments: rejection_sample.__wrapped__(*arguments)
     rows = lambda seed: (
         jnp.asarray(np.random.default_rng(seed).normal(size=(8, VOCAB)).astype(np.float32)),

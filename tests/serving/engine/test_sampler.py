@@ -1,4 +1,4 @@
-"""The sampler against a loop over tokens, and its random numbers against who else is there."""
+"""The sampler, compared with a loop over tokens; its random numbers do not depend on the batch."""
 
 import dataclasses
 import re
@@ -137,7 +137,7 @@ def test_noise_of_tokens_near_or_far_of_other_draws_and_other_seeds_is_its_own(u
         assert ((counts - want) ** 2 / want).sum() < 113
 
 
-def test_the_frequency_test_tells_a_wrong_temperature():
+def test_the_frequency_test_detects_a_wrong_temperature():
     tokens = draws(LOGITS, SamplingParams(temperature=1.2, seed=5), 4000)
     statistic, freedom = chi_square(tokens, kept_by_loop(LOGITS, SamplingParams(temperature=1.0)))
     assert statistic > LIMIT[freedom]
@@ -151,7 +151,7 @@ def test_filters_off_draw_the_same_tokens_as_filters_that_keep_all():
         )
 
 
-def test_temperature_0_takes_the_likeliest_whatever_the_filters_say():
+def test_temperature_0_is_greedy_regardless_of_filters():
     params = SamplingParams(top_k=5, top_p=0.5, min_p=0.1, seed=1)
     assert set(draws(LOGITS, params, 50).tolist()) == {3}
 
@@ -181,7 +181,7 @@ def test_banned_tokens_are_never_drawn():
 
 
 @hypothesis.given(st.data())
-def test_a_row_draws_the_same_whoever_shares_its_batch_and_wherever_it_stands(data):
+def test_a_rows_sample_does_not_depend_on_the_batch_or_its_row(data):
     row, num_generated = data.draw(row_of_logits), data.draw(st.integers(0, 99))
     params = SamplingParams(**data.draw(values_or_greedy))
     alone = sample_jit(row[None], build_sampling_metadata([params]), jnp.full(1, num_generated, jnp.int32))
@@ -298,10 +298,10 @@ class TestBuild:
 
 
 class TestSamplingParams:
-    def test_whole_numbers_will_do(self):
+    def test_ints_are_accepted_for_floats(self):
         assert SamplingParams(temperature=0, top_p=1, min_p=0) == SamplingParams()
 
-    def test_what_vllm_takes_for_nothing_is_nothing(self):
+    def test_vllms_disabled_values_are_accepted(self):
         assert SamplingParams(stop=None, stop_token_ids=None, bad_words=None, seed=-1) == SamplingParams()
 
     def test_with_seed_keeps_a_seed_and_draws_one_where_there_is_none(self):
@@ -325,6 +325,6 @@ class TestSamplingParams:
             ({"seed": 2**32}, r"seed must be in \[0, 2\*\*32\), got 4294967296"),
         ],
     )
-    def test_names_the_value_that_makes_no_sense(self, values, message):
+    def test_invalid_values_are_refused(self, values, message):
         with pytest.raises(ValueError, match=message):
             SamplingParams(**values)

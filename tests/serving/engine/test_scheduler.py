@@ -202,7 +202,7 @@ def test_a_waiting_request_is_not_overtaken_by_a_smaller_one():
     assert rows(scheduler.schedule()) == {0: 8}
 
 
-def test_nobody_is_admitted_while_a_running_prompt_is_short_of_blocks():
+def test_no_request_is_admitted_while_a_running_prompt_lacks_blocks():
     scheduler = scheduler_of(6, max_num_batched_tokens=9)  # 5 blocks
     scheduler.add(0, 8, 5)
     scheduler.add(1, 12, 1)
@@ -271,7 +271,7 @@ def test_the_copy_that_a_fork_asks_for_is_in_the_step_until_it_runs():
     assert scheduler.schedule().block_copies == ()
 
 
-def test_no_copy_is_made_for_a_request_that_is_gone():
+def test_no_copy_is_made_for_an_aborted_request():
     scheduler = forked()
     (source, target) = scheduler.schedule().block_copies[0]
     scheduler.abort(0)

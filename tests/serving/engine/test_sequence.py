@@ -21,7 +21,7 @@ def sequence(max_tokens=9, stop_ids=(), **params):
 
 
 @pytest.mark.parametrize("ends", [{"stop_token_ids": [B]}, {"eos": [B]}])
-def test_keeps_the_token_that_ended_it_where_that_was_asked(ends):
+def test_includes_the_stop_token_if_requested(ends):
     under_way = sequence(stop_ids=ends.pop("eos", ()), include_stop_str_in_output=True, **ends)
     for token_id in (A, EURO[0], B):
         under_way.append(token_id)

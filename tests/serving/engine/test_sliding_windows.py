@@ -1,4 +1,4 @@
-"""Models whose layers all have a window give up what they will not see again."""
+"""Models whose layers all have a window free the blocks that they do not read any more."""
 
 import random
 import sys
@@ -30,7 +30,7 @@ def seen_by(position, left, chunk_size):
 @pytest.mark.parametrize(
     "layers", [[(0, None)], [(5, None)], [(None, 4)], [(6, 4)], [(2, 8), (3, None)], [(3, None), (None, 6)]]
 )
-def test_the_first_visible_position_is_what_some_layer_sees_from_there_on(layers):
+def test_the_first_visible_position_covers_every_layer(layers):
     local_attention = LocalAttention(frozenset(layers))
     for position in range(30):
         later = [seen_by(p, *layer)[0] for p in range(position, 40) for layer in layers]
@@ -53,7 +53,7 @@ class Layers(nnx.Module):
         ([], None),
     ],
 )
-def test_a_model_gives_up_only_what_none_of_its_layers_sees(specs, layers):
+def test_local_attention_requires_a_window_in_every_layer(specs, layers):
     local_attention = local_attention_of(Layers(*specs))
     assert local_attention == (layers and LocalAttention(frozenset(layers)))
 
@@ -74,7 +74,7 @@ class Sliding(Pool):
 
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize("num_blocks", [6, 9, 20])
-def test_random_requests_longer_than_the_pool_read_what_they_wrote_and_leak_nothing(num_blocks, layers):
+def test_random_requests_longer_than_the_pool_read_their_own_keys_and_leak_no_block(num_blocks, layers):
     pool, next_id = Sliding(num_blocks, 0, LocalAttention(frozenset(layers))), 0
     longest = 0
     for _ in range(700):
@@ -87,7 +87,7 @@ def test_random_requests_longer_than_the_pool_read_what_they_wrote_and_leak_noth
     assert pool.scheduler.num_prefix_hit_tokens > 0
 
 
-def test_a_beginning_is_found_where_what_the_next_token_sees_is_there():
+def test_a_prefix_is_found_if_the_next_tokens_window_is_cached():
     local_attention, hashes = LocalAttention(frozenset({(5, None)})), BlockHashes(4, range(24))
     manager = BlockManager(20, 4)
     table = manager.allocate(0, 24)
@@ -115,7 +115,7 @@ def test_without_room_for_a_window_a_request_must_fit_the_cache():
 
 
 @pytest.mark.parametrize(("num_blocks", "longest"), [(6, 22), (7, sys.maxsize)])
-def test_a_request_that_is_turned_must_have_room_for_its_first_chunk(num_blocks, longest):
+def test_a_long_longrope_request_must_fit_its_first_chunk(num_blocks, longest):
     local_attention = LocalAttention(frozenset({(3, None)}))
     scheduler = Scheduler(BlockManager(num_blocks, 4), local_attention=local_attention, longrope_threshold=22)
     assert scheduler.capacity_tokens == longest
@@ -134,7 +134,7 @@ class TestEngine:
         return [shared[: 20 * i] + draw.choices(range(320), k=40 + i) for i in range(4)]
 
     @pytest.mark.kernels
-    def test_requests_longer_than_the_cache_bring_what_they_would_in_a_large_one(self):
+    def test_requests_longer_than_the_cache_generate_the_same_tokens(self):
         params = [SamplingParams(max_tokens=40, temperature=i % 2, seed=i, n=1 + i % 2) for i in range(4)]
         roomy = engine_of(model=SLIDING, enable_prefix_caching=False)
         want = roomy.generate(self.prompts(), params)
@@ -150,7 +150,7 @@ class TestEngine:
         assert (tight.stats.num_used_blocks, roomy.stats.num_used_blocks) == (0, 0)
 
     @pytest.mark.kernels
-    def test_what_was_given_up_is_never_read(self):
+    def test_freed_blocks_are_never_read(self):
         """All that nobody owns, the null block too, is NaN in every step."""
         want = engine_of(model=SLIDING).generate(self.prompts(), max_tokens=30)
         engine = engine_of(num_blocks=20, model=SLIDING, enable_prefix_caching=False, max_blocks=64)
@@ -162,7 +162,7 @@ class TestEngine:
                 ids.setdefault(output.request_id, []).extend(output.new_token_ids)
         assert [ids[name] for name in names] == [result.token_ids for result in want]
 
-    def test_a_prompt_that_begins_as_another_is_found_though_its_beginning_was_given_up(self):
+    def test_a_prefix_is_found_after_its_first_blocks_were_freed(self):
         engine = engine_of(num_blocks=40, model=SLIDING, max_blocks=64)
         prompt = random.Random(2).choices(range(320), k=100)
         (first,) = engine.generate([prompt], max_tokens=4)

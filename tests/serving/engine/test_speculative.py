@@ -1,4 +1,4 @@
-"""An engine that drafts gives what one without gives, in fewer steps; and stops where it does not pay."""
+"""Speculative decoding generates the same tokens in fewer steps, and stops where it does not pay off."""
 
 import jax
 import numpy as np
@@ -243,7 +243,7 @@ class TestInterruptions:
 
 
 class TestPolicy:
-    def test_a_request_whose_drafts_are_rejected_sleeps_four_times_as_long_each_time(self):
+    def test_rejected_drafts_pause_drafting_four_times_longer_each_time(self):
         draft_state, waits = DraftState(), []
         for _ in range(6):
             draft_state.record(0, 100)
@@ -253,13 +253,13 @@ class TestPolicy:
         draft_state.record(0, 500)
         assert draft_state.paused_until == 504
 
-    def test_what_a_lookup_has_wrong_is_tried_once_and_then_watched(self, plain, engine, oracle):
+    def test_a_wrong_lookup_is_verified_once_and_then_only_compared(self, plain, engine, oracle):
         before, after = counts_of_a_text(plain, engine, oracle, max_tokens=60, wrong=1.0)
         assert after.num_accepted_tokens == before.num_accepted_tokens
         assert after.num_drafts - before.num_drafts == 1
         assert after.num_steps - before.num_steps == 60
 
-    def test_a_lookup_that_turns_right_is_drafted_by_three_tokens_later(self, plain, engine, oracle):
+    def test_drafting_resumes_three_tokens_after_a_lookup_becomes_right(self, plain, engine, oracle):
         prompts, params, right_from = [[1, 2, 3]], SamplingParams(max_tokens=63), 30
         want = plain.generate(prompts, params)
         text = [*prompts[0], *want[0].token_ids]
@@ -288,11 +288,11 @@ class TestPolicy:
             ([5, 6, 7], [5, 4, 7], 1, True),
         ],
     )
-    def test_tokens_that_come_say_what_would_have_been_accepted(self, shadow_hits, came, hits, is_over):
+    def test_later_tokens_show_which_drafts_would_have_been_accepted(self, shadow_hits, came, hits, is_over):
         draft_state = DraftState(drafts=shadow_hits, shadow_start=2)
         assert draft_state.shadow_hits([0, 0, *came]) == (hits, is_over)
 
-    def test_texts_that_match_nothing_wait_for_nothing(self, monkeypatch):
+    def test_sequences_without_lookups_do_not_wait(self, monkeypatch):
         engine, events = engine_of(speculative="ngram"), []
         start, read = engine._runner.start, engine._runner.read
         monkeypatch.setattr(engine._runner, "start", lambda *step: (events.append("start"), start(*step)))
@@ -312,11 +312,11 @@ class TestPolicy:
             (BALANCE_TOKENS, BALANCE_TOKENS * K, 0.0, False),  # all right, and yet not faster
         ],
     )
-    def test_drafts_pay_where_more_tokens_come_than_time_goes(self, rows, accepted, draft_cost, pays):
+    def test_drafts_pay_if_they_gain_more_tokens_than_time(self, rows, accepted, draft_cost, pays):
         speculation = Speculation(NgramProposer(), K, max_model_len=512, draft_cost=draft_cost)
         assert speculation._pays(rows, float(accepted)) is pays
 
-    def test_of_many_rows_nobody_is_asked(self):
+    def test_no_drafts_are_looked_up_for_many_rows(self):
         speculation = Speculation(NgramProposer(), K, max_model_len=512)
         assert [speculation.can_pay(rows) for rows in (0, 1, 200, BALANCE_TOKENS)] == [
             False,
@@ -362,7 +362,7 @@ class TestDraftModels:
         assert sizes[1] == (sizes[0] + 1) // 2 - 1
 
     @pytest.mark.kernels
-    def test_run_on_no_requests_before_they_serve(self):
+    def test_are_warmed_up_on_empty_batches(self):
         engine = engine_of(num_blocks=9, max_num_seqs=2, budget=32, speculative=one_layer_model(seed=1))
         engine.precompile(progress=False)
         cached = jax.tree.leaves(engine._runner._proposer._caches)
@@ -404,11 +404,11 @@ class TestRefuses:
             ),
         ],
     )
-    def test_what_cannot_draft(self, types_unchecked, options, message):
+    def test_invalid_draft_methods(self, types_unchecked, options, message):
         with pytest.raises(ValueError, match=message):
             engine_of(**{"speculative": "ngram"} | options)
 
-    def test_a_folder_that_is_none(self):
+    def test_a_missing_folder(self):
         with pytest.raises(FileNotFoundError, match=r"nowhere/config.json does not exist"):
             engine_of(speculative="nowhere")
 

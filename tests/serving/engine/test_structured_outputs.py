@@ -1,4 +1,4 @@
-"""Texts of a given form: whatever the model would rather say."""
+"""Structured outputs: the text matches its constraint, whatever the model prefers."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def asks(seed=0, max_tokens=400, **form):
 
 
 class TestEngine:
-    def test_every_text_has_its_form_and_others_are_as_without(self, engine):
+    def test_constrained_texts_match_and_other_texts_are_unchanged(self, engine):
         plain = SamplingParams(temperature=1.0, seed=9, max_tokens=30)
         (want,) = engine.generate(["plain"], plain)
         params = [
@@ -55,7 +55,7 @@ class TestEngine:
         assert reasons == ["stop", "stop", "length", "stop", "stop"]
         assert engine.stats.num_used_blocks == 0
 
-    def test_it_is_that_of_the_request_alone_whoever_shares_the_steps(self, engine):
+    def test_a_constrained_text_does_not_depend_on_the_batch(self, engine):
         params = [asks(seed, regex=r"[a-z]{5,20}[0-9]") for seed in range(6)]
         alone = [engine.generate(["p"], one)[0].token_ids for one in params]
         assert [result.token_ids for result in engine.generate(["p"] * 6, params)] == alone
@@ -69,7 +69,7 @@ class TestEngine:
         assert [result.token_ids for result in small.generate(["p"] * 4, params)] == want
         assert small.stats.num_preemptions > 0
 
-    def test_completions_of_n_have_it_each_by_itself(self, engine):
+    def test_each_of_n_completions_is_constrained_independently(self, engine):
         form = StructuredOutputsParams(regex="[a-z]{3}[0-9]{2,9}x")
         params = SamplingParams(temperature=2.0, seed=1, n=4, max_tokens=50, structured_outputs=form)
         (result,) = engine.generate(["p"], params)
@@ -183,7 +183,7 @@ class TestMasks:
             mask.accept(token)
         assert mask.is_done
 
-    def test_one_that_llguidance_gives_up_says_why(self):
+    def test_a_grammar_beyond_llguidances_limits_reports_why(self):
         schema = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(800)}}
         mask = Grammars(BYTES, 320, ()).mask(StructuredOutputsParams(json=schema))
         with pytest.raises(ValueError, match=r"\(Parser Error: Current row has \d+ items; max is 2000"):
@@ -201,7 +201,7 @@ class TestErrors:
             ({"choice": [5]}, r"choice must be a list of strings, got \[5\]"),
         ],
     )
-    def test_that_name_no_form(self, types_unchecked, form, message):
+    def test_missing_or_several_constraints(self, types_unchecked, form, message):
         with pytest.raises(ValueError, match=message):
             StructuredOutputsParams(**form)
 
@@ -223,26 +223,26 @@ class TestErrors:
             ),
         ],
     )
-    def test_that_are_no_grammar_come_before_anything_starts(self, engine, form, message):
+    def test_invalid_grammars_are_reported_before_anything_starts(self, engine, form, message):
         steps = engine.stats.num_steps
         with pytest.raises(ValueError, match=f"(?s){message}"):
             engine.generate(["a"], asks(**form))
         assert engine.stats.num_steps == steps
 
-    def test_without_a_tokenizer_there_is_nothing_to_go_by(self):
+    def test_structured_outputs_require_a_tokenizer(self):
         with pytest.raises(
             ValueError,
             match=r"structured_outputs must be None because the model has no tokenizer.json, got Str",
         ):
             Grammars(None, 320, ()).mask(StructuredOutputsParams(regex="a"))
 
-    def test_params_that_are_none(self, types_unchecked):
+    def test_other_types_are_refused(self, types_unchecked):
         with pytest.raises(ValueError, match="structured_outputs must be StructuredOutputsParams, got 'a'"):
             SamplingParams(structured_outputs="a")
 
 
 @pytest.mark.kernels
-def test_beside_drafts_every_text_has_its_form():
+def test_constrained_texts_match_with_speculative_decoding():
     engine = Engine(one_layer_model(), num_blocks=65, max_num_seqs=2, speculative="ngram")
     plain = SamplingParams(max_tokens=30)
     (want,) = engine.generate([[1, 2, 3] * 6], plain)

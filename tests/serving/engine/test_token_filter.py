@@ -1,4 +1,4 @@
-"""Tokens and words that a request rules out, and special tokens in its text."""
+"""allowed_token_ids and bad_words, and special tokens in the text."""
 
 import pytest
 import tokenizers
@@ -33,16 +33,16 @@ def allowed(mask):
 
 
 class TestMasks:
-    def test_nothing_asked_for_is_no_mask(self):
+    def test_requests_without_filters_have_no_mask(self):
         assert mask_of() is None
 
-    def test_tokens_that_are_allowed_are_all_that_may_come(self):
+    def test_only_allowed_tokens_are_in_the_mask(self):
         mask = mask_of(allowed_token_ids=[3, 64, 319])
         assert (allowed(mask), mask.is_fixed, mask.is_done) == ({3, 64, 319}, True, False)
         mask.accept(3)
         assert allowed(mask) == {3, 64, 319}
 
-    def test_the_last_token_of_a_word_is_banned_behind_the_others(self):
+    def test_the_last_token_of_a_word_is_banned_after_the_others(self):
         a, b, c = BYTES.encode("abc").ids
         mask = mask_of(bad_words=["abc", "bb", "c"])
         everything = set(range(320)) - {c}
@@ -70,12 +70,12 @@ class TestMasks:
 
 
 class TestEngine:
-    def test_only_what_is_allowed_comes_whatever_is_likely(self, engine):
+    def test_only_allowed_tokens_are_generated(self, engine):
         ids = BYTES.encode("xyz").ids
         text = generate(engine, temperature=1.0, seed=1, allowed_token_ids=ids).text
         assert (len(text), set(text) <= set("xyz"), len(set(text)) > 1) == (24, True, True)
 
-    def test_bad_words_do_not_come(self, engine):
+    def test_bad_words_are_not_generated(self, engine):
         some = {"allowed_token_ids": BYTES.encode("xyz").ids, "temperature": 1.0, "seed": 1}
         text = generate(engine, **some).text
         words = ["zx", text[:3]]
@@ -84,7 +84,7 @@ class TestEngine:
         assert not any(word in other.text for word in words)
         assert len(other.text) == 24
 
-    def test_a_text_without_a_way_on_stops(self, engine):
+    def test_a_text_without_allowed_tokens_stops(self, engine):
         ids = BYTES.encode("xy").ids
         result = generate(engine, allowed_token_ids=ids, bad_words=["xx", "yy", "xyx", "yxy"])
         assert (result.text in ("xy", "yx"), result.finish_reason) == (True, "stop")
@@ -104,7 +104,7 @@ class TestEngine:
         generate(engine, allowed_token_ids=[5, 6])
         assert engine.stats.num_steps - before == 2 * plain
 
-    def test_special_tokens_are_in_the_text_of_who_wants_them(self, engine):
+    def test_special_tokens_are_in_the_text_if_requested(self, engine):
         tokenizer = tokenizers.Tokenizer.from_str(BYTES.to_str())
         tokenizer.add_special_tokens(["<special>"])
         before, engine.tokenizer = engine.tokenizer, tokenizer
@@ -129,12 +129,12 @@ class TestErrors:
             ({"skip_special_tokens": 1}, "skip_special_tokens must be a bool, got 1"),
         ],
     )
-    def test_what_is_none_is_named(self, types_unchecked, params, message):
+    def test_invalid_values_are_reported(self, types_unchecked, params, message):
         with pytest.raises(ValueError, match=message):
             SamplingParams(**params)
 
     @pytest.mark.parametrize(("name", "value"), [("allowed_token_ids", (1,)), ("bad_words", ("a",))])
-    def test_a_form_goes_with_neither(self, name, value):
+    def test_structured_outputs_conflict_with_filters(self, name, value):
         form = StructuredOutputsParams(regex="a")
         with pytest.raises(ValueError, match=rf"{name} must be (empty|None) with structured_outputs, got \("):
             SamplingParams(structured_outputs=form, **{name: value})

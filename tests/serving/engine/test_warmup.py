@@ -1,4 +1,4 @@
-"""Executables run on nothing before they serve, and leave everything as it was."""
+"""Executables run on empty batches before they serve, without changing anything."""
 
 import asyncio
 
@@ -72,7 +72,7 @@ class TestPrecompile:
 
 
 class TestWarmUp:
-    def test_runs_the_weights_of_now_where_training_has_donated_those_of_before(self, engine):
+    def test_uses_the_current_weights_after_training_donated_the_old_ones(self, engine):
         texts = [engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids]
         train = lambda model: nnx.update(model, jax.tree.map(lambda x: -x, nnx.state(model)))
         for _ in range(2):
@@ -83,7 +83,7 @@ class TestWarmUp:
         assert texts[0] == texts[2] != texts[1]
         assert engine.stats.num_failed_steps == 0
 
-    def test_leaves_caches_and_texts_as_they_are(self, engine):
+    def test_does_not_change_caches_or_texts(self, engine):
         (want,) = engine.generate(["abcdefghijkl"], max_tokens=12)
         names = [engine.add_request("abcdefghijkl", SamplingParams(max_tokens=12))]
         for _ in range(4):
@@ -98,7 +98,7 @@ class TestWarmUp:
         assert (len(names), want.token_ids[-len(got) :]) == (1, got)
         assert engine.stats.num_compiles == compiled
 
-    def test_takes_the_smallest_first_and_tells_how_many_are_left(self, engine, monkeypatch):
+    def test_runs_the_smallest_first_and_returns_the_number_left(self, engine, monkeypatch):
         ran = runs_of(engine, monkeypatch)
         engine._runner._runs[0].num_runs.clear()
         assert engine.warm_up(1) == 2
@@ -110,7 +110,7 @@ class TestWarmUp:
         engine.generate(["cd"], max_tokens=2)
         assert engine.warm_up(0) == 0
 
-    def test_that_fails_ends_what_is_open_and_the_engine_serves_on(self, engine):
+    def test_a_failed_warm_up_ends_open_requests_and_the_engine_continues(self, engine):
         want = engine.generate(PROMPTS, max_tokens=4)
         name = engine.add_request("abc", SamplingParams(max_tokens=4))
         engine._runner._runs[0].num_runs.clear()
