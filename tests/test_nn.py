@@ -147,7 +147,7 @@ class TestSharedKeysAndValues:
 
     def test_without_a_cache_it_has_nothing_to_read(self):
         metadata = step([7, 5], [7, 5])
-        with pytest.raises(ValueError, match="cache must be given to a layer with shares_kv, got None"):
+        with pytest.raises(ValueError, match="cache is None, but a layer with shares_kv=True"):
             layer(shares_kv=True)(hidden(12), None, metadata, metadata.positions)
 
 

@@ -1,4 +1,4 @@
-"""Several devices as one mesh."""
+"""Device meshes for models and caches that are sharded over several devices."""
 
 from jattn.parallel.mesh import (
     ALL_AXES,

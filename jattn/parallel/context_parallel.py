@@ -1,10 +1,11 @@
-"""Attention over keys that lie on several ranks: each attends to its own, and they join their results.
+"""Context-parallel attention: each rank attends to the keys it stores, and the outputs are combined.
 
-Inside `jax.shard_map`, where all ranks have the same queries. One exchange joins them, that of log-sum-exps:
-with them each rank knows what its own output counts for, and the sum over the ranks is the whole.
+For use inside `jax.shard_map`; all ranks have the same queries. The ranks exchange only their log-sum-exps:
+from these each rank computes the weight of its output, and the sum of the weighted outputs over the ranks is
+the attention output.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jattn.implementations.layer_config import LayerConfig, layer_config
 from jattn.implementations.selection import ImplementationArg
 from jattn.planning import ContextParallelRegion, Plan, plan_on_rank
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, unsupported
+from pallas_kernels.checks import unsupported
 
 if TYPE_CHECKING:
     from pallas_kernels.collectives import PeerMemory
@@ -37,42 +38,57 @@ def attend_on_rank(
     implementation: ImplementationArg = None,
     peers: "PeerMemory | None" = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """What this rank's keys bring each token of a step: the sum over the ranks is what `attend` gives.
+    """Return this rank's contribution to attention; the sum over the ranks is the output of `attend`.
 
     Args:
         query: The step's queries, the same on all ranks.
-        cache: This rank's part of the cache, with its part of the step's keys in it (slot_mapping_on_rank).
-        metadata: The step's, of all ranks.
-        spec: The layer.
-        ranks: Where keys lie.
-        plan: From plan_on_rank, for layers like this one among others; None = made here.
-        sinks: As in `attend`; they count once.
-        alibi_slopes: As in `attend`.
-        implementation: As in `attend`.
-        peers: This device's part of memory that the ranks write to, made for their axis: log-sum-exps go
-            through it where they fit, without a gradient. None = XLA exchanges them.
+        cache: This rank's shard of the cache, with this step's keys and values already written to the slots
+            of `slot_mapping_on_rank`.
+        metadata: The step's metadata, the same on all ranks.
+        spec: The layer's attention.
+        ranks: Mesh axis over which the keys are distributed.
+        plan: The step's plan from `plan_on_rank`. None = plan inside this call.
+        sinks: Attention sinks, f32 [q_heads]; see `attend`. Each sink counts once, not once per rank.
+        alibi_slopes: ALiBi slopes, f32 [q_heads]; see `attend`.
+        implementation: Kernel implementation, or several in order of preference; see `attend`.
+        peers: This device's shard of the memory through which the ranks of this axis exchange log-sum-exps.
+            Used if they fit into it; it has no gradient. None = use an XLA all-gather.
 
     Raises:
-        ValueError: As `attend`.
-        NotImplementedError: As `attend`, or ALiBi whose bias the rank's own keys do not say.
+        ValueError: If `attend` rejects the arguments.
+        NotImplementedError: If no implementation supports the arguments, or the ALiBi bias is not linear in
+            the positions of the rank's keys.
 
     Source: vLLM's decode context parallelism, `cp_lse_ag_out_rs`, without the exchange of outputs.
     """
     check_alibi(spec, ranks, has_slopes=alibi_slopes is not None)
     sinks, alibi_slopes = spec.per_head(sinks, alibi_slopes).values()
+    # Neighbouring keys of a rank are `ranks.size` positions apart.
+    rank_slopes = None if alibi_slopes is None else alibi_slopes * ranks.size
     if plan is None:
-        options: dict[str, Any] = {"implementation": implementation, "query_dtype": query.dtype}
-        plan = plan_on_rank(metadata, (spec,), (cache,), ranks, **options)
+        plan = plan_on_rank(
+            metadata, (spec,), (cache,), ranks, implementation=implementation, query_dtype=query.dtype
+        )
     outs, lses = [], []
-    for name, region in zip(REGIONS, _regions_of(plan, layer_config(spec, cache, query.dtype)), strict=True):
+    regions = _layer_regions(plan, layer_config(spec, cache, query.dtype))
+    for name, region in zip(REGIONS, regions, strict=True):
         if region is not None:
-            q, whole = region_queries(query, metadata, name), region_batch(metadata, name).metadata
-            slopes = None if alibi_slopes is None else alibi_slopes * ranks.size
-            given: Any = (q, cache, region.metadata, region.spec, region.plan)
-            how: Any = {"sinks": None, "alibi_slopes": slopes, "mask": None, "implementation": implementation}
-            out, lse = validated_attend(*given, **how, return_lse=True)()  # an LSE of f64 where queries are
+            # The log-sum-exp of float64 queries is float64.
+            out, lse = validated_attend(
+                region_queries(query, metadata, name),
+                cache,
+                region.metadata,
+                region.spec,
+                region.plan,
+                sinks=None,
+                alibi_slopes=rank_slopes,
+                mask=None,
+                implementation=implementation,
+                return_lse=True,
+            )()
             if alibi_slopes is not None:
-                lse = lse + alibi_slopes[:, None] * _ahead(whole, ranks)[None, :].astype(lse.dtype)
+                offset = _alibi_position_offset(region_batch(metadata, name).metadata, ranks)
+                lse = lse + alibi_slopes[:, None] * offset[None, :].astype(lse.dtype)
             outs.append(out)
             lses.append(lse)
     if not outs:
@@ -89,66 +105,78 @@ def scale_rank_output(
     sinks: Float[Array, " q_heads"] | None = None,
     peers: "PeerMemory | None" = None,
 ) -> Float[Array, "tokens q_heads head_dim"]:
-    """A rank's output times what it counts for among all ranks': 0 where it has no key.
+    """Multiply a rank's output by its softmax weight among all ranks; 0 for tokens without keys on this rank.
 
     Args:
-        out: Attention over the rank's keys.
-        lse: Its log-sum-exp, -inf where there is no key.
-        ranks: The ranks.
-        sinks: One more score for each head, without a value, beside the keys of all.
-        peers: As in `attend_on_rank`.
+        out: Attention output over this rank's keys.
+        lse: Log-sum-exp of the scores of this rank's keys; -inf for tokens without keys on this rank.
+        ranks: Mesh axis over which the keys are distributed.
+        sinks: Attention sinks, f32 [q_heads], added once to the softmax over the keys of all ranks.
+        peers: Memory for the exchange of log-sum-exps; see `attend_on_rank`.
     """
-    mine = lse.T
-    total = jax.nn.logsumexp(_of_all_ranks(mine, ranks, peers), axis=0)
+    rank_lse = lse.T
+    global_lse = jax.nn.logsumexp(_all_gather_lse(rank_lse, ranks, peers), axis=0)
     if sinks is not None:
-        total = jnp.logaddexp(total, sinks.astype(total.dtype)[None, :])
-    weight = jnp.where(jnp.isneginf(mine), 0.0, jnp.exp(mine - total))[..., None]
+        global_lse = jnp.logaddexp(global_lse, sinks.astype(global_lse.dtype)[None, :])
+    weight = jnp.where(jnp.isneginf(rank_lse), 0.0, jnp.exp(rank_lse - global_lse))[..., None]
     return jnp.where(weight > 0, weight * out.astype(weight.dtype), 0.0).astype(out.dtype)
 
 
-def _of_all_ranks(
-    mine: Float[Array, "tokens q_heads"], ranks: ContextParallelAxis, peers: "PeerMemory | None"
+def _all_gather_lse(
+    rank_lse: Float[Array, "tokens q_heads"], ranks: ContextParallelAxis, peers: "PeerMemory | None"
 ) -> Float[Array, "ranks tokens q_heads"]:
-    """What each rank has: by the kernel where it serves, whose latency is a fraction of NCCL's."""
-    _, q_heads = mine.shape
-    even = jnp.pad(mine, ((0, 0), (0, q_heads % 2)))  # what the kernel sends at once is two
+    """Gather the log-sum-exps of all ranks.
+
+    The peer-memory kernel, whose latency is a fraction of NCCL's, is used where it supports the arrays.
+    """
+    _, q_heads = rank_lse.shape
+    padded = jnp.pad(rank_lse, ((0, 0), (0, q_heads % 2)))  # the kernel sends pairs of values
     if peers is None:
-        return jax.lax.all_gather(mine, ranks.axis_name)
+        return jax.lax.all_gather(rank_lse, ranks.axis_name)
     from pallas_kernels.collectives import all_gather, why_not_all_gather
 
-    if why_not_all_gather(even, peers) is not None:
-        return jax.lax.all_gather(mine, ranks.axis_name)
-    return all_gather(even, peers, axis_name=ranks.axis_name)[:, :, :q_heads]
+    if why_not_all_gather(padded, peers) is not None:
+        return jax.lax.all_gather(rank_lse, ranks.axis_name)
+    return all_gather(padded, peers, axis_name=ranks.axis_name)[:, :, :q_heads]
 
 
 def check_alibi(spec: AttentionSpec, ranks: ContextParallelAxis, *, has_slopes: bool) -> None:
-    """A layer's bias must follow from a line through the rank's own keys, which lie at equal distances then.
+    """Require that a layer's ALiBi bias is linear in the indices of the keys on each rank.
 
     Raises:
-        NotImplementedError: It does not.
+        NotImplementedError: If the bias is not linear in the distance, or the keys of a rank are not equally
+            spaced.
     """
     if has_slopes and spec.sqrt_alibi:
-        reason = "keys that lie on several devices have a bias that is linear in their distance"
-        raise unsupported("spec.sqrt_alibi=True with cp", reason, "One device a request's keys, with cp=1")
+        raise unsupported(
+            "spec.sqrt_alibi=True with cp > 1",
+            "context parallelism supports only ALiBi biases that are linear in the distance",
+            "Use a mesh with cp=1",
+        )
     if has_slopes and ranks.interleave > 1:
-        reason = "ALiBi needs keys at equal distances on each rank"
-        what = f"cp_kv_cache_interleave_size={ranks.interleave} with ALiBi"
-        raise unsupported(what, reason, "Leave it 1")
+        raise unsupported(
+            f"cp_kv_cache_interleave_size={ranks.interleave} with ALiBi",
+            "ALiBi requires equally spaced keys on each rank",
+            "Use cp_kv_cache_interleave_size=1",
+        )
 
 
-def _regions_of(
+def _layer_regions(
     plan: Plan, layer: LayerConfig
 ) -> tuple[ContextParallelRegion | None, ContextParallelRegion | None]:
-    """Both regions of a kind of layer."""
-    require(plan.context_parallel is not None, "plan", "be made by plan_on_rank", "one of all keys")
-    assert plan.context_parallel is not None
+    """Return the plans of a layer's two regions, in the order of REGIONS."""
+    if plan.context_parallel is None:
+        raise ValueError(
+            "plan was built by `plan`, but context parallelism requires one from `plan_on_rank`."
+        )
     return plan.context_parallel.regions[plan.layers.index(plan.layer_plan(layer))]
 
 
-def _ahead(whole: BatchMetadata, ranks: ContextParallelAxis) -> Int32[Array, " tokens"]:
-    """By how much a token's bias says too little: where it is said to stand, less where it stands.
+def _alibi_position_offset(metadata: BatchMetadata, ranks: ContextParallelAxis) -> Int32[Array, " tokens"]:
+    """Return, for each token, the position that the rank's ALiBi bias assumes minus its true position.
 
-    Its bias is linear in the rank's keys, `ranks.size` positions apart, so it is one number for all of them.
+    The bias is linear in the rank's keys, which are `ranks.size` positions apart, so the error of a token's
+    bias is the same for all keys, and adding `slope * offset` to the log-sum-exp corrects it.
     """
-    shift = (whole.seq_lens - ranks.num_keys(whole.seq_lens))[whole.token_rows]
-    return ranks.size * (whole.positions - shift) + ranks.rank - whole.positions
+    shift = (metadata.seq_lens - ranks.num_keys(metadata.seq_lens))[metadata.token_rows]
+    return ranks.size * (metadata.positions - shift) + ranks.rank - metadata.positions

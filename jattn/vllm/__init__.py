@@ -1,7 +1,8 @@
-"""vLLM's pure helpers under vLLM's names, as functions of arrays: for those who read or port vLLM.
+"""vLLM's helpers under vLLM's names, as pure functions of arrays, for readers and porters of vLLM.
 
-Nothing of the flow calls them, but for what it shares: `compute_slot_mapping`, `default_capture_sizes`,
-`get_head_sliding_step` and `PAD_SLOT_ID` live with it and are found here, too.
+The serving code does not use them. The exceptions are defined elsewhere and re-exported here:
+`compute_slot_mapping`, `default_capture_sizes`, `get_dcp_local_seq_lens`, `get_head_sliding_step`,
+`use_cascade_attention` and `PAD_SLOT_ID`.
 """
 
 from jattn.batch.bucket import default_capture_sizes

@@ -1,4 +1,4 @@
-"""Where the decode rows of a batch end and its prefill rows begin."""
+"""Splitting, ordering and slicing of batches: decode and prefill regions, prefill chunks, micro-batches."""
 
 import numbers
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ BoolVector = Sequence[bool] | AnyArray
 
 
 class DecodePrefillSplit(NamedTuple):
-    """Rows and tokens of the decode region, which comes first, and of the prefill region."""
+    """Numbers of rows and tokens in the decode region, which comes first, and in the prefill region."""
 
     num_decodes: IntLike
     num_prefills: IntLike
@@ -32,7 +32,7 @@ class DecodePrefillSplit(NamedTuple):
 
 
 class DecodeExtendPrefillSplit(NamedTuple):
-    """Rows and tokens of the decode, extend and prefill regions, in this order."""
+    """Numbers of rows and tokens in the decode, extend and prefill regions, in this order."""
 
     num_decodes: IntLike
     num_extends: IntLike
@@ -51,25 +51,27 @@ def split_decodes_and_prefills(
     is_prefilling: BoolVector | None = None,
     padded_num_actual_tokens: int | None = None,
 ) -> DecodePrefillSplit:
-    """Finds the boundary between decode and prefill rows of a reordered batch.
+    """Find the boundary between the decode and prefill rows of a reordered batch.
 
-    From the first prefill row on, every row counts as prefill, shorter ones too.
+    All rows from the first prefill row on count as prefill, even shorter ones.
 
     Args:
-        query_lens: New tokens of each request; 0 marks a padding row. Host or traced.
-        decode_threshold: Longest query of a decode.
-        require_uniform: Decodes are the leading rows with as many tokens as row 0, if those are few enough. A
-            batch of such rows and padding rows alone is all decodes.
-        treat_short_extends_as_decodes: False: a row that `is_prefilling` is a prefill however short. As in
-            vLLM this does not reach a batch that `require_uniform` finds to be uniform.
-        is_prefilling: Which rows are still reading their prompt.
-        padded_num_actual_tokens: Tokens of the batch with graph padding; None = the sum of query_lens.
+        query_lens: Number of new tokens of each request; 0 marks a padding row. Host or traced.
+        decode_threshold: Maximum number of new tokens of a decode row.
+        require_uniform: Decode rows are the leading rows with as many tokens as row 0, if that number is at
+            most `decode_threshold`. A batch that has only such rows and padding rows is all decodes.
+        treat_short_extends_as_decodes: False = a row for which `is_prefilling` is true is a prefill row,
+            however short it is. As in vLLM, this does not apply to a batch that `require_uniform` finds to be
+            uniform.
+        is_prefilling: Whether each request still has prompt tokens to process.
+        padded_num_actual_tokens: Number of tokens with graph padding. None = the sum of `query_lens`.
 
     Returns:
-        Python ints for host inputs, int32 arrays for traced ones.
+        Python ints for host inputs, int32 arrays for traced inputs.
 
     Raises:
-        ValueError: query_lens has several axes; is_prefilling is missing or has another length.
+        ValueError: If `query_lens` has more than one axis, or `is_prefilling` is required and missing or has
+            a different length.
 
     Source: vLLM `split_decodes_and_prefills`, newest version.
     """
@@ -86,9 +88,8 @@ def split_decodes_and_prefills(
         all_decodes = all_decodes | (is_short & xp.all((lens == lens[:1]) | (lens == 0)))
         is_prefill = is_prefill | ~is_short
     if not treat_short_extends_as_decodes:
-        require(
-            is_prefilling is not None, "is_prefilling", "be given to tell short extends from decodes", None
-        )
+        if is_prefilling is None:
+            raise ValueError("is_prefilling is required if treat_short_extends_as_decodes is False.")
         require(
             prefilling.shape == (num_reqs,),
             "is_prefilling",
@@ -105,18 +106,18 @@ def split_decodes_and_prefills(
 def split_decodes_prefills_and_extends(
     query_lens: IntVector, seq_lens: IntVector, decode_threshold: int = 1
 ) -> DecodeExtendPrefillSplit:
-    """Finds the boundaries between decodes, extends (long, with context) and prefills (long, without).
+    """Find the boundaries between decodes, extends (long, with context) and prefills (long, without context).
 
     Args:
-        query_lens: New tokens of each request. Host or traced.
-        seq_lens: All tokens of each request, the new ones included.
-        decode_threshold: Longest query of a decode.
+        query_lens: Number of new tokens of each request. Host or traced.
+        seq_lens: Total number of tokens of each request, including the new ones.
+        decode_threshold: Maximum number of new tokens of a decode row.
 
     Returns:
-        Python ints for host inputs, int32 arrays for traced ones.
+        Python ints for host inputs, int32 arrays for traced inputs.
 
     Raises:
-        ValueError: query_lens and seq_lens are of several lengths.
+        ValueError: If `query_lens` and `seq_lens` differ in length.
 
     Source: vLLM `split_decodes_prefills_and_extends`.
     """
@@ -138,18 +139,18 @@ def split_decodes_prefills_and_extends(
 def split_prefill_chunks(
     seq_lens_cpu: IntVector, workspace_size: int, request_offset: int = 0
 ) -> list[tuple[int, int]]:
-    """Packs requests greedily, in order, into chunks of at most `workspace_size` tokens.
+    """Pack requests greedily, in order, into chunks of at most `workspace_size` tokens.
 
     Args:
-        seq_lens_cpu: Tokens of each request. Host.
-        workspace_size: Most tokens of a chunk.
-        request_offset: Added to every row index.
+        seq_lens_cpu: Number of tokens of each request. Host.
+        workspace_size: Maximum number of tokens per chunk.
+        request_offset: Offset added to every row index.
 
     Returns:
-        First row, and one past the last, of each chunk.
+        The first row of each chunk, and one past its last row.
 
     Raises:
-        ValueError: A request is longer than the workspace.
+        ValueError: If a request has more than `workspace_size` tokens.
 
     Source: vLLM `split_prefill_chunks`.
     """
@@ -158,9 +159,8 @@ def split_prefill_chunks(
     start = used = 0
     lens = np.asarray(with_namespace(seq_lens_cpu=seq_lens_cpu)[1]).tolist()
     for row, length in enumerate(lens):
-        require(
-            length <= workspace_size, f"seq_lens_cpu[{row}]", f"fit workspace_size ({workspace_size})", length
-        )
+        rule = f"be at most workspace_size ({workspace_size})"
+        require(length <= workspace_size, f"seq_lens_cpu[{row}]", rule, length)
         if used + length > workspace_size:
             bounds.append((start + request_offset, row + request_offset))
             start, used = row, 0
@@ -171,14 +171,14 @@ def split_prefill_chunks(
 
 
 def _first_true(xp: Any, flags: Any) -> Any:
-    """Index of the first true flag; their number when none is."""
+    """Return the index of the first true flag, or the number of flags if all are false."""
     if flags.shape[0] == 0:
         return xp.asarray(0, np.int32)
     return xp.where(xp.any(flags), xp.argmax(flags), flags.shape[0]).astype(np.int32)
 
 
 class Region(NamedTuple):
-    """The prefill or the decode rows of a batch. None: vLLM leaves the field empty."""
+    """Metadata of the prefill rows or the decode rows of a batch; None where vLLM leaves a field empty."""
 
     query_start_loc: AnyArray | None
     seq_lens: AnyArray
@@ -188,7 +188,7 @@ class Region(NamedTuple):
 
 
 class PrefillDecode(NamedTuple):
-    """Both regions of a batch; None where a region has no rows."""
+    """Prefill and decode regions of a batch; None for a region without rows."""
 
     prefill: Region | None
     decode: Region | None
@@ -202,19 +202,19 @@ def split_prefill_and_decode(
     num_prefills: int | None = None,
     decode_threshold: int = 1,
 ) -> PrefillDecode:
-    """The two halves that vLLM's back ends computed apart. Host only.
+    """Split a batch into the prefill and decode regions that vLLM's back ends compute separately. Host only.
 
     Args:
-        query_lens: New tokens of each request.
-        seq_lens: All tokens of each request, the new ones included.
-        slot_mapping: Slot of each token.
-        num_prefills: Rows of a V0 batch that are prefills; they come first, and its decode half carries no
-            query_start_loc. None: a V1 batch, whose decodes come first.
-        decode_threshold: V1: longest query of a decode.
+        query_lens: Number of new tokens of each request.
+        seq_lens: Total number of tokens of each request, including the new ones.
+        slot_mapping: Cache slot of each token.
+        num_prefills: Number of prefill rows of a V0 batch, where they come first and the decode region has no
+            query_start_loc. None = a V1 batch, where decode rows come first.
+        decode_threshold: Maximum number of new tokens of a decode row in a V1 batch.
 
     Raises:
-        ValueError: query_lens and seq_lens are of several lengths, there are fewer slots than tokens, or
-            num_prefills is not from 0 to the number of requests.
+        ValueError: If `query_lens` and `seq_lens` differ in length, there are fewer slots than tokens, or
+            `num_prefills` is not in [0, number of requests].
 
     Source: vLLM V0 `BlocksparseFlashAttentionMetadata` and V1 `XFormersAttentionMetadata`:
     `prefill_metadata`, `decode_metadata`.
@@ -229,8 +229,8 @@ def split_prefill_and_decode(
         else int(split_decodes_and_prefills(lens, decode_threshold).num_decodes)
     )
     starts, num_reqs = start_locs(np, lens), len(lens)
-    has_slots = len(slots) >= int(starts[-1])  # behind them may stand padding
-    require(has_slots, "slot_mapping", f"have a slot for each of {starts[-1]} tokens", len(slots))
+    has_slots = len(slots) >= int(starts[-1])  # padding may follow the last token
+    require(has_slots, "slot_mapping", f"have a slot for each of the {starts[-1]} tokens", len(slots))
     require_int(num_prefills=boundary)
     require(0 <= boundary <= num_reqs, "num_prefills", f"lie in [0, {num_reqs}]", boundary)
 
@@ -256,7 +256,12 @@ ORDERS = ("two_regions", "three_regions", "four_regions")
 
 
 class Reordering(NamedTuple):
-    """`rows[order]` are the rows in their new order; `modified` tells whether any moves."""
+    """New order of a batch's rows.
+
+    Attributes:
+        order: Row indices, int32; `rows[order]` are the rows in their new order.
+        modified: Whether the new order differs from the old one.
+    """
 
     order: np.ndarray
     modified: bool
@@ -270,23 +275,20 @@ def reorder_batch_to_split_decodes_and_prefills(
     *,
     order: str = "three_regions",
 ) -> Reordering:
-    """Moves as few rows as possible so that decodes come first. Host only; nothing is changed in place.
+    """Compute an order in which decode rows come first, moving as few rows as possible. Host only.
 
     Args:
-        num_scheduled_tokens: New tokens of each request.
-        num_computed_tokens: Tokens of each request that are in the cache. "two_regions" ignores it.
-        num_prompt_tokens: Tokens of each prompt. Only "four_regions" reads it.
-        decode_threshold: Most new tokens of a decode.
-        order: Which of vLLM's versions. "two_regions" (V1's first): short, long; swaps pairs from the ends.
+        num_scheduled_tokens: Number of new tokens of each request.
+        num_computed_tokens: Number of cached tokens of each request. Not read for "two_regions".
+        num_prompt_tokens: Number of prompt tokens of each request. Only read for "four_regions".
+        decode_threshold: Maximum number of new tokens of a decode row.
+        order: Version of vLLM's ordering. "two_regions" (V1's first): short, long; swaps pairs from the ends.
             "three_regions": decode (short, has context), extend (long, has context), prefill (no context).
             "four_regions" (newest): decode, short extend (short, has context, prompt not finished), long
             extend, prefill.
 
-    Returns:
-        The order as int32 row indices, and whether it differs from the present one.
-
     Raises:
-        ValueError: `order` is unknown, or an input it needs is missing or of another length.
+        ValueError: If `order` is unknown, or an array that it requires is missing or has a different length.
 
     Source: vLLM `reorder_batch_to_split_decodes_and_prefills`.
     """
@@ -306,14 +308,15 @@ def reorder_batch_to_split_decodes_and_prefills(
 
 
 def _column(name: str, values: IntVector | None, num_reqs: int, order: str) -> np.ndarray:
-    require(values is not None, name, f"be given for {order}", None)
+    if values is None:
+        raise ValueError(f"{name} is required for order={order!r}.")
     column = np.asarray(with_namespace(**{name: values})[1]).reshape(-1)
     require(len(column) == num_reqs, name, f"have one entry per request ({num_reqs})", len(column))
     return column
 
 
 def _pairwise_swaps(is_long: np.ndarray) -> np.ndarray:
-    """Swaps the first long row with the last short one, and so on until the short rows are in front."""
+    """Swap the first long row with the last short one, and so on until all short rows come first."""
     order = np.arange(len(is_long), dtype=np.int32)
     long_rows, short_rows = np.flatnonzero(is_long), np.flatnonzero(~is_long)
     for front, back in zip(long_rows, short_rows[::-1], strict=False):
@@ -324,7 +327,7 @@ def _pairwise_swaps(is_long: np.ndarray) -> np.ndarray:
 
 
 def _minimal_moves(region: np.ndarray) -> np.ndarray:
-    """Sorts by region; a row that is already inside its region's place stays where it is."""
+    """Sort rows by region without moving those that are already inside their region."""
     order = np.arange(len(region), dtype=np.int32)
     misplaced = np.flatnonzero(region != np.sort(region))
     order[misplaced] = misplaced[np.argsort(region[misplaced], kind="stable")]
@@ -335,7 +338,7 @@ Span = slice | Sequence[int]
 
 
 class MicroBatch(NamedTuple):
-    """Some rows and some tokens of a batch, as a batch of its own."""
+    """Batch that consists of a slice of the rows and tokens of a larger batch."""
 
     num_reqs: int
     num_actual_tokens: int
@@ -345,11 +348,14 @@ class MicroBatch(NamedTuple):
 
 
 def slice_query_start_locs(query_start_loc: IntVector, request_slice: Span) -> AnyArray:
-    """The query_start_loc of some rows, counted from the first of them.
+    """Return the query_start_loc of a slice of the rows, relative to the first of them.
 
     Args:
-        query_start_loc: First token of each row, and one past the last. Host or traced.
+        query_start_loc: Index of the first token of each row, and one past the last token. Host or traced.
         request_slice: First row and one past the last, as a slice or a pair. Static.
+
+    Raises:
+        ValueError: If the slice is empty or outside the batch.
 
     Source: vLLM `slice_query_start_locs`.
     """
@@ -361,17 +367,18 @@ def slice_query_start_locs(query_start_loc: IntVector, request_slice: Span) -> A
 def make_metadata_with_slice(
     seq_lens: IntVector, query_lens: IntVector, req_slice: Span, token_slice: Span
 ) -> MicroBatch:
-    """Cuts rows and tokens out of a batch. A request cut in two ends, in the earlier part, at the cut.
+    """Return the batch of a slice of rows and tokens. A request that the slice cuts ends at the cut.
 
     Args:
-        seq_lens: All tokens of each request, the new ones included. Host or traced.
-        query_lens: New tokens of each request.
+        seq_lens: Total number of tokens of each request, including the new ones. Host or traced.
+        query_lens: Number of new tokens of each request.
         req_slice: First row and one past the last, as a slice or a pair. Static.
-        token_slice: First token and one past the last. Static; may reach past the last row (graph padding).
+        token_slice: First token and one past the last. Static. It may end after the last row's tokens (graph
+            padding).
 
     Raises:
-        ValueError: A slice is empty or outside the batch, (on the host) a token is outside the rows, or
-            query_lens and seq_lens are of several lengths.
+        ValueError: If a slice is empty or outside the batch, the token slice does not start in the first row
+            (checked on the host only), or `query_lens` and `seq_lens` differ in length.
 
     Source: vLLM `_make_metadata_with_slice`.
     """
@@ -381,16 +388,13 @@ def make_metadata_with_slice(
     first, stop = _bounds("req_slice", req_slice, lens.shape[0])
     first_token, stop_token = _bounds("token_slice", token_slice, None)
     if xp is np:
-        behind = max(starts[first + 1], starts[first] + 1)  # the first row may have no token
-        inside = starts[first] <= first_token < behind
-        require(
-            bool(inside),
-            "token_slice",
-            f"start in row {first} ({starts[first]}..{starts[first + 1] - 1})",
-            first_token,
-        )
+        row_stop = max(starts[first + 1], starts[first] + 1)  # the first row may have no tokens
+        is_inside = bool(starts[first] <= first_token < row_stop)
+        row_tokens = f"{starts[first]}..{starts[first + 1] - 1}"
+        require(is_inside, "token_slice", f"start in row {first} (tokens {row_tokens})", first_token)
     query_start_loc = xp.clip(starts[first : stop + 1], first_token, stop_token) - first_token
-    cut_off = xp.clip(starts[1:] - stop_token, 0, lens)[first:stop]  # of a row behind the cut all of its own
+    # Number of new tokens of each row after the cut: all of them for a row that begins after it.
+    cut_off = xp.clip(starts[1:] - stop_token, 0, lens)[first:stop]
     return MicroBatch(
         num_reqs=stop - first,
         num_actual_tokens=stop_token - first_token,
@@ -403,31 +407,37 @@ def make_metadata_with_slice(
 def split_at_token(
     seq_lens: IntVector, query_lens: IntVector, split_point: int
 ) -> tuple[MicroBatch, MicroBatch]:
-    """Cuts a host batch into the tokens before `split_point` and the rest.
+    """Split a host batch into the tokens before `split_point` and the remaining tokens.
+
+    Args:
+        seq_lens: Total number of tokens of each request, including the new ones.
+        query_lens: Number of new tokens of each request.
+        split_point: Index of the first token of the second batch.
 
     Raises:
-        ValueError: One of the parts would be empty, or query_lens and seq_lens are of several lengths.
+        ValueError: If one of the batches would be empty, or `query_lens` and `seq_lens` differ in length.
 
     Source: vLLM `create_ubatch_slices`, `split_attn_metadata`.
     """
     starts = start_locs(np, np.asarray(with_namespace(query_lens=query_lens)[1]))
     num_tokens = int(starts[-1])
-    require(0 < split_point < num_tokens, "split_point", f"lie inside the {num_tokens} tokens", split_point)
-    ends_before = int(np.searchsorted(starts, split_point, side="left"))
-    begins_after = int(np.searchsorted(starts, split_point, side="right")) - 1
-    before = make_metadata_with_slice(seq_lens, query_lens, (0, ends_before), (0, split_point))
-    rest = make_metadata_with_slice(
-        seq_lens, query_lens, (begins_after, len(starts) - 1), (split_point, num_tokens)
+    require(0 < split_point < num_tokens, "split_point", f"lie in [1, {num_tokens - 1}]", split_point)
+    stop_before = int(np.searchsorted(starts, split_point, side="left"))
+    first_after = int(np.searchsorted(starts, split_point, side="right")) - 1
+    before = make_metadata_with_slice(seq_lens, query_lens, (0, stop_before), (0, split_point))
+    after = make_metadata_with_slice(
+        seq_lens, query_lens, (first_after, len(starts) - 1), (split_point, num_tokens)
     )
-    return before, rest
+    return before, after
 
 
 def _bounds(name: str, span: Span, limit: int | None) -> tuple[int, int]:
     first, stop = (span.start, span.stop) if isinstance(span, slice) else span
     bounds: tuple[Any, Any] = (0 if first is None else first, limit if stop is None else stop)
     are_ints = all(isinstance(bound, numbers.Integral) for bound in bounds)
-    require(are_ints, name, "be a first and one past the last", repr(span))
+    require(are_ints, name, "be a slice or a pair (first, one past the last)", repr(span))
     first, stop = map(int, bounds)
-    require(0 <= first < stop, name, "hold at least one", (first, stop))
+    require(0 <= first < stop, name, "select at least one element", (first, stop))
     require(limit is None or stop <= limit, name, f"end at or before {limit}", stop)
+
     return first, stop

@@ -1,4 +1,4 @@
-"""Decode context parallelism: a request's keys lie interleaved on several devices.
+"""Decode context parallelism (DCP): the keys of each request are interleaved over several devices.
 
 Position p is stored on rank `(p // interleave) % dcp_size`.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.checks import require, require_int, require_positive, requir
 
 
 class CombinedAttention(NamedTuple):
-    """Attention over the keys of all ranks, and its log-sum-exp."""
+    """Attention output over the keys of all ranks, and its log-sum-exp."""
 
     out: Float[Array, "tokens q_heads head_dim"]
     lse: Float[Array, "tokens q_heads"]
@@ -34,10 +34,15 @@ class CombinedAttention(NamedTuple):
 def max_dcp_local_seq_len(
     max_seq_len: IntLike, dcp_size: int = 1, cp_kv_cache_interleave_size: int = 1
 ) -> IntLike:
-    """A bound on what any rank stores of a request with up to `max_seq_len` keys.
+    """Return an upper bound on the number of keys that a rank stores for a request of `max_seq_len` keys.
+
+    Args:
+        max_seq_len: Maximum number of keys of a request.
+        dcp_size: Number of ranks.
+        cp_kv_cache_interleave_size: Number of consecutive positions per rank.
 
     Raises:
-        ValueError: max_seq_len is no int, or a size no positive one.
+        ValueError: If `max_seq_len` is not an int, or a size is not a positive int.
 
     Source: vLLM V1 FlashAttention builder, `max_dcp_context_kv_len`.
     """
@@ -46,7 +51,7 @@ def max_dcp_local_seq_len(
         _, length = with_namespace(max_seq_len=max_seq_len)
     else:
         require_int(max_seq_len=max_seq_len)
-        length = int(max_seq_len)  # numpy's in few bits wraps
+        length = int(max_seq_len)  # a NumPy int of few bits would wrap
     return -(-length // (dcp_size * interleave)) * interleave
 
 
@@ -60,22 +65,23 @@ def compute_dcp_slot_mapping(
     dcp_rank: IntLike,
     cp_kv_cache_interleave_size: int = 1,
 ) -> Int32[AnyArray, " tokens"]:
-    """The slot of each token on one rank; -1 for tokens that live on another, and for padding.
+    """Return the slot of each token on one rank; -1 for padding and for tokens stored on another rank.
 
-    A block id stands for `block_size * dcp_size` positions, `block_size` of them on each rank.
+    A block id covers `block_size * dcp_size` positions of a request, `block_size` of them on each rank.
 
     Args:
-        block_table: Blocks of each request. Host or traced.
-        rows: Request of each token.
-        positions: Its position; < 0: padding.
-        block_size: Tokens of a block on one rank.
+        block_table: Block ids of each request. Host or traced.
+        rows: Index of each token's request.
+        positions: Position of each token in its request; negative for padding.
+        block_size: Number of tokens per block on one rank.
         dcp_size: Number of ranks.
-        dcp_rank: This rank; may be traced.
-        cp_kv_cache_interleave_size: Neighbouring positions that stay together; divides block_size.
+        dcp_rank: Index of this rank; may be traced.
+        cp_kv_cache_interleave_size: Number of consecutive positions per rank; divides `block_size`.
 
     Raises:
-        ValueError: A size is no positive int, block_size is no multiple of the interleave, rows and positions
-            are of several lengths, dcp_rank is none of the ranks, or, on the host, a slot is beyond int32.
+        ValueError: If a size is not a positive int, `block_size` is not a multiple of the interleave, `rows`
+            and `positions` differ in length, `dcp_rank` is not in [0, dcp_size), or (on the host) a slot
+            exceeds int32.
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
@@ -96,7 +102,7 @@ def compute_dcp_slot_mapping(
         dcp_rank=dcp_rank,
     )
     require_rank(dcp_rank, dcp_size)
-    require_shape("positions", position.shape, row.shape, "one for each of rows")
+    require_shape("positions", position.shape, row.shape, "the shape of rows")
     offset = position % (block_size * dcp_size)
     blocks, is_valid = gather_blocks(xp, table, row, position, block_size * dcp_size)
     is_local = offset // interleave % dcp_size == rank
@@ -110,62 +116,62 @@ def cp_lse_combine(
     *,
     is_lse_base_on_e: bool = True,
 ) -> CombinedAttention:
-    """Combines attention over each rank's keys into attention over all of them.
+    """Combine attention over each rank's keys into attention over the keys of all ranks.
 
-    A rank without keys has LSE -inf, +inf or NaN; its output is ignored, whatever it holds. Where no rank has
-    keys the output is 0 and the LSE -inf.
+    A rank without keys has LSE -inf, +inf or NaN; its output is ignored, even if it is NaN. If no rank has
+    keys, the output is 0 and the LSE -inf.
 
     Args:
-        partial_out: Each rank's normalised output.
-        partial_lse: Its log-sum-exp.
-        is_lse_base_on_e: False: the LSE, given and returned, is in base 2.
+        partial_out: Normalized attention output of each rank.
+        partial_lse: Log-sum-exp of each rank's scores.
+        is_lse_base_on_e: Whether the LSE (argument and result) is in base e. False = base 2.
 
     Raises:
-        ValueError: Shapes disagree, or outputs are no floats.
+        ValueError: If the shapes do not match, or an argument is not an array of floats.
 
     Source: vLLM `cp_lse_ag_out_rs`, `correct_attn_out`: all-gather of the LSE, rescaling, and the sum that
     the reduce-scatter computes.
     """
     for name, array in (("partial_out", partial_out), ("partial_lse", partial_lse)):
         require(isinstance(array, jax.Array | np.ndarray), name, "be an array", type(array).__name__)
-    # Cut off to ints the result would have lost its fractions.
+    # An int output would be truncated.
     is_float = jnp.issubdtype(partial_out.dtype, jnp.floating)
-    require(is_float, "partial_out", "hold floats", partial_out.dtype)
+    require(is_float, "partial_out", "have a floating-point dtype", partial_out.dtype)
     require_shape("partial_lse", partial_lse.shape, partial_out.shape[:-1], "ranks, tokens, q_heads")
     require(partial_lse.shape[0] > 0, "partial_lse", "have at least one rank", partial_lse.shape)
     exp, log = (jnp.exp, jnp.log) if is_lse_base_on_e else (jnp.exp2, jnp.log2)
     lse = jnp.where(jnp.isnan(partial_lse) | jnp.isposinf(partial_lse), -jnp.inf, partial_lse)
-    top = jnp.max(lse, axis=0)
-    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = exp(lse - finite_top[None])
-    total = jnp.sum(weight, axis=0)
-    safe_total = jnp.where(total == 0, 1.0, total)
-    share = (weight / safe_total[None])[..., None]
-    # Cleared before the product, whose gradient would get 0 * NaN of what a rank without keys holds.
-    parts = jnp.where(share > 0, partial_out.astype(share.dtype), 0.0)
-    # The logarithm of 0 has no gradient: one of 0 became NaN.
-    joined = jnp.where(total == 0, -jnp.inf, finite_top + log(safe_total))
-    return CombinedAttention(jnp.sum(share * parts, axis=0).astype(partial_out.dtype), joined)
+    max_lse = jnp.max(lse, axis=0)
+    finite_max = jnp.where(jnp.isneginf(max_lse), 0.0, max_lse)
+    exp_lse = exp(lse - finite_max[None])
+    exp_sum = jnp.sum(exp_lse, axis=0)
+    safe_sum = jnp.where(exp_sum == 0, 1.0, exp_sum)
+    weight = (exp_lse / safe_sum[None])[..., None]
+    # Outputs of ranks without keys are zeroed before the product: its gradient would be 0 * NaN.
+    outputs = jnp.where(weight > 0, partial_out.astype(weight.dtype), 0.0)
+    # log(safe_sum) instead of log(exp_sum): the gradient of log(0) would be NaN.
+    combined_lse = jnp.where(exp_sum == 0, -jnp.inf, finite_max + log(safe_sum))
+    return CombinedAttention(jnp.sum(weight * outputs, axis=0).astype(partial_out.dtype), combined_lse)
 
 
 def mask_empty_context_lse(
     lse: Float[AnyArray, "q_heads tokens"], query_start_loc: IntVector, context_start_loc: IntVector
 ) -> Float[AnyArray, "q_heads tokens"]:
-    """Sets the LSE to -inf for the tokens of requests without context.
+    """Set the LSE to -inf for the tokens of requests without context.
 
     Args:
-        lse: Of attention over the context; arbitrary where there is none.
-        query_start_loc: First token of each request, and one past the last.
-        context_start_loc: The same for context tokens.
+        lse: Log-sum-exp of attention over the context; arbitrary for requests without context.
+        query_start_loc: Index of the first token of each request, and one past the last token.
+        context_start_loc: Index of the first context token of each request, and one past the last.
 
     Source: vLLM `mask_empty_context_lse`.
     """
     xp, _, starts, context = with_namespace(
         lse, query_start_loc=query_start_loc, context_start_loc=context_start_loc
     )
-    scores = xp.asarray(lse)  # of no tokens it came out as ints
-    require_shape("context_start_loc", context.shape, starts.shape, "as query_start_loc")
-    if starts.shape[0] < 2:  # no request, so no token of one
+    scores = xp.asarray(lse)  # with_namespace converts an empty array to ints
+    require_shape("context_start_loc", context.shape, starts.shape, "the shape of query_start_loc")
+    if starts.shape[0] < 2:  # there are no requests
         return scores
     tokens = xp.arange(scores.shape[1], dtype=np.int32)
     row = xp.clip(xp.searchsorted(starts[1:], tokens, side="right"), 0, starts.shape[0] - 2)

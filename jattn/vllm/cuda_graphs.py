@@ -1,4 +1,4 @@
-"""How much of a step vLLM puts into a graph: its CUDA graph modes, read as kinds of compiled executables."""
+"""vLLM's CUDA graph modes, padding and dispatch; in JAX, a graph is a compiled executable."""
 
 import bisect
 import dataclasses
@@ -15,7 +15,9 @@ from pallas_kernels.checks import require, require_positive, require_type
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """Which batches a back end can run inside a graph; a model can what the least of its back ends can.
+    """Batches that an attention back end can run inside a graph.
+
+    The support of a model is the minimum of its back ends.
 
     Source: vLLM `AttentionCGSupport`.
     """
@@ -27,7 +29,9 @@ class AttentionCGSupport(enum.IntEnum):
 
 
 class CUDAGraphMode(enum.Enum):
-    """What is captured: nothing, all but attention, or all; apart for uniform decodes and mixed batches.
+    """Part of a step that is captured in a graph, possibly different for uniform decode and mixed batches.
+
+    PIECEWISE captures all but attention, FULL captures the whole step.
 
     Source: vLLM `CUDAGraphMode`.
     """
@@ -40,17 +44,17 @@ class CUDAGraphMode(enum.Enum):
 
     @property
     def has_separate_routine(self) -> bool:
-        """Decodes and mixed batches are captured in different ways."""
+        """Return whether uniform decode batches and mixed batches have different modes."""
         return isinstance(self.value, tuple)
 
     @property
     def decode_mode(self) -> "CUDAGraphMode":
-        """How batches of uniform decodes run."""
+        """Return the mode of uniform decode batches."""
         return CUDAGraphMode(self.value[0]) if self.has_separate_routine else self
 
     @property
     def mixed_mode(self) -> "CUDAGraphMode":
-        """How all other batches run."""
+        """Return the mode of all batches that are not uniform decodes."""
         return CUDAGraphMode(self.value[1]) if self.has_separate_routine else self
 
 
@@ -61,40 +65,38 @@ def resolve_cudagraph_mode(
     uniform_decode_query_len: int = 1,
     attention_is_split_op: bool = True,
 ) -> CUDAGraphMode:
-    """The mode that a model's back ends allow, nearest to the one asked for.
+    """Return the mode closest to the requested one that a model's back ends support.
 
     Args:
-        mode: Asked for.
-        min_cg_support: The least support among the model's back ends.
-        uniform_decode_query_len: Tokens of a decode row.
-        attention_is_split_op: Graphs without attention are possible.
+        mode: Requested mode.
+        min_cg_support: Minimum support among the model's back ends.
+        uniform_decode_query_len: Number of tokens of each row of a uniform decode batch.
+        attention_is_split_op: Whether attention can be excluded from a graph, as PIECEWISE requires.
 
     Raises:
-        ValueError: Mixed batches shall be captured whole, and no batch can be.
+        ValueError: If FULL graphs of mixed batches are requested, and a back end does not support graphs.
 
     Source: vLLM `resolve_cudagraph_mode_and_sizes`.
     """
     require_type("mode", mode, CUDAGraphMode, "a member, not its name")
     without_full = CUDAGraphMode.PIECEWISE if attention_is_split_op else CUDAGraphMode.NONE
     if mode.mixed_mode is CUDAGraphMode.FULL and min_cg_support is not AttentionCGSupport.ALWAYS:
-        supported = min_cg_support is not AttentionCGSupport.NEVER
-        require(
-            supported,
-            "cudagraph mode",
-            "not be FULL where a back end supports no graph (use PIECEWISE)",
-            mode.name,
-        )
+        if min_cg_support is AttentionCGSupport.NEVER:
+            raise ValueError(
+                "mode=FULL, but one of the model's back ends does not support graphs. Use mode=PIECEWISE."
+            )
         mode = CUDAGraphMode.FULL_AND_PIECEWISE if attention_is_split_op else CUDAGraphMode.FULL_DECODE_ONLY
-    needed = (
+    required_support = (
         AttentionCGSupport.UNIFORM_BATCH
         if uniform_decode_query_len > 1
         else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
-    return without_full if mode.decode_mode is CUDAGraphMode.FULL and min_cg_support < needed else mode
+    is_supported = mode.decode_mode is not CUDAGraphMode.FULL or min_cg_support >= required_support
+    return mode if is_supported else without_full
 
 
 class PadValues(NamedTuple):
-    """What padding rows hold: vLLM's defaults (jattn's own batches pad the block table with 0).
+    """Values of padding rows. The defaults are vLLM's; jattn's own batches pad the block table with 0.
 
     Source: vLLM, per-back-end padding values of full graphs.
     """
@@ -104,7 +106,7 @@ class PadValues(NamedTuple):
 
 
 class PaddedBatch(NamedTuple):
-    """A batch with the row and token counts of a graph."""
+    """Batch that is padded to the numbers of rows and tokens of a graph."""
 
     query_start_loc: Int32[AnyArray, " reqs+1"]
     seq_lens: Int32[AnyArray, " reqs"]
@@ -113,10 +115,14 @@ class PaddedBatch(NamedTuple):
 
 
 def round_capture_sizes(capture_sizes: Sequence[int], uniform_decode_query_len: int) -> tuple[int, ...]:
-    """Sizes that hold whole decode rows of `uniform_decode_query_len` tokens; none above the largest given.
+    """Round capture sizes up to multiples of `uniform_decode_query_len`, without exceeding the largest size.
+
+    Args:
+        capture_sizes: Numbers of tokens to capture graphs for.
+        uniform_decode_query_len: Number of tokens of each row of a uniform decode batch.
 
     Raises:
-        ValueError: Not one row fits the largest size.
+        ValueError: If the largest size is smaller than `uniform_decode_query_len`.
 
     Source: vLLM `CompilationConfig.adjust_cudagraph_sizes_for_spec_decode`.
     """
@@ -133,17 +139,17 @@ def round_capture_sizes(capture_sizes: Sequence[int], uniform_decode_query_len: 
 
 
 def padded_capture_size(num_tokens: int, capture_sizes: Sequence[int]) -> int | None:
-    """The smallest size that holds `num_tokens`; None when none does.
+    """Return the smallest capture size of at least `num_tokens`, or None if all are smaller.
 
     Source: vLLM `bs_to_padded_graph_size`, `pad_for_cudagraph`.
     """
     sizes = sorted(capture_sizes)
-    place = bisect.bisect_left(sizes, num_tokens)
-    return sizes[place] if place < len(sizes) else None
+    index = bisect.bisect_left(sizes, num_tokens)
+    return sizes[index] if index < len(sizes) else None
 
 
 def combine_pad_values(pad_values: Sequence[PadValues]) -> PadValues:
-    """What to pad with when several back ends share a batch: the largest of each.
+    """Return the pad values of a batch that several back ends share: the maximum of each value.
 
     Source: vLLM, per-back-end padding values of full graphs.
     """
@@ -161,19 +167,21 @@ def pad_batch_for_graph(
     max_num_tokens: int,
     pad_values: PadValues | None = None,
 ) -> PaddedBatch:
-    """Adds rows without tokens and tokens without a slot.
+    """Pad a batch with rows without tokens and tokens without a slot.
 
     Args:
-        query_start_loc: First token of each request, and one past the last; padding repeats its last value.
-        seq_lens: All tokens of each request.
-        block_table: Blocks of each request.
-        slot_mapping: Slot of each token; padding is -1.
-        max_num_reqs: Rows of the result.
-        max_num_tokens: Tokens of the result.
-        pad_values: What new rows hold; None = vLLM's defaults.
+        query_start_loc: Index of the first token of each request, and one past the last token. Padding
+            repeats the last value.
+        seq_lens: Total number of tokens of each request.
+        block_table: Block ids of each request.
+        slot_mapping: Slot of each token. Padding is -1.
+        max_num_reqs: Number of rows of the result.
+        max_num_tokens: Number of tokens of the result.
+        pad_values: Values of padding rows. None = vLLM's defaults.
 
     Raises:
-        ValueError: The batch is larger than that, or its arrays are of several numbers of requests.
+        ValueError: If the batch exceeds `max_num_reqs` or `max_num_tokens`, or its arrays differ in the
+            number of requests.
 
     Source: vLLM V1 `GPUModelRunner._prepare_inputs`, `_build_attention_metadata`.
     """
@@ -206,7 +214,7 @@ def pad_batch_for_graph(
 
 
 class BatchDescriptor(NamedTuple):
-    """What a graph was made for. `num_reqs` is None where any number of requests will do.
+    """Batch properties that a graph was captured for; `num_reqs=None` matches any number of requests.
 
     Source: vLLM `BatchDescriptor`.
     """
@@ -219,13 +227,13 @@ class BatchDescriptor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphKeys:
-    """The graphs that exist.
+    """Keys of all captured graphs.
 
     Attributes:
-        full: Keys of graphs with attention inside.
-        piecewise: Keys of graphs with attention outside.
-        capture_sizes: Token counts that batches are padded to.
-        uniform_decode_query_len: Tokens of a row of a uniform batch.
+        full: Keys of the graphs that include attention.
+        piecewise: Keys of the graphs that exclude attention.
+        capture_sizes: Numbers of tokens that batches are padded to, ascending.
+        uniform_decode_query_len: Number of tokens of each row of a uniform decode batch.
     """
 
     full: frozenset[BatchDescriptor]
@@ -242,14 +250,17 @@ def make_graph_keys(
     uniform_decode_query_len: int = 1,
     lora_cases: Sequence[bool] = (False,),
 ) -> GraphKeys:
-    """Lists the graphs of a mode.
+    """List the keys of all graphs that a mode requires.
 
     Args:
-        mode: A resolved mode.
-        capture_sizes: Token counts.
-        max_num_seqs: Most requests of a step.
-        uniform_decode_query_len: Tokens of a decode row.
-        lora_cases: Whether to make graphs without LoRA, with it, or both.
+        mode: Mode from `resolve_cudagraph_mode`.
+        capture_sizes: Numbers of tokens to capture graphs for.
+        max_num_seqs: Maximum number of requests per step.
+        uniform_decode_query_len: Number of tokens of each row of a uniform decode batch.
+        lora_cases: Values of `has_lora` to capture graphs for.
+
+    Raises:
+        ValueError: If an argument has an invalid type, or a size is not positive.
 
     Source: vLLM `CudagraphDispatcher.initialize_cudagraph_keys`.
     """
@@ -284,21 +295,23 @@ def dispatch_cudagraph(
     has_lora: bool = False,
     use_cascade_attn: bool = False,
 ) -> tuple[CUDAGraphMode, BatchDescriptor | None]:
-    """Picks the graph for a batch: full and made for it, full and general, piecewise, none.
+    """Choose the graph for a batch: full for uniform decodes, else full for mixed batches, else piecewise.
 
     Args:
-        keys: The graphs that exist.
-        num_tokens: Tokens of the batch; padded to the next capture size.
-        uniform_decode: Every row has `uniform_decode_query_len` tokens; the size then holds whole rows.
-        has_lora: The batch needs LoRA.
-        use_cascade_attn: Cascade attention never runs inside a graph.
+        keys: Keys of the captured graphs.
+        num_tokens: Number of tokens of the batch before padding to a capture size.
+        uniform_decode: Whether every row has `uniform_decode_query_len` tokens. Only capture sizes that are a
+            multiple of it are then considered.
+        has_lora: Whether the batch needs LoRA.
+        use_cascade_attn: Whether the batch uses cascade attention, which full graphs do not support.
 
     Returns:
-        The mode and the key; `(NONE, None)` when no graph fits.
+        The mode and the key of the graph; `(NONE, None)` if no graph matches.
 
     Source: vLLM `CudagraphDispatcher.dispatch`.
     """
-    require_type("keys", keys, GraphKeys, "make_graph_keys makes them")
+    require_type("keys", keys, GraphKeys, "build it with make_graph_keys")
+
     query_len = keys.uniform_decode_query_len
     candidates: list[tuple[CUDAGraphMode, BatchDescriptor]] = []
     if uniform_decode and not use_cascade_attn:

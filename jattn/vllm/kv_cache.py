@@ -1,4 +1,4 @@
-"""The cache as vLLM's paged_attention ops take it: two arrays, keys packed by 16 bytes."""
+"""vLLM's cache helpers: writes to the packed layout of paged_attention, slot mappings, block tables."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,14 +27,24 @@ def reshape_and_cache(
     k_scale: Float[Array, "..."] | float | None = None,
     v_scale: Float[Array, "..."] | float | None = None,
 ) -> tuple[Array, Array]:
-    """write_kv over vLLM's packed arrays: returns them written; those given are donated.
+    """Write keys and values into vLLM's packed cache arrays and return the updated arrays.
 
-    A scale is a number, an array of one as vLLM's layers have it, or one for each kv head.
+    Args:
+        key: Keys of the new tokens.
+        value: Values of the new tokens.
+        key_cache: Key cache, with 16 bytes of a head per pack (`x` elements). Donated.
+        value_cache: Value cache. Donated.
+        slot_mapping: Slot of each token; a negative slot is not written.
+        k_scale: Scale of quantized keys: a number, an array of one element, or one scale per kv head.
+        v_scale: Scale of quantized values, like `k_scale`.
 
-    Source: vLLM `reshape_and_cache`; the cache's dtype says what kv_cache_dtype said there.
+    Raises:
+        ValueError: If a scale is a string (vLLM's argument `kv_cache_dtype`), or the arrays do not match.
+
+    Source: vLLM `reshape_and_cache`, whose argument `kv_cache_dtype` is replaced by the dtype of the arrays.
     """
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        rule = "be a number or None (there is no kv_cache_dtype: the caches' own dtypes say it)"
+        rule = "be a number or None (kv_cache_dtype is not an argument: the dtypes of the caches define it)"
         require(not isinstance(scale, str), name, rule, repr(scale))
     scales = (None if scale is None else jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale))
     k, v = (scale.reshape(()) if scale is not None and scale.size == 1 else scale for scale in scales)
@@ -46,24 +56,26 @@ def reshape_and_cache(
 def compute_slot_mapping_start_idx(
     is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
 ) -> int:
-    """First position of a request that V0 wrote: it skipped what a prompt's window will not see again.
+    """Return the first position of a request that V0 writes to the cache.
+
+    V0 skips the tokens of a prompt that lie before the last sliding window.
 
     Args:
-        is_prompt: False: everything is written.
-        query_len: New tokens.
-        context_len: Not read; V0 has it.
-        sliding_window: Tokens that a query sees, itself included; None = all.
+        is_prompt: Whether the request is a prompt. Otherwise all positions are written.
+        query_len: Number of new tokens.
+        context_len: Number of cached tokens. Not read; part of vLLM's signature.
+        sliding_window: Number of tokens that a query attends to, including itself; None = no window.
 
     Source: vLLM V0 `compute_slot_mapping_start_idx`.
     """
     if not is_prompt or sliding_window is None:
         return 0
-    new, seen = python_ints(query_len=query_len, sliding_window=sliding_window)
-    return max(0, new - seen)
+    query_len, window_size = python_ints(query_len=query_len, sliding_window=sliding_window)
+    return max(0, query_len - window_size)
 
 
 def fill_slot_mapping_tail(slot_mapping: IntVector, num_actual_tokens: IntLike) -> Int32[AnyArray, " tokens"]:
-    """`slot_mapping` with -1 from `num_actual_tokens` on, as a new array.
+    """Return a copy of `slot_mapping` with -1 from index `num_actual_tokens` on.
 
     Source: vLLM `CommonAttentionMetadata.__post_init__`, which writes in place.
     """
@@ -74,17 +86,20 @@ def fill_slot_mapping_tail(slot_mapping: IntVector, num_actual_tokens: IntLike) 
 def physical_to_logical_mapping(
     block_table: IntTable, seq_lens: IntVector, block_size: int, total_blocks: int
 ) -> Int32[AnyArray, "reqs total_blocks"]:
-    """Which of a request's blocks each block of the pool is: the block table turned round.
+    """Return, for each request, the column of the block table in which each block id occurs.
 
     Args:
-        block_table: Blocks of each request; entries past its length are ignored. Host or traced.
-        seq_lens: Tokens of each request.
-        block_size: Tokens of a block.
-        total_blocks: Blocks of the pool.
+        block_table: Block ids of each request; entries past its length are ignored. Host or traced.
+        seq_lens: Number of tokens of each request.
+        block_size: Number of tokens per block.
+        total_blocks: Number of blocks in the cache.
 
     Returns:
-        -1 for blocks that the request does not use, and for block 0, the null block. A block that stands at
-        several places has the last of them.
+        The column, or -1 for blocks that the request does not use and for block 0, the null block. For a
+        block that occurs in several columns, the last of them.
+
+    Raises:
+        ValueError: If a size is not a positive int, or `seq_lens` does not have one entry per request.
 
     Source: vLLM V1 FlexAttention `physical_to_logical_mapping`.
     """
@@ -98,10 +113,10 @@ def physical_to_logical_mapping(
     logical = xp.broadcast_to(xp.arange(num_columns, dtype=np.int32)[None, :], table.shape)
     is_used = (logical * block_size < lens[:, None]) & (table > 0) & (table < total_blocks)
     rows = xp.broadcast_to(xp.arange(num_reqs, dtype=np.int32)[:, None], table.shape)
-    unused = xp.full((num_reqs, total_blocks), -1, dtype=np.int32)
-    # Unused entries go to the null block, which stays -1.
-    blocks, places = xp.where(is_used, table, 0), xp.where(is_used, logical, -1)
+    mapping = xp.full((num_reqs, total_blocks), -1, dtype=np.int32)
+    # Unused entries are written to the null block as -1.
+    blocks, columns = xp.where(is_used, table, 0), xp.where(is_used, logical, -1)
     if xp is np:
-        np.maximum.at(unused, (rows, blocks), places)
-        return unused
-    return unused.at[rows, blocks].max(places)
+        np.maximum.at(mapping, (rows, blocks), columns)
+        return mapping
+    return mapping.at[rows, blocks].max(columns)

@@ -1,4 +1,4 @@
-"""Local-strided patterns as arrays of blocks: who sees whom."""
+"""vLLM's block-sparse (local-strided) patterns and its virtual batches for chunked-local attention."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from pallas_kernels.checks import require, require_positive
 
 
 class CrowCol(NamedTuple):
-    """Rows compressed: row r of a matrix has its nonzeros in columns `col[crow[r]:crow[r + 1]]`."""
+    """Matrix in compressed sparse row format: row r has nonzeros in columns `col[crow[r]:crow[r + 1]]`."""
 
     crow: Int32[np.ndarray, "*heads rows+1"]
     col: Int32[np.ndarray, "*heads nonzeros"]
@@ -29,16 +29,19 @@ class CrowCol(NamedTuple):
 def prefill_block_pattern(
     sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, num_blocks: int
 ) -> Bool[np.ndarray, "q_heads q_blocks k_blocks"]:
-    """Which blocks of keys the queries of each block see; inside the diagonal block causality still holds.
+    """Return which key blocks each query block attends to. Within the diagonal block attention is causal.
 
     Args:
-        sparsity: The pattern. Blocks are counted from position 0 of the request.
-        num_q_heads: Query heads of this device.
-        num_kv_heads: Key/value heads of this device.
-        num_blocks: Sparse blocks of the request.
+        sparsity: Local-strided pattern. Blocks are counted from position 0 of the request.
+        num_q_heads: Number of query heads of this device.
+        num_kv_heads: Number of key/value heads of this device.
+        num_blocks: Number of sparse blocks of the request.
 
     Returns:
-        A row is empty where no block qualifies, which only `local_blocks == 0` permits.
+        The pattern. A query block can be without key blocks only if `local_blocks == 0`.
+
+    Raises:
+        ValueError: If a size is not a positive int, or `num_q_heads` is not a multiple of `num_kv_heads`.
 
     Source: vLLM `get_sparse_attn_mask`.
     """
@@ -54,14 +57,17 @@ def prefill_block_pattern(
 def decode_block_pattern(
     sparsity: LocalStrided, num_q_heads: int, num_kv_heads: int, seq_lens: IntVector, num_blocks: int
 ) -> Bool[AnyArray, "reqs q_heads k_blocks"]:
-    """Which blocks of keys the last token of each request sees.
+    """Return which key blocks the last token of each request attends to.
 
     Args:
-        sparsity: The pattern.
-        num_q_heads: Query heads of this device.
-        num_kv_heads: Key/value heads of this device.
-        seq_lens: Tokens of each request; 0 sees nothing. Host or traced.
-        num_blocks: Static. Sparse blocks of the longest request.
+        sparsity: Local-strided pattern.
+        num_q_heads: Number of query heads of this device.
+        num_kv_heads: Number of key/value heads of this device.
+        seq_lens: Number of tokens of each request; a request of length 0 attends to no block. Host or traced.
+        num_blocks: Number of sparse blocks of the longest request. Static.
+
+    Raises:
+        ValueError: If a size is not a positive int, or `num_q_heads` is not a multiple of `num_kv_heads`.
 
     Source: vLLM `paged_attention_v1`, `paged_attention_v2` with block sparsity.
     """
@@ -70,23 +76,23 @@ def decode_block_pattern(
     xp, lens = with_namespace(seq_lens)
     shifts = _head_shifts(sparsity, num_q_heads, num_kv_heads, is_prefill=False)[:, None]
     is_stripe = xp.asarray((np.arange(num_blocks)[None, :] + shifts + 1) % sparsity.vert_stride == 0)
-    # Floor division: a request of length 0 stands in block -1.
+    # Floor division puts a request of length 0 into block -1, which attends to no block.
     distance = ((lens - 1) // sparsity.block_size)[:, None] - xp.arange(num_blocks, dtype=np.int32)[None, :]
     is_local = (distance < sparsity.local_blocks)[:, None, :]
     return (distance >= 0)[:, None, :] & (is_local | is_stripe[None])
 
 
 def dense_to_crow_col(x: np.ndarray | list) -> CrowCol:
-    """A matrix, or one per head, in compressed rows.
+    """Convert a matrix, or one matrix per head, to compressed sparse rows.
 
     Args:
-        x: [rows, columns] or [heads, rows, columns]; anything but 0 counts. Host.
+        x: Matrix [rows, columns] or [heads, rows, columns]; every nonzero value counts. Host.
 
     Returns:
-        int32. With heads, `col` is padded on the right with -1 to the longest head.
+        int32 arrays. With heads, `col` is padded on the right with -1 to the head with the most nonzeros.
 
     Raises:
-        ValueError: x has neither 2 nor 3 axes.
+        ValueError: If `x` has neither 2 nor 3 axes.
 
     Source: vLLM `dense_to_crow_col`.
     """
@@ -109,18 +115,22 @@ def _head_shifts(
     require_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads)
     rule = f"be a multiple of num_kv_heads ({num_kv_heads})"
     require(num_q_heads % num_kv_heads == 0, "num_q_heads", rule, num_q_heads)
-    shift = lambda head: sparsity.head_shifts(head, num_q_heads, num_kv_heads, is_prefill=is_prefill)
-    return np.asarray([shift(head) for head in range(num_q_heads)])
+    shifts = [
+        sparsity.head_shifts(head, num_q_heads, num_kv_heads, is_prefill=is_prefill)
+        for head in range(num_q_heads)
+    ]
+    return np.asarray(shifts)
 
 
 class LocalVirtualBatches(NamedTuple):
-    """Requests such that causal attention within each is chunked-local attention of the batch.
+    """Virtual requests whose causal attention equals chunked-local attention of the original batch.
 
     Attributes:
-        q_lens: New tokens of each virtual request; together the batch's, in their order.
-        cu_seqlens_q: Its first token, and one past the last.
-        k_lens: Keys of each: from the start of its chunk to its last new token.
-        block_table_local: Blocks of its chunk. Entries past `ceil(k_lens / block_size)` are arbitrary.
+        q_lens: Number of new tokens of each virtual request. The tokens keep the order of the batch.
+        cu_seqlens_q: Index of the first token of each virtual request, and one past the last token.
+        k_lens: Number of keys of each virtual request, from the start of its chunk to its last new token.
+        block_table_local: Block ids of each virtual request's chunk. Entries past
+            `ceil(k_lens / block_size)` are arbitrary.
     """
 
     q_lens: Int32[AnyArray, " virtual"]
@@ -136,19 +146,20 @@ def make_local_attention_virtual_batches(
     block_table: IntTable,
     block_size: int,
 ) -> LocalVirtualBatches:
-    """Splits each request where its positions cross a multiple of `attn_chunk_size`. Host only.
+    """Split each request at the multiples of `attn_chunk_size` into virtual requests. Host only.
 
-    A request without new tokens makes no virtual request (vLLM assumes that there is none).
+    A request without new tokens yields no virtual request (vLLM assumes that there are no such requests).
 
     Args:
-        attn_chunk_size: Positions of a chunk; a multiple of block_size.
-        query_start_loc_np: First token of each request, and one past the last.
-        seq_lens_np: All tokens of each request, the new ones included.
-        block_table: Blocks of each request. Columns past the last are read as the last.
-        block_size: Tokens of a block.
+        attn_chunk_size: Number of positions per chunk; a multiple of `block_size`.
+        query_start_loc_np: Index of the first token of each request, and one past the last token.
+        seq_lens_np: Total number of tokens of each request, including the new ones.
+        block_table: Block ids of each request. Columns past the last one are read as the last one.
+        block_size: Number of tokens per block.
 
     Raises:
-        ValueError: attn_chunk_size is no multiple of block_size, or arrays are not of the same requests.
+        ValueError: If `attn_chunk_size` is not a multiple of `block_size`, or the arrays differ in the number
+            of requests.
 
     Source: vLLM `make_local_attention_virtual_batches`.
     """
@@ -172,22 +183,25 @@ def make_padded_local_attention_virtual_batches(
     *,
     max_virtual_batches: int,
 ) -> LocalVirtualBatches:
-    """`make_local_attention_virtual_batches` with a static number of rows, so that it can be traced.
+    """Compute `make_local_attention_virtual_batches` with a static number of rows, so that it can be traced.
 
     Args:
-        attn_chunk_size: Static.
-        query_start_loc: First token of each request, and one past the last. Host or traced.
-        seq_lens: All tokens of each request; padding rows have no new tokens.
-        block_table: Blocks of each request.
-        block_size: Static.
-        max_virtual_batches: Static. Rows of the result; `max_local_attention_virtual_batches` is always
-            enough. Virtual requests past it are lost.
+        attn_chunk_size: Number of positions per chunk; a multiple of `block_size`. Static.
+        query_start_loc: Index of the first token of each request, and one past the last token. Host or
+            traced.
+        seq_lens: Total number of tokens of each request; padding rows have no new tokens.
+        block_table: Block ids of each request.
+        block_size: Number of tokens per block. Static.
+        max_virtual_batches: Number of rows of the result. `max_local_attention_virtual_batches` is always
+            enough; further virtual requests are dropped. Static.
 
     Returns:
-        Rows past the last virtual request have q_len 0 and k_len 0; cu_seqlens_q repeats its last value.
+        The virtual requests. Rows past the last one have q_len 0 and k_len 0, and cu_seqlens_q repeats its
+        last value.
 
     Raises:
-        ValueError: attn_chunk_size is no multiple of block_size, or arrays are not of the same requests.
+        ValueError: If `attn_chunk_size` is not a multiple of `block_size`, or the arrays differ in the number
+            of requests.
 
     Source: vLLM `make_local_attention_virtual_batches`, under graphs.
     """
@@ -203,11 +217,19 @@ def make_padded_local_attention_virtual_batches(
 
 
 def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int, num_tokens: int) -> int:
-    """Most virtual requests that `num_tokens` new tokens of at most `max_num_seqs` requests can make.
+    """Return the maximum number of virtual requests of `num_tokens` new tokens in `max_num_seqs` requests.
 
-    Two tokens of a request can lie in two chunks; after those, every `attn_chunk_size` tokens make one more.
+    Two tokens of a request can lie in two chunks; after those, every `attn_chunk_size` tokens add one more.
 
-    Source: vLLM `max_local_attention_virtual_batches`; this bound is the least one.
+    Args:
+        attn_chunk_size: Number of positions per chunk.
+        max_num_seqs: Maximum number of requests.
+        num_tokens: Maximum number of new tokens.
+
+    Raises:
+        ValueError: If an argument is not an int, or `attn_chunk_size` is not positive.
+
+    Source: vLLM `max_local_attention_virtual_batches`; this is the smallest possible bound.
     """
     attn_chunk_size, max_num_seqs, num_tokens = python_ints(
         attn_chunk_size=attn_chunk_size, max_num_seqs=max_num_seqs, num_tokens=num_tokens
@@ -225,15 +247,15 @@ def _checked_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
 
 
 def _check_rows(starts: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:
-    """All must be of the same requests; rows of a table that nobody has may stand behind."""
+    """Require arrays of the same number of requests; the block table may have unused rows at the end."""
     require_one_per_request(**{lens_name: seq_lens})
     num_reqs = seq_lens.shape[0]
     require(starts.shape == (num_reqs + 1,), starts_name, f"have {num_reqs + 1} entries", starts.shape)
     require(table.shape[0] >= num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")
     if isinstance(starts, np.ndarray) and isinstance(seq_lens, np.ndarray):
-        short = np.diff(starts) > seq_lens
-        rule = f"count the new tokens {np.diff(starts).tolist()}"
-        require(not short.any(), lens_name, rule, seq_lens.tolist())
+        query_lens = np.diff(starts)
+        rule = f"include the new tokens (be at least {query_lens.tolist()})"
+        require(not (query_lens > seq_lens).any(), lens_name, rule, seq_lens.tolist())
 
 
 def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:
@@ -247,21 +269,21 @@ def _virtual_batches(
     query_lens = starts[1:] - starts[:-1]
     num_chunks = _chunks_touched(query_lens, seq_lens, chunk)
     if seq_lens.shape[0] == 0 or num_virtual == 0:
-        none = xp.zeros(num_virtual, np.int32)
+        zeros = xp.zeros(num_virtual, np.int32)
         return LocalVirtualBatches(
-            none, start_locs(xp, none), none, xp.zeros((num_virtual, chunk // block_size), np.int32)
+            zeros, start_locs(xp, zeros), zeros, xp.zeros((num_virtual, chunk // block_size), np.int32)
         )
     require(table.shape[1] > 0, "block_table", "have at least one column", f"shape {table.shape}")
     ends = xp.cumsum(num_chunks)
     virtual = xp.arange(num_virtual, dtype=np.int32)
     rows = xp.minimum(xp.searchsorted(ends, virtual, side="right"), seq_lens.shape[0] - 1)
-    is_live = virtual < ends[-1]
+    is_valid = virtual < ends[-1]
 
     context = (seq_lens - query_lens)[rows]
     chunk_start = (context // chunk + virtual - (ends - num_chunks)[rows]) * chunk
     last = xp.minimum(chunk_start + chunk, seq_lens[rows])
-    q_lens = xp.where(is_live, last - xp.maximum(chunk_start, context), 0).astype(np.int32)
-    k_lens = xp.where(is_live, last - chunk_start, 0).astype(np.int32)
+    q_lens = xp.where(is_valid, last - xp.maximum(chunk_start, context), 0).astype(np.int32)
+    k_lens = xp.where(is_valid, last - chunk_start, 0).astype(np.int32)
     columns = (chunk_start // block_size)[:, None] + xp.arange(chunk // block_size, dtype=np.int32)[None, :]
     block_table_local = table[rows[:, None], xp.clip(columns, 0, table.shape[1] - 1)]
     return LocalVirtualBatches(q_lens, start_locs(xp, q_lens), k_lens, block_table_local)

@@ -1,4 +1,4 @@
-"""Speculative decoding and KV sharing: decode rows with several query tokens, prefill rows with few."""
+"""vLLM's helpers for speculative decoding and for prefill with KV sharing between layers."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from pallas_kernels.checks import require, require_positive
 
 
 class FastPrefill(NamedTuple):
-    """A batch reduced to the tokens whose logits are wanted."""
+    """Batch that is reduced to the tokens whose logits are needed."""
 
     query_start_loc: Int32[AnyArray, " reqs+1"]
     num_actual_tokens: IntLike
@@ -35,14 +35,15 @@ def spec_decode_reorder_threshold(
     *,
     reorder_batch_threshold: int = 1,
 ) -> int:
-    """The longest query that counts as a decode when a back end computes speculated tokens as decodes.
+    """Return the decode threshold of a back end that processes draft tokens as decodes.
 
     Args:
-        num_speculative_tokens: Tokens drafted for each request; None = no speculation.
-        parallel_drafting: A request verifies its draft and drafts the next in one step.
-        dcp: Decode context parallel devices.
-        supports_dcp_varlen: The back end takes decodes of several tokens with dcp > 1; else the result is 1.
-        reorder_batch_threshold: The result without speculation.
+        num_speculative_tokens: Number of draft tokens per request; None = no speculative decoding.
+        parallel_drafting: Whether a request verifies its draft tokens and drafts the next ones in one step.
+        dcp: Number of decode context parallel ranks.
+        supports_dcp_varlen: Whether the back end supports decodes of several tokens with dcp > 1. If not, the
+            threshold is 1 for dcp > 1.
+        reorder_batch_threshold: Threshold without speculative decoding.
 
     Source: vLLM `AttentionMetadataBuilder._init_reorder_batch_threshold`.
     """
@@ -58,18 +59,18 @@ def make_kv_sharing_fast_prefill_metadata(
     logits_indices_padded: IntVector,
     num_logits_indices: IntLike,
 ) -> FastPrefill:
-    """The batch that the layers which share another layer's KV cache compute: only tokens that need logits.
+    """Return the batch for layers that share another layer's KV cache: only the tokens that need logits.
 
-    A batch in which no request has more than one new token stays as it is.
+    A batch in which no request has more than one new token is returned unchanged.
 
     Args:
-        seq_lens: All tokens of each request, the new ones included. Host or traced.
-        query_lens: New tokens of each request.
-        logits_indices_padded: Tokens whose logits are wanted, ascending.
-        num_logits_indices: How many of them count; the rest is graph padding.
+        seq_lens: Total number of tokens of each request, including the new ones. Host or traced.
+        query_lens: Number of new tokens of each request.
+        logits_indices_padded: Indices of the tokens whose logits are needed, ascending, then graph padding.
+        num_logits_indices: Number of indices before the graph padding.
 
     Raises:
-        ValueError: query_lens and seq_lens are of several lengths.
+        ValueError: If `query_lens` and `seq_lens` differ in length.
 
     Source: vLLM `make_kv_sharing_fast_prefill_common_attn_metadata`.
     """
@@ -82,10 +83,10 @@ def make_kv_sharing_fast_prefill_metadata(
     require_one_per_request(query_lens=lens, seq_lens=totals)
     starts, num_reqs = start_locs(xp, lens), lens.shape[0]
     row = xp.searchsorted(starts[1:], indices, side="right")
-    is_live = xp.arange(indices.shape[0], dtype=np.int32) < num_indices
-    wanted = xp.where(is_live, row, num_reqs)[:, None] == xp.arange(num_reqs, dtype=np.int32)[None, :]
+    is_valid = xp.arange(indices.shape[0], dtype=np.int32) < num_indices
+    belongs_to = xp.where(is_valid, row, num_reqs)[:, None] == xp.arange(num_reqs, dtype=np.int32)[None, :]
     is_decode_only = xp.max(lens, initial=0) <= 1
-    new_lens = xp.where(is_decode_only, lens, xp.sum(wanted, axis=0)).astype(np.int32)
+    new_lens = xp.where(is_decode_only, lens, xp.sum(belongs_to, axis=0)).astype(np.int32)
     new_starts = start_locs(xp, new_lens)
     return FastPrefill(
         new_starts, to_python_int(new_starts[-1]), to_python_int(xp.max(new_lens, initial=0)), totals
@@ -95,32 +96,32 @@ def make_kv_sharing_fast_prefill_metadata(
 def reshape_query_for_spec_decode(
     query: Shaped[AnyArray, "tokens q_heads head_dim"], batch_size: int
 ) -> Shaped[AnyArray, "reqs query_len q_heads head_dim"]:
-    """Gives each of `batch_size` requests its own axis; all have equally many tokens.
+    """Split the tokens axis into an axis of requests and an axis of each request's tokens.
+
+    Args:
+        query: Queries of a batch in which all requests have the same number of tokens.
+        batch_size: Number of requests.
 
     Raises:
-        ValueError: The tokens cannot be shared out evenly.
+        ValueError: If the number of tokens is not a multiple of `batch_size`.
 
     Source: vLLM `reshape_query_for_spec_decode`.
     """
     (batch_size,) = python_ints(batch_size=batch_size)
     require_positive(batch_size=batch_size)
-    tokens, *rest = query.shape
-    require(
-        tokens % batch_size == 0,
-        "query's number of tokens",
-        f"be a multiple of batch_size ({batch_size})",
-        tokens,
-    )
-    return query.reshape(batch_size, tokens // batch_size, *rest)
+    tokens = query.shape[0]
+    rule = f"be a multiple of batch_size ({batch_size})"
+    require(tokens % batch_size == 0, "query's number of tokens", rule, tokens)
+    return query.reshape(batch_size, tokens // batch_size, *query.shape[1:])
 
 
 def reshape_attn_output_for_spec_decode(
     attn_output: Shaped[AnyArray, "..."],
 ) -> Shaped[AnyArray, "tokens q_heads head_dim"]:
-    """Undoes `reshape_query_for_spec_decode`; leaves packed tokens as they are.
+    """Undo `reshape_query_for_spec_decode`; an output with a single tokens axis is returned unchanged.
 
     Raises:
-        ValueError: attn_output has neither 3 nor 4 axes.
+        ValueError: If `attn_output` has neither 3 nor 4 axes.
 
     Source: vLLM `reshape_attn_output_for_spec_decode`.
     """
@@ -131,9 +132,16 @@ def reshape_attn_output_for_spec_decode(
 def make_xqa_spec_decode_causal_mask(
     num_reqs: int, query_len: int
 ) -> UInt16[AnyArray, "reqs query_len lanes"]:
-    """Which of its request's new tokens each one sees, as bits: token j is bit `j % 16` of lane `j // 16`.
+    """Return the causal mask among the new tokens of each request as a bit mask.
 
-    The lanes come in pairs: the masks are made of 32-bit words.
+    Token j is bit `j % 16` of lane `j // 16`. The number of lanes is even because XQA reads 32-bit words.
+
+    Args:
+        num_reqs: Number of requests.
+        query_len: Number of new tokens per request.
+
+    Raises:
+        ValueError: If an argument is not a positive int.
 
     Source: vLLM FlashInfer back end, mask of XQA decode.
     """

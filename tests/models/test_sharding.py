@@ -114,13 +114,13 @@ class TestRefusals:
             load(LLAMA, mesh=2)
 
     def test_mesh_must_have_the_axes_tp_and_cp(self):
-        with pytest.raises(ValueError, match=r"mesh's axes must be \('tp', 'cp'\), got \('x', 'y'\)"):
+        with pytest.raises(ValueError, match=r"mesh\.axis_names must be \('tp', 'cp'\), got \('x', 'y'\)"):
             check_mesh(mesh_of(2, names=("x", "y")))
 
     @pytest.mark.parametrize("of", [load, load_shapes])
     def test_mesh_axes_must_be_auto(self, of):
         """Of Explicit ones, as jax makes them, prompt_logprobs failed in JAX, and with it all requests."""
-        rule = r"mesh's axes must be Auto \(jattn.parallel.make_mesh .*\), got \('Explicit', 'Explicit'\)"
+        rule = r"mesh\.axis_types must be Auto for all axes \(.*make_mesh\), got \('Explicit', 'Explicit'\)"
         with pytest.raises(ValueError, match=rule):
             of(LLAMA, mesh=jax.make_mesh((1, 1), ("tp", "cp")))
 

@@ -258,7 +258,7 @@ class TestWhatDoesNotFit:
         whole, _ = filled(ranks, history)
         query = jnp.zeros((step.bucket.max_tokens, HEADS, HEAD_DIM))
         plan = jattn.plan(step, spec, whole)
-        with pytest.raises(ValueError, match="plan must be made by plan_on_rank, got one of all keys"):
+        with pytest.raises(ValueError, match="plan covers the keys of all ranks. Build it with plan_on_rank"):
             on_ranks(ranks, lambda: attend_on_rank(query, whole, step, spec, ranks, plan))
 
     def test_a_prefix_that_does_not_end_with_a_block_of_all_ranks(self):
@@ -269,7 +269,7 @@ class TestWhatDoesNotFit:
     @pytest.mark.parametrize(
         ("changes", "interleave", "match"),
         [
-            ({"sqrt_alibi": True}, 1, "spec.sqrt_alibi=True with cp: "),
+            ({"sqrt_alibi": True}, 1, "spec.sqrt_alibi=True with cp > 1: "),
             ({}, 2, "cp_kv_cache_interleave_size=2 with ALiBi: "),
         ],
     )

@@ -123,7 +123,9 @@ def test_traced_split_equals_the_host_split(traced_once, uniform, short_extends)
 
 
 def test_short_extends_need_to_be_told_apart():
-    with pytest.raises(ValueError, match=r"is_prefilling must be given .*, got None"):
+    with pytest.raises(
+        ValueError, match="is_prefilling is required if treat_short_extends_as_decodes is False"
+    ):
         split_decodes_and_prefills([1, 1], treat_short_extends_as_decodes=False)
     with pytest.raises(ValueError, match=r"is_prefilling must have one entry per request \(2\), got \(3,\)"):
         split_decodes_and_prefills([1, 1], treat_short_extends_as_decodes=False, is_prefilling=[True] * 3)
@@ -171,7 +173,7 @@ def test_a_prefill_chunk_ends_only_where_the_next_request_does_not_fit(lens, wor
 
 
 def test_a_request_longer_than_the_workspace_is_refused():
-    with pytest.raises(ValueError, match=r"seq_lens_cpu\[1\] must fit workspace_size \(5\), got 6"):
+    with pytest.raises(ValueError, match=r"seq_lens_cpu\[1\] must be at most workspace_size \(5\), got 6"):
         split_prefill_chunks([5, 6], 5)
 
 
@@ -225,7 +227,7 @@ def test_the_decode_threshold_moves_the_boundary():
 
 
 def test_tokens_without_a_slot_and_more_prefills_than_rows_are_refused():
-    with pytest.raises(ValueError, match="slot_mapping must have a slot for each of 5 tokens, got 2"):
+    with pytest.raises(ValueError, match="slot_mapping must have a slot for each of the 5 tokens, got 2"):
         split_prefill_and_decode([1, 4], [5, 6], [0, 1])
     for count in (3, -1):
         with pytest.raises(ValueError, match=rf"num_prefills must lie in \[0, 2\], got {count}"):
@@ -344,9 +346,9 @@ def test_inputs_are_not_changed():
 def test_missing_and_misshapen_columns_are_refused():
     with pytest.raises(ValueError, match=r"order must be one of 'two_regions', .*, got 'five_regions'"):
         reorder([1], [1], order="five_regions")
-    with pytest.raises(ValueError, match="num_computed_tokens must be given for three_regions, got None"):
+    with pytest.raises(ValueError, match="num_computed_tokens is required for order='three_regions'"):
         reorder([1])
-    with pytest.raises(ValueError, match="num_prompt_tokens must be given for four_regions, got None"):
+    with pytest.raises(ValueError, match="num_prompt_tokens is required for order='four_regions'"):
         reorder([1], [1], order="four_regions")
     with pytest.raises(ValueError, match=r"num_computed_tokens must have one entry per request \(2\), got 3"):
         reorder([1, 1], [1, 1, 1])
@@ -434,14 +436,14 @@ def test_graph_padding_may_follow_the_last_row():
 
 
 def test_slices_outside_the_batch_are_refused():
-    with pytest.raises(ValueError, match=r"request_slice must hold at least one, got \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"request_slice must select at least one element, got \(2, 2\)"):
         slice_query_start_locs([0, 1, 2], (2, 2))
     with pytest.raises(ValueError, match="req_slice must end at or before 2, got 3"):
         make_metadata_with_slice([9, 9], [2, 2], (0, 3), (0, 4))
-    with pytest.raises(ValueError, match=r"token_slice must start in row 1 \(2\.\.3\), got 1"):
+    with pytest.raises(ValueError, match=r"token_slice must start in row 1 \(tokens 2\.\.3\), got 1"):
         make_metadata_with_slice([9, 9], [2, 2], (1, 2), (1, 4))
     for point in (0, 4):
-        with pytest.raises(ValueError, match=f"split_point must lie inside the 4 tokens, got {point}"):
+        with pytest.raises(ValueError, match=rf"split_point must lie in \[1, 3\], got {point}"):
             split_at_token([9, 9], [2, 2], point)
 
 
