@@ -136,7 +136,7 @@ def cp_lse_combine(
         require(isinstance(array, jax.Array | np.ndarray), name, "be an array", type(array).__name__)
     # An int output would be truncated.
     is_float = jnp.issubdtype(partial_out.dtype, jnp.floating)
-    require(is_float, "partial_out", "have a floating-point dtype", partial_out.dtype)
+    require(is_float, "partial_out", "hold floats", partial_out.dtype)
     require_shape("partial_lse", partial_lse.shape, partial_out.shape[:-1], "ranks, tokens, q_heads")
     require(partial_lse.shape[0] > 0, "partial_lse", "have at least one rank", partial_lse.shape)
     exp, log = (jnp.exp, jnp.log) if is_lse_base_on_e else (jnp.exp2, jnp.log2)

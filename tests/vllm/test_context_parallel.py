@@ -172,7 +172,7 @@ def test_gradients_of_ranks_and_tokens_without_keys_are_0():
 
 @pytest.mark.usefixtures("types_unchecked")
 def test_outputs_of_ints_and_lists_are_refused_by_name():
-    with pytest.raises(ValueError, match="partial_out must have a floating-point dtype, got int32"):
+    with pytest.raises(ValueError, match="partial_out must hold floats, got int32"):
         cp_lse_combine(jnp.ones((2, 1, 1, 2), jnp.int32), jnp.zeros((2, 1, 1)))
     with pytest.raises(ValueError, match="partial_lse must be an array, got list"):
         cp_lse_combine(jnp.ones((1, 1, 1, 2)), [[[0.0]]])

@@ -127,7 +127,7 @@ def test_mode_is_lowered_to_what_the_back_ends_allow(mode, support, query_len, s
 
 
 def test_whole_mixed_graphs_without_any_support_are_refused():
-    with pytest.raises(ValueError, match="mode=FULL, but .* does not support graphs. Use mode=PIECEWISE"):
+    with pytest.raises(ValueError, match=r"mode=FULL, but .* does not support graphs\. Use mode=PIECEWISE"):
         resolve_cudagraph_mode(Mode.FULL, Support.NEVER)
 
 
