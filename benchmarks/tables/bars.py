@@ -94,6 +94,16 @@ def caption(what: str, file: str, panels: tuple[Panel, ...]) -> str:
     return f"{what}; {row['gpu']}, {date_of(file)}, jax {row['jax']}.{lacks} Longer is faster.\n"
 
 
+def numbers(panel: Panel) -> str:
+    """Return a panel as a table: a row per case, a column per engine."""
+    engines = _engines((panel,))
+    lines = [f"| {panel.title} | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
+    for case, rates in panel.cases.items():
+        cells = [f"{rates[engine]:,.0f}" if engine in rates else "-" for engine in engines]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def _engines(panels: tuple[Panel, ...]) -> list[str]:
     found = {engine for panel in panels for bars in panel.cases.values() for engine in bars}
     return [engine for engine in ENGINES if engine in found]

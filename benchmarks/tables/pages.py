@@ -25,9 +25,9 @@ MARKER = r"(<!-- ([^:\n]+): (\S+)(?: beside (\S+))? -->\n).*?(<!-- end -->)"
 PICTURES = {
     "decode picture": (
         bars.decode_panels,
-        "Decode, one new token a request: bytes of the cache read a second",
+        "Decode, one new token per request: bytes of the cache read per second",
     ),
-    "prefill picture": (bars.prefill_panels, "Prefill, causal, 16 bits: operations a second"),
+    "prefill picture": (bars.prefill_panels, "Prefill, causal, 16 bits: operations per second"),
 }
 
 
@@ -84,10 +84,11 @@ def pictures(text: str) -> dict[str, str]:
 
 
 def picture(name: str, file: str, beside: str) -> str:
-    """The lines that show a picture: the image, and what it is of."""
-    panels, what = PICTURES[name]
-    line = bars.caption(what, file, panels(file, beside))
-    return f"![{what}]({IMAGES}/{name.split()[0]}.svg)\n\n{line}"
+    """Return the lines that show a picture: the image, its caption and the numbers of its first panel."""
+    make_panels, title = PICTURES[name]
+    panels = make_panels(file, beside)
+    caption = bars.caption(title, file, panels)
+    return f"![{title}]({IMAGES}/{name.split()[0]}.svg)\n\n{caption}\n{bars.numbers(panels[0])}"
 
 
 def sparse_table(file: str) -> str:
