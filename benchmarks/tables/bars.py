@@ -1,4 +1,4 @@
-"""Bars of decode and of prefill beside their peers, as SVG drawn from the raw rows."""
+"""Bar charts of decode and prefill beside their peers, as SVG drawn from the raw rows."""
 
 from typing import Any, NamedTuple
 

@@ -1,0 +1,177 @@
+"""docs/benchmarks.md, generated from the raw rows: text, tables and the sentences that compare them."""
+
+from benchmarks.tables import kernels, models
+from benchmarks.tables.markdown import table
+
+GLOSSARY = {
+    "us": "Microseconds of device time: the sum of the kernel times of a call, without gaps between kernels.",
+    "FA3": "FlashAttention-3 as shipped with vLLM 0.24.0, timed by CUDA graph replay in the same run, which includes gaps of 1 to 2 us.",
+    "FlashInfer": "FlashInfer 0.6.12, timed in the same way: its default `fa2` in decode, its `fa3` in prefill.",
+    "cuDNN": "Prefill: through torch, timed in the same way. Decode and training: through `jax.nn.dot_product_attention`, the sum of "
+    "its kernels; decode reads a dense cache, the only kind that it supports.",
+    "speedup": "The peer's time divided by jattn's time, both of one run on one machine; above 1, jattn is faster.",
+    "read ceiling": "GB/s of summing 4 GiB in the same run.",
+    "GB/s": "Bytes of keys, values, queries and outputs, each counted once, divided by the time.",
+    "density": "Visible query-key pairs divided by causal pairs.",
+    "of ideal": "Time of the dense kernel in the same run, times the density, divided by the time.",
+    "d_64x4k": "Decode, 64 requests with 4,096 cached tokens each; 32 query heads, 8 kv heads, head_dim 128 (Llama 3 8B) unless the name differs.",
+    "d_ragged64": "Decode, 64 requests of 64 to 16k tokens: many short, a few long.",
+    "d_70b, d_mha, d_gptoss": "Query heads / kv heads / head_dim of 64/8/128, 32/32/128, 64/8/64.",
+    "p_8x2k, p_ragged": "Prefill, 8 prompts of 2,048 tokens; 24 prompts of 32 to 4,096 tokens.",
+    "p_chunk_4x2k_ctx16k": "Prefill, 4 chunks of 2,048 tokens after 14,336 cached tokens.",
+    "p_d64, p_d192, p_d256": "Query heads / kv heads / head_dim of 64/8/64, 16/8/192, 16/8/256.",
+    "in flight, synchronous": "Time per step if the next step is launched before this one ends; if the host waits for each step.",
+    "command buffers": "Whether XLA launches the step as one CUDA graph.",
+}
+DATE_H200 = "nvidia-h200-2026-11"
+
+
+def page() -> str:
+    """Return docs/benchmarks.md."""
+    glossary = table(
+        ("term", "meaning"), [[f"`{term}`" if "_" in term else term, text] for term, text in GLOSSARY.items()]
+    )
+    parts = [
+        "# Benchmarks\n",
+        "This page is generated: `python -m benchmarks SUITE` measures and appends rows to\n"
+        "[benchmarks/results](../benchmarks/results/README.md); `python -m benchmarks table` writes the page. A row is recorded only if its\n"
+        "numerical check passed, and slower rows stay. Two GPUs of one model differ by several per cent, so compare only within a table.\n",
+        "```sh\nmake bench                                    # every GPU suite except `tune`\n"
+        "python -m benchmarks decode d_64x4k           # one case of one suite\n"
+        "python -m benchmarks table                    # regenerate this page and the README's tables\n```\n",
+        "## Terms and cases\n",
+        glossary,
+        *decode(),
+        *prefill(),
+        *gradients(),
+        *sparse(),
+        *quantized(),
+        *serving(),
+    ]
+    return "\n".join(parts)
+
+
+def decode() -> list[str]:
+    """Return the section on decode."""
+    return [
+        "## Decode\n",
+        "One new token per request, bf16 cache, blocks of 16 (`python -m benchmarks decode`).\n",
+        kernels.decode_table(f"decode-{DATE_H200}-25.jsonl", f"decode-peers-beside-{DATE_H200}-25.jsonl"),
+        "The 8-bit formats, with bf16 queries. Scales per token and head count as bytes.\n",
+        kernels.quantized_decode_table(
+            f"decode-{DATE_H200}-21.jsonl", f"decode-fa3-beside-{DATE_H200}-21.jsonl"
+        ),
+    ]
+
+
+def prefill() -> list[str]:
+    """Return the section on prefill."""
+    return [
+        "## Prefill\n",
+        "Prompts, and chunks of prompts after cached tokens, bf16, causal (`python -m benchmarks prefill`). Times are the kernel's. Over\n"
+        "8-bit caches they include dequantizing keys and values first where that happens. The schedule is not included: it takes 7 to 14 us\n"
+        "(24 to 35 us with splits) once per step for all layers.\n",
+        kernels.prefill_table(f"prefill-{DATE_H200}-25.jsonl", f"prefill-peers-{DATE_H200}-25.jsonl"),
+        "8-bit caches, modifiers, and cases that the run above does not have:\n",
+        kernels.prefill_table(f"prefill-{DATE_H200}-22.jsonl", f"prefill-peers-{DATE_H200}-22.jsonl"),
+        "Few queries after a long context, blocks of 16; times include combining the splits:\n",
+        kernels.few_queries_table(
+            f"prefill-heads-{DATE_H200}-25.jsonl", f"prefill-heads-peers-{DATE_H200}-25.jsonl"
+        ),
+        "The same over 8-bit caches, which the kernel dequantizes itself or `cache_read` dequantizes before it:\n",
+        kernels.quantized_prefill_table(f"prefill-narrow-{DATE_H200}-25.jsonl"),
+        kernels.quantized_prefill_table("prefill-narrow-crossing-nvidia-h100-80gb-hbm3-2026-11-25.jsonl"),
+    ]
+
+
+def gradients() -> list[str]:
+    """Return the section on training."""
+    return [
+        "## Gradients\n",
+        "The backward pass with everything XLA computes around it (`python -m benchmarks backward`): 32 query heads, 8 kv heads, head_dim\n"
+        "128 unless named, causal, bf16, schedules and lists not included. TFLOP/s count visible pairs, so a mask's TFLOP/s divided by the\n"
+        "plain case's is its share of the ideal.\n",
+        kernels.gradients_table(f"backward-whole-{DATE_H200}-26.jsonl"),
+        "On an H100; plain cases on one GPU of the machine, the others on its second GPU at the same time:\n",
+        kernels.gradients_table("backward-later-nvidia-h100-80gb-hbm3-2026-11-25.jsonl"),
+        "## Training a layer\n",
+        "Llama 3 8B's projections and attention, forward and backward in one jit, bf16, beside the same layer with `jax.nn`'s cuDNN attention\n"
+        '(`python -m benchmarks training`; for cuDNN, documents are padded to the longest). "Attention" is everything but the projections.\n'
+        "The error is the largest of output and gradients, relative to XLA in float32.\n",
+        kernels.training_table("training-8x2k-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
+        kernels.training_table("training-slashes-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
+        kernels.training_table(f"training-in-turn-{DATE_H200}-23.jsonl"),
+    ]
+
+
+def sparse() -> list[str]:
+    """Return the section on sparse attention."""
+    return [
+        "## Sparse attention\n",
+        "32 query heads, 8 kv heads, head_dim 128 (`python -m benchmarks sparse`). Times include building the lists and selecting blocks.\n\n"
+        "- `blocks_128_16k`: prefill of one causal prompt of 16k tokens; every head has random blocks of 128 x 128 of its own.\n"
+        "- `local_strided`: Phi-3-small's pattern. `pooled`: `select_prefill_blocks` over random queries and keys.\n"
+        "- `vertical_slash`: MInference's pattern with 1,000 columns (in runs of 100; `scattered`: isolated) and 6,096 slashes per head;\n"
+        "  `gathered`: with `gather=True`.\n"
+        "- `*_64x32k`: decode of 64 requests with 32k tokens; every kv head has random blocks of its own (`by_head`: every query head).\n"
+        "- `quest`: decode of 8 requests with 128k tokens; a tenth of the blocks is selected in the same call.\n",
+        kernels.sparse_table(f"sparse-{DATE_H200}-22.jsonl"),
+        kernels.sparse_table("sparse-gathered-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
+        kernels.sparse_table(f"sparse-{DATE_H200}-21.jsonl"),
+        "Beside vLLM 0.9.2, the last release with block-sparse attention: `paged_attention_v2` in decode, its Triton kernel in prefill:\n",
+        kernels.sparse_peers_table(
+            f"sparse-{DATE_H200}-21.jsonl", f"sparse-vllm-beside-{DATE_H200}-21.jsonl"
+        ),
+    ]
+
+
+def quantized() -> list[str]:
+    """Return the section on 8-bit caches."""
+    return [
+        "## 8-bit caches\n",
+        "What each cache format costs the model in `examples/tiny_model` on sources it has not seen (`python -m benchmarks quantization`).\n"
+        "Static scales come from `jattn.calibrate`. The heads of this model are 32 wide, so scales per token and head weigh four times as\n"
+        "much as with 128.\n",
+        models.quantization_table("quantization-cpu-2026-11-21.jsonl"),
+        "Cache writes, 8 kv heads of 128, blocks of 16, in us; in parentheses relative to 16 bits (`python -m benchmarks write`):\n",
+        kernels.write_table(f"write-{DATE_H200}-21.jsonl"),
+    ]
+
+
+def serving() -> list[str]:
+    """Return the sections on whole models."""
+    return [
+        "## Engine\n",
+        "36 layers of Qwen3-8B's sizes with random bf16 weights, 256 requests, 8,192 new tokens per step (`python -m benchmarks engine`).\n"
+        '`decode_BxC` is a decode step of B requests with C tokens; "in completions" is the same from the difference of long and short\n'
+        "completions. `nano_bench` is nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and out.\n",
+        models.engine_table(f"engine-{DATE_H200}-23.jsonl", f"engine-peer-{DATE_H200}-23.jsonl"),
+        "nano-vllm's benchmark, both engines with default options, one after the other on one GPU. `first`: the first run; `again`: the same\n"
+        "prompts once more, with cached prefixes:\n",
+        models.engine_table(
+            f"engine-workload-{DATE_H200}-23.jsonl", f"engine-workload-peer-{DATE_H200}-23.jsonl"
+        ),
+        "Time until ready (`python -m benchmarks starts`):\n",
+        models.start_table(f"engine-starts-{DATE_H200}-22.jsonl"),
+        "### Speculative decoding\n",
+        "Prompt lookup of 7 tokens on a model with known continuations: texts that repeat themselves (`copying`), and texts whose drafts are\n"
+        "all rejected (`python -m benchmarks drafts`).\n",
+        models.speculative_table(f"drafts-{DATE_H200}-23.jsonl"),
+        "### Cascade attention\n",
+        "Decode steps whose requests share 8,192 tokens (`python -m benchmarks cascades`).\n",
+        models.cascade_table(f"cascades-{DATE_H200}-23.jsonl"),
+        models.cascade_table(f"cascades-by-splits-{DATE_H200}-25.jsonl"),
+        "## Server\n",
+        "`jattn serve` beside its engine without a server: the same model, prompts and arrivals (Poisson, 8 seconds; 1,024 tokens in, 256\n"
+        'out). Times are medians from when a request was due. "at once" is 256 requests of 16 tokens (`python -m benchmarks serve`).\n',
+        models.server_table(f"serve-sent-at-once-{DATE_H200}-24.jsonl"),
+        "![times to the first token and between tokens by request rate](images/server.svg)\n",
+        "## Decode graphs\n",
+        "A decode step as one executable, context 1,024: `chain` is 32 attention layers of Llama 3 8B's sizes, `graphs` a step of\n"
+        "`DecodeGraphs` with the sampler, `loop` a step of `decode_loop`; the first number is the batch (`python -m benchmarks graphs`).\n",
+        models.graphs_table(f"graphs-{DATE_H200}-21.jsonl"),
+        "## Mixture of experts\n",
+        "Two layers with random weights beside transformers 5.17 with torch 2.11, by the fastest of its implementations\n"
+        "(`python -m benchmarks experts --beside-transformers`).\n",
+        models.experts_table(f"experts-beside-transformers-{DATE_H200}-23.jsonl"),
+    ]
