@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.kernels import training
-from benchmarks.tables import training_table
+from benchmarks.tables import kernels
 
 CASE = training.Case(name="tiny", lens=(33,), heads=(2, 1, 16), per_head="sinks")
 
@@ -103,8 +103,8 @@ class TestTables:
     """What pages say of rows."""
 
     def table(self, monkeypatch, maker, *rows):
-        monkeypatch.setattr(training_table, "rows_of", lambda file: rows)
-        return [line.strip("| ").split(" | ") for line in maker("rows").splitlines()[4:]]
+        monkeypatch.setattr(kernels, "rows_of", lambda file: rows)
+        return [line.strip("| ").split(" | ") for line in maker("rows-2026-01-02.jsonl").splitlines()[4:]]
 
     def test_a_layer_stands_beside_cudnn_and_the_plain_case(self, monkeypatch):
         row = {
@@ -117,7 +117,7 @@ class TestTables:
         }
         plain = row | {"name": "plain", "cudnn_us": 440.0, "cudnn_attention_us": 250.0}
         half = row | {"name": "half", "attention_us": 110.0, "plain_attention_us": 200.0}
-        assert self.table(monkeypatch, training_table.training_table, plain, half) == [
+        assert self.table(monkeypatch, kernels.training_table, plain, half) == [
             ["plain", "400", "440", "1.10", "200", "250", "1.25", "-", "0.006", "0.005"],
             ["half", "400", "-", "-", "110", "-", "-", "0.55", "0.006", "0.005"],
         ]
