@@ -15,7 +15,6 @@ from pallas_kernels.paged_decode import DecodeSizes
 from tests.serving.tiny import one_layer_model
 
 ROOT = pathlib.Path(__file__).parents[3]
-# CONTRIBUTING.md explains each of them.
 CALL_CHAIN = [
     "serving/engine/runner.py: start",
     "runtime/decode_graphs.py: __call__",
