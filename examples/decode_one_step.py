@@ -1,4 +1,4 @@
-"""One attention step by hand: two requests decode a token each, a third brings a prompt of five."""
+"""Compute one attention step by hand: two requests decode one token each, a third has a prompt of five."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ SPEC = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 CACHE_SPEC = jattn.CacheSpec(num_blocks=16, block_size=4, num_kv_heads=2, head_dim=64, dtype=jnp.float32)
 
 
-@jax.jit(donate_argnames="cache")  # without that, every step would copy the whole cache
+@jax.jit(donate_argnames="cache")  # without donation, every step would copy the cache
 def step(
     cache: jattn.PagedCache, metadata: jattn.BatchMetadata, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jattn.PagedCache]:
@@ -18,19 +18,19 @@ def step(
 
 
 def main() -> None:
-    # Which tokens belong to whom, and in which blocks each request's keys are. Block 0 is for padding.
+    # The tokens of each request, and the blocks that store its keys. Block 0 is reserved for padding.
     metadata = jattn.build_batch_metadata(
         query_lens=[1, 1, 5],  # new tokens
-        seq_lens=[7, 3, 5],  # all tokens, the new ones included
+        seq_lens=[7, 3, 5],  # all tokens, including the new ones
         block_table=[[5, 9], [2], [7, 3]],  # request 0 has positions 0-3 in block 5 and 4-7 in block 9
         block_size=4,
     )
     print("slot of each new token:", metadata.slot_mapping)
-    print("position of each:      ", metadata.positions)
+    print("position of each token:", metadata.positions)
     query, key, value = (jax.random.normal(jax.random.key(h), (7, h, 64)) for h in (8, 2, 2))
     out, _ = step(jattn.PagedCache.create(CACHE_SPEC), metadata, query, key, value)
     print("output [tokens, q_heads, head_dim]:", out.shape)
-    # The prompt's first token sees only itself, so each head returns the value of its kv head.
+    # The first prompt token attends only to itself, so each query head returns the value of its kv head.
     print("first prompt token == its value:", bool(jnp.allclose(out[2], jnp.repeat(value[2], 4, axis=0))))
 
 

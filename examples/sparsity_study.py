@@ -1,4 +1,4 @@
-"""A study on one page: what each mask costs the tiny model in bits per byte, and how many pairs it sees."""
+"""Compare masks on the tiny model: bits per byte, and the fraction of (query, key) pairs that are visible."""
 
 import inspect
 import pathlib
@@ -23,7 +23,7 @@ MASKS: dict[str, Mask] = {
 def main() -> None:
     model = jattn.models.load(pathlib.Path(__file__).parent / "tiny_model", progress=False)
     text = jnp.asarray([*inspect.getsource(jattn.masks.positions).encode()[: TOKENS + 1]], jnp.int32)
-    metadata = jattn.build_batch_metadata([TOKENS], [TOKENS], None)  # one text, no cache
+    metadata = jattn.build_batch_metadata([TOKENS], [TOKENS], None)  # one sequence, no cache
 
     def bits_per_byte(text: jax.Array, mask: Mask) -> jax.Array:
         hidden, _ = model(text[:-1], None, metadata, plan=model.plan(metadata, None, mask=mask))
@@ -32,8 +32,8 @@ def main() -> None:
 
     for name, mask in MASKS.items():
         bits = jax.jit(bits_per_byte, static_argnames="mask")(text, mask=mask)
-        share = density(mask, TOKENS, TOKENS, num_q_heads=model.config.num_attention_heads)
-        print(f"{name:32}  density {share:.2f}  {bits:.3f} bits per byte")
+        visible_fraction = density(mask, TOKENS, TOKENS, num_q_heads=model.config.num_attention_heads)
+        print(f"{name:32}  density {visible_fraction:.2f}  {bits:.3f} bits per byte")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Trains the tiny model of examples/tiny_model: a byte-level Llama on the Python standard library's sources.
+"""Train the byte-level Llama of examples/tiny_model on the sources of the Python standard library.
 
 python -m examples.train_tiny --out DIR --steps 4000
 
-Needs optax and jattn[models]; one GPU, or patience. --data, --steps and --seed fix every batch.
+Needs optax and jattn[models]. Runs on one GPU, or slowly on a CPU. --data, --steps and --seed determine the
+batches.
 """
 
 import argparse
@@ -26,10 +27,10 @@ from jattn.models import Decoder, DecoderConfig, load, save
 
 Attention = Literal["cudnn", "xla"]  # jax.nn's implementations
 BATCH_TOKENS = 65536
-LEARNING_RATE = 3e-3  # at its peak
-WEIGHT_DECAY = 0.5  # of the matrices; held-out bits per byte after 165 s: 0.864, with 0.1: 0.931
-LONG_SHARE = 0.3  # of the training, its end, is at the whole context; the rest at half of it
-CHUNK = 25  # steps of one call of the compiled loop
+LEARNING_RATE = 3e-3  # peak
+WEIGHT_DECAY = 0.5  # matrices only; held-out bits per byte after 165 s: 0.864, with 0.1: 0.931
+LONG_CONTEXT_FRACTION = 0.3  # last fraction of the steps, with the full context; half of it before
+CHUNK = 25  # steps per call of the compiled loop
 HF_CONFIG = {
     "model_type": "llama",
     "vocab_size": 257,
@@ -49,22 +50,22 @@ HF_CONFIG = {
 
 
 def bits(model: Decoder, windows: Int[Array, "batch tokens+1"]) -> Float[Array, "batch tokens"]:
-    """Bits that the model needs for every token of the windows but the first."""
+    """Return the cross-entropy in bits of every token of the windows but the first."""
     tokens = windows.shape[1] - 1
     metadata = jattn.build_batch_metadata([tokens], [tokens], None)
 
-    def of_window(window: Array) -> Array:
+    def window_bits(window: Array) -> Array:
         hidden, _ = model(window[:-1], None, metadata)
         scores = jax.nn.log_softmax(model.logits(hidden))
         return -jnp.take_along_axis(scores, window[1:, None], axis=1)[:, 0] / np.log(2)
 
-    return jax.vmap(of_window)(windows)
+    return jax.vmap(window_bits)(windows)
 
 
 def training_bits(
     model: Decoder, windows: Int[Array, "batch tokens+1"], attention: Attention
 ) -> Float[Array, "batch tokens"]:
-    """What `bits` computes, for training: flash attention has a derivative, the gradients need no scatter."""
+    """Compute `bits` for training, with differentiable flash attention and gradients without scatters."""
     tokens = windows[:, :-1]
     table = model.embed_tokens.embedding[...]
     one_hot = functools.partial(jax.nn.one_hot, num_classes=table.shape[0])
@@ -73,25 +74,28 @@ def training_bits(
         x = x + attend_windows(layer.self_attn, layer.input_layernorm(x), len(windows), attention)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     scores = model.logits(model.norm(x))
-    hits = jnp.where(one_hot(windows[:, 1:].reshape(-1), dtype=bool), scores, 0.0).sum(axis=-1)
-    return ((jax.nn.logsumexp(scores, axis=-1) - hits) / np.log(2)).reshape(tokens.shape)
+    target_scores = jnp.where(one_hot(windows[:, 1:].reshape(-1), dtype=bool), scores, 0.0).sum(axis=-1)
+    return ((jax.nn.logsumexp(scores, axis=-1) - target_scores) / np.log(2)).reshape(tokens.shape)
 
 
 def attend_windows(
     layer: jattn.PagedAttention, x: Float[Array, "tokens hidden"], num_windows: int, attention: Attention
 ) -> Float[Array, "tokens hidden"]:
-    """A layer's attention within each of the equally long windows that follow each other in x."""
-    cut = lambda y: y.reshape(num_windows, -1, *y.shape[1:])
+    """Apply a layer's attention within each of the `num_windows` equally long windows of x."""
+
+    def split_windows(y: Array) -> Array:
+        return y.reshape(num_windows, -1, *y.shape[1:])
+
     positions = jnp.tile(jnp.arange(len(x) // num_windows), num_windows)
     rope = layer.rope
     query, key, value = layer.project(x)
-    assert rope is not None  # a Llama's
+    assert rope is not None  # Llama has RoPE
     assert key is not None
     assert value is not None
     out = jax.nn.dot_product_attention(
-        cut(rope(query, positions)),
-        cut(rope(key, positions)),
-        cut(value),
+        split_windows(rope(query, positions)),
+        split_windows(rope(key, positions)),
+        split_windows(value),
         scale=layer.spec.softmax_scale,
         is_causal=True,
         implementation=attention,
@@ -100,16 +104,19 @@ def attend_windows(
 
 
 def make_loop(graph: Any, optimizer: optax.GradientTransformation, context: int, args: Any) -> Callable:
-    """CHUNK steps in one call, `(state, data, first step, rate) -> (state, losses)`; donates state."""
+    """Return a jitted function of CHUNK steps, which donates its state.
+
+    It maps `(state, data, first step, learning rate)` to `(state, losses)`.
+    """
     attention: Attention = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
-    def loss_of(params: nnx.State, windows: Array) -> Array:
-        """Mean bits per byte; computed in bf16 on f32 parameters."""
-        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-        return training_bits(nnx.merge(graph, half), windows, attention).mean()
+    def loss_fn(params: nnx.State, windows: Array) -> Array:
+        """Return the mean bits per byte, computed in bf16 from f32 parameters."""
+        bf16_params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        return training_bits(nnx.merge(graph, bf16_params), windows, attention).mean()
 
-    def windows_of(data: tuple[Array, Array], step: Array) -> Int[Array, "batch tokens+1"]:
-        """The batch of a step: pieces of the stream behind random line ends."""
+    def sample_windows(data: tuple[Array, Array], step: Array) -> Int[Array, "batch tokens+1"]:
+        """Return the batch of a step: windows of the stream that start at random line starts."""
         stream, lines = data
         key = jax.random.fold_in(jax.random.key(args.seed), step)
         starts = jax.random.choice(key, lines, (args.batch_tokens // context,))
@@ -119,53 +126,62 @@ def make_loop(graph: Any, optimizer: optax.GradientTransformation, context: int,
     def loop(state: Any, data: tuple[Array, Array], first: Array, rate: Array) -> tuple[Any, Array]:
         def step(state: Any, windows: Array) -> tuple[Any, Array]:
             params, moments = state
-            loss, grads = jax.value_and_grad(loss_of)(params, windows)
+            loss, grads = jax.value_and_grad(loss_fn)(params, windows)
             updates, moments = optimizer.update(grads, moments, params)
             updates = jax.tree.map(lambda update: -rate * update, updates)
             return (optax.apply_updates(params, updates), moments), loss
 
         steps = first + jnp.arange(CHUNK)
-        return jax.lax.scan(step, state, jax.vmap(functools.partial(windows_of, data))(steps))
+        return jax.lax.scan(step, state, jax.vmap(functools.partial(sample_windows, data))(steps))
 
     return loop
 
 
 def make_optimizer() -> optax.GradientTransformation:
-    """AdamW without its rate; only matrices decay."""
-    is_matrix = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    """Return AdamW without a learning rate; only matrices have weight decay."""
+
+    def is_matrix(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
     decay = optax.add_decayed_weights(WEIGHT_DECAY, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98), decay)
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Warm-up over the first 2 per cent of the training, then a cosine down to 2 per cent of the peak."""
+    """Return the learning rate: warm-up over the first 2% of the steps, then cosine decay to 2% of `peak`."""
     if progress < 0.02:
         return peak * (progress + 0.002) / 0.022
     return peak * (0.02 + 0.98 * (1 + np.cos(np.pi * progress)) / 2)
 
 
 def train(stream: Int[np.ndarray, " bytes"], args: argparse.Namespace) -> Decoder:
-    """The trained model, in bf16."""
+    """Train a model on the stream and return it in bf16."""
     config = DecoderConfig.from_hf(HF_CONFIG)
-    make = lambda dtype: nnx.split(Decoder(config, rngs=nnx.Rngs(args.seed), dtype=dtype))
-    (graph, _), (_, params) = make(jnp.bfloat16), make(jnp.float32)
+    graph, _ = nnx.split(Decoder(config, rngs=nnx.Rngs(args.seed), dtype=jnp.bfloat16))
+    _, params = nnx.split(Decoder(config, rngs=nnx.Rngs(args.seed), dtype=jnp.float32))
     optimizer = make_optimizer()
-    short, long = (make_loop(graph, optimizer, sources.CONTEXT // n, args) for n in (2, 1))
+    half_context_loop, full_context_loop = (
+        make_loop(graph, optimizer, sources.CONTEXT // n, args) for n in (2, 1)
+    )
     state = params, optimizer.init(params)
     data = jnp.asarray(stream), jnp.asarray(sources.line_starts(stream))
-    for done in range(0, args.steps, CHUNK):
-        progress = done / args.steps
-        loop, rate = long if progress >= 1 - LONG_SHARE else short, learning_rate(progress, LEARNING_RATE)
-        state, losses = loop(state, data, jnp.int32(done), jnp.float32(rate))
-        if done // CHUNK % 4 == 0:
-            print(f"step {done} of {args.steps}: {float(losses.mean()):.3f} bits/byte", flush=True)
+    for num_steps_done in range(0, args.steps, CHUNK):
+        progress = num_steps_done / args.steps
+        loop = full_context_loop if progress >= 1 - LONG_CONTEXT_FRACTION else half_context_loop
+        rate = learning_rate(progress, LEARNING_RATE)
+        state, losses = loop(state, data, jnp.int32(num_steps_done), jnp.float32(rate))
+        if num_steps_done // CHUNK % 4 == 0:
+            print(f"step {num_steps_done} of {args.steps}: {float(losses.mean()):.3f} bits/byte", flush=True)
     model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state[0]))
     model.tokenizer = sources.byte_tokenizer()
     return model
 
 
 def bits_per_byte(directory: pathlib.Path, stream: np.ndarray, batch: int = 16) -> float:
-    """Of a saved model, over the whole stream in windows of CONTEXT; END_OF_TEXT's bits count, as no byte."""
+    """Return the bits per byte of a saved model on a stream, in windows of CONTEXT tokens.
+
+    The bits of END_OF_TEXT are included, but it does not count as a byte.
+    """
     model = load(directory, implementation="reference", progress=False)
     graph, params = nnx.split(model)
     score = jax.jit(lambda params, windows: bits(nnx.merge(graph, params), windows))
@@ -174,25 +190,29 @@ def bits_per_byte(directory: pathlib.Path, stream: np.ndarray, batch: int = 16) 
         stream, (0, count * sources.CONTEXT + 1 - stream.size), constant_values=sources.END_OF_TEXT
     )
     windows = np.stack([padded[i * sources.CONTEXT : (i + 1) * sources.CONTEXT + 1] for i in range(count)])
-    is_real = (np.arange(count * sources.CONTEXT) < stream.size - 1).reshape(count, sources.CONTEXT)
+    is_valid = (np.arange(count * sources.CONTEXT) < stream.size - 1).reshape(count, sources.CONTEXT)
     total = 0.0
     for i in range(0, count, batch):
         rows = np.resize(windows[i : i + batch], (batch, sources.CONTEXT + 1))
-        found = np.asarray(score(params, jnp.asarray(rows)))[: count - i]
-        total += float((found * is_real[i : i + batch]).sum())
+        window_bits = np.asarray(score(params, jnp.asarray(rows)))[: count - i]
+        total += float((window_bits * is_valid[i : i + batch]).sum())
     return total / int((stream[1:] != sources.END_OF_TEXT).sum())
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder to write")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="output directory of the model")
     library = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    parser.add_argument("--data", type=pathlib.Path, default=library, help="folder of .py files")
-    parser.add_argument("--steps", type=int, default=17100, help=f"a multiple of {CHUNK} [%(default)s]")
     parser.add_argument(
-        "--batch-tokens", type=int, default=BATCH_TOKENS, help="tokens of a step [%(default)s]"
+        "--data", type=pathlib.Path, default=library, help="directory of .py files [standard library]"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--steps", type=int, default=17100, help=f"training steps, a multiple of {CHUNK} [%(default)s]"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=BATCH_TOKENS, help="tokens per step [%(default)s]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed [%(default)s]")
     args = parser.parse_args(argv)
     if args.steps <= 0 or args.steps % CHUNK:
         parser.error(f"--steps must be a positive multiple of {CHUNK}, got {args.steps}")

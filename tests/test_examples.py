@@ -39,7 +39,7 @@ def test_decode_one_step(capsys):
     decode_one_step.main()
     out = capsys.readouterr().out
     assert "slot of each new token: [38 10 28 29 30 31 12]" in out
-    assert "position of each:       [6 2 0 1 2 3 4]" in out
+    assert "position of each token: [6 2 0 1 2 3 4]" in out
     assert "first prompt token == its value: True" in out
 
 

@@ -33,24 +33,24 @@ def test_a_paged_cache_decodes_what_was_trained(name):
 
     @jax.jit
     def whole(params):
-        model, hidden, _ = sparse.hidden_of_texts(graph, params, tokens, pattern)
+        model, hidden, _ = sparse.run_layers(graph, params, tokens, pattern)
         return model.logits(hidden)
 
     @jax.jit
-    def stepped(params, kept, metadata):
+    def stepped(params, states, metadata):
         def one(carry, token):
-            kept, metadata = carry
-            scores, kept = sparse.step(graph, params, kept, metadata, token[None], pattern)
-            return (kept, jattn.advance(metadata)), scores[0]
+            states, metadata = carry
+            scores, states = sparse.step(graph, params, states, metadata, token[None], pattern)
+            return (states, jattn.advance(metadata)), scores[0]
 
-        return jax.lax.scan(one, (kept, metadata), tokens[0])[1]
+        return jax.lax.scan(one, (states, metadata), tokens[0])[1]
 
     with jax.numpy_dtype_promotion("standard"):
         blocks = -(-TOKENS // BLOCK)
         model = nnx.merge(graph, params.model)
-        kept = sparse.create_kept(model, 1, 1 + blocks)
+        states = sparse.create_layer_states(model, 1, 1 + blocks)
         metadata = jattn.build_batch_metadata([1], [1], [range(1, 1 + blocks)], block_size=BLOCK)
-        want, got = whole(params), stepped(params, kept, metadata)
+        want, got = whole(params), stepped(params, states, metadata)
     np.testing.assert_allclose(got, want, atol=2e-4)
 
 

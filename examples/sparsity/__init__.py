@@ -1,1 +1,1 @@
-"""Sparsity patterns compared on the tiny model: `python -m examples.sparsity --out DIR`."""
+"""Comparison of sparsity patterns on the tiny model: `python -m examples.sparsity --out DIR`."""

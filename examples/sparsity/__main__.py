@@ -1,8 +1,8 @@
-"""Compares sparsity patterns on the tiny model: a table and three pictures.
+"""Compare sparsity patterns on the tiny model and write a table and three plots.
 
 python -m examples.sparsity --out DIR
 
-Needs jattn[models,plot] and optax. Held-out text: the Python library's (examples.python_sources).
+Needs jattn[models,plot] and optax. The held-out text comes from the Python standard library.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sysconfig
 import numpy as np
 
 from examples.python_sources import line_starts, read_sources
-from examples.sparsity import pictures
+from examples.sparsity import plots
 from examples.sparsity.measure import Result, measure
 from examples.sparsity.patterns import PATTERNS
 from jattn.models import load
@@ -20,8 +20,8 @@ from jattn.models import load
 MODEL = pathlib.Path(__file__).parents[1] / "tiny_model"
 
 
-def table(results: dict[str, Result], timed_tokens: int) -> str:
-    """Markdown: one row a pattern, the time of a layer, and the mass that each layer keeps."""
+def format_table(results: dict[str, Result], timed_tokens: int) -> str:
+    """Return a Markdown table of each pattern's density, attention mass, bits per byte and time per layer."""
     num_layers = next(iter(results.values())).mass.shape[0]
     layers = "".join(f" layer {i} |" for i in range(num_layers))
     times = f"{timed_tokens} tokens: density | ms | by"
@@ -40,13 +40,19 @@ def table(results: dict[str, Result], timed_tokens: int) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.sparsity", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(MODEL), help="a folder of a Llama that speaks in bytes")
-    parser.add_argument("--data", default=sysconfig.get_path("stdlib"), help="a folder of Python sources")
-    parser.add_argument("--out", required=True, help="folder of the table and the pictures")
-    parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
-    parser.add_argument("--timed-tokens", type=int, default=1024, help="of the prompt that is timed")
-    parser.add_argument("--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS)
+    parser.add_argument("--model", default=str(MODEL), help="directory of a byte-level Llama model")
+    parser.add_argument(
+        "--data", default=sysconfig.get_path("stdlib"), help="directory of Python source files"
+    )
+    parser.add_argument("--out", required=True, help="output directory for the table and the plots")
+    parser.add_argument("--windows", type=int, default=4, help="number of held-out windows [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per window [%(default)s]")
+    parser.add_argument(
+        "--timed-tokens", type=int, default=1024, help="length of the timed prompt [%(default)s]"
+    )
+    parser.add_argument(
+        "--patterns", nargs="+", default=list(PATTERNS), choices=PATTERNS, help="patterns to compare [all]"
+    )
     options = parser.parse_args(arguments)
     out = pathlib.Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -59,10 +65,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.patterns:
         results[name] = measure(model, windows, PATTERNS[name], options.timed_tokens)
         print(f"{name}: {results[name].bits:.3f} bits per byte", flush=True)
-    written = table(results, options.timed_tokens)
-    (out / "table.md").write_text(written + "\n")
-    print(written)
-    for path in pictures.draw(results, options.tokens, options.timed_tokens, out):
+    table = format_table(results, options.timed_tokens)
+    (out / "table.md").write_text(table + "\n")
+    print(table)
+    for path in plots.save_plots(results, options.tokens, options.timed_tokens, out):
         print(path)
 
 

@@ -1,4 +1,4 @@
-"""The patterns that are compared: a mask for each layer, fixed or made from the layer's queries and keys."""
+"""Sparsity patterns to compare: masks that are fixed, or computed from a layer's queries and keys."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ import jattn
 from jattn import masks
 from jattn.masks import Mask
 
-# (queries [tokens, q_heads, head_dim], keys [tokens, kv_heads, head_dim], the layer) -> mask
+# (queries [tokens, q_heads, head_dim], keys [tokens, kv_heads, head_dim], layer spec) -> mask
 type Pattern = Callable[[Array, Array, jattn.AttentionSpec], Mask]
 
 
 def fixed(mask: Mask) -> Pattern:
-    """The same mask whatever the layer computes."""
+    """Return a pattern that uses the same mask for all queries and keys."""
     return lambda query, key, spec: mask
 
 
 def pooled(mass: float, block_size: int = 32) -> Pattern:
-    """Blocks that hold so much of the attention, judged by mean queries and keys."""
+    """Return a pattern of the blocks with a share `mass` of the attention, from mean queries and keys."""
 
     def choose(query: Array, key: Array, spec: jattn.AttentionSpec) -> Mask:
         tokens = query.shape[0]
@@ -34,7 +34,7 @@ def pooled(mass: float, block_size: int = 32) -> Pattern:
 
 
 def vertical_slash(num_columns: int, num_slashes: int, last: int = 64) -> Pattern:
-    """The columns and slashes in which the last queries have most of their attention, as in MInference."""
+    """Return a pattern of the columns and diagonals that the last queries attend to most (MInference)."""
 
     def choose(query: Array, key: Array, spec: jattn.AttentionSpec) -> Mask:
         tokens = query.shape[0]
@@ -52,7 +52,7 @@ def vertical_slash(num_columns: int, num_slashes: int, last: int = 64) -> Patter
 def probabilities(
     query: Float[Array, "queries q_heads head_dim"], key: Float[Array, "keys q_heads head_dim"], scale: float
 ) -> Float[Array, "q_heads queries keys"]:
-    """Causal attention of the last queries, dense."""
+    """Return the causal attention probabilities of the last queries."""
     s = jnp.einsum("qhd,khd->hqk", query, key, preferred_element_type=jnp.float32) * scale
     queries, keys = s.shape[1:]
     return jax.nn.softmax(jnp.where(jnp.tri(queries, keys, keys - queries, dtype=bool), s, -jnp.inf), axis=-1)

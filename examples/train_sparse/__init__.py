@@ -1,1 +1,1 @@
-"""Sparse patterns trained from the first step on, and decoded with the paged cache."""
+"""Training with sparse attention patterns from the first step on, and decoding with the paged cache."""

@@ -1,4 +1,4 @@
-"""The patterns that are compared: each attends to whole texts in training, and to a paged cache in decode."""
+"""Attention patterns to compare, for full sequences in training and for a paged cache in decode."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 import jattn
 from jattn import masks, sparsity
 
-BLOCK, TOP_K, WINDOW = 16, 4, 64  # keys of a block, blocks that a query sees, keys nearby
+BLOCK, TOP_K, WINDOW = 16, 4, 64  # keys per block, blocks per query, window size
 
 # (q, k, v [batch, tokens, heads, head_dim], gates [batch, tokens, q_heads, 3]) -> out
 type Train = Callable[[Array, Array, Array, Array], Array]
-# (query and chooser [reqs, q_heads, head_dim], cache, metadata, spec, gates [reqs, q_heads, 3]) -> out
+# (query and selector [reqs, q_heads, head_dim], cache, metadata, spec, gates [reqs, q_heads, 3]) -> out
 type Decode = Callable[
     [Array, Array, jattn.PagedCache, jattn.BatchMetadata, jattn.AttentionSpec, Array], Array
 ]
@@ -22,9 +22,15 @@ type Decode = Callable[
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """How a layer attends; `mask` is what is drawn of it.
+    """Attention of a layer.
 
-    BLOCK queries see what the first of them chooses, in decode, too: there it is the `chooser`.
+    The first query of each block of BLOCK queries selects the key blocks for all of them. In decode, this
+    query is the `selector`.
+
+    Attributes:
+        train: Attention over full sequences.
+        decode: Attention of one token per request over the paged cache.
+        mask: Mask of `train` for queries and keys, for plotting.
     """
 
     train: Train
@@ -33,54 +39,57 @@ class Pattern:
 
 
 def windowed(window: tuple[int, int] | None) -> Pattern:
-    """The keys nearby, or all of them."""
-    of = lambda spec: dataclasses.replace(spec, window=window)
+    """Return sliding-window attention, or causal attention if `window` is None."""
     left = None if window is None else window[0]
     return Pattern(
         train=lambda q, k, v, gates: jattn.attention(q, k, v, causal=True, window=window),
-        decode=lambda q, chooser, cache, metadata, spec, gates: jattn.attend(q, cache, metadata, of(spec)),
+        decode=lambda q, selector, cache, metadata, spec, gates: jattn.attend(
+            q, cache, metadata, dataclasses.replace(spec, window=window)
+        ),
         mask=lambda q, k: masks.Causal() & masks.Window(left=left),
     )
 
 
 def moba() -> Pattern:
-    """The query's own block, and those whose mean key it likes best."""
-    choose = lambda q, k: sparsity.moba(q, k, block_size=BLOCK, top_k=TOP_K, block_q=BLOCK)
+    """Return MoBA-like attention: the query's block, and the blocks whose mean keys score highest."""
+
+    def select_blocks(q: Array, k: Array) -> masks.Mask:
+        return sparsity.moba(q, k, block_size=BLOCK, top_k=TOP_K, block_q=BLOCK)
 
     def decode(
-        query: Array, chooser: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
+        query: Array, selector: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
         spec: jattn.AttentionSpec, gates: Array,
     ) -> Array:  # fmt: skip
         keys, _ = cached_means(cache, metadata)
-        scores = products(chooser, keys)  # [reqs, q_heads, blocks]
-        return jattn.attend(query, cache, metadata, spec, mask=best_blocks(scores, metadata))
+        scores = block_scores(selector, keys)  # [reqs, q_heads, blocks]
+        return jattn.attend(query, cache, metadata, spec, mask=select_best_blocks(scores, metadata))
 
     return Pattern(
-        train=lambda q, k, v, gates: jattn.attention(q, k, v, causal=True, mask=choose(q, k)),
+        train=lambda q, k, v, gates: jattn.attention(q, k, v, causal=True, mask=select_blocks(q, k)),
         decode=decode,
-        mask=lambda q, k: masks.Causal() & choose(q, k),
+        mask=lambda q, k: masks.Causal() & select_blocks(q, k),
     )
 
 
 def nsa() -> Pattern:
-    """Blocks as one key each, the best of them whole, and a window, mixed by gates that are trained."""
+    """Return NSA-like attention: compressed blocks, selected blocks and a window, with trained gates."""
 
     def decode(
-        query: Array, chooser: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
+        query: Array, selector: Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata,
         spec: jattn.AttentionSpec, gates: Array,
     ) -> Array:  # fmt: skip
         keys, values = cached_means(cache, metadata)
-        group, place = spec.q_heads_per_kv_head, metadata.seq_lens - 1
+        group, position = spec.q_heads_per_kv_head, metadata.seq_lens - 1
         scale = spec.softmax_scale
-        shares = jnp.exp(log_shares_of_ended(products(query, keys) * scale, place))
-        compressed = jnp.einsum("rhb,rbhd->rhd", shares, jnp.repeat(values, group, axis=2))
-        first = log_shares_of_ended(products(chooser, keys) * scale, place // BLOCK * BLOCK)
-        by_kv_head = jax.nn.logsumexp(first.reshape(len(first), -1, group, keys.shape[1]), axis=2)
-        mask = best_blocks(by_kv_head, metadata, num_first=1)
+        probs = jnp.exp(complete_block_log_probs(block_scores(query, keys) * scale, position))
+        compressed = jnp.einsum("rhb,rbhd->rhd", probs, jnp.repeat(values, group, axis=2))
+        log_probs = complete_block_log_probs(block_scores(selector, keys) * scale, position // BLOCK * BLOCK)
+        kv_head_scores = jax.nn.logsumexp(log_probs.reshape(len(log_probs), -1, group, keys.shape[1]), axis=2)
+        mask = select_best_blocks(kv_head_scores, metadata, num_first=1)
         selected = jattn.attend(query, cache, metadata, spec, mask=mask)
-        near = dataclasses.replace(spec, window=(WINDOW - 1, 0))
-        parts = compressed, selected, jattn.attend(query, cache, metadata, near)
-        gated = [gates[..., n, None] * x.astype(gates.dtype) for n, x in enumerate(parts)]
+        window_spec = dataclasses.replace(spec, window=(WINDOW - 1, 0))
+        branches = compressed, selected, jattn.attend(query, cache, metadata, window_spec)
+        gated = [gates[..., i, None] * out.astype(gates.dtype) for i, out in enumerate(branches)]
         return sum(gated[1:], gated[0]).astype(query.dtype)
 
     def select_nsa_blocks(q: Array, k: Array) -> masks.Mask:
@@ -100,35 +109,37 @@ def nsa() -> Pattern:
 def cached_means(
     cache: jattn.PagedCache, metadata: jattn.BatchMetadata
 ) -> tuple[Float[Array, "reqs blocks kv_heads head_dim"], Float[Array, "reqs blocks kv_heads head_dim"]]:
-    """Mean key and value of each of the cache's blocks of a request; right of those that are full."""
+    """Return the mean key and value of each block of each request; valid only for full blocks."""
     keys, values = jattn.blocks_of(cache, metadata.block_table)
     return keys.astype(jnp.float32).mean(axis=2), values.astype(jnp.float32).mean(axis=2)
 
 
-def products(
+def block_scores(
     query: Float[Array, "reqs q_heads head_dim"], keys: Float[Array, "reqs blocks kv_heads head_dim"]
 ) -> Float[Array, "reqs q_heads blocks"]:
-    """q.k of each query head with its kv head's keys."""
+    """Return q.k of each query head with the mean keys of its kv head."""
     keys = jnp.repeat(keys, query.shape[1] // keys.shape[2], axis=2)
     return jnp.einsum("rhd,rbhd->rhb", query.astype(jnp.float32), keys)
 
 
-def log_shares_of_ended(
-    scores: Float[Array, "reqs q_heads blocks"], place: Int[Array, " reqs"]
+def complete_block_log_probs(
+    scores: Float[Array, "reqs q_heads blocks"], position: Int[Array, " reqs"]
 ) -> Float[Array, "reqs q_heads blocks"]:
-    """Logarithm of the softmax over the blocks that end up to a query's place; -inf of the others."""
-    has_ended = ((jnp.arange(scores.shape[2]) + 1)[None] * BLOCK <= place[:, None] + 1)[:, None]
-    return jnp.where(has_ended, jax.nn.log_softmax(jnp.where(has_ended, scores, -1e30), axis=-1), -jnp.inf)
+    """Return the log-softmax over the blocks that end at or before `position`; -inf for other blocks."""
+    is_complete = ((jnp.arange(scores.shape[2]) + 1)[None] * BLOCK <= position[:, None] + 1)[:, None]
+    return jnp.where(
+        is_complete, jax.nn.log_softmax(jnp.where(is_complete, scores, -1e30), axis=-1), -jnp.inf
+    )
 
 
-def best_blocks(
+def select_best_blocks(
     scores: Float[Array, "reqs heads blocks"], metadata: jattn.BatchMetadata, num_first: int = 0
 ) -> masks.BlockMask:
-    """The TOP_K blocks of each request's one query, its own and the first ones among them."""
-    own = ((metadata.seq_lens - 1) // BLOCK)[:, None, None]
-    nth = jnp.arange(scores.shape[-1])[None, None]
-    scores = jnp.where((nth == own) | (nth < num_first), jnp.inf, scores)
-    chosen = sparsity.top_k_blocks(jnp.where(nth > own, -jnp.inf, scores), TOP_K)
+    """Return a mask of TOP_K blocks per request, among them the query's block and the first `num_first`."""
+    own_block = ((metadata.seq_lens - 1) // BLOCK)[:, None, None]
+    block = jnp.arange(scores.shape[-1])[None, None]
+    scores = jnp.where((block == own_block) | (block < num_first), jnp.inf, scores)
+    chosen = sparsity.top_k_blocks(jnp.where(block > own_block, -jnp.inf, scores), TOP_K)
     return masks.BlockMask(blocks=chosen[:, :, None], block_q=None, block_kv=BLOCK)
 
 
