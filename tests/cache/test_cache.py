@@ -377,7 +377,7 @@ class TestTypes:
         [
             ({"k": np.zeros((2, 4, 2, 8), np.int8)}, "k_scale must be passed with int8 k, got None"),
             ({"v": np.zeros((2, 4, 2, 8), np.int8)}, "v_scale must be passed with int8 v, got None"),
-            ({"k": np.zeros((2, 4, 2, 8), np.uint8)}, "k must hold floats or int8 .*view it.*, got uint8"),
+            ({"k": np.zeros((2, 4, 2, 8), np.uint8)}, "k must hold floats or int8 .*view .*, got uint8"),
             ({"v": np.zeros((2, 4, 2, 8), np.int32)}, "v must hold floats or int8 .*, got int32"),
             ({"k": [[0.0]]}, "k must be an array, got list"),
         ],
