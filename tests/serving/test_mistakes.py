@@ -73,7 +73,7 @@ WANT = {
     "jattn.vllm.reshape_and_cache(*[m.rows] * 5, 'auto')": r"k_scale must be .*kv_cache_dtype.*, got 'auto'",
     "jattn.vllm.split_prefill_and_decode([1, 2], [3], [1, 2, 3])": r"seq_lens must have one .* \(2\), got 1",
     "jattn.sparsity.block_means(m.rows, 4)": r"x must have shape \[batch, tokens, .*, got \(2, 2, 8\)",
-    "jattn.sparsity.top_k_blocks([[1.0]], 1)": r"scores must be an array \[\*rows, blocks\], got list",
+    "jattn.sparsity.top_k_blocks([[1.0]], 1)": r"scores must be an array \[\*rows, blocks\], got a list",
     "jattn.sparsity.select_blocks(*[m.rows] * 4, num_selected=1, block_size=4)": r"bounds must be a KeyB",
     "jattn.sparsity.select_prefill_blocks(*[m.rows] * 4, mass=0.9)": r"metadata must be a BatchMetadata",
     # models
