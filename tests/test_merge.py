@@ -297,7 +297,7 @@ def test_keys_outside_a_cache_have_no_common_prefix():
 def test_a_common_prefix_with_a_mask_is_refused():
     metadata, cache_spec, _, specs, _, _ = cascade_problem(np.random.default_rng(3), [None])
     mask = jattn.masks.Document(ids=jnp.zeros(16, jnp.int32))
-    with pytest.raises(NotImplementedError, match="common_prefix_len with a mask: a row's mask tells"):
+    with pytest.raises(NotImplementedError, match="common_prefix_len with a mask: masks are not supported"):
         jattn.plan(metadata, specs, cache_spec, mask=mask, common_prefix_len=4)
 
 
