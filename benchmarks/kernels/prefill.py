@@ -147,7 +147,7 @@ def default_work(
     )
     costs: Any = {"kv_dtypes": kinds, "has_token_scales": "token" in scales}
     widens = is_narrow and should_dequantize_in_kernel(case.head_dim, bounds, **costs)
-    sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds, widens=widens)
+    sizes = default_sizes(case.head_dim, bounds=None if block_size is None else bounds, is_quantized=widens)
     return Work(
         case=case, block_size=block_size, modifier=modifier, sizes=sizes, quantization=quantization,
         widens=widens,

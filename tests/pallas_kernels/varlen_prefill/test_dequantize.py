@@ -121,7 +121,7 @@ class TestRefusals:
             self.run(head_dim=128, sizes=PrefillSizes(tile_kv=64, stages=4))
         for name in ("has_lists", "batch_invariant"):
             with pytest.raises(ValueError, match=f"{name} must be False with an 8-bit KV cache, got True"):
-                default_sizes(128, widens=True, **{name: True})
+                default_sizes(128, is_quantized=True, **{name: True})
 
     def test_of_what_has_no_kernel(self):
         with pytest.raises(
@@ -180,7 +180,7 @@ class TestOnGpu:
     def test_equals_float64(self, case, splits, monkeypatch):
         cut_everywhere(monkeypatch)
         problem = Problem(case)
-        sizes = default_sizes(problem.spec.head_dim, widens=True)
+        sizes = default_sizes(problem.spec.head_dim, is_quantized=True)
         q_heads, kv_heads = case["heads"]
         sizes = sizes if q_heads // kv_heads % 2 else shared(case, sizes)
         problem.check(*attend(problem, sizes=dataclasses.replace(sizes, max_splits=splits)))

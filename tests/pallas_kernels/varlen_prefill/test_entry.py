@@ -445,8 +445,8 @@ class TestRefusals:
         sizes, padded_dim = default_sizes(head_dim, has_lists=has_lists), head_chunks(head_dim).padded_dim
         assert sizes.shared_memory(padded_dim) <= SHARED_MEMORY
         if head_dim in DEQUANTIZED_HEAD_DIMS:
-            widening = default_sizes(head_dim, widens=True)
-            assert widening.shared_memory(padded_dim, is_narrow=True) <= SHARED_MEMORY
+            widening = default_sizes(head_dim, is_quantized=True)
+            assert widening.shared_memory(padded_dim, is_quantized=True) <= SHARED_MEMORY
 
 
 class TestBothEdgesInOneTile:

@@ -132,7 +132,7 @@ class TestSchedule:
             assert ends[-1] >= num > ends[-1] - max(mine[-1]["split_tiles"], 1)
             assert {row["num_splits"] for row in mine} == {len(mine)}
             if len(mine) == 1:
-                assert mine[0]["partial"] == -1
+                assert mine[0]["split_output"] == -1
             else:
                 partials.append([row["split_output"] for row in mine])
         numbers = sorted(itertools.chain(*partials))
