@@ -52,7 +52,7 @@ OPTIONS = {
     "name",
     [pytest.param(name, marks=() if name in ("rope", "window") else pytest.mark.kernels) for name in OPTIONS],
 )
-def test_chunks_and_decode_through_the_cache_equal_the_whole_prompt_without_one(name):
+def test_chunked_prefill_and_decode_equal_the_full_prompt_without_a_cache(name):
     """Two requests of 7 and 5 tokens: at once without a cache, and in three paged steps."""
     attention = layer(**OPTIONS[name])
     x = hidden(12)
@@ -71,7 +71,7 @@ def test_chunks_and_decode_through_the_cache_equal_the_whole_prompt_without_one(
         np.testing.assert_allclose(out, want[jnp.asarray(tokens)], atol=2e-6)
 
 
-def test_without_a_cache_no_row_has_context():
+def test_context_without_a_cache_is_rejected():
     """What stands where its keys would be are another request's, or padding's."""
     attention, bucket = layer(), jattn.Bucket(max_prefills=1, max_prefill_tokens=16, max_blocks=2)
     padded = jattn.build_batch_metadata([4], [6], [[1, 2]], block_size=4, bucket=bucket)
@@ -86,7 +86,7 @@ def test_without_a_cache_no_row_has_context():
     np.testing.assert_array_equal(got, want)
 
 
-def test_hooks_see_heads_before_rope():
+def test_norms_are_applied_per_head_before_rope():
     seen = []
 
     def norm(x):
@@ -111,7 +111,7 @@ def test_norm_modules_are_parameters_of_the_layer():
 
 class TestFusedProjections:
     @pytest.mark.parametrize("use_bias", [False, True])
-    def test_attend_as_those_apart(self, use_bias):
+    def test_fused_projection_equals_separate_projections(self, use_bias):
         apart, fused = (layer(use_bias=use_bias, fuses_qkv=fuses) for fuses in (False, True))
         assert {name for name in ("q_proj", "k_proj", "v_proj") if hasattr(fused, name)} == set()
         for leaf in ("kernel", "bias") if use_bias else ("kernel",):
@@ -127,13 +127,13 @@ class TestFusedProjections:
         out, _ = fused(hidden(12), None, metadata, metadata.positions)
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
 
-    def test_of_a_layer_without_a_key_projection_are_refused(self):
+    def test_fused_projection_with_shared_kv_is_rejected(self):
         with pytest.raises(ValueError, match=r"fuses_qkv must be False with shares_kv, got True\."):
             layer(fuses_qkv=True, shares_kv=True)
 
 
 class TestSharedKeysAndValues:
-    def test_the_layer_reads_what_another_wrote_and_writes_nothing(self):
+    def test_layer_with_shared_kv_reads_and_does_not_write_the_cache(self):
         writer, reader = layer(), layer(seed=0, shares_kv=True)
         reader.q_proj, reader.o_proj = writer.q_proj, writer.o_proj
         metadata = step([7, 5], [7, 5])
@@ -145,7 +145,7 @@ class TestSharedKeysAndValues:
         np.testing.assert_array_equal(after.k, before)
         assert not hasattr(reader, "k_proj")
 
-    def test_without_a_cache_it_has_nothing_to_read(self):
+    def test_shared_kv_without_a_cache_is_rejected(self):
         metadata = step([7, 5], [7, 5])
         with pytest.raises(ValueError, match="cache is None, but a layer with shares_kv=True"):
             layer(shares_kv=True)(hidden(12), None, metadata, metadata.positions)
@@ -173,7 +173,7 @@ class TestTransformations:
         np.testing.assert_allclose(out, want, atol=1e-6)
         assert cache.k.is_deleted()
 
-    def test_eval_shape_makes_no_array(self):
+    def test_eval_shape_creates_no_arrays(self):
         abstract = nnx.eval_shape(lambda: layer(has_sinks=True))
         x, cache, metadata = self.inputs()
         out, new_cache = nnx.eval_shape(
@@ -182,7 +182,7 @@ class TestTransformations:
         assert out.shape == (4, HIDDEN)
         assert new_cache.k.shape == cache.k.shape
 
-    def test_it_runs_under_a_mesh(self):
+    def test_layer_runs_under_a_mesh(self):
         x, cache, metadata = self.inputs()
         attention = layer()
         want, _ = attention(x, cache, metadata, metadata.positions)
@@ -210,7 +210,7 @@ class TestTransformations:
         assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 
 
-def test_slopes_must_be_one_a_head():
+def test_invalid_clip_qkv_and_alibi_slopes_are_rejected():
     with pytest.raises(ValueError, match=r"clip_qkv must be positive, got 0\.0"):
         layer(clip_qkv=0.0)
     with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) .*got \(3,\)"):
@@ -218,12 +218,12 @@ def test_slopes_must_be_one_a_head():
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_one_slope_for_all_heads_is_refused_by_name():
+def test_scalar_alibi_slopes_are_rejected():
     with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) .*got \(\)"):
         layer(alibi_slopes=0.5)
 
 
-def test_projections_are_cut_off_and_queries_scaled_by_position():
+def test_projections_are_clipped_and_queries_scaled_by_position():
     x, metadata = hidden(3), step([3], [3], ((1,),))
     clipped = layer(clip_qkv=0.5, seed=2)
     heads = clipped.project(x)

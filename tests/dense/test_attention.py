@@ -46,7 +46,7 @@ def is_visible(q_tokens, kv_tokens, causal, window):
     return visible if right is None else visible & (j - i <= right)
 
 
-class TestAsJaxNNHasIt:
+class TestAgreementWithJaxNN:
     @pytest.mark.parametrize(
         ("lens", "causal", "window"),
         [
@@ -61,7 +61,7 @@ class TestAsJaxNNHasIt:
             pytest.param((1, 7), True, (2, 0), marks=pytest.mark.kernels),
         ],
     )
-    def test_outputs_and_gradients_are_jax_nn_s(self, lens, causal, window):
+    def test_outputs_and_gradients_equal_jax_nn(self, lens, causal, window):
         """Where queries and keys differ in number, too; rows without keys, where jax.nn has means, are 0."""
         given = arrays(*lens)
         visible = is_visible(*lens, causal, window)
@@ -78,12 +78,12 @@ class TestAsJaxNNHasIt:
         for got, want in zip(of(ours), of(theirs), strict=True):
             close(got, want, 1e-5)
 
-    def test_defaults_and_one_text_are_too(self):
+    def test_defaults_and_unbatched_arrays_equal_jax_nn(self):
         given = arrays(batch=None, heads=(4, 1))
         close(jattn.attention(*given), jax.nn.dot_product_attention(*given))
 
     @pytest.mark.kernels
-    def test_a_mask_of_bools_is_jax_nn_s(self):
+    def test_boolean_mask_equals_jax_nn(self):
         given = arrays(7, 10)
         mask = jax.random.bernoulli(jax.random.key(9), 0.6, (2, 1, 7, 10)).at[..., 0].set(True)
         want = jax.nn.dot_product_attention(*given, mask=mask)
@@ -91,7 +91,7 @@ class TestAsJaxNNHasIt:
         close(jattn.attention(*given, mask=mask[:1]), jax.nn.dot_product_attention(*given, mask=mask[:1]))
 
     @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
-    def test_a_mask_that_says_the_same_of_all_is_one_of_each(self, shape):
+    def test_broadcast_mask_equals_the_full_mask(self, shape):
         given, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
         wide = jnp.broadcast_to(mask, (2, 4, 7, 10))
         loss = lambda mask: (
@@ -102,7 +102,7 @@ class TestAsJaxNNHasIt:
             close(got, want)
 
     @pytest.mark.parametrize("axis", [2, 3])
-    def test_a_mask_of_padding_is_not_written_down_for_each_pair(self, axis):
+    def test_padding_mask_is_not_materialized_per_pair(self, axis):
         tokens = 4096
         x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32)
         of_padding = jax.ShapeDtypeStruct(
@@ -115,10 +115,10 @@ class TestAsJaxNNHasIt:
             used = jax.jit(run).lower(x, of_padding).compile().memory_analysis().temp_size_in_bytes
             assert used < tokens**2 / 4
 
-    def test_gradients_of_float64_are_as_exact(self):
+    def test_float64_gradients_have_float64_accuracy(self):
         has_float64_s_gradients()
 
-    def test_the_log_sum_exp_is_that_of_the_scores(self):
+    def test_lse_is_the_log_sum_exp_of_the_scores(self):
         q, k, v = arrays(6)
         scores = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 2, axis=2)) * 8**-0.5
         out, lse = jattn.attention(q, k, v, return_lse=True)
@@ -155,7 +155,7 @@ class TestDocuments:
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("options", [{"causal": True}, {"window": (2, 1), "soft_cap": 3.0}])
-    def test_packed_ones_are_as_each_by_itself_and_padding_reaches_nothing(self, options):
+    def test_packed_documents_equal_separate_calls_and_padding_has_no_effect(self, options):
         bounds, given, poisoned = self.packed()
         sinks, slopes = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.1, 0.4, 4)
         options |= {"sinks": sinks, "alibi_slopes": slopes}
@@ -182,7 +182,7 @@ class TestDocuments:
             assert (one[bounds[-1] :] == 0).all()
 
     @pytest.mark.kernels
-    def test_segment_ids_are_documents_side_by_side(self):
+    def test_segment_ids_equal_packed_documents(self):
         bounds, given, _ = self.packed(spare=0)
         ids = jnp.repeat(jnp.asarray([7, 1, 3]), np.asarray([5, 12, 3]), total_repeat_length=20)
         want = jattn.attention(*given, cu_seqlens=bounds, causal=True)
@@ -190,7 +190,7 @@ class TestDocuments:
         batch = tuple(x[None] for x in given)
         close(jattn.attention(*batch, segment_ids=ids[None], causal=True)[0], want)
 
-    def test_ids_in_any_order_attend_to_their_own(self):
+    def test_segment_ids_in_any_order_attend_within_their_segment(self):
         ids = jnp.asarray([[0, 1, 0, 2, 1, 1, 0, 2], [5, 5, 5, 1, 1, 1, 1, 5]])
         given = arrays(8)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
@@ -198,7 +198,7 @@ class TestDocuments:
         close(jattn.attention(*given, segment_ids=ids, causal=True), want)
 
     @pytest.mark.usefixtures("types_unchecked")
-    def test_ids_of_64_bits_are_told_apart(self):
+    def test_64_bit_segment_ids_are_distinguished(self):
         """Equal in their last 32 bits, as JAX would cut them."""
         given, small = arrays(12), np.arange(24).reshape(2, 12) // 5
         large = (7 - small) * 2**32 + 1
@@ -211,7 +211,7 @@ class TestDocuments:
 
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
     @pytest.mark.parametrize("is_packed", [False, True])
-    def test_nan_of_one_reaches_no_gradient_of_its_neighbours(self, implementation, is_packed):
+    def test_nan_in_one_document_does_not_reach_gradients_of_others(self, implementation, is_packed):
         given = (*arrays(9, batch=3), arrays(9, batch=3)[0])
         flat = lambda x: x.reshape(27, *x.shape[2:])
 
@@ -230,7 +230,7 @@ class TestDocuments:
             for got, right in zip(gradients(tuple(spoilt[:3]), spoilt[3]), want, strict=True):
                 close(got[others], right[others])
 
-    def test_kernels_are_given_runs_and_others_the_ids(self, monkeypatch):
+    def test_kernels_receive_document_bounds_and_xla_receives_segment_ids(self, monkeypatch):
         """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
         monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
         seen = []
@@ -265,7 +265,7 @@ class TestDocuments:
 
 class TestMasks:
     @pytest.mark.kernels
-    def test_rows_are_texts_and_positions_are_tokens(self):
+    def test_mask_rows_are_batch_elements_and_positions_are_tokens(self):
         given = arrays(16)
         lengths = np.asarray([3, 9], np.int32)
         mask = masks.Prefix(length=lengths) | masks.Causal()
@@ -274,7 +274,7 @@ class TestMasks:
         want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible))
         close(jattn.attention(*given, mask=mask), want)
 
-    def test_they_are_those_of_fewer_queries_than_keys(self):
+    def test_masks_apply_to_fewer_queries_than_keys(self):
         given = arrays(6, 16)
         mask = masks.Sinks(2) | masks.Window(left=1, right=3)
         i, j = np.arange(6)[:, None], np.arange(16)[None, :]
@@ -282,7 +282,7 @@ class TestMasks:
         want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible)[None, None])
         close(jattn.attention(*given, mask=mask), want)
 
-    def test_functions_that_close_over_traced_arrays_have_gradients(self):
+    def test_mask_functions_over_traced_arrays_have_gradients(self):
         derives_as_a_mask_of_bools(arrays(9, head_dim=24))
 
 
@@ -300,14 +300,14 @@ def derives_as_a_mask_of_bools(given):
 
 
 class TestTransformations:
-    def test_vmap_is_a_batch(self):
+    def test_vmap_equals_a_batch(self):
         given = arrays(10, batch=3)
         run = functools.partial(jattn.attention, causal=True)
         close(jax.vmap(run)(*given), run(*given))
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    def test_a_checkpoint_changes_nothing(self, dtype):
+    def test_checkpoint_does_not_change_gradients(self, dtype):
         given = arrays(10, dtype=dtype)
         loss = lambda given: (jattn.attention(*given, causal=True).astype(jnp.float32) ** 2).sum()
         one, other = (jax.jit(jax.grad(f))(given) for f in (loss, jax.checkpoint(loss)))
@@ -316,7 +316,7 @@ class TestTransformations:
 
     @pytest.mark.kernels
     @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 19), ("automatic", 22)])
-    def test_arrays_on_a_mesh_stay_cut_and_nothing_is_exchanged(self, axes, lines):
+    def test_sharded_arrays_stay_sharded_without_collectives(self, axes, lines):
         """Under shard_map over texts and heads, on Explicit axes, and on Auto ones under plain jit."""
         command = [sys.executable, "-m", f"tests.{axes}_attention"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -326,7 +326,7 @@ class TestTransformations:
     @pytest.mark.parametrize(
         "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
     )
-    def test_implementations_may_be_a_list(self, more):
+    def test_implementation_accepts_a_list(self, more):
         given, names = arrays(12), ["xla", "reference"]
         wanted = jattn.attention(*given, causal=True, implementation=tuple(names), **more)
         close(jattn.attention(*given, causal=True, implementation=names, **more), wanted)
@@ -339,7 +339,7 @@ class TestTransformations:
         assert not [r for r in caplog.records if "Compiling jit(attend_arrays)" in r.getMessage()]
 
     @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
-    def test_nothing_at_all_is_fine(self, shape):
+    def test_empty_arrays_are_supported(self, shape):
         given = arrays(*shape)
         out, lse = jattn.attention(*given, causal=True, return_lse=True)
         assert out.shape == given[0].shape
@@ -395,7 +395,7 @@ class TestRefusals:
             ({"implementation": "cudnn"}, r"implementation must be one of .*, got 'cudnn'"),
         ],
     )  # fmt: skip
-    def test_names_the_value(self, change, message):
+    def test_invalid_argument_is_named_with_its_value(self, change, message):
         with pytest.raises(ValueError, match=message):
             jattn.attention(**{"q": self.Q, "k": self.Q, "v": self.Q} | change)
 
@@ -418,7 +418,7 @@ class TestRefusals:
             ),
         ],
     )
-    def test_blocks_that_do_not_reach_over_all_that_is_seen_are_named(self, change, message):
+    def test_block_mask_that_does_not_cover_the_keys_is_rejected(self, change, message):
         change = {"q_tokens": 12, "kv_tokens": 12} | change
         lens = change.pop("q_tokens"), change.pop("kv_tokens")
         given = arrays(*lens, batch=None if "cu_seqlens" in change else 2)
@@ -436,7 +436,7 @@ class TestRefusals:
             ((12, 12), {"cu_seqlens": [0, 4, 12]}),
         ],
     )
-    def test_blocks_that_reach_over_all_that_is_seen_are_enough(self, lens, options):
+    def test_block_mask_that_covers_the_visible_keys_is_accepted(self, lens, options):
         given = arrays(*lens, batch=None if "cu_seqlens" in options else 2)
         mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
         if "cu_seqlens" in options:
@@ -444,7 +444,7 @@ class TestRefusals:
         close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
 
     @pytest.mark.parametrize(("num", "options"), [(3, {}), (2, {"cu_seqlens": np.asarray([0, 5, 12])})])
-    def test_blocks_from_a_row_s_first_on_need_not_reach_over_all_rows(self, num, options):
+    def test_block_mask_per_document_need_not_cover_all_documents(self, num, options):
         given, first = arrays(12, batch=None if options else 2), np.zeros(2, np.int32)
         blocks = np.ones((4, num, num), bool)
         mask = masks.BlockMask(blocks=blocks, first_q_block=first, block_q=4, block_kv=4)
@@ -452,23 +452,23 @@ class TestRefusals:
 
     @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
     @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
-    def test_bounds_that_are_none_are_named(self, bounds, dtype):
+    def test_invalid_document_bounds_are_rejected(self, bounds, dtype):
         with pytest.raises(
             ValueError, match=r"cu_seqlens must ascend from 0 to at most the number of tokens .8., got \["
         ):
             jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray(bounds, dtype))
 
-    def test_bounds_are_of_one_document_or_more(self):
+    def test_document_bounds_require_at_least_one_document(self):
         with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[documents \+ 1\].*, got \(1,\)"):
             jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0]))
 
-    def test_an_array_is_no_mask_of_packed_documents(self):
+    def test_array_mask_with_packed_documents_is_rejected(self):
         with pytest.raises(
             ValueError, match=r"mask is an array with shape .* cannot be combined with cu_seqlens"
         ):
             jattn.attention(*(self.Q[0],) * 3, cu_seqlens=np.asarray([0, 8]), mask=np.ones((8, 8), bool))
 
-    def test_a_keyword_that_nobody_knows_is_pythons_error(self):
+    def test_unknown_keyword_raises_type_error(self):
         with pytest.raises(TypeError, match=r"unexpected keyword argument 'is_casual'$"):
             jattn.attention(self.Q, self.Q, self.Q, is_casual=True)
 
@@ -481,11 +481,11 @@ class TestRefusals:
             ({"dropout_rng": None}, "'dropout_rng'. Use jattn.attention_fn, "),
         ],
     )
-    def test_a_keyword_of_jax_nn_or_flax_is_told_its_name_here(self, options, message):
+    def test_keyword_of_jax_nn_or_flax_is_rejected_with_the_jattn_name(self, options, message):
         with pytest.raises(TypeError, match=message):
             jattn.attention(self.Q, self.Q, self.Q, **options)
 
-    def test_every_other_name_of_jax_nn_is_told(self):
+    def test_error_names_the_counterpart_of_every_jax_nn_argument(self):
         theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
         ours = set(inspect.signature(jattn.attention).parameters)
         assert theirs - ours <= set(JAX_ARGUMENT_NAMES)
@@ -495,7 +495,7 @@ class TestRefusals:
         assert theirs - ours <= told | {"query", "key", "value"}
 
 
-class TestOnAMeshOfExplicitAxes:
+class TestExplicitMesh:
     MESH = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
     def run(self, *partition_specs, q_heads=4, kv_heads=2):
@@ -505,7 +505,7 @@ class TestOnAMeshOfExplicitAxes:
         of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
         return jax.eval_shape(jattn.attention, *map(of, shapes, partition_specs)).sharding.spec
 
-    def test_the_output_is_cut_as_what_is_cut(self):
+    def test_output_has_the_sharding_of_the_query(self):
         whole = (None,) * 4
         cases = {
             ("x", None, "y", None): (("x", None, "y"), ("x", None, "y"), ("x", None, "y")),
@@ -516,14 +516,14 @@ class TestOnAMeshOfExplicitAxes:
             want: want for want in cases
         }
 
-    def test_cut_tokens_and_heads_in_parts_are_refused(self):
+    def test_sharded_tokens_and_head_dims_are_rejected(self):
         message = r"{} with sharding .*: attention can be sharded by batch and heads only.*reshard"
         with pytest.raises(NotImplementedError, match=message.format("q")):
             self.run((None, "x"), (), ())
         with pytest.raises(NotImplementedError, match=message.format("v")):
             self.run((), (), (None, None, None, "y"))
 
-    def test_arrays_that_are_cut_differently_are_named(self):
+    def test_arrays_with_different_shardings_are_rejected(self):
         message = (
             r"q, k and v must be sharded over the same mesh axes or replicated, got \{'q': 'x', 'k': 'y'\}"
         )
@@ -533,21 +533,21 @@ class TestOnAMeshOfExplicitAxes:
         with pytest.raises(ValueError, match=message):
             self.run(("x",), (), (None, None, "x"))
 
-    def test_devices_that_would_need_parts_of_several_kv_heads_are_refused(self):
+    def test_sharding_that_splits_a_gqa_group_is_rejected(self):
         by_device = (None, None, ("x", "y"))
         with pytest.raises(NotImplementedError, match=r"3 kv heads are neither a multiple"):
             self.run(by_device, (), (), q_heads=12, kv_heads=3)
         for kv_heads in (1, 2, 4):
             assert self.run(by_device, (), (), kv_heads=kv_heads)[2] == ("x", "y")
 
-    def test_kv_heads_may_be_cut_by_the_first_axes_that_cut_query_heads(self):
+    def test_kv_heads_may_be_sharded_over_the_first_axes_of_the_query_heads(self):
         by_device, coarser = (None, None, ("x", "y")), (None, None, "x")
         assert self.run(by_device, coarser, coarser)[2] == ("x", "y")
         with pytest.raises(ValueError, match=r"q, k and v must be sharded over the same mesh axes"):
             self.run(by_device, coarser, (None, None, "y"))
 
 
-class TestOnAMeshOfAutoAxes:
+class TestAutoMesh:
     """One device here, by the way of several; tests/dense/automatic_attention.py has four."""
 
     @pytest.fixture(autouse=True)
@@ -566,7 +566,7 @@ class TestOnAMeshOfAutoAxes:
             ((24, 24), {"cu_seqlens": jnp.array([0, 5, 5, 20])}),
         ],
     )
-    def test_outputs_and_gradients_are_the_reference_s(self, lens, options):
+    def test_outputs_and_gradients_equal_the_reference(self, lens, options):
         q, k, v = arrays(*lens, batch=None if "cu_seqlens" in options else 2, head_dim=24)
         per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
 
@@ -580,10 +580,10 @@ class TestOnAMeshOfAutoAxes:
             got, want = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
             jax.tree.map(functools.partial(close, atol=2e-5), got, want)
 
-    def test_gradients_of_float64_are_as_exact(self):
+    def test_float64_gradients_have_float64_accuracy(self):
         has_float64_s_gradients()
 
-    def test_only_the_wanted_is_derived(self):
+    def test_only_requested_gradients_are_computed(self):
         q, k, v = arrays(7, head_dim=24)
         slopes = jnp.linspace(0.1, 0.4, 4)
         of_out = jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes).sum())(k)
@@ -592,14 +592,14 @@ class TestOnAMeshOfAutoAxes:
         close(of_out, jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes, **by).sum())(k), 2e-5)
         close(of_lse, jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True, **by)[1].sum())(q), 2e-5)
 
-    def test_a_second_derivative_is_refused_and_the_reference_has_it(self):
+    def test_second_derivative_is_supported_only_by_the_reference(self):
         q, k, v = arrays(7, head_dim=24)
         first = lambda q, by: jax.grad(lambda q: (jattn.attention(q, k, v, implementation=by) ** 2).sum())(q)
         with pytest.raises(NotImplementedError, match="a derivative of a derivative of attention"):
             jax.grad(lambda q: first(q, None).sum())(q)
         assert bool(jnp.isfinite(jax.grad(lambda q: first(q, "reference").sum())(q)).all())
 
-    def test_vmap_and_functions_that_close_over_arrays(self):
+    def test_vmap_and_mask_functions_over_arrays(self):
         given, ids = arrays(8, batch=3, head_dim=24), jnp.arange(8) // 3
 
         def run(*given):
@@ -612,7 +612,7 @@ class TestOnAMeshOfAutoAxes:
         derives_as_a_mask_of_bools(arrays(9, head_dim=24))
 
 
-def test_the_signature_is_what_its_users_were_promised():
+def test_public_signature_is_stable():
     names = list(inspect.signature(jattn.attention).parameters)
     assert names == [
         "q", "k", "v", "causal", "window", "soft_cap", "scale", "segment_ids", "cu_seqlens", "alibi_slopes",
@@ -620,7 +620,7 @@ def test_the_signature_is_what_its_users_were_promised():
     ]  # fmt: skip
 
 
-def test_xla_walks_no_further_than_a_mask_of_first_keys():
+def test_xla_reads_no_further_than_a_prefix_mask():
     """Else compressed keys would be walked through as if they were as many as queries."""
     first, near = masks.Sinks(9), masks.Window(left=3)
     cases = {first: 9, first & near: 9, near & first & masks.Sinks(4): 4, first | masks.Sinks(30): 30}

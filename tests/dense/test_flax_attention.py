@@ -37,7 +37,7 @@ def with_spec(**fields):
     return functools.partial(jattn.attention_fn, spec=spec)
 
 
-def test_a_flax_layer_computes_the_same_with_it():
+def test_flax_layer_with_attention_fn_equals_flax_attention():
     make = flax_layer
     x = texts()
     for mask in (None, nnx.make_causal_mask(jnp.ones((2, 6)), dtype=bool)):
@@ -46,7 +46,7 @@ def test_a_flax_layer_computes_the_same_with_it():
         )
 
 
-def test_a_spec_says_what_attend_says():
+def test_spec_has_the_same_meaning_as_in_attend():
     spec = jattn.AttentionSpec(
         num_q_heads=4, num_kv_heads=2, head_dim=8, window=(3, 0), soft_cap=2.0, sqrt_alibi=True
     )
@@ -74,7 +74,7 @@ def test_bias_is_added_to_the_scores():
     np.testing.assert_allclose(jattn.attention_fn(q, k, v, bias), 2.5, rtol=1e-6)
 
 
-def test_dropout_is_refused_by_name():
+def test_dropout_is_rejected():
     q = jnp.ones((1, 2, 1, 8))
     with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn does not support dropout"):
         jattn.attention_fn(q, q, q, dropout_rate=0.5, deterministic=False)
@@ -82,15 +82,15 @@ def test_dropout_is_refused_by_name():
         jattn.attention_fn(q, q, q, dropout_rng=jax.random.key(0), dropout_rate=0.5)  # as Flax's own function
 
 
-def test_heads_that_are_not_the_specs_are_named():
+def test_heads_that_differ_from_the_spec_are_rejected():
     q = jnp.ones((1, 2, 1, 8))
     with pytest.raises(ValueError, match=r"must have shape \(4, 2, 8\).*got \(1, 1, 8\)"):
         jattn.attention_fn(q, q, q, spec=SPEC)
 
 
-class TestWhatFlaxPasses:
+class TestFlaxArguments:
     @pytest.mark.parametrize("length", [LENGTH, 4])
-    def test_is_causal_hides_what_flax_hides(self, length):
+    def test_is_causal_masks_what_flax_masks(self, length):
         """Of fewer queries than keys, too: Flax aligns the first query with the first key."""
         x, keys = texts()[:, :length], texts()
         ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
@@ -98,11 +98,11 @@ class TestWhatFlaxPasses:
         np.testing.assert_allclose(ours(x, keys, is_causal=True), want, atol=1e-6)
         assert jnp.abs(flax(x, keys) - want).max() > 1e-2
 
-    def test_is_causal_and_a_causal_spec_are_one(self):
+    def test_is_causal_and_a_causal_spec_are_equivalent(self):
         x, layer = texts(), flax_layer(attention_fn=with_spec(window=(2, 0)))
         np.testing.assert_array_equal(layer(x, is_causal=True), layer(x))
 
-    def test_is_causal_is_refused_where_the_spec_says_otherwise(self):
+    def test_is_causal_with_a_contradicting_spec_is_rejected(self):
         with pytest.raises(ValueError, match=r"is_causal=True contradicts spec.causal=False"):
             flax_layer(attention_fn=with_spec(causal=False))(texts(), is_causal=True)
         layer = flax_layer(attention_fn=with_spec())
@@ -111,13 +111,13 @@ class TestWhatFlaxPasses:
             layer(texts()[:, :4], texts(), is_causal=True)
 
     @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
-    def test_masks_of_every_dtype_that_flax_makes(self, dtype):
+    def test_masks_of_every_flax_dtype_are_supported(self, dtype):
         mask = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=dtype)
         ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
         np.testing.assert_allclose(ours(texts(), mask=mask), flax(texts(), mask=mask), atol=1e-6)
 
     @pytest.mark.parametrize("num_queries", [1, 3])
-    def test_nan_that_no_query_sees_reaches_nothing(self, num_queries):
+    def test_nan_in_masked_keys_does_not_reach_the_output(self, num_queries):
         """As slots of a cache that nobody wrote; one query, or a bias, takes all scores at once."""
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, *shape, 8))
         given, bias = (draw(0, num_queries, 4), draw(1, 6, 2), draw(2, 6, 2)), jnp.zeros((1, 1, 6))
@@ -127,7 +127,7 @@ class TestWhatFlaxPasses:
         of = jax.value_and_grad(attend, argnums=(0, 1, 2))
         jax.tree.map(np.testing.assert_array_equal, of(*spoiled), of(*given))
 
-    def test_a_bias_in_the_masks_place_is_not_read_backwards(self):
+    def test_bias_passed_as_mask_is_rejected(self):
         """Flax takes -inf for "sees" and 0 for "does not"; here nobody takes the result for an answer."""
         mask = jnp.where(nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool), 0.0, -jnp.inf)
         out = jax.jit(flax_layer(attention_fn=jattn.attention_fn).__call__)(texts(), mask=mask)
@@ -136,7 +136,7 @@ class TestWhatFlaxPasses:
     @pytest.mark.parametrize(
         ("name", "says_position"), [*((name, False) for name in POSITIONAL), ("window", True)]
     )
-    def test_a_step_of_decode_stands_where_the_caches_index_says(self, name, says_position):
+    def test_decode_position_is_the_cache_index(self, name, says_position):
         x, fn = texts(), with_spec(**POSITIONAL[name])
         whole = flax_layer(attention_fn=fn)(x)
         layer = flax_layer(attention_fn=fn, decode=True)
@@ -148,7 +148,7 @@ class TestWhatFlaxPasses:
                 step(layer, x[:, i : i + 1], **options), whole[:, i : i + 1], atol=1e-5
             )
 
-    def test_alibi_in_decode_counts_from_the_caches_index(self):
+    def test_alibi_in_decode_uses_the_cache_index(self):
         fn = functools.partial(jattn.attention_fn, alibi_slopes=jnp.linspace(0.1, 0.4, 4))
         causal = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool)
         whole = flax_layer(attention_fn=fn)(texts(), mask=causal)
@@ -157,7 +157,7 @@ class TestWhatFlaxPasses:
         for i in range(LENGTH):
             np.testing.assert_allclose(layer(texts()[:, i : i + 1])[:, 0], whole[:, i], atol=1e-5)
 
-    def test_several_queries_over_a_masked_cache_must_say_where_they_stand(self):
+    def test_several_queries_over_a_masked_cache_require_positions(self):
         q, kv = jnp.ones((2, 2, 4, 6)), jnp.ones((2, 9, 4, 6))
         mask = jnp.arange(9) < 5
         message = r"The positions of 2 queries among 9 keys with a mask are ambiguous"
@@ -166,7 +166,7 @@ class TestWhatFlaxPasses:
         with_spec(causal=False)(q, kv, kv, mask=mask)  # says nothing of positions
 
     @pytest.mark.parametrize("name", POSITIONAL)
-    def test_more_queries_than_keys_must_say_where_they_stand(self, name):
+    def test_more_queries_than_keys_require_positions(self, name):
         q, kv = texts().reshape(2, LENGTH, 4, 6), texts()[:, :4].reshape(2, 4, 4, 6)
         message = r"The positions of 6 queries among 4 keys are ambiguous"
         with pytest.raises(ValueError, match=message):
@@ -175,7 +175,7 @@ class TestWhatFlaxPasses:
         at_keys = with_spec()(q, kv, kv, input_positions=positions)
         np.testing.assert_allclose(at_keys, jattn.attention(q, kv, kv, causal=True), atol=1e-6)
 
-    def test_positions_say_where_queries_stand_in_a_longer_cache(self):
+    def test_positions_place_queries_in_a_longer_cache(self):
         q, k, v = (
             jax.random.normal(jax.random.key(i), (2, n, 4, 6)) for i, n in enumerate((3, LENGTH, LENGTH))
         )
@@ -187,35 +187,35 @@ class TestWhatFlaxPasses:
         out = fn(q, *longer, mask=mask, input_positions=positions)
         np.testing.assert_allclose(out, fn(q, k, v), atol=1e-6)
 
-    def test_positions_of_queries_and_keys_shift_together(self):
+    def test_shifting_query_and_key_positions_together_changes_nothing(self):
         x, fn = texts(), with_spec(window=(2, 0))
         layer = flax_layer(attention_fn=fn)
         shifted = jnp.broadcast_to(jnp.arange(LENGTH) + 100, (2, LENGTH))
         np.testing.assert_allclose(layer(x, input_positions=shifted), layer(x), atol=1e-6)
 
     @pytest.mark.parametrize("wrong", [jnp.zeros((2, LENGTH)), jnp.zeros((LENGTH,), jnp.int32)])
-    def test_positions_that_are_none_are_named(self, wrong):
+    def test_invalid_positions_are_rejected(self, wrong):
         with pytest.raises(
             ValueError, match=r"input_positions must (have an integer dtype|have shape \(2, 6\)).*, got"
         ):
             flax_layer(attention_fn=with_spec())(texts(), input_positions=wrong)
 
-    def test_dropout_that_is_switched_off_changes_nothing(self):
+    def test_deterministic_dropout_changes_nothing(self):
         layer = flax_layer(attention_fn=jattn.attention_fn, dropout_rate=0.5, deterministic=True)
         np.testing.assert_array_equal(layer(texts()), flax_layer(attention_fn=jattn.attention_fn)(texts()))
 
-    def test_weights_to_sow_are_refused_by_name(self):
+    def test_sowing_attention_weights_is_rejected(self):
         with pytest.raises(
             NotImplementedError, match=r"module=MultiHeadAttention: attention_fn .*sow_weights"
         ):
             flax_layer(attention_fn=jattn.attention_fn)(texts(), sow_weights=True)
 
-    def test_dtype_is_the_outputs(self):
+    def test_dtype_argument_is_the_output_dtype(self):
         q = jnp.ones((1, 2, 1, 8))
         assert jattn.attention_fn(q, q, q, dtype=jnp.bfloat16).dtype == jnp.bfloat16
         assert flax_layer(attention_fn=jattn.attention_fn, dtype=jnp.bfloat16)(texts()).dtype == jnp.bfloat16
 
-    def test_linens_layer_takes_it_too(self):
+    def test_linen_layer_accepts_attention_fn(self):
         make = lambda **options: linen.MultiHeadDotProductAttention(num_heads=4, **options)
         params = make().init(jax.random.key(0), texts())
         ours, flax = make(attention_fn=jattn.attention_fn), make()
@@ -224,7 +224,7 @@ class TestWhatFlaxPasses:
             ours.apply(params, texts(), mask=mask), flax.apply(params, texts(), mask=mask), atol=1e-6
         )
 
-    def test_a_keyword_that_nobody_knows_is_pythons_error(self):
+    def test_unknown_keyword_raises_type_error(self):
         q = jnp.ones((1, 2, 1, 8))
         with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
             jattn.attention_fn(q, q, q, is_casual=True)
@@ -247,12 +247,12 @@ class TestShapes:
             ({"alibi_slopes": (3,)}, r"alibi_slopes must have shape \(1,\) \(q_heads\), got \(3,\)"),
         ],
     )
-    def test_that_disagree_are_named(self, change, message):
+    def test_inconsistent_shapes_are_rejected(self, change, message):
         arrays = {name: jnp.ones(change.get(name, (1, 2, 1, 8))) for name in ("query", "key", "value")}
         with pytest.raises(ValueError, match=message):
             jattn.attention_fn(**arrays | {name: jnp.ones(shape) for name, shape in change.items()})
 
-    def test_sqrt_alibi_needs_slopes(self):
+    def test_sqrt_alibi_requires_slopes(self):
         q = jnp.ones((1, 2, 4, 6))
         with pytest.raises(
             ValueError, match=r"alibi_slopes must be given if spec.sqrt_alibi is True, got None"
@@ -267,7 +267,7 @@ class TestShapes:
             np.testing.assert_array_equal(out, jnp.zeros_like(q))
 
     @pytest.mark.usefixtures("types_unchecked")
-    def test_numbers_of_heads_may_be_lists(self):
+    def test_sinks_and_slopes_may_be_lists(self):
         x, numbers = jax.random.normal(jax.random.key(0), (1, 5, 4, 6)), [0.0, 1.0, 2.0, 3.0]
         given = {"sinks": numbers, "alibi_slopes": numbers}
         want = jattn.attention(x, x, x, **{name: jnp.asarray(numbers) for name in given})
@@ -285,7 +285,7 @@ class TestMemory:
         return step.lower(arrays).compile().memory_analysis().temp_size_in_bytes
 
     @pytest.mark.kernels
-    def test_is_linear_in_tokens_without_a_bias(self):
+    def test_memory_is_linear_in_tokens_without_a_bias(self):
         spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, window=(99, 0), soft_cap=9.0)
         run = functools.partial(jattn.attention_fn, spec=spec)
         used = [self.temporary_bytes(tokens, run) for tokens in (2048, 4096)]
@@ -293,7 +293,7 @@ class TestMemory:
         assert used[1] < 4 * 4096**2  # a single head's scores of one text
 
 
-def test_gradients_of_a_flax_layer_are_flaxs():
+def test_gradients_of_a_flax_layer_equal_flax_attention():
     x = texts()
     mask = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=jnp.float32)
     loss = lambda layer, x: (layer(x, mask=mask) ** 2).sum()
@@ -305,7 +305,7 @@ def test_gradients_of_a_flax_layer_are_flaxs():
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
-def test_a_kernel_is_refused_by_name_where_there_is_none():
+def test_unsupported_kernel_is_rejected_by_name():
     q = jnp.ones((1, 2, 1, 8))
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu: the kernels do not support a bias"):
         jattn.attention_fn(q, q, q, jnp.zeros((2, 2)), implementation="mosaic_gpu")
@@ -314,7 +314,7 @@ def test_a_kernel_is_refused_by_name_where_there_is_none():
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": jnp.zeros((2, 2))}])
-def test_what_a_spec_asks_for_in_vain_is_refused_with_and_without_a_bias(options):
+def test_unsupported_spec_options_are_rejected_with_and_without_a_bias(options):
     q = jnp.ones((1, 2, 4, 6))
     message = r"spec.query_quantization must be None with float32 keys, got 'int8'"
     with pytest.raises(ValueError, match=message):
@@ -346,7 +346,7 @@ def test_what_a_spec_asks_for_in_vain_is_refused_with_and_without_a_bias(options
         ("input_positions", [[0, 1]], "input_positions must be an array, got list"),
     ],
 )
-def test_what_is_no_array_of_its_kind_is_named(name, wrong, message, types_unchecked):
+def test_arguments_of_a_wrong_type_are_rejected(name, wrong, message, types_unchecked):
     q = jnp.ones((1, 2, 1, 8))
     given = {"query": q, "key": q, "value": q, "bias": jnp.zeros((2, 2))} | {name: wrong}
     with pytest.raises(ValueError, match=message):

@@ -106,7 +106,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_by_the_kernel_are_xla_s(name):
+def test_kernel_gradients_equal_xla(name):
     given, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
     want = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(given)
     with as_on_a_gpu() as called:
@@ -135,7 +135,7 @@ def blocks_of_texts():
     return masks.BlockMask(blocks=drawn | own, block_q=16, block_kv=16)
 
 
-def test_a_batch_under_a_mask_lists_tiles_of_one_text_s_keys():
+def test_masked_batch_lists_only_tiles_of_its_own_keys():
     given, mask = arrays(), blocks_of_texts()
     want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(given)
     wraps = mock.patch.object(tile_lists, "tile_coverage", wraps=tile_lists.tile_coverage)
@@ -148,7 +148,7 @@ def test_a_batch_under_a_mask_lists_tiles_of_one_text_s_keys():
     assert_near(got, want)
 
 
-class TestWhatTheKernelDeclines:
+class TestUnsupportedByTheKernel:
     """Forward by the kernel, backward by XLA, which says so; or a refusal where XLA was not asked."""
 
     def run(self, loss, given, *, gradients_by_kernel=False):
@@ -156,7 +156,7 @@ class TestWhatTheKernelDeclines:
             jax.eval_shape(jax.grad(loss), given)
         assert set(called) == {"attend", *["gradients"] * gradients_by_kernel}
 
-    def test_slopes_that_are_trained(self):
+    def test_trained_alibi_slopes(self):
         q, k, v = arrays()
         run = lambda slopes, **how: loss_of(
             functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, **how)
@@ -168,7 +168,7 @@ class TestWhatTheKernelDeclines:
             self.run(functools.partial(run, implementation="mosaic_gpu"), SLOPES)
         self.run(functools.partial(run, implementation=("mosaic_gpu", "xla")), SLOPES)
 
-    def test_slopes_that_are_trained_under_segment_ids(self):
+    def test_trained_alibi_slopes_with_segment_ids(self):
         """The kernels that the mask was made for serve the forward pass; nobody asked for them by name."""
         ids = jnp.arange(240) // 90
         run = lambda slopes: loss_of(
@@ -177,7 +177,7 @@ class TestWhatTheKernelDeclines:
         with pytest.warns(jattn.KernelFallbackWarning, match=r"to xla .*: gradients of ALiBi's slopes"):
             self.run(run, SLOPES)
 
-    def test_keys_whose_order_nobody_knows(self):
+    def test_unordered_keys(self):
         q, k, v = arrays()
         spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
         metadata = jattn.build_batch_metadata([100, 140], [100, 140], None)
@@ -192,7 +192,7 @@ class TestWhatTheKernelDeclines:
         with pytest.warns(jattn.KernelFallbackWarning, match=r"PackedKV\(is_in_order=True\)"):
             self.run(functools.partial(loss, is_in_order=False), (q, k, v))
 
-    def test_a_shard_map_that_checks_what_varies(self):
+    def test_shard_map_with_check_vma(self):
         mesh, given = (
             jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)),
             tuple(x[None] for x in arrays()),
@@ -205,13 +205,13 @@ class TestWhatTheKernelDeclines:
         with as_on_a_gpu(), pytest.raises(NotImplementedError, match=message):
             jax.eval_shape(loss, given)
 
-    def test_heads_of_a_width_without_a_kernel(self):
+    def test_unsupported_head_dim(self):
         run = functools.partial(jattn.attention, return_lse=True)
         with pytest.warns(jattn.KernelFallbackWarning, match="head_dim=120 is not supported for gradients"):
             self.run(loss_of(run), arrays(head_dim=120))
 
     @pytest.mark.parametrize("head_dim", [192, 256])
-    def test_wide_heads_over_lists_of_tiles(self, head_dim):
+    def test_large_head_dim_with_tile_lists(self, head_dim):
         run = functools.partial(jattn.attention, return_lse=True)
         self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
         mask = jattn.masks.BlockMask(blocks=np.ones((1, 2, 2), bool), block_q=128, block_kv=128)
@@ -219,7 +219,7 @@ class TestWhatTheKernelDeclines:
         self.run(loss_of(run), arrays(head_dim=head_dim), gradients_by_kernel=True)
 
     @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
-    def test_the_same_bits_twice(self, mask):
+    def test_deterministic_gradients_are_bit_identical(self, mask):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True, mask=mask)
         self.run(loss_of(run), arrays(), gradients_by_kernel=True)
         self.run(
@@ -227,7 +227,7 @@ class TestWhatTheKernelDeclines:
         )
 
     @pytest.mark.parametrize("what", ["mask", "slopes", "head_dim"])
-    def test_the_same_bits_twice_where_no_kernel_has_them(self, what):
+    def test_deterministic_gradients_without_kernel_support(self, what):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
         mask = jattn.masks.BlockMask(blocks=np.ones((1, 30, 2), bool), block_q=8, block_kv=128)
         q, k, v = arrays(head_dim=120 if what == "head_dim" else 64)
@@ -252,7 +252,7 @@ class TestWhatTheKernelDeclines:
         self.run(functools.partial(loss, implementation=("mosaic_gpu", "xla")), given)
 
 
-def test_layers_without_a_cache_train_by_the_kernel():
+def test_layers_without_a_cache_train_with_the_kernel():
     from flax import nnx
 
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
@@ -275,7 +275,7 @@ class TestAheadOfTime:
             for name in aot_cases()
         ],
     )
-    def test_kernels_get_what_lies_on_a_device_and_nothing_is_exchanged(self, name):
+    def test_kernels_receive_local_shards_without_collectives(self, name):
         aot.require_plugin()
         (found,) = aot.exchanges_of("tests.dense.partition_aot_cases", [name]).values()
         exchanges, kernels = found
@@ -287,7 +287,7 @@ class TestAheadOfTime:
 class TestOnGpu:
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("name", CASES)
-    def test_gradients_by_the_kernel_are_xla_s(self, name, head_dim):
+    def test_kernel_gradients_equal_xla(self, name, head_dim):
         given, run = (
             arrays(head_dim=head_dim),
             functools.partial(jattn.attention, return_lse=True, **CASES[name]),
@@ -301,14 +301,14 @@ class TestOnGpu:
             np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * float(jnp.abs(other).max()))
 
     @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
-    def test_deterministic_gradients_have_the_same_bits(self, mask):
+    def test_deterministic_gradients_are_bit_identical(self, mask):
         how = {"return_lse": True, "causal": True, "mask": mask, "deterministic": True}
         run = functools.partial(jattn.attention, **how)
         step = jax.jit(jax.grad(loss_of(run)))
         for one, other in zip(step(arrays()), step(arrays()), strict=True):
             np.testing.assert_array_equal(one, other)
 
-    def test_a_flax_layer_trains_by_the_kernels(self):
+    def test_flax_layer_trains_with_the_kernels(self):
         from flax import nnx
 
         layer = nnx.MultiHeadAttention(
@@ -325,7 +325,7 @@ class TestOnGpu:
 @pytest.mark.gpu
 @pytest.mark.gpus
 @pytest.mark.parametrize("cut", [P("gpus"), P(None, None, "gpus")], ids=["texts", "heads"])
-def test_kernels_attend_what_each_gpu_has_under_plain_jit(cut):
+def test_kernels_attend_to_local_shards_under_plain_jit(cut):
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
     mesh = jax.make_mesh((2,), ("gpus",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

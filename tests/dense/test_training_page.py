@@ -33,7 +33,7 @@ def options_of(code, given):
     return eval(f"dict({code.replace(chr(92), '')})", NAMES | given)
 
 
-def test_the_table_is_read():
+def test_support_table_is_parsed():
     assert len(ROWS) >= 20
     assert {(forward, backward) for *_, forward, backward in ROWS} == {
         ("kernel", "kernel"),
@@ -43,7 +43,7 @@ def test_the_table_is_read():
 
 
 @pytest.mark.parametrize(("code", "trained", "forward", "backward"), ROWS, ids=lambda text: text[:60])
-def test_a_row_says_who_serves_it(code, trained, forward, backward):
+def test_row_names_the_implementations_that_are_used(code, trained, forward, backward):
     def loss(trained, fixed):
         given = fixed | trained
         options = options_of(code, given)

@@ -71,14 +71,14 @@ def masked(case, make=Problem):
 @pytest.mark.kernels
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=pytest.mark.kernels)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_equals_float64_under_any_mask(case, implementation):
+def test_attend_with_any_mask_equals_float64(case, implementation):
     problem, mask = masked(case)
     contract = AttentionContract()
     contract.implementation = implementation
     problem.check(*contract.attend(problem, mask=mask))
 
 
-def test_a_spec_s_mask_and_the_call_s_both_hold():
+def test_masks_of_spec_and_call_are_both_applied():
     problem, mask = masked({"mask": "documents", "region": "chunked", "sparsity": "strided"})
     contract = AttentionContract()
     contract.implementation = "xla"
@@ -87,7 +87,7 @@ def test_a_spec_s_mask_and_the_call_s_both_hold():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("order", ["as_built", "padded"])
-def test_a_prefix_lm_sees_ahead_in_its_prefix_wherever_its_rows_stand(implementation, order):
+def test_prefix_lm_mask_is_bidirectional_in_the_prefix_for_any_row_order(implementation, order):
     case = {"mask": "prefix", "region": "mixed", "causal": False, "padded": order == "padded"}
     plain = {name: values[0] for name, values in FACTORS.items()} | {"heads": (4, 2), "head_dim": 16}
     lengths = np.array([0, 0, 5, 0, 61], np.int32)
@@ -98,7 +98,7 @@ def test_a_prefix_lm_sees_ahead_in_its_prefix_wherever_its_rows_stand(implementa
     problem.check(*contract.attend(problem, mask=mask))
 
 
-def test_gradients_flow_through_the_reference_under_a_mask():
+def test_reference_is_differentiable_with_a_mask():
     problem = Problem(AttentionContract().plain_case(region="chunked"))
     contract = AttentionContract()
     contract.implementation = "reference"
@@ -109,7 +109,7 @@ def test_gradients_flow_through_the_reference_under_a_mask():
     assert (np.asarray(gradient) != 0).any()
 
 
-def test_a_mask_takes_the_kernel_unasked(monkeypatch):
+def test_masked_attention_selects_the_kernel_by_default(monkeypatch):
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
     asked = []
     monkeypatch.setattr(
@@ -125,7 +125,7 @@ def test_a_mask_takes_the_kernel_unasked(monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_mask_of_chunks_is_the_spec_s_for_more_queries_than_keys(implementation):
+def test_chunked_mask_equals_the_spec_for_more_queries_than_keys(implementation):
     """The first queries stand before position 0, in chunks without a key."""
     metadata = jattn.build_cross_attention_metadata([9, 2, 5], [4, 6, 0], None)
     spec = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "causal": False}
@@ -148,7 +148,7 @@ def test_a_mask_of_chunks_is_the_spec_s_for_more_queries_than_keys(implementatio
         masks.BlockMask(blocks=np.ones((1, 1, 6), bool), block_q=None, block_kv=64),
     ],
 )
-def test_queries_before_position_0_see_by_the_kernel_what_they_see_by_xla(mask):
+def test_kernel_and_xla_agree_for_queries_before_position_0(mask):
     metadata = jattn.build_cross_attention_metadata(
         [250, 20], [70, 30], [[1, 2, 3, 4, 5], [6, 7]], block_size=16
     )

@@ -42,7 +42,7 @@ def of_each_request():
 
 
 @pytest.mark.parametrize("to_device", [True, False])
-def test_requests_are_laid_out_where_their_rows_stand(to_device):
+def test_per_request_mask_is_reordered_to_batch_rows(to_device):
     assert jattn.batch.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
     for mask in of_each_request():
         laid = mask.to_batch_rows(metadata(to_device=to_device))
@@ -54,7 +54,7 @@ def test_requests_are_laid_out_where_their_rows_stand(to_device):
         masks.check_mask(laid, sizes(num_rows=8, max_seq_len=None), causal=False)
 
 
-def test_what_holds_for_all_requests_stays_as_it_is():
+def test_mask_shared_by_all_requests_is_unchanged():
     for mask in (
         masks.Document(ids=IDS[0]),
         masks.Prefix(length=3),
@@ -65,7 +65,7 @@ def test_what_holds_for_all_requests_stays_as_it_is():
         masks.check_mask(mask, sizes(), causal=False)
 
 
-def test_rows_that_are_not_the_requests_are_named():
+def test_mask_with_a_wrong_number_of_requests_is_rejected():
     with pytest.raises(ValueError, match=r"Document.ids must have one row per request \(4\), got 3"):
         masks.Document(ids=IDS[:3]).to_batch_rows(metadata())
     many = masks.Prefix(length=np.arange(9))
@@ -92,14 +92,14 @@ def test_rows_that_are_not_the_requests_are_named():
         ),
     ],
 )
-def test_a_mask_of_other_rows_than_the_step_s_is_named(mask, name, rows):
+def test_mask_with_a_wrong_number_of_rows_is_rejected(mask, name, rows):
     wanted = rf"{name} has {rows} rows, but the batch metadata has 8\. .*to_batch_rows\(metadata\)"
     with pytest.raises(ValueError, match=wanted):
         masks.check_mask(mask, sizes(), causal=False)
     masks.check_mask(mask, sizes(num_rows=rows), causal=False)
 
 
-def test_a_mask_of_somebody_s_own_says_which_of_its_arrays_have_rows():
+def test_custom_mask_declares_its_per_row_arrays():
     class Own(masks.Mask):
         visible = coverage = None
 
@@ -137,7 +137,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize(("written", "mask"), AHEAD.items())
-def test_a_mask_that_sees_ahead_is_refused_on_top_of_causality(written, mask):
+def test_bidirectional_mask_with_a_causal_spec_is_rejected(written, mask):
     message = rf"mask lets queries attend to later keys.*, got {re.escape(written)}\. Use .*causal=False"
     with pytest.raises(ValueError, match=message):
         masks.check_mask(mask, sizes(), causal=True)
@@ -145,11 +145,11 @@ def test_a_mask_that_sees_ahead_is_refused_on_top_of_causality(written, mask):
 
 
 @pytest.mark.parametrize("mask", FILTERS, ids=range(len(FILTERS)))
-def test_a_filter_may_stand_on_top_of_causality(mask):
+def test_filter_mask_with_a_causal_spec_is_accepted(mask):
     masks.check_mask(mask, sizes(), causal=True)
 
 
-def test_a_spec_refuses_what_causality_would_undo_and_heads_that_it_has_not():
+def test_spec_rejects_bidirectional_masks_and_unknown_heads():
     spec = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     with pytest.raises(
         ValueError, match=r"sparsity lets queries attend to later keys, .*, got \(Causal \| Sinks\)\."
@@ -177,7 +177,7 @@ def block_mask(q_blocks, kv_blocks, first=None):
         (masks.Sinks(2) | block_mask(9, 1), "has 1 kv_blocks of 16 .* Pass at least 2"),
     ],
 )
-def test_a_mask_that_does_not_reach_is_named(mask, message):
+def test_mask_that_does_not_cover_the_positions_is_rejected(mask, message):
     """Such as a prompt's, in the decode steps behind it."""
     with pytest.raises(ValueError, match=message):
         masks.check_mask(mask, sizes(), causal=False)
@@ -198,7 +198,7 @@ def test_a_mask_that_does_not_reach_is_named(mask, message):
         (np.ones(3, bool), "mask must be a mask of jattn.masks, got a ndarray"),
     ],
 )
-def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message, types_unchecked):
+def test_mask_sizes_must_match_the_step(mask, message, types_unchecked):
     layer = {"num_q_heads": 4, "causal": True}
     if not isinstance(mask, masks.BlockMask):  # the lengths, where they are seen, are within it
         with pytest.raises(Exception, match=message):
@@ -212,7 +212,7 @@ def test_a_step_s_own_sizes_are_what_a_mask_must_have(mask, message, types_unche
 
 
 @pytest.mark.parametrize(("end", "first", "need"), [(9, 0, 3), (9, 1, 2), (10, 1, 2), (12, 1, 2), (12, 2, 1)])
-def test_blocks_that_end_before_a_row_s_last_query_are_named(end, first, need):
+def test_block_mask_that_ends_before_the_last_query_is_rejected(end, first, need):
     """Six queries up to `end`, in blocks of four: two are enough where they begin with a block."""
     step = jattn.build_batch_metadata([6], [end], None)
     layer = {"num_q_heads": 2, "causal": True, "has_cache": False}
@@ -229,7 +229,7 @@ def test_blocks_that_end_before_a_row_s_last_query_are_named(end, first, need):
     jax.eval_shape(lambda firsts: masks.check_batch_mask(make(2, firsts), step, **layer), firsts)
 
 
-def test_a_mask_that_reaches_is_served_to_its_edge():
+def test_mask_that_just_covers_the_positions_is_accepted():
     masks.check_mask(block_mask(4, 2), sizes(), causal=False)
     masks.check_mask(block_mask(3, 2, np.zeros(8, np.int32)), sizes(), causal=False)
     of_all = masks.BlockMask(blocks=np.ones((4, 1, 2), bool), block_q=None, block_kv=16)
@@ -237,7 +237,7 @@ def test_a_mask_that_reaches_is_served_to_its_edge():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_what_only_traced_lengths_know_to_lie_outside_sees_nothing(implementation):
+def test_traced_positions_outside_the_mask_are_masked_out(implementation):
     """Keys outside a cache: how long a request may be nobody says."""
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=8)
     step = jattn.build_batch_metadata([40], [40], None)
@@ -256,7 +256,7 @@ CHOSEN = masks.BlockMask(blocks=np.ones((8, 4, 4), bool), block_q=8, block_kv=8)
 )
 
 
-def test_heads_are_as_many_as_a_mask_tells_apart():
+def test_number_of_heads_must_match_a_per_head_mask():
     assert masks.dense(masks.Causal(), 3, 4).shape == (1, 3, 4)
     assert masks.dense(CHOSEN, 32, 32, num_q_heads=8).shape == (8, 32, 32)
     assert masks.dense(CHOSEN.masks[0] & masks.Sinks(2), 32, 32).shape == (8, 32, 32)
@@ -302,7 +302,7 @@ def test_heads_are_as_many_as_a_mask_tells_apart():
         (masks.Document(ids=IDS), {"row": 4}, r"row must be one of the 4 rows of Document.ids, got 4"),
     ],
 )
-def test_no_number_of_heads_is_guessed(of, mask, options, message):
+def test_missing_number_of_heads_is_rejected(of, mask, options, message):
     with pytest.raises(ValueError, match=message):
         of(mask, 4, 4, **options)
 
@@ -476,5 +476,5 @@ def said():
 
 
 @pytest.mark.parametrize("call", NONSENSE)
-def test_nonsense_is_named_to_users(call, said):
+def test_invalid_mask_arguments_are_rejected(call, said):
     assert re.search(f"^ValueError: .*{NONSENSE[call]}", said[call]), said[call]

@@ -25,7 +25,7 @@ rows = st.lists(
 
 @settings(max_examples=30)
 @given(rows)
-def test_runs_are_documents_of_which_none_comes_again(ids):
+def test_runs_are_documents_with_unique_ids(ids):
     runs = np.asarray(document_runs(jnp.asarray(ids)).ids)
     for row, given_ids in zip(runs, ids, strict=True):
         edges = given_ids[1:] != given_ids[:-1]
@@ -35,7 +35,7 @@ def test_runs_are_documents_of_which_none_comes_again(ids):
     np.testing.assert_array_equal(document_runs(jnp.asarray(ids[0])).ids, runs[0])
 
 
-def test_every_document_of_a_mask_becomes_runs():
+def test_document_masks_become_runs():
     document = masks.Document(ids=np.asarray([5, 5, 2, 2, 0]))
     mask = documents_to_runs((~document | masks.Sinks(2)) & masks.Causal() & document)
     assert [type(leaf) for leaf in leaves(mask)] == [DocumentRuns, masks.Sinks, masks.Causal, DocumentRuns]
@@ -47,14 +47,14 @@ def test_every_document_of_a_mask_becomes_runs():
     ("ids", "is_right"),
     [([0, 0, 1, 1], True), ([1, 1, 2, 2, 0, 0], True), ([3, -1, 2], True), ([0, 0, 1, 0], False)],
 )
-def test_kernels_decline_ids_that_come_again_where_they_are_seen(ids, is_right):
+def test_kernels_reject_repeated_document_ids_if_they_are_concrete(ids, is_right):
     mask = masks.Causal() & masks.Document(ids=np.asarray([[7] * len(ids), ids]))
     again = "there is no kernel for a Document whose ids come again behind others"
     assert why_not_kernel_mask(mask, 64) == (None if is_right else again)
     assert why_not_kernel_mask(jax.eval_shape(lambda: mask), 64) is None  # whose values nobody sees
 
 
-def test_the_kernels_lists_have_every_tile_of_documents_that_fall_and_no_other():
+def test_kernel_tile_lists_are_exact_for_descending_document_ids():
     """The usual packing, padding 0 or -1 behind the documents."""
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=64, causal=False)
     sizes, tokens = PrefillSizes(tile_kv=64, warpgroups=2), 512
@@ -70,7 +70,7 @@ def test_the_kernels_lists_have_every_tile_of_documents_that_fall_and_no_other()
     np.testing.assert_array_equal((codes != 0)[: len(any_visible), : any_visible.shape[1]], any_visible)
 
 
-def test_attention_of_documents_that_fall_is_that_of_each():
+def test_attention_with_descending_document_ids_equals_separate_calls():
     ids = jnp.asarray([1] * 9 + [2] * 7 + [0] * 4, jnp.int32)
     q, k, v = (jax.random.normal(jax.random.key(h), (1, 20, h, 8)) for h in (4, 2, 2))
     for given_ids in (ids, jnp.roll(ids, 2)):  # rolled, 0 comes again

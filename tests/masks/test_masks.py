@@ -21,7 +21,7 @@ def drawn(mask, query_len, seq_len, **options):
     return np.asarray(masks.dense(mask, query_len, seq_len, **options)).astype(int).tolist()
 
 
-def test_masks_written_out():
+def test_masks_equal_literal_arrays():
     assert drawn(masks.Causal(), 2, 4) == [[[1, 1, 1, 0], [1, 1, 1, 1]]]
     assert drawn(masks.Window(1, 0) | masks.Sinks(1), 3, 4) == [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 1, 1]]]
     assert drawn(masks.Causal() & masks.Dilated(2, 2), 1, 6) == [[[0, 1, 0, 1, 0, 1]]]
@@ -39,7 +39,7 @@ def test_masks_written_out():
     assert drawn(mask, 4, 4) == [[[0, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]]]
 
 
-def test_big_bird_has_neighbours_first_blocks_and_as_many_draws_as_it_says():
+def test_big_bird_has_local_global_and_the_requested_random_blocks():
     mask = masks.BigBird(block_size=1, local_blocks=2, global_blocks=1, random_blocks=3, seed=5)
     visible = np.asarray(masks.dense(mask, 64, 64, num_q_heads=4))
     a, b = np.arange(64)[:, None], np.arange(64)[None, :]
@@ -53,7 +53,7 @@ def test_big_bird_has_neighbours_first_blocks_and_as_many_draws_as_it_says():
 
 
 @pytest.mark.parametrize("seed", [271_182, 2**40 + 1])
-def test_big_bird_draws_by_any_seed(seed):
+def test_big_bird_accepts_any_seed(seed):
     mixed = lambda x: ((y := x % 32749 * 31337 + 12345) ^ (y // 4096)) % 32749
     of = lambda head, a: mixed(mixed(a * 64 + seed * 7919) + head * 977) % (a + 1)
     none = {"local_blocks": 0, "global_blocks": 0}
@@ -65,7 +65,7 @@ def test_big_bird_draws_by_any_seed(seed):
     assert np.asarray(visible).sum() == 18
 
 
-def test_a_function_returns_bool():
+def test_mask_function_must_return_bool():
     """Of other numbers & and ~ would take bits: the last of 2 is not set."""
     apart = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
     for mask in (apart, ~apart, masks.Causal() & apart):
@@ -80,7 +80,7 @@ def test_a_function_returns_bool():
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_a_function_may_say_one_thing_of_all_pairs(answer):
+def test_mask_function_may_return_a_scalar(answer):
     mask = masks.MaskFunction(lambda head, query, key: answer)
     lens = {"seq_lens": jnp.asarray([4]), "max_query_len": 4, "max_seq_len": 4, "num_q_heads": 1}
     for asked, want in ((mask, answer), (~mask, not answer)):
@@ -91,7 +91,7 @@ def test_a_function_may_say_one_thing_of_all_pairs(answer):
 
 
 @pytest.mark.parametrize("mask", [masks.Dilated(2**31 - 1, 1), masks.Dilated(2**30 - 1, 2)])
-def test_a_dilated_window_may_reach_over_all_positions(mask):
+def test_dilated_window_may_cover_all_positions(mask):
     made = sparsity.schedule(
         mask, jnp.asarray([8]), max_query_len=8, max_seq_len=8, num_q_heads=1, tile_q=4, tile_kv=4
     )
@@ -103,7 +103,7 @@ def test_a_dilated_window_may_reach_over_all_positions(mask):
 
 @settings(max_examples=15)
 @given(mask_rules.SINGLE | mask_rules.compositions(), st.integers(1, 40), st.integers(0, 1), st.data())
-def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data):
+def test_mask_equals_its_definition_for_every_pair(ruled, seq_len, row, data):
     query_len = data.draw(st.integers(1, seq_len))
     heads = {"num_q_heads": mask_rules.Q_HEADS, "num_kv_heads": mask_rules.KV_HEADS}
     got = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
@@ -111,7 +111,7 @@ def test_a_mask_means_what_its_rule_says_of_every_pair(ruled, seq_len, row, data
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_an_array_whose_places_one_number_cannot_tell_apart_is_read_alike(per_row, monkeypatch):
+def test_block_mask_beyond_the_flat_index_limit_is_read_correctly(per_row, monkeypatch):
     drawn_blocks = np.random.default_rng(1).random((3, 2, 4, 5)) < 0.5
     mask = masks.BlockMask(blocks=drawn_blocks if per_row else drawn_blocks[0], block_q=8, block_kv=8)
     see = lambda: [masks.dense(mask, 24, 32, num_q_heads=4, row=row) for row in range(3)]
@@ -124,7 +124,7 @@ def test_an_array_whose_places_one_number_cannot_tell_apart_is_read_alike(per_ro
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_the_rows_of_a_region_see_what_they_saw(first):
+def test_slicing_rows_of_a_mask_keeps_their_visibility(first):
     """A block mask stays one: the kernels take no other with arrays."""
     blocks = np.random.default_rng(0).random((3, 2, 4, 5)) < 0.5
     firsts = np.array([0, 1, 2], np.int32)
@@ -139,7 +139,7 @@ def test_the_rows_of_a_region_see_what_they_saw(first):
         np.testing.assert_array_equal(*of)
 
 
-def test_density_is_counted_against_causality():
+def test_density_is_relative_to_causal_attention():
     assert masks.density(masks.Causal(), 8, 8) == 1
     assert masks.density(masks.Window(0, 0), 4, 4) == pytest.approx(0.4)
     assert masks.density(masks.OnlyHeads((0,)), 3, 9, num_q_heads=4) == 0.25
@@ -153,7 +153,7 @@ def test_density_is_counted_against_causality():
         masks.Document(ids=np.arange(2048) // 300),
     ],
 )
-def test_density_of_some_queries_is_nearly_that_of_all(mask):
+def test_sampled_density_approximates_exact_density(mask):
     heads = {"num_q_heads": 4, "num_kv_heads": 2}
     exact = masks.density(mask, 2048, 2048, max_queries=2048, **heads)
     seen = np.asarray(masks.dense(mask, 2048, 2048, **heads)) & np.tri(2048, dtype=bool)
@@ -169,12 +169,12 @@ def test_density_of_some_queries_is_nearly_that_of_all(mask):
         ((2, 4), {"max_queries": 0}, "max_queries must be at least 1, got 0"),
     ],
 )
-def test_density_of_nothing_is_refused(sizes, options, message):
+def test_density_rejects_empty_sizes(sizes, options, message):
     with pytest.raises(ValueError, match=message):
         masks.density(masks.Causal(), *sizes, **options)
 
 
-def test_masks_without_arrays_are_values():
+def test_masks_without_arrays_are_hashable_values():
     one = masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
     assert one == masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
     assert len({one, masks.Causal() & (masks.Sinks(5) | masks.Window(left=8))}) == 2
@@ -186,7 +186,7 @@ def test_masks_without_arrays_are_values():
     assert masks.OnlyHeads((3, 1, 3)) == masks.OnlyHeads((1, 3))
 
 
-def test_masks_with_arrays_change_without_a_recompile():
+def test_changing_mask_arrays_does_not_recompile():
     traces = []
 
     @jax.jit
@@ -235,7 +235,7 @@ def test_masks_with_arrays_change_without_a_recompile():
         (lambda: masks.dense(masks.Causal(), 3, 2), r"query_len must be .* at most seq_len \(2\), got 3"),
     ],
 )
-def test_nonsense_is_named(make, message):
+def test_invalid_mask_is_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -249,20 +249,20 @@ def test_nonsense_is_named(make, message):
         lambda a, b: (a & b) and b,
     ],
 )
-def test_masks_are_not_joined_by_words(join):
+def test_masks_reject_python_and_or(join):
     causal, window = masks.Causal(), masks.Window(left=5)
     with pytest.raises(TypeError, match=r"(Causal|And) has no truth value. Combine masks with &, \| and ~"):
         join(causal, window)
 
 
-def test_a_spec_takes_no_arrays():
+def test_spec_rejects_masks_with_arrays():
     mask = masks.Causal() & masks.BlockMask(blocks=ZEROS, block_q=1, block_kv=1)
     with pytest.raises(ValueError, match=r"sparsity must hold no arrays \(attend\(mask=\) .*, got And"):
         jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, sparsity=mask)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
-def test_numpys_ints_of_any_width_are_the_ints_they_are(types_unchecked, kind):
+def test_numpy_ints_of_any_width_are_accepted(types_unchecked, kind):
     """In 8 bits -5 is 251, 100 x 3 is 44 and 8 x 64 is 0."""
     rings = {"block_size": 4, "local_blocks": 1}
     made = lambda of: (
@@ -300,7 +300,7 @@ BEFORE_0 = {
 
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize("name", BEFORE_0)
-def test_queries_before_position_0_stand_in_blocks_before_block_0(name, size):
+def test_queries_before_position_0_belong_to_negative_blocks(name, size):
     """With more queries than keys, as cross attention may have; rounded towards 0 they stood in block 0."""
     make, rule = BEFORE_0[name]
     first = -2 * size - 1
@@ -316,7 +316,7 @@ def test_queries_before_position_0_stand_in_blocks_before_block_0(name, size):
         assert (bool(any_visible), bool(all_visible)) == (inside.any(), inside.all())
 
 
-def test_no_block_is_drawn_for_queries_before_position_0():
+def test_big_bird_draws_no_blocks_for_queries_before_position_0():
     pairs = {"head": np.int32(1), "row": np.int32(0), "num_heads": (2, 1)}
     query, key = np.arange(-9, 0, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
     mask = masks.BigBird(block_size=2, local_blocks=0, global_blocks=0, random_blocks=4)

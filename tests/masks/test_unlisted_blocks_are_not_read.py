@@ -94,7 +94,7 @@ def share_of_poison(problem):
     ],
     ids=str,
 )
-def test_nothing_that_is_left_out_is_read(name, options, implementation):
+def test_attend_does_not_read_masked_blocks(name, options, implementation):
     problem, mask = problem_of(name, *options)
     plain = AttentionContract()
     plain.implementation = implementation
@@ -126,7 +126,7 @@ def read_in_tiles(size):
     ],
     ids=str,
 )
-def test_the_kernels_read_nothing_that_is_left_out(region, name, options, tile, monkeypatch):
+def test_kernels_do_not_read_masked_blocks(region, name, options, tile, monkeypatch):
     sizes = kernel_selection.decode_kernel.DecodeSizes(stages=2, ctas=4)
     monkeypatch.setattr(kernel_selection.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
     monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))

@@ -37,7 +37,7 @@ def pairs_of(keys):
 
 
 @pytest.mark.parametrize("num_gathered", [1, 7, TOKENS, 10 * TOKENS])
-def test_each_pair_that_is_seen_is_in_one_part(num_gathered):
+def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
     mask = slashed(num_gathered)
     columns, rest = masks.split_gathered(mask)
     causal = np.tri(TOKENS, dtype=bool)
@@ -57,7 +57,7 @@ def test_each_pair_that_is_seen_is_in_one_part(num_gathered):
 
 @pytest.mark.parametrize("size", [(16, 16), (48, 20)])
 @pytest.mark.parametrize("part", ["columns", "remainder"])
-def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
+def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
     mask = slashed(40, share=0.3)
     every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
@@ -87,7 +87,7 @@ def test_what_a_part_says_of_tiles_holds_for_their_pairs(part, size):
     assert not any_visible.all()
 
 
-def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
+def test_keys_after_the_gathered_ones_are_masked_out():
     """There stand the next row's: where one is NaN, the product with it would be."""
     columns, _ = masks.split_gathered(slashed(128, share=0.95))
     assert (np.asarray(columns.positions) < UNUSED_POSITION).all()
@@ -107,7 +107,7 @@ def test_behind_the_gathered_keys_of_a_row_nothing_is_seen():
 
 @pytest.mark.parametrize("tile_of", [Queries, Keys])
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
-def test_a_kernel_sees_of_either_part_what_the_part_sees(tile_of, first_query, first_key):
+def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_key):
     for part in masks.split_gathered(slashed(25)):
         place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
         got, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **place)
@@ -124,7 +124,7 @@ def cache_of(k, v, layout):
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
-def test_tokens_are_those_of_their_blocks(layout):
+def test_gathered_tokens_are_read_from_their_blocks(layout):
     k, v = RNG.standard_normal((2, 6, 16, 2, 8)).astype(np.float32)
     cache = cache_of(k, v, layout)
     np.testing.assert_array_equal(blocks_of(cache, np.arange(6))[0], k)
@@ -139,7 +139,7 @@ def test_tokens_are_those_of_their_blocks(layout):
             np.testing.assert_array_equal(one[row, nth, head], mine)
 
 
-def test_either_region_of_a_step_gathers_its_own_rows_columns():
+def test_each_region_gathers_the_columns_of_its_rows():
     bucket = jattn.Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=16, max_blocks=3)
     table = [[1, 2], [3, 4, 5], [6, 7]]
     metadata = jattn.build_batch_metadata([1, 1, 9], [20, 45, 30], table, block_size=16, bucket=bucket)
@@ -160,7 +160,7 @@ def test_either_region_of_a_step_gathers_its_own_rows_columns():
                 assert not mine[len(places) :, head].any()
 
 
-def test_gradients_of_gathered_keys_go_where_the_keys_are():
+def test_gradients_of_gathered_keys_reach_the_original_keys():
     of_rest = jnp.asarray(RNG.standard_normal((20, 2, 8)), jnp.bfloat16)
     of_gathered = jnp.asarray(RNG.standard_normal((2 * 3, 4, 8)), jnp.bfloat16)
     places = np.array([[0, 1, 2, 3], [5, 5, 5, UNUSED_POSITION], [7, UNUSED_POSITION, 9, UNUSED_POSITION]])[
@@ -189,7 +189,7 @@ SLOPES = jnp.ones(4)
         ({}, SLOPES, [2]),
     ],
 )
-def test_columns_stay_in_place_where_more_than_positions_counts(monkeypatch, changes, slopes, calls):
+def test_columns_are_not_gathered_if_biases_depend_on_positions(monkeypatch, changes, slopes, calls):
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
     kernel = mock.Mock(side_effect=lambda query, *_, **__: (query, jnp.zeros(query.shape[1::-1])))
     monkeypatch.setattr(attention, "varlen_prefill", kernel)
@@ -201,7 +201,7 @@ def test_columns_stay_in_place_where_more_than_positions_counts(monkeypatch, cha
     assert [call.args[1].shape[-2] for call in kernel.call_args_list] == calls
 
 
-def test_gathering_is_said_by_a_mask_s_own_words(types_unchecked):
+def test_gather_argument_sets_num_gathered(types_unchecked):
     of = functools.partial(
         masks.VerticalSlash.from_indices, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16
     )
@@ -210,7 +210,7 @@ def test_gathering_is_said_by_a_mask_s_own_words(types_unchecked):
 
 
 @pytest.mark.kernels
-def test_attention_over_gathered_columns_is_xla_s():
+def test_attention_over_gathered_columns_equals_xla():
     """A chunk of a prompt and a whole one; some heads have more columns than are gathered."""
     mask = slashed(12, tokens=100)
     mask = dataclasses.replace(mask, columns=mask.columns[:, :2], slashes=mask.slashes[:, :2])

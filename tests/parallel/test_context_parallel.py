@@ -132,7 +132,7 @@ LAYERS = {
     [pytest.param(2, 1, marks=pytest.mark.slow), (3, 2), pytest.param(4, 8, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", LAYERS)
-def test_ranks_together_give_what_one_device_gives(name, size, interleave):
+def test_sum_over_ranks_equals_one_device(name, size, interleave):
     changes, per_head = LAYERS[name]
     want, got = both(ranks_of(size, interleave), spec_of(**changes), **per_head)
     np.testing.assert_allclose(got, want, atol=3e-6)
@@ -142,7 +142,7 @@ def test_ranks_together_give_what_one_device_gives(name, size, interleave):
 @pytest.mark.kernels
 @pytest.mark.parametrize("changes", [{}, {"window": (7, 0)}, {"chunk_size": 12}])
 @pytest.mark.parametrize("size", [2, 3])
-def test_alibi_is_of_true_positions(changes, size):
+def test_alibi_uses_global_positions(changes, size):
     want, got = both(ranks_of(size), spec_of(**changes), alibi_slopes=SLOPES, sinks=SINKS)
     np.testing.assert_allclose(got, want, atol=3e-6)
 
@@ -158,7 +158,7 @@ def test_alibi_is_of_true_positions(changes, size):
     ],
     ids=str,
 )
-def test_a_prefix_of_all_rows_is_attended_to_once(changes, per_head, cache, size, interleave):
+def test_shared_prefix_equals_one_device(changes, per_head, cache, size, interleave):
     """Behind it a row may have a key on one rank alone, or so few that some ranks have none."""
     ranks = ranks_of(size, interleave)
     prefix_len = 2 * BLOCK * size
@@ -170,7 +170,7 @@ def test_a_prefix_of_all_rows_is_attended_to_once(changes, per_head, cache, size
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("changes", [{}, {"window": (11, 0)}, {"chunk_size": 5}])
-def test_rows_of_several_queries(changes):
+def test_prefill_rows_equal_one_device(changes):
     ranks = ranks_of(2, 4)
     step = step_of(ranks, [3, 3, 3, 2], [41, 3, 20, 9], decode_query_len=3)
     want, got = both(ranks, spec_of(**changes), step, sinks=SINKS)
@@ -189,12 +189,12 @@ def test_rows_of_several_queries(changes):
     ],
     ids=str,
 )
-def test_caches_of_every_kind(cache):
+def test_every_cache_layout_and_dtype_equals_one_device(cache):
     want, got = both(ranks_of(2, 2), spec_of(window=(20, 0)), cache=cache)
     np.testing.assert_allclose(got, want, atol=3e-6)
 
 
-def test_a_window_with_sinks():
+def test_sliding_window_with_sinks_equals_one_device():
     """Of the grid above, what every run of the tests takes; the judge has what each query sees of its own."""
     want, got = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
     np.testing.assert_allclose(got, want, atol=3e-6)
@@ -207,7 +207,7 @@ class TestInterleaved:
 
     @pytest.mark.parametrize("mask", MASKS, ids=repr)
     @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 2), (2, 4)])
-    def test_as_the_positions_say(self, mask, size, interleave):
+    def test_mask_uses_global_positions(self, mask, size, interleave):
         seq_len, query_len = 29, 11
         for rank in range(size):
             stored = [p for p in range(seq_len) if p // interleave % size == rank]
@@ -244,15 +244,15 @@ def pairs_of(queries, keys):
 
 
 class TestWhatDoesNotFit:
-    def test_blocks_of_half_a_round(self):
+    def test_block_size_must_be_a_multiple_of_the_round_size(self):
         with pytest.raises(ValueError, match=r"block_size must be a multiple of 2 ranks x .*\(8\), got 24"):
             ranks_of(2, 8).local_block_size(24)
 
-    def test_interleaves_are_positive(self):
+    def test_interleave_must_be_positive(self):
         with pytest.raises(ValueError, match="cp_kv_cache_interleave_size must be positive, got 0"):
             ranks_of(2, 0)
 
-    def test_a_plan_of_all_keys(self):
+    def test_plan_for_the_keys_of_all_ranks_is_rejected(self):
         ranks, spec = ranks_of(2), spec_of()
         step, history = step_of(ranks)
         whole, _ = filled(ranks, history)
@@ -261,7 +261,7 @@ class TestWhatDoesNotFit:
         with pytest.raises(ValueError, match="plan covers the keys of all ranks"):
             on_ranks(ranks, lambda: attend_on_rank(query, whole, step, spec, ranks, plan))
 
-    def test_a_prefix_that_does_not_end_with_a_block_of_all_ranks(self):
+    def test_prefix_must_be_a_multiple_of_the_global_block_size(self):
         rule = r"common_prefix_len must be a positive multiple of block_size \(16\), got 8"
         with pytest.raises(ValueError, match=rule):
             both(ranks_of(2), spec_of(), prefix_len=8)
@@ -273,12 +273,12 @@ class TestWhatDoesNotFit:
             ({}, 2, "cp_kv_cache_interleave_size=2 with ALiBi: "),
         ],
     )
-    def test_a_bias_that_is_no_line(self, changes, interleave, match):
+    def test_nonlinear_alibi_is_rejected(self, changes, interleave, match):
         with pytest.raises(NotImplementedError, match=match):
             both(ranks_of(2, interleave), spec_of(**changes), alibi_slopes=SLOPES)
 
 
-def test_float64_queries_have_shares_of_float64():
+def test_float64_queries_are_combined_in_float64():
     """By log-sum-exps of f32 the shares had seven digits."""
     with jax.enable_x64(True):
         slopes = SLOPES.astype(jnp.float64)

@@ -26,7 +26,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-def test_bounds_are_those_of_the_keys_written_since_the_block_began():
+def test_block_bounds_cover_the_keys_written_to_the_block():
     bounds = KeyBounds.create(SPEC)
     steps = [([0, 1, 2, 3, 8], 0), ([9, -1, 10], 1), ([4, 11, 5], 2), ([0, 1], 3)]  # block 0 is used again
     kept = {}
@@ -49,7 +49,7 @@ def filled(reqs=3, blocks=3):
     return keys, bounds, table, normal(1, reqs, 4, 8)
 
 
-def test_no_key_of_a_block_scores_higher_than_the_block():
+def test_block_score_is_an_upper_bound_of_its_key_scores():
     keys, bounds, table, query = filled()
     scores = block_scores(query, bounds, table)
     products = jnp.einsum("rgkd,rbtgd->rgbtk", query.reshape(3, 2, 2, 8), keys[table])
@@ -57,7 +57,7 @@ def test_no_key_of_a_block_scores_higher_than_the_block():
     assert (scores <= products.max(axis=(3, 4)) + 20).all()
 
 
-def test_the_best_blocks_and_the_recent_ones_are_chosen():
+def test_best_and_recent_blocks_are_selected():
     _, bounds, table, query = filled()
     seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
     mask = select_blocks(query, bounds, table, seq_lens, num_selected=2, block_size=4)
@@ -70,7 +70,7 @@ def test_the_best_blocks_and_the_recent_ones_are_chosen():
     assert not chosen[2].any()
 
 
-def test_a_step_writes_selects_and_attends_in_one_trace():
+def test_step_writes_selects_and_attends_in_one_trace():
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
     traces = []
 
@@ -97,7 +97,7 @@ def test_a_step_writes_selects_and_attends_in_one_trace():
     assert len(traces) == 1
 
 
-def test_lists_that_a_selection_made_are_taken_as_they_are_by_the_requests_that_they_were_made_for():
+def test_selected_lists_are_reused_for_the_same_requests():
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
     metadata = jattn.build_batch_metadata([1, 1], [40, 33], np.arange(6).reshape(2, 3), block_size=16)
     blocks = jnp.asarray([[[1, 0, 1], [0, 0, 1]], [[1, 1, 0], [0, 1, 1]], [[1, 1, 1], [1, 0, 0]]], bool)
@@ -112,7 +112,7 @@ def test_lists_that_a_selection_made_are_taken_as_they_are_by_the_requests_that_
     assert made.ids[0, 0, :2].tolist() == [0, 2]
 
 
-def test_what_no_request_owns_may_be_anything():
+def test_unowned_blocks_may_hold_nan():
     """Bounds of blocks behind the ends and in nobody's table, queries of padding rows, ids past the ends."""
     _, bounds, table, query = filled()
     seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
@@ -126,7 +126,7 @@ def test_what_no_request_owns_may_be_anything():
     assert int(want.sum()) == 2 * 2 * 2
 
 
-def test_what_scores_nan_is_taken_beside_the_recent_blocks():
+def test_blocks_that_score_nan_are_selected():
     _, bounds, table, query = filled()
     spoiled = jax.tree.map(lambda x: x.at[1].set(jnp.nan), bounds)  # the first request's first block
     lens = jnp.asarray([12, 12, 8], jnp.int32)
@@ -139,7 +139,7 @@ def test_what_scores_nan_is_taken_beside_the_recent_blocks():
     assert of_nan[0].all()
 
 
-def test_nothing_is_written_and_chosen_of_nothing():
+def test_empty_batch_writes_and_selects_nothing():
     _, bounds, table, query = filled()
     kept = jax.tree.map(np.asarray, bounds)
     written = write_key_bounds(bounds, jnp.ones((0, 2, 8)), jnp.zeros(0, jnp.int32), block_size=4)
@@ -151,7 +151,7 @@ def test_nothing_is_written_and_chosen_of_nothing():
 
 
 @pytest.mark.usefixtures("types_unchecked")  # the annotation has signed ints alone
-def test_bounds_take_slots_of_few_bits():
+def test_bounds_accept_slots_of_small_int_dtypes():
     spec = dataclasses.replace(SPEC, num_blocks=300)
     slots = jnp.asarray([4, 5, 8])
     write = lambda slots: write_key_bounds(KeyBounds.create(spec), normal(0, 3, 2, 8), slots, block_size=4)
@@ -161,7 +161,7 @@ def test_bounds_take_slots_of_few_bits():
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_a_selection_takes_lengths_and_tables_of_few_bits():
+def test_selection_accepts_lengths_and_tables_of_small_int_dtypes():
     bounds = KeyBounds(low=-jnp.abs(normal(0, 300, 2, 8)), high=jnp.abs(normal(1, 300, 2, 8)))
     choose = lambda dtype: select_blocks(
         normal(2, 1, 4, 8), bounds, jnp.arange(16, dtype=dtype)[None], jnp.full(1, 250, dtype),
@@ -170,7 +170,7 @@ def test_a_selection_takes_lengths_and_tables_of_few_bits():
     np.testing.assert_array_equal(choose(jnp.uint8), choose(jnp.int32))
 
 
-def test_keys_that_are_fewer_than_slots_are_named():
+def test_fewer_keys_than_slots_are_rejected():
     with pytest.raises(
         ValueError, match=r"key must have at least as many tokens as slot_mapping \(3\), got 2"
     ):
@@ -180,7 +180,7 @@ def test_keys_that_are_fewer_than_slots_are_named():
 @pytest.mark.parametrize(
     ("reason", "platform"), [("the kernels need an NVIDIA GPU", "cpu"), ("compute capability", "gpu")]
 )
-def test_where_the_arrays_are_says_which_implementation_chooses(reason, platform, monkeypatch):
+def test_array_placement_determines_the_implementation(reason, platform, monkeypatch):
     of_arrays = support.why_not_on
     traced = lambda *trees: any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))
     elsewhere = lambda *trees: "compute capability" if traced(trees) else of_arrays(*trees)
@@ -200,7 +200,7 @@ def test_where_the_arrays_are_says_which_implementation_chooses(reason, platform
 
 
 @pytest.mark.parametrize("num", [0, 4])
-def test_a_number_of_blocks_that_there_are_not_is_named(num):
+def test_number_of_selected_blocks_out_of_range_is_rejected(num):
     _, bounds, table, query = filled()
     with pytest.raises(ValueError, match=rf"num_selected must lie in \[1, max_blocks \(3\)\], got {num}"):
         select_blocks(query, bounds, table, jnp.asarray([3, 3, 3]), num_selected=num, block_size=4)
@@ -216,14 +216,14 @@ def test_a_number_of_blocks_that_there_are_not_is_named(num):
         ({"block_size": 4.0}, "block_size must be an int, got 4.0"),
     ],
 )
-def test_nonsense_is_named(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     _, bounds, table, query = filled()
     given = {"seq_lens": jnp.asarray([3, 3, 3]), "num_selected": 1, "block_size": 4}
     with pytest.raises(ValueError, match=message):
         select_blocks(query, bounds, table, **given | change)
 
 
-def test_a_table_without_blocks_is_named():
+def test_block_table_without_columns_is_rejected():
     _, bounds, table, query = filled()
     with pytest.raises(ValueError, match=r"block_table must have at least one column, got shape \(3, 0\)"):
         select_blocks(query, bounds, table[:, :0], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
@@ -234,7 +234,7 @@ def test_a_table_without_blocks_is_named():
         select_blocks(query[:, :3], bounds, table, jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)
 
 
-def test_a_table_of_another_batch_is_named():
+def test_block_table_of_a_different_batch_is_rejected():
     _, bounds, table, query = filled()
     with pytest.raises(Exception, match=r"block_table must have shape \(3, 3\)|Type-check error"):
         select_blocks(query, bounds, table[:2], jnp.asarray([3, 3, 3]), num_selected=1, block_size=4)

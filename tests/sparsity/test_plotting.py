@@ -16,25 +16,25 @@ def made():
     return schedule(MASK, jnp.asarray([48]), **sizes)
 
 
-def test_a_schedule_is_drawn_tile_by_tile():
+def test_schedule_is_drawn_per_tile():
     np.testing.assert_array_equal(coverage_image(made())[0], [[1, 0, 0], [2, 0, 0], [2, 0, 0]])
     np.testing.assert_array_equal(coverage_image(made())[1], [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
 
 
-def test_a_mask_is_drawn_pair_by_pair():
+def test_mask_is_drawn_per_pair():
     picture = coverage_image(MASK, 20, num_q_heads=2)
     np.testing.assert_array_equal(picture[1], 2 * np.tri(20))
     assert picture[0, 19].tolist() == [2] * 16 + [0] * 4
 
 
-def test_a_picture_has_a_square_for_each_head():
+def test_plot_has_one_panel_per_head():
     pytest.importorskip("matplotlib")
     for figure in (plot(MASK, 20, num_q_heads=2), plot(made())):
         assert [axis.get_title() for axis in figure.axes] == ["head 0", "head 1"]
         assert figure.axes[0].images[0].get_array().max() == 2
 
 
-def test_a_mask_needs_a_length_and_a_schedule_has_one():
+def test_mask_requires_a_length_and_a_schedule_rejects_it():
     with pytest.raises(ValueError, match="seq_len must be given to plot a mask"):
         coverage_image(MASK)
     with pytest.raises(ValueError, match="seq_len can be given for a mask only, got a TileSchedule"):

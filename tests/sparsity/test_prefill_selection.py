@@ -29,7 +29,7 @@ def problem(seed=0, block_size=4):
     return draw(2, 35, 2, 8), cache, metadata
 
 
-def test_all_mass_is_every_block_up_to_one_s_own():
+def test_mass_1_selects_every_causal_block():
     query, cache, metadata = problem()
     mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=1.0, block_size=4)
     got = jattn.attend(query, cache, metadata, SPEC, mask=mask)
@@ -46,7 +46,7 @@ def test_calls_outside_jit_are_compiled_once(caplog):
 
 
 @pytest.mark.parametrize("mass", [0.2, 1.0])
-def test_what_scores_nan_is_kept_so_that_it_shows(mass):
+def test_blocks_that_score_nan_are_selected(mass):
     query, cache, metadata = problem()
     spoiled = jattn.PagedCache(k=cache.k.at[9].set(jnp.nan), v=cache.v)  # the last row's second block
     mask = select_prefill_blocks(query, spoiled, metadata, SPEC, mass=mass, block_size=4, num_first=0)
@@ -55,7 +55,7 @@ def test_what_scores_nan_is_kept_so_that_it_shows(mass):
     assert jnp.isnan(jattn.attend(query, spoiled, metadata, SPEC, mask=mask)[21:]).all()
 
 
-def test_less_mass_is_fewer_blocks_but_never_none():
+def test_less_mass_selects_fewer_blocks_but_at_least_one():
     query, cache, metadata = problem()
     counts = [
         int(select_prefill_blocks(query, cache, metadata, SPEC, mass=m, block_size=4).blocks.sum())
@@ -66,7 +66,7 @@ def test_less_mass_is_fewer_blocks_but_never_none():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("block_size", [4, 6])
-def test_the_kernel_chooses_what_a_sort_does(block_size):
+def test_kernel_selects_the_same_blocks_as_a_sort(block_size):
     query, cache, metadata = problem()
     choose = lambda mass, **how: select_prefill_blocks(
         query, cache, metadata, SPEC, mass=mass, block_size=block_size, **how
@@ -76,7 +76,7 @@ def test_the_kernel_chooses_what_a_sort_does(block_size):
     assert by_kernel.blocks.sum() < choose(1.0).blocks.sum()
 
 
-def test_more_blocks_than_the_kernel_takes_are_named():
+def test_more_blocks_than_the_kernel_supports_are_rejected():
     query, cache, metadata = problem()
     wide = dataclasses.replace(metadata, block_table=jnp.zeros((3, MAX_TOP_P_LEN + 1), jnp.int32))
     options = {"mass": 0.5, "block_size": 4, "interpret": plgpu.InterpretGPUParams()}
@@ -84,7 +84,7 @@ def test_more_blocks_than_the_kernel_takes_are_named():
         select_prefill_blocks(query, cache, wide, SPEC, implementation="mosaic_gpu", **options)
 
 
-def test_means_are_of_a_block_s_queries():
+def test_query_means_are_per_block():
     query, _, metadata = problem()
     means = np.asarray(_query_means(query, metadata, metadata.num_computed_tokens // 6, 7, 6))
     want = np.zeros_like(means)
@@ -96,7 +96,7 @@ def test_means_are_of_a_block_s_queries():
     np.testing.assert_allclose(means, want, atol=1e-6)
 
 
-def test_a_block_that_all_queries_point_at_is_found():
+def test_block_with_all_the_attention_is_selected():
     query, cache, metadata = problem()
     direction = jnp.ones(8)
     query, keys = jnp.broadcast_to(direction, query.shape), cache.k.at[:].set(0.0).at[9].set(direction * 3)
@@ -127,7 +127,7 @@ def poisoned(query, cache, metadata):
 
 
 @pytest.mark.parametrize("way", ["xla", "kernel"])
-def test_what_no_request_owns_may_be_nan(way):
+def test_unowned_tokens_may_be_nan(way):
     query, cache, metadata = problem()
     how = {"implementation": "xla"}
     if way == "kernel":
@@ -141,7 +141,7 @@ def test_what_no_request_owns_may_be_nan(way):
 
 
 @pytest.mark.kernels
-def test_attention_over_what_was_chosen_reads_nothing_else():
+def test_attention_reads_only_selected_blocks():
     query, cache, metadata = problem()
     tokens, spoiled, padded = poisoned(query, cache, metadata)
     mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=0.4, block_size=4)
@@ -155,7 +155,7 @@ def test_attention_over_what_was_chosen_reads_nothing_else():
         assert not np.asarray(got)[~live].any()
 
 
-def test_queries_of_a_decode_see_what_they_saw_across_an_edge_of_blocks():
+def test_decode_queries_keep_their_blocks_across_a_block_boundary():
     bucket = jattn.Bucket(max_decodes=2, decode_query_len=4, max_blocks=2)
     metadata = jattn.build_batch_metadata([4, 4], [6, 8], [[1, 2], [3, 4]], block_size=4, bucket=bucket)
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
@@ -165,7 +165,7 @@ def test_queries_of_a_decode_see_what_they_saw_across_an_edge_of_blocks():
     np.testing.assert_allclose(got, jattn.attend(query, cache, metadata, SPEC), atol=1e-6)
 
 
-def test_of_nothing_nothing_is_chosen():
+def test_empty_batch_selects_nothing():
     query, cache, _ = problem()
     empty = jattn.build_batch_metadata([], [], np.zeros((0, 3), int), block_size=4)
     for kv in (
@@ -181,7 +181,7 @@ def test_of_nothing_nothing_is_chosen():
         select_prefill_blocks(query[:0], cache, nobody, SPEC, mass=0.5, block_size=4)
 
 
-def test_masks_change_without_a_recompile(traced_once):
+def test_changing_the_selection_does_not_recompile(traced_once):
     run = lambda query, cache, metadata: (
         select_prefill_blocks(query, cache, metadata, SPEC, mass=0.5, block_size=4).blocks
     )
@@ -189,7 +189,7 @@ def test_masks_change_without_a_recompile(traced_once):
     assert (first != second).any()
 
 
-def test_largest_takes_the_fewest_that_suffice():
+def test_largest_takes_the_minimum_number_of_blocks():
     weights = jnp.asarray([[0.1, 0.6, 0.0, 0.3], [0.25, 0.25, 0.25, 0.25]])
     np.testing.assert_array_equal(top_mass(weights, 0.5)[0], [False, True, False, False])
     np.testing.assert_array_equal(top_mass(weights, 0.85)[0], [False, True, False, True])
@@ -209,6 +209,6 @@ def test_largest_takes_the_fewest_that_suffice():
     ],
 )
 @pytest.mark.usefixtures("types_unchecked")
-def test_nonsense_is_named(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         select_prefill_blocks(*problem(), SPEC, **{"mass": 0.5} | change)

@@ -55,7 +55,7 @@ class TestArrays:
     """What all recipes take, and what they say of the rest."""
 
     @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
-    def test_one_text_needs_no_batch(self, name):
+    def test_batch_axis_is_optional(self, name):
         given = tuple(x[1] for x in arrays(20))
         one, batch = (RECIPES[name](*x) for x in (given, tuple(x[None] for x in given)))
         if name == "nsa":
@@ -75,7 +75,7 @@ class TestArrays:
             ({"q_heads": 3}, r"q's number of heads must be a multiple of k's number of heads \(2\), got 3"),
         ],
     )
-    def test_they_must_belong_together(self, name, change, message):
+    def test_inconsistent_shapes_are_rejected(self, name, change, message):
         q, k, v = (x[0] for x in arrays(20)) if name == "vertical_slash" else arrays(20)
         k = k[..., : change.get("k", 20), :, :]
         q = q[..., : change.get("q_heads", 4), :]
@@ -83,11 +83,11 @@ class TestArrays:
             RECIPES[name](q, k, v)
 
     @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
-    def test_texts_have_axes(self, name):
+    def test_arrays_with_too_few_axes_are_rejected(self, name):
         with pytest.raises(ValueError, match=r"q must have shape \[batch, tokens, .*, got \(20, 8\)"):
             RECIPES[name](*(x[0, :, 0] for x in arrays(20)))
 
-    def test_vertical_slash_sees_a_key_that_scores_nan(self):
+    def test_vertical_slash_selects_a_key_that_scores_nan(self):
         q, k, v = (x[0] for x in arrays(20))
         k = k.at[7, 0].set(np.nan)  # of one kv head
         columns = RECIPES["vertical_slash"](q, k, v).columns[0]
@@ -96,7 +96,7 @@ class TestArrays:
         np.testing.assert_array_equal(columns[2:], clean[2:])
 
     @pytest.mark.usefixtures("types_unchecked")
-    def test_vertical_slash_takes_one_text(self):
+    def test_vertical_slash_rejects_a_batch(self):
         with pytest.raises(ValueError, match=r"q must have shape .*, got \(2, 20, 4, 8\). Use jax.vmap"):
             RECIPES["vertical_slash"](*arrays(20))
 
@@ -123,20 +123,20 @@ class TestArrays:
             ),
         ],
     )
-    def test_sizes_are_named(self, run, message):
+    def test_invalid_sizes_are_rejected(self, run, message):
         q, k, _ = arrays(20)
         with pytest.raises(ValueError, match=message):
             run(q, k)
 
     @pytest.mark.parametrize("name", RECIPES)
-    def test_a_text_has_tokens(self, name):
+    def test_sequence_without_tokens_is_rejected(self, name):
         q, k, v = (x[:, :0] for x in arrays())
         given = (x[0] for x in (q, k, v)) if name == "vertical_slash" else (q, k, v)
         with pytest.raises(ValueError, match=r"q must have at least one token, got \((2, )?0, 4, 8\)"):
             RECIPES[name](*given)
 
     @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
-    def test_a_batch_may_have_no_texts(self, name):
+    def test_empty_batch_is_supported(self, name):
         q, k, v = (x[:0] for x in arrays(20))
         made = RECIPES[name](q, k, v)
         out = made if name == "nsa" else jattn.attention(q, k, v, causal=True, mask=made)
@@ -156,7 +156,7 @@ class TestPackedDocuments:
             ("vertical_slash", "VerticalSlash.columns"),
         ],
     )
-    def test_a_choice_of_all_of_them_is_refused(self, name, array):
+    def test_selection_over_all_documents_is_rejected(self, name, array):
         q, k, v = (x[0] for x in arrays())
         message = rf"{array} must have a row for each of 2 documents \(what chooses .*, got 1\."
         run = lambda cu, mask: jattn.attention(q, k, v, causal=True, cu_seqlens=cu, mask=mask)
@@ -168,7 +168,7 @@ class TestPackedDocuments:
             run(jnp.asarray([0, TOKENS]), of_one), jattn.attention(q, k, v, causal=True, mask=of_one)
         )
 
-    def test_an_array_without_rows_holds_for_all_of_them(self):
+    def test_selection_without_rows_applies_to_all_documents(self):
         q, k, v = (x[0] for x in arrays())
         mask = masks.BlockMask(blocks=RECIPES["moba"](q, k, v).blocks[0], block_q=1, block_kv=8)
         out = jattn.attention(q, k, v, causal=True, cu_seqlens=jnp.asarray(self.BOUNDS), mask=mask)
@@ -182,7 +182,7 @@ class TestPackedDocuments:
         return dataclasses.replace(mask, blocks=mask.blocks[:, :tokens])
 
     @pytest.mark.parametrize("name", ["moba", "vertical_slash"])
-    def test_rows_chosen_of_each_document_are_its_own(self, name):
+    def test_selected_rows_belong_to_their_document(self, name):
         q, k, v = (x[0] for x in arrays())
         texts = [tuple(x[first:end] for x in (q, k, v)) for first, end in itertools.pairwise(self.BOUNDS)]
         chosen = [RECIPES[name](*text) for text in texts]
@@ -196,17 +196,17 @@ class TestPackedDocuments:
 
 
 class TestTopKBlocks:
-    def test_literal(self):
+    def test_selects_the_top_k_blocks(self):
         scores = jnp.asarray([[0.1, 3.0, 2.0, -jnp.inf], [1.0, 1.0, 0.0, jnp.inf], [-jnp.inf] * 4])
         want = [[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 9), ~np.isneginf(scores))
 
-    def test_ints_are_told_apart_that_f32_does_not(self):
+    def test_int_scores_that_are_equal_in_f32_are_distinguished(self):
         seen = sparsity.top_k_blocks(jnp.asarray([[2**24 + 1, 2**24, -(2**31)], [7, 7, 3]], jnp.int32), 1)
         np.testing.assert_array_equal(seen, [[True, False, False], [True, True, False]])
 
-    def test_what_is_nan_is_taken_beside_what_is_always_taken(self):
+    def test_nan_scores_are_selected_in_addition_to_the_others(self):
         """So that it comes out of attention, and hides nothing else."""
         nan, inf = jnp.nan, jnp.inf
         scores = jnp.asarray([[1, nan, 3, inf, 2], [nan, 1, 2, -inf, 0], [nan, nan, nan, inf, -inf]])
@@ -220,11 +220,11 @@ class TestTopKBlocks:
             (jnp.zeros((2, 0)), 1, r"scores must be .* got \(2, 0\)"),
         ],
     )
-    def test_refusals(self, scores, k, message):
+    def test_invalid_arguments_are_rejected(self, scores, k, message):
         with pytest.raises(ValueError, match=message):
             sparsity.top_k_blocks(scores, k)
 
-    def test_scores_of_one_s_own_choose_a_decode_step_s_blocks(self):
+    def test_custom_scores_select_the_blocks_of_a_decode_step(self):
         """Over a paged cache: a query sees the blocks that it chose, and no others."""
         spec = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
         metadata = jattn.build_batch_metadata([1, 1], [30, 64], [range(1, 5), range(5, 9)], block_size=16)
@@ -251,7 +251,7 @@ class TestTopKBlocks:
 
 class TestMoBA:
     @pytest.mark.parametrize("block_q", [1, 4])
-    def test_queries_see_their_own_block_and_those_whose_means_the_first_of_them_likes(self, block_q):
+    def test_queries_attend_to_their_block_and_to_blocks_that_the_first_query_selects(self, block_q):
         q, k, _ = arrays()
         size, top_k = 8, 3
         seen = sparsity.moba(q, k, block_size=size, top_k=top_k, block_q=block_q)
@@ -265,13 +265,13 @@ class TestMoBA:
             want = [j // size in chosen and j <= i for j in range(TOKENS)]
             np.testing.assert_array_equal(drawn(seen, b)[h, i], want) if h == i % Q_HEADS else None
 
-    def test_a_block_of_queries_must_divide_one_of_keys(self):
+    def test_block_q_must_divide_block_size(self):
         q, k, _ = arrays()
         with pytest.raises(ValueError, match=r"block_q must divide block_kv \(8\), got 3"):
             sparsity.moba(q, k, block_size=8, top_k=2, block_q=3)
 
 
-def test_streaming_llm_sees_first_and_recent_keys():
+def test_streaming_llm_attends_to_first_and_recent_keys():
     i, j = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]
     seen = drawn(sparsity.streaming_llm(num_first=3, num_recent=5), 0)
     np.testing.assert_array_equal(seen[0], ((j < 3) | (i - j < 5)) & (j <= i))
@@ -284,20 +284,20 @@ def test_streaming_llm_sees_first_and_recent_keys():
 
 
 class TestXAttention:
-    def test_what_scores_nan_is_kept_so_that_it_shows(self):
+    def test_blocks_that_score_nan_are_selected(self):
         q, k, _ = arrays(32)
         spoiled = k.at[:, 9].set(jnp.nan)
         seen = sparsity.x_attention(q, spoiled, mass=0.2, block_size=8, stride=4).blocks
         assert seen[:, :, 1:, 1].all()
 
-    def test_all_mass_is_every_block_up_to_one_s_own(self):
+    def test_mass_1_selects_every_causal_block(self):
         """Of a peaked attention most shares are nothing beside the largest, in f32."""
         q, k, _ = arrays(48)
         seen = sparsity.x_attention(9 * q, 9 * k, mass=1.0, block_size=8, stride=4).blocks
         np.testing.assert_array_equal(seen, np.broadcast_to(np.tri(6, dtype=bool), seen.shape))
 
     @pytest.mark.parametrize("tokens", [48, 41])
-    def test_blocks_hold_the_mass_of_antidiagonals(self, tokens):
+    def test_selected_blocks_hold_the_mass_of_antidiagonals(self, tokens):
         """What fills up the last block counts for nothing."""
         q, k, _ = (jnp.pad(x, ((0, 0), (0, 48 - tokens), (0, 0), (0, 0))) for x in arrays(tokens))
         size, stride, mass, blocks = 8, 2, 0.7, 6
@@ -326,12 +326,12 @@ class TestXAttention:
             ({"mass": 0.5, "block_size": 10, "stride": 4}, r"stride must divide block_size \(10\), got 4"),
         ],
     )
-    def test_refusals(self, options, message):
+    def test_invalid_arguments_are_rejected(self, options, message):
         with pytest.raises(ValueError, match=message):
             sparsity.x_attention(*arrays()[:2], **options)
 
 
-def test_vertical_slash_marks_what_the_last_queries_attend_to():
+def test_vertical_slash_selects_what_the_last_queries_attend_to():
     q, k, _ = arrays()
     seen = sparsity.vertical_slash(q[0], k[0], num_columns=4, num_slashes=6, last=8)
     queries, keys = in_numpy(q[:1], k[:1])
@@ -358,7 +358,7 @@ class TestNSA:
         return jax.nn.sigmoid(jax.random.normal(jax.random.key(7), (2, TOKENS, Q_HEADS, 3)))
 
     @pytest.mark.parametrize("block_q", [1, 4])
-    def test_is_the_gated_sum_of_compressed_selected_and_window(self, block_q):
+    def test_output_is_the_gated_sum_of_compressed_selected_and_window(self, block_q):
         q, k, v = arrays()
         size, window = 8, 6
         out = sparsity.nsa(q, k, v, self.gates(), **SIZES, block_q=block_q)
@@ -391,7 +391,7 @@ class TestNSA:
                 np.testing.assert_allclose(out[b, i, h], want, atol=2e-5)
 
     @pytest.mark.parametrize("step", [1.0, 40.0])
-    def test_a_peaked_attention_chooses_as_a_flat_one_does(self, step):
+    def test_selection_keeps_the_order_of_scores_that_underflow(self, step):
         """Where scores lie 40 apart most shares are 0 in f32; their order is the same."""
         keys = jnp.broadcast_to(
             step * jnp.asarray([3, 1, 5, 2, 4, 0, 6.0])[None, :, None, None], (1, 7, 1, 1)
@@ -401,7 +401,7 @@ class TestNSA:
         want = [[0, 2, 3, 4], [0, 2, 4, 5], [0, 2, 4, 6]]
         assert [np.flatnonzero(row).tolist() for row in chosen[4:]] == want
 
-    def test_float64_is_mixed_in_float64(self):
+    def test_float64_branches_are_combined_in_float64(self):
         with jax.enable_x64(True):
             given = [x.astype(jnp.float64) for x in arrays(16)]
             gates = jnp.broadcast_to(jnp.asarray([0, 0, 1 / 3], jnp.float64), (2, 16, Q_HEADS, 3))
@@ -409,7 +409,7 @@ class TestNSA:
             want = jattn.attention(*given, causal=True, window=(SIZES["window"] - 1, 0)) / 3
             np.testing.assert_allclose(out, want, rtol=0, atol=1e-14)
 
-    def test_gates_and_what_compresses_are_trained(self):
+    def test_gates_and_compression_have_gradients(self):
         q, k, v = arrays()
 
         def loss(gates, weights):
@@ -439,13 +439,13 @@ class TestNSA:
             ),
         ],
     )
-    def test_refusals(self, change, message):
+    def test_invalid_arguments_are_rejected(self, change, message):
         q, k, v = arrays()
         with pytest.raises(ValueError, match=message):
             sparsity.nsa(q, k, v, **{"gates": self.gates()} | SIZES | change)
 
 
-def test_not_is_the_rest_and_twice_is_the_mask():
+def test_negated_mask_is_the_complement():
     window = masks.Window(left=3)
     i, j = np.arange(9)[:, None], np.arange(9)[None, :]
     np.testing.assert_array_equal(masks.dense(~window, 9, 9)[0], i - j > 3)

@@ -60,7 +60,7 @@ sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(mask_rules.WHOLE, lengths, sizes)
-def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
+def test_schedule_equals_the_dense_mask_per_tile(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
         np.testing.assert_array_equal(full, all_visible)
         np.testing.assert_array_equal(partial, any_visible & ~all_visible)
@@ -69,7 +69,7 @@ def test_it_equals_the_dense_mask_tile_by_tile(ruled, lens, size):
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(mask_rules.compositions(mask_rules.WHOLE | mask_rules.vertical_slash()), lengths, sizes)
-def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(ruled, lens, size):
+def test_composed_masks_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
         assert not (full & ~all_visible).any()
         assert not (any_visible & ~(partial | full)).any()
@@ -77,7 +77,7 @@ def test_of_compositions_nothing_seen_is_missing_and_nothing_unseen_is_whole(rul
 
 @settings(max_examples=25)
 @given(mask_rules.documents_in_any_order(), lengths, sizes)
-def test_documents_in_any_order_miss_no_tile_and_show_none_that_is_hidden(ruled, lens, size):
+def test_documents_in_any_order_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
         assert not (full & ~all_visible).any()
         assert not (any_visible & ~(partial | full)).any()
@@ -85,13 +85,13 @@ def test_documents_in_any_order_miss_no_tile_and_show_none_that_is_hidden(ruled,
 
 @settings(max_examples=15)
 @given(mask_rules.documents(), lengths, sizes)
-def test_documents_that_ascend_are_listed_as_they_are(ruled, lens, size):
+def test_ascending_documents_have_exact_tiles(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
         np.testing.assert_array_equal(full, all_visible)
         np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 
 
-def test_padding_behind_the_documents_costs_the_tile_where_it_begins():
+def test_padding_after_the_documents_adds_only_its_first_tile():
     """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is lost, and one sees more than it needs."""
     ids = np.r_[np.repeat(np.arange(1, 7), 32), np.zeros(64, int)].astype(np.int32)
     made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
@@ -111,7 +111,7 @@ def test_padding_behind_the_documents_costs_the_tile_where_it_begins():
 @pytest.mark.kernels
 @settings(max_examples=15)
 @given(mask_rules.block_masks(mask_rules.MAX_LEN + 15) | mask_rules.local_strided(), lengths)
-def test_causal_blocks_are_exact_too(ruled, lens):
+def test_causal_block_masks_have_exact_tiles(ruled, lens):
     """Of a causal block pattern the lists are exact where tiles are blocks."""
     blocks = getattr(ruled.mask, "block_size", None) or ruled.mask.block_kv
     both = mask_rules.Ruled(
@@ -133,7 +133,7 @@ def make(mask, seq_lens, **options):
     return schedule(mask, jnp.asarray(seq_lens), **sizes | options)
 
 
-def test_lists_hold_partial_tiles_first_and_the_longest_list_comes_first():
+def test_lists_start_with_partial_tiles_and_are_sorted_by_length():
     made = make(masks.Causal() & (masks.Window(left=20) | masks.OnlyHeads((1,))), [64])
     np.testing.assert_array_equal(made.num_partial, [[1, 1], [2, 1], [3, 1], [3, 1]])
     np.testing.assert_array_equal(made.num_full, [[0, 0], [0, 1], [0, 2], [0, 3]])
@@ -141,13 +141,13 @@ def test_lists_hold_partial_tiles_first_and_the_longest_list_comes_first():
     np.testing.assert_array_equal(made.order, [7, 4, 5, 6, 2, 3, 0, 1])
 
 
-def test_padding_and_what_is_behind_the_end_are_in_no_list():
+def test_padding_and_keys_after_the_end_are_in_no_list():
     made = make(masks.Sinks(64), [0, 17], query_lens=jnp.asarray([0, 3]))
     np.testing.assert_array_equal(made.num_queries, [0, 0, 0, 0, 3, 0, 0, 0])
     np.testing.assert_array_equal((made.num_partial + made.num_full)[:, 0], [0, 0, 0, 0, 2, 0, 0, 0])
 
 
-def test_a_traced_mask_changes_its_schedule_without_a_recompile(traced_once):
+def test_changing_a_traced_mask_does_not_recompile(traced_once):
     masks_of = lambda seed: (
         masks.BlockMask(
             blocks=jax.random.bernoulli(jax.random.key(seed), 0.5, (2, 4, 4)), block_q=16, block_kv=16
@@ -163,7 +163,7 @@ def test_a_traced_mask_changes_its_schedule_without_a_recompile(traced_once):
         np.testing.assert_array_equal(full[: -(-int(lens[0]) // 16)], blocks[: -(-int(lens[0]) // 16)])
 
 
-def test_of_no_requests_there_are_no_lists():
+def test_empty_batch_has_no_lists():
     made = make(masks.Causal(), np.zeros(0, np.int32))
     assert made.kv_tiles.shape == (0, 2, 4)
     assert made.order.shape == (0,)
@@ -191,6 +191,6 @@ def test_of_no_requests_there_are_no_lists():
         ({"mask": BLOCKS, "max_seq_len": 81}, "has 4 kv_blocks of 20 .* Pass at least 5"),
     ],
 )
-def test_nonsense_is_named(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         make(**{"mask": masks.Causal(), "seq_lens": [3]} | change)

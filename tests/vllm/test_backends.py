@@ -10,7 +10,7 @@ from tests.golden_cases import golden
 
 
 @golden("infer_global_hyperparameters")
-def test_agreement_of_layers_is_judged_as_in_vllm(case):
+def test_infer_global_hyperparameters_equals_vllm(case):
     layers = {f"layer{i}": PerLayerParameters(*params) for i, params in enumerate(case["layers"])}
     if "expected_error" in case:
         with pytest.raises(
@@ -41,7 +41,7 @@ def test_disagreement_is_recorded_when_not_strict(other, same_windows):
         infer_global_hyperparameters(layers)
 
 
-def test_only_the_layers_that_differ_are_named():
+def test_error_lists_only_the_differing_layers():
     common, odd = PerLayerParameters(-1, None, 0.125), PerLayerParameters(-1, None, 0.25)
     with pytest.raises(
         ValueError, match=r"got odd: \(-1, None, 0\.25, False\); last: \S+ None, 0\.25, False\)\.$"
@@ -49,7 +49,7 @@ def test_only_the_layers_that_differ_are_named():
         infer_global_hyperparameters({"first": common, "same": common, "odd": odd, "last": odd})
 
 
-def test_no_layers_are_refused():
+def test_missing_layers_are_rejected():
     with pytest.raises(ValueError, match=r"per_layer_params must have at least one layer, got \{\}"):
         infer_global_hyperparameters({})
 
@@ -63,27 +63,27 @@ def test_no_layers_are_refused():
         ({"requested": "NHD", "connector": "HND", "default": "HND"}, "NHD"),
     ],
 )
-def test_a_request_beats_the_connector_and_the_connector_the_default(arguments, layout):
+def test_layout_precedence_is_request_connector_default(arguments, layout):
     assert choose_kv_cache_layout(**arguments) == layout
 
 
 @pytest.mark.parametrize("name", ["requested", "connector", "default"])
-def test_unknown_layouts_are_refused(name):
+def test_unknown_layouts_are_rejected(name):
     with pytest.raises(ValueError, match=f"{name} must be one of 'NHD', 'HND', got 'NDH'"):
         choose_kv_cache_layout(**{name: "NDH"})
 
 
 @golden("paged_attention_v1_v2_rule")
-def test_choice_equals_vllm(case):
+def test_paged_attention_version_equals_vllm(case):
     chosen = choose_paged_attention_version(case["max_seq_len"], case["num_seqs"], case["num_heads"])
     assert chosen == (case["expected_use_v1"], case["max_num_partitions"])
 
 
-def test_long_contexts_take_v2_however_full_the_gpu_is():
+def test_long_contexts_use_v2_for_any_number_of_heads():
     assert choose_paged_attention_version(8192, 1000, 32).use_v1 is True
     assert choose_paged_attention_version(8193, 1000, 32).use_v1 is False
 
 
-def test_a_context_needs_keys():
+def test_empty_context_is_rejected():
     with pytest.raises(ValueError, match="max_seq_len must be positive, got 0"):
         choose_paged_attention_version(0, 1, 1)

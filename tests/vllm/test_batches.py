@@ -51,7 +51,7 @@ def test_split_equals_vllm(case):
 
 
 @golden("split_short_extends")
-def test_short_extends_go_where_asked(case):
+def test_short_extends_are_decodes_only_if_requested(case):
     options = {name: case[name] for name in OPTIONS}
     split = split_decodes_and_prefills(case["query_lens"], **options, is_prefilling=case["is_prefilling"])
     assert split._asdict() == case["expected"]
@@ -65,13 +65,13 @@ def test_short_extends_go_where_asked(case):
         ([1, 1, 0, 0], 1, 4, (4, 0, 4, 0)),
     ],
 )
-def test_uniform_split_takes_equal_rows_and_padding(query_lens, threshold, padded, expected):
+def test_uniform_split_selects_equal_rows_and_padding(query_lens, threshold, padded, expected):
     assert (
         split_decodes_and_prefills(query_lens, threshold, True, padded_num_actual_tokens=padded) == expected
     )
 
 
-def test_short_rows_behind_a_prefill_are_prefills():
+def test_short_rows_after_a_prefill_are_prefills():
     assert split_decodes_and_prefills([1, 5, 1]) == (1, 2, 1, 6)
 
 
@@ -122,7 +122,7 @@ def test_traced_split_equals_the_host_split(traced_once, uniform, short_extends)
         assert DecodePrefillSplit(*map(int, result)) == host
 
 
-def test_short_extends_need_to_be_told_apart():
+def test_is_prefilling_is_required_and_checked():
     with pytest.raises(
         ValueError, match="is_prefilling is required if treat_short_extends_as_decodes is False"
     ):
@@ -164,7 +164,7 @@ def test_prefill_chunks_are_packed_greedily():
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(9, 20))
-def test_a_prefill_chunk_ends_only_where_the_next_request_does_not_fit(lens, workspace):
+def test_prefill_chunk_ends_only_if_the_next_request_does_not_fit(lens, workspace):
     chunks = split_prefill_chunks(lens, workspace)
     assert [row for first, stop in chunks for row in range(first, stop)] == list(range(len(lens)))
     for first, stop in chunks:
@@ -172,13 +172,13 @@ def test_a_prefill_chunk_ends_only_where_the_next_request_does_not_fit(lens, wor
         assert stop == len(lens) or sum(lens[first : stop + 1]) > workspace
 
 
-def test_a_request_longer_than_the_workspace_is_refused():
+def test_request_longer_than_the_workspace_is_rejected():
     with pytest.raises(ValueError, match=r"seq_lens_cpu\[1\] must be at most workspace_size \(5\), got 6"):
         split_prefill_chunks([5, 6], 5)
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_lengths_of_other_requests_are_refused_rather_than_stretched():
+def test_arrays_of_different_lengths_are_rejected_by_the_split():
     with pytest.raises(ValueError, match=r"seq_lens must have one entry per request \(2\), got 1"):
         split_decodes_prefills_and_extends([1, 2], [10])
     with pytest.raises(ValueError, match=r"query_lens must have one entry per request, got shape \(1, 2\)"):
@@ -194,7 +194,7 @@ def check_region(region, expected):
 
 
 @golden("v0_blocksparse_prefill_decode_split")
-def test_v0_takes_prefills_first_and_drops_the_decodes_queries(case):
+def test_v0_batch_has_prefills_first_and_no_decode_query_start_loc(case):
     query_lens = case["seq_lens"][: case["num_prefills"]] + [1] * case["num_decode_tokens"]
     halves = split_prefill_and_decode(
         query_lens, case["seq_lens"], case["slot_mapping"], num_prefills=case["num_prefills"]
@@ -204,7 +204,7 @@ def test_v0_takes_prefills_first_and_drops_the_decodes_queries(case):
 
 
 @golden("v1_xformers_prefill_decode_split")
-def test_v1_takes_decodes_first_and_counts_prefill_tokens_from_0(case):
+def test_v1_batch_has_decodes_first_and_prefill_tokens_from_0(case):
     halves = split_prefill_and_decode(case["query_lens"], case["seq_lens"], case["slot_mapping"])
     expected = case["expected"]
     check_region(halves.prefill, expected["prefill"])
@@ -213,7 +213,7 @@ def test_v1_takes_decodes_first_and_counts_prefill_tokens_from_0(case):
     assert len(halves.prefill.slot_mapping) == expected["num_prefill_tokens"]
 
 
-def test_a_region_without_rows_is_none():
+def test_region_without_rows_is_none():
     assert split_prefill_and_decode([1, 1], [5, 6], [3, 4]).prefill is None
     assert split_prefill_and_decode([5, 6], [5, 6], range(11)).decode is None
     assert split_prefill_and_decode([5, 6], [5, 6], range(11), num_prefills=2).decode is None
@@ -226,7 +226,7 @@ def test_the_decode_threshold_moves_the_boundary():
     assert halves.prefill.slot_mapping.tolist() == [3, 4, 5]
 
 
-def test_tokens_without_a_slot_and_more_prefills_than_rows_are_refused():
+def test_missing_slots_and_too_many_prefills_are_rejected():
     with pytest.raises(ValueError, match="slot_mapping must have a slot for each of the 5 tokens, got 2"):
         split_prefill_and_decode([1, 4], [5, 6], [0, 1])
     for count in (3, -1):
@@ -290,17 +290,17 @@ def test_four_region_order_equals_vllm(case):
     check_order(case, *zip(*case["requests_scheduled_computed_prompt"], strict=True), order="four_regions")
 
 
-def test_versions_differ_where_decodes_stand_at_the_end():
+def test_order_versions_differ_for_decodes_at_the_end():
     scheduled, computed = [100, 200, 1, 1], [100, 200, 10, 20]
     assert reorder(scheduled, computed, order="two_regions").order.tolist() == [3, 2, 1, 0]
     assert reorder(scheduled, computed).order.tolist() == [2, 3, 0, 1]
 
 
-def test_a_first_chunk_of_one_token_is_a_prefill():
+def test_first_chunk_of_one_token_is_a_prefill():
     assert reorder([1, 1], [0, 5]).order.tolist() == [1, 0]
 
 
-def test_a_long_interleaved_batch_takes_vllms_order():
+def test_long_interleaved_batch_has_vllms_order():
     scheduled, computed = [1, 1, 374, 300, 1, 256, 1, 27, 1], [20, 50, 0, 20, 20, 0, 5, 0, 4]
     assert reorder(scheduled, computed).order.tolist() == [0, 1, 6, 8, 4, 3, 2, 7, 5]
 
@@ -317,14 +317,14 @@ def test_order_is_a_permutation_with_contiguous_regions(order, rows, threshold):
 
 @pytest.mark.parametrize("order", ["three_regions", "four_regions"])
 @given(rows=rows_lists, threshold=st.integers(1, 3))
-def test_order_is_where_vllms_swaps_end(order, rows, threshold):
+def test_order_equals_the_result_of_vllms_swaps(order, rows, threshold):
     regions = [region_of(row, threshold, order) for row in rows]
     result = reorder(*zip(*rows, strict=True), threshold, order=order)
     assert result.order.tolist() == swap_along_cycles(regions, NAMES[order])
 
 
 @given(rows=rows_lists, threshold=st.integers(1, 3))
-def test_two_region_order_is_where_vllms_swaps_end(rows, threshold):
+def test_two_region_order_equals_the_result_of_vllms_swaps(rows, threshold):
     scheduled = [row[0] for row in rows]
     decodes = [i for i, n in enumerate(scheduled) if n <= threshold]
     prefills = [i for i, n in enumerate(scheduled) if n > threshold]
@@ -343,7 +343,7 @@ def test_inputs_are_not_changed():
     assert (scheduled.tolist(), computed.tolist()) == ([5, 1], [0, 3])
 
 
-def test_missing_and_misshapen_columns_are_refused():
+def test_missing_and_misshapen_columns_are_rejected():
     with pytest.raises(ValueError, match=r"order must be one of 'two_regions', .*, got 'five_regions'"):
         reorder([1], [1], order="five_regions")
     with pytest.raises(ValueError, match="num_computed_tokens is required for order='three_regions'"):
@@ -394,7 +394,7 @@ def test_split_batch_equals_vllm(case):
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9)), min_size=1, max_size=6), st.data())
-def test_both_halves_hold_each_token_once_with_its_context(rows, data):
+def test_split_batches_contain_each_token_once_with_its_context(rows, data):
     query_lens = [q for q, _ in rows]
     seq_lens = [q + c for q, c in rows]
     tokens = [(c + i + 1) for q, c in rows for i in range(q)]
@@ -420,7 +420,7 @@ def test_traced_slices_equal_host_slices(traced_once):
             np.testing.assert_array_equal(host, value)
 
 
-def test_rows_behind_the_cut_keep_their_context():
+def test_rows_after_the_split_keep_their_context():
     made = make_metadata_with_slice([10, 10, 10], [2, 2, 2], (0, 3), (0, 3))
     assert made.query_start_loc.tolist() == [0, 2, 3, 3]
     assert made.seq_lens.tolist() == [10, 9, 8]
@@ -435,7 +435,7 @@ def test_graph_padding_may_follow_the_last_row():
     )
 
 
-def test_slices_outside_the_batch_are_refused():
+def test_slices_outside_the_batch_are_rejected():
     with pytest.raises(ValueError, match=r"request_slice must select at least one element, got \(2, 2\)"):
         slice_query_start_locs([0, 1, 2], (2, 2))
     with pytest.raises(ValueError, match="req_slice must end at or before 2, got 3"):
@@ -447,7 +447,7 @@ def test_slices_outside_the_batch_are_refused():
             split_at_token([9, 9], [2, 2], point)
 
 
-def test_lengths_of_other_requests_are_refused_and_not_stretched():
+def test_arrays_of_different_lengths_are_rejected_by_slices():
     message = r"seq_lens must have one entry per request \(3\), got 1"
     with pytest.raises(ValueError, match=message):
         make_metadata_with_slice([10], [1, 2, 3], (0, 3), (0, 6))
@@ -455,7 +455,7 @@ def test_lengths_of_other_requests_are_refused_and_not_stretched():
         split_at_token([10], [1, 2, 3], 3)
 
 
-def test_a_batch_may_begin_with_a_row_of_no_tokens():
+def test_batch_may_begin_with_an_empty_row():
     before, rest = split_at_token([4, 7, 3], [0, 3, 2], 2)
     assert before.query_start_loc.tolist() == [0, 0, 2]
     assert before.seq_lens.tolist() == [4, 6]

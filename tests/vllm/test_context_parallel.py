@@ -30,7 +30,7 @@ def test_local_lengths_equal_vllm(case):
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 5))
-def test_local_lengths_count_the_positions_of_a_rank(seq_lens, size, interleave):
+def test_local_lengths_count_the_positions_of_each_rank(seq_lens, size, interleave):
     local = get_dcp_local_seq_lens(seq_lens, size, cp_kv_cache_interleave_size=interleave)
     for row, seq_len in zip(local, seq_lens, strict=True):
         owners = [position // interleave % size for position in range(seq_len)]
@@ -68,7 +68,7 @@ def test_slots_equal_vllm_on_each_rank(traced_once, case):
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 40))
-def test_a_rank_stores_its_local_tokens_densely_and_in_order(size, interleave, per_block, seq_len):
+def test_rank_stores_its_tokens_densely_and_in_order(size, interleave, per_block, seq_len):
     block_size = interleave * per_block
     table = [[3, 0, 7, 5, 2] * 10]
     lens = get_dcp_local_seq_lens([seq_len], size, cp_kv_cache_interleave_size=interleave)[0]
@@ -94,12 +94,12 @@ def test_padding_has_no_slot_on_any_rank():
     assert slots == [[-1] * 3] * 2
 
 
-def test_slots_of_a_rank_beyond_int32_are_refused():
+def test_slots_beyond_int32_are_rejected():
     with pytest.raises(ValueError, match=r"ids of at most 134217727 \(slots are int32\), got 134217728"):
         compute_dcp_slot_mapping([[2**27]], [0], [0], 16, dcp_size=2, dcp_rank=0)
 
 
-def test_interleave_must_divide_the_block():
+def test_interleave_must_divide_block_size():
     with pytest.raises(ValueError, match=r"block_size must be a multiple of .*_size \(3\), got 4"):
         compute_dcp_slot_mapping([[0]], [0], [0], 4, dcp_size=2, dcp_rank=0, cp_kv_cache_interleave_size=3)
     with pytest.raises(ValueError, match="dcp_size must be positive, got 0"):
@@ -144,14 +144,14 @@ def test_combination_follows_the_definition_in_either_base(is_lse_base_on_e, bas
 
 
 @pytest.mark.parametrize("no_keys", [-INF, INF, float("nan")])
-def test_a_rank_without_keys_adds_nothing_even_if_its_output_is_nan(no_keys):
+def test_rank_without_keys_contributes_nothing_even_if_its_output_is_nan(no_keys):
     out = jnp.array([[[[jnp.nan, 7.0]]], [[[2.0, 3.0]]]])
     got = cp_lse_combine(out, jnp.array([[[no_keys]], [[1.5]]]))
     assert got.out.tolist() == [[[2.0, 3.0]]]
     assert got.lse.tolist() == [[1.5]]
 
 
-def test_no_keys_anywhere_give_zeros():
+def test_output_without_any_keys_is_zero():
     got = cp_lse_combine(jnp.full((2, 1, 1, 2), jnp.nan), jnp.full((2, 1, 1), -jnp.inf))
     assert got.out.tolist() == [[[0.0, 0.0]]]
     assert got.lse.tolist() == [[-INF]]
@@ -171,14 +171,14 @@ def test_gradients_of_ranks_and_tokens_without_keys_are_0():
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_outputs_of_ints_and_lists_are_refused_by_name():
+def test_int_outputs_and_lists_are_rejected():
     with pytest.raises(ValueError, match="partial_out must hold floats, got int32"):
         cp_lse_combine(jnp.ones((2, 1, 1, 2), jnp.int32), jnp.zeros((2, 1, 1)))
     with pytest.raises(ValueError, match="partial_lse must be an array, got list"):
         cp_lse_combine(jnp.ones((1, 1, 1, 2)), [[[0.0]]])
 
 
-def test_huge_log_sums_do_not_overflow():
+def test_large_lse_does_not_overflow():
     got = cp_lse_combine(jnp.array([[[[1.0]]], [[[3.0]]]]), jnp.full((2, 1, 1), 1000.0))
     assert got.out.tolist() == [[[2.0]]]
     np.testing.assert_allclose(got.lse, 1000 + np.log(2), rtol=1e-6)
@@ -199,7 +199,7 @@ def test_masked_tokens_equal_vllm(traced_once, case):
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
-def test_a_step_without_tokens_has_an_lse_of_the_same_type(xp):
+def test_lse_of_an_empty_step_keeps_its_dtype(xp):
     for starts in ([0], [0, 0]):
         masked = mask_empty_context_lse(xp.zeros((4, 0), np.float32), starts, starts)
         assert (masked.dtype, masked.shape) == (np.float32, (4, 0))
@@ -211,7 +211,7 @@ def test_padding_tokens_keep_their_lse():
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_a_rank_that_is_not_there_and_arrays_of_other_tokens_are_refused():
+def test_unknown_rank_and_mismatched_shapes_are_rejected():
     for rank in (2, -1):
         with pytest.raises(ValueError, match=rf"dcp_rank must lie in \[0, 2\), got {rank}"):
             get_dcp_local_seq_lens([5, 9], 2, rank)
@@ -233,7 +233,7 @@ def test_a_rank_that_is_not_there_and_arrays_of_other_tokens_are_refused():
         ({"cp_kv_cache_interleave_size": 1.5}, r"cp_kv_cache_interleave_size must be an int, got 1\.5"),
     ],
 )
-def test_ranks_that_are_no_ints_are_refused(sizes, message, types_unchecked):
+def test_non_int_rank_sizes_are_rejected(sizes, message, types_unchecked):
     """Lengths and slots came out as of no rank: of 10 keys 4 on each of 2.5."""
     sizes = {"dcp_size": 2} | sizes
     table = ([[1, 2]], [0], [5], 3)
@@ -246,7 +246,7 @@ def test_ranks_that_are_no_ints_are_refused(sizes, message, types_unchecked):
             run()
 
 
-def test_a_rank_is_one_of_them_however_it_is_given(types_unchecked):
+def test_rank_out_of_range_is_rejected_for_every_array_type(types_unchecked):
     """Of others, and of None, all slots were -1: nothing was written anywhere."""
     slots_of = lambda rank: compute_dcp_slot_mapping([[1, 2]], [0], [5], 4, dcp_size=2, dcp_rank=rank)
     for rank in (np.array(7), None):
@@ -259,7 +259,7 @@ def test_a_rank_is_one_of_them_however_it_is_given(types_unchecked):
     assert slots_of(np.array(1)).tolist() == slots_of(1).tolist() == [6]
 
 
-def test_a_bound_of_numpy_s_ints_does_not_wrap(types_unchecked):
+def test_max_local_length_of_numpy_ints_does_not_wrap(types_unchecked):
     for length in (np.int8(127), np.array(127, np.int8), jnp.array(127, jnp.int8)):
         assert int(max_dcp_local_seq_len(length, 2, 4)) == 64
     largest = 2**31 - 1

@@ -38,7 +38,7 @@ def test_dispatch_equals_vllm(case):
         assert [mode.name, key and key.num_tokens, key and key.uniform] == expected
 
 
-def test_a_batch_is_padded_to_the_next_graph():
+def test_batch_is_padded_to_the_next_capture_size():
     keys = make_graph_keys(Mode.FULL_AND_PIECEWISE, [1, 8, 16], max_num_seqs=8)
     assert dispatch_cudagraph(keys, 5, uniform_decode=True) == (
         Mode.FULL,
@@ -47,7 +47,7 @@ def test_a_batch_is_padded_to_the_next_graph():
     assert dispatch_cudagraph(keys, 9, uniform_decode=True) == (Mode.PIECEWISE, BatchDescriptor(16))
 
 
-def test_decode_graphs_exist_for_sizes_of_one_to_all_requests():
+def test_decode_graphs_exist_for_one_to_max_num_seqs_requests():
     keys = make_graph_keys(
         Mode.FULL_DECODE_ONLY, [1, 3, 6, 12, 24], max_num_seqs=4, uniform_decode_query_len=3
     )
@@ -55,7 +55,7 @@ def test_decode_graphs_exist_for_sizes_of_one_to_all_requests():
     assert keys.piecewise == frozenset()
 
 
-def test_uniform_batches_are_padded_to_whole_rows_only():
+def test_uniform_batches_are_padded_to_full_rows_only():
     keys = make_graph_keys(Mode.FULL_DECODE_ONLY, [4, 6, 8], max_num_seqs=4, uniform_decode_query_len=3)
     assert dispatch_cudagraph(keys, 3, uniform_decode=True) == (
         Mode.FULL,
@@ -64,7 +64,7 @@ def test_uniform_batches_are_padded_to_whole_rows_only():
     assert dispatch_cudagraph(keys, 3) == (Mode.NONE, None)
 
 
-def test_lora_batches_need_lora_graphs():
+def test_lora_batches_require_lora_graphs():
     plain = make_graph_keys(Mode.FULL, [8], max_num_seqs=8)
     both = make_graph_keys(Mode.FULL, [8], max_num_seqs=8, lora_cases=(False, True))
     assert dispatch_cudagraph(plain, 8, has_lora=True) == (Mode.NONE, None)
@@ -76,7 +76,7 @@ def test_mode_none_has_no_graphs():
     assert dispatch_cudagraph(keys, 8, uniform_decode=True) == (Mode.NONE, None)
 
 
-def test_keys_need_requests():
+def test_graph_keys_reject_max_num_seqs_0():
     with pytest.raises(ValueError, match="max_num_seqs must be positive, got 0"):
         make_graph_keys(Mode.FULL, [8], 0)
 
@@ -91,12 +91,12 @@ def test_keys_need_requests():
         ("FULL_AND_PIECEWISE", "FULL", "PIECEWISE", True),
     ],
 )
-def test_modes_treat_decodes_and_mixed_batches_as_vllm_does(mode, decode, mixed, separate):
+def test_decode_and_mixed_modes_equal_vllm(mode, decode, mixed, separate):
     assert (Mode[mode].decode_mode, Mode[mode].mixed_mode) == (Mode[decode], Mode[mixed])
     assert Mode[mode].has_separate_routine is separate
 
 
-def test_the_least_support_is_the_models():
+def test_support_of_a_model_is_the_minimum():
     assert min([Support.ALWAYS, Support.UNIFORM_BATCH, Support.UNIFORM_SINGLE_TOKEN_DECODE]) == 1
     assert Support.NEVER < Support.UNIFORM_SINGLE_TOKEN_DECODE < Support.UNIFORM_BATCH < Support.ALWAYS
 
@@ -119,14 +119,14 @@ def test_the_least_support_is_the_models():
         ("NONE", "NEVER", 1, True, "NONE"),
     ],
 )
-def test_mode_is_lowered_to_what_the_back_ends_allow(mode, support, query_len, split_op, expected):
+def test_mode_is_lowered_to_what_the_back_ends_support(mode, support, query_len, split_op, expected):
     resolved = resolve_cudagraph_mode(
         Mode[mode], Support[support], uniform_decode_query_len=query_len, attention_is_split_op=split_op
     )
     assert resolved is Mode[expected]
 
 
-def test_whole_mixed_graphs_without_any_support_are_refused():
+def test_full_graphs_without_support_are_rejected():
     with pytest.raises(ValueError, match=r"mode=FULL, but .* does not support graphs\. Use mode=PIECEWISE"):
         resolve_cudagraph_mode(Mode.FULL, Support.NEVER)
 
@@ -139,12 +139,12 @@ def test_sizes_and_padding_equal_vllm(case):
 
 
 @given(st.sets(st.integers(1, 60), min_size=1), st.integers(1, 70))
-def test_padded_size_is_the_smallest_that_holds_the_tokens(sizes, num_tokens):
+def test_padded_size_is_the_smallest_sufficient_size(sizes, num_tokens):
     fitting = [size for size in sizes if size >= num_tokens]
     assert padded_capture_size(num_tokens, list(sizes)) == (min(fitting) if fitting else None)
 
 
-def test_rounded_sizes_hold_whole_rows_and_stay_below_the_largest():
+def test_rounded_sizes_are_full_rows_up_to_the_largest_size():
     assert round_capture_sizes([1, 2, 4, 8, 16], 3) == (3, 6, 9)
     assert round_capture_sizes([1, 2, 4, 8], 1) == (1, 2, 4, 8)
     assert round_capture_sizes([5], 3) == (3,)
@@ -153,7 +153,7 @@ def test_rounded_sizes_hold_whole_rows_and_stay_below_the_largest():
 
 
 @golden("cg_padding_values")
-def test_padding_rows_hold_vllms_values(case):
+def test_padding_rows_equal_vllm(case):
     num_reqs, query_len = case["num_reqs"], case.get("query_len", 1)
     batch = pad_batch_for_graph(
         np.arange(num_reqs + 1) * query_len,
@@ -178,7 +178,7 @@ def test_padding_adds_rows_without_tokens_and_tokens_without_slots(traced_once):
     assert tuple(array.tolist() for array in traced) == expected
 
 
-def test_a_batch_larger_than_the_graph_is_refused():
+def test_batch_larger_than_the_graph_is_rejected():
     args = ([0, 1, 3], [7, 9], [[3], [5]], [12, 20, 21])
     with pytest.raises(ValueError, match=r"number of requests must be at most max_num_reqs \(1\), got 2"):
         pad_batch_for_graph(*args, max_num_reqs=1, max_num_tokens=5)
@@ -186,13 +186,13 @@ def test_a_batch_larger_than_the_graph_is_refused():
         pad_batch_for_graph(*args, max_num_reqs=2, max_num_tokens=2)
 
 
-def test_shared_pad_values_are_the_largest_of_each():
+def test_combined_pad_values_are_the_maximum():
     assert combine_pad_values([PadValues(), PadValues(1, 0)]) == (1, 0)
     with pytest.raises(ValueError, match=r"pad_values must have at least one entry, got \[\]"):
         combine_pad_values([])
 
 
-def test_arrays_of_several_numbers_of_requests_are_refused():
+def test_arrays_of_different_numbers_of_requests_are_rejected():
     sizes = {"max_num_reqs": 4, "max_num_tokens": 5}
     with pytest.raises(ValueError, match=r"query_start_loc must have 3 entries, got \(2,\)"):
         pad_batch_for_graph([0, 3], [7, 9], [[3], [5]], [12, 20, 21], **sizes)

@@ -53,7 +53,7 @@ CALLS = {
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
-def test_numpys_ints_count_as_pythons(call, kind):
+def test_numpy_ints_are_accepted(call, kind):
     numpys, plain = CALLS[call](kind), CALLS[call](int)
     if isinstance(plain, tuple) and not isinstance(plain[0], int | bool | jattn.Bucket | tuple):
         assert all(map(np.array_equal, numpys, plain))
@@ -62,7 +62,7 @@ def test_numpys_ints_count_as_pythons(call, kind):
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_a_number_that_is_no_int_is_named():
+def test_non_int_numbers_are_rejected():
     with pytest.raises(ValueError, match=r"num_sms must be an int, got 1\.5"):
         vllm.use_cascade_attention(512, [1] * 10, 32, 8, False, False, False, 1.5)
     with pytest.raises(ValueError, match=r"num_blocks must be an int, got 2\.5"):

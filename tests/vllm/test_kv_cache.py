@@ -17,7 +17,7 @@ from tests.cache.test_cache import random_kv, spec
 from tests.golden_cases import golden
 
 
-def test_reshape_and_cache_is_write_kv_over_the_packed_arrays():
+def test_reshape_and_cache_equals_write_kv_on_the_packed_layout():
     cache = jattn.PagedCache.create(spec(layout="packed"))
     key, value = random_kv(3)
     slots = jnp.asarray([3, -1, 9])
@@ -43,7 +43,7 @@ BLOCK_SIZE = 4
 
 
 @golden("v0_slot_mapping_sliding_window")
-def test_v0_writes_only_what_a_prompts_window_can_still_see(case):
+def test_v0_writes_only_the_last_window_of_a_prompt(case):
     start_idx = compute_slot_mapping_start_idx(
         True, case["query_len"], case["context_len"], case["sliding_window"]
     )
@@ -54,7 +54,7 @@ def test_v0_writes_only_what_a_prompts_window_can_still_see(case):
     assert slots.tolist() == case["expected"]
 
 
-def test_v0_writes_everything_of_decodes_and_without_a_window():
+def test_v0_writes_all_tokens_of_decodes_and_without_a_window():
     assert compute_slot_mapping_start_idx(False, 10, 0, 8) == 0
     assert compute_slot_mapping_start_idx(True, 10, 0, None) == 0
     assert compute_slot_mapping_start_idx(True, 7, 0, 8) == 0
@@ -90,7 +90,7 @@ def logical_by_scanning(table, seq_lens, total_blocks):
     st.lists(st.lists(st.integers(-1, 7), min_size=3, max_size=3), min_size=2, max_size=2),
     st.lists(st.integers(0, 12), min_size=2, max_size=2),
 )
-def test_inverse_block_table_finds_the_last_use_of_each_block(table, seq_lens):
+def test_inverse_block_table_contains_the_last_use_of_each_block(table, seq_lens):
     expected = logical_by_scanning(table, seq_lens, 6)
     assert physical_to_logical_mapping(table, seq_lens, BLOCK_SIZE, 6).tolist() == expected
 
@@ -102,6 +102,6 @@ def test_traced_inverse_equals_the_scan(traced_once):
     assert [t.tolist() for t in traced] == [logical_by_scanning(*batch, 6) for batch in batches]
 
 
-def test_inverse_needs_one_length_per_row():
+def test_inverse_block_table_requires_one_length_per_row():
     with pytest.raises(ValueError, match=r"seq_lens must have one entry per request \(1\), got \(2,\)"):
         physical_to_logical_mapping([[1]], [1, 1], 4, 4)

@@ -60,7 +60,7 @@ def test_decode_pattern_equals_vllm(case):
     assert listed(pattern[0]) == case["attended_k_blocks"]
 
 
-def test_vllms_prefill_forgets_the_head_groups_when_asked():
+def test_vllms_prefill_ignores_head_groups_if_requested():
     options = dict(local_blocks=1, vert_stride=4, homo_head_group=True)
     consistent = prefill_block_pattern(LocalStrided(**options), 4, 2, 8)
     as_vllm = prefill_block_pattern(LocalStrided(**options, vllm_prefill_heads=True), 4, 2, 8)
@@ -125,7 +125,7 @@ def test_traced_decode_pattern_equals_the_host_one(traced_once):
         np.testing.assert_array_equal(pattern, run(seq_lens=seq_lens))
 
 
-def test_patterns_need_blocks():
+def test_patterns_reject_num_blocks_below_1():
     with pytest.raises(ValueError, match="num_blocks must be positive, got 0"):
         prefill_block_pattern(LocalStrided(), 1, 1, 0)
     with pytest.raises(ValueError, match="num_blocks must be positive, got -1"):
@@ -152,13 +152,13 @@ def test_compressed_rows_list_the_nonzeros_and_end_in_padding(x):
 @pytest.mark.parametrize(
     ("shape", "crow"), [((0, 3), (1,)), ((3, 0), (4,)), ((2, 0, 3), (2, 1)), ((0, 3, 3), (0, 4))]
 )
-def test_an_empty_matrix_has_no_columns(shape, crow):
+def test_empty_matrix_has_no_columns(shape, crow):
     made = dense_to_crow_col(np.zeros(shape))
     np.testing.assert_array_equal(made.crow, np.zeros(crow))
     assert made.col.size == 0
 
 
-def test_compressed_rows_need_a_matrix():
+def test_compressed_rows_reject_vectors():
     with pytest.raises(ValueError, match=r"x must have 2 or 3 axes, got \(2,\)"):
         dense_to_crow_col([1, 0])
 
@@ -299,13 +299,13 @@ def most_chunks(num_tokens, num_reqs, chunk):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_reqs", [1, 2, 3])
-def test_the_bound_is_the_least_one(chunk, num_reqs):
+def test_bound_is_reached(chunk, num_reqs):
     for num_tokens in range(12):
         bound = max_local_attention_virtual_batches(chunk, num_reqs, num_tokens)
         assert bound == most_chunks(num_tokens, num_reqs, chunk)
 
 
-def test_chunks_must_hold_whole_blocks():
+def test_chunk_size_must_be_a_multiple_of_block_size():
     with pytest.raises(ValueError, match=r"attn_chunk_size must be a multiple of block_size \(4\), got 6"):
         make_local_attention_virtual_batches(6, [0, 1], [1], [[0]], 4)
     with pytest.raises(ValueError, match="block_size must be positive, got 0"):
@@ -324,6 +324,6 @@ def test_chunks_must_hold_whole_blocks():
         ([0, 1], [[1]], [[0]], r"seq_lens_np must have one entry per request, got shape \(1, 1\)"),
     ],
 )
-def test_arrays_of_other_requests_are_refused(starts, seq_lens, table, message):
+def test_arrays_of_different_requests_are_rejected(starts, seq_lens, table, message):
     with pytest.raises(ValueError, match=message):
         make_local_attention_virtual_batches(4, starts, seq_lens, table, 4)

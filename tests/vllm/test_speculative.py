@@ -21,7 +21,7 @@ def test_threshold_equals_vllm(case):
     assert spec_decode_reorder_threshold(**case) == expected
 
 
-def test_threshold_never_falls_below_the_back_ends_own():
+def test_threshold_is_at_least_that_of_the_back_end():
     assert spec_decode_reorder_threshold(2, reorder_batch_threshold=8) == 8
     assert spec_decode_reorder_threshold(9, reorder_batch_threshold=8) == 10
     assert spec_decode_reorder_threshold(3, dcp=2, supports_dcp_varlen=True) == 4
@@ -37,7 +37,7 @@ def test_fast_prefill_equals_vllm(case):
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
-def test_fast_prefill_counts_the_wanted_tokens_of_each_request(query_lens, data):
+def test_fast_prefill_counts_the_requested_tokens_of_each_request(query_lens, data):
     owner = [row for row, n in enumerate(query_lens) for _ in range(n)]
     wanted = sorted(data.draw(st.sets(st.integers(0, len(owner) - 1))))
     padded = wanted + data.draw(st.lists(st.integers(0, 99), max_size=3))
@@ -63,7 +63,7 @@ def test_traced_fast_prefill_equals_the_host_one(traced_once):
             np.testing.assert_array_equal(host, value)
 
 
-def test_a_decode_only_batch_keeps_all_its_tokens():
+def test_decode_only_batch_keeps_all_tokens():
     got = make_kv_sharing_fast_prefill_metadata([9, 9], [1, 1], [1], 1)
     assert (got.query_start_loc.tolist(), got.num_actual_tokens) == ([0, 1, 2], 2)
 
@@ -78,7 +78,7 @@ def test_reshaping_gives_each_request_its_tokens_and_back(xp):
     np.testing.assert_array_equal(reshape_attn_output_for_spec_decode(query), query)
 
 
-def test_tokens_that_cannot_be_shared_out_evenly_are_refused():
+def test_uneven_numbers_of_tokens_are_rejected():
     with pytest.raises(ValueError, match=r"must be a multiple of batch_size \(4\), got 6"):
         reshape_query_for_spec_decode(np.zeros((6, 1, 1)), 4)
     with pytest.raises(ValueError, match="batch_size must be positive, got 0"):
@@ -104,11 +104,11 @@ def test_bit_j_of_token_i_is_set_where_j_is_not_later(query_len):
         assert value == (1 << (i + 1)) - 1
 
 
-def test_the_mask_needs_tokens():
+def test_mask_rejects_query_len_0():
     with pytest.raises(ValueError, match="query_len must be positive, got 0"):
         make_xqa_spec_decode_causal_mask(1, 0)
 
 
-def test_lengths_of_fewer_requests_are_refused():
+def test_arrays_of_different_lengths_are_rejected():
     with pytest.raises(ValueError, match=r"seq_lens must have one entry per request \(3\), got 1"):
         make_kv_sharing_fast_prefill_metadata([10], [1, 2, 3], [0, 2, 5], 3)
