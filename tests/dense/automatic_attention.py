@@ -44,8 +44,8 @@ BLOCKS = masks.BlockMask(
 )
 
 
-def place(given: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH) -> list[jax.Array]:
-    return [jax.device_put(x, jax.NamedSharding(mesh, of)) for x, of in zip(given, partitions, strict=True)]
+def place(inputs: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH) -> list[jax.Array]:
+    return [jax.device_put(x, jax.NamedSharding(mesh, of)) for x, of in zip(inputs, partitions, strict=True)]
 
 
 def close(got: jax.Array, want: jax.Array) -> None:
@@ -61,7 +61,7 @@ def near(got: jax.Array, want: jax.Array) -> None:
 
 
 def loss_of(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return lambda *given: (run(*given) ** 2).sum()
+    return lambda *inputs: (run(*inputs) ** 2).sum()
 
 
 def check(
@@ -69,23 +69,23 @@ def check(
     run: Callable[..., jax.Array],
     partitions: tuple[P, ...],
     *,
-    given: Sequence[jax.Array] | None = None,
+    inputs: Sequence[jax.Array] | None = None,
     of_output: tuple[int, int] = (0, 0),
     of_gradients: tuple[int, int] = (0, 0),
     mesh: Any = MESH,
 ) -> None:
     """Outputs and gradients are one device's, by these exchanges alone; none has more than its part."""
-    given = arrays() if given is None else given
+    inputs = arrays() if inputs is None else inputs
     partitions = (
         (partitions[0],) + (partitions[1],) * 2 + partitions[2:] if len(partitions) == 2 else partitions
     )
-    placed = place(given, partitions, mesh)
-    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(given))))
+    placed = place(inputs, partitions, mesh)
+    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(inputs))))
     for of, wanted, like in ((run, of_output, placed[:1]), (gradient, of_gradients, placed)):
         step = jax.jit(of).lower(*placed).compile()
         assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges, not {wanted}"
         got = step(*placed)
-        jax.tree.map(close, got, jax.jit(of)(*given))
+        jax.tree.map(close, got, jax.jit(of)(*inputs))
         for x, one in zip(jax.tree.leaves(got), like, strict=True):
             sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, one)]
             assert sizes[0] <= sizes[1] or x.shape != one.shape, f"{name}: {x.sharding}"
@@ -100,33 +100,33 @@ def check_layers() -> None:
         return jnp.tanh(attend(q, k, v, window=(9, 0)))
 
     shapes = (4, 24, 8), (8, 4, 16), (8, 2, 16), (8, 2, 16)
-    given = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    inputs = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     partitions = TEXTS, *[P(None, "heads")] * 3
-    found = exchanged(layer, given, partitions)
+    found = exchanged(layer, inputs, partitions)
     assert set(found) == {"all-reduce"}, found  # each weight's over the texts, the inputs' over the heads
-    check("projections", layer, partitions, given=given, of_gradients=(len(found), 0))
+    check("projections", layer, partitions, inputs=inputs, of_gradients=(len(found), 0))
 
 
 def exchanged(
-    run: Callable[..., jax.Array], given: Sequence[jax.Array], partitions: Sequence[P]
+    run: Callable[..., jax.Array], inputs: Sequence[jax.Array], partitions: Sequence[P]
 ) -> list[str]:
     """What the gradients exchange."""
-    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(given))))
-    text = jax.jit(gradient).lower(*place(given, partitions)).compile().as_text()
+    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(inputs))))
+    text = jax.jit(gradient).lower(*place(inputs, partitions)).compile().as_text()
     return re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
 
 
 def check_per_head() -> None:
     """Gradients of sinks and slopes are summed over the texts: so many numbers as there are heads."""
 
-    def run(*given: jax.Array) -> jax.Array:
-        return attend(*given[:3], sinks=given[3], alibi_slopes=given[4])
+    def run(*inputs: jax.Array) -> jax.Array:
+        return attend(*inputs[:3], sinks=inputs[3], alibi_slopes=inputs[4])
 
-    given, cut = [*arrays(), *PER_HEAD.values()], (BOTH, BOTH, BOTH, P("heads"), P("heads"))
-    step = jax.jit(jax.grad(loss_of(run), argnums=(3, 4))).lower(*place(given, cut)).compile()
+    inputs, cut = [*arrays(), *PER_HEAD.values()], (BOTH, BOTH, BOTH, P("heads"), P("heads"))
+    step = jax.jit(jax.grad(loss_of(run), argnums=(3, 4))).lower(*place(inputs, cut)).compile()
     summed = re.findall(r"= (.*) all-reduce", step.as_text())
     assert set(re.findall(r"\w+\[.*?\]", "".join(summed))) == {"f32[2]"}, summed
-    check("sinks and slopes", run, cut, given=given, of_gradients=(1, 0))
+    check("sinks and slopes", run, cut, inputs=inputs, of_gradients=(1, 0))
 
 
 def opaque(x: jax.Array) -> jax.Array:
@@ -153,13 +153,13 @@ def gradients(
 
 def check_kernels() -> None:
     """Kernels are opaque to XLA: left to itself it gathers everything for them."""
-    given = [
+    inputs = [
         jax.random.normal(jax.random.key(i), (4, 64, heads, 64), jnp.bfloat16)
         for i, heads in enumerate((4, 2, 2))
     ]
-    run = lambda *given: attend(*given, implementation="mosaic_gpu").astype(jnp.float32)
+    run = lambda *inputs: attend(*inputs, implementation="mosaic_gpu").astype(jnp.float32)
     gradient = jax.grad(loss_of(run), argnums=(0, 1, 2))
-    lower = lambda of: jax.jit(lambda *given: of(*given)).lower(*place(given, (BOTH,) * 3)).compile()
+    lower = lambda of: jax.jit(lambda *inputs: of(*inputs)).lower(*place(inputs, (BOTH,) * 3)).compile()
     jax.lax.linalg.triangular_solve(
         jnp.ones((1, 1)), jnp.ones((1, 1))
     )  # else JAX has not loaded its code yet
@@ -172,7 +172,7 @@ def check_kernels() -> None:
             step = lower(of)
             assert exchanges(step) == (0, 0)
             assert step.as_text().count('custom_call_target="lapack_strsm_ffi"') == num_kernels
-            jax.tree.map(near, step(*place(given, (BOTH,) * 3)), jax.jit(of)(*given))
+            jax.tree.map(near, step(*place(inputs, (BOTH,) * 3)), jax.jit(of)(*inputs))
         jax.clear_caches()
         with mock.patch.object(attention, "are_automatic", return_value=False):
             for of in (run, gradient):
@@ -191,9 +191,9 @@ def check_one_device() -> None:
 
 def check_transformations() -> None:
     """What JAX makes of functions, of arrays that are cut."""
-    given, placed = arrays(), place(arrays(), (BOTH,) * 3)
-    of_sums = lambda of: jax.jit(jax.grad(lambda *given: (of(*given) ** 2).sum()))
-    want = of_sums(attend)(*given)
+    inputs, placed = arrays(), place(arrays(), (BOTH,) * 3)
+    of_sums = lambda of: jax.jit(jax.grad(lambda *inputs: (of(*inputs) ** 2).sum()))
+    want = of_sums(attend)(*inputs)
     for of in (jax.checkpoint(attend), jax.vmap(attend)):
         close(of_sums(of)(*placed), want)
     with jax.set_mesh(MESH):
@@ -203,7 +203,7 @@ def check_transformations() -> None:
     close(of_sums(over(in_specs=TEXTS, out_specs=TEXTS, axis_names={"data"}))(*placed), want)
     with pytest.raises(NotImplementedError, match="a derivative of a derivative of attention"):
         jax.grad(lambda q: of_sums(attend)(q, *placed[1:]).sum())(placed[0])
-    exported = jax.export.export(jax.jit(attend))(*given)
+    exported = jax.export.export(jax.jit(attend))(*inputs)
     assert exported.nr_devices == 1
     print("transformations")
 
@@ -214,8 +214,8 @@ def main() -> None:
     check("heads", of(window=(5, 0)), (HEADS, HEADS))
     check("both", of(window=(5, 2), causal=False, soft_cap=5.0), (BOTH, BOTH))
     check("both, on eight devices", of(), (BOTH, BOTH), mesh=OF_EIGHT)
-    check("queries alone, each head its own keys", of(), (BOTH, TEXTS), given=arrays(4))
-    check("one kv head", of(), (BOTH, TEXTS), given=arrays(1), of_gradients=(1, 0))
+    check("queries alone, each head its own keys", of(), (BOTH, TEXTS), inputs=arrays(4))
+    check("one kv head", of(), (BOTH, TEXTS), inputs=arrays(1), of_gradients=(1, 0))
     check("two kv heads of four devices", of(), (HEADS, WHOLE), of_gradients=(1, 0), mesh=OF_HEADS)
     check_per_head()
     check("ids", of(segment_ids=IDS), (BOTH, BOTH))
@@ -226,9 +226,9 @@ def main() -> None:
     same = masks.MaskFunction(lambda head, query, key: (SHARED[query] == SHARED[key]) | (head == 1))
     check("a function that closes over an array", of(mask=same), (BOTH, BOTH))
     bounds = jnp.array([0, 5, 5, 20])
-    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, given=[x[0] for x in arrays()])
+    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
     fewer = [arrays()[0][:, :9], *arrays()[1:]]
-    check("fewer queries than keys", of(sinks=PER_HEAD["sinks"]), (BOTH, BOTH), given=fewer)
+    check("fewer queries than keys", of(sinks=PER_HEAD["sinks"]), (BOTH, BOTH), inputs=fewer)
     of = lambda **options: functools.partial(jattn.attention_fn, **options)
     check("Flax", of(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
     check("Flax, a pattern", of(spec=SPARSE), (BOTH, BOTH))

@@ -54,31 +54,31 @@ def check(
     *,
     kv_heads: int = 2,
     of_gradients: tuple[int, int] = (0, 0),
-    given: list[jax.Array] | None = None,
+    inputs: list[jax.Array] | None = None,
 ) -> None:
     """Outputs and gradients are one device's, cut as queries are, and only gradients are exchanged."""
-    given = arrays(kv_heads) if given is None else given
+    inputs = arrays(kv_heads) if inputs is None else inputs
     of_queries, of_keys = partitions
-    placed = [place(x, spec) for x, spec in zip(given, (of_queries, of_keys, of_keys), strict=True)]
-    gradient = jax.grad(lambda *given: (run(*given) ** 2).sum(), argnums=(0, 1, 2))
+    placed = [place(x, spec) for x, spec in zip(inputs, (of_queries, of_keys, of_keys), strict=True)]
+    gradient = jax.grad(lambda *inputs: (run(*inputs) ** 2).sum(), argnums=(0, 1, 2))
     for of, wanted in ((run, (0, 0)), (gradient, of_gradients)):
         step = jax.jit(of).lower(*placed).compile()
         assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges"
         close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5)
-        jax.tree.map(close, step(*placed), jax.jit(of)(*given))
+        jax.tree.map(close, step(*placed), jax.jit(of)(*inputs))
     out = run(*placed)  # not under jit
     assert out.sharding.is_equivalent_to(placed[0].sharding, out.ndim), f"{name}: {out.sharding}"
     print(name)
 
 
-def attend(*given: jax.Array, **options: Any) -> jax.Array:
-    out, lse = jattn.attention(*given, return_lse=True, **({"causal": True} | options))
+def attend(*inputs: jax.Array, **options: Any) -> jax.Array:
+    out, lse = jattn.attention(*inputs, return_lse=True, **({"causal": True} | options))
     return out + jnp.moveaxis(lse, -2, -1)[..., None]
 
 
 def check_sinks() -> None:
     """Each device's share of their gradient is summed over the texts."""
-    loss = lambda sinks, given: (attend(*given, sinks=sinks) ** 2).sum()
+    loss = lambda sinks, inputs: (attend(*inputs, sinks=sinks) ** 2).sum()
     step = jax.jit(jax.grad(loss))
     want = step(PER_HEAD["sinks"], arrays())
     placed = [place(x, BOTH) for x in arrays()]
@@ -103,9 +103,9 @@ def main() -> None:
     check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
     check("bools", of(mask=SQUARE), (BOTH, BOTH))
     check("bools of all texts", of(mask=SQUARE[:1, :1]), (BOTH, BOTH))
-    check("one text", of(), (P(None, "heads"),) * 2, given=[x[0] for x in arrays()])
+    check("one text", of(), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
     bounds = jnp.array([0, 5, 5, 20])
-    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, given=[x[0] for x in arrays()])
+    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
 
     of = lambda **options: functools.partial(jattn.attention_fn, **options)
     check("Flax", of(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
@@ -114,7 +114,7 @@ def main() -> None:
     positions = jnp.arange(24)[None] + LENS[:, None]
     check("Flax, positions", of(spec=SPARSE, input_positions=positions), (BOTH, BOTH))
     several = [x.reshape(2, 2, *x.shape[1:]) for x in arrays()]
-    check("Flax, more axes", of(is_causal=True), (P("data", "heads"),) * 2, given=several)
+    check("Flax, more axes", of(is_causal=True), (P("data", "heads"),) * 2, inputs=several)
 
 
 if __name__ == "__main__":

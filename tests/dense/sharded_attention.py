@@ -21,9 +21,9 @@ def arrays(kv_heads: int) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
 
 
-def attend(given: tuple, per_head: dict, ids: jax.Array | None) -> jax.Array:
+def attend(inputs: tuple, per_head: dict, ids: jax.Array | None) -> jax.Array:
     """A loss of each text [batch]."""
-    out, lse = jattn.attention(*given, causal=True, segment_ids=ids, return_lse=True, **per_head)
+    out, lse = jattn.attention(*inputs, causal=True, segment_ids=ids, return_lse=True, **per_head)
     return (out**2).sum(axis=(1, 2, 3)) + lse.sum(axis=(1, 2))
 
 
@@ -39,7 +39,7 @@ def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums:
     sharded = jax.shard_map(
         per_text, mesh=MESH, in_specs=(specs, of_heads, wanted), out_specs=P("data", "heads")
     )
-    loss = lambda run, given, per_head: run(given, per_head, ids).sum()
+    loss = lambda run, inputs, per_head: run(inputs, per_head, ids).sum()
     gradient = lambda run: jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1)))
     place = lambda x, spec: jax.device_put(x, jax.NamedSharding(MESH, spec))
     placed = (

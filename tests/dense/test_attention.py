@@ -63,41 +63,41 @@ class TestAgreementWithJaxNN:
     )
     def test_outputs_and_gradients_equal_jax_nn(self, lens, causal, window):
         """Where queries and keys differ in number, too; rows without keys, where jax.nn has means, are 0."""
-        given = arrays(*lens)
+        qkv = arrays(*lens)
         visible = is_visible(*lens, causal, window)
 
-        def ours(given):
-            return jattn.attention(*given, causal=causal, window=window)
+        def ours(qkv):
+            return jattn.attention(*qkv, causal=causal, window=window)
 
-        def theirs(given):
-            out = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible)[None, None])
+        def theirs(qkv):
+            out = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible)[None, None])
             return jnp.where(visible.any(axis=1)[:, None, None], out, 0.0)
 
-        close(ours(given), theirs(given))
-        of = lambda run: jax.jit(jax.grad(lambda given: (run(given) ** 2).sum()))(given)
+        close(ours(qkv), theirs(qkv))
+        of = lambda run: jax.jit(jax.grad(lambda qkv: (run(qkv) ** 2).sum()))(qkv)
         for got, want in zip(of(ours), of(theirs), strict=True):
             close(got, want, 1e-5)
 
     def test_defaults_and_unbatched_arrays_equal_jax_nn(self):
-        given = arrays(batch=None, heads=(4, 1))
-        close(jattn.attention(*given), jax.nn.dot_product_attention(*given))
+        qkv = arrays(batch=None, heads=(4, 1))
+        close(jattn.attention(*qkv), jax.nn.dot_product_attention(*qkv))
 
     @pytest.mark.kernels
     def test_boolean_mask_equals_jax_nn(self):
-        given = arrays(7, 10)
+        qkv = arrays(7, 10)
         mask = jax.random.bernoulli(jax.random.key(9), 0.6, (2, 1, 7, 10)).at[..., 0].set(True)
-        want = jax.nn.dot_product_attention(*given, mask=mask)
-        close(jattn.attention(*given, mask=mask), want)
-        close(jattn.attention(*given, mask=mask[:1]), jax.nn.dot_product_attention(*given, mask=mask[:1]))
+        want = jax.nn.dot_product_attention(*qkv, mask=mask)
+        close(jattn.attention(*qkv, mask=mask), want)
+        close(jattn.attention(*qkv, mask=mask[:1]), jax.nn.dot_product_attention(*qkv, mask=mask[:1]))
 
     @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
     def test_broadcast_mask_equals_the_full_mask(self, shape):
-        given, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
+        qkv, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
         wide = jnp.broadcast_to(mask, (2, 4, 7, 10))
         loss = lambda mask: (
-            lambda k: (jattn.attention(*given[:1], k, given[2], causal=True, mask=mask) ** 2).sum()
+            lambda k: (jattn.attention(*qkv[:1], k, qkv[2], causal=True, mask=mask) ** 2).sum()
         )
-        of = lambda mask: jax.value_and_grad(loss(mask))(given[1])
+        of = lambda mask: jax.value_and_grad(loss(mask))(qkv[1])
         for got, want in zip(of(mask), of(wide), strict=True):
             close(got, want)
 
@@ -129,16 +129,16 @@ class TestAgreementWithJaxNN:
 
 
 def has_float64_s_gradients():
-    """Where the log-sum-exp was kept in f32 they had its accuracy."""
+    """A log-sum-exp stored in f32 would limit the accuracy of the gradients to f32."""
     with jax.enable_x64(True):
-        given = [x.astype(jnp.float64) for x in arrays(12)]
+        qkv = [x.astype(jnp.float64) for x in arrays(12)]
 
-        def loss(given, implementation):
-            out, lse = jattn.attention(*given, causal=True, return_lse=True, implementation=implementation)
+        def loss(qkv, implementation):
+            out, lse = jattn.attention(*qkv, causal=True, return_lse=True, implementation=implementation)
             assert lse.dtype == jnp.float32
             return (out**2).sum()
 
-        got, want = (jax.grad(loss)(given, by) for by in ("xla", "reference"))
+        got, want = (jax.grad(loss)(qkv, by) for by in ("xla", "reference"))
         jax.tree.map(functools.partial(close, atol=1e-13), got, want)
 
 
@@ -148,87 +148,87 @@ class TestDocuments:
     def packed(self, dtype=jnp.float32, spare=4):
         """Four documents, one of them empty, and padding that is NaN."""
         bounds = jnp.asarray(np.cumsum([0, *self.LENS]), jnp.int32)
-        given = arrays(sum(self.LENS) + spare, batch=None, dtype=dtype)
+        qkv = arrays(sum(self.LENS) + spare, batch=None, dtype=dtype)
         is_padding = jnp.arange(sum(self.LENS) + spare) >= sum(self.LENS)
-        poisoned = tuple(jnp.where(is_padding[:, None, None], jnp.nan, x).astype(dtype) for x in given)
-        return bounds, given, poisoned
+        poisoned = tuple(jnp.where(is_padding[:, None, None], jnp.nan, x).astype(dtype) for x in qkv)
+        return bounds, qkv, poisoned
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("options", [{"causal": True}, {"window": (2, 1), "soft_cap": 3.0}])
     def test_packed_documents_equal_separate_calls_and_padding_has_no_effect(self, options):
-        bounds, given, poisoned = self.packed()
+        bounds, qkv, poisoned = self.packed()
         sinks, slopes = jnp.linspace(-1.0, 1.0, 4), jnp.linspace(0.1, 0.4, 4)
         options |= {"sinks": sinks, "alibi_slopes": slopes}
 
-        def together(given):
-            out, lse = jattn.attention(*given, cu_seqlens=bounds, return_lse=True, **options)
+        def together(qkv):
+            out, lse = jattn.attention(*qkv, cu_seqlens=bounds, return_lse=True, **options)
             return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
 
-        def apart(given):
+        def apart(qkv):
             loss = 0.0
             ends = np.cumsum(self.LENS).tolist()
             for start, end in zip([0, *ends], ends, strict=False):
                 if end > start:
                     run = functools.partial(jattn.attention, implementation="reference", return_lse=True)
-                    out, lse = run(*(x[start:end] for x in given), **options)
+                    out, lse = run(*(x[start:end] for x in qkv), **options)
                     loss += (out**2).sum() + lse.sum()
             return loss
 
         got, (out, lse) = jax.jit(jax.grad(together, has_aux=True))(poisoned)
         assert (out[bounds[-1] :] == 0).all()
         assert jnp.isneginf(lse[:, bounds[-1] :]).all()
-        for one, want in zip(got, jax.jit(jax.grad(apart))(given), strict=True):
+        for one, want in zip(got, jax.jit(jax.grad(apart))(qkv), strict=True):
             close(one, want, 1e-5)
             assert (one[bounds[-1] :] == 0).all()
 
     @pytest.mark.kernels
     def test_segment_ids_equal_packed_documents(self):
-        bounds, given, _ = self.packed(spare=0)
+        bounds, qkv, _ = self.packed(spare=0)
         ids = jnp.repeat(jnp.asarray([7, 1, 3]), np.asarray([5, 12, 3]), total_repeat_length=20)
-        want = jattn.attention(*given, cu_seqlens=bounds, causal=True)
-        close(jattn.attention(*given, segment_ids=ids, causal=True), want)
-        batch = tuple(x[None] for x in given)
+        want = jattn.attention(*qkv, cu_seqlens=bounds, causal=True)
+        close(jattn.attention(*qkv, segment_ids=ids, causal=True), want)
+        batch = tuple(x[None] for x in qkv)
         close(jattn.attention(*batch, segment_ids=ids[None], causal=True)[0], want)
 
     def test_segment_ids_in_any_order_attend_within_their_segment(self):
         ids = jnp.asarray([[0, 1, 0, 2, 1, 1, 0, 2], [5, 5, 5, 1, 1, 1, 1, 5]])
-        given = arrays(8)
+        qkv = arrays(8)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
-        want = jax.nn.dot_product_attention(*given, mask=mask, is_causal=True)
-        close(jattn.attention(*given, segment_ids=ids, causal=True), want)
+        want = jax.nn.dot_product_attention(*qkv, mask=mask, is_causal=True)
+        close(jattn.attention(*qkv, segment_ids=ids, causal=True), want)
 
     @pytest.mark.usefixtures("types_unchecked")
     def test_64_bit_segment_ids_are_distinguished(self):
         """Equal in their last 32 bits, as JAX would cut them."""
-        given, small = arrays(12), np.arange(24).reshape(2, 12) // 5
+        qkv, small = arrays(12), np.arange(24).reshape(2, 12) // 5
         large = (7 - small) * 2**32 + 1
-        want = jattn.attention(*given, segment_ids=small)
-        close(jattn.attention(*given, segment_ids=large), want)
-        close(jattn.attention(*(x[0] for x in given), segment_ids=large[0]), want[0])
-        close(jattn.attention(*given, mask=masks.Document(ids=large)), want)
+        want = jattn.attention(*qkv, segment_ids=small)
+        close(jattn.attention(*qkv, segment_ids=large), want)
+        close(jattn.attention(*(x[0] for x in qkv), segment_ids=large[0]), want[0])
+        close(jattn.attention(*qkv, mask=masks.Document(ids=large)), want)
         with jax.enable_x64(True):
-            close(jattn.attention(*given, segment_ids=jnp.asarray(large), implementation="xla"), want)
+            close(jattn.attention(*qkv, segment_ids=jnp.asarray(large), implementation="xla"), want)
 
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
     @pytest.mark.parametrize("is_packed", [False, True])
     def test_nan_in_one_document_does_not_reach_gradients_of_others(self, implementation, is_packed):
-        given = (*arrays(9, batch=3), arrays(9, batch=3)[0])
+        qkv = (*arrays(9, batch=3), arrays(9, batch=3)[0])
         flat = lambda x: x.reshape(27, *x.shape[2:])
 
-        def attend(*given):
+        def attend(*qkv):
             how = {"causal": True, "implementation": implementation}
             if not is_packed:
-                return jattn.attention(*given, **how)
-            out = jattn.attention(*map(flat, given), cu_seqlens=jnp.arange(4) * 9, **how)
-            return out.reshape(given[0].shape)
+                return jattn.attention(*qkv, **how)
+            out = jattn.attention(*map(flat, qkv), cu_seqlens=jnp.arange(4) * 9, **how)
+            return out.reshape(qkv[0].shape)
 
-        gradients = jax.jit(lambda given, grad: jax.vjp(attend, *given)[1](grad))
-        want = gradients(given[:3], given[3])
-        for nth, bad in itertools.product(range(4), (0, 2)):
-            spoilt = [x.at[bad].set(jnp.nan) if i == nth else x for i, x in enumerate(given)]
-            others = np.delete(np.arange(3), bad)
+        gradients = jax.jit(lambda qkv, grad: jax.vjp(attend, *qkv)[1](grad))
+        want = gradients(qkv[:3], qkv[3])
+        for index, bad in itertools.product(range(4), (0, 2)):
+            spoilt = [x.at[bad].set(jnp.nan) if i == index else x for i, x in enumerate(qkv)]
+            other_rows = np.delete(np.arange(3), bad)
             for got, right in zip(gradients(tuple(spoilt[:3]), spoilt[3]), want, strict=True):
-                close(got[others], right[others])
+                close(got[other_rows], right[other_rows])
 
     def test_kernels_receive_document_bounds_and_xla_receives_segment_ids(self, monkeypatch):
         """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
@@ -240,77 +240,77 @@ class TestDocuments:
             return query, jnp.zeros(query.shape[1::-1])
 
         monkeypatch.setattr("jattn.implementations.mosaic_gpu.attend", attend)
-        given = arrays(8, batch=1, head_dim=64, dtype=jnp.bfloat16)
+        qkv = arrays(8, batch=1, head_dim=64, dtype=jnp.bfloat16)
         in_runs, mixed = jnp.asarray([[4, 4, 1, 1, 1, 9, 9, 9]]), jnp.asarray([[4, 1, 4, 1, 1, 9, 9, 9]])
-        jattn.attention(*given, segment_ids=in_runs)
+        jattn.attention(*qkv, segment_ids=in_runs)
         assert len(seen) == 1
-        jattn.attention(*given, segment_ids=mixed)
+        jattn.attention(*qkv, segment_ids=mixed)
         assert len(seen) == 1
         message = r"segment_ids: the mosaic_gpu kernels need contiguous ids, .*\. Use implementation=None"
         with pytest.raises(NotImplementedError, match=message):
-            jattn.attention(*given, segment_ids=mixed, implementation="mosaic_gpu")
+            jattn.attention(*qkv, segment_ids=mixed, implementation="mosaic_gpu")
         document = lambda ids: jattn.masks.Window(left=5) & jattn.masks.Document(ids=ids)
-        jattn.attention(*given, mask=document(in_runs))
+        jattn.attention(*qkv, mask=document(in_runs))
         assert len(seen) == 2
-        jattn.attention(*given, mask=document(mixed))
+        jattn.attention(*qkv, mask=document(mixed))
         assert len(seen) == 2
         with pytest.raises(NotImplementedError, match=r"^mask: the mosaic_gpu kernels need contiguous ids"):
-            jattn.attention(*given, mask=document(mixed), implementation="mosaic_gpu")
+            jattn.attention(*qkv, mask=document(mixed), implementation="mosaic_gpu")
 
     def test_one_trace_serves_all_bounds(self, traced_once):
-        _, given, _ = self.packed()
-        run = lambda bounds: jattn.attention(*given, cu_seqlens=bounds, causal=True)
+        _, qkv, _ = self.packed()
+        run = lambda bounds: jattn.attention(*qkv, cu_seqlens=bounds, causal=True)
         traced_once(run, (jnp.asarray([0, 4, 9, 20]),), (jnp.asarray([0, 0, 24, 24]),))
 
 
 class TestMasks:
     @pytest.mark.kernels
     def test_mask_rows_are_batch_elements_and_positions_are_tokens(self):
-        given = arrays(16)
+        qkv = arrays(16)
         lengths = np.asarray([3, 9], np.int32)
         mask = masks.Prefix(length=lengths) | masks.Causal()
         i, j = np.arange(16)[:, None], np.arange(16)[None, :]
         visible = np.stack([(j <= i) | (np.maximum(i, j) < n) for n in lengths])[:, None]
-        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible))
-        close(jattn.attention(*given, mask=mask), want)
+        want = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible))
+        close(jattn.attention(*qkv, mask=mask), want)
 
     def test_masks_apply_to_fewer_queries_than_keys(self):
-        given = arrays(6, 16)
+        qkv = arrays(6, 16)
         mask = masks.Sinks(2) | masks.Window(left=1, right=3)
         i, j = np.arange(6)[:, None], np.arange(16)[None, :]
         visible = (j < 2) | ((i - j <= 1) & (j - i <= 3))
-        want = jax.nn.dot_product_attention(*given, mask=jnp.asarray(visible)[None, None])
-        close(jattn.attention(*given, mask=mask), want)
+        want = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible)[None, None])
+        close(jattn.attention(*qkv, mask=mask), want)
 
     def test_mask_functions_over_traced_arrays_have_gradients(self):
         derives_as_a_mask_of_bools(arrays(9, head_dim=24))
 
 
-def derives_as_a_mask_of_bools(given):
+def derives_as_a_mask_of_bools(qkv):
     """Of a function over a table that is traced, alone and under & and ~."""
     table = jax.random.bernoulli(jax.random.key(8), 0.5, (4, 9, 9))
 
-    def loss(given, table, by_function):
+    def loss(qkv, table, by_function):
         mine = masks.MaskFunction(lambda head, query, key: table[head, query, key])
         mask = masks.Causal() & ~mine if by_function else jnp.tri(9, dtype=bool)[None, None] & ~table[None]
-        return (jattn.attention(*given, mask=mask) ** 2).sum()
+        return (jattn.attention(*qkv, mask=mask) ** 2).sum()
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
-    jax.tree.map(functools.partial(close, atol=1e-5), step(given, table, True), step(given, table, False))
+    jax.tree.map(functools.partial(close, atol=1e-5), step(qkv, table, True), step(qkv, table, False))
 
 
 class TestTransformations:
     def test_vmap_equals_a_batch(self):
-        given = arrays(10, batch=3)
+        qkv = arrays(10, batch=3)
         run = functools.partial(jattn.attention, causal=True)
-        close(jax.vmap(run)(*given), run(*given))
+        close(jax.vmap(run)(*qkv), run(*qkv))
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_checkpoint_does_not_change_gradients(self, dtype):
-        given = arrays(10, dtype=dtype)
-        loss = lambda given: (jattn.attention(*given, causal=True).astype(jnp.float32) ** 2).sum()
-        one, other = (jax.jit(jax.grad(f))(given) for f in (loss, jax.checkpoint(loss)))
+        qkv = arrays(10, dtype=dtype)
+        loss = lambda qkv: (jattn.attention(*qkv, causal=True).astype(jnp.float32) ** 2).sum()
+        one, other = (jax.jit(jax.grad(function))(qkv) for function in (loss, jax.checkpoint(loss)))
         for got, want in zip(one, other, strict=True):
             close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
 
@@ -327,28 +327,28 @@ class TestTransformations:
         "more", [{}, {"segment_ids": jnp.zeros((2, 12), jnp.int32)}], ids=["plain", "ids"]
     )
     def test_implementation_accepts_a_list(self, more):
-        given, names = arrays(12), ["xla", "reference"]
-        wanted = jattn.attention(*given, causal=True, implementation=tuple(names), **more)
-        close(jattn.attention(*given, causal=True, implementation=names, **more), wanted)
+        qkv, names = arrays(12), ["xla", "reference"]
+        expected = jattn.attention(*qkv, causal=True, implementation=tuple(names), **more)
+        close(jattn.attention(*qkv, causal=True, implementation=names, **more), expected)
 
     def test_calls_outside_jit_are_compiled_once(self, caplog):
-        given = arrays(11, head_dim=24)
-        jattn.attention(*given, causal=True)
+        qkv = arrays(11, head_dim=24)
+        jattn.attention(*qkv, causal=True)
         with jax.log_compiles(), caplog.at_level("WARNING"):
-            jattn.attention(*(x + 1 for x in given), causal=True)
+            jattn.attention(*(x + 1 for x in qkv), causal=True)
         assert not [r for r in caplog.records if "Compiling jit(attend_arrays)" in r.getMessage()]
 
     @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
     def test_empty_arrays_are_supported(self, shape):
-        given = arrays(*shape)
-        out, lse = jattn.attention(*given, causal=True, return_lse=True)
-        assert out.shape == given[0].shape
+        qkv = arrays(*shape)
+        out, lse = jattn.attention(*qkv, causal=True, return_lse=True)
+        assert out.shape == qkv[0].shape
         assert lse.shape == (2, 4, shape[0])
         assert (out == 0).all()
         assert jnp.isneginf(lse).all()
-        assert jattn.attention(*(x[:0] for x in given)).shape == (0, *given[0].shape[1:])
-        masked = jattn.attention(*given, mask=jnp.ones((1, shape[1]), bool))
-        assert masked.shape == given[0].shape
+        assert jattn.attention(*(x[:0] for x in qkv)).shape == (0, *qkv[0].shape[1:])
+        masked = jattn.attention(*qkv, mask=jnp.ones((1, shape[1]), bool))
+        assert masked.shape == qkv[0].shape
         assert (masked == 0).all()
 
 
@@ -421,11 +421,11 @@ class TestRefusals:
     def test_block_mask_that_does_not_cover_the_keys_is_rejected(self, change, message):
         change = {"q_tokens": 12, "kv_tokens": 12} | change
         lens = change.pop("q_tokens"), change.pop("kv_tokens")
-        given = arrays(*lens, batch=None if "cu_seqlens" in change else 2)
+        qkv = arrays(*lens, batch=None if "cu_seqlens" in change else 2)
         mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
         change = {name: np.asarray(x) if name == "cu_seqlens" else x for name, x in change.items()}
         with pytest.raises(ValueError, match=message):
-            jattn.attention(*given, mask=mask, **change)
+            jattn.attention(*qkv, mask=mask, **change)
 
     @pytest.mark.parametrize(
         ("lens", "options"),
@@ -437,18 +437,18 @@ class TestRefusals:
         ],
     )
     def test_block_mask_that_covers_the_visible_keys_is_accepted(self, lens, options):
-        given = arrays(*lens, batch=None if "cu_seqlens" in options else 2)
+        qkv = arrays(*lens, batch=None if "cu_seqlens" in options else 2)
         mask = masks.BlockMask(blocks=np.ones((4, 2, 2), bool), block_q=4, block_kv=4)
         if "cu_seqlens" in options:
             options = {"cu_seqlens": np.asarray(options["cu_seqlens"])}
-        close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
+        close(jattn.attention(*qkv, mask=mask, **options), jattn.attention(*qkv, **options))
 
     @pytest.mark.parametrize(("num", "options"), [(3, {}), (2, {"cu_seqlens": np.asarray([0, 5, 12])})])
     def test_block_mask_per_document_need_not_cover_all_documents(self, num, options):
-        given, first = arrays(12, batch=None if options else 2), np.zeros(2, np.int32)
+        qkv, first = arrays(12, batch=None if options else 2), np.zeros(2, np.int32)
         blocks = np.ones((4, num, num), bool)
         mask = masks.BlockMask(blocks=blocks, first_q_block=first, block_q=4, block_kv=4)
-        close(jattn.attention(*given, mask=mask, **options), jattn.attention(*given, **options))
+        close(jattn.attention(*qkv, mask=mask, **options), jattn.attention(*qkv, **options))
 
     @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
     @pytest.mark.parametrize("bounds", [[0, 4, 3], [1, 8], [0, 9]])
@@ -512,7 +512,7 @@ class TestExplicitMesh:
             (("x", "y"), None, None, None): ((), (("x", "y"),), ()),
             whole: ((), (), ()),
         }
-        assert {want: tuple(self.run(*given)) for want, given in cases.items()} == {
+        assert {want: tuple(self.run(*shardings)) for want, shardings in cases.items()} == {
             want: want for want in cases
         }
 
@@ -570,9 +570,9 @@ class TestAutoMesh:
         q, k, v = arrays(*lens, batch=None if "cu_seqlens" in options else 2, head_dim=24)
         per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
 
-        def loss(given, per_head, implementation):
+        def loss(qkv, per_head, implementation):
             how = {"return_lse": True, "implementation": implementation}
-            out, lse = jattn.attention(*given, **per_head, **options, **how)
+            out, lse = jattn.attention(*qkv, **per_head, **options, **how)
             return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
 
         for of in ((0, 1), 0, 1):
@@ -600,15 +600,15 @@ class TestAutoMesh:
         assert bool(jnp.isfinite(jax.grad(lambda q: first(q, "reference").sum())(q)).all())
 
     def test_vmap_and_mask_functions_over_arrays(self):
-        given, ids = arrays(8, batch=3, head_dim=24), jnp.arange(8) // 3
+        qkv, ids = arrays(8, batch=3, head_dim=24), jnp.arange(8) // 3
 
-        def run(*given):
+        def run(*qkv):
             by_ids = masks.MaskFunction(lambda head, query, key: ids[query] == ids[key])
-            return jattn.attention(*given, mask=by_ids)
+            return jattn.attention(*qkv, mask=by_ids)
 
-        want = jattn.attention(*given, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
-        close(run(*given), want)
-        close(jax.vmap(run)(*given), want)
+        want = jattn.attention(*qkv, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
+        close(run(*qkv), want)
+        close(jax.vmap(run)(*qkv), want)
         derives_as_a_mask_of_bools(arrays(9, head_dim=24))
 
 

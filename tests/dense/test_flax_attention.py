@@ -120,12 +120,12 @@ class TestFlaxArguments:
     def test_nan_in_masked_keys_does_not_reach_the_output(self, num_queries):
         """As slots of a cache that nobody wrote; one query, or a bias, takes all scores at once."""
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, *shape, 8))
-        given, bias = (draw(0, num_queries, 4), draw(1, 6, 2), draw(2, 6, 2)), jnp.zeros((1, 1, 6))
+        inputs, bias = (draw(0, num_queries, 4), draw(1, 6, 2), draw(2, 6, 2)), jnp.zeros((1, 1, 6))
         mask = jnp.arange(6) < 4
         attend = lambda q, k, v: jattn.attention_fn(q, k, v, bias, mask).sum()
-        spoiled = (given[0], *(x.at[:, 4:].set(jnp.nan) for x in given[1:]))
+        spoiled = (inputs[0], *(x.at[:, 4:].set(jnp.nan) for x in inputs[1:]))
         of = jax.value_and_grad(attend, argnums=(0, 1, 2))
-        jax.tree.map(np.testing.assert_array_equal, of(*spoiled), of(*given))
+        jax.tree.map(np.testing.assert_array_equal, of(*spoiled), of(*inputs))
 
     def test_bias_passed_as_mask_is_rejected(self):
         """Flax takes -inf for "sees" and 0 for "does not"; here nobody takes the result for an answer."""
@@ -269,10 +269,10 @@ class TestShapes:
     @pytest.mark.usefixtures("types_unchecked")
     def test_sinks_and_slopes_may_be_lists(self):
         x, numbers = jax.random.normal(jax.random.key(0), (1, 5, 4, 6)), [0.0, 1.0, 2.0, 3.0]
-        given = {"sinks": numbers, "alibi_slopes": numbers}
-        want = jattn.attention(x, x, x, **{name: jnp.asarray(numbers) for name in given})
+        inputs = {"sinks": numbers, "alibi_slopes": numbers}
+        want = jattn.attention(x, x, x, **{name: jnp.asarray(numbers) for name in inputs})
         for attend in (jattn.attention_fn, jattn.attention):
-            np.testing.assert_allclose(attend(x, x, x, **given), want, atol=1e-6)
+            np.testing.assert_allclose(attend(x, x, x, **inputs), want, atol=1e-6)
 
 
 class TestMemory:
@@ -348,6 +348,6 @@ def test_unsupported_spec_options_are_rejected_with_and_without_a_bias(options):
 )
 def test_arguments_of_a_wrong_type_are_rejected(name, wrong, message, types_unchecked):
     q = jnp.ones((1, 2, 1, 8))
-    given = {"query": q, "key": q, "value": q, "bias": jnp.zeros((2, 2))} | {name: wrong}
+    inputs = {"query": q, "key": q, "value": q, "bias": jnp.zeros((2, 2))} | {name: wrong}
     with pytest.raises(ValueError, match=message):
-        jattn.attention_fn(**given)
+        jattn.attention_fn(**inputs)

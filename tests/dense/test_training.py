@@ -68,8 +68,8 @@ def as_on_a_gpu():
 
 
 def loss_of(run):
-    def loss(given):
-        out, lse = run(*given)
+    def loss(qkv):
+        out, lse = run(*qkv)
         return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum()
 
     return loss
@@ -107,10 +107,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_gradients_equal_xla(name):
-    given, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
-    want = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(given)
+    qkv, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
+    want = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(qkv)
     with as_on_a_gpu() as called:
-        got = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(given)
+        got = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
     assert_near(got, want)
 
@@ -136,11 +136,11 @@ def blocks_of_texts():
 
 
 def test_masked_batch_lists_only_tiles_of_its_own_keys():
-    given, mask = arrays(), blocks_of_texts()
-    want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(given)
+    qkv, mask = arrays(), blocks_of_texts()
+    want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(qkv)
     wraps = mock.patch.object(tile_lists, "tile_coverage", wraps=tile_lists.tile_coverage)
     with as_on_a_gpu() as called, wraps as asked:
-        got = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(given)
+        got = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
     # Tiles of 64 keys in the forward pass, of 128 in the backward one; the batch has 240.
     widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in asked.call_args_list}
@@ -151,9 +151,9 @@ def test_masked_batch_lists_only_tiles_of_its_own_keys():
 class TestUnsupportedByTheKernel:
     """Forward by the kernel, backward by XLA, which says so; or a refusal where XLA was not asked."""
 
-    def run(self, loss, given, *, gradients_by_kernel=False):
+    def run(self, loss, qkv, *, gradients_by_kernel=False):
         with as_on_a_gpu() as called:
-            jax.eval_shape(jax.grad(loss), given)
+            jax.eval_shape(jax.grad(loss), qkv)
         assert set(called) == {"attend", *["gradients"] * gradients_by_kernel}
 
     def test_trained_alibi_slopes(self):
@@ -182,8 +182,8 @@ class TestUnsupportedByTheKernel:
         spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
         metadata = jattn.build_batch_metadata([100, 140], [100, 140], None)
 
-        def loss(given, is_in_order):
-            q, k, v = given
+        def loss(qkv, is_in_order):
+            q, k, v = qkv
             starts = jnp.asarray([0, 100])
             kv = jattn.PackedKV(k=k, v=v, kv_start_loc=starts, is_in_order=is_in_order)
             return jattn.attend(q, kv, metadata, spec).astype(jnp.float32).sum()
@@ -193,17 +193,17 @@ class TestUnsupportedByTheKernel:
             self.run(functools.partial(loss, is_in_order=False), (q, k, v))
 
     def test_shard_map_with_check_vma(self):
-        mesh, given = (
+        mesh, qkv = (
             jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)),
             tuple(x[None] for x in arrays()),
         )
         run = functools.partial(jattn.attention, causal=True)
         over = functools.partial(jax.shard_map, run, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-        loss = lambda given, **how: over(**how)(*given).astype(jnp.float32).sum()
-        self.run(functools.partial(loss, check_vma=False), given, gradients_by_kernel=True)
+        loss = lambda qkv, **options: over(**options)(*qkv).astype(jnp.float32).sum()
+        self.run(functools.partial(loss, check_vma=False), qkv, gradients_by_kernel=True)
         message = r"mosaic_gpu under shard_map over data: kernels do not say .*check_vma=False"
         with as_on_a_gpu(), pytest.raises(NotImplementedError, match=message):
-            jax.eval_shape(loss, given)
+            jax.eval_shape(loss, qkv)
 
     def test_unsupported_head_dim(self):
         run = functools.partial(jattn.attention, return_lse=True)
@@ -226,30 +226,30 @@ class TestUnsupportedByTheKernel:
             loss_of(functools.partial(run, implementation="mosaic_gpu")), arrays(), gradients_by_kernel=True
         )
 
-    @pytest.mark.parametrize("what", ["mask", "slopes", "head_dim"])
-    def test_deterministic_gradients_without_kernel_support(self, what):
+    @pytest.mark.parametrize("unsupported", ["mask", "slopes", "head_dim"])
+    def test_deterministic_gradients_without_kernel_support(self, unsupported):
         run = functools.partial(jattn.attention, return_lse=True, deterministic=True)
         mask = jattn.masks.BlockMask(blocks=np.ones((1, 30, 2), bool), block_q=8, block_kv=128)
-        q, k, v = arrays(head_dim=120 if what == "head_dim" else 64)
-        options = {"mask": mask} if what == "mask" else {}
-        given, reason = {
+        q, k, v = arrays(head_dim=120 if unsupported == "head_dim" else 64)
+        options = {"mask": mask} if unsupported == "mask" else {}
+        argument, reason = {
             "mask": (1.0, "there is no kernel for blocks of 8 queries"),
             "slopes": (SLOPES, "gradients of ALiBi's slopes have no kernel"),
             "head_dim": (1.0, "head_dim=120 is not supported for gradients"),
-        }[what]
+        }[unsupported]
 
-        def loss(given, **how):
-            slopes = {"alibi_slopes": given} if what == "slopes" else {}
-            scaled = q if slopes else (q * given).astype(q.dtype)
+        def loss(argument, **how):
+            slopes = {"alibi_slopes": argument} if unsupported == "slopes" else {}
+            scaled = q if slopes else (q * argument).astype(q.dtype)
             return loss_of(functools.partial(run, **options, **slopes, **how))((scaled, k, v))
 
         with pytest.warns(
             jattn.KernelFallbackWarning, match=f"fall back to xla on a GPU, which is slow: {reason}"
         ):
-            self.run(loss, given)
+            self.run(loss, argument)
         with pytest.raises(NotImplementedError, match=f"a derivative of attention: mosaic_gpu: {reason}"):
-            self.run(functools.partial(loss, implementation="mosaic_gpu"), given)
-        self.run(functools.partial(loss, implementation=("mosaic_gpu", "xla")), given)
+            self.run(functools.partial(loss, implementation="mosaic_gpu"), argument)
+        self.run(functools.partial(loss, implementation=("mosaic_gpu", "xla")), argument)
 
 
 def test_layers_without_a_cache_train_with_the_kernel():
@@ -288,12 +288,12 @@ class TestOnGpu:
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("name", CASES)
     def test_kernel_gradients_equal_xla(self, name, head_dim):
-        given, run = (
+        qkv, run = (
             arrays(head_dim=head_dim),
             functools.partial(jattn.attention, return_lse=True, **CASES[name]),
         )
         got, want = (
-            jax.jit(jax.grad(loss_of(functools.partial(run, implementation=by))))(given)
+            jax.jit(jax.grad(loss_of(functools.partial(run, implementation=by))))(qkv)
             for by in ("mosaic_gpu", "xla")
         )
         for one, other in zip(got, want, strict=True):
@@ -331,12 +331,12 @@ def test_kernels_attend_to_local_shards_under_plain_jit(cut):
     mesh = jax.make_mesh((2,), ("gpus",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     run = functools.partial(jattn.attention, causal=True, return_lse=True, implementation="mosaic_gpu")
     step = jax.jit(jax.grad(loss_of(run)))
-    given = tuple(x.reshape(2, 120, *x.shape[1:]) for x in arrays())
-    on_two = step.lower(jax.device_put(given, jax.NamedSharding(mesh, cut))).compile()
+    qkv = tuple(x.reshape(2, 120, *x.shape[1:]) for x in arrays())
+    on_two = step.lower(jax.device_put(qkv, jax.NamedSharding(mesh, cut))).compile()
     text = on_two.as_text()
     assert not [
         name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text
     ]
     assert text.count("mosaic_gpu") >= 2
-    got = on_two(jax.device_put(given, jax.NamedSharding(mesh, cut)))
-    assert_near(jax.device_get(got), step(given))
+    got = on_two(jax.device_put(qkv, jax.NamedSharding(mesh, cut)))
+    assert_near(jax.device_get(got), step(qkv))

@@ -28,9 +28,9 @@ NAMES = vars(masks) | {
 }
 
 
-def options_of(code, given):
+def options_of(code, arguments):
     """The row's code, where a bar is written behind a backslash."""
-    return eval(f"dict({code.replace(chr(92), '')})", NAMES | given)
+    return eval(f"dict({code.replace(chr(92), '')})", NAMES | arguments)
 
 
 def test_support_table_is_parsed():
@@ -45,11 +45,11 @@ def test_support_table_is_parsed():
 @pytest.mark.parametrize(("code", "trained", "forward", "backward"), ROWS, ids=lambda text: text[:60])
 def test_row_names_the_implementations_that_are_used(code, trained, forward, backward):
     def loss(trained, fixed):
-        given = fixed | trained
-        options = options_of(code, given)
+        arguments = fixed | trained
+        options = options_of(code, arguments)
         for name in ("head_dim", "dtype"):
             options.pop(name, None)
-        out = jattn.attention(given["q"], given["k"], given["v"], **options)
+        out = jattn.attention(arguments["q"], arguments["k"], arguments["v"], **options)
         return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
 
     sizes = options_of(code, dict.fromkeys(("sinks", "slopes")))

@@ -91,7 +91,7 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
                 return reason
         elif isinstance(leaf, Document):
             if not has_contiguous_ids(leaf.ids):
-                return "there is no kernel for a Document whose ids come again behind others"
+                return "there is no kernel for a Document whose ids are not contiguous"
         elif isinstance(leaf, MaskFunction):
             if any(np.ndim(array) for array in mask_function_jaxpr(leaf).consts):
                 return "there is no kernel for a mask function that closes over arrays"
