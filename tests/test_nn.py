@@ -72,7 +72,7 @@ def test_chunked_prefill_and_decode_equal_the_full_prompt_without_a_cache(name):
 
 
 def test_context_without_a_cache_is_rejected():
-    """What stands where its keys would be are another request's, or padding's."""
+    """Without a cache, the missing keys would be read from another request or from padding."""
     attention, bucket = layer(), jattn.Bucket(max_prefills=1, max_prefill_tokens=16, max_blocks=2)
     padded = jattn.build_batch_metadata([4], [6], [[1, 2]], block_size=4, bucket=bucket)
     for metadata, tokens in ((step([4, 4], [6, 4]), 8), (padded, 16)):

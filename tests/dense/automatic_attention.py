@@ -102,15 +102,15 @@ def check_layers() -> None:
     shapes = (4, 24, 8), (8, 4, 16), (8, 2, 16), (8, 2, 16)
     inputs = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     partitions = TEXTS, *[P(None, "heads")] * 3
-    found = exchanged(layer, inputs, partitions)
+    found = collectives_in_gradients(layer, inputs, partitions)
     assert set(found) == {"all-reduce"}, found  # each weight's over the texts, the inputs' over the heads
     check("projections", layer, partitions, inputs=inputs, of_gradients=(len(found), 0))
 
 
-def exchanged(
+def collectives_in_gradients(
     run: Callable[..., jax.Array], inputs: Sequence[jax.Array], partitions: Sequence[P]
 ) -> list[str]:
-    """What the gradients exchange."""
+    """Return the collectives in the compiled gradients."""
     gradient = jax.grad(loss_of(run), argnums=tuple(range(len(inputs))))
     text = jax.jit(gradient).lower(*place(inputs, partitions)).compile().as_text()
     return re.findall(r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
@@ -130,7 +130,7 @@ def check_per_head() -> None:
 
 
 def opaque(x: jax.Array) -> jax.Array:
-    """The same array, by a call that XLA knows nothing of: a triangular system of one equation."""
+    """Return x, computed by an FFI call that XLA cannot see through: a triangular system of one equation."""
     row = x.astype(jnp.float32).reshape(1, -1)
     solve = jax.ffi.ffi_call("lapack_strsm_ffi", jax.ShapeDtypeStruct(row.shape, row.dtype))
     how = {"side": "L", "uplo": "L", "trans_x": "N", "diag": "N"}
@@ -181,8 +181,8 @@ def check_kernels() -> None:
     print("kernels")
 
 
-def check_one_device() -> None:
-    """Of several devices one has nothing to do with a partitioner."""
+def check_single_device() -> None:
+    """Check that arrays on one of several devices are not partitioned."""
     assert "Partitioning" in jax.jit(attend).lower(*place(arrays(), (BOTH,) * 3)).as_text()
     for lowered in (jax.jit(attend).lower(*arrays()), jax.jit(jax.vmap(attend)).lower(*arrays())):
         assert "Partitioning" not in lowered.as_text()
@@ -190,7 +190,7 @@ def check_one_device() -> None:
 
 
 def check_transformations() -> None:
-    """What JAX makes of functions, of arrays that are cut."""
+    """Check JAX transformations of attention over sharded arrays."""
     inputs, placed = arrays(), place(arrays(), (BOTH,) * 3)
     of_sums = lambda of: jax.jit(jax.grad(lambda *inputs: (of(*inputs) ** 2).sum()))
     want = of_sums(attend)(*inputs)
@@ -234,7 +234,7 @@ def main() -> None:
     check("Flax, a pattern", of(spec=SPARSE), (BOTH, BOTH))
     check_layers()
     check_transformations()
-    check_one_device()
+    check_single_device()
     check_kernels()
 
 

@@ -62,7 +62,7 @@ class TestAgreementWithJaxNN:
         ],
     )
     def test_outputs_and_gradients_equal_jax_nn(self, lens, causal, window):
-        """Where queries and keys differ in number, too; rows without keys, where jax.nn has means, are 0."""
+        """Also for unequal numbers of queries and keys. Rows without keys are 0; jax.nn returns means."""
         qkv = arrays(*lens)
         visible = is_visible(*lens, causal, window)
 
@@ -283,11 +283,11 @@ class TestMasks:
         close(jattn.attention(*qkv, mask=mask), want)
 
     def test_mask_functions_over_traced_arrays_have_gradients(self):
-        derives_as_a_mask_of_bools(arrays(9, head_dim=24))
+        check_gradients_equal_a_boolean_mask(arrays(9, head_dim=24))
 
 
-def derives_as_a_mask_of_bools(qkv):
-    """Of a function over a table that is traced, alone and under & and ~."""
+def check_gradients_equal_a_boolean_mask(qkv):
+    """Compare gradients under a mask function over a traced table with those under a boolean mask."""
     table = jax.random.bernoulli(jax.random.key(8), 0.5, (4, 9, 9))
 
     def loss(qkv, table, by_function):
@@ -609,7 +609,7 @@ class TestAutoMesh:
         want = jattn.attention(*qkv, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
         close(run(*qkv), want)
         close(jax.vmap(run)(*qkv), want)
-        derives_as_a_mask_of_bools(arrays(9, head_dim=24))
+        check_gradients_equal_a_boolean_mask(arrays(9, head_dim=24))
 
 
 def test_public_signature_is_stable():

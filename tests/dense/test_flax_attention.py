@@ -91,7 +91,7 @@ def test_heads_that_differ_from_the_spec_are_rejected():
 class TestFlaxArguments:
     @pytest.mark.parametrize("length", [LENGTH, 4])
     def test_is_causal_masks_what_flax_masks(self, length):
-        """Of fewer queries than keys, too: Flax aligns the first query with the first key."""
+        """Also for fewer queries than keys: Flax aligns the first query with the first key."""
         x, keys = texts()[:, :length], texts()
         ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
         want = flax(x, keys, is_causal=True)
@@ -118,7 +118,7 @@ class TestFlaxArguments:
 
     @pytest.mark.parametrize("num_queries", [1, 3])
     def test_nan_in_masked_keys_does_not_reach_the_output(self, num_queries):
-        """As slots of a cache that nobody wrote; one query, or a bias, takes all scores at once."""
+        """The masked keys are like unwritten cache slots; one query, or a bias, uses the dense code path."""
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), (1, *shape, 8))
         inputs, bias = (draw(0, num_queries, 4), draw(1, 6, 2), draw(2, 6, 2)), jnp.zeros((1, 1, 6))
         mask = jnp.arange(6) < 4
@@ -276,7 +276,7 @@ class TestShapes:
 
 
 class TestMemory:
-    """What is kept for the backward pass grows with tokens, not with queries x keys."""
+    """Memory of residuals for the backward pass."""
 
     @staticmethod
     def temporary_bytes(tokens, run):

@@ -14,9 +14,10 @@ MAX_LEN = 41
 
 @dataclasses.dataclass
 class Ruled:
-    """How to make a mask, and whether head h's query at position i sees the key at position j of row r.
+    """Mask, and its definition as a predicate over (row, head, query position, key position).
 
-    Made when used, not when drawn: the run-time type check of a tuple is random, which strategies may not be.
+    The mask is built when used, not when drawn: the runtime type check of a tuple is random, but strategies
+    must be deterministic.
     """
 
     make: Callable[[], masks.Mask]

@@ -468,13 +468,13 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def said():
-    """What each of the calls answers without the tests' check of types."""
+def error_messages():
+    """Return the error of each call in a process without the tests' runtime type checks."""
     run = [sys.executable, "-W", "error", "-c", SAYS]
     done = subprocess.run(run, input=json.dumps(list(NONSENSE)), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("call", NONSENSE)
-def test_invalid_mask_arguments_are_rejected(call, said):
-    assert re.search(f"^ValueError: .*{NONSENSE[call]}", said[call]), said[call]
+def test_invalid_mask_arguments_are_rejected(call, error_messages):
+    assert re.search(f"^ValueError: .*{NONSENSE[call]}", error_messages[call]), error_messages[call]

@@ -66,7 +66,7 @@ def test_big_bird_accepts_any_seed(seed):
 
 
 def test_mask_function_must_return_bool():
-    """Of other numbers & and ~ would take bits: the last of 2 is not set."""
+    """For other numbers, & and ~ would be bitwise: the lowest bit of 2 is not set."""
     apart = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
     for mask in (apart, ~apart, masks.Causal() & apart):
         for look in (

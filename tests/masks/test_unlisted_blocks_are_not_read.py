@@ -1,9 +1,8 @@
-"""What the lists of a mask leave out is never read: it is NaN here, as is all that no request owns.
+"""Blocks that a mask leaves out are never read: they are NaN here, as are all unowned slots.
 
-`Problem` fills with NaN every slot that no query sees: blocks that are not listed, for the kv head that does
-not list them, what stands behind the ends of requests, the null block, padding queries. Nothing is cleaned.
-The kernels read whole tiles of keys, so for them a tile of which a mask shows something is filled to the
-request's end.
+`Problem` fills every slot that no query attends to with NaN: blocks that a kv head does not list, slots after
+the ends of requests, the null block, and padding queries. The kernels read full tiles of keys, so for them a
+tile with at least one visible key is not NaN up to the request's end.
 """
 
 import dataclasses
@@ -74,7 +73,7 @@ def problem_of(name, kv, block_size, is_padded, region="mixed"):
 
 
 def share_of_poison(problem):
-    """How much of requests' whole blocks is NaN."""
+    """Return the fraction of the requests' full blocks that is NaN."""
     keys, table = np.asarray(problem.kv.k, np.float32), np.asarray(problem.metadata.block_table)
     lens = np.asarray(problem.metadata.seq_lens) // problem.case["block_size"]
     return np.isnan(keys[np.concatenate([row[:num] for row, num in zip(table, lens, strict=True)])]).mean()
@@ -102,7 +101,7 @@ def test_attend_does_not_read_masked_blocks(name, options, implementation):
 
 
 def read_in_tiles(size):
-    """As oracle.reachable, but all keys of a tile of which the mask shows one to some query."""
+    """Return a variant of `oracle.reachable` that reaches all keys of a tile with a visible key."""
 
     def reachable(spec, step):
         of_mask = dataclasses.replace(spec, causal=False)

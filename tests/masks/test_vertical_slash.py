@@ -118,7 +118,7 @@ def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_ke
 
 
 def cache_of(k, v, layout):
-    """Of blocks as NHD has them."""
+    """Return a cache with the given NHD blocks in another layout."""
     of = lambda x, is_key: in_layout(np.asarray(x).reshape(-1, *x.shape[2:]), 16, layout, is_key=is_key)
     return jattn.PagedCache(k=of(k, True), v=of(v, False), layout=layout)
 

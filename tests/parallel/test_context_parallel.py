@@ -31,7 +31,7 @@ def ranks_of(size, interleave=1):
 
 
 def on_ranks(ranks, of):
-    """What each rank makes, along a first axis: vmap is a mesh of one device."""
+    """Run a function on every rank, as a vmap over the axis, and stack the results."""
     return jax.jit(jax.vmap(lambda _: of(), axis_name="cp", axis_size=ranks.size))(jnp.zeros(ranks.size))
 
 
@@ -72,7 +72,7 @@ def filled(ranks, history, **cache):
 
 
 def shared_step_of(ranks, seq_lens, num_shared):
-    """As step_of, of rows of one token that begin with the same blocks, which the first one's keys fill."""
+    """Return the metadata of decode rows that share their first blocks."""
     size = BLOCK * ranks.size
     counts = np.maximum([-(-length // size) - num_shared for length in seq_lens], 0)
     ids = np.random.default_rng(0).permutation(num_shared + counts.sum()) + 1
@@ -159,7 +159,7 @@ def test_alibi_uses_global_positions(changes, size):
     ids=str,
 )
 def test_shared_prefix_equals_one_device(changes, per_head, cache, size, interleave):
-    """Behind it a row may have a key on one rank alone, or so few that some ranks have none."""
+    """Rows have so few keys after the prefix that some ranks have none."""
     ranks = ranks_of(size, interleave)
     prefix_len = 2 * BLOCK * size
     step = shared_step_of(ranks, [prefix_len + more for more in (1, 2, 50, 9)], 2)
@@ -195,13 +195,13 @@ def test_every_cache_layout_and_dtype_equals_one_device(cache):
 
 
 def test_sliding_window_with_sinks_equals_one_device():
-    """Of the grid above, what every run of the tests takes; the judge has what each query sees of its own."""
+    """A case without the kernels marker; the reference computes the visible keys independently."""
     want, got = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
     np.testing.assert_allclose(got, want, atol=3e-6)
 
 
 class TestInterleaved:
-    """What a mask says of true positions, pair by pair and of tiles."""
+    """Masks of a rank's interleaved keys, per pair and per tile."""
 
     MASKS = (Causal(), Window(5, 2) & Causal(), Window(3, None), Chunked(6), Chunked(5) & Causal())
 
@@ -225,7 +225,7 @@ class TestInterleaved:
         return InterleavedMask(mask=mask, **arrays, num_ranks=size, interleave=interleave)
 
     def check_tiles(self, near, visible, queries):
-        """What has a pair is walked over, and what is said to be seen whole is."""
+        """Check that every tile with a visible pair is listed, and that tiles marked full are full."""
         num_listed = 0
         for q, k in itertools.product(range(0, visible.shape[0], 4), range(0, visible.shape[1], 4)):
             tile = visible[q : q + 4, k : k + 4]

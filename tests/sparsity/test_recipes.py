@@ -35,7 +35,7 @@ def softmax(s, visible):
 
 
 def drawn(mask, row, tokens=TOKENS):
-    """What a text's queries see under causality: [q_heads, queries, keys]."""
+    """Return the causal part of a mask as an array [q_heads, queries, keys]."""
     seen = masks.dense(
         mask & masks.Causal(), tokens, tokens, num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, row=row
     )
@@ -52,7 +52,7 @@ RECIPES = {
 
 
 class TestArrays:
-    """What all recipes take, and what they say of the rest."""
+    """Arguments that all recipes share."""
 
     @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
     def test_batch_axis_is_optional(self, name):
@@ -291,14 +291,14 @@ class TestXAttention:
         assert seen[:, :, 1:, 1].all()
 
     def test_mass_1_selects_every_causal_block(self):
-        """Of a peaked attention most shares are nothing beside the largest, in f32."""
+        """In peaked attention most probabilities vanish in f32 next to the largest."""
         q, k, _ = arrays(48)
         seen = sparsity.x_attention(9 * q, 9 * k, mass=1.0, block_size=8, stride=4).blocks
         np.testing.assert_array_equal(seen, np.broadcast_to(np.tri(6, dtype=bool), seen.shape))
 
     @pytest.mark.parametrize("tokens", [48, 41])
     def test_selected_blocks_hold_the_mass_of_antidiagonals(self, tokens):
-        """What fills up the last block counts for nothing."""
+        """Padding of the last block does not count."""
         q, k, _ = (jnp.pad(x, ((0, 0), (0, 48 - tokens), (0, 0), (0, 0))) for x in arrays(tokens))
         size, stride, mass, blocks = 8, 2, 0.7, 6
         given = q[:, :tokens], k[:, :tokens]
@@ -392,7 +392,7 @@ class TestNSA:
 
     @pytest.mark.parametrize("step", [1.0, 40.0])
     def test_selection_keeps_the_order_of_scores_that_underflow(self, step):
-        """Where scores lie 40 apart most shares are 0 in f32; their order is the same."""
+        """Scores that differ by 40 have probabilities of 0 in f32, but keep their order."""
         keys = jnp.broadcast_to(
             step * jnp.asarray([3, 1, 5, 2, 4, 0, 6.0])[None, :, None, None], (1, 7, 1, 1)
         )

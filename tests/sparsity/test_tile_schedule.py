@@ -30,12 +30,14 @@ def classes_of(seen, tile_q, tile_kv):
 def compared(ruled, lens, tile_q, tile_kv):
     """For each request: what the schedule says (partial, full) and what the rule says (some, every)."""
     max_q = max_kv = mask_rules.MAX_LEN
-    made = schedule(
+    tile_schedule = schedule(
         ruled.mask, jnp.asarray([k for _, k in lens]), query_lens=jnp.asarray([q for q, _ in lens]),
         max_query_len=max_q, max_seq_len=max_kv, tile_q=tile_q, tile_kv=tile_kv, **HEADS,
     )  # fmt: skip
     per_req = -(-max_q // tile_q)
-    partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(made))  # [heads, q_tiles, tiles]
+    partial, full = (
+        np.asarray(x).swapaxes(0, 1) for x in expand_schedule(tile_schedule)
+    )  # [heads, q_tiles, tiles]
     for r, (query_len, seq_len) in enumerate(lens):
         any_visible, all_visible = classes_of(ruled.dense(query_len, seq_len, r), tile_q, tile_kv)
         here = slice(r * per_req, r * per_req + any_visible.shape[1])
@@ -94,15 +96,19 @@ def test_ascending_documents_have_exact_tiles(ruled, lens, size):
 def test_padding_after_the_documents_adds_only_its_first_tile():
     """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is lost, and one sees more than it needs."""
     ids = np.r_[np.repeat(np.arange(1, 7), 32), np.zeros(64, int)].astype(np.int32)
-    made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
-    partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(made))
+    tile_schedule = make(
+        masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32
+    )
+    partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(tile_schedule))
     want = np.eye(8, dtype=bool)
     want[6:, 6:] = True
     np.testing.assert_array_equal(full, want)
     assert not partial.any()
     ids[190:] = 0  # the padding begins in the middle of a tile
-    made = make(masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32)
-    partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(made))
+    tile_schedule = make(
+        masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32
+    )
+    partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(tile_schedule))
     np.testing.assert_array_equal(full[:5, :5], want[:5, :5])
     assert partial[5].all()
     assert partial[:, 5].all()
@@ -112,7 +118,7 @@ def test_padding_after_the_documents_adds_only_its_first_tile():
 @settings(max_examples=15)
 @given(mask_rules.block_masks(mask_rules.MAX_LEN + 15) | mask_rules.local_strided(), lengths)
 def test_causal_block_masks_have_exact_tiles(ruled, lens):
-    """Of a causal block pattern the lists are exact where tiles are blocks."""
+    """The lists of a causal block pattern are exact if tiles equal blocks."""
     blocks = getattr(ruled.mask, "block_size", None) or ruled.mask.block_kv
     both = mask_rules.Ruled(
         lambda: masks.Causal() & ruled.mask, lambda r, h, i, j: j <= i and ruled.visible(r, h, i, j)
@@ -134,17 +140,19 @@ def make(mask, seq_lens, **options):
 
 
 def test_lists_start_with_partial_tiles_and_are_sorted_by_length():
-    made = make(masks.Causal() & (masks.Window(left=20) | masks.OnlyHeads((1,))), [64])
-    np.testing.assert_array_equal(made.num_partial, [[1, 1], [2, 1], [3, 1], [3, 1]])
-    np.testing.assert_array_equal(made.num_full, [[0, 0], [0, 1], [0, 2], [0, 3]])
-    np.testing.assert_array_equal(made.kv_tiles[3], [[3, 2, 1, 0], [3, 0, 1, 2]])
-    np.testing.assert_array_equal(made.order, [7, 4, 5, 6, 2, 3, 0, 1])
+    tile_schedule = make(masks.Causal() & (masks.Window(left=20) | masks.OnlyHeads((1,))), [64])
+    np.testing.assert_array_equal(tile_schedule.num_partial, [[1, 1], [2, 1], [3, 1], [3, 1]])
+    np.testing.assert_array_equal(tile_schedule.num_full, [[0, 0], [0, 1], [0, 2], [0, 3]])
+    np.testing.assert_array_equal(tile_schedule.kv_tiles[3], [[3, 2, 1, 0], [3, 0, 1, 2]])
+    np.testing.assert_array_equal(tile_schedule.order, [7, 4, 5, 6, 2, 3, 0, 1])
 
 
 def test_padding_and_keys_after_the_end_are_in_no_list():
-    made = make(masks.Sinks(64), [0, 17], query_lens=jnp.asarray([0, 3]))
-    np.testing.assert_array_equal(made.num_queries, [0, 0, 0, 0, 3, 0, 0, 0])
-    np.testing.assert_array_equal((made.num_partial + made.num_full)[:, 0], [0, 0, 0, 0, 2, 0, 0, 0])
+    tile_schedule = make(masks.Sinks(64), [0, 17], query_lens=jnp.asarray([0, 3]))
+    np.testing.assert_array_equal(tile_schedule.num_queries, [0, 0, 0, 0, 3, 0, 0, 0])
+    np.testing.assert_array_equal(
+        (tile_schedule.num_partial + tile_schedule.num_full)[:, 0], [0, 0, 0, 0, 2, 0, 0, 0]
+    )
 
 
 def test_changing_a_traced_mask_does_not_recompile(traced_once):
@@ -155,18 +163,18 @@ def test_changing_a_traced_mask_does_not_recompile(traced_once):
         jnp.asarray([seed + 40]),
     )
     run = lambda mask, lens: make(mask, lens)
-    for made, (mask, lens) in zip(
+    for tile_schedule, (mask, lens) in zip(
         traced_once(run, masks_of(1), masks_of(2)), map(masks_of, (1, 2)), strict=True
     ):
-        _, full = expand_schedule(made)
+        _, full = expand_schedule(tile_schedule)
         blocks = np.asarray(mask.blocks).swapaxes(0, 1) & (np.arange(4) * 16 < int(lens[0]))
         np.testing.assert_array_equal(full[: -(-int(lens[0]) // 16)], blocks[: -(-int(lens[0]) // 16)])
 
 
 def test_empty_batch_has_no_lists():
-    made = make(masks.Causal(), np.zeros(0, np.int32))
-    assert made.kv_tiles.shape == (0, 2, 4)
-    assert made.order.shape == (0,)
+    tile_schedule = make(masks.Causal(), np.zeros(0, np.int32))
+    assert tile_schedule.kv_tiles.shape == (0, 2, 4)
+    assert tile_schedule.order.shape == (0,)
     none = make(masks.Causal(), [0, 0], query_lens=jnp.asarray([0, 0]))
     assert not (none.num_partial + none.num_full).any()
 

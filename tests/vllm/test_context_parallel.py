@@ -247,7 +247,7 @@ def test_non_int_rank_sizes_are_rejected(sizes, message, types_unchecked):
 
 
 def test_rank_out_of_range_is_rejected_for_every_array_type(types_unchecked):
-    """Of others, and of None, all slots were -1: nothing was written anywhere."""
+    """For an unknown rank or None all slots would be -1, and nothing would be written."""
     slots_of = lambda rank: compute_dcp_slot_mapping([[1, 2]], [0], [5], 4, dcp_size=2, dcp_rank=rank)
     for rank in (np.array(7), None):
         with pytest.raises(ValueError, match=rf"dcp_rank must lie in \[0, 2\), got {rank}"):

@@ -39,12 +39,12 @@ def test_fast_prefill_equals_vllm(case):
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
 def test_fast_prefill_counts_the_requested_tokens_of_each_request(query_lens, data):
     owner = [row for row, n in enumerate(query_lens) for _ in range(n)]
-    wanted = sorted(data.draw(st.sets(st.integers(0, len(owner) - 1))))
-    padded = wanted + data.draw(st.lists(st.integers(0, 99), max_size=3))
+    requested = sorted(data.draw(st.sets(st.integers(0, len(owner) - 1))))
+    padded = requested + data.draw(st.lists(st.integers(0, 99), max_size=3))
     if not padded:
         padded = [0]
-    got = make_kv_sharing_fast_prefill_metadata([50] * len(query_lens), query_lens, padded, len(wanted))
-    lens = [sum(owner[token] == row for token in wanted) for row in range(len(query_lens))]
+    got = make_kv_sharing_fast_prefill_metadata([50] * len(query_lens), query_lens, padded, len(requested))
+    lens = [sum(owner[token] == row for token in requested) for row in range(len(query_lens))]
     lens = query_lens if max(query_lens) == 1 else lens
     assert np.diff(got.query_start_loc).tolist() == lens
     assert (got.num_actual_tokens, got.max_query_len) == (sum(lens), max(lens))
