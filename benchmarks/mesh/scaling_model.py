@@ -103,7 +103,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def table(model: Model) -> str:
     """A host's GPUs as replicas of 1, 2, 4 and 8 each, and four hosts as one, for so many requests a host."""
-    columns = ["requests a host", "context", "layout", "ms a step", "tokens a second and host", "GB a GPU"]
+    columns = ["requests per host", "context", "layout", "ms per step", "tokens/s per host", "GB per GPU"]
     lines = [columns, ["---"] * len(columns), *_rows(model)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
@@ -124,6 +124,6 @@ def _row(model: Model, a_host: int, context: int, size: int, *, hosts: int = 1) 
     gigabytes = (WEIGHTS + KEYS * requests * context) / size / 1e9
     cells = [str(a_host), str(context), layout]
     if gigabytes > MEMORY:
-        return [*cells, "-", "-", f"{gigabytes:.0f}: too much"]
+        return [*cells, "-", "-", f"{gigabytes:.0f} (too large)"]
     us = model.step_us(size, requests, context, hosts=hosts)
     return [*cells, f"{us / 1e3:.1f}", f"{a_host / us * 1e6:,.0f}", f"{gigabytes:.0f}"]
