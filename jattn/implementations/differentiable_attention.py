@@ -78,16 +78,16 @@ class NonDifferentiableArgs(NamedTuple):
     Attributes:
         kv_start_loc: Index of the first key of each row.
         metadata: Metadata of the region as a separate step.
-        mask: Which keys a query sees beyond the spec's numbers.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         tiles: Query tiles of the prefill region for XLA; None computes them here.
-        work: Kernel plan of the region; None computes it here.
+        kernel_plan: Kernel plan of the region; None computes it here.
     """
 
     kv_start_loc: Int[Array, " reqs"]
     metadata: BatchMetadata
     mask: Mask | None
     tiles: QueryTiles | None
-    work: KernelPlan | None
+    kernel_plan: KernelPlan | None
 
 
 def attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
@@ -116,16 +116,12 @@ def varying_together(values: DifferentiableArgs) -> DifferentiableArgs:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
     query, _, _, sinks, alibi_slopes = values
-    kv, metadata, spec, kernel = (
-        _kv(static_args, values, context),
-        context.metadata,
-        static_args.spec,
-        static_args.choice.kernel,
-    )
+    kv, metadata = _kv(static_args, values, context), context.metadata
+    spec, kernel = static_args.spec, static_args.choice.kernel
     options: dict[str, Any] = {"mask": context.mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if kernel is not None:
         options["return_lse"] = static_args.return_lse
-        return mosaic_gpu.attend(query, kv, metadata, spec, kernel, context.work, **options)
+        return mosaic_gpu.attend(query, kv, metadata, spec, kernel, context.kernel_plan, **options)
     out, lse = xla.attend(query, kv, metadata, spec, tiles=context.tiles, **options)
     return out, lse if static_args.return_lse else None
 
@@ -138,30 +134,32 @@ class _Residuals(NamedTuple):
         context: Arguments without a gradient.
         out: Output.
         lse: Log-sum-exp.
-        wants_slopes: () if ALiBi slopes need a gradient, else None: pytrees without leaves.
+        needs_slope_gradient: () if ALiBi slopes need a gradient, else None: pytrees without leaves.
     """
 
     values: DifferentiableArgs
     context: NonDifferentiableArgs
     out: Array
     lse: Array
-    wants_slopes: tuple[()] | None
+    needs_slope_gradient: tuple[()] | None
 
 
 def _forward(
     static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs
 ) -> tuple[OutAndLse, _Residuals]:
     """Run the forward pass; each array is a CustomVJPPrimal."""
-    wants_slopes = _wants_slopes(values)
+    needs_slope_gradient = _needs_slope_gradient(values)
     values, context = jax.tree.map(lambda primal: primal.value, (values, context))
     values = reject_second_derivative(values)
     out, lse = _attend(dataclasses.replace(static_args, return_lse=True), values, context)
     assert lse is not None
-    return (out, lse if static_args.return_lse else None), _Residuals(values, context, out, lse, wants_slopes)
+    return (out, lse if static_args.return_lse else None), _Residuals(
+        values, context, out, lse, needs_slope_gradient
+    )
 
 
-def _wants_slopes(values: DifferentiableArgs) -> tuple[()] | None:
-    """`_Kept`'s, of CustomVJPPrimal in the place of arrays."""
+def _needs_slope_gradient(values: DifferentiableArgs) -> tuple[()] | None:
+    """Return `_Residuals.needs_slope_gradient`; arrays are CustomVJPPrimal."""
     slopes = values.alibi_slopes
     return () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
 
@@ -169,33 +167,44 @@ def _wants_slopes(values: DifferentiableArgs) -> tuple[()] | None:
 def _backward(
     static_args: StaticArgs, residuals: _Residuals, grads: tuple[Any, Any]
 ) -> tuple[DifferentiableArgs, None]:
-    (values, context, out, lse, wants_slopes) = residuals
+    (values, context, out, lse, needs_slope_gradient) = residuals
     is_zero = [isinstance(grad, SymbolicZero) for grad in grads]
     grad_out = jnp.zeros_like(out) if is_zero[0] else grads[0]
     grad_lse = None if is_zero[1] else grads[1]
     values, out, lse, grad_out, grad_lse = reject_second_derivative((values, out, lse, grad_out, grad_lse))
     saved = xla.Saved(out, lse, grad_out, grad_lse)
-    if static_args.choice.kernel is None or not _takes_kernel(
-        static_args, values, context, wants_slopes is not None
+    if static_args.choice.kernel is None or not _has_backward_kernel(
+        static_args, values, context, needs_slope_gradient is not None
     ):
-        given = static_args.spec, context.mask, values.sinks, values.alibi_slopes
-        problem = xla.Problem(_kv(static_args, values, context), context.metadata, *given)
+        problem = xla.Problem(
+            _kv(static_args, values, context),
+            context.metadata,
+            static_args.spec,
+            context.mask,
+            values.sinks,
+            values.alibi_slopes,
+        )
         return DifferentiableArgs(*xla.gradients(values.query, problem, saved)), None
     options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **saved._asdict()}
     kv, metadata = _kv(static_args, values, context), context.metadata
-    of_arrays = mosaic_gpu.gradients(values.query, kv, metadata, static_args.spec, **options)
+    dq, dk, dv = mosaic_gpu.gradients(values.query, kv, metadata, static_args.spec, **options)
     sinks, slopes = values.sinks, values.alibi_slopes
-    of_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
-    return DifferentiableArgs(*of_arrays, of_sinks, None if slopes is None else jnp.zeros_like(slopes)), None
+    grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
+    grad_slopes = None if slopes is None else jnp.zeros_like(slopes)
+    return DifferentiableArgs(dq, dk, dv, grad_sinks, grad_slopes), None
 
 
 def _kv(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> PackedKV:
-    starts, most = context.kv_start_loc, static_args.max_seq_len
-    return PackedKV(k=values.k, v=values.v, kv_start_loc=starts, max_seq_len=most)
+    return PackedKV(
+        k=values.k, v=values.v, kv_start_loc=context.kv_start_loc, max_seq_len=static_args.max_seq_len
+    )
 
 
-def _takes_kernel(
-    static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, wants_slopes: bool
+def _has_backward_kernel(
+    static_args: StaticArgs,
+    values: DifferentiableArgs,
+    context: NonDifferentiableArgs,
+    needs_slope_gradient: bool,
 ) -> bool:
     """Return whether a kernel computes the gradients; otherwise XLA does, unless that is ruled out."""
     reason = mosaic_gpu.why_not_gradients(
@@ -203,7 +212,7 @@ def _takes_kernel(
         {"query": values.query.dtype, "key": values.k.dtype, "value": values.v.dtype},
         context.mask,
         is_in_order=static_args.is_in_order,
-        wants_slopes=wants_slopes,
+        needs_slope_gradient=needs_slope_gradient,
     )
     requested = static_args.choice.requested
     if reason is None:
@@ -235,9 +244,9 @@ def _recall_forward(
     static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: Any
 ) -> tuple[tuple[Array, Array], _Residuals]:
     """Run the forward pass; each array is a CustomVJPPrimal."""
-    wants_slopes = _wants_slopes(values)
+    needs_slope_gradient = _needs_slope_gradient(values)
     values, context, (out, lse) = jax.tree.map(lambda primal: primal.value, (values, context, attended))
-    return (out, lse), _Residuals(values, context, out, lse, wants_slopes)
+    return (out, lse), _Residuals(values, context, out, lse, needs_slope_gradient)
 
 
 attach_gradient.defvjp(

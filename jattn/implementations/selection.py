@@ -94,7 +94,7 @@ def choose_implementation(
     Args:
         layer: Layer configuration.
         region: Static sizes of the region.
-        mask: What queries see beyond the spec's numbers.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         implementation: Requested implementations; None chooses the best.
         no_kernels: Reason why the kernels cannot run on the step's device; None if they can.
 

@@ -235,7 +235,7 @@ class TestDocuments:
         monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
         seen = []
 
-        def attend(query, kv, metadata, spec, kernel, work, *, mask, **_):
+        def attend(query, kv, metadata, spec, kernel, kernel_plan, *, mask, **_):
             seen.append(mask)
             return query, jnp.zeros(query.shape[1::-1])
 

@@ -156,7 +156,7 @@ class TestRefusals:
 
     def test_patterns_per_device_have_no_kernel(self):
         mask = shard_mask(jattn.LocalStrided(), "tp", 8, (32, 8))
-        assert "patterns that differ from device to device" in why_not_kernel_mask(mask, 64)
+        assert "masks that differ between devices" in why_not_kernel_mask(mask, 64)
         assert why_not_kernel_mask(shard_mask(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
 
     def test_a_pattern_shared_by_all_devices_is_a_single_device_s(self):

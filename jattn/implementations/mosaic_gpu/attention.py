@@ -21,11 +21,11 @@ from jattn.implementations.mosaic_gpu.kernel_plans import (
     DecodeKernelPlan,
     KernelPlan,
     PrefillKernelPlan,
-    lists_call,
     plan_decode_kernel,
     plan_prefill_kernel,
+    tile_list_config,
 )
-from jattn.implementations.mosaic_gpu.slash_masks import gathers, in_place
+from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns, without_gathering
 from jattn.masks import Mask, split_gathered
 from jattn.merge import merge_attention_outputs
 from jattn.spec import QUERY_DTYPES, AttentionSpec
@@ -40,7 +40,7 @@ def attend(
     metadata: BatchMetadata,
     spec: AttentionSpec,
     kernel: KernelConfig,
-    work: KernelPlan | None,
+    kernel_plan: KernelPlan | None,
     *,
     mask: Mask | None,
     sinks: Float[Array, " q_heads"] | None,
@@ -56,8 +56,8 @@ def attend(
         metadata: Metadata of the region as a separate step.
         spec: Attention of the layer.
         kernel: Kernel and its sizes, from choose_kernel.
-        work: Kernel plan of the step; None computes it here.
-        mask: Which keys a query sees beyond the spec's numbers.
+        kernel_plan: Kernel plan of the step; None computes it here.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
         sinks: Attention sinks per head.
         alibi_slopes: ALiBi slope per head.
         return_lse: Return the log-sum-exp; if False, None may be returned instead.
@@ -68,12 +68,12 @@ def attend(
         query = rounded_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
     options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "interpret": interpret}
     if isinstance(kernel, PrefillKernelConfig):
-        assert work is None or isinstance(work, PrefillKernelPlan)
-        region = _Region(query, kv, metadata, spec, kernel, work, mask)
+        assert kernel_plan is None or isinstance(kernel_plan, PrefillKernelPlan)
+        region = _Region(query, kv, metadata, spec, kernel, kernel_plan, mask)
         return _prefill(region, return_lse=return_lse, **options)
     assert isinstance(kv, PagedCache)
-    work = plan_decode_kernel(kernel, metadata, spec, mask) if work is None else work
-    assert isinstance(work, DecodeKernelPlan)
+    kernel_plan = plan_decode_kernel(kernel, metadata, spec, mask) if kernel_plan is None else kernel_plan
+    assert isinstance(kernel_plan, DecodeKernelPlan)
     return paged_decode(
         query,
         jnp.asarray(kv.k),
@@ -81,23 +81,23 @@ def attend(
         metadata.block_table,
         metadata.seq_lens,
         score=score_of(spec),
-        **_of_decode(kernel, work, kv, metadata),
+        **_decode_arguments(kernel, kernel_plan, kv, metadata),
         **options,
     )
 
 
-def _of_decode(
-    kernel: DecodeKernelConfig, work: DecodeKernelPlan, cache: PagedCache, metadata: BatchMetadata
+def _decode_arguments(
+    kernel: DecodeKernelConfig, kernel_plan: DecodeKernelPlan, cache: PagedCache, metadata: BatchMetadata
 ) -> dict[str, Any]:
     """Return paged_decode's arguments for the cache layout, the block lists and the schedule."""
     return {
         "layout": cache.layout,
         "decode_query_len": metadata.bucket.decode_query_len,
         **_scales_of(cache),
-        "block_list": work.block_list,
+        "block_list": kernel_plan.block_list,
         "list_block_size": kernel.list_block_size,
         "lists_have_head_bits": kernel.lists_have_head_bits,
-        "schedule": work.schedule,
+        "schedule": kernel_plan.schedule,
         "sizes": kernel.sizes,
     }
 
@@ -116,30 +116,39 @@ class _Region(NamedTuple):
     metadata: BatchMetadata
     spec: AttentionSpec
     kernel: PrefillKernelConfig
-    work: PrefillKernelPlan | None
+    kernel_plan: PrefillKernelPlan | None
     mask: Mask | None
 
 
 def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     """Attend in a region with varlen_prefill."""
-    query, kv, metadata, spec, kernel, work, mask = region
-    if kernel.is_read_first and isinstance(kv, PagedCache):
-        of = lambda kv, metadata: _prefill(region._replace(kv=kv, metadata=metadata, work=None), **options)
-        how = {name: options[name] for name in ("return_lse", "interpret")}
-        return attend_dequantized(query, kv, metadata, spec, of, **how)
-    if not gathers(mask, spec):
-        return _over_keys(region, **options)
+    query, kv, metadata, spec, kernel, kernel_plan, mask = region
+    if kernel.uses_cache_read and isinstance(kv, PagedCache):
+
+        def attend_packed(kv: PackedKV, metadata: BatchMetadata) -> tuple[Array, Array | None]:
+            return _prefill(region._replace(kv=kv, metadata=metadata, kernel_plan=None), **options)
+
+        return attend_dequantized(
+            query,
+            kv,
+            metadata,
+            spec,
+            attend_packed,
+            return_lse=options["return_lse"],
+            interpret=options["interpret"],
+        )
+    if not gathers_columns(mask, spec):
+        return _call_kernel(region, **options)
     if options["alibi_slopes"] is not None:
-        return _over_keys(region._replace(work=None, mask=in_place(mask)), **options)
-    columns, rest = split_gathered(mask)
+        return _call_kernel(region._replace(kernel_plan=None, mask=without_gathering(mask)), **options)
+    columns, slashes = split_gathered(mask)
     layer, (gathered, _) = gathered_columns_layer(spec, columns), gather_kv(kv, metadata, columns)
-    of_columns = _Region(
-        query, gathered, metadata, *layer, None if work is None else work.of_columns, columns
-    )
+    columns_plan = None if kernel_plan is None else kernel_plan.columns_plan
+    columns_region = _Region(query, gathered, metadata, *layer, columns_plan, columns)
     options, return_lse = options | {"return_lse": True}, options["return_lse"]
     parts = [
-        _over_keys(region._replace(mask=rest), **options),
-        _over_keys(of_columns, **options | {"sinks": None}),
+        _call_kernel(region._replace(mask=slashes), **options),
+        _call_kernel(columns_region, **options | {"sinks": None}),
     ]
     out, lse = merge_attention_outputs(
         [out for out, _ in parts], [lse for _, lse in parts if lse is not None]
@@ -147,26 +156,28 @@ def _prefill(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     return out, lse if return_lse else None
 
 
-def _over_keys(region: _Region, **options: Any) -> tuple[Array, Array | None]:
+def _call_kernel(region: _Region, **options: Any) -> tuple[Array, Array | None]:
     """Call varlen_prefill once, over 16-bit keys or 8-bit keys that it dequantizes."""
-    query, kv, metadata, spec, kernel, work, mask = region
+    query, kv, metadata, spec, kernel, kernel_plan, mask = region
     starts, max_seq_len = None, None
     if isinstance(kv, PackedKV):
         starts, max_seq_len = kv.kv_start_loc, kv.max_keys_per_row if kernel.is_packed else None
-    if work is None:
-        work = plan_prefill_kernel(kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len)
-    where: dict[str, Any] = {"kv_start_loc": starts}
+    if kernel_plan is None:
+        kernel_plan = plan_prefill_kernel(
+            kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len
+        )
+    arguments: dict[str, Any] = {"kv_start_loc": starts}
     if isinstance(kv, PagedCache):
-        where = {"block_table": metadata.block_table, "layout": kv.layout}
-        if kernel.widens:
-            where |= _scales_of(kv)
+        arguments = {"block_table": metadata.block_table, "layout": kv.layout}
+        if kernel.dequantizes:
+            arguments |= _scales_of(kv)
     if mask is not None:
-        call = lists_call(kernel, metadata, max_seq_len)
-        of_pairs = tile_lists.pair_mask(mask, spec, kernel.sizes, call)
-        where |= {
-            "lists": work.lists,
+        config = tile_list_config(kernel, metadata, max_seq_len)
+        pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, config)
+        arguments |= {
+            "lists": kernel_plan.lists,
             "block_q": tile_lists.split_mask_factors(mask, kernel.sizes, is_packed=kernel.is_packed).block_q,
-            "mask": None if of_pairs is None else of_pairs._replace(arrays=work.mask_arrays),
+            "mask": None if pair_mask is None else pair_mask._replace(arrays=kernel_plan.mask_arrays),
         }
     return varlen_prefill(
         query,
@@ -175,8 +186,8 @@ def _over_keys(region: _Region, **options: Any) -> tuple[Array, Array | None]:
         metadata.query_start_loc,
         metadata.seq_lens,
         score=score_of(spec),
-        schedule=work.schedule,
+        schedule=kernel_plan.schedule,
         sizes=kernel.sizes,
-        **where,
+        **arguments,
         **options,
     )

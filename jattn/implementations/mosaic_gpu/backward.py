@@ -1,4 +1,4 @@
-"""Gradients of attention over packed keys by the Mosaic GPU kernels, and why there are none."""
+"""Gradients of attention over packed keys with the Mosaic GPU kernel varlen_backward."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from jattn.implementations.mosaic_gpu.gathered_columns import (
     gathered_columns_layer,
 )
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
-from jattn.implementations.mosaic_gpu.slash_masks import gathers
+from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
 from jattn.masks import Mask, split_gathered
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
@@ -37,24 +37,24 @@ def why_not_gradients(
     mask: Mask | None,
     *,
     is_in_order: bool,
-    wants_slopes: bool,
+    needs_slope_gradient: bool,
 ) -> str | None:
-    """Why varlen_backward has no kernel for a region; None if it has. Looks at shapes alone.
+    """Return why varlen_backward does not support a region, from static facts alone; None if it does.
 
     Args:
-        spec: The layer.
-        dtypes: Of query, key, value.
-        mask: What it masks beyond the spec's numbers.
-        is_in_order: Whether the rows' keys follow each other from the first key on.
-        wants_slopes: Whether slopes of ALiBi have a gradient.
+        spec: Attention of the layer.
+        dtypes: Dtypes of query, key and value by these names.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        is_in_order: Whether the rows' keys are stored one row after another from the first key on.
+        needs_slope_gradient: Whether a gradient of the ALiBi slopes is required.
     """
     reason = support.why_not_backward(dtypes=dtypes, head_dim=spec.head_dim)
     if reason is not None:
         return reason
     if not is_in_order:
-        return "gradients of keys whose rows are not said to follow each other (PackedKV(is_in_order=True))"
-    if wants_slopes:
-        return "gradients of ALiBi's slopes have no kernel"
+        return "gradients over packed keys require PackedKV(is_in_order=True)"
+    if needs_slope_gradient:
+        return "there is no kernel for the gradient of ALiBi slopes"
     if mask is None:
         return None
     return why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic))
@@ -74,40 +74,40 @@ def gradients(
     alibi_slopes: Float[Array, " q_heads"] | None,
     interpret: Interpret = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, keys and values; those of sinks follow from the same, without a kernel.
+    """Compute the gradients of queries, keys and values; the gradient of sinks needs no kernel.
 
     Args:
-        query: The region's queries.
-        kv: Its keys and values.
-        metadata: The region as a step of its own.
-        spec: The layer; why_not_gradients is None.
-        out: Of the forward pass.
-        lse: Of the forward pass.
+        query: Queries of the region.
+        kv: Keys and values of the region.
+        metadata: Metadata of the region as a separate step.
+        spec: Attention of the layer; why_not_gradients must be None.
+        out: Output of the forward pass.
+        lse: Log-sum-exp of the forward pass.
         grad_out: Gradient of out.
-        grad_lse: Gradient of lse; None = 0.
-        mask: Which keys a query sees beyond the spec's numbers.
-        alibi_slopes: Slope per head.
+        grad_lse: Gradient of lse; None is 0.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        alibi_slopes: ALiBi slope per head.
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
-    saved: dict[str, Any] = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
-    saved |= {"alibi_slopes": alibi_slopes, "interpret": interpret}
-    of: Callable[..., tuple[Array, Array, Array]] = functools.partial(_over_keys, query, **saved)
-    if not gathers(mask, spec) or alibi_slopes is not None:
-        return of(kv, metadata, spec, mask=mask)
-    columns, rest = split_gathered(mask)
-    gathered, places = gather_kv(kv, metadata, columns)
-    # `out` and `lse` are of all that a query sees, so either part's gradients are what they are in the whole.
-    of_query, *of_kv = of(kv, metadata, spec, mask=rest)
-    by_columns, *of_gathered = of(
+    residuals: dict[str, Any] = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
+    residuals |= {"alibi_slopes": alibi_slopes, "interpret": interpret}
+    compute: Callable[..., tuple[Array, Array, Array]] = functools.partial(_call_kernel, query, **residuals)
+    if not gathers_columns(mask, spec) or alibi_slopes is not None:
+        return compute(kv, metadata, spec, mask=mask)
+    columns, slashes = split_gathered(mask)
+    gathered, positions = gather_kv(kv, metadata, columns)
+    # `out` and `lse` cover all visible keys, so the gradients of both key sets simply add up.
+    dq, *dkv = compute(kv, metadata, spec, mask=slashes)
+    gathered_dq, *gathered_dkv = compute(
         gathered, metadata, gathered_columns_layer(spec, columns).spec, mask=columns
     )
-    of_query = (of_query.astype(jnp.float32) + by_columns.astype(jnp.float32)).astype(of_query.dtype)
-    pairs = zip(of_kv, of_gathered, strict=True)
-    of_key, of_value = (add_gathered_gradients(*pair, places, kv.kv_start_loc) for pair in pairs)
-    return of_query, of_key, of_value
+    dq = (dq.astype(jnp.float32) + gathered_dq.astype(jnp.float32)).astype(dq.dtype)
+    pairs = zip(dkv, gathered_dkv, strict=True)
+    dk, dv = (add_gathered_gradients(*pair, positions, kv.kv_start_loc) for pair in pairs)
+    return dq, dk, dv
 
 
-def _over_keys(
+def _call_kernel(
     query: Array,
     kv: PackedKV,
     metadata: BatchMetadata,
@@ -121,7 +121,7 @@ def _over_keys(
     alibi_slopes: Array | None,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
-    """One call of varlen_backward."""
+    """Call varlen_backward once."""
     lens = PackedLens(metadata.query_start_loc, metadata.seq_lens, kv.kv_start_loc)
     score = score_of(spec)
     mean_len = query.shape[0] // max(lens.seq_lens.shape[0], 1)
@@ -131,16 +131,16 @@ def _over_keys(
         *lens, kv_tokens=kv_tokens, kv_heads=kv_heads, head_dim=head_dim, score=score, sizes=sizes,
         num_tokens=query.shape[0],
     )  # fmt: skip
-    listed: dict[str, Any] = {}
+    lists: kernel.BackwardTileLists | None = None
+    pair_mask: kernel.BackwardMask | None = None
     if mask is not None:
-        most = kv.max_keys_per_row
-        bounds = {"num_tokens": query.shape[0], "max_seq_len": most}
+        bounds = {"num_tokens": query.shape[0], "max_seq_len": kv.max_keys_per_row}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, **bounds)
-        listed = {"lists": lists, "mask": backward_mask(mask, spec, sizes, max_seq_len=most)}
-    if grad_lse is not None:  # what comes down to a row without keys may be anything
+        pair_mask = backward_mask(mask, spec, sizes, max_seq_len=kv.max_keys_per_row)
+    if grad_lse is not None:  # the gradient of a row without keys may hold NaN
         grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)
     return kernel.varlen_backward(
         query, kv.k, kv.v, out, lse, grad_out,
         **lens._asdict(), score=score, grad_lse=grad_lse, alibi_slopes=alibi_slopes, schedule=schedule,
-        deterministic=spec.deterministic, sizes=sizes, interpret=interpret, **listed,
+        deterministic=spec.deterministic, sizes=sizes, interpret=interpret, lists=lists, mask=pair_mask,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a mask to the lists of blocks that paged_decode walks through, and which masks have such lists."""
+"""Block lists of paged_decode: the KV blocks that each KV head of a request visits under a mask."""
 
 import functools
 import math
@@ -15,17 +15,18 @@ from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
 
 
 def list_block_size(mask: Mask, spec: AttentionSpec, region: RegionSizes) -> int | str:
-    """Keys of a listed block, or why paged_decode cannot walk through lists of this mask.
+    """Return the number of keys per listed block, or why paged_decode does not support lists of this mask.
 
-    A list serves all query heads of a kv head: it names what one of them sees, and who does.
+    A list serves all query heads of a KV head: it holds the blocks that one of them visits, with a bit per
+    head where heads differ.
 
     Args:
-        mask: Beyond the spec's numbers.
-        spec: The layer.
-        region: The decode region.
+        mask: Mask in addition to the spec's window, chunk size and causality.
+        spec: Attention of the layer.
+        region: Static sizes of the decode region.
     """
     if region.bucket.decode_query_len > 1:
-        return "block lists are for one query of each request"
+        return "block lists support one query per request"
     sizes = []
     for factor in _factors(mask):
         if isinstance(factor, BlockMask):
@@ -33,36 +34,37 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: RegionSizes) -> int
         elif isinstance(factor, LocalStrided):
             sizes.append(factor.block_size)
         elif isinstance(factor, ShardedMask):
-            return "there are no block lists for patterns that differ from device to device"
+            return "block lists do not support masks that differ between devices"
         else:
-            return "block lists are for whole blocks"
-    if tells_heads(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:
-        return f"block lists tell at most {MAX_QUERY_BLOCKS} query heads of a kv head apart"
+            return "block lists support masks of full blocks only"
+    if needs_head_bits(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:
+        return f"block lists support at most {MAX_QUERY_BLOCKS} query heads with different blocks per KV head"
     size = math.gcd(*sizes)
     fits = size % region.block_size == 0 or region.block_size % size == 0
     if size not in LIST_BLOCK_SIZES or not fits:
-        return f"there are no block lists for blocks of {size} keys over cache blocks of {region.block_size}"
+        return f"block lists do not support blocks of {size} keys over cache blocks of {region.block_size}"
     num = num_blocks(region.max_blocks * region.block_size, size)
     if num > MAX_TILES:
-        return f"there are no lists of {num} blocks of {size} keys (at most {MAX_TILES})"
+        return f"block lists of {num} blocks of {size} keys exceed the maximum of {MAX_TILES} blocks"
     return size
 
 
 def num_blocks(max_kv: int, size: int) -> int:
-    """Blocks of a list, at most, before so many keys."""
+    """Return the number of blocks of `size` keys that cover `max_kv` keys."""
     return -(-max_kv // size)
 
 
-def tells_heads(mask: Mask, spec: AttentionSpec) -> bool:
-    """Whether the query heads of a kv head see different blocks."""
-    return not all(_is_alike_in_groups(factor, spec) for factor in _factors(mask))
+def needs_head_bits(mask: Mask, spec: AttentionSpec) -> bool:
+    """Return whether query heads of a KV head visit different blocks, so that lists need a bit per head."""
+    return not all(_is_equal_within_groups(factor, spec) for factor in _factors(mask))
 
 
 def _factors(mask: Mask) -> tuple[Mask, ...]:
     return mask.masks if isinstance(mask, And) else (mask,)
 
 
-def _is_alike_in_groups(mask: Mask, spec: AttentionSpec) -> bool:
+def _is_equal_within_groups(mask: Mask, spec: AttentionSpec) -> bool:
+    """Return whether the mask is the same for all query heads of a KV head."""
     if isinstance(mask, BlockMask):
         return spec.num_kv_heads % mask.blocks.shape[-3] == 0
     assert isinstance(mask, LocalStrided)
@@ -70,7 +72,7 @@ def _is_alike_in_groups(mask: Mask, spec: AttentionSpec) -> bool:
 
 
 def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:
-    """The blocks of `size` keys that each request's query sees, for each kv head. Traced."""
+    """Build the list of blocks of `size` keys that each request visits, per KV head. Traced."""
     seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
     if isinstance(mask, ListedBlocks) and mask.counts.shape == (seq_lens.shape[0], kv_heads):
         return BlockList(ids=mask.ids, counts=mask.counts)
@@ -88,8 +90,8 @@ def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: i
     )
     by_head = coverage.any_visible.reshape(seq_lens.shape[0], kv_heads, spec.q_heads_per_kv_head, -1)
     any_visible, heads = by_head[:, :, 0], []
-    if tells_heads(mask, spec):
-        heads = [by_head[:, :, nth] for nth in range(spec.q_heads_per_kv_head)]
+    if needs_head_bits(mask, spec):
+        heads = [by_head[:, :, index] for index in range(spec.q_heads_per_kv_head)]
         any_visible = functools.reduce(operator.or_, heads)
     listed = list_tiles(encode_tiles(any_visible, any_visible, heads).reshape(-1, any_visible.shape[-1]))
     return BlockList(

@@ -1,4 +1,4 @@
-"""Kernel configurations that a plan chooses from."""
+"""Configurations of the attention kernels."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from pallas_kernels.shared import Score
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeKernelConfig:
-    """paged_decode, of one size.
+    """Configuration of paged_decode.
 
     Attributes:
-        sizes: What it is compiled for.
-        list_block_size: Keys of a listed block; None = it reads all that the spec's numbers let queries see.
-        lists_have_head_bits: Whether lists say which query heads see a block.
+        sizes: Tile sizes and resources that the kernel is compiled for.
+        list_block_size: Number of keys per listed block; None without block lists.
+        lists_have_head_bits: Whether each list entry has a bit per query head that visits the block.
     """
 
     sizes: paged_decode.DecodeSizes
@@ -27,62 +27,63 @@ class DecodeKernelConfig:
 
     @property
     def tiles(self) -> str:
-        """Its tiles in few words."""
-        return _in_words(self.sizes.max_rows, self.sizes)
+        """Short description of the kernel's tiles."""
+        return _describe_tiles(self.sizes.max_rows, self.sizes)
 
     @property
     def split(self) -> str:
-        """How the keys of a request are shared among thread blocks."""
+        """Short description of how the keys of a request are split among thread blocks."""
         fixed = self.sizes.split_kv
         return f"{self.sizes.ctas} equal spans" if fixed is None else f"every {fixed} keys"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillKernelConfig:
-    """varlen_prefill, of one size.
+    """Configuration of varlen_prefill.
 
     Attributes:
-        sizes: What it is compiled for.
-        has_lists: Whether it walks through lists of tiles.
+        sizes: Tile sizes and resources that the kernel is compiled for.
+        has_lists: Whether the kernel visits the KV tiles of a list.
         is_packed: Whether keys are outside a paged cache.
-        is_read_first: Whether cache_read first makes an 8-bit cache's keys 16-bit.
-        widens: Whether it reads an 8-bit cache itself, and widens what it reads.
+        uses_cache_read: Whether cache_read dequantizes an 8-bit cache before the kernel runs.
+        dequantizes: Whether the kernel itself dequantizes an 8-bit cache.
     """
 
     sizes: varlen_prefill.PrefillSizes
     has_lists: bool = False
     is_packed: bool = False
-    is_read_first: bool = False
-    widens: bool = False
+    uses_cache_read: bool = False
+    dequantizes: bool = False
 
     def __str__(self) -> str:
-        first = "cache_read, " if self.is_read_first else ""
-        over = " over lists of tiles" if self.has_lists else " over 8 bits" if self.widens else ""
+        first = "cache_read, " if self.uses_cache_read else ""
+        over = " over lists of tiles" if self.has_lists else " over 8 bits" if self.dequantizes else ""
         return f"{first}varlen_prefill{over}"
 
     @property
     def tiles(self) -> str:
-        """Its tiles in few words."""
+        """Short description of the kernel's tiles."""
         heads = self.sizes.pack_gqa
         shared = "" if heads == 1 else f", {heads} heads of {self.sizes.tile_tokens} tokens each"
-        return _in_words(self.sizes.tile_q, self.sizes) + shared
+        return _describe_tiles(self.sizes.tile_q, self.sizes) + shared
 
     @property
     def split(self) -> str:
-        """How a request's work is shared among thread blocks."""
-        most = self.sizes.max_splits
-        return "by tiles of queries" + ("" if most == 1 else f", the keys of each in up to {most} splits")
+        """Short description of how the work of a request is split among thread blocks."""
+        max_splits = self.sizes.max_splits
+        splits = "" if max_splits == 1 else f", the keys of each in up to {max_splits} splits"
+        return "by tiles of queries" + splits
 
 
 type KernelConfig = DecodeKernelConfig | PrefillKernelConfig
 
 
-def _in_words(queries: int, sizes: paged_decode.DecodeSizes | varlen_prefill.PrefillSizes) -> str:
+def _describe_tiles(queries: int, sizes: paged_decode.DecodeSizes | varlen_prefill.PrefillSizes) -> str:
     return f"{queries} x {sizes.tile_kv} keys, {sizes.stages} stages"
 
 
 def score_of(spec: AttentionSpec) -> Score:
-    """The part of a spec that kernels compute scores by."""
+    """Return the Score of a spec: how kernels compute and mask attention scores."""
     return Score(
         scale=spec.softmax_scale,
         causal=spec.causal,

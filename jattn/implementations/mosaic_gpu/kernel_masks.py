@@ -1,4 +1,4 @@
-"""Masks as the prefill kernel takes them: what is stored for it, and what it makes of that for a tile."""
+"""Masks in the form that kernels evaluate: arrays in GPU memory, and functions that apply them to a tile."""
 
 import functools
 import operator
@@ -43,21 +43,21 @@ from pallas_kernels.shared import normalize_window_side
 from pallas_kernels.varlen_prefill import WARPGROUP_ROWS, WORD_BITS, KernelMask, PairTile, Words
 
 HALF = WORD_BITS // 2
-MAX_BLOCKS = HALF + 1  # bits that a word of block bits has from any place in its first half on
-BEFORE_ALL = -(2**30)  # where the first document begins: queries may stand before position 0
-MAX_TOUCHED = 10  # blocks of queries, by the rows of a tile: a word is read for each
+MAX_BLOCKS = HALF + 1  # block bits in a word from any position of its first half on
+BEFORE_ALL = -(2**30)  # start of the first document: query positions may be negative
+MAX_TOUCHED = 10  # maximum number of query blocks per tile, since one word is read for each
 
 
-class Call(NamedTuple):
-    """What is static of a call besides its mask.
+class KernelMaskConfig(NamedTuple):
+    """Static configuration of a kernel that evaluates a mask.
 
     Attributes:
-        num_heads: Query heads and kv heads.
-        is_prefill: Whether the queries stand in the prefill region.
-        is_packed: Whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
-        max_seq_len: Bound of the requests' lengths.
-        tile_kv: Keys of a tile.
-        has_key_rows: A tile's rows are keys, as varlen_backward's are.
+        num_heads: Number of query heads and of KV heads.
+        is_prefill: Whether the queries are in the prefill region.
+        is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
+        max_seq_len: Maximum number of tokens per request.
+        tile_kv: Number of keys per tile.
+        has_key_rows: Whether the rows of a tile are keys, as in varlen_backward, instead of queries.
     """
 
     num_heads: tuple[int, int]
@@ -69,23 +69,23 @@ class Call(NamedTuple):
 
 
 def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS) -> str | None:
-    """Why a kernel cannot compute a mask pair by pair; None if it can.
+    """Return why a kernel cannot evaluate a mask pair by pair; None if it can.
 
     Args:
-        mask: The mask.
-        tile_kv: Keys of a tile.
-        rows: Queries of a tile.
+        mask: Mask to evaluate.
+        tile_kv: Number of keys per tile.
+        rows: Number of queries per tile.
     """
     for leaf in leaves(mask):
         if isinstance(leaf, BlockMask):
             if leaf.block_q is not None and max_blocks_per_tile(rows, leaf.block_q) > MAX_TOUCHED:
-                few = f"{rows} touch more than {MAX_TOUCHED}"
-                return f"there is no kernel for blocks of {leaf.block_q} queries ({few})"
+                limit = f"a tile of {rows} queries touches more than {MAX_TOUCHED}"
+                return f"there is no kernel for blocks of {leaf.block_q} queries ({limit})"
             if max_blocks_per_tile(tile_kv, leaf.block_kv) > MAX_BLOCKS:
-                few = f"{tile_kv} touch more than {MAX_BLOCKS}"
-                return f"there is no kernel for blocks of {leaf.block_kv} keys ({few})"
+                limit = f"a tile of {tile_kv} keys touches more than {MAX_BLOCKS}"
+                return f"there is no kernel for blocks of {leaf.block_kv} keys ({limit})"
         elif isinstance(leaf, ShardedMask):
-            return "there is no kernel for patterns that differ from device to device"
+            return "there is no kernel for masks that differ between devices"
         elif isinstance(leaf, InterleavedMask):
             if (reason := why_not_interleaved(leaf)) is not None:
                 return reason
@@ -100,34 +100,36 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
     return None
 
 
-def kernel_mask(mask: Mask, call: Call) -> KernelMask:
-    """A mask for the kernel; why_not_kernel_mask is None. Traced."""
+def kernel_mask(mask: Mask, config: KernelMaskConfig) -> KernelMask:
+    """Convert a mask to a KernelMask; why_not_kernel_mask must be None. Traced."""
     if mask.is_static:
-        return _formula(mask, call)
+        return _formula(mask, config)
     match mask:
         case And() | Or():
-            operands = [_window(operand) or kernel_mask(operand, call) for operand in mask.masks]
+            operands = [_window(operand) or kernel_mask(operand, config) for operand in mask.masks]
             return _joined(operator.and_ if isinstance(mask, And) else operator.or_, operands)
         case Not():
-            return _inverted(kernel_mask(mask.masks[0], call))
+            return _inverted(kernel_mask(mask.masks[0], config))
         case Document():
-            return _document(mask, call)
+            return _document(mask, config)
         case Prefix():
             return _prefix(mask)
         case InterleavedMask():
             return interleaved_mask(mask)
         case VerticalSlash():
-            return slashes_of_keys(mask) if call.has_key_rows else slashes_of_queries(mask)
+            return slashes_of_keys(mask) if config.has_key_rows else slashes_of_queries(mask)
         case GatheredColumns():
-            return gathered_keys(mask) if call.has_key_rows else gathered_of_queries(mask)
+            return gathered_keys(mask) if config.has_key_rows else gathered_of_queries(mask)
     assert isinstance(mask, BlockMask)
-    return _blocks(mask, call)
+    return _blocks(mask, config)
 
 
-def _formula(mask: Mask, call: Call) -> KernelMask:
+def _formula(mask: Mask, config: KernelMaskConfig) -> KernelMask:
+    """Convert a mask without arrays: the kernel evaluates its formula for each pair."""
+
     def visible(tile: PairTile, _: Any) -> Any:
-        row = jnp.int32(0)  # no static mask looks at it
-        pairs = _PairsOfTile(tile.head, row, None, None, call.num_heads, call.is_prefill)
+        row = jnp.int32(0)  # static masks do not depend on it
+        pairs = _PairsOfTile(tile.head, row, None, None, config.num_heads, config.is_prefill)
         pairs.tile = tile
         return mask.visible(pairs)
 
@@ -135,7 +137,7 @@ def _formula(mask: Mask, call: Call) -> KernelMask:
 
 
 class _PairsOfTile(Pairs):
-    """Pairs whose numbers are made where a mask asks for them: Pallas finds no layout for unused ones."""
+    """Pairs that compute positions only when a mask reads them: Pallas has no layout for unused arrays."""
 
     tile: PairTile
 
@@ -149,7 +151,7 @@ class _PairsOfTile(Pairs):
 
 
 def _window(mask: Mask) -> KernelMask | None:
-    """A formula as bits, as what it is joined with is; None where it has no end."""
+    """Convert a causal mask or a window to bit words; None for other masks and a window without bounds."""
     if isinstance(mask, Causal):
         mask = Window(right=0)
     if not isinstance(mask, Window) or mask == Window():
@@ -157,20 +159,23 @@ def _window(mask: Mask) -> KernelMask | None:
     left, right = normalize_window_side(mask.left), normalize_window_side(mask.right)
 
     def visible(tile: PairTile, _: Any) -> Words:
-        own = tile.row_positions - tile.first_column
-        before, behind = (right, left) if tile.has_key_rows else (left, right)
-        high = tile.fill_rows(jnp.int32(tile.shape[1])) if behind is None else own + (behind + 1)
-        return tile.words_in_range(None if before is None else own - before, high)
+        diagonal = tile.row_positions - tile.first_column
+        before, after = (right, left) if tile.has_key_rows else (left, right)
+        high = tile.fill_rows(jnp.int32(tile.shape[1])) if after is None else diagonal + (after + 1)
+        return tile.words_in_range(None if before is None else diagonal - before, high)
 
     return KernelMask((), lambda *_: (), visible, is_words=True)
 
 
 def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> KernelMask:
+    """Combine masks with `join`, as bit words where all operands have them."""
+
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        rest, loaded = list(refs), []
+        loaded, start = [], 0
         for operand in operands:
-            mine, rest = rest[: len(operand.arrays)], rest[len(operand.arrays) :]
-            loaded.append(operand.load(tile, row, tuple(mine)))
+            end = start + len(operand.arrays)
+            loaded.append(operand.load(tile, row, tuple(refs[start:end])))
+            start = end
         return tuple(loaded)
 
     def visible(tile: PairTile, loaded: Any) -> Any:
@@ -179,7 +184,7 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
         for operand, x in zip(operands, loaded, strict=True):
             (words if operand.is_words else pairs).append(operand.visible(tile, x))
         if words:
-            joined = tuple(functools.reduce(join, each) for each in zip(*words, strict=True))
+            joined = tuple(functools.reduce(join, column) for column in zip(*words, strict=True))
             if not pairs:
                 return joined
             pairs.append(tile.unpack_bit_mask(joined))
@@ -191,26 +196,32 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
 
 def _inverted(operand: KernelMask) -> KernelMask:
     def visible(tile: PairTile, loaded: Any) -> Any:
-        seen = operand.visible(tile, loaded)
-        return tuple(~word for word in seen) if operand.is_words else ~seen
+        inverse = operand.visible(tile, loaded)
+        return tuple(~word for word in inverse) if operand.is_words else ~inverse
 
     return operand._replace(visible=visible)
 
 
-def _document(mask: Document, call: Call) -> KernelMask:
-    """Of each position its document's first, and one past the last: for queries what for keys."""
+def _document(mask: Document, config: KernelMaskConfig) -> KernelMask:
+    """Convert a Document mask: store the first position of each position's document, and one past the last.
+
+    The same arrays serve rows that are queries and rows that are keys.
+    """
     ids = jnp.atleast_2d(jnp.asarray(mask.ids))
-    behind_all = call.max_seq_len + MAX_ROWS  # from which a tile's first key, if negative, is taken away
-    position = jnp.arange(-MAX_ROWS, behind_all, dtype=jnp.int32)
-    at = lambda position: ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
-    begins, ends = at(position) != at(position - 1), at(position) != at(position + 1)
+    past_end = config.max_seq_len + MAX_ROWS  # a tile's first key may be as low as -MAX_ROWS
+    position = jnp.arange(-MAX_ROWS, past_end, dtype=jnp.int32)
+
+    def id_at(position: Any) -> Any:
+        return ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
+
+    begins, ends = id_at(position) != id_at(position - 1), id_at(position) != id_at(position + 1)
     first = lax.cummax(jnp.where(begins, position, BEFORE_ALL), axis=1)
-    end = lax.cummin(jnp.where(ends, position + 1, behind_all), axis=1, reverse=True)
+    end = lax.cummin(jnp.where(ends, position + 1, past_end), axis=1, reverse=True)
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         index = (jnp.minimum(row, ids.shape[0] - 1),)
-        place = jnp.maximum(tile.first_row, -MAX_ROWS) + MAX_ROWS  # before 0 all rows are alike
-        return tuple(tile.load_rows(ref, index, place) for ref in refs)
+        start = jnp.maximum(tile.first_row, -MAX_ROWS) + MAX_ROWS  # all rows before position 0 are equal
+        return tuple(tile.load_rows(ref, index, start) for ref in refs)
 
     def visible(tile: PairTile, ends: tuple[Any, Any]) -> Words:
         return tile.words_in_range(*(x - tile.first_column for x in ends))
@@ -219,6 +230,7 @@ def _document(mask: Document, call: Call) -> KernelMask:
 
 
 def _prefix(mask: Prefix) -> KernelMask:
+    """Convert a Prefix mask: store the length per request."""
     lengths = jnp.atleast_1d(jnp.asarray(mask.length)).astype(jnp.int32)
 
     def load(_: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
@@ -232,8 +244,12 @@ def _prefix(mask: Prefix) -> KernelMask:
     return KernelMask((lengths,), load, visible, is_words=True)
 
 
-def _blocks(mask: BlockMask, call: Call) -> KernelMask:
-    """Of each block of queries, and of each 16th block of keys, 32 blocks of keys from it on."""
+def _blocks(mask: BlockMask, config: KernelMaskConfig) -> KernelMask:
+    """Convert a BlockMask: store bit words per query block.
+
+    A word starts at every 16th KV block and has the bits of 32 KV blocks, so that one word holds the 17
+    blocks from any position on.
+    """
     blocks = jnp.asarray(mask.blocks)
     blocks = blocks.reshape(-1, *blocks.shape[-3:])
     reqs, heads, q_blocks, kv_blocks = blocks.shape
@@ -243,7 +259,7 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
     halves = (bits << lax.broadcasted_iota(jnp.int32, bits.shape, 4)).sum(axis=-1, dtype=jnp.int32)
     words = halves[..., :-1] | (halves[..., 1:] << HALF)
     firsts = None if mask.first_q_block is None else jnp.asarray(mask.first_q_block).astype(jnp.int32)
-    block_q, block_kv, group = mask.block_q, mask.block_kv, call.num_heads[0] // heads
+    block_q, block_kv, group = mask.block_q, mask.block_kv, config.num_heads[0] // heads
 
     def first_block(tile: PairTile) -> Any:
         return quotient(jnp.maximum(tile.first_key, 0), block_kv)
@@ -252,41 +268,41 @@ def _blocks(mask: BlockMask, call: Call) -> KernelMask:
         head, begin = quotient(tile.head, group), first_block(tile)
         half = jnp.minimum(quotient(begin, HALF), num_halves)
 
-        def word(nth: Any) -> Any:
-            is_in = (nth >= 0) & (nth < q_blocks)
-            index = jnp.minimum(row, reqs - 1), head, jnp.clip(nth, 0, q_blocks - 1), half
-            mine = lax.shift_right_logical(refs[0][index], remainder(begin, HALF))
-            return jnp.where(is_in, mine, 0)
+        def word(q_block: Any) -> Any:
+            is_inside = (q_block >= 0) & (q_block < q_blocks)
+            index = jnp.minimum(row, reqs - 1), head, jnp.clip(q_block, 0, q_blocks - 1), half
+            bits_from_begin = lax.shift_right_logical(refs[0][index], remainder(begin, HALF))
+            return jnp.where(is_inside, bits_from_begin, 0)
 
         if block_q is None:
             return tile.fill_queries(word(jnp.int32(0)))
         queries, first = tile.query_positions, floor_div(tile.first_query, block_q)
         ahead = jnp.int32(0) if firsts is None else refs[1][jnp.minimum(row, firsts.shape[0] - 1)]
         bits = tile.fill_queries(word(first - ahead))
-        for nth in range(1, max_blocks_per_tile(tile.num_queries, block_q)):
-            is_there = queries >= (first + nth) * block_q
-            bits = jnp.where(is_there, word(first + nth - ahead), bits)
+        for index in range(1, max_blocks_per_tile(tile.num_queries, block_q)):
+            is_reached = queries >= (first + index) * block_q
+            bits = jnp.where(is_reached, word(first + index - ahead), bits)
         return bits
 
     def visible(tile: PairTile, bits: Any) -> Any:
-        nth = quotient(tile.key, block_kv) - first_block(tile)
-        return lax.shift_right_logical(tile.broadcast_queries(bits), nth) & 1 != 0
+        index = quotient(tile.key, block_kv) - first_block(tile)
+        return lax.shift_right_logical(tile.broadcast_queries(bits), index) & 1 != 0
 
-    # Where tiles begin with a block or lie in one, which keys of a tile a bit stands for is static.
-    is_aligned = not call.is_packed and (call.tile_kv % block_kv == 0 or block_kv % call.tile_kv == 0)
+    # If tiles begin with a block or lie within one, the keys of a tile that a bit covers are static.
+    is_aligned = not config.is_packed and (config.tile_kv % block_kv == 0 or block_kv % config.tile_kv == 0)
     arrays = (words,) if firsts is None else (words, firsts)
     as_words = functools.partial(_words_of_blocks, block_kv)
     return KernelMask(arrays, load, as_words if is_aligned else visible, is_words=is_aligned)
 
 
 def _words_of_blocks(block_kv: int, tile: PairTile, bits: Any) -> Words:
-    """Bits of keys out of those of blocks: a tile begins with the first of these, or lies in it."""
+    """Expand bits of KV blocks to bits of keys; the tile begins with the first block or lies within it."""
     words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
-    for nth, begin in enumerate(range(0, tile.shape[1], block_kv)):
-        is_seen = 0 - (lax.shift_right_logical(bits, jnp.int32(nth)) & 1)  # all bits or none
+    for index, begin in enumerate(range(0, tile.shape[1], block_kv)):
+        is_visible = 0 - (lax.shift_right_logical(bits, jnp.int32(index)) & 1)  # all bits or none
         for n in range(len(words)):
             low, high = (min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + block_kv))
             if low < high:
-                its = (1 << high) - (1 << low)
-                words[n] = words[n] | (is_seen & np.uint32(its).astype(np.int32))
+                key_bits = (1 << high) - (1 << low)
+                words[n] = words[n] | (is_visible & np.uint32(key_bits).astype(np.int32))
     return tuple(words)

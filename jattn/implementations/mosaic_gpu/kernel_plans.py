@@ -14,7 +14,7 @@ from jattn.implementations.mosaic_gpu.kernel_config import (
     PrefillKernelConfig,
     score_of,
 )
-from jattn.implementations.mosaic_gpu.slash_masks import gathers
+from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
 from jattn.masks import Mask, split_gathered
 from jattn.pytree import pytree
 from jattn.spec import AttentionSpec
@@ -42,21 +42,24 @@ class PrefillKernelPlan:
     Attributes:
         schedule: Query tiles.
         lists: KV tiles that each query tile visits; None without a mask.
-        mask_arrays: What the kernel reads of the mask in tiles that are seen in part.
-        of_columns: Of the gathered columns, where the rest alone is the mask here; None where none are.
+        mask_arrays: Arrays of the mask that the kernel evaluates in partial tiles.
+        columns_plan: Plan of the gathered columns, which this plan's mask then excludes; None without them.
     """
 
     schedule: prefill_kernel.PrefillSchedule
     lists: prefill_kernel.PrefillTileLists | None
     mask_arrays: tuple[Array, ...]
-    of_columns: "PrefillKernelPlan | None" = None
+    columns_plan: "PrefillKernelPlan | None" = None
 
 
 type KernelPlan = DecodeKernelPlan | PrefillKernelPlan
 
 
 def kernel_plan_key(kernel: KernelConfig, spec: AttentionSpec) -> tuple[Any, ...] | None:
-    """Layers of equal keys share their work under one more mask; None: it depends on the layer's own keys."""
+    """Return a key that is equal for layers that can share a kernel plan under the same step mask.
+
+    None if the plan depends on the location of the layer's keys.
+    """
     mask = *score_of(spec).mask, spec.sparsity
     if isinstance(kernel, DecodeKernelConfig):
         heads = spec.num_kv_heads, spec.q_heads_per_kv_head, spec.head_dim
@@ -68,12 +71,12 @@ def kernel_plan_key(kernel: KernelConfig, spec: AttentionSpec) -> tuple[Any, ...
             kernel.sizes.schedule_sizes,
             kernel.list_block_size,
         )
-    if kernel.is_packed or kernel.is_read_first:
+    if kernel.is_packed or kernel.uses_cache_read:
         return None
-    of_layer = spec.num_q_heads, spec.num_kv_heads, spec.batch_invariant
-    of_lists = of_layer if kernel.has_lists else ()
-    of_splits = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()
-    return "prefill", of_lists, of_splits, *mask, kernel.sizes, kernel.has_lists
+    layer_key = spec.num_q_heads, spec.num_kv_heads, spec.batch_invariant
+    list_key = layer_key if kernel.has_lists else ()
+    split_key = (spec.num_q_heads,) if kernel.sizes.max_splits > 1 else ()
+    return "prefill", list_key, split_key, *mask, kernel.sizes, kernel.has_lists
 
 
 def plan_decode_kernel(
@@ -87,11 +90,11 @@ def plan_decode_kernel(
     """Build the kernel plan of paged_decode. Traced.
 
     Args:
-        kernel: choose_kernel's.
-        metadata: The region as a step of its own.
-        spec: The layer.
-        mask: What it masks beyond the spec's numbers.
-        block_list: Of these heads and this mask, where another kind of layer has one.
+        kernel: Kernel and its sizes, from choose_kernel.
+        metadata: Metadata of the region as a separate step.
+        spec: Attention of the layer.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        block_list: Block list for this mask and these heads if another kernel plan has built it; else None.
     """
     size, blocks = kernel.list_block_size, block_list
     if size is not None and blocks is None:
@@ -122,15 +125,15 @@ def plan_prefill_kernel(
     """Build the kernel plan of varlen_prefill. Traced.
 
     Args:
-        kernel: choose_kernel's.
-        metadata: The region as a step of its own.
-        spec: The layer.
-        mask: What it masks beyond the spec's numbers.
-        kv_start_loc: First key of each request where keys are not read from a paged cache.
-        max_seq_len: Static bound of the requests' lengths; the block table's when None.
+        kernel: Kernel and its sizes, from choose_kernel.
+        metadata: Metadata of the region as a separate step.
+        spec: Attention of the layer.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        kv_start_loc: Index of the first packed key of each request; None with a paged cache.
+        max_seq_len: Maximum number of tokens per request (static); None uses the block table's capacity.
     """
     seq_lens = metadata.seq_lens
-    if kv_start_loc is None:  # what the block table has no column for has no block
+    if kv_start_loc is None:  # tokens past the last column of the block table have no block
         seq_lens = jnp.minimum(seq_lens, metadata.block_table.shape[1] * metadata.block_size)
     schedule = prefill_kernel.make_schedule(
         metadata.query_start_loc,
@@ -144,22 +147,22 @@ def plan_prefill_kernel(
     )
     if mask is None:
         return PrefillKernelPlan(schedule=schedule, lists=None, mask_arrays=())
-    of_columns = None
-    if gathers(mask, spec):
+    columns_plan = None
+    if gathers_columns(mask, spec):
         columns, mask = split_gathered(mask)
-        layer, where = gathered_columns_layer(spec, columns), gathered_kv_layout(columns, metadata)
-        of_columns = plan_prefill_kernel(layer.kernel, metadata, layer.spec, columns, **where)
-    call = lists_call(kernel, metadata, max_seq_len)
-    lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, call)
-    of_pairs = tile_lists.pair_mask(mask, spec, kernel.sizes, call)
-    arrays = () if of_pairs is None else of_pairs.arrays
-    return PrefillKernelPlan(schedule=schedule, lists=lists, mask_arrays=arrays, of_columns=of_columns)
+        layer, layout = gathered_columns_layer(spec, columns), gathered_kv_layout(columns, metadata)
+        columns_plan = plan_prefill_kernel(layer.kernel, metadata, layer.spec, columns, **layout)
+    config = tile_list_config(kernel, metadata, max_seq_len)
+    lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, config)
+    pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, config)
+    arrays = () if pair_mask is None else pair_mask.arrays
+    return PrefillKernelPlan(schedule=schedule, lists=lists, mask_arrays=arrays, columns_plan=columns_plan)
 
 
-def lists_call(
+def tile_list_config(
     kernel: PrefillKernelConfig, metadata: BatchMetadata, max_seq_len: int | None
 ) -> tile_lists.TileListConfig:
-    """What is static of a call over lists."""
+    """Return the static configuration of a call over tile lists."""
     return tile_lists.TileListConfig(
         max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
         is_packed=kernel.is_packed,

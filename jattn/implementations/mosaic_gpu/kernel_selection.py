@@ -1,7 +1,6 @@
 """Selection of the kernel for a region of a step, from static facts."""
 
 import dataclasses
-from typing import Any
 
 from jattn.implementations.layer_config import LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
@@ -11,7 +10,7 @@ from jattn.implementations.mosaic_gpu.kernel_config import (
     PrefillKernelConfig,
     score_of,
 )
-from jattn.implementations.mosaic_gpu.slash_masks import gathers
+from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
@@ -53,12 +52,12 @@ def _choose_decode(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -
     )
     if reason is not None:
         return reason
-    size, tells_heads = None, False
+    size, has_head_bits = None, False
     if mask is not None:
         found = block_lists.list_block_size(mask, spec, region)
         if isinstance(found, str):
             return found
-        size, tells_heads = found, block_lists.tells_heads(mask, spec)
+        size, has_head_bits = found, block_lists.needs_head_bits(mask, spec)
     sizes = decode_kernel.default_sizes(
         spec.head_dim,
         rows=spec.q_heads_per_kv_head * region.bucket.decode_query_len,
@@ -66,16 +65,16 @@ def _choose_decode(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -
         batch_invariant=spec.batch_invariant,
         has_lists=mask is not None,
     )
-    return DecodeKernelConfig(sizes=sizes, list_block_size=size, lists_have_head_bits=tells_heads)
+    return DecodeKernelConfig(sizes=sizes, list_block_size=size, lists_have_head_bits=has_head_bits)
 
 
 def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) -> PrefillKernelConfig | str:
     spec, cache, dtype = layer.spec, layer.cache, layer.query_dtype
-    is_packed, is_narrow = cache is None, cache is not None and not cache.is_plain(dtype)
+    is_packed, is_quantized = cache is None, cache is not None and not cache.is_plain(dtype)
     if is_packed and spec.batch_invariant:
         return "there is no batch-invariant kernel for keys outside a paged cache"
     reasons = []
-    if is_narrow:
+    if is_quantized:
         assert cache is not None
         reasons = [
             support.why_not_read(
@@ -105,14 +104,20 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed, max_seq_len=max_seq_len)
         if reason is not None:
             return reason
-        return PrefillKernelConfig(sizes=sizes, has_lists=True, is_packed=is_packed, is_read_first=is_narrow)
+        return PrefillKernelConfig(
+            sizes=sizes, has_lists=True, is_packed=is_packed, uses_cache_read=is_quantized
+        )
     bounds = None if is_packed else _bounds(spec, region)
-    widens = bounds is not None and is_narrow and _widens_itself(layer, bounds)
+    dequantizes = bounds is not None and is_quantized and _should_dequantize_in_kernel(layer, bounds)
     sizes = prefill_kernel.default_sizes(
-        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=widens
+        spec.head_dim, batch_invariant=spec.batch_invariant, bounds=bounds, is_quantized=dequantizes
     )
-    is_read_first = is_narrow and not widens
-    return PrefillKernelConfig(sizes=sizes, is_packed=is_packed, is_read_first=is_read_first, widens=widens)
+    return PrefillKernelConfig(
+        sizes=sizes,
+        is_packed=is_packed,
+        uses_cache_read=is_quantized and not dequantizes,
+        dequantizes=dequantizes,
+    )
 
 
 def _bounds(spec: AttentionSpec, region: RegionSizes) -> prefill_kernel.CallBounds:
@@ -127,25 +132,26 @@ def _bounds(spec: AttentionSpec, region: RegionSizes) -> prefill_kernel.CallBoun
     return bounds.limited_by(score_of(spec))
 
 
-def _widens_itself(layer: LayerConfig, bounds: prefill_kernel.CallBounds) -> bool:
+def _should_dequantize_in_kernel(layer: LayerConfig, bounds: prefill_kernel.CallBounds) -> bool:
     """Return whether the kernel dequantizes an 8-bit cache itself, which pays for few queries."""
     spec, cache = layer.spec, layer.cache
     assert cache is not None
     reason = support.why_not_dequantize(kv_dtypes=cache.dtypes, head_dim=spec.head_dim)
-    how: Any = {"kv_dtypes": cache.dtypes, "has_token_scales": any(cache.has_token_scales)}
-    pays = prefill_kernel.should_dequantize_in_kernel(spec.head_dim, bounds, **how)
-    return reason is None and pays and not spec.batch_invariant
+    is_faster = prefill_kernel.should_dequantize_in_kernel(
+        spec.head_dim, bounds, kv_dtypes=cache.dtypes, has_token_scales=any(cache.has_token_scales)
+    )
+    return reason is None and is_faster and not spec.batch_invariant
 
 
 def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.PrefillSizes:
-    """The prefill kernel's tiles under a mask: no larger than the mask's blocks where there is a choice."""
+    """Return the prefill kernel's sizes under a mask: tiles no larger than the mask's blocks if possible."""
     sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True, batch_invariant=spec.batch_invariant)
     if sizes.tile_kv == 128:
-        narrow = dataclasses.replace(sizes, tile_kv=64, stages=2 * sizes.stages)
-        # Slashes drawn one by one cross fewer tiles of 64 x 64 than of 128 x 128: at 16k tokens they take
-        # 1,833 us and 2,528 (gathered-sizes). Where they come in runs narrow tiles take 3 to 5 % more.
-        if tile_lists.has_narrow_queries(mask, sizes.tile_q) or gathers(mask, spec):
-            return dataclasses.replace(narrow, teams=narrow.warpgroups, stages=sizes.stages)
+        small = dataclasses.replace(sizes, tile_kv=64, stages=2 * sizes.stages)
+        # Isolated slashes cross fewer tiles of 64 x 64 than of 128 x 128: at 16k tokens they take 1,833 us
+        # and 2,528 us (gathered-sizes). For contiguous slashes the smaller tiles take 3 to 5 % longer.
+        if tile_lists.has_narrow_queries(mask, sizes.tile_q) or gathers_columns(mask, spec):
+            return dataclasses.replace(small, teams=small.warpgroups, stages=sizes.stages)
         if tile_lists.has_narrow_blocks(mask, sizes.tile_kv):
-            return narrow
+            return small
     return sizes

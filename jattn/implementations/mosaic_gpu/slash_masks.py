@@ -1,4 +1,4 @@
-"""Columns and slashes as kernels take them, gathered columns among them: a word for 32 pairs of a row."""
+"""Vertical-slash masks in the form that kernels evaluate: a bit word for 32 pairs of a tile's row."""
 
 from typing import Any, TypeGuard
 
@@ -12,22 +12,22 @@ from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.varlen_prefill import WORD_BITS, KernelMask, PairTile, Words
 
-MAX_ROWS = 128  # queries of a tile
+MAX_ROWS = 128  # maximum number of queries per tile
 
 
-def gathers(mask: Mask | None, spec: AttentionSpec) -> TypeGuard[VerticalSlash]:
-    """Whether a layer's columns are gathered: what a query sees of these must follow from where it stands."""
+def gathers_columns(mask: Mask | None, spec: AttentionSpec) -> TypeGuard[VerticalSlash]:
+    """Return whether a layer gathers columns, which requires that visibility follows from positions alone."""
     is_plain = spec.causal and spec.window is None and spec.chunk_size is None and not spec.batch_invariant
     return isinstance(mask, VerticalSlash) and mask.num_gathered > 0 and is_plain
 
 
-def in_place(mask: Mask | None) -> Mask | None:
-    """The mask, no columns gathered."""
+def without_gathering(mask: Mask | None) -> Mask | None:
+    """Return the mask with no columns gathered."""
     return replace(mask, num_gathered=0) if isinstance(mask, VerticalSlash) else mask
 
 
-def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
-    """Word i has mark `i - 31 + j` as bit j: so many bits from any place on, n + 31 words."""
+def pack_words(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
+    """Pack marks into n + 31 overlapping words: bit j of word i is mark `i - 31 + j`."""
     ends = [(0, 0)] * (marks.ndim - 1) + [(WORD_BITS - 1, WORD_BITS - 1)]
     words, bits = jnp.pad(marks, ends).astype(jnp.uint32), 1
     while bits < WORD_BITS:
@@ -36,72 +36,82 @@ def words_of(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
 
 
 def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
-    """Of each key 32 columns from it on, of each distance that and 31 smaller ones, the smallest last.
+    """Convert columns and slashes for tiles whose rows are queries.
 
-    Of keys that are gathered likewise: no slash is seen there.
+    A word per key holds whether it and the 31 keys after it are columns. A word per distance holds whether it
+    and the 31 smaller distances are slashes, the smallest in the highest bit. Gathered keys, stored like
+    columns, are removed from the slashes.
     """
     slashes, rows = flatten_lines(mask.slashes), MAX_ROWS
     num_columns, num_slashes = mask.columns.shape[-1], slashes.shape[1]
-    of_keys = lambda marks: jnp.pad(words_of(flatten_lines(marks)), ((0, 0), (1, 1)))  # nothing at either end
-    of_gathered = (of_keys(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
-    of_slashes = jnp.pad(words_of(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
+
+    def key_words(marks: Any) -> Array:
+        return jnp.pad(pack_words(flatten_lines(marks)), ((0, 0), (1, 1)))  # an empty word at either end
+
+    gathered_words = (key_words(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
+    slash_words = jnp.pad(pack_words(slashes[:, ::-1])[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        of_column, of_slash = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
+        column_line, slash_line = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
         words = []
         for begin in range(0, tile.shape[1], WORD_BITS):
             key = tile.first_key + begin
-            at = of_column, jnp.clip(key, -WORD_BITS, num_columns) + WORD_BITS
+            index = column_line, jnp.clip(key, -WORD_BITS, num_columns) + WORD_BITS
             distance = jnp.clip(tile.first_query - key, -rows, num_slashes + WORD_BITS - 1)
-            column, word = refs[0][at], tile.load_rows(refs[1], (of_slash,), distance + rows)
+            column, word = refs[0][index], tile.load_rows(refs[1], (slash_line,), distance + rows)
             for gathered in refs[2:]:
-                word = word & ~gathered[at]
+                word = word & ~gathered[index]
             words.append(word | column)
         return tuple(words)
 
-    arrays = of_keys(mask.columns), of_slashes, *of_gathered
+    arrays = key_words(mask.columns), slash_words, *gathered_words
     return KernelMask(arrays, load, lambda _, words: words, is_words=True)
 
 
 def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
-    """Of each key whether it is a column, in all bits; of each distance that and 31 greater ones.
+    """Convert columns and slashes for tiles whose rows are keys.
 
-    And whether a key is gathered, likewise in all bits.
+    A word per key holds whether it is a column in all of its bits, and another whether it is gathered. A word
+    per distance holds whether it and the 31 greater distances are slashes.
     """
     slashes, rows = flatten_lines(mask.slashes), MAX_ROWS
     num_columns, num_slashes = mask.columns.shape[-1], slashes.shape[1]
-    of_keys = lambda marks: jnp.pad(0 - flatten_lines(marks).astype(jnp.int32), ((0, 0), (rows, rows)))
-    of_gathered = (of_keys(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
-    of_slashes = jnp.pad(words_of(slashes)[:, ::-1], ((0, 0), (rows, rows)))
+
+    def key_words(marks: Any) -> Array:
+        return jnp.pad(0 - flatten_lines(marks).astype(jnp.int32), ((0, 0), (rows, rows)))
+
+    gathered_words = (key_words(mask.gathered),) if isinstance(mask, UngatheredVerticalSlash) else ()
+    slash_words = jnp.pad(pack_words(slashes)[:, ::-1], ((0, 0), (rows, rows)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        of_column, of_slash = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
+        column_line, slash_line = (line_index(x, row, tile.head) for x in (mask.columns, mask.slashes))
         first = jnp.clip(tile.first_key, -rows, num_columns) + rows
-        of_rows = lambda ref: tile.load_rows(ref, (of_column,), first)
-        column, gathered, words = of_rows(refs[0]), [of_rows(ref) for ref in refs[2:]], []
+        column = tile.load_rows(refs[0], (column_line,), first)
+        gathered, words = [tile.load_rows(ref, (column_line,), first) for ref in refs[2:]], []
         for begin in range(0, tile.shape[1], WORD_BITS):
-            behind = num_slashes - 1 - (tile.first_query + begin - tile.first_key)  # the next key is nearer
-            at = jnp.clip(behind, -rows, num_slashes + WORD_BITS - 1) + rows
-            word = tile.load_rows(refs[1], (of_slash,), at)
-            for its in gathered:
-                word = word & ~its
+            # Words are stored from the greatest distance down, since the distance of the next key is smaller.
+            start = num_slashes - 1 - (tile.first_query + begin - tile.first_key)
+            start = jnp.clip(start, -rows, num_slashes + WORD_BITS - 1) + rows
+            word = tile.load_rows(refs[1], (slash_line,), start)
+            for gathered_word in gathered:
+                word = word & ~gathered_word
             words.append(word | column)
         return tuple(words)
 
-    arrays = of_keys(mask.columns), of_slashes, *of_gathered
+    arrays = key_words(mask.columns), slash_words, *gathered_words
     return KernelMask(arrays, load, lambda _, words: words, is_words=True)
 
 
 def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
-    """Of each position how many gathered keys a query there sees: the first ones."""
+    """Convert gathered columns for tiles of queries: a query attends to the first `count` gathered keys."""
     counts = flatten_lines(mask.counts)
     num_positions = counts.shape[1]
     padded = jnp.pad(counts, ((0, 0), (0, MAX_ROWS)), mode="edge")
     padded = jnp.pad(padded, ((0, 0), (MAX_ROWS, 0)))
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
-        place = jnp.clip(tile.first_row, -MAX_ROWS, num_positions) + MAX_ROWS
-        return tile.load_rows(refs[0], (line_index(mask.counts, row, tile.head),), place)
+        start = jnp.clip(tile.first_row, -MAX_ROWS, num_positions) + MAX_ROWS
+        return tile.load_rows(refs[0], (line_index(mask.counts, row, tile.head),), start)
 
     def visible(tile: PairTile, counts: Any) -> Words:
         return tile.words_in_range(None, counts - tile.first_column)
@@ -110,16 +120,16 @@ def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
 
 
 def gathered_keys(mask: GatheredColumns) -> KernelMask:
-    """Of each gathered key its position: the first that a query may have that sees it."""
-    places = flatten_lines(mask.positions)
-    num_keys = places.shape[1]
-    padded = jnp.pad(places, ((0, 0), (MAX_ROWS, MAX_ROWS)), constant_values=UNUSED_POSITION)
+    """Convert gathered columns for tiles of keys: a key is visible to queries from its position on."""
+    positions = flatten_lines(mask.positions)
+    num_keys = positions.shape[1]
+    padded = jnp.pad(positions, ((0, 0), (MAX_ROWS, MAX_ROWS)), constant_values=UNUSED_POSITION)
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
         first = jnp.clip(tile.first_row, -MAX_ROWS, num_keys) + MAX_ROWS
         return tile.load_rows(refs[0], (line_index(mask.positions, row, tile.head),), first)
 
-    def visible(tile: PairTile, places: Any) -> Words:
-        return tile.words_in_range(places - tile.first_column, tile.fill_rows(jnp.int32(tile.shape[1])))
+    def visible(tile: PairTile, positions: Any) -> Words:
+        return tile.words_in_range(positions - tile.first_column, tile.fill_rows(jnp.int32(tile.shape[1])))
 
     return KernelMask((padded,), load, visible, is_words=True)

@@ -1,4 +1,4 @@
-"""From a mask to the lists of tiles that varlen_prefill walks through, and which masks have such lists."""
+"""Tile lists of varlen_prefill: the KV tiles that each query tile visits under a mask."""
 
 import functools
 import operator
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
-from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
+from jattn.implementations.mosaic_gpu.kernel_masks import KernelMaskConfig, kernel_mask, why_not_kernel_mask
 from jattn.masks import (
     And,
     BigBird,
@@ -34,12 +34,12 @@ from pallas_kernels.varlen_prefill import (
 
 
 class TileListConfig(NamedTuple):
-    """What is static of a call of varlen_prefill over lists.
+    """Static configuration of a call of varlen_prefill over tile lists.
 
     Attributes:
-        max_seq_len: Bound of the requests' lengths.
-        is_packed: Whether keys are not in a paged cache, so that tiles of keys may begin anywhere.
-        is_prefill: Whether the queries stand in the prefill region.
+        max_seq_len: Maximum number of tokens per request.
+        is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
+        is_prefill: Whether the queries are in the prefill region.
     """
 
     max_seq_len: int
@@ -47,13 +47,13 @@ class TileListConfig(NamedTuple):
     is_prefill: bool = True
 
 
-class Factors(NamedTuple):
-    """A mask as the kernel takes it: what all of these let a query see.
+class MaskFactors(NamedTuple):
+    """A mask as the intersection of a part evaluated pair by pair and of block masks.
 
     Attributes:
-        pairs: What is computed for each pair of a tile that is seen in part; None = all are seen.
-        blocks: Block masks that are all or nothing for a block of queries and a tile of keys.
-        block_q: Queries of such a block; None where all queries are one.
+        pairs: Mask that the kernel evaluates pair by pair in partial tiles; None if there is none.
+        blocks: Block masks that are full or empty for each block of queries and KV tile.
+        block_q: Queries per block of the block masks; None if one block holds all queries.
     """
 
     pairs: Mask | None
@@ -61,13 +61,13 @@ class Factors(NamedTuple):
     block_q: int | None
 
 
-def split_mask_factors(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> Factors:
-    """Takes a mask apart.
+def split_mask_factors(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> MaskFactors:
+    """Split a mask into a part evaluated pair by pair and block masks.
 
     Args:
-        mask: Beyond the spec's numbers.
-        sizes: The kernel's sizes.
-        is_packed: Keys are not in a paged cache, so that tiles of keys may begin anywhere.
+        mask: Mask in addition to the spec's window, chunk size and causality.
+        sizes: Sizes of the kernel.
+        is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
     """
     pairs: list[Mask] = []
     blocks: list[BlockMask] = []
@@ -84,28 +84,29 @@ def split_mask_factors(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> F
             block_q = block_q or factor.block_q
         else:
             pairs.append(factor)
-    return Factors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
+    return MaskFactors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
 
 
 def why_not_lists(mask: Mask, sizes: PrefillSizes, *, is_packed: bool, max_seq_len: int = 0) -> str | None:
-    """Why varlen_prefill cannot serve a mask; None if it can.
+    """Return why varlen_prefill does not support a mask; None if it does.
 
-    For the arguments see split_mask_factors; `max_seq_len` bounds the requests' lengths, 0 = unknown.
+    `max_seq_len` is the maximum number of tokens per request, 0 if unknown; see split_mask_factors for the
+    other arguments.
     """
     num = max_kv_tiles(TileListConfig(max_seq_len, is_packed), sizes)
     if num > MAX_TILES:
-        return f"there are no lists of {num} tiles of {sizes.tile_kv} keys (at most {MAX_TILES})"
+        return f"tile lists of {num} tiles of {sizes.tile_kv} keys exceed the maximum of {MAX_TILES} tiles"
     pairs = split_mask_factors(mask, sizes, is_packed=is_packed).pairs
     return None if pairs is None else why_not_kernel_mask(pairs, sizes.tile_kv)
 
 
-def max_kv_tiles(call: TileListConfig, sizes: PrefillSizes) -> int:
-    """Tiles of keys that a request may lie in."""
-    return -(-(call.max_seq_len + (ALIGN - 1) * call.is_packed) // sizes.tile_kv)
+def max_kv_tiles(config: TileListConfig, sizes: PrefillSizes) -> int:
+    """Return the maximum number of KV tiles per request."""
+    return -(-(config.max_seq_len + (ALIGN - 1) * config.is_packed) // sizes.tile_kv)
 
 
 def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
-    """Whether some blocks of the mask are narrower than a tile of keys, so that tiles would waste work."""
+    """Return whether KV blocks of the mask are smaller than a KV tile, so that tiles would waste work."""
     sizes = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}
     return any(
         getattr(leaf, sizes[type(leaf)]) % tile_kv != 0 for leaf in leaves(mask) if type(leaf) in sizes
@@ -113,91 +114,93 @@ def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
 
 
 def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
-    """Whether blocks of fewer queries than a tile has each see tiles of keys of their own."""
+    """Return whether query blocks of the mask are smaller than a query tile."""
     sizes = [leaf.block_q for leaf in leaves(mask) if isinstance(leaf, BlockMask)]
     return any(size is not None and size % tile_q != 0 for size in sizes)
 
 
 def pair_mask(
-    mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, call: TileListConfig
+    mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, config: TileListConfig
 ) -> KernelMask | None:
-    """What varlen_prefill computes for each pair of a tile that is seen in part; None = nothing. Traced.
+    """Return the mask that varlen_prefill evaluates pair by pair in partial tiles; None if none. Traced.
 
-    Arguments are tile_lists'.
+    See tile_lists for the arguments.
     """
-    pairs = split_mask_factors(mask, sizes, is_packed=call.is_packed).pairs
+    pairs = split_mask_factors(mask, sizes, is_packed=config.is_packed).pairs
     if pairs is None:
         return None
     num_heads = (spec.num_q_heads, spec.num_kv_heads)
-    return kernel_mask(
-        pairs, Call(num_heads, call.is_prefill, call.is_packed, call.max_seq_len, sizes.tile_kv)
+    mask_config = KernelMaskConfig(
+        num_heads, config.is_prefill, config.is_packed, config.max_seq_len, sizes.tile_kv
     )
+    return kernel_mask(pairs, mask_config)
 
 
 def tile_lists(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: TileListConfig
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
 ) -> PrefillTileLists:
-    """The lists of a step's tiles of queries under a mask and the spec's numbers. Traced.
+    """Build the KV tile lists of a step's query tiles under a mask and the spec. Traced.
 
     Args:
-        mask: Beyond the spec's numbers; why_not_lists is None.
-        spec: The layer.
-        schedule: The tiles of queries.
-        sizes: The kernel's sizes.
-        call: What is static.
+        mask: Mask in addition to the spec's window, chunk size and causality; why_not_lists must be None.
+        spec: Attention of the layer.
+        schedule: Schedule with the query tiles.
+        sizes: Sizes of the kernel.
+        config: Static configuration of the call.
     """
-    factors = split_mask_factors(documents_to_runs(mask), sizes, is_packed=call.is_packed)
-    items = _Items(schedule, spec, sizes, call)
+    factors = split_mask_factors(documents_to_runs(mask), sizes, is_packed=config.is_packed)
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, config)
     numbers = spec.mask_of_numbers if factors.pairs is None else spec.mask_of_numbers & factors.pairs
-    any_visible, all_visible = items.coverage(numbers, items.first, items.last)
-    all_visible &= items.is_inside()[:, None, :]
-    seen_by_block = []
+    any_visible, all_visible = query_tiles.coverage(numbers, query_tiles.first, query_tiles.last)
+    all_visible &= query_tiles.is_inside()[:, None, :]
+    visible_by_block = []
     if factors.blocks:
         blocks = functools.reduce(operator.and_, factors.blocks)
-        for ends in items.blocks_of_queries(factors.block_q):
-            seen = items.coverage(blocks, *ends, is_inside_blocks=True).any_visible
-            all_visible &= seen | (ends[1] < ends[0])[:, None, None]
-            seen_by_block.append(seen)
-        any_visible &= functools.reduce(operator.or_, seen_by_block)
-    # Items that share keys follow each other, so that their keys stay in L2, if that leaves all SMs busy.
+        for ends in query_tiles.blocks_of_queries(factors.block_q):
+            block_visible = query_tiles.coverage(blocks, *ends, is_inside_blocks=True).any_visible
+            all_visible &= block_visible | (ends[1] < ends[0])[:, None, None]
+            visible_by_block.append(block_visible)
+        any_visible &= functools.reduce(operator.or_, visible_by_block)
+    # Query tiles that share keys are processed one after another, so that the keys stay in L2, if enough
+    # query tiles remain to keep all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
-    return make_tile_lists(schedule, encode_tiles(any_visible, all_visible, seen_by_block), sets=sets)
+    return make_tile_lists(schedule, encode_tiles(any_visible, all_visible, visible_by_block), sets=sets)
 
 
 def packed_codes(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, call: TileListConfig
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
-    """What is known of each tile of queries and tile of packed keys, pair by pair masks among it. Traced.
+    """Return the code of each query tile and packed KV tile: full, partial or empty. Traced.
 
-    Arguments are tile_lists'.
+    See tile_lists for the arguments; here the whole mask may be evaluated pair by pair.
     """
-    items = _Items(schedule, spec, sizes, call)
-    any_visible, all_visible = items.coverage(
-        spec.mask_of_numbers & documents_to_runs(mask), items.first, items.last
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, config)
+    any_visible, all_visible = query_tiles.coverage(
+        spec.mask_of_numbers & documents_to_runs(mask), query_tiles.first, query_tiles.last
     )
-    return encode_tiles(any_visible, all_visible & items.is_inside()[:, None, :])
+    return encode_tiles(any_visible, all_visible & query_tiles.is_inside()[:, None, :])
 
 
-class _Items:
-    """A schedule's tiles of queries as masks look at them: positions of the first query and the last one.
+class _QueryTilePositions:
+    """Positions of the first and last query of each query tile of a schedule.
 
-    Both may be before 0, where there are more queries than keys.
+    Positions are negative where a request has more queries than keys.
     """
 
     def __init__(
-        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, call: TileListConfig
+        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, config: TileListConfig
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
-        self._skew = column["kv_start"] % ALIGN if call.is_packed else None
-        self._max_kv_tiles = max_kv_tiles(call, sizes)
-        self._spec, self._sizes, self._is_prefill = spec, sizes, call.is_prefill
+        self._alignment_offset = column["kv_start"] % ALIGN if config.is_packed else None
+        self._max_kv_tiles = max_kv_tiles(config, sizes)
+        self._spec, self._sizes, self._is_prefill = spec, sizes, config.is_prefill
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
-        """How much of each tile the queries from first to last see."""
+        """Return how much of each KV tile is visible to the queries from first to last."""
         return tile_coverage(
             mask,
             rows=self._rows,
@@ -207,25 +210,25 @@ class _Items:
             num_heads=(self._spec.num_q_heads, self._spec.num_kv_heads),
             size=(self._sizes.tile_q, self._sizes.tile_kv),
             max_kv_tiles=self._max_kv_tiles,
-            alignment_offset=self._skew,
+            alignment_offset=self._alignment_offset,
             is_prefill=self._is_prefill,
             is_inside_blocks=is_inside_blocks,
         )
 
     def blocks_of_queries(self, block_q: int | None) -> list[tuple[Any, Any]]:
-        """First query and last one of each block of them that a tile may touch; None: all are in one."""
+        """Return the first and last query of each query block that a tile may touch; one block if None."""
         if block_q is None:
             return [(self.first, self.last)]
         begins = [
-            (self.first // block_q + nth) * block_q
-            for nth in range(num_query_blocks(self._sizes.tile_q, block_q))
+            (self.first // block_q + index) * block_q
+            for index in range(num_query_blocks(self._sizes.tile_q, block_q))
         ]
         return [(jnp.maximum(x, self.first), jnp.minimum(x + (block_q - 1), self.last)) for x in begins]
 
     def is_inside(self) -> Any:
-        """Which tiles of keys lie within the request's keys: [items, max_kv_tiles]."""
+        """Return which KV tiles lie entirely within the request's keys: [query tiles, max_kv_tiles]."""
         tile_kv = self._sizes.tile_kv
         first_key = jnp.arange(self._max_kv_tiles, dtype=jnp.int32)[None, :] * tile_kv
-        if self._skew is not None:
-            first_key = first_key - self._skew[:, None]
+        if self._alignment_offset is not None:
+            first_key = first_key - self._alignment_offset[:, None]
         return (first_key >= 0) & (first_key + tile_kv <= self._seq_lens[:, None])

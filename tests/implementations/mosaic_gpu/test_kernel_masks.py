@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.kernel_masks import Call, kernel_mask, why_not_kernel_mask
-from jattn.implementations.mosaic_gpu.slash_masks import words_of
+from jattn.implementations.mosaic_gpu.kernel_masks import KernelMaskConfig, kernel_mask, why_not_kernel_mask
+from jattn.implementations.mosaic_gpu.slash_masks import pack_words
 from jattn.implementations.mosaic_gpu.tile_lists import split_mask_factors
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_prefill import PairTile, PrefillSizes
@@ -60,7 +60,7 @@ def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_
     of_keys = tile_of.has_key_rows
     (num_queries, num_keys) = (num_columns, 64) if of_keys else (64, num_columns)
     is_packed = of_keys or first_key % num_columns != 0
-    made = kernel_mask(mask, Call(HEADS, True, is_packed, seq_len, num_keys, of_keys))
+    made = kernel_mask(mask, KernelMaskConfig(HEADS, True, is_packed, seq_len, num_keys, of_keys))
     columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
     place = {"head": head, "first_query": first_query, "first_key": first_key}
     tile = tile_of(
@@ -151,7 +151,7 @@ def test_the_last_document_has_keys_in_a_tile_that_begins_before_the_request(fir
 
 def test_words_hold_32_marks_from_any_place_on():
     marks = np.random.default_rng(1).random((2, 50)) < 0.5
-    words = np.asarray(words_of(jnp.asarray(marks))).view(np.uint32)
+    words = np.asarray(pack_words(jnp.asarray(marks))).view(np.uint32)
     padded = np.pad(marks, ((0, 0), (31, 31)))
     assert words.shape == (2, 81)
     for nth in (0, 5, 31, 80):
@@ -161,7 +161,7 @@ def test_words_hold_32_marks_from_any_place_on():
 
 def test_other_arrays_are_traced_once(traced_once):
     def stored(mask):
-        return kernel_mask(mask, Call(HEADS, True, False, 64, 64)).arrays
+        return kernel_mask(mask, KernelMaskConfig(HEADS, True, False, 64, 64)).arrays
 
     of = lambda n: (
         (masks.Causal() | masks.Prefix(length=jnp.asarray(n))) & masks.Document(ids=jnp.arange(9) // n)
@@ -194,9 +194,12 @@ BLOCKS = np.ones((4, 6, 6), bool)
         (masks.Sinks(1) | Strange(jnp.zeros(3)).slice_rows(2), "no kernel for the arrays of a Strange"),
         (
             masks.BlockMask(blocks=BLOCKS, block_q=4, block_kv=64) | masks.Sinks(1),
-            "blocks of 4 queries .64 touch more than 10",
+            "blocks of 4 queries .a tile of 64 queries touches more than 10",
         ),
-        (masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=4), "blocks of 4 keys .128 touch more than 17"),
+        (
+            masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=4),
+            "a tile of 128 keys touches more than 17",
+        ),
     ],
 )
 def test_masks_without_a_kernel_are_named(mask, message):

@@ -93,7 +93,7 @@ class TestContract:
         plain |= {"head_dim": 64, "block_size": 16, "dtype": "bfloat16", "region": "groups"}
         problem = Problem(plain | {"heads": (4, 1), "stored": stored})
         query, metadata, spec = jnp.asarray(problem.query), problem.metadata.prefill_region, problem.spec
-        assert kernel_for(query, problem.kv, metadata, spec).widens
+        assert kernel_for(query, problem.kv, metadata, spec).dequantizes
         run = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams())
         problem.check(*jax.jit(run)(query, problem.kv, metadata))
 
@@ -149,7 +149,7 @@ class TestWhoWidens:
     def test_few_queries_before_many_keys(self):
         kernel = self.kernel()
         assert str(kernel) == "varlen_prefill over 8 bits"
-        assert (kernel.widens, kernel.is_read_first) == (True, False)
+        assert (kernel.dequantizes, kernel.uses_cache_read) == (True, False)
         assert (kernel.sizes.pack_gqa, kernel.sizes.max_splits) == (4, 16)
         assert kernel.tiles == "128 x 64 keys, 3 stages, 4 heads of 32 tokens each"
         assert kernel_plan_key(kernel, self.LAYER) is not None  # layers share their schedule
@@ -165,7 +165,7 @@ class TestWhoWidens:
             self.kernel(dtypes=("int8", "int8"), tokens=260),
         ):
             assert str(other) == "cache_read, varlen_prefill"
-            assert (other.widens, other.is_read_first) == (False, True)
+            assert (other.dequantizes, other.uses_cache_read) == (False, True)
         for other in (
             self.kernel(dtypes=("int8", "int8"), tokens=256),
             self.kernel(scales=("token_head", "static"), tokens=256),

@@ -92,7 +92,7 @@ def test_what_has_no_kernel_is_named():
     mask = masks.InterleavedMask(
         mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1
     )
-    assert "no kernel for a LocalStrided over keys that lie on several" in str(why_not_kernel_mask(mask, 128))
+    assert "no kernel for a LocalStrided over keys on several devices" in str(why_not_kernel_mask(mask, 128))
 
 
 def test_windows_wider_than_any_request_hide_nothing():

@@ -391,12 +391,12 @@ def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
 @pytest.mark.parametrize(
     ("mask", "q_heads", "message"),
     [
-        (masks.Sinks(1), 4, "lists are for whole blocks"),
-        (strided, 22, "lists tell at most 10 query heads of a kv head apart"),
+        (masks.Sinks(1), 4, "block lists support masks of full blocks only"),
+        (strided, 22, "at most 10 query heads with different blocks per KV head"),
         (
             masks.LocalStrided(block_size=48),
             4,
-            "no block lists for blocks of 48 keys over cache blocks of 16",
+            "block lists do not support blocks of 48 keys over cache blocks of 16",
         ),
     ],
 )
@@ -414,7 +414,7 @@ def test_masks_without_block_lists_are_named(mask, q_heads, message):
         ({"max_prefills": 1, "max_prefill_tokens": 9, "max_blocks": 262140}, "varlen_prefill over lists"),
         (
             {"max_prefills": 1, "max_prefill_tokens": 9, "max_blocks": 262141},
-            "there are no lists of 65536 tiles of 64 keys (at most 65535)",
+            "tile lists of 65536 tiles of 64 keys exceed the maximum of 65535 tiles",
         ),
     ],
 )
