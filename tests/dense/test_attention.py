@@ -318,7 +318,7 @@ class TestTransformations:
     @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 19), ("automatic", 22)])
     def test_sharded_arrays_stay_sharded_without_collectives(self, axes, lines):
         """Under shard_map over texts and heads, on Explicit axes, and on Auto ones under plain jit."""
-        command = [sys.executable, "-m", f"tests.{axes}_attention"]
+        command = [sys.executable, "-m", f"tests.dense.{axes}_attention"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) == lines
@@ -485,14 +485,15 @@ class TestRefusals:
         with pytest.raises(TypeError, match=message):
             jattn.attention(self.Q, self.Q, self.Q, **options)
 
-    def test_error_names_the_counterpart_of_every_jax_nn_argument(self):
+    def test_errors_and_docs_name_the_counterpart_of_every_jax_nn_argument(self):
         theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
         ours = set(inspect.signature(jattn.attention).parameters)
         assert theirs - ours <= set(JAX_ARGUMENT_NAMES)
         assert not ours & set(JAX_ARGUMENT_NAMES)
-        page = (ROOT / "docs" / "training.md").read_text()
-        told = set(re.findall(r"(\w+)=", page.split("| jax.nn | here |")[1].split("\n\n")[0]))
-        assert theirs - ours <= told | {"query", "key", "value"}
+        page = (ROOT / "docs" / "migration.md").read_text()
+        table = page.split("## From jax.nn.dot_product_attention")[1].split("|---|---|")[1].split("\n\n")[0]
+        documented = set(re.findall(r"(\w+)=", table))
+        assert theirs - ours <= documented | {"query", "key", "value"}
 
 
 class TestExplicitMesh:
