@@ -85,7 +85,7 @@ class BatchMetadata:
 
     @property
     def is_valid_token(self) -> Bool[Array, " tokens"]:
-        """Whether each token belongs to a request; False for padding tokens."""
+        """Mask of the tokens that belong to a request; False for padding tokens."""
         tokens = jnp.arange(self.bucket.max_tokens, dtype=jnp.int32)
         in_prefill = tokens >= self.bucket.max_decode_tokens
         return (self.seq_lens[self.token_rows] > 0) & (~in_prefill | (tokens < self.query_start_loc[-1]))

@@ -172,11 +172,11 @@ def _backward(
     grad_out = jnp.zeros_like(out) if is_zero[0] else grads[0]
     grad_lse = None if is_zero[1] else grads[1]
     values, out, lse, grad_out, grad_lse = reject_second_derivative((values, out, lse, grad_out, grad_lse))
-    saved = xla.Saved(out, lse, grad_out, grad_lse)
+    outputs = xla.OutputGradients(out, lse, grad_out, grad_lse)
     if static_args.choice.kernel is None or not _has_backward_kernel(
         static_args, values, context, needs_slope_gradient is not None
     ):
-        problem = xla.Problem(
+        args = xla.AttentionArgs(
             _kv(static_args, values, context),
             context.metadata,
             static_args.spec,
@@ -184,12 +184,12 @@ def _backward(
             values.sinks,
             values.alibi_slopes,
         )
-        return DifferentiableArgs(*xla.gradients(values.query, problem, saved)), None
-    options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **saved._asdict()}
+        return DifferentiableArgs(*xla.gradients(values.query, args, outputs)), None
+    options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **outputs._asdict()}
     kv, metadata = _kv(static_args, values, context), context.metadata
     dq, dk, dv = mosaic_gpu.gradients(values.query, kv, metadata, static_args.spec, **options)
     sinks, slopes = values.sinks, values.alibi_slopes
-    grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, saved, metadata)
+    grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, outputs, metadata)
     grad_slopes = None if slopes is None else jnp.zeros_like(slopes)
     return DifferentiableArgs(dq, dk, dv, grad_sinks, grad_slopes), None
 

@@ -1,7 +1,7 @@
 """Layer configurations: the static facts that the choice of an implementation depends on."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ class CacheFormat(NamedTuple):
 
     @property
     def has_token_scales(self) -> tuple[bool, bool]:
-        """Whether keys and values have a scale per token and head."""
+        """Return whether keys and values have a scale per token and head."""
         return self.scales[0] == "token_head", self.scales[1] == "token_head"
 
     def is_plain(self, dtype: DTypeLike) -> bool:
@@ -118,9 +118,13 @@ def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:
         kinds = {None: None, "static": "static", "channel": "static", "token_head": "token_head"}
         scales = (kinds[cache.storage_formats[0].scale], kinds[cache.storage_formats[1].scale])
         return CacheFormat(cache.layout, (cache.key_dtype, cache.value_dtype), scales)
-    kind = lambda scale: None if scale is None else "token_head" if has_token_axis(scale) else "static"
-    scales = (kind(cache.stored_k_scale), kind(cache.stored_v_scale))
+    scales = (_scale_kind(cache.stored_k_scale), _scale_kind(cache.stored_v_scale))
     return CacheFormat(cache.layout, (jnp.dtype(cache.k.dtype), jnp.dtype(cache.v.dtype)), scales)
+
+
+def _scale_kind(scale: Any) -> str | None:
+    """Return the kind of a cache's scale; see CacheFormat."""
+    return None if scale is None else "token_head" if has_token_axis(scale) else "static"
 
 
 def _computed_in(cache: CacheOrSpec | None) -> DTypeLike:

@@ -49,18 +49,21 @@ def attend(
         k, v = (jnp.repeat(x, spec.q_heads_per_kv_head, axis=0) for x in (k, v))
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)
         visible = is_visible(spec, mask, row, positions, k_positions, is_prefill)  # [q_heads, tokens, keys]
-        mine = (metadata.token_rows == row) & metadata.is_valid_token
-        visible &= (mine[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
+        is_row_token = (metadata.token_rows == row) & metadata.is_valid_token
+        visible &= (is_row_token[:, None] & (k_positions < metadata.seq_lens[row])[None, :])[None]
         k, v = (jnp.where(visible.any(axis=1)[..., None], x, 0.0) for x in (k, v))
-        own = jnp.where(mine[None, :, None], q, 0.0)
-        s = jnp.einsum("htd,hkd->htk", own, k, precision="highest") * spec.softmax_scale
+        row_q = jnp.where(is_row_token[None, :, None], q, 0.0)
+        s = jnp.einsum("htd,hkd->htk", row_q, k, precision="highest") * spec.softmax_scale
         if spec.soft_cap is not None:
             s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
         if alibi_slopes is not None:
             s += alibi_bias(spec, alibi_slopes.astype(dtype), positions, k_positions)
         out, lse = softmax_average(jnp.where(visible, s, -jnp.inf), v, sinks)
         outs, lses = carry
-        return (jnp.where(mine[None, :, None], out, outs), jnp.where(mine[None, :], lse, lses)), None
+        return (
+            jnp.where(is_row_token[None, :, None], out, outs),
+            jnp.where(is_row_token[None, :], lse, lses),
+        ), None
 
     nothing = jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, dtype)
     (out, lse), _ = jax.lax.scan(one_request, nothing, jnp.arange(metadata.bucket.max_reqs, dtype=jnp.int32))

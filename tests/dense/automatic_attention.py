@@ -147,8 +147,10 @@ def gradients(
     query: Any, kv: Any, metadata: Any, spec: Any, *, mask: Any, alibi_slopes: Any, **saved: Any
 ) -> Any:
     """In the place of the backward kernel, as opaque to XLA."""
-    problem = xla.Problem(kv, metadata, spec, mask, None, alibi_slopes)
-    return xla.gradients(query, problem, xla.Saved(**saved | {"grad_out": opaque(saved["grad_out"])}))[:3]
+    problem = xla.AttentionArgs(kv, metadata, spec, mask, None, alibi_slopes)
+    return xla.gradients(
+        query, problem, xla.OutputGradients(**saved | {"grad_out": opaque(saved["grad_out"])})
+    )[:3]
 
 
 def check_kernels() -> None:

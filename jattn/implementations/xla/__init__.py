@@ -1,16 +1,16 @@
 """Attention in plain XLA, on any device."""
 
 from jattn.implementations.xla.attention import attend
-from jattn.implementations.xla.backward import Gradients, Saved, gradient_of_sinks, gradients
+from jattn.implementations.xla.backward import Gradients, OutputGradients, gradient_of_sinks, gradients
 from jattn.implementations.xla.query_tiles import QueryTiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias, is_visible, pairs_of
-from jattn.implementations.xla.tile_attention import Problem, match_varying_axes
+from jattn.implementations.xla.tile_attention import AttentionArgs, match_varying_axes
 
 __all__ = [
+    "AttentionArgs",
     "Gradients",
-    "Problem",
+    "OutputGradients",
     "QueryTiles",
-    "Saved",
     "alibi_bias",
     "attend",
     "gradient_of_sinks",

@@ -15,7 +15,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
 from jattn.implementations.xla.kv_chunks import has_no_keys
 from jattn.implementations.xla.query_tiles import TILE_Q, QueryTiles, group_tiles, prefill_tiles
-from jattn.implementations.xla.tile_attention import Problem, attend_tile
+from jattn.implementations.xla.tile_attention import AttentionArgs, attend_tile
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 
@@ -52,39 +52,39 @@ def attend(
     bucket = metadata.bucket
     if bucket.max_tokens == 0 or has_no_keys(kv, metadata):
         return jnp.zeros_like(query), jnp.full((spec.num_q_heads, query.shape[0]), -jnp.inf, jnp.float32)
-    problem = Problem(kv, metadata, spec, mask, sinks, alibi_slopes)
+    args = AttentionArgs(kv, metadata, spec, mask, sinks, alibi_slopes)
     regions = []
     if bucket.max_decodes:
-        regions.append(_decodes(query[: bucket.max_decode_tokens], problem))
+        regions.append(_decodes(query[: bucket.max_decode_tokens], args))
     if bucket.max_prefill_tokens:
-        regions.append(_prefills(query[bucket.max_decode_tokens :], problem, tiles))
+        regions.append(_prefills(query[bucket.max_decode_tokens :], args, tiles))
     outs, lses = zip(*regions, strict=True)
     return jnp.concatenate(outs), jnp.concatenate(lses).T
 
 
-def _decodes(query: Array, problem: Problem) -> OutAndLse:
+def _decodes(query: Array, args: AttentionArgs) -> OutAndLse:
     """Attend in the decode region, one tile per row; the LSE is [tokens, q_heads]."""
-    metadata, bucket = problem.metadata, problem.metadata.bucket
+    metadata, bucket = args.metadata, args.metadata.bucket
     q = query.reshape(bucket.max_decodes, bucket.decode_query_len, *query.shape[1:])
     rows = jnp.arange(bucket.max_decodes, dtype=jnp.int32)
     firsts = metadata.num_computed_tokens[: bucket.max_decodes]
     lens = metadata.query_lens[: bucket.max_decodes]
-    at_once = 1 if problem.spec.batch_invariant else TILES_AT_ONCE
-    tile = functools.partial(attend_tile, problem=problem, is_prefill=False)
+    at_once = 1 if args.spec.batch_invariant else TILES_AT_ONCE
+    tile = functools.partial(attend_tile, args=args, is_prefill=False)
     out, lse = _map_tiles(tile, (q, rows, firsts, lens), at_once)
     return out.reshape(query.shape), lse.reshape(query.shape[0], -1)
 
 
-def _prefills(query: Array, problem: Problem, tiles: QueryTiles | None) -> OutAndLse:
+def _prefills(query: Array, args: AttentionArgs, tiles: QueryTiles | None) -> OutAndLse:
     """Attend in the prefill region; the LSE is [tokens, q_heads]."""
-    metadata, is_invariant = problem.metadata, problem.spec.batch_invariant
+    metadata, is_invariant = args.metadata, args.spec.batch_invariant
     if is_invariant:  # tiles of one size whatever the bucket, one at a time
         tiles = prefill_tiles(metadata, TILE_Q)
     tiles = prefill_tiles(metadata) if tiles is None else tiles
     index = tiles.token_index(past_end=metadata.bucket.max_prefill_tokens)  # [tiles, tile_q]
     q_tiles = jnp.take(query, index, axis=0, mode="clip")
     at_once = 1 if is_invariant else max(PREFILL_QUERIES_AT_ONCE // tiles.tile_q, 1)
-    tile = functools.partial(attend_tile, problem=problem, is_prefill=True)
+    tile = functools.partial(attend_tile, args=args, is_prefill=True)
     firsts = tiles.first_positions(metadata)
     out, lse = _map_tiles(tile, (q_tiles, tiles.rows, firsts, tiles.lens), at_once)
     lses = jnp.full(query.shape[:2], -jnp.inf, lse.dtype).at[index].set(lse, mode="drop")

@@ -19,21 +19,22 @@ from jattn.implementations.xla.online_softmax import precision
 from jattn.implementations.xla.query_tiles import group_tiles, prefill_tiles
 from jattn.implementations.xla.scores import alibi_bias
 from jattn.implementations.xla.tile_attention import (
-    Problem,
-    Queries,
-    biased,
+    AttentionArgs,
+    TileQueries,
+    add_alibi_bias,
     capped_scores,
     chunk_range,
+    make_tile_queries,
     match_varying_axes,
-    queries_of,
 )
 from jattn.spec import AttentionSpec
 
-QUERIES_AT_ONCE = 512  # in tiles that are worked on together, at least one
-NO_TOKEN = 0.0, 0.0, math.inf, 0.0  # Tokens' numbers that fill a tile: another request's might be NaN
+QUERIES_AT_ONCE = 512  # queries per group of tiles, which has at least one tile
+# Values of BackwardQueries for unused entries of a tile; the values of another request might be NaN.
+UNUSED_QUERY = 0.0, 0.0, math.inf, 0.0
 
 
-class Tokens(NamedTuple):
+class BackwardQueries(NamedTuple):
     """Per-query inputs of the backward pass.
 
     Attributes:
@@ -49,8 +50,8 @@ class Tokens(NamedTuple):
     delta: Float[Array, "*tokens q_heads"]
 
 
-class Parts(NamedTuple):
-    """Contribution of a tile and a chunk of keys to the gradients."""
+class TileGradients(NamedTuple):
+    """Contribution of a query tile and a chunk of keys to the gradients."""
 
     query: Float[Array, "tile_q q_heads head_dim"]
     k: Float[Array, "keys kv_heads head_dim"]
@@ -58,37 +59,43 @@ class Parts(NamedTuple):
     alibi_slopes: Float[Array, "kv_heads group"]
 
 
-def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Problem) -> Parts:
+def tile_gradients(
+    queries: TileQueries, tokens: BackwardQueries, c: Int[Array, ""], args: AttentionArgs
+) -> TileGradients:
     """Return the contribution of a tile and chunk c of its request's keys.
 
     Args:
         queries: Queries of the tile.
         tokens: Per-query inputs of the backward pass.
         c: Index of the chunk.
-        problem: Arguments of the forward pass.
+        args: Arguments of the forward pass.
     """
-    multiplied, summed = queries.q.dtype, tokens.lse.dtype
-    chunk = load_chunk(problem.kv, problem.metadata.block_table, queries.row, c)
+    matmul_dtype, acc_dtype = queries.q.dtype, tokens.lse.dtype
+    chunk = load_chunk(args.kv, args.metadata.block_table, queries.row, c)
     keys = c * chunk.k.shape[0] + jnp.arange(chunk.k.shape[0], dtype=jnp.int32)
-    static_k, _ = static_scales(problem.kv, summed)
-    capped, visible = capped_scores(queries, chunk, keys, static_k, problem)
-    is_seen = visible.any(axis=(1, 2)).T[..., None]  # of each kv head: what nobody sees may be NaN
-    k, v = (jnp.where(is_seen, x, jnp.zeros((), x.dtype)).astype(multiplied) for x in (chunk.k, chunk.v))
-    grad_out, lse, delta = (_by_head(x, problem.spec) for x in tokens[1:])
-    grad_out = grad_out.astype(multiplied)
-    product = functools.partial(jnp.einsum, preferred_element_type=summed, precision=precision(multiplied))
-    s = jnp.where(visible, biased(capped, queries, keys, problem), -jnp.inf)
+    static_k, _ = static_scales(args.kv, acc_dtype)
+    capped, visible = capped_scores(queries, chunk, keys, static_k, args)
+    is_visible_key = visible.any(axis=(1, 2)).T[..., None]  # per KV head: an invisible key may be NaN
+    k, v = (
+        jnp.where(is_visible_key, x, jnp.zeros((), x.dtype)).astype(matmul_dtype) for x in (chunk.k, chunk.v)
+    )
+    grad_out, lse, delta = (_group_by_kv_head(x, args.spec) for x in tokens[1:])
+    grad_out = grad_out.astype(matmul_dtype)
+    matmul = functools.partial(
+        jnp.einsum, preferred_element_type=acc_dtype, precision=precision(matmul_dtype)
+    )
+    s = jnp.where(visible, add_alibi_bias(capped, queries, keys, args), -jnp.inf)
     p = jnp.exp(s - lse[..., None])
-    dp = product("hgqd,khd->hgqk", grad_out, v)
+    dp = matmul("hgqd,khd->hgqk", grad_out, v)
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0.0)
-    slopes = _of_slopes(ds, queries, keys, problem)
-    ds = _before_cap(ds, capped, visible, problem.spec) * problem.spec.softmax_scale
-    ds, p = ds.astype(multiplied), p.astype(multiplied)
-    dq = product("hgqk,khd->qhgd", ds, k)
-    dk, dv = product("hgqk,hgqd->khd", ds, queries.q), product("hgqk,hgqd->khd", p, grad_out)
+    slopes = _slope_gradient(ds, queries, keys, args)
+    ds = _gradient_before_cap(ds, capped, visible, args.spec) * args.spec.softmax_scale
+    ds, p = ds.astype(matmul_dtype), p.astype(matmul_dtype)
+    dq = matmul("hgqk,khd->qhgd", ds, k)
+    dk, dv = matmul("hgqk,hgqd->khd", ds, queries.q), matmul("hgqk,hgqd->khd", p, grad_out)
     # Keys past the request's end belong to another request: a NaN query would give them 0 * NaN.
-    dk, dv = (jnp.where(is_seen, x, 0.0) for x in (dk, dv))
-    return Parts(
+    dk, dv = (jnp.where(is_visible_key, x, 0.0) for x in (dk, dv))
+    return TileGradients(
         query=dq.reshape(dq.shape[0], -1, dq.shape[-1]),
         k=dk,
         v=dv,
@@ -96,28 +103,30 @@ def parts_at(queries: Queries, tokens: Tokens, c: Int[Array, ""], problem: Probl
     )
 
 
-def _by_head(x: Float[Array, "tile_q q_heads *rest"], spec: AttentionSpec) -> Array:
+def _group_by_kv_head(x: Float[Array, "tile_q q_heads *rest"], spec: AttentionSpec) -> Array:
     """Reshape to [kv_heads, group, tile_q, *rest]."""
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head
     return jnp.moveaxis(x.reshape(x.shape[0], *heads, *x.shape[2:]), 0, 2)
 
 
-def _of_slopes(ds: Array, queries: Queries, keys: Array, problem: Problem) -> Float[Array, "kv_heads group"]:
+def _slope_gradient(
+    ds: Array, queries: TileQueries, keys: Array, args: AttentionArgs
+) -> Float[Array, "kv_heads group"]:
     """Return the gradient of the ALiBi slopes from the gradient of the scores."""
-    if problem.alibi_slopes is None:
+    if args.alibi_slopes is None:
         return jnp.zeros(ds.shape[:2], ds.dtype)
-    of_one = alibi_bias(problem.spec, jnp.ones((1, 1), ds.dtype), queries.positions, keys)
-    return jnp.sum(ds * of_one, axis=(2, 3))
+    bias_per_slope = alibi_bias(args.spec, jnp.ones((1, 1), ds.dtype), queries.positions, keys)
+    return jnp.sum(ds * bias_per_slope, axis=(2, 3))
 
 
-def _before_cap(ds: Array, capped: Array, visible: Bool[Array, "..."], spec: AttentionSpec) -> Array:
+def _gradient_before_cap(ds: Array, capped: Array, visible: Bool[Array, "..."], spec: AttentionSpec) -> Array:
     """Return the gradient of scores before the soft cap from that after it."""
     if spec.soft_cap is None:
         return ds
     return jnp.where(visible, ds * (1.0 - jnp.square(capped / spec.soft_cap)), 0.0)
 
 
-class Saved(NamedTuple):
+class OutputGradients(NamedTuple):
     """Results of the forward pass and their gradients.
 
     Attributes:
@@ -143,7 +152,7 @@ class Gradients(NamedTuple):
     alibi_slopes: Array | None
 
 
-class Tiles(NamedTuple):
+class BackwardTiles(NamedTuple):
     """Query tiles of a region, of one request each.
 
     Attributes:
@@ -159,7 +168,7 @@ class Tiles(NamedTuple):
     lens: Int[Array, "*some tiles"]
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradient accumulators in f32 or f64; keys and values are padded by one chunk."""
 
     k: Float[Array, "kv_room kv_heads head_dim"]
@@ -167,131 +176,147 @@ class Sums(NamedTuple):
     alibi_slopes: Float[Array, "kv_heads group"]
 
 
-def gradients(query: Float[Array, "tokens q_heads head_dim"], problem: Problem, saved: Saved) -> Gradients:
+def gradients(
+    query: Float[Array, "tokens q_heads head_dim"], args: AttentionArgs, outputs: OutputGradients
+) -> Gradients:
     """Compute the gradients of `attend` over PackedKV.
 
     Args:
         query: Queries of the step.
-        problem: Other arguments of the forward pass; keys and values of 16 bits or more.
-        saved: Results of the forward pass and their gradients.
+        args: Other arguments of the forward pass; keys and values of 16 bits or more.
+        outputs: Results of the forward pass and their gradients.
     """
-    kv, metadata, sinks = problem.kv, problem.metadata, problem.sinks
+    kv, metadata, sinks = args.kv, args.metadata, args.sinks
     assert isinstance(kv, PackedKV)
     if metadata.bucket.max_tokens == 0 or has_no_keys(kv, metadata):
-        return jax.tree.map(jnp.zeros_like, Gradients(query, kv.k, kv.v, sinks, problem.alibi_slopes))
-    summed = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
-    tokens = _tokens(query, saved, metadata, summed)
+        return jax.tree.map(jnp.zeros_like, Gradients(query, kv.k, kv.v, sinks, args.alibi_slopes))
+    acc_dtype = jnp.dtype(jnp.float64 if query.dtype == jnp.float64 else jnp.float32)
+    tokens = _backward_queries(query, outputs, metadata, acc_dtype)
     room = (kv.k.shape[0] + chunk_size(kv), *kv.k.shape[1:])
-    spec = problem.spec
-    nothing = jnp.zeros(room, summed), jnp.zeros(room, summed)
+    spec = args.spec
+    zeros = jnp.zeros(room, acc_dtype), jnp.zeros(room, acc_dtype)
     heads = spec.num_kv_heads, spec.q_heads_per_kv_head
-    sums = match_varying_axes(query, Sums(*nothing, jnp.zeros(heads, summed)))
+    sums = match_varying_axes(query, GradientSums(*zeros, jnp.zeros(heads, acc_dtype)))
     grad_query = jnp.zeros_like(query)
     for tiles, is_prefill in _regions(metadata):
-        of_group = functools.partial(_add_group, tokens=tokens, problem=problem, is_prefill=is_prefill)
-        sums, grads = jax.lax.scan(of_group, sums, tiles)
+        add_group = functools.partial(_add_group, tokens=tokens, args=args, is_prefill=is_prefill)
+        sums, grads = jax.lax.scan(add_group, sums, tiles)
         grad_query = grad_query.at[tiles.tokens].set(grads, mode="drop")
     k, v = (x[: kv.k.shape[0]] for x in (sums.k, sums.v))
-    slopes = problem.alibi_slopes
+    slopes = args.alibi_slopes
     return Gradients(
         query=grad_query,
         k=k.astype(kv.k.dtype),
         v=v.astype(kv.v.dtype),
-        sinks=None if sinks is None else _of_sinks(sinks, tokens),
+        sinks=None if sinks is None else _sink_gradient(sinks, tokens),
         alibi_slopes=None if slopes is None else sums.alibi_slopes.reshape(-1).astype(slopes.dtype),
     )
 
 
-def _tokens(query: Array, saved: Saved, metadata: BatchMetadata, summed: Any) -> Tokens:
+def _backward_queries(
+    query: Array, outputs: OutputGradients, metadata: BatchMetadata, acc_dtype: Any
+) -> BackwardQueries:
     """Return the per-query inputs, cleared for padding and for rows without keys, which may hold NaN."""
-    lse = saved.lse.T.astype(summed)
-    is_real = metadata.is_valid_token[:, None] & ~jnp.isneginf(lse)
-    clear = lambda x: jnp.where(is_real[..., None], x, jnp.zeros((), x.dtype))
-    grad_out, out = clear(saved.grad_out), clear(saved.out)
-    delta = jnp.sum(grad_out.astype(summed) * out.astype(summed), axis=-1)
-    if saved.grad_lse is not None:
-        delta -= jnp.where(is_real, saved.grad_lse.T.astype(summed), 0.0)
-    return Tokens(clear(query), grad_out, jnp.where(is_real, lse, jnp.inf), delta)
+    lse = outputs.lse.T.astype(acc_dtype)
+    is_valid = metadata.is_valid_token[:, None] & ~jnp.isneginf(lse)
+    query, grad_out, out = (
+        jnp.where(is_valid[..., None], x, jnp.zeros((), x.dtype))
+        for x in (query, outputs.grad_out, outputs.out)
+    )
+    delta = jnp.sum(grad_out.astype(acc_dtype) * out.astype(acc_dtype), axis=-1)
+    if outputs.grad_lse is not None:
+        delta -= jnp.where(is_valid, outputs.grad_lse.T.astype(acc_dtype), 0.0)
+    return BackwardQueries(query, grad_out, jnp.where(is_valid, lse, jnp.inf), delta)
 
 
 def gradient_of_sinks(
-    sinks: Float[Array, " q_heads"], saved: Saved, metadata: BatchMetadata
+    sinks: Float[Array, " q_heads"], outputs: OutputGradients, metadata: BatchMetadata
 ) -> Float[Array, " q_heads"]:
     """Compute the gradient of the sinks alone, if a kernel computes the other gradients."""
-    return _of_sinks(sinks, _tokens(saved.out, saved, metadata, jnp.float32))
+    return _sink_gradient(sinks, _backward_queries(outputs.out, outputs, metadata, jnp.float32))
 
 
-def _of_sinks(sinks: Float[Array, " q_heads"], tokens: Tokens) -> Float[Array, " q_heads"]:
+def _sink_gradient(sinks: Float[Array, " q_heads"], tokens: BackwardQueries) -> Float[Array, " q_heads"]:
     """Return the gradient of the sinks: minus the sum of probability times delta."""
-    share = jnp.exp(sinks.astype(tokens.lse.dtype)[None] - tokens.lse)
-    return -jnp.sum(share * tokens.delta, axis=0).astype(sinks.dtype)
+    probability = jnp.exp(sinks.astype(tokens.lse.dtype)[None] - tokens.lse)
+    return -jnp.sum(probability * tokens.delta, axis=0).astype(sinks.dtype)
 
 
-def _regions(metadata: BatchMetadata) -> list[tuple[Tiles, bool]]:
+def _regions(metadata: BatchMetadata) -> list[tuple[BackwardTiles, bool]]:
     """Return the grouped tiles of each region, and whether it is the prefill region."""
-    bucket, found = metadata.bucket, []
+    bucket, regions = metadata.bucket, []
     if bucket.max_decodes:
         index = jnp.arange(bucket.max_decode_tokens, dtype=jnp.int32).reshape(bucket.max_decodes, -1)
         lens = metadata.query_lens[: bucket.max_decodes]
         rows = jnp.arange(bucket.max_decodes, dtype=jnp.int32)
         firsts = metadata.num_computed_tokens[: bucket.max_decodes]
-        found.append((Tiles(index, rows, firsts, lens), False))
+        regions.append((BackwardTiles(index, rows, firsts, lens), False))
     if bucket.max_prefill_tokens:
-        cut = prefill_tiles(metadata)
-        index = cut.token_index(past_end=bucket.max_prefill_tokens) + bucket.max_decode_tokens
-        found.append((Tiles(index, cut.rows, cut.first_positions(metadata), cut.lens), True))
-    return [(_grouped(tiles, past_end=bucket.max_tokens), is_prefill) for tiles, is_prefill in found]
+        query_tiles = prefill_tiles(metadata)
+        index = query_tiles.token_index(past_end=bucket.max_prefill_tokens) + bucket.max_decode_tokens
+        firsts = query_tiles.first_positions(metadata)
+        regions.append((BackwardTiles(index, query_tiles.rows, firsts, query_tiles.lens), True))
+    return [(_grouped(tiles, past_end=bucket.max_tokens), is_prefill) for tiles, is_prefill in regions]
 
 
-def _grouped(tiles: Tiles, past_end: int) -> Tiles:
+def _grouped(tiles: BackwardTiles, past_end: int) -> BackwardTiles:
     """Group tiles by QUERIES_AT_ONCE queries, padding the last group with unused tiles."""
     count, tile_q = tiles.tokens.shape
     size = min(max(QUERIES_AT_ONCE // tile_q, 1), count)
-    return Tiles(group_tiles(tiles.tokens, size, past_end), *(group_tiles(x, size) for x in tiles[1:]))
+    return BackwardTiles(
+        group_tiles(tiles.tokens, size, past_end), *(group_tiles(x, size) for x in tiles[1:])
+    )
 
 
 def _add_group(
-    sums: Sums, tiles: Tiles, *, tokens: Tokens, problem: Problem, is_prefill: bool
-) -> tuple[Sums, Float[Array, "tiles tile_q q_heads head_dim"]]:
+    sums: GradientSums,
+    tiles: BackwardTiles,
+    *,
+    tokens: BackwardQueries,
+    args: AttentionArgs,
+    is_prefill: bool,
+) -> tuple[GradientSums, Float[Array, "tiles tile_q q_heads head_dim"]]:
     """Add a group's contributions to the accumulators and return the gradient of its queries."""
-    kv = problem.kv
+    kv = args.kv
     assert isinstance(kv, PackedKV)
     size, num_tiles = chunk_size(kv), tiles.rows.shape[0]
-    of_tiles = Tokens(
+    tile_queries = BackwardQueries(
         *(
-            jnp.take(x, tiles.tokens, axis=0, mode="fill", fill_value=nothing)
-            for x, nothing in zip(tokens, NO_TOKEN, strict=True)
+            jnp.take(x, tiles.tokens, axis=0, mode="fill", fill_value=fill_value)
+            for x, fill_value in zip(tokens, UNUSED_QUERY, strict=True)
         )
     )
 
-    def queries(tile: Tiles, q: Array) -> Queries:
-        how: Any = {"problem": problem, "is_prefill": is_prefill}
-        return queries_of(q, tile.rows, tile.firsts, tile.lens, **how)[0]
+    def queries(tile: BackwardTiles, q: Array) -> TileQueries:
+        return make_tile_queries(q, tile.rows, tile.firsts, tile.lens, args=args, is_prefill=is_prefill)[0]
 
-    def parts_of(tile: Tiles, of_tile: Tokens, chunk: Array) -> Parts:
-        return parts_at(queries(tile, of_tile.query), of_tile, chunk, problem)
+    def chunk_gradients(tile: BackwardTiles, inputs: BackwardQueries, chunk: Array) -> TileGradients:
+        return tile_gradients(queries(tile, inputs.query), inputs, chunk, args)
 
-    reach = lambda tile, q: chunk_range(queries(tile, q), problem, size)
-    low, high = jax.vmap(reach)(tiles, of_tiles.query)
+    def visible_chunks(tile: BackwardTiles, q: Array) -> tuple[Array, Array]:
+        return chunk_range(queries(tile, q), args, size)
 
-    def step(nth: Array, state: tuple[Sums, Array]) -> tuple[Sums, Array]:
+    low, high = jax.vmap(visible_chunks)(tiles, tile_queries.query)
+
+    def step(index: Array, state: tuple[GradientSums, Array]) -> tuple[GradientSums, Array]:
         (sum_k, sum_v, sum_slopes), dq = state
-        chunk = low + nth
-        parts = jax.vmap(parts_of)(
-            tiles._replace(lens=jnp.where(chunk < high, tiles.lens, 0)), of_tiles, chunk
+        chunk = low + index
+        parts = jax.vmap(chunk_gradients)(
+            tiles._replace(lens=jnp.where(chunk < high, tiles.lens, 0)), tile_queries, chunk
         )
         starts = kv.kv_start_loc[tiles.rows] + chunk * size
 
-        def add(tile: Array, both: tuple[Array, Array]) -> tuple[Array, Array]:
-            place, k, v = starts[tile], both[0], both[1]
-            plus = lambda x, part: jax.lax.dynamic_update_slice_in_dim(
-                x, jax.lax.dynamic_slice_in_dim(x, place, size) + part[tile], place, axis=0
-            )
-            return plus(k, parts.k), plus(v, parts.v)
+        def add_rows(x: Array, rows: Array, start: Array) -> Array:
+            updated = jax.lax.dynamic_slice_in_dim(x, start, size) + rows
+            return jax.lax.dynamic_update_slice_in_dim(x, updated, start, axis=0)
+
+        def add(tile: Array, kv_sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            k, v = kv_sums
+            return add_rows(k, parts.k[tile], starts[tile]), add_rows(v, parts.v[tile], starts[tile])
 
         sum_k, sum_v = jax.lax.fori_loop(0, num_tiles, add, (sum_k, sum_v))
-        return Sums(sum_k, sum_v, sum_slopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
+        return GradientSums(sum_k, sum_v, sum_slopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
 
-    dq = match_varying_axes(tokens.query, jnp.zeros(of_tiles.query.shape, tokens.lse.dtype))
+    dq = match_varying_axes(tokens.query, jnp.zeros(tile_queries.query.shape, tokens.lse.dtype))
     sums, dq = jax.lax.fori_loop(0, jnp.max(high - low), step, (sums, dq))
     return sums, dq.astype(tokens.query.dtype)

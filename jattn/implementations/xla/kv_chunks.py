@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, blocks_of, has_token_axis
 
-CHUNK = 128  # keys of a step of the loop, rounded up to whole blocks
+CHUNK = 128  # minimum number of keys per chunk
 
 
 class Chunk(NamedTuple):

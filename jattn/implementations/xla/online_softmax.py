@@ -28,8 +28,8 @@ def add_chunk(
     state: Softmax,
     s: Float[Array, "kv_heads group tile_q keys"],
     chunk: Chunk,
-    reachable: Bool[Array, "heads keys"],
-    multiplied: np.dtype,
+    is_visible_key: Bool[Array, "heads keys"],
+    matmul_dtype: np.dtype,
 ) -> Softmax:
     """Update the state with a chunk; values of keys that no query attends to may be NaN and count as 0."""
     row_max = jnp.maximum(state.row_max, s.max(axis=-1))
@@ -38,19 +38,19 @@ def add_chunk(
     alpha = jnp.exp(state.row_max - finite_max)
     row_sum = state.row_sum * alpha + p.sum(axis=-1)
     if chunk.v_scale is not None:
-        v_scale = jnp.where(reachable, chunk.v_scale.astype(p.dtype), 0.0)
+        v_scale = jnp.where(is_visible_key, chunk.v_scale.astype(p.dtype), 0.0)
         p = p * v_scale[:, None, None, :]
         # A small probability times a small scale underflows in float16.
-        multiplied = p.dtype if multiplied == jnp.float16 else multiplied
-    v = jnp.where(reachable.T[..., None], chunk.v.astype(multiplied), jnp.zeros((), multiplied))
-    new = jnp.einsum(
+        matmul_dtype = p.dtype if matmul_dtype == jnp.float16 else matmul_dtype
+    v = jnp.where(is_visible_key.T[..., None], chunk.v.astype(matmul_dtype), jnp.zeros((), matmul_dtype))
+    values = jnp.einsum(
         "hgqk,khd->hgqd",
-        p.astype(multiplied),
+        p.astype(matmul_dtype),
         v,
         preferred_element_type=p.dtype,
-        precision=precision(multiplied),
+        precision=precision(matmul_dtype),
     )
-    return Softmax(row_max, row_sum, state.acc * alpha[..., None] + new)
+    return Softmax(row_max, row_sum, state.acc * alpha[..., None] + values)
 
 
 def add_sink(state: Softmax, sinks: Float[Array, "kv_heads group tile_q"]) -> Softmax:
@@ -62,6 +62,6 @@ def add_sink(state: Softmax, sinks: Float[Array, "kv_heads group tile_q"]) -> So
     return Softmax(row_max, row_sum, state.acc * alpha[..., None])
 
 
-def precision(multiplied: np.dtype) -> str | None:
+def precision(matmul_dtype: np.dtype) -> str | None:
     """Return the matmul precision: full f32 for f32 inputs, for which a GPU would use TF32."""
-    return None if jnp.dtype(multiplied).itemsize == 2 else "highest"
+    return None if jnp.dtype(matmul_dtype).itemsize == 2 else "highest"

@@ -6,7 +6,7 @@ from jaxtyping import Array, Int, Int32, Shaped
 from jattn.batch.metadata import BatchMetadata
 from jattn.pytree import pytree, static
 
-TILE_Q = 64  # queries of a tile
+TILE_Q = 64  # queries per tile
 
 
 @pytree
@@ -53,14 +53,14 @@ def prefill_tiles(metadata: BatchMetadata, tile_q: int | None = None) -> QueryTi
     tile = jnp.arange(bound, dtype=jnp.int32)
     prefill_row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), max(bucket.max_prefills - 1, 0))
     prefill_row = prefill_row.astype(jnp.int32)
-    nth = tile - (ends - tiles_of_row)[prefill_row]
+    index = tile - (ends - tiles_of_row)[prefill_row]
     row = bucket.max_decodes + prefill_row
-    starts = metadata.row_starts[row] - bucket.max_decode_tokens + nth * tile_q
-    left = lens[prefill_row] - nth * tile_q
+    starts = metadata.row_starts[row] - bucket.max_decode_tokens + index * tile_q
+    remaining = lens[prefill_row] - index * tile_q
     return QueryTiles(
         rows=row,
         starts=starts.astype(jnp.int32),
-        lens=jnp.where(tile < ends[-1], jnp.clip(left, 0, tile_q), 0).astype(jnp.int32),
+        lens=jnp.where(tile < ends[-1], jnp.clip(remaining, 0, tile_q), 0).astype(jnp.int32),
         tile_q=tile_q,
     )
 

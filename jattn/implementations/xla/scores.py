@@ -11,7 +11,7 @@ def is_visible(
     spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"]
 ) -> Bool[Array, "1 1 tile_q keys"]:
     """Return which keys are visible to each query by the spec's window, chunk size and causality."""
-    ahead = keys[None, :] - positions[:, None]  # how far the key is ahead of the query
+    ahead = keys[None, :] - positions[:, None]  # distance of the key from the query
     left, right = spec.window or (None, None)
     if spec.causal:
         right = 0 if right is None else min(right, 0)
@@ -80,6 +80,6 @@ def alibi_bias(
     spec: AttentionSpec, slopes: Float[Array, "kv_heads group"], positions: Array, keys: Array
 ) -> Float[Array, "kv_heads group tile_q keys"]:
     """Return the ALiBi bias `slope * (key - query)`, or `-slope * sqrt(query - key)`, 0 for later keys."""
-    back = (positions[:, None] - keys[None, :]).astype(slopes.dtype)
-    back = jnp.sqrt(jnp.maximum(back, 0.0)) if spec.sqrt_alibi else back
-    return -slopes[..., None, None] * back[None, None]
+    distance = (positions[:, None] - keys[None, :]).astype(slopes.dtype)
+    distance = jnp.sqrt(jnp.maximum(distance, 0.0)) if spec.sqrt_alibi else distance
+    return -slopes[..., None, None] * distance[None, None]
