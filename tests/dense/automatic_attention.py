@@ -176,7 +176,7 @@ def check_kernels() -> None:
             assert step.as_text().count('custom_call_target="lapack_strsm_ffi"') == num_kernels
             jax.tree.map(near, step(*place(inputs, (BOTH,) * 3)), jax.jit(of)(*inputs))
         jax.clear_caches()
-        with mock.patch.object(attention, "are_automatic", return_value=False):
+        with mock.patch.object(attention, "has_auto_sharding", return_value=False):
             for of in (run, gradient):
                 assert exchanges(lower(of)) != (0, 0)
     jax.clear_caches()

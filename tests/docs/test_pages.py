@@ -197,7 +197,7 @@ def test_walkthroughs_name_files_and_functions_that_exist():
 
 
 def test_every_list_of_8_bit_types_is_the_same():
-    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, mma.EIGHT_BIT
+    lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, mma.EIGHT_BIT_NAMES
     stored = {side.dtype for sides in QUANTIZATIONS.values() for side in sides if side.dtype is not None}
     for dtypes in lists:
         assert {jnp.dtype(x) for x in dtypes} == {jnp.dtype(x) for x in stored}

@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 WANT = {
     # PagedAttention
-    "m.attend(x=jnp.ones((2, 4, 16)))": r"x must have shape \(8, 16\) .*one axis.*\(2, 4, 16\)",
+    "m.attend(x=jnp.ones((2, 4, 16)))": r"x must have shape \(8, 16\) .*tokens axis.*\(2, 4, 16\)",
     "m.attend(x=jnp.ones((7, 16)))": r"x must have shape \(8, 16\) .*, got \(7, 16\)\.",
     "m.attend(x=jnp.ones((8, 17)))": r"x must have shape \(8, 16\) .*, got \(8, 17\)\.",
     "m.attend(metadata=jattn.plan(m.metadata, m.spec))": r"metadata must be a BatchMetadata .*, got \w*Plan",
@@ -58,7 +58,7 @@ WANT = {
     "jattn.masks.And(jattn.masks.Causal())": r"And.masks must be a tuple of masks .*, got Causal\(\)",
     "jattn.masks.Or((3,))": r"Or.masks must be a tuple of masks \(a & b, a \| b\), got \(3,\)",
     "jattn.masks.Not((jattn.masks.Causal(),) * 2)": r"Not.masks must be a tuple of one mask .*, got \(Causal",
-    "jattn.vllm.slice_query_start_locs([0, 1], 'ab')": r"request_slice must be a first .*, got 'ab'",
+    "jattn.vllm.slice_query_start_locs([0, 1], 'ab')": r"request_slice must be a slice or a pair .*, got 'ab'",
     "jattn.vllm.compute_slot_mapping([[1]], [0], [0, 1], 4)": r"positions must have shape \(1,\) .*got",
     "jattn.vllm.compute_slot_mapping([[1]], [0], [0], 4.0)": r"block_size must be an int, got 4\.0",
     "jattn.vllm.use_cascade_attention(512, [1] * 8, 8, 3, *[False] * 3, 1)": r"num_query_heads must be a mul",

@@ -206,7 +206,7 @@ class Foreign(nnx.Module):
 
 REFUSED = [
     ({"speculative": "ngram"}, NotImplementedError, r"speculative='ngram'.*Leave speculative=None"),
-    ({"speculative": one_layer_model()}, NotImplementedError, r"speculative=a Decoder: a step with drafts"),
+    ({"speculative": one_layer_model()}, NotImplementedError, r"speculative=a Decoder: steps with drafts"),
     (
         {"cascade_attention": True},
         NotImplementedError,

@@ -34,11 +34,11 @@ SAID = {
 }
 BY_AN_ERROR = """
 import atexit, multiprocessing, time
-from jattn.serving import processes
+from jattn.serving.engine import processes
 atexit.register(time.sleep, 60)  # as jax.distributed, which waits for all
-processes._meet, processes.GRACE_S = lambda: {1: connection}, 0.1
+processes._connect, processes.GRACE_S = lambda: {1: connection}, 0.1
 connection, other = multiprocessing.Pipe()
-processes.Processes()
+processes.ProcessGroup()
 raise RuntimeError("it has had enough")
 """
 
@@ -282,7 +282,7 @@ class TestWhatProcess0FailsIn:
         def fails(*_):
             raise error
 
-        others, call = StandIn(elsewhere), types.SimpleNamespace(to_host=lambda: call, after=fails)
+        others, call = StandIn(elsewhere), types.SimpleNamespace(to_host=lambda: call, with_last_tokens=fails)
         monkeypatch.setattr(runner, "_processes", others)
         monkeypatch.setattr(runner, "_in_flight", collections.deque([None]))
         monkeypatch.setattr(WarmupRuns, "run", fails)
