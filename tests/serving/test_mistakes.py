@@ -58,7 +58,7 @@ WANT = {
     "jattn.masks.And(jattn.masks.Causal())": r"And.masks must be a tuple of masks .*, got Causal\(\)",
     "jattn.masks.Or((3,))": r"Or.masks must be a tuple of masks \(a & b, a \| b\), got \(3,\)",
     "jattn.masks.Not((jattn.masks.Causal(),) * 2)": r"Not.masks must be a tuple of one mask .*, got \(Causal",
-    "jattn.vllm.slice_query_start_locs([0, 1], 'ab')": r"request_slice must be a slice or a pair .*, got 'ab'",
+    "jattn.vllm.slice_query_start_locs([0, 1], 'ab')": r"request_slice must be a slice .*, got 'ab'",
     "jattn.vllm.compute_slot_mapping([[1]], [0], [0, 1], 4)": r"positions must have shape \(1,\) .*got",
     "jattn.vllm.compute_slot_mapping([[1]], [0], [0], 4.0)": r"block_size must be an int, got 4\.0",
     "jattn.vllm.use_cascade_attention(512, [1] * 8, 8, 3, *[False] * 3, 1)": r"num_query_heads must be a mul",
