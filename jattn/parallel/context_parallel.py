@@ -166,9 +166,7 @@ def _layer_regions(
 ) -> tuple[ContextParallelRegion | None, ContextParallelRegion | None]:
     """Return the plans of a layer's two regions, in the order of REGIONS."""
     if plan.context_parallel is None:
-        raise ValueError(
-            "plan was built by `plan`, but context parallelism requires one from `plan_on_rank`."
-        )
+        raise ValueError("plan covers the keys of all ranks. Build it with plan_on_rank.")
     return plan.context_parallel.regions[plan.layers.index(plan.layer_plan(layer))]
 
 
