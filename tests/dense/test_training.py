@@ -207,7 +207,7 @@ class TestUnsupportedByTheKernel:
         over = functools.partial(jax.shard_map, run, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         loss = lambda qkv, **options: over(**options)(*qkv).astype(jnp.float32).sum()
         self.run(functools.partial(loss, check_vma=False), qkv, gradients_by_kernel=True)
-        message = r"mosaic_gpu under shard_map over data: kernels do not say .*check_vma=False"
+        message = r"mosaic_gpu under shard_map over data: the kernels do not support .*check_vma=False"
         with as_on_a_gpu(), pytest.raises(NotImplementedError, match=message):
             jax.eval_shape(loss, qkv)
 
