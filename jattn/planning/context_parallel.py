@@ -46,29 +46,35 @@ def plan_on_rank(
         ranks: Mesh axis over which the keys are distributed.
         implementation: Requested implementations; see `plan`.
         query_dtype: Dtype of the queries; see `plan`.
-        common_prefix_len: As in `plan`. Of rows of one token each, which have 1 / size of it on each rank;
-            others attend to it as to the rest.
+        common_prefix_len: Number of leading tokens that all rows share; see `plan`. Each rank stores an equal
+            part of them. Only rows with one query use it.
 
     Raises:
         ValueError: If arguments do not match, or block_size is not a multiple of the round size.
         NotImplementedError: If no requested implementation supports a layer.
     """
-    how: dict[str, Any] = {"implementation": implementation, "query_dtype": query_dtype}
     if common_prefix_len is not None:
         check_prefix(metadata, common_prefix_len)
         common_prefix_len = common_prefix_len // ranks.size
-    there = [region.name for region in region_sizes(metadata)]
-    kinds: dict[Any, Any] = {}
+    names = [region.name for region in region_sizes(metadata)]
+    layer_caches: dict[LayerConfig, CacheOrSpec | None] = {}
     for spec, cache in zip(specs, caches, strict=True):
-        kinds.setdefault(layer_config(spec, cache, query_dtype), cache)
+        layer_caches.setdefault(layer_config(spec, cache, query_dtype), cache)
     layers: list[LayerPlan] = []
     regions: list[tuple[ContextParallelRegion | None, ContextParallelRegion | None]] = []
-    for layer, cache in kinds.items():
+    for layer, cache in layer_caches.items():
         prefix = common_prefix_len if can_cascade(layer.spec) else None
-        of = functools.partial(
-            _region, metadata, spec=layer.spec, cache=cache, ranks=ranks, prefix_len=prefix, how=how
+        plan_region = functools.partial(
+            _region,
+            metadata,
+            spec=layer.spec,
+            cache=cache,
+            ranks=ranks,
+            prefix_len=prefix,
+            implementation=implementation,
+            query_dtype=query_dtype,
         )
-        decode, prefill = (of(name) if name in there else None for name in REGIONS)
+        decode, prefill = (plan_region(name) if name in names else None for name in REGIONS)
         regions.append((decode, prefill))
         layers.append(_layer_plan(layer, decode, prefill))
     return Plan(
@@ -89,7 +95,7 @@ def _layer_plan(
     chosen = [None if region is None else region.plan.layers[0] for region in (decode, prefill)]
     return LayerPlan(
         layer=layer,
-        is_for_any_cache=all(one.is_for_any_cache for one in chosen if one is not None),
+        is_for_any_cache=all(layer_plan.is_for_any_cache for layer_plan in chosen if layer_plan is not None),
         decode=None if chosen[0] is None else chosen[0].decode,
         prefill=None if chosen[1] is None else chosen[1].prefill,
     )
@@ -103,22 +109,37 @@ def _region(
     cache: CacheOrSpec | None,
     ranks: ContextParallelAxis,
     prefix_len: int | Int[Array, ""] | None,
-    how: dict[str, Any],
+    implementation: ImplementationArg,
+    query_dtype: DTypeLike | None,
 ) -> ContextParallelRegion:
-    whole = region_batch(metadata, name).metadata
-    local, mask = metadata_on_rank(whole, ranks), None
-    if name == "decode" and whole.bucket.decode_query_len == 1 and is_expressible_on_rank(spec, ranks):
+    """Plan a region of a layer over the keys of this rank."""
+    global_metadata = region_batch(metadata, name).metadata
+    local, mask = metadata_on_rank(global_metadata, ranks), None
+    if (
+        name == "decode"
+        and global_metadata.bucket.decode_query_len == 1
+        and is_expressible_on_rank(spec, ranks)
+    ):
         if spec.chunk_size is not None:
-            local = _of_chunks(local, whole, spec.chunk_size, ranks)
-        of_rank = spec_on_rank(spec, ranks)
+            local = _without_empty_chunks(local, global_metadata, spec.chunk_size, ranks)
+        local_spec = spec_on_rank(spec, ranks)
     else:
-        of_rank, mask = _masked(spec, ranks)
-        shift = whole.seq_lens - local.seq_lens
-        sizes: dict[str, int] = {"num_ranks": ranks.size, "interleave": ranks.interleave}
-        mask = InterleavedMask(mask=mask, rank=ranks.rank, shift=shift, **sizes)
-        prefix_len = None  # where a prefix ends among a rank's keys, the mask's positions do not say
-    made = plan(local, of_rank, cache, mask=mask, common_prefix_len=prefix_len, **how)
-    return ContextParallelRegion(metadata=local, plan=made, spec=of_rank)
+        local_spec, mask = _mask_on_rank(spec, ranks)
+        shift = global_metadata.seq_lens - local.seq_lens
+        mask = InterleavedMask(
+            mask=mask, rank=ranks.rank, shift=shift, num_ranks=ranks.size, interleave=ranks.interleave
+        )
+        prefix_len = None  # cascade attention does not support masks
+    region_plan = plan(
+        local,
+        local_spec,
+        cache,
+        mask=mask,
+        common_prefix_len=prefix_len,
+        implementation=implementation,
+        query_dtype=query_dtype,
+    )
+    return ContextParallelRegion(metadata=local, plan=region_plan, spec=local_spec)
 
 
 def is_expressible_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> bool:
@@ -136,28 +157,29 @@ def spec_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> AttentionSp
     return dataclasses.replace(spec, window=window, chunk_size=chunk_size)
 
 
-def _of_chunks(
-    local: BatchMetadata, whole: BatchMetadata, chunk_size: int, ranks: ContextParallelAxis
+def _without_empty_chunks(
+    local: BatchMetadata, global_metadata: BatchMetadata, chunk_size: int, ranks: ContextParallelAxis
 ) -> BatchMetadata:
     """Make rows padding whose last query's chunk has no key on this rank."""
-    first = jnp.maximum(whole.seq_lens - 1, 0) // chunk_size * chunk_size
+    first = jnp.maximum(global_metadata.seq_lens - 1, 0) // chunk_size * chunk_size
     return replace(local, seq_lens=jnp.where(local.seq_lens > ranks.num_keys(first), local.seq_lens, 0))
 
 
-def _masked(spec: AttentionSpec, ranks: ContextParallelAxis) -> tuple[AttentionSpec, Mask]:
-    """What a layer is whose queries are told their keys by a mask, and the mask of true positions.
+def _mask_on_rank(spec: AttentionSpec, ranks: ContextParallelAxis) -> tuple[AttentionSpec, Mask]:
+    """Return a spec without causality and chunks, and a mask of global positions that replaces them.
 
-    The window that is left spares the keys far before the layer's, and hides none of them: a query's last key
-    is no further before it than one place, and of the window's positions no rank has more than of as many
-    whole rounds.
+    The spec keeps a window over the rank's keys, so that keys far before the layer's window are skipped. It
+    masks out no key of the layer's window: a query's last key on the rank is at most one local position
+    before the query, and the window contains at most as many of the rank's keys as the rounds that cover it.
     """
     left = None if spec.window is None else spec.window[0]
     rounds = None if left is None else -(-(left + 1) // ranks.round_size)
     window = None if rounds is None else (rounds * ranks.interleave - 1, None)
     plain: dict[str, Any] = {"causal": False, "window": window, "chunk_size": None, "sparsity": None}
-    return dataclasses.replace(spec, **plain), _whole(spec)
+    return dataclasses.replace(spec, **plain), _full_mask(spec)
 
 
-def _whole(spec: AttentionSpec) -> Mask:
+def _full_mask(spec: AttentionSpec) -> Mask:
+    """Return the mask of a layer, including its window, chunk size and causality."""
     numbers = spec.mask_of_numbers
     return numbers if spec.sparsity is None else spec.sparsity & numbers

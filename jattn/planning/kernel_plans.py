@@ -8,7 +8,6 @@ import jax
 from jattn.batch.metadata import REGIONS, BatchMetadata, region_batch
 from jattn.implementations.mosaic_gpu import (
     DecodeKernelConfig,
-    DecodeKernelPlan,
     KernelPlan,
     kernel_plan_key,
     plan_decode_kernel,
@@ -35,11 +34,12 @@ class SharedKernelPlan(NamedTuple):
 def shared_kernel_plans(layers: tuple[LayerPlan, ...]) -> tuple[SharedKernelPlan, ...]:
     """Return the distinct kernel plans that layers need, in order."""
     shared: dict[KernelPlanKey, SharedKernelPlan] = {}
-    for one in layers:
-        for region, choice in one.choices:
-            key = _key(choice, one.layer.spec, region)
+    for layer_plan in layers:
+        spec = layer_plan.layer.spec
+        for region, choice in layer_plan.choices:
+            key = _key(choice, spec, region)
             if key is not None:
-                shared.setdefault(key, SharedKernelPlan(key, one.layer.spec, choice, region))
+                shared.setdefault(key, SharedKernelPlan(key, spec, choice, region))
     return tuple(shared.values())
 
 
@@ -50,13 +50,14 @@ def _key(choice: ImplementationChoice, spec: AttentionSpec, region: str) -> Kern
 
 def numbered(layers: tuple[LayerPlan, ...], shared: tuple[SharedKernelPlan, ...]) -> tuple[LayerPlan, ...]:
     """Return the layer plans with the indices of their kernel plans."""
-    places: dict[KernelPlanKey | None, int] = {work.key: nth for nth, work in enumerate(shared)}
-    made = []
-    for one in layers:
-        numbers = {region: places.get(_key(choice, one.layer.spec, region)) for region, choice in one.choices}
-        in_decode, in_prefill = map(numbers.get, REGIONS)
-        made.append(dataclasses.replace(one, kernel_plans=(in_decode, in_prefill)))
-    return tuple(made)
+    indices: dict[KernelPlanKey | None, int] = {plan.key: index for index, plan in enumerate(shared)}
+    numbered_layers = []
+    for layer_plan in layers:
+        spec = layer_plan.layer.spec
+        numbers = {region: indices.get(_key(choice, spec, region)) for region, choice in layer_plan.choices}
+        decode, prefill = map(numbers.get, REGIONS)
+        numbered_layers.append(dataclasses.replace(layer_plan, kernel_plans=(decode, prefill)))
+    return tuple(numbered_layers)
 
 
 def make_kernel_plans(
@@ -71,21 +72,19 @@ def make_kernel_plans(
     block_lists: dict[Any, Any] = {}
     for _, spec, choice, region in shared:
         part, kernel = region_batch(metadata, region), choice.kernel
-        whole = spec.mask_with(mask)
-        whole = None if whole is None else whole.slice_rows(part.first_row)
+        layer_mask = spec.mask_with(mask)
+        layer_mask = None if layer_mask is None else layer_mask.slice_rows(part.first_row)
         assert kernel is not None
         if isinstance(kernel, DecodeKernelConfig):
             sizes = kernel.list_block_size, spec.num_q_heads, spec.num_kv_heads, spec.sparsity
             blocks = block_lists.get(sizes)
-            work: KernelPlan = plan_decode_kernel(kernel, part.metadata, spec, whole, block_list=blocks)
-            assert isinstance(work, DecodeKernelPlan)
-            block_lists[sizes] = work.block_list
+            decode_plan = plan_decode_kernel(kernel, part.metadata, spec, layer_mask, block_list=blocks)
+            block_lists[sizes] = decode_plan.block_list
+            kernel_plans.append(decode_plan)
         else:
-            work = plan_prefill_kernel(kernel, part.metadata, spec, whole)
-        kernel_plans.append(work)
-    return tuple(kernel_plans), prefill_tiles(
-        region_batch(metadata, "prefill").metadata
-    ) if needs_query_tiles else None
+            kernel_plans.append(plan_prefill_kernel(kernel, part.metadata, spec, layer_mask))
+    query_tiles = prefill_tiles(region_batch(metadata, "prefill").metadata) if needs_query_tiles else None
+    return tuple(kernel_plans), query_tiles
 
 
 make_kernel_plans_eagerly = jax.jit(make_kernel_plans, static_argnames=("shared", "needs_query_tiles"))

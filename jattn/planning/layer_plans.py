@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.implementations.layer_config import LayerConfig, region_sizes
@@ -30,7 +29,8 @@ class LayerPlan:
         is_for_any_cache: Whether the choice holds for any cache format, since no kernel was considered.
         decode: Implementation in the decode region; None without one.
         prefill: Implementation in the prefill region; None without one.
-        works: Which of the plan's works each of the two is given; None = none, or one of the layer's own.
+        kernel_plans: Index into `Plan.kernel_plans` for the decode and the prefill region; None without a
+            shared kernel plan.
     """
 
     layer: LayerConfig
@@ -54,15 +54,15 @@ def table_rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
     """Return the table rows, one per layer configuration and region; see COLUMNS."""
     return [
         (
-            str(one.layer),
+            str(layer_plan.layer),
             region,
             choice.implementation if choice.kernel is None else f"{choice.implementation} {choice.kernel}",
             "" if choice.kernel is None else choice.kernel.tiles,
             "" if choice.kernel is None else choice.kernel.split,
             choice.reason or "",
         )
-        for one in layers
-        for region, choice in one.choices
+        for layer_plan in layers
+        for region, choice in layer_plan.choices
     ]
 
 
@@ -99,35 +99,40 @@ def plan_layers(
         NotImplementedError: If no requested implementation supports a layer.
     """
     regions, no_kernels = region_sizes(metadata), support.why_not_on(metadata)
-    how: dict[str, Any] = {"implementation": implementation, "no_kernels": no_kernels}
     is_for_any = no_kernels is not None or "mosaic_gpu" not in requested_implementations(implementation)
-    made = []
+    layer_plans = []
     for layer in layers:
         if mask is not None:
             heads, causal = layer.spec.num_q_heads, layer.spec.causal
             has_cache = layer.cache is not None
             check_batch_mask(mask, metadata, num_q_heads=heads, causal=causal, has_cache=has_cache)
-        whole = layer.spec.mask_with(mask)
-        choices = {region.name: choose_implementation(layer, region, whole, **how) for region in regions}
-        one = LayerPlan(
+        layer_mask = layer.spec.mask_with(mask)
+        choices = {
+            region.name: choose_implementation(
+                layer, region, layer_mask, implementation=implementation, no_kernels=no_kernels
+            )
+            for region in regions
+        }
+        layer_plan = LayerPlan(
             layer=layer,
             is_for_any_cache=is_for_any,
             decode=choices.get("decode"),
             prefill=choices.get("prefill"),
         )
         if implementation is None and support.is_gpu(metadata):
-            _warn_of_fallbacks(one)
-        made.append(one)
-    return tuple(made)
+            _warn_of_fallbacks(layer_plan)
+        layer_plans.append(layer_plan)
+    return tuple(layer_plans)
 
 
-def _warn_of_fallbacks(one: LayerPlan) -> None:
-    for region, choice in one.choices:
+def _warn_of_fallbacks(layer_plan: LayerPlan) -> None:
+    """Warn about each region that the kernels do not serve."""
+    for region, choice in layer_plan.choices:
         if choice.implementation != "mosaic_gpu":
             warnings.warn(
                 f"Attention falls back to {choice.implementation} on a GPU, which is slow: {region} of "
-                f"({one.layer}): {choice.reason}. Pass implementation={choice.implementation!r} to silence "
-                "this warning, or 'mosaic_gpu' to make it an error.",
+                f"({layer_plan.layer}): {choice.reason}. Pass implementation={choice.implementation!r} to "
+                "silence this warning, or 'mosaic_gpu' to make it an error.",
                 KernelFallbackWarning,
                 skip_file_prefixes=(str(pathlib.Path(__file__).parents[1]),),
             )

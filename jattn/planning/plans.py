@@ -34,12 +34,13 @@ class Plan:
     """Implementation choices, schedules and lists of a step. `print(plan)` shows a table.
 
     Attributes:
-        works: What kernels are given: schedules and lists, one for all layers that agree in them.
+        kernel_plans: Schedules and tile lists of the kernels, shared by layers with equal kernel plan keys.
         query_tiles: Query tiles of the prefill region for XLA; None if no layer uses them.
-        mask: Which keys the queries of all layers see, besides what their specs say; None = no such mask.
+        mask: Mask of the step for every layer, in addition to the layers' specs; None adds none.
         seq_lens: Sequence lengths of the batch that the plan was built for.
         cascade: Plans of prefix and suffix for layers that use cascade attention; None if no layer does.
-        of_rank: For a step over the keys of one rank: all else is of no use then. None = all keys are here.
+        context_parallel: Plans over the keys of one rank, used instead of the other fields; None without
+            context parallelism.
         layers: Layer configurations and their implementations (static).
         bucket: Bucket that the plan was built for (static).
     """
@@ -149,7 +150,7 @@ def plan(
         NotImplementedError: If no requested implementation supports a layer, or both a common prefix and a
             mask are passed; the message has the reason.
     """
-    layers = _kinds(metadata, specs, cache_specs, query_dtype)
+    layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype)
     layer_plans = plan_layers(metadata, layers, mask, implementation=implementation)
     full_plan = build_plan(metadata, layer_plans, mask)
     if common_prefix_len is None:
@@ -165,13 +166,16 @@ def _cascade_plan(
     parts: CascadeMetadata, layers: Sequence[LayerConfig], implementation: ImplementationArg
 ) -> CascadePlan | None:
     """Return the plans of prefix and suffix for the layers that support cascade attention, or None."""
-    able = tuple(layer for layer in layers if layer.cache is not None and can_cascade(layer.spec))
-    if not able:
+    layers = tuple(layer for layer in layers if layer.cache is not None and can_cascade(layer.spec))
+    if not layers:
         return None
-    blind = (dataclasses.replace(one, spec=dataclasses.replace(one.spec, causal=False)) for one in able)
-    each = ((parts.prefix, tuple(dict.fromkeys(blind))), (parts.suffix, able))
-    chosen = [(part, plan_layers(part, kinds, None, implementation=implementation)) for part, kinds in each]
-    prefix, suffix = (build_plan(part, layers, None) for part, layers in chosen)
+    prefix_layers = dict.fromkeys(  # all queries follow the prefix, so attention to it is not causal
+        dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, causal=False)) for layer in layers
+    )
+    prefix_plans = plan_layers(parts.prefix, tuple(prefix_layers), None, implementation=implementation)
+    suffix_plans = plan_layers(parts.suffix, layers, None, implementation=implementation)
+    prefix = build_plan(parts.prefix, prefix_plans, None)
+    suffix = build_plan(parts.suffix, suffix_plans, None)
     return CascadePlan(metadata=parts, prefix=prefix, suffix=suffix)
 
 
@@ -179,7 +183,9 @@ def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mas
     """Build the plan of a step from its layer plans; outside jit with one call of a compiled function."""
     make = make_kernel_plans_eagerly if support.is_concrete(metadata, mask) else make_kernel_plans
     shared = shared_kernel_plans(layers)
-    needs_query_tiles = any(one.prefill is not None and one.prefill.implementation == "xla" for one in layers)
+    needs_query_tiles = any(
+        layer_plan.prefill is not None and layer_plan.prefill.implementation == "xla" for layer_plan in layers
+    )
     kernel_plans, tiles = make(metadata, mask, shared, needs_query_tiles=needs_query_tiles)
     return Plan(
         kernel_plans=kernel_plans,
@@ -191,7 +197,7 @@ def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mas
     )
 
 
-def _kinds(
+def _distinct_layer_configs(
     metadata: BatchMetadata,
     specs: AttentionSpec | Sequence[AttentionSpec],
     cache_specs: CacheOrSpec | Sequence[CacheOrSpec | None] | None,
@@ -199,18 +205,23 @@ def _kinds(
 ) -> tuple[LayerConfig, ...]:
     """Validate the layers and return their distinct configurations."""
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
-    each = tuple(specs) if isinstance(specs, Iterable) else (specs,)
-    require(len(each) > 0, "specs", "be a layer or at least one", each)
-    for one in each:
-        require_type("specs", one, AttentionSpec, "one, or one a layer")
+    layer_specs = tuple(specs) if isinstance(specs, Iterable) else (specs,)
+    if not layer_specs:
+        raise ValueError("specs must contain at least one AttentionSpec.")
+    for spec in layer_specs:
+        require_type("specs", spec, AttentionSpec, "one, or one per layer")
     if isinstance(cache_specs, list | tuple):
         caches = tuple(cache_specs)
-        require(len(caches) == len(each), "cache_specs", f"be one or {len(each)}, as specs", len(caches))
+        if len(caches) != len(layer_specs):
+            raise ValueError(
+                f"cache_specs has {len(caches)} entries for {len(layer_specs)} specs. Pass one entry per "
+                "spec, or a single one for all layers."
+            )
     else:
-        caches = (cache_specs,) * len(each)
-    for spec, cache in zip(each, caches, strict=True):
+        caches = (cache_specs,) * len(layer_specs)
+    for spec, cache in zip(layer_specs, caches, strict=True):
         _check_cache(metadata, spec, cache)
-    layers = (layer_config(spec, cache, query_dtype) for spec, cache in zip(each, caches, strict=True))
+    layers = (layer_config(spec, cache, query_dtype) for spec, cache in zip(layer_specs, caches, strict=True))
     return tuple(dict.fromkeys(layers))
 
 
@@ -218,10 +229,10 @@ def _check_cache(metadata: BatchMetadata, spec: AttentionSpec, cache: Any) -> No
     owners = [("num_kv_heads", "spec's", spec.num_kv_heads), ("head_dim", "spec's", spec.head_dim)]
     if hasattr(cache, "block_size"):
         owners.append(("block_size", "metadata's", metadata.block_size))
-    for name, owner, want in owners if cache is not None else ():
-        got = getattr(cache, name, None)
-        require(got is not None, "cache_specs", "be of CacheSpec, PagedCache or None", type(cache).__name__)
-        require(got == want, f"cache_spec.{name}", f"be the {owner} ({want})", got)
+    for name, owner, expected in owners if cache is not None else ():
+        value = getattr(cache, name, None)
+        require(value is not None, "cache_specs", "be CacheSpec, PagedCache or None", type(cache).__name__)
+        require(value == expected, f"cache_spec.{name}", f"be the {owner} ({expected})", value)
 
 
 def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
@@ -233,6 +244,9 @@ def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
     require(plan.bucket == metadata.bucket, "plan.bucket", f"be {metadata.bucket}", plan.bucket)
     if plan.seq_lens is metadata.seq_lens or not support.is_concrete(plan.seq_lens, metadata.seq_lens):
         return
-    mine, theirs = np.asarray(plan.seq_lens), np.asarray(metadata.seq_lens)
-    rule, got = f"be made for this batch (seq_lens {theirs})", f"one for seq_lens {mine}"
-    require(np.array_equal(mine, theirs), "plan", rule, got)
+    planned, seq_lens = np.asarray(plan.seq_lens), np.asarray(metadata.seq_lens)
+    if not np.array_equal(planned, seq_lens):
+        raise ValueError(
+            f"The plan was built for a batch with seq_lens {planned}, but the batch has seq_lens {seq_lens}. "
+            "Build a plan for each batch."
+        )

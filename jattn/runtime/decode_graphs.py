@@ -154,15 +154,19 @@ class DecodeGraphs:
         """
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
         lower = self._lower_with(params, caches, block_size, inputs)
-        first = missing if wait else [one for one in missing if serves_all and not _is_covered(one, missing)]
+        first = (
+            missing
+            if wait
+            else [bucket for bucket in missing if serves_all and not _is_covered(bucket, missing)]
+        )
         with progress_bar(len(first), progress) as on_ready:
             self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, on_ready=on_ready)
-        if rest := sorted(set(missing) - set(first), key=_usefulness):
-            self._executables.compile_in_background(rest, lower, progress=progress)
+        if remaining := sorted(set(missing) - set(first), key=_usefulness):
+            self._executables.compile_in_background(remaining, lower, progress=progress)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether buckets are being compiled in the background."""
+        """Return whether buckets are being compiled in the background."""
         return self._executables.is_compiling
 
     def wait(self) -> None:
@@ -174,13 +178,13 @@ class DecodeGraphs:
     ) -> Lower:
         """Return a function that lowers a bucket for such arguments, also after these were donated."""
         leaves = self.leaves_of(params)
-        structure, given = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
+        structure, arguments = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
 
         def lower(bucket: Bucket) -> jax.stages.Lowered:
             metadata = abstract_metadata(bucket, block_size)
             if self._from_host:
                 metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
-            return self._lowered(structure, *given, metadata, *inputs(bucket))
+            return self._lowered(structure, *arguments, metadata, *inputs(bucket))
 
         return lower
 
@@ -221,36 +225,43 @@ class DecodeGraphs:
             ValueError: If no bucket fits the batch (the message lists the buckets), or lengths are not ints
                 of at least 0.
         """
-        able = [one for one in self.buckets if decode_query_len in (None, one.decode_query_len)]
-        lens = sorted({one.decode_query_len for one in self.buckets})
+        able = [bucket for bucket in self.buckets if decode_query_len in (None, bucket.decode_query_len)]
+        lens = sorted({bucket.decode_query_len for bucket in self.buckets})
         require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
-        given = {"num_decodes": num_decodes, "num_prefills": num_prefills}
-        given |= {"num_prefill_tokens": num_prefill_tokens, "num_blocks": num_blocks}
-        *counts, num_blocks = python_ints(**given)
+        *counts, num_blocks = python_ints(
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_prefill_tokens=num_prefill_tokens,
+            num_blocks=num_blocks,
+        )
         lens_of_batch = None if query_lens is None else parse_int_vector("query_lens", query_lens)
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
-        each = max(num_blocks // BLOCKS_PER_TOKEN_COST, 1)
+        cost_per_decode = max(num_blocks // BLOCKS_PER_TOKEN_COST, 1)
         for bucket in able:
             if lens_of_batch is not None:
                 if bucket.decode_query_len not in counted:
                     counted[bucket.decode_query_len] = _counts(lens_of_batch, bucket.decode_query_len)
                 counts = list(counted[bucket.decode_query_len])
             if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
-                fitting.append((bucket.max_tokens + each * _late(bucket, counts[0]), bucket))
+                fitting.append((bucket.max_tokens + cost_per_decode * _late(bucket, counts[0]), bucket))
         if not fitting:
             batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
             raise ValueError(f"the batch must fit one of the buckets {format_buckets(able)}, got {batch}.")
-        return self._ready_one([bucket for _, bucket in sorted(fitting, key=lambda one: one[0])])
+        return self._ready_one([bucket for _, bucket in sorted(fitting, key=lambda item: item[0])])
 
     def _ready_one(self, fitting: Sequence[Bucket]) -> Bucket:
         """Return the best fitting bucket, or a compiled one that is good enough."""
         best, ready = fitting[0], self._executables.ready
         if best in ready:
             return best
-        most = float("inf") if self._executables.is_compiling else MAX_OVERSIZE * best.max_tokens
-        alike = (one for one in fitting if _is_mixed(one) == _is_mixed(best) and one.max_tokens <= most)
-        return next((one for one in alike if one in ready), best)
+        max_tokens = float("inf") if self._executables.is_compiling else MAX_OVERSIZE * best.max_tokens
+        candidates = (
+            bucket
+            for bucket in fitting
+            if _is_mixed(bucket) == _is_mixed(best) and bucket.max_tokens <= max_tokens
+        )
+        return next((bucket for bucket in candidates if bucket in ready), best)
 
 
 def _on_leaves(
@@ -274,20 +285,19 @@ def _is_mixed(bucket: Bucket) -> bool:
     return bucket.max_prefill_tokens > 0
 
 
-def _is_covered(one: Bucket, by: Iterable[Bucket]) -> bool:
+def _is_covered(bucket: Bucket, by: Iterable[Bucket]) -> bool:
     """Return whether another bucket of the same kind fits every batch that this one fits."""
-    sizes = lambda bucket: (
-        bucket.max_decodes,
-        bucket.max_prefills,
-        bucket.max_prefill_tokens,
-        _max_blocks(bucket),
-    )
     return any(
-        other != one
-        and (_is_mixed(other), other.decode_query_len) == (_is_mixed(one), one.decode_query_len)
-        and all(most >= size for most, size in zip(sizes(other), sizes(one), strict=True))
-        for other in by
+        larger != bucket
+        and (_is_mixed(larger), larger.decode_query_len) == (_is_mixed(bucket), bucket.decode_query_len)
+        and all(bound >= size for bound, size in zip(_sizes(larger), _sizes(bucket), strict=True))
+        for larger in by
     )
+
+
+def _sizes(bucket: Bucket) -> tuple[int, int, int, int]:
+    """Return the sizes of a batch that a bucket bounds."""
+    return bucket.max_decodes, bucket.max_prefills, bucket.max_prefill_tokens, _max_blocks(bucket)
 
 
 def _usefulness(bucket: Bucket) -> tuple[bool, int]:

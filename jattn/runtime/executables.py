@@ -30,7 +30,7 @@ class ExecutableCache:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether buckets are being compiled in the background."""
+        """Return whether buckets are being compiled in the background."""
         return self._background is not None and self._background.is_alive()
 
     def get(self, bucket: Bucket, lower: Lower) -> jax.stages.Compiled:
@@ -139,5 +139,5 @@ def progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[], Any]]:
         return
     with importlib.import_module("tqdm").tqdm(
         total=total, desc="Compiling decode graphs", unit="bucket"
-    ) as shown:
-        yield shown.update
+    ) as bar:
+        yield bar.update

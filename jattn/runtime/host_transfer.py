@@ -58,31 +58,31 @@ class TransferLayout(NamedTuple):
         leaves, structure = jax.tree.flatten(arguments)
         if structure != self.structure:
             require(False, "a step's arguments", f"be {self.structure}, as compiled", structure)
-        parts, others = [], []
+        parts, remaining = [], []
         for leaf, sent in zip(leaves, self.leaves, strict=True):
             if sent is None:
-                others.append(leaf)
+                remaining.append(leaf)
                 continue
             if leaf.shape != sent.shape or leaf.dtype != sent.dtype:
                 rule = f"be {sent.dtype}{list(sent.shape)}, as compiled"
                 require(False, "an array of a step", rule, f"{leaf.dtype}{list(leaf.shape)}")
             parts.append(leaf)
         if not parts:
-            return None, others
+            return None, remaining
         if any([isinstance(part, jax.Array) for part in parts]):
-            return _joined_on_device(parts), others
+            return _join_on_device(parts), remaining
         packed, start = np.zeros(sum([_aligned(part.size) for part in parts]), np.int32), 0
         for part in parts:
             packed[start : start + part.size] = _as_ints(part)
             start += _aligned(part.size)
-        return packed, others
+        return packed, remaining
 
-    def unpack(self, packed: Any, others: Sequence[Any]) -> Any:
+    def unpack(self, packed: Any, remaining: Sequence[Any]) -> Any:
         """Return the arguments from the packed array and the remaining leaves. Traced."""
-        leaves, rest, start = [], iter(others), 0
+        leaves, unpacked, start = [], iter(remaining), 0
         for sent in self.leaves:
             if sent is None:
-                leaves.append(next(rest))
+                leaves.append(next(unpacked))
                 continue
             size = math.prod(sent.shape)
             leaves.append(_from_ints(packed[start : start + size].reshape(sent.shape), sent.dtype))
@@ -108,9 +108,10 @@ def _aligned(size: int) -> int:
 
 
 @jax.jit
-def _joined_on_device(parts: Sequence[Any]) -> jax.Array:
-    pad = lambda ints: jnp.pad(ints, (0, _aligned(ints.size) - ints.size))
-    return jnp.concatenate([pad(_to_ints(jnp.ravel(part))) for part in parts])
+def _join_on_device(parts: Sequence[Any]) -> jax.Array:
+    """Pack arrays that are already on the device."""
+    words = [_to_ints(jnp.ravel(part)) for part in parts]
+    return jnp.concatenate([jnp.pad(ints, (0, _aligned(ints.size) - ints.size)) for ints in words])
 
 
 def _to_ints(flat: jax.Array) -> jax.Array:

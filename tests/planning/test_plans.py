@@ -219,7 +219,7 @@ class TestObedience:
         )
         arguments = jnp.zeros((2, 4, 16), jnp.bfloat16), jattn.PagedCache.create(cache), mine, spec
         jattn.attend(*arguments, jattn.plan(mine, spec, cache))
-        message = r"plan must be made for this batch \(seq_lens \[41  0\]\), got one for seq_lens \[9 0\]"
+        message = r"built for a batch with seq_lens \[9 0\], but the batch has seq_lens \[41  0\]"
         with pytest.raises(ValueError, match=message):
             jattn.attend(*arguments, jattn.plan(other, spec, cache))
 
@@ -279,9 +279,9 @@ class TestRefusals:
             jattn.plan(batch(), SPEC, dataclasses.replace(CACHE, **wrong))
 
     def test_layers_and_caches_are_counted(self):
-        with pytest.raises(ValueError, match="cache_specs must be one or 2, as specs, got 1"):
+        with pytest.raises(ValueError, match="cache_specs has 1 entries for 2 specs"):
             jattn.plan(batch(), [SPEC, SPEC], [CACHE])
-        with pytest.raises(ValueError, match="specs must be a layer or at least one"):
+        with pytest.raises(ValueError, match="specs must contain at least one AttentionSpec"):
             jattn.plan(batch(), [], CACHE)
 
     @pytest.mark.parametrize(

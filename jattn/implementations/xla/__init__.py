@@ -15,8 +15,8 @@ __all__ = [
     "attend",
     "gradient_of_sinks",
     "gradients",
+    "is_visible",
     "match_varying_axes",
     "pairs_of",
     "prefill_tiles",
-    "visible",
 ]
