@@ -100,7 +100,10 @@ class DecodeGraphs:
         if executable is None:
             rule = f"be one of the buckets {format_buckets(self.buckets)}"
             require(bucket in self.buckets, "metadata.bucket", rule, bucket)
-            lower = lambda _: self._lowered(leaves.structure, leaves.values, caches, metadata, *inputs)
+
+            def lower(_: Bucket) -> jax.stages.Lowered:
+                return self._lowered(leaves.structure, leaves.values, caches, metadata, *inputs)
+
             executable = self._executables.get(bucket, lower)
         return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
 

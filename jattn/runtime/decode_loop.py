@@ -85,8 +85,10 @@ def decode_loop(
     require_int(num_steps=num_steps)
     require_positive(num_steps=num_steps)
     token_ids, stops, longest = _checked(metadata, tokens, stop_ids, max_lens)
-    as_partial = lambda fn: fn if isinstance(fn, jax.tree_util.Partial) else jax.tree_util.Partial(fn)
-    functions = as_partial(step), as_partial(sample)
+    functions = (
+        function if isinstance(function, jax.tree_util.Partial) else jax.tree_util.Partial(function)
+        for function in (step, sample)
+    )
     return _decode_loop(*functions, params, caches, metadata, token_ids, stops, longest, num_steps=num_steps)
 
 

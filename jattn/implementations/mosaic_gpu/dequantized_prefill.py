@@ -56,13 +56,13 @@ def attend_dequantized(
     """Return output and log-sum-exp of a region over an 8-bit cache.
 
     Args:
-        query: The region's queries.
-        cache: Keys and values in 8 bits, one of them at least.
-        metadata: The region as a step of its own.
-        spec: The layer.
-        attend_packed: The region's attention to keys and values in 16 bits: `(kv, metadata)`, where requests
-            that are not in kv have seq_len 0. Traced once.
-        return_lse: Whether the log-sum-exp is wanted.
+        query: Queries of the region.
+        cache: Cache with 8-bit keys or values.
+        metadata: Metadata of the region as a separate step.
+        spec: Attention of the layer.
+        attend_packed: Attends to 16-bit keys and values, called with `(kv, metadata)`; requests that are not
+            in kv have seq_len 0. Traced once.
+        return_lse: Whether to return the log-sum-exp.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
     ranges = _dequantize_ranges(metadata, spec)
@@ -83,40 +83,42 @@ def attend_dequantized(
         kv = _read(cache, metadata, ranges, jnp.int32(0), rows, query.dtype, interpret)
         return attend_packed(kv, metadata)
 
-    def one(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
+    def next_pass(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         first, out, lse = state
         following, new, new_lse = pass_of(first)
         token, bounds = jnp.arange(query.shape[0], dtype=jnp.int32), metadata.query_start_loc
-        is_mine = (token >= bounds[first]) & (token < bounds[following])
-        out = jnp.where(is_mine[:, None, None], new, out)
+        is_processed = (token >= bounds[first]) & (token < bounds[following])
+        out = jnp.where(is_processed[:, None, None], new, out)
         if lse is not None:
             assert new_lse is not None
-            lse = jnp.where(is_mine[None, :], new_lse, lse)
+            lse = jnp.where(is_processed[None, :], new_lse, lse)
         return following, out, lse
 
-    nothing = jnp.full((query.shape[1], query.shape[0]), -jnp.inf, jnp.float32) if return_lse else None
-    start = jnp.int32(0), jnp.zeros_like(query), nothing
-    _, out, lse = lax.while_loop(lambda state: state[0] < reqs, one, start)
+    no_lse = jnp.full((query.shape[1], query.shape[0]), -jnp.inf, jnp.float32) if return_lse else None
+    start = jnp.int32(0), jnp.zeros_like(query), no_lse
+    _, out, lse = lax.while_loop(lambda state: state[0] < reqs, next_pass, start)
     return out, lse
 
 
 def buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
     """Return the static number of buffer rows: MAX_BYTES, within one request's and all requests' need."""
-    one = padded_len(metadata.block_table.shape[1], metadata.block_size)
+    request_len = padded_len(metadata.block_table.shape[1], metadata.block_size)
     bytes_of_row = 2 * 2 * spec.num_kv_heads * spec.head_dim  # keys and values, two bytes each
-    return min(max(MAX_BYTES // bytes_of_row // TILE * TILE, one), worst_buffer_len(metadata, spec))
+    return min(max(MAX_BYTES // bytes_of_row // TILE * TILE, request_len), worst_buffer_len(metadata, spec))
 
 
 def worst_buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
     """Return the static maximum number of rows that all requests of a bucket need."""
-    reqs, one = metadata.bucket.max_reqs, padded_len(metadata.block_table.shape[1], metadata.block_size)
+    reqs = metadata.bucket.max_reqs
+    request_len = padded_len(metadata.block_table.shape[1], metadata.block_size)
     left, _ = spec.window or (None, None)
     reaches = [reach for reach in (left, spec.chunk_size) if reach is not None]
     if not reaches:
-        return reqs * one
-    # Before its first query a request's queries see no more than the reach; ends are rounded to whole tiles.
-    seen = metadata.bucket.max_tokens + reqs * (min(reaches) + ALIGN + TILE)
-    return min(reqs * one, -(-seen // TILE) * TILE)
+        return reqs * request_len
+    # Of the keys before its first query, a request attends to at most the window or chunk size. Ends are
+    # rounded to full tiles.
+    num_visible = metadata.bucket.max_tokens + reqs * (min(reaches) + ALIGN + TILE)
+    return min(reqs * request_len, -(-num_visible // TILE) * TILE)
 
 
 def _dequantize_ranges(metadata: BatchMetadata, spec: AttentionSpec) -> DequantizeRanges:

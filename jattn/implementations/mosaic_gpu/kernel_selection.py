@@ -24,7 +24,7 @@ def choose_kernel(layer: LayerConfig, region: RegionSizes, mask: Mask | None) ->
     Args:
         layer: Layer configuration.
         region: Static sizes of the region.
-        mask: What queries see beyond the spec's numbers.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
     """
     declined = None
     if region.bucket.max_decodes and layer.cache is not None and region.max_blocks:
