@@ -1,4 +1,4 @@
-"""The pages' code as their reader runs it: `python -m tests.readme README.md docs/*.md`.
+"""The pages' code as their reader runs it: `python -P tests/readme.py README.md docs/*.md`.
 
 The blocks of a page run in their order, in one set of names, as a reader types them. Paths are a checkout's.
 """

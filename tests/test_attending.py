@@ -221,7 +221,7 @@ class TestKernels:
     def _as_on_a_gpu(self, monkeypatch):
         decode_kernel, prefill_kernel = kernel_selection.decode_kernel, kernel_selection.prefill_kernel
         decode = decode_kernel.DecodeSizes(stages=2, ctas=3, tile_kv=64)
-        prefill = prefill_kernel.KernelSizes(stages=2, ctas=3, tile_kv=64)
+        prefill = prefill_kernel.PrefillSizes(stages=2, ctas=3, tile_kv=64)
         monkeypatch.setattr(decode_kernel, "default_sizes", lambda *args, **kwargs: decode)
         monkeypatch.setattr(prefill_kernel, "default_sizes", lambda *args, **kwargs: prefill)
         in_entry = "pallas_kernels.varlen_prefill.call.default_sizes"

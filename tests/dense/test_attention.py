@@ -553,7 +553,7 @@ class TestAutoMesh:
 
     @pytest.fixture(autouse=True)
     def as_on_several(self):
-        with mock.patch.object(attention, "are_automatic", return_value=True):
+        with mock.patch.object(attention, "has_auto_sharding", return_value=True):
             yield
 
     @pytest.mark.kernels

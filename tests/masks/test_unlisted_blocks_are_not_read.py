@@ -136,7 +136,7 @@ def test_kernels_do_not_read_masked_blocks(region, name, options, tile, monkeypa
     part = slice(tokens, None) if region == "prefill" else slice(0, tokens)
 
     def run(query, kv, metadata, mask):
-        of_region = getattr(metadata, f"{region}_part")
+        of_region = getattr(metadata, f"{region}_region")
         how = {"mask": mask.slice_rows(first), "interpret": plgpu.InterpretGPUParams()}
         return attend_region(query[part], kv, of_region, problem.spec, **how)
 

@@ -97,6 +97,6 @@ def test_what_has_no_kernel_is_named():
 
 def test_windows_wider_than_any_request_hide_nothing():
     query = jnp.asarray([0, 7, 300])
-    low, high = interleaved_mask._stretch(masks.Window(2**31 - 1, 2**31 - 1), query)
+    low, high = interleaved_mask._visible_range(masks.Window(2**31 - 1, 2**31 - 1), query)
     assert low.tolist() == [0, 0, 0]
     assert high is None
