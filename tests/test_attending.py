@@ -350,7 +350,8 @@ class TestKernels:
     def test_what_has_no_kernel_goes_to_xla_unless_asked_for_by_name(self):
         problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})
         with pytest.raises(
-            NotImplementedError, match=r"mosaic_gpu: .*queries of float32.*Pass implementation=None or 'xla'"
+            NotImplementedError,
+            match=r"mosaic_gpu: .*query dtype=float32 is not supported.*Pass implementation=None or 'xla'",
         ):
             self.run(problem)
         arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec
