@@ -264,7 +264,7 @@ def _write_rows(dims: TileOrderDims) -> Iterator[str]:
 
 
 def _bin(dims: TileOrderDims) -> list[str]:
-    """A round's item of this lane: where its length is counted, y; its rank among the warp's of this length.
+    """Find this lane's length counter y and its rank among the warp's work tiles of that length.
 
     The predicate p is set in the first lane of each length, which has their number in count.
     """

@@ -151,7 +151,7 @@ class EngineThread:
             self._end_all(RequestError("AsyncEngine was closed"))
 
     def _run_tasks(self) -> bool:
-        """Runs what is there by now, no more: steps must go on. Waits where there is nothing else to do.
+        """Run the tasks that are queued now, but none that arrive later; wait if there is nothing else to do.
 
         Returns:
             False when the thread has to end.
