@@ -192,9 +192,9 @@ def times(call: Call, rounds: int) -> dict[str, Any]:
     attention: list[list[float]] = []
     for run in runs:
         layers: list[float] = []
-        for kernel, ms in run:  # in the order of the layers; a merge belongs to the decode before it
+        for kernel, ms in run:  # in the order of the layers; a combine kernel belongs to the decode before it
             if kernel.startswith(ATTENTION):
-                if "merge" in kernel:
+                if "combine" in kernel:
                     layers[-1] += 1e3 * ms
                 else:
                     layers.append(1e3 * ms)

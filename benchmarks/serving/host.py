@@ -134,8 +134,8 @@ class Steps:
             buckets=[bucket(), bucket(max_prefills=batch, max_prefill_tokens=8192)],
         )
         runner = self.engine._runner
-        self.calls = Timed(runner.graphs), Timed(runner._samplers)
-        runner.graphs, runner._samplers = self.calls
+        self.calls = Timed(runner.graphs), Timed(runner._sampler)
+        runner.graphs, runner._sampler = self.calls
         params = SamplingParams(max_tokens=None, **CASES[case])
         prompts = np.random.default_rng(0).integers(VOCAB, size=(batch, CONTEXT))
         self.expected = {self.engine.add_request(p, params): int(p[-1]) + 1 for p in prompts}

@@ -258,7 +258,8 @@ class TestWhatDoesNotFit:
         whole, _ = filled(ranks, history)
         query = jnp.zeros((step.bucket.max_tokens, HEADS, HEAD_DIM))
         plan = jattn.plan(step, spec, whole)
-        with pytest.raises(ValueError, match="plan was built by `plan`, but context parallelism"):
+        message = r"plan covers the keys of all ranks\. Build it with plan_on_rank"
+        with pytest.raises(ValueError, match=message):
             on_ranks(ranks, lambda: attend_on_rank(query, whole, step, spec, ranks, plan))
 
     def test_prefix_must_be_a_multiple_of_the_global_block_size(self):
