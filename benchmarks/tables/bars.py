@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from benchmarks.runner import date_of, rows_of
+from benchmarks.tables.markdown import table
 
 OURS, FA3, FLASHINFER, CUDNN = "jattn", "FlashAttention-3", "FlashInfer", "cuDNN"
 ENGINES = {OURS: "#1f6feb", FA3: "#9a6700", FLASHINFER: "#8250df", CUDNN: "#1a7f37"}
@@ -97,11 +98,10 @@ def caption(what: str, file: str, panels: tuple[Panel, ...]) -> str:
 def numbers(panel: Panel) -> str:
     """Return a panel as a table: a row per case, a column per engine."""
     engines = _engines((panel,))
-    lines = [f"| {panel.title} | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
+    lines = []
     for case, rates in panel.cases.items():
-        cells = [f"{rates[engine]:,.0f}" if engine in rates else "-" for engine in engines]
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([case, *(f"{rates[engine]:,.0f}" if engine in rates else "-" for engine in engines)])
+    return table([panel.title, *engines], lines)
 
 
 def _engines(panels: tuple[Panel, ...]) -> list[str]:
