@@ -30,7 +30,7 @@ def draw_weights(problem: AttentionProblem, seed: int = 7) -> Wanted:
     return Wanted(out, rng.normal(size=problem.query.shape[:2]).astype(np.float32))
 
 
-def gradients(problem: AttentionProblem, wanted: Wanted, rounded=lambda x: x) -> dict[str, np.ndarray]:
+def gradients(problem: AttentionProblem, expected: Wanted, rounded=lambda x: x) -> dict[str, np.ndarray]:
     """By query, k, v, sinks and alibi_slopes; of keys and values by slot [slots, kv_heads, head_dim].
 
     Args:
@@ -39,10 +39,10 @@ def gradients(problem: AttentionProblem, wanted: Wanted, rounded=lambda x: x) ->
         rounded: Applied to probabilities, to gradients of scores, and to what comes out of queries, keys and
             values: as an implementation in 16 bits rounds.
     """
-    return _gradients(problem, wanted, rounded)[0]
+    return _gradients(problem, expected, rounded)[0]
 
 
-def _gradients(problem: AttentionProblem, wanted: Wanted, rounded) -> tuple[dict, dict]:
+def _gradients(problem: AttentionProblem, expected: Wanted, rounded) -> tuple[dict, dict]:
     """And, for what is a sum over all queries: how far rounded outputs lead it astray, as random steps do."""
     spec, step = problem.spec, problem.step
     query, slots = np.zeros(problem.query.shape), problem.num_blocks * problem.setting.block_size
@@ -51,7 +51,7 @@ def _gradients(problem: AttentionProblem, wanted: Wanted, rounded) -> tuple[dict
     for r, start in enumerate(problem.starts):
         for h in range(spec.num_q_heads):
             g, here = h // spec.q_heads_per_kv_head, slice(start, start + len(step.q[r]))
-            w, w_lse = wanted.out[here, h].astype(np.float64), wanted.lse[here, h].astype(np.float64)
+            w, w_lse = expected.out[here, h].astype(np.float64), expected.lse[here, h].astype(np.float64)
             shares, lse = oracle.weights(spec, step, r, h)
             w_lse = np.where(np.isneginf(lse), 0.0, w_lse)
             of_shares = w @ step.v[r][:, g].T
@@ -85,7 +85,7 @@ def packed(problem: AttentionProblem, of_slots: np.ndarray) -> np.ndarray:
     return np.concatenate([*of_keys, np.zeros((5, *of_slots.shape[1:]))])
 
 
-def bounds(problem: AttentionProblem, wanted: Wanted, exact: dict[str, np.ndarray]) -> dict[str, float]:
+def bounds(problem: AttentionProblem, expected: Wanted, exact: dict[str, np.ndarray]) -> dict[str, float]:
     """How far each gradient may be from float64: twice the largest error of one in 16 bits.
 
     There are too few heads for such a largest one to say much of what is one number a head: twice the
@@ -94,7 +94,7 @@ def bounds(problem: AttentionProblem, wanted: Wanted, exact: dict[str, np.ndarra
     if problem.dtype.itemsize >= 4:
         return {name: F32_TOLERANCE * max(np.abs(x).max(initial=0.0), 1.0) for name, x in exact.items()}
     in_16_bits = lambda x: np.asarray(x, problem.dtype).astype(np.float64)
-    plain, steps = _gradients(problem, wanted, in_16_bits)
+    plain, steps = _gradients(problem, expected, in_16_bits)
     eps = float(ml_dtypes.finfo(problem.dtype).eps)
     found = {}
     for name, x in exact.items():
@@ -104,13 +104,13 @@ def bounds(problem: AttentionProblem, wanted: Wanted, exact: dict[str, np.ndarra
     return found
 
 
-def check(problem: AttentionProblem, wanted: Wanted, got: dict[str, jnp.ndarray]) -> None:
+def check(problem: AttentionProblem, wanted: Wanted, actual: dict[str, jnp.ndarray]) -> None:
     """Gradients over PackedKV must be right, and those of padding and of nobody's keys 0."""
     exact = gradients(problem, wanted)
     allowed = bounds(problem, wanted, exact)
-    for name, array in got.items():
-        want = packed(problem, exact[name]) if name in "kv" else exact[name]
+    for name, array in actual.items():
+        expected = packed(problem, exact[name]) if name in "kv" else exact[name]
         array = np.asarray(array, np.float64)
         assert np.isfinite(array).all(), f"gradient of {name} is not finite"
-        np.testing.assert_allclose(array, want, rtol=0, atol=allowed[name], err_msg=f"gradient of {name}")
-        assert (array[want == 0][..., None] == 0).all() or name in ("sinks", "alibi_slopes"), name
+        np.testing.assert_allclose(array, expected, rtol=0, atol=allowed[name], err_msg=f"gradient of {name}")
+        assert (array[expected == 0][..., None] == 0).all() or name in ("sinks", "alibi_slopes"), name

@@ -35,8 +35,8 @@ class TestCases:
         for i, a in enumerate(names):
             for b in names[i + 1 :]:
                 met = {(str(case[a]), str(case[b])) for case in CASES}
-                wanted = {(str(x), str(y)) for x in FACTORS[a] for y in FACTORS[b] if allowed({a: x, b: y})}
-                assert wanted <= met
+                expected = {(str(x), str(y)) for x in FACTORS[a] for y in FACTORS[b] if allowed({a: x, b: y})}
+                assert expected <= met
 
 
 class TestDispatch:
@@ -442,5 +442,5 @@ def test_float64_queries_are_computed_in_float64(implementation):
             return_lse=True,
         )
         assert out.dtype == jnp.float64
-        want, _ = oracle.attention(problem.spec, problem.step)
-        np.testing.assert_allclose(out, np.concatenate(want), atol=1e-13)
+        expected, _ = oracle.attention(problem.spec, problem.step)
+        np.testing.assert_allclose(out, np.concatenate(expected), atol=1e-13)

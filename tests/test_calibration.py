@@ -53,11 +53,11 @@ def test_the_largest_key_and_value_of_the_prompts_just_fit(measured, options, of
     model, found = measured
     scales = jattn.calibrate(model, PROMPTS, **options)
     for (k, v), peak in zip(scales.layers, found, strict=True):
-        for got, want in ((k, of_keys(peak[0])), (v, of_values(peak[1]))):
-            assert (got is None) == (want is None)
-            if want is not None:
-                assert got.dtype == np.float32
-                np.testing.assert_allclose(got, want, rtol=1e-5)
+        for actual, expected in ((k, of_keys(peak[0])), (v, of_values(peak[1]))):
+            assert (actual is None) == (expected is None)
+            if expected is not None:
+                assert actual.dtype == np.float32
+                np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.kernels
@@ -70,8 +70,8 @@ def test_an_engine_serves_with_the_models_scales(quantization):
     np.testing.assert_array_equal(caches[1].v_scale, model.kv_scales.layers[1].v)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 5, "quantization": quantization}
     ids = lambda engine: [r.token_ids for r in engine.generate(PROMPTS[:2], max_tokens=4)]
-    want = ids(Engine(model, implementation="reference", **options))
-    assert ids(Engine(model, implementation="xla", **options)) == want
+    expected = ids(Engine(model, implementation="reference", **options))
+    assert ids(Engine(model, implementation="xla", **options)) == expected
 
 
 class TestFiles:

@@ -19,11 +19,11 @@ def test_scalars_merge_as_in_vllm(metadata_cases, case):
     case = metadata_cases["merge_attn_states_scalar"][case]
     out = lambda name: jnp.full((1, 1, 1), float(case[name]))
     lse = lambda name: jnp.full((1, 1), float(case[name]))
-    got, got_lse = jattn.merge_attn_states(
+    actual, actual_lse = jattn.merge_attn_states(
         out("prefix_out"), lse("prefix_lse"), out("suffix_out"), lse("suffix_lse")
     )
-    np.testing.assert_allclose(got[0, 0, 0], float(case["expected_out"]), rtol=1e-6)
-    np.testing.assert_allclose(got_lse[0, 0], float(case["expected_lse"]), rtol=1e-6)
+    np.testing.assert_allclose(actual[0, 0, 0], float(case["expected_out"]), rtol=1e-6)
+    np.testing.assert_allclose(actual_lse[0, 0], float(case["expected_lse"]), rtol=1e-6)
 
 
 def test_a_side_without_keys_may_hold_anything():
@@ -75,11 +75,11 @@ def test_cascade_metadata_is_vllms(metadata_cases, case):
     table = np.arange(2 * width).reshape(2, width)
     metadata = jattn.build_batch_metadata(case["query_lens"], case["seq_lens"], table, block_size=8)
     cascade = jattn.build_cascade_metadata(metadata, case["common_prefix_len"])
-    want = case["expected"]
-    assert cascade.suffix.seq_lens.tolist() == want["suffix_kv_lens"]
-    assert cascade.prefix.seq_lens.tolist() == want.get("prefix_kv_lens", [8])
+    expected = case["expected"]
+    assert cascade.suffix.seq_lens.tolist() == expected["suffix_kv_lens"]
+    assert cascade.prefix.seq_lens.tolist() == expected.get("prefix_kv_lens", [8])
     total = sum(case["query_lens"])
-    assert cascade.prefix.query_start_loc.tolist() == want.get("cu_prefix_query_lens", [0, total])
+    assert cascade.prefix.query_start_loc.tolist() == expected.get("cu_prefix_query_lens", [0, total])
     skipped = case["common_prefix_len"] // 8
     assert cascade.suffix.block_table[1, 0] == table[1, skipped]
 
@@ -161,9 +161,9 @@ def test_parts_of_an_attention_merge_into_it():
         for x in (jnp.asarray(out[0], jnp.float32), jnp.asarray(lse[0].T, jnp.float32))
     ]
     out, lse = jattn.merge_attn_states(*flat)
-    want, want_lse = oracle.attention(SPEC, step(0, 30))
-    np.testing.assert_allclose(out, want[0], atol=1e-6)
-    np.testing.assert_allclose(np.asarray(lse).T, want_lse[0], atol=1e-6)
+    expected, expected_lse = oracle.attention(SPEC, step(0, 30))
+    np.testing.assert_allclose(out, expected[0], atol=1e-6)
+    np.testing.assert_allclose(np.asarray(lse).T, expected_lse[0], atol=1e-6)
 
 
 @pytest.mark.usefixtures("types_unchecked")
@@ -215,22 +215,24 @@ def test_a_plan_with_a_common_prefix_serves_all_its_layers_alike(implementation)
     assert [len(part.layers) for part in (cascade.cascade.prefix, cascade.cascade.suffix)] == [1, 1]
     for spec in specs:
         for more in ({}, {"sinks": sinks}, {"alibi_slopes": sinks}):
-            want, want_lse = jattn.attend(query, cache, metadata, spec, plain, return_lse=True, **more)
-            got, got_lse = jattn.attend(query, cache, metadata, spec, cascade, return_lse=True, **more)
-            np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
-            np.testing.assert_allclose(got_lse, want_lse, rtol=2e-5, atol=2e-6)
+            expected, expected_lse = jattn.attend(
+                query, cache, metadata, spec, plain, return_lse=True, **more
+            )
+            actual, actual_lse = jattn.attend(query, cache, metadata, spec, cascade, return_lse=True, **more)
+            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(actual_lse, expected_lse, rtol=2e-5, atol=2e-6)
             alone = jattn.attend(query, cache, metadata, spec, cascade, **more)
-            np.testing.assert_array_equal(alone, got)
+            np.testing.assert_array_equal(alone, actual)
 
 
 def test_a_plan_reads_a_common_prefix_in_the_first_rows_blocks_alone():
     metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(1), [None])
     plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
-    want = jattn.attend(query, cache, metadata, specs[0], plan)
+    expected = jattn.attend(query, cache, metadata, specs[0], plan)
     other = metadata.block_table.at[1:, :2].set(0)
     moved = jattn.pytree.replace(metadata, block_table=other)
     plan = jattn.plan(moved, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
-    np.testing.assert_array_equal(jattn.attend(query, cache, moved, specs[0], plan), want)
+    np.testing.assert_array_equal(jattn.attend(query, cache, moved, specs[0], plan), expected)
 
 
 def test_plans_of_other_prefixes_are_not_traced_again(traced_once):
@@ -254,9 +256,9 @@ def test_a_row_may_have_no_key_behind_the_prefix(sinks):
     metadata = jattn.build_batch_metadata([1, 1], [8, 12], [[1], [1, 2]], block_size=8)
     query = jax.random.normal(jax.random.key(3), (2, 4, 16))
     how = {"sinks": sinks, "return_lse": True}
-    want = jattn.attend(query, cache, metadata, spec, implementation="reference", **how)
-    got = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, want)
+    expected = jattn.attend(query, cache, metadata, spec, implementation="reference", **how)
+    actual = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected)
 
 
 @pytest.mark.usefixtures("types_unchecked")
@@ -264,9 +266,9 @@ def test_sinks_are_taken_from_a_list_as_without_a_prefix():
     metadata, cache_spec, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(6), [None])
     plan = jattn.plan(metadata, spec, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
     sinks = [0.5, -1.0, 2.0, 0.0]
-    want = jattn.attend(query, cache, metadata, spec, sinks=sinks)
-    got = jattn.attend(query, cache, metadata, spec, plan, sinks=sinks)
-    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    expected = jattn.attend(query, cache, metadata, spec, sinks=sinks)
+    actual = jattn.attend(query, cache, metadata, spec, plan, sinks=sinks)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("max_blocks", "max_splits"), [(544, 16), (128, 1)])
@@ -286,12 +288,12 @@ def test_keys_outside_a_cache_have_no_common_prefix():
     of_row = lambda array: array[metadata.block_table].reshape(64, 2, 8)
     starts = jnp.arange(4, dtype=jnp.int32) * 16
     outside = jattn.PackedKV(k=of_row(cache.k), v=of_row(cache.v), kv_start_loc=starts)
-    want = jattn.attend(query, cache, metadata, spec)
+    expected = jattn.attend(query, cache, metadata, spec)
     for caches in ([None, cache_spec], None):
         options = {"query_dtype": jnp.float32, "common_prefix_len": 8}
         plan = jattn.plan(metadata, [spec, spec], caches, **options)
-        got = jattn.attend(query, outside, metadata, spec, plan)
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+        actual = jattn.attend(query, outside, metadata, spec, plan)
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_a_common_prefix_with_a_mask_is_refused():
@@ -310,16 +312,16 @@ def test_a_mask_beside_a_plan_with_a_common_prefix_is_refused():
 
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize(
-    ("length", "got"),
+    ("length", "actual"),
     [
         (jnp.float32(4.5), r"float32 of shape \(\)"),
         (jnp.asarray(True), r"bool of shape \(\)"),
         (jnp.asarray([4]), r"int32 of shape \(1,\)"),
     ],
 )
-def test_a_prefix_on_the_device_that_is_no_int_is_refused(length, got):
+def test_a_prefix_on_the_device_that_is_no_int_is_refused(length, actual):
     metadata = jattn.build_batch_metadata([1], [6], [[1, 2]], block_size=4)
-    with pytest.raises(ValueError, match=f"common_prefix_len must be an int, got {got}"):
+    with pytest.raises(ValueError, match=f"common_prefix_len must be an int, got {actual}"):
         jattn.build_cascade_metadata(metadata, length)
 
 
@@ -342,9 +344,11 @@ def test_a_cascade_of_float64_is_merged_in_float64(implementation):
         metadata, _, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(6), [None])
         query, sinks = query.astype(jnp.float64), jnp.asarray([0.5, -1.0, 2.0, 0.0])
         how = {"sinks": sinks, "implementation": implementation, "return_lse": True}
-        want, want_lse = jattn.attend(query, cache, metadata, spec, **how)
-        got, lse = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how)
-        assert got.dtype == jnp.float64
-        assert lse.dtype == want_lse.dtype == jnp.float32
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+        expected, expected_lse = jattn.attend(query, cache, metadata, spec, **how)
+        actual, lse = jattn.cascade_attend(
+            query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how
+        )
+        assert actual.dtype == jnp.float64
+        assert lse.dtype == expected_lse.dtype == jnp.float32
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)

@@ -57,7 +57,7 @@ def test_chunked_prefill_and_decode_equal_the_full_prompt_without_a_cache(name):
     attention = layer(**OPTIONS[name])
     x = hidden(12)
     whole = step([7, 5], [7, 5])
-    want, no_cache = attention(x, None, whole, whole.positions)
+    expected, no_cache = attention(x, None, whole, whole.positions)
     assert no_cache is None
     cache = jattn.PagedCache.create(CACHE_SPEC)
     run = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))
@@ -68,7 +68,7 @@ def test_chunked_prefill_and_decode_equal_the_full_prompt_without_a_cache(name):
     ]
     for metadata, tokens in pieces:
         out, cache = run(attention, x[jnp.asarray(tokens)], cache, metadata)
-        np.testing.assert_allclose(out, want[jnp.asarray(tokens)], atol=2e-6)
+        np.testing.assert_allclose(out, expected[jnp.asarray(tokens)], atol=2e-6)
 
 
 def test_context_without_a_cache_is_rejected():
@@ -79,11 +79,11 @@ def test_context_without_a_cache_is_rejected():
         with pytest.raises(ValueError, match=r"seq_lens\[0\] must be its 4 new tokens without .*, got 6\."):
             attention(hidden(tokens), None, metadata, metadata.positions)
     whole = jattn.build_cross_attention_metadata([4, 4], [4, 4], None)
-    got, want = (
+    actual, expected = (
         jax.jit(lambda x, of=of: attention(x, None, of, of.positions)[0])(hidden(8))
         for of in (whole, step([4, 4], [4, 4]))
     )
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_norms_are_applied_per_head_before_rope():
@@ -123,9 +123,9 @@ class TestFusedProjections:
             getattr(fused.qkv_proj, leaf)[...] = jnp.concatenate(parts, axis=-2)
         fused.o_proj = apart.o_proj
         metadata = step([7, 5], [7, 5])
-        want, _ = apart(hidden(12), None, metadata, metadata.positions)
+        expected, _ = apart(hidden(12), None, metadata, metadata.positions)
         out, _ = fused(hidden(12), None, metadata, metadata.positions)
-        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
     def test_fused_projection_with_shared_kv_is_rejected(self):
         with pytest.raises(ValueError, match=r"fuses_qkv must be False with shares_kv, got True\."):
@@ -138,10 +138,10 @@ class TestSharedKeysAndValues:
         reader.q_proj, reader.o_proj = writer.q_proj, writer.o_proj
         metadata = step([7, 5], [7, 5])
         cache = jattn.PagedCache.create(CACHE_SPEC)
-        want, cache = writer(hidden(12), cache, metadata, metadata.positions)
+        expected, cache = writer(hidden(12), cache, metadata, metadata.positions)
         before = np.asarray(cache.k)
         out, after = reader(hidden(12), cache, metadata, metadata.positions)
-        np.testing.assert_array_equal(out, want)
+        np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(after.k, before)
         assert not hasattr(reader, "k_proj")
 
@@ -159,7 +159,9 @@ class TestTransformations:
     def test_nnx_jit_and_jax_jit_agree_and_the_cache_is_donated(self):
         attention = layer(rope=rope)
         x, cache, metadata = self.inputs()
-        want, _ = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))(attention, x, cache, metadata)
+        expected, _ = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))(
+            attention, x, cache, metadata
+        )
         graphdef, state = nnx.split(attention)
 
         @functools.partial(jax.jit, donate_argnums=2)
@@ -170,7 +172,7 @@ class TestTransformations:
         compiled = run.lower(state, x, cache, metadata).compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= CACHE_SPEC.num_bytes
         out, _ = run(state, x, cache, metadata)
-        np.testing.assert_allclose(out, want, atol=1e-6)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
         assert cache.k.is_deleted()
 
     def test_eval_shape_creates_no_arrays(self):
@@ -185,14 +187,14 @@ class TestTransformations:
     def test_layer_runs_under_a_mesh(self):
         x, cache, metadata = self.inputs()
         attention = layer()
-        want, _ = attention(x, cache, metadata, metadata.positions)
+        expected, _ = attention(x, cache, metadata, metadata.positions)
         x, cache, metadata = self.inputs()
         mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
         with jax.set_mesh(mesh):
             out, _ = nnx.jit(lambda m, x, c, meta: m(x, c, meta, meta.positions))(
                 attention, x, cache, metadata
             )
-        np.testing.assert_allclose(out, want, atol=1e-6)
+        np.testing.assert_allclose(out, expected, atol=1e-6)
 
     @pytest.mark.parametrize("implementation", ["reference", "xla"])
     def test_gradients_flow_without_a_cache(self, implementation):
@@ -230,7 +232,7 @@ def test_projections_are_clipped_and_queries_scaled_by_position():
     assert all(np.abs(part).max() == 0.5 for part in heads)
     plain, scaled = layer(), layer(query_scale=lambda positions: jnp.where(positions == 2, 0.0, 1.0))
     out, _ = plain(x, None, metadata, metadata.positions)
-    got, _ = scaled(x, None, metadata, metadata.positions)
-    np.testing.assert_array_equal(got[:2], out[:2])
+    actual, _ = scaled(x, None, metadata, metadata.positions)
+    np.testing.assert_array_equal(actual[:2], out[:2])
     value = jnp.repeat(plain.project(x)[2].mean(axis=0), 2, axis=0)  # scores of 0: an average of all values
-    np.testing.assert_allclose(got[2], plain.o_proj(value.reshape(-1)), atol=1e-6)
+    np.testing.assert_allclose(actual[2], plain.o_proj(value.reshape(-1)), atol=1e-6)

@@ -104,9 +104,11 @@ def test_the_tiny_model_writes_what_16_bits_may_write():
     for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=48), strict=True):
         ids = engine.tokenizer.encode(prompt).ids + list(result.token_ids)
         text = slice(len(ids) - len(result.token_ids) - 1, len(ids) - 1)
-        want, in_16_bits = (logits(x, ids)[text] for x in (wide, model))
-        behind = want.max(-1) - np.take_along_axis(want, np.asarray(result.token_ids)[:, None], -1)[:, 0]
-        assert behind.max() <= 2 * np.abs(in_16_bits - want).max()
+        expected, in_16_bits = (logits(x, ids)[text] for x in (wide, model))
+        behind = (
+            expected.max(-1) - np.take_along_axis(expected, np.asarray(result.token_ids)[:, None], -1)[:, 0]
+        )
+        assert behind.max() <= 2 * np.abs(in_16_bits - expected).max()
 
 
 @pytest.mark.parametrize("name", [*WITH_KERNELS, *WIDENED])

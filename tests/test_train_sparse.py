@@ -50,8 +50,8 @@ def test_a_paged_cache_decodes_what_was_trained(name):
         model = nnx.merge(graph, params.model)
         states = sparse.create_layer_states(model, 1, 1 + blocks)
         metadata = jattn.build_batch_metadata([1], [1], [range(1, 1 + blocks)], block_size=BLOCK)
-        want, got = whole(params), stepped(params, states, metadata)
-    np.testing.assert_allclose(got, want, atol=2e-4)
+        expected, actual = whole(params), stepped(params, states, metadata)
+    np.testing.assert_allclose(actual, expected, atol=2e-4)
 
 
 def test_patterns_are_not_all_the_same():

@@ -98,17 +98,17 @@ def test_no_tokens_leave_the_cache_as_it_is(layout, quantization):
     filled = jattn.write_kv(
         create(layout=layout, quantization=quantization), key, value, jnp.arange(20, dtype=jnp.int32)
     )
-    want = jax.device_get(filled)
-    got = jattn.write_kv(filled, key[:0], value[:0], jnp.zeros(0, jnp.int32))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), want)
+    expected = jax.device_get(filled)
+    actual = jattn.write_kv(filled, key[:0], value[:0], jnp.zeros(0, jnp.int32))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(actual), expected)
 
 
 @pytest.mark.parametrize("mapping", [np.zeros((0, 2), int), jnp.zeros((0, 2), jnp.int32), []])
 @pytest.mark.usefixtures("types_unchecked")
 def test_no_pairs_move_no_block(mapping):
-    want = jax.device_get(create())
-    jax.tree.map(np.testing.assert_array_equal, jattn.copy_blocks(create(), mapping), want)
-    jax.tree.map(np.testing.assert_array_equal, jattn.swap_blocks(create(), create(), mapping), want)
+    expected = jax.device_get(create())
+    jax.tree.map(np.testing.assert_array_equal, jattn.copy_blocks(create(), mapping), expected)
+    jax.tree.map(np.testing.assert_array_equal, jattn.swap_blocks(create(), create(), mapping), expected)
     assert jattn.copy_blocks([], mapping) == []
 
 
@@ -131,7 +131,7 @@ NO_TABLE = np.zeros((0, 2), np.int32)
 
 
 @pytest.mark.parametrize(
-    ("call", "want"),
+    ("call", "expected"),
     [
         (lambda: jattn.vllm.compute_slot_mapping([], [], [], 4), []),
         (lambda: jattn.vllm.compute_slot_mapping(NO_TABLE, [0], [1], 4), [-1]),
@@ -161,8 +161,8 @@ NO_TABLE = np.zeros((0, 2), np.int32)
         (lambda: jattn.vllm.reorder_batch_to_split_decodes_and_prefills([], [], []).order, []),
     ],
 )
-def test_vllms_helpers_return_nothing_for_nothing(call, want):
-    assert np.asarray(call()).tolist() == want
+def test_vllms_helpers_return_nothing_for_nothing(call, expected):
+    assert np.asarray(call()).tolist() == expected
 
 
 @pytest.mark.parametrize(

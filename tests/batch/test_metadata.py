@@ -134,10 +134,10 @@ class TestBuild:
         assert metadata.block_table.shape == (2, 0)
 
     def test_ragged_lists_arrays_and_jax_arrays_are_the_same_table(self):
-        want = jattn.build_batch_metadata([1, 1], [5, 3], [[4, 2], [1]], block_size=4)
+        expected = jattn.build_batch_metadata([1, 1], [5, 3], [[4, 2], [1]], block_size=4)
         for table in (np.asarray([[4, 2], [1, -9]]), jnp.asarray([[4, 2], [1, 0]])):
-            got = jattn.build_batch_metadata([1, 1], [5, 3], table, block_size=4)
-            np.testing.assert_array_equal(got.slot_mapping, want.slot_mapping)
+            actual = jattn.build_batch_metadata([1, 1], [5, 3], table, block_size=4)
+            np.testing.assert_array_equal(actual.slot_mapping, expected.slot_mapping)
 
     @pytest.mark.parametrize("case", range(10))
     def test_vllms_batches_build(self, metadata_cases, case):
@@ -294,12 +294,12 @@ class TestDeviceSide:
         width = max(len(row) for row in table) + 1
         table = [row + [50 + r] + [0] * (width - len(row) - 1) for r, row in enumerate(table)]
         metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=BLOCK)
-        want = jattn.build_batch_metadata(
+        expected = jattn.build_batch_metadata(
             [1] * len(seq_lens), [n + 1 for n in seq_lens], table, block_size=BLOCK
         )
-        got = jax.jit(jattn.advance)(metadata)
-        assert got.bucket == want.bucket
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        actual = jax.jit(jattn.advance)(metadata)
+        assert actual.bucket == expected.bucket
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
     def test_rows_end_and_rejected_tokens_are_taken_back(self):
         metadata = jattn.build_batch_metadata(
@@ -321,8 +321,8 @@ class TestDeviceSide:
     def test_another_table_moves_the_slots(self):
         metadata = jattn.build_batch_metadata([1, 3], [6, 3], [[1, 2], [3]], block_size=4)
         moved = jax.jit(jattn.update_block_table)(metadata, jnp.asarray([[8, 9], [5, 0]], jnp.int32))
-        want = jattn.build_batch_metadata([1, 3], [6, 3], [[8, 9], [5]], block_size=4)
-        jax.tree.map(np.testing.assert_array_equal, moved, want)
+        expected = jattn.build_batch_metadata([1, 3], [6, 3], [[8, 9], [5]], block_size=4)
+        jax.tree.map(np.testing.assert_array_equal, moved, expected)
 
     @hypothesis.settings(max_examples=20)
     @hypothesis.given(batches(), st.booleans())

@@ -117,13 +117,13 @@ def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, 
     visible = flex_attention.mask_mod_of_case(case, modifier, mask, np.asarray)
     place = np.arange(160)
     found = visible(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
-    want = np.zeros((2, 160, 160), bool)
+    expected = np.zeros((2, 160, 160), bool)
     for start, n in zip(np.cumsum(lens) - lens, lens, strict=True):
         every = np.ones((2, n, n), bool)
         drawn = every if mask is None else masks.dense(mask, n, n, num_q_heads=2, num_kv_heads=1)
         mine = slice(start, start + n)
-        want[:, mine, mine] = drawn if modifier == "full" else np.tril(drawn)
-    np.testing.assert_array_equal(np.broadcast_to(found, want.shape), want)
+        expected[:, mine, mine] = drawn if modifier == "full" else np.tril(drawn)
+    np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
 
 
 def test_flex_attention_is_told_what_becomes_of_scores():

@@ -140,15 +140,15 @@ def test_a_start_is_measured_in_two_processes_that_keep_executables_in_one_folde
 
 
 def agreement_of(change):
-    wanted = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
-    logits = change(wanted)
-    return agreement(logits, logits.argmax(axis=-1), wanted)
+    expected = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
+    logits = change(expected)
+    return agreement(logits, logits.argmax(axis=-1), expected)
 
 
 def test_a_step_on_a_mesh_is_held_to_one_device_s():
-    assert agreement_of(lambda wanted: wanted) == {"error": 0.0, "token_gap": 0.0, "same_tokens": 1.0}
+    assert agreement_of(lambda expected: expected) == {"error": 0.0, "token_gap": 0.0, "same_tokens": 1.0}
     with pytest.raises(SystemExit, match=r"logits are 1\.\d+, .* off one device's: no rows"):
-        agreement_of(lambda wanted: wanted[::-1])  # each request has the other's
+        agreement_of(lambda expected: expected[::-1])  # each request has the other's
 
 
 @pytest.mark.kernels
@@ -161,15 +161,15 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     splits = [(row["name"], row["split"], row.get("merge")) for row in rows if "split" in row]
     merges = [("keys", merge) for merge in ("all_gather", "all_reduce", "reduce_scatter", "peer_memory")]
     decode, whole = ("attention_2x128", "attention_1x256"), [("none", None), ("heads", None)]
-    wanted = [(name, *how) for name in decode for how in (*whole, *merges)]
-    assert splits == wanted + [("prompt_96", *how) for how in (*whole, ("keys", None))]
+    expected = [(name, *how) for name in decode for how in (*whole, *merges)]
+    assert splits == expected + [("prompt_96", *how) for how in (*whole, ("keys", None))]
     sums = [what + behind for behind in ("", "_norm") for what in ("sum", "all_reduce", "two_shots")]
-    wanted = [f"{what}_{rows}x64" for rows in (1, 2) for what in sums]
-    assert [row["name"] for row in rows if "bytes" in row] == wanted
+    expected = [f"{what}_{rows}x64" for rows in (1, 2) for what in sums]
+    assert [row["name"] for row in rows if "bytes" in row] == expected
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    wanted = [(name, *one) for one in how for name in STEPS]
-    assert steps == wanted + [("decode_loop_3x48", *one) for one in how]
+    expected = [(name, *one) for one in how for name in STEPS]
+    assert steps == expected + [("decode_loop_3x48", *one) for one in how]
     loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
     assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
@@ -189,9 +189,9 @@ def test_steps_are_measured_with_a_process_a_device(cp, tmp_path):
     (file,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in file.read_text().splitlines()]  # one process writes
     how = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    wanted = [(name, *one, 2) for one in how for name in STEPS]
+    expected = [(name, *one, 2) for one in how for name in STEPS]
     found = [(row["name"], row["tp"] * row.get("cp", 1), row["sums"], row["processes"]) for row in rows]
-    assert found == wanted
+    assert found == expected
     assert all(("cp" in row) == (cp == 2 and row["tp"] * row.get("cp", 1) == 2) for row in rows)
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
 

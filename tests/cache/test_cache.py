@@ -214,11 +214,13 @@ class TestKernel:
             jnp.asarray([7, -1, 12]),
             implementation=implementation,
         )
-        want = write("xla")
+        expected = write("xla")
         assert kernel_calls == []
-        got = write(None)
+        actual = write(None)
         assert len(kernel_calls) == 1
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *map(as_floats, (got, want)))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *map(as_floats, (actual, expected))
+        )
 
     def test_declines_scales_per_channel_by_name(self, kernel_calls):
         cache = create(head_dim=64, dtype=jnp.bfloat16, quantization="int8_static_v")
@@ -324,8 +326,8 @@ class TestRefusals:
             jattn.PagedCache.create(spec(quantization="int8_static_v"))
 
     def test_a_static_scale_must_be_positive_and_finite(self):
-        for scale, got in ((0.0, "0.0"), (float("nan"), "nan"), (-1.0, "-1.0"), (float("inf"), "inf")):
-            with pytest.raises(ValueError, match=f"k_scale must be positive and finite, got {got}"):
+        for scale, actual in ((0.0, "0.0"), (float("nan"), "nan"), (-1.0, "-1.0"), (float("inf"), "inf")):
+            with pytest.raises(ValueError, match=f"k_scale must be positive and finite, got {actual}"):
                 jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=jnp.float32(scale))
 
     def test_a_scale_per_token_cannot_be_made_for_what_is_not_8_bit(self):
@@ -431,7 +433,7 @@ def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
 
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize(
-    ("scale", "got"),
+    ("scale", "actual"),
     [
         ("2", "str"),
         (1j, "complex"),
@@ -440,8 +442,8 @@ def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
         (np.ones(2) * 1j, "complex128"),
     ],
 )
-def test_scales_that_are_no_real_numbers_are_named(scale, got):
-    message = f"k_scale must be an array of real numbers or one such number, got {got}"
+def test_scales_that_are_no_real_numbers_are_named(scale, actual):
+    message = f"k_scale must be an array of real numbers or one such number, got {actual}"
     stored = jnp.zeros((2, 4, 2, 8), jnp.int8)
     with pytest.raises(ValueError, match=message):
         jattn.PagedCache(k=stored, v=stored, k_scale=scale, v_scale=1.0)

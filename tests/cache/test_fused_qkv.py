@@ -85,13 +85,13 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("how", SERVED.values(), ids=SERVED)
 def test_the_kernel_does_what_the_parts_do(how, layout, monkeypatch):
     layer, x, cache, metadata = step(how, layout)
-    want_query, want = layer._query_and_kv(x, cache, metadata, metadata.positions)
+    want_query, expected = layer._query_and_kv(x, cache, metadata, metadata.positions)
     as_on_a_gpu(monkeypatch)
     layer, x, cache, metadata = step(how, layout)
     assert layer._qk_norm_rope(cache, x.dtype, metadata, metadata.positions) is not None
-    query, got = jax.jit(layer._query_and_kv)(x, cache, metadata, metadata.positions)
+    query, actual = jax.jit(layer._query_and_kv)(x, cache, metadata, metadata.positions)
     unit = float(jnp.finfo(jnp.bfloat16).eps)
-    for one, other in ((query, want_query), (got.k, want.k), (got.v, want.v)):
+    for one, other in ((query, want_query), (actual.k, expected.k), (actual.v, expected.v)):
         one, other = (np.asarray(array, np.float32) for array in (one, other))
         np.testing.assert_allclose(one, other, rtol=2 * unit, atol=8 * unit)
 

@@ -13,12 +13,12 @@ from jattn.cache.quantization import MIN_SCALE, largest, quantize_token_head, sa
 def test_each_number_is_the_exact_quotients_and_ties_go_to_even(stored, dtype):
     values = np.random.default_rng(0).normal(size=(20_000, 1, 8)).astype(dtype)
     values[:, 0, 1] = values[:, 0, 0] / values.dtype.type(2)  # half of the largest, often: 63.5, a tie
-    got, scale = jax.jit(quantize_token_head, static_argnums=1)(jnp.asarray(values), stored)
+    actual, scale = jax.jit(quantize_token_head, static_argnums=1)(jnp.asarray(values), stored)
     exact = values.astype(np.float64)
     amax = np.abs(exact).max(-1, keepdims=True)
     quotient = exact * largest(stored) / amax
-    want = np.round(quotient) if stored == jnp.int8 else quotient.astype(np.float32).astype(stored)
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    expected = np.round(quotient) if stored == jnp.int8 else quotient.astype(np.float32).astype(stored)
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(expected, np.float32))
     np.testing.assert_allclose(scale, amax[..., 0] / largest(stored), rtol=2e-7)
 
 
@@ -33,18 +33,18 @@ def test_what_is_cast_back_in_the_same_program_is_rounded(dtype, stored, where):
     draw = np.random.default_rng(0)
     values = draw.normal(size=4000) * 2.0 ** draw.integers(-18, 9, 4000)
     values = np.clip(values, every[0], every[-1]).astype(dtype)
-    got = jax.jit(lambda x: saturate(x, stored).astype(jnp.float32) * 2)(jnp.asarray(values))
+    actual = jax.jit(lambda x: saturate(x, stored).astype(jnp.float32) * 2)(jnp.asarray(values))
     nearest = np.abs(values.astype(np.float64)[:, None] - every[None]).min(axis=1)
     np.testing.assert_array_equal(
-        np.abs(np.asarray(got, np.float64) / 2 - values.astype(np.float64)), nearest
+        np.abs(np.asarray(actual, np.float64) / 2 - values.astype(np.float64)), nearest
     )
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-5, 1e30, 3e38])
 def test_the_smallest_scale_and_the_largest_numbers(amax):
     values = jnp.asarray([[[amax, -amax / 2, 0.0]]], jnp.float32)
-    got, scale = quantize_token_head(values, jnp.int8)
+    actual, scale = quantize_token_head(values, jnp.int8)
     np.testing.assert_allclose(scale, [[max(amax / 127, MIN_SCALE)]], rtol=1e-6)
     np.testing.assert_allclose(
-        np.asarray(got[0, 0], float) * scale[0, 0], values[0, 0], atol=0.51 * scale[0, 0]
+        np.asarray(actual[0, 0], float) * scale[0, 0], values[0, 0], atol=0.51 * scale[0, 0]
     )

@@ -64,11 +64,11 @@ def root_mean_square_error(num_keys, quantization, is_decode):
     k, v = as_held(cache.k, cache.k_scale), as_held(cache.v, cache.v_scale)
     s = np.asarray(query, np.float64).reshape(-1, DIM) @ k.T * DIM**-0.5
     p = np.exp(s - s.max(axis=1, keepdims=True))
-    want = (p / p.sum(axis=1, keepdims=True)) @ v
+    expected = (p / p.sum(axis=1, keepdims=True)) @ v
     weights = p.max(axis=1) / p.sum(axis=1)
     assert weights.min() > 0.05
     assert weights.max() < 0.85
-    return float(np.sqrt(np.mean((np.asarray(out, np.float64).reshape(want.shape) - want) ** 2)))
+    return float(np.sqrt(np.mean((np.asarray(out, np.float64).reshape(expected.shape) - expected) ** 2)))
 
 
 def check_error(num_keys, quantization, is_decode):

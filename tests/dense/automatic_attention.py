@@ -48,16 +48,18 @@ def place(inputs: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH
     return [jax.device_put(x, jax.NamedSharding(mesh, of)) for x, of in zip(inputs, partitions, strict=True)]
 
 
-def close(got: jax.Array, want: jax.Array) -> None:
+def close(actual: jax.Array, expected: jax.Array) -> None:
     """Sums over several devices round otherwise; -inf, of rows without a key, has no scale."""
-    scale = float(jnp.abs(want).max(where=jnp.isfinite(want), initial=1.0))
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=4e-5 * scale, equal_nan=False)
+    scale = float(jnp.abs(expected).max(where=jnp.isfinite(expected), initial=1.0))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=4e-5 * scale, equal_nan=False)
 
 
-def near(got: jax.Array, want: jax.Array) -> None:
+def near(actual: jax.Array, expected: jax.Array) -> None:
     """In 16 bits, by the scale of what is wanted."""
-    got, want = (x.astype(jnp.float32) for x in (got, want))
-    np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * float(jnp.abs(want).max()), equal_nan=False)
+    actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
+    np.testing.assert_allclose(
+        actual, expected, rtol=0, atol=0.02 * float(jnp.abs(expected).max()), equal_nan=False
+    )
 
 
 def loss_of(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -81,12 +83,12 @@ def check(
     )
     placed = place(inputs, partitions, mesh)
     gradient = jax.grad(loss_of(run), argnums=tuple(range(len(inputs))))
-    for of, wanted, like in ((run, of_output, placed[:1]), (gradient, of_gradients, placed)):
+    for of, expected, like in ((run, of_output, placed[:1]), (gradient, of_gradients, placed)):
         step = jax.jit(of).lower(*placed).compile()
-        assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges, not {wanted}"
-        got = step(*placed)
-        jax.tree.map(close, got, jax.jit(of)(*inputs))
-        for x, one in zip(jax.tree.leaves(got), like, strict=True):
+        assert exchanges(step) == expected, f"{name}: {exchanges(step)} exchanges, not {expected}"
+        actual = step(*placed)
+        jax.tree.map(close, actual, jax.jit(of)(*inputs))
+        for x, one in zip(jax.tree.leaves(actual), like, strict=True):
             sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, one)]
             assert sizes[0] <= sizes[1] or x.shape != one.shape, f"{name}: {x.sharding}"
     print(name)
@@ -195,14 +197,14 @@ def check_transformations() -> None:
     """Check JAX transformations of attention over sharded arrays."""
     inputs, placed = arrays(), place(arrays(), (BOTH,) * 3)
     of_sums = lambda of: jax.jit(jax.grad(lambda *inputs: (of(*inputs) ** 2).sum()))
-    want = of_sums(attend)(*inputs)
+    expected = of_sums(attend)(*inputs)
     for of in (jax.checkpoint(attend), jax.vmap(attend)):
-        close(of_sums(of)(*placed), want)
+        close(of_sums(of)(*placed), expected)
     with jax.set_mesh(MESH):
-        close(of_sums(attend)(*placed), want)
+        close(of_sums(attend)(*placed), expected)
     over = functools.partial(jax.shard_map, attend, mesh=MESH, check_vma=False)
-    close(of_sums(over(in_specs=BOTH, out_specs=BOTH))(*placed), want)
-    close(of_sums(over(in_specs=TEXTS, out_specs=TEXTS, axis_names={"data"}))(*placed), want)
+    close(of_sums(over(in_specs=BOTH, out_specs=BOTH))(*placed), expected)
+    close(of_sums(over(in_specs=TEXTS, out_specs=TEXTS, axis_names={"data"}))(*placed), expected)
     with pytest.raises(NotImplementedError, match="a derivative of a derivative of attention"):
         jax.grad(lambda q: of_sums(attend)(q, *placed[1:]).sum())(placed[0])
     exported = jax.export.export(jax.jit(attend))(*inputs)

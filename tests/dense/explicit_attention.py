@@ -61,9 +61,9 @@ def check(
     of_queries, of_keys = partitions
     placed = [place(x, spec) for x, spec in zip(inputs, (of_queries, of_keys, of_keys), strict=True)]
     gradient = jax.grad(lambda *inputs: (run(*inputs) ** 2).sum(), argnums=(0, 1, 2))
-    for of, wanted in ((run, (0, 0)), (gradient, of_gradients)):
+    for of, expected in ((run, (0, 0)), (gradient, of_gradients)):
         step = jax.jit(of).lower(*placed).compile()
-        assert exchanges(step) == wanted, f"{name}: {exchanges(step)} exchanges"
+        assert exchanges(step) == expected, f"{name}: {exchanges(step)} exchanges"
         close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5)
         jax.tree.map(close, step(*placed), jax.jit(of)(*inputs))
     out = run(*placed)  # not under jit
@@ -80,10 +80,10 @@ def check_sinks() -> None:
     """Each device's share of their gradient is summed over the texts."""
     loss = lambda sinks, inputs: (attend(*inputs, sinks=sinks) ** 2).sum()
     step = jax.jit(jax.grad(loss))
-    want = step(PER_HEAD["sinks"], arrays())
+    expected = step(PER_HEAD["sinks"], arrays())
     placed = [place(x, BOTH) for x in arrays()]
     for spec in (P(), P("heads")):
-        np.testing.assert_allclose(step(place(PER_HEAD["sinks"], spec), placed), want, rtol=2e-6)
+        np.testing.assert_allclose(step(place(PER_HEAD["sinks"], spec), placed), expected, rtol=2e-6)
     print("gradients of sinks")
 
 

@@ -47,9 +47,9 @@ def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums:
         {key: place(x, of_heads[key]) for key, x in per_head.items()},
     )
     step = gradient(sharded).lower(*placed).compile()
-    got, want = step(*placed), gradient(per_text)(arrays(kv_heads), per_head)
+    actual, expected = step(*placed), gradient(per_text)(arrays(kv_heads), per_head)
     # A sum over all texts rounds in the order of its parts.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-5), got, want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-5), actual, expected)
     text = step.as_text()
     found = sum(line.count(" all-reduce(") + line.count(" all-reduce-start(") for line in text.splitlines())
     moved = sum(text.count(f" {what}(") for what in ("all-gather", "all-to-all", "collective-permute"))

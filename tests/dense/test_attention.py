@@ -34,8 +34,8 @@ def arrays(q_tokens=24, kv_tokens=None, batch=2, heads=(4, 2), head_dim=8, dtype
     )
 
 
-def close(got, want, atol=3e-6):
-    np.testing.assert_allclose(got, want, rtol=3e-6, atol=atol)
+def close(actual, expected, atol=3e-6):
+    np.testing.assert_allclose(actual, expected, rtol=3e-6, atol=atol)
 
 
 def is_visible(q_tokens, kv_tokens, causal, window):
@@ -75,8 +75,8 @@ class TestAgreementWithJaxNN:
 
         close(ours(qkv), theirs(qkv))
         of = lambda run: jax.jit(jax.grad(lambda qkv: (run(qkv) ** 2).sum()))(qkv)
-        for got, want in zip(of(ours), of(theirs), strict=True):
-            close(got, want, 1e-5)
+        for actual, expected in zip(of(ours), of(theirs), strict=True):
+            close(actual, expected, 1e-5)
 
     def test_defaults_and_unbatched_arrays_equal_jax_nn(self):
         qkv = arrays(batch=None, heads=(4, 1))
@@ -86,8 +86,8 @@ class TestAgreementWithJaxNN:
     def test_boolean_mask_equals_jax_nn(self):
         qkv = arrays(7, 10)
         mask = jax.random.bernoulli(jax.random.key(9), 0.6, (2, 1, 7, 10)).at[..., 0].set(True)
-        want = jax.nn.dot_product_attention(*qkv, mask=mask)
-        close(jattn.attention(*qkv, mask=mask), want)
+        expected = jax.nn.dot_product_attention(*qkv, mask=mask)
+        close(jattn.attention(*qkv, mask=mask), expected)
         close(jattn.attention(*qkv, mask=mask[:1]), jax.nn.dot_product_attention(*qkv, mask=mask[:1]))
 
     @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
@@ -98,8 +98,8 @@ class TestAgreementWithJaxNN:
             lambda k: (jattn.attention(*qkv[:1], k, qkv[2], causal=True, mask=mask) ** 2).sum()
         )
         of = lambda mask: jax.value_and_grad(loss(mask))(qkv[1])
-        for got, want in zip(of(mask), of(wide), strict=True):
-            close(got, want)
+        for actual, expected in zip(of(mask), of(wide), strict=True):
+            close(actual, expected)
 
     @pytest.mark.parametrize("axis", [2, 3])
     def test_padding_mask_is_not_materialized_per_pair(self, axis):
@@ -138,8 +138,8 @@ def has_float64_s_gradients():
             assert lse.dtype == jnp.float32
             return (out**2).sum()
 
-        got, want = (jax.grad(loss)(qkv, by) for by in ("xla", "reference"))
-        jax.tree.map(functools.partial(close, atol=1e-13), got, want)
+        actual, expected = (jax.grad(loss)(qkv, by) for by in ("xla", "reference"))
+        jax.tree.map(functools.partial(close, atol=1e-13), actual, expected)
 
 
 class TestDocuments:
@@ -174,40 +174,40 @@ class TestDocuments:
                     loss += (out**2).sum() + lse.sum()
             return loss
 
-        got, (out, lse) = jax.jit(jax.grad(together, has_aux=True))(poisoned)
+        actual, (out, lse) = jax.jit(jax.grad(together, has_aux=True))(poisoned)
         assert (out[bounds[-1] :] == 0).all()
         assert jnp.isneginf(lse[:, bounds[-1] :]).all()
-        for one, want in zip(got, jax.jit(jax.grad(apart))(qkv), strict=True):
-            close(one, want, 1e-5)
+        for one, expected in zip(actual, jax.jit(jax.grad(apart))(qkv), strict=True):
+            close(one, expected, 1e-5)
             assert (one[bounds[-1] :] == 0).all()
 
     @pytest.mark.kernels
     def test_segment_ids_equal_packed_documents(self):
         bounds, qkv, _ = self.packed(spare=0)
         ids = jnp.repeat(jnp.asarray([7, 1, 3]), np.asarray([5, 12, 3]), total_repeat_length=20)
-        want = jattn.attention(*qkv, cu_seqlens=bounds, causal=True)
-        close(jattn.attention(*qkv, segment_ids=ids, causal=True), want)
+        expected = jattn.attention(*qkv, cu_seqlens=bounds, causal=True)
+        close(jattn.attention(*qkv, segment_ids=ids, causal=True), expected)
         batch = tuple(x[None] for x in qkv)
-        close(jattn.attention(*batch, segment_ids=ids[None], causal=True)[0], want)
+        close(jattn.attention(*batch, segment_ids=ids[None], causal=True)[0], expected)
 
     def test_segment_ids_in_any_order_attend_within_their_segment(self):
         ids = jnp.asarray([[0, 1, 0, 2, 1, 1, 0, 2], [5, 5, 5, 1, 1, 1, 1, 5]])
         qkv = arrays(8)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
-        want = jax.nn.dot_product_attention(*qkv, mask=mask, is_causal=True)
-        close(jattn.attention(*qkv, segment_ids=ids, causal=True), want)
+        expected = jax.nn.dot_product_attention(*qkv, mask=mask, is_causal=True)
+        close(jattn.attention(*qkv, segment_ids=ids, causal=True), expected)
 
     @pytest.mark.usefixtures("types_unchecked")
     def test_64_bit_segment_ids_are_distinguished(self):
         """Equal in their last 32 bits, as JAX would cut them."""
         qkv, small = arrays(12), np.arange(24).reshape(2, 12) // 5
         large = (7 - small) * 2**32 + 1
-        want = jattn.attention(*qkv, segment_ids=small)
-        close(jattn.attention(*qkv, segment_ids=large), want)
-        close(jattn.attention(*(x[0] for x in qkv), segment_ids=large[0]), want[0])
-        close(jattn.attention(*qkv, mask=masks.Document(ids=large)), want)
+        expected = jattn.attention(*qkv, segment_ids=small)
+        close(jattn.attention(*qkv, segment_ids=large), expected)
+        close(jattn.attention(*(x[0] for x in qkv), segment_ids=large[0]), expected[0])
+        close(jattn.attention(*qkv, mask=masks.Document(ids=large)), expected)
         with jax.enable_x64(True):
-            close(jattn.attention(*qkv, segment_ids=jnp.asarray(large), implementation="xla"), want)
+            close(jattn.attention(*qkv, segment_ids=jnp.asarray(large), implementation="xla"), expected)
 
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
     @pytest.mark.parametrize("is_packed", [False, True])
@@ -223,12 +223,12 @@ class TestDocuments:
             return out.reshape(qkv[0].shape)
 
         gradients = jax.jit(lambda qkv, grad: jax.vjp(attend, *qkv)[1](grad))
-        want = gradients(qkv[:3], qkv[3])
+        expected = gradients(qkv[:3], qkv[3])
         for index, bad in itertools.product(range(4), (0, 2)):
             spoilt = [x.at[bad].set(jnp.nan) if i == index else x for i, x in enumerate(qkv)]
             other_rows = np.delete(np.arange(3), bad)
-            for got, right in zip(gradients(tuple(spoilt[:3]), spoilt[3]), want, strict=True):
-                close(got[other_rows], right[other_rows])
+            for actual, right in zip(gradients(tuple(spoilt[:3]), spoilt[3]), expected, strict=True):
+                close(actual[other_rows], right[other_rows])
 
     def test_kernels_receive_document_bounds_and_xla_receives_segment_ids(self, monkeypatch):
         """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
@@ -271,16 +271,16 @@ class TestMasks:
         mask = masks.Prefix(length=lengths) | masks.Causal()
         i, j = np.arange(16)[:, None], np.arange(16)[None, :]
         visible = np.stack([(j <= i) | (np.maximum(i, j) < n) for n in lengths])[:, None]
-        want = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible))
-        close(jattn.attention(*qkv, mask=mask), want)
+        expected = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible))
+        close(jattn.attention(*qkv, mask=mask), expected)
 
     def test_masks_apply_to_fewer_queries_than_keys(self):
         qkv = arrays(6, 16)
         mask = masks.Sinks(2) | masks.Window(left=1, right=3)
         i, j = np.arange(6)[:, None], np.arange(16)[None, :]
         visible = (j < 2) | ((i - j <= 1) & (j - i <= 3))
-        want = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible)[None, None])
-        close(jattn.attention(*qkv, mask=mask), want)
+        expected = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible)[None, None])
+        close(jattn.attention(*qkv, mask=mask), expected)
 
     def test_mask_functions_over_traced_arrays_have_gradients(self):
         check_gradients_equal_a_boolean_mask(arrays(9, head_dim=24))
@@ -311,8 +311,8 @@ class TestTransformations:
         qkv = arrays(10, dtype=dtype)
         loss = lambda qkv: (jattn.attention(*qkv, causal=True).astype(jnp.float32) ** 2).sum()
         one, other = (jax.jit(jax.grad(function))(qkv) for function in (loss, jax.checkpoint(loss)))
-        for got, want in zip(one, other, strict=True):
-            close(got.astype(jnp.float32), want.astype(jnp.float32), 1e-6)
+        for actual, expected in zip(one, other, strict=True):
+            close(actual.astype(jnp.float32), expected.astype(jnp.float32), 1e-6)
 
     @pytest.mark.kernels
     @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 19), ("automatic", 22)])
@@ -513,8 +513,8 @@ class TestExplicitMesh:
             (("x", "y"), None, None, None): ((), (("x", "y"),), ()),
             whole: ((), (), ()),
         }
-        assert {want: tuple(self.run(*shardings)) for want, shardings in cases.items()} == {
-            want: want for want in cases
+        assert {expected: tuple(self.run(*shardings)) for expected, shardings in cases.items()} == {
+            expected: expected for expected in cases
         }
 
     def test_sharded_tokens_and_head_dims_are_rejected(self):
@@ -578,8 +578,8 @@ class TestAutoMesh:
 
         for of in ((0, 1), 0, 1):
             step = jax.jit(jax.grad(loss, of, has_aux=True), static_argnums=2)
-            got, want = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
-            jax.tree.map(functools.partial(close, atol=2e-5), got, want)
+            actual, expected = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
+            jax.tree.map(functools.partial(close, atol=2e-5), actual, expected)
 
     def test_float64_gradients_have_float64_accuracy(self):
         has_float64_s_gradients()
@@ -607,9 +607,11 @@ class TestAutoMesh:
             by_ids = masks.MaskFunction(lambda head, query, key: ids[query] == ids[key])
             return jattn.attention(*qkv, mask=by_ids)
 
-        want = jattn.attention(*qkv, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference")
-        close(run(*qkv), want)
-        close(jax.vmap(run)(*qkv), want)
+        expected = jattn.attention(
+            *qkv, segment_ids=jnp.broadcast_to(ids, (3, 8)), implementation="reference"
+        )
+        close(run(*qkv), expected)
+        close(jax.vmap(run)(*qkv), expected)
         check_gradients_equal_a_boolean_mask(arrays(9, head_dim=24))
 
 

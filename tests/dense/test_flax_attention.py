@@ -94,9 +94,9 @@ class TestFlaxArguments:
         """Also for fewer queries than keys: Flax aligns the first query with the first key."""
         x, keys = texts()[:, :length], texts()
         ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
-        want = flax(x, keys, is_causal=True)
-        np.testing.assert_allclose(ours(x, keys, is_causal=True), want, atol=1e-6)
-        assert jnp.abs(flax(x, keys) - want).max() > 1e-2
+        expected = flax(x, keys, is_causal=True)
+        np.testing.assert_allclose(ours(x, keys, is_causal=True), expected, atol=1e-6)
+        assert jnp.abs(flax(x, keys) - expected).max() > 1e-2
 
     def test_is_causal_and_a_causal_spec_are_equivalent(self):
         x, layer = texts(), flax_layer(attention_fn=with_spec(window=(2, 0)))
@@ -270,9 +270,9 @@ class TestShapes:
     def test_sinks_and_slopes_may_be_lists(self):
         x, numbers = jax.random.normal(jax.random.key(0), (1, 5, 4, 6)), [0.0, 1.0, 2.0, 3.0]
         inputs = {"sinks": numbers, "alibi_slopes": numbers}
-        want = jattn.attention(x, x, x, **{name: jnp.asarray(numbers) for name in inputs})
+        expected = jattn.attention(x, x, x, **{name: jnp.asarray(numbers) for name in inputs})
         for attend in (jattn.attention_fn, jattn.attention):
-            np.testing.assert_allclose(attend(x, x, x, **inputs), want, atol=1e-6)
+            np.testing.assert_allclose(attend(x, x, x, **inputs), expected, atol=1e-6)
 
 
 class TestMemory:
@@ -301,8 +301,8 @@ def test_gradients_of_a_flax_layer_equal_flax_attention():
         jax.tree.leaves(nnx.jit(nnx.grad(loss))(flax_layer(**options), x))
         for options in ({"attention_fn": jattn.attention_fn}, {})
     ]
-    for got, want in zip(*gradients, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    for actual, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 def test_unsupported_kernel_is_rejected_by_name():

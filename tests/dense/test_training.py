@@ -75,9 +75,9 @@ def loss_of(run):
     return loss
 
 
-def assert_near(got, want):
+def assert_near(actual, expected):
     """Gradients in 16 bits, of which none is all zeros."""
-    for one, other in zip(got, want, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         scale = float(jnp.abs(other).max())
         np.testing.assert_allclose(
             one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=0.02 * scale
@@ -108,11 +108,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_gradients_equal_xla(name):
     qkv, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
-    want = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(qkv)
+    expected = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(qkv)
     with as_on_a_gpu() as called:
-        got = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(qkv)
+        actual = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
-    assert_near(got, want)
+    assert_near(actual, expected)
 
 
 TEXTS, TOKENS = 3, 80
@@ -137,15 +137,15 @@ def blocks_of_texts():
 
 def test_masked_batch_lists_only_tiles_of_its_own_keys():
     qkv, mask = arrays(), blocks_of_texts()
-    want = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(qkv)
+    expected = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(qkv)
     wraps = mock.patch.object(tile_lists, "tile_coverage", wraps=tile_lists.tile_coverage)
     with as_on_a_gpu() as called, wraps as asked:
-        got = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(qkv)
+        actual = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
     # Tiles of 64 keys in the forward pass, of 128 in the backward one; the batch has 240.
     widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in asked.call_args_list}
     assert widths == {64: 2, 128: 1}
-    assert_near(got, want)
+    assert_near(actual, expected)
 
 
 class TestUnsupportedByTheKernel:
@@ -298,11 +298,11 @@ class TestOnGpu:
             arrays(head_dim=head_dim),
             functools.partial(jattn.attention, return_lse=True, **CASES[name]),
         )
-        got, want = (
+        actual, expected = (
             jax.jit(jax.grad(loss_of(functools.partial(run, implementation=by))))(qkv)
             for by in ("mosaic_gpu", "xla")
         )
-        for one, other in zip(got, want, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             one, other = one.astype(jnp.float32), other.astype(jnp.float32)
             np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * float(jnp.abs(other).max()))
 
@@ -344,5 +344,5 @@ def test_kernels_attend_to_local_shards_under_plain_jit(cut):
         name for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute") if name in text
     ]
     assert text.count("mosaic_gpu") >= 2
-    got = on_two(jax.device_put(qkv, jax.NamedSharding(mesh, cut)))
-    assert_near(jax.device_get(got), step(qkv))
+    actual = on_two(jax.device_put(qkv, jax.NamedSharding(mesh, cut)))
+    assert_near(jax.device_get(actual), step(qkv))

@@ -53,18 +53,18 @@ def write(case: dict, rng: np.random.Generator) -> None:
     new = jattn.write_kv(cache, jnp.asarray(rows["k"]), jnp.asarray(rows["v"]), jnp.asarray(slots))
     if len(slots):
         assert cache.k.is_deleted(), "the cache must be donated"
-    got = by_slot(new)
+    actual = by_slot(new)
     for name in before:
         untouched = np.setdiff1d(np.arange(len(before["k"])), slots)
         np.testing.assert_array_equal(
-            got[name][untouched], before[name][untouched], err_msg=f"{name} elsewhere"
+            actual[name][untouched], before[name][untouched], err_msg=f"{name} elsewhere"
         )
     for t, slot in enumerate(slots):
         for name in ("k", "v") if slot >= 0 else ():
-            has_token_scale = f"{name}_scale" in got
-            scale = got[f"{name}_scale"][slot][:, None] if has_token_scale else scales[name]
+            has_token_scale = f"{name}_scale" in actual
+            scale = actual[f"{name}_scale"][slot][:, None] if has_token_scale else scales[name]
             _check_stored(
-                rows[name][t].astype(np.float64), got[name][slot], scale, is_dynamic=has_token_scale
+                rows[name][t].astype(np.float64), actual[name][slot], scale, is_dynamic=has_token_scale
             )
 
 
@@ -76,8 +76,8 @@ def _check_stored(row: np.ndarray, held: np.ndarray, scale, *, is_dynamic: bool)
         return
     scale = np.asarray(scale, np.float64)
     if is_dynamic:
-        want = np.maximum(np.abs(row).max(axis=-1, keepdims=True) / LARGEST[dtype], 1e-6)
-        np.testing.assert_allclose(scale, want, rtol=1e-6)
+        expected = np.maximum(np.abs(row).max(axis=-1, keepdims=True) / LARGEST[dtype], 1e-6)
+        np.testing.assert_allclose(scale, expected, rtol=1e-6)
     scale = scale.reshape(-1, 1) if scale.ndim == 1 else scale
     scaled = row / scale
     if dtype == "int8":
@@ -110,9 +110,9 @@ def moved(source: dict, target: dict, pairs: np.ndarray, size: int) -> dict:
     return found
 
 
-def assert_same(got: dict, want: dict) -> None:
-    for name in want:
-        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+def assert_same(actual: dict, expected: dict) -> None:
+    for name in expected:
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
 
 
 def copy(case: dict, rng: np.random.Generator) -> None:
@@ -132,10 +132,10 @@ def swap(case: dict, rng: np.random.Generator) -> None:
     on_host = lambda cache: jax.tree.map(np.array, cache)
     source, target = (on_host(c) if rng.random() < 0.5 else c for c in (source, target))
     pairs, old, size = pairs_of(rng, case["num_blocks"], others), by_slot(target), case["block_size"]
-    want = moved(by_slot(source), old, pairs, size)
+    expected = moved(by_slot(source), old, pairs, size)
     is_on_host = isinstance(target.k, np.ndarray)
     before = by_slot(source)
     new = jattn.swap_blocks(source, target, pairs)
     assert isinstance(new.k, np.ndarray) == is_on_host
-    assert_same(by_slot(new), want)
+    assert_same(by_slot(new), expected)
     assert_same(by_slot(source), before)

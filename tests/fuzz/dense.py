@@ -78,23 +78,23 @@ def check(case: dict) -> None:
 
     loss = jax.checkpoint(loss) if case["how"] == "checkpoint" else loss
     of = jax.grad(loss, has_aux=True)
-    got, made = (of if case["how"] == "eager" else jax.jit(of))(with_nan)
+    actual, made = (of if case["how"] == "eager" else jax.jit(of))(with_nan)
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
         weights = of_out.astype(np.float64), of_lse.astype(np.float64)
         weighed = lambda wide: _formula(case, wide, seen, *weights)
-        want, judge = jax.grad(weighed, has_aux=True)(wide)
+        expected, judge = jax.grad(weighed, has_aux=True)(wide)
     for name, a, b in zip(("out", "lse"), made, judge, strict=True):
         _close(case, name, a, b)
-    for name, a in got.items():
-        _close(case, f"gradient of {name}", a, want[name])
+    for name, a in actual.items():
+        _close(case, f"gradient of {name}", a, expected[name])
 
 
-def _close(case: dict, name: str, got, want) -> None:
-    got, want = np.asarray(got, np.float64), np.asarray(want)
-    top = np.abs(np.where(np.isinf(want), 0, want)).max(initial=1.0)
+def _close(case: dict, name: str, actual, expected) -> None:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected)
+    top = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=1.0)
     bound = TOLERANCE[case["dtype"]] * top
-    np.testing.assert_allclose(got, want, rtol=0, atol=bound, err_msg=name)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=name)
 
 
 def _given(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray]:

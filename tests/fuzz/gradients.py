@@ -65,12 +65,12 @@ def check(case: dict) -> None:
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse).T
         return (out * weights).sum() + (finite * lse_weights).sum()
 
-    got = jax.jit(jax.grad(loss))({name: jnp.asarray(x) for name, x in given.items()})
-    want = oracle_gradients.gradients(problem, oracle_gradients.Wanted(weights, lse_weights))
-    want |= {name: as_held(problem, want[name], is_key=name == "k") for name in "kv"}
-    for name, array in got.items():
-        bound = TOLERANCE * max(np.abs(want[name]).max(initial=0.0), 1.0)
-        np.testing.assert_allclose(array, want[name], rtol=0, atol=bound, err_msg=f"gradient of {name}")
+    actual = jax.jit(jax.grad(loss))({name: jnp.asarray(x) for name, x in given.items()})
+    expected = oracle_gradients.gradients(problem, oracle_gradients.Wanted(weights, lse_weights))
+    expected |= {name: as_held(problem, expected[name], is_key=name == "k") for name in "kv"}
+    for name, array in actual.items():
+        bound = TOLERANCE * max(np.abs(expected[name]).max(initial=0.0), 1.0)
+        np.testing.assert_allclose(array, expected[name], rtol=0, atol=bound, err_msg=f"gradient of {name}")
 
 
 def as_held(problem: AttentionProblem, of_slots: np.ndarray, *, is_key: bool) -> np.ndarray:

@@ -37,7 +37,7 @@ def check(case: dict, rng: np.random.Generator) -> None:
     ends = {"stop_ids": stops, "max_lens": max_lens}
     options = {"num_steps": num_steps, "sample": greedy, **ends}
     cache = jattn.PagedCache.create(spec)
-    got = jattn.decode_loop(step, jnp.int32(PARAMS), cache, metadata, tokens, **options)
+    actual = jattn.decode_loop(step, jnp.int32(PARAMS), cache, metadata, tokens, **options)
     longest = (
         np.full(rows, columns * size + 1) if max_lens is None else np.minimum(max_lens, columns * size + 1)
     )
@@ -46,12 +46,12 @@ def check(case: dict, rng: np.random.Generator) -> None:
     for r in range(live):
         own = table[r][:, None] * size + np.arange(size)
         last[r], lens[r] = decoded(tokens[r], seq_lens[r], longest[r], stops, own.ravel(), made[r], slots)
-    np.testing.assert_array_equal(got.tokens, made)
-    np.testing.assert_array_equal(got.num_tokens, (made >= 0).sum(axis=1))
-    assert int(got.num_steps) == (made >= 0).any(axis=0).sum()
-    np.testing.assert_array_equal(got.last_tokens, last)
-    np.testing.assert_array_equal(got.metadata.seq_lens, lens)
-    np.testing.assert_array_equal(by_slot(got.caches)["k"][:, 0, 0], slots)
+    np.testing.assert_array_equal(actual.tokens, made)
+    np.testing.assert_array_equal(actual.num_tokens, (made >= 0).sum(axis=1))
+    assert int(actual.num_steps) == (made >= 0).any(axis=0).sum()
+    np.testing.assert_array_equal(actual.last_tokens, last)
+    np.testing.assert_array_equal(actual.metadata.seq_lens, lens)
+    np.testing.assert_array_equal(by_slot(actual.caches)["k"][:, 0, 0], slots)
 
 
 def decoded(token, length, longest, stops, own, made, slots) -> tuple[int, int]:

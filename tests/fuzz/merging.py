@@ -29,12 +29,12 @@ def merge(case: dict, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(out[t, h], outs[0, t, h].astype(np.float64))
             continue
         scores = np.array([lses[n, h, t] for n in sides], np.float64)
-        want_lse = scores.max() + np.log(np.exp(scores - scores.max()).sum())
+        expected_lse = scores.max() + np.log(np.exp(scores - scores.max()).sum())
         terms = [
-            np.exp(s - want_lse) * outs[n, t, h].astype(np.float64)
+            np.exp(s - expected_lse) * outs[n, t, h].astype(np.float64)
             for s, n in zip(scores, sides, strict=True)
         ]
-        np.testing.assert_allclose(lse[h, t], want_lse, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(lse[h, t], expected_lse, rtol=1e-5, atol=1e-5)
         off = np.abs(out[t, h] - np.sum(terms, axis=0)).max()
         assert off <= error * np.abs(terms).sum(axis=0).max(), (
             f"out of token {t}, head {h} is off by {off:.3g}"

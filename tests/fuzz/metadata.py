@@ -19,16 +19,16 @@ def check(case: dict, rng: np.random.Generator) -> None:
     table = [rng.integers(0, 50, w).tolist() + [-7] * int(rng.integers(0, 3)) for w in widths]
     bucket = bucket_of(rng, query_lens, decode_len, max(widths, default=0))
     build = {"block_size": size, "decode_query_len": decode_len}
-    got = jattn.build_batch_metadata(query_lens, seq_lens, table, bucket=bucket, **build)
-    want = expected(query_lens, seq_lens, table, got.bucket, size)
-    compare(got, want)
-    larger = grown(rng, got)
+    actual = jattn.build_batch_metadata(query_lens, seq_lens, table, bucket=bucket, **build)
+    want = expected(query_lens, seq_lens, table, actual.bucket, size)
+    compare(actual, want)
+    larger = grown(rng, actual)
     compare(
-        jax.jit(jattn.pad_to_bucket, static_argnums=1)(got, larger),
+        jax.jit(jattn.pad_to_bucket, static_argnums=1)(actual, larger),
         expected(query_lens, seq_lens, table, larger, size),
     )
-    check_other_blocks(got, rng)
-    check_advance(got, want, rng)
+    check_other_blocks(actual, rng)
+    check_advance(actual, want, rng)
 
 
 def bucket_of(rng, query_lens, decode_len, width) -> jattn.Bucket | None:
@@ -94,43 +94,43 @@ def properties(metadata) -> dict:
     return {name: getattr(metadata, name) for name in names}
 
 
-def compare(got, want) -> None:
-    told = jax.jit(properties)(got)
+def compare(actual, expected) -> None:
+    told = jax.jit(properties)(actual)
     for name in ("seq_lens", "slot_mapping", "num_decodes", "num_prefills"):
-        np.testing.assert_array_equal(getattr(got, name), want[name], err_msg=name)
+        np.testing.assert_array_equal(getattr(actual, name), expected[name], err_msg=name)
     for name in ("positions", "is_valid_token"):
-        np.testing.assert_array_equal(told[name], want[name], err_msg=name)
-    blocks = want["block_table"]
-    width = max(got.block_table.shape[1], blocks.shape[1])
+        np.testing.assert_array_equal(told[name], expected[name], err_msg=name)
+    blocks = expected["block_table"]
+    width = max(actual.block_table.shape[1], blocks.shape[1])
     wide = lambda x: np.pad(np.asarray(x), ((0, 0), (0, width - x.shape[1])), constant_values=-1)
-    np.testing.assert_array_equal(np.where(wide(blocks) >= 0, wide(got.block_table), -1), wide(blocks))
-    is_row = want["starts"] >= 0
+    np.testing.assert_array_equal(np.where(wide(blocks) >= 0, wide(actual.block_table), -1), wide(blocks))
+    is_row = expected["starts"] >= 0
     np.testing.assert_array_equal(
-        np.asarray(told["row_starts"])[is_row], want["starts"][is_row], err_msg="row_starts"
+        np.asarray(told["row_starts"])[is_row], expected["starts"][is_row], err_msg="row_starts"
     )
-    starts = np.asarray(got.query_start_loc)
-    assert starts.shape == (got.bucket.max_reqs + 1,)
-    assert (np.diff(starts[got.bucket.max_decodes :]) >= 0).all()
+    starts = np.asarray(actual.query_start_loc)
+    assert starts.shape == (actual.bucket.max_reqs + 1,)
+    assert (np.diff(starts[actual.bucket.max_decodes :]) >= 0).all()
 
 
 def check_other_blocks(metadata, rng) -> None:
     """update_block_table: slots follow."""
     table = rng.integers(0, 99, metadata.block_table.shape).astype(np.int32)
-    got = jax.jit(jattn.update_block_table)(metadata, jnp.asarray(table))
-    slots = np.asarray(got.slot_mapping)
+    actual = jax.jit(jattn.update_block_table)(metadata, jnp.asarray(table))
+    slots = np.asarray(actual.slot_mapping)
     told, size = (
         {name: np.asarray(x) for name, x in jax.jit(properties)(metadata).items()},
         metadata.block_size,
     )
     rows = told["token_rows"]
     for t, (is_live, position) in enumerate(zip(told["is_valid_token"], told["positions"], strict=True)):
-        want = table[rows[t], position // size] * size + position % size if is_live else -1
-        assert slots[t] == want, f"slot of token {t}"
+        expected = table[rows[t], position // size] * size + position % size if is_live else -1
+        assert slots[t] == expected, f"slot of token {t}"
 
 
-def check_advance(metadata, want, rng) -> None:
+def check_advance(metadata, expected, rng) -> None:
     """Two decode steps, in which rows accept fewer tokens or end."""
-    lens, new = want["seq_lens"].copy(), np.asarray(jax.jit(properties)(metadata)["query_lens"])
+    lens, new = expected["seq_lens"].copy(), np.asarray(jax.jit(properties)(metadata)["query_lens"])
     decode_len, size = metadata.bucket.decode_query_len, metadata.block_size
     table = np.asarray(metadata.block_table)
     for _ in range(2):
@@ -150,5 +150,5 @@ def check_advance(metadata, want, rng) -> None:
             position = lens[r] - decode_len + nth
             column = position // size
             is_in = lens[r] > 0 and column < table.shape[1] and table[r, column] >= 0
-            want = table[r, column] * size + position % size if is_in else -1
-            assert slots[r, nth] == want, f"slot of row {r}, token {nth}"
+            expected = table[r, column] * size + position % size if is_in else -1
+            assert slots[r, nth] == expected, f"slot of row {r}, token {nth}"

@@ -53,7 +53,7 @@ def make(case: dict) -> tuple[Problem, jattn.masks.Mask | None]:
     return problem, mask
 
 
-def gradients(problem, mask, wanted, implementation="xla", query=None, return_lse=True):
+def gradients(problem, mask, expected, implementation="xla", query=None, return_lse=True):
     """Of what the oracle's loss is, by all that is a float."""
     given = {"query": problem.query if query is None else query, "k": problem.kv.k, "v": problem.kv.v}
     given |= {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
@@ -66,8 +66,8 @@ def gradients(problem, mask, wanted, implementation="xla", query=None, return_ls
             given["query"], kv, problem.metadata, problem.spec, mask=mask,
             implementation=implementation, return_lse=True, **per_head,
         )  # fmt: skip
-        of_lse = jnp.where(jnp.isneginf(lse), 0.0, lse).T * wanted.lse
-        return (out.astype(jnp.float32) * wanted.out).sum() + (of_lse.sum() if return_lse else 0.0)
+        of_lse = jnp.where(jnp.isneginf(lse), 0.0, lse).T * expected.lse
+        return (out.astype(jnp.float32) * expected.out).sum() + (of_lse.sum() if return_lse else 0.0)
 
     return jax.jit(jax.grad(loss))(given)
 
@@ -76,8 +76,8 @@ def gradients(problem, mask, wanted, implementation="xla", query=None, return_ls
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_gradients_are_float64_s_under_every_pair_of_features(case):
     problem, mask = make(case)
-    wanted = oracle_gradients.draw_weights(problem)
-    oracle_gradients.check(problem, wanted, gradients(problem, mask, wanted))
+    expected = oracle_gradients.draw_weights(problem)
+    oracle_gradients.check(problem, expected, gradients(problem, mask, expected))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_gradients_are_float64_s_under_every_pair_of_features(case):
 )
 def test_gradients_are_float64_s(case):
     problem, mask = make(case)
-    wanted = oracle_gradients.draw_weights(problem)
-    oracle_gradients.check(problem, wanted, gradients(problem, mask, wanted))
+    expected = oracle_gradients.draw_weights(problem)
+    oracle_gradients.check(problem, expected, gradients(problem, mask, expected))
 
 
 def packed_problem(lens, num_heads=(4, 2), head_dim=16, dtype=jnp.float32, **fields):
@@ -174,10 +174,10 @@ def test_a_second_derivative_is_refused_by_name(outer):
 def test_checkpoints_and_vmap_change_no_gradient():
     spec, metadata, arrays = packed_problem([9, 20])
     loss = functools.partial(loss_of, spec, metadata, implementation="xla")
-    want = jax.jit(jax.grad(loss))(arrays)
+    expected = jax.jit(jax.grad(loss))(arrays)
     again = jax.jit(jax.grad(jax.checkpoint(loss)))(arrays)
     twice = jax.jit(jax.vmap(jax.grad(loss)))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arrays))
-    for one, other, both in zip(want, again, twice, strict=True):
+    for one, other, both in zip(expected, again, twice, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
         np.testing.assert_allclose(both[0], one, rtol=0, atol=1e-5)
 
@@ -197,8 +197,8 @@ def test_gradients_of_lse_alone_and_of_merged_halves():
         return (jattn.merge_attn_states(*parts[0], *parts[1])[0] ** 2).sum()
 
     at_once = lambda arrays: (run(arrays[0], kv(*arrays[1:]), whole, spec)[0] ** 2).sum()
-    for got, want in zip(jax.grad(merged)((q, k, v)), jax.grad(at_once)((q, k, v)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    for actual, expected in zip(jax.grad(merged)((q, k, v)), jax.grad(at_once)((q, k, v)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.kernels
@@ -215,8 +215,8 @@ def test_a_decode_region_has_the_gradients_of_a_prefill_region():
         return (jattn.attend(arrays[0], kv(*arrays[1:]), metadata, spec, implementation="xla") ** 2).sum()
 
     one, other = (jax.grad(loss)((q[:2], k, v), metadata) for metadata in (decode, prefill))
-    for got, want in zip(one, other, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    for actual, expected in zip(one, other, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_eight_bit_keys_have_no_derivative_and_say_so():

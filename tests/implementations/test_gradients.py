@@ -36,8 +36,8 @@ def gradients(problem, query, kv):
         return jnp.sum(jnp.where(live[:, None, None], weights * out, 0.0)) + jnp.sum(weights[..., 0].T * lse)
 
     arguments = (query, kv.k, kv.v, *heads)
-    wanted = tuple(i for i, x in enumerate(arguments) if x is not None)
-    return jax.jit(jax.grad(loss, argnums=wanted))(*arguments)
+    expected = tuple(i for i, x in enumerate(arguments) if x is not None)
+    return jax.jit(jax.grad(loss, argnums=expected))(*arguments)
 
 
 @pytest.mark.parametrize("case", FLOATS, ids=case_id)
@@ -47,7 +47,7 @@ def test_nan_in_what_no_request_owns_changes_no_gradient(case):
     poisoned = gradients(problem, query, problem.kv)
     kv = replace(problem.kv, k=jnp.nan_to_num(problem.kv.k), v=jnp.nan_to_num(problem.kv.v))
     clean = gradients(problem, jnp.nan_to_num(query), kv)
-    for got, want in zip(poisoned, clean, strict=True):
-        assert np.isfinite(want).all()
-        np.testing.assert_array_equal(got, want)
+    for actual, expected in zip(poisoned, clean, strict=True):
+        assert np.isfinite(expected).all()
+        np.testing.assert_array_equal(actual, expected)
     assert all((np.asarray(grad) != 0).any() for grad in clean[:3])

@@ -88,8 +88,8 @@ class TestScores:
         )
         metadata = jattn.build_batch_metadata([1], [2], [[0]], block_size=2)
         out = jattn.attend(jnp.ones((1, 1, 1)), cache, metadata, spec, implementation=implementation)
-        want = 1 / (1 + np.exp(-2 * case["expected"]))
-        np.testing.assert_allclose(out[0, 0, 0], want, rtol=1e-6)
+        expected = 1 / (1 + np.exp(-2 * case["expected"]))
+        np.testing.assert_allclose(out[0, 0, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])
@@ -129,5 +129,5 @@ def test_local_strided_blocks_are_vllms(metadata_cases, is_prefill):
             blocks = [
                 sorted(set((np.flatnonzero(row) // size).tolist())) for row in np.asarray(visible[head])
             ]
-            want = case["attended_k_blocks"][head]
-            assert blocks == (want if is_prefill else [want])
+            expected = case["attended_k_blocks"][head]
+            assert blocks == (expected if is_prefill else [expected])

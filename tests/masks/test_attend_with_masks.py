@@ -134,10 +134,10 @@ def test_chunked_mask_equals_the_spec_for_more_queries_than_keys(implementation)
     attend = lambda mask, **chunks: jattn.attend(
         query, kv, metadata, jattn.AttentionSpec(**spec, **chunks), mask=mask, implementation=implementation
     )
-    want = attend(None, chunk_size=4)
-    np.testing.assert_allclose(attend(masks.Chunked(4)), want, rtol=1e-6, atol=1e-7)
-    assert not np.any(want[:5])
-    assert np.any(want[5:9])
+    expected = attend(None, chunk_size=4)
+    np.testing.assert_allclose(attend(masks.Chunked(4)), expected, rtol=1e-6, atol=1e-7)
+    assert not np.any(expected[:5])
+    assert np.any(expected[5:9])
 
 
 @pytest.mark.kernels
@@ -158,8 +158,8 @@ def test_kernel_and_xla_agree_for_queries_before_position_0(mask):
     attend = functools.partial(
         jattn.attend, query, jattn.PagedCache(k=k, v=v), metadata, spec, mask=mask, return_lse=True
     )
-    want, want_lse = attend(implementation="xla")
+    expected, expected_lse = attend(implementation="xla")
     with as_on_a_gpu():
-        got, lse = attend(implementation="mosaic_gpu")
-    np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=0.02)
-    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=1e-4)
+        actual, lse = attend(implementation="mosaic_gpu")
+    np.testing.assert_allclose(actual.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=1e-4)

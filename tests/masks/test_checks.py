@@ -47,10 +47,10 @@ def test_per_request_mask_is_reordered_to_batch_rows(to_device):
     for mask in of_each_request():
         laid = mask.to_batch_rows(metadata(to_device=to_device))
         traced = jax.jit(lambda mask, step: mask.to_batch_rows(step))(mask, metadata())
-        for got, again, given in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
-            np.testing.assert_array_equal(np.asarray(got)[ROWS], given)
-            np.testing.assert_array_equal(got, again)
-            assert got.shape[0] == BUCKET.max_reqs
+        for actual, again, given in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
+            np.testing.assert_array_equal(np.asarray(actual)[ROWS], given)
+            np.testing.assert_array_equal(actual, again)
+            assert actual.shape[0] == BUCKET.max_reqs
         masks.check_mask(laid, sizes(num_rows=8, max_seq_len=None), causal=False)
 
 
@@ -93,8 +93,8 @@ def test_mask_with_a_wrong_number_of_requests_is_rejected():
     ],
 )
 def test_mask_with_a_wrong_number_of_rows_is_rejected(mask, name, rows):
-    wanted = rf"{name} has {rows} rows, but the batch metadata has 8\. .*to_batch_rows\(metadata\)"
-    with pytest.raises(ValueError, match=wanted):
+    expected = rf"{name} has {rows} rows, but the batch metadata has 8\. .*to_batch_rows\(metadata\)"
+    with pytest.raises(ValueError, match=expected):
         masks.check_mask(mask, sizes(), causal=False)
     masks.check_mask(mask, sizes(num_rows=rows), causal=False)
 

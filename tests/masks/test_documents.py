@@ -75,5 +75,5 @@ def test_attention_with_descending_document_ids_equals_separate_calls():
     q, k, v = (jax.random.normal(jax.random.key(h), (1, 20, h, 8)) for h in (4, 2, 2))
     for given_ids in (ids, jnp.roll(ids, 2)):  # rolled, 0 comes again
         out = jattn.attention(q, k, v, causal=True, mask=masks.Document(ids=given_ids))
-        want = jattn.attention(q, k, v, causal=True, mask=given_ids[:, None] == given_ids[None, :])
-        np.testing.assert_allclose(out, want, atol=1e-6)
+        expected = jattn.attention(q, k, v, causal=True, mask=given_ids[:, None] == given_ids[None, :])
+        np.testing.assert_allclose(out, expected, atol=1e-6)

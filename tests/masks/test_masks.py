@@ -60,8 +60,8 @@ def test_big_bird_accepts_any_seed(seed):
     visible = masks.dense(
         masks.BigBird(block_size=1, random_blocks=1, seed=seed, **none), 9, 9, num_q_heads=2
     )
-    want = [[of(head, a) for a in range(9)] for head in range(2)]
-    np.testing.assert_array_equal(np.asarray(visible).argmax(axis=-1), want)
+    expected = [[of(head, a) for a in range(9)] for head in range(2)]
+    np.testing.assert_array_equal(np.asarray(visible).argmax(axis=-1), expected)
     assert np.asarray(visible).sum() == 18
 
 
@@ -83,11 +83,11 @@ def test_mask_function_must_return_bool():
 def test_mask_function_may_return_a_scalar(answer):
     mask = masks.MaskFunction(lambda head, query, key: answer)
     lens = {"seq_lens": jnp.asarray([4]), "max_query_len": 4, "max_seq_len": 4, "num_q_heads": 1}
-    for asked, want in ((mask, answer), (~mask, not answer)):
-        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).all() == want
-        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).any() == want
+    for asked, expected in ((mask, answer), (~mask, not answer)):
+        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).all() == expected
+        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).any() == expected
         made = sparsity.schedule(asked, **lens, tile_q=4, tile_kv=4)
-        assert (made.num_partial.item(), made.num_full.item()) == (0, int(want))
+        assert (made.num_partial.item(), made.num_full.item()) == (0, int(expected))
 
 
 @pytest.mark.parametrize("mask", [masks.Dilated(2**31 - 1, 1), masks.Dilated(2**30 - 1, 2)])
@@ -106,8 +106,8 @@ def test_dilated_window_may_cover_all_positions(mask):
 def test_mask_equals_its_definition_for_every_pair(ruled, seq_len, row, data):
     query_len = data.draw(st.integers(1, seq_len))
     heads = {"num_q_heads": mask_rules.Q_HEADS, "num_kv_heads": mask_rules.KV_HEADS}
-    got = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
-    np.testing.assert_array_equal(got, ruled.dense(query_len, seq_len, row))
+    actual = masks.dense(ruled.mask, query_len, seq_len, row=row, **heads)
+    np.testing.assert_array_equal(actual, ruled.dense(query_len, seq_len, row))
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -115,10 +115,10 @@ def test_block_mask_beyond_the_flat_index_limit_is_read_correctly(per_row, monke
     drawn_blocks = np.random.default_rng(1).random((3, 2, 4, 5)) < 0.5
     mask = masks.BlockMask(blocks=drawn_blocks if per_row else drawn_blocks[0], block_q=8, block_kv=8)
     see = lambda: [masks.dense(mask, 24, 32, num_q_heads=4, row=row) for row in range(3)]
-    want = see()
+    expected = see()
     monkeypatch.setattr(block_masks, "MAX_FLAT_INDEX", 7)
-    np.testing.assert_array_equal(see(), want)
-    for row, seen in enumerate(want):
+    np.testing.assert_array_equal(see(), expected)
+    for row, seen in enumerate(expected):
         of = drawn_blocks[row if per_row else 0].repeat(2, 0).repeat(8, 1).repeat(8, 2)
         np.testing.assert_array_equal(seen, of[:, 8:, :32])  # the last query stands at the last key
 

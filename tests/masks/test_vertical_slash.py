@@ -110,11 +110,11 @@ def test_keys_after_the_gathered_ones_are_masked_out():
 def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_key):
     for part in masks.split_gathered(slashed(25)):
         place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
-        got, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **place)
+        actual, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
-        wanted = part.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
-        np.testing.assert_array_equal(got, wanted)
-        assert got.size > 500
+        expected = part.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        np.testing.assert_array_equal(actual, expected)
+        assert actual.size > 500
 
 
 def cache_of(k, v, layout):
@@ -131,11 +131,11 @@ def test_gathered_tokens_are_read_from_their_blocks(layout):
     table = np.array([[4, 1], [2, 5]], np.int32)
     positions = RNG.integers(0, 32, (2, 9, 4), dtype=np.int32)
     is_real = RNG.random((2, 9, 4)) < 0.7
-    got = gather_tokens(cache, jnp.asarray(table), jnp.asarray(positions), jnp.asarray(is_real))
-    for one, stored in zip(got, (k, v), strict=True):
-        wanted = stored[table].reshape(2, 32, 2, 8)
+    actual = gather_tokens(cache, jnp.asarray(table), jnp.asarray(positions), jnp.asarray(is_real))
+    for one, stored in zip(actual, (k, v), strict=True):
+        expected = stored[table].reshape(2, 32, 2, 8)
         for (row, nth, head), real in np.ndenumerate(is_real):
-            mine = wanted[row, positions[row, nth, head], head // 2] if real else np.zeros(8)
+            mine = expected[row, positions[row, nth, head], head // 2] if real else np.zeros(8)
             np.testing.assert_array_equal(one[row, nth, head], mine)
 
 
@@ -166,12 +166,14 @@ def test_gradients_of_gathered_keys_reach_the_original_keys():
     places = np.array([[0, 1, 2, 3], [5, 5, 5, UNUSED_POSITION], [7, UNUSED_POSITION, 9, UNUSED_POSITION]])[
         None
     ].repeat(2, axis=0)
-    wanted, starts = np.asarray(of_rest, np.float64), np.array([0, 10])
+    expected, starts = np.asarray(of_rest, np.float64), np.array([0, 10])
     for (row, nth, head), place in np.ndenumerate(places):
         if place < UNUSED_POSITION:
-            wanted[starts[row] + place, head // 2] += np.asarray(of_gathered, np.float64)[3 * row + nth, head]
-    got = add_gathered_gradients(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
-    np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=1e-6)
+            expected[starts[row] + place, head // 2] += np.asarray(of_gathered, np.float64)[
+                3 * row + nth, head
+            ]
+    actual = add_gathered_gradients(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
+    np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-6)
 
 
 CACHE = jattn.PagedCache(k=jnp.zeros((4, 16, 2, 64), jnp.bfloat16), v=jnp.zeros((4, 16, 2, 64), jnp.bfloat16))
@@ -221,9 +223,9 @@ def test_attention_over_gathered_columns_equals_xla():
     given = jax.random.normal(jax.random.key(0), (110, 2, 64), jnp.bfloat16), cache_of(k, v, "HND")
     options = {"mask": mask, "sinks": jnp.linspace(-1.0, 1.0, 2)}
     attend = functools.partial(jattn.attend, *given, metadata, spec, return_lse=True, **options)
-    want = attend(implementation="xla")
+    expected = attend(implementation="xla")
     with as_on_a_gpu() as called:
-        got = attend(implementation="mosaic_gpu")
+        actual = attend(implementation="mosaic_gpu")
     assert called == ["attend"]
-    for one, other, far in zip(got, want, (0.02, 1e-4), strict=True):
+    for one, other, far in zip(actual, expected, (0.02, 1e-4), strict=True):
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=far)

@@ -55,8 +55,8 @@ def check_family(name: str) -> None:
     for count in [len(prompt)] if has_threshold else (half, len(prompt) - half - 2, 1, 1):
         done += count
         metadata = jattn.build_batch_metadata([count], [done], table, block_size=16)
-        got, caches = last_logits(model, prompt[done - count : done], caches, metadata)
-        logits.append(np.asarray(got))
+        actual, caches = last_logits(model, prompt[done - count : done], caches, metadata)
+        logits.append(np.asarray(actual))
     error = np.abs(np.concatenate(logits) - want).max()
     tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
     assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
@@ -74,12 +74,12 @@ def generated_tokens(engine: Engine, **params: int) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=12, **params)]
 
 
-def check_engine(folder: pathlib.Path, tp: int, cp: int, want: list[list[int]], alone: Engine) -> None:
+def check_engine(folder: pathlib.Path, tp: int, cp: int, expected: list[list[int]], alone: Engine) -> None:
     """One executable a bucket, one device's tokens, and each device holds 1 / (tp * cp) of the cache."""
     engine = Engine(load(folder, **mesh_of(tp, cp)), **SIZES, buckets=BUCKETS, check_batches=True)
     engine.precompile(progress=False)
     num_compiles = engine.stats.num_compiles
-    assert generated_tokens(engine) == want
+    assert generated_tokens(engine) == expected
     assert engine.stats.num_compiles == num_compiles
     caches = jax.tree.leaves(engine._runner._caches)
     assert all(parts_of(array) == {tp * cp} for array in caches)
@@ -153,8 +153,8 @@ def check_scales() -> None:
     """Scales are one device's however many positions stay together: blocks of 16 are no whole rounds here."""
     folder, prompts = GOLDEN / "hf" / "llama", PROMPTS[1:2]
     models = load(folder, progress=False), load(folder, **mesh_of(1, 2, 5))
-    want, got = (jattn.calibrate(model, prompts, per_head=True).layers for model in models)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    expected, actual = (jattn.calibrate(model, prompts, per_head=True).layers for model in models)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected)
     print("scales")
 
 
@@ -204,9 +204,9 @@ def main() -> None:
             check_scales()
             return
         alone = Engine(load(folder, progress=False), **SIZES, buckets=BUCKETS)
-        want = generated_tokens(alone)
+        expected = generated_tokens(alone)
         for tp, cp in ((1, 2), (2, 2), (1, 4), (2, 4)):
-            check_engine(folder, tp, cp, want, alone)
+            check_engine(folder, tp, cp, expected, alone)
         sizes = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
         assert command_line(["doctor", "--model", str(folder), *sizes, "--num-blocks", "9"]) == 0
 

@@ -57,8 +57,8 @@ def check(family: str, **mesh: int) -> None:
         theirs, ours = ([kinds.count(kind) for kinds in exchanges] for kind in ("all-reduce", "all-gather"))
         if dtype == jnp.bfloat16:
             by_xla_still = int(family == "gemma3")
-            want = [by_xla_still] * len(sums), [1 + 2 * layers - by_xla_still + gathers] * len(sums)
-            assert (theirs, ours) == want, exchanges
+            expected = [by_xla_still] * len(sums), [1 + 2 * layers - by_xla_still + gathers] * len(sums)
+            assert (theirs, ours) == expected, exchanges
         else:
             assert (theirs, ours) == (sums, [gathers] * len(sums)), exchanges
     print(f"{family} {mesh}: {len(by_xla)} executables", flush=True)

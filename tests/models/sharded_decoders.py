@@ -52,8 +52,8 @@ def check_family(name: str, tp: int) -> None:
     expected = np.load(GOLDEN / "hf" / name / "expected.npz")
     prompt, want = expected["prompt3"], expected["logits3"]
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], np.arange(1, 9)[None])
-    got, caches = last_logits(model, np.asarray(prompt, np.int32), model.create_caches(16), metadata)
-    error = np.abs(np.asarray(got) - want).max()
+    actual, caches = last_logits(model, np.asarray(prompt, np.int32), model.create_caches(16), metadata)
+    error = np.abs(np.asarray(actual) - want).max()
     tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
     assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
     assert all(is_cut(array, tp) for cache in caches for array in (cache.k, cache.v)), name
@@ -139,9 +139,9 @@ def check_decode_loop(folder: pathlib.Path, tp: int) -> None:
         caches, tokens = model.create_caches(9), np.asarray([3, 4], np.int32)
         return decode_loop(step, model, caches, metadata, tokens, num_steps=12, sample=greedy)
 
-    wanted, found = loop(None), loop(jattn.parallel.make_mesh(tp=tp))
-    np.testing.assert_array_equal(found.tokens, wanted.tokens)
-    assert len(np.unique(wanted.tokens)) > 2
+    expected, found = loop(None), loop(jattn.parallel.make_mesh(tp=tp))
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert len(np.unique(expected.tokens)) > 2
     assert all(is_cut(array, tp) for cache in found.caches for array in (cache.k, cache.v))
     print(f"decode_loop on {tp}")
 
@@ -160,21 +160,21 @@ def watch_uploads(engine: Engine) -> list[int]:
     return uploads
 
 
-def check_new_weights(engine: Engine, want: list[list[int]]) -> None:
+def check_new_weights(engine: Engine, expected: list[list[int]]) -> None:
     """Weights that the host has are put where the old ones were."""
     state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(engine.model)))
     engine.update_weights(jax.tree.map(np.zeros_like, state))
     assert {token for tokens in tokens_of(engine) for token in tokens} == {0}
     engine.update_weights(state)
-    assert tokens_of(engine) == want
+    assert tokens_of(engine) == expected
 
 
-def check_drafts(folder: pathlib.Path, want: list[list[int]]) -> None:
+def check_drafts(folder: pathlib.Path, expected: list[list[int]]) -> None:
     """A draft model, loaded onto the model's mesh, changes no token."""
     model = load(folder, mesh=jattn.parallel.make_mesh(tp=2), progress=False)
     engine = Engine(model, **SIZES, speculative=str(folder), num_speculative_tokens=2)
     engine._speculation._draft_cost = 0.0  # as large as the model, it would never be asked
-    assert tokens_of(engine) == want
+    assert tokens_of(engine) == expected
     assert engine.stats.num_accepted_tokens > 0
     print(f"drafts: {engine.stats.num_accepted_tokens} accepted")
 
@@ -210,9 +210,11 @@ def check_steps_without_caches(folder: pathlib.Path) -> None:
     meshes = (None, jattn.parallel.make_mesh(tp=4), jattn.parallel.make_mesh(tp=2, cp=2))
     for lens in ([9, 5], []):
         ids, metadata = np.arange(sum(lens)), jattn.build_batch_metadata(lens, lens, None)
-        want, *found = (load(folder, mesh=mesh, progress=False)(ids, None, metadata)[0] for mesh in meshes)
-        for got in found:
-            np.testing.assert_allclose(got, want, atol=2e-5)
+        expected, *found = (
+            load(folder, mesh=mesh, progress=False)(ids, None, metadata)[0] for mesh in meshes
+        )
+        for actual in found:
+            np.testing.assert_allclose(actual, expected, atol=2e-5)
     print("without caches")
 
 
@@ -271,14 +273,14 @@ def check_replicas(folder: pathlib.Path) -> None:
         check_feature(folder, feature, tp=4, calibration=how)
 
 
-def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, want: list[list[int]]) -> None:
+def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, expected: list[list[int]]) -> None:
     """As one device has them, and as the mesh has them."""
     for made in (load(folder, progress=False), load(folder, mesh=engine.model.mesh, progress=False)):
         state = nnx.state(made)
         engine.update_weights(jax.tree.map(lambda array: np.zeros_like(array), state))
         assert {token for tokens in tokens_of(engine) for token in tokens} == {0}
         engine.update_weights(jax.tree.map(np.asarray, nnx.to_pure_dict(state)))
-        assert tokens_of(engine) == want
+        assert tokens_of(engine) == expected
     print("new weights of replicas")
 
 
@@ -308,10 +310,12 @@ def check_masks() -> None:
         caches = model.create_caches(4)
         found.append([np.asarray(logits(model, caches, mask)) for mask in (None, *masks.values())])
     one, *others = found
-    for name, plain, want, *got in zip(masks, [one[0]] * 4, one[1:], *(of[1:] for of in others), strict=True):
-        assert np.abs(want - plain).max() > 1e-2, name
-        for of in got:
-            np.testing.assert_allclose(of, want, atol=2e-5, err_msg=name)
+    for name, plain, expected, *actual in zip(
+        masks, [one[0]] * 4, one[1:], *(of[1:] for of in others), strict=True
+    ):
+        assert np.abs(expected - plain).max() > 1e-2, name
+        for of in actual:
+            np.testing.assert_allclose(of, expected, atol=2e-5, err_msg=name)
         print(f"masked: {name}")
 
 
@@ -367,9 +371,9 @@ def check_gradients(folder: str | pathlib.Path, **sizes: int) -> None:
 
     meshes = (None, jattn.parallel.make_mesh(**sizes))
     models = [load(folder, mesh=mesh, progress=False) for mesh in meshes]
-    (loss, want), (loss_on_mesh, got) = map(loss_of, models)
+    (loss, expected), (loss_on_mesh, actual) = map(loss_of, models)
     np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
-    for (path, one), (_, other) in zip(nnx.to_flat_state(want), nnx.to_flat_state(got), strict=True):
+    for (path, one), (_, other) in zip(nnx.to_flat_state(expected), nnx.to_flat_state(actual), strict=True):
         one, other = pad_to_mesh(models[1].config, path, np.asarray(one.get_value())), other.get_value()
         assert "cp" in sizes or is_cut(other, sizes["tp"]) == (other.ndim > 1), path
         least = 1e-6 + 1e-5 * np.abs(one).max()

@@ -41,10 +41,10 @@ def test_jit_split_and_eval_shape_give_the_same_structure():
     run = lambda model, tokens: model.logits(model(tokens, None, METADATA)[0])
     graph, state = nnx.split(model)
     by_split = jax.jit(lambda state, tokens: run(nnx.merge(graph, state), tokens))
-    want = nnx.jit(run)(model, TOKENS[0])
-    np.testing.assert_array_equal(by_split(state, TOKENS[0]), want)
+    expected = nnx.jit(run)(model, TOKENS[0])
+    np.testing.assert_array_equal(by_split(state, TOKENS[0]), expected)
     shape = jax.eval_shape(by_split, state, TOKENS[0])
-    assert (shape.shape, shape.dtype) == (want.shape, jnp.float32)
+    assert (shape.shape, shape.dtype) == (expected.shape, jnp.float32)
 
 
 def test_a_step_compiles_once_per_bucket():
@@ -117,9 +117,9 @@ def test_a_decoder_requires_one_cache_per_layer():
 def test_a_decoder_accepts_every_cache_format(options, tolerance):
     model = make()
     metadata = jattn.build_batch_metadata([11], [11], [[3, 1, 2]], block_size=4)
-    want, _ = step(model, TOKENS[0], None, METADATA)
-    got, _ = step(model, TOKENS[0], model.create_caches(4, block_size=4, **options), metadata)
-    np.testing.assert_allclose(got, want, atol=tolerance)
+    expected, _ = step(model, TOKENS[0], None, METADATA)
+    actual, _ = step(model, TOKENS[0], model.create_caches(4, block_size=4, **options), metadata)
+    np.testing.assert_allclose(actual, expected, atol=tolerance)
 
 
 def test_layers_get_the_requested_implementation():

@@ -192,9 +192,9 @@ def _run(graph, state, x):
     return nnx.merge(graph, state)(x)
 
 
-def assert_close(got, want, tolerance=2e-5):
-    got = np.asarray(got[some(got)].astype(jnp.float32))
-    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+def assert_close(actual, expected, tolerance=2e-5):
+    actual = np.asarray(actual[some(actual)].astype(jnp.float32))
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("way", TOKENS)
@@ -224,8 +224,8 @@ def test_every_expert_may_be_chosen_by_every_token(way):
 def test_padding_tokens_do_not_affect_other_tokens(family, way):
     layer, x = make(family), tokens(TOKENS[way])
     dirty = x.at[1::3].set(jnp.nan).at[2::3].set(jnp.inf)
-    want, got = run(layer, x), run(layer, dirty)
-    assert jnp.array_equal(got[::3], want[::3])
+    expected, actual = run(layer, x), run(layer, dirty)
+    assert jnp.array_equal(actual[::3], expected[::3])
 
 
 @pytest.mark.parametrize("way", TOKENS)
@@ -293,8 +293,8 @@ def test_kernel_tile_error_is_at_most_twice_that_of_rounding_to_16_bits(family, 
     weights, how = layer.weights(), ExpertStatics(layer.activation, layer.precision)
     out = run_tiles_mosaic(x, choices, weights, how, interpret=plgpu.InterpretGPUParams())
     wide = ExpertWeights(*(None if array is None else array.astype(jnp.float32) for array in weights))
-    want = run_tiles_xla(x.astype(jnp.float32), choices, wide, ExpertStatics(layer.activation, "highest"))
-    assert float(jnp.abs(out - want).max()) <= 2 * 2**-8 * float(jnp.abs(want).max())
+    expected = run_tiles_xla(x.astype(jnp.float32), choices, wide, ExpertStatics(layer.activation, "highest"))
+    assert float(jnp.abs(out - expected).max()) <= 2 * 2**-8 * float(jnp.abs(expected).max())
 
 
 def test_kernel_tiles_have_the_gradients_of_xla_tiles(monkeypatch):
@@ -313,16 +313,16 @@ def test_kernel_tiles_have_the_gradients_of_xla_tiles(monkeypatch):
         pull_back = lambda *given: jax.vjp(of, *given)[1](x.astype(jnp.float32))
         return jax.tree.leaves(jax.jit(pull_back)(x, choices.scores, layer.weights()))
 
-    for got, want in zip(gradients(run_tiles_mosaic), gradients(run_tiles_xla), strict=True):
-        assert jnp.abs(want).max() > 0
-        np.testing.assert_array_equal(got, want)
+    for actual, expected in zip(gradients(run_tiles_mosaic), gradients(run_tiles_xla), strict=True):
+        assert jnp.abs(expected).max() > 0
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_layer_uses_the_kernel_unless_other_implementations_are_requested(monkeypatch):
     monkeypatch.setattr(expert_matmuls, "why_no_kernel", lambda x, weights: None)
     taken = []
     monkeypatch.setattr(expert_matmuls, "run_tiles_mosaic", lambda x, *_: taken.append(1) or x)
-    for implementation, want in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
+    for implementation, expected in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
         taken.clear()
         layer = Experts(
             *(HIDDEN, INTERMEDIATE),
@@ -334,7 +334,7 @@ def test_a_layer_uses_the_kernel_unless_other_implementations_are_requested(monk
             implementation=implementation,
         )
         layer(tokens(400))
-        assert len(taken) == want
+        assert len(taken) == expected
 
 
 def test_why_no_kernel_gives_the_reason():
@@ -346,7 +346,7 @@ def test_why_no_kernel_gives_the_reason():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "has_kernel", "want"),
+    ("tokens", "has_kernel", "expected"),
     [
         (15, True, run_rows),
         (16, True, run_all_experts),
@@ -359,9 +359,11 @@ def test_why_no_kernel_gives_the_reason():
         (513, False, run_tiles_xla),
     ],
 )
-def test_static_sizes_select_the_method(tokens, has_kernel, want):
+def test_static_sizes_select_the_method(tokens, has_kernel, expected):
     """Of Qwen3-30B-A3B, 8 of 128 experts."""
-    assert select_method(num_tokens=tokens, num_selected=8, num_experts=128, has_kernel=has_kernel) is want
+    assert (
+        select_method(num_tokens=tokens, num_selected=8, num_experts=128, has_kernel=has_kernel) is expected
+    )
 
 
 @pytest.mark.gpu
@@ -372,7 +374,7 @@ def test_16_bit_error_on_a_gpu_is_at_most_twice_that_of_rounding(family, count, 
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 192)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(count, dtype=jnp.bfloat16)
     assert why_no_kernel(x, layer.weights()) is None
-    got, want = run(layer, x), expected(family, layer, x.astype(jnp.float32))
-    error = np.abs(np.asarray(got[some(got)], np.float64) - want)
+    actual, want = run(layer, x), expected(family, layer, x.astype(jnp.float32))
+    error = np.abs(np.asarray(actual[some(actual)], np.float64) - want)
     assert error.max() <= 2 * 2**-8 * np.abs(want).max()
-    assert jnp.array_equal(run(layer, x), got)
+    assert jnp.array_equal(run(layer, x), actual)

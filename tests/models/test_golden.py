@@ -129,11 +129,11 @@ def test_greedy_decoding_among_other_requests(golden):
 def test_decoding_its_own_tokens_matches_transformers(golden):
     prompt = golden.prompt(3)
     (logits,) = golden.run([(1, prompt, 0)])
-    for n, want in enumerate(golden.expected["greedy3"]):
+    for n, expected in enumerate(golden.expected["greedy3"]):
         token = int(logits[-1].argmax())
         if golden.expected["margin3"][n] <= 1e-3:
             break
-        assert token == want
+        assert token == expected
         (logits,) = golden.run([(1, [token], len(prompt) + n)])
 
 

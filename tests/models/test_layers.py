@@ -26,8 +26,8 @@ def test_qk_norms_with_weights_per_head_or_over_all_heads(kind, over, axes):
     (param,) = nnx.to_flat_state(nnx.state(norm))
     param[1].set_value(jnp.asarray(WEIGHT.reshape(param[1].get_value().shape)))
     nnx.update(norm, nnx.from_flat_state([param]))
-    want = normalised(X, axes, centred=kind.startswith("layer")) * WEIGHT
-    np.testing.assert_allclose(norm(jnp.asarray(X)), want, atol=1e-5)
+    expected = normalised(X, axes, centred=kind.startswith("layer")) * WEIGHT
+    np.testing.assert_allclose(norm(jnp.asarray(X)), expected, atol=1e-5)
 
 
 def test_invalid_qk_norms_are_refused():

@@ -122,10 +122,10 @@ X = np.random.default_rng(0).normal(size=(len(POSITIONS), 3, HEAD_DIM)).astype(n
 def test_rotation_matches_transformers(name, interleaved):
     rope = make(name, interleaved=interleaved)
     for lengths in (POSITIONS + 1, np.full_like(POSITIONS, 30), np.full_like(POSITIONS, 2000)):
-        got = jax.jit(rope)(jnp.asarray(X), jnp.asarray(POSITIONS), jnp.asarray(lengths))
-        want = turned(X, POSITIONS, lengths, name, interleaved=interleaved)
-        np.testing.assert_allclose(got, want, atol=3e-4)  # angles of f32 at position 700
-        np.testing.assert_allclose(got[:4], want[:4], atol=2e-5)
+        actual = jax.jit(rope)(jnp.asarray(X), jnp.asarray(POSITIONS), jnp.asarray(lengths))
+        expected = turned(X, POSITIONS, lengths, name, interleaved=interleaved)
+        np.testing.assert_allclose(actual, expected, atol=3e-4)  # angles of f32 at position 700
+        np.testing.assert_allclose(actual[:4], expected[:4], atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -161,9 +161,9 @@ def test_rotation_keeps_the_16_bit_dtype(name):
 def test_interleaved_pairs_are_rotated_in_f32():
     """Sines and cosines are not rounded to 16 bits, the result is once."""
     x = jnp.asarray(X, jnp.bfloat16)
-    got = make("default", interleaved=True)(x, jnp.asarray(POSITIONS))
-    want = make("default", interleaved=True)(x.astype(jnp.float32), jnp.asarray(POSITIONS))
-    assert jnp.array_equal(got, want.astype(jnp.bfloat16))
+    actual = make("default", interleaved=True)(x, jnp.asarray(POSITIONS))
+    expected = make("default", interleaved=True)(x.astype(jnp.float32), jnp.asarray(POSITIONS))
+    assert jnp.array_equal(actual, expected.astype(jnp.bfloat16))
 
 
 def layer_config(rope):

@@ -97,10 +97,10 @@ class TestMakeMesh:
         ):
             make_mesh(tp=count, cp=2)
 
-    @pytest.mark.parametrize(("sizes", "got"), [({"tp": 0}, "0"), ({"cp": -1}, "-1")])
-    def test_sizes_are_positive(self, sizes, got):
+    @pytest.mark.parametrize(("sizes", "actual"), [({"tp": 0}, "0"), ({"cp": -1}, "-1")])
+    def test_sizes_are_positive(self, sizes, actual):
         (name,) = sizes
-        with pytest.raises(ValueError, match=f"{name} must be positive, got {got}"):
+        with pytest.raises(ValueError, match=f"{name} must be positive, got {actual}"):
             make_mesh(**sizes)
 
     def test_sizes_are_ints(self, types_unchecked):

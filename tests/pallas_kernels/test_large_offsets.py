@@ -74,9 +74,9 @@ def test_attention_reads_the_end_of_a_large_pool(kind, layout, stored):
         return jax.jit(run)(query, cache, metadata, mask=mask)
 
     small = small_cache(layout, stored)
-    want = attended(small, IDS)
-    assert np.asarray(want[0], np.float32).any()
-    for a, b in zip(attended(large_cache(small, layout), FAR), want, strict=True):
+    expected = attended(small, IDS)
+    assert np.asarray(expected[0], np.float32).any()
+    for a, b in zip(attended(large_cache(small, layout), FAR), expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -96,9 +96,9 @@ def test_cache_read_copies_from_a_large_pool_to_a_large_buffer(layout, stored):
         mine = lambda first, n: np.asarray(jax.lax.dynamic_slice_in_dim(out, first, n))
         return [mine(start, n) for start, n in zip(np.asarray(starts).tolist(), lens.tolist(), strict=True)]
 
-    want = read(small, IDS, 0, 768)
-    assert want[0].astype(np.float32).any()
-    for a, b in zip(read(enlarged(LARGE, small), FAR, rows - 1024, rows), want, strict=True):
+    expected = read(small, IDS, 0, 768)
+    assert expected[0].astype(np.float32).any()
+    for a, b in zip(read(enlarged(LARGE, small), FAR, rows - 1024, rows), expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 

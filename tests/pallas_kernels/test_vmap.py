@@ -79,8 +79,8 @@ def check(problem, is_interpreted):
     one = jax.jit(run)
     for i in range(2):
         alone = one(*(x if axis is None else x[i] for x, axis in zip(arguments, axes, strict=True)))
-        for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_array_equal(got[i], want)
+        for actual, expected in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(actual[i], expected)
 
 
 @pytest.mark.parametrize(

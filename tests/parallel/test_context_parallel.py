@@ -89,7 +89,7 @@ def both(ranks, spec, step=None, cache=(), implementation="xla", prefix_len=None
     step, history = step_of(ranks) if step is None else step
     whole, caches = filled(ranks, history, **dict(cache))
     query = jax.random.normal(jax.random.key(3), (step.bucket.max_tokens, HEADS, HEAD_DIM))
-    want = jattn.attend(query, whole, step, spec, implementation=implementation, **per_head)
+    expected = jattn.attend(query, whole, step, spec, implementation=implementation, **per_head)
 
     @jax.jit
     @functools.partial(jax.vmap, axis_name="cp")
@@ -103,7 +103,7 @@ def both(ranks, spec, step=None, cache=(), implementation="xla", prefix_len=None
         share = attend_on_rank(query, cache, step, spec, ranks, plan, **per_head)
         return jax.lax.psum(share, "cp")
 
-    return want, run(caches)[0]
+    return expected, run(caches)[0]
 
 
 def spec_of(**changes):
@@ -134,17 +134,17 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_sum_over_ranks_equals_one_device(name, size, interleave):
     changes, per_head = LAYERS[name]
-    want, got = both(ranks_of(size, interleave), spec_of(**changes), **per_head)
-    np.testing.assert_allclose(got, want, atol=3e-6)
-    assert np.abs(np.asarray(want)).max() > 0.5
+    expected, actual = both(ranks_of(size, interleave), spec_of(**changes), **per_head)
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
+    assert np.abs(np.asarray(expected)).max() > 0.5
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("changes", [{}, {"window": (7, 0)}, {"chunk_size": 12}])
 @pytest.mark.parametrize("size", [2, 3])
 def test_alibi_uses_global_positions(changes, size):
-    want, got = both(ranks_of(size), spec_of(**changes), alibi_slopes=SLOPES, sinks=SINKS)
-    np.testing.assert_allclose(got, want, atol=3e-6)
+    expected, actual = both(ranks_of(size), spec_of(**changes), alibi_slopes=SLOPES, sinks=SINKS)
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
 
 
 @pytest.mark.kernels
@@ -163,9 +163,11 @@ def test_shared_prefix_equals_one_device(changes, per_head, cache, size, interle
     ranks = ranks_of(size, interleave)
     prefix_len = 2 * BLOCK * size
     step = shared_step_of(ranks, [prefix_len + more for more in (1, 2, 50, 9)], 2)
-    want, got = both(ranks, spec_of(**changes), step, cache, prefix_len=jnp.int32(prefix_len), **per_head)
-    np.testing.assert_allclose(got, want, atol=3e-6)
-    assert np.abs(np.asarray(want)).max() > 0.5
+    expected, actual = both(
+        ranks, spec_of(**changes), step, cache, prefix_len=jnp.int32(prefix_len), **per_head
+    )
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
+    assert np.abs(np.asarray(expected)).max() > 0.5
 
 
 @pytest.mark.kernels
@@ -173,8 +175,8 @@ def test_shared_prefix_equals_one_device(changes, per_head, cache, size, interle
 def test_prefill_rows_equal_one_device(changes):
     ranks = ranks_of(2, 4)
     step = step_of(ranks, [3, 3, 3, 2], [41, 3, 20, 9], decode_query_len=3)
-    want, got = both(ranks, spec_of(**changes), step, sinks=SINKS)
-    np.testing.assert_allclose(got, want, atol=3e-6)
+    expected, actual = both(ranks, spec_of(**changes), step, sinks=SINKS)
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
 
 
 @pytest.mark.kernels
@@ -190,14 +192,14 @@ def test_prefill_rows_equal_one_device(changes):
     ids=str,
 )
 def test_every_cache_layout_and_dtype_equals_one_device(cache):
-    want, got = both(ranks_of(2, 2), spec_of(window=(20, 0)), cache=cache)
-    np.testing.assert_allclose(got, want, atol=3e-6)
+    expected, actual = both(ranks_of(2, 2), spec_of(window=(20, 0)), cache=cache)
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
 
 
 def test_sliding_window_with_sinks_equals_one_device():
     """A case without the kernels marker; the reference computes the visible keys independently."""
-    want, got = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
-    np.testing.assert_allclose(got, want, atol=3e-6)
+    expected, actual = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
+    np.testing.assert_allclose(actual, expected, atol=3e-6)
 
 
 class TestInterleaved:
@@ -215,10 +217,10 @@ class TestInterleaved:
             queries, keys = np.arange(seq_len - query_len, seq_len), np.asarray(stored)
             near = self.of(mask, rank, shift, size, interleave)
             places = np.arange(len(stored))
-            got = near.visible(pairs_of(queries - shift, places))
-            want = np.asarray(mask.visible(pairs_of(queries, keys)))
-            np.testing.assert_array_equal(np.asarray(got), want)
-            self.check_tiles(near, want, queries - shift)
+            actual = near.visible(pairs_of(queries - shift, places))
+            expected = np.asarray(mask.visible(pairs_of(queries, keys)))
+            np.testing.assert_array_equal(np.asarray(actual), expected)
+            self.check_tiles(near, expected, queries - shift)
 
     def of(self, mask, rank, shift, size, interleave):
         arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray([0, shift], jnp.int32)}
@@ -283,6 +285,6 @@ def test_float64_queries_are_combined_in_float64():
     """By log-sum-exps of f32 the shares had seven digits."""
     with jax.enable_x64(True):
         slopes = SLOPES.astype(jnp.float64)
-        want, got = both(ranks_of(2), spec_of(), sinks=SINKS, alibi_slopes=slopes)
-        assert want.dtype == got.dtype == jnp.float64
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+        expected, actual = both(ranks_of(2), spec_of(), sinks=SINKS, alibi_slopes=slopes)
+        assert expected.dtype == actual.dtype == jnp.float64
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12)

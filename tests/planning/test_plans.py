@@ -226,8 +226,8 @@ class TestObedience:
     def test_a_plan_s_mask_holds_in_every_layer(self):
         problem, mask = self.problem(), masks.Sinks(2)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
-        out, wanted = self.attend(problem, plan), self.attend(problem, None, mask=mask)
-        np.testing.assert_array_equal(out, wanted)
+        out, expected = self.attend(problem, plan), self.attend(problem, None, mask=mask)
+        np.testing.assert_array_equal(out, expected)
         assert (np.asarray(out) != np.asarray(self.attend(problem, None))).any()
         with pytest.raises(ValueError, match=r"mask must be None if a plan is passed .*got Sinks"):
             self.attend(problem, plan, mask=mask)

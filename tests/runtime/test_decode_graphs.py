@@ -224,8 +224,8 @@ class TestChoosing:
         assert self.GRAPHS.choose(lens, num_blocks=num_blocks).max_decodes == rows
 
     def test_few_decodes_beside_a_short_prompt_have_none(self):
-        want = Bucket(max_prefills=32, max_prefill_tokens=32, max_blocks=512)
-        assert self.GRAPHS.choose([1, 1, 20]) == want
+        expected = Bucket(max_prefills=32, max_prefill_tokens=32, max_blocks=512)
+        assert self.GRAPHS.choose([1, 1, 20]) == expected
 
 
 class TestCompilingBehind:
@@ -329,12 +329,12 @@ class TestRuns:
         tokens, seq_lens, tables = random_batch(rng, lens)
         filled = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), new_caches())
         unpadded = jattn.build_batch_metadata(lens, seq_lens, tables, block_size=BLOCK_SIZE)
-        want, want_caches = jax.jit(step)(PARAMS, filled, unpadded, np.int32(np.concatenate(tokens)))
+        expected, want_caches = jax.jit(step)(PARAMS, filled, unpadded, np.int32(np.concatenate(tokens)))
         bucket = compiled_graphs.choose(lens)
         logits, caches = compiled_graphs(PARAMS, filled, *batch(tokens, seq_lens, tables, bucket))
         assert bucket.max_tokens > lens.sum()
-        close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-        close(logits[row_indices(lens, bucket)], want)
+        close = lambda actual, expected: np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+        close(logits[row_indices(lens, bucket)], expected)
         jax.tree.map(close, caches, want_caches)
 
     def test_caches_are_donated_written_in_place_and_not_copied(self, compiled_graphs):

@@ -105,7 +105,7 @@ class TestAgainstTheHostPath:
 
     def test_two_short_loops_make_what_a_long_one_makes(self):
         seeds, counts = build_sampling_metadata(SAMPLED, 4), jnp.zeros(4, jnp.int32)
-        want = loop(sample=make_sampler(seeds, counts))
+        expected = loop(sample=make_sampler(seeds, counts))
         first = loop(sample=make_sampler(seeds, counts), num_steps=3)
         second = decode_loop(
             step,
@@ -116,9 +116,9 @@ class TestAgainstTheHostPath:
             num_steps=NUM_STEPS - 3,
             sample=make_sampler(seeds, first.num_tokens),
         )
-        np.testing.assert_array_equal(jnp.concatenate([first.tokens, second.tokens], axis=1), want.tokens)
-        np.testing.assert_array_equal(second.metadata.seq_lens, want.metadata.seq_lens)
-        jax.tree.map(np.testing.assert_array_equal, second.caches, want.caches)
+        np.testing.assert_array_equal(jnp.concatenate([first.tokens, second.tokens], axis=1), expected.tokens)
+        np.testing.assert_array_equal(second.metadata.seq_lens, expected.metadata.seq_lens)
+        jax.tree.map(np.testing.assert_array_equal, second.caches, expected.caches)
 
 
 class TestStops:
@@ -166,8 +166,8 @@ class TestStops:
         out = self.counted(max_lens=[99, 1, 12, 99])
         written = np.asarray(out.caches[0].k != noisy_caches()[0].k).any(axis=(2, 3)).reshape(-1)
         slot = lambda r, position: TABLES[r, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        want = {slot(0, p) for p in range(4, 12)} | {slot(2, p) for p in range(8, 11)}
-        assert set(np.flatnonzero(written).tolist()) == want
+        expected = {slot(0, p) for p in range(4, 12)} | {slot(2, p) for p in range(8, 11)}
+        assert set(np.flatnonzero(written).tolist()) == expected
 
     def test_the_first_metadata_of_a_row_that_makes_nothing_is_padding(self):
         seen = []
@@ -181,8 +181,8 @@ class TestStops:
         jax.block_until_ready(out.tokens)
         jax.effects_barrier()
         built, _ = batch([[3], [7]], FIRST_LENS[:2], TABLES[:2], BUCKET)
-        for got, want in zip(seen[0], (*metadata_values(built), [3, 7, 0, 0]), strict=True):
-            np.testing.assert_array_equal(got, want)
+        for actual, expected in zip(seen[0], (*metadata_values(built), [3, 7, 0, 0]), strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 class TestCompiled:

@@ -26,12 +26,12 @@ def arrived(layout, arguments):
     return jax.jit(layout.unpack)(packed, others)
 
 
-def assert_same_bits(got, want):
-    assert got.keys() == want.keys()
-    for name, array in want.items():
+def assert_same_bits(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, array in expected.items():
         if array is not None:
-            assert (got[name].shape, got[name].dtype) == (array.shape, array.dtype)
-            assert np.asarray(got[name]).tobytes() == np.asarray(array).tobytes()
+            assert (actual[name].shape, actual[name].dtype) == (array.shape, array.dtype)
+            assert np.asarray(actual[name]).tobytes() == np.asarray(array).tobytes()
 
 
 class TestLayout:
@@ -46,8 +46,8 @@ class TestLayout:
     def test_what_the_device_has_by_now_is_not_fetched(self, name):
         layout = TransferLayout.of(ARGUMENTS, from_host=True)
         with jax.transfer_guard_device_to_host("disallow"):
-            got = arrived(layout, ARGUMENTS | {name: jnp.asarray(ARGUMENTS[name])})
-        assert_same_bits(got, ARGUMENTS)
+            actual = arrived(layout, ARGUMENTS | {name: jnp.asarray(ARGUMENTS[name])})
+        assert_same_bits(actual, ARGUMENTS)
 
     def test_what_the_device_had_before_goes_by_itself(self):
         before = {"last": jnp.arange(3), "ids": np.arange(3, dtype=np.int32)}

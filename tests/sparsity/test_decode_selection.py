@@ -91,8 +91,8 @@ def test_step_writes_selects_and_attends_in_one_trace():
     for lens in ([9, 12], [10, 8]):
         metadata = jattn.build_batch_metadata([1, 1], lens, table, block_size=4)
         cache, bounds, out, mask = step(cache, bounds, query, normal(sum(lens), 2, 2, 8), metadata)
-        want = jattn.attend(query, cache, metadata, spec, mask=mask, implementation="reference")
-        np.testing.assert_allclose(out, want, atol=1e-5)
+        expected = jattn.attend(query, cache, metadata, spec, mask=mask, implementation="reference")
+        np.testing.assert_allclose(out, expected, atol=1e-5)
         assert int(mask.blocks.sum()) == 2 * 2 * 2
     assert len(traces) == 1
 
@@ -117,13 +117,13 @@ def test_unowned_blocks_may_hold_nan():
     _, bounds, table, query = filled()
     seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
     options = {"num_selected": 2, "block_size": 4}
-    want = select_blocks(query, bounds, table, seq_lens, **options).blocks
+    expected = select_blocks(query, bounds, table, seq_lens, **options).blocks
     of_nobody = jnp.asarray([0, 6, 7, 8])
     poisoned = jax.tree.map(lambda x: x.at[of_nobody].set(jnp.nan), bounds)
     table = table.at[1, 2].set(2**30).at[2].set(jnp.asarray([-7, 8, 2**31 - 1]))
-    got = select_blocks(query.at[2].set(jnp.nan), poisoned, table, seq_lens, **options).blocks
-    np.testing.assert_array_equal(got, want)
-    assert int(want.sum()) == 2 * 2 * 2
+    actual = select_blocks(query.at[2].set(jnp.nan), poisoned, table, seq_lens, **options).blocks
+    np.testing.assert_array_equal(actual, expected)
+    assert int(expected.sum()) == 2 * 2 * 2
 
 
 def test_blocks_that_score_nan_are_selected():
@@ -133,8 +133,8 @@ def test_blocks_that_score_nan_are_selected():
     options = {"num_selected": 2, "block_size": 4, "implementation": "xla"}
     chosen = select_blocks(query, spoiled, table, lens, **options).blocks[:, :, 0]
     np.testing.assert_array_equal(chosen[0], [[True, False, True]] * 2)
-    want = select_blocks(query, bounds, table, lens, **options).blocks[:, :, 0]
-    np.testing.assert_array_equal(chosen[1:], want[1:])
+    expected = select_blocks(query, bounds, table, lens, **options).blocks[:, :, 0]
+    np.testing.assert_array_equal(chosen[1:], expected[1:])
     of_nan = select_blocks(query.at[0].set(jnp.nan), bounds, table, lens, **options).blocks
     assert of_nan[0].all()
 

@@ -32,8 +32,8 @@ def problem(seed=0, block_size=4):
 def test_mass_1_selects_every_causal_block():
     query, cache, metadata = problem()
     mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=1.0, block_size=4)
-    got = jattn.attend(query, cache, metadata, SPEC, mask=mask)
-    np.testing.assert_allclose(got[1:], jattn.attend(query, cache, metadata, SPEC)[1:], atol=1e-5)
+    actual = jattn.attend(query, cache, metadata, SPEC, mask=mask)
+    np.testing.assert_allclose(actual[1:], jattn.attend(query, cache, metadata, SPEC)[1:], atol=1e-5)
 
 
 def test_calls_outside_jit_are_compiled_once(caplog):
@@ -87,13 +87,13 @@ def test_more_blocks_than_the_kernel_supports_are_rejected():
 def test_query_means_are_per_block():
     query, _, metadata = problem()
     means = np.asarray(_query_means(query, metadata, metadata.num_computed_tokens // 6, 7, 6))
-    want = np.zeros_like(means)
+    expected = np.zeros_like(means)
     for row, first_token, context, tokens in ((1, 1, 0, 20), (2, 21, 9, 14)):
         positions = np.arange(context, context + tokens)
         for block in np.unique(positions // 6):
             queries = np.asarray(query)[first_token : first_token + tokens][positions // 6 == block]
-            want[row, block - context // 6] = queries.mean(axis=0)
-    np.testing.assert_allclose(means, want, atol=1e-6)
+            expected[row, block - context // 6] = queries.mean(axis=0)
+    np.testing.assert_allclose(means, expected, atol=1e-6)
 
 
 def test_block_with_all_the_attention_is_selected():
@@ -136,8 +136,8 @@ def test_unowned_tokens_may_be_nan(way):
     clean, spoiled = choose(query, cache, metadata), choose(*poisoned(query, cache, metadata))
     for row, padded_row, blocks in ((1, 2, 5), (2, 3, 6)):
         lengths = slice(0, blocks - int(clean.first_q_block[row])), slice(0, blocks)
-        want = np.asarray(clean.blocks)[row][:, *lengths]
-        np.testing.assert_array_equal(np.asarray(spoiled.blocks)[padded_row][:, *lengths], want)
+        expected = np.asarray(clean.blocks)[row][:, *lengths]
+        np.testing.assert_array_equal(np.asarray(spoiled.blocks)[padded_row][:, *lengths], expected)
 
 
 @pytest.mark.kernels
@@ -148,11 +148,11 @@ def test_attention_reads_only_selected_blocks():
     mask_of_padded = mask.to_batch_rows(padded)
     for implementation in ("xla", "reference"):
         run = functools.partial(jattn.attend, spec=SPEC, implementation=implementation)
-        want = run(query, cache, metadata, mask=mask)
-        got = run(tokens, spoiled, padded, mask=mask_of_padded)
+        expected = run(query, cache, metadata, mask=mask)
+        actual = run(tokens, spoiled, padded, mask=mask_of_padded)
         live = np.asarray(padded.is_valid_token)
-        np.testing.assert_allclose(np.asarray(got)[live], want, atol=1e-5)
-        assert not np.asarray(got)[~live].any()
+        np.testing.assert_allclose(np.asarray(actual)[live], expected, atol=1e-5)
+        assert not np.asarray(actual)[~live].any()
 
 
 def test_decode_queries_keep_their_blocks_across_a_block_boundary():
@@ -161,8 +161,8 @@ def test_decode_queries_keep_their_blocks_across_a_block_boundary():
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape)
     query, cache = draw(0, 8, 2, 8), jattn.PagedCache(k=draw(1, 5, 4, 1, 8), v=draw(2, 5, 4, 1, 8))
     mask = select_prefill_blocks(query, cache, metadata, SPEC, mass=0.5, block_size=4)
-    got = jattn.attend(query, cache, metadata, SPEC, mask=mask)
-    np.testing.assert_allclose(got, jattn.attend(query, cache, metadata, SPEC), atol=1e-6)
+    actual = jattn.attend(query, cache, metadata, SPEC, mask=mask)
+    np.testing.assert_allclose(actual, jattn.attend(query, cache, metadata, SPEC), atol=1e-6)
 
 
 def test_empty_batch_selects_nothing():

@@ -189,17 +189,17 @@ class TestPackedDocuments:
         long = lambda x, like: jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, like.shape, strict=True)])
         mask = jax.tree.map(lambda a, b: jnp.concatenate([long(a, b), b]), *chosen)
         out = jattn.attention(q, k, v, causal=True, cu_seqlens=jnp.asarray(self.BOUNDS), mask=mask)
-        want = [
+        expected = [
             jattn.attention(*text, causal=True, mask=one) for text, one in zip(texts, chosen, strict=True)
         ]
-        np.testing.assert_allclose(out, jnp.concatenate(want), atol=1e-6)
+        np.testing.assert_allclose(out, jnp.concatenate(expected), atol=1e-6)
 
 
 class TestTopKBlocks:
     def test_selects_the_top_k_blocks(self):
         scores = jnp.asarray([[0.1, 3.0, 2.0, -jnp.inf], [1.0, 1.0, 0.0, jnp.inf], [-jnp.inf] * 4])
-        want = [[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]
-        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
+        expected = [[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]
+        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(expected, bool))
         np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 9), ~np.isneginf(scores))
 
     def test_int_scores_that_are_equal_in_f32_are_distinguished(self):
@@ -210,8 +210,8 @@ class TestTopKBlocks:
         """So that it comes out of attention, and hides nothing else."""
         nan, inf = jnp.nan, jnp.inf
         scores = jnp.asarray([[1, nan, 3, inf, 2], [nan, 1, 2, -inf, 0], [nan, nan, nan, inf, -inf]])
-        want = [[0, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 1, 0]]
-        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(want, bool))
+        expected = [[0, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 1, 0]]
+        np.testing.assert_array_equal(sparsity.top_k_blocks(scores, 2), np.array(expected, bool))
 
     @pytest.mark.parametrize(
         ("scores", "k", "message"),
@@ -262,8 +262,8 @@ class TestMoBA:
                 queries[b, h, first] @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)
             ]
             chosen = {own, *np.argsort(likes)[::-1][: top_k - 1]}
-            want = [j // size in chosen and j <= i for j in range(TOKENS)]
-            np.testing.assert_array_equal(drawn(seen, b)[h, i], want) if h == i % Q_HEADS else None
+            expected = [j // size in chosen and j <= i for j in range(TOKENS)]
+            np.testing.assert_array_equal(drawn(seen, b)[h, i], expected) if h == i % Q_HEADS else None
 
     def test_block_q_must_divide_block_size(self):
         q, k, _ = arrays()
@@ -316,8 +316,10 @@ class TestXAttention:
             for a in range(blocks):
                 order = np.argsort(weights[a])[::-1]
                 count = 1 + np.searchsorted(np.cumsum(weights[a][order]), mass * weights[a].sum())
-                want = {0, a, *order[:count]}
-                assert set(np.flatnonzero(np.asarray(seen.blocks)[b, h, a])) == {n for n in want if n <= a}
+                expected = {0, a, *order[:count]}
+                assert set(np.flatnonzero(np.asarray(seen.blocks)[b, h, a])) == {
+                    n for n in expected if n <= a
+                }
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -387,8 +389,8 @@ class TestNSA:
                     attend(np.isin(j // size, chosen) & (j <= i)),
                     attend((j <= i) & (i - j < window)),
                 )
-                want = sum(gates[b, i, h, n] * x for n, x in enumerate(parts))
-                np.testing.assert_allclose(out[b, i, h], want, atol=2e-5)
+                expected = sum(gates[b, i, h, n] * x for n, x in enumerate(parts))
+                np.testing.assert_allclose(out[b, i, h], expected, atol=2e-5)
 
     @pytest.mark.parametrize("step", [1.0, 40.0])
     def test_selection_keeps_the_order_of_scores_that_underflow(self, step):
@@ -398,16 +400,16 @@ class TestNSA:
         )
         q = jnp.ones((1, 50, 2, 1))
         chosen = sparsity.select_nsa_blocks(q, keys, block_size=8, num_selected=4, block_q=8).blocks[0, 0]
-        want = [[0, 2, 3, 4], [0, 2, 4, 5], [0, 2, 4, 6]]
-        assert [np.flatnonzero(row).tolist() for row in chosen[4:]] == want
+        expected = [[0, 2, 3, 4], [0, 2, 4, 5], [0, 2, 4, 6]]
+        assert [np.flatnonzero(row).tolist() for row in chosen[4:]] == expected
 
     def test_float64_branches_are_combined_in_float64(self):
         with jax.enable_x64(True):
             given = [x.astype(jnp.float64) for x in arrays(16)]
             gates = jnp.broadcast_to(jnp.asarray([0, 0, 1 / 3], jnp.float64), (2, 16, Q_HEADS, 3))
             out = sparsity.nsa(*given, gates, **SIZES)
-            want = jattn.attention(*given, causal=True, window=(SIZES["window"] - 1, 0)) / 3
-            np.testing.assert_allclose(out, want, rtol=0, atol=1e-14)
+            expected = jattn.attention(*given, causal=True, window=(SIZES["window"] - 1, 0)) / 3
+            np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
 
     def test_gates_and_compression_have_gradients(self):
         q, k, v = arrays()
@@ -455,6 +457,6 @@ def test_negated_mask_is_the_complement():
         masks.check_causal_mask("sparsity", masks.Prefix(length=3) & ~window, causal=True)
     run = functools.partial(jattn.attention, *arrays(9), causal=True)
     visible = jnp.asarray((i - j > 3) & (j <= i))
-    got, want = run(mask=~window), run(mask=visible)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    assert (got[:, :4] == 0).all()
+    actual, expected = run(mask=~window), run(mask=visible)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert (actual[:, :4] == 0).all()

@@ -100,16 +100,16 @@ def test_padding_after_the_documents_adds_only_its_first_tile():
         masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32
     )
     partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(tile_schedule))
-    want = np.eye(8, dtype=bool)
-    want[6:, 6:] = True
-    np.testing.assert_array_equal(full, want)
+    expected = np.eye(8, dtype=bool)
+    expected[6:, 6:] = True
+    np.testing.assert_array_equal(full, expected)
     assert not partial.any()
     ids[190:] = 0  # the padding begins in the middle of a tile
     tile_schedule = make(
         masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32
     )
     partial, full = (np.asarray(x)[:, 0] for x in expand_schedule(tile_schedule))
-    np.testing.assert_array_equal(full[:5, :5], want[:5, :5])
+    np.testing.assert_array_equal(full[:5, :5], expected[:5, :5])
     assert partial[5].all()
     assert partial[:, 5].all()
 

@@ -189,8 +189,8 @@ def test_arrays_of_different_lengths_are_rejected_by_the_split():
 
 def check_region(region, expected):
     for name, value in expected.items():
-        got = getattr(region, name)
-        assert (got.tolist() if isinstance(got, np.ndarray) else got) == value, name
+        actual = getattr(region, name)
+        assert (actual.tolist() if isinstance(actual, np.ndarray) else actual) == value, name
 
 
 @golden("v0_blocksparse_prefill_decode_split")
@@ -254,8 +254,8 @@ def region_of(row, threshold, order):
 
 def swap_along_cycles(regions, names):
     """vLLM's loop over swap_states, on a list of row numbers."""
-    wanted = sorted(regions, key=names.index)
-    wrong = [i for i in range(len(regions)) if regions[i] != wanted[i]]
+    expected = sorted(regions, key=names.index)
+    wrong = [i for i in range(len(regions)) if regions[i] != expected[i]]
     sources = sorted(wrong, key=lambda i: names.index(regions[i]))
     goes_to = dict(zip(sources, wrong, strict=True))
     batch = list(range(len(regions)))

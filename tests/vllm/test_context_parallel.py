@@ -137,24 +137,24 @@ def test_combination_follows_the_definition_in_either_base(is_lse_base_on_e, bas
     rng = np.random.default_rng(0)
     out = rng.normal(size=(3, 5, 2, 4)).astype(np.float32)
     lse = (4 * rng.normal(size=(3, 5, 2))).astype(np.float32)
-    got = cp_lse_combine(jnp.asarray(out), jnp.asarray(lse), is_lse_base_on_e=is_lse_base_on_e)
-    want_out, want_lse = combine_in_float64(out, lse, base)
-    np.testing.assert_allclose(got.out, want_out, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got.lse, want_lse, rtol=1e-5, atol=1e-5)
+    actual = cp_lse_combine(jnp.asarray(out), jnp.asarray(lse), is_lse_base_on_e=is_lse_base_on_e)
+    want_out, expected_lse = combine_in_float64(out, lse, base)
+    np.testing.assert_allclose(actual.out, want_out, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual.lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("no_keys", [-INF, INF, float("nan")])
 def test_rank_without_keys_contributes_nothing_even_if_its_output_is_nan(no_keys):
     out = jnp.array([[[[jnp.nan, 7.0]]], [[[2.0, 3.0]]]])
-    got = cp_lse_combine(out, jnp.array([[[no_keys]], [[1.5]]]))
-    assert got.out.tolist() == [[[2.0, 3.0]]]
-    assert got.lse.tolist() == [[1.5]]
+    actual = cp_lse_combine(out, jnp.array([[[no_keys]], [[1.5]]]))
+    assert actual.out.tolist() == [[[2.0, 3.0]]]
+    assert actual.lse.tolist() == [[1.5]]
 
 
 def test_output_without_any_keys_is_zero():
-    got = cp_lse_combine(jnp.full((2, 1, 1, 2), jnp.nan), jnp.full((2, 1, 1), -jnp.inf))
-    assert got.out.tolist() == [[[0.0, 0.0]]]
-    assert got.lse.tolist() == [[-INF]]
+    actual = cp_lse_combine(jnp.full((2, 1, 1, 2), jnp.nan), jnp.full((2, 1, 1), -jnp.inf))
+    assert actual.out.tolist() == [[[0.0, 0.0]]]
+    assert actual.lse.tolist() == [[-INF]]
 
 
 def test_gradients_of_ranks_and_tokens_without_keys_are_0():
@@ -179,9 +179,9 @@ def test_int_outputs_and_lists_are_rejected():
 
 
 def test_large_lse_does_not_overflow():
-    got = cp_lse_combine(jnp.array([[[[1.0]]], [[[3.0]]]]), jnp.full((2, 1, 1), 1000.0))
-    assert got.out.tolist() == [[[2.0]]]
-    np.testing.assert_allclose(got.lse, 1000 + np.log(2), rtol=1e-6)
+    actual = cp_lse_combine(jnp.array([[[[1.0]]], [[[3.0]]]]), jnp.full((2, 1, 1), 1000.0))
+    assert actual.out.tolist() == [[[2.0]]]
+    np.testing.assert_allclose(actual.lse, 1000 + np.log(2), rtol=1e-6)
 
 
 @golden("mask_empty_context_lse")

@@ -21,10 +21,10 @@ def test_reshape_and_cache_equals_write_kv_on_the_packed_layout():
     cache = jattn.PagedCache.create(spec(layout="packed"))
     key, value = random_kv(3)
     slots = jnp.asarray([3, -1, 9])
-    want = jattn.write_kv(jattn.PagedCache.create(spec(layout="packed")), key, value, slots)
+    expected = jattn.write_kv(jattn.PagedCache.create(spec(layout="packed")), key, value, slots)
     k, v = jattn.vllm.reshape_and_cache(key, value, cache.k, cache.v, slots)
-    np.testing.assert_array_equal(k, want.k)
-    np.testing.assert_array_equal(v, want.v)
+    np.testing.assert_array_equal(k, expected.k)
+    np.testing.assert_array_equal(v, expected.v)
 
 
 @pytest.mark.parametrize("of", [float, jnp.asarray, lambda scale: jnp.asarray([scale])])

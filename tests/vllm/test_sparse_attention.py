@@ -190,18 +190,18 @@ def chunk_by_chunk(rows, chunk):
 
 
 def check_against_vllm(case):
-    got = make_local_attention_virtual_batches(
+    actual = make_local_attention_virtual_batches(
         case["attn_chunk_size"],
         starts_of(case["query_lens"]),
         case["seq_lens"],
         case["block_table"],
         case["block_size"],
     )
-    assert got.q_lens.tolist() == case["expected_q_seqlens"]
-    assert got.cu_seqlens_q.tolist() == case["expected_cu_seqlens_q"]
-    assert got.k_lens.tolist() == case["expected_k_seqlens"]
-    assert got.block_table_local.tolist() == case["expected_block_table"]
-    assert got.cu_seqlens_q.dtype == got.k_lens.dtype == np.int32
+    assert actual.q_lens.tolist() == case["expected_q_seqlens"]
+    assert actual.cu_seqlens_q.tolist() == case["expected_cu_seqlens_q"]
+    assert actual.k_lens.tolist() == case["expected_k_seqlens"]
+    assert actual.block_table_local.tolist() == case["expected_block_table"]
+    assert actual.cu_seqlens_q.dtype == actual.k_lens.dtype == np.int32
 
 
 @golden("make_local_attention_virtual_batches")
@@ -216,22 +216,22 @@ def test_virtual_batches_equal_vllms_docstring(case):
 
 def test_columns_past_the_table_are_read_as_the_last():
     table = table_of(3, columns=9)
-    got = make_local_attention_virtual_batches(4, starts_of([4, 10, 5]), [6, 17, 9], table, 2)
+    actual = make_local_attention_virtual_batches(4, starts_of([4, 10, 5]), [6, 17, 9], table, 2)
     expected = [[0, 1], [2, 3], [11, 12], [13, 14], [15, 16], [17, 17], [20, 21], [22, 23]]
-    assert got.block_table_local.tolist() == expected
+    assert actual.block_table_local.tolist() == expected
 
 
 @given(st.lists(requests, min_size=1, max_size=5), st.sampled_from([2, 4, 6]))
 def test_virtual_batches_are_the_chunks_that_new_tokens_touch(rows, chunk):
     query_lens, seq_lens = [q for q, _ in rows], [q + c for q, c in rows]
     table = table_of(len(rows))
-    got = make_local_attention_virtual_batches(chunk, starts_of(query_lens), seq_lens, table, BLOCK_SIZE)
+    actual = make_local_attention_virtual_batches(chunk, starts_of(query_lens), seq_lens, table, BLOCK_SIZE)
     expected = chunk_by_chunk(rows, chunk)
-    assert list(zip(got.q_lens.tolist(), got.k_lens.tolist(), strict=True)) == [
+    assert list(zip(actual.q_lens.tolist(), actual.k_lens.tolist(), strict=True)) == [
         batch[2:] for batch in expected
     ]
-    assert got.cu_seqlens_q.tolist() == starts_of(got.q_lens).tolist()
-    for blocks, (row, number, _, keys) in zip(got.block_table_local, expected, strict=True):
+    assert actual.cu_seqlens_q.tolist() == starts_of(actual.q_lens).tolist()
+    for blocks, (row, number, _, keys) in zip(actual.block_table_local, expected, strict=True):
         for offset in range(keys):
             assert blocks[offset // BLOCK_SIZE] == table[row, (number * chunk + offset) // BLOCK_SIZE]
 
@@ -276,8 +276,8 @@ def test_traced_batches_equal_the_numpy_ones_and_end_in_empty_rows(traced_once):
 )
 def test_vllms_batches_stay_within_the_bound(query_lens, seq_lens, chunk, max_num_seqs, count):
     table = np.zeros((len(seq_lens), 100), np.int32)
-    got = make_local_attention_virtual_batches(chunk, starts_of(query_lens), seq_lens, table, 16)
-    assert len(got.q_lens) == count
+    actual = make_local_attention_virtual_batches(chunk, starts_of(query_lens), seq_lens, table, 16)
+    assert len(actual.q_lens) == count
     assert count <= max_local_attention_virtual_batches(chunk, max_num_seqs, sum(query_lens))
 
 

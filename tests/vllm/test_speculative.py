@@ -29,10 +29,10 @@ def test_threshold_is_at_least_that_of_the_back_end():
 
 @golden("kv_sharing_fast_prefill_metadata")
 def test_fast_prefill_equals_vllm(case):
-    got = make_kv_sharing_fast_prefill_metadata(
+    actual = make_kv_sharing_fast_prefill_metadata(
         case["seq_lens"], case["query_lens"], case["logits_indices_padded"], case["num_logits_indices"]
     )
-    plain = {name: np.asarray(value).tolist() for name, value in got._asdict().items()}
+    plain = {name: np.asarray(value).tolist() for name, value in actual._asdict().items()}
     assert plain == case["expected"]
 
 
@@ -43,11 +43,11 @@ def test_fast_prefill_counts_the_requested_tokens_of_each_request(query_lens, da
     padded = requested + data.draw(st.lists(st.integers(0, 99), max_size=3))
     if not padded:
         padded = [0]
-    got = make_kv_sharing_fast_prefill_metadata([50] * len(query_lens), query_lens, padded, len(requested))
+    actual = make_kv_sharing_fast_prefill_metadata([50] * len(query_lens), query_lens, padded, len(requested))
     lens = [sum(owner[token] == row for token in requested) for row in range(len(query_lens))]
     lens = query_lens if max(query_lens) == 1 else lens
-    assert np.diff(got.query_start_loc).tolist() == lens
-    assert (got.num_actual_tokens, got.max_query_len) == (sum(lens), max(lens))
+    assert np.diff(actual.query_start_loc).tolist() == lens
+    assert (actual.num_actual_tokens, actual.max_query_len) == (sum(lens), max(lens))
 
 
 def test_traced_fast_prefill_equals_the_host_one(traced_once):
@@ -64,8 +64,8 @@ def test_traced_fast_prefill_equals_the_host_one(traced_once):
 
 
 def test_decode_only_batch_keeps_all_tokens():
-    got = make_kv_sharing_fast_prefill_metadata([9, 9], [1, 1], [1], 1)
-    assert (got.query_start_loc.tolist(), got.num_actual_tokens) == ([0, 1, 2], 2)
+    actual = make_kv_sharing_fast_prefill_metadata([9, 9], [1, 1], [1], 1)
+    assert (actual.query_start_loc.tolist(), actual.num_actual_tokens) == ([0, 1, 2], 2)
 
 
 @pytest.mark.parametrize("xp", [np, jnp])

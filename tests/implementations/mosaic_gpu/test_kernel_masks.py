@@ -96,12 +96,12 @@ def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
     mask = ruled.mask
     if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
         mask, tile = mask.slice_rows(1), tile | {"row": 0}
-    got, queries, keys = seen(mask, mask_rules.MAX_LEN, **tile)
-    wanted = [
+    actual, queries, keys = seen(mask, mask_rules.MAX_LEN, **tile)
+    expected = [
         [ruled.visible(1 if is_second_row else tile["row"], tile["head"], i, j) for j in keys]
         for i in queries
     ]
-    np.testing.assert_array_equal(got, np.array(wanted, bool).reshape(got.shape))
+    np.testing.assert_array_equal(actual, np.array(expected, bool).reshape(actual.shape))
 
 
 @pytest.mark.parametrize(("first_query", "first_key"), [(70, -3), (300, 128), (515, 256), (700, 64)])
@@ -116,11 +116,11 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block, til
     ids = np.cumsum(rng.random((1, 650)) < 0.02, axis=1).astype(np.int32)
     for mask in (slashed, blocked, masks.Document(ids=ids)):
         place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
-        got, queries, keys = seen(mask, 764, num_columns=128, tile_of=tile_of, **place)
+        actual, queries, keys = seen(mask, 764, num_columns=128, tile_of=tile_of, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
-        wanted = mask.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
-        np.testing.assert_array_equal(got, wanted)
-        assert got.size > 3000
+        expected = mask.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
+        np.testing.assert_array_equal(actual, expected)
+        assert actual.size > 3000
 
 
 @pytest.mark.parametrize("first_query", [-300, -90, -17])
@@ -134,19 +134,19 @@ def test_queries_before_position_0_see_in_a_kernel_what_they_see(first_query, ti
     documents = masks.Document(ids=np.arange(150)[None] // 20)
     place = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
     for mask in (slashed, *masks.split_gathered(slashed), *by_blocks, ~by_blocks[0], documents):
-        got, queries, keys = seen(mask, 150, tile_of=tile_of, least_query=first_query, **place)
+        actual, queries, keys = seen(mask, 150, tile_of=tile_of, least_query=first_query, **place)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
-        wanted = mask.visible(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
-        np.testing.assert_array_equal(got, np.broadcast_to(wanted, got.shape))
+        expected = mask.visible(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
+        np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 @pytest.mark.parametrize("first_key", [-7, -1, 0])
 def test_the_last_document_has_keys_in_a_tile_that_begins_before_the_request(first_key):
     """As packed keys have it, whose rows begin anywhere."""
     place = {"row": 0, "head": 0, "first_query": 0, "num_columns": 64}
-    got, queries, keys = seen(masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **place)
+    actual, queries, keys = seen(masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **place)
     assert (len(queries), len(keys)) == (50, 50)
-    assert got.all()
+    assert actual.all()
 
 
 def test_words_hold_32_marks_from_any_place_on():

@@ -33,8 +33,8 @@ def logits_of(model):
 def test_logits_match_a_numpy_decoder(tmp_path, name):
     tensors = random_tensors(CONFIGS[name])
     model = load(write_checkpoint(tmp_path, CONFIGS[name], tensors), progress=False)
-    want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
-    np.testing.assert_allclose(logits_of(model), want, atol=1e-5 * np.abs(want).max())
+    expected = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
+    np.testing.assert_allclose(logits_of(model), expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.kernels
@@ -42,12 +42,12 @@ def test_logits_match_a_numpy_decoder(tmp_path, name):
 def test_bf16_logits_are_close_to_f32(tmp_path, name):
     tensors = random_tensors(CONFIGS[name], BFLOAT16)
     model = load(write_checkpoint(tmp_path, CONFIGS[name] | {"dtype": "bfloat16"}, tensors), progress=False)
-    want = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
-    got = logits_of(model)
+    expected = numpy_decoder.logits(CONFIGS[name], tensors, TOKENS)
+    actual = logits_of(model)
     assert model.dtype == jnp.bfloat16
-    assert got.dtype == np.float32
+    assert actual.dtype == np.float32
     assert (
-        np.sqrt(np.mean((got - want) ** 2)) < 0.02 * np.abs(want).max()
+        np.sqrt(np.mean((actual - expected) ** 2)) < 0.02 * np.abs(expected).max()
     )  # torch's own is 0.4 to 1.4 per cent
 
 

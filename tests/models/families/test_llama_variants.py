@@ -51,11 +51,11 @@ def test_internlm2_matches_a_llama_with_renamed_tensors(tmp_path, has_bias):
     tensors = random_tensors(hf)
     renamed = dict(filter(None, (as_internlm2(name, tensors) for name in tensors)))
     own = REMOTE_CONFIGS["internlm2"] | {"bias": has_bias}
-    _, want = logits(tmp_path / "llama", hf, tensors)
-    model, got = logits(tmp_path / "internlm2", own, renamed)
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    _, expected = logits(tmp_path / "llama", hf, tensors)
+    model, actual = logits(tmp_path / "internlm2", own, renamed)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
     save(model, tmp_path / "again")
-    np.testing.assert_array_equal(logits_of(load(tmp_path / "again", progress=False)), got)
+    np.testing.assert_array_equal(logits_of(load(tmp_path / "again", progress=False)), actual)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -70,7 +70,7 @@ def test_minicpm_matches_a_llama_with_scaled_weights(tmp_path, is_tied):
     head = tensors["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
     scaled["lm_head.weight"] = head * (own["dim_model_base"] / WIDTH)
     scaled["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * own["scale_emb"]
-    _, want = logits(tmp_path / "llama", LLAMA, {n: x.astype(np.float32) for n, x in scaled.items()})
-    _, got = logits(tmp_path / "minicpm", own, tensors)
-    np.testing.assert_allclose(got, want, atol=2e-5)
-    assert np.abs(want).max() > 1e-2
+    _, expected = logits(tmp_path / "llama", LLAMA, {n: x.astype(np.float32) for n, x in scaled.items()})
+    _, actual = logits(tmp_path / "minicpm", own, tensors)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
+    assert np.abs(expected).max() > 1e-2

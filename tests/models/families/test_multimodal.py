@@ -86,14 +86,14 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, wrapper, 
 )
 def test_mrope_becomes_a_plain_rope_for_text(model_type, family, theta):
     plain = {key: value for key, value in hf_of(family).items() if key != "rope_parameters"}
-    want = DecoderConfig.from_hf(plain | {"rope_theta": theta})
+    expected = DecoderConfig.from_hf(plain | {"rope_theta": theta})
     sections = {"type": "mrope", "rope_type": "mrope", "mrope_section": [2, 3, 3]}
     text = {**plain, "model_type": f"{model_type}_text"}
     for rope in ({"rope_scaling": sections}, {"rope_parameters": {**sections, "mrope_interleaved": True}}):
         nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
-        assert (nested.model_type, nested.layers) == (family, want.layers)
+        assert (nested.model_type, nested.layers) == (family, expected.layers)
         flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
         flat["architectures"] = [
             architecture for name, architecture in MULTIMODAL_MODELS if name == model_type
         ]
-        assert DecoderConfig.from_hf(flat).layers == want.layers
+        assert DecoderConfig.from_hf(flat).layers == expected.layers

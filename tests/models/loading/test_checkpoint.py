@@ -67,13 +67,14 @@ def test_a_prefix_that_merges_two_names_is_refused():
 def test_draft_layers_are_ignored(tmp_path):
     """GLM-4.5's stands behind the last layer; ERNIE 4.5's parts have names of their own."""
     folder = GOLDEN / "hf" / "glm4_moe"
-    hf, want = json.loads((folder / "config.json").read_text()), load(folder, progress=False)
+    hf, expected = json.loads((folder / "config.json").read_text()), load(folder, progress=False)
     drafts = ("layers.{}.eh_proj", "layers.{}.embed_tokens", "layers.{}.shared_head.head", "mtp_block.0.norm")
     layer = hf["num_hidden_layers"]
     more = {f"model.{name.format(layer)}.weight": np.ones(3, np.float32) for name in drafts}
     tensors = load_file(folder / "model.safetensors") | more
     assert same(
-        load(write_checkpoint(tmp_path, hf | {"num_nextn_predict_layers": 1}, tensors), progress=False), want
+        load(write_checkpoint(tmp_path, hf | {"num_nextn_predict_layers": 1}, tensors), progress=False),
+        expected,
     )
     for count in (0, None):
         write_checkpoint(tmp_path, hf | {"num_nextn_predict_layers": count}, tensors)
@@ -87,13 +88,15 @@ def test_draft_layers_are_ignored(tmp_path):
 
 def test_tied_embeddings_may_be_stored_as_the_output_projection_or_twice(tmp_path):
     tensors = random_tensors(TIED)
-    want = load(write_checkpoint(tmp_path / "a", TIED, tensors), progress=False)
+    expected = load(write_checkpoint(tmp_path / "a", TIED, tensors), progress=False)
     embedding = tensors[EMBEDDING]
     assert same(
-        load(write_checkpoint(tmp_path / "b", TIED, tensors | {HEAD: embedding}), progress=False), want
+        load(write_checkpoint(tmp_path / "b", TIED, tensors | {HEAD: embedding}), progress=False), expected
     )
     alone = {name: tensor for name, tensor in tensors.items() if name != EMBEDDING}
-    assert same(load(write_checkpoint(tmp_path / "c", TIED, alone | {HEAD: embedding}), progress=False), want)
+    assert same(
+        load(write_checkpoint(tmp_path / "c", TIED, alone | {HEAD: embedding}), progress=False), expected
+    )
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt_neox"])
@@ -151,8 +154,8 @@ def test_mask_buffers_of_old_checkpoints_are_ignored(tmp_path):
     buffers |= {"attn.rotary_emb.cos_cached": np.ones((1, 1, 8, 4)), "attn.position_ids": np.arange(8)}
     buffers = {f"h.0.{name}": np.asarray(buffer) for name, buffer in buffers.items()}
     alone = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    want = load(folder, progress=False)
-    assert same(load(write_checkpoint(tmp_path, hf, alone | buffers), progress=False), want)
+    expected = load(folder, progress=False)
+    assert same(load(write_checkpoint(tmp_path, hf, alone | buffers), progress=False), expected)
     write_checkpoint(tmp_path, hf, tensors | {"transformer.h.0.attn.bias": np.ones(32, np.float32)})
     with pytest.raises(ValueError, match=r"requires, got transformer.h.0.attn.bias"):
         load(tmp_path, progress=False)

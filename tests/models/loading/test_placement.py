@@ -66,6 +66,6 @@ def test_read_parameter_accepts_a_put_function(tmp_path):
         placed.append(view.shape)
         return jnp.array(view)
 
-    got = read_parameter([tensor], Join("whole", "kernel", (4, 3)), np.dtype(np.float32), place)
-    np.testing.assert_array_equal(got, np.arange(12).reshape(3, 4).T)
+    actual = read_parameter([tensor], Join("whole", "kernel", (4, 3)), np.dtype(np.float32), place)
+    np.testing.assert_array_equal(actual, np.arange(12).reshape(3, 4).T)
     assert placed == [(3, 4)]

@@ -86,21 +86,21 @@ def test_float8_weights_are_dequantized(tmp_path, name):
     config, suffix, block_of, shape_of = CASES[name]
     stored, floats = quantized(random_tensors(HF), suffix, block_of, shape_of)
     stored["model.layers.0.mlp.up_proj.input_scale"] = np.float32([0.3])  # of activations
-    got = load(write(tmp_path / "a", HF, stored, config), progress=False)
-    want = load(write(tmp_path / "b", HF, floats), progress=False)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    save(got, tmp_path / "c")
+    actual = load(write(tmp_path / "a", HF, stored, config), progress=False)
+    expected = load(write(tmp_path / "b", HF, floats), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    save(actual, tmp_path / "c")
     assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
     assert load_file(tmp_path / "c" / "model.safetensors")[PROJECTION].dtype == np.float32
-    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "c", progress=False), want)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path / "c", progress=False), expected)
 
 
 def test_float8_weights_may_be_dequantized_to_16_bits(tmp_path):
     stored, floats = quantized(random_tensors(HF), *CASES["blocks"][1:])
-    got = load(write(tmp_path, HF, stored, FP8), dtype=jnp.bfloat16, progress=False)
-    want = floats[PROJECTION].astype(ml_dtypes.bfloat16)
-    (kernel,) = [layer.self_attn.qkv_proj.kernel[...] for layer in got.layers][1:2]
-    np.testing.assert_array_equal(np.asarray(kernel)[:, :, -2].reshape(len(kernel), -1).T, want)
+    actual = load(write(tmp_path, HF, stored, FP8), dtype=jnp.bfloat16, progress=False)
+    expected = floats[PROJECTION].astype(ml_dtypes.bfloat16)
+    (kernel,) = [layer.self_attn.qkv_proj.kernel[...] for layer in actual.layers][1:2]
+    np.testing.assert_array_equal(np.asarray(kernel)[:, :, -2].reshape(len(kernel), -1).T, expected)
 
 
 def test_float8_experts_are_dequantized(tmp_path):
@@ -115,9 +115,9 @@ def test_float8_experts_are_dequantized(tmp_path):
     tensors = load_file(tmp_path / "random" / "model.safetensors")
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in tensors
     stored, floats = quantized(tensors, *CASES["blocks"][1:])
-    got = load(write(tmp_path / "a", hf, stored, FP8), progress=False)
-    want = load(write(tmp_path / "b", hf, floats), progress=False)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    actual = load(write(tmp_path / "a", hf, stored, FP8), progress=False)
+    expected = load(write(tmp_path / "b", hf, floats), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 # Every 4-bit float, low halves first, and exponents on both sides of 127.
@@ -128,13 +128,15 @@ LITTLE_FLOATS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 def test_mxfp4_values_match_their_definition():
     blocks = np.tile(LITTLE_BYTES, (2, 3, 2, 1))
     scales = np.array([[[127, 128], [126, 120], [127, 0]], [[130, 250], [127, 127], [1, 2]]], np.uint8)
-    got = np.asarray(MXFP4()(jnp.asarray(blocks), jnp.asarray(scales)))
-    assert got.shape == (2, 64, 3)
+    actual = np.asarray(MXFP4()(jnp.asarray(blocks), jnp.asarray(scales)))
+    assert actual.shape == (2, 64, 3)
     for expert, output, group in np.ndindex(*scales.shape):
-        want = np.float64(LITTLE_FLOATS) * 2.0 ** (float(scales[expert, output, group]) - 127)
-        want = np.where(np.abs(want) < 2.0**-126, 0, want)  # a device may flush what is not normal
-        part = got[expert, group * 32 : (group + 1) * 32, output]
-        np.testing.assert_array_equal(np.where(np.abs(part) < 2.0**-126, 0, part), want)
+        expected = np.float64(LITTLE_FLOATS) * 2.0 ** (float(scales[expert, output, group]) - 127)
+        expected = np.where(
+            np.abs(expected) < 2.0**-126, 0, expected
+        )  # a device may flush what is not normal
+        part = actual[expert, group * 32 : (group + 1) * 32, output]
+        np.testing.assert_array_equal(np.where(np.abs(part) < 2.0**-126, 0, part), expected)
 
 
 def test_mxfp4_experts_of_gpt_oss_are_dequantized(tmp_path):
@@ -152,9 +154,9 @@ def test_mxfp4_experts_of_gpt_oss_are_dequantized(tmp_path):
         wide = np.array(LITTLE_FLOATS[:16], np.float32)[codes]
         wide *= np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=-1)
         floats[name] = np.ascontiguousarray(wide.swapaxes(1, 2))
-    got = load(write(tmp_path / "a", hf, stored, {"quant_method": "mxfp4"}), progress=False)
-    want = load(write(tmp_path / "b", hf, floats), progress=False)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    actual = load(write(tmp_path / "a", hf, stored, {"quant_method": "mxfp4"}), progress=False)
+    expected = load(write(tmp_path / "b", hf, floats), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 WRONG = {

@@ -76,7 +76,7 @@ def entry(**changes):
 
 
 @pytest.mark.parametrize(
-    ("header", "got"),
+    ("header", "actual"),
     [
         (b"", "8 bytes"),
         (b"{", "header of 900|Expecting property name"),
@@ -91,10 +91,10 @@ def entry(**changes):
         (json.dumps(entry(shape=[-1, -2])).encode(), r"TypeError.*x: 'F32' \[-1, -2\]"),
     ],
 )
-def test_invalid_headers_are_named(tmp_path, header, got):
+def test_invalid_headers_are_named(tmp_path, header, actual):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
-    with pytest.raises(ValueError, match=f"{path} must be a complete safetensors file, got .*({got})"):
+    with pytest.raises(ValueError, match=f"{path} must be a complete safetensors file, got .*({actual})"):
         read_header(path)
 
 

@@ -83,9 +83,9 @@ def test_the_tokenizer_s_eos_token_ends_sequences_as_well(tmp_path, named):
     assert model.config.eos_token_ids == (3,)
     save(model, tmp_path / "again")
     assert load(tmp_path / "again", progress=False).config.eos_token_ids == (3,)
-    for ids, want in ([5], (5, 3)), ([3, 5], (3, 5)):
+    for ids, expected in ([5], (5, 3)), ([3, 5], (3, 5)):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        assert load(tmp_path, progress=False).config.eos_token_ids == want
+        assert load(tmp_path, progress=False).config.eos_token_ids == expected
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<none>"}))
     assert load(tmp_path, progress=False).config.eos_token_ids == (3, 5)
 

@@ -24,12 +24,12 @@ def problem(rows=3, width=896, dtype=jnp.bfloat16, scale=3.0):
 def check(x, delta, weight, *, is_offset=False, interpret=None):
     run = jax.jit(functools.partial(add_norm, eps=1e-5, is_offset=is_offset, interpret=interpret))
     total, normed = run(x, delta, weight)
-    want_total, want = reference.add_norm(x, delta, weight, 1e-5, is_offset=is_offset)
+    want_total, expected = reference.add_norm(x, delta, weight, 1e-5, is_offset=is_offset)
     assert total.dtype == normed.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(total, np.float64), want_total)
     # The normalised row and its product with the weight are each rounded once.
     unit = float(jnp.finfo(x.dtype).eps)
-    np.testing.assert_allclose(np.asarray(normed, np.float64), want, rtol=1.1 * unit, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=1.1 * unit, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_offset", [False, True])
@@ -50,8 +50,8 @@ def test_add_norm_is_accurate_for_small_and_large_rows(scale):
 def test_non_finite_rows_do_not_affect_others():
     x, delta, weight = problem(width=128)
     run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
-    got, want = run(x.at[1].set(jnp.nan), delta, weight), run(x, delta, weight)
-    for one, other in zip(got, want, strict=True):
+    actual, expected = run(x.at[1].set(jnp.nan), delta, weight), run(x, delta, weight)
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one)[[0, 2]], np.asarray(other)[[0, 2]])
 
 

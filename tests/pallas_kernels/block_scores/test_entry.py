@@ -58,8 +58,8 @@ def test_block_scores_are_upper_bounds_and_ignore_blocks_past_the_end(head_dim, 
     arguments = query, bounds.low, bounds.high, table, num_blocks * 16 - 3
     scores = block_scores(*arguments, block_size=16, interpret=interpret)
     for row, num in enumerate(NUM_BLOCKS):
-        want = wanted(query, bounds, table, row, num)
-        np.testing.assert_allclose(scores[row, :, :num], want.T, rtol=1e-5)
+        expected = wanted(query, bounds, table, row, num)
+        np.testing.assert_allclose(scores[row, :, :num], expected.T, rtol=1e-5)
 
 
 def scores_of_all_kinds(max_blocks):
@@ -94,11 +94,11 @@ def test_select_top_blocks_matches_a_sort(max_blocks, num_selected, num_recent, 
         for head in range(8):
             of_head = np.where(recent, np.inf, scores[row, head, :num])
             least = np.sort(of_head)[-num_selected] if num >= num_selected else -np.inf
-            wanted = np.flatnonzero(of_head >= least)
-            assert best.counts[row, head] == len(wanted)
-            np.testing.assert_array_equal(best.ids[row, head, : len(wanted)], wanted)
+            expected = np.flatnonzero(of_head >= least)
+            assert best.counts[row, head] == len(expected)
+            np.testing.assert_array_equal(best.ids[row, head, : len(expected)], expected)
             reached = recent | (scores[row, head, :num] >= best.threshold[row, head])
-            np.testing.assert_array_equal(np.flatnonzero(reached), wanted)
+            np.testing.assert_array_equal(np.flatnonzero(reached), expected)
 
 
 @pytest.mark.parametrize("num_selected", [5, 6, 7, 100])
@@ -178,8 +178,8 @@ def test_select_blocks_chooses_the_same_blocks_with_the_kernels(interpret):
     arguments = query, bounds, jnp.where(table < 70, table, 0), num_blocks * 16 - 3
     options = {"num_selected": 6, "block_size": 16, "num_recent": 2}
     chosen = select_blocks(*arguments, **options, implementation="mosaic_gpu", interpret=interpret)
-    want = select_blocks(*arguments, **options, implementation="xla")
-    np.testing.assert_array_equal(chosen.blocks, want.blocks)
+    expected = select_blocks(*arguments, **options, implementation="xla")
+    np.testing.assert_array_equal(chosen.blocks, expected.blocks)
     for blocks, ids, count in zip(*map(np.asarray, (chosen.blocks, chosen.ids, chosen.counts)), strict=True):
         for head in range(8):
             assert ids[head, : count[head]].tolist() == np.flatnonzero(blocks[head, 0]).tolist()

@@ -80,9 +80,9 @@ class Problem:
 
     def check(self, out, starts=None):
         starts = [r * self.rows for r in range(len(LENS))] if starts is None else starts
-        for start, want, first in zip(starts, self.want, FIRST_KEYS, strict=True):
-            got = np.asarray(out[start + first : start + len(want)])
-            np.testing.assert_array_equal(got, want[first:])
+        for start, expected, first in zip(starts, self.want, FIRST_KEYS, strict=True):
+            actual = np.asarray(out[start + first : start + len(expected)])
+            np.testing.assert_array_equal(actual, expected[first:])
 
 
 def cases(factors):

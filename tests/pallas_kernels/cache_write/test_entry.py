@@ -29,10 +29,10 @@ def problem(layout, tokens=9, heads=2, dim=64, blocks=8, size=8, dtype=jnp.bfloa
 
 
 def check(arguments, layout, **options):
-    want = reference.cache_write(*arguments, layout=layout)
+    expected = reference.cache_write(*arguments, layout=layout)
     write = jax.jit(functools.partial(cache_write, layout=layout, **options), donate_argnums=(2, 3))
-    for got, array in zip(write(*arguments)[:2], want, strict=True):
-        np.testing.assert_array_equal(got, array)
+    for actual, array in zip(write(*arguments)[:2], expected, strict=True):
+        np.testing.assert_array_equal(actual, array)
 
 
 # What keys and values become in a cache of 16 bits and narrower ones, and their scales.
@@ -70,17 +70,17 @@ def check_rounding(arguments, scales, layout, **options):
             rounded.append(quantize_token_head(x, cache.dtype))
         else:
             rounded.append((quantize_static(x, scale, cache.dtype), None))
-    want = reference.cache_write(*(x for x, _ in rounded), *caches, slots, layout=layout)
+    expected = reference.cache_write(*(x for x, _ in rounded), *caches, slots, layout=layout)
     want_scales = [
         old if new is None else reference.scale_write(new, old, slots)
         for (_, new), old in zip(rounded, scales.values(), strict=True)
     ]
     write = jax.jit(functools.partial(cache_write, layout=layout, **options), donate_argnums=(2, 3))
-    *got, k_scale, v_scale = write(*arguments, **scales)
-    for array, wanted in zip(got, want, strict=True):
+    *actual, k_scale, v_scale = write(*arguments, **scales)
+    for array, wanted in zip(actual, expected, strict=True):
         assert array.dtype == wanted.dtype
         array, wanted = (np.asarray(x.astype(jnp.float32)) for x in (array, wanted))
-        unit = 1 if jnp.dtype(got[0].dtype) == jnp.int8 else np.maximum(np.abs(wanted), 2**-6) / 8
+        unit = 1 if jnp.dtype(actual[0].dtype) == jnp.int8 else np.maximum(np.abs(wanted), 2**-6) / 8
         assert (np.abs(array - wanted) <= unit).all()
         assert (array != wanted).mean() < 0.01
     for scale, wanted in zip((k_scale, v_scale), want_scales, strict=True):

@@ -51,10 +51,10 @@ def check_table(cuda: Cuda) -> None:
         number, zero, *halves = np.asarray(shard.data).ravel()
         _, cp = (part.start or 0 for part in shard.index[:-1])
         along = mesh.devices[:, cp]
-        wanted = [everywhere[one.id] + SEEN_AT * (1 + one.process_index) for one in along]
-        wanted[number] = addresses[shard.device.id]
+        expected = [everywhere[one.id] + SEEN_AT * (1 + one.process_index) for one in along]
+        expected[number] = addresses[shard.device.id]
         assert (number, zero) == (RANK, 0)
-        assert np.array(halves, np.int32).view(np.uint64).tolist() == wanted
+        assert np.array(halves, np.int32).view(np.uint64).tolist() == expected
     opened = {everywhere[one.id] + SEEN_AT * (2 - RANK) for one in jax.devices() if one not in own}
     assert cuda.open == dict.fromkeys(opened, 2)  # by each of this process's devices
     assert cuda.ways == {(1, 2), (2, 1)}

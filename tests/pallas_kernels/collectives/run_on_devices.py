@@ -62,8 +62,8 @@ class Sums:
         peers, axis_name = (self.of_all, ("tp", "cp")) if are_all else (self.peers, "tp")
 
         def each(peers, x, *others):
-            got = function(x.reshape(x.shape[2:]), *others, peers, axis_name=axis_name)
-            return jax.tree.map(lambda part: part[None, None], got)
+            actual = function(x.reshape(x.shape[2:]), *others, peers, axis_name=axis_name)
+            return jax.tree.map(lambda part: part[None, None], actual)
 
         specs = (by_device, by_device, *(whole for _ in arrays[1:]))
         run = jax.shard_map(each, mesh=self.mesh, in_specs=specs, out_specs=by_device, check_vma=False)
@@ -83,8 +83,8 @@ class Sums:
         unit = float(jnp.finfo(self.dtype).eps)
         (total,) = self.run(functools.partial(all_reduce, shots=shots), parts)
         self.check_same(total)
-        want = np.stack([reference.all_reduce(parts[:, other]) for other in range(others)])
-        np.testing.assert_allclose(total[0].astype(np.float64), want, rtol=unit, atol=unit / 64)
+        expected = np.stack([reference.all_reduce(parts[:, other]) for other in range(others)])
+        np.testing.assert_allclose(total[0].astype(np.float64), expected, rtol=unit, atol=unit / 64)
         for norm in (LLAMA, GEMMA):
             streams, normed = self.run(
                 functools.partial(all_reduce_rms_norm, **norm, shots=shots), parts, residual, weight
@@ -92,10 +92,10 @@ class Sums:
             self.check_same(streams)
             self.check_same(normed)
             for other in range(others):
-                want = reference.all_reduce_rms_norm(parts[:, other], residual, weight, **norm)
-                for got, wanted in zip((streams, normed), want, strict=True):
-                    got = got[0, other].astype(np.float64)
-                    np.testing.assert_allclose(got, wanted, rtol=3 * unit, atol=unit)
+                expected = reference.all_reduce_rms_norm(parts[:, other], residual, weight, **norm)
+                for actual, wanted in zip((streams, normed), expected, strict=True):
+                    actual = actual[0, other].astype(np.float64)
+                    np.testing.assert_allclose(actual, wanted, rtol=3 * unit, atol=unit)
 
     def check_all(self, rows: int) -> None:
         """Along both axes, whose devices are counted as jax counts them: sums, and gathers to the bit."""
@@ -104,19 +104,21 @@ class Sums:
         (total,) = self.run(all_reduce, parts, are_all=True)
         bits, unit = total.reshape(-1, rows, self.width).view(np.uint16), float(jnp.finfo(self.dtype).eps)
         np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
-        want = reference.all_reduce(parts.reshape(-1, rows, self.width))
-        np.testing.assert_allclose(total[0, 0].astype(np.float64), want, rtol=unit, atol=unit / 64)
+        expected = reference.all_reduce(parts.reshape(-1, rows, self.width))
+        np.testing.assert_allclose(total[0, 0].astype(np.float64), expected, rtol=unit, atol=unit / 64)
         numbers = np.random.default_rng(rows).normal(size=(*shape[:3], self.width // 2)).astype(np.float32)
         numbers[..., 0], numbers[..., 1] = -np.inf, -0.0
         for are_all in (False, True):
             (gathered,) = self.run(all_gather, numbers, are_all=are_all)  # [tp, cp, devices, rows, width]
-            want = numbers.reshape(1, 1, -1, *numbers.shape[2:]) if are_all else numbers.swapaxes(0, 1)[None]
-            want = np.broadcast_to(want, gathered.shape)
-            np.testing.assert_array_equal(gathered.view(np.uint32), want.copy().view(np.uint32))
+            expected = (
+                numbers.reshape(1, 1, -1, *numbers.shape[2:]) if are_all else numbers.swapaxes(0, 1)[None]
+            )
+            expected = np.broadcast_to(expected, gathered.shape)
+            np.testing.assert_array_equal(gathered.view(np.uint32), expected.copy().view(np.uint32))
 
-    def check_same(self, got: np.ndarray) -> None:
+    def check_same(self, actual: np.ndarray) -> None:
         """All devices that sum together have the same bits."""
-        bits = got.view(np.uint16)
+        bits = actual.view(np.uint16)
         np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
 
     def check_calls(self) -> None:
@@ -129,13 +131,15 @@ class Sums:
 
             def body(call, wrong):
                 mine, every = value(call, device), [value(call, other) for other in range(self.devices)]
-                want = sum(every[1:], every[0])  # whole numbers below 256: exact
-                got = all_reduce(mine, peers, axis_name=axis_name, shots=self.shots[-1])
-                of_one = all_reduce(mine[:1] + got[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0])
+                expected = sum(every[1:], every[0])  # whole numbers below 256: exact
+                actual = all_reduce(mine, peers, axis_name=axis_name, shots=self.shots[-1])
+                of_one = all_reduce(
+                    mine[:1] + actual[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0]
+                )
                 # What is gathered depends on the sum, or XLA might turn the calls round.
                 as_f32 = lambda x: x[:9, ::2].astype(jnp.float32)
                 found = all_gather(as_f32(mine) + as_f32(of_one) * 0, peers, axis_name=axis_name)
-                wrong = wrong + jnp.sum(got != want) + jnp.sum(of_one != want[:1])
+                wrong = wrong + jnp.sum(actual != expected) + jnp.sum(of_one != expected[:1])
                 return wrong + jnp.sum(found != jnp.stack([as_f32(x) for x in every]))
 
             return jax.lax.fori_loop(0, CALLS, body, jnp.int32(0))

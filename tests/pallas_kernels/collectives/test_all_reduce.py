@@ -68,12 +68,12 @@ def test_more_devices_than_there_are_gpus_sum(count, max_blocks, norm, monkeypat
         rows, width = (1, 6, 15)[call % 3], (4096, 1028)[call // 2 % 2]
         parts, residual, weight = draw(count, rows, width), draw(rows, width), draw(width)
         others = () if norm is None else (residual, weight)
-        got = devices.sums(parts, *others, norm=norm, shots=1 + call % 2)
-        want = [reference.all_reduce(np.asarray(parts))]
+        actual = devices.sums(parts, *others, norm=norm, shots=1 + call % 2)
+        expected = [reference.all_reduce(np.asarray(parts))]
         if norm is not None:
             arrays = map(np.asarray, (parts, *others))
-            want = reference.all_reduce_rms_norm(*arrays, **norm._asdict())
-        for found, wanted in zip(map(np.asarray, got), want, strict=True):
+            expected = reference.all_reduce_rms_norm(*arrays, **norm._asdict())
+        for found, wanted in zip(map(np.asarray, actual), expected, strict=True):
             bits = found.view(np.uint16)
             np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
             np.testing.assert_allclose(found[0].astype(np.float64), wanted, rtol=2**-6, atol=2**-6)

@@ -42,7 +42,7 @@ def test_two_processes_sum_and_agree_where_one_cannot():
         assert all(right in text for right in RIGHT["cpu"]), text
         refused = [line for line in text.splitlines() if line.startswith("make_peer_memory: ")]
         assert len(refused) == len(REFUSED), text
-        assert all(wanted in line for wanted, line in zip(REFUSED, refused, strict=True)), refused
+        assert all(expected in line for expected, line in zip(REFUSED, refused, strict=True)), refused
 
 
 @pytest.mark.gpu

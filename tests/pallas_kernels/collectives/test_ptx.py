@@ -97,14 +97,14 @@ def check(devices, calls, seed=0, max_rows=130, shots=(1,)):
     widest = max(width for _, width, _, _ in calls)
     found = Devices(devices, block_bytes_of(max_rows, widest), seed, shots).sums(made)
     for (parts, others, norm), of_devices in zip(made, found, strict=True):
-        want = [reference.all_reduce(parts)]
+        expected = [reference.all_reduce(parts)]
         if norm is not None:
-            want = reference.all_reduce_rms_norm(parts, *others, **norm._asdict())
+            expected = reference.all_reduce_rms_norm(parts, *others, **norm._asdict())
         unit = float(ml_dtypes.finfo(parts.dtype).eps)
         for results in of_devices:
-            for got, first, wanted in zip(results, of_devices[0], want, strict=True):
-                np.testing.assert_array_equal(got.view(np.uint16), first.view(np.uint16))
-                np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=2 * unit, atol=unit / 8)
+            for actual, first, wanted in zip(results, of_devices[0], expected, strict=True):
+                np.testing.assert_array_equal(actual.view(np.uint16), first.view(np.uint16))
+                np.testing.assert_allclose(actual.astype(np.float64), wanted, rtol=2 * unit, atol=unit / 8)
 
 
 @pytest.mark.parametrize("norm", [None, LLAMA, GEMMA], ids=["alone", "llama", "gemma"])
@@ -171,14 +171,14 @@ def test_gathers_and_sums_by_turns(devices, monkeypatch):
     for (parts, _, _), of_devices in zip(
         made, Devices(devices, block_bytes_of(130, 4100)).sums(made), strict=True
     ):
-        for (got,) in of_devices:
+        for (actual,) in of_devices:
             if parts.dtype == F32:
-                want = parts.copy().view(np.uint32)
-                want[want == exchange.EMPTY] = 0
-                np.testing.assert_array_equal(got.view(np.uint32), want)
+                expected = parts.copy().view(np.uint32)
+                expected[expected == exchange.EMPTY] = 0
+                np.testing.assert_array_equal(actual.view(np.uint32), expected)
             else:
-                want = reference.all_reduce(parts)
-                np.testing.assert_allclose(got.astype(np.float64), want, rtol=2**-7, atol=2**-9)
+                expected = reference.all_reduce(parts)
+                np.testing.assert_allclose(actual.astype(np.float64), expected, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize("shots", [(1,), (2, 1)])

@@ -35,22 +35,24 @@ class Problem:
         assert out.dtype == self.x.dtype
         live = np.repeat(np.asarray(GROUPS) >= 0, TILE_ROWS)
         how = {"outputs_first": self.outputs_first}
-        want = np.asarray(grouped_matmul_reference(self.x, self.weights, self.groups, **how))[live]
-        got = np.asarray(out.astype(jnp.float32))[live]
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        assert np.nanmax(np.abs(got - want)) <= 2**-8 * np.nanmax(np.abs(want))
+        expected = np.asarray(grouped_matmul_reference(self.x, self.weights, self.groups, **how))[live]
+        actual = np.asarray(out.astype(jnp.float32))[live]
+        np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+        assert np.nanmax(np.abs(actual - expected)) <= 2**-8 * np.nanmax(np.abs(expected))
 
 
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_reference_matches_float64(outputs_first):
     problem = Problem(64, 128, outputs_first=outputs_first)
     how = {"outputs_first": outputs_first}
-    got = np.asarray(grouped_matmul_reference(problem.x, problem.weights, problem.groups, **how))
+    actual = np.asarray(grouped_matmul_reference(problem.x, problem.weights, problem.groups, **how))
     for tile, group in enumerate(GROUPS):
         rows = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
         matrix = np.asarray(problem.weights[max(group, 0)], np.float64)
-        want = np.asarray(problem.x[rows], np.float64) @ (matrix.T if outputs_first else matrix)
-        np.testing.assert_allclose(got[rows], want if group >= 0 else np.zeros_like(want), atol=1e-4)
+        expected = np.asarray(problem.x[rows], np.float64) @ (matrix.T if outputs_first else matrix)
+        np.testing.assert_allclose(
+            actual[rows], expected if group >= 0 else np.zeros_like(expected), atol=1e-4
+        )
 
 
 SIZES = [(64, 64), (192, 128), (128, 192), (320, 256)]

@@ -39,9 +39,9 @@ def lists_of(some, every, query_blocks):
 
 def check(listed, some, every, query_blocks):
     entries, num_partial, num_full = map(np.asarray, listed)
-    for row, (wanted, partial) in enumerate(lists_of(some, every, query_blocks)):
-        assert (num_partial[row], num_full[row]) == (partial, len(wanted) - partial)
-        assert entries[row, : len(wanted)].tolist() == wanted
+    for row, (expected, partial) in enumerate(lists_of(some, every, query_blocks)):
+        assert (num_partial[row], num_full[row]) == (partial, len(expected) - partial)
+        assert entries[row, : len(expected)].tolist() == expected
 
 
 def codes(some, every, query_blocks):

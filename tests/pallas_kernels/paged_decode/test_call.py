@@ -50,8 +50,8 @@ class TestQueryRows:
         np.testing.assert_array_equal(rows, [[[0, 1, 10, 11], [2, 3, 12, 13]]])
 
     def test_heads_to_rows_repeats_the_number_and_pads_with_zeros(self):
-        got = heads_to_rows(jnp.asarray([1.0, 2.0]), shape_of(kv_heads=1, group=2, query_len=2))
-        np.testing.assert_allclose(got, [[LOG2E, 2 * LOG2E, LOG2E, 2 * LOG2E, 0, 0, 0, 0]])
+        actual = heads_to_rows(jnp.asarray([1.0, 2.0]), shape_of(kv_heads=1, group=2, query_len=2))
+        np.testing.assert_allclose(actual, [[LOG2E, 2 * LOG2E, LOG2E, 2 * LOG2E, 0, 0, 0, 0]])
         assert heads_to_rows(None, shape_of()) is None
 
 

@@ -155,15 +155,15 @@ class TestOnGpu:
         k = put(jnp.zeros(shape, jnp.bfloat16), draw(0, (2, 4, *shape[1:])))
         query, lens, table = draw(2, (2, 8, 128)), jnp.asarray(lens, jnp.int32), jnp.asarray(table)
         out, _ = paged_decode(query, k, k, table, lens, score=Score(scale=0.1))
-        want, _ = reference.paged_decode(query, k, k, table, lens, scale=0.1)
-        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
+        expected, _ = reference.paged_decode(query, k, k, table, lens, scale=0.1)
+        np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-2)
 
     def test_decode_of_long_requests_matches_the_reference(self):
         args, kwargs = random_step([131072, 77777], 8, 1, 128, 16)
         out, lse = paged_decode(*args, **kwargs)
-        want, want_lse = reference.paged_decode(*args, scale=kwargs["score"].scale)
-        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=1e-3)
-        np.testing.assert_allclose(lse, want_lse, atol=1e-3)
+        expected, expected_lse = reference.paged_decode(*args, scale=kwargs["score"].scale)
+        np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-3)
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-3)
 
 
 def plain_case(**changes):
@@ -230,11 +230,11 @@ def check_listed(listed, interpret=None):
     run = functools.partial(paged_decode, score=kwargs["score"], sizes=sizes, interpret=interpret)
     static = ("layout", "decode_query_len", "list_block_size")
     out, lse = jax.jit(run, static_argnames=static)(query, k, v, *rest, **options)
-    want, want_lse = reference.paged_decode(
+    expected, expected_lse = reference.paged_decode(
         query.astype(jnp.float32), k, v, *rest, scale=kwargs["score"].scale, **score, **options
     )
-    np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
-    np.testing.assert_allclose(lse, want_lse, atol=1e-2)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-2)
 
 
 class TestBlockLists:
@@ -300,12 +300,12 @@ class TestSchedule:
         )
 
     def test_spans_are_equal_and_cover_requests_in_order(self):
-        got = self.schedule([130, 0, 64, 320], DecodeSizes(tile_kv=64, ctas=6))
+        actual = self.schedule([130, 0, 64, 320], DecodeSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(
-            got.unit_ends, [3, 4, 5, 10]
+            actual.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
         starts = [
-            search_k_ary(got.unit_ends, got.unit_ends, jnp.int32(number), num_spans=got.num_spans)
+            search_k_ary(actual.unit_ends, actual.unit_ends, jnp.int32(number), num_spans=actual.num_spans)
             for number in range(4)
         ]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
@@ -325,14 +325,14 @@ class TestSchedule:
             assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
 
     def test_schedule_of_a_window_skips_tiles_before_it(self):
-        got = self.schedule([1000, 64], DecodeSizes(tile_kv=64, ctas=4), window=(63, 0))
-        np.testing.assert_array_equal(got.unit_ends, [2, 3])
+        actual = self.schedule([1000, 64], DecodeSizes(tile_kv=64, ctas=4), window=(63, 0))
+        np.testing.assert_array_equal(actual.unit_ends, [2, 3])
 
     @pytest.mark.parametrize("reqs", [1, 33, 257])
     def test_unit_ends_are_the_cumulative_units_for_any_number_of_requests(self, reqs):
         lens = np.random.default_rng(reqs).integers(0, 1000, reqs)
-        got = self.schedule(lens, DecodeSizes(tile_kv=64, ctas=6))
-        np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
+        actual = self.schedule(lens, DecodeSizes(tile_kv=64, ctas=6))
+        np.testing.assert_array_equal(actual.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
     @pytest.mark.parametrize("way", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
     @pytest.mark.parametrize("reqs", [3, 33, 300])
@@ -342,8 +342,8 @@ class TestSchedule:
         lists = BlockList(jnp.zeros((reqs, 8, 100), jnp.int32), jnp.asarray(counts))
         static = {"sizes": DecodeSizes(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
         lens = jnp.full(reqs, 1600, jnp.int32)
-        got = make_schedule(lens, score=Score(scale=1.0), **static, block_list=lists, list_block_size=16)
-        np.testing.assert_array_equal(got.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
+        actual = make_schedule(lens, score=Score(scale=1.0), **static, block_list=lists, list_block_size=16)
+        np.testing.assert_array_equal(actual.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MAX_ROWS_PER_WARP, 1000])
@@ -361,10 +361,10 @@ class TestSchedule:
         find = plgpu.kernel(body, out_type=shape, grid=(num_spans + 1,), grid_names=("span",))
         found = SpanStart(*find(ends, values).T)
         for number in range(num_spans + 1):
-            want = search_k_ary(ends, values, jnp.int32(number), num_spans=num_spans)
-            assert int(found.row[number]) == int(want.row)
-            if want.row < reqs:
-                assert [int(x[number]) for x in found] == [int(x) for x in want]
+            expected = search_k_ary(ends, values, jnp.int32(number), num_spans=num_spans)
+            assert int(found.row[number]) == int(expected.row)
+            if expected.row < reqs:
+                assert [int(x[number]) for x in found] == [int(x) for x in expected]
 
     def test_schedule_has_at_most_one_span_per_unit(self):
         assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2
@@ -391,12 +391,12 @@ class TestReference:
         args, kwargs = random_step([33, 0, 7], 4, 2, 64, 16, 2, window=(9, 0), soft_cap=3.0)
         sinks = jnp.linspace(-1.0, 2.0, 4)
         score = kwargs["score"]
-        want, want_lse = reference.paged_decode(
+        expected, expected_lse = reference.paged_decode(
             *args, scale=score.scale, window=(9, 0), soft_cap=3.0, decode_query_len=2, sinks=sinks
         )
         out, lse = interpreted(*args, **kwargs, sizes=DecodeSizes(ctas=4, stages=2), sinks=sinks)
-        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=2e-2)
-        np.testing.assert_allclose(lse, want_lse, atol=1e-2)
+        np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-2)
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-2)
 
 
 class TestHeadChunks:

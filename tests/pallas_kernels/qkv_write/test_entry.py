@@ -52,10 +52,10 @@ def check(layout, interpret=None, is_offset=False, **options):
     query, k, v = write(qkv, k_cache, v_cache, slots, **named)
     assert query.shape == want[0].shape
     unit = float(jnp.finfo(qkv.dtype).eps)
-    for got, wanted in ((query, want[0]), (k, expected[0])):
-        assert got.dtype == qkv.dtype
+    for actual, wanted in ((query, want[0]), (k, expected[0])):
+        assert actual.dtype == qkv.dtype
         # The normalised head, its product with the weight and the rotated pair are each rounded once.
-        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2 * unit, atol=12 * unit)
+        np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, rtol=2 * unit, atol=12 * unit)
     np.testing.assert_array_equal(np.asarray(v, np.float64), expected[1])
 
 
@@ -83,10 +83,10 @@ def test_tokens_without_a_slot_are_not_written():
     (qkv, *caches, slots), named = problem()
     poisoned = jnp.where((slots < 0)[:, None, None, None], jnp.nan, qkv)
     write = functools.partial(qkv_write, **named, interpret=plgpu.InterpretGPUParams())
-    got, want = (write(one, *caches, slots) for one in (poisoned, qkv))
+    actual, expected = (write(one, *caches, slots) for one in (poisoned, qkv))
     is_kept = np.asarray(slots) >= 0
-    np.testing.assert_array_equal(got[0][is_kept], want[0][is_kept])
-    for one, other in zip(got[1:], want[1:], strict=True):
+    np.testing.assert_array_equal(actual[0][is_kept], expected[0][is_kept])
+    for one, other in zip(actual[1:], expected[1:], strict=True):
         np.testing.assert_array_equal(one, other)
 
 

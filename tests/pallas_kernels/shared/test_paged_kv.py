@@ -46,8 +46,8 @@ class TestBlockIds:
         low, high = min(low, high - 1), max(low + 1, high)
         found = ids(column, low=scalar(low), high=scalar(high), is_checked=is_checked)
         seen = range(low // SIZE, (high - 1) // SIZE + 1)
-        want = [min(max(column + j, seen[0]), seen[-1]) for j in range(4)]
-        assert found == [100 + i for i in want]
+        expected = [min(max(column + j, seen[0]), seen[-1]) for j in range(4)]
+        assert found == [100 + i for i in expected]
 
     @hypothesis.given(ANYTHING, ANYTHING, ANYTHING)
     def test_any_range_stays_inside_the_row(self, low, high, column):
@@ -58,11 +58,11 @@ class TestBlockIds:
         assert ids(5, low=scalar(0), high=scalar(0), is_checked=is_checked) == [100] * 4
 
     @pytest.mark.parametrize(
-        ("num_blocks", "want"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
+        ("num_blocks", "expected"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
     )
-    def test_first_blocks_are_clamped_to_the_requests_last_block(self, num_blocks, want):
+    def test_first_blocks_are_clamped_to_the_requests_last_block(self, num_blocks, expected):
         seen = BlockTableRef(RecordingTable(), SIZE).first(scalar(3), scalar(num_blocks))
-        assert seen.ids(scalar(1), 4) == [100 + i for i in want]
+        assert seen.ids(scalar(1), 4) == [100 + i for i in expected]
 
     def test_table_is_not_subscriptable(self):
         with pytest.raises(TypeError, match="not subscriptable"):
@@ -116,13 +116,13 @@ class TestCopies:
         table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
         keys = rng.standard_normal((2 * columns, block_size, 3, head_dim), np.float32)
         cache = keys.swapaxes(1, 2) if is_hnd else keys
-        got = fetch_tile(jnp.asarray(cache), jnp.asarray(table), 64, tiling)
+        actual = fetch_tile(jnp.asarray(cache), jnp.asarray(table), 64, tiling)
         of_request = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
         here = of_request[64 : 64 + tile_kv]
         final_block = of_request[100 // block_size * block_size :][:block_size]
         if block_size == 16:  # a block of 16 keys behind the 100th is not seen: the last that is stands in
             here = np.concatenate([of_request[64:112], final_block])
-        np.testing.assert_array_equal(got, here)
+        np.testing.assert_array_equal(actual, here)
 
     @pytest.mark.parametrize("is_hnd", [False, True])
     def test_cache_dims_have_one_order_for_both_layouts(self, is_hnd):
@@ -163,9 +163,9 @@ class TestMaskedOutTokens:
         values = np.random.default_rng(0).standard_normal((2, 128, 64), np.float32)
         keys = np.arange(100, 164)
         is_unseen = (keys < low) | (keys >= high)
-        want, given = values.copy(), values.copy()
-        want[:, 64:][:, is_unseen], given[:, 64:][:, is_unseen] = 0, np.nan
-        np.testing.assert_array_equal(self.cleared(jnp.asarray(given), low, high), want)
+        expected, given = values.copy(), values.copy()
+        expected[:, 64:][:, is_unseen], given[:, 64:][:, is_unseen] = 0, np.nan
+        np.testing.assert_array_equal(self.cleared(jnp.asarray(given), low, high), expected)
 
     def test_masked_out_rows_take_the_fill_value(self):
         x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])

@@ -90,12 +90,12 @@ class BackwardProblem:
 
     def check(self, grads):
         """Each gradient is within twice the error of 16 bits; what no request owns has none."""
-        for name, got in zip(GRADIENTS, grads, strict=True):
-            got, want = np.asarray(got, np.float64), self.want[name]
-            assert got.shape == want.shape
-            assert not np.isnan(got).any(), f"{name}'s gradient is off by NaN"
-            error, allowed = got - want, self.in_16_bits[name] - want
-            rounding = float(jnp.finfo(self.setting.dtype).eps) * np.abs(want).max(initial=0.0)
+        for name, actual in zip(GRADIENTS, grads, strict=True):
+            actual, expected = np.asarray(actual, np.float64), self.want[name]
+            assert actual.shape == expected.shape
+            assert not np.isnan(actual).any(), f"{name}'s gradient is off by NaN"
+            error, allowed = actual - expected, self.in_16_bits[name] - expected
+            rounding = float(jnp.finfo(self.setting.dtype).eps) * np.abs(expected).max(initial=0.0)
             # A lone key's score has no gradient: two sums in float32 cancel, but for what they lose.
             cancelled = 4 * float(np.finfo(np.float32).eps) * self.cancelling
             bound = 2 * np.abs(allowed).max(initial=0.0) + max(rounding / 2, cancelled)
@@ -104,7 +104,9 @@ class BackwardProblem:
             assert mean_square <= 2 * (allowed**2).mean() + cancelled**2, (
                 f"{name}'s gradient is off by {mean_square}"
             )
-            assert not got[~self._is_live(name)].any(), f"{name}'s gradient must come out 0 where nobody is"
+            assert not actual[~self._is_live(name)].any(), (
+                f"{name}'s gradient must come out 0 where nobody is"
+            )
 
     def _is_live(self, name):
         live = np.zeros(len(self.arrays[name]), bool)
@@ -162,10 +164,10 @@ class BackwardProblem:
         draw = lambda rows, heads: self.rng.normal(size=(rows, heads, dim))
         q, grad, k, v = draw(num, q_heads), draw(num, q_heads), draw(keys, kv_heads), draw(keys, kv_heads)
         direction = self.rng.choice([-1.0, 1.0], dim) * dim**-0.5
-        wanted, cap = NEEDLE_SCORE, score.soft_cap
+        expected, cap = NEEDLE_SCORE, score.soft_cap
         if cap is not None:
-            wanted = cap * np.arctanh(min(NEEDLE_SCORE / cap, 0.9))
-        length = (wanted / score.scale) ** 0.5  # of queries and needles: their product is the score
+            expected = cap * np.arctanh(min(NEEDLE_SCORE / cap, 0.9))
+        length = (expected / score.scale) ** 0.5  # of queries and needles: their product is the score
         q = along(q, direction, length)
         group = q_heads // kv_heads
         of_heads = np.broadcast_to(visible, (q_heads, num, keys)).reshape(kv_heads, group, num, keys)

@@ -186,11 +186,11 @@ class TestReference:
             p = jnp.exp(s - lse[:, :, None])
             return jnp.einsum("hqk,khd->qhd", p, jnp.repeat(v, 2, 1), precision="highest"), lse
 
-        want = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
+        expected = jax.vjp(attend, q, k, v)[1]((grad_out, grad_lse))
         options = {"visible": visible, "bias": bias, "sinks": sinks}
         arrays, options = jax.tree.map(np.asarray, ((q, k, v, grad_out, grad_lse), options))
-        got = reference.grads_of_request(*arrays, scale=0.3, soft_cap=soft_cap, **options)
-        for a, b in zip(got, want, strict=True):
+        actual = reference.grads_of_request(*arrays, scale=0.3, soft_cap=soft_cap, **options)
+        for a, b in zip(actual, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 

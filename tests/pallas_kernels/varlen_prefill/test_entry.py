@@ -216,11 +216,11 @@ class TestOnGpu:
             **arrays,
         }
         out, _ = run(**args)
-        q, k, v, got = (np.asarray(x, np.float32) for x in (q, k, v, out))
+        q, k, v, actual = (np.asarray(x, np.float32) for x in (q, k, v, out))
         for r, (first, last) in enumerate(itertools.pairwise(starts)):
             mine = slice(kv_starts[r], kv_starts[r + 1])
-            want = in_float32(q[first:last], k[mine], v[mine], scale=0.1)
-            np.testing.assert_allclose(got[first:last], want, atol=2e-2)
+            expected = in_float32(q[first:last], k[mine], v[mine], scale=0.1)
+            np.testing.assert_allclose(actual[first:last], expected, atol=2e-2)
         for _ in range(20):
             assert jnp.array_equal(run(**args)[0], out)
 
@@ -291,7 +291,7 @@ class TestSchedule:
         )
 
     @pytest.mark.parametrize(
-        ("has_lists", "want"),
+        ("has_lists", "expected"),
         [
             (True, [(0, 0, 0, 10, 0), (2, 8, 2, 128, 258), (2, 136, 0, 14, 386), (3, 144, 6, 16, -16)]),
             (
@@ -300,26 +300,26 @@ class TestSchedule:
             ),
         ],
     )
-    def test_the_longest_come_first_and_padding_is_a_request_without_keys(self, has_lists, want):
+    def test_the_longest_come_first_and_padding_is_a_request_without_keys(self, has_lists, expected):
         """Without lists the warpgroups that have no rows stand first; with lists, tiles stand in order."""
-        got = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160, has_lists=has_lists)
-        table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(got.table)]
-        live = table[: int(got.num_valid[0])]
+        actual = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160, has_lists=has_lists)
+        table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(actual.table)]
+        live = table[: int(actual.num_valid[0])]
         rows = [(t["req"], t["first_row"], t["begin"], t["end"], t["position"]) for t in live]
-        assert rows == want
-        np.testing.assert_array_equal(got.first_tiles, [0, 1, 1, 3])
-        assert not np.asarray(got.table)[len(live) :].any()
+        assert rows == expected
+        np.testing.assert_array_equal(actual.first_tiles, [0, 1, 1, 3])
+        assert not np.asarray(actual.table)[len(live) :].any()
 
     def test_the_bound_holds_for_the_worst_lengths(self):
         for lens in ([1] * 40, [9] * 30, [121, 122, 120] * 9, [128] * 3, [7, 130] * 8):
             starts = np.concatenate([[0], np.cumsum(lens)])
-            got = self.make(starts, lens, num_tokens=int(starts[-1]) + 3)
+            actual = self.make(starts, lens, num_tokens=int(starts[-1]) + 3)
             needed = sum(-(-(b - a // 8 * 8) // 128) for a, b in itertools.pairwise(starts))
-            assert needed + 1 == got.num_valid[0] <= max_tiles(int(starts[-1]) + 3, len(lens), 128)
+            assert needed + 1 == actual.num_valid[0] <= max_tiles(int(starts[-1]) + 3, len(lens), 128)
 
     def test_a_window_makes_all_tiles_short(self):
-        got = self.make([0, 1024], [1024], num_tokens=1024, window=(63, None))
-        np.testing.assert_array_equal(got.table[:8, COLUMNS.index("first_row")], np.r_[128:1024:128, 0])
+        actual = self.make([0, 1024], [1024], num_tokens=1024, window=(63, None))
+        np.testing.assert_array_equal(actual.table[:8, COLUMNS.index("first_row")], np.r_[128:1024:128, 0])
 
     def test_made_before_it_changes_no_bit(self):
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (96, 1, 64), jnp.bfloat16)
@@ -365,8 +365,8 @@ class TestReference:
         q, k, v = draw(0)[:24], draw(1), draw(2)
         score = Score(scale=0.1, window=(9, None))
         out, _ = packed([24], [40], q, k, v, score=score, sizes=PrefillSizes(tile_kv=64, ctas=1))
-        want = reference.attend_request(q, k, v, scale=0.1, window=(9, None))
-        np.testing.assert_allclose(out.astype(jnp.float32), want, atol=2e-2)
+        expected = reference.attend_request(q, k, v, scale=0.1, window=(9, None))
+        np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2e-2)
 
 
 class TestRefusals:
@@ -500,9 +500,9 @@ class TestTops:
         s = np.where((at <= position) & (at >= low), s, -np.inf)
         top = s.max(axis=-1, keepdims=True)
         total = np.exp(s - top).sum(axis=-1, keepdims=True)
-        want = np.einsum("hqk,kd->qhd", np.exp(s - top) / total, v[:, 0])
+        expected = np.einsum("hqk,kd->qhd", np.exp(s - top) / total, v[:, 0])
         np.testing.assert_allclose(
-            np.asarray(out, np.float64), want, atol=2e-3 if dtype == "float16" else 1e-2
+            np.asarray(out, np.float64), expected, atol=2e-3 if dtype == "float16" else 1e-2
         )
         np.testing.assert_allclose(lse, (top + np.log(total))[..., 0], rtol=1e-5, atol=1e-4)
 

@@ -82,9 +82,9 @@ def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave
     is_mine = masks.MaskFunction(lambda head, query, key: key // interleave % size == rank)
     all_keys = cache_of(keys, whole, [list(range(n)) for n in SEQ_LENS])
     how = {"implementation": "reference", "return_lse": True}
-    want, want_lse = jattn.attend(query, all_keys, whole, spec, mask=INNER[name] & is_mine, **how)
-    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), atol=2e-2)
-    np.testing.assert_allclose(lse, want_lse, atol=2e-2)
+    expected, expected_lse = jattn.attend(query, all_keys, whole, spec, mask=INNER[name] & is_mine, **how)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-2)
 
 
 def test_what_has_no_kernel_is_named():

@@ -90,8 +90,8 @@ class TestSums:
         s = np.where(is_seen, tiles_of_s.astype(np.float64) * LOG2E, -np.inf)
         if has_row_term:
             s = s + np.asarray(term, np.float64)[None, :, None]
-        want = np.log2(np.exp2(s - s.max()).sum(axis=(0, 2))) + s.max()
-        np.testing.assert_allclose(np.log2(row_sum.sum(axis=1)) + row_max, want, rtol=1e-5)
+        expected = np.log2(np.exp2(s - s.max()).sum(axis=(0, 2))) + s.max()
+        np.testing.assert_allclose(np.log2(row_sum.sum(axis=1)) + row_max, expected, rtol=1e-5)
 
     @pytest.mark.parametrize("policy", [softmax.RunningRowMax, softmax.NoRowMax])
     def test_masked_out_tiles_before_do_not_change_the_bits(self, policy):
@@ -111,8 +111,8 @@ class TestSums:
             exponent, row_max, *_ = policy.next(s, None, lambda s: s, row_max)
             return jnp.exp2(exponent), row_max
 
-        for found, want in zip(second_tile(s), first_tile(s), strict=True):
-            np.testing.assert_array_equal(found, want)
+        for found, expected in zip(second_tile(s), first_tile(s), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("table", [TABLE, LIST_TABLE], ids=["items", "lists"])

@@ -74,10 +74,10 @@ class TestContract:
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
         args, sizes = (draw(0, 70), draw(1, 300), draw(2, 300)), PrefillSizes(tile_kv=64, ctas=2)
         run = functools.partial(packed, [70], [300], *args, score=Score(scale=0.1))
-        want, _ = run(sizes=sizes)
+        expected, _ = run(sizes=sizes)
         out, lse = run(sizes=cut(sizes))
         assert lse is None
-        np.testing.assert_allclose(out.astype(jnp.float32), want.astype(jnp.float32), atol=1e-2)
+        np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
 
     def test_none_of_them_races(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)

@@ -328,10 +328,10 @@ def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_
     assert tile_order.has_kernel(num_tiles=tiles * heads // sets, max_len=max_len)
     static = {"columns": len(COLUMNS), "sets": sets}
     table, count = jax.jit(functools.partial(tile_order.sort_work_tiles.on_gpu, **static))(*arrays)
-    want, want_count = jax.jit(functools.partial(tile_order.sort_work_tiles.fallback, **static))(*arrays)
+    expected, want_count = jax.jit(functools.partial(tile_order.sort_work_tiles.fallback, **static))(*arrays)
     np.testing.assert_array_equal(count, want_count)
     live = slice(0, num_valid * heads), slice(0, len(COLUMNS) + len(LIST_COLUMNS))
-    np.testing.assert_array_equal(table[live], want[live])
+    np.testing.assert_array_equal(table[live], expected[live])
 
 
 def test_masks_compile_where_no_row_has_ends_of_its_own():

@@ -103,22 +103,22 @@ class Crowd:
         prompt, params = self.asked.pop(name)
         (alone,) = self.alone.generate([prompt], params)
         for index, one in enumerate(alone.outputs):
-            got, want = self.got.pop((name, index)), one.token_ids
-            if got != want:
+            actual, expected = self.got.pop((name, index)), one.token_ids
+            if actual != expected:
                 asked = f"completion {index} of {prompt} with {params}"
                 assert not self.is_exact, asked
-                assert self.is_near_tie(prompt, params.of_completion(index), got, want), asked
+                assert self.is_near_tie(prompt, params.of_completion(index), actual, expected), asked
                 self.counts["near_ties"] += 1
             self.counts["compared"] += 1
-            self.counts["tokens"] += len(got)
+            self.counts["tokens"] += len(actual)
 
-    def is_near_tie(self, prompt, params, got, want):
+    def is_near_tie(self, prompt, params, actual, expected):
         """Whether the first tokens that differ are as good as each other, but for rounding."""
-        pairs = enumerate(zip(got, want, strict=False))
+        pairs = enumerate(zip(actual, expected, strict=False))
         first = next((i for i, (mine, other) in pairs if mine != other), None)
         if first is None:
             return False
-        ids, before = jnp.asarray([*prompt, *want[:first]]), np.asarray(want[:first], np.int32)
+        ids, before = jnp.asarray([*prompt, *expected[:first]]), np.asarray(expected[:first], np.int32)
         model, count = self.alone.model, np.asarray([first], np.int32)
         hidden, _ = model(ids, None, jattn.build_batch_metadata([len(ids)], [len(ids)], None))
         logits = model.logits(hidden)[-1:].astype(jnp.float32)
@@ -131,7 +131,7 @@ class Crowd:
         for seed in range(64):
             noise = ROUNDING * jax.random.normal(jax.random.key(seed), logits.shape)
             likely.add(int(sample(logits + noise, sampling, count)[0]))
-        return {got[first], want[first]} <= likely
+        return {actual[first], expected[first]} <= likely
 
     def abort(self):
         """Drops one of the open ones."""

@@ -64,13 +64,13 @@ class TestGenerate:
     def test_many_tasks_get_the_same_tokens_as_generate(self, engine):
         prompts = ["one", [5, 6, 7], "another text", *(f"prompt {i}" for i in range(9))]
         counts = [3, 9, 5, *range(1, 10)]
-        want = engine.generate(prompts, max_tokens=counts)
+        expected = engine.generate(prompts, max_tokens=counts)
 
         async def main(async_engine):
             tasks = zip(prompts, map(short, counts), strict=True)
             return await asyncio.gather(*(completed(async_engine, *task) for task in tasks))
 
-        assert run(engine, main) == [(one.token_ids, one.text, "length") for one in want]
+        assert run(engine, main) == [(one.token_ids, one.text, "length") for one in expected]
 
     def test_tokens_are_yielded_after_each_step(self, engine):
         async def main(async_engine):
@@ -81,19 +81,19 @@ class TestGenerate:
 
     def test_n_completions_finish_independently(self, engine):
         params = SamplingParams(max_tokens=6, n=3, temperature=1.0, seed=5, prompt_logprobs=1)
-        (want,) = engine.generate(["abc"], params)
+        (expected,) = engine.generate(["abc"], params)
 
         async def main(async_engine):
             outputs = [output async for output in async_engine.generate("abc", params, request_id="mine")]
             assert {output.request_id for output in outputs} == {"mine"}
             told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-            assert told == [want.prompt_logprobs] * 3  # each with its first token
+            assert told == [expected.prompt_logprobs] * 3  # each with its first token
             return [
                 [i for output in outputs if output.index == index for i in output.new_token_ids]
                 for index in range(3)
             ]
 
-        assert run(engine, main) == [one.token_ids for one in want.outputs]
+        assert run(engine, main) == [one.token_ids for one in expected.outputs]
 
     def test_long_texts_are_tokenized_outside_the_event_loop(self, engine):
         text = "x" * 5000
@@ -105,7 +105,7 @@ class TestGenerate:
         run(engine, main)
 
     def test_several_event_loops_share_an_engine(self, engine):
-        (want,) = engine.generate(["abc"], max_tokens=30)
+        (expected,) = engine.generate(["abc"], max_tokens=30)
         async_engine, results = AsyncEngine(engine), []
         loop = lambda: results.append(asyncio.run(completed(async_engine, "abc", short(30))))
         threads = [threading.Thread(target=loop) for _ in range(3)]
@@ -114,7 +114,7 @@ class TestGenerate:
         for thread in threads:
             thread.join()
         asyncio.run(async_engine.aclose())
-        assert results == [(want.token_ids, want.text, "length")] * 3
+        assert results == [(expected.token_ids, expected.text, "length")] * 3
 
 
 class TestReaders:
@@ -132,7 +132,7 @@ class TestReaders:
 
     def test_a_slow_reader_gets_one_merged_output_per_completion(self, engine):
         params = SamplingParams(temperature=1.0, seed=0, n=2, logprobs=1, max_tokens=30)
-        (want,) = engine.generate(["late"], params)
+        (expected,) = engine.generate(["late"], params)
 
         async def main(async_engine):
             late = async_engine.generate("late", params)
@@ -142,7 +142,7 @@ class TestReaders:
 
         early, rest = run(engine, main)
         assert len(rest) <= 3  # the other one's first tokens may have been there before
-        for index, completion in enumerate(want.outputs):
+        for index, completion in enumerate(expected.outputs):
             pieces = [output for output in early + rest if output.index == index]
             assert [i for piece in pieces for i in piece.new_token_ids] == completion.token_ids
             assert "".join(piece.new_text for piece in pieces) == completion.text
@@ -259,7 +259,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("failure", [device_fails, reading_fails])
     def test_a_failed_step_ends_all_requests_and_later_ones_are_served(self, engine, failure):
-        (want,) = engine.generate(["abc"], max_tokens=8)
+        (expected,) = engine.generate(["abc"], max_tokens=8)
 
         async def main(async_engine):
             with failure(engine, at=5):
@@ -269,7 +269,7 @@ class TestErrors:
             assert all("the device fell over" in str(result) for result in results)
             return await completed(async_engine, "abc", short(8))
 
-        assert run(engine, main)[0] == want.token_ids
+        assert run(engine, main)[0] == expected.token_ids
 
     def test_an_exception_in_the_engine_ends_open_requests_and_later_ones_are_served(self, engine):
         step = engine.step

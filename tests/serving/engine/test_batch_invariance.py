@@ -64,9 +64,9 @@ def crowded():
 class TestBits:
     def test_do_not_depend_on_the_batch_or_the_cache(self, alone, crowded):
         asked = prompts(8)
-        want = [alone(prompt) for prompt in asked]
-        assert bits(crowded, asked) == want
-        assert bits(crowded, asked[::-1]) == want[::-1]
+        expected = [alone(prompt) for prompt in asked]
+        assert bits(crowded, asked) == expected
+        assert bits(crowded, asked[::-1]) == expected[::-1]
         assert crowded.stats.num_prefix_hit_tokens > 0
         assert crowded.stats.num_compiles == 2
 
@@ -80,10 +80,10 @@ class TestBits:
     def test_are_independent_for_each_completion(self, alone, crowded):
         hot = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=8, logprobs=1)
         asked = prompts(3, seed=2)
-        want = [
+        expected = [
             [*alone(prompt, hot.of_completion(0)), *alone(prompt, hot.of_completion(1))] for prompt in asked
         ]
-        assert [of_all[:2] for of_all in bits(crowded, asked, hot)] == want
+        assert [of_all[:2] for of_all in bits(crowded, asked, hot)] == expected
         assert crowded.stats.num_forked_tokens > 0
 
     def test_are_unchanged_by_preemption(self, alone):
@@ -119,9 +119,9 @@ def test_kernel_bits_do_not_depend_on_the_batch_or_the_cache(sliding_window):
     shared = ids(1500)
     asked = [shared[: draw.randint(0, 1500)] + ids(count) for count in (1, 40, 300, 900, 2400, 70)]
     alone, crowded = make(enable_prefix_caching=False), make()
-    want = [bits(alone, [prompt])[0] for prompt in asked]
-    assert bits(crowded, asked) == want
-    assert bits(crowded, asked[::-1]) == want[::-1]
+    expected = [bits(alone, [prompt])[0] for prompt in asked]
+    assert bits(crowded, asked) == expected
+    assert bits(crowded, asked[::-1]) == expected[::-1]
     assert crowded.stats.num_prefix_hit_tokens > 0
 
 
@@ -192,8 +192,8 @@ class TestScheduler:
             rows.append((step.num_decodes > 0, dict(zip(step.request_ids, step.query_lens, strict=True))))
             scheduler.complete(step)
         prefill, decode = (lambda rows: (False, rows)), (lambda rows: (True, rows))
-        want = [prefill({0: 3, 1: 1}), decode({0: 1}), prefill({1: 4}), decode({0: 1}), prefill({1: 4})]
-        assert rows == [*want, decode({0: 1}), prefill({1: 2})]
+        expected = [prefill({0: 3, 1: 1}), decode({0: 1}), prefill({1: 4}), decode({0: 1}), prefill({1: 4})]
+        assert rows == [*expected, decode({0: 1}), prefill({1: 2})]
 
 
 class Foreign(nnx.Module):

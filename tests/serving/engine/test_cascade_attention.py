@@ -37,9 +37,9 @@ def engine():
 
 
 def alike(results, expected):
-    for got, want in zip(results, expected, strict=True):
-        assert got.token_ids == want.token_ids
-        for one, other in zip(got.logprobs or (), want.logprobs or (), strict=True):
+    for actual, want in zip(results, expected, strict=True):
+        assert actual.token_ids == want.token_ids
+        for one, other in zip(actual.logprobs or (), want.logprobs or (), strict=True):
             assert list(one) == list(other)
             logprobs = [[x.logprob for x in table.values()] for table in (one, other)]
             np.testing.assert_allclose(*logprobs, rtol=1e-4, atol=1e-5)
@@ -49,10 +49,10 @@ def alike(results, expected):
 def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
     asked = ((9, 0), (12, 1), (7, 0))
     params = [SamplingParams(max_tokens=n, logprobs=3, temperature=t, seed=1) for n, t in asked]
-    want = plain.generate(PROMPTS, params)
+    expected = plain.generate(PROMPTS, params)
     engine.generate(PROMPTS[:1], max_tokens=1)  # leaves its blocks to the others
     before = engine.stats
-    alike(engine.generate(PROMPTS, params), want)
+    alike(engine.generate(PROMPTS, params), expected)
     after = engine.stats
     assert after.num_cascade_steps - before.num_cascade_steps >= 6
     assert after.num_steps - before.num_steps > after.num_cascade_steps - before.num_cascade_steps
@@ -61,12 +61,12 @@ def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
 
 def test_completions_of_one_prompt_share_the_prefix(plain, engine):
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3)
-    (want,), (got,) = (one.generate([[7] * 20], params) for one in (plain, engine))
+    (expected,), (actual,) = (one.generate([[7] * 20], params) for one in (plain, engine))
     before = engine.stats.num_cascade_steps
     (again,) = engine.generate([[7] * 20], params)
     assert engine.stats.num_cascade_steps > before
-    for one in (got, again):
-        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in want.outputs]
+    for one in (actual, again):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in expected.outputs]
 
 
 def test_requests_without_a_shared_prefix_do_not_cascade(plain, engine):

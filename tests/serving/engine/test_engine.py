@@ -335,17 +335,17 @@ def test_streams_that_stop_close_and_preempt_each_other_match_single_runs():
             roomy.generate([prompt], **how)[0].token_ids for prompt, how in zip(prompts, options, strict=True)
         ]
         streams = {i: tight.stream([prompts[i]], **options[i]) for i in range(6)}
-        got = {i: [] for i in streams}
+        actual = {i: [] for i in streams}
         while streams:
             i = int(rng.choice(list(streams)))
             if i == 5 and rng.random() < 0.1:
                 streams.pop(i).close()
             elif (token := next(streams[i], None)) is not None:
-                got[i].append(token.token_id)
+                actual[i].append(token.token_id)
             else:
                 del streams[i]
-        assert [got[i] for i in range(5)] == alone[:5]
-        assert got[5] == alone[5][: len(got[5])]
+        assert [actual[i] for i in range(5)] == alone[:5]
+        assert actual[5] == alone[5][: len(actual[5])]
         assert (tight.scheduler.num_unfinished, tight.scheduler.block_manager.num_used) == (0, 0)
     assert tight.stats.num_preemptions > 0
 
@@ -407,14 +407,14 @@ class TestForks:
         engine = Engine(golden.model, **one_bucket(4, 160, 65))
         manager = engine.scheduler.block_manager
         streams = [engine.stream([golden.prompts[i]], max_tokens=NUM_TOKENS, ignore_eos=True) for i in (1, 2)]
-        got = [[], []]
+        actual = [[], []]
         for n in range(NUM_TOKENS):
-            for ids, stream in zip(got, streams, strict=True):
+            for ids, stream in zip(actual, streams, strict=True):
                 ids.append(next(stream).token_id)
             if n in (3, 4, 9):
                 for request_id in (0, 1):
                     manager.fork(request_id, 100 * n + request_id + 1000)
-        assert got == [golden.greedy[1], golden.greedy[2]]
+        assert actual == [golden.greedy[1], golden.greedy[2]]
         assert manager.num_used > 0
 
 
@@ -440,10 +440,10 @@ class TestWeights:
     )
     def test_changes_after_construction_are_used(self, wanted, how, implementation):
         model, other = one_layer_model(), one_layer_model(seed=1)
-        want = wanted[implementation]
+        expected = wanted[implementation]
         engine = Engine(model, **one_bucket(2, 16, 9), implementation=implementation)
         (before,) = engine.generate([[3, 1, 4]], max_tokens=6)
-        assert before.token_ids != want.token_ids
+        assert before.token_ids != expected.token_ids
         if how == "a Variable's value":
             pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True)
             for (_, mine), (_, theirs) in pairs:
@@ -457,7 +457,7 @@ class TestWeights:
         else:
             engine.update_weights(nnx.state(other))
         (after,) = engine.generate([[3, 1, 4]], max_tokens=6)
-        assert after.token_ids == want.token_ids
+        assert after.token_ids == expected.token_ids
         assert engine.stats.num_compiles == 1
 
     def test_a_subset_can_be_updated_with_plain_arrays(self):
@@ -541,16 +541,16 @@ class TestCacheSize:
 
     @pytest.mark.parametrize("mesh", [None, make_mesh()], ids=["one device", "a mesh"])
     @pytest.mark.parametrize(
-        ("sizes", "got"),
+        ("sizes", "actual"),
         [
             ({"num_blocks": 2**40}, f"num_blocks={2**40} needs .* bytes for the KV caches, but a device has"),
             ({"cache_bytes": 2**60}, f"cache_bytes={2**60} needs .* bytes for the KV caches"),
             ({"block_size": 2**40}, r"num_blocks=2 needs .* bytes for the KV caches"),
         ],
     )
-    def test_caches_larger_than_the_memory_are_refused(self, sizes, got, mesh):
+    def test_caches_larger_than_the_memory_are_refused(self, sizes, actual, mesh):
         """Host lists of so many blocks filled the memory, and the process was killed."""
-        with pytest.raises(ValueError, match=got):
+        with pytest.raises(ValueError, match=actual):
             Engine(load_shapes(GOLDEN / "hf" / "llama", mesh=mesh), **sizes)
 
     def test_devices_of_a_cpu_share_the_host_s_memory(self):

@@ -51,7 +51,7 @@ def is_as_new(engine):
 class TestAStepThatFails:
     def test_ends_every_open_request_with_the_error_and_later_ones_are_served(self, engine, failure):
         prompts = ["abcdefghijkl", "xyz", "the third, which waits", "q", "r"]
-        want = engine.generate(prompts, max_tokens=12)
+        expected = engine.generate(prompts, max_tokens=12)
         before = engine.stats.num_failed_steps
         names = [engine.add_request(prompt, LONG) for prompt in prompts]
         with failure(engine, at=3):
@@ -62,28 +62,28 @@ class TestAStepThatFails:
         assert is_as_new(engine)
         assert engine.stats.num_failed_steps == before + 1
         again = engine.generate(prompts, max_tokens=12)
-        assert [result.token_ids for result in again] == [result.token_ids for result in want]
+        assert [result.token_ids for result in again] == [result.token_ids for result in expected]
 
     def test_is_raised_by_generate_and_by_concurrent_streams(self, engine, failure):
-        want = engine.generate(["abc", "other"], max_tokens=12)
+        expected = engine.generate(["abc", "other"], max_tokens=12)
         stream = engine.stream(["other"], max_tokens=12)
-        got = [next(stream).token_id]
+        actual = [next(stream).token_id]
         with failure(engine, at=2), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
             engine.generate(["abc"], max_tokens=12)
         with pytest.raises(RequestError, match=FELL):
-            got += [token.token_id for token in stream]
-        assert got == want[1].token_ids[: len(got)]
+            actual += [token.token_id for token in stream]
+        assert actual == expected[1].token_ids[: len(actual)]
         assert is_as_new(engine)
-        assert engine.generate(["abc"], max_tokens=12)[0].token_ids == want[0].token_ids
+        assert engine.generate(["abc"], max_tokens=12)[0].token_ids == expected[0].token_ids
 
     def test_clears_the_prefix_cache(self, engine, failure):
         prompt = list(range(3, 43))
-        (want,) = engine.generate([prompt], max_tokens=4)
+        (expected,) = engine.generate([prompt], max_tokens=4)
         hits = engine.stats.num_prefix_hit_tokens
         with failure(engine), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
             engine.generate(["abc"], max_tokens=4)
         (result,) = engine.generate([prompt], max_tokens=4)
-        assert result.token_ids == want.token_ids
+        assert result.token_ids == expected.token_ids
         assert engine.stats.num_prefix_hit_tokens == hits
 
     @pytest.mark.parametrize("drafts", [False, True])
@@ -119,7 +119,7 @@ class TestCtrlCWithinAStep:
         ids=["blocks taken", "caches donated", "a token handed out"],
     )
     def test_ends_every_open_request_and_later_ones_are_served(self, engine, monkeypatch, owner, method):
-        (want,) = engine.generate(["abcdefghi"], max_tokens=12)
+        (expected,) = engine.generate(["abcdefghi"], max_tokens=12)
         whole = getattr(owner, method)
 
         def interrupted(*arguments):
@@ -134,7 +134,7 @@ class TestCtrlCWithinAStep:
         assert is_as_new(engine)
         _, ends = finished(engine)
         assert (ends[other][0], str(ends[other][1])) == ("error", "a step was interrupted")
-        assert engine.generate(["abcdefghi"], max_tokens=12)[0].token_ids == want.token_ids
+        assert engine.generate(["abcdefghi"], max_tokens=12)[0].token_ids == expected.token_ids
 
 
 class TestCtrlCBetweenSteps:
@@ -193,11 +193,11 @@ def poisoned():
 
 class TestARequestThatFails:
     def test_does_not_affect_others(self, poisoned):
-        (want,) = poisoned.generate([[7, 8]], max_tokens=5)
+        (expected,) = poisoned.generate([[7, 8]], max_tokens=5)
         bad = poisoned.add_request("abc", LONG)
         good = poisoned.add_request([7, 8], SamplingParams(max_tokens=5))
         ids, ends = finished(poisoned)
-        assert (ids[good], ends[good]) == (want.token_ids, ("length", None))
+        assert (ids[good], ends[good]) == (expected.token_ids, ("length", None))
         assert ends[bad][0] == "error"
         assert "is poisoned" in str(ends[bad][1])
         assert is_as_new(poisoned)

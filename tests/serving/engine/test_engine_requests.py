@@ -64,15 +64,15 @@ def drained(engine):
 class TestSteps:
     def test_requests_return_the_same_as_generate(self, engine):
         prompts = ["one", [5, 6, 7], "another text"]
-        want = engine.generate(prompts, max_tokens=[3, 9, 5])
+        expected = engine.generate(prompts, max_tokens=[3, 9, 5])
         first = engine.add_request(prompts[0], SamplingParams(max_tokens=3))
         assert engine.add_request(prompts[1], SamplingParams(max_tokens=9), request_id="mine") == "mine"
         engine.step()
         late = engine.add_request(prompts[2], SamplingParams(max_tokens=5))
         ids, texts, reasons = drained(engine)
         names = [(first, 0), ("mine", 0), (late, 0)]
-        assert [ids[name] for name in names] == [result.token_ids for result in want]
-        assert [texts[name] for name in names] == [result.text for result in want]
+        assert [ids[name] for name in names] == [result.token_ids for result in expected]
+        assert [texts[name] for name in names] == [result.text for result in expected]
         assert set(reasons.values()) == {"length"}
         assert (engine.step(), engine.stats.num_used_blocks) == ([], 0)
 
@@ -97,13 +97,13 @@ class TestSteps:
             engine.abort(dropped)
 
     def test_streams_and_requests_run_concurrently(self, engine):
-        want = engine.generate(["x", "yz"], max_tokens=12)
+        expected = engine.generate(["x", "yz"], max_tokens=12)
         stream = engine.stream(["x"], max_tokens=12)
-        got = [next(stream).token_id]
+        actual = [next(stream).token_id]
         name = engine.add_request("yz", SamplingParams(max_tokens=12))
         ids, _, _ = drained(engine)
-        got += [token.token_id for token in stream]
-        assert (got, ids[name, 0]) == (want[0].token_ids, want[1].token_ids)
+        actual += [token.token_id for token in stream]
+        assert (actual, ids[name, 0]) == (expected[0].token_ids, expected[1].token_ids)
 
     def test_default_request_ids_skip_used_ones(self, engine):
         first = engine.add_request("a")
@@ -212,22 +212,22 @@ class TestLogprobs:
         for prompt, result, num in zip(prompts, results, (3, 0), strict=False):
             table = forward(prompt + result.token_ids)
             assert len(result.logprobs) == 6
-            for i, (token, got) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
-                want = table[len(prompt) - 1 + i]
-                assert next(iter(got)) == token
-                likeliest = np.argsort(-want, kind="stable")[:num].tolist()
-                assert set(got) == {token, *likeliest}
-                for other, (logprob, rank) in got.items():
-                    assert abs(logprob - want[other]) < 1e-4
-                    assert rank == (want > want[other]).sum() + 1
+            for i, (token, actual) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+                expected = table[len(prompt) - 1 + i]
+                assert next(iter(actual)) == token
+                likeliest = np.argsort(-expected, kind="stable")[:num].tolist()
+                assert set(actual) == {token, *likeliest}
+                for other, (logprob, rank) in actual.items():
+                    assert abs(logprob - expected[other]) < 1e-4
+                    assert rank == (expected > expected[other]).sum() + 1
 
     def test_prompt_logprobs_0_returns_only_the_prompt_tokens(self, engine, forward):
         (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, prompt_logprobs=0))
         first, *others = result.prompt_logprobs
         assert first is None
-        for token, place, want in zip([2, 3], others, forward([1, 2, 3]), strict=False):
+        for token, place, expected in zip([2, 3], others, forward([1, 2, 3]), strict=False):
             assert list(place) == [token]
-            assert abs(place[token].logprob - want[token]) < 1e-4
+            assert abs(place[token].logprob - expected[token]) < 1e-4
 
     @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (65, 5), (8, 7)])
     def test_of_prompts_are_correct_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
@@ -242,10 +242,10 @@ class TestLogprobs:
                     continue
                 table = forward(prompt)
                 assert [result.prompt_logprobs[0], len(result.prompt_logprobs)] == [None, len(prompt)]
-                for i, got in enumerate(result.prompt_logprobs[1:]):
+                for i, actual in enumerate(result.prompt_logprobs[1:]):
                     likeliest = np.argsort(-table[i], kind="stable")[:2].tolist()
-                    assert set(got) == {prompt[i + 1], *likeliest}
-                    assert all(abs(one.logprob - table[i][token]) < 1e-4 for token, one in got.items())
+                    assert set(actual) == {prompt[i + 1], *likeliest}
+                    assert all(abs(one.logprob - table[i][token]) < 1e-4 for token, one in actual.items())
         assert (engine.stats.num_preemptions > 0) == (num_blocks == 8)
 
     def test_of_a_partly_computed_preempted_prompt_are_complete(self, engine):
@@ -253,10 +253,10 @@ class TestLogprobs:
         prompts = [random.Random(i).choices(range(256), k=k) for i, k in enumerate((15, 8, 49))]
         params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20)]
         params += [SamplingParams(max_tokens=5, prompt_logprobs=1)]
-        got, want = (one.generate(prompts, params)[2].prompt_logprobs for one in (small, engine))
+        actual, expected = (one.generate(prompts, params)[2].prompt_logprobs for one in (small, engine))
         assert small.stats.num_preemptions > 0
-        assert [place and next(iter(place)) for place in got] == [None, *prompts[2][1:]]
-        for one, other in zip(got[1:], want[1:], strict=True):
+        assert [place and next(iter(place)) for place in actual] == [None, *prompts[2][1:]]
+        for one, other in zip(actual[1:], expected[1:], strict=True):
             token = next(iter(one))
             assert abs(one[token].logprob - other[token].logprob) < 1e-3
 
@@ -320,10 +320,10 @@ class TestPrefixes:
         engine.generate([prompt], max_tokens=4)
         new = nnx.state(one_layer_model(seed=1))
         (engine.update_weights if how == "update_weights" else lambda state: nnx.update(model, state))(new)
-        (got,) = engine.generate([prompt], max_tokens=4)
+        (actual,) = engine.generate([prompt], max_tokens=4)
         assert engine.stats.num_prefix_hit_tokens == 0
         assert (
-            got.token_ids
+            actual.token_ids
             == engine_of(model=one_layer_model(seed=1)).generate([prompt], max_tokens=4)[0].token_ids
         )
 

@@ -189,8 +189,8 @@ class TestEngine:
             runner._caches = poisoned(runner._caches, owned)
             for output in engine.step():
                 ids.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
-        got = [[ids[name, i] for i in range(one.n)] for name, one in zip(names, PARAMS, strict=True)]
-        assert got == want
+        actual = [[ids[name, i] for i in range(one.n)] for name, one in zip(names, PARAMS, strict=True)]
+        assert actual == want
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("speculative", ["ngram", one_layer_model])

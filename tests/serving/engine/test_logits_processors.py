@@ -57,13 +57,13 @@ def test_each_row_gets_its_own_adjustments(seed):
     by = build_logits_adjustments(asked, last, num_rows=5, vocab_size=VOCAB)
     counts = np.zeros(5, np.int32)
     counts[:3] = [len(output) for _, _, output in requests]
-    want = logits.astype(np.float64)
+    expected = logits.astype(np.float64)
     for row, request in enumerate(requests):
-        want[row] = by_loop(logits[row], *request, end_ids)
+        expected[row] = by_loop(logits[row], *request, end_ids)
     if by is None:
-        assert (want == logits).all()
+        assert (expected == logits).all()
         return
-    np.testing.assert_allclose(adjusted_jit(logits, by, counts), want, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(adjusted_jit(logits, by, counts), expected, rtol=1e-6, atol=1e-5)
 
 
 def test_a_long_bias_of_one_row_does_not_widen_the_other_rows():

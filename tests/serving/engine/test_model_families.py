@@ -147,7 +147,7 @@ def test_batch_invariant_bits_equal_a_single_run(name):
         return
     alone, crowd = (engine_of(model, batch_invariant=True, buckets=None) for _ in range(2))
     (want,) = generated(alone, expected, [2], logprobs=1)
-    _, got, _ = generated(crowd, expected, [3, 2, 1], logprobs=1)
-    assert got.token_ids == want.token_ids
+    _, actual, _ = generated(crowd, expected, [3, 2, 1], logprobs=1)
+    assert actual.token_ids == want.token_ids
     of = lambda result: [one.logprob for table in result.logprobs for one in table.values()]
-    assert of(got) == of(want)
+    assert of(actual) == of(want)

@@ -231,9 +231,9 @@ class TestEngine:
         # 5 blocks of 8 are shared; the others' last two are needed when the first one has ended.
         assert stats.peak_blocks == 5 + 3 * 2
         alone = engine_of(enable_prefix_caching=False)
-        want = [alone.generate([prompt], SamplingParams(seed=10 + i, **HOT))[0] for i in range(4)]
-        assert [one.token_ids for one in result.outputs] == [one.token_ids for one in want]
-        assert len({tuple(one.token_ids) for one in want}) == 4
+        expected = [alone.generate([prompt], SamplingParams(seed=10 + i, **HOT))[0] for i in range(4)]
+        assert [one.token_ids for one in result.outputs] == [one.token_ids for one in expected]
+        assert len({tuple(one.token_ids) for one in expected}) == 4
 
     @pytest.mark.kernels
     def test_completions_of_several_requests_under_preemption(self):
@@ -242,8 +242,8 @@ class TestEngine:
         params = [SamplingParams(seed=i, n=3, prompt_logprobs=1 if i == 1 else None, **HOT) for i in range(4)]
         results = crowded.generate(prompts, params)
         assert crowded.stats.num_preemptions > 0
-        for got, want in zip(results, alone.generate(prompts, params), strict=True):
-            assert [one.token_ids for one in got.outputs] == [one.token_ids for one in want.outputs]
+        for actual, expected in zip(results, alone.generate(prompts, params), strict=True):
+            assert [one.token_ids for one in actual.outputs] == [one.token_ids for one in expected.outputs]
         for one in results[1].outputs:
             assert [place and next(iter(place)) for place in one.prompt_logprobs] == [None, *prompts[1][1:]]
         assert results[0].outputs[2].prompt_logprobs is None

@@ -26,8 +26,8 @@ def test_a_copy_of_hashes_is_independent():
     copy = hashes.copy()
     copy.extend([7, 8])
     hashes.extend([9])
-    for found, wanted in ((copy, [*range(9)]), (hashes, [*range(7), 9])):
-        assert (found[:], found.num_tokens) == (BlockHashes(4, wanted)[:], len(wanted))
+    for found, expected in ((copy, [*range(9)]), (hashes, [*range(7), 9])):
+        assert (found[:], found.num_tokens) == (BlockHashes(4, expected)[:], len(expected))
 
 
 def test_a_block_is_not_full_before_its_last_token():

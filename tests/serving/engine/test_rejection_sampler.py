@@ -77,16 +77,16 @@ def test_accepted_tokens_equal_those_without_drafts(data):
     params = [SamplingParams(**one) for one in values]
     outputs = [data.draw(st.lists(tokens, max_size=3)) for _ in params]
     lasts = [data.draw(tokens) for _ in params]
-    want = [one_by_one(*row, K + 1) for row in zip(params, lasts, outputs, strict=True)]
+    expected = [one_by_one(*row, K + 1) for row in zip(params, lasts, outputs, strict=True)]
     num_right = [data.draw(st.integers(0, K)) for _ in params]
     drafts = [ids[:n] + data.draw(st.lists(tokens, min_size=K - n, max_size=K - n))
-              for ids, n in zip(want, num_right, strict=True)]  # fmt: skip
-    got = verified(params, lasts, outputs, drafts)
+              for ids, n in zip(expected, num_right, strict=True)]  # fmt: skip
+    actual = verified(params, lasts, outputs, drafts)
     for row, right in enumerate(num_right):
-        accepted = int(got.num_accepted[row])
-        agree_on_num_blocks = [a == b for a, b in zip(want[row], drafts[row], strict=False)]
+        accepted = int(actual.num_accepted[row])
+        agree_on_num_blocks = [a == b for a, b in zip(expected[row], drafts[row], strict=False)]
         assert accepted == ([*agree_on_num_blocks, False]).index(False) >= right
-        assert got.tokens[row, : accepted + 1].tolist() == want[row][: accepted + 1]
+        assert actual.tokens[row, : accepted + 1].tolist() == expected[row][: accepted + 1]
 
 
 def test_greedy_rows_accept_the_argmax_and_nothing_after_a_wrong_draft():
@@ -96,12 +96,12 @@ def test_greedy_rows_accept_the_argmax_and_nothing_after_a_wrong_draft():
         chain.append(int(argmax[chain[-1]]))
     wrong = (chain[1] + 1) % VOCAB
     drafts = [chain[:K], [chain[0], wrong, chain[2]], [(chain[0] + 1) % VOCAB, chain[1], chain[2]]]
-    got = verified([SamplingParams()] * 3, [0] * 3, [[]] * 3, drafts)
-    assert got.num_accepted.tolist() == [3, 1, 0]
-    assert got.tokens[0].tolist() == chain
-    assert got.tokens[1, :2].tolist() == chain[:2]
-    assert got.tokens[2, 0] == chain[0]
-    assert got.logprobs is None
+    actual = verified([SamplingParams()] * 3, [0] * 3, [[]] * 3, drafts)
+    assert actual.num_accepted.tolist() == [3, 1, 0]
+    assert actual.tokens[0].tolist() == chain
+    assert actual.tokens[1, :2].tolist() == chain[:2]
+    assert actual.tokens[2, 0] == chain[0]
+    assert actual.logprobs is None
 
 
 def test_padding_is_never_accepted():
@@ -110,8 +110,8 @@ def test_padding_is_never_accepted():
     for _ in range(K):
         chain.append(int(argmax[chain[-1]]))
     for count in range(K + 1):
-        got = verified([SamplingParams()], [0], [[]], [chain[1:]], num_drafts=count)
-        assert got.num_accepted.tolist() == [count]
+        actual = verified([SamplingParams()], [0], [[]], [chain[1:]], num_drafts=count)
+        assert actual.num_accepted.tolist() == [count]
 
 
 # 99.9th percentile of chi-square by degrees of freedom: of one token, of a pair of tokens.
@@ -133,10 +133,10 @@ def pairs_drawn(drafts_of, accepts=None):
     return kept, second, num_accepted
 
 
-def chi_square(got, probs):
-    want = probs.reshape(-1) * NUM_DRAWS
-    count = np.bincount(got, minlength=want.size)
-    return ((count - want) ** 2 / want).sum()
+def chi_square(actual, probs):
+    expected = probs.reshape(-1) * NUM_DRAWS
+    count = np.bincount(actual, minlength=expected.size)
+    return ((count - expected) ** 2 / expected).sum()
 
 
 def drawn_from(probs, seeds):
@@ -176,12 +176,12 @@ def test_the_frequency_test_detects_a_sampler_that_accepts_too_much():
 
 def test_log_probabilities_are_per_position():
     drafts = [[3, 1, 2], [0, 0, 5]]
-    got = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
+    actual = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
     ids = np.array([0, 3, 1, 2, 4, 0, 0, 5])
-    want = compute_logprobs(jnp.asarray(TABLE[ids]), got.tokens.reshape(-1), 2)
-    for one, other in zip(got.logprobs, want, strict=True):
+    expected = compute_logprobs(jnp.asarray(TABLE[ids]), actual.tokens.reshape(-1), 2)
+    for one, other in zip(actual.logprobs, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    assert got.logprobs.chosen.shape == (8,)
+    assert actual.logprobs.chosen.shape == (8,)
 
 
 def test_other_values_do_not_retrace(traced_once):

@@ -70,19 +70,19 @@ def test_filters_keep_what_a_loop_over_tokens_keeps(rows):
     rows = [(row, SamplingParams(**values)) for row, values in rows]
     logits = np.stack([row for row, _ in rows])
     z = np.asarray(filtered_jit(jnp.asarray(logits), build_sampling_metadata([p for _, p in rows])))
-    for got, (row, params) in zip(z, rows, strict=True):
-        want = kept_by_loop(row, params)
-        assert set(np.flatnonzero(np.isfinite(got)).tolist()) == set(want)
-        tokens = sorted(want)
-        probs = np.exp(got[tokens] - got.max())
-        np.testing.assert_allclose(probs / probs.sum(), [want[t] for t in tokens], rtol=1e-5)
+    for actual, (row, params) in zip(z, rows, strict=True):
+        expected = kept_by_loop(row, params)
+        assert set(np.flatnonzero(np.isfinite(actual)).tolist()) == set(expected)
+        tokens = sorted(expected)
+        probs = np.exp(actual[tokens] - actual.max())
+        np.testing.assert_allclose(probs / probs.sum(), [expected[t] for t in tokens], rtol=1e-5)
 
 
 def chi_square(tokens, probs):
-    want = np.array([probs.get(t, 0) for t in range(VOCAB)]) * len(tokens)
-    got = np.bincount(tokens, minlength=VOCAB)
-    assert (got[want == 0] == 0).all()
-    return (((got - want) ** 2)[want > 0] / want[want > 0]).sum(), (want > 0).sum() - 1
+    expected = np.array([probs.get(t, 0) for t in range(VOCAB)]) * len(tokens)
+    actual = np.bincount(tokens, minlength=VOCAB)
+    assert (actual[expected == 0] == 0).all()
+    return (((actual - expected) ** 2)[expected > 0] / expected[expected > 0]).sum(), (expected > 0).sum() - 1
 
 
 LOGITS = [0.0, 1.0, -1.0, 2.0, 0.5, 1.5, -3.0]
@@ -133,8 +133,8 @@ def test_noise_of_tokens_near_or_far_of_other_draws_and_other_seeds_is_its_own(u
     pairs += [(one, other) for i, one in enumerate(uniforms) for other in uniforms[:i]]
     for one, other in pairs:
         counts, *_ = np.histogram2d(one, other, bins=8, range=[[0, 1], [0, 1]])
-        want = len(one) / 64
-        assert ((counts - want) ** 2 / want).sum() < 113
+        expected = len(one) / 64
+        assert ((counts - expected) ** 2 / expected).sum() < 113
 
 
 def test_the_frequency_test_detects_a_wrong_temperature():

@@ -88,8 +88,8 @@ def simulate(arrivals, num_blocks, max_num_seqs, budget):
     manager = BlockManager(num_blocks, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     model = FakeModel(scheduler)
-    wanted = {i: a.prompt_len + a.max_tokens for i, a in enumerate(arrivals)}
-    limit = sum(wanted.values()) + max((a.at_step for a in arrivals), default=0) + 1
+    expected = {i: a.prompt_len + a.max_tokens for i, a in enumerate(arrivals)}
+    limit = sum(expected.values()) + max((a.at_step for a in arrivals), default=0) + 1
     pending = list(enumerate(arrivals))
     for now in range(limit):
         while pending and pending[0][1].at_step <= now:
@@ -102,7 +102,7 @@ def simulate(arrivals, num_blocks, max_num_seqs, budget):
             break
         if step is not None:
             check_limits(step, scheduler)
-            model.run(step, wanted)
+            model.run(step, expected)
     assert (scheduler.num_unfinished, pending) == (0, [])
     assert (manager.num_used, manager.num_free) == (0, num_blocks - 1)
     return model, scheduler
@@ -232,19 +232,19 @@ def test_requests_whose_blocks_are_forked_keep_their_tokens_and_the_forks_theirs
     """Between two steps somebody else comes to share all blocks; nobody may write into what is shared."""
     manager = BlockManager(400, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=3, max_num_batched_tokens=budget)
-    model, wanted, held = FakeModel(scheduler), {}, {}
+    model, expected, held = FakeModel(scheduler), {}, {}
     for request, length in enumerate(prompt_lens):
         model.tokens[request] = [request * 37 + i for i in range(length)]
-        wanted[request] = length + 7
+        expected[request] = length + 7
         scheduler.add(request, length, 7)
     for is_forked in forks:
         step = scheduler.schedule()
         if step is None:
             break
-        model.run(step, wanted)
+        model.run(step, expected)
         rows = zip(step.request_ids, step.seq_lens, strict=True)
         for request, length in rows if is_forked else ():
-            if len(model.tokens[request]) < wanted[request]:
+            if len(model.tokens[request]) < expected[request]:
                 name = 1000 + len(held)
                 held[name] = model.tokens[request][:length], manager.fork(request, name)
     for tokens, table in held.values():

@@ -137,12 +137,12 @@ class TestEngine:
     def test_requests_longer_than_the_cache_generate_the_same_tokens(self):
         params = [SamplingParams(max_tokens=40, temperature=i % 2, seed=i, n=1 + i % 2) for i in range(4)]
         roomy = engine_of(model=SLIDING, enable_prefix_caching=False)
-        want = roomy.generate(self.prompts(), params)
+        expected = roomy.generate(self.prompts(), params)
         tight = engine_of(num_blocks=8, budget=32, model=SLIDING, max_blocks=64)
         for _ in range(2):
-            got = tight.generate(self.prompts(), params)
-            assert [[one.token_ids for one in result.outputs] for result in got] == [
-                [one.token_ids for one in result.outputs] for result in want
+            actual = tight.generate(self.prompts(), params)
+            assert [[one.token_ids for one in result.outputs] for result in actual] == [
+                [one.token_ids for one in result.outputs] for result in expected
             ]
         assert tight.stats.num_blocks * 8 < 60
         assert tight.stats.num_preemptions > 0
@@ -152,7 +152,7 @@ class TestEngine:
     @pytest.mark.kernels
     def test_freed_blocks_are_never_read(self):
         """All that nobody owns, the null block too, is NaN in every step."""
-        want = engine_of(model=SLIDING).generate(self.prompts(), max_tokens=30)
+        expected = engine_of(model=SLIDING).generate(self.prompts(), max_tokens=30)
         engine = engine_of(num_blocks=20, model=SLIDING, enable_prefix_caching=False, max_blocks=64)
         names = [engine.add_request(prompt, SamplingParams(max_tokens=30)) for prompt in self.prompts()]
         manager, runner, ids = engine.scheduler.block_manager, engine._runner, {}
@@ -160,7 +160,7 @@ class TestEngine:
             runner._caches = poisoned(runner._caches, [b for b in range(20) if manager.ref_count(b) == 0])
             for output in engine.step():
                 ids.setdefault(output.request_id, []).extend(output.new_token_ids)
-        assert [ids[name] for name in names] == [result.token_ids for result in want]
+        assert [ids[name] for name in names] == [result.token_ids for result in expected]
 
     def test_a_prefix_is_found_after_its_first_blocks_were_freed(self):
         engine = engine_of(num_blocks=40, model=SLIDING, max_blocks=64)

@@ -90,15 +90,15 @@ def drain(engine):
 
 
 def same(results, expected_accepted):
-    for got, want in zip(results, expected_accepted, strict=True):
-        assert got.token_ids == want.token_ids
-        assert (got.text, got.finish_reason, got.stop_reason) == (
-            want.text,
-            want.finish_reason,
-            want.stop_reason,
+    for actual, expected in zip(results, expected_accepted, strict=True):
+        assert actual.token_ids == expected.token_ids
+        assert (actual.text, actual.finish_reason, actual.stop_reason) == (
+            expected.text,
+            expected.finish_reason,
+            expected.stop_reason,
         )
-        assert (got.logprobs is None) == (want.logprobs is None)
-        for one, other in zip(got.logprobs or (), want.logprobs or (), strict=True):
+        assert (actual.logprobs is None) == (expected.logprobs is None)
+        for one, other in zip(actual.logprobs or (), expected.logprobs or (), strict=True):
             assert list(one) == list(other)
             np.testing.assert_allclose(
                 [x.logprob for x in one.values()], [x.logprob for x in other.values()], rtol=1e-3, atol=1e-4
@@ -108,11 +108,11 @@ def same(results, expected_accepted):
 def counts_of_a_text(plain, engine, oracle, max_tokens, wrong):
     """The engine's counts before and behind a text, which is that without drafts."""
     prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=max_tokens)
-    want = plain.generate(prompts, params)
-    oracle.learn(prompts, want)
+    expected = plain.generate(prompts, params)
+    oracle.learn(prompts, expected)
     oracle.wrong = wrong
     before = engine.stats
-    same(engine.generate(prompts, params), want)
+    same(engine.generate(prompts, params), expected)
     return before, engine.stats
 
 
@@ -123,11 +123,11 @@ class TestTexts:
         rng = np.random.default_rng(int(10 * wrong))
         for _ in range(2):
             prompts, params = drawn_requests(rng)
-            want = plain.generate(prompts, params)
-            oracle.learn(prompts, want)
+            expected = plain.generate(prompts, params)
+            oracle.learn(prompts, expected)
             oracle.wrong = wrong
             before = engine.stats
-            same(engine.generate(prompts, params), want)
+            same(engine.generate(prompts, params), expected)
             after = engine.stats
             assert after.num_used_blocks == 0
             assert after.num_draft_tokens > before.num_draft_tokens
@@ -136,10 +136,10 @@ class TestTexts:
     def test_are_those_without_drafts_for_three_requests(self, plain, engine, oracle):
         prompts = [[1, 2, 3], [4], [5, 6]]
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((20, 0), (13, 1), (17, 0))]
-        want = plain.generate(prompts, params)
-        oracle.learn(prompts, want)
+        expected = plain.generate(prompts, params)
+        oracle.learn(prompts, expected)
         oracle.wrong = 0.3
-        same(engine.generate(prompts, params), want)
+        same(engine.generate(prompts, params), expected)
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
     def test_come_in_fewer_steps_where_drafts_are_right(self, plain, engine, oracle):
@@ -155,27 +155,27 @@ class TestTexts:
         rng = np.random.default_rng(5)
         for _ in range(3):
             prompts, params = drawn_requests(rng)
-            want = plain.generate(prompts, params)
-            oracle.learn(prompts, want)
-            same(tight.generate(prompts, params), want)
+            expected = plain.generate(prompts, params)
+            oracle.learn(prompts, expected)
+            same(tight.generate(prompts, params), expected)
             assert tight.stats.num_used_blocks == 0
         assert tight.stats.num_preemptions > 0
         assert tight.stats.num_accepted_tokens > 0
 
     def test_reach_the_models_last_position(self, plain, engine, oracle):
         prompts = [[5] * 500]
-        want = plain.generate(prompts, max_tokens=100)
-        oracle.learn(prompts, want)
-        same(engine.generate(prompts, max_tokens=100), want)
-        assert len(want[0].token_ids) == 13
+        expected = plain.generate(prompts, max_tokens=100)
+        oracle.learn(prompts, expected)
+        same(engine.generate(prompts, max_tokens=100), expected)
+        assert len(expected[0].token_ids) == 13
 
     def test_of_a_copying_text_are_looked_up(self, plain):
         engine = engine_of(speculative="ngram")
         prompts = [[*range(40, 60)] * 2]
         bias = SamplingParams(max_tokens=30, logit_bias={41: 100.0})  # 41, 41, 41, ...
-        want = plain.generate(prompts, bias)
+        expected = plain.generate(prompts, bias)
         before = engine.stats.num_steps
-        same(engine.generate(prompts, bias), want)
+        same(engine.generate(prompts, bias), expected)
         assert engine.stats.acceptance_rate > 0.7
         assert engine.stats.num_steps - before < 20
 
@@ -188,34 +188,34 @@ class TestTexts:
         form = StructuredOutputsParams(regex="(!a!b!c!d){3}")  # "!" is token 0, as padding is
         prompts = [[1, 2, 3], [4, 5]]
         params = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, structured_outputs=form)]
-        want = plain.generate(prompts, params)
-        oracle.learn(prompts[:1], want[:1])
+        expected = plain.generate(prompts, params)
+        oracle.learn(prompts[:1], expected[:1])
         oracle.wrong = 0.0
         before = engine.stats.num_accepted_tokens
-        same(engine.generate(prompts, params), want)
-        assert want[1].text == "!a!b!c!d" * 3
+        same(engine.generate(prompts, params), expected)
+        assert expected[1].text == "!a!b!c!d" * 3
         assert engine.stats.num_accepted_tokens > before
 
     def test_that_are_aborted_leave_nothing(self, plain, engine, oracle):
         prompts, params = [[7, 7, 7], [8, 9]], SamplingParams(max_tokens=30)
-        want = plain.generate(prompts, params)
-        oracle.learn(prompts, want)
+        expected = plain.generate(prompts, params)
+        oracle.learn(prompts, expected)
         kept, dropped = (engine.add_request(prompt, params) for prompt in prompts)
         ids = []
         for turn in range(40):
             ids += [i for output in engine.step() if output.request_id == kept for i in output.new_token_ids]
             if turn == 4:
                 engine.abort(dropped)
-        assert ids == want[0].token_ids
+        assert ids == expected[0].token_ids
         assert (engine.stats.num_used_blocks, engine.has_unfinished_requests()) == (0, False)
 
     def test_begin_behind_blocks_of_accepted_tokens_alone(self, plain, oracle):
         engine = engine_of(speculative=(wrong := Oracle(0.5)))
         prompts, params = [[3, 1, 4, 1, 5]], SamplingParams(max_tokens=40)
-        want = plain.generate(prompts, params)
-        wrong.learn(prompts, want)
-        same(engine.generate(prompts, params), want)
-        longer = [[*prompts[0], *want[0].token_ids[:-1], 9]]
+        expected = plain.generate(prompts, params)
+        wrong.learn(prompts, expected)
+        same(engine.generate(prompts, params), expected)
+        longer = [[*prompts[0], *expected[0].token_ids[:-1], 9]]
         hits = engine.stats.num_prefix_hit_tokens
         same(engine.generate(longer, params), plain.generate(longer, params))
         assert engine.stats.num_prefix_hit_tokens - hits == 40
@@ -224,8 +224,8 @@ class TestTexts:
 class TestInterruptions:
     def test_a_reading_that_was_interrupted_is_made_up_for(self, plain, engine, oracle, monkeypatch):
         prompts, params = [[2, 7, 1, 8]], SamplingParams(max_tokens=30)
-        want = plain.generate(prompts, params)
-        oracle.learn(prompts, want)
+        expected = plain.generate(prompts, params)
+        oracle.learn(prompts, expected)
         oracle.wrong = 0.2
         stream = engine.stream(prompts, [params])
         ids, read = [next(stream).token_id for _ in range(4)], engine._runner.read
@@ -238,7 +238,7 @@ class TestInterruptions:
         monkeypatch.setattr(engine._runner, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             drain(engine)
-        assert ids + [token.token_id for token in stream] == want[0].token_ids
+        assert ids + [token.token_id for token in stream] == expected[0].token_ids
         drain(engine)
 
 
@@ -261,8 +261,8 @@ class TestPolicy:
 
     def test_drafting_resumes_three_tokens_after_a_lookup_becomes_right(self, plain, engine, oracle):
         prompts, params, right_from = [[1, 2, 3]], SamplingParams(max_tokens=63), 30
-        want = plain.generate(prompts, params)
-        text = [*prompts[0], *want[0].token_ids]
+        expected = plain.generate(prompts, params)
+        text = [*prompts[0], *expected[0].token_ids]
         wrong = lambda ids: [[*ids, *((token + 1) % 320 for token in text[len(ids) :])]]
         looks = lambda ids: wrong(ids) if len(ids) < right_from else [text]
 
@@ -272,7 +272,7 @@ class TestPolicy:
                 return super().propose(token_ids, num_tokens)
 
         late = engine_of(speculative=Late())
-        same(late.generate(prompts, params), want)
+        same(late.generate(prompts, params), expected)
         first_right = right_from + 3 - len(prompts[0])  # tokens made by then
         assert late.stats.num_accepted_tokens >= 20
         assert late.stats.num_steps <= first_right + 2 + -(-(63 - first_right) // (1 + K)) + 2

@@ -35,7 +35,7 @@ def asks(seed=0, max_tokens=400, **form):
 class TestEngine:
     def test_constrained_texts_match_and_other_texts_are_unchanged(self, engine):
         plain = SamplingParams(temperature=1.0, seed=9, max_tokens=30)
-        (want,) = engine.generate(["plain"], plain)
+        (expected,) = engine.generate(["plain"], plain)
         params = [
             asks(json=SCHEMA),
             asks(regex=r"[0-9]{3}-[a-f]+x"),
@@ -48,7 +48,7 @@ class TestEngine:
         assert person["name"] in ("Ann", "Bob")
         assert 0 <= person["age"] <= 99
         assert re.fullmatch(r"[0-9]{3}-[a-f]+x", results[1].text)
-        assert results[2].token_ids == want.token_ids
+        assert results[2].token_ids == expected.token_ids
         assert results[3].text in ("yes", "no, never")
         assert results[4].text in ("ab!", "cd!")
         reasons = [result.finish_reason for result in results]
@@ -64,9 +64,9 @@ class TestEngine:
     @pytest.mark.kernels
     def test_it_is_the_same_after_preemption(self, engine):
         params = [asks(seed, max_tokens=60, regex=r"[a-z]{50}") for seed in range(4)]
-        want = [result.token_ids for result in engine.generate(["p"] * 4, params)]
+        expected = [result.token_ids for result in engine.generate(["p"] * 4, params)]
         small = engine_of(num_blocks=20)
-        assert [result.token_ids for result in small.generate(["p"] * 4, params)] == want
+        assert [result.token_ids for result in small.generate(["p"] * 4, params)] == expected
         assert small.stats.num_preemptions > 0
 
     def test_each_of_n_completions_is_constrained_independently(self, engine):
@@ -245,9 +245,9 @@ class TestErrors:
 def test_constrained_texts_match_with_speculative_decoding():
     engine = Engine(one_layer_model(), num_blocks=65, max_num_seqs=2, speculative="ngram")
     plain = SamplingParams(max_tokens=30)
-    (want,) = engine.generate([[1, 2, 3] * 6], plain)
+    (expected,) = engine.generate([[1, 2, 3] * 6], plain)
     form = StructuredOutputsParams(regex="(abc){4,9}d")
     params = [SamplingParams(max_tokens=40, structured_outputs=form), plain]
     formed, other = engine.generate(["abcabcabcabc", [1, 2, 3] * 6], params)
     assert re.fullmatch("(abc){4,9}d", formed.text) or len(formed.token_ids) == 40
-    assert other.token_ids == want.token_ids
+    assert other.token_ids == expected.token_ids

@@ -84,7 +84,7 @@ class TestWarmUp:
         assert engine.stats.num_failed_steps == 0
 
     def test_does_not_change_caches_or_texts(self, engine):
-        (want,) = engine.generate(["abcdefghijkl"], max_tokens=12)
+        (expected,) = engine.generate(["abcdefghijkl"], max_tokens=12)
         names = [engine.add_request("abcdefghijkl", SamplingParams(max_tokens=12))]
         for _ in range(4):
             engine.step()  # one is in flight
@@ -92,10 +92,10 @@ class TestWarmUp:
         engine._runner._runs[0].num_runs.clear()  # as if all were new
         assert engine.warm_up() == 0
         assert bits(engine) == before
-        got = []
+        actual = []
         while engine.has_unfinished_requests():
-            got += [token for output in engine.step() for token in output.new_token_ids]
-        assert (len(names), want.token_ids[-len(got) :]) == (1, got)
+            actual += [token for output in engine.step() for token in output.new_token_ids]
+        assert (len(names), expected.token_ids[-len(actual) :]) == (1, actual)
         assert engine.stats.num_compiles == compiled
 
     def test_runs_the_smallest_first_and_returns_the_number_left(self, engine, monkeypatch):
@@ -111,7 +111,7 @@ class TestWarmUp:
         assert engine.warm_up(0) == 0
 
     def test_a_failed_warm_up_ends_open_requests_and_the_engine_continues(self, engine):
-        want = engine.generate(PROMPTS, max_tokens=4)
+        expected = engine.generate(PROMPTS, max_tokens=4)
         name = engine.add_request("abc", SamplingParams(max_tokens=4))
         engine._runner._runs[0].num_runs.clear()
         failed = engine.stats.num_failed_steps
@@ -124,7 +124,7 @@ class TestWarmUp:
         assert (output.request_id, output.finish_reason) == (name, "error")
         assert engine.stats.num_failed_steps == failed + 1
         again = engine.generate(PROMPTS, max_tokens=4)
-        assert [result.token_ids for result in again] == [result.token_ids for result in want]
+        assert [result.token_ids for result in again] == [result.token_ids for result in expected]
 
 
 def test_an_idle_thread_warms_up_what_decodes(engine):

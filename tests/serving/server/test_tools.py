@@ -259,7 +259,7 @@ class TestChat:
         ],
     )
     def test_invalid_request_names_its_parameter(self, server, body, status, param, message):
-        got, error = server.error(CHAT, **{"messages": [USER]} | body)
-        assert (got, error["param"]) == (status, param), error
+        actual, error = server.error(CHAT, **{"messages": [USER]} | body)
+        assert (actual, error["param"]) == (status, param), error
         with pytest.raises(ValueError, match=message):
             raise ValueError(error["message"])
