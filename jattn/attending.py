@@ -420,8 +420,8 @@ def require_unsharded(
         sharding = jax.typeof(array).sharding
         if any(sharding.spec):
             reason = "attend does not support Explicit mesh axes"
-            way_out = "Call attend inside jax.shard_map, or use a mesh with AxisType.Auto"
-            raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, way_out)
+            fix = "Call attend inside jax.shard_map, or use a mesh with AxisType.Auto"
+            raise unsupported(f"{name} on a mesh as {sharding.spec}", reason, fix)
 
 
 @overload

@@ -104,12 +104,12 @@ def require_type(name: str, value: object, types: type | tuple[type, ...], hint:
     require(False, name, f"be a {names} ({hint})", f"{type(value).__name__}: {got}")
 
 
-def unsupported(feature: str, reason: str, way_out: str) -> NotImplementedError:
+def unsupported(feature: str, reason: str, fix: str) -> NotImplementedError:
     """Return the error for a valid request that this build or machine does not support.
 
     Args:
         feature: Function or feature that was requested.
         reason: Clause that says what is not supported, without a final period.
-        way_out: Sentence that says what to do instead, without a final period.
+        fix: Instruction that makes the request work, without a final period, such as "Pass cp=1".
     """
-    return NotImplementedError(f"{feature}: {reason}. {way_out}")
+    return NotImplementedError(f"{feature}: {reason}. {fix}.")

@@ -83,7 +83,8 @@ def should_use_kernel(call: str, implementation: str | None, reason: str | None)
     if implementation is not None:
         require_one_of("implementation", implementation, ("mosaic_gpu", "xla"))
         if implementation == "mosaic_gpu" and reason is not None:
-            raise unsupported(call, f"mosaic_gpu: {reason}", "Leave implementation=None")
+            fix = "Pass implementation=None or 'xla'"
+            raise unsupported(f"{call} with implementation='mosaic_gpu'", reason, fix)
     return reason is None and implementation != "xla"
 
 

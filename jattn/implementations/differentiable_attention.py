@@ -96,8 +96,8 @@ def attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDiff
     axes = sorted(jax.typeof(values.query).manual_axis_type.varying)
     if static_args.choice.kernel is not None and axes:
         reason = "the kernels do not support shard_map's check of varying axes"
-        way_out = "Pass check_vma=False to jax.shard_map, or implementation='xla'"
-        raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, way_out)
+        fix = "Pass check_vma=False to jax.shard_map, or implementation='xla'"
+        raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, fix)
     if static_args.choice.kernel is None and context.mask is not None:
         context = context._replace(mask=lift_captured_arrays(context.mask))
     return _attend(static_args, values, context)
@@ -218,8 +218,8 @@ def _has_backward_kernel(
     if reason is None:
         return True
     if requested is not None and "xla" not in requested:
-        way_out = "Pass implementation=None or ('mosaic_gpu', 'xla')"
-        raise unsupported("a derivative of attention", f"mosaic_gpu: {reason}", way_out)
+        fix = "Pass implementation=None or ('mosaic_gpu', 'xla')"
+        raise unsupported("a derivative of attention", f"mosaic_gpu: {reason}", fix)
     if requested is None:
         message = f"Gradients of attention fall back to xla on a GPU, which is slow: {reason}."
         warnings.warn(message, KernelFallbackWarning, stacklevel=2)

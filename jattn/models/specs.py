@@ -76,8 +76,8 @@ class MLPSpec:
         supported: tuple[str, ...] = ("gegelu",) if self.kind == "gegelu" else tuple(ACTIVATIONS)
         supported += LEARNED_ACTIVATIONS if self.kind == "plain" else ()
         if self.hidden_act not in supported:
-            way_out = "Supported: " + ", ".join(supported)
-            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", way_out)
+            fix = "Supported: " + ", ".join(supported)
+            raise unsupported(f"activation {self.hidden_act!r}", "not implemented", fix)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_add_norm
 
+FIX = "Add and normalize with jax.numpy, as jattn's layers do with implementation='xla'"
+
 
 def add_norm(
     x: Float[Array, "..."],
@@ -47,9 +49,8 @@ def add_norm(
     other_dtypes = [y.dtype for y in (delta, weight) if y is not None]
     reason = why_not_add_norm(dtype=x.dtype, other_dtypes=other_dtypes, width=x.shape[1])
     if reason is not None:
-        raise unsupported("add_norm", reason, "Use another implementation")
+        raise unsupported("add_norm", reason, FIX)
     if x.shape[0] == 0:
         return x, x
-    way_out = "Use jax.numpy, as jattn's layers do without a cache or with implementation='xla'"
-    refs = forbid_kernel_derivative(AddNormRefs(x, delta, weight), "add_norm", way_out)
+    refs = forbid_kernel_derivative(AddNormRefs(x, delta, weight), "add_norm", FIX)
     return add_and_norm(refs, NormOptions(eps=eps, is_offset=is_offset), interpret=interpret)

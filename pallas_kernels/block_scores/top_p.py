@@ -44,8 +44,8 @@ def top_p_threshold(
     require(0 < mass < 1, "mass", "lie in (0, 1)", mass)
     if 0 in scores.shape:
         return jnp.full(num_rows, jnp.inf, f32)
-    way_out = "Sort the scores and add up their softmax"
-    scores = forbid_kernel_derivative(scores, "top_p_threshold", way_out)
+    fix = "Sort the scores and use the cumulative sum of their softmax"
+    scores = forbid_kernel_derivative(scores, "top_p_threshold", fix)
     # Pad rows to a multiple of the threads with -inf, whose probability is 0.
     width = -(-length // WIDTH) * WIDTH
     together = ROWS_TOGETHER if width <= MAX_SHORT_ROW_LEN else 1

@@ -19,6 +19,8 @@ from pallas_kernels.shared.paged_kv import CacheTiling, cache_dims
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_read
 
+FIX = "Gather the blocks with jax.numpy, as jattn does with implementation='xla'"
+
 
 def padded_len(max_blocks: int, block_size: int) -> int:
     """Return the rows that cache_read gives each request if kv_start_loc is None."""
@@ -73,7 +75,7 @@ def cache_read(
     starts, num_rows = _start_rows(kv_start_loc, buffer_len, reqs=reqs, padded=padded)
     if 0 in (blocks, reqs, max_blocks, num_rows):
         return jnp.zeros((num_rows, kv_heads, head_dim), dtype)
-    cache, scale = forbid_kernel_derivative((cache, scale), "cache_read", "Read the cache by jax.numpy")
+    cache, scale = forbid_kernel_derivative((cache, scale), "cache_read", FIX)
     firsts, lens = first_keys.astype(jnp.int32), seq_lens.astype(jnp.int32)
     head = head_chunks(head_dim, itemsize=cache.dtype.itemsize)
     tiling = CacheTiling(block_size=block_size, tile_kv=TILE, is_hnd=is_hnd, head=head)
@@ -115,7 +117,7 @@ def _check(
         dtype=dtype, cache_dtype=cache.dtype, head_dim=head_dim, block_size=block_size, layout=layout
     )
     if reason is not None:
-        raise unsupported("cache_read", reason, "Use another implementation")
+        raise unsupported("cache_read", reason, FIX)
 
 
 def _start_rows(

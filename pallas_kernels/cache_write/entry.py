@@ -19,7 +19,7 @@ from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_write
 
-WAY_OUT = "Pass implementation='xla' to write_kv"
+FIX = "Pass implementation='xla' to write_kv"
 
 
 def cache_write(
@@ -66,7 +66,7 @@ def cache_write(
     if 0 in (tokens, *k_cache.shape):
         return k_cache, v_cache, k_scale, v_scale
     arrays = key, value, k_cache, v_cache, k_scale, v_scale
-    key, value, k_cache, v_cache, k_scale, v_scale = forbid_kernel_derivative(arrays, "cache_write", WAY_OUT)
+    key, value, k_cache, v_cache, k_scale, v_scale = forbid_kernel_derivative(arrays, "cache_write", FIX)
     is_quantized = k_cache.dtype != key.dtype or v_cache.dtype != key.dtype
     row_shape = (kv_heads, head_dim) if is_hnd or is_quantized else (kv_heads * head_dim,)
     if sizes is None:
@@ -129,7 +129,7 @@ def _check(
         head_dim=head_dim,
     )
     if reason is not None:
-        raise unsupported("cache_write", reason, "Use another implementation")
+        raise unsupported("cache_write", reason, FIX)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and scale.ndim:
             require_shape(name, scale.shape, (blocks, kv_heads, size), "blocks, kv_heads, block_size")

@@ -170,7 +170,7 @@ def all_gather(
         axis_name,
         shots=1,
         why_not=why_not_all_gather,
-        alternative="jax.lax.all_gather gathers it",
+        fix="Use jax.lax.all_gather",
     )
     if exchange.rows == 0:
         return jnp.zeros((exchange.devices, *x.shape), x.dtype)
@@ -208,7 +208,7 @@ def _checked_exchange(
     *,
     shots: int | None,
     why_not: Callable[[jax.Array, PeerMemory], str | None] = why_not_all_reduce,
-    alternative: str = "jax.lax.psum sums it",
+    fix: str = "Use jax.lax.psum",
 ) -> Exchange:
     """Check a call's arguments and return its exchange; see `all_reduce` for the errors."""
     devices, rule = lax.axis_size(axis_name), "be for the devices of the axis"
@@ -218,7 +218,7 @@ def _checked_exchange(
     require_axes(2, x=x)
     reason = why_not(x, peers)
     if reason is not None:
-        raise unsupported(function_name, reason, alternative)
+        raise unsupported(function_name, reason, fix)
     if shots is None:
         shots = default_shots(x.shape[0], x.shape[1], devices)
     require_one_of("shots", shots, (1, 2))

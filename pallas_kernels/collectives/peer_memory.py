@@ -17,7 +17,7 @@ from pallas_kernels.collectives.ptx.exchange import COUNTERS, EMPTY, MAX_BLOCKS,
 from pallas_kernels.collectives.support import why_not_peer_memory
 from pallas_kernels.support import GPU_PLATFORMS
 
-_ALTERNATIVE = "jax.lax.psum sums there"
+_FIX = "Use jax.lax.psum on these devices"
 
 
 class PeerMemory(NamedTuple):
@@ -83,7 +83,7 @@ def make_peer_memory(
     devices = math.prod(mesh.shape[name] for name in axes)
     reason = why_not_peer_memory(list(mesh.devices.flat), devices)
     if reason is not None:
-        raise unsupported("make_peer_memory", reason, _ALTERNATIVE)
+        raise unsupported("make_peer_memory", reason, _FIX)
     words = memory_bytes(devices, block_bytes_of(max_rows, width)) // 4
     allocate = _allocate_in_processes if _has_several_processes(mesh) else _allocate_in_process
     addresses, memory = allocate(mesh, words)
@@ -120,7 +120,7 @@ def _allocate_in_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array
     counters = COUNTERS // 4
     addresses = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
     if isinstance(addresses, str):
-        raise unsupported("make_peer_memory", addresses, _ALTERNATIVE)
+        raise unsupported("make_peer_memory", addresses, _FIX)
     shape, by_device = (*mesh.devices.shape, 0, words), NamedSharding(mesh, P(*mesh.axis_names))
     return addresses, jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=by_device)()
 

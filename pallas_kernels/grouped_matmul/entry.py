@@ -9,6 +9,8 @@ from pallas_kernels.grouped_matmul.kernel import TILE_ROWS, GroupedMatmulDims, m
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_grouped_matmul
 
+FIX = "Pass implementation='xla' to jattn.models.experts.Experts"
+
 
 def grouped_matmul(
     x: Float[Array, "rows inputs"],
@@ -47,10 +49,9 @@ def grouped_matmul(
         dtype=x.dtype, weights_dtype=weights.dtype, inputs=inputs, outputs=outputs
     )
     if reason is not None:
-        raise unsupported("grouped_matmul", reason, "Use another implementation")
+        raise unsupported("grouped_matmul", reason, FIX)
     if 0 in (rows, len(weights)):
         return jnp.zeros((rows, outputs), x.dtype)
-    way_out = "Pass implementation='xla' to jattn.models.experts.Experts"
-    x, weights = forbid_kernel_derivative((x, weights), "grouped_matmul", way_out)
+    x, weights = forbid_kernel_derivative((x, weights), "grouped_matmul", FIX)
     dims = GroupedMatmulDims(inputs=inputs, outputs=outputs, outputs_first=outputs_first)
     return multiply_tiles(x, weights, group_of_tile, dims=dims, interpret=interpret)

@@ -91,7 +91,7 @@ class DecodeCall:
             ),
         )
         if reason is not None:
-            raise unsupported("paged_decode", reason, "Use another implementation")
+            raise unsupported("paged_decode", reason, "Call jattn.attend with implementation='xla'")
 
     def _check_shapes(self) -> None:
         require_one_of("layout", self.layout, ("NHD", "HND"))

@@ -98,8 +98,8 @@ def attend_call(
         shape=call.shape(sizes), score=score, sizes=sizes, num_spans=schedule.num_spans, dtype=query.dtype,
         interpret=interpret,
     )  # fmt: skip
-    way_out = "Use jattn.attend over a PackedKV"
-    inputs = forbid_kernel_derivative(call.inputs(spec, schedule.unit_ends), "paged_decode", way_out)
+    fix = "Use jattn.attend over a PackedKV"
+    inputs = forbid_kernel_derivative(call.inputs(spec, schedule.unit_ends), "paged_decode", fix)
     outputs = run_decode_kernel(inputs, spec)
     out, lse = combine_splits(outputs, inputs.sinks, schedule.unit_ends, spec)
     out = out.reshape(*out.shape[:3], query.shape[2])

@@ -105,7 +105,7 @@ def default_sizes(
     """
     reason = why_not_head_dim(head_dim, kv_dtypes)
     if reason is not None:
-        raise unsupported("paged_decode", reason, "Use another implementation")
+        raise unsupported("paged_decode", reason, "Call jattn.attend with implementation='xla'")
     itemsizes = [jnp.dtype(dtype).itemsize for dtype in kv_dtypes]
     is_quantized = min(itemsizes) == 1
     width = head_chunks(head_dim, itemsize=min(itemsizes)).padded_dim

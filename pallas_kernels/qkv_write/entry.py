@@ -18,7 +18,7 @@ from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_qkv_write
 
-WAY_OUT = "Use jax.numpy and write_kv, as jattn's layers do with implementation='xla'"
+FIX = "Use jax.numpy and write_kv, as jattn's layers do with implementation='xla'"
 
 
 def qkv_write(
@@ -74,7 +74,7 @@ def qkv_write(
         block_size=k_cache.shape[2 if layout == "HND" else 1], eps=eps, is_offset=is_offset,
     )  # fmt: skip
     arrays = qkv, k_cache, v_cache, cos, sin, q_norm, k_norm
-    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = forbid_kernel_derivative(arrays, "qkv_write", WAY_OUT)
+    qkv, k_cache, v_cache, cos, sin, q_norm, k_norm = forbid_kernel_derivative(arrays, "qkv_write", FIX)
     slots = (k_cache, v_cache)
     if not dims.is_hnd:
         slots = (k_cache.reshape(-1, kv_heads, head_dim), v_cache.reshape(-1, kv_heads, head_dim))
@@ -121,4 +121,4 @@ def _check(
         dtype=qkv.dtype, k_dtype=k_cache.dtype, v_dtype=v_cache.dtype, layout=layout, head_dim=head_dim
     )
     if reason is not None:
-        raise unsupported("qkv_write", reason, "Use another implementation")
+        raise unsupported("qkv_write", reason, FIX)

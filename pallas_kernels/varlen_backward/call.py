@@ -105,14 +105,14 @@ class BackwardCall:
         dtypes = {name: getattr(self, name).dtype for name in ("query", "key", "value", "out", "grad_out")}
         reason = why_not_backward(dtypes=dtypes, head_dim=head_dim)
         if reason is not None:
-            raise unsupported("varlen_backward", reason, "Use another implementation")
+            raise unsupported("varlen_backward", reason, "Call jattn.attend with implementation='xla'")
 
     def forbid_derivative(self) -> "BackwardCall":
         """Return the same call, which raises NotImplementedError if it is differentiated."""
         names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse", "alibi_slopes")
         arrays = {name: getattr(self, name) for name in names}
-        way_out = "Call attend with implementation='reference'"
-        return dataclasses.replace(self, **forbid_kernel_derivative(arrays, "varlen_backward", way_out))
+        fix = "Call attend with implementation='reference'"
+        return dataclasses.replace(self, **forbid_kernel_derivative(arrays, "varlen_backward", fix))
 
     def default_sizes(
         self, schedule: BackwardSchedule | None, score: Score, *, deterministic: bool

@@ -123,7 +123,7 @@ class PrefillCall:
             kv_dtypes = self.key.dtype, self.value.dtype
             reason = why_not_dequantize(kv_dtypes=kv_dtypes, head_dim=head_dim)
         if reason is not None:
-            raise unsupported("varlen_prefill", reason, "Use another implementation")
+            raise unsupported("varlen_prefill", reason, "Call jattn.attend with implementation='xla'")
         self._check_scales()
         if self.is_quantized and self.lists is not None:
             raise ValueError("lists cannot be combined with an 8-bit KV cache. Dequantize the cache first.")

@@ -109,8 +109,8 @@ def run_prefill(
         has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
         quantized=call.quantized, interpret=interpret,
     )  # fmt: skip
-    way_out = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
-    inputs = forbid_kernel_derivative(call.inputs(schedule, spec), "varlen_prefill", way_out)
+    fix = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
+    inputs = forbid_kernel_derivative(call.inputs(schedule, spec), "varlen_prefill", fix)
     outputs = prefill(inputs, spec)
     if schedule.split_tiles is not None:
         outputs = combine_splits(outputs, schedule.table, schedule.split_tiles, inputs.sinks, spec)

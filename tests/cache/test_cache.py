@@ -340,7 +340,7 @@ class TestRefusals:
         write = lambda name: jattn.write_kv(
             jattn.PagedCache.create(spec()), *random_kv(1), jnp.asarray([3]), implementation=name
         )
-        with pytest.raises(NotImplementedError, match=r"write_kv: mosaic_gpu: .*'cpu'"):
+        with pytest.raises(NotImplementedError, match=r"write_kv with implementation='mosaic_gpu': .*'cpu'"):
             write("mosaic_gpu")
         with pytest.raises(ValueError, match=r"implementation must be one of .*got 'triton'"):
             write("triton")

@@ -25,14 +25,14 @@ class Entry(NamedTuple):
         floats: What could have a derivative, by name.
         ints: Arrays of ints, by name.
         static: The rest.
-        way_out: What its error names in the place of a derivative.
+        fix: What its error names in the place of a derivative.
     """
 
     run: Callable[..., Any]
     floats: dict[str, Any]
     ints: dict[str, Any]
     static: dict[str, Any]
-    way_out: str
+    fix: str
 
 
 def half(*shape):

@@ -119,7 +119,7 @@ class TestChoice:
 
 class TestWarning:
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_a_layer_that_falls_to_xla_on_a_gpu_warns_with_the_reason_and_the_way_out(self):
+    def test_a_layer_that_falls_to_xla_on_a_gpu_warns_with_the_reason_and_the_fix(self):
         packed = dataclasses.replace(CACHE, layout="packed")
         with pytest.warns(jattn.KernelFallbackWarning) as caught:
             jattn.plan(batch([1], [9]), SPEC, packed)

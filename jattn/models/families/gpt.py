@@ -278,8 +278,8 @@ def _opt_layer(keys: Keys, layer: int) -> LayerSpec:
 def _opt_model(keys: Keys) -> Mapping[str, Any]:
     width, hidden_size = keys["word_embed_proj_dim"] or keys["hidden_size"], keys["hidden_size"]
     if width != hidden_size:
-        reason, way_out = "embeddings are not projected", f"Supported: {hidden_size}, the hidden_size"
-        raise unsupported(f"word_embed_proj_dim {width}", reason, way_out)
+        reason, fix = "embeddings are not projected", f"Supported: {hidden_size}, the hidden_size"
+        raise unsupported(f"word_embed_proj_dim {width}", reason, fix)
     return {"position_offset": 2}
 
 

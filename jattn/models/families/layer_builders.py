@@ -105,11 +105,11 @@ def local_strided(keys: Keys, layer: int) -> LocalStrided | None:
     """
     size, kernel = keys["blocksparse_block_size"], keys["blocksparse_triton_kernel_block_size"]
     if size != kernel:
-        feature, way_out = (
+        feature, fix = (
             f"blocksparse_triton_kernel_block_size {kernel}",
             f"Supported: {size}, the blocksparse_block_size",
         )
-        raise unsupported(feature, "different block sizes are not supported", way_out)
+        raise unsupported(feature, "different block sizes are not supported", fix)
     dense_interval = keys["dense_attention_every_n_layers"]
     if dense_interval and (layer + 1) % dense_interval == 0:
         return None
@@ -133,8 +133,8 @@ def layer_type(keys: Keys, layer: int, default: str, supported: Collection[str] 
         return default
     require_one_per_layer("layer_types", types, keys["num_hidden_layers"])
     if types[layer] not in supported:
-        way_out = "Supported: " + ", ".join(supported)
-        raise unsupported(f"layer type {types[layer]!r}", "not implemented", way_out)
+        fix = "Supported: " + ", ".join(supported)
+        raise unsupported(f"layer type {types[layer]!r}", "not implemented", fix)
     return types[layer]
 
 

@@ -99,8 +99,8 @@ def check_host(mesh: Mesh | None) -> None:
     try:
         jax.local_devices(backend="cpu")
     except RuntimeError as error:
-        way_out = "Include cpu: JAX_PLATFORMS=cuda,cpu"
-        raise unsupported("load(mesh=)", f"JAX has no CPU backend ({error})", way_out) from error
+        fix = "Include cpu: JAX_PLATFORMS=cuda,cpu"
+        raise unsupported("load(mesh=)", f"JAX has no CPU backend ({error})", fix) from error
 
 
 def _on_host(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> np.ndarray:

@@ -281,7 +281,10 @@ def test_select_blocks_raises_with_the_reason():
     with pytest.raises(NotImplementedError, match=f"at most {MAX_LEN} blocks, got {MAX_LEN + 1}"):
         select_blocks(query, bounds, wide, num_blocks, **options)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), bounds)
-    with pytest.raises(NotImplementedError, match="mosaic_gpu: block bounds dtype=float32 is not supported"):
+    with pytest.raises(
+        NotImplementedError,
+        match="with implementation='mosaic_gpu': block bounds dtype=float32 is not supported",
+    ):
         select_blocks(query.astype(jnp.float32), exact, table, num_blocks, **options)
     with pytest.raises(
         NotImplementedError, match="block_scores: block bounds dtype=float32 is not supported"

@@ -22,8 +22,8 @@ REFUSED = (
     "to share with other processes (cuDevicePrimaryCtxRetain failed with CUDA_ERROR_NOT_PERMITTED)",
     "cannot access the memory of GPU 0",
     "(cuCtxEnablePeerAccess failed with CUDA_ERROR_NOT_PERMITTED)",
-    "make_peer_memory: it is too late. jax.lax.psum sums there",
-    "make_peer_memory: the devices belong to several hosts (host0, host1). jax.lax.psum sums there",
+    "make_peer_memory: it is too late. Use jax.lax.psum on these devices.",
+    "make_peer_memory: the devices belong to several hosts (host0, host1). Use jax.lax.psum",
 )
 
 
