@@ -141,8 +141,8 @@ def validated_attend(
     _check_types(query, cache, metadata, spec, plan, mask)
     per_head = PerHeadInputs(**spec.per_head(sinks, alibi_slopes))
     _check(query, cache, metadata, spec, per_head)
-    no_mask = "be None if a plan is passed (pass the mask to plan() instead)"
-    require(plan is None or mask is None, "mask", no_mask, mask)
+    if plan is not None and mask is not None:
+        raise ValueError("attend has both a mask and a plan. Pass the mask to plan() instead.")
     has_prefix = plan is not None and plan.cascade is not None and isinstance(cache, PagedCache)
     if has_prefix and can_cascade(spec, per_head.alibi_slopes):
         check_plan_matches(plan, metadata)
@@ -387,7 +387,8 @@ def _check(
     cache_shape = (cache.num_kv_heads, cache.head_dim)
     require_shape("cache's kv_heads and head_dim", cache_shape, (spec.num_kv_heads, spec.head_dim), "as spec")
     has_slopes = per_head.alibi_slopes is not None or not spec.sqrt_alibi
-    require(has_slopes, "alibi_slopes", "be given with spec.sqrt_alibi", None)
+    if not has_slopes:
+        raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
     spec.check_keys(cache.k.dtype)
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
@@ -404,7 +405,7 @@ def _check(
 def require_unsharded(
     choices: Iterable[tuple[str, ImplementationChoice]], query: Array, cache: PagedCache | PackedKV
 ) -> None:
-    """Refuse queries, keys or values that are sharded over Explicit mesh axes.
+    """Check that queries, keys and values are not sharded over Explicit mesh axes.
 
     Args:
         choices: Implementation chosen for each region; "reference" alone supports sharded arrays.

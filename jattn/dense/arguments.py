@@ -94,7 +94,8 @@ def _check_bounds(cu_seqlens: Array, tokens: int) -> None:
         return
     bounds = np.asarray(cu_seqlens).astype(np.int64)  # Differences of unsigned ints are never negative.
     is_valid = bounds[0] == 0 and (np.diff(bounds) >= 0).all() and bounds[-1] <= tokens
-    require(bool(is_valid), "cu_seqlens", f"ascend from 0 to at most the number of tokens ({tokens})", bounds)
+    rule = f"begin with 0, be non-decreasing, and end with at most the number of tokens ({tokens})"
+    require(bool(is_valid), "cu_seqlens", rule, bounds)
 
 
 def _check_mask(mask: Any, q: Array, k: Array, cu_seqlens: Array | None, spec: AttentionSpec) -> Mask | None:
@@ -176,8 +177,11 @@ def mask_from_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None
     """
     require(array.dtype == jnp.bool_, "mask", "have dtype bool", array.dtype)
     padded_shape = (1,) * (4 - array.ndim) + tuple(array.shape)
-    fits = array.ndim in (2, 3, 4) and all(a in (1, b) for a, b in zip(padded_shape, shape, strict=False))
-    require(fits, "mask", f"broadcast to {shape} (batch, q_heads, q_tokens, kv_tokens)", array.shape)
+    is_broadcastable = array.ndim in (2, 3, 4) and all(
+        a in (1, b) for a, b in zip(padded_shape, shape, strict=False)
+    )
+    rule = f"broadcast to {shape} (batch, q_heads, q_tokens, kv_tokens)"
+    require(is_broadcastable, "mask", rule, array.shape)
     if 0 in shape:
         return None
     blocks = jnp.asarray(array).reshape(padded_shape)
@@ -190,7 +194,10 @@ def mask_from_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None
 def implementations_for_documents(
     segment_ids: Array | None, mask: Mask | None, implementation: ImplementationArg
 ) -> ImplementationArg:
-    """Return the implementations that support the document ids: not the kernels if an id recurs."""
+    """Return the implementations that support the document ids.
+
+    The kernels do not support an id that occurs again after a different id.
+    """
     requested = requested_implementations(implementation)
     ids_by_name: list[tuple[str, Any]] = [] if segment_ids is None else [("segment_ids", segment_ids)]
     if mask is not None:
@@ -202,7 +209,10 @@ def implementations_for_documents(
             continue
         remaining = tuple(x for x in requested if x != "mosaic_gpu")
         if not remaining:
-            reason = "the mosaic_gpu kernels need contiguous ids, but an id recurs after another"
-            raise unsupported(name, reason, "Use implementation=None or 'xla'")
+            reason = (
+                "an id occurs again after a different id, but the Mosaic GPU kernels require the tokens of a "
+                "document to be contiguous"
+            )
+            raise unsupported(name, reason, "Sort the tokens by id, or pass implementation=None or 'xla'")
         return remaining
     return as_static_arg(implementation)

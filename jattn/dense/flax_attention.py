@@ -206,21 +206,21 @@ def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> Non
     for name, array in arrays.items():
         if array is not None:
             padded_shape = (1,) * (len(shape) - array.ndim) + array.shape
-            fits = array.ndim <= len(shape) and all(
+            is_broadcastable = array.ndim <= len(shape) and all(
                 a in (1, b) for a, b in zip(padded_shape, shape, strict=True)
             )
             rule = f"broadcast to {shape} (*batch, q_heads, q_tokens, kv_tokens)"
-            require(fits, name, rule, array.shape)
+            require(is_broadcastable, name, rule, array.shape)
 
 
 def _check_unsupported(dropout_rate: float, module: Any) -> None:
     if dropout_rate > 0:
         raise unsupported(
-            f"dropout_rate={dropout_rate}", "attention_fn does not support dropout", "Set it to 0"
+            f"dropout_rate={dropout_rate}", "attention_fn does not support dropout", "Pass dropout_rate=0"
         )
     if module is not None:
-        what, reason = f"module={type(module).__name__}", "attention_fn cannot sow attention weights"
-        raise unsupported(what, reason, "Use sow_weights=False or nnx.dot_product_attention")
+        feature, reason = f"module={type(module).__name__}", "attention_fn cannot sow attention weights"
+        raise unsupported(feature, reason, "Pass sow_weights=False, or use nnx.dot_product_attention")
 
 
 def _spec_for(
@@ -237,15 +237,21 @@ def _spec_for(
         return AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, causal=False)
     require_type("spec", spec, AttentionSpec, "or None for full attention")
     expected = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-    require_shape("q_heads, kv_heads, head_dim", (q_heads, kv_heads, head_dim), expected, "those of spec")
+    actual = (q_heads, kv_heads, head_dim)
+    if actual != expected:
+        raise ValueError(
+            f"query and key have (q_heads, kv_heads, head_dim) {actual}, but spec has {expected}. "
+            "Pass a spec with the sizes of the arrays."
+        )
     if is_causal and not spec.causal:
         raise ValueError(
-            "is_causal=True contradicts spec.causal=False. Use a causal spec or is_causal=False."
+            "is_causal=True contradicts spec.causal=False. Pass a causal spec or is_causal=False."
         )
     if is_causal and q_tokens != kv_tokens:
         raise ValueError(
             f"is_causal=True is ambiguous with a spec, {q_tokens} queries and {kv_tokens} keys: Flax aligns "
-            "the first query with the first key, a spec the last with the last. Use is_causal=False."
+            "the first query with the first key, but a spec aligns the last query with the last key. "
+            "Pass is_causal=False."
         )
     return spec
 
@@ -255,5 +261,6 @@ def _per_head(
 ) -> dict[str, Array | None]:
     per_head = spec.per_head(sinks, alibi_slopes)
     has_slopes = alibi_slopes is not None or not spec.sqrt_alibi
-    require(has_slopes, "alibi_slopes", "be given if spec.sqrt_alibi is True", None)
+    if not has_slopes:
+        raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
     return per_head

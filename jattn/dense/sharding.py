@@ -134,7 +134,10 @@ def explicit_sharding(q: Array, k: Array, v: Array) -> AttentionSharding | None:
         raise unsupported(f"Sharding query heads over {num_devices} devices", reason, fix)
     result = AttentionSharding(mesh, tuple(batch_axes), heads, dividing_axes(mesh, heads, num_kv_heads))
     names = result.axis_names
-    require(len(set(names)) == len(names), "q, k and v", "have batch and heads on different mesh axes", names)
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Batch and heads of q, k and v must be sharded over different mesh axes, got {names}."
+        )
     return result
 
 
@@ -172,15 +175,15 @@ def run_sharded(
 
 
 def _common_axes(axes_by_name: dict[str, tuple[Axes, ...]], axis: int) -> Axes:
-    """Return the mesh axes that shard an axis of the arrays; replicated arrays adapt to the others."""
-    found = {name: axes[axis] for name, axes in axes_by_name.items() if axes[axis] is not None}
-    is_same = len(set(found.values())) <= 1
-    require(is_same, "q, k and v", "be sharded over the same mesh axes or replicated", found)
-    return next(iter(found.values()), None)
+    """Return the mesh axes that shard an axis of the arrays; replicated arrays follow the sharded ones."""
+    sharded = {name: axes[axis] for name, axes in axes_by_name.items() if axes[axis] is not None}
+    is_same = len(set(sharded.values())) <= 1
+    require(is_same, "q, k and v", "be sharded over the same mesh axes or replicated", sharded)
+    return next(iter(sharded.values()), None)
 
 
 def _query_head_axes(axes: Axes, q_head_axes: Axes) -> Axes:
-    """Return the query heads' axes if an array's heads are sharded over a prefix of them, else its own."""
+    """Return the query heads' axes if an array's heads are sharded over a prefix of them, else `axes`."""
     names = mesh_axis_names(axes)
     return q_head_axes if names == mesh_axis_names(q_head_axes)[: len(names)] else axes
 

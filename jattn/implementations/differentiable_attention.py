@@ -97,7 +97,8 @@ def attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDiff
     if static_args.choice.kernel is not None and axes:
         reason = "the kernels do not support shard_map's check of varying axes"
         fix = "Pass check_vma=False to jax.shard_map, or implementation='xla'"
-        raise unsupported(f"mosaic_gpu under shard_map over {', '.join(axes)}", reason, fix)
+        feature = f'implementation="mosaic_gpu" under shard_map over {", ".join(axes)}'
+        raise unsupported(feature, reason, fix)
     if static_args.choice.kernel is None and context.mask is not None:
         context = context._replace(mask=lift_captured_arrays(context.mask))
     return _attend(static_args, values, context)
@@ -206,7 +207,12 @@ def _has_backward_kernel(
     context: NonDifferentiableArgs,
     needs_slope_gradient: bool,
 ) -> bool:
-    """Return whether a kernel computes the gradients; otherwise XLA does, unless that is ruled out."""
+    """Return whether a kernel computes the gradients; if not, XLA does.
+
+    Raises:
+        NotImplementedError: If no kernel supports the gradients and XLA is not among the requested
+            implementations.
+    """
     reason = mosaic_gpu.why_not_gradients(
         static_args.spec,
         {"query": values.query.dtype, "key": values.k.dtype, "value": values.v.dtype},
@@ -219,7 +225,8 @@ def _has_backward_kernel(
         return True
     if requested is not None and "xla" not in requested:
         fix = "Pass implementation=None or ('mosaic_gpu', 'xla')"
-        raise unsupported("a derivative of attention", f"mosaic_gpu: {reason}", fix)
+        feature = 'Gradients of attention with implementation="mosaic_gpu"'
+        raise unsupported(feature, reason, fix)
     if requested is None:
         message = f"Gradients of attention fall back to xla on a GPU, which is slow: {reason}."
         warnings.warn(message, KernelFallbackWarning, stacklevel=2)
@@ -260,8 +267,8 @@ def reject_gradient_over_cache[Tree](arrays: Tree, implementation: str) -> Tree:
     """Return the arrays such that differentiating them raises: there is no gradient over a cache."""
     return forbid_derivative(
         arrays,
-        "a derivative of attend",
-        f"{implementation} has none over a paged cache or 8-bit keys",
+        "Gradients of attend",
+        f"{implementation} does not support them over a paged cache or 8-bit keys",
         "Attend to the step's keys (PackedKV, or cache=None in a layer), or pass "
         "implementation='reference', whose memory grows with tokens x the longest request",
     )
@@ -271,7 +278,7 @@ def reject_second_derivative[Tree](arrays: Tree) -> Tree:
     """Return the arrays; differentiating them raises, since there is no second derivative."""
     return forbid_derivative(
         arrays,
-        "a derivative of a derivative of attention",
-        "the backward pass has none",
+        "Second derivatives of attention",
+        "the backward pass cannot be differentiated",
         "Pass implementation='reference', which has derivatives of any order",
     )

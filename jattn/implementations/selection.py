@@ -42,11 +42,13 @@ def requested_implementations(implementation: ImplementationArg) -> tuple[str, .
     Raises:
         ValueError: If a name is unknown, or the sequence is empty.
     """
-    named = as_static_arg(implementation)
-    requested = IMPLEMENTATIONS if named is None else (named,) if isinstance(named, str) else named
-    require(
-        len(requested) > 0, "implementation", "name at least one of " + ", ".join(IMPLEMENTATIONS), requested
-    )
+    static_arg = as_static_arg(implementation)
+    requested: tuple[str, ...] = IMPLEMENTATIONS
+    if static_arg is not None:
+        requested = (static_arg,) if isinstance(static_arg, str) else static_arg
+    if not requested:
+        names = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"implementation is empty. Pass None, or at least one of {names}.")
     for name in requested:
         require_one_of("implementation", name, IMPLEMENTATIONS)
     return requested
@@ -56,13 +58,14 @@ def as_static_arg(implementation: ImplementationArg) -> str | tuple[str, ...] | 
     """Return the implementation argument as a hashable value; None stays None, so that a fallback warns."""
     if isinstance(implementation, str | None):
         return implementation
-    rule = "be a name, or several in order of preference, of " + ", ".join(IMPLEMENTATIONS)
+    names = ", ".join(map(repr, IMPLEMENTATIONS))
+    rule = f"be one of {names}, or several of them in order of preference"
     require(isinstance(implementation, Iterable), "implementation", rule, repr(implementation))
     return tuple(implementation)
 
 
 def unsupported_reasons(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:
-    """Return by name the reason why an implementation does not support a layer; None if it does."""
+    """Return, for each implementation, the reason why it does not support a layer; None if it does."""
     return {"mosaic_gpu": no_kernels, "reference": reference.why_not(spec)}
 
 
@@ -72,13 +75,13 @@ def first_supported(requested: Sequence[str], reasons: Mapping[str, str | None])
     Raises:
         NotImplementedError: If none is supported; the message has the reason for each.
     """
-    declined: list[str] = []
+    rejection_reasons: list[str] = []
     for name in requested:
         reason = reasons.get(name)
         if reason is None:
-            return name, "; ".join(declined) or None
-        declined.append(f"{name}: {reason}")
-    raise unsupported("attend", "; ".join(declined), "Pass implementation=None or 'xla'")
+            return name, "; ".join(rejection_reasons) or None
+        rejection_reasons.append(f"{name}: {reason}")
+    raise unsupported("attend", "; ".join(rejection_reasons), "Pass implementation=None or 'xla'")
 
 
 def choose_implementation(
@@ -106,12 +109,15 @@ def choose_implementation(
     kernel: KernelConfig | None = None
     reasons = unsupported_reasons(layer.spec, no_kernels)
     if no_kernels is None and "mosaic_gpu" in requested:
-        found = choose_kernel(layer, region, mask)
-        if isinstance(found, str):
-            reasons["mosaic_gpu"] = found
+        kernel_or_reason = choose_kernel(layer, region, mask)
+        if isinstance(kernel_or_reason, str):
+            reasons["mosaic_gpu"] = kernel_or_reason
         else:
-            kernel = found
+            kernel = kernel_or_reason
     name, reason = first_supported(requested, reasons)
-    named = None if implementation is None else requested
-    kernel = kernel if name == "mosaic_gpu" else None
-    return ImplementationChoice(implementation=name, kernel=kernel, reason=reason, requested=named)
+    return ImplementationChoice(
+        implementation=name,
+        kernel=kernel if name == "mosaic_gpu" else None,
+        reason=reason,
+        requested=None if implementation is None else requested,
+    )

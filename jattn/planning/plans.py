@@ -64,7 +64,10 @@ class Plan:
             if layer_plan.covers(layer):
                 return layer_plan
         planned = " or ".join(f"({layer_plan.layer})" for layer_plan in self.layers)
-        raise ValueError(f"The plan was built for {planned}, but the layer is ({layer}).")
+        raise ValueError(
+            f"The plan was built for {planned}, but the layer is ({layer}). "
+            "Build the plan with the specs and cache_specs of all layers."
+        )
 
     def kernel_plan(self, layer: LayerPlan, region: str) -> KernelPlan | None:
         """Return the kernel plan of a layer in a region, one of REGIONS; None if it has none."""
@@ -157,7 +160,7 @@ def plan(
         return full_plan
     if mask is not None:
         reason = "masks are not supported over a shared prefix"
-        raise unsupported("common_prefix_len with a mask", reason, "Leave common_prefix_len=None")
+        raise unsupported("common_prefix_len with a mask", reason, "Pass common_prefix_len=None or mask=None")
     parts = build_cascade_metadata(metadata, common_prefix_len)
     return replace(full_plan, cascade=_cascade_plan(parts, layers, implementation))
 
@@ -226,13 +229,13 @@ def _distinct_layer_configs(
 
 
 def _check_cache(metadata: BatchMetadata, spec: AttentionSpec, cache: Any) -> None:
-    owners = [("num_kv_heads", "spec's", spec.num_kv_heads), ("head_dim", "spec's", spec.head_dim)]
+    expected_values = [("num_kv_heads", "spec", spec.num_kv_heads), ("head_dim", "spec", spec.head_dim)]
     if hasattr(cache, "block_size"):
-        owners.append(("block_size", "metadata's", metadata.block_size))
-    for name, owner, expected in owners if cache is not None else ():
+        expected_values.append(("block_size", "metadata", metadata.block_size))
+    for name, owner, expected in expected_values if cache is not None else ():
         value = getattr(cache, name, None)
         require(value is not None, "cache_specs", "be CacheSpec, PagedCache or None", type(cache).__name__)
-        require(value == expected, f"cache_spec.{name}", f"be the {owner} ({expected})", value)
+        require(value == expected, f"cache_spec.{name}", f"equal {owner}.{name} ({expected})", value)
 
 
 def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
@@ -241,7 +244,11 @@ def check_plan_matches(plan: Plan, metadata: BatchMetadata) -> None:
     Raises:
         ValueError: If it was built for another batch.
     """
-    require(plan.bucket == metadata.bucket, "plan.bucket", f"be {metadata.bucket}", plan.bucket)
+    if plan.bucket != metadata.bucket:
+        raise ValueError(
+            f"The plan was built for {plan.bucket}, but the metadata has {metadata.bucket}. "
+            "Build a plan from this metadata."
+        )
     if plan.seq_lens is metadata.seq_lens or not support.is_concrete(plan.seq_lens, metadata.seq_lens):
         return
     planned, seq_lens = np.asarray(plan.seq_lens), np.asarray(metadata.seq_lens)

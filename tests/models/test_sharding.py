@@ -169,7 +169,9 @@ class TestRefusals:
 
     def test_a_draft_model_on_another_mesh(self):
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
-        with pytest.raises(ValueError, match=r"speculative must be on the model's mesh .*got None"):
+        with pytest.raises(
+            ValueError, match=r"The draft model is on the mesh None, but the model is on Mesh"
+        ):
             Engine(model, num_blocks=9, speculative=draft)
 
 

@@ -207,7 +207,7 @@ class TestObedience:
         other = jattn.plan(
             jattn.build_batch_metadata([1], [1], [[1]], block_size=4), problem.spec, problem.kv
         )
-        message = r"plan.bucket must be Bucket.*max_decodes=2.*got Bucket.*max_decodes=1"
+        message = r"plan was built for Bucket.*max_decodes=1.*metadata has Bucket.*max_decodes=2"
         with pytest.raises(ValueError, match=message):
             self.attend(problem, other)
 
@@ -229,7 +229,7 @@ class TestObedience:
         out, expected = self.attend(problem, plan), self.attend(problem, None, mask=mask)
         np.testing.assert_array_equal(out, expected)
         assert (np.asarray(out) != np.asarray(self.attend(problem, None))).any()
-        with pytest.raises(ValueError, match=r"mask must be None if a plan is passed .*got Sinks"):
+        with pytest.raises(ValueError, match=r"both a mask and a plan\. Pass the mask to plan\(\)"):
             self.attend(problem, plan, mask=mask)
 
     def test_a_layer_that_the_plan_does_not_cover_is_refused_with_both(self):
@@ -269,9 +269,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            ({"head_dim": 8}, "cache_spec.head_dim must be .*64.*got 8"),
-            ({"num_kv_heads": 1}, "cache_spec.num_kv_heads must be .*2.*got 1"),
-            ({"block_size": 8}, "cache_spec.block_size must be .*16.*got 8"),
+            ({"head_dim": 8}, "cache_spec.head_dim must equal spec.head_dim .*64.*got 8"),
+            ({"num_kv_heads": 1}, "cache_spec.num_kv_heads must equal spec.num_kv_heads .*2.*got 1"),
+            ({"block_size": 8}, "cache_spec.block_size must equal metadata.block_size .*16.*got 8"),
         ],
     )
     def test_a_cache_that_does_not_belong_to_the_step_is_refused(self, wrong, message):

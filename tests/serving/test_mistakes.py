@@ -148,7 +148,7 @@ WANT = {
     "add('a', request_id=1.5)": r"request_id must be a int or str or None .*, got float: 1\.5\.",
     "add('a' * 144, SamplingParams(max_tokens=2))": r"prompt has 144 tokens and max_tokens=2, but ",
     "add('a' * 129, SamplingParams(max_tokens=None))": r"prompt has 129 tokens, but .* only 128",
-    "m.engine.abort('nobody')": r"There is no unfinished request 'nobody'\.",
+    "m.engine.abort('nobody')": r"Request 'nobody' is unknown or has finished\.",
     "(add('a', request_id='x'), add('b', request_id='x'))": r"request_id 'x' is already in use\.",
     "m.engine.abort([1])": r"request_id must be a int or str \(the identifier .*\), got list: \[1\]\.",
     "Engine(m.model, max_model_len=513)": r"max_model_len=513 exceeds the model's maximum of 512\.",

@@ -16,7 +16,7 @@ from jattn.batch.bucket import Bucket
 from jattn.implementations.selection import requested_implementations
 from jattn.nn import PagedAttention
 from jattn.serving.engine.scheduled_step import Step
-from pallas_kernels.checks import require, unsupported
+from pallas_kernels.checks import unsupported
 
 
 class InvariantBuckets(NamedTuple):
@@ -57,17 +57,18 @@ def check_batch_invariant_options(
         ValueError: If buckets are given.
         NotImplementedError: If speculative decoding or cascade attention is requested.
     """
-    require(
-        buckets is None, "buckets", "be None with batch_invariant=True, which has its own buckets", buckets
-    )
+    if buckets is not None:
+        raise ValueError(
+            "buckets cannot be combined with batch_invariant=True, which sets them. Omit buckets."
+        )
     name = "batch_invariant=True with"
     if speculative is not None:
         reason = "steps with drafts round differently from steps without"
         description = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
-        raise unsupported(f"{name} speculative={description}", reason, "Leave speculative=None")
+        raise unsupported(f"{name} speculative={description}", reason, "Pass speculative=None")
     if cascade_attention:
         reason = "combining two partial results rounds differently from a single pass"
-        raise unsupported(f"{name} cascade_attention=True", reason, "Leave cascade_attention=None")
+        raise unsupported(f"{name} cascade_attention=True", reason, "Pass cascade_attention=None")
 
 
 def make_invariant(model: Any) -> Any:
@@ -80,18 +81,26 @@ def make_invariant(model: Any) -> Any:
     if getattr(model, "peers", None) is not None:
         reason = "small steps reduce in peer memory and round once, unlike XLA's all-reduce of larger steps"
         raise unsupported(
-            "batch_invariant=True with peer memory", reason, "Load the model without use_peer_memory"
+            "batch_invariant=True with peer memory",
+            reason,
+            "Pass a model on which use_peer_memory was not called",
         )
     model = nnx.merge(*nnx.split(model))
     layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]
     if not layers:
         reason = f"a {type(model).__name__} has no PagedAttention layers"
-        raise unsupported("batch_invariant=True", reason, "Other attention modules are not supported")
+        raise unsupported(
+            "batch_invariant=True",
+            reason,
+            "Pass a model with PagedAttention layers, or batch_invariant=False",
+        )
     for layer in layers:
         if set(requested_implementations(layer.implementation)) == {"reference"}:
             reason = "its rounding depends on the bucket size"
             raise unsupported(
-                'batch_invariant=True with implementation="reference"', reason, "Leave implementation=None"
+                'batch_invariant=True with implementation="reference"',
+                reason,
+                "Load the model with implementation=None",
             )
         layer.spec = dataclasses.replace(layer.spec, batch_invariant=True)
     return model

@@ -124,15 +124,16 @@ class BlockManager:
                 than num_tokens tokens. Nothing is changed then.
         """
         if request_id in self._tables:
-            raise ValueError(f"request_id {request_id} already has blocks.")
+            raise ValueError(
+                f"Request {request_id} already has blocks. Free them before you allocate new ones."
+            )
         require(num_tokens >= 0, "num_tokens", "be at least 0", num_tokens)
         num_shared_tokens = len(shared) * self.block_size
-        require(
-            num_shared_tokens <= num_tokens,
-            "shared",
-            f"hold at most num_tokens ({num_tokens})",
-            f"{num_shared_tokens} tokens",
-        )
+        if num_shared_tokens > num_tokens:
+            raise ValueError(
+                f"shared holds {num_shared_tokens} tokens, but num_tokens is {num_tokens}. Pass fewer shared "
+                "blocks."
+            )
         num_new_blocks = self.blocks_for(num_tokens) - len(shared)
         free = self.num_free_without(shared)
         _require_free(num_new_blocks, free)
@@ -150,7 +151,7 @@ class BlockManager:
             ValueError: If there is no such request or block.
         """
         owned = self._owned(request_id)
-        require(0 <= index < len(owned), "index", f"be in [0, {len(owned)}), the request's blocks", index)
+        require(0 <= index < len(owned), "index", f"be in [0, {len(owned)}), a block of the request", index)
         block = owned[index]
         if digest not in self._published and block not in self._digests and block != NULL_BLOCK:
             self._published[digest] = block
@@ -200,12 +201,12 @@ class BlockManager:
         """
         owned, capacity = self._owned(parent_id), self.token_capacity(parent_id)
         if child_id in self._tables:
-            raise ValueError(f"child_id {child_id} already has blocks.")
+            raise ValueError(f"child_id {child_id} already has blocks. Pass the id of a new request.")
         num_tokens = capacity if num_tokens is None else num_tokens
         require(
             0 <= num_tokens <= capacity,
             "num_tokens",
-            f"be in [0, {capacity}], what the parent's blocks hold",
+            f"be in [0, {capacity}], the tokens that the parent's blocks hold",
             num_tokens,
         )
         shared = owned[: self.blocks_for(num_tokens)]

@@ -117,7 +117,7 @@ def make_cascade_attention(
         return None
     if (reason := _why_not(model)) is not None:
         if enabled:
-            raise unsupported("cascade_attention=True", reason, "Leave cascade_attention=None")
+            raise unsupported("cascade_attention=True", reason, "Pass cascade_attention=None")
         return None
     min_rows = 2 if enabled else MIN_REQS
     powers = (1 << i for i in range(1, 1 + max_num_seqs.bit_length()))

@@ -448,7 +448,8 @@ def require_fits_memory(name: str, value: int, cache_bytes: int, model: Any) -> 
     memory = device_memory_bytes(model)
     if memory is not None and cache_bytes > memory:
         raise ValueError(
-            f"{name}={value} needs {cache_bytes} bytes for the KV caches, but a device has {memory} bytes."
+            f"{name}={value} needs {cache_bytes} bytes for the KV caches, but a device has {memory} bytes. "
+            f"Reduce {name}."
         )
 
 

@@ -260,7 +260,7 @@ class Engine:
         """
         require_type("request_id", request_id, (int, str, type(None)), "or None for an unused integer")
         if request_id in self._open:
-            raise ValueError(f"request_id {request_id!r} is already in use.")
+            raise ValueError(f"request_id {request_id!r} is already in use. Pass a unique id per request.")
         params = self.default_sampling_params if params is None else params
         request = self._input_processor.request(prompt, params)
         ids = self._core.admit([request])
@@ -311,7 +311,7 @@ class Engine:
         """
         require_type("request_id", request_id, (int, str), "the identifier of a request")
         if request_id not in self._open:
-            raise ValueError(f"There is no unfinished request {request_id!r}.")
+            raise ValueError(f"Request {request_id!r} is unknown or has finished.")
         _, ids = self._open.pop(request_id)
         self._core.drop(ids)
 

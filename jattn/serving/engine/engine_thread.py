@@ -111,7 +111,7 @@ class EngineThread:
         """
         listener = self._listeners.get(request_id)
         if listener is None:
-            raise ValueError(f"There is no unfinished request {request_id!r}.")
+            raise ValueError(f"Request {request_id!r} is unknown or has finished.")
         ends = [
             RequestOutput(
                 request_id=request_id, index=index, new_token_ids=[], new_text="", finish_reason="abort"
@@ -134,7 +134,7 @@ class EngineThread:
     def _put(self, task: Callable[[], object]) -> None:
         with self._lock:
             if self._is_closed:
-                raise ValueError("AsyncEngine is closed.")
+                raise ValueError("This AsyncEngine is closed. Create a new AsyncEngine to send requests.")
             if self._thread is None:
                 # A daemon thread does not keep the process alive.
                 self._thread = threading.Thread(target=self._run, name="jattn engine", daemon=True)

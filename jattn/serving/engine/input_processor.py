@@ -132,8 +132,11 @@ def build_request(
         ids = getattr(params, kind) or ()
         invalid = [i for i in ids if not 0 <= i < limits.vocab_size]
         require(not invalid, kind, f"be in the vocabulary, [0, {limits.vocab_size})", invalid)
-    has_text = tokenizer is not None or not params.stop
-    require(has_text, "stop", "be empty because the model has no tokenizer.json", params.stop)
+    if params.stop and tokenizer is None:
+        raise ValueError(
+            f"stop={params.stop!r} requires a tokenizer, but the model has no tokenizer.json. "
+            "Pass stop_token_ids instead."
+        )
     params = params.with_seed()
     max_new_tokens = _max_new_tokens(name, len(token_ids), params.max_tokens, limits)
     new_mask = token_masks(params, tokenizer=tokenizer, vocab_size=limits.vocab_size, grammars=grammars)
@@ -165,12 +168,16 @@ def _max_new_tokens(name: str, num_prompt_tokens: int, max_tokens: int | None, l
     """Return `max_tokens`, limited by the context length. The last token needs no position in the context."""
     longest, capacity = limits.max_model_len, limits.capacity_tokens
     if num_prompt_tokens > longest:
-        raise ValueError(f"{name} has {num_prompt_tokens} tokens, but max_model_len is {longest}.")
+        raise ValueError(
+            f"{name} has {num_prompt_tokens} tokens, but max_model_len is {longest}. "
+            "Shorten the prompt or increase max_model_len."
+        )
     remaining = longest - num_prompt_tokens + 1
     if max_tokens is None:
         if num_prompt_tokens > capacity:
             raise ValueError(
-                f"{name} has {num_prompt_tokens} tokens, but the KV cache holds only {capacity}."
+                f"{name} has {num_prompt_tokens} tokens, but the KV cache holds only {capacity}. "
+                "Shorten the prompt or increase num_blocks."
             )
         return min(remaining, capacity - num_prompt_tokens + 1)
     max_tokens = min(max_tokens, remaining)

@@ -34,13 +34,12 @@ class KVCacheManager:
         if sliding_window_manager is None:
             self._groups = [KVCacheGroup(manager, local_attention)]
         else:
-            require(
-                local_attention is not None,
-                "local_attention",
-                "describe the layers of sliding_window_manager",
-                local_attention,
-            )
-            size, rule = sliding_window_manager.block_size, f"be block_manager's ({manager.block_size})"
+            if local_attention is None:
+                raise ValueError(
+                    "sliding_window_manager requires local_attention, which describes its layers. "
+                    "Pass local_attention."
+                )
+            size, rule = sliding_window_manager.block_size, f"equal block_manager's ({manager.block_size})"
             require(size == manager.block_size, "sliding_window_manager.block_size", rule, size)
             self._groups = [KVCacheGroup(manager), KVCacheGroup(sliding_window_manager, local_attention)]
         self._longrope_threshold = longrope_threshold

@@ -39,7 +39,8 @@ class LogitsAdjustments(NamedTuple):
         repetition: repetition_penalty of each row.
         frequency: frequency_penalty of each row.
         presence: presence_penalty of each row.
-        allowed: Bit mask of the allowed next tokens; see `TokenMask.allowed`. None: no row has a mask.
+        allowed: Bit mask of the allowed next tokens; see `TokenMask.allowed_bitmask`. None: no row has a
+            mask.
     """
 
     bias_rows: Int32[Array, " biases"]
@@ -198,14 +199,14 @@ def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, width: in
 class TokenFilter:
     """A TokenMask for allowed_token_ids and bad_words."""
 
-    def __init__(self, anywhere: np.ndarray, words: Sequence[Sequence[int]] = ()) -> None:
-        """Start with an empty text.
+    def __init__(self, allowed: np.ndarray, words: Sequence[Sequence[int]] = ()) -> None:
+        """Start with an empty sequence.
 
         Args:
-            anywhere: Bit mask of the tokens that are allowed anywhere; see `TokenMask.allowed`.
+            allowed: Bit mask of the tokens that are not banned at every position; see `allowed_bitmask`.
             words: Banned words of several tokens; the last token may not follow the others.
         """
-        self._anywhere = anywhere
+        self._allowed = allowed
         self._endings: dict[
             tuple[int, ...], list[int]
         ] = {}  # last tokens of words, by the tokens before them
@@ -222,15 +223,15 @@ class TokenFilter:
     @property
     def is_done(self) -> bool:
         """True if no token is allowed any more."""
-        return not self.allowed().any()
+        return not self.allowed_bitmask().any()
 
-    def allowed(self) -> np.ndarray:
+    def allowed_bitmask(self) -> np.ndarray:
         """Return the bit mask of the allowed next tokens."""
         endings = [last for n in self._lens for last in self._endings.get(self._last[-n:], ())]
-        return without(self._anywhere, endings) if endings else self._anywhere
+        return without(self._allowed, endings) if endings else self._allowed
 
     def accept(self, token_id: int) -> None:
-        """Append a token to the text."""
+        """Advance the mask by one generated token."""
         if self._lens:
             self._last = (*self._last, token_id)[-self._lens[-1] :]
 
@@ -256,9 +257,13 @@ def token_masks(
         return lambda: None
     words = [ids for word in params.bad_words or () for ids in bad_word_ids(word, tokenizer)]
     ids = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-    anywhere = without(_bits(ids, vocab_size), [word[0] for word in words if len(word) == 1])
-    require(bool(anywhere.any()), "bad_words", "allow at least one token", params.bad_words)
-    return functools.partial(TokenFilter, anywhere, [word for word in words if len(word) > 1])
+    allowed = without(_bits(ids, vocab_size), [word[0] for word in words if len(word) == 1])
+    if not allowed.any():
+        raise ValueError(
+            "bad_words and allowed_token_ids together forbid every token. Remove words from bad_words, or "
+            "add ids to allowed_token_ids."
+        )
+    return functools.partial(TokenFilter, allowed, [word for word in words if len(word) > 1])
 
 
 def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
@@ -269,10 +274,11 @@ def bad_word_ids(word: str, tokenizer: Any | None) -> list[list[int]]:
 
     Source: vLLM `SamplingParams.update_from_tokenizer`.
     """
-    require(
-        tokenizer is not None, "bad_words", "be empty because the model has no tokenizer.json", repr(word)
-    )
-    assert tokenizer is not None
+    if tokenizer is None:
+        raise ValueError(
+            f"bad_words contains {word!r}, which requires a tokenizer, but the model has no tokenizer.json. "
+            "Omit bad_words."
+        )
     first, inner = (
         tokenize("bad_words", before + word.lstrip(), tokenizer, add_special_tokens=False)
         for before in ("", " ")

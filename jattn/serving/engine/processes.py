@@ -23,8 +23,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from pallas_kernels.checks import require
-
 GRACE_S = 3.0  # time to exit after another process has failed
 END, FAILED, MEET = "end", "failed", "meet"
 _NAME_BYTES = 256
@@ -46,8 +44,11 @@ def make_process_group(mesh: Mesh | None) -> "ProcessGroup | None":
     if mesh is None or jax.process_count() == 1:
         return None
     process_indices = {device.process_index for device in mesh.devices.flat}
-    rule = f"have devices of all {jax.process_count()} processes (jax.process_count())"
-    require(len(process_indices) == jax.process_count(), "mesh", rule, f"those of {sorted(process_indices)}")
+    if len(process_indices) != jax.process_count():
+        raise ValueError(
+            f"mesh has devices of the processes {sorted(process_indices)} only, but there are "
+            f"{jax.process_count()} processes. Build the mesh from jax.devices()."
+        )
     return ProcessGroup()
 
 
@@ -126,7 +127,7 @@ class ProcessGroup:
                 connection.send_bytes(message)
             except OSError as error:
                 raise ProcessError(
-                    self.error or f"the connection to another process was lost: {error}"
+                    self.error or f"The connection to another process was lost: {error}"
                 ) from error
 
     def received(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -248,11 +249,14 @@ def require_same_options(options: Sequence[Mapping[str, str]]) -> None:
         name: dict.fromkeys(process_options[name] for process_options in options if name in process_options)
         for name in options[0]
     }
-    different = [
+    differences = [
         f"{name} {' and '.join(values)}" for name, values in values_by_name.items() if len(values) > 1
     ]
-    if different:
-        raise ValueError(f"The engine's options differ between processes: {'; '.join(different)}.")
+    if differences:
+        raise ValueError(
+            f"The engine's options differ between processes: {'; '.join(differences)}. "
+            "Pass the same options to every process."
+        )
 
 
 def _connect() -> dict[int, Any]:

@@ -146,16 +146,16 @@ class SamplingParams:
         are_ids = isinstance(ids, Sequence) and not isinstance(ids, str) and all(map(_is_int, ids))
         require(are_ids, "stop_token_ids", "be a list of ints", repr(ids))
         bias = self.logit_bias
-        is_map = bias is None or (isinstance(bias, Mapping) and all(map(_is_int, bias)))
-        require(is_map, "logit_bias", "map token ids to numbers", repr(bias))
+        has_token_ids = bias is None or (isinstance(bias, Mapping) and all(map(_is_int, bias)))
+        require(has_token_ids, "logit_bias", "map token ids to numbers", repr(bias))
         for token, value in (bias or {}).items():
             is_valid = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
             require(is_valid, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
         if bias is not None:  # A copy, since the caller may modify the mapping.
             object.__setattr__(self, "logit_bias", {int(token): value for token, value in bias.items()})
         structured = self.structured_outputs
-        is_form = structured is None or isinstance(structured, StructuredOutputsParams)
-        require(is_form, "structured_outputs", "be StructuredOutputsParams", repr(structured))
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            require(False, "structured_outputs", "be StructuredOutputsParams", repr(structured))
         self._check_filters()
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
@@ -173,9 +173,9 @@ class SamplingParams:
             require(are_ids and len(ids) > 0, "allowed_token_ids", "be a list of ints", repr(ids))
             object.__setattr__(self, "allowed_token_ids", tuple(map(int, ids)))
         if self.structured_outputs is not None:
-            rule = "be empty with structured_outputs"
-            require(not words, "bad_words", rule, repr(words))
-            require(ids is None, "allowed_token_ids", rule.replace("empty", "None"), repr(ids))
+            for name, value in (("bad_words", words), ("allowed_token_ids", ids)):
+                if value:
+                    raise ValueError(f"{name} cannot be combined with structured_outputs. Omit one of them.")
 
     @property
     def is_greedy(self) -> bool:

@@ -123,11 +123,14 @@ class ScheduledRequest:
             ValueError: If the parent has started, waits for another request itself, or has another prompt
                 length. Nothing is changed then.
         """
-        is_early = not is_begun and parent.num_computed == 0 and parent.parent is None
-        rule = "be a request whose prompt is not computed yet"
-        require(is_early, "parent_id", rule, parent.request_id)
-        is_same, rule = self.num_tokens == parent.num_tokens, f"equal the parent's ({parent.num_tokens})"
-        require(is_same, "num_prompt_tokens", rule, self.num_tokens)
+        if is_begun or parent.num_computed > 0 or parent.parent is not None:
+            raise ValueError(
+                f"Request {parent.request_id} cannot be a parent: its prompt is already computed in part, or "
+                "it has a parent itself. Add the completions of a prompt together."
+            )
+        has_parent_length = self.num_tokens == parent.num_tokens
+        rule = f"equal the parent's ({parent.num_tokens})"
+        require(has_parent_length, "num_prompt_tokens", rule, self.num_tokens)
         self.parent = parent
         parent.completions.append(self)
 

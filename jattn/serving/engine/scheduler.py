@@ -135,16 +135,22 @@ class Scheduler:
         """
         require_positive(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         if request_id in self._requests:
-            raise ValueError(f"request_id {request_id} is already in use.")
+            raise ValueError(f"request_id {request_id} is already in use. Pass a unique id per request.")
         if hashes is not None:
             block_size = self.block_manager.block_size
             require(
-                hashes.block_size == block_size, "hashes.block_size", f"be {block_size}", hashes.block_size
+                hashes.block_size == block_size,
+                "hashes.block_size",
+                f"equal block_manager.block_size ({block_size})",
+                hashes.block_size,
             )
         num_tokens = num_prompt_tokens + max_tokens - 1
-        rule = f"fit the cache's {self.capacity_tokens} tokens"
-        name = f"num_prompt_tokens + max_tokens - 1 of request {request_id}"
-        require(num_tokens <= self.capacity_tokens, name, rule, num_tokens)
+        if num_tokens > self.capacity_tokens:
+            raise ValueError(
+                f"Request {request_id} needs {num_tokens} tokens of the KV cache (num_prompt_tokens "
+                f"+ max_tokens - 1), but the cache holds only {self.capacity_tokens}. "
+                "Increase num_blocks or reduce max_tokens."
+            )
         request = ScheduledRequest(request_id, next(self._new_arrivals), num_prompt_tokens, hashes)
         if parent_id is None:
             self._waiting.append(request)
@@ -257,7 +263,11 @@ class Scheduler:
         """
         if finished:
             sampled = set(itertools.compress(step.request_ids, step.samples))
-            require(sampled.issuperset(finished), "finished", f"be among {sorted(sampled)}", sorted(finished))
+            if not sampled.issuperset(finished):
+                raise ValueError(
+                    f"finished contains {sorted(set(finished) - sampled)}, for which the step samples no "
+                    f"token. It samples for {sorted(sampled)}."
+                )
         self._had_prompts = step.num_prefills > 0
         block_size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
@@ -320,7 +330,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------- inside
     def _require_unfinished(self, request_id: int) -> None:
         if request_id not in self._requests:
-            raise ValueError(f"There is no unfinished request {request_id}.")
+            raise ValueError(f"Request {request_id} is unknown or has finished.")
 
     def _fork(self, parent: ScheduledRequest) -> None:
         """Share a computed prompt's blocks, without its last token, with the completions that wait for it."""

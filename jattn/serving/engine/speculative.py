@@ -193,21 +193,31 @@ def make_draft_config(
         and speculative in _UNSUPPORTED_METHODS
         and not os.path.isdir(speculative)
     ):
-        supported = 'Supported: "ngram", an NgramProposer, a model or the folder of one'
-        raise unsupported(f"speculative {speculative!r}", "this draft method is not supported", supported)
+        supported = 'Pass "ngram", an NgramProposer, a model or the folder of one'
+        raise unsupported(f"speculative={speculative!r}", "this draft method is not supported", supported)
     is_model = isinstance(speculative, str | os.PathLike) or any(hasattr(speculative, n) for n in MEMBERS)
     rule = 'be None, "ngram", an NgramProposer, a model or the folder of one'
     require(is_model, "speculative", rule, repr(speculative))
     mesh = getattr(model, "mesh", None)
     draft = resolve_model(speculative, mesh)
-    is_on_mesh = getattr(draft, "mesh", None) == mesh
-    require(is_on_mesh, "speculative", f"be on the model's mesh ({mesh})", getattr(draft, "mesh", None))
+    draft_mesh = getattr(draft, "mesh", None)
+    if draft_mesh != mesh:
+        raise ValueError(
+            f"The draft model is on the mesh {draft_mesh}, but the model is on {mesh}. "
+            "Load the draft model on the model's mesh."
+        )
     vocab, max_context_len = model.config.vocab_size, limits.max_context_len(model)
-    rule = f"have the model's vocabulary ({vocab} tokens)"
-    require(draft.config.vocab_size == vocab, "speculative", rule, f"{draft.config.vocab_size} tokens")
+    if draft.config.vocab_size != vocab:
+        raise ValueError(
+            f"The draft model has a vocabulary of {draft.config.vocab_size} tokens, but the model has "
+            f"{vocab}. Pass a draft model with the model's vocabulary."
+        )
     draft_max_len = draft.config.max_position_embeddings
-    rule = f"have the engine's {max_context_len} positions (lower max_model_len)"
-    require(draft_max_len >= max_context_len, "speculative", rule, f"{draft_max_len} positions")
+    if draft_max_len < max_context_len:
+        raise ValueError(
+            f"The draft model has {draft_max_len} positions, but the engine has {max_context_len}. "
+            "Reduce max_model_len."
+        )
     return DraftConfig(num_tokens, model=draft)
 
 

@@ -95,7 +95,7 @@ def build_step_adjustments(
 
 def _request_adjustments(sequence: SequenceState, pending_row: int) -> RequestAdjustments:
     """Return a sequence's adjustments. If its mask allows only stop tokens, min_tokens is ignored."""
-    allowed, end_ids = None if sequence.mask is None else sequence.mask.allowed(), sequence.end_ids
+    allowed, end_ids = None if sequence.mask is None else sequence.mask.allowed_bitmask(), sequence.end_ids
     if allowed is not None and end_ids and not without(allowed, end_ids).any():
         end_ids = ()
     return RequestAdjustments(

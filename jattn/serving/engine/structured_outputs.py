@@ -21,7 +21,7 @@ NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 @runtime_checkable
 class TokenMask(Protocol):
-    """The tokens that may come next in one text. Evaluated on the host once per token."""
+    """A mask of the tokens that may follow in one sequence, computed on the host once per generated token."""
 
     @property
     def is_fixed(self) -> bool:
@@ -29,13 +29,16 @@ class TokenMask(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True if the text is complete, so that no token may follow."""
+        """True if the sequence is complete, so that no token may follow."""
 
-    def allowed(self) -> np.ndarray:
-        """Return one bit per token, bit `i % 32` of word `i // 32`, as uint32 words for the vocabulary."""
+    def allowed_bitmask(self) -> np.ndarray:
+        """Return the bit mask of the allowed tokens, as uint32 words.
+
+        Bit `i % 32` of word `i // 32` is set if token i is allowed.
+        """
 
     def accept(self, token_id: int) -> None:
-        """Append a token to the text."""
+        """Advance the mask by one generated token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class Grammars:
         Args:
             tokenizer: A `tokenizers.Tokenizer`; None if there is none.
             vocab_size: Size of the vocabulary.
-            end_ids: Tokens that end a text.
+            end_ids: Tokens that end a sequence.
         """
         self._tokenizer, self._num_words = tokenizer, -(-vocab_size // 32)
         self._end_ids = sorted(end_ids)
@@ -114,18 +117,14 @@ class Grammars:
         self._vocabulary = functools.lru_cache(1)(self._read_vocabulary)
 
     def mask(self, params: StructuredOutputsParams) -> TokenMask:
-        """Return the mask of an empty text. Each grammar is compiled once, in 1 ms to 1 s.
+        """Return the mask of an empty sequence. Each grammar is compiled once, in 1 ms to 1 s.
 
         Raises:
             ValueError: If the grammar is invalid, or there is no tokenizer.
             ImportError: If llguidance is not installed.
         """
-        require(
-            self._tokenizer is not None,
-            "structured_outputs",
-            "be None because the model has no tokenizer.json",
-            params,
-        )
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs requires a tokenizer, but the model has no tokenizer.json.")
         is_end, _ = self._vocabulary()
         return GrammarMask(self._matcher(params).deep_copy(), self._num_words, has_end=is_end)
 
@@ -134,22 +133,24 @@ class Grammars:
         matcher = llguidance.LLMatcher
         _, vocabulary = self._vocabulary()
         assert self._tokenizer is not None
-        rule = "be a constraint that llguidance supports"
         try:
             grammar = params.as_llguidance(matcher)
         except ValueError as error:  # The schema is not valid JSON.
-            require(False, "structured_outputs", rule, error)
-        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-        compiled = matcher(vocabulary, _without_forced_tokens(grammar, added), log_level=0)
-        require(not compiled.is_error(), "structured_outputs", rule, _matcher_error(compiled))
+            raise ValueError(f"structured_outputs is not supported by llguidance: {error}.") from error
+        added_tokens = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        compiled = matcher(vocabulary, _without_forced_tokens(grammar, added_tokens), log_level=0)
+        if compiled.is_error():
+            raise ValueError(
+                f"structured_outputs is not supported by llguidance: {_matcher_error(compiled)}."
+            )
         return compiled
 
     def _read_vocabulary(self) -> tuple[bool, Any]:
-        """Return llguidance's tokenizer, and whether it has a token that ends a text."""
+        """Return whether the vocabulary has a token that ends a sequence, and llguidance's tokenizer."""
         assert self._tokenizer is not None
-        known = [i for i in self._end_ids if i < self._tokenizer.get_vocab_size()]
-        vocabulary = _llguidance().LLTokenizer(self._tokenizer.to_str(), eos_token=known or None)
-        return bool(known), vocabulary
+        end_ids = [i for i in self._end_ids if i < self._tokenizer.get_vocab_size()]
+        vocabulary = _llguidance().LLTokenizer(self._tokenizer.to_str(), eos_token=end_ids or None)
+        return bool(end_ids), vocabulary
 
 
 class GrammarMask:
@@ -158,16 +159,16 @@ class GrammarMask:
     is_fixed = False
 
     def __init__(self, matcher: Any, num_words: int, *, has_end: bool) -> None:
-        """Wrap a matcher. Without has_end, the token that llguidance uses as the end token is not one."""
+        """Wrap a matcher. Without has_end, the vocabulary has no end token, and llguidance uses token 0."""
         self._matcher, self._num_words, self._has_end = matcher, num_words, has_end
 
     @property
     def is_done(self) -> bool:
-        """True if only the end may follow."""
+        """True if no token except the end token may follow."""
         return self._matcher.is_stopped()
 
-    def allowed(self) -> np.ndarray:
-        """Return the bit mask of the allowed next tokens."""
+    def allowed_bitmask(self) -> np.ndarray:
+        """Return the bit mask of the allowed tokens, as uint32 words."""
         words = np.zeros(self._num_words, np.uint32)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._num_words]
         words[: len(bits)] = bits
@@ -176,18 +177,19 @@ class GrammarMask:
         return words
 
     def accept(self, token_id: int) -> None:
-        """Append a token to the text.
+        """Advance the mask by one generated token.
 
         Raises:
-            ValueError: If the token is not allowed, or the grammar exceeds llguidance's limits, which it may
-                notice late.
+            ValueError: If the token is not allowed, or the grammar exceeds a limit of llguidance, which
+                llguidance may report only after some tokens.
         """
-        is_valid = self._matcher.consume_token(token_id)
-        bits = "" if is_valid else _matcher_error(self._matcher)
-        require(is_valid, "token_id", f"follow the grammar ({bits})", token_id)
+        if not self._matcher.consume_token(token_id):
+            raise ValueError(
+                f"Token {token_id} is not allowed by the grammar: {_matcher_error(self._matcher)}."
+            )
 
 
-def _without_forced_tokens(grammar: str, added: Collection[str]) -> str:
+def _without_forced_tokens(grammar: str, added_tokens: Collection[str]) -> str:
     """Return a grammar that llguidance can follow if a forced text contains an added token.
 
     If only one text can follow, llguidance tokenizes it and waits for its first token. If that text is an
@@ -197,7 +199,7 @@ def _without_forced_tokens(grammar: str, added: Collection[str]) -> str:
     lark = _as_lark(grammar)
     texts = [] if lark is None else LITERAL.findall(lark)
     needs_literal_tokens = any(
-        token in text or token in text.replace("\\", "") for token in added for text in texts
+        token in text or token in text.replace("\\", "") for token in added_tokens for text in texts
     )
     return f"{NO_FORCING}{lark}" if needs_literal_tokens else grammar
 
@@ -207,9 +209,9 @@ def _as_lark(grammar: str) -> str | None:
     if not grammar.lstrip().startswith("{"):
         return grammar
     try:
-        (bits,) = json.loads(grammar)["grammars"]
-        schema = json.dumps(bits["json_schema"], ensure_ascii=False)
-        return bits["lark_grammar"] or f"start: %json {schema}"
+        (part,) = json.loads(grammar)["grammars"]
+        schema = json.dumps(part["json_schema"], ensure_ascii=False)
+        return part["lark_grammar"] or f"start: %json {schema}"
     except (ValueError, KeyError, TypeError):
         return None
 

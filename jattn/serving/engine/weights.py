@@ -38,12 +38,11 @@ class Weights:
             ValueError: If a weight does not exist in the model or has another shape or dtype. The message
                 names it.
         """
-        is_tree = isinstance(state, Mapping)
-        require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
+        _require_mapping(state)
         variables = dict(nnx.to_flat_state(self.refresh()))
         pad_to_mesh = getattr(self._model, "pad_to_mesh", lambda path, array, shape: array)
-        new = {path: _checked_array(path, value, variables, pad_to_mesh) for path, value in _flatten(state)}
-        for path, array in new.items():
+        arrays = {path: _to_weight(path, value, variables, pad_to_mesh) for path, value in _flatten(state)}
+        for path, array in arrays.items():
             if not isinstance(variables[path], PeerVariable):  # It must stay at its address.
                 variables[path].set_value(array)
 
@@ -57,6 +56,11 @@ class Weights:
         self._attributes = [(attributes, dict(attributes)) for attributes in nodes]
 
 
+def _require_mapping(state: Any) -> None:
+    is_mapping = isinstance(state, Mapping)
+    require(is_mapping, "state", "be a tree of the model's weights (nnx.state(model))", state)
+
+
 def _flatten(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield each value with its path."""
     for key, child in tree.items():
@@ -66,7 +70,7 @@ def _flatten(tree: Mapping[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tu
             yield (*path, key), child
 
 
-def _checked_array(
+def _to_weight(
     path: tuple[Any, ...],
     value: Any,
     variables: Mapping[tuple[Any, ...], Any],
@@ -74,25 +78,26 @@ def _checked_array(
 ) -> jax.Array:
     """Return a value as an array with the shape, dtype and sharding of the model's weight."""
     name = ".".join(map(str, path))
-    require(path in variables, "state", "contain only weights of the model", name)
+    if path not in variables:
+        raise ValueError(f"state contains {name}, which is not a weight of the model. Remove it.")
     value = value.get_value() if isinstance(value, nnx.Variable) else value
     require(isinstance(value, jax.Array | np.ndarray), name, "be an array", repr(value))
-    before = variables[path].get_value()
-    value = pad_to_mesh(path, value, before.shape)
-    require_shape(name, value.shape, before.shape, "as the model's")
-    require(value.dtype == before.dtype, name, f"be {before.dtype}", value.dtype)
-    if not isinstance(before, jax.Array) or not before.committed:
+    old_value = variables[path].get_value()
+    value = pad_to_mesh(path, value, old_value.shape)
+    require_shape(name, value.shape, old_value.shape, "as in the model")
+    require(value.dtype == old_value.dtype, name, f"have the model's dtype {old_value.dtype}", value.dtype)
+    if not isinstance(old_value, jax.Array) or not old_value.committed:
         return jnp.asarray(value)
-    if before.sharding.is_fully_addressable:
+    if old_value.sharding.is_fully_addressable:
         # Copy: CPU devices would alias the caller's memory, which may change.
         value = value if isinstance(value, jax.Array) else np.array(value)
-        return jax.device_put(value, before.sharding)  # On a mesh, each device gets its shard.
+        return jax.device_put(value, old_value.sharding)  # On a mesh, each device gets its shard.
     host = np.asarray(value)
 
     def shard(index: Any) -> np.ndarray:
         return np.array(host[index])
 
-    return jax.make_array_from_callback(host.shape, before.sharding, shard, dtype=host.dtype)
+    return jax.make_array_from_callback(host.shape, old_value.sharding, shard, dtype=host.dtype)
 
 
 def host_tree(state: Any) -> dict[Any, Any]:
@@ -101,8 +106,7 @@ def host_tree(state: Any) -> dict[Any, Any]:
     Raises:
         ValueError: If the state is not a tree, or this process does not have all of an array.
     """
-    is_tree = isinstance(state, Mapping)
-    require(is_tree, "state", "be a tree of the model's weights (nnx.state(model))", state)
+    _require_mapping(state)
     tree: dict[Any, Any] = {}
     for path, value in _flatten(state):
         value = value.get_value() if isinstance(value, nnx.Variable) else value
@@ -110,7 +114,11 @@ def host_tree(state: Any) -> dict[Any, Any]:
             not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
         )
         name = ".".join(map(str, path))
-        require(is_addressable, name, "be fully available in this process", getattr(value, "sharding", None))
+        if not is_addressable:
+            raise ValueError(
+                f"This process has only a part of {name}, which is sharded as {value.sharding}. Replicate it "
+                "first."
+            )
         inner = tree
         for key in path[:-1]:
             inner = inner.setdefault(key, {})

@@ -80,7 +80,8 @@ class CompletionResponder:
             return await self._respond(request)
         except ValueError as error:
             if self.constraint is not None and str(error).startswith("structured_outputs"):
-                raise ApiError(400, str(error), self.constraint.param) from error
+                message = str(error).replace("structured_outputs", self.constraint.param, 1)
+                raise ApiError(400, message, self.constraint.param) from error
             raise
 
     async def _respond(self, request: Request) -> Response:

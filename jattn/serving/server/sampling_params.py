@@ -206,7 +206,8 @@ def output_constraint(
     try:
         return OutputConstraint(params[0], StructuredOutputsParams(**arguments[params[0]]))
     except ValueError as error:
-        raise ApiError(400, str(error), params[0]) from error
+        message = str(error) if params[0] == "structured_outputs" else f"{params[0]}: {error}"
+        raise ApiError(400, message, params[0]) from error
 
 
 def _response_format_arguments(response_format: ResponseFormat) -> dict[str, Any]:

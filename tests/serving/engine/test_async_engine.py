@@ -309,7 +309,7 @@ class TestCalls:
             assert not engine.has_unfinished_requests()
             reasons = [o.finish_reason async for o in outputs if o.finish_reason is not None]
             assert reasons == ["abort", "abort"]
-            with pytest.raises(ValueError, match="There is no unfinished request 7"):
+            with pytest.raises(ValueError, match="Request 7 is unknown or has finished"):
                 await async_engine.abort(7)
 
         run(engine, main)
@@ -321,7 +321,7 @@ class TestCalls:
             task = asyncio.create_task(completed(async_engine, "abc", short(30)))
             await until(engine.has_unfinished_requests)
             await async_engine.update_weights(state)
-            with pytest.raises(ValueError, match="state must contain only weights of the model, got wrong"):
+            with pytest.raises(ValueError, match="state contains wrong, which is not a weight of the model"):
                 await async_engine.update_weights({"wrong": 1})
             assert len((await task)[0]) == 30
             return async_engine.stats.num_generated_tokens

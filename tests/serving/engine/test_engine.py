@@ -488,7 +488,7 @@ class TestWeights:
         [
             (
                 {"norm": {"bias": np.ones(96)}},
-                r"state must contain only weights of the model, got norm.bias\.",
+                r"state contains norm.bias, which is not a weight of the model\.",
             ),
             (
                 {"norm": {"weight": np.ones(95, np.float32)}},

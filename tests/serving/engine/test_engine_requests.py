@@ -93,7 +93,7 @@ class TestSteps:
         assert engine.stats.num_used_blocks < used
         ids, _, _ = drained(engine)
         assert list(ids) == [(kept, 0)]
-        with pytest.raises(ValueError, match=f"There is no unfinished request {dropped}"):
+        with pytest.raises(ValueError, match=f"Request {dropped} is unknown or has finished"):
             engine.abort(dropped)
 
     def test_streams_and_requests_run_concurrently(self, engine):

@@ -104,11 +104,11 @@ def test_a_prompt_chunks_blocks_are_freed_after_it_has_run():
     [
         (
             {"local_attention": None},
-            r"local_attention must describe the layers of sliding_window_manager, got None\.",
+            r"sliding_window_manager requires local_attention, .* Pass local_attention\.",
         ),
         (
             {"sliding_window_manager": BlockManager(9, 8)},
-            r"sliding_window_manager\.block_size must be .* \(4\), got 8\.",
+            r"sliding_window_manager\.block_size must equal .* \(4\), got 8\.",
         ),
     ],
 )

@@ -154,14 +154,14 @@ class TestScheduler:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            (lambda s: s.add(7, 10, 1, parent_id=5), r"There is no unfinished request 5\."),
+            (lambda s: s.add(7, 10, 1, parent_id=5), r"Request 5 is unknown or has finished\."),
             (
                 lambda s: s.add(7, 9, 1, parent_id=0),
                 r"num_prompt_tokens must equal the parent's \(10\), got 9\.",
             ),
             (
                 lambda s: (s.complete(s.schedule()), s.add(7, 10, 1, parent_id=0)),
-                r"parent_id must be a request whose prompt is not computed yet, got 0\.",
+                r"Request 0 cannot be a parent: its prompt is already computed in part, or it has a parent",
             ),
         ],
     )

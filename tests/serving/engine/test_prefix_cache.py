@@ -268,7 +268,7 @@ def test_a_preempted_request_finds_its_own_blocks():
 
 
 def test_refuses_hashes_of_another_block_size():
-    with pytest.raises(ValueError, match=r"hashes.block_size must be 4, got 8\."):
+    with pytest.raises(ValueError, match=r"hashes.block_size must equal .*4.*, got 8\."):
         Scheduler(BlockManager(9, 4)).add(0, 3, 1, BlockHashes(8, range(3)))
 
 
@@ -279,7 +279,7 @@ def test_refuses_hashes_of_another_block_size():
         (lambda m: m.publish(8, 0, b"x"), r"request_id 8 has no blocks\."),
         (
             lambda m: m.allocate(8, 3, m.block_table(7)[:1]),
-            r"shared must hold at most num_tokens \(3\), got 4 tokens\.",
+            r"shared holds 4 tokens, but num_tokens is 3\.",
         ),
         (
             lambda m: m.allocate(8, 28, m.block_table(7)[:1]),

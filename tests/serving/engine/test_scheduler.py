@@ -311,13 +311,16 @@ def complete_unsampled(scheduler):
     [
         (
             lambda s: s.add(3, 1020, 2 + 4),
-            r"num_prompt_tokens \+ max_tokens - 1 of request 3 must fit the cache's 1024 tokens, got 1025\.",
+            r"Request 3 needs 1025 tokens of the KV cache .*, but the cache holds only 1024\.",
         ),
         (lambda s: s.add(3, 0, 2), r"num_prompt_tokens must be positive, got 0\."),
         (lambda s: s.add(3, 2, 0), r"max_tokens must be positive, got 0\."),
         (lambda s: s.add(0, 2, 2), r"request_id 0 is already in use\."),
-        (lambda s: s.abort(5), r"There is no unfinished request 5\."),
-        (complete_unsampled, r"finished must be among \[0\], got \[1\]\."),
+        (lambda s: s.abort(5), r"Request 5 is unknown or has finished\."),
+        (
+            complete_unsampled,
+            r"finished contains \[1\], for which the step samples no token\. It samples for \[0\]\.",
+        ),
         (lambda s: Scheduler(s.block_manager, max_num_seqs=0), r"max_num_seqs must be positive, got 0\."),
         (
             lambda s: Scheduler(s.block_manager, max_num_batched_tokens=0),

@@ -109,7 +109,9 @@ def test_without_room_for_a_window_a_request_must_fit_the_cache():
         BlockManager(5, 4), local_attention=local_attention
     )  # 4 blocks hold 16 tokens; 15 behind a block's end
     assert scheduler.capacity_tokens == 16
-    with pytest.raises(ValueError, match=r"must fit the cache's 16 tokens, got 17\."):
+    with pytest.raises(
+        ValueError, match=r"needs 17 tokens of the KV cache .*, but the cache holds only 16\."
+    ):
         scheduler.add(0, 17, 1)
     assert Scheduler(BlockManager(6, 4), local_attention=local_attention).capacity_tokens > 10**9
 

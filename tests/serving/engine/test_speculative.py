@@ -417,11 +417,11 @@ class TestRefuses:
 
         other = one_layer_model()
         other.config = dataclasses.replace(other.config, vocab_size=256)
-        message = r"speculative must have the model's vocabulary \(320 tokens\), got 256 tokens\."
+        message = r"The draft model has a vocabulary of 256 tokens, but the model has 320\."
         with pytest.raises(ValueError, match=message):
             engine_of(speculative=other)
         other.config = dataclasses.replace(other.config, vocab_size=320, max_position_embeddings=256)
-        message = r"speculative must have the engine's 512 positions \(lower .*\), got 256 positions\."
+        message = r"The draft model has 256 positions, but the engine has 512\. Reduce max_model_len\."
         with pytest.raises(ValueError, match=message):
             engine_of(speculative=other)
         engine_of(speculative=other, max_model_len=256)

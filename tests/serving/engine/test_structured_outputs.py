@@ -146,8 +146,8 @@ class TestMasks:
         one, two = (grammars.mask(StructuredOutputsParams(json=SCHEMA)) for _ in range(2))
         one.accept(BYTES.encode("{").ids[0])
         assert grammars._matcher.cache_info().misses == 1
-        assert one.allowed().tolist() != two.allowed().tolist()
-        with pytest.raises(ValueError, match=r"must follow the grammar \(Parser Error: .*\), got 5\."):
+        assert one.allowed_bitmask().tolist() != two.allowed_bitmask().tolist()
+        with pytest.raises(ValueError, match=r"Token 5 is not allowed by the grammar: Parser Error: .*\."):
             two.accept(5)
 
     @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ class TestMasks:
         said = []
         while not mask.is_done:
             (token, *others) = np.flatnonzero(
-                np.unpackbits(mask.allowed().view(np.uint8), bitorder="little")
+                np.unpackbits(mask.allowed_bitmask().view(np.uint8), bitorder="little")
             ).tolist()
             if token == 257:
                 break
@@ -210,16 +210,16 @@ class TestErrors:
         [
             (
                 {"regex": "(("},
-                r"structured_outputs must be a constraint that llguidance supports, got .*unclosed group",
+                r"structured_outputs is not supported by llguidance: .*unclosed group",
             ),
             (
                 {"json": '{"type": "nothing"}'},
-                r"must be a constraint that llguidance supports, got Invalid type: nothing",
+                r"is not supported by llguidance: Invalid type: nothing",
             ),
-            ({"json": "{"}, r"structured_outputs must be a constraint that llguidance supports, got EOF"),
+            ({"json": "{"}, r"structured_outputs is not supported by llguidance: EOF"),
             (
                 {"grammar": "start: nothing_there"},
-                r"must be a constraint that llguidance supports, got .*nothing_there",
+                r"is not supported by llguidance: .*nothing_there",
             ),
         ],
     )
@@ -232,7 +232,7 @@ class TestErrors:
     def test_structured_outputs_require_a_tokenizer(self):
         with pytest.raises(
             ValueError,
-            match=r"structured_outputs must be None because the model has no tokenizer.json, got Str",
+            match=r"structured_outputs requires a tokenizer, but the model has no tokenizer.json",
         ):
             Grammars(None, 320, ()).mask(StructuredOutputsParams(regex="a"))
 

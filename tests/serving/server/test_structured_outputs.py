@@ -77,7 +77,7 @@ def test_json_object_output_begins_with_a_brace(server):
         (
             {"guided_json": "{"},
             "guided_json",
-            "structured_outputs must be a constraint that llguidance supports",
+            "is not supported by llguidance",
         ),
         ({"guided_json": {"type": "nothing"}}, "guided_json", "Invalid type: nothing"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must have a json_schema"),

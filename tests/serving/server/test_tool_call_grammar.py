@@ -26,7 +26,7 @@ def accepts(grammar, text, tokenizer=BYTES):
     """Return whether the grammar accepts the text: each of its tokens, and then the end."""
     mask = Grammars(tokenizer, 320, ()).mask(StructuredOutputsParams(grammar=grammar))
     for token in tokenizer.encode(text).ids:
-        if not mask.allowed()[token // 32] >> (token % 32) & 1:
+        if not mask.allowed_bitmask()[token // 32] >> (token % 32) & 1:
             return False
         mask.accept(token)
     return mask._matcher.is_accepting()

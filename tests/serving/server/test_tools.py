@@ -212,7 +212,7 @@ class TestChat:
                 {"tool_choice": "required", "tools": [{"type": "function", "function": INVALID_FUNCTION}]},
                 400,
                 "tool_choice",
-                "must be a constraint that llguidance supports",
+                "is not supported by llguidance",
             ),
             (
                 {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [TOOL]},
