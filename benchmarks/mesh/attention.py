@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
+from benchmarks.mesh.processes import on_host, one_device_mesh
 from benchmarks.runner import wall_time
 from jattn.batch.context_parallel import ContextParallelAxis
-from jattn.parallel import TP, make_mesh
+from jattn.parallel import TP
 from jattn.parallel.context_parallel import scale_rank_output
 from jattn.pytree import replace
 from pallas_kernels.cases import DecodeCase
@@ -45,50 +46,59 @@ def measure_attention(case: DecodeCase, mesh: Mesh, *, uses_peers: bool = False)
     """A row each for one device, heads spread, and keys spread with each merge: us of an attend in a chain.
 
     One device's results are held to the reference's, and the others', too. With `uses_peers` a merge goes
-    through memory that devices write to.
+    through memory that devices write to. All processes draw the same arrays, each device its own part.
     """
-    count = mesh.shape[TP]
-    query, k, v, tables, lens = _inputs(case, count)
-    whole = jnp.concatenate([table + i * (len(k) // count) for i, table in enumerate(tables)], axis=1)
-    wanted = some_results(case, ((query, k, v, whole, lens), {}), "NHD")
+    count, one = mesh.shape[TP], one_device_mesh()
+    table, num_blocks = random_table([n // count for n in case.kv_lens], BLOCK_SIZE)
+    tables = np.stack([table] * count)
+    # The parts of the keys lie one behind the other in the cache, their blocks in random order.
+    whole = np.concatenate([table + i * num_blocks for i in range(count)], axis=1)
+    wanted = _wanted(case, _draw(case, count * num_blocks, one, (P(), P())), whole)
     merges = [how for how in MERGES if uses_peers or MERGES[how] is not _summed_by_peers]
     ways = {
-        "none": (make_mesh(), whole[None], Way(P(), P(), P(), (1, 1))),
+        "none": (one, whole[None], Way(P(), P(), P(), (1, 1))),
         "heads": (mesh, whole[None], Way(P(None, TP), P(None, None, TP), P(), (count, 1))),
         **{f"keys {how}": (mesh, tables, Way(P(), P(TP), P(TP), (1, count), how)) for how in merges},
     }
     of_one, peers = None, _peers(case, mesh) if uses_peers else None
     for name, (on, table, way) in ways.items():
         split = name.split()[0]
-        specs = way.queries, way.cache, way.cache, way.tables, P()
-        places = tuple(NamedSharding(on, spec) for spec in specs)
-        placed = jax.device_put((query, k, v, table, _metadata(case, way)), places)
-        given = *placed, peers if way.merge else None
-        error = worst_error(jnp.asarray(jax.device_get(_attends(case, on, way, 1)(*given))), wanted)
+        places = NamedSharding(on, way.tables), NamedSharding(on, P())
+        arrays = _draw(case, count * num_blocks, on, (way.queries, way.cache))
+        given = *arrays, *jax.device_put((table, _metadata(case, way)), places), peers if way.merge else None
+        error = worst_error(jnp.asarray(on_host(_attends(case, on, way, 1)(*given))), wanted)
         if error > TOLERANCE:
             raise SystemExit(f"attention split by {name} is {error} off: no rows")
         us = wall_time(_attends(case, on, way, CHAIN), *given, layers=1) / CHAIN
         of_one = us if of_one is None else of_one
         row = {"us": us, "gb_per_s": case.num_bytes(4 * case.head_dim) / us / 1e3, "speedup": of_one / us}
         how = {"split": split, **({} if way.merge is None else {"merge": way.merge})}
+        del arrays, given
         yield {"name": f"attention_{case.name}", **how, **row, "max_error": error}
 
 
-def _inputs(case: DecodeCase, count: int) -> tuple[jax.Array, ...]:
-    """Queries, keys, values, tables of each device's share of the keys [device, reqs, blocks], and lengths.
+def _draw(case: DecodeCase, num_blocks: int, mesh: Mesh, specs: tuple[P, P]) -> tuple[jax.Array, ...]:
+    """Return random queries, keys and values, the same ones on each mesh."""
+    queries, cache = (NamedSharding(mesh, spec) for spec in specs)
+    shape = num_blocks, BLOCK_SIZE, case.kv_heads, case.head_dim
+    query = random_normal(0, (len(case.kv_lens), case.q_heads, case.head_dim), queries)
+    return query, random_normal(1, shape, cache), random_normal(2, shape, cache)
 
-    The shares lie one behind the other in the cache, their blocks in random order.
-    """
-    table, num_blocks = random_table([n // count for n in case.kv_lens], BLOCK_SIZE)
-    shape = count * num_blocks, BLOCK_SIZE, case.kv_heads, case.head_dim
-    draw = jax.jit(_normal, static_argnums=1)
-    query = draw(0, (len(case.kv_lens), case.q_heads, case.head_dim))
-    tables = jnp.asarray(np.stack([table] * count))
-    return query, draw(1, shape), draw(2, shape), tables, jnp.asarray(case.kv_lens, jnp.int32)
+
+def random_normal(seed: int, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """Return random bf16 numbers, the same ones for each sharding; each device draws its own part."""
+    draw = jax.jit(_normal, static_argnums=(0, 1), out_shardings=sharding)
+    return draw(seed, shape)
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def _wanted(case: DecodeCase, arrays: tuple[jax.Array, ...], table: np.ndarray) -> dict[int, jax.Array]:
+    """Return the reference's results for some requests, computed on one device."""
+    problem = *arrays, jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
+    return some_results(case, (problem, {}), "NHD")
 
 
 def _metadata(case: DecodeCase, way: Way) -> jattn.BatchMetadata:

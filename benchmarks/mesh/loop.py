@@ -3,7 +3,7 @@
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ PARTS = 10  # of a loop: a row each, so that one that hangs leaves those before 
 
 
 def measure_loop(
-    config: dict[str, Any], size: StepSize, steps: int, mesh: Mesh, *, uses_peers: bool
+    config: dict[str, Any], size: StepSize, steps: int, mesh: Mesh, sums: str
 ) -> Iterator[dict[str, Any]]:
     """A row for each tenth of the steps, in flight; the last of each must be the first step's, to the bit.
 
@@ -40,10 +40,10 @@ def measure_loop(
         size: Requests of a step, and their context.
         steps: How many, a multiple of ten.
         mesh: The devices.
-        uses_peers: Sums are all_reduce's; else XLA's.
+        sums: Implementation of the all-reduce: "psum" or "all_reduce".
     """
     model = random_decoder(config, mesh)
-    if uses_peers:
+    if sums == "all_reduce":
         use_peer_memory(model, max_rows=max(size.reqs, 2))
     run = Steps(model, [size])
     wanted = run.results(size)
@@ -55,12 +55,12 @@ def measure_loop(
         us = 1e6 * (time.perf_counter() - start) / (steps // PARTS)
         if not all(np.array_equal(one, other) for one, other in zip(found, wanted, strict=True)):
             raise SystemExit(f"step {part * steps // PARTS} is not the first one's: no row")
-        how = {"sums": "all_reduce" if uses_peers else "psum", "steps": part * steps // PARTS}
+        how = {"sums": sums, "steps": part * steps // PARTS}
         yield {"name": f"loop_{size.name}", **how, "step_us": us}
 
 
 def measure_decode_loop(
-    config: dict[str, Any], size: StepSize, rounds: int, mesh: Mesh, *, uses_peers: bool
+    config: dict[str, Any], size: StepSize, rounds: int, mesh: Mesh, sums: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """Rounds of `decode_loop`, greedy, on one device and on the mesh: all rounds are one call.
 
@@ -71,10 +71,10 @@ def measure_decode_loop(
         size: Requests, and their context at first.
         rounds: Of a loop.
         mesh: The devices.
-        uses_peers: A third time, where sums of the mesh are all_reduce's.
+        sums: Implementations of the all-reduce on the mesh.
     """
     logits, of_one = None, 0.0
-    for on, by_peers in ways(mesh, uses_peers=uses_peers):
+    for on, by_peers in ways([mesh], sums):
         model = random_decoder(config, on)
         if by_peers:
             use_peer_memory(model, max_rows=max(size.reqs, 2))
@@ -88,8 +88,8 @@ def measure_decode_loop(
             raise SystemExit(f"first tokens are {gap} deviations off one device's best: no row")
         us = loop.microseconds()
         of_one = us if on is None else of_one
-        sums, tp = "all_reduce" if by_peers else "psum", 1 if on is None else on.shape[TP]
-        how = {"tp": tp, "sums": sums, "rounds": rounds}
+        tp = 1 if on is None else on.shape[TP]
+        how = {"tp": tp, "sums": "all_reduce" if by_peers else "psum", "rounds": rounds}
         checked = {"token_gap": gap, "first_run_s": loop.first_run_s}
         name = f"decode_loop_{size.name}"
         yield {"name": name, **how, "step_us": us, "of_one": us / of_one, **checked}

@@ -1,9 +1,10 @@
-"""Two GPUs of one host against one: attention, sums, steps of an 8B-wide Qwen3, a long loop, an engine.
+"""Several GPUs of one host against one: attention, sums, steps of an 8B-wide Qwen3, a long loop, an engine.
 
 Nothing is timed before its results are one device's. A row is written when it is there.
 """
 
 import argparse
+import faulthandler
 import time
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
 CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "decode_loop", "nano", "large")
-OF_PROCESSES = ("sums", "steps")
+OF_PROCESSES = tuple(name for name in CASES if name != "nano")
 
 
 class Sizes(NamedTuple):
@@ -62,7 +63,7 @@ LARGE = Sizes(
     DecodeCase(name="8x128k", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(131072,) * 8),
     DecodeCase(name="1x1m", q_heads=32, kv_heads=8, head_dim=128, kv_lens=(2**20,)),
     PromptCase("256k", tokens=2**18, chunk=8192, q_heads=32, kv_heads=8, head_dim=128),
-    ((1, 4096), (8, 4096), (64, 4096), (256, 4096), (1024, 4096), (2048, 4096)),
+    (*((rows, 4096) for rows in (1, 8, 64, 256, 1024, 2048)), *((rows, 8192) for rows in (1, 8, 64, 256))),
     QWEN3_8B,
     (*map(StepSize, (1, 64, 256), (1024, 4096, 1024)), StepSize(2, 512, 512), StepSize(2, 1024, 1024)),
     (LOOP, StepSize(8, 512), 10_000),
@@ -71,11 +72,11 @@ LARGE = Sizes(
     (LLAMA_70B, StepSize(64, 4096), "fp8_per_token_head"),
 )
 TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-TINY |= {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+TINY |= {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
 SMALL = Sizes(
-    DecodeCase(name="2x128", q_heads=4, kv_heads=2, head_dim=16, kv_lens=(128,) * 2),
-    DecodeCase(name="1x256", q_heads=4, kv_heads=2, head_dim=16, kv_lens=(256,)),
-    PromptCase("96", tokens=96, chunk=32, q_heads=4, kv_heads=2, head_dim=16),
+    DecodeCase(name="2x128", q_heads=8, kv_heads=8, head_dim=16, kv_lens=(128,) * 2),
+    DecodeCase(name="1x256", q_heads=8, kv_heads=8, head_dim=16, kv_lens=(256,)),
+    PromptCase("96", tokens=96, chunk=32, q_heads=8, kv_heads=8, head_dim=16),
     ((1, 64), (2, 64)),
     TINY,
     (StepSize(1, 32), StepSize(3, 64), StepSize(2, 24, 24)),
@@ -90,11 +91,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `python -m benchmarks mesh` takes."""
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--cp", type=int, default=1, help="of them, that keys lie on; of steps alone")
+    parser.add_argument(
+        "--cp", type=int, nargs="+", default=[1], help="of them, that keys lie on; of steps and large alone"
+    )
+    parser.add_argument("--sizes", nargs="+", help="of sums and steps only these, such as 64x4096")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument(
         "--peer-memory", action="store_true", help="merges and steps go by it, too; loops and nano alone"
     )
+    parser.add_argument("--no-nccl", action="store_true", help="with --peer-memory: steps by it alone")
+    parser.add_argument("--kernels", action="store_true", help="large lists the kernels of a step, too")
+    parser.add_argument("--stall", type=float, help="end the program if a row takes more seconds than this")
     parser.add_argument("--out", help="folder of the rows")
     processes.add_arguments(parser)
 
@@ -110,24 +117,40 @@ def main(arguments: argparse.Namespace) -> None:
         print(f"mesh: {count} devices are wanted, {len(jax.devices())} are here: no rows", flush=True)
         return
     rows, mesh = Rows("mesh", arguments.out), make_mesh(tp=count)
-    if count % arguments.cp:
-        raise SystemExit(f"{count} devices are no equal parts of {arguments.cp} ranks: no rows")
-    of_steps = make_mesh(tp=count // arguments.cp, cp=arguments.cp)
+    if bad := [cp for cp in arguments.cp if count % cp]:
+        raise SystemExit(f"{count} devices are no equal parts of {bad[0]} ranks: no rows")
+    layouts = [make_mesh(tp=count // cp, cp=cp) for cp in arguments.cp]
     sizes, by_peers = SMALL if arguments.small else LARGE, {"uses_peers": arguments.peer_memory}
+    all_sums = ("psum", "all_reduce") if arguments.peer_memory else ("psum",)
+    sums = all_sums[1:] if arguments.no_nccl else all_sums
+    if not sums:
+        raise SystemExit("--no-nccl needs --peer-memory: no rows")
+    is_chosen = lambda name: arguments.sizes is None or name in arguments.sizes
+    steps = [size for size in sizes.steps if is_chosen(size.name)]
+    summed = tuple((rows, width) for rows, width in sizes.sums if is_chosen(f"{rows}x{width}"))
     measures = {
         "attention": lambda: measure_attention(sizes.attention, mesh, **by_peers),
         "long": lambda: measure_attention(sizes.long, mesh, **by_peers),
         "prompt": lambda: measure_prompt(sizes.prompt, mesh),
-        "sums": lambda: measure_sums(sizes.sums, mesh),
-        "steps": lambda: measure_steps(sizes.config, sizes.steps, of_steps, **by_peers),
-        "loop": lambda: measure_loop(*sizes.loop, mesh, **by_peers),
-        "decode_loop": lambda: measure_decode_loop(sizes.config, *sizes.decode_loop, mesh, **by_peers),
+        "sums": lambda: measure_sums(summed, mesh),
+        "steps": lambda: measure_steps(sizes.config, steps, layouts, sums),
+        "loop": lambda: measure_loop(*sizes.loop, mesh, sums[-1]),
+        "decode_loop": lambda: measure_decode_loop(sizes.config, *sizes.decode_loop, mesh, sums),
         "nano": lambda: measure_nano(sizes.nano, mesh, **by_peers),
-        "large": lambda: measure_large(*sizes.large, mesh, **by_peers),
+        "large": lambda: measure_large(*sizes.large, layouts, sums[-1:], lists_kernels=arguments.kernels),
     }
     start = time.perf_counter()
     for name in arguments.cases or cases:
+        _restart_watchdog(arguments.stall)
         for row in measures[name]():
+            _restart_watchdog(arguments.stall)
             if jax.process_index() == 0:
                 where = {"num_devices": count, "processes": jax.process_count()}
                 rows.add(**row, **where, after_s=time.perf_counter() - start, **flags())
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _restart_watchdog(seconds: float | None) -> None:
+    """End the program with the stacks of its threads if this is not called again within `seconds`."""
+    if seconds is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True)

@@ -1,5 +1,6 @@
 """Attention of a long prompt on several devices against one: by heads and by keys, in an engine's chunks."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 import jattn
 from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
+from benchmarks.mesh.attention import random_normal
+from benchmarks.mesh.processes import on_host, one_device_mesh
 from jattn.batch.context_parallel import ContextParallelAxis
-from jattn.parallel import TP, make_mesh
+from jattn.parallel import TP
 from jattn.parallel.context_parallel import attend_on_rank
 from pallas_kernels.cases import DecodeCase
 
-BLOCK_SIZE, ROUNDS = 32, 3  # of two ranks each has 16 tokens of a block
+RANK_BLOCK_SIZE, ROUNDS = 16, 3  # each rank has so many tokens of a block
 
 
 class PromptCase(NamedTuple):
@@ -64,33 +67,47 @@ def measure_prompt(case: PromptCase, mesh: Mesh) -> Iterator[dict[str, Any]]:
     With keys spread every device has the results of all heads, the sums of what each device's count for.
     Two queries of the last chunk are held to the reference's results first.
     """
-    table, num_blocks = random_table([case.tokens], BLOCK_SIZE)
-    cache = num_blocks, BLOCK_SIZE, case.kv_heads, case.head_dim
-    draw = jax.jit(_normal, static_argnums=1)
-    arrays = draw(0, (case.chunk, case.q_heads, case.head_dim)), draw(1, cache), draw(2, cache)
-    wanted, checked = _wanted(case, arrays, table)
+    one, block_size = one_device_mesh(), RANK_BLOCK_SIZE * mesh.shape[TP]
+    table, num_blocks = random_table([case.tokens], block_size)
+    cache = num_blocks, block_size, case.kv_heads, case.head_dim
+    wanted, checked = _wanted(case, _draw(case, cache, one, Cut(P(), P())), table)
     of_one = None
-    query, k, v = arrays
-    for split, on in (("none", make_mesh()), ("heads", mesh), ("keys", mesh)):
+    for split, on in (("none", one), ("heads", mesh), ("keys", mesh)):
         cut = Cut(P(), P(None, TP)) if split == "keys" else Cut(P(None, TP), P(None, None, TP))
-        place = [NamedSharding(on, spec) for spec in (cut.queries, cut.cache, cut.cache)]
-        shared = [_by_ranks(x, on.shape[TP]) for x in (k, v)] if split == "keys" else [k, v]
-        given = jax.device_put((query, *shared), tuple(place))
+        given = _draw(case, cache, on, cut, ranks=on.shape[TP] if split == "keys" else 1)
         ends = range(case.chunk, case.tokens + 1, case.chunk)
-        steps = [jax.device_put(_metadata(case, end, table), NamedSharding(on, P())) for end in ends]
+        steps = [
+            jax.device_put(_metadata(case, end, table, block_size), NamedSharding(on, P())) for end in ends
+        ]
         attends = _attends_by_keys(case, on, cut) if split == "keys" else _attends(case, on, cut)
-        error = worst_error(jnp.asarray(jax.device_get(attends(*given, steps[-1])[checked])), wanted)
+        error = worst_error(jnp.asarray(on_host(attends(*given, steps[-1]))[checked]), wanted)
         if error > TOLERANCE:
             raise SystemExit(f"a prompt split by {split} is {error} off: no rows")
         ms = 1e3 * min(_seconds(attends, given, steps) for _ in range(ROUNDS))
         of_one = ms if of_one is None else of_one
         tflops = 2 * case.tokens**2 * case.q_heads * case.head_dim / ms / 1e9
         row = {"ms": ms, "tflop_per_s": tflops, "speedup": of_one / ms, "max_error": error}
-        yield {"name": f"prompt_{case.name}", "split": split, "chunks": len(steps), **row}
+        del given, steps
+        yield {"name": f"prompt_{case.name}", "split": split, "chunks": len(ends), **row}
 
 
-def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+def _draw(
+    case: PromptCase, cache: tuple[int, ...], mesh: Mesh, cut: Cut, *, ranks: int = 1
+) -> tuple[jax.Array, ...]:
+    """Return a random chunk of queries and the caches of keys and values, the same ones on each mesh.
+
+    Args:
+        case: The prompt.
+        cache: Shape of a cache.
+        mesh: The devices.
+        cut: Which part of them each device has.
+        ranks: Number of ranks over which the tokens of each block are distributed.
+    """
+    queries, keys = (NamedSharding(mesh, spec) for spec in cut)
+    query = random_normal(0, (case.chunk, case.q_heads, case.head_dim), queries)
+    spread = jax.jit(functools.partial(_by_ranks, ranks=ranks), out_shardings=keys)
+    k, v = (spread(random_normal(seed, cache, keys)) for seed in (1, 2))
+    return query, k, v
 
 
 def _wanted(
@@ -106,14 +123,14 @@ def _wanted(
     return some_results(queries, (problem, {}), "NHD"), rows
 
 
-def _metadata(case: PromptCase, end: int, table: np.ndarray) -> jattn.BatchMetadata:
+def _metadata(case: PromptCase, end: int, table: np.ndarray, block_size: int) -> jattn.BatchMetadata:
     """The step of the chunk that ends there."""
     bucket = jattn.Bucket(max_prefills=1, max_prefill_tokens=case.chunk, max_blocks=table.shape[1])
-    how: dict[str, Any] = {"block_size": BLOCK_SIZE, "bucket": bucket, "to_device": False}
+    how: dict[str, Any] = {"block_size": block_size, "bucket": bucket, "to_device": False}
     return jattn.build_batch_metadata([case.chunk], [end], table, **how)
 
 
-def _by_ranks(cache: jax.Array, ranks: int) -> jax.Array:
+def _by_ranks(cache: jax.Array, *, ranks: int) -> jax.Array:
     """A cache whose blocks are cut into equal parts, one a rank: every so many-th token each."""
     blocks, block_size, *rest = cache.shape
     parts = cache.reshape(blocks, block_size // ranks, ranks, *rest)

@@ -10,6 +10,9 @@ import time
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh
+
+from jattn.parallel import CP, TP
 
 COMMAND = (sys.executable, "-m", "benchmarks")
 
@@ -48,6 +51,11 @@ def on_host(array: jax.Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def one_device_mesh() -> Mesh:
+    """Return a mesh of this process's first device, for the measurement that the others are compared with."""
+    return Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), (TP, CP), axis_types=(AxisType.Auto,) * 2)
 
 
 def _start(count: int, each: int) -> None:

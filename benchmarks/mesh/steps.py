@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from benchmarks.kernels.decode import random_table
 from benchmarks.mesh.processes import on_host
 from benchmarks.models.graphs import Call, walls
 from benchmarks.models.random_decoder import random_decoder
+from benchmarks.models.step_profile import traced
 from benchmarks.runner import read_ceiling
 from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, replicated_sharding
@@ -60,23 +62,24 @@ class StepSize(NamedTuple):
 
 
 def measure_steps(
-    config: dict[str, Any], sizes: Sequence[StepSize], mesh: Mesh, *, uses_peers: bool = False
+    config: dict[str, Any], sizes: Sequence[StepSize], meshes: Sequence[Mesh], sums: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """A row a batch, first of one device, then of the mesh: a step and its greedy tokens, in flight.
+    """A row a batch, first of one device, then of each mesh: a step and its greedy tokens, in flight.
 
     Args:
         config: Of the model, as config.json has it; its weights and caches are random.
         sizes: Of each step.
-        mesh: The devices.
-        uses_peers: A third time, where sums of the mesh are all_reduce's.
+        meshes: The devices, as one or several layouts.
+        sums: Implementations of the all-reduce on each mesh: "psum" (XLA, NCCL) or "all_reduce" (the kernel).
     """
     ones: dict[StepSize, tuple[np.ndarray, float]] = {}
-    for on, by_peers in ways(mesh, uses_peers=uses_peers):
+    # Ranks hold a block's keys in another order than one device does, and whole blocks of the same keys.
+    block_size = BLOCK_SIZE * max(mesh.shape[CP] for mesh in meshes)
+    for on, by_peers in ways(meshes, sums):
         model = random_decoder(config, on)
         if by_peers:
             use_peer_memory(model, max_rows=max(size.reqs * size.new for size in sizes))
-        # Ranks hold a block's keys in another order than one device does, and whole blocks of the same keys.
-        steps = Steps(model, sizes, block_size=BLOCK_SIZE * mesh.shape[CP])
+        steps = Steps(model, sizes, block_size=block_size)
         for size in sizes:
             logits, tokens = steps.results(size)
             checked = {} if on is None else agreement(logits, tokens, ones[size][0])
@@ -85,46 +88,75 @@ def measure_steps(
             if on is None:
                 ones[size] = logits, us
             of_one = us / ones[size][1]
-            tp, cp = (1, 1) if on is None else (mesh.shape[TP], mesh.shape[CP])
-            how = {"name": f"step_{size.name}", "tp": tp, **({} if cp == 1 else {"cp": cp})}
-            how |= {"sums": "all_reduce" if by_peers else "psum"}
+            how = {"name": f"step_{size.name}", **_layout(on), "sums": "all_reduce" if by_peers else "psum"}
             yield how | {"step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
         del steps, model
         gc.collect()  # one model and its caches at a time
 
 
-def ways(mesh: Mesh, *, uses_peers: bool) -> Sequence[tuple[Mesh | None, bool]]:
-    """One device, then the mesh: on which a model is, and whether all_reduce sums; XLA does first."""
-    return ((None, False), (mesh, False), (mesh, True))[: 3 if uses_peers else 2]
+def ways(meshes: Sequence[Mesh], sums: Sequence[str]) -> Iterator[tuple[Mesh | None, bool]]:
+    """Yield one device (None), then each mesh with each all-reduce: the mesh, and whether the kernel sums."""
+    yield None, False
+    for mesh in meshes:
+        for name in sums:
+            yield mesh, name == "all_reduce"
+
+
+def _layout(mesh: Mesh | None) -> dict[str, int]:
+    """Return the columns of a row that say how a model is sharded."""
+    tp, cp = (1, 1) if mesh is None else (mesh.shape[TP], mesh.shape[CP])
+    return {"tp": tp} if cp == 1 else {"tp": tp, "cp": cp}
 
 
 def measure_large(
-    config: dict[str, Any], size: StepSize, quantization: str, mesh: Mesh, *, uses_peers: bool
+    config: dict[str, Any],
+    size: StepSize,
+    quantization: str,
+    meshes: Sequence[Mesh],
+    sums: Sequence[str],
+    *,
+    lists_kernels: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A step of a model that no single device has room for, against its bytes; XLA's attention is the judge.
+
+    The judge runs on the first mesh.
 
     Args:
         config: As `measure_steps` has it.
         size: Of the step.
         quantization: Of the caches.
-        mesh: The devices.
-        uses_peers: Sums are all_reduce's.
+        meshes: The devices, as one or several layouts.
+        sums: Implementations of the all-reduce, as `measure_steps` has them.
+        lists_kernels: Whether a last row has the kernels of the first mesh's step, by JAX's profiler.
     """
-    steps = Steps(random_decoder(config, mesh, implementation="xla"), [size], quantization=quantization)
+    caches: Any = {"quantization": quantization, "block_size": BLOCK_SIZE * max(m.shape[CP] for m in meshes)}
+    steps = Steps(random_decoder(config, meshes[0], implementation="xla"), [size], **caches)
     wanted, _ = steps.results(size)
     del steps
     gc.collect()
-    model = random_decoder(config, mesh)
-    if uses_peers:
-        use_peer_memory(model, max_rows=size.reqs)
-    steps = Steps(model, [size], quantization=quantization)
-    num_bytes = steps.bytes_of_device
-    checked, taken = agreement(*steps.results(size), wanted), steps.walls(size)
-    how = {"tp": mesh.shape[TP], "sums": "all_reduce" if uses_peers else "psum"}
-    read = {"gb_of_device": num_bytes / 1e9, "gb_per_s": num_bytes / taken["in_flight_us"] / 1e3}
-    yield {"name": f"large_{size.name}", **how, **read, **checked, **taken} | steps.taken
+
+    def steps_on(mesh: Mesh, sums: str) -> Steps:
+        model = random_decoder(config, mesh)
+        if sums == "all_reduce":
+            use_peer_memory(model, max_rows=max(size.reqs, 2))
+        return Steps(model, [size], **caches)
+
+    for mesh, name in itertools.product(meshes, sums):
+        steps = steps_on(mesh, name)
+        num_bytes = steps.bytes_of_device
+        checked, taken = agreement(*steps.results(size), wanted), steps.walls(size)
+        how = {**_layout(mesh), "sums": name}
+        read = {"gb_of_device": num_bytes / 1e9, "gb_per_s": num_bytes / taken["in_flight_us"] / 1e3}
+        yield {"name": f"large_{size.name}", **how, **read, **checked, **taken} | steps.taken
+        del steps
+        gc.collect()
     if jax.default_backend() == "gpu":
         yield {"name": "read_ceiling", "gb_per_s": read_ceiling()}
+        if lists_kernels:  # last, because a profiler can slow down what runs after it
+            steps = steps_on(meshes[0], sums[-1])
+            steps.results(size)
+            how = {**_layout(meshes[0]), "sums": sums[-1]}
+            yield {"name": f"large_{size.name}_kernels", **how, **steps.kernels(size)}
 
 
 def agreement(logits: np.ndarray, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
@@ -206,6 +238,17 @@ class Steps:
         taken = walls(call, rounds=10)
         self._caches = call.caches
         return taken
+
+    def kernels(self, size: StepSize) -> dict[str, Any]:
+        """Return the kernels of a step on all GPUs of this process, as `step_profile.traced` does."""
+        count = 8
+
+        def run() -> None:
+            for _ in range(count):
+                self.start(size)
+            self.results(size)
+
+        return traced(run, count + 1)
 
     def _run(self, size: StepSize, caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         metadata, sampling = self._metadata[size], self._sampling[size]
