@@ -196,13 +196,32 @@ def test_steps_are_measured_with_a_process_a_device(cp, tmp_path):
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
 
 
+@pytest.mark.kernels
+@pytest.mark.slow
+def test_other_cases_are_measured_with_a_process_a_device(tmp_path):
+    """A model larger than one device is measured on several layouts."""
+    command = [sys.executable, "-m", "benchmarks", "mesh", "attention", "prompt", "loop", "large"]
+    command += ["--small", "--peer-memory", "--stall", "600", "--processes", "2", "--cp", "1", "2"]
+    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=1200)
+    (file,) = tmp_path.iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    splits = [row["split"] for row in rows if "split" in row]
+    assert splits == ["none", "heads", *["keys"] * 4, "none", "heads", "keys"]
+    assert [row["steps"] for row in rows if row["name"] == "loop_3x48"] == list(range(2, 21, 2))
+    large = [(row["tp"], row.get("cp"), row["sums"]) for row in rows if row["name"] == "large_3x48"]
+    assert large == [(2, None, "all_reduce"), (1, 2, "all_reduce")]
+    assert all(row["processes"] == 2 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--processes", "3"], "2 devices are no equal parts of 3 processes: no rows"),
+        (["--devices", "1", "--cp", "1", "3"], "1 devices are no equal parts of 3 ranks: no rows"),
+        (["--devices", "1", "--no-nccl"], "--no-nccl needs --peer-memory: no rows"),
         (
             ["--processes", "2", "nano"],
-            r"\['nano'\] are no cases of several processes \(sums, steps\): no rows",
+            r"\['nano'\] are no cases of several processes \(attention, .*, large\): no rows",
         ),
     ],
 )
@@ -271,6 +290,16 @@ def test_the_plan_for_more_gpus_begins_with_what_two_took(gpus, sums):
     for row in steps:
         requests, context = map(int, row["name"].removeprefix("step_").split("x"))
         assert model.step_us(gpus, requests, context) == pytest.approx(row["step_us"])
+
+
+def test_measured_rows_are_compared_with_the_calculation(capsys):
+    (file,) = (ROOT / "benchmarks" / "results").glob("mesh-four-*.jsonl")
+    suite("scaling-model").add_arguments(parser := argparse.ArgumentParser())
+    suite("scaling-model").main(parser.parse_args(["--compare", str(file)]))
+    lines = capsys.readouterr().out.splitlines()
+    assert "| step_64x4096 | tp 4, cp 1 | one | 5875.9 | 5873.6 | 1.00 |  |" in lines
+    assert "| step_1x1024 | tp 4, cp 1 | one | 3743.3 | 2454.4 | 1.53 | off |" in lines
+    assert "| attention, 8 x 128k, by heads | >= 7.5 | 3.93 |" in lines
 
 
 def test_the_page_has_the_plan():
