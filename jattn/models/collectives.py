@@ -105,7 +105,7 @@ def why_no_peer_memory(model: Any) -> str | None:
     if any(device.platform not in GPU_PLATFORMS for device in devices):
         return "the devices are not NVIDIA GPUs"
     sizes = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
-    why_no_kernel = collectives.why_no_all_reduce_kernel(dtype=model.dtype, **sizes)
+    why_no_kernel = collectives.why_not_all_reduce_kernel(dtype=model.dtype, **sizes)
     return why_no_kernel or collectives.why_not_peer_memory(devices, mesh.size)
 
 

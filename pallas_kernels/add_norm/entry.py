@@ -13,18 +13,18 @@ FIX = "Add and normalize with jax.numpy, as jattn's layers do with implementatio
 
 def add_norm(
     x: Float[Array, "..."],
-    delta: Float[Array, "..."] | None,
+    sublayer_out: Float[Array, "..."] | None,
     weight: Float[Array, "..."],
     *,
     eps: float = 1e-6,
     is_offset: bool = False,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
-    """Return the sum `x + delta`, rounded to x.dtype, and the RMS norm of each row of the sum.
+    """Return the sum `x + sublayer_out`, rounded to x.dtype, and the RMS norm of each row of the sum.
 
     Args:
         x: Residual stream, [rows, width].
-        delta: Rows to add, of the shape and dtype of x; None adds nothing, and the first result is x.
+        sublayer_out: Rows to add, of the shape and dtype of x; None adds nothing, and the first result is x.
         weight: Weight of the norm, [width].
         eps: Static: number added to the mean square.
         is_offset: Static: multiply by 1 + weight and round once (Gemma). Otherwise round before multiplying
@@ -42,15 +42,15 @@ def add_norm(
     """
     require_axes(2, x=x)
     require_axes(1, weight=weight)
-    if delta is not None:
-        require_axes(2, delta=delta)
-        require_shape("delta", delta.shape, x.shape, "the shape of x")
+    if sublayer_out is not None:
+        require_axes(2, sublayer_out=sublayer_out)
+        require_shape("sublayer_out", sublayer_out.shape, x.shape, "the shape of x")
     require_shape("weight", weight.shape, x.shape[1:], "columns of x")
-    other_dtypes = [y.dtype for y in (delta, weight) if y is not None]
+    other_dtypes = [y.dtype for y in (sublayer_out, weight) if y is not None]
     reason = why_not_add_norm(dtype=x.dtype, other_dtypes=other_dtypes, width=x.shape[1])
     if reason is not None:
         raise unsupported("add_norm", reason, FIX)
     if x.shape[0] == 0:
         return x, x
-    refs = forbid_kernel_derivative(AddNormRefs(x, delta, weight), "add_norm", FIX)
+    refs = forbid_kernel_derivative(AddNormRefs(x, sublayer_out, weight), "add_norm", FIX)
     return add_and_norm(refs, NormOptions(eps=eps, is_offset=is_offset), interpret=interpret)

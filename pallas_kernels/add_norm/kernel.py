@@ -1,6 +1,6 @@
 """The kernel of add_norm: one thread block per row, which passes through registers once.
 
-x[row], delta[row], weight ---> x + delta ---> sums[row]
+x[row], sublayer_out[row], weight ---> x + sublayer_out ---> sums[row]
                                     |
                         mean square over all threads
                                     |
@@ -30,12 +30,12 @@ class AddNormRefs(NamedTuple):
 
     Attributes:
         x: Residual stream, [rows, width].
-        delta: Rows to add, [rows, width], or None.
+        sublayer_out: Rows to add, [rows, width], or None.
         weight: Weight of the norm, [width].
     """
 
     x: Ref
-    delta: Ref | None
+    sublayer_out: Ref | None
     weight: Ref
 
 
@@ -50,28 +50,28 @@ class NormOptions:
 def add_and_norm(
     refs: AddNormRefs, options: NormOptions, *, interpret: Interpret = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel and return x + delta and its norm; without delta the first result is x itself."""
+    """Run the kernel and return x + sublayer_out (x if sublayer_out is None) and its norm."""
     rows, _ = refs.x.shape
     like_x = jax.ShapeDtypeStruct(refs.x.shape, refs.x.dtype)
-    body = functools.partial(_add_norm_body if refs.delta is not None else _norm_body, options=options)
+    body = functools.partial(_add_norm_body if refs.sublayer_out is not None else _norm_body, options=options)
     outs = plgpu.kernel(
         body,
-        out_type=like_x if refs.delta is None else (like_x, like_x),
+        out_type=like_x if refs.sublayer_out is None else (like_x, like_x),
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
         kernel_name="add_norm",
     )(refs)
-    return (refs.x, outs) if refs.delta is None else outs
+    return (refs.x, outs) if refs.sublayer_out is None else outs
 
 
 def _add_norm_body(refs: AddNormRefs, sums: Ref, normed: Ref, *, options: NormOptions) -> None:
     row = lax.axis_index("row")
-    assert refs.delta is not None
+    assert refs.sublayer_out is not None
     # Issue all loads before the first use, so that their latencies overlap.
-    x, delta, weight = _load(refs.x.at[row]), _load(refs.delta.at[row]), _load(refs.weight)
+    x, sublayer_out, weight = _load(refs.x.at[row]), _load(refs.sublayer_out.at[row]), _load(refs.weight)
     # Round the sum first: the norm is that of the residual stream as it is stored.
-    x = (x.astype(jnp.float32) + delta.astype(jnp.float32)).astype(x.dtype)
+    x = (x.astype(jnp.float32) + sublayer_out.astype(jnp.float32)).astype(x.dtype)
     store_unoptimized(sums.at[row], x)
     store_unoptimized(normed.at[row], _rms_norm(x, weight, options))
 

@@ -137,9 +137,12 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
     def load() -> None:
         table = BlockTableRef(inputs.block_table, tiling.block_size)
         blocks = table.visible(req, inputs.first_keys[req], inputs.seq_lens[req])
-        copy = tiling.copy_index(first_key)
+        copy = tiling.tma_copy_index(first_key)
         for j, block in enumerate(blocks.ids(tiling.table_column(first_key), tiling.num_copies)):
-            rows, index = pl.ds(j * tiling.rows, tiling.rows), tiling.gmem_index(block, copy, head)
+            rows, index = (
+                pl.ds(j * tiling.tokens_per_copy, tiling.tokens_per_copy),
+                tiling.gmem_index(block, copy, head),
+            )
             for chunk in range(head_chunks.num_chunks):
                 stored = inputs.cache.at[(*index, *head_chunks.gmem_index(chunk, tile * 0))]
                 plgpu.copy_gmem_to_smem(stored, smem.stored.at[chunk, rows], smem.loaded)

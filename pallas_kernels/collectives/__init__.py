@@ -11,6 +11,6 @@ from pallas_kernels.collectives.entry import why_not_all_gather as why_not_all_g
 from pallas_kernels.collectives.entry import why_not_all_reduce as why_not_all_reduce
 from pallas_kernels.collectives.peer_memory import PeerMemory as PeerMemory
 from pallas_kernels.collectives.peer_memory import make_peer_memory as make_peer_memory
-from pallas_kernels.collectives.support import why_no_all_gather_kernel as why_no_all_gather_kernel
-from pallas_kernels.collectives.support import why_no_all_reduce_kernel as why_no_all_reduce_kernel
+from pallas_kernels.collectives.support import why_not_all_gather_kernel as why_not_all_gather_kernel
+from pallas_kernels.collectives.support import why_not_all_reduce_kernel as why_not_all_reduce_kernel
 from pallas_kernels.collectives.support import why_not_peer_memory as why_not_peer_memory

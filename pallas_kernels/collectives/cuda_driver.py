@@ -14,7 +14,7 @@ class DriverError(Exception):
     """Error for a missing driver or a failed driver call, which the message names."""
 
 
-class _Handle(ctypes.Structure):
+class _CUipcMemHandle(ctypes.Structure):
     """CUipcMemHandle, a struct that is passed by value."""
 
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
@@ -90,14 +90,14 @@ class Driver:
 
     def handle(self, index: int, address: int) -> str:
         """Return the IPC handle by which other processes open allocated memory, as hexadecimal digits."""
-        handle = _Handle()
+        handle = _CUipcMemHandle()
         with self._context(index):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle).hex()
 
     def open(self, index: int, handle: str) -> int:
         """Open another process's memory for a GPU of this process and return its address there."""
-        address, by_value = ctypes.c_uint64(), _Handle.from_buffer_copy(bytes.fromhex(handle))
+        address, by_value = ctypes.c_uint64(), _CUipcMemHandle.from_buffer_copy(bytes.fromhex(handle))
         with self._context(index):
             flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)

@@ -22,7 +22,7 @@ from pallas_kernels.collectives.peer_memory import PeerMemory
 from pallas_kernels.collectives.ptx.all_gather import all_gather_kernel
 from pallas_kernels.collectives.ptx.all_reduce import Norm, all_reduce_kernel
 from pallas_kernels.collectives.ptx.exchange import Exchange
-from pallas_kernels.collectives.support import why_no_all_gather_kernel, why_no_all_reduce_kernel
+from pallas_kernels.collectives.support import why_not_all_gather_kernel, why_not_all_reduce_kernel
 from pallas_kernels.derivatives import forbid_kernel_derivative
 
 # Two H100, one process each (mesh-two-shots), bf16 rows of 4,096: 256 rows take 9.7 us in one shot and 10.4
@@ -181,7 +181,7 @@ def all_gather(
 def why_not_all_gather(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Return why no kernel gathers x, or None if one does; depends only on shapes and dtypes."""
     exchange = _make_exchange(x, peers)
-    return why_no_all_gather_kernel(
+    return why_not_all_gather_kernel(
         dtype=x.dtype,
         width=x.shape[1],
         bytes_needed=exchange.bytes_needed,
@@ -192,7 +192,7 @@ def why_not_all_gather(x: Float[Array, "rows width"], peers: PeerMemory) -> str 
 def why_not_all_reduce(x: Float[Array, "rows width"], peers: PeerMemory) -> str | None:
     """Return why no kernel sums x, or None if one does; depends only on shapes and dtypes."""
     exchange = _make_exchange(x, peers)
-    return why_no_all_reduce_kernel(
+    return why_not_all_reduce_kernel(
         dtype=x.dtype,
         width=x.shape[1],
         bytes_needed=exchange.bytes_needed,

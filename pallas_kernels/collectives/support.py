@@ -36,10 +36,10 @@ def why_not_peer_memory(devices: Sequence[jax.Device], count: int) -> str | None
             f"the devices belong to {processes} of {num_processes} processes "
             "(they must belong to one or to all)"
         )
-    return _why_no_peer_access(gpus) if processes == 1 else why_not_shared(gpus)
+    return _why_not_peer_access(gpus) if processes == 1 else why_not_shared(gpus)
 
 
-def _why_no_peer_access(gpus: Sequence[jax.Device]) -> str | None:
+def _why_not_peer_access(gpus: Sequence[jax.Device]) -> str | None:
     """Return why one GPU cannot access another's memory, or None; XLA enables the access itself."""
     try:
         driver = Driver()
@@ -51,7 +51,7 @@ def _why_no_peer_access(gpus: Sequence[jax.Device]) -> str | None:
     return None
 
 
-def why_no_all_reduce_kernel(
+def why_not_all_reduce_kernel(
     *, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int
 ) -> str | None:
     """Return why all_reduce has no kernel for an array, or None if it has one.
@@ -71,10 +71,10 @@ def why_no_all_reduce_kernel(
     return _first_violation(rules)
 
 
-def why_no_all_gather_kernel(
+def why_not_all_gather_kernel(
     *, dtype: DTypeLike, width: int, bytes_needed: int, block_bytes: int
 ) -> str | None:
-    """Return why all_gather has no kernel for an array, or None; see why_no_all_reduce_kernel."""
+    """Return why all_gather has no kernel for an array, or None; see why_not_all_reduce_kernel."""
     rules = (
         (jnp.dtype(dtype) == jnp.float32, f"{jnp.dtype(dtype).name} (float32 has one)"),
         (width % 2 == 0, f"rows of {width} numbers (even ones have one)"),

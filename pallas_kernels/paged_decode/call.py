@@ -41,7 +41,7 @@ class DecodeCall:
         v_cache: Values, of the shape of k_cache; may have another dtype.
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r. Entries of
             blocks that no query attends to are never used.
-        seq_lens: Keys of each request, at most as many as its row of the table holds. 0 marks a padding row.
+        seq_lens: Number of keys of each request, at most max_blocks * block_size. 0 marks a padding row.
         layout: "NHD" or "HND".
         decode_query_len: Query tokens per request, 1 to 8.
         k_scale: Factor of the stored keys: [], [kv_heads], or for 8-bit keys per token and head [blocks,
@@ -192,7 +192,7 @@ class DecodeCall:
         )
 
     def inputs(self, spec: DecodeSpec, unit_ends: jax.Array) -> DecodeInputs:
-        """Return the arrays that the kernel reads, in the shapes it takes them."""
+        """Return the arrays that the kernel reads, reshaped as DecodeInputs documents."""
         shape, lists = spec.shape, DecodeListRefs(None, None)
         query = to_rows(self.query, shape)
         if self.block_list is not None:  # each KV head of a request is a row of its own
@@ -218,7 +218,7 @@ class DecodeCall:
 
 
 def tile_scale(scale: jax.Array | None, spec: DecodeSpec) -> jax.Array | None:
-    """Reshape a scale to the form of DecodeCacheRefs."""
+    """Reshape a scale as DecodeCacheRefs documents."""
     if scale is None or scale.ndim == 1:
         return scale
     if scale.ndim == 3:

@@ -35,7 +35,7 @@ class DecodeCombineRefs(NamedTuple):
 
     Attributes:
         splits: Split outputs of the decode kernel, with O^T as [splits, head_tiles, padded_dim, tile_q].
-        unit_ends: Schedule, [reqs].
+        unit_ends: `DecodeSchedule.unit_ends`, [reqs].
         sinks: Attention sinks times log2(e), [head_tiles, tile_q]; None without sinks.
         out: Output [reqs, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
         lse: Log-sum-exp [reqs, head_tiles, tile_q].
@@ -49,13 +49,14 @@ class DecodeCombineRefs(NamedTuple):
 
 
 class CombineCandidate(NamedTuple):
-    """The request that a thread block examines; traced scalars.
+    """The request that a thread block examines. All fields are traced scalars.
 
     Attributes:
-        row: Row of the schedule.
-        first: Index of its first split output.
-        num_splits: Number of its split outputs.
-        is_owned: Whether it has several split outputs, and no other thread block combines them.
+        row: Schedule row of the request.
+        first: Index of the request's first split output.
+        num_splits: Number of split outputs of the request.
+        is_owned: Whether this thread block combines the request: it has several split outputs, and no other
+            thread block combines them.
     """
 
     row: Scalar
@@ -72,7 +73,7 @@ def combine_splits(
     Args:
         outputs: Outputs of the decode kernel; its output and log-sum-exp are completed in place.
         sinks: Attention sinks times log2(e), f32 [head_tiles, tile_q]; None without sinks.
-        unit_ends: Schedule that the split outputs were computed by.
+        unit_ends: `DecodeSchedule.unit_ends` of the schedule that the decode kernel used.
         spec: Static description of the call.
     """
     reqs, num_spans, head = unit_ends.shape[0], spec.num_spans, spec.shape.head
@@ -101,7 +102,7 @@ def combine_splits(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCombiner:
-    """The work of a thread block: the split outputs of a request, for some columns of a head.
+    """Kernel body that combines the split outputs of a request, for some columns of a head.
 
     Attributes:
         spec: Static description of the call.
@@ -123,7 +124,7 @@ class DecodeCombiner:
             tile, is_interpreted = self.tile, self.spec.is_interpreted
             accs, row_max, row_sum = self.sum_splits(refs.splits, candidate, head_tile, strip)
             # The sink joins here, once per request, and not in each split.
-            _, request_head_tile = self.spec.shape.request_of(candidate.row, head_tile)
+            _, request_head_tile = self.spec.shape.row_request(candidate.row, head_tile)
             sink = None
             if refs.sinks is not None:
                 sink_ref = refs.sinks.at[request_head_tile]
@@ -145,7 +146,7 @@ class DecodeCombiner:
             )
             row, is_row = jnp.minimum(next_span.row, last), next_span.row < last + 1
             start, end, total = next_span.start, next_span.end, next_span.total
-        first, count, first_span = splits_of(row, start, end, span_units(total, num_spans), self.spec.sizes)
+        first, count, first_span = row_splits(row, start, end, span_units(total, num_spans), self.spec.sizes)
         is_owned = count > 1 if self.by_request else (count > 1) & (first_span == index) & is_row
         return CombineCandidate(row, first, count, is_owned)
 
@@ -182,17 +183,17 @@ class DecodeCombiner:
         )
 
 
-def splits_of(
+def row_splits(
     row: Scalar, start: Scalar, end: Scalar, units_per_span: Scalar, sizes: DecodeSizes
 ) -> tuple[Scalar, Scalar, Scalar | int]:
-    """Return the first split output of a request, how many it has, and its first span.
+    """Return the index of a row's first split output, its number of split outputs, and its first span.
 
     Args:
-        row: Row of the schedule.
-        start: First unit of the row.
-        end: One past its last unit.
-        units_per_span: Units per span.
-        sizes: Sizes of the kernel; with fixed splits the first span is 0.
+        row: Schedule row.
+        start: Index of the row's first unit.
+        end: One past the index of the row's last unit.
+        units_per_span: Number of units per span.
+        sizes: Sizes of the kernel. With fixed splits, the first span is returned as 0.
     """
     if sizes.split_kv is not None:
         return start, end - start, 0
@@ -203,12 +204,12 @@ def splits_of(
 def combine_tile(spec: DecodeSpec, *, candidates: int, expected_splits: int) -> CombineTile:
     """Return the sizes of a thread block.
 
-    If few requests are split, a thread block takes few columns, so that more of them share the bytes.
+    If few requests are split, a thread block takes fewer columns, so that more thread blocks load the data.
 
     Args:
         spec: Static description of the call.
         candidates: Maximum number of requests with several split outputs.
-        expected_splits: Split outputs that such a request has.
+        expected_splits: Expected number of split outputs of such a request.
     """
     shape, head, tile_q = spec.shape, spec.shape.head, spec.shape.tile_q
     groups = num_thread_groups(tile_q)

@@ -25,7 +25,7 @@ class DecodeEpilogue:
     Attributes:
         outputs: Arrays to write.
         sinks: `DecodeInputs.sinks`.
-        head_tile: Tile of query rows.
+        head_tile: Index of the tile of query rows within each schedule row.
         spec: Static description of the call.
     """
 
@@ -51,7 +51,10 @@ class DecodeEpilogue:
     def store_split(
         self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns
     ) -> None:
-        """Store a split output, which the combine kernel adds up and joins with the sinks."""
+        """Store a split output.
+
+        The combine kernel merges it with the request's other split outputs and the sinks.
+        """
         splits = self.outputs.splits
         for chunk, acc in enumerate(accs):
             splits.out[segment.split_index, self.head_tile, chunk] = acc
@@ -61,7 +64,7 @@ class DecodeEpilogue:
     def store_output(
         self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns
     ) -> None:
-        """Store the output and the log-sum-exp of a request that no other span has a part of."""
+        """Store the output and the log-sum-exp of a request that lies in one span."""
         sink = None
         if self.sinks is not None:
             sink = plgpu.load(self.sinks.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)

@@ -25,15 +25,14 @@ synchronize by barriers only:
     paged_decode_combine, the next kernel (combine.py): merges the split outputs of each request that was
     split
 
-A barrier `full` completes when all TMA copies into it have arrived, a barrier `free` when the consumer
-arrives.
-WarpgroupMma: the warpgroup multiplies together, and P^T passes through shared memory. 8-bit values are
-    dequantized
-through shared memory before the mask; then v_full is awaited there, and v_free arrived at before the softmax.
-WarpMma: each warp has 16 of a tile's 64 keys and a softmax of its own, P^T stays in registers, and the four
-    results
-are combined in shared memory after a segment's last tile. Values with a scale per token: v_full is awaited
-before the softmax, which uses the scales.
+A barrier `full` completes when all its TMA copies have arrived, a barrier `free` when the consumer arrives.
+WarpgroupMma: the whole warpgroup computes each product, and P^T passes through shared memory. 8-bit values
+are
+    dequantized through shared memory before the mask. In this case, the warpgroup waits for v_full before it
+    dequantizes, and arrives at v_free before the softmax.
+WarpMma: each warp has 16 of a tile's 64 keys and computes a separate softmax, P^T stays in registers, and the
+    four results are combined in shared memory after a segment's last tile. If values have a scale per token,
+    the warps wait for v_full before the softmax, which uses the scales.
 """
 
 import functools
@@ -65,7 +64,7 @@ from pallas_kernels.paged_decode.softmax import (
 )
 from pallas_kernels.paged_decode.span import Segment, Span
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.paged_decode.tile_keys import TileKeys, keys_of, read_entries
+from pallas_kernels.paged_decode.tile_keys import TileKeys, get_tile_keys, read_entries
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Scalar, Tile
 
@@ -74,7 +73,7 @@ W = plgpu.Layout.WGMMA
 
 
 def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
-    """Return the outputs of the requests that lie in one span, and the split outputs of the others."""
+    """Return the outputs of requests that lie in one span, and the split outputs of all other requests."""
     kernel = plgpu.kernel(
         functools.partial(decode_body, spec=spec),
         out_type=(output_types(inputs, spec),),
@@ -102,7 +101,10 @@ def decode_body(
     *,
     spec: DecodeSpec,
 ) -> None:
-    """Process one span; refs of `inputs` and `outputs` are in global memory."""
+    """Compute attention for the span of one thread block (see `span`) and one tile of query rows.
+
+    The refs of `inputs` and `outputs` are in global memory.
+    """
     index, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
     cache = inputs.cache
     span = Span(index, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
@@ -126,10 +128,10 @@ class SegmentInputs(NamedTuple):
     """Inputs that all tiles of a segment share.
 
     Attributes:
-        segment: Segment.
-        query: Queries in the form that `TileMma.qk` takes.
-        query_factor: Factor of the scores that undoes the scaling of this form.
-        k_scale: Static scale of the keys.
+        segment: Segment that the tiles belong to.
+        query: First result of `TileMma.load_query`: the queries in shared memory, or in registers.
+        query_factor: Second result of `TileMma.load_query`, which the scores are multiplied by.
+        k_scale: Scale that all keys of the segment share; 1.0 if there is none.
         slopes: ALiBi slopes times log2(e), or None.
     """
 
@@ -141,14 +143,14 @@ class SegmentInputs(NamedTuple):
 
 
 class TileState(NamedTuple):
-    """State that the tiles of a segment pass on.
+    """Loop state of `attend_tile`.
 
     Attributes:
-        accs: Accumulators of O^T.
-        row_max: Maximum score of each query.
-        row_sum: Sums of the exponentials.
-        entries: List entries of the next tile, read one tile ahead.
-        step: Index of the next tile in the span.
+        accs: Accumulators of O^T, in the layout of `TileMma.init_state`.
+        row_max: Maximum score of each query so far.
+        row_sum: Sum of the exponentials so far, one partial sum per thread.
+        entries: List entries of the next tile.
+        step: Number of tiles of the span that have been processed.
     """
 
     accs: tuple[Tile, ...]
@@ -176,7 +178,7 @@ class DecodeConsumer:
         self.epilogue = DecodeEpilogue(outputs, inputs.sinks, span.head_tile, self.spec)
 
     def attend_span(self) -> None:
-        """Process all segments, one after the other."""
+        """Process all segments of the span in order."""
 
         def visit(segment: Segment, step: Scalar, segment_index: Scalar) -> None:
             pl.when(segment.is_nonempty)(lambda: self.attend_segment(segment, step, segment_index))
@@ -187,9 +189,9 @@ class DecodeConsumer:
         """Process all tiles of a segment.
 
         Args:
-            segment: Segment, not empty.
-            step: Index of its first tile in the span.
-            segment_index: Index among the non-empty segments of the span.
+            segment: Segment with at least one unit.
+            step: Number of tiles of the span before the segment.
+            segment_index: Number of non-empty segments of the span before this one; selects the query buffer.
         """
         buffer = lax.rem(segment_index, jnp.int32(2))
         slopes, cache = self.inputs.slopes, self.inputs.cache
@@ -219,7 +221,7 @@ class DecodeConsumer:
     def attend_tile(self, common: SegmentInputs, tile_index: Scalar, state: TileState) -> TileState:
         """Add one tile of keys and values to a segment's attention."""
         segment, stage = common.segment, lax.rem(state.step, jnp.int32(self.spec.sizes.stages))
-        keys = keys_of(segment, tile_index, state.entries, self.spec)
+        keys = get_tile_keys(segment, tile_index, state.entries, self.spec)
         # Read the list entries of the next tile now, so that their latency passes during this one.
         entries = read_entries(segment, tile_index + 1, self.inputs.lists.ids, self.spec)
 
@@ -257,7 +259,7 @@ class DecodeConsumer:
     def load_value_scales(self, stage: Scalar, segment: Segment, keys: TileKeys) -> Tile | None:
         """Return the scale of each key's value over a tile, or None without scales per token.
 
-        If the values have been dequantized by now, this frees their stage.
+        If `dequantize_values` has read the values already, this frees their stage.
         """
         v_scale_s, scales = self.smem.v_scale, None
         if v_scale_s is not None:

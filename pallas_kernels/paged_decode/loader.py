@@ -1,4 +1,7 @@
-"""The loader of the decode kernel: one warp that fills shared memory by TMA, one copy per block and chunk."""
+"""The loader of the decode kernel: one warp that fills shared memory by TMA copies.
+
+A TMA copy moves `CacheTiling.tokens_per_copy` tokens of one cache block, for one chunk of a head.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,25 +14,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.refs import DecodeBarriers, DecodeInputs, DecodeSmem, has_token_scales
 from pallas_kernels.paged_decode.span import Segment, Span
-from pallas_kernels.paged_decode.tile_keys import keys_of, read_entries
+from pallas_kernels.paged_decode.tile_keys import get_tile_keys, read_entries
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 
-type Copies = list[tuple[Scalar, Scalar]]
-"""The copies of a tile: (block, index of the copy in the block)."""
+type TmaCopies = list[tuple[Scalar, Scalar]]
+"""The TMA copies of a tile: (block id, index of the copy within the block)."""
 
 
 class KVStream(NamedTuple):
     """The path of keys or of values from the cache to the stages.
 
     Attributes:
-        cache_g: Cache, in the form of DecodeCacheRefs.
-        scale_g: Scale per token and head, in the form of DecodeCacheRefs; None without.
-        tile_s: Stages in SMEM, [stages, num_chunks, tile_kv, width].
-        scale_s: Scales of the stages in SMEM, f32 [stages, tile_kv]; None without.
-        full: Barriers that the copies into a stage arrive at.
-        free: Barriers that the consumer of a stage arrives at.
+        cache_g: `DecodeCacheRefs.k` or `.v`.
+        scale_g: `DecodeCacheRefs.k_scale` or `.v_scale` if it has one scale per token and head, else None.
+        tile_s: Tiles of keys or values in SMEM, one per stage, [stages, num_chunks, tile_kv, width].
+        scale_s: Scales of these tiles in SMEM, f32 [stages, tile_kv]; None without scales per token.
+        full: One barrier per stage, at which each TMA copy into the stage arrives.
+        free: One barrier per stage, at which the consumer arrives when it has read the stage.
     """
 
     cache_g: Ref
@@ -56,7 +59,7 @@ class DecodeLoader:
         )
 
     def load_span(self) -> None:
-        """Load all segments, one after the other."""
+        """Load all segments of the span in order."""
 
         def visit(segment: Segment, step: Scalar, segment_index: Scalar) -> None:
             num_tiles = jnp.where(segment.is_nonempty, segment.num_tiles, 0)
@@ -69,11 +72,11 @@ class DecodeLoader:
         num_steps, num_segments = self.span.walk(visit)
         # Interpret mode requires that every completion of a barrier is awaited; the hardware does not.
         stages, barriers = self.spec.sizes.stages, self.barriers
-        await_last(num_steps, stages, (barriers.k_free, barriers.v_free))
-        await_last(num_segments, 2, (barriers.q_free,))
+        wait_until_released(num_steps, stages, (barriers.k_free, barriers.v_free))
+        wait_until_released(num_segments, 2, (barriers.q_free,))
 
     def load_query(self, segment: Segment, segment_index: Scalar) -> None:
-        """Load the queries of a segment into one of two buffers, in turns."""
+        """Load the queries of a segment into buffer `segment_index % 2`."""
         shape, barriers, buffer = self.spec.shape, self.barriers, lax.rem(segment_index, jnp.int32(2))
         rows = padded_slice(shape.tile_q, shape.rows, segment_index * 0)
         # Wait until the consumer has finished the segment before the last, which used this buffer.
@@ -93,53 +96,59 @@ class DecodeLoader:
 
         Args:
             segment: Segment to load.
-            num_tiles: Number of its tiles; 0 if it is empty.
-            step: Index of its first tile in the span.
-            load_query: Loads the queries; called while the first block ids are on their way.
+            num_tiles: Number of tiles of the segment; 0 if it is empty.
+            step: Number of tiles of the span before the segment.
+            load_query: Function that loads the queries; called while the first block ids are being loaded.
         """
         has_lists = self.spec.shape.list_block_size is not None
 
-        def entries_of(tile_index: Scalar) -> tuple[Scalar, ...]:
+        def read_tile_entries(tile_index: Scalar) -> tuple[Scalar, ...]:
             if not has_lists:
                 return ()
             return read_entries(segment, tile_index, self.inputs.lists.ids, self.spec)
 
-        def load(i: Scalar, ahead: tuple[Copies, tuple[Scalar, ...]]) -> tuple[Copies, tuple[Scalar, ...]]:
+        def load(
+            i: Scalar, ahead: tuple[TmaCopies, tuple[Scalar, ...]]
+        ) -> tuple[TmaCopies, tuple[Scalar, ...]]:
             # The block table is read one tile ahead, and a list, which selects its columns, two tiles ahead:
             # their latencies pass while this warp waits for a free stage.
             copies, next_entries = ahead
-            entries_after_next = entries_of(i + 2)
-            next_copies = self.copies_of(segment, i + 1, next_entries)
+            entries_after_next = read_tile_entries(i + 2)
+            next_copies = self.tile_copies(segment, i + 1, next_entries)
             self.load_tile(segment, step + i, copies)
             return next_copies, entries_after_next
 
-        entries = [entries_of(jnp.int32(i)) for i in range(2)]
-        first_copies = self.copies_of(segment, jnp.int32(0), entries[0])
+        entries = [read_tile_entries(jnp.int32(i)) for i in range(2)]
+        first_copies = self.tile_copies(segment, jnp.int32(0), entries[0])
         load_query()
         lax.fori_loop(0, num_tiles, load, (first_copies, entries[1]))
 
-    def copies_of(self, segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...]) -> Copies:
-        """Return the copies that fetch a tile, which may be one past the last.
+    def tile_copies(self, segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...]) -> TmaCopies:
+        """Return the TMA copies that load a tile.
 
         Args:
             segment: Segment of the tile.
-            tile_index: Index of the tile in the segment.
+            tile_index: Index of the tile in the segment; may exceed the number of tiles.
             entries: List entries of the tile; empty without lists.
         """
         entries = entries or read_entries(segment, tile_index, self.inputs.lists.ids, self.spec)
-        keys = keys_of(segment, tile_index, entries, self.spec)
-        # Blocks outside of [low, high) may not be allocated: another block replaces them, and the mask hides
-        # it.
-        blocks = self.blocks.visible(segment.request, segment.low, segment.high)
+        keys = get_tile_keys(segment, tile_index, entries, self.spec)
+        # Blocks outside of [first_key, end_key) may not be allocated. Another block is loaded instead, and
+        # masked.
+        blocks = self.blocks.visible(segment.request, segment.first_key, segment.end_key)
         copies = []
-        for first in keys.firsts:
-            column, copy = self.tiling.table_column(first), self.tiling.copy_index(first)
+        for first in keys.run_starts:
+            column, copy = self.tiling.table_column(first), self.tiling.tma_copy_index(first)
             copies += [(block, copy) for block in blocks.ids(column, self.tiling.num_copies)]
         return copies
 
-    def load_tile(self, segment: Segment, step: Scalar, copies: Copies) -> None:
+    def load_tile(self, segment: Segment, step: Scalar, copies: TmaCopies) -> None:
         """Load the keys and the values of a tile into the stage of `step`."""
-        stages, tokens_per_copy, head = self.spec.sizes.stages, self.tiling.rows, self.spec.shape.head
+        stages, tokens_per_copy, head = (
+            self.spec.sizes.stages,
+            self.tiling.tokens_per_copy,
+            self.spec.shape.head,
+        )
         stage = lax.rem(step, jnp.int32(stages))
         for stream in self.streams:
             # Wait until the consumer has read the tile that used this stage before.
@@ -160,8 +169,14 @@ class DecodeLoader:
                     )
 
 
-def await_last(count: Scalar, num_buffers: int, free: tuple[Barriers, ...]) -> None:
-    """Wait until the last of `count` uses of a ring of buffers have ended."""
+def wait_until_released(count: Scalar, num_buffers: int, free: tuple[Barriers, ...]) -> None:
+    """Wait until the consumer has freed all buffers of a ring.
+
+    Args:
+        count: Number of times that the loader filled a buffer.
+        num_buffers: Number of buffers of the ring.
+        free: For each stream, the barriers at which the consumer arrives when it frees a buffer.
+    """
 
     @pl.loop(jnp.maximum(count - num_buffers, 0), count)
     def _(i: Scalar) -> None:

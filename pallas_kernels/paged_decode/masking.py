@@ -27,7 +27,7 @@ class DecodeMask:
         Args:
             s: Scores times log2(e), [tile_kv, tile_q].
             segment: Segment of the tile.
-            keys: Keys of the tile.
+            keys: Key positions of the tile.
             slopes: ALiBi slopes times log2(e), or None.
         """
         position = self.query_positions(segment)
@@ -37,37 +37,40 @@ class DecodeMask:
         return self.mask_heads(s, keys) if self.shape.lists_have_head_bits else s
 
     def query_positions(self, segment: Segment) -> Scalar | Tile:
-        """Return the position of each query: a scalar if all rows are of one token."""
+        """Return the position of each column's query; a scalar if all columns belong to one token."""
         if self.shape.query_len == 1:
             return segment.seq_len - 1
         rows = self.query_rows()
         return lax.div(rows, jnp.full_like(rows, self.shape.group)) + (segment.seq_len - self.shape.query_len)
 
     def query_rows(self) -> Tile:
-        """Return the query row of the KV head that each column of the scores is."""
+        """Return, for each column of the scores, the index of its query row among the rows of the KV head."""
         return plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 1, layout=W) + self.first_query_row
 
     def add_alibi(self, s: Tile, slopes: Columns, position: Scalar | Tile, keys: TileKeys) -> Tile:
         """Return the scores minus the slope times the distance to the key, or its square root."""
-        distance = (position - keys.row_keys(self.rows)).astype(jnp.float32)
+        distance = (position - keys.row_positions(self.rows)).astype(jnp.float32)
         if self.score.sqrt_alibi:
             distance = jnp.sqrt(jnp.maximum(distance, 0.0))
         return s - lax.broadcast_in_dim(slopes, self.spec.tile, [1]) * distance
 
     def mask_range(self, s: Tile, segment: Segment, position: Scalar | Tile, keys: TileKeys) -> Tile:
-        """Apply causality, windows and chunks; skipped if every query attends to every key of the tile."""
-        low_for_all, _ = self.score.key_range(segment.seq_len - 1, segment.seq_len)
-        _, high_for_all = self.score.key_range(segment.seq_len - self.shape.query_len, segment.seq_len)
+        """Apply the causal, window and chunk masks, unless every query attends to every key of the tile."""
+        first_key_for_all, _ = self.score.key_range(segment.seq_len - 1, segment.seq_len)
+        _, end_key_for_all = self.score.key_range(segment.seq_len - self.shape.query_len, segment.seq_len)
 
         def mask() -> Tile:
-            key = keys.row_keys(self.rows)
-            low, high = self.score.key_range(position, segment.seq_len)
-            return jnp.where((key >= low) & (key < high), s, -jnp.inf)
+            key = keys.row_positions(self.rows)
+            first_key, end_key = self.score.key_range(position, segment.seq_len)
+            return jnp.where((key >= first_key) & (key < end_key), s, -jnp.inf)
 
-        return lax.cond(keys.exceed(low_for_all, high_for_all), mask, lambda: s)
+        return lax.cond(keys.has_key_outside(first_key_for_all, end_key_for_all), mask, lambda: s)
 
     def mask_heads(self, s: Tile, keys: TileKeys) -> Tile:
-        """Mask the blocks that a query head does not visit, by the head bits of the list."""
+        """Mask the keys of sparse blocks that a query head does not visit.
+
+        Each list entry has one bit per query head of the group (`lists_have_head_bits`).
+        """
         rows = self.query_rows()
         head = lax.rem(rows, jnp.full_like(rows, self.shape.group))
         head_bits = keys.row_head_bits(self.rows)
@@ -75,10 +78,10 @@ class DecodeMask:
 
 
 def has_masked_out_keys(segment: Segment, keys: TileKeys) -> Scalar:
-    """Return whether the tile has keys that no query attends to."""
-    return keys.exceed(segment.low, segment.high)
+    """Return whether the tile has keys that no query of the request attends to."""
+    return keys.has_key_outside(segment.first_key, segment.end_key)
 
 
 def where_visible(x: Tile, segment: Segment, keys: TileKeys, fill: float) -> Tile:
     """Return `x`, which has one row per key, with `fill` in the rows of keys that no query attends to."""
-    return paged_kv.where_visible(x, keys.over(x.shape), segment.low, segment.high, fill)
+    return paged_kv.where_visible(x, keys.tile_positions(x.shape), segment.first_key, segment.end_key, fill)

@@ -1,4 +1,4 @@
-"""The matrix multiplications of one tile: by the whole warpgroup together, or by each warp on its own.
+"""The matrix multiplications of one tile, by the whole warpgroup or by each warp separately.
 
 WarpgroupMma uses wgmma over 64 or 128 keys and up to 64 query rows; its warps wait for each other between the
 two multiplications. WarpMma uses mma.sync: each warp takes 16 of 64 keys and few query rows, and waits for no
@@ -50,15 +50,15 @@ class TileMma(Protocol):
         other values with a scale per token: the caller waits, for the scales; `accumulate_pv` frees them.
         other values: `accumulate_pv` waits for them and frees them.
 
-    Accumulators, maxima and sums have the form that `init_state` chooses, which must go through
-    jax.lax.fori_loop; only `combine_warps` gives them the form that all results have.
+    `init_state` chooses the shapes and layouts of accumulators, maxima and sums, which the caller carries
+    through jax.lax.fori_loop. `combine_warps` converts them to the shapes of a segment's results.
 
     Attributes:
-        log2_headroom: The softmax may let probabilities grow to 2 ** log2_headroom, since they are rounded to
-            f16; 0 if they may not exceed 1.
-        row_max_is_finite: Whether after any tile each query has attended to some key, so that its maximum is
-            finite.
-        dequantizes_values: Whether 8-bit values pass through shared memory on their way to the tensor core.
+        log2_headroom: Base-2 logarithm of the largest probability. 0 = probabilities are at most 1. A larger
+            value keeps small probabilities from becoming subnormal in f16.
+        row_max_is_finite: Whether each query attends to a key of the first tile, so that row_max is finite
+            after every tile.
+        dequantizes_values: Whether `dequantize_values` converts 8-bit values to 16 bits in shared memory.
     """
 
     log2_headroom: int
@@ -70,7 +70,7 @@ class TileMma(Protocol):
         ...
 
     def load_query(self, q_s: Ref) -> tuple[Any, Any]:
-        """Return the queries of a segment in the form that `qk` takes, and a factor for its scores.
+        """Return the query operand of `qk` for a segment, and a factor that its scores must be multiplied by.
 
         Args:
             q_s: Queries in SMEM, [num_chunks, tile_q, width]; the caller frees them after the last tile.
@@ -78,7 +78,10 @@ class TileMma(Protocol):
         ...
 
     def qk(self, stage: Scalar, query: Any) -> Tile:
-        """Return K Q^T of a stage, f32 [tile_kv, tile_q]; its keys have been read when this returns."""
+        """Return K Q^T of a stage, f32 [tile_kv, tile_q].
+
+        The stage's keys are not read after this returns.
+        """
         ...
 
     def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
@@ -90,7 +93,7 @@ class TileMma(Protocol):
         ...
 
     def broadcast(self, x: Columns | Tile) -> Tile:
-        """Broadcast one number per query, such as its maximum, over a tile."""
+        """Broadcast one number per query, such as row_max, over a tile of scores."""
         ...
 
     def accumulate_pv(
@@ -145,7 +148,7 @@ class WarpgroupMma(TileMma):
         return accs, row_max, zeros(*self.tile)
 
     def load_query(self, q_s: Ref) -> tuple[Ref, float]:
-        """Return the queries where they are, in shared memory."""
+        """Return the ref of the queries in shared memory, and the factor 1."""
         return q_s, 1.0
 
     def qk(self, stage: Scalar, query: Ref) -> Tile:
@@ -162,7 +165,7 @@ class WarpgroupMma(TileMma):
         return pl.run_scoped(multiply, plgpu.ACC(self.tile, f32))
 
     def key_operands(self, stage: Scalar, chunk: int) -> Iterator[tuple[Slice, Ref]]:
-        """Yield (columns, operand) of a chunk of keys in the form that wgmma takes."""
+        """Yield (columns, operand) of a chunk of keys: a 16-bit ref, or keys dequantized to registers."""
         tile_s = self.smem.k.at[stage, chunk]
         if self.smem.k.dtype == self.dtype:
             yield slice(None), tile_s
@@ -197,7 +200,9 @@ class WarpgroupMma(TileMma):
         @pl.when(has_masked_out_keys(segment, keys))
         def _() -> None:
             rows = pl.ds(0, self.tile[0])
-            clear_masked_out(self.smem.v.at[stage], rows, keys.over, segment.low, segment.high)
+            clear_masked_out(
+                self.smem.v.at[stage], rows, keys.tile_positions, segment.first_key, segment.end_key
+            )
             plgpu.commit_smem()
 
     def accumulate_pv(
@@ -246,17 +251,17 @@ class WarpgroupMma(TileMma):
     def combine_warps(
         self, accs: tuple[Tile, ...], row_max: Columns, row_sum: Tile
     ) -> tuple[tuple[Tile, ...], Columns, Columns]:
-        """Sum the row sums over the keys; accumulators and maxima are complete."""
+        """Return the results, after adding the partial row sums of the threads."""
         return accs, row_max, row_sum.sum(axis=0)
 
 
 class WarpMma(TileMma):
     """Matrix multiplications by four warps that do not wait for each other; see TileMma.
 
-    Each warp takes 16 of a tile's 64 keys and has a softmax of its own: its maxima, sums and accumulators are
-    of its own keys, and the four results are combined after the segment's last tile, as splits are. Nothing
-    is written back to shared memory, and no barrier but those of TMA lies between two tiles. Each warp has an
-    accumulator [head_dim, rows], so this serves few query rows.
+    Each warp takes 16 of a tile's 64 keys and computes a separate softmax over these keys. The four maxima,
+    sums and accumulators are combined after the segment's last tile, as split outputs are. Nothing is written
+    to shared memory between two tiles, and warps wait only for TMA. Each warp has an accumulator [head_dim,
+    rows], so this class supports few query rows.
 
     Arrays of a tile are [64, rows]: row 16 w + i belongs to warp w. The accumulators are a tuple of such
     arrays, one for every 16 columns of a head.
@@ -273,7 +278,7 @@ class WarpMma(TileMma):
         self.log2_headroom = LOG2_HEADROOM if self.tile.value_operand == jnp.float16 else 0
 
     def broadcast(self, x: Tile) -> Tile:
-        """Return `x`, which is a tile already."""
+        """Return `x`: here row_max and alpha have the shape of a tile."""
         return x
 
     def zeros(self) -> Tile:
@@ -295,7 +300,7 @@ class WarpMma(TileMma):
         return qk_mma(k_s, query, tile=self.tile, is_interpreted=self.is_interpreted)
 
     def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """Do nothing: `accumulate_pv` dequantizes."""
+        """Do nothing, because `accumulate_pv` dequantizes values in registers."""
 
     def row_max(self, s: Tile) -> Tile:
         """Return the maximum over each warp's rows, in all of its rows."""
@@ -318,10 +323,10 @@ class WarpMma(TileMma):
             self.smem.v.at[stage],
             p,
             [acc * alpha for acc in accs],
-            segment.low,
-            segment.high,
-            keys.firsts,
-            piece=keys.run_length,
+            segment.first_key,
+            segment.end_key,
+            keys.run_starts,
+            run_length=keys.run_length,
             tile=self.tile,
             is_interpreted=self.is_interpreted,
         )
@@ -362,6 +367,6 @@ class WarpMma(TileMma):
 
 
 def swizzle_rows(width: int) -> list[Slice]:
-    """Return the slices of columns of an 8-bit tile, one per row of the swizzle."""
+    """Split `width` columns of an 8-bit tile into slices of one swizzle row each."""
     row = swizzle_bytes(1)
     return [pl.ds(start, row) for start in range(0, width, row)]

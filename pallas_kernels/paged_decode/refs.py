@@ -19,16 +19,17 @@ f32 = jnp.float32
 
 
 class DecodeCacheRefs(NamedTuple):
-    """The paged cache, and where each request's keys are in it.
+    """The paged KV cache and its block table, reshaped for TMA copies (see CacheTiling).
 
     Attributes:
-        k: Keys [blocks, copies, rows, kv_heads, head_dim], or HND [blocks, kv_heads, copies, rows, head_dim];
-            see CacheTiling. With several chunks per head the last axes are [num_chunks, chunk_dim].
+        k: Keys [blocks, copies, tokens_per_copy, kv_heads, head_dim], or HND [blocks, kv_heads, copies,
+            tokens_per_copy, head_dim]. With several chunks per head the last axes are [num_chunks,
+            chunk_dim].
         v: Values, of the shape of k.
-        block_table: Blocks of each request, [reqs, max_blocks].
-        seq_lens: Keys of each request, [reqs].
+        block_table: Block ids of each request, [reqs, max_blocks].
+        seq_lens: Number of keys of each request, [reqs].
         k_scale: Scale of the keys, f32: [1], [kv_heads], or per token and head [blocks, kv_heads, copies,
-            rows]; None without.
+            tokens_per_copy]. None = 1.
         v_scale: Scale of the values, like k_scale, or per channel [kv_heads, num_chunks, width].
     """
 
@@ -41,10 +42,10 @@ class DecodeCacheRefs(NamedTuple):
 
 
 class DecodeListRefs(NamedTuple):
-    """Lists of sparse blocks, one per row of the schedule; None and None without lists.
+    """Lists of sparse blocks, one per schedule row. Both fields are None if there are no lists.
 
     Attributes:
-        ids: Blocks of each list, [reqs * kv_heads, max_listed].
+        ids: Sparse block ids of each list, [reqs * kv_heads, max_listed].
         counts: Length of each list, [reqs * kv_heads].
     """
 
@@ -53,12 +54,14 @@ class DecodeListRefs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Arrays that the kernel reads; `reqs` are rows of the schedule (with lists, reqs * kv_heads).
+    """Arrays that the kernel reads.
+
+    The axis `reqs` has one element per schedule row (with lists, reqs * kv_heads).
 
     Attributes:
         query: Queries [reqs, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
         cache: Keys and values.
-        unit_ends: Schedule, [reqs].
+        unit_ends: `DecodeSchedule.unit_ends`, [reqs].
         slopes: ALiBi slopes times log2(e), f32 [head_tiles, tile_q]; None without ALiBi.
         sinks: Attention sinks times log2(e), f32 [head_tiles, tile_q]; None without sinks.
         lists: Sparse blocks to visit.
@@ -73,7 +76,7 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeSplitOutputs(NamedTuple):
-    """Results of the splits, f32; entries that belong to no request and span are not written.
+    """Results of the segments of split requests, f32. Entries without a segment are not written.
 
     Attributes:
         out: O^T, not normalized: [splits, head_tiles, num_chunks, width, tile_q].
@@ -92,7 +95,7 @@ class DecodeOutputs(NamedTuple):
     Attributes:
         out: Outputs of the requests that lie in one span, of the shape of the queries.
         lse: Log-sum-exps of these requests, f32 [reqs, head_tiles, tile_q].
-        splits: Results of the other requests.
+        splits: Split outputs of the requests that lie in several spans.
     """
 
     out: Ref
@@ -104,16 +107,15 @@ class DecodeSmem(NamedTuple):
     """Shared memory of a thread block.
 
     Attributes:
-        q: Queries of this segment and the next, [2, num_chunks, tile_q, width].
-        k: Keys, [stages, num_chunks, tile_kv, width].
-        v: Values, [stages, num_chunks, tile_kv, width].
-        k_scale: Scales of the keys per token and head, f32 [stages, tile_kv]; None without.
-        v_scale: Scales of the values per token and head, f32 [stages, tile_kv]; None without.
-        dequantized: 16-bit values (in interpret mode keys, too), [num_chunks, tile_kv, width]; None if not
-            needed.
-        p: Probabilities, [tile_q, tile_kv]; None if each warp keeps its own in registers.
-        warp_outputs: Results of the warps if each multiplies on its own, f32 [warps, head_dim + 2, tile_q];
-            else None.
+        q: Queries of the current and the next segment, [2, num_chunks, tile_q, width].
+        k: Tiles of keys, [stages, num_chunks, tile_kv, width].
+        v: Tiles of values, [stages, num_chunks, tile_kv, width].
+        k_scale: Scales of the keys per token, f32 [stages, tile_kv]; None without scales per token.
+        v_scale: Scales of the values per token, f32 [stages, tile_kv]; None without scales per token.
+        dequantized: Values of one tile in 16 bits, [num_chunks, tile_kv, width]; in interpret mode also its
+            keys. None if values are not dequantized here.
+        p: Probabilities, [tile_q, tile_kv]; None with WarpMma, which keeps them in registers.
+        warp_outputs: Results of the four warps of WarpMma, f32 [warps, head_dim + 2, tile_q]; else None.
     """
 
     q: Ref
@@ -127,7 +129,7 @@ class DecodeSmem(NamedTuple):
 
 
 class DecodeBarriers(NamedTuple):
-    """Barriers between the loading warp and the consumer: a query buffer or a stage is full, or free."""
+    """Barriers that say when a query buffer or a stage of keys or values is full, and when it is free."""
 
     q_full: Barriers
     q_free: Barriers
@@ -138,7 +140,7 @@ class DecodeBarriers(NamedTuple):
 
 
 def has_token_scales(scale: Any) -> bool:
-    """Return whether a scale in the form of DecodeCacheRefs is one per token and head."""
+    """Return whether a scale of DecodeCacheRefs has one element per token and head."""
     return scale is not None and scale.ndim == 4
 
 
@@ -160,7 +162,7 @@ def output_types(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
 
 
 def smem_types(cache: DecodeCacheRefs, spec: DecodeSpec) -> DecodeSmem:
-    """Return the shared memory that a cache of these dtypes and scales needs."""
+    """Return the scratch shapes in shared memory for a cache of these dtypes and scales."""
     sizes, head, tile_q = spec.sizes, spec.shape.head, spec.shape.tile_q
     stage = head.num_chunks, sizes.tile_kv, head.width
     # Interpret mode takes no operand from registers, so dequantized keys pass through shared memory there.
@@ -182,9 +184,12 @@ def smem_types(cache: DecodeCacheRefs, spec: DecodeSpec) -> DecodeSmem:
 
 
 def barrier_types(cache: DecodeCacheRefs, spec: DecodeSpec) -> DecodeBarriers:
-    """Return the barriers; each copy into a query buffer or a stage arrives once at its full barrier."""
+    """Return the scratch shapes of the barriers.
+
+    Each TMA copy arrives once at the full barrier of its buffer.
+    """
     stages, num_chunks = spec.sizes.stages, spec.shape.head.num_chunks
-    tokens_per_copy = spec.cache_tiling.rows
+    tokens_per_copy = spec.cache_tiling.tokens_per_copy
 
     def num_copies(scale: Any) -> int:
         return spec.sizes.tile_kv // tokens_per_copy * (num_chunks + has_token_scales(scale))

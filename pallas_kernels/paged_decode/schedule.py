@@ -1,12 +1,13 @@
 """The stream-K schedule of decode: which thread block processes which keys.
 
-The keys of all requests are laid end to end and divided into equal spans. A **span** is the contiguous range
-of KV tokens of the batch that one thread block processes. It may begin and end inside a request, so that all
-thread blocks finish together however uneven the batch is, and no request is split more often than that
-requires.
+A **unit** is the smallest part of the work that the schedule assigns: one KV tile of one schedule row or,
+with fixed splits, one split. A **schedule row** is a request or, with lists of sparse blocks, one KV head of
+a request. The units of all rows are numbered consecutively, and divided into spans of equally many units. A
+**span** is the contiguous range of KV tokens of the batch that one thread block processes. It may begin and
+end inside a request. So all thread blocks finish at the same time even if the lengths of the requests differ.
 
-A request that lies in several spans leaves one split output per span. Along the line of keys, the sum of the
-request's index and the span's index grows with each of them, so it numbers the split outputs without a table.
+A request that lies in several spans has one split output per span. `row + span` is the index of a split
+output: it grows by one from each segment of the batch to the next, so no table of indices is needed.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class BlockList(NamedTuple):
         ids: Block indices in ascending order; block i holds keys `i * list_block_size` onward. Indices past
             the request's end are harmless. With `lists_have_head_bits`, the bits from QUERY_BLOCK_SHIFT on
             are the query heads of the group that visit the block.
-        counts: Number of valid ids of each list; the others are never used.
+        counts: Number of valid ids of each list; ids after them are never used.
     """
 
     ids: Int32[Array, "reqs kv_heads max_listed"]
@@ -43,14 +44,14 @@ class BlockList(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeScheduleKey:
-    """Static sizes that a schedule was built for; it serves no other call.
+    """Static sizes that a schedule was built for. A call with other sizes cannot use the schedule.
 
     Attributes:
         unit: Keys per unit: `tile_kv`, or `split_kv` if splits are fixed.
         mask: `Score.mask`; None with lists, which select the keys.
         decode_query_len: Query tokens per request; None with lists.
         list_block_size: Keys per listed block; None without lists.
-        kv_heads: KV heads, each with lists of its own; None without lists.
+        kv_heads: Number of KV heads, each of which has one list per request; None without lists.
     """
 
     unit: int
@@ -65,11 +66,11 @@ class DecodeScheduleKey:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeSchedule:
-    """The work of a step in units of equally many keys, shared by layers with the same mask.
+    """The units of each row of a step. Layers with the same mask can share it.
 
     Attributes:
-        unit_ends: For each row, one past its last unit, with the units of all rows laid end to end.
-        num_spans: Static number of spans. A thread block finds the first row of its span itself
+        unit_ends: One past the index of each row's last unit, where units are counted over all rows.
+        num_spans: Static number of spans. A thread block searches `unit_ends` for the first row of its span
             (find_span_start).
         built_for: Static sizes that the schedule was built for.
     """
@@ -105,16 +106,16 @@ def make_schedule(
     The function is traced, so the schedule is computed on the device once per step.
 
     Args:
-        seq_lens: Keys of each request.
+        seq_lens: Number of keys of each request.
         score: Score function of the layers.
         sizes: Sizes of the kernel.
-        kv_heads: KV heads.
+        kv_heads: Number of KV heads.
         group: Query heads per KV head.
         decode_query_len: Query tokens per request.
         block_list: Sparse blocks to visit, or None for all keys. With lists, a row of the schedule is one KV
             head of a request.
         list_block_size: Keys per sparse block; None without lists.
-        max_kv: Maximum number of keys of a request, which avoids thread blocks that can never have work.
+        max_kv: Maximum number of keys of a request; limits the number of thread blocks. None = no maximum.
     """
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
     num_spans = sizes.num_spans(1 if block_list is not None else kv_heads, group * decode_query_len)
@@ -134,7 +135,7 @@ def _unit_ends(
     block_list: BlockList | None,
     list_block_size: int | None,
 ) -> jax.Array:
-    """Return the cumulative sum of the units of all rows."""
+    """Return the cumulative sum of the number of units of each row."""
 
     def divide(x: jax.Array) -> jax.Array:
         return lax.div(x, jnp.full_like(x, unit))
@@ -146,8 +147,8 @@ def _unit_ends(
             return cumulative_units.by_platform(counts, listed=list_block_size, unit=unit)
         units = divide(counts * list_block_size + (unit - 1))
     else:
-        low, high = score.request_key_range(seq_lens, decode_query_len)
-        units = divide(high + (unit - 1)) - divide(low)
+        first_key, end_key = score.request_key_range(seq_lens, decode_query_len)
+        units = divide(end_key + (unit - 1)) - divide(first_key)
     # A row without visible keys has one unit, too, so that the thread block of its span writes its zeros.
     units = jnp.maximum(units, 1)
     if units.size <= MAX_PAIRWISE_ROWS:
@@ -162,10 +163,10 @@ def num_split_outputs(reqs: int, max_kv: int, *, sizes: DecodeSizes, num_spans: 
     """Return the maximum number of split outputs per tile of query rows.
 
     Args:
-        reqs: Rows of the schedule.
+        reqs: Number of rows of the schedule.
         max_kv: Maximum number of keys of a row.
         sizes: Sizes of the kernel.
-        num_spans: Spans of the schedule.
+        num_spans: Number of spans of the schedule.
     """
     if sizes.split_kv is None:
         return reqs + num_spans

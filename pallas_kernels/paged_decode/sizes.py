@@ -17,16 +17,17 @@ class DecodeSizes:
     """Static sizes of one decode kernel.
 
     Attributes:
-        tile_kv: Keys per tile: 64 or 128.
-        stages: Tiles of keys and values in flight from global memory.
-        ctas: Maximum number of thread blocks of the grid. They run until the work is done, so more than fit
-            the SMs only wait.
+        tile_kv: Number of keys per tile: 64 or 128.
+        stages: Number of tiles of keys and values in flight from global memory.
+        ctas: Maximum number of thread blocks of the grid. Thread blocks are persistent: a number above what
+            fits the SMs at once has no benefit.
         max_rows: Maximum number of query rows (query heads per KV head times decode_query_len) per tile; a
             multiple of 8. More rows are split into several tiles.
-        split_kv: Keys per split if splits are fixed, a multiple of tile_kv: then the bits of a request's
-            result do not depend on its batch. None = splits follow the load.
-        per_warp_mma: Whether each warp multiplies on its own (WarpMma) instead of the warpgroup together
-            (WarpgroupMma); tile_kv must be 64 then.
+        split_kv: Number of keys per split, a multiple of tile_kv, if splits are fixed. Then the bits of a
+            request's result do not depend on the other requests. None = the schedule splits requests to
+            balance the load.
+        per_warp_mma: Whether each warp computes separate matrix products (WarpMma) instead of one product per
+            warpgroup (WarpgroupMma). Requires tile_kv=64.
     """
 
     tile_kv: int = 64
@@ -39,30 +40,30 @@ class DecodeSizes:
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
         require_positive(stages=self.stages, ctas=self.ctas)
-        rows_ok = self.max_rows % 8 == 0 and 0 < self.max_rows <= MAX_ROWS
-        require(rows_ok, "max_rows", f"be a multiple of 8 up to {MAX_ROWS}", self.max_rows)
-        split_ok = self.split_kv is None or (self.split_kv > 0 and self.split_kv % self.tile_kv == 0)
+        is_max_rows_valid = self.max_rows % 8 == 0 and 0 < self.max_rows <= MAX_ROWS
+        require(is_max_rows_valid, "max_rows", f"be a multiple of 8 up to {MAX_ROWS}", self.max_rows)
+        is_split_kv_valid = self.split_kv is None or (self.split_kv > 0 and self.split_kv % self.tile_kv == 0)
         require(
             not self.per_warp_mma or self.tile_kv == 64, "tile_kv", "be 64 with per_warp_mma", self.tile_kv
         )
-        require(split_ok, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
+        require(is_split_kv_valid, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
 
     @property
     def schedule_sizes(self) -> tuple[int, ...]:
-        """Sizes that a schedule depends on; calls that agree in them may share a schedule."""
+        """Sizes that a schedule depends on. Calls with equal values can share a schedule."""
         return self.tile_kv, self.split_kv or 0, self.ctas, self.max_rows
 
     @property
     def unit(self) -> int:
-        """Keys per unit of a schedule: a fixed split, or a tile."""
+        """Number of keys per unit of the schedule: those of a fixed split, or of a tile."""
         return self.split_kv or self.tile_kv
 
     def row_tile(self, rows: int) -> int:
-        """Return the query rows per tile, rounded up to what the tensor core takes."""
+        """Return the number of query rows per tile, rounded up to a multiple of 8 for the tensor core."""
         return min(-(-rows // 8) * 8, self.max_rows)
 
     def row_tiles(self, rows: int) -> int:
-        """Return how many tiles hold `rows` query rows."""
+        """Return the number of tiles that hold `rows` query rows."""
         return -(-rows // self.row_tile(rows))
 
     def num_spans(self, kv_heads: int, rows: int) -> int:
@@ -91,11 +92,13 @@ def default_sizes(
     batch_invariant: bool = False,
     has_lists: bool = False,
 ) -> DecodeSizes:
-    """Return the sizes for a head_dim; those for 64 and 128 were measured on an H200 (benchmarks/results).
+    """Return the default sizes for a head_dim.
+
+    The sizes for 64 and 128 were measured on an H200 (benchmarks/results).
 
     Args:
-        head_dim: Elements per head.
-        rows: Query rows per KV head.
+        head_dim: Number of elements per head.
+        rows: Number of query rows per KV head.
         kv_dtypes: Dtypes of the keys and of the values in the cache.
         batch_invariant: Whether the bits of a request's result must not depend on its batch.
         has_lists: Whether lists of sparse blocks select the keys.

@@ -1,7 +1,8 @@
 """The online softmax over the tiles of a request, in base 2, and the scales of stored keys and values.
 
-A scale per token multiplies no key or value: that of a key multiplies its row of S^T, that of a value its row
-of P^T. A static scale, of a tensor, a head or a channel, multiplies all of S^T, or of O^T.
+Scales are not applied to keys and values. The scale of a key multiplies the key's row of S^T, and the scale
+of a value multiplies the value's row of P^T. A scale per tensor, head or channel multiplies all of S^T or
+O^T.
 """
 
 import jax.numpy as jnp
@@ -24,10 +25,10 @@ def online_softmax(
 
     Args:
         s: Scores times log2(e), [tile_kv, tile_q].
-        v_scale: Factor of each key's value, over a tile; None without scales per token.
-        row_max: Maximum score of each query so far; see `TileMma.broadcast`.
-        row_sum: Sum of the exponentials so far, one per thread: it is summed over the keys once, at the end.
-        mma: Matrix multiplication of the tile.
+        v_scale: Scale of each key's value, broadcast to the shape of s; None without scales per token.
+        row_max: Maximum score of each query so far, in the shape that `TileMma.broadcast` takes.
+        row_sum: Sum of the exponentials so far, one partial sum per thread; the end of the segment adds them.
+        mma: Matrix products of the kernel, which define the shape of row_max.
 
     Returns:
         The probabilities times `v_scale`, the factor `alpha` that rescales the earlier sums, and the new
@@ -48,14 +49,14 @@ def online_softmax(
 
 
 def load_static_scale(scale_g: Ref, segment: Segment) -> Scalar | None:
-    """Return the number that multiplies all keys or values of a segment; None if there is no such number."""
+    """Return the scale that all keys or values of a segment share, or None if there is no such scale."""
     if scale_g is None or scale_g.ndim != 1:
         return None
     return scale_g[segment.kv_head if scale_g.shape[0] > 1 else 0]
 
 
 def load_token_scales(scale_s: Ref, stage: Scalar, tile: tuple[int, int]) -> Tile:
-    """Return the scales per token of a stage, each broadcast over its row of a tile."""
+    """Return the scale of each token of a stage, broadcast over the token's row of a tile."""
     scale = plgpu.load(scale_s.at[stage], layout=W.reduce(1), optimized=False)
     return lax.broadcast_in_dim(scale, tile, [0])
 
@@ -63,14 +64,14 @@ def load_token_scales(scale_s: Ref, stage: Scalar, tile: tuple[int, int]) -> Til
 def scale_output(
     acc: Tile, chunk: int, segment: Segment, v_scale_g: Ref, static_scale: Scalar | None
 ) -> Tile:
-    """Multiply a chunk of O^T by the static scale of the values.
+    """Return a chunk of O^T times the values' scale, unless the scale is per token.
 
     Args:
         acc: Chunk of O^T.
         chunk: Static index of the chunk.
         segment: Segment of the output.
-        v_scale_g: Scale of the values in the form of DecodeCacheRefs, or None.
-        static_scale: Result of `load_static_scale`, loaded early so that no one waits for it here.
+        v_scale_g: `DecodeCacheRefs.v_scale`.
+        static_scale: Result of `load_static_scale`, which the caller loads early to hide the latency.
     """
     if v_scale_g is None or has_token_scales(v_scale_g):
         return acc

@@ -1,7 +1,8 @@
-"""The walk of a thread block over its span: the requests that lie in it, and which tiles of each.
+"""The loop of a thread block over its span: the requests in the span, and the KV tiles of each.
 
-A span is the contiguous range of KV tokens of the batch that one thread block processes; see `schedule`. The
-**segment** of a request is the part of the request that lies in one span.
+A **span** is the contiguous range of KV tokens of the batch that one thread block processes. The **segment**
+of a request is the part of the request that lies in one span. Spans and segments are counted in **units**: a
+unit is one KV tile or, with fixed splits, one split. See `schedule`.
 """
 
 import dataclasses
@@ -19,22 +20,23 @@ from pallas_kernels.shared.types import Ref, Scalar
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The part of a request that lies in one span; traced scalars.
+    """The part of a request that lies in one span. All fields are traced scalars.
 
     Attributes:
-        row: Row of the schedule, of the queries and of the results.
-        request: Row of the block table.
-        request_head_tile: Tile of query rows in the request.
-        kv_head: KV head.
-        seq_len: Keys of the request.
-        low: First key that some query of the request attends to.
-        high: One past the last.
-        first_tile: First tile of the segment, counted from the request's key 0, or in its list.
-        num_tiles: Tiles of the segment.
-        split_index: Index of the segment's split output.
-        num_units: Units of the segment.
-        is_complete: Whether no other span has a part of the request.
-        num_listed: Sparse blocks in the request's list; None without lists.
+        row: Schedule row: index in the schedule, the queries and the results.
+        request: Index of the request in the block table.
+        request_head_tile: Index of the tile of query rows among all tiles of the request.
+        kv_head: Index of the KV head.
+        seq_len: Number of keys of the request.
+        first_key: Position of the first key that any query of the request attends to.
+        end_key: One past the position of the last key that any query of the request attends to.
+        first_tile: Index of the segment's first KV tile: without lists, counted from position 0 of the
+            request; with lists, counted along the list.
+        num_tiles: Number of KV tiles of the segment.
+        split_index: Index of the split output that the segment writes if it is not complete.
+        num_units: Number of units of the segment; 0 if no part of the request lies in the span.
+        is_complete: Whether the segment is the whole request.
+        num_listed: Number of sparse blocks in the request's list; None without lists.
     """
 
     row: Scalar
@@ -42,8 +44,8 @@ class Segment:
     request_head_tile: Scalar
     kv_head: Scalar
     seq_len: Scalar
-    low: Scalar
-    high: Scalar
+    first_key: Scalar
+    end_key: Scalar
     first_tile: Scalar
     num_tiles: Scalar
     split_index: Scalar
@@ -53,7 +55,7 @@ class Segment:
 
     @property
     def is_nonempty(self) -> Scalar:
-        """Return whether a part of the request lies in this span."""
+        """Whether a part of the request lies in this span."""
         return self.num_units > 0
 
 
@@ -61,8 +63,8 @@ class ScheduleRow(NamedTuple):
     """The values that a thread block reads for a row of the schedule.
 
     Attributes:
-        end: One past the row's last unit.
-        seq_len: Keys of the request.
+        end: One past the index of the row's last unit, counted over all rows.
+        seq_len: Number of keys of the request.
         num_listed: Length of the row's list; None without lists.
     """
 
@@ -72,15 +74,15 @@ class ScheduleRow(NamedTuple):
 
 
 class SpanCursor(NamedTuple):
-    """State of a walk over a span.
+    """Position of the loop over a span.
 
     Attributes:
-        unit: Next unit.
-        row: Row of the schedule that the unit lies in.
-        start: First unit of the row.
-        current: Values that were read for the row.
-        step: Tiles walked over so far.
-        segment_index: Non-empty segments walked over so far.
+        unit: Index of the next unit, counted over all schedule rows.
+        row: Schedule row of this unit.
+        start: Index of the first unit of the row.
+        current: Values of the row.
+        step: Number of KV tiles visited so far.
+        segment_index: Number of non-empty segments visited so far.
     """
 
     unit: Scalar
@@ -97,10 +99,10 @@ class Span:
 
     Attributes:
         index: Index of the span.
-        head_tile: Tile of query rows of each row of the schedule.
-        seq_lens: Keys of each request, [reqs] in global memory.
-        unit_ends: Schedule, [rows] in global memory.
-        counts: Lengths of the lists, [rows] in global memory; None without lists.
+        head_tile: Index of the tile of query rows within each schedule row.
+        seq_lens: Number of keys of each request, [reqs] in global memory.
+        unit_ends: `DecodeSchedule.unit_ends`, [rows] in global memory.
+        counts: Length of each row's list, [rows] in global memory; None without lists.
         spec: Static description of the call.
     """
 
@@ -112,13 +114,13 @@ class Span:
     spec: DecodeSpec
 
     def walk(self, visit: Callable[[Segment, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
-        """Call `visit` for each segment, and return the numbers of tiles and of non-empty segments.
+        """Call `visit` for each segment, and return the number of tiles and of non-empty segments.
 
-        Loader and consumer walk alike, so neither has to tell the other what comes next.
+        The loader and the consumer visit the same segments in the same order, so they need no messages.
 
         Args:
-            visit: Function of the segment, the index of its first tile in the span, and its index among the
-                non-empty segments.
+            visit: Function of (segment, number of tiles of the span before the segment, number of non-empty
+                segments of the span before the segment).
         """
         last_row = self.unit_ends.shape[0] - 1
         begin = self._begin()
@@ -151,7 +153,7 @@ class Span:
             visits = visits + jnp.maximum(stop - begin.unit, 0)
         first = ScheduleRow(begin.end, begin.value, None)
         if self.counts is not None:
-            request, _ = self.spec.shape.request_of(first_row, self.head_tile)
+            request, _ = self.spec.shape.row_request(first_row, self.head_tile)
             first = ScheduleRow(begin.end, self.seq_lens[request], begin.value)
         cursor = SpanCursor(begin.unit, first_row, begin.start, first, step=zero, segment_index=zero)
         cursor = lax.fori_loop(0, visits, visit_row, cursor)
@@ -166,28 +168,30 @@ class Span:
 
     def _read(self, row: Scalar) -> ScheduleRow:
         num_listed = None if self.counts is None else self.counts[row]
-        end, (request, _) = self.unit_ends[row], self.spec.shape.request_of(row, self.head_tile)
+        end, (request, _) = self.unit_ends[row], self.spec.shape.row_request(row, self.head_tile)
         return ScheduleRow(end, self.seq_lens[request], num_listed)
 
     def segment(self, cursor: SpanCursor, stop: Scalar) -> Segment:
-        """Return the part of the cursor's row that lies between the cursor and unit `stop`."""
+        """Return the part of the cursor's row from the cursor's unit up to unit `stop`."""
         shape, score, sizes = self.spec.shape, self.spec.score, self.spec.sizes
         (end, seq_len, num_listed), row, unit, start = cursor.current, cursor.row, cursor.unit, cursor.start
         tiles_per_unit = sizes.unit // sizes.tile_kv
-        request, request_head_tile = shape.request_of(row, self.head_tile)
-        low, high = score.request_key_range(seq_len, shape.query_len)
+        request, request_head_tile = shape.row_request(row, self.head_tile)
+        first_key, end_key = score.request_key_range(seq_len, shape.query_len)
         # Units of the row in this span; with fixed splits a segment is one split.
         remaining = jnp.maximum(jnp.minimum(end, stop) - unit, 0)
         units = remaining if sizes.split_kv is None else jnp.minimum(remaining, 1)
         # Tiles of these units, without those that no query attends to.
-        low_tile = lax.div(low, jnp.int32(sizes.tile_kv)) if num_listed is None else self.index * 0
-        end_key = high if num_listed is None else num_listed * (shape.list_block_size or 0)
-        high_tile = lax.div(end_key + (sizes.tile_kv - 1), jnp.int32(sizes.tile_kv))
-        first_unit = lax.div(low_tile, jnp.int32(tiles_per_unit)) + (unit - start)
-        first = jnp.maximum(first_unit * tiles_per_unit, low_tile)
-        last = jnp.minimum((first_unit + units) * tiles_per_unit, high_tile)
+        first_visible_tile = (
+            lax.div(first_key, jnp.int32(sizes.tile_kv)) if num_listed is None else self.index * 0
+        )
+        end_position = end_key if num_listed is None else num_listed * (shape.list_block_size or 0)
+        end_visible_tile = lax.div(end_position + (sizes.tile_kv - 1), jnp.int32(sizes.tile_kv))
+        first_unit = lax.div(first_visible_tile, jnp.int32(tiles_per_unit)) + (unit - start)
+        first = jnp.maximum(first_unit * tiles_per_unit, first_visible_tile)
+        last = jnp.minimum((first_unit + units) * tiles_per_unit, end_visible_tile)
         split_index = row + self.index if sizes.split_kv is None else unit
-        num_tiles = jnp.where(high > low, last - first, 0)
+        num_tiles = jnp.where(end_key > first_key, last - first, 0)
         is_complete = units == end - start
         return Segment(
             row=row,
@@ -195,8 +199,8 @@ class Span:
             request_head_tile=request_head_tile,
             kv_head=lax.div(request_head_tile, jnp.int32(shape.row_tiles)),
             seq_len=seq_len,
-            low=low,
-            high=high,
+            first_key=first_key,
+            end_key=end_key,
             first_tile=first,
             num_tiles=num_tiles,
             split_index=split_index,

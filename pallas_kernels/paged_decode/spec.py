@@ -18,20 +18,20 @@ class DecodeShape:
     """Sizes of the arrays of a call.
 
     Attributes:
-        kv_heads: KV heads.
-        row_tiles: Tiles of query rows per KV head.
-        rows: Valid query rows of a tile, ordered by decode token, then by query head; the last tile may hold
-            fewer.
-        group: Query heads per KV head.
-        query_len: Query tokens per request.
-        block_size: Tokens per cache block.
+        kv_heads: Number of KV heads.
+        row_tiles: Number of tiles of query rows per KV head.
+        rows: Number of valid query rows of a tile, ordered by decode token, then by query head. The last tile
+            may hold fewer.
+        group: Number of query heads per KV head.
+        query_len: Number of query tokens per request.
+        block_size: Number of tokens per cache block.
         is_hnd: Whether blocks are [kv_heads, block_size, head_dim].
-        head: Chunks of a head.
+        head: Division of a head into chunks.
         tile_q: `rows` rounded up for the tensor core.
-        list_block_size: Keys per sparse block if each request and KV head has its own list of blocks; None if
-            every key is visited. With lists, a row of the schedule, of the queries and of the results is one
-            KV head of a request, so that lists of any lengths keep all thread blocks busy. Without lists, it
-            is a request.
+        list_block_size: Number of keys per sparse block if each KV head of each request has a list of blocks;
+            None if every key is visited. With lists, a row of the schedule, of the queries and of the results
+            is one KV head of a request, so that lists of any lengths keep all thread blocks busy. Without
+            lists, it is a request.
         lists_have_head_bits: Whether each entry of a list says which query heads of the group visit the
             block.
     """
@@ -50,15 +50,15 @@ class DecodeShape:
 
     @property
     def head_tiles(self) -> int:
-        """Tiles of query rows per row of the schedule."""
+        """Number of tiles of query rows per row of the schedule."""
         return self.row_tiles if self.list_block_size else self.kv_heads * self.row_tiles
 
-    def request_of(self, row: Scalar, head_tile: Scalar) -> tuple[Scalar, Scalar]:
-        """Return the request of a row of the schedule, and the tile of query rows in the request.
+    def row_request(self, row: Scalar, head_tile: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the request of a schedule row, and the index of a tile among the request's query tiles.
 
         Args:
-            row: Row of the schedule.
-            head_tile: Tile of query rows in this row.
+            row: Schedule row.
+            head_tile: Index of the tile of query rows within this schedule row.
         """
         if not self.list_block_size:
             return row, head_tile
@@ -74,7 +74,8 @@ class DecodeSpec:
         shape: Sizes of the arrays.
         score: Score function of the layer.
         sizes: Sizes of the kernel.
-        num_spans: Spans of the schedule, one thread block each for every tile of query rows.
+        num_spans: Number of spans of the schedule. For each span, there is one thread block per tile of query
+            rows.
         dtype: 16-bit dtype of the queries, in which the tensor core multiplies.
         interpret: Parameters of interpret mode, or None for a GPU.
     """
@@ -88,7 +89,7 @@ class DecodeSpec:
 
     @property
     def is_interpreted(self) -> bool:
-        """Return whether the kernel runs in interpret mode, which has no PTX."""
+        """Whether the kernel runs in interpret mode, which has no PTX."""
         return bool(self.interpret)
 
     @property
@@ -98,12 +99,12 @@ class DecodeSpec:
 
     @property
     def run_length(self) -> int:
-        """Consecutive keys of a request in a tile: the whole tile, or a sparse block if that is smaller."""
+        """Number of consecutive keys in a tile: the size of a sparse block, at most the size of the tile."""
         return min(self.shape.list_block_size or self.sizes.tile_kv, self.sizes.tile_kv)
 
     @property
     def cache_tiling(self) -> CacheTiling:
-        """Copies that fetch a run of consecutive keys from the cache."""
+        """TMA copies that load a run of consecutive keys from the cache."""
         shape = self.shape
         return CacheTiling(
             block_size=shape.block_size, tile_kv=self.run_length, is_hnd=shape.is_hnd, head=shape.head

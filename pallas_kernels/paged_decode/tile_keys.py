@@ -1,4 +1,4 @@
-"""The keys of a tile: consecutive ones, or runs that a request's list of sparse blocks selects."""
+"""Key positions of a tile: consecutive positions, or runs that a request's list of sparse blocks selects."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,59 +12,62 @@ from pallas_kernels.paged_decode.span import Segment
 from pallas_kernels.paged_decode.spec import DecodeSpec
 from pallas_kernels.shared.types import Ref, Scalar, Tile
 
-NO_KEY = 1 << 30  # a key past every request's end
+NO_KEY = 1 << 30  # a key position beyond the end of every request
 
 
 @dataclasses.dataclass(frozen=True)
 class TileKeys:
-    """The keys of a tile, in runs of consecutive keys.
+    """Positions of a tile's keys in their request, as runs of consecutive positions.
 
     Attributes:
-        firsts: First key of each run, ascending.
-        head_bits: For each run, one bit per query head of the group that visits it; empty if all heads do.
+        run_starts: Position of the first key of each run, in ascending order.
+        head_bits: One number per run, whose bit g says whether query head g of the group visits the run.
+            Empty if all query heads visit all runs.
         run_length: Static number of keys per run.
     """
 
-    firsts: tuple[Scalar, ...]
+    run_starts: tuple[Scalar, ...]
     head_bits: tuple[Scalar, ...]
     run_length: int
 
-    def row_keys(self, rows: Tile) -> Tile:
-        """Return the key of each row of the tile."""
-        return rows + self._select(rows, [first - i * self.run_length for i, first in enumerate(self.firsts)])
+    def row_positions(self, rows: Tile) -> Tile:
+        """Return the key position of each of the given rows of the tile."""
+        return rows + self._select(
+            rows, [first - i * self.run_length for i, first in enumerate(self.run_starts)]
+        )
 
-    def over(self, shape: tuple[int, ...]) -> Tile:
-        """Return the key of each row of a tile of this shape, in the layout WGMMA."""
+    def tile_positions(self, shape: tuple[int, ...]) -> Tile:
+        """Return the key position of each element of a tile [keys, ...], in the WGMMA layout."""
         rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        return self.row_keys(rows)
+        return self.row_positions(rows)
 
     def row_head_bits(self, rows: Tile) -> Tile:
-        """Return the head bits of the run that each row of the tile is in."""
+        """Return, for each of the given rows of the tile, the head bits of its run."""
         return self._select(rows, self.head_bits)
 
     def _select(self, rows: Tile, run_values: Sequence[Scalar]) -> Tile:
-        """Return for each row the value of its run."""
+        """Return the element of `run_values` for the run that each of the given rows belongs to."""
         value = run_values[0]
         for i, run_value in enumerate(run_values[1:], 1):
             value = jnp.where(rows >= i * self.run_length, run_value, value)
         return value
 
-    def exceed(self, low: Scalar, high: Scalar) -> Scalar:
-        """Return whether any key is outside [low, high)."""
-        return (self.firsts[0] < low) | (self.firsts[-1] + self.run_length > high)
+    def has_key_outside(self, first_key: Scalar, end_key: Scalar) -> Scalar:
+        """Return whether any key position of the tile is outside of [first_key, end_key)."""
+        return (self.run_starts[0] < first_key) | (self.run_starts[-1] + self.run_length > end_key)
 
 
 def read_entries(
     segment: Segment, tile_index: Scalar | int, ids: Ref, spec: DecodeSpec
 ) -> tuple[Scalar, ...]:
-    """Return the list entries of a tile; without lists, the tile's first key.
+    """Return the list entries of a tile or, without lists, the position of the tile's first key.
 
-    A list is in global memory: callers read the entries a tile or more ahead of `keys_of`, so that they do
-    not wait for them.
+    Lists are in global memory. Callers read the entries at least one tile before they call `get_tile_keys`,
+    which hides the latency of the loads.
 
     Args:
         segment: Segment of the tile.
-        tile_index: Index of the tile in the segment; may be past the last.
+        tile_index: Index of the tile in the segment; may exceed the number of tiles.
         ids: Lists of sparse blocks, [reqs * kv_heads, max_listed]; unused without lists.
         spec: Static description of the call.
     """
@@ -75,26 +78,35 @@ def read_entries(
     return tuple(ids[segment.row, jnp.minimum(position, last)] for position in positions)
 
 
-def keys_of(segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], spec: DecodeSpec) -> TileKeys:
-    """Return the keys of a tile of a segment from what `read_entries` returned for it."""
+def get_tile_keys(
+    segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], spec: DecodeSpec
+) -> TileKeys:
+    """Return the key positions of a tile of a segment.
+
+    Args:
+        segment: Segment of the tile.
+        tile_index: Index of the tile in the segment.
+        entries: Result of `read_entries` for the tile.
+        spec: Static description of the call.
+    """
     shape = spec.shape
     if segment.num_listed is None:
         return TileKeys(entries, (), spec.run_length)
     positions, offset = _list_positions(segment, tile_index, spec)
-    firsts, head_bits = [], []
+    run_starts, head_bits = [], []
     for position, entry in zip(positions, entries, strict=True):
         if shape.lists_have_head_bits:
             head_bits.append(lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT)))
             entry = entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
         is_valid = position < segment.num_listed
-        firsts.append(jnp.where(is_valid, entry * (shape.list_block_size or 0) + offset, NO_KEY))
-    return TileKeys(tuple(firsts), tuple(head_bits), spec.run_length)
+        run_starts.append(jnp.where(is_valid, entry * (shape.list_block_size or 0) + offset, NO_KEY))
+    return TileKeys(tuple(run_starts), tuple(head_bits), spec.run_length)
 
 
 def _list_positions(
     segment: Segment, tile_index: Scalar | int, spec: DecodeSpec
 ) -> tuple[list[Scalar], Scalar]:
-    """Return the list positions of a tile's sparse blocks, and where in each block the tile begins."""
+    """Return the indices in the list of a tile's sparse blocks, and the offset of the tile in each block."""
     size, tile_kv, run_length = spec.shape.list_block_size, spec.sizes.tile_kv, spec.run_length
     assert size is not None
     tile = segment.first_tile + tile_index

@@ -124,18 +124,18 @@ def _pv_mma(
     v_s: Ref,
     p: Tile,
     accs: Sequence[Tile],
-    low: Scalar,
-    high: Scalar,
-    firsts: Sequence[Scalar],
+    first_key: Scalar,
+    end_key: Scalar,
+    run_starts: Sequence[Scalar],
     *,
-    piece: int,
+    run_length: int,
     tile: WarpTile,
 ) -> tuple[Tile, ...]:
     rows = jnp.arange(WARPS * WARP_KEYS, dtype=jnp.int32)
-    key = rows + firsts[0]
-    for i, first in enumerate(firsts[1:], 1):
-        key = jnp.where(rows >= i * piece, rows + (first - i * piece), key)
-    is_visible = (key >= low) & (key < high)
+    key = rows + run_starts[0]
+    for i, first in enumerate(run_starts[1:], 1):
+        key = jnp.where(rows >= i * run_length, rows + (first - i * run_length), key)
+    is_visible = (key >= first_key) & (key < end_key)
     v = jnp.where(is_visible[:, None], v_s[...].astype(f32), 0.0)
     v = v.reshape(-1, WARPS, WARP_KEYS, tile.head_chunks.width)
     p = round_to(p, tile.value_operand).reshape(WARPS, WARP_KEYS, -1)
@@ -148,36 +148,37 @@ def pv_mma(
     v_s: Ref,
     p: Tile,
     accs: Sequence[Tile],
-    low: Scalar,
-    high: Scalar,
-    firsts: Sequence[Scalar],
+    first_key: Scalar,
+    end_key: Scalar,
+    run_starts: Sequence[Scalar],
     *,
-    piece: int,
+    run_length: int,
     tile: WarpTile,
 ) -> tuple[Tile, ...]:
-    """Return accs + V^T P over each warp's keys, where values of keys outside [low, high) count as 0.
+    """Return accs + V^T P over each warp's keys; values outside of [first_key, end_key) count as 0.
 
     Args:
-        v_s: [chunks, 64, width] in SMEM.
+        v_s: Tile of values in SMEM, [chunks, 64, width].
         p: Probabilities, [64, tile_q].
         accs: `num_accs` tiles [64, tile_q]: row 16 w + i is warp w's sum for one of 16 columns of a head, in
             an order that `store_warp_outputs` reverses.
-        low: First key that some query attends to.
-        high: One past the last key that some query attends to.
-        firsts: First key of each run of `piece` consecutive keys of the tile, ascending.
-        piece: Static: number of consecutive keys in a run.
+        first_key: Position of the first key that any query attends to.
+        end_key: One past the position of the last key that any query attends to.
+        run_starts: Position of the first key of each run of `run_length` consecutive keys, in ascending
+            order.
+        run_length: Static: number of consecutive keys in a run.
         tile: Static sizes.
     """
     types = (
         ref_type(tile.v_dtype.itemsize, tile.head_chunks.width),
         TILE,
         [TILE] * tile.num_accs,
-        [SCALAR] * (2 + len(firsts)),
+        [SCALAR] * (2 + len(run_starts)),
     )
     run = plgpu.inline_mgpu(arg_types=types, return_type=(tile.scores_type,) * tile.num_accs)
     return tuple(
-        run(functools.partial(_pv_mma_by_lanes, tile=tile, piece=piece))(
-            v_s, p, list(accs), [low, high, *firsts]
+        run(functools.partial(_pv_mma_by_lanes, tile=tile, run_length=run_length))(
+            v_s, p, list(accs), [first_key, end_key, *run_starts]
         )
     )
 
@@ -190,10 +191,10 @@ def _pv_mma_by_lanes(
     scalars: Sequence[mgpu.FragmentedArray],
     *,
     tile: WarpTile,
-    piece: int,
+    run_length: int,
 ) -> tuple[mgpu.FragmentedArray, ...]:
-    low, high, *firsts = map(fragments.scalar, scalars)
-    masks = _visible_key_masks(low, high, firsts, piece)
+    first_key, end_key, *run_starts = map(fragments.scalar, scalars)
+    masks = _visible_key_masks(first_key, end_key, run_starts, run_length)
     values = _ldmatrix_tile(v_s, tile.v_dtype, tile)
     # The probabilities are an accumulator's fragments; transposed in 8 x 8 matrices they are B operands.
     b_operands = []
@@ -228,23 +229,26 @@ def _value_operands(loaded: Sequence[ir.Value], dtype: np.dtype) -> list[Sequenc
 
 
 def _visible_key_masks(
-    low: ir.Value, high: ir.Value, firsts: Sequence[ir.Value], piece: int
+    first_key: ir.Value, end_key: ir.Value, run_starts: Sequence[ir.Value], run_length: int
 ) -> list[ir.Value]:
-    """Return masks of ones where keys lie in [low, high): of keys 2 t and 2 t + 1, and of those 8 further."""
+    """Return two bit masks, for a lane's keys (2 t, 2 t + 1) and (2 t + 8, 2 t + 9) of its warp.
+
+    A mask has 16 ones for each key whose position lies in [first_key, end_key), and zeros for the other key.
+    """
     _, warp = lanes.lane_and_warp()
     _, t = lanes.lane_row_and_pair()
     # The warp's 16 keys lie in one run; find its first key.
     row = lanes.times(warp, WARP_KEYS)
-    key = lanes.add(firsts[0], row)
-    for i, first in enumerate(firsts[1:], 1):
-        inside = arith.cmpi(arith.CmpIPredicate.sge, row, lanes.const(i * piece))
-        key = arith.select(inside, lanes.add(first, row, -i * piece), key)
+    key = lanes.add(run_starts[0], row)
+    for i, first in enumerate(run_starts[1:], 1):
+        inside = arith.cmpi(arith.CmpIPredicate.sge, row, lanes.const(i * run_length))
+        key = arith.select(inside, lanes.add(first, row, -i * run_length), key)
     key = lanes.add(key, lanes.times(t, 2))
 
     def half_mask(offset: int, ones: int) -> ir.Value:
         lane_key = lanes.add(key, offset)
-        after = arith.cmpi(arith.CmpIPredicate.sge, lane_key, low)
-        before = arith.cmpi(arith.CmpIPredicate.slt, lane_key, high)
+        after = arith.cmpi(arith.CmpIPredicate.sge, lane_key, first_key)
+        before = arith.cmpi(arith.CmpIPredicate.slt, lane_key, end_key)
         return arith.select(arith.andi(after, before), lanes.const(ones), lanes.const(0))
 
     return [arith.ori(half_mask(offset, 0xFFFF), half_mask(offset + 1, 0xFFFF0000)) for offset in (0, 8)]

@@ -17,16 +17,16 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
 # In 8 bits a head of 120 has no rows of a multiple of 16 bytes, which TMA requires, and 112 would need 7
 # chunks.
 EIGHT_BIT_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
-UNIT = 64
+PANEL = 64  # rows or columns of one operand tile of a backward product; see varlen_backward.refs
 
 
 class HeadChunks(NamedTuple):
     """The division of a head into chunks.
 
     Attributes:
-        num_chunks: Chunks per head.
-        chunk_dim: Elements of a chunk in global memory.
-        width: Elements of a chunk in shared memory, at least `chunk_dim`.
+        num_chunks: Number of chunks per head.
+        chunk_dim: Number of elements of a chunk in global memory.
+        width: Number of elements of a chunk in shared memory, at least `chunk_dim`.
     """
 
     num_chunks: int
@@ -69,9 +69,9 @@ def head_chunks(head_dim: int, *, itemsize: int = 2) -> HeadChunks:
     """
     supported = HEAD_DIMS if itemsize == 2 else EIGHT_BIT_HEAD_DIMS
     require(head_dim in supported, "head_dim", f"be one of {supported}", head_dim)
-    if head_dim % UNIT == 0:
+    if head_dim % PANEL == 0:
         return HeadChunks(1, head_dim, head_dim)
-    count = -(-head_dim // UNIT)
+    count = -(-head_dim // PANEL)
     while head_dim % (16 // itemsize * count):  # TMA requires strides of a multiple of 16 bytes
         count += 1
-    return HeadChunks(count, head_dim // count, UNIT)
+    return HeadChunks(count, head_dim // count, PANEL)

@@ -1,8 +1,10 @@
-"""Access to keys and values in a paged cache: layouts, copies of blocks, block ids and masked-out tokens.
+"""Access to keys and values in a paged cache: layouts, TMA copies, block ids and masked-out tokens.
 
-Every kernel that finds keys through a block table uses this module. Block ids come from `VisibleBlocks`
-alone, which clamps to the blocks between the first and the last key that some query attends to: blocks
-outside may not be allocated, and their entries of the table may hold anything.
+Every kernel that finds keys through a block table uses this module. In its arguments, `first_key` and
+`end_key` are positions of keys in their request: the first key that any query attends to, and one past the
+last such key. Kernels read block ids only through `VisibleBlocks`, which replaces blocks outside of this
+range by a block inside it: blocks outside may not be allocated, and their entries of the table may hold
+anything.
 """
 
 import dataclasses
@@ -30,17 +32,17 @@ def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
     return (blocks, heads, tokens, head_dim) if is_hnd else (blocks, tokens, heads, head_dim)
 
 
-# ------------------------------------------------------------------------------------- copies
+# ------------------------------------------------------------------------------------- TMA copies
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheTiling:
-    """The division of cache blocks into copies: consecutive tokens of one KV head that TMA copies at once.
+    """The division of cache blocks into the runs of tokens that one TMA copy moves for one KV head.
 
     Attributes:
-        block_size: Tokens per block, a power of 2.
-        tile_kv: Consecutive tokens that a tile needs, a power of 2.
+        block_size: Number of tokens per block, a power of 2.
+        tile_kv: Number of consecutive tokens of a tile, a power of 2.
         is_hnd: Whether blocks are [kv_heads, block_size, head_dim] instead of [block_size, kv_heads,
             head_dim].
-        head: Chunks of a head.
+        head: Division of a head into chunks.
     """
 
     block_size: int
@@ -49,27 +51,29 @@ class CacheTiling:
     head: HeadChunks
 
     @property
-    def rows(self) -> int:
-        """Tokens per copy: a block, or a tile if that is smaller."""
+    def tokens_per_copy(self) -> int:
+        """Number of tokens that a TMA copy moves: the tokens of a block, or of a tile if that is smaller."""
         return min(self.block_size, self.tile_kv)
 
     @property
     def num_copies(self) -> int:
-        """Copies that fetch `tile_kv` tokens (of each chunk, if heads have several)."""
-        return self.tile_kv // self.rows
+        """Number of TMA copies that load `tile_kv` tokens of one chunk of a head."""
+        return self.tile_kv // self.tokens_per_copy
 
     def tile_cache(self, cache: jax.Array) -> jax.Array:
-        """Reshape a cache to [blocks, copies per block, rows, kv_heads, ...].
+        """Reshape a cache to [blocks, copies, tokens_per_copy, kv_heads, ...].
 
-        HND becomes [blocks, kv_heads, copies per block, rows, ...]. The last axes are head_dim or, if TMA
+        HND becomes [blocks, kv_heads, copies, tokens_per_copy, ...]. The last axes are head_dim or, if TMA
         pads chunks, the chunks and their elements.
         """
         axis = 2 if self.is_hnd else 1
-        return self.head.split(cache.reshape(*cache.shape[:axis], -1, self.rows, *cache.shape[axis + 1 :]))
+        return self.head.split(
+            cache.reshape(*cache.shape[:axis], -1, self.tokens_per_copy, *cache.shape[axis + 1 :])
+        )
 
     def tile_scales(self, scales: jax.Array) -> jax.Array:
-        """Reshape scales [blocks, kv_heads, block_size] to [blocks, kv_heads, copies per block, rows]."""
-        return scales.reshape(*scales.shape[:2], -1, self.rows)
+        """Reshape scales [blocks, kv_heads, block_size] to [blocks, kv_heads, copies, tokens_per_copy]."""
+        return scales.reshape(*scales.shape[:2], -1, self.tokens_per_copy)
 
     def tile_channel_scales(self, scales: jax.Array) -> jax.Array:
         """Reshape scales [kv_heads, head_dim] to [kv_heads, num_chunks, width], padded with zeros."""
@@ -78,19 +82,19 @@ class CacheTiling:
         return jnp.pad(chunks, ((0, 0), (0, 0), (0, head.width - head.chunk_dim)))
 
     def table_column(self, key: Scalar) -> Scalar:
-        """Return the column of the block table for the key at a position."""
+        """Return the block-table column of the block that holds the key at position `key`."""
         return lax.div(key, jnp.int32(self.block_size))
 
-    def copy_index(self, key: Scalar) -> Scalar:
-        """Return the index, in its block, of the copy that holds the key at a position."""
-        return lax.div(lax.rem(key, jnp.int32(self.block_size)), jnp.int32(self.rows))
+    def tma_copy_index(self, key: Scalar) -> Scalar:
+        """Return which TMA copy of its block holds the key at position `key`."""
+        return lax.div(lax.rem(key, jnp.int32(self.block_size)), jnp.int32(self.tokens_per_copy))
 
     def gmem_index(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> Index:
-        """Return the first indices of a copy in an array that `tile_cache` returned.
+        """Return the leading indices that select a TMA copy in an array that `tile_cache` returned.
 
-        `HeadChunks.gmem_index` returns the last ones.
+        `HeadChunks.gmem_index` returns the trailing indices.
         """
-        rows = pl.ds(0, self.rows)
+        rows = pl.ds(0, self.tokens_per_copy)
         return (block, kv_head, copy, rows) if self.is_hnd else (block, copy, rows, kv_head)
 
 
@@ -105,21 +109,24 @@ class BlockTableRef:
         """Wrap a table [reqs, max_blocks]."""
         self._table_g, self._block_size = table_g, block_size
 
-    def visible(self, req: Scalar, low: Scalar, high: Scalar, *, is_checked: bool = False) -> "VisibleBlocks":
-        """Return the blocks of a request from that of key `low` to that of key `high - 1`.
+    def visible(
+        self, req: Scalar, first_key: Scalar, end_key: Scalar, *, is_checked: bool = False
+    ) -> "VisibleBlocks":
+        """Return the blocks of a request that hold keys `first_key` to `end_key - 1`.
 
         Args:
             req: Index of the request.
-            low: First key that some query attends to.
-            high: One past the last. If there are no such keys, any block of the row replaces all.
-            is_checked: Static: `low` and `high` are known to be non-negative and within the row. Otherwise
-                both may have any value.
+            first_key: Position of the first key that any query attends to.
+            end_key: One past the position of the last key that any query attends to. If there is no such key,
+                an arbitrary block of the row replaces all blocks.
+            is_checked: Static: whether the caller guarantees that both positions lie within the row.
+                Otherwise, they are clamped.
         """
         size = jnp.int32(self._block_size)
         if is_checked:
-            return VisibleBlocks(self._table_g, req, lax.div(low, size), lax.div(high - 1, size))
-        first = lax.div(jnp.maximum(low, 0), size)
-        last = jnp.maximum(lax.div(high - 1, size), first)
+            return VisibleBlocks(self._table_g, req, lax.div(first_key, size), lax.div(end_key - 1, size))
+        first = lax.div(jnp.maximum(first_key, 0), size)
+        last = jnp.maximum(lax.div(end_key - 1, size), first)
         return VisibleBlocks(self._table_g, req, first, jnp.minimum(last, self._table_g.shape[1] - 1))
 
     def first(self, req: Scalar, num_blocks: Scalar) -> "VisibleBlocks":
@@ -128,10 +135,16 @@ class BlockTableRef:
 
 
 class VisibleBlocks:
-    """The allocated blocks of a request; a column outside of them is clamped to the nearest one."""
+    """Block ids of a request between two columns of the block table.
+
+    Columns outside are clamped to this range.
+    """
 
     def __init__(self, table_g: Ref, req: Scalar, first: Scalar | None, last: Scalar):
-        """Restrict a row to columns `first` to `last`; with `first` None no caller asks for negative ones."""
+        """Restrict row `req` of a table to columns `first` to `last`.
+
+        With `first` None, only the upper bound is applied, and callers must not pass negative columns.
+        """
         self._table_g, self._req, self._first, self._last = table_g, req, first, last
 
     def ids(self, column: Scalar, count: int) -> list[Scalar]:
@@ -145,41 +158,43 @@ class VisibleBlocks:
 
 
 def split_slot(slot: Scalar, block_size: int) -> tuple[Scalar, Scalar]:
-    """Return the block of a slot of vLLM's slot_mapping, and the offset in the block."""
+    """Return the block id of a slot of vLLM's slot_mapping, and the slot's offset in the block."""
     return lax.div(slot, jnp.int32(block_size)), lax.rem(slot, jnp.int32(block_size))
 
 
 # ------------------------------------------------------------------------------------- masked-out tokens
-def where_visible(x: Tile, keys: Tile, low: Scalar, high: Scalar, fill: float = 0.0) -> Tile:
-    """Return `x` with `fill` in the rows of keys outside [low, high).
+def where_visible(x: Tile, keys: Tile, first_key: Scalar, end_key: Scalar, fill: float = 0.0) -> Tile:
+    """Return `x` with `fill` in the rows of keys at positions outside of [first_key, end_key).
 
     Args:
         x: Tile with one row per key.
-        keys: Key of each row, int32, of the same shape.
-        low: First key that some query attends to.
-        high: One past the last.
-        fill: Static value of the other rows.
+        keys: Key position of each element, int32, of the same shape.
+        first_key: Position of the first key that any query attends to.
+        end_key: One past the position of the last key that any query attends to.
+        fill: Static value of the replaced rows.
     """
-    return jnp.where((keys >= low) & (keys < high), x, jnp.full_like(x, fill))
+    return jnp.where((keys >= first_key) & (keys < end_key), x, jnp.full_like(x, fill))
 
 
 def clear_masked_out(
-    tile_s: Ref, rows: Slice, keys: Callable[[tuple[int, ...]], Tile], low: Scalar, high: Scalar
+    tile_s: Ref, rows: Slice, keys: Callable[[tuple[int, ...]], Tile], first_key: Scalar, end_key: Scalar
 ) -> None:
-    """Overwrite values of keys outside [low, high) with zeros; follow with commit_smem.
+    """Overwrite the values of keys outside of [first_key, end_key) with zeros.
 
-    A probability of 0 does not remove a NaN.
+    The caller must call commit_smem.
+
+    Masking these keys is not enough, because 0 times NaN is NaN.
 
     Args:
-        tile_s: [num_chunks, tile_kv, width] in SMEM.
+        tile_s: Tile of values in SMEM, [num_chunks, tile_kv, width].
         rows: Rows to check, a pl.ds(...).
-        keys: Function of a shape [rows, columns] that returns the key of each row, int32 of that shape.
-        low: First key that some query attends to.
-        high: One past the last.
+        keys: Function that returns the key position of each element of a tile of a given shape, int32.
+        first_key: Position of the first key that any query attends to.
+        end_key: One past the position of the last key that any query attends to.
     """
     num_chunks, _, width = tile_s.shape
     for chunk in range(num_chunks):
         for start in range(0, width, COLUMNS_AT_ONCE):
             part_s = tile_s.at[chunk, rows, pl.ds(start, COLUMNS_AT_ONCE)]
             v = plgpu.load(part_s, layout=W, optimized=False)
-            part_s[...] = where_visible(v, keys(v.shape), low, high)
+            part_s[...] = where_visible(v, keys(v.shape), first_key, end_key)

@@ -27,7 +27,7 @@ class Score:
     """The function `scale * q.k`, soft-capped, masked and with ALiBi's bias.
 
     The fields have the meaning of AttentionSpec's fields of the same names, but a window side that masks
-    nothing must be None: 2**30 and more are refused.
+    nothing must be None: values from 2**30 on raise ValueError.
     """
 
     scale: float
@@ -39,18 +39,18 @@ class Score:
 
     def __post_init__(self) -> None:
         for side, width in zip(("left", "right"), self.window, strict=True):
-            fits = width is None or 0 <= width < UNLIMITED
-            require(fits, f"window's {side} side", f"be None or lie in [0, {UNLIMITED})", width)
-        fits = self.chunk_size is None or 0 < self.chunk_size <= MAX_CHUNK_SIZE
-        require(fits, "chunk_size", f"be None or lie in [1, {MAX_CHUNK_SIZE}]", self.chunk_size)
+            is_in_range = width is None or 0 <= width < UNLIMITED
+            require(is_in_range, f"window's {side} side", f"be None or lie in [0, {UNLIMITED})", width)
+        is_in_range = self.chunk_size is None or 0 < self.chunk_size <= MAX_CHUNK_SIZE
+        require(is_in_range, "chunk_size", f"be None or lie in [1, {MAX_CHUNK_SIZE}]", self.chunk_size)
 
     @property
     def mask(self) -> tuple[bool, tuple[int | None, int | None], int | None]:
-        """Fields that decide which keys a query attends to; layers that agree in them share a schedule."""
+        """Fields that decide which keys a query attends to. Layers with equal values can share a schedule."""
         return self.causal, self.window, self.chunk_size
 
     def max_visible_keys(self, num_queries: int) -> int | None:
-        """Return a bound on the keys that `num_queries` adjacent queries attend to; None if unbounded."""
+        """Return the maximum number of keys that `num_queries` adjacent queries attend to, or None."""
         left, right = self.window
         bounds = []
         if left is not None and (self.causal or right is not None):
@@ -60,28 +60,28 @@ class Score:
         return min(bounds, default=None)
 
     def key_range(self, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the first key that the query at `position` attends to, and one past the last.
+        """Return the range [first_key, end_key) of key positions that the query at `position` attends to.
 
         Args:
             position: Query position: an int32 scalar or tile.
-            seq_len: Keys of the request, of the same shape or a scalar.
+            seq_len: Number of keys of the request: an int32 scalar, or an array of the shape of `position`.
         """
         left, right = self.window
         if self.causal:
             right = 0 if right is None else min(right, 0)
-        low, high = position * 0, position * 0 + seq_len
+        first_key, end_key = position * 0, position * 0 + seq_len
         if right is not None:
-            high = jnp.minimum(high, position + (1 + right))
+            end_key = jnp.minimum(end_key, position + (1 + right))
         if left is not None:
-            low = jnp.maximum(low, position - left)
+            first_key = jnp.maximum(first_key, position - left)
         if self.chunk_size is not None:
             shift = MAX_QUERIES_BEFORE_KEYS * self.chunk_size  # lax.div rounds towards 0
             chunk = lax.div(position + shift, position * 0 + self.chunk_size) * self.chunk_size - shift
-            low, high = jnp.maximum(low, chunk), jnp.minimum(high, chunk + self.chunk_size)
-        return low, jnp.maximum(high, low)
+            first_key, end_key = jnp.maximum(first_key, chunk), jnp.minimum(end_key, chunk + self.chunk_size)
+        return first_key, jnp.maximum(end_key, first_key)
 
     def request_key_range(self, seq_len: jax.Array, query_len: int) -> tuple[jax.Array, jax.Array]:
-        """Return the first key that the last `query_len` queries attend to, and one past the last."""
-        low, _ = self.key_range(seq_len - query_len, seq_len)
-        _, high = self.key_range(seq_len - 1, seq_len)
-        return low, jnp.maximum(high, low)
+        """Return the range [first_key, end_key) of keys that the last `query_len` queries attend to."""
+        first_key, _ = self.key_range(seq_len - query_len, seq_len)
+        _, end_key = self.key_range(seq_len - 1, seq_len)
+        return first_key, jnp.maximum(end_key, first_key)

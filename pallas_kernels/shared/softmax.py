@@ -11,11 +11,11 @@ LOG2E = math.log2(math.e)  # scores times LOG2E are exponents of 2
 def finalize_softmax(
     row_max: jax.Array, row_sum: jax.Array, sink: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the factor that normalizes each query's accumulator, and its natural log-sum-exp.
+    """Return the factor that normalizes each query's accumulator, and the query's log-sum-exp (base e).
 
     Args:
-        row_max: What was subtracted from each query's scores in the exponential; -inf if it attends to no
-            key.
+        row_max: Number that was subtracted from each query's scores before the exponential; -inf if the query
+            attends to no key.
         row_sum: Sum of each query's exponentials.
         sink: Attention sink of each query in base 2 (times LOG2E); -inf if the query has none. None = no
             sinks.

@@ -18,7 +18,7 @@ class ListedTiles(NamedTuple):
     Attributes:
         entries: Partly visible tiles in descending order, then fully visible tiles in ascending order. An
             entry is the tile index and, from bit QUERY_BLOCK_SHIFT on, the query-block bits of the tile's
-            code. What follows the listed tiles is arbitrary.
+            code. Entries after the listed tiles are arbitrary.
         num_partial: Number of partly visible tiles of each list.
         num_full: Number of fully visible tiles of each list.
     """
@@ -37,9 +37,11 @@ def encode_tiles(
 
     Args:
         is_visible: Whether any query-key pair of the tile is visible.
-        is_full: Whether all pairs are; ignored where none is.
+        is_full: Whether all query-key pairs of the tile are visible; ignored for tiles without a visible
+            pair.
         query_blocks: For each query block of the list, whether it attends to the tile; at most
-            MAX_QUERY_BLOCKS. Empty if the blocks are not distinguished. In decode a query head is a block.
+            MAX_QUERY_BLOCKS. Empty if the blocks are not distinguished. In decode, each query head of the
+            group is one query block.
     """
     assert len(query_blocks) <= MAX_QUERY_BLOCKS
     dtype = jnp.uint8 if len(query_blocks) <= 8 - QUERY_BLOCK_BIT else jnp.uint16

@@ -15,7 +15,7 @@ from pallas_kernels.checks import (
     unsupported,
 )
 from pallas_kernels.derivatives import forbid_kernel_derivative
-from pallas_kernels.shared.head_dims import UNIT, head_chunks
+from pallas_kernels.shared.head_dims import PANEL, head_chunks
 from pallas_kernels.shared.memory import copy_if_unaligned
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
@@ -185,14 +185,14 @@ class BackwardCall:
         rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
         dq = None
         if spec.adds_dq:
-            dq = jnp.zeros((self.query.shape[1], spec.num_units, rows, UNIT), jnp.float32)
+            dq = jnp.zeros((self.query.shape[1], spec.num_head_panels, rows, PANEL), jnp.float32)
         slopes = self.alibi_slopes
         return DkDvInputs(
             query=kernel_array(self.query),
             key=kernel_array(self.key),
             value=kernel_array(self.value),
             dout=kernel_array(self.grad_out),
-            row_stats=self.row_stats(extra_rows=0 if spec.adds_dq else UNIT, sizes=spec.sizes),
+            row_stats=self.row_stats(extra_rows=0 if spec.adds_dq else PANEL, sizes=spec.sizes),
             slopes=None if slopes is None else slopes.astype(jnp.float32) * LOG2E,
             schedule=self._schedule_refs(schedule),
             mask=() if spec.mask is None else spec.mask.arrays,
@@ -267,7 +267,7 @@ class BackwardCall:
         return stacked(delta)
 
     def dq_from_sum(self, dq_sum: jax.Array, spec: BackwardSpec) -> jax.Array:
-        """Convert the unscaled dq, f32 [q_heads, units, rows, 64], to the shape and dtype of the queries."""
+        """Convert the unscaled dq, f32 [q_heads, panels, rows, 64], to the shape and dtype of the queries."""
         tokens, q_heads, head_dim = self.query.shape
         dq = (dq_sum[:, :, :tokens, : spec.head.chunk_dim] * spec.score.scale).astype(self.query.dtype)
         return dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)

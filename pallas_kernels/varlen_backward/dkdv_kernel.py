@@ -27,7 +27,7 @@ with half of the keys; the third loads, with one warp. Both sides iterate over t
                                          dQ <------------------ dQ, in f32
                                            TMA: add --> out
                                                                 await dK; arrive q_free[s]
-                                         V, K <---------------- dV; arrive and wait kv_read; dK
+                                         V, K <---------------- dV; arrive and wait kv_products_issued; dK
                                            TMA: --> out
                                                                 arrive kv_free when it has left
 
@@ -61,7 +61,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.types import Scalar, ScratchType
 from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
@@ -147,13 +147,13 @@ def output_types(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
 def smem_types(spec: BackwardSpec) -> DkDvSmem:
     """Return the types of the shared memory; see DkDvSmem."""
     sizes, dtype = spec.sizes, spec.dtype
-    keys = WARPGROUPS, spec.num_units, UNIT, UNIT
-    scores = WARPGROUPS, spec.num_query_units, UNIT, UNIT
-    dq_pieces = WARPGROUPS, spec.num_dq_pieces, UNIT, UNIT
+    keys = WARPGROUPS, spec.num_head_panels, PANEL, PANEL
+    scores = WARPGROUPS, spec.num_query_panels, PANEL, PANEL
+    dq_shape = WARPGROUPS, spec.num_dq_blocks, PANEL, PANEL
     has_ds = spec.adds_dq or (spec.is_interpreted and spec.computes.dk)
 
     def queries(stages: int) -> ScratchType:
-        return swizzled_smem((stages, spec.num_units, sizes.tile_q, UNIT), dtype)
+        return swizzled_smem((stages, spec.num_head_panels, sizes.tile_q, PANEL), dtype)
 
     def both_views() -> ScratchType:
         return plgpu.RefUnion((swizzled_smem(keys, dtype),), (plgpu.SMEM(keys, dtype),))
@@ -165,7 +165,7 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
         dout=queries(spec.dout_stages),
         stats_and_columns=plgpu.SMEM((spec.dout_stages + 1, WARPGROUPS, sizes.tile_q), f32),
         ds=swizzled_smem((DS_BUFFERS, *scores), dtype) if has_ds else None,
-        dq=swizzled_smem(dq_pieces, f32) if spec.adds_dq else None,
+        dq=swizzled_smem(dq_shape, f32) if spec.adds_dq else None,
         tile_columns=plgpu.SMEM((TABLE_WIDTH,), jnp.int32),
         p=swizzled_smem(scores, dtype) if spec.is_interpreted and spec.computes.dv else None,
     )
@@ -180,12 +180,12 @@ def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
         return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=num)
 
     return DkDvBarriers(
-        kv_full=plgpu.Barrier(num_arrivals=num_loaded * WARPGROUPS * spec.num_units + 1),
+        kv_full=plgpu.Barrier(num_arrivals=num_loaded * WARPGROUPS * spec.num_head_panels + 1),
         kv_free=warpgroup_barriers(1),
-        kv_read=warpgroup_barriers(1),
-        q_full=plgpu.Barrier(num_arrivals=spec.num_units, num_barriers=stages),
+        kv_products_issued=warpgroup_barriers(1),
+        q_full=plgpu.Barrier(num_arrivals=spec.num_head_panels, num_barriers=stages),
         q_free=warpgroup_barriers(stages),
-        dout_full=plgpu.Barrier(num_arrivals=spec.num_units + 1, num_barriers=dout_stages),
+        dout_full=plgpu.Barrier(num_arrivals=spec.num_head_panels + 1, num_barriers=dout_stages),
         dout_free=warpgroup_barriers(dout_stages),
         ds_full=warpgroup_barriers(DS_BUFFERS),
     )

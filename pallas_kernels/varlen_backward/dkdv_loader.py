@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
@@ -50,12 +50,12 @@ class DkDvLoader:
         """Load a work tile's keys, its table columns and, if dk is computed, its values."""
         full = self.barriers.kv_full
         for wg in range(WARPGROUPS):
-            rows = pl.ds(align_row(work_tile["first_key_row"] + wg * UNIT), UNIT)
-            for unit in range(self.spec.num_units):
-                source = (rows, work_tile.kv_head, *self.spec.gmem_unit_index(unit, work_tile.row * 0))
-                plgpu.copy_gmem_to_smem(self.inputs.key.at[source], self.smem.key.at[wg, unit], full)
+            rows = pl.ds(align_row(work_tile["first_key_row"] + wg * PANEL), PANEL)
+            for panel in range(self.spec.num_head_panels):
+                source = (rows, work_tile.kv_head, *self.spec.gmem_panel_index(panel, work_tile.row * 0))
+                plgpu.copy_gmem_to_smem(self.inputs.key.at[source], self.smem.key.at[wg, panel], full)
                 if self.spec.computes.dk:
-                    plgpu.copy_gmem_to_smem(self.inputs.value.at[source], self.smem.value.at[wg, unit], full)
+                    plgpu.copy_gmem_to_smem(self.inputs.value.at[source], self.smem.value.at[wg, panel], full)
         plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[work_tile.row], self.smem.tile_columns, full)
 
     def load_head(self, work_tile: BackwardWorkTile, index: Scalar, step: Scalar) -> Scalar:
@@ -78,10 +78,10 @@ class DkDvLoader:
         stages, barriers, smem = self.spec.step_stages(step), self.barriers, self.smem
         rows = pl.ds(work_tile.query_row(tile), self.spec.sizes.tile_q)
 
-        def copy_units(source_g: Ref, to_s: Ref, full: Barriers) -> None:
-            for unit in range(self.spec.num_units):
-                source = source_g.at[(rows, head, *self.spec.gmem_unit_index(unit, step * 0))]
-                plgpu.copy_gmem_to_smem(source, to_s.at[unit], full)
+        def copy_panels(source_g: Ref, to_s: Ref, full: Barriers) -> None:
+            for panel in range(self.spec.num_head_panels):
+                source = source_g.at[(rows, head, *self.spec.gmem_panel_index(panel, step * 0))]
+                plgpu.copy_gmem_to_smem(source, to_s.at[panel], full)
 
         def wait_until_free(free: Barriers, num: int, stage: Scalar) -> None:
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, free.at[stage]))
@@ -90,10 +90,10 @@ class DkDvLoader:
         # it.
         stage, full = stages.query, barriers.q_full.at[stages.query]
         wait_until_free(barriers.q_free, self.spec.sizes.stages, stage)
-        copy_units(self.inputs.query, smem.query.at[stage], full)
+        copy_panels(self.inputs.query, smem.query.at[stage], full)
         stage, full = stages.dout, barriers.dout_full.at[stages.dout]
         wait_until_free(barriers.dout_free, self.spec.dout_stages, stage)
-        copy_units(self.inputs.dout, smem.dout.at[stage], full)
+        copy_panels(self.inputs.dout, smem.dout.at[stage], full)
         plgpu.copy_gmem_to_smem(
             self.inputs.row_stats.at[head, pl.ds(0, 2), rows], smem.stats_and_columns.at[stage], full
         )

@@ -1,6 +1,6 @@
 """The main loop of a warpgroup of the dk/dv kernel: dk and dv of its half of a work tile's keys.
 
-If there is no dq kernel, it also adds its pieces of each step's dq to global memory.
+If there is no dq kernel, each warpgroup also adds its blocks of each step's dQ to global memory.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar, Tile
@@ -21,9 +21,9 @@ from pallas_kernels.varlen_backward.dkdv_mma import (
     DkDvCallbacks,
     DkDvSums,
     DqTarget,
-    Units,
+    Panels,
     mma_class,
-    store_units,
+    store_panels,
 )
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
@@ -156,10 +156,10 @@ class DkDvMainloop:
             if last is not None:
                 plgpu.barrier_wait(barriers.ds_full.at[1 - buffer])
             if smem.ds is not None:
-                store_units(smem.ds.at[buffer, self.wg], ds, self.spec)
+                store_panels(smem.ds.at[buffer, self.wg], ds, self.spec)
                 plgpu.commit_smem()
 
-        def add_dq(dq: Units) -> None:
+        def add_dq(dq: Panels) -> None:
             assert last is not None
             # This step's dS is stored, and the previous step's has been multiplied.
             plgpu.barrier_arrive(barriers.ds_full.at[buffer])
@@ -191,21 +191,21 @@ class DkDvMainloop:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.add_dq(last, self.mma.dq(buffer, work_tile["zero"]))
 
-    def add_dq(self, target: DqTarget, dq: Units) -> None:
-        """Add the warpgroup's pieces of dq to global memory; they are 0 for rows outside of the request."""
+    def add_dq(self, target: DqTarget, dq: Panels) -> None:
+        """Add the warpgroup's dQ blocks to global memory. They are 0 in rows outside of the request."""
         if not self.spec.is_interpreted:
-            for index, piece in enumerate(dq):
-                self.smem.dq[self.wg, index] = piece
+            for index, dq_block in enumerate(dq):
+                self.smem.dq[self.wg, index] = dq_block
             plgpu.commit_smem()
 
         @pl.when(target.row >= 0)
         def _() -> None:
-            for index, piece in enumerate(dq):
-                query_unit, unit = self.mma.dq_piece(index)
-                rows = pl.ds(pl.multiple_of(target.row + query_unit * UNIT, 8), UNIT)
-                to = self.inputs.dq.at[target.head, unit, rows]
+            for index, dq_block in enumerate(dq):
+                query_panel, panel = self.mma.dq_block_indices(index)
+                rows = pl.ds(pl.multiple_of(target.row + query_panel * PANEL, 8), PANEL)
+                to = self.inputs.dq.at[target.head, panel, rows]
                 if self.spec.is_interpreted:
-                    to[...] = plgpu.load(to, layout=W, optimized=False) + piece
+                    to[...] = plgpu.load(to, layout=W, optimized=False) + dq_block
                 else:
                     plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 
@@ -215,7 +215,7 @@ class DkDvMainloop:
         dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
         dv = tuple(acc.astype(dtype) for acc in sums.dv)
 
-        def store(grad_g: Ref, both_views: Ref, tiles: Units) -> None:
+        def store(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
             (swizzled,), (plain,) = both_views
             store_valid_rows(
                 grad_g, work_tile, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec
@@ -225,8 +225,8 @@ class DkDvMainloop:
         if computes.dk and computes.dv:
             store(outputs.dv, self.smem.value_and_dv, dv)
         # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
-        plgpu.barrier_arrive(self.barriers.kv_read)
-        plgpu.barrier_wait(self.barriers.kv_read)
+        plgpu.barrier_arrive(self.barriers.kv_products_issued)
+        plgpu.barrier_wait(self.barriers.kv_products_issued)
         last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
         store(last[0], self.smem.key_and_dk, last[1])
 
@@ -234,10 +234,10 @@ class DkDvMainloop:
         """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""
         begin, end = work_tile["begin"], work_tile["end"]
 
-        @pl.when((begin > 0) | (end < WARPGROUPS * UNIT))
+        @pl.when((begin > 0) | (end < WARPGROUPS * PANEL))
         def _() -> None:
             for wg in range(WARPGROUPS):
-                self._clear(self.smem.key.at[wg], begin - wg * UNIT, end - wg * UNIT)
+                self._clear(self.smem.key.at[wg], begin - wg * PANEL, end - wg * PANEL)
             plgpu.commit_smem()
 
     def clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
@@ -246,14 +246,14 @@ class DkDvMainloop:
 
         @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
         def _() -> None:
-            for tile_s, index in itertools.product(tiles_s, range(self.spec.num_query_units)):
-                unit_s = tile_s.at[slice(None), pl.ds(index * UNIT, UNIT)]
-                self._clear(unit_s, begin - index * UNIT, end - index * UNIT)
+            for tile_s, index in itertools.product(tiles_s, range(self.spec.num_query_panels)):
+                panel_s = tile_s.at[slice(None), pl.ds(index * PANEL, PANEL)]
+                self._clear(panel_s, begin - index * PANEL, end - index * PANEL)
             plgpu.commit_smem()
 
-    def _clear(self, unit_s: Ref, begin: Scalar, end: Scalar) -> None:
+    def _clear(self, panel_s: Ref, begin: Scalar, end: Scalar) -> None:
         row = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
-        clear_masked_out(unit_s, pl.ds(0, UNIT), row, begin, end)
+        clear_masked_out(panel_s, pl.ds(0, PANEL), row, begin, end)
 
 
 def previous_buffer(step: Scalar) -> Scalar:

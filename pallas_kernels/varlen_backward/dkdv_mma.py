@@ -8,26 +8,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_scores import TileProbabilities
 from pallas_kernels.varlen_backward.refs import DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, StepStages, W, f32
 
-type Units = tuple[Tile, ...]
+type Panels = tuple[Tile, ...]
 
 
 class DkDvSums(NamedTuple):
-    """Accumulated gradients of a warpgroup's keys and values, one f32 [64, 64] tile per unit of the head.
+    """Accumulated gradients of a warpgroup's keys and values, one f32 [64, 64] tile per panel of the head.
 
     Attributes:
         dk: dS^T Q without the scale.
         dv: P^T dO.
     """
 
-    dk: Units
-    dv: Units
+    dk: Panels
+    dv: Panels
 
 
 class DqTarget(NamedTuple):
@@ -53,7 +53,7 @@ class DkDvCallbacks(NamedTuple):
         exchange_ds: Stores dS in 16 bits, after the other warpgroup has read what it replaces; the dS of the
             previous step is then complete.
         release_dout: Releases the stage of dO after its last product.
-        add_dq: Adds the warpgroup's pieces of dS K of the previous step to dq.
+        add_dq: Function that adds the warpgroup's blocks of the previous step's dQ = dS K to global memory.
     """
 
     zero: Scalar
@@ -65,7 +65,7 @@ class DkDvCallbacks(NamedTuple):
     score_grads: Callable[[TileProbabilities, Tile, Columns], Tile]
     exchange_ds: Callable[[Tile], None]
     release_dout: Callable[[], None]
-    add_dq: Callable[[Units], None]
+    add_dq: Callable[[Panels], None]
 
 
 class DkDvMma:
@@ -76,28 +76,32 @@ class DkDvMma:
 
     def issue_scores(self, s_ref: Ref, stage: Scalar, wg: Scalar) -> None:
         """Issue S^T += K Q^T."""
-        for unit in range(self.spec.num_units):
-            plgpu.wgmma(s_ref, self.smem.key.at[wg, unit], self.smem.query.at[stage, unit].T)
+        for panel in range(self.spec.num_head_panels):
+            plgpu.wgmma(s_ref, self.smem.key.at[wg, panel], self.smem.query.at[stage, panel].T)
 
     def issue_dp(self, dp_ref: Ref, stage: Scalar, wg: Scalar) -> None:
         """Issue dP^T += V dO^T."""
-        for unit in range(self.spec.num_units):
-            plgpu.wgmma(dp_ref, self.smem.value.at[wg, unit], self.smem.dout.at[stage, unit].T)
+        for panel in range(self.spec.num_head_panels):
+            plgpu.wgmma(dp_ref, self.smem.value.at[wg, panel], self.smem.dout.at[stage, panel].T)
 
-    def issue_dq(self, dq_ref: Ref, piece: int, buffer: Scalar, zero: Scalar) -> None:
-        """Issue dQ += dS K for one of the warpgroup's pieces, over the keys of both warpgroups."""
-        query_unit, unit = self.dq_piece(piece)
+    def issue_dq(self, dq_ref: Ref, index: int, buffer: Scalar, zero: Scalar) -> None:
+        """Issue dQ += dS K for the warpgroup's dQ block `index`, over the keys of both warpgroups."""
+        query_panel, panel = self.dq_block_indices(index)
         for wg in range(WARPGROUPS):
-            ds = self.smem.ds.at[buffer, wg, query_unit]
-            plgpu.wgmma(dq_ref, ds.T, self.smem.key.at[zero + wg, unit])
+            ds = self.smem.ds.at[buffer, wg, query_panel]
+            plgpu.wgmma(dq_ref, ds.T, self.smem.key.at[zero + wg, panel])
 
-    def dq_piece(self, index: int) -> tuple[Scalar | int, Scalar | int]:
-        """Return the query unit and the head unit of a piece of the warpgroup's dq."""
-        number = self.wg * self.spec.num_dq_pieces + index
-        if self.spec.num_query_units == 1:
+    def dq_block_indices(self, index: int) -> tuple[Scalar | int, Scalar | int]:
+        """Return the (query panel, head panel) of the warpgroup's dQ block `index`, which is [64, 64]."""
+        number = self.wg * self.spec.num_dq_blocks + index
+        if self.spec.num_query_panels == 1:
             return 0, number
-        units = jnp.int32(self.spec.num_units)
-        return (number, 0) if self.spec.num_units == 1 else (lax.div(number, units), lax.rem(number, units))
+        panels = jnp.int32(self.spec.num_head_panels)
+        return (
+            (number, 0)
+            if self.spec.num_head_panels == 1
+            else (lax.div(number, panels), lax.rem(number, panels))
+        )
 
     def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
         """Compute all products of a step.
@@ -112,11 +116,11 @@ class DkDvMma:
             callbacks: What happens between the products.
         """
         wg = self.wg + callbacks.zero
-        units = self.spec.num_units
+        panels = self.spec.num_head_panels
         queries, dout = self.smem.query.at[stages.query], self.smem.dout.at[stages.dout]
         # Load the row statistics early, so that the loads do not wait for the products; tiles of more queries
         # have no registers for them while S is computed.
-        early = self.spec.num_query_units == 1
+        early = self.spec.num_query_panels == 1
 
         def run(sum_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
@@ -130,53 +134,55 @@ class DkDvMma:
                 self.issue_dp(dp_ref, stages.dout, wg)
                 callbacks.wait_for_dq_buffer()
                 # Wait for S but not for dP: P is computed meanwhile.
-                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
+                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
                 probabilities = callbacks.probabilities(s, lse if early else callbacks.row_stats(0))
                 if early:
                     delta = callbacks.row_stats(1)
-                for unit, ref in enumerate(sum_refs.dv):
-                    plgpu.wgmma(ref, probabilities.p, dout.at[unit])
+                for panel, ref in enumerate(sum_refs.dv):
+                    plgpu.wgmma(ref, probabilities.p, dout.at[panel])
                 # Wait for dP but not for dV: dS is computed meanwhile.
-                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=units))
+                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=panels))
                 delta = delta if early else callbacks.row_stats(1)
                 return callbacks.score_grads(probabilities, dp, delta).astype(self.spec.dtype)
 
             ds = pl.run_scoped(issue, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
             callbacks.exchange_ds(ds)
 
-            def issue_grads(*dq_refs: Ref) -> Units:
+            def issue_grads(*dq_refs: Ref) -> Panels:
                 # The previous step's dQ first, so that it can leave while dK is in flight.
-                for piece, ref in enumerate(dq_refs):
-                    self.issue_dq(ref, piece, 1 - buffer, callbacks.zero)
-                for unit, ref in enumerate(sum_refs.dk):
-                    plgpu.wgmma(ref, ds, queries.at[unit])
+                for index, ref in enumerate(dq_refs):
+                    self.issue_dq(ref, index, 1 - buffer, callbacks.zero)
+                for panel, ref in enumerate(sum_refs.dk):
+                    plgpu.wgmma(ref, ds, queries.at[panel])
                 if not dq_refs:
-                    plgpu.wgmma_wait(units)
-                return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=units) for ref in dq_refs)
+                    plgpu.wgmma_wait(panels)
+                return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=panels) for ref in dq_refs)
 
-            num = self.spec.num_dq_pieces if self.spec.adds_dq else 0
-            dq = pl.run_scoped(issue_grads, *[plgpu.ACC((UNIT, UNIT), f32)] * num)
+            num = self.spec.num_dq_blocks if self.spec.adds_dq else 0
+            dq = pl.run_scoped(issue_grads, *[plgpu.ACC((PANEL, PANEL), f32)] * num)
             # dV is complete, so dO has been read for the last time.
             callbacks.release_dout()
             if num:
                 callbacks.add_dq(tuple(lax.optimization_barrier(dq)))
 
-        start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in units) for units in sums))
-        return DkDvSums(*(tuple(units) for units in pl.run_state(run)(start)))
+        start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in panels) for panels in sums))
+        return DkDvSums(*(tuple(panels) for panels in pl.run_state(run)(start)))
 
-    def dq(self, buffer: Scalar, zero: Scalar) -> Units:
-        """Return the warpgroup's pieces of dS K for the step whose dS is in `buffer`."""
+    def dq(self, buffer: Scalar, zero: Scalar) -> Panels:
+        """Return the warpgroup's blocks of dQ = dS K for the step whose dS is in `buffer`."""
 
-        def piece(index: int) -> Tile:
-            return run_mma((UNIT, UNIT), lambda ref: self.issue_dq(ref, index, buffer, zero))
+        def compute_block(index: int) -> Tile:
+            return run_mma((PANEL, PANEL), lambda ref: self.issue_dq(ref, index, buffer, zero))
 
-        return tuple(piece(index) for index in range(self.spec.num_dq_pieces))
+        return tuple(compute_block(index) for index in range(self.spec.num_dq_blocks))
 
     def zeros(self) -> DkDvSums:
         """Return accumulators of zeros for the gradients that the kernel computes."""
-        zero = lambda: plgpu.layout_cast(jnp.zeros((UNIT, UNIT), f32), W)
-        units = lambda is_computed: tuple(zero() for _ in range(self.spec.num_units if is_computed else 0))
-        return DkDvSums(*map(units, self.spec.computes))
+        zero = lambda: plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), W)
+        panels = lambda is_computed: tuple(
+            zero() for _ in range(self.spec.num_head_panels if is_computed else 0)
+        )
+        return DkDvSums(*map(panels, self.spec.computes))
 
 
 class InterpretedDkDvMma(DkDvMma):
@@ -191,9 +197,11 @@ class InterpretedDkDvMma(DkDvMma):
         callbacks.wait_for_dout()
         probabilities = callbacks.probabilities(s, callbacks.row_stats(0))
         if spec.computes.dv:
-            store_units(smem.p.at[wg], probabilities.p, spec)
+            store_panels(smem.p.at[wg], probabilities.p, spec)
             plgpu.commit_smem()
-        dv = tuple(acc + self.sum_over_queries(smem.p.at[wg], dout, unit) for unit, acc in enumerate(sums.dv))
+        dv = tuple(
+            acc + self.sum_over_queries(smem.p.at[wg], dout, panel) for panel, acc in enumerate(sums.dv)
+        )
         if not spec.computes.dk:
             callbacks.release_dout()
             return DkDvSums((), dv)
@@ -202,22 +210,22 @@ class InterpretedDkDvMma(DkDvMma):
         callbacks.exchange_ds(ds)
         dq = self.dq(1 - buffer, callbacks.zero) if spec.adds_dq else ()
         dk = tuple(
-            acc + self.sum_over_queries(smem.ds.at[buffer, wg], queries, unit)
-            for unit, acc in enumerate(sums.dk)
+            acc + self.sum_over_queries(smem.ds.at[buffer, wg], queries, panel)
+            for panel, acc in enumerate(sums.dk)
         )
         callbacks.release_dout()
         if spec.adds_dq:
             callbacks.add_dq(dq)
         return DkDvSums(dk, dv)
 
-    def sum_over_queries(self, rows_s: Ref, queries_s: Ref, unit: int) -> Tile:
-        """Return [64, tile_q] in shared memory times one head unit of a query tile."""
+    def sum_over_queries(self, rows_s: Ref, queries_s: Ref, panel: int) -> Tile:
+        """Return [64, tile_q] in shared memory times one head panel of a query tile."""
 
         def issue(ref: Ref) -> None:
-            for index in range(self.spec.num_query_units):
-                plgpu.wgmma(ref, rows_s.at[index], queries_s.at[unit, pl.ds(index * UNIT, UNIT)])
+            for index in range(self.spec.num_query_panels):
+                plgpu.wgmma(ref, rows_s.at[index], queries_s.at[panel, pl.ds(index * PANEL, PANEL)])
 
-        return run_mma((UNIT, UNIT), issue)
+        return run_mma((PANEL, PANEL), issue)
 
 
 class DkMma(DkDvMma):
@@ -225,14 +233,14 @@ class DkMma(DkDvMma):
 
     def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
         """Compute S, dP and dK; P is computed while dP is in flight."""
-        wg, units = self.wg + callbacks.zero, self.spec.num_units
+        wg, panels = self.wg + callbacks.zero, self.spec.num_head_panels
 
         def compute_ds(s_ref: Ref, dp_ref: Ref) -> Tile:
             callbacks.wait_for_queries()
             self.issue_scores(s_ref, stages.query, wg)
             callbacks.wait_for_dout()
             self.issue_dp(dp_ref, stages.dout, wg)
-            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=units))
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
             probabilities = callbacks.probabilities(s, callbacks.row_stats(0))
             dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
             ds = callbacks.score_grads(probabilities, dp, callbacks.row_stats(1)).astype(self.spec.dtype)
@@ -247,8 +255,8 @@ class DkMma(DkDvMma):
         """Return the sums plus `rows` times a tile of queries or of dO."""
 
         def run(refs: Any) -> None:
-            for unit, ref in enumerate(refs):
-                plgpu.wgmma(ref, rows, queries_s.at[unit])
+            for panel, ref in enumerate(refs):
+                plgpu.wgmma(ref, rows, queries_s.at[panel])
 
         return tuple(pl.run_state(run)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
@@ -282,10 +290,10 @@ def mma_class(spec: BackwardSpec) -> type[DkDvMma]:
     return DkMma if spec.computes.dk else DvMma
 
 
-def store_units(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
-    """Store a tile [64, tile_q] in shared memory, one query unit after the other."""
-    for index in range(spec.num_query_units):
-        to_s[index] = tile[:, index * UNIT : (index + 1) * UNIT]
+def store_panels(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
+    """Store a tile [64, tile_q] in shared memory, as one [64, 64] array per query panel."""
+    for index in range(spec.num_query_panels):
+        to_s[index] = tile[:, index * PANEL : (index + 1) * PANEL]
 
 
 def run_mma(shape: tuple[int, int], issue: Callable[[Ref], None]) -> Tile:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Columns, Ref, Rows, Scalar, Tile
@@ -176,7 +176,7 @@ class DkDvScores:
         # Without the mask, each key is visible to a contiguous range of queries.
         work_tile = tile.work_tile
         first, seq_len = work_tile["first_position"], work_tile["seq_len"]
-        row = self._rows() + self.wg * UNIT
+        row = self._rows() + self.wg * PANEL
         low, high = visible_query_range(self.spec.score, row + work_tile["key_position"], first, seq_len)
         is_valid = (row >= work_tile["begin"]) & (row < work_tile["end"])
         high = jnp.where(is_valid, high, low)
@@ -195,17 +195,17 @@ class DkDvScores:
         return TransposedPairTile(
             head=tile.head,
             first_query=tile.work_tile.position(tile.tile_index),
-            first_key=tile.work_tile["key_position"] + self.wg * UNIT,
+            first_key=tile.work_tile["key_position"] + self.wg * PANEL,
             columns=self._columns,
             shape=self.spec.s_shape,
             interpret=self.spec.interpret,
         )
 
     def _positions(self, tile: QueryTile) -> Rows:
-        return self._rows() + (tile.work_tile["key_position"] + self.wg * UNIT)
+        return self._rows() + (tile.work_tile["key_position"] + self.wg * PANEL)
 
     def _rows(self) -> Rows:
-        return plgpu.broadcasted_iota(jnp.int32, (UNIT,), 0, layout=ROW)
+        return plgpu.broadcasted_iota(jnp.int32, (PANEL,), 0, layout=ROW)
 
     def _columns(self) -> Tile:
         """Return the index of each query within its tile."""

@@ -15,7 +15,7 @@ from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
 from pallas_kernels.varlen_backward.schedule import BackwardSchedule
 from pallas_kernels.varlen_backward.sizes import BackwardSizes
-from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_units
+from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_panels
 from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
 
 
@@ -103,7 +103,7 @@ def run_backward(
     call.check_schedule(schedule, score, sizes)
     kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.dkdv_mask
     spec = BackwardSpec(
-        kv_heads=kv_heads, group=query.shape[1] // kv_heads, head=head_units(query.shape[2]), score=score,
+        kv_heads=kv_heads, group=query.shape[1] // kv_heads, head=head_panels(query.shape[2]), score=score,
         sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
         has_lists=call.lists is not None, mask=mask, computes=ComputedGrads(dk=True, dv=True),
         interpret=interpret,

@@ -1,6 +1,6 @@
 """References of the backward kernels: arrays in global memory, shared memory and barriers.
 
-The order of the fields is the order of the kernels' arguments, and of their shared memory. A unit is 64
+The order of the fields is the order of the kernels' arguments, and of their shared memory. A **panel** is 64
 elements of a head, or 64 rows.
 """
 
@@ -46,7 +46,7 @@ class DkDvInputs(NamedTuple):
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         schedule: The work.
         mask: Arrays of the mask.
-        dq: jax.Ref f32 [q_heads, units, rows, 64] to which the unscaled dq is added; None if the dq kernel
+        dq: jax.Ref f32 [q_heads, panels, rows, 64] to which the unscaled dq is added; None if the dq kernel
             computes it.
     """
 
@@ -77,20 +77,21 @@ class DkDvSmem(NamedTuple):
     """Shared memory of the dk/dv kernel. A leading axis of warpgroups means one part per warpgroup.
 
     Attributes:
-        key_and_dk: Keys of a work tile [warpgroups, units, 64, 64], swizzled, later replaced by dk; the
+        key_and_dk: Keys of a work tile [warpgroups, panels, 64, 64], swizzled, later replaced by dk; the
             second name is the same memory without swizzling.
         value_and_dv: Values and dv, like `key_and_dk`; None if only dv is computed, which then replaces the
             keys.
-        query: Stages of queries [stages, units, tile_q, 64], swizzled.
+        query: Stages of queries [stages, panels, tile_q, 64], swizzled.
         dout: Stages of dO, like `query` but with dout_stages.
         stats_and_columns: Stages of row statistics, f32 [dout_stages + 1, 2, tile_q]; the extra last one
             holds the column indices 0, 1, 2 ... of each warpgroup. They share an allocation because the
             compiler gives each 1 kB, which heads of 256 do not leave.
-        ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query units, 64, 64],
+        ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query panels, 64, 64],
             swizzled; None if dq is not added up and the matrix product reads registers.
-        dq: Pieces of dq on their way out, f32 [warpgroups, pieces, 64, 64], swizzled; or None.
+        dq: Blocks of dQ that TMA adds to global memory, f32 [warpgroups, dq_blocks, 64, 64], swizzled; None
+            with a dq kernel.
         tile_columns: The work tile's row of the schedule's table [columns].
-        p: Probabilities [warpgroups, query units, 64, 64] if the matrix product cannot read registers; else
+        p: Probabilities [warpgroups, query panels, 64, 64] if the matrix product cannot read registers; else
             None.
     """
 
@@ -123,7 +124,7 @@ class DkDvBarriers(NamedTuple):
     Attributes:
         kv_full: Keys, values and table columns of a work tile have arrived.
         kv_free: They have been read, and the gradients that replaced them have left.
-        kv_read: Both warpgroups have issued their last product with a work tile's keys.
+        kv_products_issued: Both warpgroups have issued their last product with a work tile's keys.
         q_full: Queries have arrived [stages].
         q_free: Both warpgroups have read the queries [stages].
         dout_full: dO and the row statistics have arrived [dout_stages].
@@ -133,7 +134,7 @@ class DkDvBarriers(NamedTuple):
 
     kv_full: Barriers
     kv_free: Barriers
-    kv_read: Barriers
+    kv_products_issued: Barriers
     q_full: Barriers
     q_free: Barriers
     dout_full: Barriers

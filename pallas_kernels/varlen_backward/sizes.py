@@ -3,12 +3,12 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import PrefillSizes
 
 WARPGROUPS = 2  # computing warpgroups, each with half of a tile's keys
-TILE_KV = UNIT * WARPGROUPS
+TILE_KV = PANEL * WARPGROUPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class BackwardSizes:
         dq = self.dq_sizes
         if dq is None or self.separate_dk_dv:
             return False
-        return (dq.tile_kv, dq.warpgroups) == (UNIT, WARPGROUPS)
+        return (dq.tile_kv, dq.warpgroups) == (PANEL, WARPGROUPS)
 
 
-# Number of 64-element units per head -> sizes. Two warpgroups share a step's dq by whole units, so heads of
-# one unit take two units of queries.
+# Number of 64-element panels per head -> sizes. Two warpgroups share a step's dq by whole panels, so heads of
+# one panel take two panels of queries.
 TABLE = {1: BackwardSizes(tile_q=128), 2: BackwardSizes(tile_q=64)}
 # Sizes with a dq kernel: without dq the dk/dv kernel has room for one more stage.
 DQ_KERNEL_TABLE = {
@@ -104,9 +104,9 @@ def default_sizes(
         deterministic: Whether all gradients must be bitwise reproducible.
         mean_keys: Visible keys per query, see mean_visible_keys; None for many.
     """
-    units = -(-head_dim // UNIT)
-    has_few_keys = mean_keys is not None and mean_keys <= MAX_KEYS_FOR_DQ_KERNEL and units == 2
-    return (DQ_KERNEL_TABLE if deterministic or has_few_keys or units not in TABLE else TABLE)[units]
+    panels = -(-head_dim // PANEL)
+    has_few_keys = mean_keys is not None and mean_keys <= MAX_KEYS_FOR_DQ_KERNEL and panels == 2
+    return (DQ_KERNEL_TABLE if deterministic or has_few_keys or panels not in TABLE else TABLE)[panels]
 
 
 def default_layer_sizes(head_dim: int, score: Score, *, mean_len: int, deterministic: bool) -> BackwardSizes:

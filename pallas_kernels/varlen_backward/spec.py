@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import UNIT, HeadChunks, head_chunks
+from pallas_kernels.shared.head_dims import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
@@ -23,9 +23,9 @@ f32 = jnp.float32
 DS_BUFFERS = 2
 
 
-def head_units(head_dim: int) -> HeadChunks:
-    """Return the chunks of a head, each one unit (64 elements) wide in shared memory."""
-    return HeadChunks(head_dim // UNIT, UNIT, UNIT) if head_dim % UNIT == 0 else head_chunks(head_dim)
+def head_panels(head_dim: int) -> HeadChunks:
+    """Return the chunks of a head, each one panel (64 elements) wide in shared memory."""
+    return HeadChunks(head_dim // PANEL, PANEL, PANEL) if head_dim % PANEL == 0 else head_chunks(head_dim)
 
 
 class ComputedGrads(NamedTuple):
@@ -54,7 +54,7 @@ class BackwardSpec:
     Attributes:
         kv_heads: Number of KV heads.
         group: Query heads per KV head.
-        head: Units that a head is loaded in, see `head_units`.
+        head: Panels that a head is loaded in, see `head_panels`.
         score: Scale, soft cap, causality, window and chunk size of the layer.
         sizes: Tile sizes of the kernel.
         dtype: Dtype of queries, keys, values and the gradient of the output.
@@ -96,7 +96,7 @@ class BackwardSpec:
         that tile is read only once, early in a step, so one stage is enough.
         """
         only_dk = self.computes == ComputedGrads(dk=True, dv=False)
-        return 1 if self.num_units > 3 and only_dk else self.sizes.stages
+        return 1 if self.num_head_panels > 3 and only_dk else self.sizes.stages
 
     def step_stages(self, step: Scalar) -> StepStages:
         """Return the stages that hold the tiles of a step."""
@@ -104,8 +104,8 @@ class BackwardSpec:
         return StepStages(query, lax.rem(step, jnp.int32(self.dout_stages)))
 
     @property
-    def num_units(self) -> int:
-        """Number of units per head."""
+    def num_head_panels(self) -> int:
+        """Number of panels per head."""
         return self.head.num_chunks
 
     @property
@@ -119,23 +119,23 @@ class BackwardSpec:
     @property
     def s_shape(self) -> tuple[int, int]:
         """Shape of a warpgroup's transposed scores: its keys and a tile of queries."""
-        return UNIT, self.sizes.tile_q
+        return PANEL, self.sizes.tile_q
 
     @property
-    def num_query_units(self) -> int:
-        """Number of units per query tile."""
-        return self.sizes.tile_q // UNIT
+    def num_query_panels(self) -> int:
+        """Number of panels per query tile."""
+        return self.sizes.tile_q // PANEL
 
     @property
-    def num_dq_pieces(self) -> int:
-        """Number of units of a query tile's dq that each warpgroup computes."""
-        return self.num_query_units * self.num_units // WARPGROUPS
+    def num_dq_blocks(self) -> int:
+        """Number of [64, 64] blocks of a query tile's dQ that each warpgroup computes."""
+        return self.num_query_panels * self.num_head_panels // WARPGROUPS
 
-    def gmem_unit_index(self, unit: int, zero: Scalar) -> Index:
-        """Return the last indices of a head in global memory that select one unit.
+    def gmem_panel_index(self, panel: int, zero: Scalar) -> Index:
+        """Return the last indices of a head in global memory that select one panel.
 
         Args:
-            unit: Index of the unit. Static.
+            panel: Index of the panel. Static.
             zero: A traced int32 0.
         """
-        return self.head.gmem_index(unit, zero) if self.head.is_padded else (pl.ds(unit * UNIT, UNIT),)
+        return self.head.gmem_index(panel, zero) if self.head.is_padded else (pl.ds(panel * PANEL, PANEL),)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
-from pallas_kernels.shared.head_dims import UNIT
+from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.tile_codes import FULL_BIT, VISIBLE_BIT, encode_tiles
 from pallas_kernels.varlen_backward.schedule import (
     COLUMNS,
@@ -101,7 +101,7 @@ def make_tile_lists(
 
 def keys_per_code(sizes: BackwardSizes) -> int:
     """Return the number of keys per tile code: those of one warpgroup if warpgroups may skip tiles."""
-    return TILE_KV if sizes.dq_sizes is None else UNIT
+    return TILE_KV if sizes.dq_sizes is None else PANEL
 
 
 def _transpose_codes(

@@ -225,11 +225,11 @@ def register_counts(spec: PrefillSpec) -> tuple[int, int]:
     # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for computing.
     # With the columns of a split besides, eight copies are many: with 24 registers the loading warp spilled
     # 28 bytes.
-    is_light = spec.copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+    needs_few_registers = spec.copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
     has_head_groups = shape.heads_per_l2_group != shape.q_heads
     has_many_copies = spec.has_splits and spec.copies == MAX_COPIES_AT_ONCE
     loads_more = spec.has_lists or has_many_copies or has_head_groups
-    load, compute = (40, 232) if is_light or loads_more else (24, 240)
+    load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
     dequantizing = 0 if spec.quantized is None else 2 * DEQUANTIZE_REGISTERS
     if wgs == 3:
         load, compute = 32, 160

@@ -73,8 +73,8 @@ class PagedKvCopies:
         tiling, first_key = self.cache_tiling, tile * self.tile_kv
         visible = self.table.visible(work_tile["req"], work_tile.low, work_tile.high, is_checked=True)
         blocks = visible.ids(tiling.table_column(first_key) + first, count)
-        copy = tiling.copy_index(first_key)
-        rows = [pl.ds((first + j) * tiling.rows, tiling.rows) for j in range(count)]
+        copy = tiling.tma_copy_index(first_key)
+        rows = [pl.ds((first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy) for j in range(count)]
         return [
             KvCopy(tiling.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
             for block, to in zip(blocks, rows, strict=True)

@@ -64,7 +64,7 @@ ENTRIES = {
         Entry(
             cache_read, {"cache": CACHE}, PAGES | {"first_keys": ints(0, 0)}, {"dtype": jnp.bfloat16}, "numpy"
         ),
-        Entry(add_norm, {"x": half(2, 128), "delta": half(2, 128), "weight": half(128)}, {}, {}, XLA),
+        Entry(add_norm, {"x": half(2, 128), "sublayer_out": half(2, 128), "weight": half(128)}, {}, {}, XLA),
         Entry(
             grouped_matmul,
             {"x": half(128, 128), "weights": half(1, 128, 128)},

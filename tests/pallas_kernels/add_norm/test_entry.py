@@ -17,14 +17,14 @@ WIDTHS = (128, 896, 4096)
 
 def problem(rows=3, width=896, dtype=jnp.bfloat16, scale=3.0):
     keys = jax.random.split(jax.random.key(0), 3)
-    x, delta = (scale * jax.random.normal(key, (rows, width), dtype) for key in keys[:2])
-    return x, delta, 1 + 0.1 * jax.random.normal(keys[2], (width,), dtype)
+    x, sublayer_out = (scale * jax.random.normal(key, (rows, width), dtype) for key in keys[:2])
+    return x, sublayer_out, 1 + 0.1 * jax.random.normal(keys[2], (width,), dtype)
 
 
-def check(x, delta, weight, *, is_offset=False, interpret=None):
+def check(x, sublayer_out, weight, *, is_offset=False, interpret=None):
     run = jax.jit(functools.partial(add_norm, eps=1e-5, is_offset=is_offset, interpret=interpret))
-    total, normed = run(x, delta, weight)
-    want_total, expected = reference.add_norm(x, delta, weight, 1e-5, is_offset=is_offset)
+    total, normed = run(x, sublayer_out, weight)
+    want_total, expected = reference.add_norm(x, sublayer_out, weight, 1e-5, is_offset=is_offset)
     assert total.dtype == normed.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(total, np.float64), want_total)
     # The normalised row and its product with the weight are each rounded once.
@@ -36,49 +36,49 @@ def check(x, delta, weight, *, is_offset=False, interpret=None):
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_add_norm_matches_the_reference(width, adds, is_offset):
-    x, delta, weight = problem(width=width)
+    x, sublayer_out, weight = problem(width=width)
     interpret = plgpu.InterpretGPUParams()
-    check(x, delta if adds else None, weight, is_offset=is_offset, interpret=interpret)
+    check(x, sublayer_out if adds else None, weight, is_offset=is_offset, interpret=interpret)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e4])
 def test_add_norm_is_accurate_for_small_and_large_rows(scale):
-    x, delta, weight = problem(width=128, scale=scale)
-    check(x, delta, weight, interpret=plgpu.InterpretGPUParams())
+    x, sublayer_out, weight = problem(width=128, scale=scale)
+    check(x, sublayer_out, weight, interpret=plgpu.InterpretGPUParams())
 
 
 def test_non_finite_rows_do_not_affect_others():
-    x, delta, weight = problem(width=128)
+    x, sublayer_out, weight = problem(width=128)
     run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
-    actual, expected = run(x.at[1].set(jnp.nan), delta, weight), run(x, delta, weight)
+    actual, expected = run(x.at[1].set(jnp.nan), sublayer_out, weight), run(x, sublayer_out, weight)
     for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one)[[0, 2]], np.asarray(other)[[0, 2]])
 
 
 def test_empty_input_returns_empty_results():
-    x, delta, weight = problem()
-    total, normed = add_norm(x[:0], delta[:0], weight)
+    x, sublayer_out, weight = problem()
+    total, normed = add_norm(x[:0], sublayer_out[:0], weight)
     assert total.shape == normed.shape == (0, 896)
 
 
 class TestErrors:
     def test_wrong_shapes_are_refused(self):
-        x, delta, weight = problem()
-        with pytest.raises(ValueError, match=r"delta must .*\(3, 896\).*got \(2, 896\)"):
-            add_norm(x, delta[:2], weight)
+        x, sublayer_out, weight = problem()
+        with pytest.raises(ValueError, match=r"sublayer_out must .*\(3, 896\).*got \(2, 896\)"):
+            add_norm(x, sublayer_out[:2], weight)
         with pytest.raises(ValueError, match=r"weight must .*\(896,\).*got \(895,\)"):
-            add_norm(x, delta, weight[:-1])
+            add_norm(x, sublayer_out, weight[:-1])
         with pytest.raises(ValueError, match=r"x must have 2 axes, got \(3, 7, 128\)"):
             add_norm(x.reshape(3, 7, 128), None, weight)
 
     def test_unsupported_dtypes_and_widths_are_refused(self):
-        x, delta, weight = problem()
+        x, sublayer_out, weight = problem()
         with pytest.raises(NotImplementedError, match="inputs of bfloat16 and float32 are not supported"):
-            add_norm(x, delta, weight.astype(jnp.float32))
+            add_norm(x, sublayer_out, weight.astype(jnp.float32))
         with pytest.raises(NotImplementedError, match="dtype=float32 is not supported"):
-            add_norm(*(y.astype(jnp.float32) for y in (x, delta, weight)))
+            add_norm(*(y.astype(jnp.float32) for y in (x, sublayer_out, weight)))
         with pytest.raises(NotImplementedError, match="rows of 832"):
-            add_norm(x[:, :832], delta[:, :832], weight[:832])
+            add_norm(x[:, :832], sublayer_out[:, :832], weight[:832])
 
 
 def aot_cases():
@@ -112,5 +112,5 @@ def test_shipped_kernels_compile_without_spills():
 @pytest.mark.parametrize("width", [*WIDTHS, 5120, 16384])
 def test_add_norm_matches_the_reference_on_a_gpu(width, adds, dtype):
     for rows, is_offset in itertools.product((1, 61, 5000), (False, True)):
-        x, delta, weight = problem(rows=rows, width=width, dtype=dtype)
-        check(x, delta if adds else None, weight, is_offset=is_offset)
+        x, sublayer_out, weight = problem(rows=rows, width=width, dtype=dtype)
+        check(x, sublayer_out if adds else None, weight, is_offset=is_offset)

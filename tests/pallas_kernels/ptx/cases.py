@@ -100,7 +100,7 @@ def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int)
 
     def results(code: str, v_s: Any, p: Any, top: Any, merge_s: Any, ends: list[Any], accs: Any) -> None:
         for _ in range(2):  # what was there counts, too
-            accs = getattr(pv_mma, code)(v_s, p, accs, *ends[:2], ends[2:], piece=piece, tile=tile)
+            accs = getattr(pv_mma, code)(v_s, p, accs, *ends[:2], ends[2:], run_length=piece, tile=tile)
         getattr(store_warp_outputs, code)(merge_s, accs, top, p, tile=tile)
 
     def body(v_g, p_g, top_g, ends_g, out_g, v_s, merge_s, loaded):

@@ -44,18 +44,18 @@ class TestBlockIds:
     @hypothesis.given(st.integers(0, SIZE * WIDTH - 1), st.integers(1, SIZE * WIDTH), ANYTHING)
     def test_columns_outside_are_clamped_to_the_nearest_visible_block(self, is_checked, low, high, column):
         low, high = min(low, high - 1), max(low + 1, high)
-        found = ids(column, low=scalar(low), high=scalar(high), is_checked=is_checked)
+        found = ids(column, first_key=scalar(low), end_key=scalar(high), is_checked=is_checked)
         seen = range(low // SIZE, (high - 1) // SIZE + 1)
         expected = [min(max(column + j, seen[0]), seen[-1]) for j in range(4)]
         assert found == [100 + i for i in expected]
 
     @hypothesis.given(ANYTHING, ANYTHING, ANYTHING)
     def test_any_range_stays_inside_the_row(self, low, high, column):
-        ids(column, low=scalar(low), high=scalar(high))
+        ids(column, first_key=scalar(low), end_key=scalar(high))
 
     @pytest.mark.parametrize("is_checked", [False, True])
     def test_request_without_keys_uses_its_first_block(self, is_checked):
-        assert ids(5, low=scalar(0), high=scalar(0), is_checked=is_checked) == [100] * 4
+        assert ids(5, first_key=scalar(0), end_key=scalar(0), is_checked=is_checked) == [100] * 4
 
     @pytest.mark.parametrize(
         ("num_blocks", "expected"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
@@ -80,10 +80,14 @@ def fetch_tile(cache, table, first_key, tiling):
         seen = BlockTableRef(table_g, tiling.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
         key = jax.lax.axis_index("cta") + first_key
         for j, block in enumerate(seen.ids(tiling.table_column(key), tiling.num_copies)):
-            at = tiling.gmem_index(block, tiling.copy_index(key), jnp.int32(1))
+            at = tiling.gmem_index(block, tiling.tma_copy_index(key), jnp.int32(1))
             for chunk in range(head.num_chunks):
                 source = cache_g.at[(*at, *head.gmem_index(chunk, key * 0))]
-                plgpu.copy_gmem_to_smem(source, tile_s.at[chunk, pl.ds(j * tiling.rows, tiling.rows)], loaded)
+                plgpu.copy_gmem_to_smem(
+                    source,
+                    tile_s.at[chunk, pl.ds(j * tiling.tokens_per_copy, tiling.tokens_per_copy)],
+                    loaded,
+                )
         plgpu.barrier_wait(loaded)
         plgpu.copy_smem_to_gmem(tile_s, out_g)
         plgpu.wait_smem_to_gmem(0)
