@@ -83,7 +83,7 @@ SMALL = Sizes(
     (TINY, StepSize(3, 48), 20),
     (StepSize(3, 48), 5),
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
-    (TINY, StepSize(3, 48), "fp8_per_token_head"),
+    (TINY, StepSize(3, 64), "fp8_per_token_head"),
 )
 
 

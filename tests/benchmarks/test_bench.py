@@ -176,7 +176,7 @@ def test_a_mesh_is_measured_beside_one_device(tmp_path):
     nano = [row["name"] for row in rows if row.get("tokens_per_s", 0) > 0]
     assert nano == ["nano_bench_first", "nano_bench", "nano_bench_again"]
     (large,) = [row for row in rows if row["name"].startswith("large")]
-    assert (large["name"], large["sums"], large["executables"]) == ("large_3x48", "all_reduce", 1)
+    assert (large["name"], large["sums"], large["executables"]) == ("large_3x64", "all_reduce", 1)
     assert large["gb_per_s"] > 0
 
 
@@ -208,7 +208,7 @@ def test_other_cases_are_measured_with_a_process_a_device(tmp_path):
     splits = [row["split"] for row in rows if "split" in row]
     assert splits == ["none", "heads", *["keys"] * 4, "none", "heads", "keys"]
     assert [row["steps"] for row in rows if row["name"] == "loop_3x48"] == list(range(2, 21, 2))
-    large = [(row["tp"], row.get("cp"), row["sums"]) for row in rows if row["name"] == "large_3x48"]
+    large = [(row["tp"], row.get("cp"), row["sums"]) for row in rows if row["name"] == "large_3x64"]
     assert large == [(2, None, "all_reduce"), (1, 2, "all_reduce")]
     assert all(row["processes"] == 2 for row in rows)
 
