@@ -85,9 +85,12 @@ def calibrate(
         name = f"prompts[{index}]"
         ids = prompt_token_ids_of(name, prompt, tokenizer=model.tokenizer, vocab_size=config.vocab_size)
         longest = config.max_position_embeddings
-        require(len(ids) <= longest, name, f"fit the model's {longest} positions", f"{len(ids)} tokens")
-        new = jax.device_get(peaks_of(params, *_prefill(ids, block_size)))
-        peaks = new if peaks is None else jax.tree.map(np.maximum, peaks, new)
+        if len(ids) > longest:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens, but the model has {longest} positions. Shorten the prompt."
+            )
+        prompt_peaks = jax.device_get(peaks_of(params, *_prefill(ids, block_size)))
+        peaks = prompt_peaks if peaks is None else jax.tree.map(np.maximum, peaks, prompt_peaks)
     keys, values = QUANTIZATIONS[quantization]
     scale = lambda peak, stored: _scale(peak, stored, per_head=per_head, headroom=headroom)
     step = getattr(config, "num_kv_head_replicas", 1)

@@ -124,8 +124,8 @@ class TestDispatch:
     @pytest.mark.parametrize(
         ("num_keys", "starts", "is_in_order", "message"),
         [
-            (9, [0, 5], False, r"cache.kv_start_loc\[1\] must leave row 1's 7 keys within k's 9, got 5"),
-            (12, [-1, 5], False, r"cache.kv_start_loc\[0\] must leave row 0's 5 keys within k's 12, got -1"),
+            (9, [0, 5], False, r"cache.kv_start_loc\[1\]=5 and the row's 7 keys exceed k, which has 9"),
+            (12, [-1, 5], False, r"cache.kv_start_loc\[0\]=-1 and the row's 5 keys exceed k, which has 12"),
             (12, [7, 0], True, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
             (
                 12,

@@ -149,7 +149,7 @@ class TestRefusals:
             ("text", {}, "prompts must be a list of prompts, got 'text'"),
             (PROMPTS, {"headroom": 0.0}, "headroom must be positive, got 0.0"),
             (PROMPTS, {"headroom": np.inf}, "headroom must be finite, got inf"),
-            ([[1] * 10_000], {}, r"prompts\[0\] must fit the model.s .* positions, got 10000 tokens"),
+            ([[1] * 10_000], {}, r"prompts\[0\] has 10000 tokens, but the model has .* positions"),
         ],
     )
     def test_what_cannot_be_calibrated_is_named(self, prompts, options, message):

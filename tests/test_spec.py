@@ -120,7 +120,7 @@ class TestTypes:
             ({"head_dim": "16"}, "head_dim must be an int, got '16'"),
             ({"dtype": jnp.int8}, "dtype must be a float type .*'int8_token_head'.*, got int8"),
             ({"dtype": "bfloat17"}, "dtype must be a dtype, got 'bfloat17'"),
-            ({"quantization": 8}, "quantization must be one of None, .*, got 8"),
+            ({"quantization": 8}, "quantization=8 is unknown.* must be one of None, "),
         ],
     )
     def test_a_cache_specs(self, change, message):
@@ -180,5 +180,7 @@ class TestNamesOfQuantisation:
         ],
     )
     def test_others_are_named_with_the_nearest(self, name, nearest):
-        with pytest.raises(ValueError, match=f"'auto', 'fp8', .*got '{name}'; the nearest is '{nearest}'"):
+        with pytest.raises(
+            ValueError, match=f"='{name}' is unknown. Did you mean '{nearest}'.*'auto', 'fp8', "
+        ):
             self.cache(name)

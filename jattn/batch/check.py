@@ -52,8 +52,8 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
     Raises:
         ValueError: If a check fails. The message names the array, the row and the value.
     """
-    is_concrete = support.is_concrete(metadata)
-    require(is_concrete, "metadata", "be concrete (check_batch runs outside jit)", "a tracer")
+    if not support.is_concrete(metadata):
+        raise ValueError("metadata is traced. Call check_batch outside of jax.jit.")
     is_known = cache_spec is None or isinstance(cache_spec, CacheSpec | PackedKV)
     kind = type(cache_spec).__name__
     require(is_known, "cache_spec", "be a CacheSpec, a PackedKV or None", kind)
@@ -86,8 +86,10 @@ def require_no_context(metadata: BatchMetadata) -> None:
     step = jax.device_get(metadata)
     seq_lens, query_lens = np.asarray(step.seq_lens), query_lens_on_host(step)
     for r in np.flatnonzero(seq_lens != query_lens)[:1]:
-        rule = f"be its {query_lens[r]} new tokens without a cache"
-        require(False, f"seq_lens[{r}]", rule, seq_lens[r])
+        raise ValueError(
+            f"seq_lens[{r}]={seq_lens[r]} differs from the row's {query_lens[r]} new tokens, but there is no "
+            "cache for earlier tokens. Pass a cache, or metadata whose seq_lens equal query_lens."
+        )
 
 
 def _check_arrays(step: BatchMetadata) -> None:
@@ -115,12 +117,12 @@ def _checked_rows(step: BatchMetadata) -> _Rows:
         require(False, f"seq_lens[{r}]", "be at least 0", lens[r])
     first, tokens = bucket.max_decodes, bucket.max_decode_tokens
     begin, prefill_begin, end = (int(starts[i]) for i in (0, first, -1))
-    require(begin == 0, "query_start_loc", "begin with 0", begin)
-    require(bool((np.diff(starts) >= 0).all()), "query_start_loc", "never fall", starts.tolist())
-    rule = f"be at most the step's {bucket.max_tokens} tokens"
+    require(begin == 0, "query_start_loc[0]", "be 0", begin)
+    require(bool((np.diff(starts) >= 0).all()), "query_start_loc", "be non-decreasing", starts.tolist())
+    rule = f"be at most the bucket's {bucket.max_tokens} tokens"
     require(end <= bucket.max_tokens, f"query_start_loc[{bucket.max_reqs}]", rule, end)
     if bucket.max_prefills:
-        rule = f"be where the prefill tokens begin ({tokens})"
+        rule = f"be {tokens}, the number of decode tokens of the bucket"
         require(prefill_begin == tokens, f"query_start_loc[{first}]", rule, prefill_begin)
     for name, live, limit in (
         ("decode", np.flatnonzero(lens[:first]), first),
@@ -128,7 +130,7 @@ def _checked_rows(step: BatchMetadata) -> _Rows:
     ):
         got, last = int(getattr(step, f"num_{name}s")), int(live[-1]) + 1 if live.size else 0
         require(got <= limit, f"num_{name}s", f"be at most the bucket's {limit}", got)
-        require(got >= last, f"num_{name}s", f"cover the last valid {name} row ({last})", got)
+        require(got >= last, f"num_{name}s", f"be at least {last}, since {name} row {last - 1} has keys", got)
     row = np.arange(bucket.max_reqs)
     firsts = np.where(row < first, row * bucket.decode_query_len, starts[:-1])
     return _Rows(lens.astype(np.int64), query_lens_on_host(step), firsts)
@@ -154,14 +156,16 @@ def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> No
         f"equal the cache's block_size ({size})",
         step.block_size,
     )
-    room = table.shape[1] * size
-    for r in np.flatnonzero(rows.seq_lens > room)[:1]:
-        rule = f"fit the block table's {table.shape[1]} columns of {size} ({room})"
+    capacity = table.shape[1] * size
+    for r in np.flatnonzero(rows.seq_lens > capacity)[:1]:
+        rule = f"be at most {capacity}, the {table.shape[1]} blocks of {size} tokens of a block_table row"
         require(False, f"seq_lens[{r}]", rule, rows.seq_lens[r])
     is_outside = (table < 0) | (table >= cache_spec.num_blocks)
     for r in np.flatnonzero((_is_used(rows, table, size) & is_outside).any(axis=1))[:1]:
-        rule = f"hold ids of the cache's {cache_spec.num_blocks} blocks for its {rows.seq_lens[r]} tokens"
-        require(False, f"block_table[{r}]", rule, table[r].tolist())
+        raise ValueError(
+            f"block_table[{r}] contains ids outside [0, {cache_spec.num_blocks}), the blocks of the cache, "
+            f"for the row's {rows.seq_lens[r]} tokens: {table[r].tolist()}."
+        )
 
 
 def _is_used(rows: _Rows, table: np.ndarray, block_size: int) -> np.ndarray:
@@ -178,20 +182,23 @@ def _checked_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
     is_padding = np.ones(len(slots), bool)
     is_padding[token] = False
     for t in np.flatnonzero(is_padding & (slots >= 0))[:1]:
-        require(False, f"slot_mapping[{t}]", "be < 0 for padding", slots[t])
+        raise ValueError(f"slot_mapping[{t}]={slots[t]}, but token {t} is padding. Set its slot to -1.")
     is_written = slots[token] >= 0
     row, index, token = row[is_written], index[is_written], token[is_written]
     for r in row[rows.query_lens[row] > rows.seq_lens[row]][:1]:
-        require(False, f"seq_lens[{r}]", f"count its {rows.query_lens[r]} new tokens", rows.seq_lens[r])
+        rule = f"be at least the row's {rows.query_lens[r]} new tokens, which it includes"
+        require(False, f"seq_lens[{r}]", rule, rows.seq_lens[r])
     position = rows.seq_lens[row] - rows.query_lens[row] + index
     block = np.asarray(step.block_table, np.int64)[row, position // size]
     expected = block * size + position % size
     for i in np.flatnonzero(slots[token] != expected)[:1]:
-        rule = f"be {expected[i]} or < 0 (block {block[i]} has row {row[i]}'s position {position[i]})"
+        rule = f"be {expected[i]} (position {position[i]} of row {row[i]}, in block {block[i]}) or negative"
         require(False, f"slot_mapping[{token[i]}]", rule, slots[token[i]])
     for i in np.flatnonzero(block == 0)[:1]:
-        rule = f"not be in block 0, the null block, as for row {row[i]} at position {position[i]}"
-        require(False, f"slot_mapping[{token[i]}]", rule, expected[i])
+        raise ValueError(
+            f"slot_mapping[{token[i]}]={expected[i]} is in block 0, the null block, but row {row[i]} writes "
+            f"position {position[i]} there. Give the row another block."
+        )
     return _Tokens(row, position, expected)
 
 
@@ -199,34 +206,43 @@ def _check_slots_differ(tokens: _Tokens, block_size: int) -> None:
     order = np.argsort(tokens.slots, kind="stable")
     slots, rows = tokens.slots[order], tokens.rows[order]
     for i in np.flatnonzero(slots[1:] == slots[:-1])[:1]:
-        got = f"{slots[i]} for rows {rows[i]} and {rows[i + 1]}"
-        require(False, "slot_mapping", "have a different slot for each token", got)
+        raise ValueError(
+            f"slot_mapping has slot {slots[i]} twice, for rows {rows[i]} and {rows[i + 1]}. "
+            "Each token needs a separate slot."
+        )
 
 
 def _check_sharing(step: BatchMetadata, rows: _Rows, tokens: _Tokens) -> None:
     """Check that writes into a block shared by other rows are their context, at the same position."""
     size, table = step.block_size, np.asarray(step.block_table)
-    user, column = np.nonzero(_is_used(rows, table, size))
-    held, written = table[user, column], tokens.slots // size
-    blocks, num_users = np.unique(held, return_counts=True)
+    row_of_entry, column_of_entry = np.nonzero(_is_used(rows, table, size))
+    block_of_entry, written_blocks = table[row_of_entry, column_of_entry], tokens.slots // size
+    blocks, num_rows_per_block = np.unique(block_of_entry, return_counts=True)
     context = rows.seq_lens - rows.query_lens
-    for block in np.intersect1d(blocks[num_users > 1], written):
-        for i in np.flatnonzero(written == block):
+    for block in np.intersect1d(blocks[num_rows_per_block > 1], written_blocks):
+        for i in np.flatnonzero(written_blocks == block):
             writer, position = tokens.rows[i], tokens.positions[i]
-            is_here = held == block
-            users, columns = user[is_here], column[is_here]
-            for u in np.flatnonzero(columns != position // size)[:1]:
-                rule = f"hold block {block} as number {position // size}, where row {writer} writes it"
-                require(False, f"block_table[{users[u]}]", rule, f"it as number {columns[u]}")
-            for u in users[(users != writer) & (context[users] <= position)][:1]:
-                rule = f"not share block {block} with row {writer}, which writes position {position} into it"
-                require(False, f"block_table[{u}]", rule, f"row {u} with a context of {context[u]}")
+            has_block = block_of_entry == block
+            rows_with_block, columns = row_of_entry[has_block], column_of_entry[has_block]
+            for j in np.flatnonzero(columns != position // size)[:1]:
+                raise ValueError(
+                    f"block_table[{rows_with_block[j]}] has block {block} in column {columns[j]}, but row "
+                    f"{writer} writes it as column {position // size}. Rows that share a block must have it "
+                    "in the same column."
+                )
+            lacks_position = (rows_with_block != writer) & (context[rows_with_block] <= position)
+            for row in rows_with_block[lacks_position][:1]:
+                raise ValueError(
+                    f"Row {writer} writes position {position} of block {block}, which row {row} also uses, "
+                    f"but row {row} has only {context[row]} tokens of context. Give row {row} a separate "
+                    "block."
+                )
 
 
 def _check_nothing_is_written(step: BatchMetadata) -> None:
     slots = np.asarray(step.slot_mapping)
     for t in np.flatnonzero(slots >= 0)[:1]:
-        require(False, f"slot_mapping[{t}]", "be < 0 without a cache", slots[t])
+        raise ValueError(f"slot_mapping[{t}]={slots[t]}, but there is no cache. Set all slots to -1.")
 
 
 def _check_keys_outside(rows: _Rows, kv: PackedKV) -> None:

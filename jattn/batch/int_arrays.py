@@ -74,7 +74,7 @@ def parse_block_table(block_table: Any, num_reqs: int, *, block_size: int) -> Ho
     try:
         table = _from_array(block_table) if is_array else _from_rows(block_table)
     except jax.errors.TracerArrayConversionError as error:
-        raise _traced("block_table") from error
+        raise _traced_array_error("block_table") from error
     limit, rule = max_block_id(block_size)
     if table.ids.size and table.ids.max() > limit:
         row = int(np.argmax((table.ids > limit).any(axis=1)))
@@ -94,15 +94,17 @@ def require_blocks(table: HostBlockTable, seq_lens: np.ndarray, block_size: int)
     Raises:
         ValueError: If a request has too few blocks or a negative id among them.
     """
-    needed = -(-seq_lens // block_size)
-    for r in np.flatnonzero(needed > table.lens)[:1]:
-        rule = f"have {needed[r]} blocks of {block_size} for request {r} with {seq_lens[r]} tokens"
-        require(False, "block_table", rule, table.lens[r])
+    num_needed = -(-seq_lens // block_size)
+    for r in np.flatnonzero(num_needed > table.lens)[:1]:
+        raise ValueError(
+            f"block_table[{r}] has {table.lens[r]} blocks of {block_size} tokens, but request {r} has "
+            f"{seq_lens[r]} tokens. Pass at least {num_needed[r]} blocks."
+        )
     if table.ids.size == 0 or table.ids.min() >= 0:
         return
-    is_used = np.arange(table.ids.shape[1]) < needed[:, None]
+    is_used = np.arange(table.ids.shape[1]) < num_needed[:, None]
     for r in np.flatnonzero((is_used & (table.ids < 0)).any(axis=1))[:1]:
-        rule = f"hold block ids >= 0 for its {seq_lens[r]} tokens"
+        rule = f"have no negative block id among the blocks of its {seq_lens[r]} tokens"
         require(False, f"block_table[{r}]", rule, table.ids[r, : table.lens[r]].tolist())
 
 
@@ -116,9 +118,9 @@ def pad_columns(
     """
     if num_columns is None:
         num_columns = max(table.ids.shape[1], 1)
-    needed = -(-seq_lens // block_size)
-    for r in np.flatnonzero(needed > num_columns)[:1]:
-        rule = f"be at least {needed[r]} for request {r} with {seq_lens[r]} tokens in blocks of {block_size}"
+    num_needed = -(-seq_lens // block_size)
+    for r in np.flatnonzero(num_needed > num_columns)[:1]:
+        rule = f"be at least {num_needed[r]}, the blocks of request {r} with {seq_lens[r]} tokens"
         require(False, "bucket.max_blocks", rule, num_columns)
     width = table.ids.shape[1]
     if width >= num_columns:
@@ -142,14 +144,14 @@ def as_block_table(name: str, table: Any) -> Any:
 
 
 def _ints(name: str, values: Any) -> np.ndarray:
-    """Return a 1-D int64 array; bools, floats and nested lists are refused."""
+    """Return a 1-D int64 array; raise ValueError for bools, floats and nested lists."""
     try:
         ints = np.asarray(values)
     except ValueError:  # nested lists
         require(False, name, "be a list of ints", values)
         raise
     except jax.errors.TracerArrayConversionError as error:
-        raise _traced(name) from error
+        raise _traced_array_error(name) from error
     require(ints.ndim == 1, name, "be a list of ints", f"shape {ints.shape}")
     has_bools = not isinstance(values, np.ndarray | jax.Array) and not BOOLS.isdisjoint(map(type, values))
     dtype = np.dtype(bool) if has_bools else ints.dtype
@@ -157,9 +159,11 @@ def _ints(name: str, values: Any) -> np.ndarray:
     return ints.astype(np.int64)
 
 
-def _traced(name: str) -> ValueError:
-    rule = "be known on the host (build metadata outside of jit and pass it in)"
-    return ValueError(f"{name} must {rule}, got a traced array.")
+def _traced_array_error(name: str) -> ValueError:
+    return ValueError(
+        f"{name} is a traced array, but its values must be known on the host. "
+        "Build the metadata outside of jit and pass it in."
+    )
 
 
 def _from_array(values: Any) -> HostBlockTable:

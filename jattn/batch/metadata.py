@@ -177,9 +177,9 @@ def build_batch_metadata(
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     _require_one_per_request("seq_lens", seq_lens, query_lens)
-    short = np.flatnonzero(seq_lens < query_lens)
-    for r in short[:1]:
-        require(False, f"seq_lens[{r}]", f"count the new tokens ({query_lens[r]})", seq_lens[r])
+    for r in np.flatnonzero(seq_lens < query_lens)[:1]:
+        rule = f"be at least query_lens[{r}] ({query_lens[r]}), which it includes"
+        require(False, f"seq_lens[{r}]", rule, seq_lens[r])
     table = _host_table(block_table, seq_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])

@@ -70,23 +70,24 @@ def resolve_quantization(name: str | None) -> str | None:
     if isinstance(name, str) and name in QUANTIZATION_ALIASES:
         return QUANTIZATION_ALIASES[name]
     if name is not None and (not isinstance(name, str) or name not in QUANTIZATIONS):
-        ours = [choice for choice in QUANTIZATIONS if choice is not None]
-        nearest = difflib.get_close_matches(str(name), ours, n=1, cutoff=0.0)[0]
-        names = ", ".join(map(repr, [None, *QUANTIZATION_ALIASES, *ours]))
-        rule = f"be one of {names}"
-        require(False, "quantization", rule, f"{name!r}; the nearest is {nearest!r}")
+        known_names = [choice for choice in QUANTIZATIONS if choice is not None]
+        nearest = difflib.get_close_matches(str(name), known_names, n=1, cutoff=0.0)[0]
+        names = ", ".join(map(repr, [None, *QUANTIZATION_ALIASES, *known_names]))
+        raise ValueError(
+            f"quantization={name!r} is unknown. Did you mean {nearest!r}? It must be one of {names}."
+        )
     return name
 
 
 def checked_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
     """Return a floating-point dtype; `hint` is appended to the error message."""
     try:
-        checked = jnp.dtype(dtype)
+        np_dtype = jnp.dtype(dtype)
     except TypeError:
         require(False, name, "be a dtype", repr(dtype))
         raise
-    require(jnp.issubdtype(checked, jnp.floating), name, f"be a float type{hint}", checked)
-    return checked
+    require(jnp.issubdtype(np_dtype, jnp.floating), name, f"be a float type{hint}", np_dtype)
+    return np_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,5 +202,5 @@ class CacheSpec:
         require_positive(num_layers=num_layers)
         size = self.bytes_per_block * int(num_layers)  # a small numpy int would overflow
         blocks = int(memory_bytes) // size
-        require(blocks > 0, "memory_bytes", f"hold a block ({size} bytes)", memory_bytes)
+        require(blocks > 0, "memory_bytes", f"be at least {size}, the size of one block", memory_bytes)
         return blocks

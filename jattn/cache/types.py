@@ -166,11 +166,12 @@ def _check_stored(name: str, array: Any, scale: Any) -> None:
         return
     rule = "hold floats or int8 (view vLLM's uint8 arrays as the fp8 dtype that they hold)"
     require(array.dtype == jnp.int8, name, rule, array.dtype)
-    require(scale is not None, f"{name}_scale", f"be passed with int8 {name}", None)
+    if scale is None:
+        raise ValueError(f"{name} has dtype int8, which requires a scale. Pass {name}_scale.")
 
 
 def _as_scale(name: str, scale: Any) -> Any:
-    """Return a scale, converting lists to arrays; bools and complex numbers are refused."""
+    """Return a scale, converting lists to arrays; raise ValueError for bools and complex numbers."""
     scale = np.asarray(scale) if isinstance(scale, list | tuple) else scale
     dtype = getattr(scale, "dtype", None)
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -184,10 +185,15 @@ def _initial_scale(name: str, spec: CacheSpec, storage: StorageFormat, scale: _S
     """Return the initial `k_scale` or `v_scale` of a new cache."""
     shapes, context = storage.scale_shapes(spec), f"with quantization={spec.quantization!r}"
     if scale is None:
-        hint = "jattn.calibrate computes it; 'int8_k_only' and 'int8_token_head' need none"
-        require(storage.scale != "channel", name, f"be given {context} ({hint})", None)
+        if storage.scale == "channel":
+            raise ValueError(
+                f"quantization={spec.quantization!r} requires {name}. Compute it with "
+                f"jattn.calibrate(model, prompts, quantization={spec.quantization!r}), or use 'int8_k_only' "
+                "or 'int8_token_head', which need no scale."
+            )
         return jnp.ones(shapes[0], jnp.float32) if shapes else None
-    require(storage.scale in ("static", "channel"), name, f"be None {context}", "a static scale")
+    if storage.scale not in ("static", "channel"):
+        raise ValueError(f"A cache {context} takes no static {name}. Omit {name}.")
     scale = _as_scale(name, scale)
     require_one_of(f"{name}'s shape {context}", tuple(jnp.shape(scale)), shapes)
     if not isinstance(scale, jax.core.Tracer):
@@ -284,8 +290,10 @@ class PackedKV:
         firsts = np.asarray(self.kv_start_loc, np.int64)
         is_read = (lens > 0) if query_lens is None else (lens > 0) & (np.asarray(query_lens) > 0)
         for r in np.flatnonzero(is_read & ((firsts < 0) | (firsts + lens > num_keys)))[:1]:
-            rule = f"leave row {r}'s {lens[r]} keys within k's {num_keys}"
-            require(False, f"cache.kv_start_loc[{r}]", rule, firsts[r])
+            raise ValueError(
+                f"cache.kv_start_loc[{r}]={firsts[r]} and the row's {lens[r]} keys exceed k, which has "
+                f"{num_keys} keys."
+            )
         if self.is_in_order and len(firsts):
             require(int(firsts[0]) == 0, "cache.kv_start_loc[0]", "be 0 with is_in_order", firsts[0])
             for r in np.flatnonzero(firsts[1:] < (firsts + lens)[:-1])[:1] + 1:
@@ -300,8 +308,11 @@ def require_not_deleted(cache: PagedCache) -> None:
         ValueError: If one was.
     """
     arrays = (array for array in (cache.k, cache.v) if isinstance(array, jax.Array) and is_concrete(array))
-    rule = "be the cache that write_kv, or the jit it was donated to, returned"
-    require(not any(array.is_deleted() for array in arrays), "cache", rule, "a donated one")
+    if any(array.is_deleted() for array in arrays):
+        raise ValueError(
+            "The cache was donated to an earlier call, so that its arrays no longer exist. Use the cache "
+            "that write_kv, or the jitted function to which it was donated, returned."
+        )
 
 
 def require_distinct_arrays(*caches: PagedCache) -> None:
@@ -314,9 +325,11 @@ def require_distinct_arrays(*caches: PagedCache) -> None:
         require_not_deleted(cache)
     all_arrays = (array for cache in caches for array in block_arrays(cache).values())
     arrays = [array for array in all_arrays if isinstance(array, jax.Array) and is_concrete(array)]
-    rule = "have distinct arrays for keys and values, since they are donated (use jnp.copy)"
-    is_distinct = len({id(array) for array in arrays}) == len(arrays)
-    require(is_distinct, "caches", rule, "the same array twice")
+    if len({id(array) for array in arrays}) < len(arrays):
+        raise ValueError(
+            "The same array is used twice in the caches, but it can be donated only once. Copy it with "
+            "jnp.copy."
+        )
 
 
 def block_arrays(cache: PagedCache) -> dict[str, Any]:

@@ -58,14 +58,18 @@ def write_kv(
     require_shape("value", value.shape, key.shape, "as key")
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
-        require(is_writable, f"{name}_scale", f"have no axis of tokens to write {array.dtype}", "one")
+        if not is_writable:
+            raise ValueError(
+                f"cache.{name} has dtype {array.dtype}, but {name}_scale has one scale per token, which only "
+                f"8-bit caches support. Use an 8-bit cache, or a {name}_scale without an axis of tokens."
+            )
     require_distinct_arrays(cache)
     reason = support.why_not_on(cache.k) or _why_not_write(cache, key.dtype)
     use_kernel = support.should_use_kernel("write_kv", implementation, reason)
-    written = _write_kv(
+    arrays = _write_kv(
         block_arrays(cache), _static_scales(cache), key, value, slot_mapping, cache.layout, use_kernel
     )
-    return replace(cache, **written)
+    return replace(cache, **arrays)
 
 
 def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
@@ -73,9 +77,9 @@ def _check_new(key: Any, value: Any, slot_mapping: Any) -> None:
     kind = type(slot_mapping).__name__
     is_array = isinstance(slot_mapping, jax.Array | np.ndarray)
     require(is_array, "slot_mapping", "be an array [tokens], as metadata.slot_mapping is", kind)
-    is_right = slot_mapping.ndim == 1 and jnp.issubdtype(slot_mapping.dtype, jnp.integer)
+    is_int_vector = slot_mapping.ndim == 1 and jnp.issubdtype(slot_mapping.dtype, jnp.integer)
     got = f"{slot_mapping.dtype} of shape {slot_mapping.shape}"
-    require(is_right, "slot_mapping", "be ints [tokens]", got)
+    require(is_int_vector, "slot_mapping", "be ints [tokens]", got)
     require_int32s("slot_mapping", slot_mapping)
     for name, rows in (("key", key), ("value", value)):
         require(isinstance(rows, jax.Array | np.ndarray), name, "be an array", type(rows).__name__)

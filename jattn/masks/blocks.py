@@ -126,8 +126,8 @@ class BlockMask(Mask):
         num_needed = int(np.max(np.where(ends > 0, -(-ends // size) - np.asarray(first), 0), initial=0))
         if q_blocks < num_needed:
             raise ValueError(
-                f"BlockMask has {q_blocks} q_blocks of {size} positions, but a request's queries need "
-                f"{num_needed} from first_q_block on."
+                f"BlockMask has {q_blocks} q_blocks of {size} positions, but the queries of a request extend "
+                f"over {num_needed} from first_q_block on. Pass at least {num_needed} q_blocks."
             )
 
     def _check_heads(self, num_q_heads: int) -> None:

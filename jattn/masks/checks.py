@@ -86,8 +86,8 @@ def check_causal_mask(name: str, mask: Mask, *, causal: bool) -> None:
     check_is_mask(name, mask)
     if causal and mask.allows_future_keys:
         raise ValueError(
-            f"{name} lets queries attend to later keys, which a causal layer hides, got {_format(mask)}. "
-            "Use AttentionSpec(causal=False), and combine the mask with Causal() where needed."
+            f"{name} lets queries attend to later keys, but the layer is causal: {_format(mask)}. "
+            "Pass AttentionSpec(causal=False), and combine the mask with Causal() where needed."
         )
 
 

@@ -103,7 +103,7 @@ class VerticalSlash(Mask):
         if heads != (num_q_heads, num_q_heads):
             raise ValueError(
                 f"VerticalSlash has columns for {heads[0]} heads and slashes for {heads[1]} heads, but the "
-                f"layer has {num_q_heads} query heads."
+                f"layer has {num_q_heads} query heads. Pass columns and slashes for {num_q_heads} heads."
             )
 
     @override

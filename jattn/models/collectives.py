@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jattn.models.layers import RMSNorm, add_and_norm
 from jattn.parallel import ALL_AXES, CP, Axes
-from pallas_kernels.checks import require, require_type
+from pallas_kernels.checks import require_type
 from pallas_kernels.support import GPU_PLATFORMS
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def use_peer_memory(model: Any, *, max_rows: int = 2048) -> None:
 
     require_type("max_rows", max_rows, int, "tokens of a step")
     mesh = getattr(model, "mesh", None)
-    require(mesh is not None, "model", "be on a mesh (load(DIR, mesh=))", mesh)
+    if mesh is None:
+        raise ValueError("use_peer_memory requires a model on a mesh. Load it with load(DIR, mesh=...).")
     make = functools.partial(collectives.make_peer_memory, model.mesh)
     all_sums, ranks = make(ALL_AXES, max_rows=max_rows, width=model.config.hidden_size), None
     if model.mesh.shape[CP] > 1:

@@ -125,7 +125,8 @@ def make_static_scales(
     for layer, (known, spec) in enumerate(zip(layers, specs, strict=True)):
         scales.append({})
         for side, stored, scale in zip("kv", spec.storage_formats, known, strict=True):
-            rule = f"have a {side}_scale per channel for {spec.quantization} (jattn.calibrate computes them)"
+            call = f"jattn.calibrate(model, prompts, quantization={spec.quantization!r})"
+            rule = f"have a {side}_scale per channel for {spec.quantization} ({call} computes them)"
             require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
             is_static = stored.scale in ("static", "channel")
             scales[-1][f"{side}_scale"] = _repeated(scale, num_replicas) if is_static else None

@@ -144,7 +144,7 @@ def require_no_mask(ranks: ContextParallelAxis, mask: Mask | None) -> None:
     if mask is not None:
         reason = f"the KV cache of a request is split over {ranks.size} devices"
         feature = f"mask={type(mask).__name__} with cp"
-        raise unsupported(feature, reason, "Leave it None, or load with cp=1")
+        raise unsupported(feature, reason, "Pass mask=None, or load the model with cp=1")
 
 
 def take_rows_sharded(

@@ -103,7 +103,10 @@ class QKNorm:
         require_one_of("over", self.over, ("head", "own_head", "all_heads"))
         if self.comes_after_rope or not self.has_weight:
             require_one_of("over of a norm after the rope", self.over, ("head",))
-            require(self.comes_after_rope, "has_weight", "be True before the rope", self.has_weight)
+            if not self.comes_after_rope:
+                raise ValueError(
+                    "has_weight=False is supported only for a norm after the rope. Pass has_weight=True."
+                )
         if self.over == "own_head":
             require_one_of("the norm for over='own_head'", self.norm.kind, ("layer", "layer_no_bias"))
         if self.over == "all_heads":

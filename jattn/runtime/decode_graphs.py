@@ -122,7 +122,10 @@ class DecodeGraphs:
             return last
         leaves = ParameterLeaves(params)
         if last is not None and leaves.structure != last.structure:
-            require(False, "params", f"keep the structure {last.structure}", leaves.structure)
+            raise ValueError(
+                f"The structure of params changed from {last.structure} to {leaves.structure}. "
+                "Create a new DecodeGraphs for other parameters."
+            )
         self._leaves = leaves
         return leaves
 
@@ -228,9 +231,12 @@ class DecodeGraphs:
             ValueError: If no bucket fits the batch (the message lists the buckets), or lengths are not ints
                 of at least 0.
         """
-        able = [bucket for bucket in self.buckets if decode_query_len in (None, bucket.decode_query_len)]
+        candidates = [
+            bucket for bucket in self.buckets if decode_query_len in (None, bucket.decode_query_len)
+        ]
         lens = sorted({bucket.decode_query_len for bucket in self.buckets})
-        require(able != [], "decode_query_len", f"be one of the buckets' {lens}", decode_query_len)
+        rule = f"be the decode_query_len of a bucket, one of {lens}"
+        require(candidates != [], "decode_query_len", rule, decode_query_len)
         *counts, num_blocks = python_ints(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
@@ -241,7 +247,7 @@ class DecodeGraphs:
         counted = {}  # by decode_query_len, which most buckets have in common
         fitting: list[tuple[int, Bucket]] = []
         cost_per_decode = max(num_blocks // BLOCKS_PER_TOKEN_COST, 1)
-        for bucket in able:
+        for bucket in candidates:
             if lens_of_batch is not None:
                 if bucket.decode_query_len not in counted:
                     counted[bucket.decode_query_len] = _counts(lens_of_batch, bucket.decode_query_len)
@@ -250,7 +256,10 @@ class DecodeGraphs:
                 fitting.append((bucket.max_tokens + cost_per_decode * _late(bucket, counts[0]), bucket))
         if not fitting:
             batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
-            raise ValueError(f"the batch must fit one of the buckets {format_buckets(able)}, got {batch}.")
+            raise ValueError(
+                f"The batch {batch} does not fit any of the buckets {format_buckets(candidates)}. "
+                "Add a larger bucket."
+            )
         return self._ready_one([bucket for _, bucket in sorted(fitting, key=lambda item: item[0])])
 
     def _ready_one(self, fitting: Sequence[Bucket]) -> Bucket:

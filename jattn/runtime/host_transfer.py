@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.checks import require
 from pallas_kernels.shared import ALIGNED_BYTES
 
 ALIGNMENT = ALIGNED_BYTES // 4  # in words: XLA passes slices of the packed array to kernels in place
@@ -57,15 +56,20 @@ class TransferLayout(NamedTuple):
         """
         leaves, structure = jax.tree.flatten(arguments)
         if structure != self.structure:
-            require(False, "a step's arguments", f"be {self.structure}, as compiled", structure)
+            raise ValueError(
+                f"The step was compiled for arguments with the structure {self.structure}, but was called "
+                f"with {structure}. Call it with the structure it was compiled for."
+            )
         parts, remaining = [], []
         for leaf, sent in zip(leaves, self.leaves, strict=True):
             if sent is None:
                 remaining.append(leaf)
                 continue
             if leaf.shape != sent.shape or leaf.dtype != sent.dtype:
-                rule = f"be {sent.dtype}{list(sent.shape)}, as compiled"
-                require(False, "an array of a step", rule, f"{leaf.dtype}{list(leaf.shape)}")
+                raise ValueError(
+                    f"The step was compiled for an array {sent.dtype}{list(sent.shape)}, but was called with "
+                    f"{leaf.dtype}{list(leaf.shape)}. Pass an array of the compiled shape and dtype."
+                )
             parts.append(leaf)
         if not parts:
             return None, remaining

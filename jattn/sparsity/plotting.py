@@ -54,9 +54,9 @@ def coverage_image(
     if isinstance(mask_or_schedule, TileSchedule):
         if seq_len is not None or options:
             names = ", ".join(["seq_len"] * (seq_len is not None) + list(options))
-            raise ValueError(f"{names} can be given for a mask only, got a TileSchedule.")
+            raise ValueError(f"{names} can be passed for masks only. Omit them for a TileSchedule.")
         partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(mask_or_schedule))
         return (partial * PARTIAL + full * FULL)[:num_heads]
     if seq_len is None:
-        raise ValueError("seq_len must be given to plot a mask.")
+        raise ValueError("Pass seq_len to plot a mask.")
     return np.asarray(dense(mask_or_schedule, seq_len, seq_len, **options))[:num_heads] * FULL

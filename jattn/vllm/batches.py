@@ -89,7 +89,9 @@ def split_decodes_and_prefills(
         is_prefill = is_prefill | ~is_short
     if not treat_short_extends_as_decodes:
         if is_prefilling is None:
-            raise ValueError("is_prefilling is required if treat_short_extends_as_decodes is False.")
+            raise ValueError(
+                "treat_short_extends_as_decodes=False requires is_prefilling. Pass is_prefilling."
+            )
         require(
             prefilling.shape == (num_reqs,),
             "is_prefilling",

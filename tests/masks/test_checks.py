@@ -138,7 +138,7 @@ FILTERS = [
 
 @pytest.mark.parametrize(("written", "mask"), AHEAD.items())
 def test_bidirectional_mask_with_a_causal_spec_is_rejected(written, mask):
-    message = rf"mask lets queries attend to later keys.*, got {re.escape(written)}\. Use .*causal=False"
+    message = rf"mask lets queries attend to later keys.*: {re.escape(written)}\. Pass .*causal=False"
     with pytest.raises(ValueError, match=message):
         masks.check_mask(mask, sizes(), causal=True)
     masks.check_mask(mask, sizes(), causal=False)
@@ -152,7 +152,7 @@ def test_filter_mask_with_a_causal_spec_is_accepted(mask):
 def test_spec_rejects_bidirectional_masks_and_unknown_heads():
     spec = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     with pytest.raises(
-        ValueError, match=r"sparsity lets queries attend to later keys, .*, got \(Causal \| Sinks\)\."
+        ValueError, match=r"sparsity lets queries attend to later keys, .*: \(Causal \| Sinks\)\."
     ):
         jattn.AttentionSpec(**spec, sparsity=masks.Causal() | masks.Sinks(4))
     jattn.AttentionSpec(**spec, sparsity=masks.Causal() | masks.Sinks(4), causal=False)
@@ -187,7 +187,7 @@ def test_mask_that_does_not_cover_the_positions_is_rejected(mask, message):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (masks.Causal() | masks.Prefix(length=3), r"mask lets queries attend .*, got \(Causal \| Prefix\)"),
+        (masks.Causal() | masks.Prefix(length=3), r"mask lets queries attend .*: \(Causal \| Prefix\)"),
         (masks.Document(ids=IDS), "Document.ids has 4 rows, but the batch metadata has 8"),
         (masks.OnlyHeads((4,)), r"OnlyHeads.heads must lie in \[0, 4\), got \(4,\)"),
         (block_mask(3, 2), "has 3 q_blocks of 8 .* 25 positions. Pass at least 4"),
@@ -222,7 +222,7 @@ def test_block_mask_that_ends_before_the_last_query_is_rejected(end, first, need
     )
     masks.check_batch_mask(make(max(need, 2), firsts), step, **layer)
     if need > 2:
-        message = "has 2 q_blocks of 4 positions, but .* need 3 from first_q_block on"
+        message = "has 2 q_blocks of 4 positions, but .* over 3 from first_q_block on"
         with pytest.raises(ValueError, match=message):
             masks.check_batch_mask(make(2, firsts), step, **layer)
     # Nobody knows where queries begin that are traced.

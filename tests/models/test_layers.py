@@ -44,7 +44,7 @@ def test_a_norm_after_the_rope_normalizes_each_head():
     assert make_qk_norm(behind, 4, 6, dtype=jnp.float32).follows_rope
     with pytest.raises(ValueError, match=r"over of a norm after the rope must be .* got 'all_heads'"):
         QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True, over="all_heads")
-    with pytest.raises(ValueError, match=r"has_weight must be True before the rope, got False"):
+    with pytest.raises(ValueError, match=r"has_weight=False is supported only for a norm after the rope"):
         QKNorm(norm=NormSpec("rms", 1e-5), has_weight=False)
 
 

@@ -460,10 +460,10 @@ class TestParameters:
         )
         self.run(graphs, params)
         change(params)
-        message = r"params must keep the structure PyTreeDef\(\{'a': \*, 'b': \*\}\), got .*'c': \*"
+        message = r"structure of params changed from PyTreeDef\(\{'a': \*, 'b': \*\}\) to .*'c': \*"
         with pytest.raises(ValueError, match=message):
             self.run(graphs, params)
-        with pytest.raises(ValueError, match=r"params must keep the structure .*, got PyTreeDef\(\*\)"):
+        with pytest.raises(ValueError, match=r"structure of params changed from .* to PyTreeDef\(\*\)"):
             self.run(graphs, jnp.float32(3))
 
 
@@ -530,7 +530,7 @@ class TestChoose:
         if fitting:
             assert self.graphs.choose(query_lens) == fitting[0]
         else:
-            with pytest.raises(ValueError, match="the batch must fit one of the buckets"):
+            with pytest.raises(ValueError, match=r"The batch .* does not fit any of the buckets"):
                 self.graphs.choose(query_lens)
 
     @pytest.mark.parametrize("query_lens", [[], [1, 1, 1], [1, 1, 3], [4, 1, 1], [16]])

@@ -65,9 +65,15 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("changed", "message"),
         [
-            ({"ids": np.zeros(8, np.int32)}, r"must be int32\[7\], as compiled, got int32\[8\]"),
-            ({"ids": np.zeros(7, np.float32)}, r"must be int32\[7\], as compiled, got float32\[7\]"),
-            ({"nothing": np.zeros(1, np.int32)}, "a step's arguments must be PyTreeDef"),
+            (
+                {"ids": np.zeros(8, np.int32)},
+                r"compiled for an array int32\[7\], but was called with int32\[8\]",
+            ),
+            (
+                {"ids": np.zeros(7, np.float32)},
+                r"compiled for an array int32\[7\], but was called with float32\[7\]",
+            ),
+            ({"nothing": np.zeros(1, np.int32)}, "compiled for arguments with the structure PyTreeDef"),
         ],
     )
     def test_another_shape_than_was_compiled_is_an_error(self, changed, message):

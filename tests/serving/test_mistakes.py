@@ -110,7 +110,7 @@ WANT = {
     "Engine(m.model, cache_bytes=1e9)": r"cache_bytes must be an int, got 1000000000\.0\.",
     "Engine(m.model, skip_layers=0)": r"skip_layers must be a list of ints, got 0\.",
     "Engine(m.model, buckets=[8])": r"buckets\[0\] must be a Bucket, got 8\.",
-    "Engine(m.model, quantization='int4')": r"quantization must be one of .*, got 'int4'; the nearest is ",
+    "Engine(m.model, quantization='int4')": r"quantization='int4' is unknown. Did you mean ",
     "Engine(m.model, cascade_attention=1)": r"cascade_attention must be a bool or None .*, got int: 1\.",
     "Engine(m.model, check_batches='no')": r"check_batches must be a bool .*, got str: 'no'\.",
     "Engine(m.model, cache_dir=3)": r"cache_dir must be a str or PathLike \(a folder, or None\), got int: 3",

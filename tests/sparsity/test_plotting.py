@@ -35,9 +35,9 @@ def test_plot_has_one_panel_per_head():
 
 
 def test_mask_requires_a_length_and_a_schedule_rejects_it():
-    with pytest.raises(ValueError, match="seq_len must be given to plot a mask"):
+    with pytest.raises(ValueError, match="Pass seq_len to plot a mask"):
         coverage_image(MASK)
-    with pytest.raises(ValueError, match="seq_len can be given for a mask only, got a TileSchedule"):
+    with pytest.raises(ValueError, match="seq_len can be passed for masks only"):
         coverage_image(made(), 3)
-    with pytest.raises(ValueError, match="num_q_heads can be given for a mask only, got a TileSchedule"):
+    with pytest.raises(ValueError, match="num_q_heads can be passed for masks only"):
         coverage_image(made(), num_q_heads=7)

@@ -123,9 +123,7 @@ def test_traced_split_equals_the_host_split(traced_once, uniform, short_extends)
 
 
 def test_is_prefilling_is_required_and_checked():
-    with pytest.raises(
-        ValueError, match="is_prefilling is required if treat_short_extends_as_decodes is False"
-    ):
+    with pytest.raises(ValueError, match="treat_short_extends_as_decodes=False requires is_prefilling"):
         split_decodes_and_prefills([1, 1], treat_short_extends_as_decodes=False)
     with pytest.raises(ValueError, match=r"is_prefilling must have one entry per request \(2\), got \(3,\)"):
         split_decodes_and_prefills([1, 1], treat_short_extends_as_decodes=False, is_prefilling=[True] * 3)

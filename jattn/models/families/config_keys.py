@@ -100,7 +100,8 @@ def fill_defaults(hf: Keys, family: Family) -> dict[str, Any]:
         key: _convert(defaults[key], key, names.get(key, key), value) for key, value in values.items()
     }
     missing = [names.get(key, key) for key in SIZES if keys[key] is None]
-    require(not missing, "config", "have the keys " + ", ".join(SIZES), f"none of {missing}")
+    if missing:
+        raise ValueError(f"config has no keys {missing}. Required are {', '.join(SIZES)}.")
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     require_positive(**{key: keys[key] for key in SIZES})
     require_number(rms_norm_eps=keys["rms_norm_eps"])
@@ -172,7 +173,7 @@ def _rename_aliases(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[st
         common = family.aliases.get(key, key)
         if hf.get(common) is not None:
             is_same = value is None or value == hf[common]
-            require(is_same, f"{names[common]} and {key}", "be the same", f"{hf[common]!r} and {value!r}")
+            require(is_same, f"{names[common]} and {key}", "be equal", f"{hf[common]!r} and {value!r}")
         else:
             hf[common], names[common] = value, key
     return hf, names

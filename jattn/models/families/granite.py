@@ -118,7 +118,8 @@ def _granitemoehybrid_layer(keys: Keys, layer: int) -> LayerSpec:
     kind = (keys["layer_types"] or ["mamba"] * keys["num_hidden_layers"])[layer]
     if kind not in ("attention", "full_attention"):
         feature = f"layers_block_type {kind!r}"
-        raise unsupported(feature, "the layer has a state of its own", "Supported: attention")
+        reason = "the layer keeps a recurrent state"
+        raise unsupported(feature, reason, "Use a checkpoint with attention layers only")
     dense = {**keys, "intermediate_size": keys["shared_intermediate_size"]}
     spec = (
         GRANITEMOESHARED.build_layer(keys, layer)

@@ -107,9 +107,9 @@ def local_strided(keys: Keys, layer: int) -> LocalStrided | None:
     if size != kernel:
         feature, fix = (
             f"blocksparse_triton_kernel_block_size {kernel}",
-            f"Supported: {size}, the blocksparse_block_size",
+            "Set both to the same size in config.json",
         )
-        raise unsupported(feature, "different block sizes are not supported", fix)
+        raise unsupported(feature, f"it differs from blocksparse_block_size {size}", fix)
     dense_interval = keys["dense_attention_every_n_layers"]
     if dense_interval and (layer + 1) % dense_interval == 0:
         return None

@@ -49,7 +49,11 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
             if name in tensors and files[name] == indexed_path:
                 continue
             is_unique = name not in tensors or path == indexed_path
-            require(is_unique, name, "be in one file", f"a second one in {path.name}")
+            if not is_unique:
+                raise ValueError(
+                    f"Tensor {name} is in two files, {files[name].name} and {path.name}. Remove one of the "
+                    "files."
+                )
             tensors[name], files[name] = tensor, path
     return tensors
 
@@ -74,16 +78,16 @@ def check_tensors(
     for name in missing[:1]:
         module = name.rpartition(".")[0] + "."
         nearest = sorted(extra, key=lambda name: not name.startswith(module))[:3]
-        unexpected = f", but {', '.join(nearest)}" if nearest else ""
-        require(
-            False, name, "be in the checkpoint", f"{len(tensors)} tensors, {len(missing)} missing{unexpected}"
+        unexpected = f" It has these unexpected tensors: {', '.join(nearest)}." if nearest else ""
+        raise ValueError(
+            f"The checkpoint has no tensor {name}; {len(missing)} of the {len(shapes)} required tensors are "
+            f"missing.{unexpected} Check that config.json belongs to the checkpoint."
         )
-    require(
-        not extra,
-        "the checkpoint",
-        "hold only the tensors that its config.json requires",
-        ", ".join(extra[:5]),
-    )
+    if extra:
+        raise ValueError(
+            f"The checkpoint has tensors that its config.json does not require: {', '.join(extra[:5])}. "
+            "Check that config.json belongs to the checkpoint."
+        )
     for name, shape in shapes.items():
         require_shape(name, tensors[name].shape, shape, "as config.json says")
         float_dtype(tensors, name)
@@ -93,8 +97,11 @@ def check_tensors(
         if copy not in tensors:
             continue
         is_copy = _is_same(tensors[copy], tensors[name])
-        rule = f"equal {name}, because tie_word_embeddings is true (else set it to false in config.json)"
-        require(is_copy, copy, rule, f"a tensor {tensors[copy].shape} with other values")
+        if not is_copy:
+            raise ValueError(
+                f"{copy} differs from {name}, but tie_word_embeddings is true. Set it to false in "
+                "config.json."
+            )
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -113,7 +120,8 @@ def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
     Raises:
         ValueError: If the tensor is missing, or its dtype is not one that parameters may have.
     """
-    require(name in tensors, name, "be in the checkpoint", f"{len(tensors)} other tensors")
+    if name not in tensors:
+        raise ValueError(f"The checkpoint has no tensor {name}. It has {len(tensors)} other tensors.")
     code = tensors[name].code
     require(code in FLOATS, f"{name}'s dtype", "be one of " + ", ".join(FLOATS), code)
     return DTYPES[code]
@@ -174,10 +182,10 @@ def find_tensor_mappings(family: Family, names: Iterable[str]) -> dict[str, HFTe
         names: Names of the checkpoint's tensors, which tell which alternative mappings apply.
     """
     modules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight")) for name in names}
-    found = {
+    alternatives = {
         module: stored for module, stored in family.alternative_tensors.items() if modules & {*stored.names}
     }
-    return {**family.tensors, **found}
+    return {**family.tensors, **alternatives}
 
 
 def _add_family_prefix(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -189,18 +197,21 @@ def _add_family_prefix(tensors: dict[str, Any], family: Family) -> dict[str, Any
     (head,), (inner,) = (family.tensors[part].names for part in ("lm_head", "layers.*.self_attn.o_proj"))
     inner = inner.removeprefix(family.prefix).replace("*", "0")
     pattern = re.compile(rf"(|.+\.){re.escape(inner)}\..+")
-    found = sorted({match[1] for match in map(pattern.fullmatch, tensors) if match}, key=len)
-    if not found or family.prefix in found:
+    prefixes = sorted({match[1] for match in map(pattern.fullmatch, tensors) if match}, key=len)
+    if not prefixes or family.prefix in prefixes:
         return tensors
-    lacks_prefix = not found[0].endswith(f".{family.prefix}")
-    outer = found[0] if lacks_prefix else found[0].removesuffix(family.prefix)
+    lacks_prefix = not prefixes[0].endswith(f".{family.prefix}")
+    outer = prefixes[0] if lacks_prefix else prefixes[0].removesuffix(family.prefix)
     renamed: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        new = name.removeprefix(outer)
-        if lacks_prefix and name.startswith(outer) and not new.startswith(f"{head}."):
-            new = family.prefix + new
-        require(new not in renamed, "the checkpoint", f"have one tensor {new}", f"another one named {name}")
-        renamed[new] = tensor
+        new_name = name.removeprefix(outer)
+        if lacks_prefix and name.startswith(outer) and not new_name.startswith(f"{head}."):
+            new_name = family.prefix + new_name
+        if new_name in renamed:
+            raise ValueError(
+                f"Two tensors of the checkpoint are the parameter {new_name}, one of them {name}. Remove one."
+            )
+        renamed[new_name] = tensor
     return renamed
 
 

@@ -92,8 +92,12 @@ class QuantizedTensor:
         for source in self.sources:
             if source.code in FLOATS:
                 is_finite = np.isfinite(source.view().astype(np.float32))
-                rule, got = "hold finite numbers", f"{is_finite.size - is_finite.sum()} others"
-                require(bool(is_finite.all()), source.name, rule, got)
+                if not is_finite.all():
+                    num_invalid = is_finite.size - is_finite.sum()
+                    raise ValueError(
+                        f"The scales {source.name} contain {num_invalid} NaNs or infinities. The checkpoint "
+                        "is damaged; download it again."
+                    )
 
 
 type Tensor = StoredTensor | QuantizedTensor
@@ -128,7 +132,7 @@ def check_quantization(config: Mapping[str, Any] | None) -> None:
             "quantization_config's transform_config",
             "weights are stored for rotated inputs or outputs",
         )
-        raise unsupported(feature, reason, "Supported: none")
+        raise unsupported(feature, reason, "Use a checkpoint without transform_config")
     _block_size(config)
 
 
@@ -157,11 +161,12 @@ def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     sizes |= {
         f"{name} block_structure": group.get("block_structure") for name, group in _groups(config).items()
     }
-    found = {_pair(name, size) for name, size in sizes.items() if size is not None}
-    if len(found) > 1:
-        feature = "quantization_config's blocks of " + " and ".join(f"{a} x {b}" for a, b in sorted(found))
-        raise unsupported(feature, "different block sizes are not supported", "Supported: one size for all")
-    return found.pop() if found else (128, 128)
+    pairs = {_pair(name, size) for name, size in sizes.items() if size is not None}
+    if len(pairs) > 1:
+        feature = "quantization_config's blocks of " + " and ".join(f"{a} x {b}" for a, b in sorted(pairs))
+        reason = "different block sizes are not supported"
+        raise unsupported(feature, reason, "Use a checkpoint with one block size for all weights")
+    return pairs.pop() if pairs else (128, 128)
 
 
 def _pair(name: str, size: Any) -> tuple[int, int]:
@@ -200,10 +205,11 @@ def dequantize_tensors(tensors: Mapping[str, Any], config: Mapping[str, Any] | N
 
 
 def _pop_scale(tensors: dict[str, Any], name: str, suffixes: tuple[str, ...]) -> StoredTensor:
-    found = [name + suffix for suffix in suffixes if name + suffix in tensors]
-    rule = "have a scale: " + " or ".join(name + suffix for suffix in suffixes)
-    require(bool(found), name, rule, "none in the checkpoint")
-    return tensors.pop(found[0])
+    scale_names = [name + suffix for suffix in suffixes if name + suffix in tensors]
+    if not scale_names:
+        expected = " or ".join(name + suffix for suffix in suffixes)
+        raise ValueError(f"The checkpoint has no scale for {name}. Expected the tensor {expected}.")
+    return tensors.pop(scale_names[0])
 
 
 def _float8(values: StoredTensor, scale: StoredTensor, size: tuple[int, int]) -> QuantizedTensor:

@@ -107,31 +107,38 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: If the file is not a complete safetensors file.
     """
-    rule = "be a complete safetensors file"
     size = path.stat().st_size
-    require(size > _LENGTH_BYTES, str(path), rule, f"{size} bytes")
+    if size <= _LENGTH_BYTES:
+        raise _damaged_file_error(path, f"it has only {size} bytes")
     with path.open("rb") as file:
-        is_pointer = file.read(len(_POINTER)) == _POINTER
-        require(not is_pointer, str(path), rule, "a Git LFS pointer (git lfs pull fetches the file)")
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError(f"{path} is a Git LFS pointer, not a safetensors file. Run `git lfs pull`.")
         file.seek(0)
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        require(length <= size - _LENGTH_BYTES, str(path), rule, f"{size} bytes and a header of {length}")
+        if length > size - _LENGTH_BYTES:
+            raise _damaged_file_error(path, f"it has {size} bytes, but its header should have {length}")
         try:
             header = json.loads(file.read(length))
         except ValueError as error:  # from json or from the decoding
-            raise ValueError(f"{path} must {rule}, got {error}.") from error
-        require(isinstance(header, dict), str(path), rule, repr(header)[:60])
+            raise _damaged_file_error(path, f"its header is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise _damaged_file_error(path, f"its header is not a JSON object: {repr(header)[:60]}")
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     header.pop("__metadata__", None)
     data_start = _LENGTH_BYTES + length
     try:
-        found = {name: _tensor(name, entry, memory, data_start) for name, entry in header.items()}
+        tensors = {name: _tensor(name, entry, memory, data_start) for name, entry in header.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} must {rule}, got {error!r} in its header.") from error
-    for tensor in found.values():
-        got = f"{tensor.name} {tensor.code} {tensor.shape} in bytes {tensor.start} to {tensor.stop} of {size}"
-        require(_is_complete(tensor, data_start, size), str(path), rule, got)
-    return found
+        raise _damaged_file_error(path, f"its header has an invalid entry ({error!r})") from error
+    for tensor in tensors.values():
+        if not _is_complete(tensor, data_start, size):
+            place = f"bytes {tensor.start} to {tensor.stop} of {size}"
+            raise _damaged_file_error(path, f"{tensor.name} {tensor.code} {tensor.shape} has {place}")
+    return tensors
+
+
+def _damaged_file_error(path: pathlib.Path, reason: str) -> ValueError:
+    return ValueError(f"{path} is not a complete safetensors file: {reason}. Download it again.")
 
 
 def _tensor(name: str, entry: Any, memory: mmap.mmap, data_start: int) -> StoredTensor:

@@ -101,7 +101,9 @@ def _local_model(args: argparse.Namespace) -> StreamReply:
     templates: Any = importlib.import_module("jattn.serving.server.chat_template")
     folder, file = pathlib.Path(args.model), args.chat_template and pathlib.Path(args.chat_template)
     if not folder.is_dir():
-        raise ValueError(f"--model {args.model} is not a folder.")
+        raise ValueError(
+            f"--model {args.model} is not a folder. Pass the folder of a Hugging Face checkpoint."
+        )
     template = templates.load_chat_template(folder, file)
     if template is None:
         raise ValueError(f"{args.model} has no chat template. Pass --chat-template FILE.")
@@ -109,7 +111,9 @@ def _local_model(args: argparse.Namespace) -> StreamReply:
     SamplingParams(**requested)  # Report invalid values before loading the model.
     engine = make_engine(args, functools.partial(load, progress=sys.stderr.isatty()))
     if engine.tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer.json.")
+        raise ValueError(
+            f"{args.model} has no tokenizer.json, which the chat requires. Copy it from the checkpoint."
+        )
     params = dataclasses.replace(engine.default_sampling_params, **requested)
 
     template_error: Any = importlib.import_module("jinja2").TemplateError

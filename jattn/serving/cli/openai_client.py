@@ -68,7 +68,7 @@ async def stream_events(
                 if "error" in chunk:
                     raise ServerError(chunk["error"]["message"])
                 yield chunk
-        raise ServerError("the server closed the connection before the response was complete")
+        raise ServerError("The server closed the connection before the response was complete.")
     finally:
         writer.close()
 
@@ -90,7 +90,7 @@ def _parse_status(line: bytes) -> int:
     """Return the status code in the first line of a response."""
     _, status, *_ = [*line.split(maxsplit=2), b"", b""]
     if not status.isdigit():
-        raise ServerError(f"the server does not speak HTTP: it sent {line[:80]!r}")
+        raise ServerError(f"The server does not speak HTTP: it sent {line[:80]!r}.")
     return int(status)
 
 

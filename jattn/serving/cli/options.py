@@ -264,7 +264,8 @@ def _mesh_options(args: argparse.Namespace) -> dict[str, Any]:
         )
     if size > jax.device_count():
         raise ValueError(
-            f"--tensor-parallel-size {size} needs {size} devices, but found {jax.device_count()}."
+            f"--tensor-parallel-size {size} needs {size} devices, but JAX has {jax.device_count()}. Reduce "
+            "it."
         )
     mesh = None if size == 1 else make_mesh(tp=size // cp, cp=cp)
     return {"mesh": mesh, "cp_kv_cache_interleave_size": args.cp_kv_cache_interleave_size}

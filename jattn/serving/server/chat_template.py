@@ -129,7 +129,7 @@ def load_chat_template(folder: pathlib.Path | None, file: pathlib.Path | None = 
     special_tokens = {} if folder is None else read_special_tokens(folder)
     if file is not None:
         if not file.is_file():
-            raise ValueError(f"chat_template {file} is not a file.")
+            raise ValueError(f"chat_template {file} is not a file. Pass the path of a Jinja file.")
         return ChatTemplate(_read_text(file), special_tokens)
     templates = {} if folder is None else find_templates(folder)
     if not templates:

@@ -55,7 +55,9 @@ class ServerOptions:
             raise ValueError("api_keys must not contain an empty key.")
         find_tool_call_format(self.tool_call_parser, None)
         if self.chat_template is not None and not self.chat_template.is_file():
-            raise ValueError(f"chat_template {self.chat_template} is not a file.")
+            raise ValueError(
+                f"chat_template {self.chat_template} is not a file. Pass the path of a Jinja file."
+            )
         require_positive(max_body_bytes=self.max_body_bytes)
         require_positive(body_seconds=self.body_seconds, stall_seconds=self.stall_seconds)
         for name in ("max_queue", "drain_seconds"):

@@ -110,9 +110,9 @@ def check_supported(body: GenerationBody, endpoint_unsupported: Mapping[str, tup
     for name, accepted in unsupported.items():
         check_unsupported(name, getattr(body, name), accepted)
     if body.stream_options is not None and not body.stream:
-        raise ValueError("stream_options is only allowed with stream=true.")
+        raise ValueError("stream_options requires stream=true. Set stream=true, or omit stream_options.")
     if body.prompt_logprobs is not None and body.stream:
-        raise ValueError("prompt_logprobs is not supported with stream=true.")
+        raise ValueError("prompt_logprobs is not supported with stream=true. Set stream=false.")
 
 
 def check_unsupported(name: str, value: Any, accepted: tuple[Any, ...]) -> None:

@@ -50,7 +50,10 @@ class Service:
         self.engine, self.options, self.info = engine, options, engine.info
         self.tokenizer: Any = self.info.tokenizer
         if self.tokenizer is None:
-            raise ValueError("The model has no tokenizer.json, which the server needs.")
+            raise ValueError(
+                "The model folder has no tokenizer.json, which the server requires. Copy it from the "
+                "checkpoint."
+            )
         self.token_formatter = TokenFormatter(self.tokenizer)
         self.chat_template = load_chat_template(options.folder, options.chat_template)
         template = None if self.chat_template is None else self.chat_template.source

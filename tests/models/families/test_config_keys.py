@@ -135,7 +135,7 @@ IN_DOUBT = {
         "rope_interleaved": True
     },
     "activation 'geglu': its MLPs are gated. Supported: 'swiglu'": {"activation": "geglu"},
-    r"rms_norm_eps and layer_norm_eps must be the same, got 1e-05 and 0\.001": {
+    r"rms_norm_eps and layer_norm_eps must be equal, got 1e-05 and 0\.001": {
         "model_type": "phi",
         "layer_norm_eps": 1e-3,
     },

@@ -185,7 +185,11 @@ def test_every_family_names_unknown_keys(name):
 
 SILENT = dict.fromkeys(("layer_types", "moe_layers", "no_rope_layers"))
 WRONG = [
-    ("phi3small", {"blocksparse_triton_kernel_block_size": 64}, "blocksparse_triton.* 64: .*Supported: 16"),
+    (
+        "phi3small",
+        {"blocksparse_triton_kernel_block_size": 64},
+        "blocksparse_triton.* 64: it differs from blocksparse_block_size 16",
+    ),
     ("phi3small", {"hidden_act": "gelu"}, "activation 'gelu': .*Supported: gegelu"),
     ("phi3small", {"gegelu_limit": "20"}, "gegelu_limit must be a number, got '20'"),
     ("phi3small", {"dummy_token_indices": [320]}, r"a suppressed token id must lie in \[0, 320\), got 320"),

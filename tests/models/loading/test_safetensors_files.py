@@ -81,9 +81,9 @@ def entry(**changes):
         (b"", "8 bytes"),
         (b"{", "header of 900|Expecting property name"),
         (b"[1]", r"\[1\]"),
-        (json.dumps(entry(shape=[3])).encode(), r"x F32 \(3,\) in bytes"),
-        (json.dumps(entry(data_offsets=[0, 80], shape=[20])).encode(), "in bytes .* of"),
-        (json.dumps(entry(data_offsets=[-4, 4])).encode(), "in bytes"),
+        (json.dumps(entry(shape=[3])).encode(), r"x F32 \(3,\) has bytes"),
+        (json.dumps(entry(data_offsets=[0, 80], shape=[20])).encode(), "has bytes .* of"),
+        (json.dumps(entry(data_offsets=[-4, 4])).encode(), "has bytes"),
         (json.dumps({"x": {"dtype": "F32"}}).encode(), "KeyError"),
         (json.dumps({"x": 3}).encode(), "TypeError"),
         (json.dumps(entry(dtype=["F32"])).encode(), r"TypeError.*x: \['F32'\] \[2\]"),
@@ -94,14 +94,15 @@ def entry(**changes):
 def test_invalid_headers_are_named(tmp_path, header, actual):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
-    with pytest.raises(ValueError, match=f"{path} must be a complete safetensors file, got .*({actual})"):
+    with pytest.raises(ValueError, match=f"{path} is not a complete safetensors file: .*({actual})"):
         read_header(path)
 
 
 def test_a_truncated_header_is_named(tmp_path):
     (tmp_path / "x").write_bytes((900).to_bytes(8, "little") + b"{}")
     with pytest.raises(
-        ValueError, match="x must be a complete safetensors file, got 10 bytes and a header of 900"
+        ValueError,
+        match="x is not a complete safetensors file: it has 10 bytes, but its header should have 900",
     ):
         read_header(tmp_path / "x")
 
@@ -231,19 +232,17 @@ MISSING = {
     "model.safetensors does not exist.$": {"training_args.bin": PICKLE},
 }
 BROKEN = {
-    "a must be in one file, got a second one in y.safetensors": {
+    "Tensor a is in two files, .* and y.safetensors": {
         "x.safetensors": RIGHT,
         "y.safetensors": {"a": 1.0},
     },
-    "b must be in one file": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
+    "Tensor b is in two files": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
     | index_of(b="z.safetensors", c=SHARDS[1])
     | {"z.safetensors": {}},
     rf"{INDEX}'s weight_map must map tensors to files, got \{{\}}": HALVES | {INDEX: {"weight_map": {}}},
     r"weight_map must map tensors to files, got \{\}": HALVES | {INDEX: {"metadata": {}}},
     "must map tensors to safetensors files, got x.bin": index_of(a="x.bin") | {"x.bin": PICKLE},
-    "must be a complete safetensors file, got a Git LFS pointer .git lfs pull": {
-        "model.safetensors": POINTER
-    },
+    "is a Git LFS pointer, not a safetensors file. Run .git lfs pull": {"model.safetensors": POINTER},
 }
 
 

@@ -99,7 +99,7 @@ class TestGenerate:
             (["generate", "--model=no/such", "--max-tokens=0", "a"], "max_tokens must be positive, got 0."),
             (
                 [*MODEL, "--tensor-parallel-size", "99", "a"],
-                "--tensor-parallel-size 99 needs 99 devices, but found ",
+                "--tensor-parallel-size 99 needs 99 devices, but JAX has ",
             ),
             ([*MODEL, "--tensor-parallel-size", "0", "a"], "tp must be positive, got 0."),
             ([*MODEL, "--cp-kv-cache-interleave-size", "0", "a"], "interleave_size must be positive, got 0."),

@@ -30,10 +30,10 @@ CHUNK = (
     b'data: {"choices": [{"text": "a", "delta": {"content": "a"}}], "usage": {"completion_tokens": 1}}\n\n'
 )
 INVALID_RESPONSES = [
-    (b"", "the server does not speak HTTP: it sent b''"),
-    (b"\x15\x03\x03\x00\x02", "the server does not speak HTTP: it sent b'"),
-    (b"SSH-2.0-OpenSSH_9.6 x\r\n", "the server does not speak HTTP: it sent b'SSH"),
-    (HEAD + CHUNK, "the server closed the connection before the response was complete"),
+    (b"", "The server does not speak HTTP: it sent b''"),
+    (b"\x15\x03\x03\x00\x02", "The server does not speak HTTP: it sent b'"),
+    (b"SSH-2.0-OpenSSH_9.6 x\r\n", "The server does not speak HTTP: it sent b'SSH"),
+    (HEAD + CHUNK, "The server closed the connection before the response was complete."),
 ]
 
 

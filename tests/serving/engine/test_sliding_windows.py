@@ -184,6 +184,6 @@ class TestEngine:
         assert (full, sliding) == (2 * 512 // 8, 2 * (-(-(WINDOW - 1 + 32) // 8) + 1))
 
     def test_a_bucket_must_hold_the_longest_context_though_the_cache_does_not(self):
-        with pytest.raises(ValueError, match=r"the batch must fit one of the buckets .*x7, got .*x64\."):
+        with pytest.raises(ValueError, match=r"The batch .*x64 does not fit any of the buckets .*x7"):
             engine_of(num_blocks=8, model=SLIDING)
         drained(engine_of(num_blocks=8))
