@@ -117,7 +117,7 @@ class DqLoader(PrefillLoader):
     ) -> None:
         """Load the keys and values of a KV tile; see PrefillLoader."""
         kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
-        copies = self.copies.of_tile(work_tile, tile, kv_head, 0, 1)
+        copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, 1)
         for index, (stream, stage, num) in enumerate(self.pipeline.stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))

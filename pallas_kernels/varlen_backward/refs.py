@@ -123,7 +123,7 @@ class DkDvBarriers(NamedTuple):
 
     Attributes:
         kv_full: Keys, values and table columns of a work tile have arrived.
-        kv_free: They have been read, and the gradients that replaced them have left.
+        kv_free: They have been read, and the gradients that replaced them have been copied to global memory.
         kv_products_issued: Both warpgroups have issued their last product with a work tile's keys.
         q_full: Queries have arrived [stages].
         q_free: Both warpgroups have read the queries [stages].

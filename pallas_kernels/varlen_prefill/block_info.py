@@ -25,7 +25,14 @@ class MaskedEnds(enum.Flag):
 
 
 class KvTileRange(NamedTuple):
-    """The KV tiles [begin, end) that rows attend to; tiles outside of [full_begin, full_end) need a mask."""
+    """The KV tiles that a warpgroup's rows attend to, as indices among the KV tiles of the work tile.
+
+    Attributes:
+        begin: First tile that the rows attend to.
+        full_begin: First tile that needs no mask.
+        full_end: One past the last tile that needs no mask.
+        end: One past the last tile that the rows attend to.
+    """
 
     begin: Scalar
     full_begin: Scalar
@@ -37,19 +44,19 @@ class QueryRows:
     """The 64 rows of a work tile that one warpgroup computes: rows `rank * 64` onward.
 
     Attributes:
-        work_tile: The work tile.
+        work_tile: Work tile that the rows belong to.
         rank: Index of the warpgroup in its team.
         slope: ALiBi slope times log2(e) of the head or, with packed heads, of each row; None without ALiBi.
     """
 
     def __init__(self, work_tile: PrefillWorkTile, rank: Scalar, slopes: Ref, spec: PrefillSpec):
-        """Create the rows; `slopes` are the slopes of all heads, or None."""
+        """Create the rows; `slopes` are the ALiBi slopes of all query heads times log2(e), or None."""
         self.work_tile, self.rank, self.spec = work_tile, rank, spec
         self.tokens = spec.sizes.warpgroup_tokens
         self.slope = None if slopes is None else self.per_head(lambda head: slopes[head])
 
     def per_head(self, value_of: Callable[[Scalar], Scalar]) -> Scalar | Rows:
-        """Return the value of the work tile's head or, with packed heads, of each row's head."""
+        """Return `value_of(head)` for the work tile's head or, with packed heads, for each row's head."""
         first, *rest = packed_heads(self.work_tile, self.spec)
         value = value_of(first.head)
         if not rest:
@@ -62,22 +69,28 @@ class QueryRows:
 
     @property
     def first_query(self) -> Scalar:
-        """Position of the first row."""
+        """Position of the query in the first row."""
         return self.work_tile["position"] + self.rank * self.tokens
 
     def positions(self) -> Rows:
-        """Return the position of each row."""
+        """Return the position of the query in each row."""
         first, row = self.first_query, plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
         return (row if self.tokens == M else row & (self.tokens - 1)) + first
 
     def has_work(self) -> Scalar:
-        """Return whether some of these rows are valid and the work tile has keys."""
+        """Return whether at least one of these rows is valid and the work tile has keys."""
         first, work_tile = self.rank * self.tokens, self.work_tile
         return (work_tile.num > 0) & (first < work_tile["end"]) & (first + self.tokens > work_tile["begin"])
 
-    def first_tile(self, begin: Scalar) -> "KvTile":
-        """Return the first KV tile of the rows, which may contain both ends of the visible range."""
-        return KvTile(self, self.work_tile.first_entry() + begin, MaskedEnds.BOTH)
+    def first_tile(self, tile_index: Scalar) -> "KvTile":
+        """Return the first KV tile that the rows attend to.
+
+        It may contain both ends of the visible range of keys.
+
+        Args:
+            tile_index: Index of the KV tile among those of the work tile; 0 with tile lists.
+        """
+        return KvTile(self, self.work_tile.first_entry() + tile_index, MaskedEnds.BOTH)
 
     def tile(self, i: Scalar, masked_ends: MaskedEnds) -> "KvTile":
         """Return the work tile's i-th KV tile."""
@@ -117,10 +130,10 @@ class QueryRows:
 
 
 class KvTile(NamedTuple):
-    """A KV tile as seen by one warpgroup's rows.
+    """A KV tile together with the query rows of one warpgroup.
 
     Attributes:
-        rows: The query rows.
+        rows: Query rows of the warpgroup.
         entry: Entry of the tile list, or index of the KV tile without lists; None if it is not used.
         masked_ends: Which ends of the visible range may lie in the tile.
     """
@@ -135,7 +148,11 @@ class KvTile(NamedTuple):
         return self.rows.work_tile.first_key(self.entry)
 
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
-        """Return the tile as masks see it; `columns()` is the index of each key within the tile."""
+        """Return the (query, key) pairs of the tile, which mask functions take.
+
+        Args:
+            columns: Function that returns the index of each key within the tile, f32 [64, tile_kv].
+        """
         spec = self.rows.spec
         assert spec.sizes.pack_gqa == 1 or spec.mask is None  # masks are evaluated for one head
         return PairTile(

@@ -1,4 +1,4 @@
-"""The warpgroups that dequantize an 8-bit cache: one converts keys, one values, into what is multiplied."""
+"""The warpgroups that dequantize an 8-bit cache: one converts keys to 16 bits, one values."""
 
 import functools
 from typing import NamedTuple
@@ -18,14 +18,14 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, P
 
 
 class DequantizeOperand(NamedTuple):
-    """Stages and scales of the keys, or of the values.
+    """Pipeline stages and scales of the operand that a warpgroup dequantizes: keys or values.
 
     Attributes:
-        source: 8-bit stages.
-        target: 16-bit stages.
-        granularity: Granularity of the scales, see QuantizedKV.
-        scale: Scales in global memory, see KvRefs.
-        token_scale: Stages of scales per token, see QuantizedKvSmem.
+        source: Stages of 8-bit tiles, which TMA fills.
+        target: Stages of 16-bit tiles, which the matrix products read.
+        granularity: What has a scale: `QuantizedKV.scales` of the operand.
+        scale: `KvRefs.k_scale` or `.v_scale`, in global memory.
+        token_scale: `QuantizedKvSmem.k_scale` or `.v_scale`; None without scales per token.
     """
 
     source: KvStages
@@ -73,7 +73,7 @@ class Dequantizer:
             self.pipeline.drain_stages(self.operand.target, steps)
 
     def dequantize_work_tile(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
-        """Dequantize a work tile whose first KV tile is that of `step`."""
+        """Dequantize all KV tiles of a work tile; `step` is the step of its first KV tile."""
         head, operand = work_tile.kv_head, self.operand
         head_scale = operand.scale[head] if operand.granularity == "head" else None
 
@@ -92,7 +92,7 @@ class Dequantizer:
             plgpu.barrier_arrive(operand.source.free.at[stage])
 
     def dequantize_stage(self, head: Scalar, head_scale: Scalar | None, stage: Scalar) -> None:
-        """Dequantize a stage, some columns at a time."""
+        """Dequantize a stage, COLUMNS_AT_ONCE columns at a time."""
         head_dims, operand = self.spec.shape.head, self.operand
 
         def apply_scale(x: Tile, columns: tuple[int, Slice]) -> Tile:

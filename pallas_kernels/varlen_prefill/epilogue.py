@@ -24,7 +24,7 @@ class RowResults(NamedTuple):
 
     Attributes:
         accs: P V, one per chunk of the head.
-        row_max: Value that the scores of each row were reduced by.
+        row_max: Number that was subtracted from the scores of each row.
         row_sum: Sum of the probabilities of each row.
     """
 
@@ -39,10 +39,10 @@ def store_output(
     """Normalize the results of rows, and store their output and log-sum-exp.
 
     Args:
-        outputs: Destination.
-        sinks: Attention sinks, see PrefillInputs.
-        rows: The rows.
-        results: Results over all keys.
+        outputs: Arrays in global memory that are written.
+        sinks: `PrefillInputs.sinks`.
+        rows: Query rows of the warpgroup: positions, tile and row offsets.
+        results: Results of the rows over all keys.
         swizzled_s: Shared memory for the output, see `store_rows`.
         plain_s: The same memory without swizzling.
     """
@@ -65,11 +65,17 @@ def output_scale_and_lse(rows: QueryRows, row_max: Rows, row_sum: Rows, sinks: R
 
 
 class ValidRows(NamedTuple):
-    """The valid rows [begin, end) of a warpgroup within each packed head; `token` is the token of row 0."""
+    """The valid rows of a warpgroup, which are the same within each packed head.
+
+    Attributes:
+        token: Token of row 0.
+        begin_row: First valid row.
+        end_row: One past the last valid row.
+    """
 
     token: Scalar
-    begin: Scalar
-    end: Scalar
+    begin_row: Scalar
+    end_row: Scalar
 
 
 def valid_rows(rows: QueryRows) -> ValidRows:
@@ -92,7 +98,7 @@ def store_lse(lse_g: Ref, rows: QueryRows, valid: ValidRows, lse: Rows) -> None:
 def store_split_output(
     split_outputs: SplitOutputs, index: Scalar, rows: QueryRows, results: RowResults
 ) -> None:
-    """Store the unnormalized results of a KV split, for valid and invalid rows alike."""
+    """Store the unnormalized results of a KV split, for all rows, including invalid ones."""
     split, slots = (index, rows.work_tile.head), warpgroup_rows(rows)
     for chunk, acc in enumerate(results.accs):
         store_unoptimized(split_outputs.out.at[(*split, chunk, slots)], acc)
@@ -108,11 +114,11 @@ def warpgroup_rows(rows: QueryRows) -> Slice:
 
 
 def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs: Sequence[Tile]) -> None:
-    """Store a warpgroup's valid rows: in one copy if all are valid, else in powers of two.
+    """Store a warpgroup's valid rows: by one copy if all are valid, else by copies of powers of two rows.
 
     Args:
         out_g: Output in global memory, see PrefillOutputs.
-        rows: The rows.
+        rows: Query rows of the warpgroup: positions, tile and row offsets.
         swizzled_s: Shared memory [chunks, 64, width].
         plain_s: The same memory without swizzling.
         outs: Output in 16 bits, one per chunk of the head.
@@ -159,7 +165,7 @@ def store_valid_rows(
             @pl.when((num & size) != 0)
             def _(offset: Scalar = offset, size: int = size) -> None:
                 for index, (head, row) in itertools.product(range(len(outs)), heads):
-                    piece = plain_s.at[index, pl.ds(row + offset, size)]
-                    plgpu.copy_smem_to_gmem(piece, to(pl.ds(first + offset, size), head, index))
+                    rows_s = plain_s.at[index, pl.ds(row + offset, size)]
+                    plgpu.copy_smem_to_gmem(rows_s, to(pl.ds(first + offset, size), head, index))
 
             offset, size = offset + (num & size), size // 2

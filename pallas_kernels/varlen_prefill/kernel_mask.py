@@ -16,7 +16,7 @@ from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Sc
 ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
-# A bit per column of a tile, one int32 per row and 32 columns: bit i of word w is column 32 w + i.
+# One bit per element of a tile: word w of a row is an int32 whose bit i belongs to column 32 w + i.
 type Words = tuple[Rows, ...]
 
 type LoadedMask = Any  # the result of KernelMask.load, which only KernelMask.visible interprets
@@ -30,14 +30,15 @@ def lowest_bits(num: Rows) -> Rows:
 
 
 class KernelMask(NamedTuple):
-    """A mask as a kernel evaluates it: which keys of a tile each query attends to.
+    """Functions with which a kernel evaluates a mask: which keys of a tile each query attends to.
 
     Attributes:
         arrays: Arrays of 32-bit elements, which stay in global memory.
-        load: `load(tile, row of the batch, arrays)` reads what the mask needs for a tile. It is called before
-            the tile's scores are ready, and only if there are arrays; otherwise its result is ().
-        visible: `visible(tile, loaded)` returns the visible pairs: Words, or a bool array of the tile's
-        shape.
+        load: Function (tile, request index, arrays) that loads the elements of the arrays that a tile needs.
+            Kernels call it before the tile's scores are ready. Without arrays they do not call it, and pass
+            () to `visible`.
+        visible: Function (tile, result of `load`) that returns the visible pairs: Words, or a bool array of
+            the tile's shape.
         is_words: Whether `visible` returns Words. Static.
     """
 
@@ -55,8 +56,8 @@ class PairTile:
         head: Query head.
         first_query: Position of the first query. It may lie before the request's first query, and later
             queries of the tile after its last.
-        first_key: Position of the first key, which may lie before or after the request's keys likewise.
-        columns: Returns the index of each column within the tile, f32, of the tile's shape.
+        first_key: Position of the first key. Keys of the tile may lie before or after the request's keys.
+        columns: Function that returns the index of each column within the tile, f32, of the tile's shape.
         shape: Numbers of rows and columns. Static.
         interpret: Interpret-mode parameters, or None. Static.
     """
@@ -72,17 +73,17 @@ class PairTile:
 
     @property
     def first_row(self) -> Scalar:
-        """Position of the first row."""
+        """Position of the query or key in the first row."""
         return self.first_query
 
     @property
     def first_column(self) -> Scalar:
-        """Position of the first column."""
+        """Position of the query or key in the first column."""
         return self.first_key
 
     @property
     def row_positions(self) -> Rows:
-        """Position of each row."""
+        """Position of the query or key in each row."""
         return plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=ROW) + self.first_row
 
     @property
@@ -96,7 +97,7 @@ class PairTile:
         return self.row_positions
 
     def fill_queries(self, x: Scalar) -> Rows | Columns:
-        """Return a value per query, all equal to `x`."""
+        """Return a vector with one element per query, all equal to `x`."""
         return self.fill_rows(x)
 
     def broadcast_queries(self, x: Rows | Columns) -> Tile:
@@ -118,7 +119,7 @@ class PairTile:
         return lax.broadcast_in_dim(x, self.shape, [0])
 
     def fill_rows(self, x: Scalar) -> Rows:
-        """Return a value per row, all equal to `x`."""
+        """Return a vector with one element per row, all equal to `x`."""
         # Not `row_positions * 0 + x`: Pallas finds no layout for rows that nothing uses.
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[:1], []), ROW)
 
@@ -127,7 +128,7 @@ class PairTile:
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
 
     def words_in_range(self, low: Rows | None, high: Rows) -> Words:
-        """Return words in which each row's columns [low, high) are set; low=None is column 0."""
+        """Return bit words in which the bits of each row's columns [low, high) are set; low=None means 0."""
         words = []
         for begin in range(0, self.shape[1], WORD_BITS):
             word = lowest_bits(jnp.clip(high - begin, 0, WORD_BITS))

@@ -29,9 +29,9 @@ class KvCopy(NamedTuple):
     """Source and destination of one TMA copy.
 
     Attributes:
-        source: Index of the keys in global memory, without the chunk of the head.
-        rows: Rows of the tile that the copy fills.
-        scales: Index of the scales per token in global memory.
+        source: Index of the keys in global memory, to which the caller appends the index of the chunk.
+        rows: Rows of the tile in shared memory that the copy fills.
+        scales: Index of the scales per token in global memory; () without such scales.
     """
 
     source: Index
@@ -40,38 +40,39 @@ class KvCopy(NamedTuple):
 
 
 class PackedKvCopies:
-    """Copies of packed keys: one per tile, which TMA fills with zeros past the end of the array."""
+    """TMA copies of packed keys: one per tile. TMA writes zeros for rows past the end of the array."""
 
     num_copies = 1
 
     def __init__(self, spec: PrefillSpec):
         self.tile_kv = spec.sizes.tile_kv
 
-    def of_tile(
+    def tile_copies(
         self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
     ) -> list[KvCopy]:
-        """Return copies `first` to `first + count` of a KV tile."""
+        """Return TMA copies `first` to `first + count - 1` of a KV tile."""
         first_row = work_tile["kv_start"] - work_tile.alignment_offset + tile * self.tile_kv
         rows = pl.ds(align_row(first_row), self.tile_kv)
         return [KvCopy((rows, kv_head), pl.ds(0, self.tile_kv))]
 
 
 class PagedKvCopies:
-    """Copies of a paged cache: one per block, or one per tile if a block holds several tiles."""
+    """TMA copies of a paged cache: one per block, or one per tile if a block holds several tiles."""
 
     def __init__(self, table: Ref, cache_tiling: CacheTiling, spec: PrefillSpec):
         self.table, self.cache_tiling = BlockTableRef(table, cache_tiling.block_size), cache_tiling
         self.tile_kv, self.num_copies = spec.sizes.tile_kv, cache_tiling.num_copies
 
-    def of_tile(
+    def tile_copies(
         self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
     ) -> list[KvCopy]:
-        """Return copies `first` to `first + count` of a KV tile.
+        """Return TMA copies `first` to `first + count - 1` of a KV tile.
 
-        Keys that no query attends to may have no block: another block replaces it.
+        Keys that no query attends to may have no block; another block is loaded instead.
         """
         tiling, first_key = self.cache_tiling, tile * self.tile_kv
-        visible = self.table.visible(work_tile["req"], work_tile.low, work_tile.high, is_checked=True)
+        first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
+        visible = self.table.visible(work_tile["req"], first_block_key, end_block_key, is_checked=True)
         blocks = visible.ids(tiling.table_column(first_key) + first, count)
         copy = tiling.tma_copy_index(first_key)
         rows = [pl.ds((first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy) for j in range(count)]
@@ -82,7 +83,7 @@ class PagedKvCopies:
 
 
 class PrefillLoader:
-    """The warp that loads what the warpgroups of a team compute with."""
+    """The warp that loads queries, keys and values for the warpgroups of a team."""
 
     def __init__(
         self,
@@ -128,16 +129,16 @@ class PrefillLoader:
         """Load the queries, keys and values of a work tile.
 
         Args:
-            work_tile: The work tile.
+            work_tile: Work tile whose keys and values are loaded.
             row: Its row of the schedule's table.
             iteration: Its number among the team's work tiles.
             step: Step of its first KV tile.
         """
 
         def tile(i: Scalar) -> Scalar:
-            return work_tile.kv_tile_of(work_tile.entry(i))
+            return work_tile.kv_tile_index(work_tile.entry(i))
 
-        first = work_tile.kv_tile_of(work_tile.first_entry())
+        first = work_tile.kv_tile_index(work_tile.first_entry())
 
         def load_and_prefetch(i: Scalar, index: Scalar) -> Scalar:
             next_index = tile(jnp.minimum(i + 1, work_tile.num - 1))
@@ -166,10 +167,10 @@ class PrefillLoader:
         """Load the keys and values of a KV tile into the stage of a step.
 
         Args:
-            work_tile: The work tile.
+            work_tile: Work tile whose keys and values are loaded.
             tile: Index of the KV tile.
             step: Step of the KV tile.
-            after_keys: Called between the copies of keys and of values.
+            after_keys: Function that is called after the copies of keys and before the copies of values.
         """
         stage, stages = self.pipeline.stage(step), self.spec.sizes.stages
         kv_head = work_tile.kv_head
@@ -177,7 +178,7 @@ class PrefillLoader:
         # registers.
         num_copies, at_once = self.copies.num_copies, min(self.copies.num_copies, MAX_COPIES_AT_ONCE)
         fits_registers = num_copies == at_once
-        copies = self.copies.of_tile(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
+        copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
         for index, (kv_g, stream) in enumerate(self.streams):
             # A stage is free once all warpgroups of the team have read the tile that it held.
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
@@ -188,7 +189,7 @@ class PrefillLoader:
                 # The bound is hidden from the compiler: unrolled, the ids would not fit in registers.
                 @pl.loop(0, num_copies // at_once + jnp.minimum(step, 0))
                 def _(n: Scalar, index: int = index, kv_g: Ref = kv_g, stream: KvStages = stream) -> None:
-                    copies = self.copies.of_tile(work_tile, tile, kv_head, n * at_once, at_once)
+                    copies = self.copies.tile_copies(work_tile, tile, kv_head, n * at_once, at_once)
                     self.copy(kv_g, stream, stage, copies)
                     self.copy_scales(index, stream, stage, copies)
 
@@ -231,7 +232,7 @@ class PrefillLoader:
             plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
 
     def wait_for_queries(self, rounds: Scalar) -> None:
-        """Wait until the queries of the last work tiles have been read."""
+        """Wait until the warpgroups have freed all query buffers."""
         num = self.spec.sizes.query_buffers
 
         @pl.loop(jnp.maximum(rounds - num, 0), jnp.maximum(rounds - (num - 1), 0))
@@ -241,6 +242,6 @@ class PrefillLoader:
 
 
 def make_kv_copies(kv: KvRefs, spec: PrefillSpec) -> PackedKvCopies | PagedKvCopies:
-    """Return the copies that fetch tiles of packed or paged keys."""
+    """Return the object that makes the TMA copies of packed or paged keys."""
     cache_tiling = spec.shape.cache_tiling
     return PackedKvCopies(spec) if cache_tiling is None else PagedKvCopies(kv.block_table, cache_tiling, spec)

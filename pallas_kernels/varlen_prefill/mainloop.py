@@ -26,7 +26,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
 class PrefillMainloop:
-    """The computation of one warpgroup."""
+    """Attention of one computing warpgroup: 64 query rows of each work tile of its team."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class PrefillMainloop:
         """Compute and store the rows of a work tile.
 
         Args:
-            rows: The rows.
-            buffer: Buffer that holds their queries.
-            iteration: Number of the work tile among those of the team.
-            step: Step of its first KV tile.
+            rows: Query rows of the warpgroup: positions, tile and row offsets.
+            buffer: Index of the buffer that holds the queries.
+            iteration: Number of work tiles that the team processed before.
+            step: Step of the work tile's first KV tile.
         """
         queries, work_tile = self.queries, rows.work_tile
         num_chunks = self.spec.shape.head.num_chunks
@@ -121,10 +121,10 @@ class PrefillMainloop:
         """Return the unnormalized results of rows over all of their keys.
 
         Args:
-            rows: The rows.
-            q_s: Their queries in shared memory.
+            rows: Query rows of the warpgroup.
+            q_s: Queries of the rows in shared memory, [chunks, 64, width].
             step: Step of the work tile's first KV tile.
-            during_first_scores: Called while the first scores are in flight.
+            during_first_scores: Function that is called while the first scores are being computed.
         """
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
         begin, full_begin, full_end, end = rows.kv_tile_range()
@@ -133,9 +133,11 @@ class PrefillMainloop:
             self.pipeline.skip(step, jnp.int32(0), begin)
         state = self.attend_first(rows, q_s, step, begin, during_first_scores)
 
-        def attend_tiles(first: Scalar, end: Scalar, ends: MaskedEnds, state: SoftmaxState) -> SoftmaxState:
+        def attend_tiles(
+            first_tile: Scalar, end_tile: Scalar, ends: MaskedEnds, state: SoftmaxState
+        ) -> SoftmaxState:
             attend_tile = lambda i, state: self.attend_tile(rows, q_s, step, i, ends, state)
-            return lax.fori_loop(first, end, attend_tile, state)
+            return lax.fori_loop(first_tile, end_tile, attend_tile, state)
 
         # One loop per kind of tile, so that full tiles are computed without any mask.
         if has_window or has_lists:
@@ -153,12 +155,12 @@ class PrefillMainloop:
         return RowResults(accs, state.row_max, row_sum)
 
     def attend_first(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, begin: Scalar, during_scores: Callable[[], None]
+        self, rows: QueryRows, q_s: Ref, step: Scalar, first_tile: Scalar, during_scores: Callable[[], None]
     ) -> SoftmaxState:
         """Compute the scores and the softmax of the rows' first KV tile."""
-        tile = rows.first_tile(begin)
+        tile = rows.first_tile(first_tile)
         loaded = self.masking.load(tile)
-        step = step + begin
+        step = step + first_tile
         s, row_term = self.bias.apply(tile, self.mma.scores(q_s, step, during_scores))
         state = self.softmax.first(s, row_term, lambda s: self.masking.apply(tile, loaded, s))
         # The next step issues P V with these values, so they must have arrived and been cleared.

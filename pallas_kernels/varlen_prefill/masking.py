@@ -30,8 +30,8 @@ class Masking:
 
         Args:
             arrays: Arrays of the mask in global memory.
-            columns: Returns the index of each key within its tile.
-            spec: The kernel.
+            columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
+            spec: Static description of the kernel.
         """
         self.mask, self.arrays, self.columns, self.spec = spec.mask, arrays, columns, spec
         score = spec.score
@@ -39,7 +39,10 @@ class Masking:
         self.has_query_blocks = spec.shape.block_q is not None
 
     def load(self, tile: KvTile) -> LoadedMask:
-        """Load what the mask needs for a tile; called early because it comes from global memory."""
+        """Load the elements of the mask's arrays that a tile needs.
+
+        Callers load early, because the arrays are in global memory.
+        """
         if tile.masked_ends is MaskedEnds.NONE or not self.arrays:
             return ()
         assert self.mask is not None
@@ -75,7 +78,7 @@ class Masking:
     def _column_range(
         self, tile: KvTile, first_key: Scalar, *, has_low: bool
     ) -> tuple[ColumnBound, ColumnBound]:
-        """Return the visible columns [low, high) of a tile: for the request, or for each row.
+        """Return the range [low, high) of visible columns of a tile: scalars, or one range per row.
 
         Rows are numbered only if their ranges differ: Pallas finds no layout for numbers that nothing uses.
         """
@@ -109,9 +112,9 @@ class Masking:
 class ValueTiles:
     """Waits for value tiles, and zeroes values that no query of the request attends to.
 
-    A probability of 0 does not hide a NaN. The warpgroups of a team do it side by side in the same memory, so
-    each store must be correct by itself: if both ends lie in one tile, a store for the low end that kept NaNs
-    of the high end would undo the zeros of another warpgroup.
+    Masking is not enough, because 0 times NaN is NaN. The warpgroups of a team zero the same memory
+    concurrently, so each store must write correct values: if both ends lie in one tile, a store for the low
+    end that kept NaNs of the high end would undo the zeros of another warpgroup.
     """
 
     def __init__(self, pipeline: KvPipeline, spec: PrefillSpec):
@@ -126,10 +129,10 @@ class ValueTiles:
         self._wait(tile, step, MaskedEnds.BOTH if self.spec.has_lists else MaskedEnds.LOW)
 
     def wait_next(self, tile: KvTile, step: Scalar) -> None:
-        """Wait for the values of a later KV tile.
+        """Wait for the values of a KV tile that is not the work tile's first.
 
-        With tile lists the visible keys may start in any partial tile. Without lists they start in the first
-        tile: later ones are not tested, to save a comparison per tile.
+        With tile lists, the visible keys may start in any partial tile. Without lists, they start in the
+        first tile, so this does not test later tiles.
         """
         has_lists = self.spec.has_lists
         self._wait(tile, step, tile.masked_ends & MaskedEnds.LOW if has_lists else MaskedEnds.NONE)
@@ -148,7 +151,7 @@ class ValueTiles:
             self._clear(tile, stage, MaskedEnds.HIGH)
 
     def _clear(self, tile: KvTile, stage: Scalar, end: MaskedEnds) -> None:
-        """Zero values before the first visible key of the request, or after its last, if there are any."""
+        """Zero the values before the request's first visible key (LOW), or after its last key (HIGH)."""
         tile_kv, work_tile = self.spec.sizes.tile_kv, tile.rows.work_tile
         first_key = tile.first_key()
         low, high = work_tile["first_visible_key"] - first_key, work_tile["seq_len"] - first_key

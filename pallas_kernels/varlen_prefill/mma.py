@@ -132,7 +132,7 @@ class InterpretedPrefillMma(PrefillMma):
         self.p_s = p_s
 
     def add_values(self, accs: tuple[Tile, ...], p: Tile, step: Scalar) -> tuple[Tile, ...]:
-        """See PrefillMma."""
+        """Return O + P V, with P stored to shared memory."""
         stage, values = self.pipeline.stage(step), self.pipeline.values
         self.p_s[...] = p
         plgpu.commit_smem()
@@ -159,7 +159,7 @@ class InterpretedPrefillMma(PrefillMma):
         softmax: Callable[[Tile, LoadedMask, Callable[[], None]], SoftmaxStep],
         wait_for_values: Callable[[], None],
     ) -> tuple[tuple[Tile, ...], SoftmaxStep]:
-        """Compute the same as PrefillMma, one product after the other."""
+        """Compute the products of `PrefillMma.scores_and_values` sequentially."""
         s = self.scores(q_s, step)
         accs = self.add_values(state.accs, state.p, step - 1)
         results = softmax(s, load_mask(), lambda: None)

@@ -27,12 +27,12 @@ class KvStages(NamedTuple):
 
 
 class KvPipeline:
-    """The pipeline stages of a team; a step is one KV tile, counted over all work tiles of the team.
+    """The pipeline stages of a team. A **step** is one KV tile, counted over all work tiles of the team.
 
     Attributes:
-        keys: Stages of the keys that are multiplied.
-        values: Stages of the values that are multiplied.
-        loaded: The stages that TMA fills: `keys` and `values`, or their 8-bit counterparts.
+        keys: Stages of 16-bit keys, which the matrix products read.
+        values: Stages of 16-bit values, which the matrix products read.
+        loaded: Stages that TMA fills: `keys` and `values`, or the stages of 8-bit keys and values.
     """
 
     def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, team: Scalar | int):
@@ -48,7 +48,7 @@ class KvPipeline:
         self.sizes, self.team = sizes, team
 
     def stage(self, step: Scalar) -> Scalar:
-        """Return the stage that holds the keys and values of a step."""
+        """Return the index of the stage that holds the keys and values of a step."""
         # Matrix products are issued after this: a remainder costs up to 1 % with tile lists
         # (sparse-variants).
         stages = self.sizes.stages
@@ -60,8 +60,8 @@ class KvPipeline:
 
         Args:
             step: Step of the work tile's first KV tile.
-            first: First KV tile to skip.
-            end: One past the last.
+            first: Index of the first KV tile to skip.
+            end: One past the index of the last KV tile to skip.
         """
 
         @pl.loop(first, end)
@@ -72,9 +72,9 @@ class KvPipeline:
                 plgpu.barrier_arrive(stages.free.at[stage])
 
     def drain(self, steps: Scalar) -> None:
-        """Wait until the loaded tiles of the last of `steps` steps have been read.
+        """Wait until all tiles of the `steps` steps of the team have been read.
 
-        Only interpret mode needs it, which requires that every barrier completion is awaited.
+        Only interpret mode needs this, because it requires that every barrier completion is awaited.
         """
         for stages in self.loaded:
             self.drain_stages(stages, steps)
@@ -88,9 +88,9 @@ class KvPipeline:
 
 
 class QueryBuffers:
-    """A warpgroup's buffers: queries and table columns of the team's next work tiles, later their outputs.
+    """A warpgroup's buffers for the queries, outputs and schedule rows of work tiles.
 
-    The team's work tiles are counted by `iteration`.
+    `iteration` is the number of work tiles that the team processed before.
     """
 
     def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
@@ -99,7 +99,7 @@ class QueryBuffers:
         self.num, self.wg = sizes.query_buffers, wg
 
     def buffer(self, iteration: Scalar) -> Scalar:
-        """Return the buffer of a work tile."""
+        """Return the index of the buffer that a work tile uses."""
         return lax.rem(iteration, jnp.int32(self.num))
 
     def barrier(self, buffer: Scalar) -> Scalar:
@@ -107,6 +107,6 @@ class QueryBuffers:
         return self.wg * self.num + buffer
 
     def release(self, iteration: Scalar) -> None:
-        """Release a work tile's buffer once its output has left shared memory."""
+        """Wait until a work tile's output is in global memory, then release its buffer."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.free.at[self.barrier(self.buffer(iteration))])

@@ -14,7 +14,7 @@ class KvRefs(NamedTuple):
     Attributes:
         k: Packed keys [tokens, kv_heads, head_dim], or [..., chunks, chunk] if the head is chunked. Paged
             keys as CacheTiling.tile_cache returns them.
-        v: Values, like `k`.
+        v: Values, of the shape of `k`.
         block_table: Block ids of each request [reqs, max_blocks]; None if keys are packed.
         k_scale: Scales of 8-bit keys, f32: [kv_heads], per channel [kv_heads, chunks, width], or per token as
             CacheTiling.tile_scales returns them; None for 1.
@@ -29,7 +29,7 @@ class KvRefs(NamedTuple):
 
 
 class PrefillScheduleRefs(NamedTuple):
-    """The work of a step.
+    """The work tiles of a step.
 
     Attributes:
         table: One row per query tile [tiles, columns] with schedule.COLUMNS; with KV splits one row per
@@ -53,7 +53,7 @@ class PrefillInputs(NamedTuple):
         kv: Keys and values.
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         sinks: Attention sinks times log2(e), f32 [q_heads], or None.
-        schedule: The work of the step.
+        schedule: Work tiles of the step.
         mask: Arrays of the mask.
     """
 
@@ -70,8 +70,9 @@ class SplitOutputs(NamedTuple):
 
     Attributes:
         out: P V [split_outputs, work_tiles_per_query_tile, chunks, tile_q, width].
-        row_max: Values that the scores were reduced by [split_outputs, work_tiles_per_query_tile, tile_q].
-        row_sum: Sums of the probabilities, like `row_max`.
+        row_max: Number that was subtracted from the scores of each row [split_outputs,
+            work_tiles_per_query_tile, tile_q].
+        row_sum: Sum of the probabilities of each row, of the shape of `row_max`.
     """
 
     out: Ref
@@ -85,8 +86,8 @@ class PrefillOutputs(NamedTuple):
     Attributes:
         out: Output, like the queries.
         lse: Log-sum-exp f32 [q_heads, tokens] with as many tokens as `out`, or None.
-        split_outputs: Results of query tiles whose keys are split, which `out` and `lse` lack; None without
-            KV splits.
+        split_outputs: Results of query tiles whose keys are split; the combine kernel completes `out` and
+            `lse` from them. None without KV splits.
     """
 
     out: Ref
@@ -117,7 +118,9 @@ class CombineRefs(NamedTuple):
 
 
 class AlibiOperands(NamedTuple):
-    """Operands with which the tensor core adds ALiBi to the scores; K is 16, of which a few columns count.
+    """Operands of a matrix product that adds ALiBi to the scores.
+
+    Its K axis has 16 columns, most of them zero.
 
     Attributes:
         slopes: Slope of each row as 16-bit terms that add up to it, [warpgroups, 64, 16].
@@ -145,10 +148,13 @@ class QuantizedKvSmem(NamedTuple):
 
 
 class PrefillSmem(NamedTuple):
-    """Shared memory; each warpgroup has its own, except for `k`, `v` and `quantized`.
+    """Shared memory of a thread block.
+
+    The warpgroups of a team share the stages of `k`, `v` and `quantized`. All other arrays have one slice per
+    warpgroup.
 
     Attributes:
-        query_and_out: The same memory under two names, see `query` and `out`.
+        query_and_out: Memory of `query` and `out`, which overlap.
         tile_columns: Row of the schedule's table for each buffered work tile [warpgroups, query_buffers,
             columns].
         k: Stages of keys [teams * stages, chunks, tile_kv, width], swizzled.
@@ -184,7 +190,7 @@ class PrefillSmem(NamedTuple):
 class QuantizedKvBarriers(NamedTuple):
     """Barriers between the loading warp and the dequantizing warpgroups, [stages] each.
 
-    They have the meaning of the barriers of the same names in PrefillBarriers.
+    Their meaning is that of `k_full`, `v_full`, `k_free` and `v_free` in PrefillBarriers.
     """
 
     k_full: Barriers
@@ -198,7 +204,8 @@ class PrefillBarriers(NamedTuple):
 
     Attributes:
         q_full: Queries and table columns of a work tile have arrived [warpgroups * query_buffers].
-        q_free: They have been read, and the output that replaced them has left [warpgroups * query_buffers].
+        q_free: Queries and table columns have been read, and the output that replaced the queries has been
+            copied to global memory [warpgroups * query_buffers].
         k_full: Keys have arrived, or have been dequantized [teams * stages].
         v_full: Values have arrived, or have been dequantized [teams * stages].
         k_free: All warpgroups of a team have read the keys [teams * stages].

@@ -26,13 +26,14 @@ ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PrefillScheduleKey:
-    """The static arguments that a schedule was built for; it fits only calls with the same ones.
+    """Static arguments that a schedule was built for. A call with other arguments cannot use the schedule.
 
     Attributes:
         num_tokens: Number of query tokens, including padding.
         mask: Causality, window and chunk size, see Score.mask.
         sizes: Tile sizes of the kernel.
-        q_heads: Number of query heads if KV splits are enabled; else None, which fits any number.
+        q_heads: Number of query heads if KV splits are enabled; else None, and the schedule serves any number
+            of heads.
         has_lists: Whether the call has tile lists.
         is_packed: Whether keys are packed instead of in a paged cache.
     """
@@ -102,11 +103,13 @@ L2_BYTES = 36 * 10**6  # keys and values that stay in the 50 MB of an H100 or H2
 
 
 def heads_per_l2_group(q_heads: int, kv_heads: int, *, kv_bytes: int, rows: int, sizes: PrefillSizes) -> int:
-    """Return how many query heads to process together so that their keys fit in L2 and all CTAs have work.
+    """Return the number of query heads to process together.
+
+    This halves the number of KV heads until their keys fit in L2, as long as all thread blocks have work.
 
     Args:
         q_heads: Number of query heads.
-        kv_heads: Number of KV heads, which is halved until their keys and values fit.
+        kv_heads: Number of KV heads of the layer.
         kv_bytes: Bytes of one KV head's keys and values, of all requests together.
         rows: Maximum number of rows of the schedule.
         sizes: Tile sizes of the kernel.
@@ -150,7 +153,7 @@ def make_schedule(
     with a causal mask that is the shortest tile.
 
     Args:
-        query_start_loc: First token of each request and one past the last; starts with 0.
+        query_start_loc: Index of each request's first token, and one past the last token; starts with 0.
         seq_lens: Number of keys of each request.
         kv_start_loc: First key of each request if keys are packed; None for a paged cache.
         num_tokens: Number of query tokens, including padding. Static.
@@ -168,7 +171,7 @@ def make_schedule(
     require(sizes.pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with lists", sizes.pack_gqa)
     require(not (may_split and q_heads is None), "q_heads", "be given if max_splits is not 1", q_heads)
     lens = query_start_loc, seq_lens, kv_start_loc
-    tiles = _tiles_of(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
+    tiles = _query_tiles(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
     built_for = schedule_key(
         num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=kv_start_loc is not None
     )
@@ -191,7 +194,7 @@ class QueryTileTable(NamedTuple):
     """The query tiles of a step in token order.
 
     Attributes:
-        columns: COLUMNS.
+        columns: Values of each tile, one array per name in COLUMNS.
         is_valid: Whether each tile exists.
         num_valid: Number of tiles.
         kv_tiles: Number of KV tiles that each query tile attends to.
@@ -205,7 +208,7 @@ class QueryTileTable(NamedTuple):
     first_tiles: Int32[Array, " bounds"]
 
 
-def _tiles_of(
+def _query_tiles(
     query_start_loc: Int[Array, " bounds"],
     seq_lens: Int[Array, " reqs"],
     kv_start_loc: Int[Array, " reqs"] | None,
@@ -234,7 +237,7 @@ def _tiles_of(
         warpgroup = sizes.warpgroup_tokens
         first_rows = aligned - (counts * tile - (ends - aligned)) // warpgroup * warpgroup
     number = jnp.arange(max_tiles(num_tokens, reqs, tile), dtype=jnp.int32)
-    req = _requests_of(number, last_tiles)
+    req = _request_per_tile(number, last_tiles)
     is_valid = req <= reqs
     req = jnp.minimum(req, reqs)
     first_row = first_rows[req] + (number - first_tiles[req]) * tile
@@ -257,7 +260,7 @@ def _table(columns: list[Int32[Array, " rows"]], is_valid: Array) -> Int32[Array
     return jnp.where(is_valid[:, None], table, 0)
 
 
-def _requests_of(
+def _request_per_tile(
     number: Int32[Array, " tiles"], last_tiles: Int32[Array, " bounds"]
 ) -> Int32[Array, " tiles"]:
     """Return the request of each tile: the number of requests whose tiles end before it."""

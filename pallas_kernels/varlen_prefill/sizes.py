@@ -22,14 +22,14 @@ class PrefillSizes:
     """Static sizes of one prefill kernel.
 
     Attributes:
-        tile_kv: Keys per main-loop step: 64 or 128.
-        stages: Pipeline stages of keys and values per team, at least 2.
-        warpgroups: Computing warpgroups, 64 query rows each: 2 or 3.
-        teams: Number of teams that the warpgroups form: 1, or one per warpgroup. Each team has its own work
-            tiles and pipeline stages.
-        query_buffers: Work tiles whose queries fit in shared memory at once: 1 or 2. The output leaves
-            through the same buffers.
-        ctas: Thread blocks of the persistent grid.
+        tile_kv: Number of keys per main-loop step: 64 or 128.
+        stages: Number of pipeline stages of keys and values per team, at least 2.
+        warpgroups: Number of computing warpgroups, of 64 query rows each: 2 or 3.
+        teams: Number of teams that the warpgroups form: 1, or one per warpgroup. The warpgroups of a team
+            share work tiles and pipeline stages.
+        query_buffers: Number of query buffers in shared memory: 1 or 2. The output of a work tile replaces
+            its queries.
+        ctas: Number of thread blocks of the persistent grid.
         batch_invariant: Whether a row's bits are independent of the other rows of its tile, even if a window
             or tile lists mask the tile's first keys for it.
         pack_gqa: Query heads of one KV head that are packed into one query tile, which then holds that many

@@ -1,9 +1,10 @@
-"""The online softmax of one warpgroup's rows, one tile of keys at a time, and its running-max policies.
+"""The online softmax of one warpgroup's rows, one tile of keys at a time, and its row-max policies.
 
-A policy decides by which value (row_max, in powers of 2) the scores of a row are reduced before they are
-exponentiated. The classical value is the largest score so far (RunningRowMax). LazyRescale keeps a value
-above it until a score reaches that: no maximum per tile and no rescaling, except in warps whose vote requires
-it. Capped scores may be so small that they need no row_max at all (NoRowMax).
+The softmax subtracts a number `row_max` (in base 2) from the scores of a row before it computes exponentials.
+A policy chooses this number. RunningRowMax uses the largest score so far. LazyRescale uses an upper bound of
+all scores so far, which it replaces only when a score reaches it. So most tiles need neither a maximum nor a
+rescale of the accumulators; the threads of a warp vote on whether a tile does. NoRowMax uses 0, for scores
+that a soft cap keeps small.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,13 +33,14 @@ LANE_COLUMNS = 8  # a thread holds two adjacent ones of every eight columns of a
 
 # ------------------------------------------------------------------------- running-max policies
 class ShiftedScores(NamedTuple):
-    """Scores of a tile reduced by row_max.
+    """Scores of a tile minus row_max.
 
     Attributes:
-        exponent: Probabilities are 2 ** exponent.
-        row_max: Value that later scores are reduced by, per row.
-        alpha: Factor that rescales the row's earlier sums.
-        needs_rescale: Whether alpha differs from 1 in the warp; None if it was not tested.
+        exponent: Base-2 logarithm of each unnormalized probability: score minus row_max.
+        row_max: Number that is subtracted from the scores of each row, from this tile on.
+        alpha: Factor for the earlier sums and accumulators of each row: 2 ** (old row_max - new row_max).
+        needs_rescale: Whether alpha differs from 1 in any row of the warp; None if the policy does not test
+            it.
     """
 
     exponent: Tile
@@ -49,10 +51,10 @@ class ShiftedScores(NamedTuple):
 
 @runtime_checkable
 class RowMaxPolicy(Protocol):
-    """A choice of row_max.
+    """Interface of the policies that choose row_max.
 
     Scores are passed without `score_factor`. `mask` replaces scores of invisible pairs by -inf, and
-    `row_term`, unless None, is to be added to all scores of a row.
+    `row_term`, unless None, is a term per row that the policy adds to the scores.
     """
 
     def initial(self) -> Rows:
@@ -61,22 +63,25 @@ class RowMaxPolicy(Protocol):
     def first(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """Reduce the scores of a row's first tile, with `row_max` from `initial`; alpha has no meaning."""
+        """Subtract a new row_max from the scores of a row's first tile.
+
+        `row_max` is the result of `initial`. The alpha of the result has no meaning.
+        """
 
     def next(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """Reduce the scores of a later tile."""
+        """Subtract row_max, or a new row_max, from the scores of a tile that is not the first."""
 
     def no_rescale(self) -> Scalar | None:
-        """Return False if `needs_rescale` is a Scalar, else None."""
+        """Return the initial `needs_rescale`: a traced False, or None if the policy does not test it."""
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
-        """Return earlier sums multiplied by alpha."""
+        """Return the sums and accumulators of the earlier tiles multiplied by alpha."""
 
 
 def row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
-    """Return the policy of a kernel."""
+    """Choose the row-max policy of a kernel."""
     soft_cap = spec.score.soft_cap
     is_small = soft_cap is not None and soft_cap * LOG2E <= HEADROOM[spec.dtype]
     if is_small and not spec.has_alibi:
@@ -92,7 +97,7 @@ def row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
 
 
 class NoRowMax:
-    """Policy for small scores: they are not reduced at all."""
+    """Policy for small scores: row_max is 0."""
 
     def __init__(self, spec: PrefillSpec):
         self.factor = score_factor(spec)
@@ -123,7 +128,7 @@ class NoRowMax:
 
 
 class RunningRowMax(NoRowMax):
-    """Policy of the largest score of a row so far, or `headroom` above it."""
+    """Policy whose row_max is the largest score of the row so far plus `headroom`."""
 
     def __init__(self, spec: PrefillSpec, headroom: float = 0.0):
         super().__init__(spec)
@@ -140,7 +145,7 @@ class RunningRowMax(NoRowMax):
         return self.with_largest(mask(s), row_term, row_max)
 
     def with_largest(self, s: Tile, row_term: Rows | None, row_max: Rows) -> ShiftedScores:
-        """Reduce masked scores by the larger of row_max and their own maximum plus the headroom."""
+        """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from masked scores."""
         tile_max = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
         new_max = jnp.maximum(row_max, tile_max + self.headroom)
         base = finite_row_max(new_max)
@@ -155,7 +160,7 @@ class RunningRowMax(NoRowMax):
 class LazyRescale(RunningRowMax):
     """Policy that keeps row_max until one of the row's scores reaches it.
 
-    The new value is `headroom` above the largest score. Only warps with a row that needs one compute it.
+    The new row_max is the largest score plus `headroom`. Only warps with such a row compute it.
     """
 
     def __init__(self, spec: PrefillSpec, headroom: float = 0.0):
@@ -185,9 +190,10 @@ class LazyRescale(RunningRowMax):
         return ShiftedScores(exponent, row_max, alpha, needs_rescale)
 
     def raise_row_max(self, exponent: Tile, row_max: Rows) -> tuple[Tile, Rows, Rows]:
-        """Return the exponents reduced by a new row_max in rows that need one, the new row_max, and alpha.
+        """Return the exponents for a new row_max, the new row_max, and alpha.
 
-        Each row decides for itself, so that its result does not depend on the other rows of its warp.
+        Only rows with a score at or above row_max get a new row_max, so that a row's result does not depend
+        on the other rows of its warp.
         """
         tile_max, base = exponent.max(axis=1), finite_row_max(row_max)
         needs_new = (tile_max >= 0) | (row_max == -jnp.inf)
@@ -209,7 +215,7 @@ class LazyRescale(RunningRowMax):
 
 
 def full_rows(value: float) -> Rows:
-    """Return the same value for each row."""
+    """Return a vector with one element per row, all equal to `value`."""
     return plgpu.layout_cast(jnp.full((M,), value, f32), ROW)
 
 
@@ -225,14 +231,14 @@ def finite_row_max(row_max: Rows) -> Rows:
 
 # ---------------------------------------------------------------------------- the online softmax
 class SoftmaxStep(NamedTuple):
-    """The contribution of one tile of keys.
+    """Probabilities and statistics of one tile of keys, to be added to a SoftmaxState.
 
     Attributes:
         p: Unnormalized probabilities.
-        row_sum: Their sums, as far as each thread can add them alone: [64, LANE_COLUMNS].
-        row_max: Value that the scores of each row were reduced by.
-        alpha: Factor that rescales earlier sums; see ShiftedScores.
-        needs_rescale: Whether alpha differs from 1; see ShiftedScores.
+        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
+        row_max: Number that was subtracted from the scores of each row.
+        alpha: `ShiftedScores.alpha`.
+        needs_rescale: `ShiftedScores.needs_rescale`.
     """
 
     p: Tile
@@ -243,12 +249,12 @@ class SoftmaxStep(NamedTuple):
 
 
 class SoftmaxState(NamedTuple):
-    """The state of rows after some tiles, without P V of the last tile.
+    """State of the online softmax, which does not yet include P V of the last tile.
 
     Attributes:
         accs: Accumulated P V, one per chunk of the head.
-        row_sum: Sums of the probabilities, [64, LANE_COLUMNS].
-        row_max: Value that the scores of each row are reduced by.
+        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
+        row_max: Number that is subtracted from the scores of each row.
         p: Probabilities of the last tile in 16 bits.
     """
 
@@ -261,7 +267,7 @@ class SoftmaxState(NamedTuple):
 class Softmax:
     """The online softmax of one warpgroup.
 
-    Scores and their row terms are those of Bias.apply. `mask` replaces scores of invisible pairs by -inf.
+    `s` and `row_term` are the results of Bias.apply. `mask` replaces scores of invisible pairs by -inf.
     """
 
     def __init__(self, spec: PrefillSpec):
@@ -283,14 +289,17 @@ class Softmax:
         row_max: Rows,
         before_exponentials: Callable[[], None],
     ) -> SoftmaxStep:
-        """Return the contribution of a later tile."""
+        """Return the probabilities and statistics of a tile that is not the first.
+
+        `before_exponentials` is called before the exponentials are computed.
+        """
         exponent, row_max, alpha, needs_rescale = self.policy.next(s, row_term, mask, row_max)
         before_exponentials()
         p, row_sum = probabilities(exponent)
         return SoftmaxStep(p, row_sum, row_max, alpha, needs_rescale)
 
     def empty_step(self, row_max: Rows) -> SoftmaxStep:
-        """Return the initial value of the references that will hold a step."""
+        """Return a SoftmaxStep of zeros, which initializes the refs that will hold a step."""
         zeros = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
         return SoftmaxStep(zeros, zeros[:, :LANE_COLUMNS], row_max, row_max, self.policy.no_rescale())
 

@@ -35,7 +35,7 @@ class KvSplits(NamedTuple):
         tile: Query tile of each split.
         is_valid: Whether each row holds a split.
         num_tiles: Maximum number of KV tiles in each split.
-        columns: SPLIT_COLUMNS.
+        columns: Values of each split, one array per name in SPLIT_COLUMNS.
     """
 
     tile: Int32[Array, " rows"]

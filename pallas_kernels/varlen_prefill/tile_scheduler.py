@@ -21,17 +21,17 @@ class PrefillWorkTile:
 
     Its scalars are traced. Keys of KV tile i start at position `i * tile_kv - alignment_offset`.
 
-    `work_tile["position"]` is a column of the schedule. It comes from a register, or from shared memory anew
-    at each use, depending on how the work tile was read.
+    `work_tile["position"]` is a column of the schedule's table. A work tile from `read_to_registers` holds it
+    in a register; a work tile from `read_from_smem` loads it from shared memory at each use.
 
     Attributes:
         head: Query head, or index of the group of packed heads: heads `head * pack_gqa` onward.
-        low: First key whose block is certain to exist. Blocks of earlier keys are replaced by it, so the
-            replacement must not hold keys that are neither visible nor zeroed.
-        high: One past the last such key.
-        first: Index of the first KV tile, without tile lists.
+        first_key_with_block: Position of the first key whose block is certain to exist. Its block is loaded
+            in place of earlier blocks, so it must not hold keys that are neither visible nor zeroed.
+        end_key_with_block: One past the position of the last key whose block is certain to exist.
+        first: Index of the first KV tile; not used with tile lists.
         num: Number of KV tiles.
-        alignment_offset: Rows by which the KV tiles start before the request's first key.
+        alignment_offset: Number of rows between the start of KV tile 0 and the request's first key.
         entries: The tile lists, or None.
     """
 
@@ -41,15 +41,17 @@ class PrefillWorkTile:
         self.head = head
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
-        self.low, self.high = low, high = visible_key_range(spec.score, first, last, column("seq_len"))
+        self.first_key_with_block, self.end_key_with_block = low, high = visible_key_range(
+            spec.score, first, last, column("seq_len")
+        )
         # The request's last block may hold anything after its end, and must not replace blocks whose keys
         # some query of the request attends to. No work tile of more than 64 tokens starts in it and has
         # further blocks in its first tile.
         if spec.has_lists or spec.sizes.tile_tokens <= WARPGROUP_ROWS:
             # Without a window low is a 0 that the compiler knows, and high is not negative: a number of
             # unknown sign made the loading warp's part of a step 2 % of vertical_slash_16k longer.
-            self.low = column("first_visible_key") if spec.has_window else low
-            self.high = jnp.maximum(column("seq_len"), 0)
+            self.first_key_with_block = column("first_visible_key") if spec.has_window else low
+            self.end_key_with_block = jnp.maximum(column("seq_len"), 0)
         is_packed = spec.shape.cache_tiling is None
         self.alignment_offset = lax.rem(column("kv_start"), jnp.int32(ALIGN)) if is_packed else position * 0
         self.first, self.num = kv_tile_range(low, high, self.alignment_offset, self.tile_kv)
@@ -75,20 +77,20 @@ class PrefillWorkTile:
         """Return entry 0 without reading the list."""
         return self.first if self.entries is None else self.column("first_entry")
 
-    def kv_tile_of(self, entry: Scalar) -> Scalar:
-        """Return the index of the KV tile that an entry names."""
+    def kv_tile_index(self, entry: Scalar) -> Scalar:
+        """Return the index of an entry's KV tile."""
         return entry if self.entries is None else entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
     def first_key(self, entry: Scalar) -> Scalar:
         """Return the position of the first key of an entry's KV tile."""
-        return self.kv_tile_of(entry) * self.tile_kv - self.alignment_offset
+        return self.kv_tile_index(entry) * self.tile_kv - self.alignment_offset
 
     def __getitem__(self, name: str) -> Scalar:
         return self.column(name)
 
 
 class PrefillTileScheduler:
-    """The work tiles of a step, and which of them each team processes, the longest first."""
+    """Assigns the work tiles of a step to the teams, the longest work tiles first."""
 
     def __init__(self, schedule: PrefillScheduleRefs, spec: PrefillSpec):
         self.schedule, self.spec = schedule, spec
@@ -99,8 +101,8 @@ class PrefillTileScheduler:
     def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """Return the number of work tiles of a team, and a function from iteration to work tile index.
 
-        Teams take work tiles in turn, in the opposite order every other round, so that their work is
-        balanced.
+        In even rounds, teams take work tiles in ascending order, in odd rounds in descending order. This
+        balances their work, because work tiles are sorted by duration.
         """
         sizes = self.spec.sizes
         worker, workers = lax.axis_index("cta") * sizes.teams + team, jnp.int32(sizes.workers)
@@ -113,7 +115,7 @@ class PrefillTileScheduler:
         return rounds, tile_index
 
     def read_to_registers(self, index: Scalar) -> tuple[PrefillWorkTile, Scalar]:
-        """Return a work tile whose columns are all read from the table now, and its row of the table."""
+        """Read all columns of a work tile to registers, and return the work tile and its row of the table."""
         row, head = (index, None) if self.spec.has_lists else self._row_and_head(index)
         columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.columns)}
         return self._work_tile(columns["head"] if head is None else head, columns.__getitem__), row
@@ -157,7 +159,7 @@ class PackedHead(NamedTuple):
 
     Attributes:
         head: Query head.
-        first_row: Row of the head's first token among a warpgroup's rows.
+        first_row: Index of the head's first token among a warpgroup's rows.
     """
 
     head: Scalar
