@@ -184,11 +184,11 @@ def test_gathers_and_sums_by_turns(devices, monkeypatch):
 @pytest.mark.parametrize("shots", [(1,), (2, 1)])
 def test_with_one_piece_of_memory_sums_go_wrong(shots, monkeypatch):
     """So the tests above would see it."""
-    places = exchange.places
+    emit_addresses = exchange.emit_buffer_addresses
     of_one = lambda *args: (
-        line.replace("and.b32 piece, call, 1;", "mov.b32 piece, 0;") for line in places(*args)
+        line.replace("and.b32 piece, call, 1;", "mov.b32 piece, 0;") for line in emit_addresses(*args)
     )
-    monkeypatch.setattr("pallas_kernels.collectives.ptx.all_reduce.places", of_one)
+    monkeypatch.setattr("pallas_kernels.collectives.ptx.all_reduce.emit_buffer_addresses", of_one)
     monkeypatch.setattr(exchange, "MAX_POLLS", 2000)
     with pytest.raises((AssertionError, Trap)):
         check(2, [(1, 4, None, BF16)] * 40, shots=shots)
