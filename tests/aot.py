@@ -50,12 +50,12 @@ class Kernel(NamedTuple):
 
 def plugin_folder() -> pathlib.Path | None:
     """Return the folder of jax_cuda13_plugin, of `make test-kernels` or the environment, or None."""
-    beside = pathlib.Path(sys.prefix) / "cuda-plugin" / "jax_cuda13_plugin"
-    if beside.is_dir():
-        return beside
+    plugin_path = pathlib.Path(sys.prefix) / "cuda-plugin" / "jax_cuda13_plugin"
+    if plugin_path.is_dir():
+        return plugin_path
     spec = importlib.util.find_spec("jax_cuda13_plugin")
-    places = None if spec is None else spec.submodule_search_locations
-    return pathlib.Path(places[0]) if places else None
+    locations = None if spec is None else spec.submodule_search_locations
+    return pathlib.Path(locations[0]) if locations else None
 
 
 def require_plugin() -> None:
@@ -134,7 +134,7 @@ def slices_read(module: str, names: list[str]) -> dict[str, list[int]]:
     return {name: list(map(int, text.splitlines()[-1].split()[1:])) for name, text in reports.items()}
 
 
-def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[str, str]:
+def _run_alone(task: str, module: str, names: list[str], **more: str) -> dict[str, str]:
     """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
     folder = plugin_folder()
     assert folder is not None
@@ -147,7 +147,7 @@ def _run_alone(what: str, module: str, names: list[str], **more: str) -> dict[st
         **more,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.aot", what, module, *names],
+        [sys.executable, "-m", "tests.aot", task, module, *names],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     output = done.stdout + done.stderr
@@ -174,18 +174,18 @@ def kernels_in(report: str) -> list[Kernel]:
 
 def first_bytes(text: str) -> list[int]:
     """Return the byte offsets of slices that a compiled program passes to kernels without a copy."""
-    found = []
+    reports = []
     for part in re.split(r"\n(?=%|ENTRY)", text):
         if "custom_call_target=" not in part or part.startswith("ENTRY"):
             continue
         shapes = dict(re.findall(r"([\w.-]+): (\w+\[[\d,]+\])", part))
-        for source, places in re.findall(r" slice\(%(\S+)\), slice=\{(.*?)\}", part):
+        for source, locations in re.findall(r" slice\(%(\S+)\), slice=\{(.*?)\}", part):
             bits, sizes = re.match(r"[a-z]+(\d+).*\[(.*)\]", shapes[source]).groups()
             first = 0
-            for size, begin in zip(sizes.split(","), re.findall(r"\[(\d+):", places), strict=True):
+            for size, begin in zip(sizes.split(","), re.findall(r"\[(\d+):", locations), strict=True):
                 first = first * int(size) + int(begin)
-            found.append(first * int(bits) // 8)
-    return found
+            reports.append(first * int(bits) // 8)
+    return reports
 
 
 def partition(mesh, function, arguments, cut) -> None:
@@ -205,12 +205,12 @@ def partition(mesh, function, arguments, cut) -> None:
     print(calls, *(name for name in COLLECTIVES if f" {name}(" in text or f" {name}-start(" in text))
 
 
-def main(what: str, module: str, names: list[str]) -> None:
+def main(task: str, module: str, names: list[str]) -> None:
     """Compile or lower each case and print its report; runs in the subprocess that _run_alone starts."""
     import jax
     from jax.experimental import topologies
 
-    num = 2 if what == "partition" else 1
+    num = 2 if task == "partition" else 1
     of_host = {"target_config": TARGET, "topology": f"1x1x{num}"}
     topology = topologies.get_topology_desc(platform="cuda", **of_host)
     mesh = jax.sharding.Mesh(topology.devices, ("x",))
@@ -218,7 +218,7 @@ def main(what: str, module: str, names: list[str]) -> None:
     cases = importlib.import_module(module).aot_cases()
     for name in names:
         print(f"== {name}", flush=True)
-        if what == "partition":
+        if task == "partition":
             partition(mesh, *cases[name])
             continue
         function, arguments, *numbers = cases[name]
@@ -227,16 +227,16 @@ def main(what: str, module: str, names: list[str]) -> None:
         try:
             lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
         except NotImplementedError as error:
-            if what != "lower":
+            if task != "lower":
                 raise
             print(error, flush=True)
             continue
-        if what != "lower":
+        if task != "lower":
             calls = lowered.as_text().count("custom_call @mosaic_gpu")
             print(f"calls of Pallas kernels: {calls}", flush=True)
-        if what == "slices":
+        if task == "slices":
             print("slices", *first_bytes(lowered.compile().as_text()), flush=True)
-        if what == "compile":
+        if task == "compile":
             memory = lowered.compile().memory_analysis()
             num_bytes = sum(x.size * x.dtype.itemsize for i in donated for x in jax.tree.leaves(arguments[i]))
             assert memory.alias_size_in_bytes >= num_bytes, f"{name}: {memory} of {num_bytes} donated bytes"

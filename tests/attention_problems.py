@@ -1,8 +1,9 @@
-"""A step's arrays, made so that errors show: needles in what is seen, poison in the rest.
+"""The arrays of a step, filled so that errors show: needles in visible keys, poison in all others.
 
-All queries of a kv head have one direction in common, and in every 64 keys of a request there is a needle: a
-key of that direction, with a large value. A tile that is lost, seen twice or by whom it should not be changes
-some output by far more than rounding does. What no query sees is NaN, or scores high with a huge value.
+All queries of a KV head share one direction, and every 64 keys of a request contain a needle: a key along
+that direction with a large value. If a kernel loses a tile, reads it twice or shows it to the wrong query,
+some output changes by far more than rounding error. Keys that no query attends to are NaN, or have a high
+score and a huge value.
 """
 
 import dataclasses
@@ -18,38 +19,40 @@ import jattn
 from tests import oracle
 
 NEEDLE_EVERY = 64  # keys of a request
-NEEDLE_SCORE = 4.5  # beside others of about 0: as much weight as 64 of them together
-NEEDLE_VALUE = 4.0  # times as large as others
+NEEDLE_SCORE = 4.5  # other scores are about 0, so a needle has the weight of about 64 other keys
+NEEDLE_VALUE = 4.0  # factor by which values of needles exceed other values
 UNSEEN_SCORE = 20.0
 UNSEEN_VALUE = 3000.0
-NO_BLOCK = 10_000  # an id that no pool has
-# Keys and values of caches where the two differ.
+NO_BLOCK = 10_000  # out of range of every pool
+# Formats of keys and values of caches in which the two differ.
 STORED = {"int8_static_v": ("int8_token_head", "int8_channel"), "int8_k_only": ("int8_token_head", "plain")}
 
 
 @dataclasses.dataclass(kw_only=True)
 class Setting:
-    """What a problem is made of.
+    """Parameters of a problem.
 
     Attributes:
-        spec: The layer.
-        query_lens: New tokens of each request.
-        seq_lens: Its keys.
-        decode_query_len: Tokens of a decode row.
-        bucket: What the step is padded to; None = nothing.
-        block_size: Tokens of a cache block.
-        dtype: Of queries.
-        cache_dtype: Of what is stored as it is; None = dtype.
-        stored: "plain", or a kind and its scale: "int8_token_head", "fp8_scalar", ...; or one of STORED.
-        kv: A cache's layout, or "no_cache".
+        spec: Specification of the layer.
+        query_lens: Number of new tokens of each request.
+        seq_lens: Number of keys of each request.
+        decode_query_len: Number of tokens of a decode row.
+        bucket: Bucket to which the step is padded; None means no padding.
+        block_size: Tokens per cache block.
+        dtype: Dtype of the queries.
+        cache_dtype: Dtype of unquantized keys and values; None means `dtype`.
+        stored: "plain", or an 8-bit kind and its scale ("int8_token_head", "fp8_scalar", ...), or a key of
+            STORED.
+        kv: Layout of the cache, or "no_cache".
         has_sinks: Whether heads have sinks.
-        has_alibi: Whether heads have slopes.
-        visible: What of (request, head, i, j) a query sees besides what the spec says.
-        seen: Or all that it sees, the spec included: of each request bool [q_heads, query_len, seq_len].
-        is_cross: Whether keys are another sequence's, which need not cover the queries.
-        shared_blocks: Blocks at the start of every request that all of them share.
-        frees_blocks: Whether block table entries of blocks that no query sees are garbage.
-        seed: Of all that is drawn.
+        has_alibi: Whether heads have ALiBi slopes.
+        visible: Predicate over (request, head, i, j) that is applied in addition to the spec.
+        seen: Visibility that replaces spec and predicate: for each request bool [q_heads, query_len,
+            seq_len].
+        is_cross: Whether keys belong to another sequence, which need not cover the queries.
+        shared_blocks: Number of leading blocks that all requests share.
+        frees_blocks: Whether the block table has garbage in place of blocks that no query attends to.
+        seed: Seed of all random numbers.
     """
 
     spec: jattn.AttentionSpec
@@ -73,16 +76,16 @@ class Setting:
 
 
 class AttentionProblem:
-    """A setting's arrays: for jattn, and in the oracle's terms.
+    """The arrays of a setting, for jattn and for the oracle.
 
     Attributes:
-        metadata: The step's.
-        starts: Where the first token of each request stands.
-        query: Padding is NaN.
-        kv: The cache, or keys outside of one.
-        sinks: Of each head, or None.
-        slopes: Of each head, or None; the last head of each kv head looks far.
-        step: The same for the oracle.
+        metadata: Metadata of the step.
+        starts: Index of the first token of each request.
+        query: Queries; padding is NaN.
+        kv: The cache, or packed keys and values.
+        sinks: Sink of each head, or None.
+        slopes: ALiBi slope of each head, or None; the last head of each group has a small slope.
+        step: The same step for the oracle.
     """
 
     def __init__(self, setting: Setting):
@@ -96,7 +99,7 @@ class AttentionProblem:
             for row, n in zip(table, self.seq_lens, strict=True)
         ]
         q = self._draw_queries()
-        self._draw_heads_numbers()
+        self._draw_sinks_and_slopes()
         self.step = self._step_without_keys(q)
         seen = oracle.reachable(self.spec, self.step)
         self._draw_cache(seen)
@@ -106,29 +109,29 @@ class AttentionProblem:
             self.query[start : start + len(x)] = x
 
     def row_of_request(self):
-        """The metadata's row of each request."""
+        """Return the row of each request in the metadata."""
         return jattn.batch.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
 
     def check(self, out, lse):
-        """Compares with the oracle; padding must be zeros and -inf."""
+        """Assert that outputs and LSEs equal the oracle's and that padding is zeros and -inf."""
         out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64).T
         oracle.check(self.spec, self.step, self.dtype, self.starts, out, lse)
 
     def check_output(self, out):
-        """The same without an LSE."""
+        """Assert the same of outputs alone."""
         out = np.asarray(out, np.float64)
         oracle.check(self.spec, self.step, self.dtype, self.starts, out, None)
 
-    # ------------------------------------------------------------------------------------ what is drawn
+    # ------------------------------------------------------------------------------------ random arrays
     def _block_table(self) -> np.ndarray:
-        needed = [-(-n // self.setting.block_size) for n in self.seq_lens]
-        self.num_blocks = sum(needed) + 3
+        num_blocks = [-(-n // self.setting.block_size) for n in self.seq_lens]
+        self.num_blocks = sum(num_blocks) + 3
         order = self.rng.permutation(np.arange(1, self.num_blocks))
-        table = np.full((len(needed), max(needed, default=0) + 2), NO_BLOCK, np.int64)
+        table = np.full((len(num_blocks), max(num_blocks, default=0) + 2), NO_BLOCK, np.int64)
         shared, order = order[: self.setting.shared_blocks], order[self.setting.shared_blocks :]
-        for r, n in enumerate(needed):
-            own = n - len(shared)
-            table[r, :n], order = [*shared, *order[:own]], order[own:]
+        for r, n in enumerate(num_blocks):
+            num_private = n - len(shared)
+            table[r, :n], order = [*shared, *order[:num_private]], order[num_private:]
         return table
 
     def _draw_queries(self) -> list[np.ndarray]:
@@ -146,7 +149,7 @@ class AttentionProblem:
         q = without_ties(q.astype(self.dtype), spec.query_quantization)
         return np.split(q, np.cumsum(self.query_lens)[:-1])
 
-    def _draw_heads_numbers(self) -> None:
+    def _draw_sinks_and_slopes(self) -> None:
         heads, group = self.spec.num_q_heads, self.spec.q_heads_per_kv_head
         per_head = lambda low, high: self.rng.uniform(low, high, heads).astype(np.float32)
         self.sinks = per_head(-1, 3) if self.setting.has_sinks else None
@@ -162,7 +165,7 @@ class AttentionProblem:
         )
         in_float64 = lambda x: None if x is None else x.astype(np.float64)
         return oracle.Step(
-            q=[as_seen(x, self.spec.query_quantization) for x in q],
+            q=[quantize_queries(x, self.spec.query_quantization) for x in q],
             k=nothing,
             v=nothing,
             is_decode=[r < decodes for r in range(len(self.query_lens))],
@@ -176,56 +179,56 @@ class AttentionProblem:
         shape = self.num_blocks * self.setting.block_size, self.spec.num_kv_heads
         live, values = np.zeros(shape, bool), self.rng.normal(size=(2, *shape, self.spec.head_dim))
         is_needle = np.zeros(shape, bool)
-        for slots, hit, met in zip(self.slots, seen, self._met(seen), strict=True):
-            live[slots] |= met
+        for slots, visible, finite in zip(self.slots, seen, self._finite_keys(seen), strict=True):
+            live[slots] |= finite
             for g in range(self.spec.num_kv_heads):
-                is_needle[slots[needle_places(hit[:, g], self.rng)], g] = True
+                is_needle[slots[needle_positions(visible[:, g], self.rng)], g] = True
         for g, direction in enumerate(self.directions):
             values[0, :, g] = along(values[0, :, g], direction, np.where(is_needle[:, g], self.length, 0.0))
         values[1][is_needle] *= NEEDLE_VALUE
         unseen = UNSEEN_SCORE / self.spec.softmax_scale / self.length * self.directions, UNSEEN_VALUE
         is_huge = ~live & (self.rng.random(live.shape) < 0.25)
-        held, means, cache_dtype = [], [], jnp.dtype(self.setting.cache_dtype or self.dtype)
+        stored, dequantized_values, cache_dtype = [], [], jnp.dtype(self.setting.cache_dtype or self.dtype)
         kinds = STORED.get(self.setting.stored, (self.setting.stored,) * 2)
-        for x, how, huge in zip(values, kinds, unseen, strict=True):
-            array, scale, meant = stored_and_scale(x, how, cache_dtype, self.rng)
+        for x, kind, poison_value in zip(values, kinds, unseen, strict=True):
+            array, scale, dequantized = quantize_for_cache(x, kind, cache_dtype, self.rng)
             if np.shape(scale) == live.shape:
                 scale = np.where(live, scale, np.where(is_huge, 1.0, np.nan))
-            held.append((poisoned(array, live, is_huge, np.broadcast_to(huge, x.shape)), scale))
-            means.append([meant[slots] for slots in self.slots])
-        self.step.k, self.step.v = means
-        self._held = held
+            stored.append((poisoned(array, live, is_huge, np.broadcast_to(poison_value, x.shape)), scale))
+            dequantized_values.append([dequantized[slots] for slots in self.slots])
+        self.step.k, self.step.v = dequantized_values
+        self._stored = stored
 
-    def _met(self, seen: list[np.ndarray]) -> list[np.ndarray]:
-        """What must hold numbers of each request and kv head: what some query sees, and no more."""
+    def _finite_keys(self, seen: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the keys of each request and KV head that must be finite: those that some query sees."""
         return seen
 
     def _freed(self, table: np.ndarray, seen: list[np.ndarray]) -> np.ndarray:
-        """The table with garbage for blocks of context that no query of the request sees."""
+        """Return the block table with garbage for context blocks that no query of the request attends to."""
         table, size = table.copy(), self.setting.block_size
-        for r, (hit, n) in enumerate(zip(seen, self.seq_lens, strict=True)):
+        for r, (visible, n) in enumerate(zip(seen, self.seq_lens, strict=True)):
             for column in range((n - self.query_lens[r]) // size):
-                if not hit[column * size : (column + 1) * size].any():
+                if not visible[column * size : (column + 1) * size].any():
                     table[r, column] = NO_BLOCK
         return table
 
     # ------------------------------------------------------------------------------------ for jattn
     def _build_metadata(self, table: np.ndarray) -> None:
-        how = {"block_size": self.setting.block_size, "decode_query_len": self.setting.decode_query_len}
+        sizes = {"block_size": self.setting.block_size, "decode_query_len": self.setting.decode_query_len}
         is_cross = self.setting.is_cross
         build = jattn.build_cross_attention_metadata if is_cross else jattn.build_batch_metadata
-        self.metadata = build(self.query_lens, self.seq_lens, table, bucket=self.setting.bucket, **how)
+        self.metadata = build(self.query_lens, self.seq_lens, table, bucket=self.setting.bucket, **sizes)
         self.starts = jattn.batch.requests.request_token_starts(
             np.asarray(self.query_lens), self.metadata.bucket
         )
 
     @functools.cached_property
     def kv(self) -> jattn.PagedCache | jattn.PackedKV:
-        with jax.ensure_compile_time_eval():  # asked for inside jit, too
-            return self._made_kv()
+        with jax.ensure_compile_time_eval():  # may be evaluated inside jit
+            return self._build_kv()
 
-    def _made_kv(self) -> jattn.PagedCache | jattn.PackedKV:
-        (k, k_scale), (v, v_scale) = self._held
+    def _build_kv(self) -> jattn.PagedCache | jattn.PackedKV:
+        (k, k_scale), (v, v_scale) = self._stored
         if self.setting.kv == "no_cache":
             return self._packed_kv(k, v)
         size, layout, scales = self.setting.block_size, self.setting.kv, {}
@@ -239,7 +242,7 @@ class AttentionProblem:
         return jattn.PagedCache(k=k, v=v, layout=layout, **scales)
 
     def _packed_kv(self, k: np.ndarray, v: np.ndarray) -> jattn.PackedKV:
-        flat = np.concatenate([*self.slots, np.zeros(5, np.int64)])  # nobody's slot 0
+        flat = np.concatenate([*self.slots, np.zeros(5, np.int64)])  # five keys that belong to no request
         starts = np.zeros(self.metadata.bucket.max_reqs, np.int32)
         starts[self.row_of_request()] = np.cumsum(self.seq_lens) - self.seq_lens
         return jattn.PackedKV(
@@ -248,7 +251,7 @@ class AttentionProblem:
 
 
 def in_layout(x: np.ndarray, block_size: int, layout: str, *, is_key: bool) -> np.ndarray:
-    """What a cache holds of each slot [slots, kv_heads, head_dim], in its layout."""
+    """Return an array [slots, kv_heads, head_dim] in a cache layout."""
     x = x.reshape(-1, block_size, *x.shape[1:])
     if layout == "HND":
         return x.swapaxes(1, 2)
@@ -260,73 +263,75 @@ def in_layout(x: np.ndarray, block_size: int, layout: str, *, is_key: bool) -> n
 
 # ---------------------------------------------------------------------------------------- values
 def along(x: np.ndarray, direction: np.ndarray, length: float | np.ndarray) -> np.ndarray:
-    """x [..., head_dim] with its part along a unit vector made so long."""
+    """Return x [..., head_dim] with its component along a unit vector replaced by `length`."""
     return x + (length - x @ direction)[..., None] * direction
 
 
-def needle_places(seen: np.ndarray, rng: np.random.Generator, every: int = NEEDLE_EVERY) -> np.ndarray:
-    """Of the keys of a request and kv head that some query sees: the first, the last, and one in `every`."""
-    places = np.flatnonzero(seen)
-    tiles = np.split(places, np.flatnonzero(np.diff(places // every)) + 1)
+def needle_positions(seen: np.ndarray, rng: np.random.Generator, every: int = NEEDLE_EVERY) -> np.ndarray:
+    """Return the positions of needles among visible keys: the first, the last and one in `every` keys."""
+    positions = np.flatnonzero(seen)
+    tiles = np.split(positions, np.flatnonzero(np.diff(positions // every)) + 1)
     drawn = [rng.choice(tile) for tile in tiles if tile.size]
-    return np.unique([*drawn, *places[:1], *places[-1:]]).astype(int)
+    return np.unique([*drawn, *positions[:1], *positions[-1:]]).astype(int)
 
 
-def stored_and_scale(values: np.ndarray, stored: str, dtype, rng: np.random.Generator):
-    """What the cache holds for values [slots, kv_heads, head_dim], its scale, and what they mean."""
+def quantize_for_cache(values: np.ndarray, stored: str, dtype, rng: np.random.Generator):
+    """Return the stored array of values [slots, kv_heads, head_dim], its scale and dequantized values."""
     slots, heads, dim = values.shape
-    kind, _, how = stored.partition("_")
+    kind, _, granularity = stored.partition("_")
     if stored == "plain":
-        held = values.astype(dtype)
-        return held, None, held.astype(np.float64)
+        array = values.astype(dtype)
+        return array, None, array.astype(np.float64)
     shapes = {"scalar": (1, 1, 1), "head": (1, heads, 1), "channel": (1, heads, dim)}
-    shape = shapes.get(how, (slots, heads, 1))
-    if kind == "int8":  # hardly anything is out of range
-        of_one = {"scalar": (0, 1, 2), "head": (0, 2), "channel": 0, "token_head": 2}[how]
-        largest = np.abs(values).max(axis=of_one, keepdims=True)
+    shape = shapes.get(granularity, (slots, heads, 1))
+    if kind == "int8":  # few values are out of range
+        reduced_axes = {"scalar": (0, 1, 2), "head": (0, 2), "channel": 0, "token_head": 2}[granularity]
+        largest = np.abs(values).max(axis=reduced_axes, keepdims=True)
         scale = (largest / 127 * rng.uniform(0.95, 1.5, shape)).astype(np.float32)
-        held = np.clip(np.round(values / scale), -128, 127).astype(np.int8)
+        array = np.clip(np.round(values / scale), -128, 127).astype(np.int8)
     else:
-        between = (0.37, 0.37) if how == "scalar" else (0.05, 0.5)
-        scale = rng.uniform(*between, shape).astype(np.float32)
+        scale_range = (0.37, 0.37) if granularity == "scalar" else (0.05, 0.5)
+        scale = rng.uniform(*scale_range, shape).astype(np.float32)
         kinds = {"plain": dtype, "fp8e5": jnp.float8_e5m2, "fp8": jnp.float8_e4m3fn}
-        held = (values / scale).astype(kinds[kind])
-    flat = {"scalar": (), "head": (heads,), "channel": (heads, dim)}.get(how, (slots, heads))
-    return held, scale.reshape(flat), held.astype(np.float64) * scale
+        array = (values / scale).astype(kinds[kind])
+    flat = {"scalar": (), "head": (heads,), "channel": (heads, dim)}.get(granularity, (slots, heads))
+    return array, scale.reshape(flat), array.astype(np.float64) * scale
 
 
 LARGEST = {"int8": 127, "fp8_e4m3": 448}
 
 
-def rounded_to(scaled: np.ndarray, quantization: str) -> np.ndarray:
-    """To the nearest integer or fp8."""
-    held = np.round(scaled) if quantization == "int8" else scaled.astype(np.float32).astype(jnp.float8_e4m3fn)
-    return held.astype(np.float64)
+def round_to_8_bits(scaled: np.ndarray, quantization: str) -> np.ndarray:
+    """Round to the nearest integer or fp8 number."""
+    rounded = (
+        np.round(scaled) if quantization == "int8" else scaled.astype(np.float32).astype(jnp.float8_e4m3fn)
+    )
+    return rounded.astype(np.float64)
 
 
-def as_seen(q: np.ndarray, quantization: str | None) -> np.ndarray:
-    """What keys meet of queries that are rounded per token and head."""
+def quantize_queries(q: np.ndarray, quantization: str | None) -> np.ndarray:
+    """Return queries as they are after quantization per token and head."""
     if quantization is None:
         return q.astype(np.float64)
     exact, largest = q.astype(np.float64), LARGEST[quantization]
     amax = np.maximum(np.abs(exact).max(-1, keepdims=True), 1e-6 * largest)
-    return rounded_to(exact * largest / amax, quantization) * amax / largest  # a tie stays one
+    return round_to_8_bits(exact * largest / amax, quantization) * amax / largest  # a tie stays one
 
 
 def without_ties(q: np.ndarray, quantization: str | None) -> np.ndarray:
-    """Queries of which none lies halfway between two numbers: either of these would be right."""
+    """Shrink queries that lie halfway between two 8-bit numbers, since both roundings would be correct."""
     for _ in range(0 if quantization is None else 8):
         exact = q.astype(np.float64)
         scaled = exact / np.abs(exact).max(-1, keepdims=True) * LARGEST[quantization]
-        down, up = (rounded_to(scaled * (1 + shift), quantization) for shift in (-1e-5, 1e-5))
-        q = np.where(up != down, q * np.asarray(0.98, q.dtype), q)
+        lower, upper = (round_to_8_bits(scaled * (1 + shift), quantization) for shift in (-1e-5, 1e-5))
+        q = np.where(upper != lower, q * np.asarray(0.98, q.dtype), q)
     return q
 
 
-def poisoned(held: np.ndarray, live: np.ndarray, is_huge: np.ndarray, huge: np.ndarray) -> np.ndarray:
-    """What a cache holds [slots, kv_heads, head_dim] where some query sees it; else NaN, in places `huge`."""
-    if held.dtype == np.int8:
-        return np.where(live[..., None], held, np.where(huge > 0, 127, -127).astype(np.int8))
-    largest = float(ml_dtypes.finfo(held.dtype).max)
-    rest = np.where(is_huge[..., None], np.clip(huge, -largest, largest), np.nan).astype(held.dtype)
-    return np.where(live[..., None], held, rest)
+def poisoned(array: np.ndarray, live: np.ndarray, is_huge: np.ndarray, huge: np.ndarray) -> np.ndarray:
+    """Return stored values where a query sees them; elsewhere NaN, or `huge` where `is_huge` is set."""
+    if array.dtype == np.int8:
+        return np.where(live[..., None], array, np.where(huge > 0, 127, -127).astype(np.int8))
+    largest = float(ml_dtypes.finfo(array.dtype).max)
+    poison = np.where(is_huge[..., None], np.clip(huge, -largest, largest), np.nan).astype(array.dtype)
+    return np.where(live[..., None], array, poison)

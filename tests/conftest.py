@@ -102,8 +102,8 @@ def traced_once():
 
 
 @pytest.fixture(autouse=True)
-def _attention_is_traced_anew_where_something_is_patched(request):
-    """Else a trace of the same shapes from before would run in the place of the patch, or the patch later."""
+def _retrace_attention_if_patched(request):
+    """Clear jit caches of attention around tests that patch its functions, so that no old trace is reused."""
     if "monkeypatch" not in request.fixturenames:
         yield
         return

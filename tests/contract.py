@@ -1,7 +1,7 @@
-"""What every implementation of `attend` must do. Subclass, set `implementation`, collect.
+"""The contract of every implementation of `attend`, as a test class: subclass it and set `implementation`.
 
-Each case starts from a cache full of poison: only slots that some query may read hold numbers. Block tables
-end in garbage, padding queries are NaN (tests/attention_problems.py).
+The cache of each case is poisoned: only slots that some query may read contain numbers. Block tables end in
+garbage and padding queries are NaN (see tests/attention_problems.py).
 """
 
 import functools
@@ -45,7 +45,7 @@ SPARSITY = {
     "rank1": jattn.LocalStrided(block_size=8, local_blocks=1, vert_stride=8, tp_rank=1, tp_size=2),
     "stripes_only": jattn.LocalStrided(block_size=4, local_blocks=0, vert_stride=2, homo_head=True),
 }
-# (query_lens, seq_lens, decode_query_len): last blocks of 1, single tokens and empty requests are in there.
+# (query_lens, seq_lens, decode_query_len), with last blocks of one key, single tokens and empty requests.
 REGIONS = {
     "decode": ([1, 1, 1, 1], [1, 17, 33, 97], 1),
     "speculative": ([3, 3, 3], [3, 17, 50], 3),
@@ -56,15 +56,15 @@ REGIONS = {
 
 
 def allowed(case: dict) -> bool:
-    quantized = case.get("stored", "plain") != "plain"
+    is_quantized = case.get("stored", "plain") != "plain"
     kind = case.get("stored", "plain").partition("_")[0]
-    width = 8 if kind == "plain" else 16
-    query = case.get("query_quantization")
+    alignment = 8 if kind == "plain" else 16
+    query_quantization = case.get("query_quantization")
     rules = [
-        query is None or "stored" not in case or kind == query.partition("_")[0],
-        not (query is not None and case.get("kv") == "no_cache"),
-        not (case.get("kv") == "no_cache" and quantized),
-        not (case.get("kv") == "packed" and case.get("head_dim", 16) % width),
+        query_quantization is None or "stored" not in case or kind == query_quantization.partition("_")[0],
+        not (query_quantization is not None and case.get("kv") == "no_cache"),
+        not (case.get("kv") == "no_cache" and is_quantized),
+        not (case.get("kv") == "packed" and case.get("head_dim", 16) % alignment),
         not (case.get("kv") == "packed" and case.get("dtype") == "float32" and case.get("head_dim", 16) % 4),
     ]
     return all(rules)
@@ -77,10 +77,10 @@ def case_id(case: dict) -> str:
     return "-".join(f"{v}" for v in case.values()).replace(" ", "")
 
 
-def every_other(cases: list) -> list:
+def mark_every_second_slow(cases: list) -> list:
     """Return test parameters in which every second case is marked slow."""
     slow = lambda case: pytest.param(case, marks=pytest.mark.slow)
-    return [slow(case) if nth % 2 else case for nth, case in enumerate(cases)]
+    return [slow(case) if i % 2 else case for i, case in enumerate(cases)]
 
 
 def make_spec(case: dict) -> jattn.AttentionSpec:
@@ -100,7 +100,7 @@ def make_spec(case: dict) -> jattn.AttentionSpec:
 
 
 class Problem(AttentionProblem):
-    """Arrays of a case of the covering array."""
+    """The arrays of one case of the covering array."""
 
     def __init__(self, case: dict, seed: int = 0, mask=None):
         self.case = case
@@ -149,13 +149,13 @@ class AttentionContract:
         )
         return jax.jit(run)(**arrays, **modifiers)
 
-    # One of six with the fast tests, all with `make test-kernels`.
+    # One case in six runs with the fast tests, all with `make test-kernels`.
     @pytest.mark.parametrize(
         "case",
         [pytest.param(c, marks=pytest.mark.kernels if i % 6 else ()) for i, c in enumerate(CASES)],
         ids=case_id,
     )
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    def test_attend_equals_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
         problem.check(*self.attend(problem))
 
@@ -163,18 +163,18 @@ class AttentionContract:
         plain = {name: values[0] for name, values in FACTORS.items()}
         return plain | {"region": "mixed", "heads": (4, 2), "head_dim": 16} | changes
 
-    def test_bits_are_the_same_when_run_twice(self):
+    def test_attend_is_bit_identical_when_run_twice(self):
         problem = Problem(self.plain_case(dtype="bfloat16"))
         first, second = self.attend(problem), self.attend(problem)
         assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(first, second, strict=True))
 
-    def test_an_explicit_plan_changes_no_bit(self):
+    def test_an_explicit_plan_does_not_change_the_bits(self):
         problem = Problem(self.plain_case(padded=True))
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, implementation=self.implementation)
         for a, b in zip(self.attend(problem), self.attend(problem, plan=plan), strict=True):
             np.testing.assert_array_equal(a, b)
 
-    def test_a_padded_bucket_changes_no_real_row(self):
+    def test_padding_does_not_change_live_rows(self):
         exact, padded = (Problem(self.plain_case(padded=p)) for p in (False, True))
         (out, _), (padded_out, _) = self.attend(exact), self.attend(padded)
         rounding = 1e-6 * np.abs(out).max()  # XLA may sum a longer array in another order
@@ -192,20 +192,22 @@ class AttentionContract:
 
         problem = Problem(self.plain_case(padded=True))
         bucket, size = problem.metadata.bucket, problem.case["block_size"]
-        other = jattn.build_batch_metadata([1, 3], [9, 3], [[1, 2, 3], [4]], block_size=size, bucket=bucket)
-        for metadata in (problem.metadata, other):
+        second_batch = jattn.build_batch_metadata(
+            [1, 3], [9, 3], [[1, 2, 3], [4]], block_size=size, bucket=bucket
+        )
+        for metadata in (problem.metadata, second_batch):
             run(jnp.asarray(problem.query), problem.kv, metadata)
         assert len(traces) == 1
 
-    def test_vmap_is_a_loop(self):
+    def test_vmap_equals_a_loop(self):
         problem = Problem(self.plain_case())
         kv, query = problem.kv, jnp.asarray(problem.query)
         queries = jnp.stack([query, query * 2])
         run = lambda q: jattn.attend(
             q, kv, problem.metadata, problem.spec, implementation=self.implementation
         )
-        together = jax.jit(jax.vmap(run))(queries)
-        np.testing.assert_allclose(together, jnp.stack([run(q) for q in queries]), rtol=0, atol=1e-5)
+        batched = jax.jit(jax.vmap(run))(queries)
+        np.testing.assert_allclose(batched, jnp.stack([run(q) for q in queries]), rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("kv", ["NHD", "no_cache"])
     def test_cross_attention_reads_another_sequence(self, kv):
@@ -230,7 +232,7 @@ class AttentionContract:
         assert (out[7:] == 0).all()
 
     @pytest.mark.parametrize("sinks", [False, True])
-    def test_cascade_is_plain_attention_with_the_prefix_read_once(self, sinks):
+    def test_cascade_equals_attention_without_a_shared_prefix(self, sinks):
         case = self.plain_case(dtype="float32", sinks=sinks, soft_cap=5.0, padded=True)
         size, prefix_len = 4, 8
         query_lens, seq_lens = [1, 1, 5, 2], [9, 23, 13, 12]
@@ -241,11 +243,11 @@ class AttentionContract:
         k, v = (jax.random.normal(key, (60, 4, 2, 16)) for key in keys[:2])
         cache = jattn.PagedCache(k=k, v=v)
         query = jax.random.normal(keys[2], (bucket.max_tokens, 4, 16))
-        s = jnp.linspace(-1.0, 2.0, 4) if sinks else None
-        options = {"sinks": s, "implementation": self.implementation, "return_lse": True}
+        head_sinks = jnp.linspace(-1.0, 2.0, 4) if sinks else None
+        options = {"sinks": head_sinks, "implementation": self.implementation, "return_lse": True}
         plain = jattn.attend(query, cache, metadata, make_spec(case), **options)
         for length in (prefix_len, jnp.int32(prefix_len)):
             cascade = jattn.build_cascade_metadata(metadata, length)
-            merged = jattn.cascade_attend(query, cache, cascade, make_spec(case), **options)
-            for a, b in zip(merged, plain, strict=True):
+            combined = jattn.cascade_attend(query, cache, cascade, make_spec(case), **options)
+            for a, b in zip(combined, plain, strict=True):
                 np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)

@@ -25,9 +25,9 @@ def covering_array(
     missing = dict.fromkeys(
         choices, 0
     )  # for each choice a bit mask of the choices that it must still be combined with
-    for one, other in left:
-        missing[one] |= bit_of[other]
-        missing[other] |= bit_of[one]
+    for value, other_value in left:
+        missing[value] |= bit_of[other_value]
+        missing[other_value] |= bit_of[value]
     cases = []
     while left:
         tried = [_candidate(factors, bit_of, missing, rng.choice(left), allowed, rng) for _ in range(tries)]
@@ -37,7 +37,7 @@ def covering_array(
         met = _bits(best, bit_of)
         for choice in best.items():
             missing[choice] &= ~met
-        left = [(one, other) for one, other in left if missing[one] & bit_of[other]]
+        left = [(value, other_value) for value, other_value in left if missing[value] & bit_of[other_value]]
         cases.append({name: factors[name][best[name]] for name in names})
     return cases
 

@@ -46,31 +46,34 @@ class Step:
 
 def visible(spec, head: int, i: int, j: np.ndarray, is_decode: bool) -> np.ndarray:
     """Return which keys j the query at position i attends to."""
-    ok = np.ones(len(j), bool)
+    is_visible = np.ones(len(j), bool)
     if spec.causal:
-        ok &= j <= i
+        is_visible &= j <= i
     left, right = spec.window or (None, None)
-    ok &= (left is None) | (j >= i - (left or 0)) if left is not None else ok
-    ok &= (j <= i + right) if right is not None else ok
+    is_visible &= (left is None) | (j >= i - (left or 0)) if left is not None else is_visible
+    is_visible &= (j <= i + right) if right is not None else is_visible
     if spec.chunk_size is not None:
-        ok &= np.array([key // spec.chunk_size == i // spec.chunk_size for key in j], bool)
-    p = spec.sparsity
-    if p is not None:
-        total_q, total_kv = spec.num_q_heads * p.tp_size, spec.num_kv_heads * p.tp_size
-        global_head = p.tp_rank * spec.num_q_heads + head
+        is_visible &= np.array([key // spec.chunk_size == i // spec.chunk_size for key in j], bool)
+    sparsity = spec.sparsity
+    if sparsity is not None:
+        total_q, total_kv = spec.num_q_heads * sparsity.tp_size, spec.num_kv_heads * sparsity.tp_size
+        global_head = sparsity.tp_rank * spec.num_q_heads + head
         group = spec.num_q_heads // spec.num_kv_heads
-        if p.homo_head:
+        if sparsity.homo_head:
             shift = 0
-        elif p.homo_head_group and (is_decode or not p.vllm_prefill_heads):
-            shift = (global_head // group) * max(1, p.vert_stride // total_kv)
+        elif sparsity.homo_head_group and (is_decode or not sparsity.vllm_prefill_heads):
+            shift = (global_head // group) * max(1, sparsity.vert_stride // total_kv)
         else:
-            shift = global_head * max(1, p.vert_stride // total_q)
-        a, b = i // p.block_size, j // p.block_size
-        ok &= (b <= a) & ((a - b < p.local_blocks) | ((b + shift + 1) % p.vert_stride == 0))
-    return ok
+            shift = global_head * max(1, sparsity.vert_stride // total_q)
+        a, b = i // sparsity.block_size, j // sparsity.block_size
+        is_visible &= (b <= a) & (
+            (a - b < sparsity.local_blocks) | ((b + shift + 1) % sparsity.vert_stride == 0)
+        )
+    return is_visible
 
 
 def bias(spec, slope: float, i: int, j: np.ndarray) -> np.ndarray:
+    """Return the ALiBi bias of keys j for the query at position i."""
     if spec.sqrt_alibi:
         return -slope * np.sqrt(np.maximum(i - j, 0))
     return slope * (j - i)
@@ -91,12 +94,12 @@ def weights(spec, step: Step, r: int, h: int) -> tuple[np.ndarray, np.ndarray]:
     s = np.where(step.sees_all(spec, r, h), s, -np.inf)
     has_sink = step.sinks is not None and len(k) > 0
     sink = step.sinks[h] if has_sink else -np.inf
-    top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
-    finite = np.where(np.isneginf(top), 0.0, top)
+    row_max = np.maximum(s.max(axis=1, initial=-np.inf), sink)
+    finite = np.where(np.isneginf(row_max), 0.0, row_max)
     p = np.exp(s - finite[:, None])
-    total = p.sum(axis=1) + np.exp(sink - finite)
-    lse = finite + np.log(total, where=total > 0, out=np.full(len(q), -np.inf))
-    return p / np.where(total > 0, total, 1.0)[:, None], lse
+    row_sum = p.sum(axis=1) + np.exp(sink - finite)
+    lse = finite + np.log(row_sum, where=row_sum > 0, out=np.full(len(q), -np.inf))
+    return p / np.where(row_sum > 0, row_sum, 1.0)[:, None], lse
 
 
 class Answer(NamedTuple):
@@ -114,17 +117,17 @@ class Answer(NamedTuple):
 def answers(spec, step: Step, rounded=lambda x: x) -> list[Answer]:
     """Return each request's results; `rounded` rounds queries, keys, values, probabilities and output."""
     step = dataclasses.replace(step, **{name: [rounded(x) for x in getattr(step, name)] for name in "qkv"})
-    found = []
+    results = []
     for r, q in enumerate(step.q):
         out, scale = np.zeros(q.shape), np.zeros(q.shape[:2])
         lse = np.full(q.shape[:2], -np.inf)
         for h in range(q.shape[1]):
-            shares, lse[:, h] = weights(spec, step, r, h)
+            probs, lse[:, h] = weights(spec, step, r, h)
             values = step.v[r][:, h // spec.q_heads_per_kv_head]
-            out[:, h] = rounded(rounded(shares) @ values)
-            scale[:, h] = (shares @ np.abs(values)).max(axis=1, initial=0.0)
-        found.append(Answer(out, lse, scale))
-    return found
+            out[:, h] = rounded(rounded(probs) @ values)
+            scale[:, h] = (probs @ np.abs(values)).max(axis=1, initial=0.0)
+        results.append(Answer(out, lse, scale))
+    return results
 
 
 def attention(spec, step: Step) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -135,12 +138,12 @@ def attention(spec, step: Step) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def reachable(spec, step: Step) -> list[np.ndarray]:
     """Return for each request which keys some query attends to: bool [seq_len, kv_heads]."""
-    found = []
+    per_request = []
     for r, k in enumerate(step.k):
         by_head = np.array([step.sees_all(spec, r, h).any(axis=0) for h in range(spec.num_q_heads)])
         by_head = by_head.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head, len(k))
-        found.append(by_head.any(axis=1).T)
-    return found
+        per_request.append(by_head.any(axis=1).T)
+    return per_request
 
 
 class Allowed(NamedTuple):
@@ -166,9 +169,9 @@ def allowed_errors(spec, step: Step, dtype, exact: list[Answer]) -> list[Allowed
         worst = max(worst, np.max(error / np.where(a.scale > 0, a.scale, 1.0), initial=0.0))
         lse_error = [np.where(np.isneginf(a.lse), 0.0, x.lse) for x in (a, b)]
         worst_lse = max(worst_lse, np.abs(np.subtract(*lse_error)).max(initial=0.0))
-    of_tanh = GPU_TANH * (spec.soft_cap or 0.0)
-    relative = 2 * worst + float(ml_dtypes.finfo(dtype).eps) + of_tanh
-    in_lse = lambda lse: 2 * worst_lse + of_tanh + F32_TOLERANCE * (1 + np.abs(lse))
+    tanh_error = GPU_TANH * (spec.soft_cap or 0.0)
+    relative = 2 * worst + float(ml_dtypes.finfo(dtype).eps) + tanh_error
+    in_lse = lambda lse: 2 * worst_lse + tanh_error + F32_TOLERANCE * (1 + np.abs(lse))
     return [Allowed(relative * a.scale, in_lse(a.lse)) for a in exact]
 
 
@@ -186,15 +189,21 @@ def check(spec, step: Step, dtype, starts, out: np.ndarray, lse: np.ndarray | No
     exact = answers(spec, step)
     is_padding = np.ones(len(out), bool)
     for start, a, allowed in zip(starts, exact, allowed_errors(spec, step, dtype, exact), strict=True):
-        here = slice(start, start + len(a.out))
-        is_padding[here] = False
-        where = f"token {start} onward"
-        _check_rows(f"out of {where}", np.abs(out[here] - a.out).max(axis=-1, initial=0.0), allowed.out)
+        token_slice = slice(start, start + len(a.out))
+        is_padding[token_slice] = False
+        tokens = f"token {start} onward"
+        _check_rows(
+            f"out of {tokens}", np.abs(out[token_slice] - a.out).max(axis=-1, initial=0.0), allowed.out
+        )
         if lse is not None:
             is_empty = np.isneginf(a.lse)
-            np.testing.assert_array_equal(np.isneginf(lse[here]), is_empty, f"which LSEs of {where} are -inf")
-            finite = [np.where(is_empty, 0.0, x) for x in (lse[here], a.lse)]
-            _check_rows(f"LSE of {where}", np.abs(np.subtract(*finite)), np.where(is_empty, 0.0, allowed.lse))
+            np.testing.assert_array_equal(
+                np.isneginf(lse[token_slice]), is_empty, f"which LSEs of {tokens} are -inf"
+            )
+            finite = [np.where(is_empty, 0.0, x) for x in (lse[token_slice], a.lse)]
+            _check_rows(
+                f"LSE of {tokens}", np.abs(np.subtract(*finite)), np.where(is_empty, 0.0, allowed.lse)
+            )
     assert (out[is_padding] == 0).all(), "padding must come out as zeros"
     assert lse is None or np.isneginf(lse[is_padding]).all(), "the LSE of padding must be -inf"
 
@@ -202,9 +211,9 @@ def check(spec, step: Step, dtype, starts, out: np.ndarray, lse: np.ndarray | No
 def _check_rows(name: str, error: np.ndarray, bound: np.ndarray) -> None:
     """Assert that errors [queries, q_heads] are within bounds."""
     if not (error <= bound).all():
-        at = np.unravel_index(np.argmax(np.nan_to_num(error - bound, nan=np.inf)), error.shape)
-        wrong = f"{(~(error <= bound)).sum()} of {error.size} rows"
-        where = f"the worst is query {at[0]}, head {at[1]}"
+        index = np.unravel_index(np.argmax(np.nan_to_num(error - bound, nan=np.inf)), error.shape)
+        count = f"{(~(error <= bound)).sum()} of {error.size} rows"
+        worst = f"the worst is query {index[0]}, head {index[1]}"
         raise AssertionError(
-            f"{name} is off by {error[at]:.3g}, allowed are {bound[at]:.3g} ({wrong}; {where})"
+            f"{name} is off by {error[index]:.3g}, allowed are {bound[index]:.3g} ({count}; {worst})"
         )

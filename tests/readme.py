@@ -1,6 +1,6 @@
-"""The pages' code as their reader runs it: `python -P tests/readme.py README.md docs/*.md`.
+"""Run the Python code of Markdown pages as a reader does: `python -P tests/readme.py README.md docs/*.md`.
 
-The blocks of a page run in their order, in one set of names, as a reader types them. Paths are a checkout's.
+The blocks of a page run in order in one namespace. Relative paths are those of a checkout.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A fenced block: the heading above it, its language ("" where none is said), its lines."""
+    """A fenced block: the heading above it, its language ("" if missing) and its lines."""
 
     heading: str
     language: str
@@ -18,29 +18,29 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    """All fenced blocks in their order."""
-    found, heading = [], ""
+    """Return all fenced blocks in order."""
+    fenced, heading = [], ""
     for match in re.finditer(r"^#+ ([^\n]*)$|^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         heading = match[1] or heading
         if match[3] is not None:
-            found.append(Block(heading, match[2], match[3]))
-    return found
+            fenced.append(Block(heading, match[2], match[3]))
+    return fenced
 
 
 def examples(page: str) -> list[Block]:
-    """The blocks of Python."""
+    """Return the Python blocks."""
     return [block for block in blocks(page) if block.language in ("python", "py")]
 
 
 def run(block: Block, names: dict, page: str = "README.md") -> dict:
-    """The names that there are when the block has run where `names` are known."""
+    """Run a block with the given names and return the names defined afterwards."""
     names = dict(names)
     exec(compile(block.code, f"{page}, {block.heading}", "exec"), names)
     return names
 
 
 def run_all(path: pathlib.Path) -> dict:
-    """The names that there are when every example of a page has run."""
+    """Run every example of a page and return the names defined afterwards."""
     names: dict = {}
     for block in examples(path.read_text()):
         names = run(block, names, path.name)
@@ -48,7 +48,7 @@ def run_all(path: pathlib.Path) -> dict:
 
 
 def main(paths: list[str]) -> None:
-    """Runs every example of the pages."""
+    """Run every example of the pages."""
     import jattn
 
     for path in map(pathlib.Path, paths):

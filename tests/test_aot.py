@@ -1,4 +1,4 @@
-"""Tests that compile kernels fail, and are not skipped, where no kernel can be compiled."""
+"""Tests that compile kernels fail, instead of being skipped, if no kernel can be compiled."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests import aot
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """A folder with the plugin and no compiler, on a machine without a CUDA toolkit."""
+    """Return a folder with the plugin but no compiler, on a machine without a CUDA toolkit."""
     folder = tmp_path / "jax_cuda13_plugin"
     monkeypatch.setattr(aot, "plugin_folder", lambda: folder)
     monkeypatch.setenv("PATH", "")

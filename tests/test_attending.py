@@ -1,4 +1,4 @@
-"""attend: each implementation under the contract, the dispatcher's choices and refusals."""
+"""attend: the contract for each implementation, dispatch and refusals."""
 
 import dataclasses
 import functools
@@ -48,20 +48,20 @@ class TestDispatch:
         arguments = {"cache": problem.kv, "metadata": problem.metadata, "spec": problem.spec}
         return jattn.attend(jnp.asarray(problem.query), **(arguments | changes))
 
-    def test_the_first_that_nothing_speaks_against_is_taken(self):
+    def test_first_supported_implementation_is_used(self):
         assert first_supported(requested_implementations(None), {"mosaic_gpu": "no GPU"}) == (
             "xla",
             "mosaic_gpu: no GPU",
         )
         assert first_supported(("mosaic_gpu", "reference"), {}) == ("mosaic_gpu", None)
 
-    def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
+    def test_requested_implementation_that_is_unavailable_is_an_error_with_the_reason(self):
         with pytest.raises(
             NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*Pass implementation=None or 'xla'"
         ):
             self.attend(implementation="mosaic_gpu")
 
-    def test_unknown_name_is_refused(self):
+    def test_unknown_implementation_is_rejected(self):
         with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
             self.attend(implementation="triton")
         with pytest.raises(ValueError, match=r"implementation is empty\. Pass None, or at least one of"):
@@ -89,7 +89,7 @@ class TestDispatch:
         ],
     )
     @pytest.mark.usefixtures("types_unchecked")
-    def test_arguments_that_disagree_are_named(self, change, message):
+    def test_inconsistent_arguments_are_rejected_by_name(self, change, message):
         problem = self.problem()
         spec = dataclasses.replace(problem.spec, **change.pop("spec", {}))
         arguments = {
@@ -100,7 +100,7 @@ class TestDispatch:
         with pytest.raises(ValueError, match=message):
             jattn.attend(**arguments, spec=spec)
 
-    def test_a_cache_of_another_block_size_is_refused(self):
+    def test_cache_of_another_block_size_is_rejected(self):
         problem = self.problem()
         metadata = jattn.build_batch_metadata([1], [1], [[1]], block_size=8)
         with pytest.raises(
@@ -108,12 +108,12 @@ class TestDispatch:
         ):
             jattn.attend(jnp.zeros((1, 4, 16)), problem.kv, metadata, problem.spec)
 
-    def test_a_paged_cache_needs_blocks(self):
+    def test_paged_cache_requires_a_block_table(self):
         metadata = jattn.build_batch_metadata([1], [1], None, block_size=4)
         with pytest.raises(ValueError, match=r"metadata.block_table must have at least one column.*\(1, 0\)"):
             jattn.attend(jnp.zeros((1, 4, 16)), self.problem().kv, metadata, self.problem().spec)
 
-    def test_no_cache_wants_one_start_a_row(self):
+    def test_packed_keys_require_one_start_per_row(self):
         metadata = jattn.build_batch_metadata([2], [2], None)
         kv = jattn.PackedKV(
             k=jnp.zeros((2, 2, 16)), v=jnp.zeros((2, 2, 16)), kv_start_loc=jnp.zeros(3, jnp.int32)
@@ -135,7 +135,7 @@ class TestDispatch:
             ),
         ],
     )
-    def test_rows_are_where_their_keys_are(self, num_keys, starts, is_in_order, message):
+    def test_packed_rows_must_start_where_their_keys_do(self, num_keys, starts, is_in_order, message):
         metadata = jattn.build_batch_metadata([5, 7], [5, 7], None)
         keys = jnp.ones((num_keys, 2, 16))
         kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(starts), is_in_order=is_in_order)
@@ -149,7 +149,7 @@ class TestDispatch:
             kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray(right), is_in_order=is_in_order)
             np.testing.assert_allclose(attend(kv), 1.0, rtol=1e-6)
 
-    def test_no_row_is_longer_than_its_keys_say(self, types_unchecked):
+    def test_packed_rows_must_not_exceed_their_keys(self, types_unchecked):
         metadata = jattn.build_batch_metadata([2, 3], [2, 3], None)
         starts, keys = jnp.asarray([0, 2], jnp.int32), jnp.zeros((5, 2, 16))
         keys_of = lambda longest: jattn.PackedKV(k=keys, v=keys, kv_start_loc=starts, max_seq_len=longest)
@@ -170,7 +170,7 @@ BLOCKS = masks.BlockMask(
 
 
 class TestExplicitAxes:
-    """What `jax.make_mesh` makes unless told otherwise; JAX refused products and loops deep inside."""
+    """Arrays of meshes from `jax.make_mesh`, whose axes are Explicit; JAX would fail deep inside."""
 
     MESH = jax.make_mesh((1,), ("heads",))
     SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
@@ -193,7 +193,7 @@ class TestExplicitAxes:
         return jax.device_put(array, jax.NamedSharding(self.MESH, self.BY_HEADS))
 
     @pytest.mark.parametrize("is_packed", [True, False])
-    def test_are_refused_by_name_where_they_cut(self, is_packed):
+    def test_sharded_explicit_arrays_are_rejected_by_name(self, is_packed):
         query, cache, metadata = self.given(is_packed)
         reason = r" on a mesh as P\(None, 'heads', .*\): attend does not support Explicit mesh axes"
         with pytest.raises(NotImplementedError, match=f"query{reason}"):
@@ -203,7 +203,7 @@ class TestExplicitAxes:
             jax.eval_shape(lambda cache: jattn.attend(query, cache, metadata, self.SPEC), cut_keys)
 
     @pytest.mark.parametrize("is_packed", [True, False])
-    def test_are_taken_in_a_shard_map(self, is_packed):
+    def test_explicit_arrays_are_accepted_in_a_shard_map(self, is_packed):
         query, cache, metadata = self.given(is_packed)
         attention = lambda query, cache: jattn.attend(query, cache, metadata, self.SPEC)
         of_cache = jax.tree.map(lambda x: self.BY_HEADS if x.ndim > 2 else P(), cache)
@@ -215,7 +215,7 @@ class TestExplicitAxes:
 
 @pytest.mark.kernels
 class TestKernels:
-    """`attend` by the kernels as on a GPU: in interpret mode, with few thread blocks."""
+    """`attend` by the kernels in interpret mode with few thread blocks, as on a GPU."""
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):
@@ -239,7 +239,7 @@ class TestKernels:
         contract.implementation = "mosaic_gpu"
         return contract.attend(problem, **changes)
 
-    def test_both_regions_of_a_step_are_served_with_a_plan_and_without(self):
+    def test_kernels_attend_to_both_regions_with_and_without_a_plan(self):
         problem = Problem(self.case)
         without = self.run(problem)
         problem.check(*without)
@@ -249,11 +249,11 @@ class TestKernels:
         for a, b in zip(without, with_plan, strict=True):
             np.testing.assert_array_equal(a, b)
 
-    def test_keys_outside_a_cache_are_served_in_both_regions(self):
+    def test_kernels_attend_to_packed_keys_in_both_regions(self):
         problem = Problem(self.case | {"kv": "no_cache"})
         problem.check(*self.run(problem))
 
-    def test_more_new_tokens_than_the_decode_kernel_takes_go_to_the_other(self, monkeypatch):
+    def test_too_many_new_tokens_for_the_decode_kernel_use_the_prefill_kernel(self, monkeypatch):
         monkeypatch.setattr(support, "MAX_DECODE_QUERY_LEN", 1)
         problem = Problem(self.case | {"region": "speculative"})
         assert problem.metadata.bucket.decode_query_len > 1
@@ -263,12 +263,12 @@ class TestKernels:
         ("stored", "kv"),
         [("int8_token_head", "NHD"), ("fp8_head", "HND"), ("int8_static_v", "NHD"), ("int8_k_only", "NHD")],
     )
-    def test_a_prompt_over_an_8_bit_cache(self, stored, kv):
+    def test_prompt_over_an_8_bit_cache_equals_float64(self, stored, kv):
         problem = Problem(self.case | {"region": "chunked", "stored": stored, "kv": kv, "window": (9, None)})
         problem.check(*self.run(problem))
 
     @pytest.mark.parametrize(("stored", "query"), [("int8_token_head", "int8"), ("fp8_head", "fp8_e4m3")])
-    def test_rounded_queries(self, stored, query):
+    def test_quantized_queries_equal_float64(self, stored, query):
         problem = Problem(self.case | {"stored": stored, "query_quantization": query})
         rounded = self.run(problem)
         problem.check(*rounded)
@@ -276,7 +276,7 @@ class TestKernels:
         assert (np.asarray(self.run(problem)[0]) != np.asarray(rounded[0])).any()
 
     @pytest.mark.parametrize("homo_head", [False, pytest.param(True, marks=pytest.mark.slow)])
-    def test_decode_under_a_mask_of_whole_blocks_walks_through_lists_of_them(self, monkeypatch, homo_head):
+    def test_decode_under_a_mask_of_whole_blocks_uses_block_lists(self, monkeypatch, homo_head):
         sparsity = dataclasses.replace(STRIDED, homo_head=homo_head)
         problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
@@ -294,21 +294,21 @@ class TestKernels:
         ("sparsity", "mask", "is_of_blocks"),
         [(STRIDED, None, True), (None, BLOCKS, True), (masks.Sinks(3), BLOCKS, False)],
     )
-    def test_a_plan_holds_the_lists_of_all_layers_of_a_mask(self, monkeypatch, sparsity, mask, is_of_blocks):
-        """In decode lists of blocks where the mask is of whole ones, else lists of tiles."""
+    def test_layers_with_one_mask_share_lists_in_the_plan(self, monkeypatch, sparsity, mask, is_of_blocks):
+        """Decode uses block lists if the mask has whole blocks, otherwise tile lists."""
         problem = Problem(self.case | {"sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
-        given = []
+        list_arguments = []
 
         def kernel(query, *_, schedule, lists=None, block_list=None, **__):
-            given.append((schedule, lists, block_list))
+            list_arguments.append((schedule, lists, block_list))
             return query, jnp.zeros(query.shape[1::-1])
 
         def taken(plan, mask):
-            given.clear()
+            list_arguments.clear()
             arguments = jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec, plan
             jattn.attend(*arguments, mask=mask)
-            return tuple(given)
+            return tuple(list_arguments)
 
         for name in ("paged_decode", "varlen_prefill"):
             monkeypatch.setattr(attention, name, kernel)
@@ -321,7 +321,7 @@ class TestKernels:
         for a, b in zip(jax.tree.leaves(without), jax.tree.leaves(planned), strict=True):
             np.testing.assert_array_equal(a, b)
 
-    def test_layers_of_a_step_make_their_lists_once(self):
+    def test_layers_of_a_step_share_their_lists(self):
         problem = Problem(self.case)
         spec = dataclasses.replace(problem.spec, sparsity=dataclasses.replace(STRIDED, homo_head=True))
 
@@ -345,9 +345,9 @@ class TestKernels:
         windowed = dataclasses.replace(problem.spec, window=(7, 0))
         specs = [problem.spec, capped, windowed, problem.spec]
         plan = jattn.plan(problem.metadata, specs, problem.kv)
-        assert [one.kernel_plans for one in plan.layers] == [(0, 1), (0, 1), (2, 3)]
+        assert [layer_plan.kernel_plans for layer_plan in plan.layers] == [(0, 1), (0, 1), (2, 3)]
 
-    def test_what_has_no_kernel_goes_to_xla_unless_asked_for_by_name(self):
+    def test_unsupported_features_use_xla_unless_a_kernel_is_requested(self):
         problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})
         with pytest.raises(
             NotImplementedError,
@@ -364,7 +364,7 @@ class TestBatchInvariance:
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, batch_invariant=True)
 
     def rows(self, query_lens, seq_lens, table, bucket, seed_of):
-        """Each request's output; requests of equal seeds have equal queries."""
+        """Return each request's output; requests with equal seeds have equal queries."""
         keys = jax.random.split(jax.random.key(0), 2)
         k, v = (jax.random.normal(key, (40, 4, 2, 16)) for key in keys)
         metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=4, bucket=bucket)
@@ -378,17 +378,17 @@ class TestBatchInvariance:
         out = jax.jit(attention)(jnp.asarray(query), jattn.PagedCache(k=k, v=v), metadata)
         return [np.asarray(out[start : start + n]) for start, n in zip(starts, query_lens, strict=True)]
 
-    def test_a_request_has_the_same_bits_alone_and_in_any_batch_and_bucket(self):
-        one, long = [3, 1, 9, 7, 30], [12, 2, 31, 18, 6]
-        alone = self.rows([1], [18], [one], None, [1]) + self.rows([5], [19], [long], None, [2])
-        wide = jattn.Bucket(max_decodes=9, max_prefills=3, max_prefill_tokens=150, max_blocks=24)
-        for bucket in (None, wide):
-            table = [[20, 21], one, list(range(12, 36)), long]
+    def test_request_has_the_same_bits_in_any_batch_and_bucket(self):
+        short, long = [3, 1, 9, 7, 30], [12, 2, 31, 18, 6]
+        alone = self.rows([1], [18], [short], None, [1]) + self.rows([5], [19], [long], None, [2])
+        larger = jattn.Bucket(max_decodes=9, max_prefills=3, max_prefill_tokens=150, max_blocks=24)
+        for bucket in (None, larger):
+            table = [[20, 21], short, list(range(12, 36)), long]
             mixed = self.rows([1, 1, 70, 5], [7, 18, 90, 19], table, bucket, [5, 1, 6, 2])
             np.testing.assert_array_equal(mixed[1], alone[0])
             np.testing.assert_array_equal(mixed[3], alone[1])
 
-    def test_what_cannot_keep_the_promise_refuses_by_name(self):
+    def test_batch_invariance_is_refused_by_name_if_unsupported(self):
         metadata = jattn.build_batch_metadata([1], [5], [[1, 0]], block_size=4)
         cache = jattn.PagedCache(k=jnp.zeros((2, 4, 2, 16)), v=jnp.zeros((2, 4, 2, 16)))
         query = jnp.zeros((1, 4, 16))
@@ -421,11 +421,15 @@ class TestMemory:
                 .temp_size_in_bytes
             )
 
-        small, long, wide = temporary_bytes(64, 1024), temporary_bytes(64, 32768), temporary_bytes(256, 1024)
+        small, long, larger = (
+            temporary_bytes(64, 1024),
+            temporary_bytes(64, 32768),
+            temporary_bytes(256, 1024),
+        )
         gathered = 64 * 32768 * 8 * 128 * 2 * 2  # what a dense gather of 64 x 32k would take
         assert long < gathered / 20
         assert long <= 1.05 * small
-        assert wide <= 1.25 * small
+        assert larger <= 1.25 * small
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])

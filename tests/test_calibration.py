@@ -1,4 +1,4 @@
-"""Static scales: collected from a model, kept in files, found again, and put into its caches."""
+"""Static scales: calibration on a model, files, discovery, and use in caches."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,19 +23,21 @@ def make():
 
 
 def peaks(model):
-    """The largest magnitudes of keys and values over the prompts, each layer's [2, kv_heads, head_dim]."""
-    found = [np.zeros((2, CONFIG.num_key_value_heads, CONFIG.head_dim)) for _ in model.layers]
+    """Return the largest magnitudes of keys and values over the prompts, for each layer [2, kv_heads,
+    head_dim].
+    """
+    layer_peaks = [np.zeros((2, CONFIG.num_key_value_heads, CONFIG.head_dim)) for _ in model.layers]
     for ids in PROMPTS:
         metadata = jattn.build_batch_metadata([len(ids)], [len(ids)], [[1, 2, 3]], block_size=8)
         _, caches = model(jnp.asarray(ids), model.create_caches(4, block_size=8), metadata)
-        for peak, cache in zip(found, caches, strict=True):
+        for peak, cache in zip(layer_peaks, caches, strict=True):
             np.maximum(peak, np.abs([cache.k, cache.v]).max(axis=(1, 2)), out=peak)
-    return found
+    return layer_peaks
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """A model and its peaks."""
+    """Return a model and its peaks."""
     model = make()
     return model, peaks(model)
 
@@ -49,10 +51,10 @@ def measured():
         ({"quantization": "int8_static_v", "headroom": 1.5}, lambda p: None, lambda p: 1.5 * p / 127),
     ],
 )
-def test_the_largest_key_and_value_of_the_prompts_just_fit(measured, options, of_keys, of_values):
-    model, found = measured
+def test_scales_fit_the_largest_keys_and_values_of_the_prompts(measured, options, of_keys, of_values):
+    model, layer_peaks = measured
     scales = jattn.calibrate(model, PROMPTS, **options)
-    for (k, v), peak in zip(scales.layers, found, strict=True):
+    for (k, v), peak in zip(scales.layers, layer_peaks, strict=True):
         for actual, expected in ((k, of_keys(peak[0])), (v, of_values(peak[1]))):
             assert (actual is None) == (expected is None)
             if expected is not None:
@@ -62,7 +64,7 @@ def test_the_largest_key_and_value_of_the_prompts_just_fit(measured, options, of
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("quantization", ["fp8_e4m3", "int8_static_v"])
-def test_an_engine_serves_with_the_models_scales(quantization):
+def test_engine_uses_the_models_scales(quantization):
     model = make()
     model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=quantization)
     caches = model.create_caches(3, quantization=quantization, skip_layers=[0])
@@ -75,7 +77,7 @@ def test_an_engine_serves_with_the_models_scales(quantization):
 
 
 class TestFiles:
-    def test_scales_come_back(self, tmp_path):
+    def test_saved_scales_are_loaded(self, tmp_path):
         scales = jattn.calibrate(make(), PROMPTS[:1], quantization="int8_static_v")
         scales.save(tmp_path / "scales.safetensors")
         assert list(load_file(tmp_path / "scales.safetensors")) == [
@@ -86,14 +88,14 @@ class TestFiles:
             assert old.k is new.k is None
             np.testing.assert_array_equal(old.v, new.v)
 
-    def test_scales_come_back_in_whatever_order_they_lie_in_memory(self, tmp_path):
+    def test_scales_of_any_memory_order_are_saved(self, tmp_path):
         scale = np.arange(1, 9, dtype=np.float32).reshape(4, 2).T
         KVScales((LayerScales(v=scale),)).save(tmp_path / "scales.safetensors")
         (again,) = KVScales.load(tmp_path / "scales.safetensors", 1).layers
         np.testing.assert_array_equal(again.v, scale)
 
     @pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
-    def test_a_checkpoints_own_are_found_and_kept(self, tmp_path, form):
+    def test_scales_of_a_checkpoint_are_loaded_and_saved(self, tmp_path, form):
         hf = CONFIGS["llama_biases"]
         tensors = random_tensors(hf, np.float32)
         for side, value in (("k", 0.5), ("v", 0.25)):
@@ -107,7 +109,7 @@ class TestFiles:
             first, second = model.create_caches(2, quantization="fp8_e4m3")[:2]
         assert (first.k_scale, second.k_scale, second.v_scale) == (1, 0.5, 0.25)
 
-    def test_a_file_beside_the_checkpoint_wins(self, tmp_path):
+    def test_scales_file_takes_precedence_over_the_checkpoint(self, tmp_path):
         hf = CONFIGS["llama_biases"]
         name = "model.layers.0.self_attn.k_scale"
         tensors = random_tensors(hf, np.float32) | {name: np.ones((), np.float32)}
@@ -126,12 +128,12 @@ class TestFiles:
             ("model.layers.0.self_attn.k_scale", np.ones(1, np.int32), "dtype must be one of .*got I32"),
         ],
     )
-    def test_what_is_no_scale_is_named(self, tmp_path, name, value, message):
+    def test_invalid_scales_are_rejected_by_name(self, tmp_path, name, value, message):
         save_file({name: value}, tmp_path / "scales.safetensors")
         with pytest.raises(ValueError, match=message):
             KVScales.load(tmp_path / "scales.safetensors", 2)
 
-    def test_no_scales_are_none(self, tmp_path):
+    def test_missing_scales_are_none(self, tmp_path):
         save_file({"x": np.ones(1, np.float32)}, tmp_path / "scales.safetensors")
         assert KVScales.load(tmp_path / "scales.safetensors", 2) is None
 
@@ -152,26 +154,26 @@ class TestRefusals:
             ([[1] * 10_000], {}, r"prompts\[0\] has 10000 tokens, but the model has .* positions"),
         ],
     )
-    def test_what_cannot_be_calibrated_is_named(self, prompts, options, message):
+    def test_unsupported_calibration_is_rejected_by_name(self, prompts, options, message):
         with pytest.raises(ValueError, match=message):
             jattn.calibrate(make(), prompts, **options)
 
-    def test_layers_that_are_skipped_lack_nothing(self):
+    def test_skipped_layers_need_no_scales(self):
         make().create_caches(3, quantization="fp8_e4m3", skip_layers=(0, 1, 2))  # a warning is an error
 
-    def test_values_per_channel_need_scales(self):
+    def test_values_per_channel_require_scales(self):
         message = "kv_scales must have a v_scale per channel for int8_static_v .*calibrate.*, got None"
         with pytest.raises(ValueError, match=message):
             make().create_caches(3, quantization="int8_static_v")
 
     @pytest.mark.parametrize("layer", [CONFIG.num_hidden_layers, -CONFIG.num_hidden_layers - 1])
-    def test_layers_that_are_not_there_cannot_be_skipped(self, layer):
+    def test_skipped_layers_must_exist(self, layer):
         count = CONFIG.num_hidden_layers
         with pytest.raises(ValueError, match=rf"skip_layers must lie in \[-{count}, {count}\), got {layer}"):
             make().cache_specs(3, skip_layers=[layer])
 
 
-def test_first_and_last_layers_may_stay_as_they_are():
+def test_first_and_last_layers_may_stay_unquantized():
     config = DecoderConfig.from_hf(CONFIG.to_hf() | {"num_hidden_layers": 4})
     model = Decoder(config, rngs=nnx.Rngs(0))
     specs = model.cache_specs(3, quantization="int8_token_head", skip_layers=(0, -1))

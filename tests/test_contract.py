@@ -12,19 +12,28 @@ LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131
 
 
 def costs_of_lost_tiles(problem):
-    """(request, kv head, tile of 64 keys) -> what losing it costs the worst row, in allowed errors."""
+    """Return for each (request, KV head, tile of 64 keys) the error of the worst row without it, in
+    allowed errors.
+    """
     spec, step = problem.spec, problem.step
     exact = oracle.answers(spec, step)
     allowed = oracle.allowed_errors(spec, step, problem.dtype, exact)
     costs = {}
     for r, (answer, bound) in enumerate(zip(exact, allowed, strict=True)):
         for h in range(spec.num_q_heads):
-            g, (shares, _) = h // spec.q_heads_per_kv_head, oracle.weights(spec, step, r, h)
-            tiles = np.arange(shares.shape[1]) // NEEDLE_EVERY
-            for tile in np.unique(tiles[(shares > 0).any(axis=0)]):
-                lost = np.where(tiles == tile, shares, 0.0)
-                rest, share = answer.out[:, h] - lost @ step.v[r][:, g], 1 - lost.sum(axis=1)[:, None]
-                changed = np.where(share > 1e-9, rest / np.where(share > 1e-9, share, 1.0), 0.0)
+            g, (probs, _) = h // spec.q_heads_per_kv_head, oracle.weights(spec, step, r, h)
+            tiles = np.arange(probs.shape[1]) // NEEDLE_EVERY
+            for tile in np.unique(tiles[(probs > 0).any(axis=0)]):
+                lost = np.where(tiles == tile, probs, 0.0)
+                remaining_output, remaining_prob = (
+                    answer.out[:, h] - lost @ step.v[r][:, g],
+                    1 - lost.sum(axis=1)[:, None],
+                )
+                changed = np.where(
+                    remaining_prob > 1e-9,
+                    remaining_output / np.where(remaining_prob > 1e-9, remaining_prob, 1.0),
+                    0.0,
+                )
                 bounds = np.where(bound.out[:, h] > 0, bound.out[:, h], 1.0)
                 cost = (np.abs(changed - answer.out[:, h]).max(axis=1) / bounds).max()
                 costs[r, g, tile] = max(costs.get((r, g, tile), 0.0), cost)

@@ -73,14 +73,14 @@ def importers_of(module):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_files_import_only_lower_layers(package):
     for path in FILES_OF[package]:
-        names, top = set(imported_modules(path)), set(imported_modules(path, top_level_only=True))
-        roots, top_roots = ({name.split(".")[0] for name in modules} for modules in (names, top))
+        names, top_level_names = set(imported_modules(path)), set(imported_modules(path, top_level_only=True))
+        roots, top_roots = ({name.split(".")[0] for name in modules} for modules in (names, top_level_names))
         assert not roots & {"examples", "benchmarks", "tests", "torch", "__future__"}, path
         assert not any(name.startswith(("jax._src", "jaxlib")) for name in names), path
         assert not top_roots & EXTRAS, path
         if SERVER not in path.parents:
             assert not top_roots & SERVE, path
-            assert not any(name.startswith("jattn.serving.server") for name in top), path
+            assert not any(name.startswith("jattn.serving.server") for name in top_level_names), path
         if package == "pallas_kernels":
             assert not roots & {"jattn", "flax"}, path
             assert path.name != "reference.py" or "pallas_kernels" not in roots, path

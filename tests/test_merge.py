@@ -1,4 +1,6 @@
-"""merge_attn_states and cascade: parts of an attention become the whole, whatever is empty."""
+"""merge_attn_states and cascade_attend: parts of an attention combine to the whole, with any of them
+empty.
+"""
 
 import dataclasses
 from unittest import mock
@@ -26,7 +28,7 @@ def test_scalars_merge_as_in_vllm(metadata_cases, case):
     np.testing.assert_allclose(actual_lse[0, 0], float(case["expected_lse"]), rtol=1e-6)
 
 
-def test_a_side_without_keys_may_hold_anything():
+def test_state_without_keys_may_have_any_value():
     ones, lse = jnp.ones((2, 3, 4)), jnp.zeros((3, 2))
     for empty in (-jnp.inf, jnp.inf):
         out, out_lse = jattn.merge_attn_states(ones * jnp.nan, jnp.full_like(lse, empty), ones, lse)
@@ -34,7 +36,7 @@ def test_a_side_without_keys_may_hold_anything():
         assert (np.asarray(out_lse) == 0).all()
 
 
-def test_both_sides_empty_give_the_prefix_and_minus_infinity():
+def test_two_empty_states_give_the_prefix_and_minus_infinity():
     ones, empty = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.full((3, 2), -jnp.inf)
     out, lse = jattn.merge_attn_states(ones * 0, empty, ones, empty)
     assert out.dtype == jnp.bfloat16
@@ -42,7 +44,7 @@ def test_both_sides_empty_give_the_prefix_and_minus_infinity():
     assert np.isneginf(lse).all()
 
 
-def test_gradients_see_nothing_of_sides_without_keys():
+def test_states_without_keys_do_not_affect_gradients():
     out, lse = jax.random.normal(jax.random.key(0), (2, 3, 2, 4)), jnp.zeros((2, 2, 3))
     lse = lse.at[:, 0, 0].set(-jnp.inf).at[1, 1, 1].set(-jnp.inf)  # both sides, and the suffix alone
     out = out.at[:, 0, 0].set(jnp.nan).at[1, 1, 1].set(jnp.nan)
@@ -99,7 +101,7 @@ def test_cascade_metadata_is_traced_once_for_all_prefixes():
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_prefixes_that_end_within_a_block_are_refused():
+def test_prefix_that_ends_within_a_block_is_rejected():
     metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
     for length in (0, 6):
         with pytest.raises(
@@ -110,7 +112,7 @@ def test_prefixes_that_end_within_a_block_are_refused():
             jattn.build_cascade_metadata(metadata, np.int64(length))
 
 
-def test_a_prefix_that_is_longer_than_a_row_is_refused():
+def test_prefix_longer_than_a_row_is_rejected():
     metadata, cache_spec, _, specs, _, _ = cascade_problem(np.random.default_rng(0), [None])
     with pytest.raises(ValueError, match=r"common_prefix_len must be at most row 2's 9 keys, got 12\."):
         jattn.plan(metadata, specs, cache_spec, common_prefix_len=12)
@@ -118,7 +120,7 @@ def test_a_prefix_that_is_longer_than_a_row_is_refused():
 
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("length", [4.0, True])
-def test_a_prefix_length_that_is_no_int_is_refused(length):
+def test_prefix_length_must_be_an_int(length):
     metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
     with pytest.raises(ValueError, match=f"common_prefix_len must be an int, got {length}"):
         jattn.build_cascade_metadata(metadata, length)
@@ -127,7 +129,7 @@ def test_a_prefix_length_that_is_no_int_is_refused(length):
 @pytest.mark.parametrize(
     "change", [{"window": (3, 0)}, {"chunk_size": 4}, {"sparsity": jattn.LocalStrided()}]
 )
-def test_cascade_refuses_masks_that_depend_on_distance(change):
+def test_cascade_rejects_masks_that_depend_on_distance(change):
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, **change)
     metadata = jattn.build_batch_metadata([1], [9], [[1, 2, 3]], block_size=4)
     cache = jattn.PagedCache(k=jnp.zeros((4, 4, 2, 8)), v=jnp.zeros((4, 4, 2, 8)))
@@ -135,11 +137,11 @@ def test_cascade_refuses_masks_that_depend_on_distance(change):
         jattn.cascade_attend(jnp.zeros((1, 4, 8)), cache, jattn.build_cascade_metadata(metadata, 4), spec)
 
 
-def test_causal_rows_begin_no_earlier_than_the_last_token_of_a_prefix():
-    """The prefix is attended to without causality: queries within it would see what comes behind them."""
+def test_causal_rows_start_at_or_after_the_last_token_of_a_prefix():
+    """The prefix is attended to without a causal mask, so queries inside it would see future keys."""
     bucket = jattn.Bucket(max_decodes=4, max_prefills=3, max_prefill_tokens=12, max_blocks=3)
-    how = {"block_size": 4, "bucket": bucket}
-    metadata = jattn.build_batch_metadata([1, 4, 4], [9, 11, 8], [[1, 2, 3]] * 3, **how)
+    options = {"block_size": 4, "bucket": bucket}
+    metadata = jattn.build_batch_metadata([1, 4, 4], [9, 11, 8], [[1, 2, 3]] * 3, **options)
     cache = jattn.PagedCache(k=jnp.zeros((4, 4, 2, 8)), v=jnp.zeros((4, 4, 2, 8)))
     spec, query = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8), jnp.zeros((16, 4, 8))
     cascade = {length: jattn.build_cascade_metadata(metadata, length) for length in (4, 8)}
@@ -150,7 +152,7 @@ def test_causal_rows_begin_no_earlier_than_the_last_token_of_a_prefix():
         jattn.cascade_attend(query, cache, cascade[8], spec)
 
 
-def test_parts_of_an_attention_merge_into_it():
+def test_parts_of_an_attention_combine_to_the_whole():
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(1, 4, 8)), rng.normal(size=(30, 2, 8)), rng.normal(size=(30, 2, 8))
     step = lambda a, b: oracle.Step([q], [k[a:b]], [v[a:b]], [True])
@@ -176,7 +178,7 @@ def test_parts_of_an_attention_merge_into_it():
         (3, (4, 1), r"suffix_lse must have shape \(4, 3\) \(q_heads, tokens\), got \(4, 1\)"),
     ],
 )
-def test_states_whose_shapes_disagree_are_named(index, shape, message):
+def test_states_of_inconsistent_shapes_are_rejected_by_name(index, shape, message):
     shapes = [(3, 4, 8), (4, 3), (3, 4, 8), (4, 3)]
     shapes[index] = shape
     with pytest.raises(ValueError, match=message):
@@ -184,14 +186,14 @@ def test_states_whose_shapes_disagree_are_named(index, shape, message):
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_outputs_that_are_no_floats_are_refused_rather_than_cut_off():
+def test_outputs_must_be_floats():
     out, lse = jnp.ones((3, 4, 8)), jnp.zeros((4, 3))
     with pytest.raises(ValueError, match="suffix_out must hold floats, got int32"):
         jattn.merge_attn_states(out, lse, out.astype(jnp.int32), lse)
 
 
 def cascade_problem(rng, windows):
-    """Four rows over a prefix of two blocks, and a plan of layers, each with its window."""
+    """Return four rows over a prefix of two blocks, and a plan of layers with different windows."""
     table = [[1, 2, 3, 7], [1, 2, 4, 8], [1, 2, 5], [1, 2, 6]]
     metadata = jattn.build_batch_metadata([1] * 4, [14, 16, 9, 10], table, block_size=4)
     cache_spec = jattn.CacheSpec(num_blocks=9, block_size=4, num_kv_heads=2, head_dim=8, dtype=jnp.float32)
@@ -203,7 +205,7 @@ def cascade_problem(rng, windows):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.kernels
-def test_a_plan_with_a_common_prefix_serves_all_its_layers_alike(implementation):
+def test_plan_with_a_common_prefix_applies_to_all_layers(implementation):
     metadata, cache_spec, cache, specs, query, sinks = cascade_problem(
         np.random.default_rng(0), [None, (5, 0)]
     )
@@ -225,17 +227,17 @@ def test_a_plan_with_a_common_prefix_serves_all_its_layers_alike(implementation)
             np.testing.assert_array_equal(alone, actual)
 
 
-def test_a_plan_reads_a_common_prefix_in_the_first_rows_blocks_alone():
+def test_plan_reads_a_common_prefix_from_the_first_rows_blocks_only():
     metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(1), [None])
     plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
     expected = jattn.attend(query, cache, metadata, specs[0], plan)
-    other = metadata.block_table.at[1:, :2].set(0)
-    moved = jattn.pytree.replace(metadata, block_table=other)
+    other_table = metadata.block_table.at[1:, :2].set(0)
+    moved = jattn.pytree.replace(metadata, block_table=other_table)
     plan = jattn.plan(moved, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
     np.testing.assert_array_equal(jattn.attend(query, cache, moved, specs[0], plan), expected)
 
 
-def test_plans_of_other_prefixes_are_not_traced_again(traced_once):
+def test_other_prefix_lengths_do_not_retrace(traced_once):
     metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(2), [None])
 
     def run(length):
@@ -247,7 +249,7 @@ def test_plans_of_other_prefixes_are_not_traced_again(traced_once):
 
 
 @pytest.mark.parametrize("sinks", [None, jnp.asarray([0.3, -1.0, 2.0, 0.0])], ids=["plain", "sinks"])
-def test_a_row_may_have_no_key_behind_the_prefix(sinks):
+def test_row_may_have_no_key_after_the_prefix(sinks):
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
     sizes = {"num_blocks": 4, "block_size": 8, "num_kv_heads": 2, "head_dim": 16}
     cache = jattn.PagedCache.create(jattn.CacheSpec(**sizes, dtype=jnp.float32))
@@ -255,14 +257,14 @@ def test_a_row_may_have_no_key_behind_the_prefix(sinks):
     cache = jattn.write_kv(cache, key, value, jnp.arange(8, 20))
     metadata = jattn.build_batch_metadata([1, 1], [8, 12], [[1], [1, 2]], block_size=8)
     query = jax.random.normal(jax.random.key(3), (2, 4, 16))
-    how = {"sinks": sinks, "return_lse": True}
-    expected = jattn.attend(query, cache, metadata, spec, implementation="reference", **how)
-    actual = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how)
+    options = {"sinks": sinks, "return_lse": True}
+    expected = jattn.attend(query, cache, metadata, spec, implementation="reference", **options)
+    actual = jattn.cascade_attend(query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected)
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_sinks_are_taken_from_a_list_as_without_a_prefix():
+def test_sinks_may_be_a_list():
     metadata, cache_spec, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(6), [None])
     plan = jattn.plan(metadata, spec, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
     sinks = [0.5, -1.0, 2.0, 0.0]
@@ -272,18 +274,18 @@ def test_sinks_are_taken_from_a_list_as_without_a_prefix():
 
 
 @pytest.mark.parametrize(("max_blocks", "max_splits"), [(544, 16), (128, 1)])
-def test_keys_of_a_long_prefix_may_be_cut_by_its_kernel(max_blocks, max_splits):
+def test_keys_of_a_long_prefix_may_be_split(max_blocks, max_splits):
     bucket = jattn.Bucket(max_decodes=64, max_blocks=max_blocks)
     cache_spec = jattn.CacheSpec(num_blocks=8000, num_kv_heads=8, head_dim=128)
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
-    of = lambda length: jattn.plan(metadata, spec, cache_spec, common_prefix_len=length).cascade.prefix
+    prefix_of = lambda length: jattn.plan(metadata, spec, cache_spec, common_prefix_len=length).cascade.prefix
     metadata = jattn.build_batch_metadata([1], [2048], [[1] * 128], bucket=bucket)
     with mock.patch("pallas_kernels.support.why_not_on", return_value=None):
-        (layer,) = jax.eval_shape(of, jax.ShapeDtypeStruct((), jnp.int32)).layers
+        (layer,) = jax.eval_shape(prefix_of, jax.ShapeDtypeStruct((), jnp.int32)).layers
     assert layer.prefill.kernel.sizes.max_splits == max_splits
 
 
-def test_keys_outside_a_cache_have_no_common_prefix():
+def test_packed_keys_with_a_common_prefix_are_rejected():
     metadata, cache_spec, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(5), [None])
     of_row = lambda array: array[metadata.block_table].reshape(64, 2, 8)
     starts = jnp.arange(4, dtype=jnp.int32) * 16
@@ -296,14 +298,14 @@ def test_keys_outside_a_cache_have_no_common_prefix():
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_a_common_prefix_with_a_mask_is_refused():
+def test_common_prefix_with_a_mask_is_rejected():
     metadata, cache_spec, _, specs, _, _ = cascade_problem(np.random.default_rng(3), [None])
     mask = jattn.masks.Document(ids=jnp.zeros(16, jnp.int32))
     with pytest.raises(NotImplementedError, match="common_prefix_len with a mask: masks are not supported"):
         jattn.plan(metadata, specs, cache_spec, mask=mask, common_prefix_len=4)
 
 
-def test_a_mask_beside_a_plan_with_a_common_prefix_is_refused():
+def test_mask_argument_with_a_common_prefix_is_rejected():
     metadata, cache_spec, cache, specs, query, _ = cascade_problem(np.random.default_rng(4), [None])
     plan = jattn.plan(metadata, specs, cache_spec, query_dtype=jnp.float32, common_prefix_len=8)
     with pytest.raises(ValueError, match=r"both a mask and a plan\. Pass the mask to plan\(\)"):
@@ -319,14 +321,14 @@ def test_a_mask_beside_a_plan_with_a_common_prefix_is_refused():
         (jnp.asarray([4]), r"int32 of shape \(1,\)"),
     ],
 )
-def test_a_prefix_on_the_device_that_is_no_int_is_refused(length, actual):
+def test_prefix_length_on_the_device_must_be_an_int(length, actual):
     metadata = jattn.build_batch_metadata([1], [6], [[1, 2]], block_size=4)
     with pytest.raises(ValueError, match=f"common_prefix_len must be an int, got {actual}"):
         jattn.build_cascade_metadata(metadata, length)
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_a_cascade_over_keys_outside_a_cache_is_refused():
+def test_cascade_over_packed_keys_is_rejected():
     metadata = jattn.build_batch_metadata([1], [6], [[1, 2]], block_size=4)
     parts = jattn.build_cascade_metadata(metadata, 4)
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=8)
@@ -338,15 +340,15 @@ def test_a_cascade_over_keys_outside_a_cache_is_refused():
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_a_cascade_of_float64_is_merged_in_float64(implementation):
-    """By log-sum-exps of f32 the result had seven digits."""
+def test_float64_cascades_are_combined_in_float64(implementation):
+    """Float32 log-sum-exps would limit the result to seven digits."""
     with jax.enable_x64(True):
         metadata, _, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(6), [None])
         query, sinks = query.astype(jnp.float64), jnp.asarray([0.5, -1.0, 2.0, 0.0])
-        how = {"sinks": sinks, "implementation": implementation, "return_lse": True}
-        expected, expected_lse = jattn.attend(query, cache, metadata, spec, **how)
+        options = {"sinks": sinks, "implementation": implementation, "return_lse": True}
+        expected, expected_lse = jattn.attend(query, cache, metadata, spec, **options)
         actual, lse = jattn.cascade_attend(
-            query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **how
+            query, cache, jattn.build_cascade_metadata(metadata, 8), spec, **options
         )
         assert actual.dtype == jnp.float64
         assert lse.dtype == expected_lse.dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""The Flax layer: one function of (x, cache, metadata) under every way that Flax and JAX run it."""
+"""The Flax layer under the transformations of Flax and JAX."""
 
 import functools
 
@@ -28,7 +28,7 @@ def step(query_lens, seq_lens, table=((1, 2), (5, 3))):
 
 
 def rope(x, positions):
-    """Rotates pairs of neighbours: enough to notice wrong positions."""
+    """Rotate adjacent pairs, which is enough to detect wrong positions."""
     angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray([1.0, 0.3, 0.1, 0.03])[None, None, :]
     even, odd = x[..., 0::2], x[..., 1::2]
     rotated = (even * jnp.cos(angle) - odd * jnp.sin(angle), even * jnp.sin(angle) + odd * jnp.cos(angle))
@@ -53,7 +53,7 @@ OPTIONS = {
     [pytest.param(name, marks=() if name in ("rope", "window") else pytest.mark.kernels) for name in OPTIONS],
 )
 def test_chunked_prefill_and_decode_equal_the_full_prompt_without_a_cache(name):
-    """Two requests of 7 and 5 tokens: at once without a cache, and in three paged steps."""
+    """Two requests of 7 and 5 tokens, at once without a cache and in three paged steps."""
     attention = layer(**OPTIONS[name])
     x = hidden(12)
     whole = step([7, 5], [7, 5])
@@ -80,8 +80,12 @@ def test_context_without_a_cache_is_rejected():
             attention(hidden(tokens), None, metadata, metadata.positions)
     whole = jattn.build_cross_attention_metadata([4, 4], [4, 4], None)
     actual, expected = (
-        jax.jit(lambda x, of=of: attention(x, None, of, of.positions)[0])(hidden(8))
-        for of in (whole, step([4, 4], [4, 4]))
+        jax.jit(
+            lambda x, step_metadata=step_metadata: attention(x, None, step_metadata, step_metadata.positions)[
+                0
+            ]
+        )(hidden(8))
+        for step_metadata in (whole, step([4, 4], [4, 4]))
     )
     np.testing.assert_array_equal(actual, expected)
 
@@ -197,8 +201,7 @@ class TestTransformations:
         np.testing.assert_allclose(out, expected, atol=1e-6)
 
     @pytest.mark.parametrize("implementation", ["reference", "xla"])
-    def test_gradients_flow_without_a_cache(self, implementation):
-        """Against finite differences."""
+    def test_gradients_without_a_cache_equal_finite_differences(self, implementation):
         attention = layer(implementation=implementation, has_sinks=True, rope=rope)
         metadata = step([7, 5], [7, 5])
         loss = lambda m, x: (m(x, None, metadata, metadata.positions)[0] ** 2).sum()

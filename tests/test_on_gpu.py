@@ -1,4 +1,4 @@
-"""On a GPU: whole models through the kernels, compared with the XLA path on the same machine."""
+"""Whole models on the kernels of a GPU, compared with the XLA path on the same machine."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ from jattn import masks
 from jattn.serving.engine.step import with_implementation
 from tests.contract import CASES, AttentionContract, Problem
 from tests.masks.test_attend_with_masks import masked
-from tests.pallas_kernels.varlen_prefill.tile_list_problem import ListedProblem
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 
 pytestmark = pytest.mark.gpu
 TINY = pathlib.Path(__file__).parents[1] / "examples" / "tiny_model"
@@ -36,7 +36,9 @@ PROMPTS = [
 
 
 def step_logits(model, implementation, prompt):
-    """Logits of each of a prompt's tokens: two chunks, then one that is decoded beside another prompt."""
+    """Return the logits of a prompt's tokens: two chunks, then one token decoded together with another
+    prompt.
+    """
     graphdef, params = nnx.split(with_implementation(model, implementation))
     caches = model.create_caches(NUM_BLOCKS)
     tables = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS)).reshape(2, -1)
@@ -53,15 +55,15 @@ def step_logits(model, implementation, prompt):
         lens, ends = [end - start for _, start, end in step], [end for _, _, end in step]
         table = tables[[request for request, _, _ in step]]
         metadata = jattn.build_batch_metadata(lens, ends, table, bucket=BUCKET)
-        places, ids = np.flatnonzero(metadata.is_valid_token), np.zeros(BUCKET.max_tokens, np.int32)
-        ids[places] = np.concatenate([prompt[start:end] for _, start, end in step])
+        positions, ids = np.flatnonzero(metadata.is_valid_token), np.zeros(BUCKET.max_tokens, np.int32)
+        ids[positions] = np.concatenate([prompt[start:end] for _, start, end in step])
         logits, caches = run(params, caches, jnp.asarray(ids), metadata)
-        rows.append(np.asarray(logits)[places][: lens[0]])
+        rows.append(np.asarray(logits)[positions][: lens[0]])
     return np.concatenate(rows)
 
 
 def with_wider_heads(name):
-    """A model of random parameters whose config.json is a golden one's, but for heads of 32."""
+    """Return a model with random parameters and a golden config, except for head_dim 32."""
     hf = json.loads((HF / name / "config.json").read_text())
     factor = 32 // jattn.models.DecoderConfig.from_hf(hf).head_dim
     sizes = {key: hf[key] * factor for key in ("hidden_size", "head_dim", "n_embed") if hf.get(key)}
@@ -85,9 +87,11 @@ def in_bf16(exact):
     return model
 
 
-def test_the_tiny_model_writes_what_16_bits_may_write():
-    """Each token is float32's best, or behind it by no more than two logits may be off in 16 bits."""
-    model, wide = (jattn.models.load(TINY, dtype=dtype, progress=False) for dtype in ("bfloat16", "float32"))
+def test_greedy_tokens_of_the_tiny_model_are_optimal_within_16_bit_error():
+    """Each token is float32's best, or its logit is lower by at most twice the error of 16-bit logits."""
+    model, float32_model = (
+        jattn.models.load(TINY, dtype=dtype, progress=False) for dtype in ("bfloat16", "float32")
+    )
     engine = jattn.serving.Engine(model, implementation=("mosaic_gpu",), **SMALL_STEPS)
 
     def logits(model, ids):
@@ -104,11 +108,11 @@ def test_the_tiny_model_writes_what_16_bits_may_write():
     for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=48), strict=True):
         ids = engine.tokenizer.encode(prompt).ids + list(result.token_ids)
         text = slice(len(ids) - len(result.token_ids) - 1, len(ids) - 1)
-        expected, in_16_bits = (logits(x, ids)[text] for x in (wide, model))
-        behind = (
+        expected, in_16_bits = (logits(x, ids)[text] for x in (float32_model, model))
+        deficit = (
             expected.max(-1) - np.take_along_axis(expected, np.asarray(result.token_ids)[:, None], -1)[:, 0]
         )
-        assert behind.max() <= 2 * np.abs(in_16_bits - expected).max()
+        assert deficit.max() <= 2 * np.abs(in_16_bits - expected).max()
 
 
 @pytest.mark.parametrize("name", [*WITH_KERNELS, *WIDENED])
@@ -122,13 +126,15 @@ def test_logits_of_bf16_models_agree_within_bf16s_error(name):
         model, full = jattn.models.load(HF / name, dtype=jnp.bfloat16, progress=False), expected["logits3"]
     metadata = jattn.build_batch_metadata([1, 5], [9, 40], [[1, 0, 0], [2, 3, 4]])
     layers = model.plan(metadata, model.create_caches(8)).layers
-    assert {choice.implementation for one in layers for _, choice in one.choices} == {"mosaic_gpu"}
+    assert {choice.implementation for layer_plan in layers for _, choice in layer_plan.choices} == {
+        "mosaic_gpu"
+    }
     error = lambda logits: np.sqrt(np.mean(np.square(np.where(full > -1e30, logits - full, 0.0))))
     kernel, plain = (step_logits(model, implementation, prompt) for implementation in (None, "xla"))
     assert 0 < error(kernel) <= 2 * error(plain)
 
 
-def test_golden_text_comes_out_of_a_gpu_too():
+def test_gpu_generates_the_golden_tokens():
     for name in MODELS:
         expected = np.load(HF / name / "expected.npz")
         model = jattn.models.load(HF / name, progress=False)
@@ -141,7 +147,7 @@ def test_golden_text_comes_out_of_a_gpu_too():
             assert result.token_ids[:until] == expected[f"greedy{i}"][:until].tolist()
 
 
-def test_the_xla_path_meets_float64_on_a_gpu():
+def test_xla_path_equals_float64_on_a_gpu():
     contract = AttentionContract()
     contract.implementation = "xla"
     for case in CASES[::4]:
@@ -160,9 +166,9 @@ def test_the_xla_path_meets_float64_on_a_gpu():
     ],
 )
 @pytest.mark.parametrize("kv", ["cache", "no_cache"])
-def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
+def test_kernels_attend_to_a_mixed_step_with_and_without_a_plan(case, kv):
     changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True} | case
-    make = ListedProblem if "sparsity" in case else Problem
+    make = TileListCase if "sparsity" in case else Problem
     problem = make(AttentionContract().plain_case(**changes | ({"kv": kv} if kv == "no_cache" else {})))
     contract = AttentionContract()
     contract.implementation = "mosaic_gpu"
@@ -175,10 +181,10 @@ def test_a_mixed_step_by_two_kernels_is_exact_with_a_plan_and_without(case, kv):
 
 @pytest.mark.parametrize("name", ["documents", "gathered", "prefix", "vertical_slash"])
 @pytest.mark.parametrize("kv", ["NHD", "no_cache"])
-def test_masks_with_arrays_of_each_row_hold_in_mixed_steps(name, kv):
+def test_per_row_mask_arrays_apply_in_mixed_steps(name, kv):
     changes = {"head_dim": 128, "dtype": "bfloat16", "block_size": 16, "padded": True, "kv": kv}
     changes |= {"mask": name, "region": "mixed", "causal": name != "prefix"}
-    problem, mask = masked(changes, ListedProblem)
+    problem, mask = masked(changes, TileListCase)
     contract = AttentionContract()
     contract.implementation = "mosaic_gpu"
     problem.check(*contract.attend(problem, mask=mask))
@@ -195,7 +201,7 @@ def of_heads(heads, size):
 @pytest.mark.parametrize("heads", [(8, 2), (16, 2)])
 @pytest.mark.parametrize("stored", ["plain", "fp8_head"])
 @pytest.mark.parametrize("size", [16, 64])
-def test_query_heads_of_a_kv_head_see_different_blocks_in_decode(heads, stored, size):
+def test_query_heads_of_a_group_may_see_different_blocks_in_decode(heads, stored, size):
     mask = of_heads(heads[0], size)
     rule = lambda r, h, i, j: mask.blocks[r, h, 0, j // size]
     changes = {"heads": heads, "head_dim": 128, "dtype": "bfloat16", "block_size": 16, "region": "decode"}
@@ -205,7 +211,7 @@ def test_query_heads_of_a_kv_head_see_different_blocks_in_decode(heads, stored, 
     problem.check(*contract.attend(problem, mask=mask))
 
 
-def test_a_batch_invariant_request_has_the_same_bits_alone_and_in_a_batch():
+def test_batch_invariant_request_has_the_same_bits_alone_and_in_a_batch():
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128, batch_invariant=True)
     size, blocks, rng = 16, 2000, np.random.default_rng(0)
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)

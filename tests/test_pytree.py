@@ -1,4 +1,4 @@
-"""@pytree: validation runs for people and never for JAX."""
+"""@pytree validates objects that users construct, and skips validation when JAX rebuilds them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def pair(n=2, **kwargs):
     return Pair(left=jnp.zeros(n), right=jnp.ones(n), **kwargs)
 
 
-def test_people_are_validated():
+def test_constructor_validates():
     with pytest.raises(ValueError, match=r"right must have shape \(2,\), got \(3,\)"):
         Pair(left=jnp.zeros(2), right=jnp.zeros(3))
     with pytest.raises(TypeError, match="positional"):
@@ -31,14 +31,14 @@ def test_people_are_validated():
         pair().left = None
 
 
-def test_jax_rebuilds_without_validation():
+def test_unflattening_does_not_validate():
     odd = jax.tree.map(lambda x: x.sum() if x[0] == 0 else x, pair())
     assert odd.left.shape == ()
     assert jax.eval_shape(lambda p: p, pair()).left.shape == (2,)
     assert jax.tree.structure(pair()) == jax.tree.structure(pair(3))
 
 
-def test_static_fields_are_structure():
+def test_static_fields_are_part_of_the_structure():
     traces = []
 
     @jax.jit
@@ -55,6 +55,6 @@ def test_static_fields_are_structure():
     ]
 
 
-def test_replace_keeps_the_rest():
+def test_replace_keeps_other_fields():
     changed = replace(pair(name="x"), left=jnp.zeros(7))
     assert (changed.left.shape, changed.right.shape, changed.name) == ((7,), (2,), "x")

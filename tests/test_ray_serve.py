@@ -1,4 +1,4 @@
-"""`examples/ray_serve.py`: two replicas of a small model on this machine's CPU, behind Ray's own server."""
+"""`examples/ray_serve.py`: two replicas of a small model on a CPU behind Ray Serve."""
 
 import concurrent.futures
 import http.client
@@ -51,7 +51,7 @@ def post(port, body):
     return answer.status, text
 
 
-def test_both_replicas_answer_as_the_engine_does(folder, port):
+def test_both_replicas_answer_like_the_engine(folder, port):
     expected = Engine(str(folder), **LIMITS).generate(PROMPTS, SamplingParams(max_tokens=8))
     body = lambda prompt: {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -1,4 +1,4 @@
-"""Rows of arrays as kernels can take them: they begin at 256 bytes, or are copies."""
+"""Slices of rows for kernels start at multiples of 256 bytes or are copies."""
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,25 @@ TABLE = np.arange(5 * 32, dtype=np.int32).reshape(5, 32)
 
 
 @pytest.mark.parametrize(("first", "is_copy"), [(0, False), (1, True), (2, False), (3, True), (4, False)])
-def test_rows_that_begin_between_256_bytes_are_copies(first, is_copy):
+def test_unaligned_rows_are_copied(first, is_copy):
     rows = jax.make_jaxpr(lambda table: rows_from(table, first, 5))(TABLE)
     assert ("optimization_barrier" in str(rows)) == is_copy
     np.testing.assert_array_equal(jax.jit(rows_from, static_argnums=1)(TABLE, first), TABLE[first:])
 
 
-def test_rows_have_a_gradient_and_numpys_are_views():
-    of = jax.grad(lambda x: (rows_from(x, 1) ** 2).sum())(jnp.asarray(TABLE, jnp.float32))
-    np.testing.assert_array_equal(of, 2 * TABLE * (np.arange(5) > 0)[:, None])
+def test_rows_have_a_gradient_and_numpy_rows_are_views():
+    gradient = jax.grad(lambda x: (rows_from(x, 1) ** 2).sum())(jnp.asarray(TABLE, jnp.float32))
+    np.testing.assert_array_equal(gradient, 2 * TABLE * (np.arange(5) > 0)[:, None])
     assert rows_from(TABLE, 1).base is not None
 
 
 @pytest.mark.kernels
-def test_kernels_of_a_mixed_step_read_no_slice_that_they_cannot():
-    """One decode row of 32 blocks stopped a step: "Input buffer 3 is not 256-byte aligned"."""
+def test_kernels_of_a_mixed_step_read_aligned_slices_only():
+    """A decode row of 32 blocks once failed with "Input buffer 3 is not 256-byte aligned"."""
     aot.require_plugin()
-    found = aot.slices_read("tests.pallas_kernels.mixed_aot_cases", list(aot_cases()))
-    assert list(found) == list(aot_cases())
-    assert not {name: bytes_ for name, bytes_ in found.items() if any(first % 256 for first in bytes_)}
+    offsets = aot.slices_read("tests.pallas_kernels.mixed_aot_cases", list(aot_cases()))
+    assert list(offsets) == list(aot_cases())
+    assert not {name: bytes_ for name, bytes_ in offsets.items() if any(first % 256 for first in bytes_)}
 
 
 def test_slices_are_found_in_a_program():

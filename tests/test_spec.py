@@ -1,4 +1,4 @@
-"""Specs are hashable values that refuse nonsense by name."""
+"""Specs are hashable values that reject invalid fields by name."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ def attention(**changes):
         ({"scale": float("nan")}, "scale must be finite or None, got nan"),
     ],
 )
-def test_an_attention_spec_names_what_is_wrong(change, message):
+def test_invalid_attention_spec_is_rejected_by_field(change, message):
     with pytest.raises(ValueError, match=message):
         attention(**change)
 
@@ -40,7 +40,7 @@ def test_an_attention_spec_names_what_is_wrong(change, message):
         ({"max_blocks": -1}, "max_blocks must be at least 0, got -1"),
     ],
 )
-def test_a_bucket_names_what_is_wrong(change, message):
+def test_invalid_bucket_is_rejected_by_field(change, message):
     with pytest.raises(ValueError, match=message):
         jattn.Bucket(**change)
 
@@ -54,12 +54,12 @@ def test_a_bucket_names_what_is_wrong(change, message):
         ({"tp_rank": 2, "tp_size": 2}, r"tp_rank must lie in \[0, 2\), got 2"),
     ],
 )
-def test_a_sparsity_names_what_is_wrong(change, message):
+def test_invalid_sparsity_is_rejected_by_field(change, message):
     with pytest.raises(ValueError, match=message):
         jattn.LocalStrided(**change)
 
 
-def test_a_window_wider_than_any_request_is_unlimited():
+def test_window_longer_than_any_request_is_unlimited():
     assert attention(window=(2**31 - 1, 0)) == attention(window=(None, 0))
     assert attention(window=(2**63 - 1, 2**63 - 1)).window is None
     q = jnp.ones((1, 3, 1, 8))
@@ -68,7 +68,7 @@ def test_a_window_wider_than_any_request_is_unlimited():
 
 
 def test_a_window_without_sides_is_none():
-    """So that what no window may be is not refused."""
+    """So that layers that refuse windows accept it."""
     spec = attention(window=(None, None))
     assert spec == attention()
     assert why_no_cascade(spec) is None
@@ -108,7 +108,7 @@ class TestTypes:
             ({"sparsity": 3}, "sparsity must be a mask of jattn.masks, got a int"),
         ],
     )
-    def test_an_attention_specs(self, change, message):
+    def test_attention_spec_types_are_checked(self, change, message):
         with pytest.raises(ValueError, match=message):
             attention(**change)
 
@@ -123,19 +123,19 @@ class TestTypes:
             ({"quantization": 8}, "quantization=8 is unknown.* must be one of None, "),
         ],
     )
-    def test_a_cache_specs(self, change, message):
+    def test_cache_spec_types_are_checked(self, change, message):
         with pytest.raises(ValueError, match=message):
             jattn.CacheSpec(**({"num_blocks": 2, "num_kv_heads": 2, "head_dim": 16} | change))
 
     @pytest.mark.parametrize("name", ["max_decodes", "max_prefills", "max_prefill_tokens", "max_blocks"])
-    def test_a_buckets(self, name):
+    def test_bucket_types_are_checked(self, name):
         for value in (1.0, True):
             with pytest.raises(ValueError, match=f"{name} must be an int, got {value}"):
                 jattn.Bucket(**{name: value})
         with pytest.raises(ValueError, match=r"decode_query_len must be an int, got None"):
             jattn.Bucket(decode_query_len=None)
 
-    def test_numpys_numbers_become_pythons(self):
+    def test_numpy_numbers_become_python_numbers(self):
         spec = attention(
             head_dim=np.int64(64), window=[np.int32(3), None], scale=np.float32(0.5), causal=np.bool_(True)
         )
@@ -151,12 +151,12 @@ class TestTypes:
         assert type(jattn.CacheSpec(num_blocks=np.int64(4), num_kv_heads=2, head_dim=16).num_blocks) is int
 
 
-class TestNamesOfQuantisation:
+class TestQuantizationNames:
     def cache(self, quantization):
         return jattn.CacheSpec(num_blocks=2, num_kv_heads=2, head_dim=16, quantization=quantization)
 
     @pytest.mark.parametrize(
-        ("vllm", "ours"),
+        ("vllm", "quantization"),
         [
             ("auto", None),
             ("fp8", "fp8_e4m3"),
@@ -166,9 +166,9 @@ class TestNamesOfQuantisation:
             ("int8_per_token_head", "int8_token_head"),
         ],
     )
-    def test_vllms_mean_ours(self, vllm, ours):
-        assert self.cache(vllm) == self.cache(ours)
-        assert self.cache(vllm).quantization == ours
+    def test_vllm_names_are_accepted(self, vllm, quantization):
+        assert self.cache(vllm) == self.cache(quantization)
+        assert self.cache(vllm).quantization == quantization
 
     @pytest.mark.parametrize(
         ("name", "nearest"),
@@ -179,7 +179,7 @@ class TestNamesOfQuantisation:
             ("fp8-e4m3", "fp8_e4m3"),
         ],
     )
-    def test_others_are_named_with_the_nearest(self, name, nearest):
+    def test_unknown_names_are_rejected_with_the_closest(self, name, nearest):
         with pytest.raises(
             ValueError, match=f"='{name}' is unknown. Did you mean '{nearest}'.*'auto', 'fp8', "
         ):

@@ -1,4 +1,4 @@
-"""examples.train_sparse: what is trained over whole texts is what decodes token by token; and it runs."""
+"""examples.train_sparse: training over whole texts and token-by-token decoding agree, and the script runs."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ TOKENS = 90
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_paged_cache_decodes_what_was_trained(name):
+def test_paged_decode_equals_the_training_forward_pass(name):
     assert max(TOP_K * BLOCK, WINDOW) < TOKENS
     pattern = PATTERNS[name]
     config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": 1})
@@ -54,17 +54,17 @@ def test_a_paged_cache_decodes_what_was_trained(name):
     np.testing.assert_allclose(actual, expected, atol=2e-4)
 
 
-def test_patterns_are_not_all_the_same():
+def test_patterns_differ():
     config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": 1})
     graph, params = sparse.init(config, 0)
     windows = jax.random.randint(jax.random.key(1), (1, TOKENS + 1), 0, 256)
     with jax.numpy_dtype_promotion("standard"):
         run = lambda pattern: jax.jit(functools.partial(sparse.bits, graph, pattern=pattern))(params, windows)
-        found = [float(run(pattern)[0, -1]) for pattern in PATTERNS.values()]
-    assert len(set(found)) == len(found)
+        losses = [float(run(pattern)[0, -1]) for pattern in PATTERNS.values()]
+    assert len(set(losses)) == len(losses)
 
 
-def test_it_writes_losses_and_pictures(tmp_path, capsys):
+def test_script_writes_losses_and_plots(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from examples.train_sparse.__main__ import main
 
@@ -103,7 +103,7 @@ def test_it_writes_losses_and_pictures(tmp_path, capsys):
 
 
 def curve(implementation, dtype):
-    """Losses of 30 steps of the dense recipe on the same texts, always the same ones."""
+    """Return the losses of 30 steps of the dense recipe on the same fixed texts."""
     config = DecoderConfig.from_hf(HF_CONFIG | {"num_hidden_layers": 2})
     graph, params = sparse.init(config, 0)
     texts = jnp.asarray(np.random.default_rng(3).choice(64, (4, 257)), jnp.int32)
@@ -129,10 +129,10 @@ def curve(implementation, dtype):
 
 
 @pytest.mark.gpu
-def test_kernels_train_as_xla_does_within_what_16_bits_lose():
-    """A curve by kernels is no further from float32's than two of the curve by XLA in 16 bits."""
+def test_loss_curve_of_the_kernels_is_as_close_to_float32_as_xlas():
+    """A kernel curve is no further from float32's than two XLA curves in 16 bits."""
     with jax.numpy_dtype_promotion("standard"):
         exact, plain = curve("xla", jnp.float32), curve("xla", jnp.bfloat16)
-        found = curve("mosaic_gpu", jnp.bfloat16)
+        kernel_curve = curve("mosaic_gpu", jnp.bfloat16)
     assert exact[-1] < exact[0] - 1
-    assert np.abs(found - exact).max() <= 2 * np.abs(plain - exact).max() + 0.01
+    assert np.abs(kernel_curve - exact).max() <= 2 * np.abs(plain - exact).max() + 0.01

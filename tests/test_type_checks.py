@@ -1,4 +1,4 @@
-"""What the import hook puts around functions refuses what their annotations do not allow."""
+"""The import hook's wrappers reject arguments that do not match their annotations."""
 
 import typing
 
@@ -15,7 +15,7 @@ from tests.type_checks import is_for_jaxtyping
 FLOATS, INTS = jaxtyping.Float[jaxtyping.Array, "..."], jaxtyping.Int32[jaxtyping.Array, "..."]
 
 
-@pytest.mark.parametrize(("annotation", "found"), [
+@pytest.mark.parametrize(("annotation", "is_shape_annotation"), [
     (int, False),
     (list[int] | None, False),
     (FLOATS, True),
@@ -23,8 +23,8 @@ FLOATS, INTS = jaxtyping.Float[jaxtyping.Array, "..."], jaxtyping.Int32[jaxtypin
     ("Later", True),
     (typing.Optional["Later"], True),  # noqa: F821 (a name that is nowhere)
 ])  # fmt: skip
-def test_shapes_and_names_are_found_in_annotations(annotation, found):
-    assert is_for_jaxtyping(annotation) == found
+def test_shapes_and_names_are_found_in_annotations(annotation, is_shape_annotation):
+    assert is_for_jaxtyping(annotation) == is_shape_annotation
 
 
 def test_shapes_are_checked():
@@ -35,12 +35,12 @@ def test_shapes_are_checked():
 
 
 @pytest.mark.parametrize("call", [lambda: require_positive(x="1"), lambda: Bucket(max_decodes=1.5)])
-def test_types_are_checked_of_functions_and_of_what_makes_dataclasses(call):
+def test_types_are_checked_of_functions_and_dataclass_constructors(call):
     with pytest.raises(beartype.roar.BeartypeCallHintParamViolation):
         call()
 
 
-def test_neither_is_where_a_test_says_so(types_unchecked):
+def test_types_unchecked_disables_both_checks(types_unchecked):
     with pytest.raises(ValueError, match="max_decodes must be"):
         Bucket(max_decodes=1.5)
     assert saturate(jnp.ones(3), jnp.float32).shape == (3,)

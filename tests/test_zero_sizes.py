@@ -1,4 +1,4 @@
-"""Zero requests or tokens: the right empty result, or a ValueError by name; never a raw error from below."""
+"""Zero requests or tokens give an empty result or a ValueError by name, never an error from inside JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def build(name):
 @pytest.mark.parametrize("name", BATCHES)
 class TestBatches:
     @pytest.mark.parametrize("implementation", ["reference", "xla", None])
-    def test_attention_of_nothing_is_nothing(self, name, implementation):
+    def test_attention_without_tokens_returns_empty_arrays(self, name, implementation):
         metadata = build(name)
         tokens = metadata.bucket.max_tokens
         packed = jattn.PackedKV(
@@ -51,7 +51,7 @@ class TestBatches:
             assert (np.asarray(out) == 0).all()
             assert np.isneginf(lse).all()
 
-    def test_the_steps_after_it(self, name):
+    def test_steps_after_an_empty_batch_are_empty(self, name):
         metadata = build(name)
         larger = jattn.pad_to_bucket(
             metadata, jattn.Bucket(max_decodes=3, max_prefills=3, max_prefill_tokens=8, max_blocks=4)
@@ -62,7 +62,7 @@ class TestBatches:
         np.testing.assert_array_equal(moved.slot_mapping, metadata.slot_mapping)
         jattn.check_batch(metadata, cache_spec())
 
-    def test_cascades(self, name):
+    def test_cascades_without_tokens_return_empty_arrays(self, name):
         metadata = build(name)
         query = jnp.ones((metadata.bucket.max_tokens, 4, 16))
         out = jattn.cascade_attend(query, create(), jattn.build_cascade_metadata(metadata, 4), SPEC)
@@ -71,7 +71,7 @@ class TestBatches:
 
 
 @pytest.mark.parametrize("attend", [xla.attend, reference.attend])
-def test_keys_that_are_not_there_are_seen_by_nobody(attend):
+def test_attention_without_keys_returns_zeros(attend):
     options = {"mask": None, "sinks": None, "alibi_slopes": None} | (
         {"tiles": None} if attend is xla.attend else {}
     )
@@ -83,8 +83,8 @@ def test_keys_that_are_not_there_are_seen_by_nobody(attend):
         assert np.isneginf(lse).all()
 
 
-def test_tiles_are_chosen_for_no_requests():
-    """Of a table with room for many keys, where the choice goes by how many tokens a request has."""
+def test_tiles_are_chosen_without_requests():
+    """The table has room for many keys, and the choice depends on the average tokens per request."""
     cache, query = jnp.zeros((3, 16, 1, 64), jnp.bfloat16), jnp.zeros((8, 2, 64), jnp.bfloat16)
     lens, table = (jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32)), jnp.zeros((0, 256), jnp.int32)
     out, _ = varlen_prefill(query, cache, cache, *lens, block_table=table, score=Score(scale=1.0))
@@ -93,7 +93,7 @@ def test_tiles_are_chosen_for_no_requests():
 
 @pytest.mark.parametrize("quantization", [None, "int8_token_head", "fp8_e4m3"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_tokens_leave_the_cache_as_it_is(layout, quantization):
+def test_writing_no_tokens_leaves_the_cache_unchanged(layout, quantization):
     key, value = random_kv(20)
     filled = jattn.write_kv(
         create(layout=layout, quantization=quantization), key, value, jnp.arange(20, dtype=jnp.int32)
@@ -105,14 +105,14 @@ def test_no_tokens_leave_the_cache_as_it_is(layout, quantization):
 
 @pytest.mark.parametrize("mapping", [np.zeros((0, 2), int), jnp.zeros((0, 2), jnp.int32), []])
 @pytest.mark.usefixtures("types_unchecked")
-def test_no_pairs_move_no_block(mapping):
+def test_copying_no_pairs_leaves_the_cache_unchanged(mapping):
     expected = jax.device_get(create())
     jax.tree.map(np.testing.assert_array_equal, jattn.copy_blocks(create(), mapping), expected)
     jax.tree.map(np.testing.assert_array_equal, jattn.swap_blocks(create(), create(), mapping), expected)
     assert jattn.copy_blocks([], mapping) == []
 
 
-def test_a_loop_without_rows():
+def test_decode_loop_without_rows_returns_no_tokens():
     step = lambda params, caches, metadata, tokens: (jnp.zeros((tokens.shape[0], 7)), caches)
     sample = lambda logits, index: jnp.argmax(logits, axis=-1)
     metadata, tokens = build("no requests"), jnp.zeros(0, jnp.int32)
@@ -121,7 +121,7 @@ def test_a_loop_without_rows():
     assert int(out.num_steps) == 0
 
 
-def test_states_of_no_tokens_merge():
+def test_states_of_no_tokens_can_be_combined():
     out, lse = jattn.merge_attn_states(*(jnp.zeros((0, 4, 16)), jnp.zeros((4, 0))) * 2)
     assert out.shape == (0, 4, 16)
     assert lse.shape == (4, 0)
@@ -161,7 +161,7 @@ NO_TABLE = np.zeros((0, 2), np.int32)
         (lambda: jattn.vllm.reorder_batch_to_split_decodes_and_prefills([], [], []).order, []),
     ],
 )
-def test_vllms_helpers_return_nothing_for_nothing(call, expected):
+def test_vllm_helpers_accept_empty_batches(call, expected):
     assert np.asarray(call()).tolist() == expected
 
 
@@ -195,7 +195,7 @@ def test_vllms_helpers_return_nothing_for_nothing(call, expected):
         (lambda: cache_spec().num_blocks_in(10**6, 0), "num_layers must be positive, got 0"),
     ],
 )
-def test_where_nothing_means_nothing_the_argument_is_named(call, message):
+def test_meaningless_zero_sizes_are_rejected_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -267,7 +267,7 @@ def test_where_nothing_means_nothing_the_argument_is_named(call, message):
         ),
     ],
 )
-def test_numbers_that_are_no_ints_are_named(call, message):
+def test_non_int_sizes_are_rejected_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -284,7 +284,7 @@ def test_numbers_that_are_no_ints_are_named(call, message):
         (jnp.asarray([[1.5, 2]]), "block_mapping must hold ints, got float32"),
     ],
 )
-def test_moves_that_name_no_blocks_are_refused_before_anything_is_donated(mapping, message):
+def test_invalid_block_pairs_are_rejected_before_donation(mapping, message):
     cache = create()
     with pytest.raises(ValueError, match=message):
         jattn.copy_blocks([cache], mapping)
@@ -294,7 +294,7 @@ def test_moves_that_name_no_blocks_are_refused_before_anything_is_donated(mappin
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_only_caches_have_blocks_to_copy():
+def test_copy_blocks_requires_caches():
     with pytest.raises(ValueError, match="caches must be a tree of PagedCache, got ArrayImpl"):
         jattn.copy_blocks([jnp.zeros(3)], np.asarray([[1, 2]]))
 
@@ -309,7 +309,7 @@ def test_only_caches_have_blocks_to_copy():
         ({"max_lens": [2.5]}, "max_lens must hold ints, got float64"),
     ],
 )
-def test_a_loops_numbers_that_are_no_ints_are_named(change, message):
+def test_non_int_options_of_decode_loop_are_rejected_by_name(change, message):
     arguments = {"tokens": jnp.zeros(1, jnp.int32), "num_steps": 2} | change
     metadata = jattn.build_batch_metadata([1], [1], [[1]], block_size=4)
     with pytest.raises(ValueError, match=message):
@@ -317,8 +317,8 @@ def test_a_loops_numbers_that_are_no_ints_are_named(change, message):
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
-def test_a_model_s_step_without_tokens(has_cache):
-    """Of a family with a norm over all heads, and experts."""
+def test_model_step_without_tokens_returns_no_logits(has_cache):
+    """For a family with a norm over all heads, and experts."""
     model = jattn.models.load(GOLDEN / "hf" / "olmoe", progress=False)
     table = np.zeros((0, 2), np.int32) if has_cache else None
     metadata = jattn.build_batch_metadata([], [], table)
@@ -328,7 +328,7 @@ def test_a_model_s_step_without_tokens(has_cache):
     assert (written is None) is (not has_cache)
 
 
-def test_a_layer_of_three_projections_without_tokens():
+def test_layer_with_separate_projections_accepts_no_tokens():
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
     layer = jattn.PagedAttention(32, spec, rngs=nnx.Rngs(0))
     metadata = jattn.build_batch_metadata([], [], None)

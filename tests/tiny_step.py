@@ -1,4 +1,4 @@
-"""A model as small as can be: two attention layers between an embedding and its transpose."""
+"""A minimal model: two attention layers between an embedding and its transpose."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ GRAPHDEF, PARAMS = nnx.split(TinyModel(nnx.Rngs(0)))
 
 
 def step(params, caches, metadata, tokens):
-    """Logits of each row's last token [reqs, vocab], and the caches."""
+    """Return the logits of each row's last token [reqs, vocab], and the caches."""
     return nnx.merge(GRAPHDEF, params)(tokens, caches, metadata)
 
 
@@ -46,7 +46,7 @@ def new_caches():
 
 
 def batch(new_tokens, seq_lens, tables, bucket):
-    """Metadata of a step and its tokens, both on the bucket's layout."""
+    """Return the metadata and tokens of a step, padded to the bucket."""
     lens = [len(ids) for ids in new_tokens]
     metadata = jattn.build_batch_metadata(lens, seq_lens, tables, block_size=BLOCK_SIZE, bucket=bucket)
     return metadata, pack_tokens(new_tokens, bucket)
@@ -57,7 +57,7 @@ def shape_of(bucket):
 
 
 def copies_of_the_cache(hlo):
-    """Lines of compiled HLO that copy an array of the cache's shape."""
+    """Return the lines of compiled HLO that copy an array of the cache's shape."""
     return [
         line for line in hlo.splitlines() if CACHE_SHAPE in line.split("=", 1)[-1][:60] and " copy(" in line
     ]

@@ -10,6 +10,6 @@ def test_the_largest_size_is_twice_the_requests_up_to_512(max_num_seqs, largest)
     assert default_capture_sizes(max_num_seqs)[-1] == largest
 
 
-def test_a_capture_size_is_needed():
+def test_capture_sizes_must_not_be_empty():
     with pytest.raises(ValueError, match="max_capture_size must be positive, got 0"):
         default_capture_sizes(0)

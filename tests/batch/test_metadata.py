@@ -1,4 +1,4 @@
-"""A step's metadata: where every token goes, what padding holds, and that the device takes the same steps."""
+"""BatchMetadata: positions, slots and padding of every token, and steps advanced on the device."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,7 +15,7 @@ BLOCK = 4
 
 @st.composite
 def batches(draw, max_reqs=5, decode_query_len=None):
-    """query_lens with leading decodes, seq_lens, a shuffled block table, decode_query_len."""
+    """Draw query_lens with leading decodes, seq_lens, a shuffled block table and decode_query_len."""
     decode_len = draw(st.sampled_from([1, 3])) if decode_query_len is None else decode_query_len
     decodes = draw(st.integers(0, max_reqs))
     prefills = draw(
@@ -25,10 +25,10 @@ def batches(draw, max_reqs=5, decode_query_len=None):
     seq_lens = [n + draw(st.integers(0, 11)) for n in query_lens]
     needed = [-(-n // BLOCK) for n in seq_lens]
     ids = draw(st.permutations(range(1, sum(needed) + 1)))
-    table, at = [], 0
+    table, offset = [], 0
     for n in needed:
-        table.append(list(ids[at : at + n]))
-        at += n
+        table.append(list(ids[offset : offset + n]))
+        offset += n
     return query_lens, seq_lens, table, decode_len
 
 
@@ -49,14 +49,14 @@ def roomier(bucket, decodes=1, prefills=1, tokens=5, blocks=2):
     )
 
 
-def holding_all(decode_query_len):
-    """A bucket for all of `batches`: what the device does is compiled for one size, not for each batch's."""
+def bucket_for_all_batches(decode_query_len):
+    """Return one bucket for all `batches`, so that device functions compile once."""
     sizes = {"max_decodes": 5, "max_prefills": 5, "max_prefill_tokens": 45, "max_blocks": 6}
     return jattn.Bucket(**sizes, decode_query_len=decode_query_len)
 
 
-def check_against_a_loop(metadata, batch):
-    """Every live token has its row, position and slot; everything else is padding."""
+def assert_equals_a_loop(metadata, batch):
+    """Assert that each live token has its row, position and slot, and that all other tokens are padding."""
     query_lens, seq_lens, table, decode_len = batch
     bucket = metadata.bucket
     decodes = 0
@@ -103,16 +103,16 @@ class TestBuild:
     @hypothesis.given(batches())
     def test_every_token_has_its_row_position_and_slot(self, batch):
         metadata = jax.device_get(build(batch))
-        check_against_a_loop(build(batch), batch)
+        assert_equals_a_loop(build(batch), batch)
         lens = [n for n in batch[0]]
         np.testing.assert_array_equal(metadata.query_start_loc, np.concatenate([[0], np.cumsum(lens)]))
 
     @hypothesis.settings(max_examples=25)
     @hypothesis.given(batches())
-    def test_a_bucket_only_adds_padding(self, batch):
-        check_against_a_loop(build(batch, holding_all(batch[-1])), batch)
+    def test_a_larger_bucket_adds_padding_only(self, batch):
+        assert_equals_a_loop(build(batch, bucket_for_all_batches(batch[-1])), batch)
 
-    def test_padding_is_as_vllm_has_it(self):
+    def test_padding_equals_vllm(self):
         bucket = jattn.Bucket(max_decodes=5, max_blocks=3)
         metadata = jattn.build_batch_metadata(
             [1, 1, 1], [5, 1, 9], [[7, 8], [3], [4, 5, 6]], block_size=4, bucket=bucket
@@ -123,24 +123,24 @@ class TestBuild:
         assert metadata.block_table.tolist() == [[7, 8, 0], [3, 0, 0], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
         assert (int(metadata.num_decodes), int(metadata.num_prefills)) == (3, 0)
 
-    def test_a_short_row_behind_the_first_prefill_row_is_prefill(self):
+    def test_a_short_row_after_the_first_prefill_row_is_a_prefill_row(self):
         metadata = jattn.build_batch_metadata([1, 4, 1], [3, 4, 8], [[1], [2], [3, 4]], block_size=4)
         assert (metadata.bucket.max_decodes, metadata.bucket.max_prefills) == (1, 2)
         assert metadata.query_start_loc.tolist() == [0, 1, 5, 6]
 
-    def test_no_block_table_writes_nothing(self):
+    def test_batches_without_a_block_table_write_nothing(self):
         metadata = jattn.build_batch_metadata([3, 2], [3, 2], None)
         assert metadata.slot_mapping.tolist() == [-1] * 5
         assert metadata.block_table.shape == (2, 0)
 
-    def test_ragged_lists_arrays_and_jax_arrays_are_the_same_table(self):
+    def test_block_tables_may_be_ragged_lists_or_arrays(self):
         expected = jattn.build_batch_metadata([1, 1], [5, 3], [[4, 2], [1]], block_size=4)
         for table in (np.asarray([[4, 2], [1, -9]]), jnp.asarray([[4, 2], [1, 0]])):
             actual = jattn.build_batch_metadata([1, 1], [5, 3], table, block_size=4)
             np.testing.assert_array_equal(actual.slot_mapping, expected.slot_mapping)
 
     @pytest.mark.parametrize("case", range(10))
-    def test_vllms_batches_build(self, metadata_cases, case):
+    def test_vllms_batches_can_be_built(self, metadata_cases, case):
         case = metadata_cases["batch_specs"][case]
         needed = [-(-n // 16) for n in case["seq_lens"]]
         table = np.split(np.arange(1, sum(needed) + 1), np.cumsum(needed)[:-1])
@@ -176,19 +176,19 @@ class TestRefusals:
             (([1.5], [5], [[1, 2]]), "query_lens must be a list of ints, got float64"),
         ],
     )
-    def test_host_numbers_that_disagree_are_named(self, arguments, message):
+    def test_inconsistent_lengths_are_rejected_by_name(self, arguments, message):
         query_lens, *rest = arguments
         with pytest.raises(ValueError, match=message):
             jattn.build_batch_metadata(np.asarray(query_lens), *rest, block_size=4)
 
-    def test_a_batch_larger_than_its_bucket_names_the_sizes(self):
+    def test_a_batch_larger_than_its_bucket_is_rejected_with_the_sizes(self):
         bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=4, max_blocks=4)
         with pytest.raises(ValueError, match="prefill rows must fit the bucket's 1, got 2"):
             jattn.build_batch_metadata([1, 2, 2], [1, 2, 2], [[1], [2], [3]], bucket=bucket)
         with pytest.raises(ValueError, match="prefill tokens must fit the bucket's 4, got 5"):
             jattn.build_batch_metadata([1, 5], [1, 5], [[1], [2]], bucket=bucket)
 
-    def test_decode_rows_beyond_their_region_are_counted_apart(self):
+    def test_decode_rows_beyond_their_region_are_reported_separately(self):
         bucket = jattn.Bucket(max_decodes=2, max_prefills=0, max_prefill_tokens=0, max_blocks=4)
         message = r"the bucket's 0 \(1 of 3 decode rows exceed max_decodes=2 and count as .*\), got 1"
         with pytest.raises(ValueError, match=message):
@@ -197,15 +197,15 @@ class TestRefusals:
     @pytest.mark.parametrize("which", ["query_lens", "seq_lens", "block_table"])
     @pytest.mark.parametrize("wrap", [lambda x: x, list], ids=["array", "list"])
     @pytest.mark.usefixtures("types_unchecked")
-    def test_numbers_of_a_jit_are_told_where_metadata_is_made(self, which, wrap):
-        given = {"query_lens": [1], "seq_lens": [3], "block_table": [[1]]}
-        build = lambda traced: jattn.build_batch_metadata(**given | {which: wrap(traced)}, block_size=4)
+    def test_traced_lengths_are_rejected_with_a_hint(self, which, wrap):
+        arguments = {"query_lens": [1], "seq_lens": [3], "block_table": [[1]]}
+        build = lambda traced: jattn.build_batch_metadata(**arguments | {which: wrap(traced)}, block_size=4)
         with pytest.raises(
             ValueError, match=rf"{which}\S* is a traced array, but its values must be known on the host"
         ):
-            jax.jit(build)(jnp.asarray(given[which]))
+            jax.jit(build)(jnp.asarray(arguments[which]))
 
-    def test_rows_out_of_order_are_sent_to_the_reorder_function(self):
+    def test_unordered_rows_are_rejected_with_the_reorder_function(self):
         bucket = jattn.Bucket(max_decodes=1, max_prefills=1, max_prefill_tokens=8, max_blocks=4)
         with pytest.raises(
             ValueError,
@@ -215,13 +215,13 @@ class TestRefusals:
 
     @pytest.mark.parametrize("bucket", [None, jattn.Bucket(max_decodes=4, max_blocks=6)])
     @pytest.mark.parametrize("build", [jattn.build_batch_metadata, jattn.build_cross_attention_metadata])
-    def test_a_ragged_row_that_is_too_short_is_not_filled_with_block_0(self, build, bucket):
+    def test_a_ragged_row_that_is_too_short_is_rejected(self, build, bucket):
         message = r"block_table\[1\] has 2 blocks of 16 tokens, but request 1 has 33 tokens"
         for table in ([[1, 2, 8], [3, 4], [5, 6, 7]], [np.asarray([1, 2, 8]), (3, 4), range(5, 8)]):
             with pytest.raises(ValueError, match=message):
                 build([1, 1, 1], [33, 33, 40], table, bucket=bucket)
 
-    def test_a_narrow_bucket_is_named_where_the_row_is_long_enough(self):
+    def test_a_bucket_with_too_few_columns_is_rejected(self):
         bucket = jattn.Bucket(max_decodes=1, max_blocks=1)
         with pytest.raises(
             ValueError,
@@ -255,11 +255,11 @@ class TestRefusals:
             ),
         ],
     )
-    def test_what_is_no_block_id_is_named_with_its_request(self, build, table, message):
+    def test_invalid_block_ids_are_reported_with_their_request(self, build, table, message):
         with pytest.raises(ValueError, match=message):
             build([1, 1], [8, 7], table, block_size=4)
 
-    def test_what_stands_past_a_requests_end_may_be_negative(self):
+    def test_block_table_past_a_requests_end_may_be_negative(self):
         table = np.asarray([[1, -7], [3, 4]])
         metadata = jattn.build_batch_metadata([1, 1], [4, 7], table, block_size=4)
         assert metadata.slot_mapping.tolist() == [7, 18]
@@ -274,19 +274,19 @@ class TestRefusals:
             (3, [4], r"query_lens must be a list of ints, got shape \(\)"),
         ],
     )
-    def test_lengths_that_are_no_int32_are_named(self, query_lens, seq_lens, message):
+    def test_lengths_beyond_int32_are_rejected(self, query_lens, seq_lens, message):
         with pytest.raises(ValueError, match=message):
             jattn.build_batch_metadata(query_lens, seq_lens, None)
 
     @pytest.mark.parametrize("build", [jattn.build_batch_metadata, jattn.build_cross_attention_metadata])
-    def test_what_is_no_bucket_is_named(self, build):
+    def test_buckets_of_other_types_are_rejected(self, build):
         with pytest.raises(ValueError, match="bucket must be a Bucket or None, got 8"):
             build([1], [4], [[1]], bucket=8)
         with pytest.raises(ValueError, match=r"decode_query_len must be an int, got 1.0"):
             build([1], [4], [[1]], decode_query_len=1.0)
 
     @pytest.mark.parametrize("block_size", [16.0, True, "16", None])
-    def test_a_block_size_that_is_no_int_is_named(self, block_size):
+    def test_block_size_must_be_an_int(self, block_size):
         with pytest.raises(ValueError, match=f"block_size must be an int, got {block_size!r}"):
             jattn.build_batch_metadata([1], [4], [[1]], block_size=block_size)
 
@@ -298,7 +298,7 @@ class TestRefusals:
 class TestDeviceSide:
     @hypothesis.settings(max_examples=20)
     @hypothesis.given(batches(decode_query_len=1))
-    def test_advancing_is_building_the_next_step(self, batch):
+    def test_advance_equals_building_the_next_step(self, batch):
         query_lens, seq_lens, table, _ = batch
         hypothesis.assume(all(seq_lens))
         width = max(len(row) for row in table) + 1
@@ -311,7 +311,7 @@ class TestDeviceSide:
         assert actual.bucket == expected.bucket
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
-    def test_rows_end_and_rejected_tokens_are_taken_back(self):
+    def test_advance_ends_rows_and_drops_rejected_tokens(self):
         metadata = jattn.build_batch_metadata(
             [3, 3, 3], [7, 5, 9], [[1, 2, 3]] * 3, block_size=4, decode_query_len=3
         )
@@ -322,13 +322,13 @@ class TestDeviceSide:
         assert next_step.slot_mapping.tolist() == [9, 10, 11, -1, -1, -1, 12, 13, 14]
         assert next_step.query_start_loc.tolist() == [0, 3, 6, 9]
 
-    def test_a_token_past_the_table_is_not_written(self):
+    def test_tokens_past_the_block_table_are_not_written(self):
         metadata = jattn.build_batch_metadata([1], [4], [[3]], block_size=4)
         assert jattn.advance(metadata).slot_mapping.tolist() == [-1]
         longer = jattn.advance(metadata, jnp.asarray([[3, 9]], jnp.int32))
         assert longer.slot_mapping.tolist() == [36]
 
-    def test_another_table_moves_the_slots(self):
+    def test_update_block_table_recomputes_the_slots(self):
         metadata = jattn.build_batch_metadata([1, 3], [6, 3], [[1, 2], [3]], block_size=4)
         moved = jax.jit(jattn.update_block_table)(metadata, jnp.asarray([[8, 9], [5, 0]], jnp.int32))
         expected = jattn.build_batch_metadata([1, 3], [6, 3], [[8, 9], [5]], block_size=4)
@@ -336,7 +336,7 @@ class TestDeviceSide:
 
     @hypothesis.settings(max_examples=20)
     @hypothesis.given(batches(), st.booleans())
-    def test_padding_later_is_building_with_the_bucket(self, batch, more_prefill):
+    def test_pad_to_bucket_equals_building_with_the_bucket(self, batch, more_prefill):
         exact = build(batch)
         bucket = roomier(exact.bucket, prefills=more_prefill, tokens=5 * more_prefill)
         hypothesis.assume(bucket.max_prefills or not bucket.max_prefill_tokens)
@@ -389,7 +389,7 @@ class TestDeviceSide:
             ),
         ],
     )
-    def test_what_does_not_belong_to_the_rows_is_named(self, call, message):
+    def test_arrays_of_other_row_counts_are_rejected_by_name(self, call, message):
         metadata = jattn.build_batch_metadata([1, 1], [6, 3], [[1, 2], [3]], block_size=4)
         with pytest.raises(ValueError, match=message):
             call(metadata)

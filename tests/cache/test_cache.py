@@ -1,4 +1,4 @@
-"""The paged cache: layouts, writes that skip and never copy, moves of blocks, sizes."""
+"""The paged cache: layouts, writes that skip padding and never copy, block copies, and sizes."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ def spec(**changes):
 
 
 def rows(cache):
-    """Keys and values by slot, as numbers: [slots, kv_heads, head_dim] each."""
+    """Return keys and values by slot as floats: [slots, kv_heads, head_dim] each."""
     k, v = (np.asarray(x.astype(jnp.float32)) for x in jattn.blocks_of(cache, jnp.arange(cache.num_blocks)))
     k, v = (x.reshape(-1, cache.num_kv_heads, cache.head_dim) for x in (k, v))
     shapes = {0: (1, 1, 1), 1: (1, -1, 1), 2: (1, cache.num_kv_heads, -1), 3: (-1, cache.num_kv_heads, 1)}
@@ -35,7 +35,7 @@ def rows(cache):
 
 
 def create(**changes):
-    """A cache of zeros; its value scale per channel, where it has one, fits values up to 6."""
+    """Return a cache of zeros; a per-channel value scale fits values up to 6."""
     cache_spec = spec(**changes)
     scale = (
         jnp.full((2, cache_spec.head_dim), 6 / 127)
@@ -53,7 +53,7 @@ def random_kv(tokens, seed=0, dtype=jnp.float32, heads=2, dim=16):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 class TestWrite:
-    def test_each_token_lands_in_its_slot_and_nowhere_else(self, layout, quantization):
+    def test_each_token_is_written_to_its_slot_only(self, layout, quantization):
         cache = create(layout=layout, quantization=quantization)
         before_k, before_v = rows(cache)
         key, value = random_kv(6)
@@ -67,7 +67,7 @@ class TestWrite:
         np.testing.assert_array_equal(k[others], before_k[others])
         np.testing.assert_array_equal(v[others], before_v[others])
 
-    def test_keys_longer_than_the_slots_are_padding(self, layout, quantization):
+    def test_keys_without_a_slot_are_not_written(self, layout, quantization):
         empty = lambda: create(layout=layout, quantization=quantization)
         key, value = random_kv(6)
         short = jattn.write_kv(empty(), key[:3], value[:3], jnp.asarray([4, 5, 6]))
@@ -95,7 +95,7 @@ class TestWrite:
         jax.jit(jattn.write_kv)(cache, *random_kv(3), jnp.arange(3))
         assert not cache.k.is_deleted()
 
-    def test_written_eagerly_the_old_arrays_are_gone(self, layout, quantization):
+    def test_an_eager_write_deletes_the_old_arrays(self, layout, quantization):
         cache = create(layout=layout, quantization=quantization)
         jattn.write_kv(cache, *random_kv(1), jnp.asarray([3]))
         assert cache.k.is_deleted()
@@ -105,7 +105,7 @@ class TestWrite:
 @pytest.mark.usefixtures("types_unchecked")  # the annotation has signed ints alone
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(5, 256), (300, 4)])
-def test_slots_of_few_bits_name_the_same_slots(dtype, num_blocks, block_size):
+def test_slots_of_small_int_dtypes_are_accepted(dtype, num_blocks, block_size):
     cache = create(num_blocks=num_blocks, block_size=block_size)
     slots = jnp.asarray([7, 100, 2]).astype(dtype)
     k, _ = rows(jattn.write_kv(cache, *random_kv(3), slots))
@@ -114,7 +114,7 @@ def test_slots_of_few_bits_name_the_same_slots(dtype, num_blocks, block_size):
 
 class TestLayouts:
     @pytest.mark.parametrize("case", range(2))
-    def test_elements_stand_where_vllm_puts_them(self, metadata_cases, case):
+    def test_layouts_equal_vllm(self, metadata_cases, case):
         case = metadata_cases["kv_cache_layout_offsets"][case]
         dtype = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16}[case["element_size"]]
         dim, heads, size = case["head_size"], case["num_kv_heads"], case["block_size"]
@@ -142,7 +142,7 @@ class TestLayouts:
 
 class TestQuantizedWrites:
     @pytest.mark.parametrize("case", range(4))
-    def test_int8_per_token_and_head_as_vllm(self, metadata_cases, case):
+    def test_int8_per_token_and_head_equals_vllm(self, metadata_cases, case):
         case = metadata_cases["int8_per_token_head_quant"][case]
         values = jnp.asarray(case["values"], jnp.float32)
         cache_spec = spec(num_kv_heads=1, head_dim=values.size, quantization="int8_token_head")
@@ -155,7 +155,7 @@ class TestQuantizedWrites:
             off = np.asarray(stored, int) - np.asarray(case["q_round_half_even"])
             assert (np.abs(off) <= is_tie).all()
 
-    def test_scales_are_handed_over_by_token_and_kept_by_head(self):
+    def test_scales_are_written_per_token_and_stored_per_head(self):
         scale = jnp.arange(40.0).reshape(5, 4, 2)
         zeros = [jnp.zeros((5, 4, 2, 16), jnp.int8) for _ in range(2)]
         cache = jattn.PagedCache(k=zeros[0], v=zeros[1], k_scale=scale, v_scale=jnp.ones((2, 16)))
@@ -182,7 +182,7 @@ class TestQuantizedWrites:
         assert k[0].max() == 224
         assert v[0].max() == 44800
 
-    def test_one_static_scale_may_serve_keys_and_values(self):
+    def test_keys_and_values_may_share_a_static_scale(self):
         scale = jnp.float32(2.0)
         zeros = [jnp.zeros((2, 4, 2, 16), jnp.int8) for _ in range(2)]
         cache = jattn.PagedCache(k=zeros[0], v=zeros[1], k_scale=scale, v_scale=scale)
@@ -192,7 +192,7 @@ class TestQuantizedWrites:
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """As on a GPU with kernels, which are interpreted; the caches' dtypes of each call."""
+    """Run the write kernels in interpret mode as on a GPU; yields the cache dtypes of each call."""
     calls = []
 
     def write(key, value, k, v, *args, **options):
@@ -207,7 +207,7 @@ def kernel_calls(monkeypatch):
 @pytest.mark.kernels
 class TestKernel:
     @pytest.mark.parametrize("quantization", ["fp8_e4m3", "int8_token_head", "int8_k_only"])
-    def test_rounds_on_the_way(self, quantization, kernel_calls):
+    def test_the_kernel_quantizes(self, quantization, kernel_calls):
         write = lambda implementation: jattn.write_kv(
             jattn.PagedCache.create(spec(head_dim=64, dtype=jnp.bfloat16, quantization=quantization)),
             *random_kv(3, dtype=jnp.bfloat16, dim=64),
@@ -222,7 +222,7 @@ class TestKernel:
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *map(as_floats, (actual, expected))
         )
 
-    def test_declines_scales_per_channel_by_name(self, kernel_calls):
+    def test_the_kernel_rejects_scales_per_channel(self, kernel_calls):
         cache = create(head_dim=64, dtype=jnp.bfloat16, quantization="int8_static_v")
         rows = random_kv(1, dtype=jnp.bfloat16, dim=64)
         with pytest.raises(
@@ -261,7 +261,7 @@ class TestMoves:
         )
         assert copies_of(compiled, cache.k) == []
 
-    def test_blocks_go_to_the_host_and_come_back(self, quantization):
+    def test_blocks_can_be_swapped_to_the_host_and_back(self, quantization):
         device = self.filled(quantization)
         k, v = rows(device)
         host = jattn.PagedCache.create_on_host(spec(layout="HND", quantization=quantization))
@@ -274,7 +274,7 @@ class TestMoves:
         np.testing.assert_array_equal(back_v[4:8], v[12:16])
         assert (back_k[12:] == 0).all()
 
-    def test_blocks_go_from_device_to_device(self, quantization):
+    def test_blocks_can_be_swapped_between_devices(self, quantization):
         source = self.filled(quantization)
         target = create(layout="HND", quantization=quantization)
         moved = jattn.swap_blocks(source, target, np.asarray([[2, 4]]))
@@ -283,7 +283,7 @@ class TestMoves:
 
 
 class TestRefusals:
-    def test_shapes_that_disagree_are_named(self):
+    def test_inconsistent_shapes_are_rejected_by_name(self):
         cache = jattn.PagedCache.create(spec())
         with pytest.raises(
             ValueError, match=r"key must have a token for each slot \(3\), got shape \(2, 2, 16\)"
@@ -304,7 +304,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', 'packed', got 'DHN'"):
             spec(layout="DHN")
 
-    def test_scales_that_a_quantisation_does_not_have_are_named(self):
+    def test_scales_without_quantization_are_rejected(self):
         scale = jnp.ones((2, 16))
         with pytest.raises(ValueError, match=r"k_scale's shape must be one of .*\(5, 4, 2\), got \(2, 16\)"):
             jattn.PagedCache(k=jnp.zeros((5, 4, 2, 16)), v=jnp.zeros((5, 4, 2, 16)), k_scale=scale)
@@ -315,7 +315,7 @@ class TestRefusals:
         ):
             jattn.PagedCache.create(spec(quantization="fp8_e4m3"), v_scale=scale)
 
-    def test_values_per_channel_are_not_rounded_by_1_where_scales_are_missing(self):
+    def test_values_per_channel_require_scales(self):
         with pytest.raises(
             ValueError,
             match=r"'int8_static_v' requires v_scale.*jattn.calibrate\(.*'int8_static_v'\), or use"
@@ -328,7 +328,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=f"k_scale must be positive and finite, got {actual}"):
                 jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=jnp.float32(scale))
 
-    def test_a_scale_per_token_cannot_be_made_for_what_is_not_8_bit(self):
+    def test_scales_per_token_require_an_8_bit_dtype(self):
         zeros = jnp.zeros((5, 4, 2, 16))
         cache = jattn.PagedCache(k=zeros, v=zeros, v_scale=jnp.ones((5, 4, 2)))
         with pytest.raises(
@@ -336,7 +336,7 @@ class TestRefusals:
         ):
             jattn.write_kv(cache, *random_kv(1), jnp.asarray([3]))
 
-    def test_a_kernel_asked_for_by_name_and_not_there_is_an_error_with_the_reason(self):
+    def test_a_requested_kernel_that_is_unavailable_is_an_error_with_the_reason(self):
         write = lambda name: jattn.write_kv(
             jattn.PagedCache.create(spec()), *random_kv(1), jnp.asarray([3]), implementation=name
         )
@@ -346,7 +346,7 @@ class TestRefusals:
             write("triton")
         assert write("xla").k[0, 3, 0, 0] != 0
 
-    def test_swaps_between_unlike_caches_are_refused(self):
+    def test_swaps_between_different_caches_are_rejected(self):
         cache = jattn.PagedCache.create(spec())
         swap = functools.partial(jattn.swap_blocks, cache)
         with pytest.raises(ValueError, match=r"target.layout must be the source's \(NHD\), got HND"):
@@ -365,7 +365,7 @@ class TestRefusals:
             swap(jattn.PagedCache.create(spec(num_blocks=3)), np.asarray([[0, 3]]))
 
     @pytest.mark.parametrize("on_host", [False, True])
-    def test_numbers_with_scales_are_not_swapped_for_some_without(self, on_host):
+    def test_swaps_between_caches_with_and_without_scales_are_rejected(self, on_host):
         source, other = create(quantization="int8_k_only"), spec(quantization="int8_static_v")
         target = jattn.PagedCache.create_on_host(other) if on_host else create(quantization="int8_static_v")
         with pytest.raises(ValueError, match=r"target.v must be float32, as the source's, got int8"):
@@ -390,7 +390,7 @@ class TestTypes:
             ({"k": [[0.0]]}, "k must be an array, got list"),
         ],
     )
-    def test_what_no_cache_holds(self, arrays, message):
+    def test_unsupported_cache_dtypes_are_rejected(self, arrays, message):
         zeros = jnp.zeros((2, 4, 2, 8))
         with pytest.raises(ValueError, match=message):
             jattn.PagedCache(**({"k": zeros, "v": zeros} | arrays))
@@ -411,7 +411,7 @@ class TestTypes:
             ({"key": [1.0]}, "key must be an array, got list"),
         ],
     )
-    def test_what_cannot_be_written(self, change, message):
+    def test_unsupported_dtypes_of_keys_are_rejected(self, change, message):
         rows = dict(zip(("key", "value"), random_kv(2), strict=True))
         cache = create()
         with pytest.raises(ValueError, match=message):
@@ -431,7 +431,7 @@ class TestTypes:
         ({"kv_start_loc": jnp.zeros((1, 2), int)}, r"kv_start_loc must have 1 axes, got shape \(1, 2\)"),
     ],
 )
-def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
+def test_invalid_packed_keys_are_rejected_by_name(change, message):
     rows = jnp.zeros((3, 2, 16))
     with pytest.raises(ValueError, match=message):
         jattn.PackedKV(**({"k": rows, "v": rows, "kv_start_loc": jnp.zeros(2, jnp.int32)} | change))
@@ -448,7 +448,7 @@ def test_keys_outside_a_cache_are_named_where_they_are_wrong(change, message):
         (np.ones(2) * 1j, "complex128"),
     ],
 )
-def test_scales_that_are_no_real_numbers_are_named(scale, actual):
+def test_scales_must_be_real_numbers(scale, actual):
     message = f"k_scale must be an array of real numbers or one such number, got {actual}"
     stored = jnp.zeros((2, 4, 2, 8), jnp.int8)
     with pytest.raises(ValueError, match=message):
@@ -457,7 +457,7 @@ def test_scales_that_are_no_real_numbers_are_named(scale, actual):
         jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale)
 
 
-def test_a_scale_of_many_caches_stays_the_callers_when_they_are_donated():
+def test_a_scale_shared_by_caches_is_not_donated():
     scale = jnp.full((), 0.5, jnp.float32)
     create = lambda: jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale, v_scale=scale)
     write = lambda cache: jattn.write_kv(cache, *random_kv(2), jnp.arange(2))
@@ -467,13 +467,13 @@ def test_a_scale_of_many_caches_stays_the_callers_when_they_are_donated():
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_a_cache_is_made_of_a_cache_spec():
+def test_create_requires_a_cache_spec():
     with pytest.raises(ValueError, match="spec must be a CacheSpec, got AttentionSpec"):
         jattn.PagedCache.create(jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16))
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_blocks_are_read_of_a_cache_by_ints():
+def test_blocks_are_selected_by_ints():
     with pytest.raises(ValueError, match=r"cache must be a PagedCache .*, got CacheSpec: CacheSpec"):
         jattn.blocks_of(spec(), jnp.arange(2))
     with pytest.raises(ValueError, match=r"ids must be ints, got float32\."):
@@ -481,7 +481,7 @@ def test_blocks_are_read_of_a_cache_by_ints():
 
 
 @pytest.mark.parametrize("wide", [2**32 + 1, -(2**32) + 1])
-def test_block_numbers_beyond_int32_are_refused_and_do_not_wrap(wide):
+def test_block_ids_beyond_int32_are_rejected(wide):
     with pytest.raises(ValueError, match=f"ids must hold int32s, got {wide}"):
         jattn.blocks_of(create(), np.array([0, wide]))
     with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {wide}"):
@@ -509,11 +509,11 @@ class TestReplace:
         np.testing.assert_array_equal(tokens.v_scale, scales)
         np.testing.assert_array_equal(tokens.stored_v_scale[3, 1], scales[3, :, 1])
 
-    def test_what_it_makes_is_checked(self):
+    def test_replaced_caches_are_validated(self):
         with pytest.raises(ValueError, match=r"v must have shape .*got \(1, 4, 2, 16\)"):
             dataclasses.replace(create(), v=jnp.zeros((1, 4, 2, 16)))
 
-    def test_inside_jit(self):
+    def test_replace_works_inside_jit(self):
         doubled = jax.jit(lambda cache: dataclasses.replace(cache, k=cache.k * 2))(
             jattn.PagedCache(k=jnp.ones((1, 4, 2, 8)), v=jnp.ones((1, 4, 2, 8)))
         )
@@ -524,13 +524,13 @@ class TestSpec:
     @hypothesis.given(
         st.sampled_from(LAYOUTS), st.sampled_from(QUANTIZATIONS), st.sampled_from([jnp.float32, jnp.bfloat16])
     )
-    def test_bytes_are_those_of_the_arrays(self, layout, quantization, dtype):
+    def test_bytes_equal_those_of_the_arrays(self, layout, quantization, dtype):
         cache_spec = spec(layout=layout, quantization=quantization, dtype=dtype)
         cache = jax.eval_shape(lambda: create(layout=layout, quantization=quantization, dtype=dtype))
         arrays = jattn.cache.block_arrays(cache).values()
         assert cache_spec.num_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
 
-    def test_as_many_blocks_as_fit_a_budget_and_no_more(self):
+    def test_num_blocks_in_is_the_largest_number_that_fits(self):
         one = spec(dtype=jnp.bfloat16).bytes_per_block
         assert one == 2 * 4 * 2 * 16 * 2
         assert spec(dtype=jnp.bfloat16).num_blocks_in(10 * one * 3 + 1, num_layers=3) == 10
@@ -549,7 +549,7 @@ class TestSpec:
             (10**6, 1.5, r"num_layers must be an int, got 1\.5"),
         ],
     )
-    def test_what_is_no_size_is_named(self, memory_bytes, num_layers, message):
+    def test_sizes_must_be_ints(self, memory_bytes, num_layers, message):
         with pytest.raises(ValueError, match=message):
             spec().num_blocks_in(memory_bytes, num_layers)
 
@@ -562,13 +562,13 @@ class TestSpec:
             ({"layout": "packed", "head_dim": 6}, "head_dim must be a multiple of 4 .*packed layout, got 6"),
         ],
     )
-    def test_wrong_values_are_named(self, change, message):
+    def test_invalid_spec_values_are_rejected_by_name(self, change, message):
         with pytest.raises(ValueError, match=message):
             spec(**change)
 
 
-def test_a_cache_that_was_given_up_is_named():
-    """JAX said "Array has been deleted with shape=float32[4,2,1,8]"."""
+def test_a_donated_cache_is_reported_by_name():
+    """JAX's own message is "Array has been deleted with shape=float32[4,2,1,8]"."""
     cache = jattn.PagedCache(k=jnp.zeros((4, 2, 1, 8)), v=jnp.zeros((4, 2, 1, 8)))
     rows, metadata = jnp.ones((1, 1, 8)), jattn.build_batch_metadata([1], [1], [[1]], block_size=2)
     jattn.write_kv(cache, rows, rows, metadata.slot_mapping)
@@ -583,8 +583,8 @@ def test_a_cache_that_was_given_up_is_named():
             use()
 
 
-def test_an_array_that_would_be_donated_twice_is_refused_by_name():
-    """JAX said "Attempt to donate the same buffer twice", of argument 1."""
+def test_an_array_that_would_be_donated_twice_is_rejected_by_name():
+    """JAX's own message is "Attempt to donate the same buffer twice", without the argument's name."""
     zeros = jnp.zeros((4, 2, 1, 8))
     cache, rows = jattn.PagedCache(k=zeros, v=zeros), jnp.ones((1, 1, 8))
     message = "The same array is used twice in the caches"

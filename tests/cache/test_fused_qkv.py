@@ -1,4 +1,6 @@
-"""write_qkv in a layer: what norms, rope and write give one by one, and the layers that keep those."""
+"""write_qkv in a layer equals norms, rope and write one after the other, and layers that cannot use it do
+not.
+"""
 
 import functools
 
@@ -29,10 +31,12 @@ LONG = Rope(
 )
 
 
-def norm(**how):
-    made = RMSNorm(DIM, eps=1e-6, is_offset=how.pop("is_offset", False), dtype=jnp.bfloat16, **how)
-    made.weight.set_value(1 + 0.1 * jax.random.normal(jax.random.key(3), (DIM,), jnp.bfloat16))
-    return made
+def norm(**options):
+    norm_layer = RMSNorm(
+        DIM, eps=1e-6, is_offset=options.pop("is_offset", False), dtype=jnp.bfloat16, **options
+    )
+    norm_layer.weight.set_value(1 + 0.1 * jax.random.normal(jax.random.key(3), (DIM,), jnp.bfloat16))
+    return norm_layer
 
 
 SERVED = {
@@ -60,10 +64,10 @@ NOT_SERVED = {
 }
 
 
-def step(how, layout="NHD", quantization=None):
-    """A layer's queries and cache of a decode row and a prompt with a context."""
+def step(layer_options, layout="NHD", quantization=None):
+    """Return a layer's queries and cache after a step of a decode row and a prompt with context."""
     layer = jattn.PagedAttention(
-        HIDDEN, SPEC, rngs=nnx.Rngs(0), fuses_qkv=True, param_dtype=jnp.bfloat16, **how
+        HIDDEN, SPEC, rngs=nnx.Rngs(0), fuses_qkv=True, param_dtype=jnp.bfloat16, **layer_options
     )
     spec = jattn.CacheSpec(
         num_blocks=9, num_kv_heads=2, head_dim=DIM, layout=layout, quantization=quantization
@@ -74,7 +78,7 @@ def step(how, layout="NHD", quantization=None):
 
 
 def as_on_a_gpu(monkeypatch):
-    """With the kernel interpreted."""
+    """Run the kernel in interpret mode as on a GPU."""
     interpreted = functools.partial(qkv_write, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
     monkeypatch.setattr(fused_qkv, "qkv_write", interpreted)
@@ -82,28 +86,30 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("how", SERVED.values(), ids=SERVED)
-def test_the_kernel_does_what_the_parts_do(how, layout, monkeypatch):
-    layer, x, cache, metadata = step(how, layout)
+@pytest.mark.parametrize("layer_options", SERVED.values(), ids=SERVED)
+def test_the_fused_kernel_equals_the_separate_operations(layer_options, layout, monkeypatch):
+    layer, x, cache, metadata = step(layer_options, layout)
     want_query, expected = layer._query_and_kv(x, cache, metadata, metadata.positions)
     as_on_a_gpu(monkeypatch)
-    layer, x, cache, metadata = step(how, layout)
+    layer, x, cache, metadata = step(layer_options, layout)
     assert layer._qk_norm_rope(cache, x.dtype, metadata, metadata.positions) is not None
     query, actual = jax.jit(layer._query_and_kv)(x, cache, metadata, metadata.positions)
     unit = float(jnp.finfo(jnp.bfloat16).eps)
-    for one, other in ((query, want_query), (actual.k, expected.k), (actual.v, expected.v)):
-        one, other = (np.asarray(array, np.float32) for array in (one, other))
-        np.testing.assert_allclose(one, other, rtol=2 * unit, atol=8 * unit)
+    for actual_array, expected_array in ((query, want_query), (actual.k, expected.k), (actual.v, expected.v)):
+        actual_array, expected_array = (
+            np.asarray(array, np.float32) for array in (actual_array, expected_array)
+        )
+        np.testing.assert_allclose(actual_array, expected_array, rtol=2 * unit, atol=8 * unit)
 
 
-@pytest.mark.parametrize("how", NOT_SERVED.values(), ids=NOT_SERVED)
-def test_other_layers_keep_the_parts(how, monkeypatch):
-    layer, x, cache, metadata = step(how)
+@pytest.mark.parametrize("layer_options", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_unsupported_layers_use_separate_operations(layer_options, monkeypatch):
+    layer, x, cache, metadata = step(layer_options)
     as_on_a_gpu(monkeypatch)
     assert layer._qk_norm_rope(cache, x.dtype, metadata, metadata.positions) is None
 
 
-def test_caches_of_eight_bits_keep_the_parts(monkeypatch):
+def test_8_bit_caches_use_separate_operations(monkeypatch):
     layer, x, cache, _ = step(SERVED["both"], quantization="fp8_per_token_head")
     as_on_a_gpu(monkeypatch)
     norms = layer.q_norm, layer.k_norm
@@ -113,16 +119,16 @@ def test_caches_of_eight_bits_keep_the_parts(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_layer_on_a_gpu_gives_what_the_parts_give(layout):
+def test_the_fused_kernel_equals_the_separate_operations_on_a_gpu(layout):
     results = []
     for implementation in ("mosaic_gpu", "xla"):
         layer, x, cache, metadata = step(SERVED["both"] | {"implementation": implementation}, layout)
         graphdef, state = nnx.split(layer)
         run = jax.jit(lambda state, *step, g=graphdef: nnx.merge(g, state)(*step))
         results.append(run(state, x, cache, metadata, metadata.positions))
-    (one, one_cache), (other, other_cache) = results
+    (actual_array, first_cache), (expected_array, second_cache) = results
     close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05)
     wide = lambda array: np.asarray(array, np.float32)
-    close(wide(one), wide(other))
-    close(wide(one_cache.k), wide(other_cache.k))
-    np.testing.assert_array_equal(wide(one_cache.v), wide(other_cache.v))
+    close(wide(actual_array), wide(expected_array))
+    close(wide(first_cache.k), wide(second_cache.k))
+    np.testing.assert_array_equal(wide(first_cache.v), wide(second_cache.v))

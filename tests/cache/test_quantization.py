@@ -1,4 +1,4 @@
-"""Rounding to 8 bits is that of the exact quotients, however the compiler divides."""
+"""8-bit quantization rounds the exact quotients, however the compiler divides."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jattn.cache.quantization import MIN_SCALE, largest, quantize_token_head, sa
 
 @pytest.mark.parametrize("stored", [jnp.int8, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_each_number_is_the_exact_quotients_and_ties_go_to_even(stored, dtype):
+def test_quantization_rounds_the_exact_quotient_with_ties_to_even(stored, dtype):
     values = np.random.default_rng(0).normal(size=(20_000, 1, 8)).astype(dtype)
     values[:, 0, 1] = values[:, 0, 0] / values.dtype.type(2)  # half of the largest, often: 63.5, a tie
     actual, scale = jax.jit(quantize_token_head, static_argnums=1)(jnp.asarray(values), stored)
@@ -25,8 +25,8 @@ def test_each_number_is_the_exact_quotients_and_ties_go_to_even(stored, dtype):
 @pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_cast_back_in_the_same_program_is_rounded(dtype, stored, where):
-    """To the nearest of all fp8 numbers, also where compilers would rather not; subnormal ones among them."""
+def test_values_cast_back_in_the_same_program_are_rounded(dtype, stored, where):
+    """XLA must not elide the pair of casts; the values include subnormal fp8 numbers."""
     assert jax.default_backend() == where
     every = np.arange(256, dtype=np.uint8).view(stored).astype(np.float64)
     every = np.unique(every[np.isfinite(every)])
@@ -41,7 +41,7 @@ def test_what_is_cast_back_in_the_same_program_is_rounded(dtype, stored, where):
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-5, 1e30, 3e38])
-def test_the_smallest_scale_and_the_largest_numbers(amax):
+def test_smallest_scale_and_largest_values_are_finite(amax):
     values = jnp.asarray([[[amax, -amax / 2, 0.0]]], jnp.float32)
     actual, scale = quantize_token_head(values, jnp.int8)
     np.testing.assert_allclose(scale, [[max(amax / 127, MIN_SCALE)]], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""What 8-bit caches may cost: errors against float64 over long caches, and bits of the tiny model."""
+"""Accuracy of 8-bit caches: errors against float64 over long caches, and bits per byte of the tiny model."""
 
 import functools
 
@@ -17,9 +17,9 @@ GROUP, DIM, BLOCK_SIZE, QUERIES = 8, 64, 16, 3
 
 
 def needle_problem(num_keys):
-    """Many small keys and a large one, which gets from a tenth to three quarters of the weight of each query.
+    """Return many small keys and one large key, which has a tenth to three quarters of each query's weight.
 
-    Weights differ, since an output of just half a value, say, is exact in 16 bits.
+    The weights differ between queries, since an output of, say, exactly half a value is exact in 16 bits.
     """
     rng = np.random.default_rng(num_keys)
     key, value = 0.02 * rng.normal(size=(num_keys, 1, DIM)), rng.normal(size=(num_keys, 1, DIM))
@@ -34,7 +34,7 @@ def needle_problem(num_keys):
 
 @functools.cache
 def root_mean_square_error(num_keys, quantization, is_decode):
-    """Of attend, against float64 on what the cache holds."""
+    """Return the error of `attend` against float64 attention over the stored values."""
     query, key, value = needle_problem(num_keys)
     num_blocks = num_keys // BLOCK_SIZE
     spec = jattn.CacheSpec(num_blocks=num_blocks, num_kv_heads=1, head_dim=DIM, quantization=quantization)
@@ -114,7 +114,7 @@ def exact(model):
 
 @pytest.mark.kernels
 class TestTinyModel:
-    """Bounds: about twice what `python -m benchmarks quantization` finds, which has the larger sample."""
+    """Quality of the tiny model; bounds are about twice the values of `python -m benchmarks quantization`."""
 
     @pytest.mark.parametrize(
         ("setting", "most_bits", "least_agreement"),
@@ -129,7 +129,7 @@ class TestTinyModel:
         ],
         ids=str,
     )
-    def test_bits_and_choices_are_nearly_those_of_16_bits(
+    def test_bits_per_byte_and_tokens_are_close_to_those_of_16_bits(
         self, model, exact, setting, most_bits, least_agreement
     ):
         bits, choices = run(model, setting)
@@ -139,7 +139,7 @@ class TestTinyModel:
     def test_the_table_has_every_format(self):
         assert {setting.quantization for setting in quantization.SETTINGS} == set(QUANTIZATIONS)
 
-    def test_bytes_are_counted_with_their_scales(self, model):
+    def test_bytes_include_the_scales(self, model):
         plain = bytes_per_token(model, Setting(quantization=None))
         assert plain == 6 * 2 * 2 * 32 * 2  # layers, keys and values, heads, head_dim, bytes
         assert bytes_per_token(model, Setting(quantization="fp8_e4m3")) == plain // 2

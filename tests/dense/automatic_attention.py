@@ -1,4 +1,4 @@
-"""attention under plain jit on meshes of a CPU's devices whose axes are Auto. Run by test_dense.py."""
+"""Attention under plain jit on CPU meshes with Auto axes. Run by tests/dense/test_attention.py."""
 
 import contextlib
 import functools
@@ -49,13 +49,13 @@ def place(inputs: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH
 
 
 def close(actual: jax.Array, expected: jax.Array) -> None:
-    """Sums over several devices round otherwise; -inf, of rows without a key, has no scale."""
+    """Assert closeness up to the rounding of sums over devices; -inf is allowed."""
     scale = float(jnp.abs(expected).max(where=jnp.isfinite(expected), initial=1.0))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=4e-5 * scale, equal_nan=False)
 
 
 def near(actual: jax.Array, expected: jax.Array) -> None:
-    """In 16 bits, by the scale of what is wanted."""
+    """Assert closeness in 16 bits, relative to the largest expected value."""
     actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
     np.testing.assert_allclose(
         actual, expected, rtol=0, atol=0.02 * float(jnp.abs(expected).max()), equal_nan=False
@@ -76,7 +76,7 @@ def check(
     of_gradients: tuple[int, int] = (0, 0),
     mesh: Any = MESH,
 ) -> None:
-    """Outputs and gradients are one device's, by these exchanges alone; none has more than its part."""
+    """Check that outputs and gradients equal one device's, with the expected collectives and sharding."""
     inputs = arrays() if inputs is None else inputs
     partitions = (
         (partitions[0],) + (partitions[1],) * 2 + partitions[2:] if len(partitions) == 2 else partitions
@@ -95,7 +95,7 @@ def check(
 
 
 def check_layers() -> None:
-    """Projections, whose weights alone are cut by heads, as models have them."""
+    """Check projections whose weights are sharded by heads, as in models."""
 
     def layer(x: jax.Array, w_q: jax.Array, w_k: jax.Array, w_v: jax.Array) -> jax.Array:
         q, k, v = (jnp.einsum("btc,chd->bthd", x, w) for w in (w_q, w_k, w_v))
@@ -119,7 +119,9 @@ def collectives_in_gradients(
 
 
 def check_per_head() -> None:
-    """Gradients of sinks and slopes are summed over the texts: so many numbers as there are heads."""
+    """Check that gradients of sinks and slopes are summed over the batch by one all-reduce of a number per
+    head.
+    """
 
     def run(*inputs: jax.Array) -> jax.Array:
         return attend(*inputs[:3], sinks=inputs[3], alibi_slopes=inputs[4])
@@ -141,14 +143,14 @@ def opaque(x: jax.Array) -> jax.Array:
 
 
 def kernel(query: Any, kv: Any, metadata: Any, spec: Any, *_: Any, return_lse: bool, **options: Any) -> Any:
-    """In the place of the forward kernel, as opaque to XLA."""
+    """Stand in for the forward kernel, as opaque to XLA as a kernel."""
     return xla.attend(opaque(query), kv, metadata, spec, tiles=None, **options)
 
 
 def gradients(
     query: Any, kv: Any, metadata: Any, spec: Any, *, mask: Any, alibi_slopes: Any, **saved: Any
 ) -> Any:
-    """In the place of the backward kernel, as opaque to XLA."""
+    """Stand in for the backward kernel, as opaque to XLA as a kernel."""
     problem = xla.AttentionArgs(kv, metadata, spec, mask, None, alibi_slopes)
     return xla.gradients(
         query, problem, xla.OutputGradients(**saved | {"grad_out": opaque(saved["grad_out"])})
@@ -156,7 +158,9 @@ def gradients(
 
 
 def check_kernels() -> None:
-    """Kernels are opaque to XLA: left to itself it gathers everything for them."""
+    """Check that calls that are opaque to XLA, as kernels are, receive local shards; XLA alone would
+    gather.
+    """
     inputs = [
         jax.random.normal(jax.random.key(i), (4, 64, heads, 64), jnp.bfloat16)
         for i, heads in enumerate((4, 2, 2))

@@ -1,4 +1,7 @@
-"""attention of arrays on a mesh of four devices of a CPU whose axes are Explicit. Run by test_dense.py."""
+"""Attention of arrays on a CPU mesh of four devices with Explicit axes.
+
+Run by tests/dense/test_attention.py.
+"""
 
 import functools
 import re
@@ -40,7 +43,7 @@ def place(array: jax.Array, spec: P) -> jax.Array:
 
 
 def exchanges(executable: Any) -> tuple[int, int]:
-    """Sums over devices, and other exchanges."""
+    """Return the numbers of all-reduces and of other collectives."""
     names = re.findall(
         r" (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", executable.as_text()
     )
@@ -56,7 +59,7 @@ def check(
     of_gradients: tuple[int, int] = (0, 0),
     inputs: list[jax.Array] | None = None,
 ) -> None:
-    """Outputs and gradients are one device's, cut as queries are, and only gradients are exchanged."""
+    """Check that outputs and gradients equal one device's and keep the sharding of queries."""
     inputs = arrays(kv_heads) if inputs is None else inputs
     of_queries, of_keys = partitions
     placed = [place(x, spec) for x, spec in zip(inputs, (of_queries, of_keys, of_keys), strict=True)]
@@ -77,7 +80,7 @@ def attend(*inputs: jax.Array, **options: Any) -> jax.Array:
 
 
 def check_sinks() -> None:
-    """Each device's share of their gradient is summed over the texts."""
+    """Check that the gradient of sinks is summed over the batch."""
     loss = lambda sinks, inputs: (attend(*inputs, sinks=sinks) ** 2).sum()
     step = jax.jit(jax.grad(loss))
     expected = step(PER_HEAD["sinks"], arrays())

@@ -1,4 +1,6 @@
-"""Training under plain jit on two H200s, to compile ahead of time: what is cut, by what the layer has."""
+"""Training steps under plain jit on two H200s, to compile ahead of time, by the sharded axis and the
+layer's features.
+"""
 
 import functools
 
@@ -22,16 +24,16 @@ LAYERS = {
 }
 
 
-def case(head_dim, cut, **how):
-    """Gradients of q, k and v."""
-    run = functools.partial(jattn.attention, causal=True, implementation="mosaic_gpu", **how)
+def case(head_dim, cut, **options):
+    """Return the gradients of q, k and v."""
+    run = functools.partial(jattn.attention, causal=True, implementation="mosaic_gpu", **options)
     loss = lambda q, k, v: (run(q, k, v).astype(jnp.float32) ** 2).sum()
     of = lambda heads: jax.ShapeDtypeStruct((TEXTS, TOKENS, heads, head_dim), jnp.bfloat16)
     return jax.grad(loss, argnums=(0, 1, 2)), (of(Q_HEADS), of(KV_HEADS), of(KV_HEADS)), cut
 
 
 def aot_cases():
-    """Name -> (function, abstract arguments, how each of them is cut)."""
-    found = {f"{name} by texts": case(64, BY_TEXTS, **how) for name, how in LAYERS.items()}
-    found |= {f"{name} by heads": case(128, BY_HEADS, **how) for name, how in LAYERS.items()}
-    return found
+    """Return (function, abstract arguments, their partitions) by the name of the case."""
+    cases = {f"{name} by texts": case(64, BY_TEXTS, **options) for name, options in LAYERS.items()}
+    cases |= {f"{name} by heads": case(128, BY_HEADS, **options) for name, options in LAYERS.items()}
+    return cases

@@ -1,4 +1,7 @@
-"""attention under shard_map on four devices of a CPU, beside one device. Run by test_attention.py."""
+"""attention under shard_map on four CPU devices, compared with one device.
+
+Run by tests/dense/test_attention.py.
+"""
 
 import functools
 
@@ -22,13 +25,13 @@ def arrays(kv_heads: int) -> tuple[jax.Array, ...]:
 
 
 def attend(inputs: tuple, per_head: dict, ids: jax.Array | None) -> jax.Array:
-    """A loss of each text [batch]."""
+    """Return a loss of each batch element: [batch]."""
     out, lse = jattn.attention(*inputs, causal=True, segment_ids=ids, return_lse=True, **per_head)
     return (out**2).sum(axis=(1, 2, 3)) + lse.sum(axis=(1, 2))
 
 
 def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums: int) -> None:
-    """Gradients must be one device's, with no more sums over devices than there must be."""
+    """Check that gradients equal one device's with no more all-reduces than necessary."""
     keys = P("data", None, "heads" if kv_heads > 1 else None)
     specs = (P("data", None, "heads"), keys, keys)
     per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
@@ -51,10 +54,14 @@ def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums:
     # A sum over all texts rounds in the order of its parts.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-5), actual, expected)
     text = step.as_text()
-    found = sum(line.count(" all-reduce(") + line.count(" all-reduce-start(") for line in text.splitlines())
+    num_all_reduces = sum(
+        line.count(" all-reduce(") + line.count(" all-reduce-start(") for line in text.splitlines()
+    )
     moved = sum(text.count(f" {what}(") for what in ("all-gather", "all-to-all", "collective-permute"))
-    assert (found, moved) == (num_sums, 0), f"{name}: {found} sums over devices, {moved} other exchanges"
-    print(f"{name}: {found} sums over devices")
+    assert (num_all_reduces, moved) == (num_sums, 0), (
+        f"{name}: {num_all_reduces} sums over devices, {moved} other exchanges"
+    )
+    print(f"{name}: {num_all_reduces} sums over devices")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""jattn.attention: jax.nn's layout and alignment, packed documents, what it refuses, and its derivative."""
+"""jattn.attention: equality with jax.nn, packed documents, refusals, and gradients."""
 
 import functools
 import inspect
@@ -93,12 +93,12 @@ class TestAgreementWithJaxNN:
     @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
     def test_broadcast_mask_equals_the_full_mask(self, shape):
         qkv, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
-        wide = jnp.broadcast_to(mask, (2, 4, 7, 10))
+        broadcast_mask = jnp.broadcast_to(mask, (2, 4, 7, 10))
         loss = lambda mask: (
             lambda k: (jattn.attention(*qkv[:1], k, qkv[2], causal=True, mask=mask) ** 2).sum()
         )
         of = lambda mask: jax.value_and_grad(loss(mask))(qkv[1])
-        for actual, expected in zip(of(mask), of(wide), strict=True):
+        for actual, expected in zip(of(mask), of(broadcast_mask), strict=True):
             close(actual, expected)
 
     @pytest.mark.parametrize("axis", [2, 3])
@@ -177,9 +177,9 @@ class TestDocuments:
         actual, (out, lse) = jax.jit(jax.grad(together, has_aux=True))(poisoned)
         assert (out[bounds[-1] :] == 0).all()
         assert jnp.isneginf(lse[:, bounds[-1] :]).all()
-        for one, expected in zip(actual, jax.jit(jax.grad(apart))(qkv), strict=True):
-            close(one, expected, 1e-5)
-            assert (one[bounds[-1] :] == 0).all()
+        for gradient, expected in zip(actual, jax.jit(jax.grad(apart))(qkv), strict=True):
+            close(gradient, expected, 1e-5)
+            assert (gradient[bounds[-1] :] == 0).all()
 
     @pytest.mark.kernels
     def test_segment_ids_equal_packed_documents(self):
@@ -216,10 +216,10 @@ class TestDocuments:
         flat = lambda x: x.reshape(27, *x.shape[2:])
 
         def attend(*qkv):
-            how = {"causal": True, "implementation": implementation}
+            options = {"causal": True, "implementation": implementation}
             if not is_packed:
-                return jattn.attention(*qkv, **how)
-            out = jattn.attention(*map(flat, qkv), cu_seqlens=jnp.arange(4) * 9, **how)
+                return jattn.attention(*qkv, **options)
+            out = jattn.attention(*map(flat, qkv), cu_seqlens=jnp.arange(4) * 9, **options)
             return out.reshape(qkv[0].shape)
 
         gradients = jax.jit(lambda qkv, grad: jax.vjp(attend, *qkv)[1](grad))
@@ -231,7 +231,9 @@ class TestDocuments:
                 close(actual[other_rows], right[other_rows])
 
     def test_kernels_receive_document_bounds_and_xla_receives_segment_ids(self, monkeypatch):
-        """On a GPU: what stands together is skipped by lists; what does not goes to XLA, unless asked for."""
+        """On a GPU, contiguous segments run on kernels with tile lists; other segments run on XLA unless a
+        kernel is requested.
+        """
         monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)
         seen = []
 
@@ -310,14 +312,14 @@ class TestTransformations:
     def test_checkpoint_does_not_change_gradients(self, dtype):
         qkv = arrays(10, dtype=dtype)
         loss = lambda qkv: (jattn.attention(*qkv, causal=True).astype(jnp.float32) ** 2).sum()
-        one, other = (jax.jit(jax.grad(function))(qkv) for function in (loss, jax.checkpoint(loss)))
-        for actual, expected in zip(one, other, strict=True):
+        gradient, other = (jax.jit(jax.grad(function))(qkv) for function in (loss, jax.checkpoint(loss)))
+        for actual, expected in zip(gradient, other, strict=True):
             close(actual.astype(jnp.float32), expected.astype(jnp.float32), 1e-6)
 
     @pytest.mark.kernels
     @pytest.mark.parametrize(("axes", "lines"), [("sharded", 4), ("explicit", 19), ("automatic", 22)])
     def test_sharded_arrays_stay_sharded_without_collectives(self, axes, lines):
-        """Under shard_map over texts and heads, on Explicit axes, and on Auto ones under plain jit."""
+        """Under shard_map over batch and heads, on Explicit axes, and on Auto axes under plain jit."""
         command = [sys.executable, "-m", f"tests.dense.{axes}_attention"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == 0, done.stderr
@@ -549,7 +551,7 @@ class TestExplicitMesh:
 
 
 class TestAutoMesh:
-    """One device here, by the way of several; tests/dense/automatic_attention.py has four."""
+    """Attention on a one-device Auto mesh; tests/dense/automatic_attention.py uses four devices."""
 
     @pytest.fixture(autouse=True)
     def as_on_several(self):
@@ -624,7 +626,7 @@ def test_public_signature_is_stable():
 
 
 def test_xla_reads_no_further_than_a_prefix_mask():
-    """Else compressed keys would be walked through as if they were as many as queries."""
+    """Compressed keys are fewer than queries, so XLA must not scan as many keys as queries."""
     first, near = masks.Sinks(9), masks.Window(left=3)
     cases = {first: 9, first & near: 9, near & first & masks.Sinks(4): 4, first | masks.Sinks(30): 30}
     assert {mask: num_first_keys(mask) for mask in cases} == cases

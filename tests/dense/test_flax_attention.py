@@ -1,4 +1,4 @@
-"""attention_fn inside Flax's layers and on its own: what Flax means, or an error that says what is not."""
+"""attention_fn in Flax layers and on its own: it does what Flax does, or reports what is unsupported."""
 
 import functools
 
@@ -93,9 +93,9 @@ class TestFlaxArguments:
     def test_is_causal_masks_what_flax_masks(self, length):
         """Also for fewer queries than keys: Flax aligns the first query with the first key."""
         x, keys = texts()[:, :length], texts()
-        ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
+        jattn_layer, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
         expected = flax(x, keys, is_causal=True)
-        np.testing.assert_allclose(ours(x, keys, is_causal=True), expected, atol=1e-6)
+        np.testing.assert_allclose(jattn_layer(x, keys, is_causal=True), expected, atol=1e-6)
         assert jnp.abs(flax(x, keys) - expected).max() > 1e-2
 
     def test_is_causal_and_a_causal_spec_are_equivalent(self):
@@ -113,8 +113,8 @@ class TestFlaxArguments:
     @pytest.mark.parametrize("dtype", [bool, jnp.float32, jnp.int32])
     def test_masks_of_every_flax_dtype_are_supported(self, dtype):
         mask = nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=dtype)
-        ours, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
-        np.testing.assert_allclose(ours(texts(), mask=mask), flax(texts(), mask=mask), atol=1e-6)
+        jattn_layer, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
+        np.testing.assert_allclose(jattn_layer(texts(), mask=mask), flax(texts(), mask=mask), atol=1e-6)
 
     @pytest.mark.parametrize("num_queries", [1, 3])
     def test_nan_in_masked_keys_does_not_reach_the_output(self, num_queries):
@@ -218,10 +218,10 @@ class TestFlaxArguments:
     def test_linen_layer_accepts_attention_fn(self):
         make = lambda **options: linen.MultiHeadDotProductAttention(num_heads=4, **options)
         params = make().init(jax.random.key(0), texts())
-        ours, flax = make(attention_fn=jattn.attention_fn), make()
+        jattn_layer, flax = make(attention_fn=jattn.attention_fn), make()
         mask = linen.make_causal_mask(jnp.ones((2, LENGTH)))
         np.testing.assert_allclose(
-            ours.apply(params, texts(), mask=mask), flax.apply(params, texts(), mask=mask), atol=1e-6
+            jattn_layer.apply(params, texts(), mask=mask), flax.apply(params, texts(), mask=mask), atol=1e-6
         )
 
     def test_unknown_keyword_raises_type_error(self):

@@ -1,4 +1,4 @@
-"""Training on a GPU: which gradients the kernel computes, that they are right, and who does the rest."""
+"""Training on a GPU: which gradients the kernels compute, their accuracy, and fallbacks."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ def arrays(tokens=240, head_dim=64):
 
 @contextlib.contextmanager
 def as_on_a_gpu():
-    """The kernels in interpret mode with few thread blocks; yields which of them were called."""
+    """Run the kernels in interpret mode with few thread blocks; yields the names of those called."""
     called = []
 
     def interpreted(name, run):
@@ -47,17 +47,21 @@ def as_on_a_gpu():
 
         return call
 
-    def few_ctas(right):
-        def wrong(*args, **kwargs):
-            sizes = dataclasses.replace(right(*args, **kwargs), ctas=3)
-            of_queries = getattr(sizes, "of_queries", None)
-            changes = {} if of_queries is None else {"of_queries": dataclasses.replace(of_queries, ctas=3)}
+    def few_ctas(default_sizes):
+        def sizes_with_few_ctas(*args, **kwargs):
+            sizes = dataclasses.replace(default_sizes(*args, **kwargs), ctas=3)
+            query_kernel_sizes = getattr(sizes, "of_queries", None)
+            changes = (
+                {}
+                if query_kernel_sizes is None
+                else {"of_queries": dataclasses.replace(query_kernel_sizes, ctas=3)}
+            )
             return dataclasses.replace(sizes, **changes)
 
-        return wrong
+        return sizes_with_few_ctas
 
     with contextlib.ExitStack() as stack:
-        patch = lambda *where: stack.enter_context(mock.patch.object(*where))
+        patch = lambda *target: stack.enter_context(mock.patch.object(*target))
         for module in (varlen_prefill, varlen_backward):
             patch(module, "default_sizes", few_ctas(module.default_sizes))
         patch(support, "why_not_on", lambda *_: None)
@@ -76,11 +80,11 @@ def loss_of(run):
 
 
 def assert_near(actual, expected):
-    """Gradients in 16 bits, of which none is all zeros."""
-    for one, other in zip(actual, expected, strict=True):
-        scale = float(jnp.abs(other).max())
+    """Assert that 16-bit gradients are close, and that none is all zeros."""
+    for actual_array, expected_array in zip(actual, expected, strict=True):
+        scale = float(jnp.abs(expected_array).max())
         np.testing.assert_allclose(
-            one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=0.02 * scale
+            actual_array.astype(jnp.float32), expected_array.astype(jnp.float32), rtol=0, atol=0.02 * scale
         )
         assert scale > 0
 
@@ -118,38 +122,38 @@ def test_kernel_gradients_equal_xla(name):
 TEXTS, TOKENS = 3, 80
 
 
-def of_texts(mask, **how):
-    """A run of a batch whose rows of `arrays` stand one behind the other."""
+def batched_attention(mask, **options):
+    """Return attention of a batch whose elements are consecutive rows of `arrays`."""
 
     def run(*arrays):
         q, k, v = (x.reshape(TEXTS, TOKENS, *x.shape[1:]) for x in arrays)
-        return jattn.attention(q, k, v, causal=True, mask=mask, return_lse=True, **how)
+        return jattn.attention(q, k, v, causal=True, mask=mask, return_lse=True, **options)
 
     return run
 
 
-def blocks_of_texts():
-    """Blocks of 16 queries see blocks of 16 keys drawn for each text and kv head, and their own."""
+def block_mask_per_text():
+    """Return a mask of 16 x 16 blocks, random per batch element and KV head, plus the diagonal blocks."""
     drawn = jax.random.bernoulli(jax.random.key(7), 0.4, (TEXTS, 2, 5, 5))
-    own = jnp.eye(5, dtype=bool)[None, None]
-    return masks.BlockMask(blocks=drawn | own, block_q=16, block_kv=16)
+    diagonal = jnp.eye(5, dtype=bool)[None, None]
+    return masks.BlockMask(blocks=drawn | diagonal, block_q=16, block_kv=16)
 
 
 def test_masked_batch_lists_only_tiles_of_its_own_keys():
-    qkv, mask = arrays(), blocks_of_texts()
-    expected = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="xla"))))(qkv)
+    qkv, mask = arrays(), block_mask_per_text()
+    expected = jax.jit(jax.grad(loss_of(batched_attention(mask, implementation="xla"))))(qkv)
     wraps = mock.patch.object(tile_lists, "tile_coverage", wraps=tile_lists.tile_coverage)
-    with as_on_a_gpu() as called, wraps as asked:
-        actual = jax.jit(jax.grad(loss_of(of_texts(mask, implementation="mosaic_gpu"))))(qkv)
+    with as_on_a_gpu() as called, wraps as coverage_calls:
+        actual = jax.jit(jax.grad(loss_of(batched_attention(mask, implementation="mosaic_gpu"))))(qkv)
     assert set(called) == {"attend", "gradients"}
     # Tiles of 64 keys in the forward pass, of 128 in the backward one; the batch has 240.
-    widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in asked.call_args_list}
+    widths = {call.kwargs["size"][1]: call.kwargs["max_kv_tiles"] for call in coverage_calls.call_args_list}
     assert widths == {64: 2, 128: 1}
     assert_near(actual, expected)
 
 
 class TestUnsupportedByTheKernel:
-    """Forward by the kernel, backward by XLA, which says so; or a refusal where XLA was not asked."""
+    """XLA computes unsupported gradients with a warning, or they are refused if a kernel was requested."""
 
     def run(self, loss, qkv, *, gradients_by_kernel=False):
         with as_on_a_gpu() as called:
@@ -158,8 +162,8 @@ class TestUnsupportedByTheKernel:
 
     def test_trained_alibi_slopes(self):
         q, k, v = arrays()
-        run = lambda slopes, **how: loss_of(
-            functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, **how)
+        run = lambda slopes, **extra_options: loss_of(
+            functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, **extra_options)
         )((q, k, v))
         with pytest.warns(
             jattn.KernelFallbackWarning,
@@ -174,7 +178,7 @@ class TestUnsupportedByTheKernel:
         self.run(functools.partial(run, implementation=("mosaic_gpu", "xla")), SLOPES)
 
     def test_trained_alibi_slopes_with_segment_ids(self):
-        """The kernels that the mask was made for serve the forward pass; nobody asked for them by name."""
+        """The kernels serve the forward pass, since the caller did not request them by name."""
         ids = jnp.arange(240) // 90
         run = lambda slopes: loss_of(
             functools.partial(jattn.attention, return_lse=True, alibi_slopes=slopes, segment_ids=ids)
@@ -246,10 +250,10 @@ class TestUnsupportedByTheKernel:
             "head_dim": (1.0, "head_dim=120 is not supported for gradients"),
         }[unsupported]
 
-        def loss(argument, **how):
+        def loss(argument, **extra_options):
             slopes = {"alibi_slopes": argument} if unsupported == "slopes" else {}
             scaled = q if slopes else (q * argument).astype(q.dtype)
-            return loss_of(functools.partial(run, **options, **slopes, **how))((scaled, k, v))
+            return loss_of(functools.partial(run, **options, **slopes, **extra_options))((scaled, k, v))
 
         with pytest.warns(
             jattn.KernelFallbackWarning, match=f"fall back to xla on a GPU, which is slow: {reason}"
@@ -274,7 +278,7 @@ def test_layers_without_a_cache_train_with_the_kernel():
 
 
 class TestAheadOfTime:
-    """Plain jit over two H200s, which XLA's partitioner cuts by asking."""
+    """Training steps under plain jit, partitioned over two H200s."""
 
     @pytest.mark.parametrize(
         "name",
@@ -285,8 +289,8 @@ class TestAheadOfTime:
     )
     def test_kernels_receive_local_shards_without_collectives(self, name):
         aot.require_plugin()
-        (found,) = aot.exchanges_of("tests.dense.partition_aot_cases", [name]).values()
-        exchanges, kernels = found
+        (report,) = aot.exchanges_of("tests.dense.partition_aot_cases", [name]).values()
+        exchanges, kernels = report
         assert not exchanges
         assert kernels >= 2
 
@@ -304,17 +308,22 @@ class TestOnGpu:
             jax.jit(jax.grad(loss_of(functools.partial(run, implementation=by))))(qkv)
             for by in ("mosaic_gpu", "xla")
         )
-        for one, other in zip(actual, expected, strict=True):
-            one, other = one.astype(jnp.float32), other.astype(jnp.float32)
-            np.testing.assert_allclose(one, other, rtol=0, atol=0.02 * float(jnp.abs(other).max()))
+        for actual_array, expected_array in zip(actual, expected, strict=True):
+            actual_array, expected_array = (
+                actual_array.astype(jnp.float32),
+                expected_array.astype(jnp.float32),
+            )
+            np.testing.assert_allclose(
+                actual_array, expected_array, rtol=0, atol=0.02 * float(jnp.abs(expected_array).max())
+            )
 
     @pytest.mark.parametrize("mask", [None, masks.LocalStrided(block_size=64, local_blocks=1, vert_stride=2)])
     def test_deterministic_gradients_are_bit_identical(self, mask):
-        how = {"return_lse": True, "causal": True, "mask": mask, "deterministic": True}
-        run = functools.partial(jattn.attention, **how)
+        options = {"return_lse": True, "causal": True, "mask": mask, "deterministic": True}
+        run = functools.partial(jattn.attention, **options)
         step = jax.jit(jax.grad(loss_of(run)))
-        for one, other in zip(step(arrays()), step(arrays()), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for actual_array, expected_array in zip(step(arrays()), step(arrays()), strict=True):
+            np.testing.assert_array_equal(actual_array, expected_array)
 
     def test_flax_layer_trains_with_the_kernels(self):
         from flax import nnx

@@ -1,4 +1,4 @@
-"""The page on training says which pass is a kernel's: each row of its table is run as on a GPU."""
+"""The page on training states which pass runs on a kernel; each row of its table is run as on a GPU."""
 
 import pathlib
 import re
@@ -29,7 +29,7 @@ NAMES = vars(masks) | {
 
 
 def options_of(code, arguments):
-    """The row's code, where a bar is written behind a backslash."""
+    """Return the options in a row's code, in which `|` is escaped with a backslash."""
     return eval(f"dict({code.replace(chr(92), '')})", NAMES | arguments)
 
 

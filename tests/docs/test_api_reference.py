@@ -1,4 +1,4 @@
-"""The API reference: every public name has an entry with an example, and the examples run."""
+"""The API reference: each public name has an entry with an example, and the examples run."""
 
 import inspect
 import pathlib

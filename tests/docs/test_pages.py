@@ -1,4 +1,4 @@
-"""The pages: their code runs, their commands, names and links exist, their tables show the raw rows."""
+"""The documentation pages: their code runs, and their commands, names, links and tables are correct."""
 
 import ast
 import dataclasses
@@ -49,7 +49,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
         for page in PAGES
     ],
 )
-def test_the_examples_of_a_page_run_in_their_order(page, tmp_path, monkeypatch):
+def test_examples_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     if "plot(" in page.read_text():
         pytest.importorskip("matplotlib")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -89,7 +89,7 @@ def test_commands_of_a_page_exist(page):
 
 
 @every_page
-def test_links_of_a_page_lead_somewhere(page):
+def test_links_of_a_page_exist(page):
     def anchor(title):
         return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
@@ -106,10 +106,10 @@ def test_links_of_a_page_lead_somewhere(page):
 @every_page
 def test_names_of_jattn_on_a_page_exist(page):
     for name in re.findall(r"\bjattn\.((?:\w+\.)*\w+)\b", page.read_text()):
-        found = jattn
+        names = jattn
         for part in name.split("."):
-            assert hasattr(found, part), f"jattn.{name}"
-            found = getattr(found, part)
+            assert hasattr(names, part), f"jattn.{name}"
+            names = getattr(names, part)
 
 
 def test_the_readme_links_to_every_page_and_example():
@@ -148,42 +148,42 @@ def test_functions_in_the_table_of_vllm_names_exist():
 def test_options_of_vllm_serve_are_on_its_page():
     page = (ROOT / "docs" / "vllm.md").read_text()
     (table,) = re.findall(r"\n## The engine and `vllm serve`\n(.*?)\n## ", page, re.DOTALL)
-    theirs = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| ")]
-    assert set(re.findall(r"--[\w-]+", " ".join(theirs))) == set(VLLM_OPTIONS)
-    ours = {option for row in table.splitlines() for option in re.findall(r"`(--[\w-]+)", row)}
+    vllm_options = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| ")]
+    assert set(re.findall(r"--[\w-]+", " ".join(vllm_options))) == set(VLLM_OPTIONS)
+    documented_options = {option for row in table.splitlines() for option in re.findall(r"`(--[\w-]+)", row)}
     (subparsers,) = build_parser()._subparsers._group_actions
-    assert ours <= set(subparsers.choices["serve"]._option_string_actions)
+    assert documented_options <= set(subparsers.choices["serve"]._option_string_actions)
     assert not set(VLLM_OPTIONS) & set(subparsers.choices["serve"]._option_string_actions)
 
 
 def test_the_folder_map_names_every_package():
     (drawn,) = (block.code for block in blocks(FLOW) if block.heading == "Folder map")
-    folder, found = ROOT, set()
+    folder, names = ROOT, set()
     for line in drawn.splitlines():
         named = re.match(r"( *)((?:[\w.]+/? )*[\w.]+/?)(?: {2,}|$)", line)
         assert named is not None, line
         folder = folder if named[1] else ROOT / named[2]
         paths = [folder / name for name in named[2].split()] if named[1] else [folder]
         assert [path for path in paths if not path.exists()] == []
-        found |= set(paths)
+        names |= set(paths)
     packages = {
         path
         for package in ("jattn", "pallas_kernels")
         for path in (ROOT / package).iterdir()
         if (path / "__init__.py").exists()
     }
-    assert packages <= found
+    assert packages <= names
 
 
 def names_in(file):
     """Return the functions, classes, fields, assigned and imported names of a Python file."""
     tree = ast.parse(file.read_text())
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
     targets += [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    found |= {alias.name for node in imported for alias in node.names}
-    return found | {target.id for target in targets if isinstance(target, ast.Name)}
+    names |= {alias.name for node in imported for alias in node.names}
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def test_walkthroughs_name_files_and_functions_that_exist():
@@ -205,7 +205,7 @@ def test_every_list_of_8_bit_types_is_the_same():
 
 @dataclasses.dataclass(frozen=True)
 class Multiples(jattn.masks.Mask):
-    """A user's mask: keys at multiples of a number."""
+    """A user-defined mask: keys at multiples of a number."""
 
     step: int | jax.Array
 
@@ -224,7 +224,7 @@ def test_a_mask_of_a_user_needs_kernel_support_only_if_it_has_arrays():
     assert "Multiples" in why_not_kernel_mask(with_array(jnp.int32(3)), 128)
 
 
-def test_tables_and_pictures_are_those_of_the_raw_rows():
+def test_tables_and_pictures_match_the_raw_rows():
     assert (ROOT / "docs" / "benchmarks.md").read_text() == benchmarks_page()
     for page in pages.PAGES:
         assert pages.filled(page.read_text()) == page.read_text()

@@ -1,4 +1,4 @@
-"""Runs a case of attention and judges it by float64."""
+"""Run a case of attention and check it against float64."""
 
 import contextlib
 import dataclasses
@@ -17,9 +17,9 @@ from pallas_kernels.paged_decode import entry as decode_entry
 from pallas_kernels.varlen_prefill import call as prefill_call
 from tests.attention_problems import AttentionProblem, Setting
 from tests.fuzz import masks
-from tests.fuzz.draw import seen_of, sizes_of
-from tests.pallas_kernels.varlen_prefill.split_everywhere import cut_everywhere
-from tests.pallas_kernels.varlen_prefill.tile_list_problem import Listed
+from tests.fuzz.draw import sizes_of, visibility_of
+from tests.pallas_kernels.varlen_prefill.split_everywhere import split_every_tile
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListProblem
 
 QUANTIZATIONS = {
     "fp8_scalar": "fp8_e4m3", "fp8_head": "fp8_e4m3", "fp8_token_head": "fp8_e4m3_token_head",
@@ -29,7 +29,7 @@ QUANTIZATIONS = {
 
 
 def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
-    """The case's arrays, and the mask that is not the spec's."""
+    """Return the problem of a case, and the mask that is not part of its spec."""
     mask, rule = (None, None) if case["mask"] is None else masks.make(case["mask"], sizes_of(case))
     if mask is not None and mask.allows_future_keys:  # which a causal layer refuses
         case = case | {"causal": False}
@@ -58,18 +58,18 @@ def problem_of(case: dict) -> tuple[AttentionProblem, jattn.masks.Mask | None]:
         bucket=case["bucket"] and jattn.Bucket(**case["bucket"]),
         has_sinks=case["sinks"],
         has_alibi=case["alibi"] is not None,
-        seen=seen_of(case, rule),
+        seen=visibility_of(case, rule),
         is_cross=case["is_cross"],
         frees_blocks=case["frees_blocks"],
         seed=case["seed"],
         **{name: case[name] for name in names},
     )
     is_listed = mask is not None and case["implementation"] == "mosaic_gpu"
-    return (Listed if is_listed else AttentionProblem)(setting), None if in_spec else mask
+    return (TileListProblem if is_listed else AttentionProblem)(setting), None if in_spec else mask
 
 
 def check(case: dict) -> None:
-    """Runs the case and compares; raises what attend raises, or AssertionError."""
+    """Run a case and compare; raises the error of attend or an AssertionError."""
     problem, mask = problem_of(case)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     arrays = jnp.asarray(problem.query), problem.kv, problem.metadata, mask
@@ -79,7 +79,7 @@ def check(case: dict) -> None:
         if is_interpreted(case):
             stack.enter_context(as_on_a_gpu())
         if case["cuts_keys"]:
-            cut_everywhere(stack.enter_context(pytest.MonkeyPatch.context()))
+            split_every_tile(stack.enter_context(pytest.MonkeyPatch.context()))
         result = (jax.jit(run) if case["is_jitted"] else run)(*arrays, **per_head)
     if case["return_lse"]:
         problem.check(*result)
@@ -88,20 +88,20 @@ def check(case: dict) -> None:
 
 
 def attend(case: dict, problem: AttentionProblem, query, kv, metadata, mask, **per_head):
-    """The one place that calls attend and plan."""
+    """Call plan and attend, in the only place that does."""
     call = {"implementation": case["implementation"], "return_lse": case["return_lse"], **per_head}
     plan = None
     if case["planned"] or case["mask_in"] == "plan":
         cache_spec = cache_spec_of(case, problem) if case["planned"] == "cache_spec" else None
-        how = {"implementation": case["implementation"], "query_dtype": query.dtype}
-        plan = jattn.plan(metadata, problem.spec, cache_spec or kv, mask=mask, **how)
+        options = {"implementation": case["implementation"], "query_dtype": query.dtype}
+        plan = jattn.plan(metadata, problem.spec, cache_spec or kv, mask=mask, **options)
     else:
         call["mask"] = mask
     return jattn.attend(query, kv, metadata, problem.spec, plan, **call)
 
 
 def cache_spec_of(case: dict, problem: AttentionProblem) -> jattn.CacheSpec | None:
-    """Of a cache that a CacheSpec can describe."""
+    """Return the CacheSpec of the problem's cache, or None if a CacheSpec cannot describe it."""
     has_spec = case["stored"] == "plain" or case["stored"] in QUANTIZATIONS
     if case["kv"] == "no_cache" or not has_spec:
         return None
@@ -122,14 +122,14 @@ def is_interpreted(case: dict) -> bool:
 
 @contextlib.contextmanager
 def as_on_a_gpu():
-    """The kernels in interpret mode with few thread blocks, else as attend chooses them on a GPU."""
+    """Run the kernels in interpret mode with few thread blocks, and choose them as on a GPU."""
 
     def few_ctas(right, ctas):
         return lambda *args, **kwargs: dataclasses.replace(right(*args, **kwargs), ctas=ctas)
 
     interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
     with contextlib.ExitStack() as stack:
-        patch = lambda *where: stack.enter_context(mock.patch.object(*where))
+        patch = lambda *target: stack.enter_context(mock.patch.object(*target))
         for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_call, 3)):
             patch(module, "default_sizes", few_ctas(module.default_sizes, ctas))
         patch(support, "why_not_on", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Writes into a cache and moves of its blocks, by slot: bits, scales and donation."""
+"""Cache writes and block moves, checked slot by slot: bits, scales and donation."""
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,21 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 
 def cache_of(case: dict, rng: np.random.Generator, **changes) -> jattn.PagedCache:
-    """Of random bits that are numbers."""
+    """Return a cache of random finite values."""
     names = ("num_blocks", "block_size", "num_kv_heads", "head_dim", "dtype", "layout", "quantization")
     spec = jattn.CacheSpec(**{name: case[name] for name in names} | changes)
-    made = {}
+    arrays = {}
     for name, stored in zip(("k_scale", "v_scale"), spec.storage_formats, strict=True):
         shapes = [s for s in stored.scale_shapes(spec) if stored.scale in ("static", "channel")]
         if shapes:
-            made[name] = jnp.asarray(rng.uniform(0.02, 0.1, shapes[rng.integers(len(shapes))]), jnp.float32)
-    cache = jattn.PagedCache.create(spec, **made)
+            arrays[name] = jnp.asarray(rng.uniform(0.02, 0.1, shapes[rng.integers(len(shapes))]), jnp.float32)
+    cache = jattn.PagedCache.create(spec, **arrays)
     fill = lambda x: jnp.asarray(rng.integers(-9, 9, x.shape)).astype(x.dtype) if x.ndim > 2 else x
     return jax.tree.map(fill, cache)
 
 
 def by_slot(cache: jattn.PagedCache) -> dict[str, np.ndarray]:
-    """Bits of each slot: keys and values [slots, kv_heads, head_dim], scales [slots, kv_heads]."""
+    """Return the bits of each slot: keys and values [slots, kv_heads, head_dim], scales [slots, kv_heads]."""
     # Of a copy: an array that numpy looks into is not donated.
     cache = jax.tree.map(lambda x: x.copy(), cache)
     k, v = np.asarray(cache.k), np.asarray(cache.v)
@@ -32,12 +32,12 @@ def by_slot(cache: jattn.PagedCache) -> dict[str, np.ndarray]:
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     if cache.layout == "packed":
         k, v = k.transpose(0, 3, 1, 2, 4).reshape(*v.transpose(0, 3, 1, 2).shape), v.transpose(0, 3, 1, 2)
-    found = {"k": k, "v": v}
+    by_name = {"k": k, "v": v}
     for name in ("k_scale", "v_scale"):
         scale = getattr(cache, name)
         if scale is not None and np.ndim(scale) == 3:
-            found[name] = np.asarray(scale)
-    return {name: np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for name, x in found.items()}
+            by_name[name] = np.asarray(scale)
+    return {name: np.ascontiguousarray(x).reshape(-1, *x.shape[2:]) for name, x in by_name.items()}
 
 
 def write(case: dict, rng: np.random.Generator) -> None:
@@ -69,7 +69,7 @@ def write(case: dict, rng: np.random.Generator) -> None:
 
 
 def _check_stored(row: np.ndarray, held: np.ndarray, scale, *, is_dynamic: bool) -> None:
-    """What is held of a row [kv_heads, head_dim]: the nearest, ties either way."""
+    """Check that a stored row [kv_heads, head_dim] is the nearest 8-bit value, with ties to either side."""
     dtype = held.dtype.name
     if scale is None:
         np.testing.assert_array_equal(held, row.astype(held.dtype))
@@ -85,17 +85,17 @@ def _check_stored(row: np.ndarray, held: np.ndarray, scale, *, is_dynamic: bool)
         assert (error <= 0.5 + 1e-4).all(), f"int8 is off by {error.max()}"
     else:
         clipped = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
-        near = [
+        neighbours = [
             (clipped * (1 + shift)).astype(np.float32).clip(-LARGEST[dtype], LARGEST[dtype])
             for shift in (-1e-6, 1e-6)
         ]
-        ends = np.sort([x.astype(held.dtype).astype(np.float64) for x in near], axis=0)
+        ends = np.sort([x.astype(held.dtype).astype(np.float64) for x in neighbours], axis=0)
         held = held.astype(np.float64)
         assert ((held >= ends[0]) & (held <= ends[1])).all(), "fp8 is not the nearest"
 
 
 def pairs_of(rng: np.random.Generator, num_source: int, num_target: int) -> np.ndarray:
-    """Of (source, target): targets differ; some pairs are padding."""
+    """Return (source, target) pairs with distinct targets; some are padding."""
     targets = rng.permutation(num_target)[: rng.integers(0, num_target + 1)]
     pairs = np.stack([rng.integers(0, num_source, len(targets)), targets], axis=1).astype(np.int32)
     padding = rng.choice([[-1, -1], [0, -1], [-3, 0]], rng.integers(0, 3)).reshape(-1, 2)
@@ -103,11 +103,11 @@ def pairs_of(rng: np.random.Generator, num_source: int, num_target: int) -> np.n
 
 
 def moved(source: dict, target: dict, pairs: np.ndarray, size: int) -> dict:
-    found = {name: x.copy() for name, x in target.items()}
+    by_name = {name: x.copy() for name, x in target.items()}
     for a, b in pairs:
-        for name in found if a >= 0 and b >= 0 else ():
-            found[name][b * size : (b + 1) * size] = source[name][a * size : (a + 1) * size]
-    return found
+        for name in by_name if a >= 0 and b >= 0 else ():
+            by_name[name][b * size : (b + 1) * size] = source[name][a * size : (a + 1) * size]
+    return by_name
 
 
 def assert_same(actual: dict, expected: dict) -> None:
@@ -127,11 +127,15 @@ def copy(case: dict, rng: np.random.Generator) -> None:
 
 
 def swap(case: dict, rng: np.random.Generator) -> None:
-    others = int(rng.integers(1, 9))
-    source, target = cache_of(case, rng), cache_of(case, rng, num_blocks=others)
+    num_target_blocks = int(rng.integers(1, 9))
+    source, target = cache_of(case, rng), cache_of(case, rng, num_blocks=num_target_blocks)
     on_host = lambda cache: jax.tree.map(np.array, cache)
     source, target = (on_host(c) if rng.random() < 0.5 else c for c in (source, target))
-    pairs, old, size = pairs_of(rng, case["num_blocks"], others), by_slot(target), case["block_size"]
+    pairs, old, size = (
+        pairs_of(rng, case["num_blocks"], num_target_blocks),
+        by_slot(target),
+        case["block_size"],
+    )
     expected = moved(by_slot(source), old, pairs, size)
     is_on_host = isinstance(target.k, np.ndarray)
     before = by_slot(source)

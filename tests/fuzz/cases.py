@@ -1,4 +1,4 @@
-"""Kinds of cases: each is drawn from a seed, and judged."""
+"""Kinds of fuzzer cases: each case is drawn from a seed, run and checked."""
 
 import pathlib
 import time
@@ -17,7 +17,7 @@ KINDS = (*IMPLEMENTATIONS, "gradients", "dense", "moves")
 
 
 def draw(kind: str, seed: int, *, is_large: bool = False) -> dict:
-    """The case of a seed: a dict of literals."""
+    """Return the case of a seed: a dict of literals."""
     if kind == "moves":
         return moves.draw(seed)
     if kind == "dense":
@@ -28,23 +28,23 @@ def draw(kind: str, seed: int, *, is_large: bool = False) -> dict:
 
 
 def check(kind: str, case: dict) -> None:
-    """Raises AssertionError for a wrong answer, or whatever the library raises."""
-    own = {"moves": moves.check, "gradients": gradients.check, "dense": dense.check}
-    own.get(kind, attention.check)(case)
+    """Raise an AssertionError for a wrong result, or whatever the library raises."""
+    checks = {"moves": moves.check, "gradients": gradients.check, "dense": dense.check}
+    checks.get(kind, attention.check)(case)
 
 
 def outcome_of(kind: str, seed: int, *, is_large: bool = False) -> dict:
-    """How a case ends.
+    """Return the outcome of a case.
 
-    "passed"; "refused" by name; "blamed": a ValueError of the library's says that the caller is wrong, though
-    all that is drawn is right; "wrong"; or "crashed" by any other error.
+    "passed"; "refused": NotImplementedError of the library; "blamed": the library raises ValueError although
+    the case is valid; "wrong": a wrong result; "crashed": any other error.
     """
     case, start = draw(kind, seed, is_large=is_large), time.monotonic()
     outcome, detail = "passed", ""
     try:
         check(kind, case)
     except Exception as error:
-        outcome, detail = kind_of(error), f"{type(error).__name__}: {error}"
+        outcome, detail = classify_error(error), f"{type(error).__name__}: {error}"
     seconds = round(time.monotonic() - start, 2)
     return {
         "kind": kind,
@@ -56,11 +56,13 @@ def outcome_of(kind: str, seed: int, *, is_large: bool = False) -> dict:
     }
 
 
-def kind_of(error: Exception) -> str:
-    """What an error means; the library's own are those that it raises itself."""
+def classify_error(error: Exception) -> str:
+    """Return the outcome that an error stands for; only errors raised in the library count as refusals."""
     raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    is_ours = any(raised_in.is_relative_to(ROOT / folder) for folder in ("jattn", "pallas_kernels"))
-    if is_ours and isinstance(error, ValueError | NotImplementedError):
+    is_raised_by_library = any(
+        raised_in.is_relative_to(ROOT / folder) for folder in ("jattn", "pallas_kernels")
+    )
+    if is_raised_by_library and isinstance(error, ValueError | NotImplementedError):
         return "refused" if isinstance(error, NotImplementedError) else "blamed"
-    is_judged = raised_in.is_relative_to(ROOT / "tests") or "numpy" in raised_in.parts
-    return "wrong" if isinstance(error, AssertionError) and is_judged else "crashed"
+    is_raised_by_check = raised_in.is_relative_to(ROOT / "tests") or "numpy" in raised_in.parts
+    return "wrong" if isinstance(error, AssertionError) and is_raised_by_check else "crashed"

@@ -1,6 +1,6 @@
-"""jattn.attention by pairs of its arguments, against its docstring in float64: outputs, LSEs and gradients.
+"""jattn.attention with pairs of arguments, against its docstring in float64: outputs, LSEs and gradients.
 
-What no text owns is NaN. Rules of masks are those of `tests.fuzz.masks`.
+Tokens of no document are NaN. Rules of masks are those of `tests.fuzz.masks`.
 """
 
 import random
@@ -13,12 +13,12 @@ import jattn
 from tests.fuzz import masks
 from tests.fuzz.masks import Sizes
 
-TOLERANCE = {"float32": 2e-4, "bfloat16": 6e-2, "float16": 1e-2}  # of an array's largest number, or of 1
+TOLERANCE = {"float32": 2e-4, "bfloat16": 6e-2, "float16": 1e-2}  # relative to the array's largest value or 1
 LENS = [0, 1, 2, 3, 7, 8, 9, 16, 17, 30, 33, 40]
 
 
 def draw(seed: int) -> dict:
-    """A case in few tokens."""
+    """Return a case with few tokens."""
     rng = random.Random(f"dense-{seed}")
     layout = rng.choice(["batch", "batch", "text", "packed"])
     lens = [rng.choice(LENS) for _ in range(rng.randint(1, 4))] if layout == "packed" else []
@@ -40,9 +40,9 @@ def draw(seed: int) -> dict:
     case["alibi"], case["sinks"] = rng.random() < 0.3, rng.random() < 0.3
     case["mask"] = _draw_mask(rng, case)
     case["implementation"] = rng.choice([None, "xla", "reference"])
-    case["how"] = rng.choice(["eager", "jit", "vmap", "checkpoint"])
-    if case["how"] == "vmap" and (layout != "batch" or case["mask"] is not None):
-        case["how"] = "jit"
+    case["transform"] = rng.choice(["eager", "jit", "vmap", "checkpoint"])
+    if case["transform"] == "vmap" and (layout != "batch" or case["mask"] is not None):
+        case["transform"] = "jit"
     return case
 
 
@@ -63,28 +63,28 @@ def _sizes(case: dict) -> Sizes:
 
 
 def check(case: dict) -> None:
-    """Raises AssertionError for a wrong number, or whatever the library raises."""
+    """Raise an AssertionError for a wrong value, or whatever the library raises."""
     rng, case = np.random.default_rng(case["seed"]), dict(case)
-    arrays, options, seen = _given(case, rng)
+    arrays, options, seen = _draw_arguments(case, rng)
     with_nan = {name: _poisoned(case, x) if name in "qkv" else x for name, x in arrays.items()}
-    of_out = rng.normal(size=arrays["q"].shape).astype(np.float32)
-    of_lse = rng.normal(size=(case["batch"], case["heads"][0], case["q_tokens"])).astype(np.float32)
-    of_lse = of_lse if case["layout"] == "batch" else of_lse[0]
+    out_weights = rng.normal(size=arrays["q"].shape).astype(np.float32)
+    lse_weights = rng.normal(size=(case["batch"], case["heads"][0], case["q_tokens"])).astype(np.float32)
+    lse_weights = lse_weights if case["layout"] == "batch" else lse_weights[0]
 
     def loss(arrays):
         out, lse = _run(case, arrays, options)
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
-        return (out.astype(jnp.float32) * of_out).sum() + (finite * of_lse).sum(), (out, lse)
+        return (out.astype(jnp.float32) * out_weights).sum() + (finite * lse_weights).sum(), (out, lse)
 
-    loss = jax.checkpoint(loss) if case["how"] == "checkpoint" else loss
-    of = jax.grad(loss, has_aux=True)
-    actual, made = (of if case["how"] == "eager" else jax.jit(of))(with_nan)
+    loss = jax.checkpoint(loss) if case["transform"] == "checkpoint" else loss
+    gradient = jax.grad(loss, has_aux=True)
+    actual, outputs = (gradient if case["transform"] == "eager" else jax.jit(gradient))(with_nan)
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
-        weights = of_out.astype(np.float64), of_lse.astype(np.float64)
-        weighed = lambda wide: _formula(case, wide, seen, *weights)
-        expected, judge = jax.grad(weighed, has_aux=True)(wide)
-    for name, a, b in zip(("out", "lse"), made, judge, strict=True):
+        float64_arrays = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in arrays.items()}
+        weights = out_weights.astype(np.float64), lse_weights.astype(np.float64)
+        reference_loss = lambda float64_arrays: _reference(case, float64_arrays, seen, *weights)
+        expected, reference_outputs = jax.grad(reference_loss, has_aux=True)(float64_arrays)
+    for name, a, b in zip(("out", "lse"), outputs, reference_outputs, strict=True):
         _close(case, name, a, b)
     for name, a in actual.items():
         _close(case, f"gradient of {name}", a, expected[name])
@@ -92,13 +92,13 @@ def check(case: dict) -> None:
 
 def _close(case: dict, name: str, actual, expected) -> None:
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected)
-    top = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=1.0)
-    bound = TOLERANCE[case["dtype"]] * top
+    largest = np.abs(np.where(np.isinf(expected), 0, expected)).max(initial=1.0)
+    bound = TOLERANCE[case["dtype"]] * largest
     np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=name)
 
 
-def _given(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray]:
-    """Arrays, options that are none, and what queries see: [batch, q_heads, q_tokens, kv_tokens]."""
+def _draw_arguments(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray]:
+    """Return the arrays, the other options, and visibility [batch, q_heads, q_tokens, kv_tokens]."""
     (q_heads, kv_heads), lead = case["heads"], (case["batch"],) if case["layout"] == "batch" else ()
     shapes = {"q": (case["q_tokens"], q_heads), "k": (case["kv_tokens"], kv_heads)}
     shapes["v"] = shapes["k"]
@@ -126,7 +126,7 @@ def _given(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray
         options["segment_ids"] = jnp.asarray(ids if case["layout"] == "batch" else ids[0], jnp.int32)
         seen &= (ids[:, :, None] == ids[:, None, :])[:, None]
     if case["mask"] is not None:
-        options["mask"], shown, ahead = _made(case, rng, i, j, row)
+        options["mask"], shown, ahead = _draw_mask_arrays(case, rng, i, j, row)
         options["causal"] = case["causal"] = case["causal"] and not ahead
         seen &= shown
     if case["causal"]:
@@ -141,23 +141,23 @@ def _given(case: dict, rng: np.random.Generator) -> tuple[dict, dict, np.ndarray
     return arrays, options, np.asarray(seen)
 
 
-def _made(case: dict, rng: np.random.Generator, i, j, row) -> tuple:
-    """A mask, what it shows, and whether it shows later keys."""
-    kind, literal, *share = case["mask"]
+def _draw_mask_arrays(case: dict, rng: np.random.Generator, i, j, row) -> tuple:
+    """Return a mask, its visibility, and whether it allows future keys."""
+    kind, literal, *density = case["mask"]
     if kind == "array":
-        array = rng.random(literal) < share[0]
+        array = rng.random(literal) < density[0]
         return jnp.asarray(array), array, False
     mask, rule = masks.make(literal, _sizes(case))
     q_heads = case["heads"][0]
     if case["layout"] == "packed":
         rows = range(len(case["lens"]))
-        of = lambda r, h: np.broadcast_to(
+        visible_pairs = lambda r, h: np.broadcast_to(
             rule(r, h, np.maximum(i, 0), np.maximum(j, 0)), i.shape[:1] + j.shape[1:]
         )
         shown = np.zeros((1, q_heads, *np.broadcast_shapes(i.shape, j.shape)), bool)
         for r in rows:
             for h in range(q_heads):
-                shown[0, h][row == r] = of(r, h)[row == r]
+                shown[0, h][row == r] = visible_pairs(r, h)[row == r]
     else:
         full = np.broadcast_shapes(i.shape, j.shape)
         shown = np.array(
@@ -169,7 +169,7 @@ def _made(case: dict, rng: np.random.Generator, i, j, row) -> tuple:
 
 
 def _poisoned(case: dict, x):
-    """With NaN behind the last document."""
+    """Return the array with NaN after the last document."""
     if case["layout"] != "packed":
         return x
     is_padding = jnp.arange(x.shape[0]) >= sum(case["lens"])
@@ -179,17 +179,17 @@ def _poisoned(case: dict, x):
 def _run(case: dict, arrays: dict, options: dict):
     per_head = {name: x for name, x in arrays.items() if name not in "qkv"}
     call = options | per_head | {"return_lse": True, "implementation": case["implementation"]}
-    if case["how"] != "vmap":
+    if case["transform"] != "vmap":
         return jattn.attention(arrays["q"], arrays["k"], arrays["v"], **call)
     ids = call.pop("segment_ids", None)
     if ids is None:
         return jax.vmap(lambda q, k, v: jattn.attention(q, k, v, **call))(*(arrays[n] for n in "qkv"))
-    one = lambda q, k, v, ids: jattn.attention(q, k, v, segment_ids=ids, **call)
-    return jax.vmap(one)(*(arrays[name] for name in "qkv"), ids)
+    attend_segments = lambda q, k, v, ids: jattn.attention(q, k, v, segment_ids=ids, **call)
+    return jax.vmap(attend_segments)(*(arrays[name] for name in "qkv"), ids)
 
 
-def _formula(case: dict, arrays: dict, seen: np.ndarray, of_out, of_lse):
-    """The softmax, as docstrings have it."""
+def _reference(case: dict, arrays: dict, seen: np.ndarray, out_weights, lse_weights):
+    """Return the weighted loss of the softmax formula, and its output and LSE."""
     batched = lambda x: x if case["layout"] == "batch" else x[None]
     group = case["heads"][0] // case["heads"][1]
     q, k, v = batched(arrays["q"]), *(jnp.repeat(batched(arrays[n]), group, axis=2) for n in "kv")
@@ -206,7 +206,10 @@ def _formula(case: dict, arrays: dict, seen: np.ndarray, of_out, of_lse):
     is_any = np.any(seen, axis=-1) | (case["sinks"] & case["_has_keys"])
     scores = jnp.where(is_any[..., None], jnp.concatenate([scores, sinks], axis=-1), 0.0)
     lse = jax.nn.logsumexp(scores, axis=-1)
-    shares = jnp.where(seen, jnp.exp(scores - lse[..., None])[..., :-1], 0.0)
-    out, lse = jnp.einsum("bhqk,bkhd->bqhd", shares, v), jnp.where(is_any, lse, -jnp.inf)
+    probs = jnp.where(seen, jnp.exp(scores - lse[..., None])[..., :-1], 0.0)
+    out, lse = jnp.einsum("bhqk,bkhd->bqhd", probs, v), jnp.where(is_any, lse, -jnp.inf)
     out, lse = (out, lse) if case["layout"] == "batch" else (out[0], lse[0])
-    return (out * of_out).sum() + (jnp.where(jnp.isneginf(lse), 0.0, lse) * of_lse).sum(), (out, lse)
+    return (out * out_weights).sum() + (jnp.where(jnp.isneginf(lse), 0.0, lse) * lse_weights).sum(), (
+        out,
+        lse,
+    )

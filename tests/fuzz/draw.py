@@ -1,4 +1,4 @@
-"""A case of attention: a dict of literals that its seed determines."""
+"""A random case of attention: a dict of literals that its seed determines."""
 
 import random
 
@@ -8,14 +8,14 @@ from tests.fuzz.masks import Sizes
 from tests.fuzz.masks import draw as draw_mask
 
 KERNEL_HEAD_DIMS = [32, 64, 80, 96, 112, 120, 128, 192, 256]
-MOST_KEYS = 9000  # of all requests together
+MOST_KEYS = 9000  # total over all requests
 MANY_HEADS = [
     (32, 8),
     (28, 4),
     (40, 8),
     (64, 1),
     (12, 12),
-]  # where tokens are few, or the judge takes too long
+]  # only with few tokens, since the float64 check is slow
 EDGES = [1, 2, 7, 8, 9, 13, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 191, 193, 206, 255, 257]
 EIGHT_BIT = [
     "fp8_scalar", "fp8_head", "fp8_token_head", "fp8e5_scalar", "int8_scalar", "int8_token_head",
@@ -23,18 +23,18 @@ EIGHT_BIT = [
 ]  # fmt: skip
 
 
-def one_of(rng: random.Random, **shares: float) -> str:
-    """A name, by its share."""
-    return rng.choices(list(shares), list(shares.values()))[0]
+def weighted_choice(rng: random.Random, **weights: float) -> str:
+    """Return a random name, chosen by its weight."""
+    return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def draw(implementation: str, seed: int, *, is_large: bool = False) -> dict:
-    """The case of a seed for an implementation of `attend`.
+    """Return the case of a seed for an implementation of `attend`.
 
     Args:
         implementation: "mosaic_gpu", "xla" or "reference".
-        seed: Of all that is drawn, the arrays too.
-        is_large: Long requests and many heads, for a GPU.
+        seed: Seed of all random choices and arrays.
+        is_large: Whether to draw long requests and many heads, for a GPU.
     """
     rng, is_kernel = random.Random(f"{implementation}-{seed}"), implementation == "mosaic_gpu"
     case = {"implementation": implementation, "seed": seed}
@@ -52,7 +52,7 @@ def draw(implementation: str, seed: int, *, is_large: bool = False) -> dict:
     case["planned"] = rng.choice([None, "spec", "cache_spec"])
     case["return_lse"] = rng.random() < 0.85
     case["is_jitted"] = is_large or is_kernel or rng.random() < 0.95
-    # As before many keys: heads share tiles of prompts, whose keys are cut, and the kernel widens 8 bits.
+    # Force what long contexts select: packed GQA heads, splits, and dequantization in the kernel.
     case["cuts_keys"] = is_kernel and rng.random() < 0.5
     return case
 
@@ -60,13 +60,13 @@ def draw(implementation: str, seed: int, *, is_large: bool = False) -> dict:
 def _draw_lens(rng: random.Random, *, is_large: bool, is_small: bool) -> dict:
     most_tokens, max_visible_keys = (900, 4000) if is_large else (260, 330) if is_small else (300, 600)
     length = lambda most: min(rng.choice([rng.choice(EDGES), rng.randint(1, most)]), most)
-    phase = one_of(rng, decode=3, speculative=2, prefill=2, chunked=3, mixed=4, cross=1)
+    phase = weighted_choice(rng, decode=3, speculative=2, prefill=2, chunked=3, mixed=4, cross=1)
     num_reqs = rng.randint(1, 40 if is_large and phase == "decode" else 5)
     decode_len = rng.randint(2, 8) if phase == "speculative" or rng.random() < 0.1 else 1
     query_lens, seq_lens = [], []
-    for nth in range(num_reqs):
+    for i in range(num_reqs):
         room = most_tokens - sum(query_lens)
-        is_decode = phase in ("decode", "speculative") or (phase == "mixed" and nth < num_reqs // 2)
+        is_decode = phase in ("decode", "speculative") or (phase == "mixed" and i < num_reqs // 2)
         new = decode_len if is_decode else 0 if rng.random() < 0.06 else length(max(room // 2, 1))
         if new > room:
             break
@@ -84,15 +84,15 @@ def _draw_lens(rng: random.Random, *, is_large: bool, is_small: bool) -> dict:
 
 def _draw_cache(rng: random.Random, *, is_kernel: bool) -> dict:
     if is_kernel:
-        dtype = one_of(rng, bfloat16=6, float16=4, float32=0.3)
+        dtype = weighted_choice(rng, bfloat16=6, float16=4, float32=0.3)
         head_dim = rng.choice(KERNEL_HEAD_DIMS if rng.random() < 0.96 else [8, 48, 72])
         block_size = rng.choice([8, 16, 32, 64, 128, 256] if rng.random() < 0.97 else [4, 24])
-        kv = one_of(rng, NHD=4, HND=3, no_cache=2, packed=0.2)
+        kv = weighted_choice(rng, NHD=4, HND=3, no_cache=2, packed=0.2)
     else:
-        dtype = one_of(rng, float32=4, bfloat16=3, float16=3)
+        dtype = weighted_choice(rng, float32=4, bfloat16=3, float16=3)
         head_dim = rng.choice([8, 16, 32, 48, 64, 80, 112, 128, 256])
         block_size = rng.choice([1, 3, 4, 8, 16, 32, 64, 128])
-        kv = one_of(rng, NHD=4, HND=3, no_cache=2, packed=3)
+        kv = weighted_choice(rng, NHD=4, HND=3, no_cache=2, packed=3)
     stored = "plain" if kv == "no_cache" or rng.random() < 0.55 else rng.choice(EIGHT_BIT)
     if kv == "packed" and head_dim % 16 and stored != "plain":  # 16 channels of a key are one piece there
         stored = "plain"
@@ -143,12 +143,12 @@ def _draw_bucket(rng: random.Random, case: dict) -> dict | None:
 
 
 def decodes_of(query_lens: list[int], decode_query_len: int) -> int:
-    """Leading requests of just so many new tokens."""
+    """Return the number of leading requests with exactly `decode_query_len` new tokens."""
     return next((n for n, new in enumerate(query_lens) if new != decode_query_len), len(query_lens))
 
 
 def rows_of(case: dict) -> np.ndarray:
-    """The metadata's row of each request: `[decode rows | prefill rows]`, each padded."""
+    """Return the metadata row of each request: `[decode rows | prefill rows]`, each padded."""
     decodes, rows = (
         decodes_of(case["query_lens"], case["decode_query_len"]),
         np.arange(len(case["query_lens"])),
@@ -160,15 +160,17 @@ def rows_of(case: dict) -> np.ndarray:
 def sizes_of(case: dict) -> Sizes:
     bucket = case["bucket"]
     rows = bucket["max_decodes"] + bucket["max_prefills"] if bucket else len(case["query_lens"])
-    # As far as the block table reaches, which has two columns too many: masks are held against it.
+    # Masks are checked against the length of the block table, which has two spare columns.
     blocks = max(-(-n // case["block_size"]) for n in [*case["seq_lens"], 1]) + 2
     blocks = max(blocks, (bucket and bucket["max_blocks"]) or 0)
     return Sizes(case["q_heads"], case["kv_heads"], rows, blocks * case["block_size"])
 
 
-def seen_of(case: dict, rule) -> list[np.ndarray]:
-    """All that each query sees: of each request bool [q_heads, query_len, seq_len]. AttentionSpec's words."""
-    found = []
+def visibility_of(case: dict, rule) -> list[np.ndarray]:
+    """Return what each query sees, per request bool [q_heads, query_len, seq_len], following
+    AttentionSpec.
+    """
+    visibility = []
     for r, new, total in zip(rows_of(case), case["query_lens"], case["seq_lens"], strict=True):
         i, j = np.arange(total - new, total)[:, None], np.arange(total)[None, :]
         visible = np.ones((new, total), bool)
@@ -182,5 +184,7 @@ def seen_of(case: dict, rule) -> list[np.ndarray]:
         if case["chunk_size"] is not None:
             visible &= i // case["chunk_size"] == j // case["chunk_size"]
         heads = range(case["q_heads"])
-        found.append(np.array([visible if rule is None else visible & rule(r, h, i, j) for h in heads], bool))
-    return found
+        visibility.append(
+            np.array([visible if rule is None else visible & rule(r, h, i, j) for h in heads], bool)
+        )
+    return visibility

@@ -1,4 +1,4 @@
-"""decode_loop against one row and one token at a time."""
+"""decode_loop against a loop over rows and tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ PARAMS = 3
 
 
 def step(params, caches, metadata, tokens):
-    """The next token follows from this one and the request's length; the cache keeps what was fed."""
+    """Return logits of the next token, which depends on this token and the length; the cache stores the
+    inputs.
+    """
     rows = jnp.broadcast_to(tokens[:, None, None].astype(jnp.float32), (*tokens.shape, 1, 8))
     cache = jattn.write_kv(caches, rows, rows, metadata.slot_mapping)
     following = (tokens * 5 + metadata.seq_lens + params) % 13
@@ -23,7 +25,7 @@ def greedy(logits, index):
 
 
 def check(case: dict, rng: np.random.Generator) -> None:
-    """A few rows, some of which stop."""
+    """Decode a few rows, some of which stop early."""
     size, rows, columns = case["block_size"], int(rng.integers(1, 6)), int(rng.integers(1, 6))
     live, num_steps = int(rng.integers(1, rows + 1)), int(rng.integers(1, 9))
     seq_lens = rng.integers(1, size * columns + 1, live)
@@ -41,31 +43,33 @@ def check(case: dict, rng: np.random.Generator) -> None:
     longest = (
         np.full(rows, columns * size + 1) if max_lens is None else np.minimum(max_lens, columns * size + 1)
     )
-    made, slots = np.full((rows, num_steps), -1), np.zeros(blocks * size)
+    generated, slots = np.full((rows, num_steps), -1), np.zeros(blocks * size)
     last, lens = np.zeros((2, rows), int)
     for r in range(live):
-        own = table[r][:, None] * size + np.arange(size)
-        last[r], lens[r] = decoded(tokens[r], seq_lens[r], longest[r], stops, own.ravel(), made[r], slots)
-    np.testing.assert_array_equal(actual.tokens, made)
-    np.testing.assert_array_equal(actual.num_tokens, (made >= 0).sum(axis=1))
-    assert int(actual.num_steps) == (made >= 0).any(axis=0).sum()
+        row_slots = table[r][:, None] * size + np.arange(size)
+        last[r], lens[r] = decode_row(
+            tokens[r], seq_lens[r], longest[r], stops, row_slots.ravel(), generated[r], slots
+        )
+    np.testing.assert_array_equal(actual.tokens, generated)
+    np.testing.assert_array_equal(actual.num_tokens, (generated >= 0).sum(axis=1))
+    assert int(actual.num_steps) == (generated >= 0).any(axis=0).sum()
     np.testing.assert_array_equal(actual.last_tokens, last)
     np.testing.assert_array_equal(actual.metadata.seq_lens, lens)
     np.testing.assert_array_equal(by_slot(actual.caches)["k"][:, 0, 0], slots)
 
 
-def decoded(token, length, longest, stops, own, made, slots) -> tuple[int, int]:
-    """One row, a token at a time: fills `made` and, in the row's own slots, `slots`.
+def decode_row(token, length, longest, stops, row_slots, generated, slots) -> tuple[int, int]:
+    """Decode one row token by token; fills `generated` and the row's entries of `slots`.
 
     Returns:
-        The row's newest token and length; zeros where it stopped.
+        The row's last token and length; zeros if it stopped.
     """
     is_running = length < longest
-    for n in range(len(made)):
+    for n in range(len(generated)):
         if not is_running:
             return 0, 0
-        slots[own[length - 1]] = token
+        slots[row_slots[length - 1]] = token
         token = (token * 5 + length + PARAMS) % 13
-        made[n], length = token, length + 1
+        generated[n], length = token, length + 1
         is_running = token not in stops and length < longest
     return (token, length) if is_running else (0, 0)

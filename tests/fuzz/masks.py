@@ -1,6 +1,7 @@
-"""Masks as literals; what each becomes, and what its docstring says of (row, head, query, key), in numpy.
+"""Random masks as literals, the Mask objects, and numpy rules over (row, head, query, key) after the
+docstrings.
 
-A literal is a list of a name and what it takes. Rules take int arrays that broadcast and return bools.
+A literal is a list of a name and its arguments. Rules take int arrays that broadcast and return bools.
 """
 
 import random
@@ -13,7 +14,7 @@ from jattn import masks
 
 
 class Sizes(NamedTuple):
-    """Of the batch that a mask is for."""
+    """Sizes of the batch of a mask."""
 
     q_heads: int
     kv_heads: int
@@ -27,14 +28,14 @@ class Made(NamedTuple):
 
 
 def draw(rng: random.Random, sizes: Sizes, depth: int = 2) -> list:
-    """A literal."""
+    """Return a random literal."""
     if depth and rng.random() < 0.4:
         return [rng.choice(["and", "or"]), draw(rng, sizes, depth - 1), draw(rng, sizes, depth - 1)]
     size = lambda: rng.choice([1, 2, 3, 5, 8, 16, 17, 32, 64, 70, 128, 150])
-    some = lambda: rng.choice([None, size()])
+    optional_size = lambda: rng.choice([None, size()])
     name = rng.choice(list(MAKERS))
     if name == "window":
-        return [name, rng.choice([0, some()]), rng.choice([0, some()])]
+        return [name, rng.choice([0, optional_size()]), rng.choice([0, optional_size()])]
     if name in ("sinks", "chunked", "function"):
         return [name, size()]
     if name == "dilated":
@@ -67,7 +68,7 @@ def draw(rng: random.Random, sizes: Sizes, depth: int = 2) -> list:
 
 
 def make(literal: list, sizes: Sizes) -> Made:
-    """The mask and its rule."""
+    """Return the mask of a literal and its rule."""
     name, *arguments = literal
     if name in ("and", "or"):
         (a, rule_a), (b, rule_b) = (make(part, sizes) for part in arguments)
@@ -140,47 +141,49 @@ def document(sizes, fields):
     rng = np.random.default_rng(fields["seed"])
     ids = np.cumsum(rng.random((sizes.rows, sizes.max_len)) < 0.03, axis=1).astype(np.int32)
     ids = ids if fields["has_rows"] else np.broadcast_to(ids[:1], ids.shape)
-    of = lambda r, x: ids[r, np.minimum(x, ids.shape[1] - 1)]
-    given = ids.copy() if fields["has_rows"] else ids[0].copy()
-    return Made(masks.Document(ids=given), lambda r, h, i, j: of(r, i) == of(r, j))
+    id_at = lambda r, x: ids[r, np.minimum(x, ids.shape[1] - 1)]
+    array = ids.copy() if fields["has_rows"] else ids[0].copy()
+    return Made(masks.Document(ids=array), lambda r, h, i, j: id_at(r, i) == id_at(r, j))
 
 
 def prefix(sizes, length):
-    given = np.asarray(length, np.int32)
-    lengths = np.broadcast_to(given, (sizes.rows,))
-    return Made(masks.Prefix(length=given), lambda r, h, i, j: np.maximum(i, j) < lengths[r])
+    array = np.asarray(length, np.int32)
+    lengths = np.broadcast_to(array, (sizes.rows,))
+    return Made(masks.Prefix(length=array), lambda r, h, i, j: np.maximum(i, j) < lengths[r])
 
 
 def vertical_slash(sizes, fields):
     rng = np.random.default_rng(fields["seed"])
-    rows, places = sizes.rows if fields["has_rows"] else 1, rng.integers(1, sizes.max_len + 9)
-    columns, slashes = rng.random((2, rows, sizes.q_heads, places)) < 0.15
-    num_gathered = int(rng.choice([0, 2, 20, places]))
+    rows, num_positions = sizes.rows if fields["has_rows"] else 1, rng.integers(1, sizes.max_len + 9)
+    columns, slashes = rng.random((2, rows, sizes.q_heads, num_positions)) < 0.15
+    num_gathered = int(rng.choice([0, 2, 20, num_positions]))
 
-    def has(marks, r, h, place):
-        is_in = (place >= 0) & (place < places)
-        return marks[np.minimum(r, rows - 1), h, np.clip(place, 0, places - 1)] & is_in
+    def has(marks, r, h, index):
+        is_in = (index >= 0) & (index < num_positions)
+        return marks[np.minimum(r, rows - 1), h, np.clip(index, 0, num_positions - 1)] & is_in
 
-    given = (columns, slashes) if fields["has_rows"] else (columns[0], slashes[0])
-    mask = masks.VerticalSlash(columns=given[0], slashes=given[1], num_gathered=num_gathered)
+    array = (columns, slashes) if fields["has_rows"] else (columns[0], slashes[0])
+    mask = masks.VerticalSlash(columns=array[0], slashes=array[1], num_gathered=num_gathered)
     return Made(mask, lambda r, h, i, j: has(columns, r, h, j) | has(slashes, r, h, i - j))
 
 
 def block(sizes, fields):
     rng, block_q, block_kv = np.random.default_rng(fields["seed"]), fields["block_q"], fields["block_kv"]
-    of = lambda size: -(-sizes.max_len // size)
-    shape = sizes.rows, fields["heads"], 1 if block_q is None else of(block_q), of(block_kv)
+    id_at = lambda size: -(-sizes.max_len // size)
+    shape = sizes.rows, fields["heads"], 1 if block_q is None else id_at(block_q), id_at(block_kv)
     blocks = rng.random(shape) < fields["share"]
     first = rng.integers(0, 2, sizes.rows).astype(np.int32) if fields["first"] and block_q else None
     has_rows = fields["has_rows"]
 
     def rule(r, h, i, j):
         a = 0 * i if block_q is None else i // block_q - (0 if first is None else first[r])
-        b, nth = j // block_kv, h * fields["heads"] // sizes.q_heads
+        b, list_index = j // block_kv, h * fields["heads"] // sizes.q_heads
         inside = (a >= 0) & (a < shape[2]) & (b < shape[3])
         return (
             inside
-            & blocks[r if has_rows else 0, nth, np.clip(a, 0, shape[2] - 1), np.minimum(b, shape[3] - 1)]
+            & blocks[
+                r if has_rows else 0, list_index, np.clip(a, 0, shape[2] - 1), np.minimum(b, shape[3] - 1)
+            ]
         )
 
     mask = masks.BlockMask(

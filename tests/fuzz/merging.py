@@ -1,4 +1,4 @@
-"""Two parts of an attention that become one: any two, and a prefix that all requests share."""
+"""Combining attention outputs: two arbitrary states, and a prefix shared by all requests."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from tests.attention_problems import AttentionProblem, Setting
 
 
 def merge(case: dict, rng: np.random.Generator) -> None:
-    """Sides without keys hold anything."""
+    """Check merge_attn_states; sides without keys contain arbitrary values."""
     tokens, heads, dim, dtype = rng.integers(1, 9), rng.integers(1, 4), 8, jnp.dtype(case["dtype"])
     outs = rng.normal(size=(2, tokens, heads, dim)).astype(dtype)
     lses = (rng.normal(size=(2, heads, tokens)) * 20).astype(np.float32)
@@ -42,7 +42,7 @@ def merge(case: dict, rng: np.random.Generator) -> None:
 
 
 def cascade(case: dict, rng: np.random.Generator) -> None:
-    """A shared prefix, and what each request has besides."""
+    """Check a shared prefix combined with each request's remaining keys."""
     size, shared, num_reqs = case["block_size"], int(rng.integers(1, 4)), int(rng.integers(1, 5))
     query_lens = np.sort(rng.integers(1, 6, num_reqs))
     seq_lens = shared * size + query_lens + rng.integers(0, 20, num_reqs)

@@ -1,15 +1,15 @@
-"""Cases in processes of their own, so that one that hangs or dies is one case's outcome."""
+"""Fuzzer cases in subprocesses, so that a case that hangs or crashes does not end the run."""
 
 import multiprocessing
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
-CASES_OF_A_PROCESS = 100  # what JAX keeps of each case is gone then
+CASES_OF_A_PROCESS = 100  # a new process frees what JAX caches for each case
 
 
 def work(connection: Connection, is_large: bool) -> None:
-    """Answers each (kind, seed) with its outcome, until None."""
+    """Answer each (kind, seed) with its outcome until None is received."""
     import jax
 
     from tests.fuzz.cases import outcome_of
@@ -20,14 +20,14 @@ def work(connection: Connection, is_large: bool) -> None:
 
 
 class Worker:
-    """A process and the job that it has."""
+    """A process and its current job."""
 
     def __init__(self, *, is_large: bool):
-        self.connection, theirs = multiprocessing.Pipe()
+        self.connection, worker_connection = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=work, args=(theirs, is_large), daemon=True)
+        self.process = context.Process(target=work, args=(worker_connection, is_large), daemon=True)
         self.process.start()
-        theirs.close()
+        worker_connection.close()
         self.job: tuple[str, int] | None = None
         self.since, self.num_cases = 0.0, 0
 
@@ -49,14 +49,14 @@ class Worker:
 def outcomes(
     jobs: Iterator[tuple[str, int]], *, num_workers: int, case_seconds: float, seconds: float, is_large: bool
 ) -> Iterator[dict]:
-    """The outcome of each job as it comes, until there are no more or the time is up.
+    """Yield the outcome of each job until the jobs or the time are used up.
 
     Args:
-        jobs: (kind, seed).
-        num_workers: Processes.
-        case_seconds: A case that takes longer is a "timeout".
-        seconds: No job begins after so many.
-        is_large: Whether cases are as large as a GPU wants.
+        jobs: Pairs of (kind, seed).
+        num_workers: Number of processes.
+        case_seconds: Time limit per case; a slower case is a "timeout".
+        seconds: No job starts after this time.
+        is_large: Whether cases are as large as for a GPU.
     """
     end = time.monotonic() + seconds
     workers: list[Worker] = []

@@ -1,4 +1,4 @@
-"""A few of the fuzzer's cases, always the same; and that it tells right from wrong."""
+"""A fixed sample of fuzzer cases, and tests that the fuzzer detects wrong results."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ def test_random_cases_pass(kind, seed):
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_case_is_literals_that_its_seed_determines(kind):
+def test_a_seed_determines_a_case_of_json_literals(kind):
     case = cases.draw(kind, 7)
     assert case == cases.draw(kind, 7) != cases.draw(kind, 8)
     assert json.loads(json.dumps(case)) == case
@@ -55,43 +55,43 @@ class TestOutcomes:
         monkeypatch.setattr(cases, "check", check)
         return cases.outcome_of("xla", 0)["outcome"]
 
-    def test_a_wrong_answer_is_wrong(self, monkeypatch):
+    def test_wrong_result_is_reported_as_wrong(self, monkeypatch):
         assert self.outcome(monkeypatch, AssertionError("out is off by 1")) == "wrong"
 
-    def test_an_error_that_the_library_does_not_raise_itself_is_a_crash(self, monkeypatch):
+    def test_error_raised_outside_of_the_library_is_reported_as_a_crash(self, monkeypatch):
         assert self.outcome(monkeypatch, ValueError("operands could not be broadcast")) == "crashed"
         assert self.outcome(monkeypatch, ZeroDivisionError()) == "crashed"
 
-    def test_a_right_request_that_is_called_wrong_is_blamed(self):
+    def test_value_error_for_a_valid_case_is_reported_as_blamed(self):
         case = draw("reference", 0) | {"window": [-1, None]}
         with pytest.raises(ValueError, match="left side must be None or at least 0, got -1") as blamed:
             cases.check("reference", case)
-        assert cases.kind_of(blamed.value) == "blamed"
+        assert cases.classify_error(blamed.value) == "blamed"
 
-    def test_a_refusal_by_name_is_one(self):
+    def test_not_implemented_error_is_reported_as_refused(self):
         case = draw("reference", 0) | {"batch_invariant": True, "mask": None}
         with pytest.raises(NotImplementedError, match="sizes of the bucket") as refused:
             cases.check("reference", case)
-        assert cases.kind_of(refused.value) == "refused"
+        assert cases.classify_error(refused.value) == "refused"
 
-    def test_a_lost_key_is_wrong(self, monkeypatch):
-        right = cases.attention.seen_of
+    def test_lost_key_is_reported_as_wrong(self, monkeypatch):
+        visibility_of = cases.attention.visibility_of
         monkeypatch.setattr(
             cases.attention,
-            "seen_of",
-            lambda case, rule: [x & (x.cumsum(-1) != 1) for x in right(case, rule)],
+            "visibility_of",
+            lambda case, rule: [x & (x.cumsum(-1) != 1) for x in visibility_of(case, rule)],
         )
         assert cases.outcome_of("xla", 1)["outcome"] == "wrong"
 
 
-def sleepy(connection, is_large):
-    """In place of pool.work."""
+def hang(connection, is_large):
+    """Replace pool.work by a worker that never answers."""
     while connection.recv() is not None:
         pass
 
 
-def test_a_case_that_hangs_is_a_timeout(monkeypatch):
-    monkeypatch.setattr(pool, "work", sleepy)
+def test_hanging_case_is_a_timeout(monkeypatch):
+    monkeypatch.setattr(pool, "work", hang)
     monkeypatch.setattr(pool.Worker, "is_late", lambda worker, limit: True)
     limits = {"num_workers": 1, "case_seconds": 1, "seconds": 60, "is_large": False}
     (outcome,) = pool.outcomes(iter([("xla", 0)]), **limits)

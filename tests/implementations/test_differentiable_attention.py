@@ -1,4 +1,4 @@
-"""Gradients of attention over packed keys: against float64, at padding, in memory, and twice."""
+"""Gradients of attention over packed keys: accuracy, padding, memory and determinism."""
 
 import functools
 
@@ -33,7 +33,7 @@ BASE = {name: values[0] for name, values in FACTORS.items()} | {"kv": "no_cache"
 
 
 def allowed(case: dict) -> bool:
-    """Arrays of masks are of 2 or 4 query heads; a prefix is not for causal layers."""
+    """Return whether a case is valid: mask arrays need the default heads, and a prefix mask is not causal."""
     is_masked, heads = case.get("mask") is not None, case.get("heads", (4, 2))
     return not (is_masked and heads != (4, 2)) and not (
         case.get("mask") == "prefix" and case.get("causal", False)
@@ -53,31 +53,31 @@ def make(case: dict) -> tuple[Problem, jattn.masks.Mask | None]:
     return problem, mask
 
 
-def gradients(problem, mask, expected, implementation="xla", query=None, return_lse=True):
-    """Of what the oracle's loss is, by all that is a float."""
-    given = {"query": problem.query if query is None else query, "k": problem.kv.k, "v": problem.kv.v}
-    given |= {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
-    given = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+def gradients(problem, mask, loss_weights, implementation="xla", query=None, return_lse=True):
+    """Return the gradients of the oracle's loss with respect to every float argument."""
+    arguments = {"query": problem.query if query is None else query, "k": problem.kv.k, "v": problem.kv.v}
+    arguments |= {"sinks": problem.sinks, "alibi_slopes": problem.slopes}
+    arguments = {name: jnp.asarray(x) for name, x in arguments.items() if x is not None}
 
-    def loss(given):
-        kv = replace(problem.kv, k=given["k"], v=given["v"])
-        per_head = {name: given.get(name) for name in ("sinks", "alibi_slopes")}
+    def loss(arguments):
+        kv = replace(problem.kv, k=arguments["k"], v=arguments["v"])
+        per_head = {name: arguments.get(name) for name in ("sinks", "alibi_slopes")}
         out, lse = jattn.attend(
-            given["query"], kv, problem.metadata, problem.spec, mask=mask,
+            arguments["query"], kv, problem.metadata, problem.spec, mask=mask,
             implementation=implementation, return_lse=True, **per_head,
         )  # fmt: skip
-        of_lse = jnp.where(jnp.isneginf(lse), 0.0, lse).T * expected.lse
-        return (out.astype(jnp.float32) * expected.out).sum() + (of_lse.sum() if return_lse else 0.0)
+        lse_term = jnp.where(jnp.isneginf(lse), 0.0, lse).T * loss_weights.lse
+        return (out.astype(jnp.float32) * loss_weights.out).sum() + (lse_term.sum() if return_lse else 0.0)
 
-    return jax.jit(jax.grad(loss))(given)
+    return jax.jit(jax.grad(loss))(arguments)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_gradients_are_float64_s_under_every_pair_of_features(case):
+def test_gradients_equal_float64_for_every_pair_of_features(case):
     problem, mask = make(case)
-    expected = oracle_gradients.draw_weights(problem)
-    oracle_gradients.check(problem, expected, gradients(problem, mask, expected))
+    loss_weights = oracle_gradients.draw_weights(problem)
+    oracle_gradients.check(problem, loss_weights, gradients(problem, mask, loss_weights))
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_gradients_are_float64_s_under_every_pair_of_features(case):
     ],
     ids=case_id,
 )
-def test_gradients_are_float64_s(case):
+def test_gradients_equal_float64(case):
     problem, mask = make(case)
-    expected = oracle_gradients.draw_weights(problem)
-    oracle_gradients.check(problem, expected, gradients(problem, mask, expected))
+    loss_weights = oracle_gradients.draw_weights(problem)
+    oracle_gradients.check(problem, loss_weights, gradients(problem, mask, loss_weights))
 
 
 def packed_problem(lens, num_heads=(4, 2), head_dim=16, dtype=jnp.float32, **fields):
-    """Random arrays of self-attention of some requests."""
+    """Return spec, metadata and random arrays of self-attention."""
     spec = jattn.AttentionSpec(
         num_q_heads=num_heads[0], num_kv_heads=num_heads[1], head_dim=head_dim, **fields
     )
@@ -124,7 +124,7 @@ def loss_of(spec, metadata, arrays, **options):
 
 @pytest.mark.kernels
 def test_memory_of_a_training_step_is_linear_in_tokens():
-    """Eight requests of 512 tokens took 3.2 GiB by the reference."""
+    """The reference would need 3.2 GiB for eight requests of 512 tokens."""
 
     def temporary_bytes(tokens):
         spec, metadata, arrays = packed_problem(
@@ -150,15 +150,15 @@ def test_finite_differences_agree():
     np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-2, rtol=1e-2)
 
 
-def test_the_same_bits_come_out_twice():
+def test_gradients_are_bit_identical_when_run_twice():
     spec, metadata, arrays = packed_problem([70, 130])
     step = jax.jit(jax.grad(functools.partial(loss_of, spec, metadata, implementation="xla")))
-    for one, two in zip(step(arrays), step(arrays), strict=True):
-        np.testing.assert_array_equal(one, two)
+    for first_run, second_run in zip(step(arrays), step(arrays), strict=True):
+        np.testing.assert_array_equal(first_run, second_run)
 
 
 @pytest.mark.parametrize("outer", ["backward", "forward"])
-def test_a_second_derivative_is_refused_by_name(outer):
+def test_second_derivatives_are_refused_by_name(outer):
     spec, metadata, arrays = packed_problem([5])
     loss = functools.partial(loss_of, spec, metadata)
     first = lambda arrays, by: jax.grad(functools.partial(loss, implementation=by))(arrays)[0].sum()
@@ -171,39 +171,38 @@ def test_a_second_derivative_is_refused_by_name(outer):
 
 
 @pytest.mark.kernels
-def test_checkpoints_and_vmap_change_no_gradient():
+def test_checkpoint_and_vmap_do_not_change_gradients():
     spec, metadata, arrays = packed_problem([9, 20])
     loss = functools.partial(loss_of, spec, metadata, implementation="xla")
     expected = jax.jit(jax.grad(loss))(arrays)
     again = jax.jit(jax.grad(jax.checkpoint(loss)))(arrays)
     twice = jax.jit(jax.vmap(jax.grad(loss)))(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), arrays))
-    for one, other, both in zip(expected, again, twice, strict=True):
-        np.testing.assert_allclose(other, one, rtol=0, atol=1e-6)
-        np.testing.assert_allclose(both[0], one, rtol=0, atol=1e-5)
+    for plain, checkpointed, batched in zip(expected, again, twice, strict=True):
+        np.testing.assert_allclose(checkpointed, plain, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(batched[0], plain, rtol=0, atol=1e-5)
 
 
 @pytest.mark.kernels
-def test_gradients_of_lse_alone_and_of_merged_halves():
-    """Attention to two halves of the keys, merged, has the gradient of attention to all of them."""
+def test_gradients_of_combined_halves_equal_those_of_attention_to_all_keys():
     spec, _, (q, k, v) = packed_problem([16], causal=False)
     halves = jattn.build_cross_attention_metadata([16], [8], None)
     whole = jattn.build_cross_attention_metadata([16], [16], None)
     run = functools.partial(jattn.attend, implementation="xla", return_lse=True)
     kv = lambda k, v: jattn.PackedKV(k=k, v=v, kv_start_loc=jnp.zeros(1, jnp.int32))
 
-    def merged(arrays):
+    def combined(arrays):
         q, k, v = arrays
-        parts = [run(q, kv(k[at], v[at]), halves, spec) for at in (slice(0, 8), slice(8, 16))]
-        return (jattn.merge_attn_states(*parts[0], *parts[1])[0] ** 2).sum()
+        states = [run(q, kv(k[half], v[half]), halves, spec) for half in (slice(0, 8), slice(8, 16))]
+        return (jattn.merge_attn_states(*states[0], *states[1])[0] ** 2).sum()
 
     at_once = lambda arrays: (run(arrays[0], kv(*arrays[1:]), whole, spec)[0] ** 2).sum()
-    for actual, expected in zip(jax.grad(merged)((q, k, v)), jax.grad(at_once)((q, k, v)), strict=True):
+    for actual, expected in zip(jax.grad(combined)((q, k, v)), jax.grad(at_once)((q, k, v)), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.kernels
-def test_a_decode_region_has_the_gradients_of_a_prefill_region():
-    """One new token of each request over its packed keys."""
+def test_gradients_of_a_decode_region_equal_those_of_a_prefill_region():
+    """Each request has one new token over its packed keys."""
     spec, _, (q, k, v) = packed_problem([40])
     kv = lambda k, v: jattn.PackedKV(k=k, v=v, kv_start_loc=jnp.asarray([0, 30], jnp.int32))
     decode = jattn.build_batch_metadata([1, 1], [30, 10], None)
@@ -214,12 +213,14 @@ def test_a_decode_region_has_the_gradients_of_a_prefill_region():
     def loss(arrays, metadata):
         return (jattn.attend(arrays[0], kv(*arrays[1:]), metadata, spec, implementation="xla") ** 2).sum()
 
-    one, other = (jax.grad(loss)((q[:2], k, v), metadata) for metadata in (decode, prefill))
-    for actual, expected in zip(one, other, strict=True):
+    decode_gradients, prefill_gradients = (
+        jax.grad(loss)((q[:2], k, v), metadata) for metadata in (decode, prefill)
+    )
+    for actual, expected in zip(decode_gradients, prefill_gradients, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
-def test_eight_bit_keys_have_no_derivative_and_say_so():
+def test_derivatives_of_8_bit_keys_are_refused_by_name():
     spec, metadata, (q, k, v) = packed_problem([5])
     loss = lambda q: loss_of(spec, metadata, (q, *(x.astype(jnp.float8_e4m3fn) for x in (k, v))))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Gradients through the reference: what no request owns, NaN or not, reaches none of them."""
+"""Gradients of the reference do not depend on tokens and slots of no request, which may be NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ FLOATS = [case for case in CASES if case["stored"] == "plain" and not case.get("
 
 
 def gradients(problem, query, kv):
-    """Of a weighted sum of outputs and log-sum-exps of live tokens, by all that is a float."""
+    """Return the gradients of a weighted sum of outputs and LSEs of live tokens by every float argument."""
     live = problem.metadata.is_valid_token
     rng = np.random.default_rng(7)
     weights = jnp.asarray(rng.normal(size=query.shape), jnp.float32)
@@ -41,7 +41,7 @@ def gradients(problem, query, kv):
 
 
 @pytest.mark.parametrize("case", FLOATS, ids=case_id)
-def test_nan_in_what_no_request_owns_changes_no_gradient(case):
+def test_nan_outside_of_requests_does_not_change_gradients(case):
     problem = Problem(case | {"dtype": "float32"})
     query = jnp.asarray(problem.query)
     poisoned = gradients(problem, query, problem.kv)

@@ -1,4 +1,4 @@
-"""Masks, soft cap, ALiBi and sinks against vLLM's numbers, through the reference and the XLA path."""
+"""Masks, soft cap, ALiBi and sinks against recorded results of vLLM, through the reference and XLA."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ IMPLEMENTATIONS = ["reference", "xla"]
 
 
 def probabilities(query, key, implementation, spec=None, query_lens=None, **modifiers):
-    """What one head gives each key: values are one-hot rows. query [tokens, dim], key [keys, dim]."""
+    """Return the probabilities of one head; query [tokens, dim], key [keys, dim], values are one-hot rows."""
     keys, dim = key.shape
     spec = spec or jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=keys, scale=1.0)
     pad = lambda x: jnp.pad(jnp.asarray(x, jnp.float32), ((0, 0), (0, keys - dim)))[:, None, :]
@@ -76,8 +76,8 @@ class TestScores:
             np.testing.assert_allclose(probs[0], case["expected_probs"], rtol=1e-5)
             np.testing.assert_allclose(lse[0], case["expected_lse_with_sink"], rtol=1e-6)
 
-    def test_scale_of_fp8_keys_joins_the_softmax_scale(self, metadata_cases, implementation):
-        """vLLM's bmm1 scale with 16-bit queries: softmax scale x k_scale."""
+    def test_scale_of_fp8_keys_multiplies_the_softmax_scale(self, metadata_cases, implementation):
+        """vLLM's bmm1 scale with 16-bit queries is softmax scale x k_scale."""
         case = next(c for c in metadata_cases["fp8_bmm1_scale"] if c["q_dtype"] == "bf16")
         spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, scale=case["scale"])
         shape = (1, 2, 1, 1)
@@ -93,8 +93,8 @@ class TestScores:
 
 
 @pytest.mark.parametrize("is_prefill", [True, False])
-def test_local_strided_blocks_are_vllms(metadata_cases, is_prefill):
-    """The same block lists that the pattern functions give, through the mask that attention uses."""
+def test_local_strided_blocks_equal_vllm(metadata_cases, is_prefill):
+    """The mask of attention contains the block lists that the pattern functions return."""
     name = "blocksparse_prefill_block_pattern" if is_prefill else "blocksparse_decode_block_pattern"
     for case in metadata_cases[name]:
         if is_prefill:

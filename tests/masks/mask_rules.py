@@ -1,4 +1,4 @@
-"""Masks beside what they mean, one pair at a time in Python; and hypothesis strategies of both."""
+"""Masks with their definitions for one pair at a time in Python, and hypothesis strategies for both."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Ruled:
 
     def dense(self, query_len: int, seq_len: int, row: int = 0) -> np.ndarray:
         queries = range(seq_len - query_len, seq_len)
-        of = lambda h, i: [bool(self.visible(row, h, i, j)) for j in range(seq_len)]
-        return np.array([[of(h, i) for i in queries] for h in range(Q_HEADS)], bool).reshape(
+        id_at = lambda h, i: [bool(self.visible(row, h, i, j)) for j in range(seq_len)]
+        return np.array([[id_at(h, i) for i in queries] for h in range(Q_HEADS)], bool).reshape(
             Q_HEADS, query_len, seq_len
         )
 
@@ -85,21 +85,21 @@ def documents(draw):
     has_rows = draw(st.booleans())
     ids = draw(st.lists(st.lists(st.integers(0, 2), min_size=30, max_size=30), min_size=2, max_size=2))
     ids = np.cumsum(np.array(ids) == 0, axis=1).astype(np.int32)
-    of = lambda r, p: ids[r if has_rows else 0, min(p, 29)]
+    id_at = lambda r, p: ids[r if has_rows else 0, min(p, 29)]
     mask = lambda: masks.Document(ids=ids if has_rows else ids[0])
-    return Ruled(mask, lambda r, h, i, j: of(r, i) == of(r, j))
+    return Ruled(mask, lambda r, h, i, j: id_at(r, i) == id_at(r, j))
 
 
 @st.composite
 def documents_in_any_order(draw):
-    """Ids that rise, fall and come again."""
+    """Draw document ids that rise, fall and repeat."""
     has_rows = draw(st.booleans())
     runs = st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 12)), min_size=8, max_size=8)
     rows = [[id_ for id_, count in draw(runs) for _ in range(count)] for _ in range(2)]
     ids = np.array([(row * 30)[:30] for row in rows], np.int32)
-    of = lambda r, p: ids[r if has_rows else 0, min(p, 29)]
+    id_at = lambda r, p: ids[r if has_rows else 0, min(p, 29)]
     mask = lambda: masks.Document(ids=ids if has_rows else ids[0])
-    return Ruled(mask, lambda r, h, i, j: of(r, i) == of(r, j))
+    return Ruled(mask, lambda r, h, i, j: id_at(r, i) == id_at(r, j))
 
 
 @st.composite
@@ -112,14 +112,16 @@ def prefixes(draw):
 
 @st.composite
 def vertical_slash(draw):
-    """For all rows, or for each of two."""
-    places = st.lists(st.integers(-1, 35), min_size=3, max_size=3)
+    """Draw columns and slashes, shared by all rows or for each of two."""
+    positions = st.lists(st.integers(-1, 35), min_size=3, max_size=3)
     count = draw(st.integers(1, 2))
-    of_rows = st.lists(st.lists(places, min_size=Q_HEADS, max_size=Q_HEADS), min_size=count, max_size=count)
+    of_rows = st.lists(
+        st.lists(positions, min_size=Q_HEADS, max_size=Q_HEADS), min_size=count, max_size=count
+    )
     columns, slashes = draw(of_rows), draw(of_rows)
 
     def marks(rows):
-        made = np.array([[[x in places for x in range(32)] for places in lists] for lists in rows])
+        made = np.array([[[x in positions for x in range(32)] for positions in lists] for lists in rows])
         return made if len(rows) > 1 else made[0]
 
     mask = lambda: masks.VerticalSlash(columns=marks(columns), slashes=marks(slashes))
@@ -129,7 +131,9 @@ def vertical_slash(draw):
 
 @st.composite
 def block_masks(draw, reach=36):
-    """The arrays reach over more than `reach - 16` positions: by default not over the longest request's."""
+    """Draw a block mask whose arrays cover more than `reach - 16` positions, by default fewer than the
+    longest request has.
+    """
     heads, block_q = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([None, 1, 4, 16]))
     block_kv, has_rows = draw(st.sampled_from([1, 5, 16])), draw(st.booleans())
     first = draw(st.none() | st.lists(st.integers(0, 3), min_size=2, max_size=2)) if block_q else None
@@ -185,11 +189,11 @@ SINGLE = ANALYTIC | vertical_slash() | documents_in_any_order()
 
 
 @st.composite
-def compositions(draw, of=SINGLE):
-    """Two or three masks under & and |."""
-    result = draw(of)
+def compositions(draw, components=SINGLE):
+    """Draw two or three masks combined by & and |."""
+    result = draw(components)
     for _ in range(draw(st.integers(1, 2))):
-        a, b = result, draw(of)
+        a, b = result, draw(components)
         if draw(st.integers(0, 3)) == 0:
             a = Ruled(lambda a=a: ~a.mask, lambda *p, a=a: not a.visible(*p))
         if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""attend under any mask: against the float64 oracle, in every region and layout, with every modifier."""
+"""attend with any mask, against the float64 oracle, for every region, layout and modifier."""
 
 import functools
 
@@ -59,7 +59,7 @@ CASES = covering_array(CHOICES, lambda case: not (case.get("mask") == "prefix" a
 
 
 def masked(case, make=Problem):
-    """A case's problem under its mask, and the mask with the rows of the problem's step."""
+    """Return a case's problem under its mask, and the mask with the rows of the problem's step."""
     plain = {name: values[0] for name, values in FACTORS.items()} | {"heads": (4, 2), "head_dim": 16}
     mask, rule = MASKS[case["mask"]]
     problem = make(plain | case, mask=rule)
@@ -111,9 +111,10 @@ def test_reference_is_differentiable_with_a_mask():
 
 def test_masked_attention_selects_the_kernel_by_default(monkeypatch):
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
-    asked = []
+    requested_implementations = []
     monkeypatch.setattr(
-        "jattn.implementations.mosaic_gpu.attend", lambda query, *_, **__: asked.append(1) or (query, None)
+        "jattn.implementations.mosaic_gpu.attend",
+        lambda query, *_, **__: requested_implementations.append(1) or (query, None),
     )
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64, sparsity=masks.Sinks(2))
     metadata = jattn.build_batch_metadata([3], [3], [[1]], block_size=16)
@@ -121,12 +122,12 @@ def test_masked_attention_selects_the_kernel_by_default(monkeypatch):
     cache = jattn.PagedCache(k=zeros, v=zeros)
     query = jnp.zeros((3, 4, 64), jnp.bfloat16)
     jattn.attend(query, cache, metadata, spec)
-    assert asked
+    assert requested_implementations
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_chunked_mask_equals_the_spec_for_more_queries_than_keys(implementation):
-    """The first queries stand before position 0, in chunks without a key."""
+    """The first queries are before position 0, in chunks without keys."""
     metadata = jattn.build_cross_attention_metadata([9, 2, 5], [4, 6, 0], None)
     spec = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "causal": False}
     query, key, value = (jax.random.normal(jax.random.key(i), (16, 2 - (i > 0), 8)) for i in range(3))

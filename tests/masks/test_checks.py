@@ -1,4 +1,4 @@
-"""A mask and a step belong together, or an error says why not; so do a mask and what it is made from."""
+"""Checks that a mask fits its step, and of the arguments of masks."""
 
 import json
 import re
@@ -30,8 +30,8 @@ def sizes(**changes):
     return masks.BatchSizes(**known | changes)
 
 
-def of_each_request():
-    """Masks with an array of every kind, whose row r has something of r only."""
+def per_request_masks():
+    """Return masks with each kind of array, whose row r is visible for row r only."""
     firsts = np.arange(4, dtype=np.int32)
     blocks = np.eye(4, dtype=bool)[:, None, :, None].repeat(8, axis=3)
     return [
@@ -44,11 +44,11 @@ def of_each_request():
 @pytest.mark.parametrize("to_device", [True, False])
 def test_per_request_mask_is_reordered_to_batch_rows(to_device):
     assert jattn.batch.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
-    for mask in of_each_request():
+    for mask in per_request_masks():
         laid = mask.to_batch_rows(metadata(to_device=to_device))
         traced = jax.jit(lambda mask, step: mask.to_batch_rows(step))(mask, metadata())
-        for actual, again, given in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
-            np.testing.assert_array_equal(np.asarray(actual)[ROWS], given)
+        for actual, again, original in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
+            np.testing.assert_array_equal(np.asarray(actual)[ROWS], original)
             np.testing.assert_array_equal(actual, again)
             assert actual.shape[0] == BUCKET.max_reqs
         masks.check_mask(laid, sizes(num_rows=8, max_seq_len=None), causal=False)
@@ -104,7 +104,9 @@ def test_custom_mask_declares_its_per_row_arrays():
         visible = coverage = None
 
     Own.__abstractmethods__ = frozenset()
-    jax.tree_util.register_pytree_node(Own, lambda own: ((jnp.ones(3),), None), lambda _, leaves: Own())
+    jax.tree_util.register_pytree_node(
+        Own, lambda custom_mask: ((jnp.ones(3),), None), lambda _, leaves: Own()
+    )
     with pytest.raises(
         ValueError, match=r"Own.row_axes must map the arrays that may have one row .* got None"
     ):
@@ -178,7 +180,7 @@ def block_mask(q_blocks, kv_blocks, first=None):
     ],
 )
 def test_mask_that_does_not_cover_the_positions_is_rejected(mask, message):
-    """Such as a prompt's, in the decode steps behind it."""
+    """For example the mask of a prompt in later decode steps."""
     with pytest.raises(ValueError, match=message):
         masks.check_mask(mask, sizes(), causal=False)
     masks.check_mask(mask, sizes(max_query_len=None, max_seq_len=None), causal=False)
@@ -213,7 +215,7 @@ def test_mask_sizes_must_match_the_step(mask, message, types_unchecked):
 
 @pytest.mark.parametrize(("end", "first", "need"), [(9, 0, 3), (9, 1, 2), (10, 1, 2), (12, 1, 2), (12, 2, 1)])
 def test_block_mask_that_ends_before_the_last_query_is_rejected(end, first, need):
-    """Six queries up to `end`, in blocks of four: two are enough where they begin with a block."""
+    """Six queries up to `end` need two blocks of four if the first query starts a block, else three."""
     step = jattn.build_batch_metadata([6], [end], None)
     layer = {"num_q_heads": 2, "causal": True, "has_cache": False}
     firsts = np.asarray([first], np.int32)
@@ -238,7 +240,7 @@ def test_mask_that_just_covers_the_positions_is_accepted():
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_traced_positions_outside_the_mask_are_masked_out(implementation):
-    """Keys outside a cache: how long a request may be nobody says."""
+    """The lengths of packed keys are not known statically."""
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=8)
     step = jattn.build_batch_metadata([40], [40], None)
     x = jnp.ones((40, 2, 8))
@@ -267,7 +269,7 @@ def test_number_of_heads_must_match_a_per_head_mask():
     assert masks.density(CHOSEN, 32, 32, num_q_heads=8) == pytest.approx(seen / (8 * 32 * 33 / 2))
 
 
-@pytest.mark.parametrize("of", [masks.dense, masks.density])
+@pytest.mark.parametrize("make_mask", [masks.dense, masks.density])
 @pytest.mark.parametrize(
     ("mask", "options", "message"),
     [
@@ -302,9 +304,9 @@ def test_number_of_heads_must_match_a_per_head_mask():
         (masks.Document(ids=IDS), {"row": 4}, r"row must be one of the 4 rows of Document.ids, got 4"),
     ],
 )
-def test_missing_number_of_heads_is_rejected(of, mask, options, message):
+def test_missing_number_of_heads_is_rejected(make_mask, mask, options, message):
     with pytest.raises(ValueError, match=message):
-        of(mask, 4, 4, **options)
+        make_mask(mask, 4, 4, **options)
 
 
 # What users see: tests run under a check of types that would be faster.

@@ -1,4 +1,4 @@
-"""Documents in any order: what the kernels are given of them, and where they decline."""
+"""Documents in any order: their runs, the arrays for the kernels, and refusals."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_kernels_reject_repeated_document_ids_if_they_are_concrete(ids, is_right
 
 
 def test_kernel_tile_lists_are_exact_for_descending_document_ids():
-    """The usual packing, padding 0 or -1 behind the documents."""
+    """The usual packing, followed by padding with id 0 or -1."""
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=64, causal=False)
     sizes, tokens = PrefillSizes(tile_kv=64, warpgroups=2), 512
     ids = np.r_[np.repeat([1, 2, 3], [100, 120, 130]), np.zeros(162, int)].astype(np.int32)

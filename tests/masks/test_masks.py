@@ -1,4 +1,4 @@
-"""Masks mean what their rules say, are values, and refuse nonsense."""
+"""Masks equal their definitions, are hashable values, and reject invalid arguments."""
 
 import functools
 
@@ -66,7 +66,7 @@ def test_big_bird_accepts_any_seed(seed):
 
 
 def test_mask_function_must_return_bool():
-    """For other numbers, & and ~ would be bitwise: the lowest bit of 2 is not set."""
+    """For ints, & and ~ would be bitwise: the lowest bit of 2 is not set."""
     apart = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
     for mask in (apart, ~apart, masks.Causal() & apart):
         for look in (
@@ -83,10 +83,10 @@ def test_mask_function_must_return_bool():
 def test_mask_function_may_return_a_scalar(answer):
     mask = masks.MaskFunction(lambda head, query, key: answer)
     lens = {"seq_lens": jnp.asarray([4]), "max_query_len": 4, "max_seq_len": 4, "num_q_heads": 1}
-    for asked, expected in ((mask, answer), (~mask, not answer)):
-        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).all() == expected
-        assert np.asarray(masks.dense(asked, 4, 4, num_q_heads=1)).any() == expected
-        made = sparsity.schedule(asked, **lens, tile_q=4, tile_kv=4)
+    for tested_mask, expected in ((mask, answer), (~mask, not answer)):
+        assert np.asarray(masks.dense(tested_mask, 4, 4, num_q_heads=1)).all() == expected
+        assert np.asarray(masks.dense(tested_mask, 4, 4, num_q_heads=1)).any() == expected
+        made = sparsity.schedule(tested_mask, **lens, tile_q=4, tile_kv=4)
         assert (made.num_partial.item(), made.num_full.item()) == (0, int(expected))
 
 
@@ -125,7 +125,7 @@ def test_block_mask_beyond_the_flat_index_limit_is_read_correctly(per_row, monke
 
 @pytest.mark.parametrize("first", [1, 2])
 def test_slicing_rows_of_a_mask_keeps_their_visibility(first):
-    """A block mask stays one: the kernels take no other with arrays."""
+    """A sliced block mask stays a block mask, the only mask with arrays that the kernels support."""
     blocks = np.random.default_rng(0).random((3, 2, 4, 5)) < 0.5
     firsts = np.array([0, 1, 2], np.int32)
     many = masks.BlockMask(blocks=blocks, first_q_block=firsts, block_q=8, block_kv=8)
@@ -175,11 +175,11 @@ def test_density_rejects_empty_sizes(sizes, options, message):
 
 
 def test_masks_without_arrays_are_hashable_values():
-    one = masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
-    assert one == masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
-    assert len({one, masks.Causal() & (masks.Sinks(5) | masks.Window(left=8))}) == 2
-    assert one.is_static
-    assert jax.tree.leaves(one) == []
+    composed = masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
+    assert composed == masks.Causal() & (masks.Sinks(4) | masks.Window(left=8))
+    assert len({composed, masks.Causal() & (masks.Sinks(5) | masks.Window(left=8))}) == 2
+    assert composed.is_static
+    assert jax.tree.leaves(composed) == []
     assert (masks.Causal() & masks.Sinks(1)) & masks.Sinks(2) == masks.And(
         (masks.Causal(), masks.Sinks(1), masks.Sinks(2))
     )
@@ -301,17 +301,20 @@ BEFORE_0 = {
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize("name", BEFORE_0)
 def test_queries_before_position_0_belong_to_negative_blocks(name, size):
-    """With more queries than keys, as cross attention may have; rounded towards 0 they stood in block 0."""
+    """Cross attention may have more queries than keys.
+
+    Rounding towards 0 would put those queries into block 0.
+    """
     make, rule = BEFORE_0[name]
     first = -2 * size - 1
     query, key = np.arange(first, 3 * size, dtype=np.int32)[:, None], np.arange(12, dtype=np.int32)[None, :]
-    at = {"head": np.int32(0), "row": np.int32(0), "num_heads": (1, 1)}
-    seen = np.broadcast_to(make(size).visible(masks.Pairs(query=query, key=key, **at)), (len(query), 12))
+    pair = {"head": np.int32(0), "row": np.int32(0), "num_heads": (1, 1)}
+    seen = np.broadcast_to(make(size).visible(masks.Pairs(query=query, key=key, **pair)), (len(query), 12))
     np.testing.assert_array_equal(seen, rule(query // size, key // size))
     for begin in range(first, size, 3):
         tile = {"first_query": np.int32(begin), "last_query": np.int32(begin + 2)}
         keys = {"first_key": np.int32(2), "last_key": np.int32(4)}
-        any_visible, all_visible = make(size).coverage(masks.Tiles(**tile, **keys, size=(3, 3), **at))
+        any_visible, all_visible = make(size).coverage(masks.Tiles(**tile, **keys, size=(3, 3), **pair))
         inside = seen[begin - first : begin - first + 3, 2:5]
         assert (bool(any_visible), bool(all_visible)) == (inside.any(), inside.all())
 

@@ -1,6 +1,6 @@
-"""Blocks that a mask leaves out are never read: they are NaN here, as are all unowned slots.
+"""Blocks that a mask leaves out are never read: they are NaN here, as are all slots of no request.
 
-`Problem` fills every slot that no query attends to with NaN: blocks that a kv head does not list, slots after
+`Problem` fills every slot that no query attends to with NaN: blocks that a KV head does not list, slots after
 the ends of requests, the null block, and padding queries. The kernels read full tiles of keys, so for them a
 tile with at least one visible key is not NaN up to the request's end.
 """
@@ -62,7 +62,7 @@ def _region(monkeypatch):
 
 
 def problem_of(name, kv, block_size, is_padded, region="mixed"):
-    """The problem, and the mask with its rows."""
+    """Return the problem and the mask with its rows."""
     plain = {factor: values[0] for factor, values in FACTORS.items()}
     mask, rule = MASKS[name]
     case = {"region": region, "heads": (4, 2), "head_dim": 64, "kv": kv, "block_size": block_size}
@@ -72,7 +72,7 @@ def problem_of(name, kv, block_size, is_padded, region="mixed"):
     return problem, of_reqs.to_batch_rows(problem.metadata)
 
 
-def share_of_poison(problem):
+def poisoned_fraction(problem):
     """Return the fraction of the requests' full blocks that is NaN."""
     keys, table = np.asarray(problem.kv.k, np.float32), np.asarray(problem.metadata.block_table)
     lens = np.asarray(problem.metadata.seq_lens) // problem.case["block_size"]
@@ -130,7 +130,7 @@ def test_kernels_do_not_read_masked_blocks(region, name, options, tile, monkeypa
     monkeypatch.setattr(kernel_selection.decode_kernel, "default_sizes", lambda *args, **kwargs: sizes)
     monkeypatch.setattr(oracle, "reachable", read_in_tiles(tile))
     problem, mask = problem_of(name, *options, region=region)
-    assert share_of_poison(problem) > 0.2
+    assert poisoned_fraction(problem) > 0.2
     first = problem.metadata.bucket.max_decodes if region == "prefill" else 0
     tokens = problem.metadata.bucket.max_decode_tokens
     part = slice(tokens, None) if region == "prefill" else slice(0, tokens)
@@ -142,6 +142,6 @@ def test_kernels_do_not_read_masked_blocks(region, name, options, tile, monkeypa
 
     out, lse = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, mask)
     rest = len(problem.query) - len(out)
-    before, behind = (rest, 0) if region == "prefill" else (0, rest)
-    out = jnp.pad(out, ((before, behind), (0, 0), (0, 0)))
-    problem.check(out, jnp.pad(lse, ((0, 0), (before, behind)), constant_values=-jnp.inf))
+    before, after = (rest, 0) if region == "prefill" else (0, rest)
+    out = jnp.pad(out, ((before, after), (0, 0), (0, 0)))
+    problem.check(out, jnp.pad(lse, ((0, 0), (before, after)), constant_values=-jnp.inf))

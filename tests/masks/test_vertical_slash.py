@@ -1,4 +1,6 @@
-"""Columns and slashes in two parts, gathered columns and the rest: each right, and together the mask."""
+"""VerticalSlash in two passes: gathered columns and the rest each equal their definition, and combine to
+the mask.
+"""
 
 import dataclasses
 import functools
@@ -17,17 +19,17 @@ from jattn.implementations.mosaic_gpu.gathered_columns import add_gathered_gradi
 from jattn.masks.vertical_slash import UNUSED_POSITION
 from tests.attention_problems import in_layout
 from tests.dense.test_training import as_on_a_gpu
-from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, Keys, Queries
-from tests.implementations.mosaic_gpu.test_kernel_masks import seen as seen_in_kernel
+from tests.implementations.mosaic_gpu.test_kernel_masks import HEADS, KeyMajorTile, QueryMajorTile
+from tests.implementations.mosaic_gpu.test_kernel_masks import visible_in_kernel as seen_in_kernel
 
 RNG = np.random.default_rng(7)
 TOKENS = 150
 MARKS = RNG.random((2, 2, HEADS[0], TOKENS))  # of columns and slashes
 
 
-def slashed(num_gathered, *, rows=2, tokens=TOKENS, share=0.15):
-    """Marks of each row's heads."""
-    columns, slashes = MARKS[:, :rows, :, :tokens] < share
+def slashed(num_gathered, *, rows=2, tokens=TOKENS, density=0.15):
+    """Return a mask with random columns and slashes for each row and head."""
+    columns, slashes = MARKS[:, :rows, :, :tokens] < density
     return masks.VerticalSlash(columns=columns, slashes=slashes, num_gathered=num_gathered)
 
 
@@ -42,12 +44,12 @@ def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
     columns, rest = masks.split_gathered(mask)
     causal = np.tri(TOKENS, dtype=bool)
     in_rest = np.asarray(rest.visible(pairs_of(TOKENS))) & causal
-    places = np.asarray(columns.positions)
-    assert places.shape[-1] % 128 == 0
-    by_number = np.asarray(columns.visible(pairs_of(places.shape[-1])))
+    positions = np.asarray(columns.positions)
+    assert positions.shape[-1] % 128 == 0
+    by_number = np.asarray(columns.visible(pairs_of(positions.shape[-1])))
     in_columns = np.zeros_like(in_rest)
-    for row, head, nth in zip(*np.nonzero(places < UNUSED_POSITION), strict=True):
-        in_columns[row, head, :, places[row, head, nth]] |= by_number[row, head, :, nth]
+    for row, head, i in zip(*np.nonzero(positions < UNUSED_POSITION), strict=True):
+        in_columns[row, head, :, positions[row, head, i]] |= by_number[row, head, :, i]
     assert by_number.sum() == in_columns.sum()  # no key is gathered twice, none that there is not is seen
     assert not (in_columns & in_rest).any()
     np.testing.assert_array_equal(in_columns | in_rest, np.asarray(mask.visible(pairs_of(TOKENS))) & causal)
@@ -58,7 +60,7 @@ def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
 @pytest.mark.parametrize("size", [(16, 16), (48, 20)])
 @pytest.mark.parametrize("part", ["columns", "remainder"])
 def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
-    mask = slashed(40, share=0.3)
+    mask = slashed(40, density=0.3)
     every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
     of_part = getattr(masks.split_gathered(mask), part)
@@ -88,8 +90,8 @@ def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
 
 
 def test_keys_after_the_gathered_ones_are_masked_out():
-    """There stand the next row's: where one is NaN, the product with it would be."""
-    columns, _ = masks.split_gathered(slashed(128, share=0.95))
+    """The keys of the next row follow; a NaN in them would reach the product."""
+    columns, _ = masks.split_gathered(slashed(128, density=0.95))
     assert (np.asarray(columns.positions) < UNUSED_POSITION).all()
     any_visible, all_visible = masks.tile_coverage(
         columns,
@@ -105,12 +107,12 @@ def test_keys_after_the_gathered_ones_are_masked_out():
     assert not all_visible[..., 2].any()
 
 
-@pytest.mark.parametrize("tile_of", [Queries, Keys])
+@pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
 def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_key):
     for part in masks.split_gathered(slashed(25)):
-        place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
-        actual, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **place)
+        tile_start = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
+        actual, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **tile_start)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
         expected = part.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
         np.testing.assert_array_equal(actual, expected)
@@ -132,11 +134,11 @@ def test_gathered_tokens_are_read_from_their_blocks(layout):
     positions = RNG.integers(0, 32, (2, 9, 4), dtype=np.int32)
     is_real = RNG.random((2, 9, 4)) < 0.7
     actual = gather_tokens(cache, jnp.asarray(table), jnp.asarray(positions), jnp.asarray(is_real))
-    for one, stored in zip(actual, (k, v), strict=True):
+    for actual_array, stored in zip(actual, (k, v), strict=True):
         expected = stored[table].reshape(2, 32, 2, 8)
-        for (row, nth, head), real in np.ndenumerate(is_real):
-            mine = expected[row, positions[row, nth, head], head // 2] if real else np.zeros(8)
-            np.testing.assert_array_equal(one[row, nth, head], mine)
+        for (row, i, head), real in np.ndenumerate(is_real):
+            keys_of_row = expected[row, positions[row, i, head], head // 2] if real else np.zeros(8)
+            np.testing.assert_array_equal(actual_array[row, i, head], keys_of_row)
 
 
 def test_each_region_gathers_the_columns_of_its_rows():
@@ -150,29 +152,31 @@ def test_each_region_gathers_the_columns_of_its_rows():
     for part, first in ((metadata.decode_region, 0), (metadata.prefill_region, 2)):
         columns, _ = masks.split_gathered(mask.slice_rows(first))
         gathered, _ = gather_kv(cache, part, columns)
-        for mine in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
+        for keys_of_row in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
             seq_len, blocks, its = next(rows)
             for head in range(HEADS[0]):
-                places = np.flatnonzero(its[head])
-                places = places[places < seq_len]
-                slots = np.asarray(blocks)[places // 16] * 16 + places % 16
-                np.testing.assert_array_equal(mine[: len(places), head, 0], slots)
-                assert not mine[len(places) :, head].any()
+                positions = np.flatnonzero(its[head])
+                positions = positions[positions < seq_len]
+                slots = np.asarray(blocks)[positions // 16] * 16 + positions % 16
+                np.testing.assert_array_equal(keys_of_row[: len(positions), head, 0], slots)
+                assert not keys_of_row[len(positions) :, head].any()
 
 
 def test_gradients_of_gathered_keys_reach_the_original_keys():
     of_rest = jnp.asarray(RNG.standard_normal((20, 2, 8)), jnp.bfloat16)
     of_gathered = jnp.asarray(RNG.standard_normal((2 * 3, 4, 8)), jnp.bfloat16)
-    places = np.array([[0, 1, 2, 3], [5, 5, 5, UNUSED_POSITION], [7, UNUSED_POSITION, 9, UNUSED_POSITION]])[
-        None
-    ].repeat(2, axis=0)
+    positions = np.array(
+        [[0, 1, 2, 3], [5, 5, 5, UNUSED_POSITION], [7, UNUSED_POSITION, 9, UNUSED_POSITION]]
+    )[None].repeat(2, axis=0)
     expected, starts = np.asarray(of_rest, np.float64), np.array([0, 10])
-    for (row, nth, head), place in np.ndenumerate(places):
-        if place < UNUSED_POSITION:
-            expected[starts[row] + place, head // 2] += np.asarray(of_gathered, np.float64)[
-                3 * row + nth, head
+    for (row, i, head), tile_start in np.ndenumerate(positions):
+        if tile_start < UNUSED_POSITION:
+            expected[starts[row] + tile_start, head // 2] += np.asarray(of_gathered, np.float64)[
+                3 * row + i, head
             ]
-    actual = add_gathered_gradients(of_rest, of_gathered, jnp.asarray(places, jnp.int32), jnp.asarray(starts))
+    actual = add_gathered_gradients(
+        of_rest, of_gathered, jnp.asarray(positions, jnp.int32), jnp.asarray(starts)
+    )
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-6)
 
 
@@ -213,19 +217,21 @@ def test_gather_argument_sets_num_gathered(types_unchecked):
 
 @pytest.mark.kernels
 def test_attention_over_gathered_columns_equals_xla():
-    """A chunk of a prompt and a whole one; some heads have more columns than are gathered."""
+    """A chunk of a prompt and a whole prompt; some heads have more columns than are gathered."""
     mask = slashed(12, tokens=100)
     mask = dataclasses.replace(mask, columns=mask.columns[:, :2], slashes=mask.slashes[:, :2])
     k, v = jax.random.normal(jax.random.key(1), (2, 12, 16, 1, 64), jnp.bfloat16)
     table = [[3, 5, 1, 7, 9, 11], [2, 4, 6, 8, 10]]
     metadata = jattn.build_batch_metadata([40, 70], [90, 70], table, block_size=16).prefill_region
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
-    given = jax.random.normal(jax.random.key(0), (110, 2, 64), jnp.bfloat16), cache_of(k, v, "HND")
+    arguments = jax.random.normal(jax.random.key(0), (110, 2, 64), jnp.bfloat16), cache_of(k, v, "HND")
     options = {"mask": mask, "sinks": jnp.linspace(-1.0, 1.0, 2)}
-    attend = functools.partial(jattn.attend, *given, metadata, spec, return_lse=True, **options)
+    attend = functools.partial(jattn.attend, *arguments, metadata, spec, return_lse=True, **options)
     expected = attend(implementation="xla")
     with as_on_a_gpu() as called:
         actual = attend(implementation="mosaic_gpu")
     assert called == ["attend"]
-    for one, other, far in zip(actual, expected, (0.02, 1e-4), strict=True):
-        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=far)
+    for actual_array, expected_array, tolerance in zip(actual, expected, (0.02, 1e-4), strict=True):
+        np.testing.assert_allclose(
+            actual_array.astype(jnp.float32), expected_array.astype(jnp.float32), rtol=0, atol=tolerance
+        )

@@ -1,6 +1,6 @@
-"""Run decoders with context parallelism on eight CPU devices, beside transformers and one device.
+"""Run decoders with context parallelism on eight CPU devices and compare with transformers and one device.
 
-Run by tests/models/test_sharding_context_parallel.py: `families`, `engine` or `features`.
+Run by tests/models/test_sharding_context_parallel.py with `families`, `engine` or `features`.
 """
 
 import math
@@ -46,7 +46,7 @@ def mesh_of(tp: int, cp: int, interleave: int = 1) -> dict:
 
 
 def check_family(name: str) -> None:
-    """A prompt, in two parts and a token at a time, gives transformers' logits, whatever the family."""
+    """Check that a prompt in two parts and single tokens gives transformers' logits."""
     expected = np.load(GOLDEN / "hf" / name / "expected.npz")
     prompt, want = np.asarray(expected["prompt3"], np.int32), expected["logits3"]
     model = load(GOLDEN / "hf" / name, **mesh_of(1, 2))
@@ -64,7 +64,7 @@ def check_family(name: str) -> None:
 
 
 def parts_of(array: jax.Array) -> set[int]:
-    """Into how many equal parts the devices have an array cut, all of them other ones."""
+    """Return the number of equal, distinct parts into which devices split an array."""
     shards = array.addressable_shards
     assert len({str(shard.index) for shard in shards}) == len(shards), array.sharding
     return {array.size // shard.data.size for shard in shards}
@@ -75,7 +75,9 @@ def generated_tokens(engine: Engine, **params: int) -> list[list[int]]:
 
 
 def check_engine(folder: pathlib.Path, tp: int, cp: int, expected: list[list[int]], alone: Engine) -> None:
-    """One executable a bucket, one device's tokens, and each device holds 1 / (tp * cp) of the cache."""
+    """Check one executable per bucket, equal tokens, and that each device holds 1 / (tp * cp) of the
+    cache.
+    """
     engine = Engine(load(folder, **mesh_of(tp, cp)), **SIZES, buckets=BUCKETS, check_batches=True)
     engine.precompile(progress=False)
     num_compiles = engine.stats.num_compiles
@@ -96,14 +98,14 @@ def check_engine(folder: pathlib.Path, tp: int, cp: int, expected: list[list[int
 
 
 def check_executable(executable, bucket, engine: Engine, tp: int, cp: int, cache_bytes: int) -> None:
-    """Sums as with tp alone, and log-sum-exps of all ranks a layer: no logits, whose parts devices keep."""
+    """Check the collectives: those of tensor parallelism, and log-sum-exps of all ranks per layer."""
     config = engine.model.config
     layers, heads = config.num_hidden_layers, config.num_attention_heads // tp
-    found = EXCHANGES.findall(executable.as_text())
-    assert [kind for _, kind in found].count("all-reduce") == 1 + 2 * layers, found
-    gathered = [re.match(r"(\w+)\[([\d,]+)\]", shape) for shape, kind in found if kind != "all-reduce"]
+    collectives = EXCHANGES.findall(executable.as_text())
+    assert [kind for _, kind in collectives].count("all-reduce") == 1 + 2 * layers, collectives
+    gathered = [re.match(r"(\w+)\[([\d,]+)\]", shape) for shape, kind in collectives if kind != "all-reduce"]
     sizes = [(match[1], math.prod(map(int, match[2].split(",")))) for match in gathered]
-    assert sizes == [("f32", cp * heads * bucket.max_tokens)] * layers, found
+    assert sizes == [("f32", cp * heads * bucket.max_tokens)] * layers, collectives
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes, (memory, cache_bytes)
     params = sum(array.nbytes for array in jax.tree.leaves(jax.device_get(engine._runner.weights.state)))
@@ -150,7 +152,7 @@ def check_feature(folder: pathlib.Path, name: str) -> None:
 
 
 def check_scales() -> None:
-    """Scales are one device's however many positions stay together: blocks of 16 are no whole rounds here."""
+    """Check that scales equal one device's for any interleave; blocks of 16 are not whole rounds."""
     folder, prompts = GOLDEN / "hf" / "llama", PROMPTS[1:2]
     models = load(folder, progress=False), load(folder, **mesh_of(1, 2, 5))
     expected, actual = (jattn.calibrate(model, prompts, per_head=True).layers for model in models)
@@ -159,8 +161,8 @@ def check_scales() -> None:
 
 
 def check_groups() -> None:
-    """Layers with a window have blocks of their own on 2 and 4 devices, too; tokens are one device's."""
-    found, prompts = [], [list(range(1, 60)), *PROMPTS]
+    """Check that sliding-window layers have their own blocks and tokens equal one device's."""
+    results, prompts = [], [list(range(1, 60)), *PROMPTS]
     sizes = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 16}
     buckets = [
         jattn.Bucket(max_decodes=2, max_blocks=24),
@@ -172,16 +174,16 @@ def check_groups() -> None:
         first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
         again = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
         forks = engine.generate(prompts[:1], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
-        found.append([first, again, [one.token_ids for one in forks[0].outputs]])
+        results.append([first, again, [completion.token_ids for completion in forks[0].outputs]])
         blocks = [len(cache.k) for cache in engine._runner._caches]
-        near = [
+        sliding_window_manager = [
             num
             for num, uses_sliding_window in zip(blocks, model.sliding_window_layers, strict=True)
             if uses_sliding_window
         ]
-        assert max(near) < max(blocks) == SIZES["num_blocks"], blocks
+        assert max(sliding_window_manager) < max(blocks) == SIZES["num_blocks"], blocks
         assert engine.stats.num_prefix_hit_tokens > 0
-    assert found[0] == found[1] == found[2], found
+    assert results[0] == results[1] == results[2], results
     print("groups")
 
 

@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 def config(num_layers, family):
-    """A narrow decoder with heads as wide as kernels have them; Gemma2 has two kinds of layer."""
+    """Return a small decoder config with the kernels' head_dim; Gemma2 has two kinds of layers."""
     sizes = {
         "model_type": family,
         "hidden_size": 256,
@@ -58,7 +58,7 @@ def case(num_layers, family, bucket):
 
 @functools.cache
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return the function and abstract arguments by the name of the case."""
     return {
         f"{family}-{name}-{num_layers}": case(num_layers, family, bucket)
         for family in ("qwen3", "gemma2")

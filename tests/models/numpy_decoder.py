@@ -1,6 +1,6 @@
 """A slow reference decoder of five families in numpy and float64, from Hugging Face keys and tensors.
 
-Shares nothing with jattn.models: one loop over layers, heads and queries.
+It shares nothing with jattn.models: one loop over layers, heads and queries.
 """
 
 import math
@@ -9,27 +9,29 @@ import numpy as np
 
 
 def logits(hf, tensors, token_ids):
-    """Logits [tokens, vocab] of a prompt."""
+    """Return the logits [tokens, vocab] of a prompt."""
     weights = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
     kind = hf["model_type"]
     x = weights["model.embed_tokens.weight"][np.asarray(token_ids)]
     if kind == "gemma2":
         x = x * math.sqrt(hf["hidden_size"])
     for layer in range(hf["num_hidden_layers"]):
-        own = {
+        layer_tensors = {
             name.removeprefix(f"model.layers.{layer}."): tensor
             for name, tensor in weights.items()
             if name.startswith(f"model.layers.{layer}.")
         }
-        norm = lambda x, name, own=own: rms_norm(x, own[f"{name}.weight"], hf, kind)
-        attended = attention(norm(x, "input_layernorm"), own, hf, layer)
+        norm = lambda x, name, layer_tensors=layer_tensors: rms_norm(
+            x, layer_tensors[f"{name}.weight"], hf, kind
+        )
+        attended = attention(norm(x, "input_layernorm"), layer_tensors, hf, layer)
         if kind == "gemma2":
             x = x + norm(attended, "post_attention_layernorm")
-            mlp_out = mlp(norm(x, "pre_feedforward_layernorm"), own, hf)
+            mlp_out = mlp(norm(x, "pre_feedforward_layernorm"), layer_tensors, hf)
             x = x + norm(mlp_out, "post_feedforward_layernorm")
         else:
             x = x + attended
-            x = x + mlp(norm(x, "post_attention_layernorm"), own, hf)
+            x = x + mlp(norm(x, "post_attention_layernorm"), layer_tensors, hf)
     x = rms_norm(x, weights["model.norm.weight"], hf, kind)
     head = weights["model.embed_tokens.weight" if hf["tie_word_embeddings"] else "lm_head.weight"]
     out = x @ head.T
@@ -42,27 +44,27 @@ def rms_norm(x, weight, hf, kind):
     return x * (1 + weight if kind == "gemma2" else weight)
 
 
-def linear(x, own, name):
-    return x @ own[f"{name}.weight"].T + own.get(f"{name}.bias", 0.0)
+def linear(x, layer_tensors, name):
+    return x @ layer_tensors[f"{name}.weight"].T + layer_tensors.get(f"{name}.bias", 0.0)
 
 
-def mlp(x, own, hf):
-    gate = linear(x, own, "mlp.gate_proj")
+def mlp(x, layer_tensors, hf):
+    gate = linear(x, layer_tensors, "mlp.gate_proj")
     if hf["model_type"] == "gemma2":
         gate = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     else:
         gate = gate / (1 + np.exp(-gate))
-    return linear(gate * linear(x, own, "mlp.up_proj"), own, "mlp.down_proj")
+    return linear(gate * linear(x, layer_tensors, "mlp.up_proj"), layer_tensors, "mlp.down_proj")
 
 
-def attention(x, own, hf, layer):
+def attention(x, layer_tensors, hf, layer):
     tokens, heads, kv_heads = len(x), hf["num_attention_heads"], hf["num_key_value_heads"]
     dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    split = lambda name, n: linear(x, own, f"self_attn.{name}").reshape(tokens, n, dim)
+    split = lambda name, n: linear(x, layer_tensors, f"self_attn.{name}").reshape(tokens, n, dim)
     q, k, v = split("q_proj", heads), split("k_proj", kv_heads), split("v_proj", kv_heads)
     if hf["model_type"] == "qwen3":
-        q = rms_norm(q, own["self_attn.q_norm.weight"], hf, "qwen3")
-        k = rms_norm(k, own["self_attn.k_norm.weight"], hf, "qwen3")
+        q = rms_norm(q, layer_tensors["self_attn.q_norm.weight"], hf, "qwen3")
+        k = rms_norm(k, layer_tensors["self_attn.k_norm.weight"], hf, "qwen3")
     freq = frequencies(hf, dim)
     q, k = rotate(q, freq), rotate(k, freq)
     scale, cap, window = (hf.get("query_pre_attn_scalar") or dim) ** -0.5, None, window_bounds(hf, layer)
@@ -77,7 +79,7 @@ def attention(x, own, hf, layer):
             s = s if cap is None else cap * np.tanh(s / cap)
             p = np.exp(s - s.max())
             out[i, h] = p @ v[first : i + 1, g] / p.sum()
-    return linear(out.reshape(tokens, heads * dim), own, "self_attn.o_proj")
+    return linear(out.reshape(tokens, heads * dim), layer_tensors, "self_attn.o_proj")
 
 
 def window_bounds(hf, layer):
@@ -96,7 +98,7 @@ def window_bounds(hf, layer):
 
 
 def frequencies(hf, dim):
-    """Each pair's angle per token, loop by loop as the Llama 3.1 release has it."""
+    """Return the angle of each pair per position, in a loop as in the Llama 3.1 release."""
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     theta = hf.get("rope_theta") or scaling.get("rope_theta") or 10000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -121,7 +123,7 @@ def frequencies(hf, dim):
 
 
 def rotate(x, freq):
-    """x [tokens, heads, dim]: the pairs are (i, i + dim / 2)."""
+    """Rotate x [tokens, heads, dim], whose pairs are (i, i + dim / 2)."""
     angle = np.arange(len(x))[:, None, None] * freq
     a, b = np.split(x, 2, axis=-1)
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)

@@ -25,9 +25,11 @@ FAMILIES = "llama", "gemma3"  # the norm behind attention's sum follows the resi
 
 
 def run(family: str, dtype: Any, *, uses_peers: bool, **mesh: int) -> tuple[list[list[int]], list[list[str]]]:
-    """Tokens, and how often each bucket's executable gathers (our sum, on a CPU) and sums (XLA's)."""
-    how = {"mesh": jattn.parallel.make_mesh(**mesh), "dtype": dtype, "progress": False}
-    model = load(GOLDEN / "hf" / family, **how)
+    """Return the tokens, and the collectives of each bucket: all-gathers of our all-reduce (on a CPU), and
+    XLA's all-reduces.
+    """
+    options = {"mesh": jattn.parallel.make_mesh(**mesh), "dtype": dtype, "progress": False}
+    model = load(GOLDEN / "hf" / family, **options)
     assert model.peers is None
     if uses_peers:
         use_peer_memory(model)
@@ -42,25 +44,30 @@ def run(family: str, dtype: Any, *, uses_peers: bool, **mesh: int) -> tuple[list
 
 
 def check(family: str, **mesh: int) -> None:
-    """Tokens are the same; all 16-bit sums are ours, but gemma3's of embeddings; of others none is.
+    """Check that tokens are equal and that all 16-bit sums use peer memory, except gemma3's of embeddings.
 
-    Where keys lie on both devices each layer gathers its log-sum-exps, besides.
+    With context parallelism each layer also gathers log-sum-exps.
     """
     layers = load(GOLDEN / "hf" / family, progress=False).config.num_hidden_layers
     for dtype in (jnp.bfloat16, jnp.float32)[len(mesh) - 1 :]:  # 16 bits of four parts round otherwise
-        wanted, by_xla = run(family, dtype, uses_peers=False, **mesh)
-        found, exchanges = run(family, dtype, uses_peers=True, **mesh)
-        assert found == wanted, (family, dtype, found, wanted)
+        xla_tokens, by_xla = run(family, dtype, uses_peers=False, **mesh)
+        peer_memory_tokens, exchanges = run(family, dtype, uses_peers=True, **mesh)
+        assert peer_memory_tokens == xla_tokens, (family, dtype, peer_memory_tokens, xla_tokens)
         sums = [kinds.count("all-reduce") for kinds in by_xla]
         assert sums == [1 + 2 * layers] * len(by_xla), by_xla
         gathers = layers if "cp" in mesh else 0
-        theirs, ours = ([kinds.count(kind) for kinds in exchanges] for kind in ("all-reduce", "all-gather"))
+        num_xla_sums, num_peer_memory_sums = (
+            [kinds.count(kind) for kinds in exchanges] for kind in ("all-reduce", "all-gather")
+        )
         if dtype == jnp.bfloat16:
-            by_xla_still = int(family == "gemma3")
-            expected = [by_xla_still] * len(sums), [1 + 2 * layers - by_xla_still + gathers] * len(sums)
-            assert (theirs, ours) == expected, exchanges
+            num_remaining_xla_sums = int(family == "gemma3")
+            expected = (
+                [num_remaining_xla_sums] * len(sums),
+                [1 + 2 * layers - num_remaining_xla_sums + gathers] * len(sums),
+            )
+            assert (num_xla_sums, num_peer_memory_sums) == expected, exchanges
         else:
-            assert (theirs, ours) == (sums, [gathers] * len(sums)), exchanges
+            assert (num_xla_sums, num_peer_memory_sums) == (sums, [gathers] * len(sums)), exchanges
     print(f"{family} {mesh}: {len(by_xla)} executables", flush=True)
 
 

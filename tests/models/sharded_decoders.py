@@ -1,6 +1,6 @@
 """Run decoders on meshes of CPU devices and compare them with transformers and one device.
 
-Run by tests/models/test_sharding.py, with what to check: see `main`.
+Run by tests/models/test_sharding.py with the name of a check: see `main`.
 """
 
 import functools
@@ -47,7 +47,7 @@ def last_logits(model, token_ids, caches, metadata):
 
 
 def check_family(name: str, tp: int) -> None:
-    """A prompt through the caches gives transformers' logits, whatever the family."""
+    """Check that a prompt through the caches gives transformers' logits."""
     model = load(GOLDEN / "hf" / name, mesh=jattn.parallel.make_mesh(tp=tp), progress=False)
     expected = np.load(GOLDEN / "hf" / name / "expected.npz")
     prompt, want = expected["prompt3"], expected["logits3"]
@@ -61,26 +61,26 @@ def check_family(name: str, tp: int) -> None:
 
 
 def is_cut(array: jax.Array, parts: int) -> bool:
-    """Whether each of so many devices holds its own part of an array, and no more."""
+    """Return whether each device holds only its own part of an array."""
     shards = array.addressable_shards
-    places = {str(shard.index) for shard in shards}
-    return len(places) == len(shards) == parts and all(s.data.size * parts == array.size for s in shards)
+    indices = {str(shard.index) for shard in shards}
+    return len(indices) == len(shards) == parts and all(s.data.size * parts == array.size for s in shards)
 
 
 def forks_of(engine: Engine) -> list[list[int]]:
-    """Two completions of one prompt: blocks are copied."""
+    """Return the tokens of two completions of one prompt, which copy blocks."""
     params = jattn.serving.SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12)
     (result,) = engine.generate(PROMPTS[1:2], params)
     return [completion.token_ids for completion in result.outputs]
 
 
-class Alone(NamedTuple):
-    """What one device makes of it.
+class SingleDeviceResults(NamedTuple):
+    """Results of one device.
 
     Attributes:
-        tokens: Of each prompt.
-        forks: As `forks_of`.
-        memory: Of each bucket's executable.
+        tokens: Tokens of each prompt.
+        forks: Result of `forks_of`.
+        memory: Memory statistics of each bucket's executable.
     """
 
     tokens: list[list[int]]
@@ -92,22 +92,22 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=12)]
 
 
-def alone_of(folder: pathlib.Path) -> Alone:
+def alone_of(folder: pathlib.Path) -> SingleDeviceResults:
     engine = Engine(load(folder, progress=False), **SIZES)
     engine.precompile(progress=False)
     memory = {bucket: step.memory_analysis() for bucket, step in engine.graphs.executables.items()}
-    return Alone(tokens_of(engine), forks_of(engine), memory)
+    return SingleDeviceResults(tokens_of(engine), forks_of(engine), memory)
 
 
-def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
-    """One executable a bucket, one device's tokens, and nothing large whole on a device or exchanged."""
+def check_engine(folder: pathlib.Path, tp: int, alone: SingleDeviceResults) -> None:
+    """Check one executable per bucket, equal tokens, and that nothing large is replicated or exchanged."""
     model = load(folder, mesh=jattn.parallel.make_mesh(tp=tp), progress=False)
     check_parameters(model, tp)
     engine = Engine(model, **SIZES)
     engine.precompile(progress=False)
     num_compiles = engine.stats.num_compiles
     assert engine.graphs.num_compiles == len(engine.graphs.buckets)
-    uploads = watch_uploads(engine)
+    uploads = count_host_transfers(engine)
     with record_compilations() as compiles:
         assert tokens_of(engine) == alone.tokens
     assert not compiles
@@ -124,7 +124,7 @@ def check_engine(folder: pathlib.Path, tp: int, alone: Alone) -> None:
 
 
 def check_decode_loop(folder: pathlib.Path, tp: int) -> None:
-    """`decode_loop` over a model on a mesh makes one device's tokens, and its caches stay cut."""
+    """Check that `decode_loop` on a mesh gives one device's tokens and keeps its caches sharded."""
 
     def loop(mesh: Any) -> DecodeLoopOutput:
         model = load(folder, mesh=mesh, progress=False)
@@ -139,15 +139,15 @@ def check_decode_loop(folder: pathlib.Path, tp: int) -> None:
         caches, tokens = model.create_caches(9), np.asarray([3, 4], np.int32)
         return decode_loop(step, model, caches, metadata, tokens, num_steps=12, sample=greedy)
 
-    expected, found = loop(None), loop(jattn.parallel.make_mesh(tp=tp))
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    expected, sharded = loop(None), loop(jattn.parallel.make_mesh(tp=tp))
+    np.testing.assert_array_equal(sharded.tokens, expected.tokens)
     assert len(np.unique(expected.tokens)) > 2
-    assert all(is_cut(array, tp) for cache in found.caches for array in (cache.k, cache.v))
+    assert all(is_cut(array, tp) for cache in sharded.caches for array in (cache.k, cache.v))
     print(f"decode_loop on {tp}")
 
 
-def watch_uploads(engine: Engine) -> list[int]:
-    """How many of the host's arrays each step's executable is given from now on."""
+def count_host_transfers(engine: Engine) -> list[int]:
+    """Return a list of the number of host arrays that each later step transfers."""
     uploads: list[int] = []
 
     def watched(executable: Any, *arguments: Any) -> Any:
@@ -161,7 +161,7 @@ def watch_uploads(engine: Engine) -> list[int]:
 
 
 def check_new_weights(engine: Engine, expected: list[list[int]]) -> None:
-    """Weights that the host has are put where the old ones were."""
+    """Check that updated weights from the host keep their sharding."""
     state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(engine.model)))
     engine.update_weights(jax.tree.map(np.zeros_like, state))
     assert {token for tokens in tokens_of(engine) for token in tokens} == {0}
@@ -170,7 +170,7 @@ def check_new_weights(engine: Engine, expected: list[list[int]]) -> None:
 
 
 def check_drafts(folder: pathlib.Path, expected: list[list[int]]) -> None:
-    """A draft model, loaded onto the model's mesh, changes no token."""
+    """Check that a draft model on the model's mesh changes no tokens."""
     model = load(folder, mesh=jattn.parallel.make_mesh(tp=2), progress=False)
     engine = Engine(model, **SIZES, speculative=str(folder), num_speculative_tokens=2)
     engine._speculation._draft_cost = 0.0  # as large as the model, it would never be asked
@@ -189,31 +189,35 @@ FEATURES = {
 }
 
 
-def check_what_leaves_it(folder: pathlib.Path) -> None:
-    """Log-probabilities, of prompts too, and what `save` writes are one device's."""
+def check_logprobs_and_saved_files(folder: pathlib.Path) -> None:
+    """Check that log-probabilities, also of prompts, and saved files equal one device's."""
     model = load(folder, mesh=jattn.parallel.make_mesh(tp=4), progress=False)
     save(model, folder / "saved")
-    stored = [(at / "model.safetensors").read_bytes() for at in (folder, folder / "saved")]
+    stored = [(directory / "model.safetensors").read_bytes() for directory in (folder, folder / "saved")]
     assert stored[0] == stored[1]
     params = jattn.serving.SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=2)
-    found = []
-    for one in (model, load(folder, progress=False)):
-        (result,) = Engine(one, **SIZES).generate(PROMPTS[1:2], params)
-        places = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
-        found.append([sorted((token, of.logprob) for token, of in place.items()) for place in places])
-    np.testing.assert_allclose(*(np.concatenate(places) for places in found), atol=2e-5)
+    logprobs = []
+    for decoder in (model, load(folder, progress=False)):
+        (result,) = Engine(decoder, **SIZES).generate(PROMPTS[1:2], params)
+        position_logprobs = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
+        logprobs.append(
+            [sorted((token, of.logprob) for token, of in place.items()) for place in position_logprobs]
+        )
+    np.testing.assert_allclose(
+        *(np.concatenate(position_logprobs) for position_logprobs in logprobs), atol=2e-5
+    )
     print("saved and scored")
 
 
 def check_steps_without_caches(folder: pathlib.Path) -> None:
-    """Neither a cache nor a block table: hidden states are one device's; and so are those of no tokens."""
+    """Check that hidden states without a cache and block table equal one device's, also of empty steps."""
     meshes = (None, jattn.parallel.make_mesh(tp=4), jattn.parallel.make_mesh(tp=2, cp=2))
     for lens in ([9, 5], []):
         ids, metadata = np.arange(sum(lens)), jattn.build_batch_metadata(lens, lens, None)
-        expected, *found = (
+        expected, *meshes_hidden = (
             load(folder, mesh=mesh, progress=False)(ids, None, metadata)[0] for mesh in meshes
         )
-        for actual in found:
+        for actual in meshes_hidden:
             np.testing.assert_allclose(actual, expected, atol=2e-5)
     print("without caches")
 
@@ -247,7 +251,9 @@ OF_REPLICAS = (("fp8 cache", {"per_head": True}), ("int8 cache, scales per chann
 
 
 def check_replicas(folder: pathlib.Path) -> None:
-    """Of 4 devices two have the same kv head; 322 tokens are 384 places, and only tokens come out."""
+    """Check replicated KV heads: two of four devices share a head, and a padded vocabulary of 384 yields
+    322 tokens only.
+    """
     config = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 322}
     save(one_layer_model(**config), folder)
     alone, mesh = alone_of(folder), jattn.parallel.make_mesh(tp=4)
@@ -268,15 +274,15 @@ def check_replicas(folder: pathlib.Path) -> None:
     )
     sized = Engine(model, **SIZES | {"num_blocks": None}, cache_bytes=of_device)
     assert sized.stats.num_blocks == engine.stats.num_blocks
-    check_what_leaves_it(folder)
+    check_logprobs_and_saved_files(folder)
     for feature, how in OF_REPLICAS:
         check_feature(folder, feature, tp=4, calibration=how)
 
 
 def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, expected: list[list[int]]) -> None:
-    """As one device has them, and as the mesh has them."""
-    for made in (load(folder, progress=False), load(folder, mesh=engine.model.mesh, progress=False)):
-        state = nnx.state(made)
+    """Check that updates accept weights as one device has them and as the mesh has them."""
+    for updated_model in (load(folder, progress=False), load(folder, mesh=engine.model.mesh, progress=False)):
+        state = nnx.state(updated_model)
         engine.update_weights(jax.tree.map(lambda array: np.zeros_like(array), state))
         assert {token for tokens in tokens_of(engine) for token in tokens} == {0}
         engine.update_weights(jax.tree.map(np.asarray, nnx.to_pure_dict(state)))
@@ -285,7 +291,7 @@ def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, expect
 
 
 def check_masks() -> None:
-    """Masks that tell heads apart count them over all devices, kv heads that are held twice among them."""
+    """Check that per-head masks use global head numbers, also with replicated KV heads."""
     folder, tokens = GOLDEN / "hf" / "llama", 48
     ids = np.arange(1, tokens + 1, dtype=np.int32)
     metadata = jattn.build_batch_metadata([tokens], [tokens], np.arange(1, 4)[None])
@@ -304,12 +310,12 @@ def check_masks() -> None:
         plan = model.plan(metadata, caches, mask=mask)
         return model.logits(model(ids, caches, metadata, plan=plan)[0])
 
-    found = []
+    results = []
     for mesh in (None, *(jattn.parallel.make_mesh(tp=tp) for tp in (2, 6))):
         model = load(folder, mesh=mesh, progress=False)
         caches = model.create_caches(4)
-        found.append([np.asarray(logits(model, caches, mask)) for mask in (None, *masks.values())])
-    one, *others = found
+        results.append([np.asarray(logits(model, caches, mask)) for mask in (None, *masks.values())])
+    one, *others = results
     for name, plain, expected, *actual in zip(
         masks, [one[0]] * 4, one[1:], *(of[1:] for of in others), strict=True
     ):
@@ -320,7 +326,7 @@ def check_masks() -> None:
 
 
 def check_patterns() -> None:
-    """Phi-3-small's layers whose stripes a device has elsewhere than the next one, between dense ones."""
+    """Check Phi-3-small's sparse layers, whose pattern differs per device, between dense layers."""
     hf = read_config(GOLDEN / "hf" / "phi3small").to_hf() | {
         "blocksparse_vert_stride": 4,
         "eos_token_id": None,
@@ -329,24 +335,26 @@ def check_patterns() -> None:
     prompt = np.random.default_rng(0).integers(0, 300, 100).tolist()
     with tempfile.TemporaryDirectory() as name:
         save(model, name)
-        found = []
+        results = []
         for mesh in (None, jattn.parallel.make_mesh(tp=2)):
             engine = Engine(load(name, mesh=mesh, progress=False), **SIZES)
-            found.append(scores_of(engine, prompt))
-    np.testing.assert_allclose(found[1], found[0], atol=2e-5)
+            results.append(scores_of(engine, prompt))
+    np.testing.assert_allclose(results[1], results[0], atol=2e-5)
     print("patterns")
 
 
 def scores_of(engine: Engine, prompt: list[int]) -> np.ndarray:
-    """The largest log-probability at each place of a prompt and of some new tokens."""
+    """Return the largest log-probability at each position of a prompt and of some new tokens."""
     params = jattn.serving.SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
     (result,) = engine.generate([prompt], params)
-    places = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
-    return np.array([max(of.logprob for of in place.values()) for place in places])
+    position_logprobs = [table for table in (*result.prompt_logprobs, *result.logprobs) if table]
+    return np.array([max(logprob.logprob for logprob in table.values()) for table in position_logprobs])
 
 
 def check_training() -> None:
-    """Gradients of all parameters are one device's: of a Llama, and of a norm over all devices' heads."""
+    """Check that gradients of all parameters equal one device's, for a Llama and for a norm over all
+    heads.
+    """
     with tempfile.TemporaryDirectory() as name:
         save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), name)
         for folder in (name, GOLDEN / "hf" / "olmo2"):
@@ -358,7 +366,7 @@ def check_training() -> None:
 
 
 def check_gradients(folder: str | pathlib.Path, **sizes: int) -> None:
-    """Of a loss over two documents; where kv heads have copies, each copy has the gradient of the head."""
+    """Check gradients of a loss over two documents; each copy of a KV head has the head's gradient."""
     ids = np.random.default_rng(0).integers(0, 97, 24).astype(np.int32)
     metadata = jattn.build_batch_metadata([16, 8], [16, 8], None)
 
@@ -373,27 +381,32 @@ def check_gradients(folder: str | pathlib.Path, **sizes: int) -> None:
     models = [load(folder, mesh=mesh, progress=False) for mesh in meshes]
     (loss, expected), (loss_on_mesh, actual) = map(loss_of, models)
     np.testing.assert_allclose(loss_on_mesh, loss, rtol=1e-6)
-    for (path, one), (_, other) in zip(nnx.to_flat_state(expected), nnx.to_flat_state(actual), strict=True):
-        one, other = pad_to_mesh(models[1].config, path, np.asarray(one.get_value())), other.get_value()
-        assert "cp" in sizes or is_cut(other, sizes["tp"]) == (other.ndim > 1), path
-        least = 1e-6 + 1e-5 * np.abs(one).max()
-        np.testing.assert_allclose(other, one, rtol=1e-4, atol=least, err_msg=str(path))
+    for (path, expected_grad), (_, actual_grad) in zip(
+        nnx.to_flat_state(expected), nnx.to_flat_state(actual), strict=True
+    ):
+        expected_grad, actual_grad = (
+            pad_to_mesh(models[1].config, path, np.asarray(expected_grad.get_value())),
+            actual_grad.get_value(),
+        )
+        assert "cp" in sizes or is_cut(actual_grad, sizes["tp"]) == (actual_grad.ndim > 1), path
+        least = 1e-6 + 1e-5 * np.abs(expected_grad).max()
+        np.testing.assert_allclose(actual_grad, expected_grad, rtol=1e-4, atol=least, err_msg=str(path))
     print(f"trained: a loss of {loss:.3f}")
 
 
 def check_parameters(model, tp: int) -> None:
-    """All but norms are cut."""
+    """Check that all parameters except norms are sharded."""
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         array = variable.get_value()
         assert is_cut(array, tp) == (array.ndim > 1), (path, array.sharding)
 
 
 def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int, alone) -> None:
-    """Two sums a layer and one of the embedding; nothing is gathered, logits neither."""
-    found = EXCHANGES.findall(executable.as_text())
-    kinds = [kind for _, kind in found]
-    assert kinds.count("all-reduce") == 1 + 2 * config.num_hidden_layers, found
-    assert kinds.count("all-reduce") == len(kinds), found
+    """Check the collectives: two all-reduces per layer and one of the embedding, and no all-gather."""
+    collectives = EXCHANGES.findall(executable.as_text())
+    kinds = [kind for _, kind in collectives]
+    assert kinds.count("all-reduce") == 1 + 2 * config.num_hidden_layers, collectives
+    assert kinds.count("all-reduce") == len(kinds), collectives
     memory, (params, caches) = executable.memory_analysis(), sizes
     most = (params + caches) / tp
     assert memory.argument_size_in_bytes < most + METADATA, (bucket, memory, most)
@@ -429,7 +442,7 @@ def main() -> None:
         if sys.argv[1] == "features":
             for feature in FEATURES:
                 check_feature(folder, feature)
-            check_what_leaves_it(folder)
+            check_logprobs_and_saved_files(folder)
             check_steps_without_caches(folder)
             check_decode_loop(folder, 2)
             return

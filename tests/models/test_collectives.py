@@ -1,4 +1,4 @@
-"""All-reduces over a model's devices by peer memory, and its refusals."""
+"""All-reduces over peer memory between a model's devices, and refusals."""
 
 import pathlib
 import subprocess
@@ -52,7 +52,7 @@ def test_use_peer_memory_refuses_models_without_a_mesh(types_unchecked):
 
 
 class TestWhyNoPeerMemory:
-    """`jattn serve` and the others take peer memory where nothing speaks against it."""
+    """Reasons why the commands, such as `jattn serve`, do not use peer memory."""
 
     def model(self, *, tp=2, cp=1, dtype=jnp.bfloat16, has_weights=True):
         model = load(LLAMA, dtype=dtype, progress=False) if has_weights else load_shapes(LLAMA, dtype=dtype)
@@ -86,7 +86,7 @@ class TestWhyNoPeerMemory:
 
 
 def test_new_weights_keep_the_peer_memory():
-    """A copy of it would be another place than the one that other devices write to."""
+    """A copy would have another address than the one that the other devices write to."""
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)
     before = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.kernels
 
 
 def counts_per_num_layers(counts):
-    """(family, bucket) -> the counts, by number of layers."""
+    """Return the counts of each (family, bucket), by number of layers."""
     few, many = NUM_LAYERS
     ends = [name.removesuffix(f"-{few}") for name in counts if name.endswith(f"-{few}")]
     return {name: (counts[f"{name}-{few}"], counts[f"{name}-{many}"]) for name in ends}
@@ -18,7 +18,7 @@ def counts_per_num_layers(counts):
 
 @pytest.fixture(scope="module")
 def reports():
-    """What ptxas says of each of Qwen3's steps, lowered and compiled once, by itself."""
+    """Return ptxas's report of each of Qwen3's steps, compiled in a separate process."""
     aot.require_plugin()
     return aot.apart_reports(MODULE, [name for name in aot_cases() if name.startswith("qwen3")])
 

@@ -116,7 +116,7 @@ FAMILIES = {
 
 
 def make(family, *, num_experts=8, chosen=2, dtype=jnp.float32, seed=0):
-    of = FAMILIES[family]
+    family_case = FAMILIES[family]
     rngs = nnx.Rngs(seed)
     spec = MLPSpec(intermediate_size=INTERMEDIATE, hidden_act="silu")
     shared = MLP(HIDDEN, spec, dtype=dtype, rngs=rngs)
@@ -125,11 +125,11 @@ def make(family, *, num_experts=8, chosen=2, dtype=jnp.float32, seed=0):
         INTERMEDIATE,
         num_experts=num_experts,
         experts_per_token=chosen,
-        routing=of.routing,
-        activation=of.activation,
-        use_bias=of.use_bias,
-        shared_expert=shared if of.shares else None,
-        gates_shared_expert=of.gates_shared,
+        routing=family_case.routing,
+        activation=family_case.activation,
+        use_bias=family_case.use_bias,
+        shared_expert=shared if family_case.shares else None,
+        gates_shared_expert=family_case.gates_shared,
         rngs=rngs,
         dtype=dtype,
     )
@@ -174,12 +174,14 @@ def tokens(count, seed=1, dtype=jnp.float32):
 
 
 def expected(family, layer, x):
-    of, t = FAMILIES[family].reference, tensors(layer)
-    return np.stack([of(row, t, layer.experts_per_token) for row in np.asarray(x[some(x)], np.float64)])
+    family_case, t = FAMILIES[family].reference, tensors(layer)
+    return np.stack(
+        [family_case(row, t, layer.experts_per_token) for row in np.asarray(x[sample_tokens(x)], np.float64)]
+    )
 
 
-def some(x):
-    """The tokens that are looked at: no multiple of a tile apart."""
+def sample_tokens(x):
+    """Select the tokens that are compared; their stride is not a multiple of a tile."""
     return slice(None, None, max(1, len(x) // 23))
 
 
@@ -193,44 +195,44 @@ def _run(graph, state, x):
 
 
 def assert_close(actual, expected, tolerance=2e-5):
-    actual = np.asarray(actual[some(actual)].astype(jnp.float32))
+    actual = np.asarray(actual[sample_tokens(actual)].astype(jnp.float32))
     assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("token_case", TOKENS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_experts_of_each_family_match_transformers(family, way):
-    layer, x = make(family), tokens(TOKENS[way])
+def test_experts_of_each_family_match_transformers(family, token_case):
+    layer, x = make(family), tokens(TOKENS[token_case])
     assert_close(run(layer, x), expected(family, layer, x))
 
 
-@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("token_case", TOKENS)
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
-def test_all_tokens_may_choose_one_expert(family, way):
-    layer, x = make(family, chosen=1), tokens(TOKENS[way])
+def test_all_tokens_may_choose_one_expert(family, token_case):
+    layer, x = make(family, chosen=1), tokens(TOKENS[token_case])
     x = x.at[:, 0].set(4.0)
     layer.router.kernel[...] = layer.router.kernel[...].at[:, 5].set(0).at[0, 5].set(50.0)
     assert_close(run(layer, x), expected(family, layer, x))
 
 
-@pytest.mark.parametrize("way", TOKENS)
-def test_every_expert_may_be_chosen_by_every_token(way):
-    layer, x = make("qwen2_moe", num_experts=4, chosen=4), tokens(TOKENS[way])
+@pytest.mark.parametrize("token_case", TOKENS)
+def test_every_expert_may_be_chosen_by_every_token(token_case):
+    layer, x = make("qwen2_moe", num_experts=4, chosen=4), tokens(TOKENS[token_case])
     assert_close(run(layer, x), expected("qwen2_moe", layer, x))
 
 
-@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("token_case", TOKENS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
-def test_padding_tokens_do_not_affect_other_tokens(family, way):
-    layer, x = make(family), tokens(TOKENS[way])
+def test_padding_tokens_do_not_affect_other_tokens(family, token_case):
+    layer, x = make(family), tokens(TOKENS[token_case])
     dirty = x.at[1::3].set(jnp.nan).at[2::3].set(jnp.inf)
     expected, actual = run(layer, x), run(layer, dirty)
     assert jnp.array_equal(actual[::3], expected[::3])
 
 
-@pytest.mark.parametrize("way", TOKENS)
-def test_an_overflowing_expert_affects_only_tokens_routed_to_it(way):
-    layer, x = make("mixtral"), tokens(TOKENS[way])
+@pytest.mark.parametrize("token_case", TOKENS)
+def test_an_overflowing_expert_affects_only_tokens_routed_to_it(token_case):
+    layer, x = make("mixtral"), tokens(TOKENS[token_case])
     layer.gate_up_proj.weight[...] = layer.gate_up_proj.weight[...].at[3].set(jnp.inf)
     _, chosen = jax.lax.top_k(layer.router_logits(x), 2)
     spared = ~np.asarray((chosen == 3).any(axis=1))
@@ -238,13 +240,13 @@ def test_an_overflowing_expert_affects_only_tokens_routed_to_it(way):
     assert jnp.array_equal(run(layer, x)[spared], run(make("mixtral"), x)[spared])
 
 
-@pytest.mark.parametrize("way", TOKENS)
-def test_one_executable_serves_every_routing(way):
+@pytest.mark.parametrize("token_case", TOKENS)
+def test_one_executable_serves_every_routing(token_case):
     layer = make("gpt_oss")
-    run(layer, tokens(TOKENS[way]))
+    run(layer, tokens(TOKENS[token_case]))
     before = _run._cache_size()
     for seed in range(2, 4):
-        run(layer, tokens(TOKENS[way], seed=seed))
+        run(layer, tokens(TOKENS[token_case], seed=seed))
     assert _run._cache_size() == before
 
 
@@ -255,14 +257,14 @@ def test_layers_with_equal_configurations_share_a_jit_trace(family):
     assert hash(first) == hash(second)
 
 
-@pytest.mark.parametrize("way", TOKENS)
+@pytest.mark.parametrize("token_case", TOKENS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
-def test_16_bit_error_is_at_most_twice_that_of_rounding(family, way):
-    layer, x = make(family, dtype=jnp.bfloat16), tokens(TOKENS[way], dtype=jnp.bfloat16)
+def test_16_bit_error_is_at_most_twice_that_of_rounding(family, token_case):
+    layer, x = make(family, dtype=jnp.bfloat16), tokens(TOKENS[token_case], dtype=jnp.bfloat16)
     out = run(layer, x)
     assert out.dtype == jnp.bfloat16
     want = expected(family, layer, x.astype(jnp.float32))
-    error = np.abs(np.asarray(out[some(out)], np.float64) - want).max(axis=1)
+    error = np.abs(np.asarray(out[sample_tokens(out)], np.float64) - want).max(axis=1)
     assert (error <= 2 * 2**-8 * np.abs(want).max()).all()
 
 
@@ -290,8 +292,8 @@ def test_kernel_tile_error_is_at_most_twice_that_of_rounding_to_16_bits(family, 
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 64)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(90, dtype=jnp.bfloat16)
     choices = layer.route(x)
-    weights, how = layer.weights(), ExpertStatics(layer.activation, layer.precision)
-    out = run_tiles_mosaic(x, choices, weights, how, interpret=plgpu.InterpretGPUParams())
+    weights, statics = layer.weights(), ExpertStatics(layer.activation, layer.precision)
+    out = run_tiles_mosaic(x, choices, weights, statics, interpret=plgpu.InterpretGPUParams())
     wide = ExpertWeights(*(None if array is None else array.astype(jnp.float32) for array in weights))
     expected = run_tiles_xla(x.astype(jnp.float32), choices, wide, ExpertStatics(layer.activation, "highest"))
     assert float(jnp.abs(out - expected).max()) <= 2 * 2**-8 * float(jnp.abs(expected).max())
@@ -306,11 +308,11 @@ def test_kernel_tiles_have_the_gradients_of_xla_tiles(monkeypatch):
 
     monkeypatch.setattr(expert_matmuls, "grouped_matmul", product)
     layer, x = make("gpt_oss", dtype=jnp.bfloat16), tokens(9, dtype=jnp.bfloat16)
-    choices, how = layer.route(x), ExpertStatics(layer.activation, layer.precision)
+    choices, statics = layer.route(x), ExpertStatics(layer.activation, layer.precision)
 
     def gradients(run):
-        of = lambda x, scores, weights: run(x, choices._replace(scores=scores), weights, how)
-        pull_back = lambda *given: jax.vjp(of, *given)[1](x.astype(jnp.float32))
+        family_case = lambda x, scores, weights: run(x, choices._replace(scores=scores), weights, statics)
+        pull_back = lambda *args: jax.vjp(family_case, *args)[1](x.astype(jnp.float32))
         return jax.tree.leaves(jax.jit(pull_back)(x, choices.scores, layer.weights()))
 
     for actual, expected in zip(gradients(run_tiles_mosaic), gradients(run_tiles_xla), strict=True):
@@ -360,7 +362,7 @@ def test_why_no_kernel_gives_the_reason():
     ],
 )
 def test_static_sizes_select_the_method(tokens, has_kernel, expected):
-    """Of Qwen3-30B-A3B, 8 of 128 experts."""
+    """Sizes of Qwen3-30B-A3B, which uses 8 of 128 experts."""
     assert (
         select_method(num_tokens=tokens, num_selected=8, num_experts=128, has_kernel=has_kernel) is expected
     )
@@ -375,6 +377,6 @@ def test_16_bit_error_on_a_gpu_is_at_most_twice_that_of_rounding(family, count, 
     layer, x = make(family, dtype=jnp.bfloat16), tokens(count, dtype=jnp.bfloat16)
     assert why_no_kernel(x, layer.weights()) is None
     actual, want = run(layer, x), expected(family, layer, x.astype(jnp.float32))
-    error = np.abs(np.asarray(actual[some(actual)], np.float64) - want)
+    error = np.abs(np.asarray(actual[sample_tokens(actual)], np.float64) - want)
     assert error.max() <= 2 * 2**-8 * np.abs(want).max()
     assert jnp.array_equal(run(layer, x), actual)

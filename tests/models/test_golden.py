@@ -1,4 +1,4 @@
-"""Logits and greedy tokens match transformers through the paged cache, for prompts in chunks and batches."""
+"""Logits and greedy tokens match transformers through the paged cache, for chunked and batched prompts."""
 
 import functools
 
@@ -27,7 +27,7 @@ def step(model, token_ids, caches, metadata):
 
 
 class Golden:
-    """A checkpoint, what transformers makes of it, and shuffled blocks for four requests."""
+    """A checkpoint, its recorded transformers results, and shuffled blocks for four requests."""
 
     def __init__(self, name):
         self.model = load(GOLDEN / "hf" / name, progress=False)
@@ -44,16 +44,18 @@ class Golden:
         return self.expected[f"prompt{i}"].tolist()
 
     def run(self, rows):
-        """One padded step of `rows` (request, its new tokens, context); logits of each row's tokens."""
+        """Run one padded step of `rows` (request, new tokens, context) and return the logits of each row's
+        tokens.
+        """
         lens, contexts = [len(tokens) for _, tokens, _ in rows], [context for _, _, context in rows]
         seq_lens = np.add(lens, contexts)
         table = self.tables[[request for request, _, _ in rows]]
         metadata = jattn.build_batch_metadata(lens, seq_lens, table, block_size=BLOCK, bucket=BUCKET)
-        places = np.flatnonzero(metadata.is_valid_token)
+        positions = np.flatnonzero(metadata.is_valid_token)
         token_ids = np.zeros(BUCKET.max_tokens, np.int32)
-        token_ids[places] = np.concatenate([tokens for _, tokens, _ in rows])
+        token_ids[positions] = np.concatenate([tokens for _, tokens, _ in rows])
         logits, self.caches = step(self.model, jnp.asarray(token_ids), self.caches, metadata)
-        return np.split(np.asarray(logits)[places], np.cumsum(lens)[:-1])
+        return np.split(np.asarray(logits)[positions], np.cumsum(lens)[:-1])
 
     def error(self, i, logits, first=0):
         return np.abs(logits - self.expected[f"logits{i}"][first : first + len(logits)]).max()
@@ -80,7 +82,7 @@ def golden(request):
         *(pytest.param(name, True, marks=() if name in FAST else pytest.mark.kernels) for name in NAMES),
     ],
 )
-def test_a_whole_prompt_at_once(name, has_cache):
+def test_whole_prompt_matches_transformers(name, has_cache):
     golden = golden_of(name)
     prompt = golden.prompt(3)
     table, caches = (golden.tables[:1], golden.model.create_caches(NUM_BLOCKS)) if has_cache else (None, None)
@@ -90,7 +92,7 @@ def test_a_whole_prompt_at_once(name, has_cache):
     assert (caches is not None) == has_cache
 
 
-def test_a_prompt_in_uneven_chunks(golden):
+def test_prompt_in_uneven_chunks_matches_transformers(golden):
     number, lengths = (2, (1, 20, 2, 9, 1)) if golden.is_whole else (3, (1, 30, 2, 17, 1, 49))
     prompt, done = golden.prompt(number), 0
     for length in lengths:
@@ -100,14 +102,14 @@ def test_a_prompt_in_uneven_chunks(golden):
     assert done == len(prompt)
 
 
-def test_prompts_batched_with_each_other(golden):
+def test_batched_prompts_match_transformers(golden):
     rows = [(i, golden.prompt(i), 0) for i in PROMPTS]
     for i, logits in zip(PROMPTS, golden.run(rows), strict=True):
         assert golden.error(i, logits) < golden.tolerance
 
 
-def test_greedy_decoding_among_other_requests(golden):
-    """Requests decode one token at a time, all in one step, while another one's prompt comes in by chunks."""
+def test_greedy_decoding_in_a_batch_matches_transformers(golden):
+    """Three requests decode one token per step while the prompt of a fourth is computed in chunks."""
     prompts = [golden.prompt(i) for i in PROMPTS]
     first = golden.run([(i, prompts[i], 0) for i in PROMPTS[:3]])
     tokens = [int(logits[-1].argmax()) for logits in first]
@@ -126,7 +128,7 @@ def test_greedy_decoding_among_other_requests(golden):
             assert golden.error(3, logits[3], first=n * chunk) < golden.tolerance
 
 
-def test_decoding_its_own_tokens_matches_transformers(golden):
+def test_greedy_decoding_matches_transformers(golden):
     prompt = golden.prompt(3)
     (logits,) = golden.run([(1, prompt, 0)])
     for n, expected in enumerate(golden.expected["greedy3"]):

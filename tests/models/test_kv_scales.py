@@ -11,9 +11,9 @@ from tests.models.tiny_checkpoints import CONFIGS
 
 
 def calibrated(*layers):
-    """Scales of some layers only; 3 layers in all."""
-    one = LayerScales(k=np.full((), 0.1, np.float32), v=np.full((), 0.1, np.float32))
-    return KVScales(tuple(one if i in layers else LayerScales() for i in range(3)))
+    """Return scales of some of 3 layers."""
+    layer_scales = LayerScales(k=np.full((), 0.1, np.float32), v=np.full((), 0.1, np.float32))
+    return KVScales(tuple(layer_scales if i in layers else LayerScales() for i in range(3)))
 
 
 class TestMissingStaticScales:

@@ -30,12 +30,12 @@ class TestPadToMesh:
         model = nnx.eval_shape(lambda: jattn.models.Decoder(config, rngs=nnx.Rngs(0)))
         for path, value in nnx.to_flat_state(nnx.state(model)):
             whole = draw.normal(size=unpadded_shape(config, path, value.shape))
-            there = pad_to_mesh(config, path, whole)
-            assert there.shape == value.shape
-            np.testing.assert_array_equal(unpad_from_mesh(config, path, there), whole)
+            padded = pad_to_mesh(config, path, whole)
+            assert padded.shape == value.shape
+            np.testing.assert_array_equal(unpad_from_mesh(config, path, padded), whole)
 
     def test_each_device_has_the_kv_head_of_its_queries(self):
         config = read_config(LLAMA).with_mesh(6)
         whole = np.arange(2 * 5).reshape(2, 5, 1)  # kv heads, their three queries, key and value
-        there = pad_to_mesh(config, ("qkv_proj", "bias"), whole)[..., 0]
-        assert there.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]
+        padded = pad_to_mesh(config, ("qkv_proj", "bias"), whole)[..., 0]
+        assert padded.tolist() == [[0, 3, 4], [1, 3, 4], [2, 3, 4], [5, 8, 9], [6, 8, 9], [7, 8, 9]]

@@ -99,8 +99,8 @@ def make(name, **more):
     )
 
 
-def turned(x, positions, lengths, name, *, interleaved=False):
-    """The definition: each pair is a complex number that is turned."""
+def rotate_as_complex(x, positions, lengths, name, *, interleaved=False):
+    """Return the definition: each pair is a complex number times e^(i angle)."""
     x = np.array(x, np.float64)
     for token, (position, length) in enumerate(zip(positions, lengths, strict=True)):
         freq, amplitude = CASES[name][1](int(length))
@@ -123,7 +123,7 @@ def test_rotation_matches_transformers(name, interleaved):
     rope = make(name, interleaved=interleaved)
     for lengths in (POSITIONS + 1, np.full_like(POSITIONS, 30), np.full_like(POSITIONS, 2000)):
         actual = jax.jit(rope)(jnp.asarray(X), jnp.asarray(POSITIONS), jnp.asarray(lengths))
-        expected = turned(X, POSITIONS, lengths, name, interleaved=interleaved)
+        expected = rotate_as_complex(X, POSITIONS, lengths, name, interleaved=interleaved)
         np.testing.assert_allclose(actual, expected, atol=3e-4)  # angles of f32 at position 700
         np.testing.assert_allclose(actual[:4], expected[:4], atol=2e-5)
 
@@ -159,7 +159,7 @@ def test_rotation_keeps_the_16_bit_dtype(name):
 
 
 def test_interleaved_pairs_are_rotated_in_f32():
-    """Sines and cosines are not rounded to 16 bits, the result is once."""
+    """Sines and cosines are not rounded to 16 bits; the result is rounded once."""
     x = jnp.asarray(X, jnp.bfloat16)
     actual = make("default", interleaved=True)(x, jnp.asarray(POSITIONS))
     expected = make("default", interleaved=True)(x.astype(jnp.float32), jnp.asarray(POSITIONS))
@@ -172,7 +172,7 @@ def layer_config(rope):
 
 
 def attend(rope, query_lens, seq_lens):
-    """A layer's outputs without a cache, and its metadata."""
+    """Return a layer's outputs without a cache, and its metadata."""
     metadata = build_batch_metadata(query_lens, seq_lens, [[1] * 9] * len(seq_lens), block_size=16)
     x = jax.random.normal(jax.random.key(1), (metadata.bucket.max_tokens, 8))
     out, _ = layer_config(rope)(x, None, metadata, metadata.positions)
@@ -180,7 +180,7 @@ def attend(rope, query_lens, seq_lens):
 
 
 def test_a_layer_rotates_each_request_by_its_own_length():
-    """A long prompt is turned by its long factors from its first token on; a short one beside it is not."""
+    """All tokens of a long prompt use the long factors; those of a short prompt in the same step do not."""
     rope = make("longrope")
     of = lambda side: Rope.from_hf(
         LONGROPE | {"short_factor": FACTORS[side], "long_factor": FACTORS[side]},

@@ -40,8 +40,10 @@ def test_sparsemixer_scores():
     logits = np.float32([[2.0, 1.5, 1.3, -3.0]])
     choices = routing.route(jnp.asarray(logits), 2)
     np.testing.assert_array_equal(choices.experts, [[0, 1]])
-    share = lambda *near: np.exp(near[0]) / np.exp(near).sum()  # beside 2.0: 1.5 and 1.3
-    np.testing.assert_allclose(choices.scores, [[share(2.0, 1.5, 1.3), share(1.5, 1.3)]], rtol=1e-6)
+    probability = lambda *scores: np.exp(scores[0]) / np.exp(scores).sum()  # beside 2.0: 1.5 and 1.3
+    np.testing.assert_allclose(
+        choices.scores, [[probability(2.0, 1.5, 1.3), probability(1.5, 1.3)]], rtol=1e-6
+    )
     alone = Routing(scores="sparsemixer", margin=0.1).route(jnp.asarray(logits), 2)
     np.testing.assert_allclose(alone.scores, [[1.0, 1.0]], rtol=1e-6)
 

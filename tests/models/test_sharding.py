@@ -25,7 +25,7 @@ ROOT = GOLDEN.parents[1]
 
 
 def mesh_of(tp, cp=1, names=("tp", "cp")):
-    """A mesh for checks alone: one device stands for all."""
+    """Return an abstract mesh whose devices are all one device, for argument checks."""
     return Mesh(np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp), names)
 
 
@@ -35,7 +35,7 @@ def changed(**changes):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("what", "lines"),
+    ("check", "lines"),
     [
         (
             "families",
@@ -67,8 +67,8 @@ def changed(**changes):
         ),
     ],
 )
-def test_decoders_match_across_meshes(what, lines):
-    command = [sys.executable, "-m", "tests.models.sharded_decoders", what]
+def test_decoders_match_across_meshes(check, lines):
+    command = [sys.executable, "-m", "tests.models.sharded_decoders", check]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if line not in done.stdout] == []
@@ -81,8 +81,8 @@ def test_a_mesh_of_one_device_serves_the_same_tokens():
         Engine(load(LLAMA, mesh=mesh, progress=False), **sizes, max_model_len=64, buckets=buckets)
         for mesh in (None, make_mesh())
     ]
-    one, other = (engine.generate([[1, 2, 3], [5] * 20], max_tokens=6) for engine in engines)
-    assert [result.token_ids for result in one] == [result.token_ids for result in other]
+    actual, expected = (engine.generate([[1, 2, 3], [5] * 20], max_tokens=6) for engine in engines)
+    assert [result.token_ids for result in actual] == [result.token_ids for result in expected]
 
 
 class TestMakeMesh:
@@ -119,7 +119,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("of", [load, load_shapes])
     def test_mesh_axes_must_be_auto(self, of):
-        """Of Explicit ones, as jax makes them, prompt_logprobs failed in JAX, and with it all requests."""
+        """jax.make_mesh makes Explicit axes, with which prompt_logprobs would fail inside JAX."""
         rule = r"mesh\.axis_types must be Auto for all axes \(.*make_mesh\), got \('Explicit', 'Explicit'\)"
         with pytest.raises(ValueError, match=rule):
             of(LLAMA, mesh=jax.make_mesh((1, 1), ("tp", "cp")))

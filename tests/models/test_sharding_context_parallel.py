@@ -20,13 +20,13 @@ ROOT = GOLDEN.parents[1]
 
 
 def mesh_of(tp, cp):
-    """A mesh for checks alone: one device stands for all."""
+    """Return an abstract mesh whose devices are all one device, for argument checks."""
     return Mesh(np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp), ("tp", "cp"))
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("what", "lines"),
+    ("check", "lines"),
     [
         pytest.param(
             "families",
@@ -44,8 +44,8 @@ def mesh_of(tp, cp):
         ),
     ],
 )
-def test_decoders_match_across_meshes(what, lines):
-    command = [sys.executable, "-m", "tests.models.context_parallel_decoders", what]
+def test_decoders_match_across_meshes(check, lines):
+    command = [sys.executable, "-m", "tests.models.context_parallel_decoders", check]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if line not in done.stdout] == []
@@ -53,7 +53,7 @@ def test_decoders_match_across_meshes(what, lines):
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
 def test_each_rank_stores_its_tokens_of_a_block(layout):
-    """A device's part of every array is what a cache of smaller blocks has."""
+    """A device's part of each array has the shape of a cache with smaller blocks."""
     sizes = {"num_kv_heads": 4, "head_dim": 16, "layout": layout, "quantization": "int8_token_head"}
     of = lambda **more: jattn.CacheSpec(num_blocks=5, **{**sizes, **more})
     whole, part = (

@@ -145,16 +145,16 @@ def test_the_tokenizer_restores_the_text(model, text):
 
 @pytest.mark.kernels
 def test_the_model_predicts_python(model):
-    """Untrained it would need 8 bits a byte, with the snippet's own byte frequencies 4.4; xz needs 3.4."""
+    """Uniform probabilities cost 8 bits per byte, byte frequencies of the snippet 4.4, and xz 3.4."""
     graph, params = nnx.split(model)
     bits = jax.jit(lambda params, windows: train_tiny.bits(nnx.merge(graph, params), windows))
-    found = bits(params, snippet_windows(python_sources.CONTEXT))
-    assert found.shape == (1, python_sources.CONTEXT)
-    assert float(found.mean()) < 1.2
+    num_bits = bits(params, snippet_windows(python_sources.CONTEXT))
+    assert num_bits.shape == (1, python_sources.CONTEXT)
+    assert float(num_bits.mean()) < 1.2
 
 
 def test_training_computes_the_bits_that_the_model_needs():
-    """Batched, with jax.nn's attention and one-hot products, it is the same function."""
+    """The batched training code uses jax.nn's attention and one-hot products, but is the same function."""
     config = DecoderConfig.from_hf(train_tiny.HF_CONFIG | {"num_hidden_layers": 1})
     make = lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32, implementation="reference")
     windows = snippet_windows(119).reshape(3, 40)

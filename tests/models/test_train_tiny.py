@@ -41,7 +41,7 @@ def test_the_rate_rises_and_falls():
 
 
 def test_an_untrained_model_needs_eight_bits_a_byte(tmp_path, monkeypatch):
-    """257 equal chances are log2(257) bits a token; windows and padding must not change that."""
+    """257 equal probabilities cost log2(257) bits per token; windows and padding must not change that."""
     monkeypatch.setattr(python_sources, "CONTEXT", 8)
     config = DecoderConfig.from_hf(train_tiny.HF_CONFIG | {"num_hidden_layers": 1})
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)

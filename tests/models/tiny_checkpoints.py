@@ -112,7 +112,7 @@ REMOTE_CONFIGS = {name: {**SIZES, **config} for name, config in REMOTE_CONFIGS.i
 
 
 def random_tensors(hf, dtype=np.float32, seed=0):
-    """Hugging Face's tensors for a config, large enough that every part matters."""
+    """Return Hugging Face tensors of a config, large enough that every part affects the logits."""
     rng = np.random.default_rng(seed)
     kind, hidden, inner = hf["model_type"], hf["hidden_size"], hf["intermediate_size"]
     dim = hf.get("head_dim") or hidden // hf["num_attention_heads"]

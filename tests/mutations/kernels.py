@@ -1,4 +1,4 @@
-"""The kernels over problems that cut requests into several tiles and spans, checked as in the contract."""
+"""Checks of the kernels on problems that split requests into several tiles and spans, as in the contract."""
 
 import functools
 
@@ -15,7 +15,7 @@ from pallas_kernels import paged_decode, varlen_backward, varlen_prefill
 from pallas_kernels.shared.score import Score
 from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels.varlen_backward import backward_problem, test_tile_lists
-from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 
 WINDOW = (100, 0)
 # Each block of queries sees its own block of keys.
@@ -33,22 +33,22 @@ def score_of(spec: jattn.AttentionSpec) -> Score:
 
 
 def run(kernel, problem: AttentionProblem, **arrays) -> None:
-    """Runs a kernel on the CPU and checks what it returns."""
+    """Run a kernel in interpret mode and check its results."""
     kernel = functools.partial(kernel, score=score_of(problem.spec), interpret=plgpu.InterpretGPUParams())
     problem.check(*jax.jit(kernel)(jnp.asarray(problem.query), problem.kv.k, problem.kv.v, **arrays))
 
 
 def check_decode(window=None, split_kv=None) -> None:
-    """A request of one key, and two that are cut into tiles and spans."""
+    """Check a request with one key, and two that are split into tiles and spans."""
     problem = problem_of([1, 1, 1], [330, 1, 200], window)
     sizes = paged_decode.DecodeSizes(stages=2, ctas=12, split_kv=split_kv)
     metadata = problem.metadata
-    where = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}
-    run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **where)
+    arrays = {"block_table": metadata.block_table, "seq_lens": metadata.seq_lens}
+    run(functools.partial(paged_decode.paged_decode, sizes=sizes), problem, **arrays)
 
 
 def check_prefill(window=None, max_splits=1) -> None:
-    """Prompts of several tiles, one behind context."""
+    """Check prompts of several tiles, one with context."""
     problem = problem_of([150, 3, 70], [150, 3, 270], window)
     sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, max_splits=max_splits)
     metadata = problem.metadata
@@ -58,25 +58,25 @@ def check_prefill(window=None, max_splits=1) -> None:
 
 
 def check_splits() -> None:
-    """The same, each tile's keys cut into splits."""
+    """Check the same prompts with the keys of each tile divided into splits."""
     with pytest.MonkeyPatch.context() as patch:
-        cut_everywhere(patch)
+        split_every_tile(patch)
         check_prefill(max_splits=MOST)
 
 
 def check_packed_heads() -> None:
-    """Requests of few tokens whose heads share tiles, each head with a slope and a sink of its own."""
+    """Check short requests with packed GQA heads, which have different slopes and sinks."""
     problem = problem_of([40, 3, 70], [150, 3, 270], has_alibi=True, has_sinks=True)
     sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3, pack_gqa=2)
     metadata = problem.metadata
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}
-    of_heads = {"alibi_slopes": jnp.asarray(problem.slopes), "sinks": jnp.asarray(problem.sinks)}
+    per_head = {"alibi_slopes": jnp.asarray(problem.slopes), "sinks": jnp.asarray(problem.sinks)}
     kernel = functools.partial(varlen_prefill.varlen_prefill, sizes=sizes, return_lse=True)
-    run(kernel, problem, block_table=metadata.block_table, **lens, **of_heads)
+    run(kernel, problem, block_table=metadata.block_table, **lens, **per_head)
 
 
 def check_quantized() -> None:
-    """Over keys and values of 8 bits, each kv head of both with a scale of its own; a head is 128 wide."""
+    """Check 8-bit keys and values with a scale per KV head and head_dim 128."""
     problem = problem_of([40, 3, 70], [150, 3, 270], head_dim=128, stored="fp8_head")
     sizes = varlen_prefill.PrefillSizes(tile_kv=64, ctas=3)
     metadata, kv = problem.metadata, problem.kv
@@ -87,7 +87,7 @@ def check_quantized() -> None:
 
 
 def check_lists() -> None:
-    """Over lists of tiles: blocks that differ from head to head, and a mask that is computed in tiles."""
+    """Check tile lists: blocks that differ by head, and a mask that is evaluated in the kernel."""
     mask = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64) & masks.Dilated(400, 3)
     visible = lambda r, h, i, j: bool(BLOCKS[h, i // 64, j // 64]) and abs(i - j) % 3 == 0
     problem = problem_of([150, 3, 270], [150, 3, 270], visible=visible)
@@ -109,7 +109,7 @@ def check_lists() -> None:
 
 
 def check_backward(window=(None, None), *, deterministic=False) -> None:
-    """Documents of several tiles, one of them behind context."""
+    """Check documents of several tiles, one with context."""
     score = Score(scale=0.125, window=window)
     lens = {"query_lens": (150, 3, 270), "seq_lens": (150, 3, 300)}
     problem = backward_problem.BackwardProblem(backward_problem.Setting(score=score, heads=(4, 2), **lens))
@@ -123,7 +123,7 @@ def check_backward(window=(None, None), *, deterministic=False) -> None:
 
 
 def check_backward_lists(mask="strided") -> None:
-    """Two kernels over lists: blocks of 64, of which a tile of keys holds two, or bits of a mask's arrays."""
+    """Check two backward kernels over lists: blocks of 64, two per key tile, or bits of a mask's arrays."""
     problem, sizes = test_tile_lists.problem_of(mask), test_tile_lists.two_kernels(64)
     interpret = plgpu.InterpretGPUParams()
     problem.check(test_tile_lists.grads_of(problem, sizes=sizes, interpret=interpret))

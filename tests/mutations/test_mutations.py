@@ -1,4 +1,4 @@
-"""Kernels with one fault each: the contract must fail for every one of them."""
+"""Kernels with one fault each: the contract must fail for each of them."""
 
 import dataclasses
 import functools
@@ -39,9 +39,9 @@ class Mutation:
     """A fault of a kernel.
 
     Attributes:
-        fault: Description of the fault, as README.md lists it.
+        fault: Description of the fault, as in README.md.
         check: The check that must fail.
-        apply: Puts the fault in place.
+        apply: Function that applies the fault.
     """
 
     fault: str
@@ -51,11 +51,11 @@ class Mutation:
 
 # ------------------------------------------------------------------------------------- both kernels
 def key_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
-    """Shift the ends of the visible key range, but not past the ends of the request."""
-    right = Score.key_range
+    """Shift the ends of the visible key range, clamped to the ends of the request."""
+    original = Score.key_range
 
     def shifted(self, position, seq_len):
-        first, end = right(self, position, seq_len)
+        first, end = original(self, position, seq_len)
         end = jnp.where(end > 1, jnp.minimum(end + high, seq_len), end)
         return jnp.maximum(first + low, 0), end
 
@@ -64,41 +64,43 @@ def key_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], Non
 
 # ------------------------------------------------------------------------------------- paged_decode
 def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(segment, shape, reqs)` of every segment that producer and consumer walk over."""
-    right = Span.segment
+    """Apply `change(segment, shape, reqs)` to each segment of producer and consumer."""
+    original = Span.segment
 
-    def wrong(span, *args, **kwargs):
-        segment = right(span, *args, **kwargs)
+    def mutated(span, *args, **kwargs):
+        segment = original(span, *args, **kwargs)
         return dataclasses.replace(segment, **change(segment, span.spec.shape, span.seq_lens.shape[0]))
 
-    return lambda patch: patch.setattr(Span, "segment", wrong)
+    return lambda patch: patch.setattr(Span, "segment", mutated)
 
 
 def fewer_partials(patch: pytest.MonkeyPatch) -> None:
-    right = combine.splits_of
+    original = combine.splits_of
 
-    def wrong(*args):
-        first, count, first_span = right(*args)
+    def mutated(*args):
+        first, count, first_span = original(*args)
         return first, jnp.where(count > 1, jnp.maximum(count - 1, 2), count), first_span
 
-    patch.setattr(combine, "splits_of", wrong)
+    patch.setattr(combine, "splits_of", mutated)
 
 
 def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
-    right = combine.splits_of
+    original = combine.splits_of
 
-    def wrong(*args):
-        first, count, first_span = right(*args)
+    def mutated(*args):
+        first, count, first_span = original(*args)
         return jnp.where(count > 2, first + 1, first), count, first_span
 
-    patch.setattr(combine, "splits_of", wrong)
+    patch.setattr(combine, "splits_of", mutated)
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill
 def tile_range(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(first, num)` of an item's tiles."""
-    right = tile_scheduler.kv_tile_range
-    return lambda patch: patch.setattr(tile_scheduler, "kv_tile_range", lambda *args: change(*right(*args)))
+    """Apply `change(first, num)` to the tiles of a work tile."""
+    original = tile_scheduler.kv_tile_range
+    return lambda patch: patch.setattr(
+        tile_scheduler, "kv_tile_range", lambda *args: change(*original(*args))
+    )
 
 
 def without_first(first, num):
@@ -106,92 +108,94 @@ def without_first(first, num):
 
 
 def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(item, i)`: which tile stands for the item's tile i."""
-    right = tile_scheduler.PrefillWorkTile.entry
+    """Apply `change(work_tile, i)` to the index of a work tile's i-th key tile."""
+    original = tile_scheduler.PrefillWorkTile.entry
     return lambda patch: patch.setattr(
-        tile_scheduler.PrefillWorkTile, "entry", lambda item, i: right(item, change(item, i))
+        tile_scheduler.PrefillWorkTile,
+        "entry",
+        lambda work_tile, i: original(work_tile, change(work_tile, i)),
     )
 
 
 def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
-    right = BlockTableRef.visible
+    original = BlockTableRef.visible
 
-    def wrong(table, req, *args, **how):
+    def mutated(table, req, *args, **options):
         reqs = table._table_g.shape[0]
-        return right(table, next_of(req, reqs), *args, **how)
+        return original(table, next_of(req, reqs), *args, **options)
 
-    patch.setattr(BlockTableRef, "visible", wrong)
+    patch.setattr(BlockTableRef, "visible", mutated)
 
 
 def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(skipped, split_tiles, partial, num_splits)` of what the table says of splits."""
-    right = prefill_schedule.split_kv_tiles
+    """Apply `change(skipped, split_tiles, partial, num_splits)` to the schedule's splits."""
+    original = prefill_schedule.split_kv_tiles
 
-    def wrong(*args, **how):
-        cut = right(*args, **how)
+    def mutated(*args, **options):
+        cut = original(*args, **options)
         return cut._replace(columns=change(*cut.columns))
 
-    return lambda patch: patch.setattr(prefill_schedule, "split_kv_tiles", wrong)
+    return lambda patch: patch.setattr(prefill_schedule, "split_kv_tiles", mutated)
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
-    right = prefill_call.PrefillShape
+    original = prefill_call.PrefillShape
     patch.setattr(
-        prefill_call, "PrefillShape", lambda **fields: right(**fields | {"group": 2 * fields["group"]})
+        prefill_call, "PrefillShape", lambda **fields: original(**fields | {"group": 2 * fields["group"]})
     )
 
 
 def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
-    wrong = lambda rows: plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + rows.first_query
-    patch.setattr(QueryRows, "positions", wrong)
+    mutated = lambda rows: plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + rows.first_query
+    patch.setattr(QueryRows, "positions", mutated)
 
 
 def first_head_for_all(patch: pytest.MonkeyPatch) -> None:
-    right = block_info.packed_heads
+    original = block_info.packed_heads
 
-    def wrong(item, spec):
-        first, *others = right(item, spec)
-        return [first, *(other._replace(head=first.head) for other in others)]
+    def mutated(work_tile, spec):
+        first, *remaining = original(work_tile, spec)
+        return [first, *(tile._replace(head=first.head) for tile in remaining)]
 
-    patch.setattr(block_info, "packed_heads", wrong)
+    patch.setattr(block_info, "packed_heads", mutated)
 
 
 def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:
-    right = Dequantizer.__init__
+    original = Dequantizer.__init__
 
-    def wrong(dequantizer, inputs, *args):
+    def mutated(dequantizer, inputs, *args):
         kv = inputs.kv
-        right(dequantizer, inputs._replace(kv=kv._replace(v_scale=kv.k_scale)), *args)
+        original(dequantizer, inputs._replace(kv=kv._replace(v_scale=kv.k_scale)), *args)
 
-    patch.setattr(Dequantizer, "__init__", wrong)
+    patch.setattr(Dequantizer, "__init__", mutated)
 
 
 def without_the_last_columns(patch: pytest.MonkeyPatch) -> None:
-    right = Dequantizer.dequantize_stage
+    original = Dequantizer.dequantize_stage
 
-    def wrong(dequantizer, *args):
+    def mutated(dequantizer, *args):
         spec, head = dequantizer.spec, dequantizer.spec.shape.head
         shape = dataclasses.replace(spec.shape, head=head._replace(width=head.width - COLUMNS_AT_ONCE))
         dequantizer.spec = dataclasses.replace(spec, shape=shape)
-        right(dequantizer, *args)
+        original(dequantizer, *args)
         dequantizer.spec = spec
 
-    patch.setattr(Dequantizer, "dequantize_stage", wrong)
+    patch.setattr(Dequantizer, "dequantize_stage", mutated)
 
 
 # -------------------------------------------------------------------------------------------- lists
 def codes(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(some, every, query_blocks)` of the tiles to be listed: [tiles of queries, heads, tiles]."""
-    right = tile_lists.encode_tiles
-    wrong = lambda some, every, query_blocks=(): right(*change(some, every, query_blocks))
-    return lambda patch: patch.setattr(tile_lists, "encode_tiles", wrong)
+    """Apply `change(some, every, query_blocks)` to the coverage of tiles [query tiles, heads, tiles]."""
+    original = tile_lists.encode_tiles
+    mutated = lambda some, every, query_blocks=(): original(*change(some, every, query_blocks))
+    return lambda patch: patch.setattr(tile_lists, "encode_tiles", mutated)
 
 
 def listed(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(lists)` of the lists that are made."""
-    right = tile_lists.make_tile_lists
-    wrong = lambda *args, **kwargs: change(right(*args, **kwargs))
-    return lambda patch: patch.setattr(tile_lists, "make_tile_lists", wrong)
+    """Apply `change(lists)` to the tile lists."""
+    original = tile_lists.make_tile_lists
+    mutated = lambda *args, **kwargs: change(original(*args, **kwargs))
+    return lambda patch: patch.setattr(tile_lists, "make_tile_lists", mutated)
 
 
 def without_a_seen_tile(some, every, query_blocks):
@@ -201,50 +205,52 @@ def without_a_seen_tile(some, every, query_blocks):
 
 # ---------------------------------------------------------------------------------- varlen_backward
 def query_tiles(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(first, low, high, num)` of the tiles of queries that see a tile of keys."""
-    right = backward_schedule.visible_query_tiles
-    wrong = lambda *args, **kwargs: change(*right(*args, **kwargs))
-    return lambda patch: patch.setattr(backward_schedule, "visible_query_tiles", wrong)
+    """Apply `change(first, low, high, num)` to the query tiles that see a key tile."""
+    original = backward_schedule.visible_query_tiles
+    mutated = lambda *args, **kwargs: change(*original(*args, **kwargs))
+    return lambda patch: patch.setattr(backward_schedule, "visible_query_tiles", mutated)
 
 
 def query_range(low: int = 0, high: int = 0) -> Callable[[pytest.MonkeyPatch], None]:
-    """Ends of the queries that see a key, shifted."""
-    right = backward_scores.visible_query_range
+    """Shift the ends of the queries that see a key."""
+    original = backward_scores.visible_query_range
 
     def shifted(*args):
-        first, end = right(*args)
+        first, end = original(*args)
         return first + low, end + high
 
     return lambda patch: patch.setattr(backward_scores, "visible_query_range", shifted)
 
 
 def one_head(patch: pytest.MonkeyPatch) -> None:
-    right = backward_scheduler.BackwardWorkTile.head
-    patch.setattr(backward_scheduler.BackwardWorkTile, "head", lambda item, nth: right(item, nth * 0))
+    original = backward_scheduler.BackwardWorkTile.head
+    patch.setattr(
+        backward_scheduler.BackwardWorkTile, "head", lambda work_tile, i: original(work_tile, i * 0)
+    )
 
 
 def swapped_parts(patch: pytest.MonkeyPatch) -> None:
-    right = key_tile_lists.encode_tiles
-    wrong = lambda some, every, parts=(): right(some, every, tuple(parts)[::-1])
-    patch.setattr(key_tile_lists, "encode_tiles", wrong)
+    original = key_tile_lists.encode_tiles
+    mutated = lambda some, every, parts=(): original(some, every, tuple(parts)[::-1])
+    patch.setattr(key_tile_lists, "encode_tiles", mutated)
 
 
 def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
-    """`change(first)`: where what a mask has stored for rows that are keys is read from."""
-    right = TransposedPairTile.load_rows
-    wrong = lambda tile, ref, index, first: right(tile, ref, index, change(first))
-    return lambda patch: patch.setattr(TransposedPairTile, "load_rows", wrong, raising=False)
+    """Apply `change(first)` to the row from which a mask's arrays are read for key-major rows."""
+    original = TransposedPairTile.load_rows
+    mutated = lambda tile, ref, index, first: original(tile, ref, index, change(first))
+    return lambda patch: patch.setattr(TransposedPairTile, "load_rows", mutated, raising=False)
 
 
 def queries_codes(patch: pytest.MonkeyPatch) -> None:
-    right = backward_lists_of.tile_lists
+    original = backward_lists_of.tile_lists
 
-    def wrong(*args, **kwargs):
+    def mutated(*args, **kwargs):
         with pytest.MonkeyPatch.context() as inner:
             codes(without_a_seen_tile)(inner)
-            return right(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    patch.setattr(backward_lists_of, "tile_lists", wrong)
+    patch.setattr(backward_lists_of, "tile_lists", mutated)
 
 
 def fewer(first, low, high, num):
@@ -311,7 +317,7 @@ MUTATIONS = {
     "prefill-double-tile": Mutation(
         "a work tile reads its first KV tile twice and never its second",
         prefill,
-        entries(lambda item, i: jnp.where(i == 1, 0, i)),
+        entries(lambda work_tile, i: jnp.where(i == 1, 0, i)),
     ),
     "prefill-end": Mutation("the last visible key of each query is masked out", prefill, key_range(high=-1)),
     "prefill-future": Mutation("each query attends to the key after its own", prefill, key_range(high=1)),
@@ -442,12 +448,12 @@ MUTATIONS = {
         }.items()
     ],
 )
-def test_the_kernels_pass_as_they_are(check):
+def test_unchanged_kernels_pass(check):
     check()
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_the_contract_fails(monkeypatch, name):
+def test_contract_fails_for_each_mutation(monkeypatch, name):
     mutation = MUTATIONS[name]
     mutation.apply(monkeypatch)
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Each kernel's entry with the fewest arguments that it takes."""
+"""Each kernel's entry point with its required arguments."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from pallas_kernels.varlen_prefill import varlen_prefill
 
 
 class Entry(NamedTuple):
-    """A kernel's entry.
+    """An entry point of a kernel.
 
     Attributes:
         run: The function.
-        floats: What could have a derivative, by name.
-        ints: Arrays of ints, by name.
-        static: The rest.
-        fix: What its error names in the place of a derivative.
+        floats: Differentiable arguments, by name.
+        ints: Int arrays, by name.
+        static: Other arguments.
+        fix: Alternative that the error of a derivative names.
     """
 
     run: Callable[..., Any]

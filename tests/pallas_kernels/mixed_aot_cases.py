@@ -34,8 +34,8 @@ def training_case():
             out = jattn.attention(q[1:], k[1:], v[1:], causal=True, implementation="mosaic_gpu")
         return (out.astype(jnp.float32) ** 2).sum()
 
-    of = lambda heads: jax.ShapeDtypeStruct((257, heads, 64), jnp.bfloat16)
-    return jax.grad(loss, argnums=(0, 1, 2)), (of(3), of(1), of(1))
+    shape = lambda heads: jax.ShapeDtypeStruct((257, heads, 64), jnp.bfloat16)
+    return jax.grad(loss, argnums=(0, 1, 2)), (shape(3), shape(1), shape(1))
 
 
 @functools.cache

@@ -43,15 +43,15 @@ def test_stopped_gradients_are_accepted():
 
 
 def test_selected_masks_may_depend_on_differentiated_arrays():
-    how = {"block_size": 16, "implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
+    options = {"block_size": 16, "implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
     pages = ENTRIES["paged_decode"].ints
     spec = jattn.AttentionSpec(num_q_heads=8, num_kv_heads=8, head_dim=64)
     step = jattn.build_batch_metadata([2], [2], None)
 
     def chosen(x):
-        yield select_blocks(x, KeyBounds(low=x, high=2 * x), **pages, num_selected=1, **how)
+        yield select_blocks(x, KeyBounds(low=x, high=2 * x), **pages, num_selected=1, **options)
         kv = jattn.PackedKV(k=x, v=x, kv_start_loc=step.row_starts)
-        yield select_prefill_blocks(x, kv, step, spec, mass=0.5, **how)
+        yield select_prefill_blocks(x, kv, step, spec, mass=0.5, **options)
 
     loss = lambda x: x.sum() * sum(mask.blocks.sum().astype(x.dtype) for mask in chosen(x))
     assert jax.eval_shape(jax.grad(loss), half(2, 8, 64)).shape == (2, 8, 64)

@@ -1,4 +1,4 @@
-"""What a kernel's entry says of arrays that are none, or have other axes."""
+"""Errors of the kernels' entry points for arguments that are not arrays or have other axes."""
 
 import jax.numpy as jnp
 import pytest
@@ -17,22 +17,22 @@ OPTIONAL = {
 
 @pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("name", ENTRIES)
-def test_other_axes_and_what_is_no_array_are_named(name):
+def test_non_arrays_and_arrays_with_other_axes_are_rejected_by_name(name):
     entry = ENTRIES[name]
-    given = entry.floats | entry.ints
-    for argument, array in given.items():
-        for other in (array[None], array[0]):
+    arguments = entry.floats | entry.ints
+    for argument, array in arguments.items():
+        for wrong_array in (array[None], array[0]):
             axes = r"have (shape \(.*\)|\d axes)"
             with pytest.raises(ValueError, match=rf"^{argument} must {axes}.*, got \("):
-                entry.run(**given | {argument: other}, **entry.static)
+                entry.run(**arguments | {argument: wrong_array}, **entry.static)
         with pytest.raises(ValueError, match=f"^{argument} must be an array, got list"):
-            entry.run(**given | {argument: array.tolist()}, **entry.static)
+            entry.run(**arguments | {argument: array.tolist()}, **entry.static)
     for argument in OPTIONAL.get(name, ()):
         with pytest.raises(ValueError, match=f"^{argument} must be an array, got float"):
-            entry.run(**given | {argument: 0.5}, **entry.static)
+            entry.run(**arguments | {argument: 0.5}, **entry.static)
 
 
 @pytest.mark.usefixtures("types_unchecked")
-def test_codes_of_other_axes_are_named():
+def test_codes_with_other_axes_are_rejected_by_name():
     with pytest.raises(ValueError, match=r"codes must have 2 axes, got \(3,\)"):
         list_tiles(jnp.zeros(3, jnp.uint8))

@@ -21,16 +21,16 @@ REGIONS = ["decode", "speculative", "chunked"]
 # Each group meets each width; regions, formats, layouts and numbers of kv heads take turns.
 CASES = [
     {
-        "region": REGIONS[(nth + at) % 3],
-        "heads": (group * (1 + nth % 3), 1 + nth % 3),
+        "region": REGIONS[(i + j) % 3],
+        "heads": (group * (1 + i % 3), 1 + i % 3),
         "head_dim": width,
-        "stored": STORED[(nth // 3 + at) % 4] if width in EIGHT_BIT_HEAD_DIMS else "plain",
-        "kv": ("NHD", "HND")[nth % 2],
+        "stored": STORED[(i // 3 + j) % 4] if width in EIGHT_BIT_HEAD_DIMS else "plain",
+        "kv": ("NHD", "HND")[i % 2],
         "block_size": 16,
-        "dtype": ("bfloat16", "float16")[(nth + at) // 2 % 2],
+        "dtype": ("bfloat16", "float16")[(i + j) // 2 % 2],
     }
-    for nth, group in enumerate(GROUPS)
-    for at, width in enumerate(HEAD_DIMS)
+    for i, group in enumerate(GROUPS)
+    for j, width in enumerate(HEAD_DIMS)
 ]
 FAST = [
     {"region": "decode", "heads": (7, 1), "head_dim": 64},

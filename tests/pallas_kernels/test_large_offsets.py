@@ -1,7 +1,7 @@
 """Pools and packed keys of more than 2^31 elements, on a GPU.
 
-What lies past the 2^31st element of a large array is compared, bit for bit, with the same in a small one. The
-large arrays are made on the device and hold zeros elsewhere.
+Results past the 2^31st element of a large array are compared bit for bit with those of a small array. Large
+arrays are created on the device and are zero elsewhere.
 """
 
 import functools
@@ -93,8 +93,10 @@ def test_cache_read_copies_from_a_large_pool_to_a_large_buffer(layout, stored):
         table = jnp.asarray(ids.reshape(2, -1), jnp.int32)
         run = functools.partial(cache_read, dtype=jnp.bfloat16, layout=layout, buffer_len=buffer_len)
         out = jax.jit(run)(cache, table, jnp.zeros(2, jnp.int32), lens, kv_start_loc=starts)
-        mine = lambda first, n: np.asarray(jax.lax.dynamic_slice_in_dim(out, first, n))
-        return [mine(start, n) for start, n in zip(np.asarray(starts).tolist(), lens.tolist(), strict=True)]
+        slice_of = lambda first, n: np.asarray(jax.lax.dynamic_slice_in_dim(out, first, n))
+        return [
+            slice_of(start, n) for start, n in zip(np.asarray(starts).tolist(), lens.tolist(), strict=True)
+        ]
 
     expected = read(small, IDS, 0, 768)
     assert expected[0].astype(np.float32).any()
@@ -106,12 +108,12 @@ def test_cache_read_copies_from_a_large_pool_to_a_large_buffer(layout, stored):
 @pytest.mark.parametrize("stored", ["bfloat16", "int8"])
 def test_cache_write_writes_to_a_large_pool(layout, stored):
     key, value = draw(5, 100, HEADS, WIDTH), draw(6, 100, HEADS, WIDTH)
-    places = np.random.default_rng(1).permutation(len(IDS) * SIZE)[:100]
+    positions = np.random.default_rng(1).permutation(len(IDS) * SIZE)[:100]
 
     def written(blocks, ids):
         k, v = (jnp.zeros((blocks, *block_shape(layout)), stored) for _ in range(2))
         scale = lambda: None if stored == "bfloat16" else jnp.zeros((blocks, HEADS, SIZE), jnp.float32)
-        slots = jnp.asarray(ids[places // SIZE] * SIZE + places % SIZE, jnp.int32)
+        slots = jnp.asarray(ids[positions // SIZE] * SIZE + positions % SIZE, jnp.int32)
         run = jax.jit(functools.partial(cache_write, layout=layout), donate_argnums=(2, 3))
         arrays = run(key, value, k, v, slots, k_scale=scale(), v_scale=scale())
         return [x for x in arrays if x is not None]

@@ -121,13 +121,13 @@ def prefill(case):
     lens = ints(case["reqs"] + 1), ints(case["reqs"])
     if is_packed:
         kv = jax.ShapeDtypeStruct((case["tokens"], case["kv_heads"], case["head_dim"]), case["dtype"])
-        call = lambda query, kv, starts, lens, where: varlen_prefill(
-            query, kv, kv, starts, lens, score=Score(scale=0.1), kv_start_loc=where
+        call = lambda query, kv, starts, lens, block_table: varlen_prefill(
+            query, kv, kv, starts, lens, score=Score(scale=0.1), kv_start_loc=block_table
         )
         return reason, call, (query, kv, *lens, ints(case["reqs"]))
     kv, _ = cache_of(case, "same")
-    call = lambda query, kv, starts, lens, where: varlen_prefill(
-        query, kv, kv, starts, lens, score=Score(scale=0.1), block_table=where, layout=case["layout"]
+    call = lambda query, kv, starts, lens, block_table: varlen_prefill(
+        query, kv, kv, starts, lens, score=Score(scale=0.1), block_table=block_table, layout=case["layout"]
     )
     return reason, call, (query, kv, *lens, ints(case["reqs"], case["max_blocks"]))
 
@@ -194,7 +194,9 @@ def supported_cases(query_support, times):
             for _ in range(DRAWS):
                 if sum(case[name] == value for case in cases) >= times:
                     break
-                case = {other: rng.choice(choices) for other, choices in factors.items()} | {name: value}
+                case = {other_name: rng.choice(choices) for other_name, choices in factors.items()} | {
+                    name: value
+                }
                 if query_support(case)[0] is None:
                     cases.append(case)
     return cases
@@ -283,20 +285,20 @@ class TestSchedulesBuiltForOtherCalls:
         query, cache, table, lens, *_ = zeros_of(decode)
         score = Score(scale=0.1)
         plain = {"score": score, "sizes": DecodeSizes(), "kv_heads": 1, "group": 1, "decode_query_len": 1}
-        made = lambda lens, **change: make_decode_schedule(lens, **(plain | change))
+        make = lambda lens, **change: make_decode_schedule(lens, **(plain | change))
         run = functools.partial(inspect.unwrap(paged_decode), query, cache, cache, table, lens, score=score)
         with pytest.raises(ValueError, match="schedule was built for unit=2048, but this call has unit=64"):
-            run(schedule=made(lens, sizes=DecodeSizes(split_kv=2048)))
+            run(schedule=make(lens, sizes=DecodeSizes(split_kv=2048)))
         with pytest.raises(
             ValueError, match=r"built for mask=.*\(5, None\).*, but this call has mask=.*None\), None\)"
         ):
-            run(schedule=made(lens, score=Score(scale=0.1, window=(5, None))))
+            run(schedule=make(lens, score=Score(scale=0.1, window=(5, None))))
         with pytest.raises(
             ValueError, match="built for decode_query_len=2, but this call has decode_query_len=1"
         ):
-            run(schedule=made(lens, decode_query_len=2))
+            run(schedule=make(lens, decode_query_len=2))
         with pytest.raises(ValueError, match=r"schedule.unit_ends must have shape \(1,\) .*got \(2,\)"):
-            run(schedule=made(jnp.zeros(2, jnp.int32)))
+            run(schedule=make(jnp.zeros(2, jnp.int32)))
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -400,8 +402,8 @@ def test_decode_never_reads_past_the_end_of_a_table_row():
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
     q, k, v, lens = draw(0, 2, 1, 64), draw(1, 9, 16, 1, 64), draw(2, 9, 16, 1, 64), jnp.asarray([1000, 0])
     run = jax.jit(functools.partial(paged_decode, q, k, v, score=Score(scale=0.1)))
-    (first, _), (other, _) = (run(jnp.asarray([[4, 2], row]), lens) for row in ([3, 5], [6, 7]))
-    np.testing.assert_array_equal(first, other)
+    (first, _), (other_name, _) = (run(jnp.asarray([[4, 2], row]), lens) for row in ([3, 5], [6, 7]))
+    np.testing.assert_array_equal(first, other_name)
 
 
 def test_default_sizes_refuses_an_unsupported_head_dim():
@@ -416,19 +418,19 @@ class OtherDevice:
 
 
 def test_device_of_returns_the_first_arrays_device(monkeypatch):
-    here = jnp.zeros(2)
+    array = jnp.zeros(2)
     cpu = jax.devices("cpu")[0]
     monkeypatch.setattr(jax, "devices", lambda platform=None: [cpu if platform == "cpu" else OtherDevice()])
     device_of = getattr(support.device_of, "__wrapped__", support.device_of)  # OtherDevice is no jax.Device
-    found = lambda *trees: device_of(*trees).platform
-    assert found([np.zeros(2), None], {"a": here}) == "cpu"
-    assert found(np.zeros(2)) == found() == "elsewhere"
+    platform_of = lambda *trees: device_of(*trees).platform
+    assert platform_of([np.zeros(2), None], {"a": array}) == "cpu"
+    assert platform_of(np.zeros(2)) == platform_of() == "elsewhere"
     traced = []
-    jax.eval_shape(lambda x: traced.append(found(x)), here)
+    jax.eval_shape(lambda x: traced.append(platform_of(x)), array)
     assert traced == ["elsewhere"]
     for default in (cpu, "cpu"):
         with jax.default_device(default):
-            assert found() == "cpu"
+            assert platform_of() == "cpu"
 
 
 def test_why_not_on_names_the_platform_or_the_compute_capability(monkeypatch):

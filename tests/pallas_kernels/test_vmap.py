@@ -76,9 +76,9 @@ PROBLEMS = [decode_problem, prefill_problem, write_problem]
 def check(problem, is_interpreted):
     run, arguments, axes = problem(is_interpreted)
     together = jax.jit(jax.vmap(run, in_axes=axes))(*arguments)
-    one = jax.jit(run)
+    single_call = jax.jit(run)
     for i in range(2):
-        alone = one(*(x if axis is None else x[i] for x, axis in zip(arguments, axes, strict=True)))
+        alone = single_call(*(x if axis is None else x[i] for x, axis in zip(arguments, axes, strict=True)))
         for actual, expected in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(actual[i], expected)
 

@@ -1,4 +1,4 @@
-"""Attention over keys that lie on several ranks gives what it gives where all keys are on one."""
+"""Attention over keys that are distributed over ranks equals attention on one device."""
 
 import functools
 import itertools
@@ -30,13 +30,17 @@ def ranks_of(size, interleave=1):
     return ContextParallelAxis(axis_name="cp", size=size, interleave=interleave)
 
 
-def on_ranks(ranks, of):
+def on_ranks(ranks, function):
     """Run a function on every rank, as a vmap over the axis, and stack the results."""
-    return jax.jit(jax.vmap(lambda _: of(), axis_name="cp", axis_size=ranks.size))(jnp.zeros(ranks.size))
+    return jax.jit(jax.vmap(lambda _: function(), axis_name="cp", axis_size=ranks.size))(
+        jnp.zeros(ranks.size)
+    )
 
 
 def step_of(ranks, query_lens=QUERY_LENS, seq_lens=SEQ_LENS, decode_query_len=1, room=1):
-    """A step in blocks of all ranks together, in any order, and all tokens until then as one step."""
+    """Return a step in the global blocks of all ranks, and a step that computes all earlier tokens at
+    once.
+    """
     size = BLOCK * ranks.size
     counts = [-(-length // size) for length in seq_lens]
     ids = np.random.default_rng(0).permutation(sum(counts)) + 1
@@ -51,7 +55,9 @@ def step_of(ranks, query_lens=QUERY_LENS, seq_lens=SEQ_LENS, decode_query_len=1,
 
 
 def filled(ranks, history, **cache):
-    """One device's cache with all keys in it, and those of the ranks, along a first axis; the rest is NaN."""
+    """Return one device's cache with all keys, and those of the ranks along a new first axis; other slots
+    are NaN.
+    """
     tokens = history.slot_mapping.shape[0]
     key, value = (jax.random.normal(jax.random.key(i), (tokens, KV_HEADS, HEAD_DIM)) for i in (1, 2))
     num_blocks = int(history.block_table.max()) + 1
@@ -76,8 +82,8 @@ def shared_step_of(ranks, seq_lens, num_shared):
     size = BLOCK * ranks.size
     counts = np.maximum([-(-length // size) - num_shared for length in seq_lens], 0)
     ids = np.random.default_rng(0).permutation(num_shared + counts.sum()) + 1
-    own = np.split(ids[num_shared:], np.cumsum(counts)[:-1])
-    table = [np.concatenate([ids[:num_shared], blocks]) for blocks in own]
+    private_blocks = np.split(ids[num_shared:], np.cumsum(counts)[:-1])
+    table = [np.concatenate([ids[:num_shared], blocks]) for blocks in private_blocks]
     step = jattn.build_batch_metadata([1] * len(seq_lens), seq_lens, table, block_size=size)
     history = jattn.build_batch_metadata(seq_lens, seq_lens, table, block_size=size, decode_query_len=99)
     is_again = (history.positions < num_shared * size) & (history.token_rows > 0)
@@ -85,7 +91,7 @@ def shared_step_of(ranks, seq_lens, num_shared):
 
 
 def both(ranks, spec, step=None, cache=(), implementation="xla", prefix_len=None, **per_head):
-    """The output on one device, and the sum of the ranks' shares."""
+    """Return the output on one device and the sum of the ranks' outputs."""
     step, history = step_of(ranks) if step is None else step
     whole, caches = filled(ranks, history, **dict(cache))
     query = jax.random.normal(jax.random.key(3), (step.bucket.max_tokens, HEADS, HEAD_DIM))
@@ -100,8 +106,8 @@ def both(ranks, spec, step=None, cache=(), implementation="xla", prefix_len=None
         )  # fmt: skip
         is_cut = plan.context_parallel.regions[0][0].plan.cascade is not None
         assert is_cut == (prefix_len is not None and spec.window is None)
-        share = attend_on_rank(query, cache, step, spec, ranks, plan, **per_head)
-        return jax.lax.psum(share, "cp")
+        rank_output = attend_on_rank(query, cache, step, spec, ranks, plan, **per_head)
+        return jax.lax.psum(rank_output, "cp")
 
     return expected, run(caches)[0]
 
@@ -197,7 +203,7 @@ def test_every_cache_layout_and_dtype_equals_one_device(cache):
 
 
 def test_sliding_window_with_sinks_equals_one_device():
-    """A case without the kernels marker; the reference computes the visible keys independently."""
+    """Runs without the kernels marker; the reference computes the visible keys independently."""
     expected, actual = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
     np.testing.assert_allclose(actual, expected, atol=3e-6)
 
@@ -215,25 +221,27 @@ class TestInterleaved:
             stored = [p for p in range(seq_len) if p // interleave % size == rank]
             shift = seq_len - len(stored)
             queries, keys = np.arange(seq_len - query_len, seq_len), np.asarray(stored)
-            near = self.of(mask, rank, shift, size, interleave)
-            places = np.arange(len(stored))
-            actual = near.visible(pairs_of(queries - shift, places))
+            in_window = self.of(mask, rank, shift, size, interleave)
+            positions = np.arange(len(stored))
+            actual = in_window.visible(pairs_of(queries - shift, positions))
             expected = np.asarray(mask.visible(pairs_of(queries, keys)))
             np.testing.assert_array_equal(np.asarray(actual), expected)
-            self.check_tiles(near, expected, queries - shift)
+            self.check_tiles(in_window, expected, queries - shift)
 
     def of(self, mask, rank, shift, size, interleave):
         arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray([0, shift], jnp.int32)}
         return InterleavedMask(mask=mask, **arrays, num_ranks=size, interleave=interleave)
 
-    def check_tiles(self, near, visible, queries):
+    def check_tiles(self, in_window, visible, queries):
         """Check that every tile with a visible pair is listed, and that tiles marked full are full."""
         num_listed = 0
         for q, k in itertools.product(range(0, visible.shape[0], 4), range(0, visible.shape[1], 4)):
             tile = visible[q : q + 4, k : k + 4]
             ends = [int(queries[q]), int(queries[q]) + len(tile) - 1, k, k + tile.shape[1] - 1]
             ends = [jnp.int32(end) for end in ends]
-            any_visible, all_visible = near.coverage(Tiles(jnp.int32(0), jnp.int32(1), *ends, (4, 2), (4, 4)))
+            any_visible, all_visible = in_window.coverage(
+                Tiles(jnp.int32(0), jnp.int32(1), *ends, (4, 2), (4, 4))
+            )
             assert bool(any_visible) or not tile.any()
             assert tile.all() or not bool(all_visible)
             num_listed += bool(any_visible)
@@ -245,7 +253,7 @@ def pairs_of(queries, keys):
     return Pairs(jnp.int32(0), jnp.int32(1), query[:, None], key[None, :], (HEADS, KV_HEADS))
 
 
-class TestWhatDoesNotFit:
+class TestRefusals:
     def test_block_size_must_be_a_multiple_of_the_round_size(self):
         with pytest.raises(ValueError, match=r"block_size must be a multiple of 2 ranks x .*\(8\), got 24"):
             ranks_of(2, 8).local_block_size(24)
@@ -282,7 +290,7 @@ class TestWhatDoesNotFit:
 
 
 def test_float64_queries_are_combined_in_float64():
-    """By log-sum-exps of f32 the shares had seven digits."""
+    """Float32 log-sum-exps would limit the result to seven digits."""
     with jax.enable_x64(True):
         slopes = SLOPES.astype(jnp.float64)
         expected, actual = both(ranks_of(2), spec_of(), sinks=SINKS, alibi_slopes=slopes)

@@ -1,4 +1,6 @@
-"""plan: it chooses, says why, is obeyed, and serves no layer and no batch that it was not made for."""
+"""plan: selection of kernels, reasons and warnings, and refusals of layers and batches it was not built
+for.
+"""
 
 import dataclasses
 import warnings
@@ -64,7 +66,7 @@ class TestChoice:
         ],
     )
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_each_region_of_each_kind_of_layer_gets_its_kernel(self, spec, cache, decode, prefill):
+    def test_kernel_is_selected_per_region_and_kind_of_layer(self, spec, cache, decode, prefill):
         spec = dataclasses.replace(SPEC, **spec)
         plan = jattn.plan(batch(), spec, dataclasses.replace(CACHE, head_dim=spec.head_dim, **cache))
         assert {name: str(choice.kernel) for name, choice in choices_of(plan).items()} == {
@@ -74,26 +76,28 @@ class TestChoice:
         assert all(choice.implementation == "mosaic_gpu" for choice in choices_of(plan).values())
 
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_layers_of_one_model_may_be_served_by_different_implementations(self):
-        wide = dataclasses.replace(SPEC, head_dim=20)
+    def test_layers_of_a_model_may_use_different_implementations(self):
+        unsupported = dataclasses.replace(SPEC, head_dim=20)
         with pytest.warns(jattn.KernelFallbackWarning, match="head_dim=20"):
-            plan = jattn.plan(batch(), [SPEC, wide], [CACHE, dataclasses.replace(CACHE, head_dim=20)])
-        names = [[choice.implementation for _, choice in one.choices] for one in plan.layers]
+            plan = jattn.plan(batch(), [SPEC, unsupported], [CACHE, dataclasses.replace(CACHE, head_dim=20)])
+        names = [[choice.implementation for _, choice in layer_plan.choices] for layer_plan in plan.layers]
         assert names == [["mosaic_gpu"] * 2, ["xla"] * 2]
 
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_layers_stored_otherwise_are_of_another_kind(self):
+    def test_layers_with_other_cache_formats_are_another_kind(self):
         in_8_bits = dataclasses.replace(CACHE, quantization="int8_token_head")
         plan = jattn.plan(batch([1], [9]), [SPEC, SPEC, SPEC], [CACHE, in_8_bits, CACHE])
         assert len(plan.layers) == 2
-        assert len(plan.kernel_plans) == len({one.decode.kernel.sizes.schedule_sizes for one in plan.layers})
+        assert len(plan.kernel_plans) == len(
+            {layer_plan.decode.kernel.sizes.schedule_sizes for layer_plan in plan.layers}
+        )
 
-    def test_where_no_kernel_runs_the_reason_is_kept(self):
+    def test_reason_is_recorded_if_no_kernel_runs(self):
         (choice,) = choices_of(jattn.plan(batch([1], [9]), SPEC, CACHE)).values()
         assert choice.implementation == "xla"
         assert choice.reason == "mosaic_gpu: the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'"
 
-    def test_asked_for_by_name_and_not_able_is_an_error_with_the_reason(self):
+    def test_requested_implementation_that_is_unavailable_is_an_error_with_the_reason(self):
         with pytest.raises(
             NotImplementedError, match=r"mosaic_gpu: .*'cpu'.*Pass implementation=None or 'xla'"
         ):
@@ -106,12 +110,12 @@ class TestChoice:
         batches = batch(bucket=bucket), batch([1, 3], [9, 3], bucket=bucket)
         traced_once(lambda metadata: jattn.plan(metadata, SPEC, CACHE).query_tiles, *[(x,) for x in batches])
 
-    def test_the_devices_of_the_arguments_decide(self, monkeypatch):
-        asked = []
-        monkeypatch.setattr(support, "why_not_on", lambda *trees: asked.append(trees) or "no")
+    def test_devices_of_the_arguments_determine_the_kernel(self, monkeypatch):
+        arguments_checked = []
+        monkeypatch.setattr(support, "why_not_on", lambda *trees: arguments_checked.append(trees) or "no")
         metadata = batch()
         jattn.plan(metadata, SPEC, CACHE)
-        assert asked == [(metadata,)]
+        assert arguments_checked == [(metadata,)]
         assert support.device_of(metadata) == jax.devices()[0]
         with jax.default_device("cpu"):
             assert support.device_of().platform == "cpu"
@@ -119,7 +123,7 @@ class TestChoice:
 
 class TestWarning:
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_a_layer_that_falls_to_xla_on_a_gpu_warns_with_the_reason_and_the_fix(self):
+    def test_fallback_to_xla_on_a_gpu_warns_with_the_reason_and_a_fix(self):
         packed = dataclasses.replace(CACHE, layout="packed")
         with pytest.warns(jattn.KernelFallbackWarning) as caught:
             jattn.plan(batch([1], [9]), SPEC, packed)
@@ -131,14 +135,14 @@ class TestWarning:
         assert "jattn/planning" not in warning.filename
 
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_attend_without_a_plan_warns_likewise(self):
+    def test_fallback_without_a_plan_warns(self):
         problem = Problem(AttentionContract().plain_case(region="decode"))
         with pytest.warns(jattn.KernelFallbackWarning, match="query dtype=float32") as caught:
             jattn.attend(jnp.asarray(problem.query), problem.kv, problem.metadata, problem.spec)
         assert len(caught) == 1
 
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_python_s_filters_show_it_once(self):
+    def test_warning_is_shown_once_by_default(self):
         packed = dataclasses.replace(CACHE, layout="packed")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
@@ -147,19 +151,19 @@ class TestWarning:
         assert len(caught) == 1
 
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_what_was_asked_for_by_name_is_not_warned_of(self):
+    def test_requested_implementation_does_not_warn(self):
         packed = dataclasses.replace(CACHE, layout="packed")
         jattn.plan(batch([1], [9]), SPEC, packed, implementation="xla")
         with pytest.raises(NotImplementedError, match="layout=packed is not supported"):
             jattn.plan(batch([1], [9]), SPEC, packed, implementation="mosaic_gpu")
 
-    def test_without_a_gpu_there_is_nothing_to_warn_of(self):
+    def test_fallback_without_a_gpu_does_not_warn(self):
         jattn.plan(batch(), SPEC, CACHE)
 
 
 class TestTable:
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_a_plan_prints_a_line_for_each_kind_of_layer_and_region(self):
+    def test_plan_prints_a_line_per_kind_of_layer_and_region(self):
         invariant = dataclasses.replace(SPEC, window=(1023, 0), batch_invariant=True)
         plan = jattn.plan(batch(), [SPEC, invariant], CACHE)
         head, _, *lines = str(plan).splitlines()
@@ -170,14 +174,14 @@ class TestTable:
         assert "every 2048 keys" in lines[2]
         assert "192 x 128 keys, 3 stages" in lines[1]
 
-    def test_reasons_stand_behind_what_was_passed_over(self):
+    def test_table_has_the_reason_for_rejected_implementations(self):
         (row,) = table_rows(jattn.plan(batch([1], [9]), SPEC, CACHE).layers)
         assert row[1:3] == ("decode", "xla")
         assert row[-1].startswith("mosaic_gpu: the kernels need an NVIDIA GPU")
 
 
-class TestObedience:
-    """attend does what the plan says, for the layers and the batch that it was made for."""
+class TestPlanInAttend:
+    """attend follows the plan, and refuses other layers and batches."""
 
     def problem(self, **changes):
         return Problem(AttentionContract().plain_case(**changes))
@@ -187,13 +191,16 @@ class TestObedience:
         return jattn.attend(jnp.asarray(problem.query), **(arguments | changes), plan=plan)
 
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
-    def test_the_plan_s_implementation_is_taken(self, monkeypatch, implementation):
-        problem, other = self.problem(), {"xla": "reference", "reference": "xla"}[implementation]
+    def test_attend_uses_the_plans_implementation(self, monkeypatch, implementation):
+        problem, unused_implementation = (
+            self.problem(),
+            {"xla": "reference", "reference": "xla"}[implementation],
+        )
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, implementation=implementation)
-        monkeypatch.setattr(f"jattn.implementations.{other}.attend", None)
+        monkeypatch.setattr(f"jattn.implementations.{unused_implementation}.attend", None)
         self.attend(problem, plan)
 
-    def test_what_is_named_in_the_call_wins_over_the_plan(self, monkeypatch):
+    def test_implementation_argument_takes_precedence_over_the_plan(self, monkeypatch):
         problem = self.problem()
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
         self.attend(problem, plan, implementation=("mosaic_gpu", "xla"))
@@ -202,28 +209,28 @@ class TestObedience:
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'"):
             self.attend(problem, plan, implementation="mosaic_gpu")
 
-    def test_a_plan_of_another_bucket_is_refused(self):
+    def test_plan_of_another_bucket_is_rejected(self):
         problem = self.problem()
-        other = jattn.plan(
+        other_plan = jattn.plan(
             jattn.build_batch_metadata([1], [1], [[1]], block_size=4), problem.spec, problem.kv
         )
         message = r"plan was built for Bucket.*max_decodes=1.*metadata has Bucket.*max_decodes=2"
         with pytest.raises(ValueError, match=message):
-            self.attend(problem, other)
+            self.attend(problem, other_plan)
 
-    def test_a_plan_of_another_batch_of_the_bucket_is_refused(self):
+    def test_plan_of_another_batch_of_the_bucket_is_rejected(self):
         bucket = jattn.Bucket(max_decodes=2, max_blocks=4)
         spec, cache = dataclasses.replace(SPEC, head_dim=16), dataclasses.replace(CACHE, head_dim=16)
-        mine, other = (
+        metadata, other_metadata = (
             jattn.build_batch_metadata([1], [n], [[1, 2, 3]], block_size=16, bucket=bucket) for n in (41, 9)
         )
-        arguments = jnp.zeros((2, 4, 16), jnp.bfloat16), jattn.PagedCache.create(cache), mine, spec
-        jattn.attend(*arguments, jattn.plan(mine, spec, cache))
+        arguments = jnp.zeros((2, 4, 16), jnp.bfloat16), jattn.PagedCache.create(cache), metadata, spec
+        jattn.attend(*arguments, jattn.plan(metadata, spec, cache))
         message = r"built for a batch with seq_lens \[9 0\], but the batch has seq_lens \[41  0\]"
         with pytest.raises(ValueError, match=message):
-            jattn.attend(*arguments, jattn.plan(other, spec, cache))
+            jattn.attend(*arguments, jattn.plan(other_metadata, spec, cache))
 
-    def test_a_plan_s_mask_holds_in_every_layer(self):
+    def test_mask_of_the_plan_applies_to_every_layer(self):
         problem, mask = self.problem(), masks.Sinks(2)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
         out, expected = self.attend(problem, plan), self.attend(problem, None, mask=mask)
@@ -232,17 +239,17 @@ class TestObedience:
         with pytest.raises(ValueError, match=r"both a mask and a plan\. Pass the mask to plan\(\)"):
             self.attend(problem, plan, mask=mask)
 
-    def test_a_layer_that_the_plan_does_not_cover_is_refused_with_both(self):
+    def test_layer_that_the_plan_does_not_cover_is_rejected_with_both_specs(self):
         problem = self.problem()
         planned = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=8))
         plan = jattn.plan(problem.metadata, [problem.spec, planned], problem.kv)
-        other = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=4))
+        other_spec = dataclasses.replace(problem.spec, sparsity=jattn.LocalStrided(block_size=4))
         message = r"The plan was built for .*block_size=8.*but the layer is .*block_size=4"
         with pytest.raises(ValueError, match=message):
-            self.attend(problem, plan, spec=other)
+            self.attend(problem, plan, spec=other_spec)
 
     @pytest.mark.usefixtures("as_on_a_gpu")
-    def test_with_kernels_a_cache_stored_otherwise_is_refused_too(self, monkeypatch):
+    def test_cache_of_another_format_is_rejected(self, monkeypatch):
         monkeypatch.setattr(mosaic_gpu, "attend", lambda query, *_, **__: (query, None))
         metadata, query = batch([1], [9]), jnp.zeros((1, 4, 64), jnp.bfloat16)
         plan = jattn.plan(metadata, SPEC, CACHE)
@@ -258,7 +265,7 @@ class TestObedience:
         with pytest.raises(ValueError, match=r"the layer is .*keys outside a cache"):
             run(query, packed)
 
-    def test_a_plan_crosses_jit(self):
+    def test_plan_can_be_returned_from_jit(self):
         problem = self.problem()
         make = jax.jit(lambda metadata, cache: jattn.plan(metadata, problem.spec, cache))
         plan = make(problem.metadata, problem.kv)
@@ -274,11 +281,11 @@ class TestRefusals:
             ({"block_size": 8}, "cache_spec.block_size must equal metadata.block_size .*16.*got 8"),
         ],
     )
-    def test_a_cache_that_does_not_belong_to_the_step_is_refused(self, wrong, message):
+    def test_cache_that_does_not_match_the_step_is_rejected(self, wrong, message):
         with pytest.raises(ValueError, match=message):
             jattn.plan(batch(), SPEC, dataclasses.replace(CACHE, **wrong))
 
-    def test_layers_and_caches_are_counted(self):
+    def test_numbers_of_specs_and_caches_must_match(self):
         with pytest.raises(ValueError, match="cache_specs has 1 entries for 2 specs"):
             jattn.plan(batch(), [SPEC, SPEC], [CACHE])
         with pytest.raises(ValueError, match="specs must contain at least one AttentionSpec"):
@@ -301,7 +308,7 @@ class TestRefusals:
             ({"sinks": [0.0, 1.0]}, r"sinks must have shape \(4,\).*got \(2,\)"),
         ],
     )
-    def test_what_is_no_such_thing_is_named(self, change, message):
+    def test_arguments_of_other_types_are_rejected_by_name(self, change, message):
         cache = jattn.PagedCache.create(CACHE)
         arguments = {
             "query": jnp.zeros((7, 4, 64), jnp.bfloat16),
@@ -312,7 +319,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             undecorated(jattn.attend)(**(arguments | change))
 
-    def test_lists_of_numbers_serve_as_sinks_and_slopes(self):
+    def test_sinks_and_slopes_may_be_lists(self):
         arguments = jnp.ones((7, 4, 64), jnp.bfloat16), jattn.PagedCache.create(CACHE), batch(), SPEC
         numbers = [0.0, 1.0, 2.0, 3.0]
         for name in ("sinks", "alibi_slopes"):
@@ -334,20 +341,20 @@ class TestEager:
         assert [record for record in caplog.records if "Compiling" in record.getMessage()]
 
     @pytest.mark.parametrize("argument", ["query", "keys", "sinks"])
-    def test_a_derivative_of_xla_names_the_one_that_has_one(self, argument):
+    def test_derivative_of_xla_is_refused_with_the_implementation_that_has_one(self, argument):
         problem = Problem(AttentionContract().plain_case(sinks=True))
         start = {"query": problem.query, "keys": problem.kv.k, "sinks": problem.sinks}
         start = {name: jnp.asarray(array) for name, array in start.items()}
 
         def loss(x, implementation):
-            given = start | {argument: x}
-            cache = jattn.pytree.replace(problem.kv, k=given["keys"])
+            merged_arguments = start | {argument: x}
+            cache = jattn.pytree.replace(problem.kv, k=merged_arguments["keys"])
             out = jattn.attend(
-                given["query"],
+                merged_arguments["query"],
                 cache,
                 problem.metadata,
                 problem.spec,
-                sinks=given["sinks"],
+                sinks=merged_arguments["sinks"],
                 implementation=implementation,
             )
             return out.sum()

@@ -1,4 +1,4 @@
-"""DecodeGraphs: one executable a bucket, and never another."""
+"""DecodeGraphs: one executable per bucket, and no other compilations."""
 
 import concurrent.futures
 import importlib.util
@@ -43,7 +43,7 @@ MIXED = Bucket(max_decodes=2, max_prefills=3, max_prefill_tokens=8, max_blocks=M
 
 
 def first_element(params, caches, metadata, *inputs):
-    """The smallest step there is."""
+    """Return the logits of a minimal step."""
     return params + metadata.seq_lens[0], caches
 
 
@@ -60,7 +60,7 @@ def random_lens(rng):
 
 
 def random_batch(rng, lens):
-    """Requests with so many new tokens, any context and any blocks: (new tokens, seq_lens, block table)."""
+    """Return (new tokens, seq_lens, block table) of requests with random context and blocks."""
     seq_lens = lens + rng.integers(0, MAX_BLOCKS * BLOCK_SIZE - 4, len(lens))
     tables = rng.permutation(NUM_BLOCKS)[: len(lens) * MAX_BLOCKS].reshape(-1, MAX_BLOCKS)
     return [rng.integers(0, VOCAB, n) for n in lens], seq_lens, tables
@@ -91,7 +91,7 @@ ENDS_EARLY = """
 
 class TestCompiles:
     @pytest.mark.kernels
-    def test_1000_steps_of_changing_batches_compile_nothing(self):
+    def test_1000_steps_with_different_batches_compile_nothing(self):
         graphs, caches, rng = (
             DecodeGraphs(step, buckets=[DECODES, MIXED]),
             new_caches(),
@@ -112,14 +112,14 @@ class TestCompiles:
         assert graphs.num_compiles == 2
         assert compiles == []
 
-    def test_a_bucket_that_was_not_precompiled_compiles_once_when_it_is_run(self):
+    def test_bucket_that_was_not_precompiled_compiles_once(self):
         graphs, caches = DecodeGraphs(step, buckets=[DECODES, MIXED]), new_caches()
         for expected, bucket in ((1, DECODES), (1, DECODES), (2, MIXED), (2, MIXED)):
             metadata, tokens = batch([[3]], [1], [[5]], bucket)
             _, caches = graphs(PARAMS, caches, metadata, tokens)
             assert graphs.num_compiles == expected
 
-    def test_precompile_leaves_alone_what_is_compiled(self):
+    def test_precompile_skips_compiled_buckets(self):
         graphs, caches = DecodeGraphs(first_element, buckets=[DECODES, MIXED]), new_caches()
         graphs(jnp.int32(1), caches, batch([[3]], [1], [[5]], DECODES)[0])
         before = graphs.executables[DECODES]
@@ -128,7 +128,7 @@ class TestCompiles:
             assert graphs.num_compiles == 2
         assert graphs.executables[DECODES] is before
 
-    def test_threads_that_miss_the_same_bucket_compile_it_once(self):
+    def test_threads_compile_a_missing_bucket_once(self):
         def slow_to_trace(params, caches, metadata):
             time.sleep(0.3)  # long enough for the others to find the bucket missing
             return first_element(params, caches, metadata)
@@ -141,7 +141,7 @@ class TestCompiles:
         assert [int(run.result()[0]) for run in runs] == [8] * 4
         assert graphs.num_compiles == 1
 
-    def test_shapes_without_arrays_are_enough_to_precompile(self):
+    def test_precompile_accepts_abstract_arrays(self):
         graphs = DecodeGraphs(step, buckets=[DECODES])
         params, caches = jax.eval_shape(lambda: (PARAMS, new_caches()))
         graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=shape_of, progress=False)
@@ -150,7 +150,7 @@ class TestCompiles:
         assert logits.shape == (4, VOCAB)
         assert graphs.num_compiles == 1
 
-    def test_tracing_sees_the_callers_context(self):
+    def test_tracing_uses_the_callers_jax_context(self):
         seen = []
 
         def looking(params, caches, metadata):
@@ -162,7 +162,7 @@ class TestCompiles:
             graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, progress=False)
         assert seen == ["highest", "highest"]
 
-    def test_executables_come_from_the_persistent_cache_where_it_is_configured(self, tmp_path):
+    def test_executables_are_loaded_from_the_persistent_cache(self, tmp_path):
         options = {
             "jax_compilation_cache_dir": str(tmp_path),
             "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -187,29 +187,31 @@ class TestCompiles:
                 jax.config.update(name, value)
             compilation_cache.reset_cache()
 
-    def test_another_cache_shape_is_an_error_not_a_compile(self, compiled_graphs):
+    def test_another_cache_shape_is_an_error(self, compiled_graphs):
         metadata, tokens = batch([[3]], [1], [[5]], DECODES)
-        other = [jattn.PagedCache(k=c.k[:-1], v=c.v[:-1]) for c in new_caches()]
+        other_caches = [jattn.PagedCache(k=c.k[:-1], v=c.v[:-1]) for c in new_caches()]
         with pytest.raises(TypeError, match=r"float32\[23,4,1,8\]"):
-            compiled_graphs(PARAMS, other, metadata, tokens)
+            compiled_graphs(PARAMS, other_caches, metadata, tokens)
 
-    def test_xla_is_told_what_is_said_of_a_bucket(self):
-        told = lambda bucket: {} if bucket.max_decodes == 1 else {"xla_of_no_such_name": True}
+    def test_compiler_options_of_a_bucket_reach_xla(self):
+        compiler_options_of = lambda bucket: {} if bucket.max_decodes == 1 else {"xla_of_no_such_name": True}
         graphs = DecodeGraphs(
-            first_element, [Bucket(max_decodes=n, max_blocks=1) for n in (1, 2)], compiler_options=told
+            first_element,
+            [Bucket(max_decodes=n, max_blocks=1) for n in (1, 2)],
+            compiler_options=compiler_options_of,
         )
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_of_no_such_name"):
             graphs.precompile(jnp.int32(0), jnp.zeros(1), block_size=16, progress=False)
         assert [bucket.max_decodes for bucket in graphs.executables] == [1]
 
 
-class TestChoosing:
-    """Every size that an engine has, none of them compiled."""
+class TestEngineBuckets:
+    """All default buckets of an engine, without compiling them."""
 
     GRAPHS = DecodeGraphs(first_element, default_buckets(256, max_blocks=512, prefill_tokens=(32, 128, 8192)))
 
     @pytest.mark.parametrize("rows", [1, 3, 28, 32, 121, 128, 250])
-    def test_decodes_alone_take_no_bucket_with_a_prefill_region(self, rows):
+    def test_decode_steps_use_buckets_without_a_prefill_region(self, rows):
         bucket = self.GRAPHS.choose(np.ones(rows, np.int64))
         assert bucket.max_prefill_tokens == 0
         assert rows <= bucket.max_decodes < rows + 8
@@ -218,17 +220,17 @@ class TestChoosing:
         ("decodes", "num_blocks", "rows"),
         [(0, 64, 0), (2, 64, 0), (32, 64, 0), (33, 64, 256), (248, 64, 256), (8, 256, 0), (9, 256, 256)],
     )
-    def test_many_decodes_beside_prompts_have_rows_of_their_own(self, decodes, num_blocks, rows):
-        """As prefills, 248 of 64 blocks cost a step of 8,192 tokens a fifth of its time."""
+    def test_many_decodes_in_a_step_with_prompts_use_decode_rows(self, decodes, num_blocks, rows):
+        """As prefill rows, 248 rows of 64 blocks would take a fifth of the time of a step of 8,192 tokens."""
         lens = np.array([1] * decodes + [1024] * 7)
         assert self.GRAPHS.choose(lens, num_blocks=num_blocks).max_decodes == rows
 
-    def test_few_decodes_beside_a_short_prompt_have_none(self):
+    def test_few_decodes_in_a_step_with_a_short_prompt_use_prefill_rows(self):
         expected = Bucket(max_prefills=32, max_prefill_tokens=32, max_blocks=512)
         assert self.GRAPHS.choose([1, 1, 20]) == expected
 
 
-class TestCompilingBehind:
+class TestBackgroundCompilation:
     SIZES = tuple(Bucket(max_decodes=rows, max_blocks=MAX_BLOCKS) for rows in (1, 2, 4))
     MIXED = tuple(
         Bucket(max_decodes=rows, max_prefills=2, max_prefill_tokens=8, max_blocks=MAX_BLOCKS)
@@ -236,7 +238,7 @@ class TestCompilingBehind:
     )
 
     def gated(self, gate, buckets=(*SIZES, *MIXED)):
-        """A step whose buckets of fewer than 4 rows are not traced before the gate opens."""
+        """Return graphs that trace buckets with fewer than 4 rows only after the gate opens."""
 
         def run(params, caches, metadata):
             if metadata.bucket.max_decodes < 4:
@@ -250,25 +252,27 @@ class TestCompilingBehind:
         graphs.precompile(jnp.int32(1), caches, block_size=BLOCK_SIZE, progress=False, wait=False)
         return caches
 
-    def test_begins_with_none_where_batches_can_go_elsewhere(self):
+    def test_starts_without_buckets_that_others_can_replace(self):
         gate = threading.Event()
         graphs = self.gated(gate, self.SIZES[:2])
-        how = {"block_size": BLOCK_SIZE, "progress": False, "wait": False}
-        graphs.precompile(jnp.int32(1), new_caches(), serves_all=False, **how)
+        options = {"block_size": BLOCK_SIZE, "progress": False, "wait": False}
+        graphs.precompile(jnp.int32(1), new_caches(), serves_all=False, **options)
         assert (graphs.num_compiles, graphs.is_compiling) == (0, True)
         gate.set()
         graphs.wait()
         assert (graphs.num_compiles, graphs.is_compiling) == (2, False)
 
-    def test_begins_with_those_that_take_every_batch_and_goes_on_to_all(self):
+    def test_starts_with_the_largest_buckets_and_compiles_all(self):
         gate = threading.Event()
         graphs = self.gated(gate)
         caches = self.precompile(graphs)
         assert set(graphs.executables) == {self.SIZES[-1], self.MIXED[-1]}
-        one = graphs.choose([1])
-        assert one == self.SIZES[-1]  # the smallest that is ready, of decodes alone
+        small_bucket = graphs.choose([1])
+        assert small_bucket == self.SIZES[-1]  # the smallest that is ready, of decodes alone
         assert graphs.choose([3]) == self.MIXED[-1]
-        out, caches = graphs(jnp.int32(1), caches, batch([[3]], [7], [[5, 6]], one)[0])  # and caches move on
+        out, caches = graphs(
+            jnp.int32(1), caches, batch([[3]], [7], [[5, 6]], small_bucket)[0]
+        )  # and caches move on
         assert int(out) == 8
         gate.set()
         graphs.wait()
@@ -276,7 +280,7 @@ class TestCompilingBehind:
         assert graphs.num_compiles == 5
         assert graphs.choose([1]) == self.SIZES[0]
 
-    def test_what_a_caller_needs_meanwhile_is_compiled_once(self):
+    def test_bucket_needed_by_a_caller_is_compiled_once(self):
         gate = threading.Event()
         graphs = self.gated(gate)
         caches = self.precompile(graphs)
@@ -286,7 +290,7 @@ class TestCompilingBehind:
         assert int(out) == 8
         assert graphs.num_compiles == 5
 
-    def test_an_error_behind_is_raised_by_wait_and_may_be_mended(self):
+    def test_background_error_is_raised_by_wait_and_can_be_retried(self):
         bad = [True]
 
         def run(params, caches, metadata):
@@ -306,14 +310,14 @@ class TestCompilingBehind:
 
     @pytest.mark.parametrize("is_daemon", [False, True])
     @pytest.mark.kernels
-    def test_a_process_ends_when_what_is_being_lowered_is(self, is_daemon):
-        """A thread that JAX is taken away from crashes the process; an engine's own begins as a daemon's."""
+    def test_process_exits_after_a_compilation_in_progress(self, is_daemon):
+        """A thread that loses JAX at exit would crash the process; the engine's threads start as daemons."""
         program = textwrap.dedent(ENDS_EARLY).replace("DAEMON", str(is_daemon))
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stdout.split()) == (0, ["over", "lowered"]), done.stderr
 
-    def test_without_it_a_ready_bucket_up_to_four_times_as_large_is_taken(self):
+    def test_compiled_bucket_up_to_four_times_as_large_is_used_meanwhile(self):
         sizes = [Bucket(max_decodes=rows, max_blocks=MAX_BLOCKS) for rows in (1, 2, 4, 8)]
         graphs = DecodeGraphs(first_element, buckets=sizes)
         assert graphs.choose([1]) == sizes[0]
@@ -354,7 +358,7 @@ class TestRuns:
         args = (PARAMS, new_caches(), *batch([[3]], [1], [[5]], DECODES))
         assert copies_of_the_cache(jax.jit(keeps_the_old).lower(*args).compile().as_text())
 
-    def test_a_bucket_that_is_not_listed_is_an_error_that_names_it(self, compiled_graphs):
+    def test_unlisted_bucket_is_an_error_that_names_it(self, compiled_graphs):
         metadata, tokens = batch([[3]], [1], [[5]], Bucket(max_decodes=3, max_blocks=MAX_BLOCKS))
         message = (
             r"metadata.bucket must be one of the buckets .*4\+0/0x4, 2\+3/8x4, got Bucket\(max_decodes=3"
@@ -364,7 +368,7 @@ class TestRuns:
 
 
 class Doubled:
-    """A node that jax knows by registration: what changes in it shows only when it is flattened."""
+    """A pytree node registered with JAX, whose changes show only when it is flattened."""
 
     def __init__(self, value):
         self.inside = [value]
@@ -373,28 +377,28 @@ class Doubled:
 jax.tree_util.register_pytree_node(Doubled, lambda node: (node.inside, None), lambda _, leaves: leaves[0])
 
 
-def put(tree, *path):
-    """Assigns a new number at the end of a path, as a person would."""
+def set_path(tree, *path):
+    """Assign a new value to the end of a path of attributes and keys."""
     for key in path[:-1]:
         tree = tree[key]
     tree[path[-1]] = jnp.float32(5)
 
 
 TREES = {
-    "a dictionary": (lambda: {"a": {"b": jnp.float32(3)}}, lambda tree: put(tree, "a", "b")),
+    "a dictionary": (lambda: {"a": {"b": jnp.float32(3)}}, lambda tree: set_path(tree, "a", "b")),
     "a dictionary inside": (
         lambda: {"a": {"b": jnp.float32(3)}},
         lambda tree: tree.update(a={"b": jnp.float32(5)}),
     ),
-    "a list": (lambda: {"a": [jnp.float32(3)]}, lambda tree: put(tree, "a", 0)),
-    "in a tuple": (lambda: ({"a": jnp.float32(3)},), lambda tree: put(tree, 0, "a")),
+    "a list": (lambda: {"a": [jnp.float32(3)]}, lambda tree: set_path(tree, "a", 0)),
+    "in a tuple": (lambda: ({"a": jnp.float32(3)},), lambda tree: set_path(tree, 0, "a")),
     "a Variable": (
         lambda: {"a": nnx.Param(jnp.float32(3))},
         lambda tree: tree["a"].set_value(jnp.float32(5)),
     ),
     "a State": (
         lambda: nnx.State({"a": {"b": jnp.float32(3)}}),
-        lambda tree: put(tree, "a", "b"),
+        lambda tree: set_path(tree, "a", "b"),
     ),
     "a State's new Variable": (
         lambda: nnx.State({"a": nnx.Param(jnp.float32(3))}),
@@ -404,13 +408,13 @@ TREES = {
         lambda: nnx.State({"a": {"b": nnx.Param(jnp.float32(3))}}),
         lambda tree: tree["a"]["b"].set_value(jnp.float32(5)),
     ),
-    "a State within": (lambda: [nnx.State({"a": jnp.float32(3)})], lambda tree: put(tree, 0, "a")),
+    "a State within": (lambda: [nnx.State({"a": jnp.float32(3)})], lambda tree: set_path(tree, 0, "a")),
     "a tree in a Variable": (
         lambda: [nnx.Param({"a": jnp.float32(3)})],
-        lambda tree: put(tree[0].get_raw_value(), "a"),
+        lambda tree: set_path(tree[0].get_raw_value(), "a"),
     ),
-    "a node of one's own": (lambda: [Doubled(jnp.float32(3))], lambda tree: put(tree[0].inside, 0)),
-    "numpy's numbers": (lambda: [np.full(1, 3, np.float32)], lambda tree: put(tree[0], 0)),
+    "a node of one's own": (lambda: [Doubled(jnp.float32(3))], lambda tree: set_path(tree[0].inside, 0)),
+    "numpy's numbers": (lambda: [np.full(1, 3, np.float32)], lambda tree: set_path(tree[0], 0)),
 }
 
 
@@ -426,7 +430,7 @@ class TestParameters:
         return float(graphs(params, jnp.zeros(1), self.METADATA)[0])
 
     @pytest.mark.parametrize("kind", TREES)
-    def test_that_are_changed_in_place_run_as_they_are_now(self, kind):
+    def test_parameters_changed_in_place_are_used(self, kind):
         make, change = TREES[kind]
         graphs, params = DecodeGraphs(sum_of_leaves, [self.BUCKET]), make()
         assert [self.run(graphs, params) for _ in range(2)] == [3, 3]
@@ -434,7 +438,7 @@ class TestParameters:
         assert [self.run(graphs, params) for _ in range(2)] == [5, 5]
         assert graphs.num_compiles == 1
 
-    def test_are_flattened_once_while_they_stay_as_they_are(self, monkeypatch):
+    def test_unchanged_parameters_are_flattened_once(self, monkeypatch):
         collected = []
 
         class Counting(graphs_module.ParameterLeaves):
@@ -453,7 +457,7 @@ class TestParameters:
     @pytest.mark.parametrize(
         "change", [lambda tree: tree.update(c=1.0), lambda tree: tree.update(c=tree.pop("a"))]
     )
-    def test_of_another_structure_are_an_error(self, change):
+    def test_parameters_of_another_structure_are_an_error(self, change):
         graphs, params = (
             DecodeGraphs(sum_of_leaves, [self.BUCKET]),
             {"a": jnp.float32(3), "b": jnp.float32(3)},
@@ -473,13 +477,13 @@ class TestProgress:
         graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE, **options)
         return graphs
 
-    def test_a_bar_counts_the_buckets(self, capsys):
+    def test_progress_bar_counts_the_buckets(self, capsys):
         graphs = self.precompile()
         assert "2/2" in capsys.readouterr().err
         graphs.precompile(jnp.int32(1), new_caches(), block_size=BLOCK_SIZE)
         assert capsys.readouterr().err == ""
 
-    def test_no_bar_where_it_is_not_wanted_or_there_is_no_tqdm(self, capsys, monkeypatch):
+    def test_no_progress_bar_if_disabled_or_without_tqdm(self, capsys, monkeypatch):
         self.precompile(progress=False)
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         assert self.precompile().num_compiles == 2
@@ -498,7 +502,7 @@ class TestChoose:
     graphs = DecodeGraphs(first_element, buckets=BUCKETS)
 
     @pytest.mark.parametrize(
-        ("query_lens", "num_blocks", "place"),
+        ("query_lens", "num_blocks", "index"),
         [
             ([], 0, 0),
             ([1], 0, 0),
@@ -513,8 +517,8 @@ class TestChoose:
             ([1, 1, 9], 0, 5),
         ],
     )
-    def test_takes_the_fewest_tokens_then_rows_then_columns(self, query_lens, num_blocks, place):
-        assert self.graphs.choose(query_lens, num_blocks=num_blocks) == self.BUCKETS[place]
+    def test_choose_minimizes_tokens_then_rows_then_columns(self, query_lens, num_blocks, index):
+        assert self.graphs.choose(query_lens, num_blocks=num_blocks) == self.BUCKETS[index]
 
     @hypothesis.given(st.lists(st.integers(1, 9), max_size=7))
     def test_a_bucket_fits_exactly_the_batches_that_can_be_built_in_it(self, query_lens):
@@ -534,7 +538,7 @@ class TestChoose:
                 self.graphs.choose(query_lens)
 
     @pytest.mark.parametrize("query_lens", [[], [1, 1, 1], [1, 1, 3], [4, 1, 1], [16]])
-    def test_counts_choose_as_the_lengths_do(self, query_lens):
+    def test_choose_accepts_counts_instead_of_lengths(self, query_lens):
         first = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
         counts = {
             "num_decodes": first,
@@ -543,31 +547,31 @@ class TestChoose:
         }
         assert self.graphs.choose(**counts) == self.graphs.choose(query_lens)
 
-    def test_decodes_of_a_bucket_have_its_decode_query_len(self):
+    def test_decode_rows_require_the_buckets_decode_query_len(self):
         single, triple = (Bucket(max_decodes=4, decode_query_len=q, max_blocks=4) for q in (1, 3))
         graphs = DecodeGraphs(first_element, buckets=[single, triple])
         assert graphs.choose([3, 3]) == triple
         assert graphs.choose([1, 1]) == single
 
-    def test_a_decode_beyond_the_decode_rows_takes_all_its_tokens_to_the_prefill_region(self):
+    def test_decode_beyond_the_decode_rows_counts_as_a_prefill(self):
         sizes = {"max_decodes": 1, "max_prefills": 1, "decode_query_len": 3, "max_blocks": 4}
         tight, roomy = (Bucket(max_prefill_tokens=tokens, **sizes) for tokens in (2, 3))
         assert DecodeGraphs(first_element, buckets=[tight, roomy]).choose([3, 3]) == roomy
 
-    def test_a_batch_larger_than_all_is_an_error_that_lists_the_sizes(self):
+    def test_batch_larger_than_all_buckets_is_an_error_that_lists_the_sizes(self):
         graphs = DecodeGraphs(first_element, buckets=[DECODES, MIXED])
         message = r"fit one of the buckets .* 4\+0/0x4, 2\+3/8x4, got 1\+1/9x2"
         with pytest.raises(ValueError, match=message):
             graphs.choose([1, 9], num_blocks=2)
 
     @pytest.mark.usefixtures("types_unchecked")
-    def test_lengths_that_are_no_ints_are_refused_and_not_cut_off(self):
+    def test_lengths_must_be_ints(self):
         with pytest.raises(ValueError, match="query_lens must be a list of ints, got float64"):
             self.graphs.choose([1.9, 5.5])
         with pytest.raises(ValueError, match=r"query_lens must be at least 0, got \[-1\]"):
             self.graphs.choose([1, -1])
 
-    def test_buckets_must_have_a_table_width_and_there_must_be_one(self):
+    def test_buckets_must_not_be_empty_and_must_have_max_blocks(self):
         with pytest.raises(ValueError, match=r"bucket.max_blocks must be set .*got Bucket\(max_decodes=2"):
             DecodeGraphs(first_element, buckets=[Bucket(max_decodes=2)])
         with pytest.raises(ValueError, match=r"buckets must hold at least one Bucket, got \[\]"):
@@ -578,13 +582,13 @@ class TestDefaultBuckets:
     def decodes(self, *args, **options):
         return [bucket.max_decodes for bucket in default_buckets(*args, max_blocks=4, **options)]
 
-    def test_sizes_are_vllms_up_to_the_most_rows_there_can_be(self):
+    def test_default_sizes_are_vllms_up_to_the_maximum(self):
         assert self.decodes(4) == [1, 2, 4]
         assert self.decodes(20) == [1, 2, 4, 8, 16, 20]
         assert self.decodes(256) == [1, 2, 4, *range(8, 256, 8), 256]
         assert self.decodes(1024) == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), 1024]
 
-    def test_speculative_rows_are_whole(self):
+    def test_speculative_buckets_have_whole_rows(self):
         assert self.decodes(8, decode_query_len=3) == [1, 2, 3, 6, 8]
         assert default_buckets(8, max_blocks=4, decode_query_len=3)[-1].max_tokens == 24
 
@@ -594,7 +598,7 @@ class TestDefaultBuckets:
         assert sizes == {(4, 0, 0, 8), (0, 2, 2, 8), (4, 2, 2, 8), (0, 4, 64, 8), (4, 4, 64, 8)}
 
     @hypothesis.given(st.data())
-    def test_every_batch_within_the_limits_fits_one(self, data):
+    def test_every_batch_within_the_limits_fits_a_default_bucket(self, data):
         max_num_seqs, budget = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 64))
         graphs = DecodeGraphs(
             first_element, buckets=default_buckets(max_num_seqs, max_blocks=4, prefill_tokens=[16, budget])
@@ -620,7 +624,7 @@ class TestDefaultBuckets:
             ),
         ],
     )
-    def test_names_the_size_that_is_not_positive(self, options, message):
+    def test_sizes_must_be_positive(self, options, message):
         with pytest.raises(ValueError, match=message):
             default_buckets(**options)
 
@@ -629,7 +633,7 @@ class TestAbstractMetadata:
     @pytest.mark.parametrize(
         "bucket", [DECODES, MIXED, Bucket(max_decodes=2, decode_query_len=3, max_blocks=5)]
     )
-    def test_has_the_shapes_dtypes_and_structure_of_what_is_built(self, bucket):
+    def test_abstract_metadata_equals_built_metadata_in_structure(self, bucket):
         q = bucket.decode_query_len
         built = jattn.build_batch_metadata([q], [q], [[1]], block_size=BLOCK_SIZE, bucket=bucket)
         abstract = abstract_metadata(bucket, BLOCK_SIZE)
@@ -639,7 +643,7 @@ class TestAbstractMetadata:
         ]
         assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
 
-    def test_needs_the_tables_width_and_a_block_size(self):
+    def test_abstract_metadata_requires_max_blocks_and_block_size(self):
         with pytest.raises(ValueError, match=r"bucket.max_blocks must be set .*got Bucket\(max_decodes=2"):
             abstract_metadata(Bucket(max_decodes=2), BLOCK_SIZE)
         with pytest.raises(ValueError, match="block_size must be positive, got 0"):

@@ -1,4 +1,4 @@
-"""decode_loop against the same steps driven from the host, one at a time."""
+"""decode_loop against the same steps run from the host, one at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def likeliest(logits, index):
 
 
 def noisy_caches():
-    """Caches with some past in them."""
+    """Return caches with random context."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), new_caches())
 
@@ -58,14 +58,16 @@ def loop(caches=None, model=step, **options):
 
 
 def new_tokens(out):
-    """The tokens of each live request."""
+    """Return the tokens of each live request."""
     return [row[:n].tolist() for row, n in zip(np.asarray(out.tokens), out.num_tokens, strict=True)][:3]
 
 
 def host_path(params_of_requests, stop_ids=(), max_lens=(99, 99, 99)):
-    """Step by step: metadata built on the host, requests that stopped leave the batch and others move up."""
+    """Run step by step: build metadata on the host; requests that stop leave the batch and later rows move
+    up.
+    """
     caches = noisy_caches()
-    tokens, lens, made = [[t] for t in FIRST_TOKENS], list(FIRST_LENS), [[], [], []]
+    tokens, lens, generated = [[t] for t in FIRST_TOKENS], list(FIRST_LENS), [[], [], []]
     running = [0, 1, 2]
     for _ in range(NUM_STEPS):
         if not running:
@@ -75,15 +77,15 @@ def host_path(params_of_requests, stop_ids=(), max_lens=(99, 99, 99)):
         logits, caches = GRAPHS(PARAMS, caches, metadata, packed)
         rows = build_sampling_metadata([params_of_requests[r] for r in running], BUCKET.max_reqs)
         counts = np.zeros(BUCKET.max_reqs, np.int32)
-        counts[: len(running)] = [len(made[r]) for r in running]
+        counts[: len(running)] = [len(generated[r]) for r in running]
         picked = np.asarray(sample_jit(logits, rows, counts))
         for token, r in zip(picked.tolist(), list(running), strict=False):
-            made[r].append(token)
+            generated[r].append(token)
             tokens[r].append(token)
             lens[r] += 1
             if token in stop_ids or lens[r] >= max_lens[r]:
                 running.remove(r)
-    return made, caches
+    return generated, caches
 
 
 class TestAgainstTheHostPath:
@@ -91,7 +93,7 @@ class TestAgainstTheHostPath:
     @pytest.mark.parametrize(
         ("stop_ids", "max_lens"), [((), (99, 99, 99)), ((2, 5, 10), (99, 99, 99)), ((), (8, 99, 11))]
     )
-    def test_tokens_and_caches_are_the_same_bit_for_bit(self, requests, stop_ids, max_lens):
+    def test_tokens_and_caches_are_bit_identical(self, requests, stop_ids, max_lens):
         sampler = make_sampler(build_sampling_metadata(requests, 4), jnp.zeros(4, jnp.int32))
         out = loop(sample=sampler, stop_ids=stop_ids, max_lens=[*max_lens, 0])
         want_tokens, want_caches = host_path(requests, stop_ids, max_lens)
@@ -99,11 +101,11 @@ class TestAgainstTheHostPath:
         jax.tree.map(np.testing.assert_array_equal, out.caches, want_caches)
 
     def test_the_cases_stop_at_different_steps(self):
-        made, _ = host_path(SAMPLED, stop_ids=(2, 5, 10))
-        assert len({len(tokens) for tokens in made}) > 1
-        assert min(len(tokens) for tokens in made) < NUM_STEPS
+        generated, _ = host_path(SAMPLED, stop_ids=(2, 5, 10))
+        assert len({len(tokens) for tokens in generated}) > 1
+        assert min(len(tokens) for tokens in generated) < NUM_STEPS
 
-    def test_two_short_loops_make_what_a_long_one_makes(self):
+    def test_two_short_loops_equal_a_long_one(self):
         seeds, counts = build_sampling_metadata(SAMPLED, 4), jnp.zeros(4, jnp.int32)
         expected = loop(sample=make_sampler(seeds, counts))
         first = loop(sample=make_sampler(seeds, counts), num_steps=3)
@@ -122,7 +124,7 @@ class TestAgainstTheHostPath:
 
 
 class TestStops:
-    """A sampler that counts makes token `index`, so that what stops where is known."""
+    """A counting sampler generates token `index`, so that the expected stops are known."""
 
     @staticmethod
     def counting(logits, index):
@@ -131,45 +133,45 @@ class TestStops:
     def counted(self, **options):
         return loop(sample=self.counting, **options)
 
-    def test_a_row_stops_behind_its_stop_token_which_is_its_last(self):
+    def test_row_ends_with_its_stop_token(self):
         out = self.counted(stop_ids=[4, 6])
         np.testing.assert_array_equal(out.num_tokens, [5, 5, 5, 0])
         np.testing.assert_array_equal(out.tokens[0], [0, 1, 2, 3, 4, -1, -1, -1])
 
-    def test_each_row_may_have_its_own_stop_tokens(self):
+    def test_stop_tokens_may_differ_per_row(self):
         stop_ids = np.array([[1, -1], [3, 2], [-1, -1], [-1, -1]])
         out = self.counted(stop_ids=stop_ids)
         np.testing.assert_array_equal(out.num_tokens, [2, 3, 8, 0])
         np.testing.assert_array_equal(out.tokens[1], [0, 1, 2, -1, -1, -1, -1, -1])
 
-    def test_a_row_stops_at_its_own_length_and_makes_nothing_beyond_it(self):
+    def test_row_stops_at_its_maximum_length(self):
         out = self.counted(max_lens=[6, 1, 12, 99])
         np.testing.assert_array_equal(out.num_tokens, [1, 0, 3, 0])
 
-    def test_a_row_stops_when_its_table_is_full(self):
+    def test_row_stops_when_its_block_table_is_full(self):
         out = self.counted(num_steps=CAPACITY)
         room = [CAPACITY - n + 1 for n in FIRST_LENS]  # the last token made needs no slot yet
         np.testing.assert_array_equal(out.num_tokens, [*room, 0])
 
-    def test_leaves_when_no_row_runs(self):
+    def test_loop_ends_when_no_row_runs(self):
         assert self.counted(stop_ids=[2]).num_steps == 3
         assert self.counted(max_lens=[0, 0, 0, 0]).num_steps == 0
         assert self.counted().num_steps == NUM_STEPS
 
-    def test_rows_that_stopped_are_padding_in_the_metadata_that_comes_out(self):
+    def test_stopped_rows_are_padding_in_the_returned_metadata(self):
         out = self.counted(max_lens=[99, 3, 99, 99])
         np.testing.assert_array_equal(out.metadata.seq_lens, [13, 0, 17, 0])
         np.testing.assert_array_equal(out.last_tokens, [7, 0, 7, 0])
         assert out.metadata.slot_mapping[1] == out.metadata.slot_mapping[3] == -1
 
-    def test_only_slots_of_rows_that_run_are_written(self):
+    def test_stopped_rows_write_no_slots(self):
         out = self.counted(max_lens=[99, 1, 12, 99])
         written = np.asarray(out.caches[0].k != noisy_caches()[0].k).any(axis=(2, 3)).reshape(-1)
         slot = lambda r, position: TABLES[r, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         expected = {slot(0, p) for p in range(4, 12)} | {slot(2, p) for p in range(8, 11)}
         assert set(np.flatnonzero(written).tolist()) == expected
 
-    def test_the_first_metadata_of_a_row_that_makes_nothing_is_padding(self):
+    def test_row_without_new_tokens_is_padding_from_the_start(self):
         seen = []
 
         def spying(params, caches, metadata, tokens):
@@ -199,12 +201,12 @@ class TestCompiled:
         # The runtime knows when it ends, so the host asks the device nothing between two rounds.
         assert f'"known_trip_count":{{"n":"{NUM_STEPS}"}}' in compiled.as_text()
 
-    def test_caches_are_donated_without_an_outer_jit_too(self):
+    def test_caches_are_donated_without_an_outer_jit(self):
         caches = noisy_caches()
         loop(caches)
         assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in caches)
 
-    def test_other_values_of_a_bucket_do_not_trace_again(self):
+    def test_other_values_of_a_bucket_do_not_retrace(self):
         traces = []
 
         def counted(params, caches, metadata, tokens):
@@ -222,7 +224,7 @@ class TestCompiled:
             assert isinstance(out, DecodeLoopOutput)
         assert len(traces) == 1
 
-    def test_a_loop_is_a_step_of_decode_graphs(self):
+    def test_loop_can_be_a_step_of_decode_graphs(self):
         def many_steps(params, caches, metadata, tokens, sampler):
             out = decode_loop(step, params, caches, metadata, tokens, num_steps=NUM_STEPS, sample=sampler)
             return out.tokens, out.caches
@@ -241,7 +243,7 @@ class TestCompiled:
         np.testing.assert_array_equal(tokens, loop(sample=sampler).tokens)
         assert graphs.num_compiles == 1
 
-    def test_16_bit_logits_and_int_tokens_of_any_width_will_do(self):
+    def test_16_bit_logits_and_int_tokens_of_any_dtype_are_accepted(self):
         def narrow(params, caches, metadata, tokens):
             logits, caches = step(params, caches, metadata, tokens)
             return logits.astype(jnp.bfloat16), caches
@@ -257,7 +259,7 @@ class TestErrors:
         options = {"num_steps": 2, "sample": likeliest, **options}
         return decode_loop(step, PARAMS, new_caches(), metadata, tokens, **options)
 
-    def test_rows_of_more_than_one_token_are_refused(self):
+    def test_rows_of_several_tokens_are_rejected(self):
         bucket = Bucket(max_decodes=2, decode_query_len=2, max_blocks=6)
         metadata, tokens = batch([[3, 4]], [5], TABLES[:1], bucket)
         with pytest.raises(
@@ -265,7 +267,7 @@ class TestErrors:
         ):
             self.run(metadata, tokens)
 
-    def test_prefill_rows_are_refused_and_advance_makes_them_decode_rows(self):
+    def test_prefill_rows_are_rejected_until_advanced(self):
         bucket = Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=6, max_blocks=6)
         metadata, tokens = batch([[3, 4]], [5], TABLES[:1], bucket)
         with pytest.raises(ValueError, match=r"max_prefills must be 0 in decode_loop \(advance\(\) .*got 2"):
@@ -284,11 +286,11 @@ class TestErrors:
         ],
     )
     @pytest.mark.usefixtures("types_unchecked")
-    def test_names_the_option_that_does_not_fit(self, options, message):
+    def test_invalid_options_are_rejected_by_name(self, options, message):
         with pytest.raises(ValueError, match=message):
             self.run(*first_batch(), **options)
 
-    def test_tokens_must_be_one_a_row(self):
+    def test_tokens_must_have_one_entry_per_row(self):
         metadata, tokens = first_batch()
         with pytest.raises(
             ValueError, match=r"tokens must have shape \(4,\) \(rows of the metadata\), got \(3,\)"
@@ -311,6 +313,6 @@ class TestErrors:
         ],
     )
     @pytest.mark.usefixtures("types_unchecked")
-    def test_what_is_sampled_must_be_a_token_a_row(self, sampler, message):
+    def test_sample_must_return_one_token_per_row(self, sampler, message):
         with pytest.raises(ValueError, match=message):
             self.run(*first_batch(), sample=sampler)

@@ -1,4 +1,4 @@
-"""What a step brings from the host travels as one array, and is what it was when it arrives."""
+"""Host arrays of a step are transferred as one array and unpacked unchanged."""
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ ARGUMENTS = {
 
 
 def arrived(layout, arguments):
-    packed, others = layout.pack(arguments)
-    return jax.jit(layout.unpack)(packed, others)
+    packed, device_arrays = layout.pack(arguments)
+    return jax.jit(layout.unpack)(packed, device_arrays)
 
 
 def assert_same_bits(actual, expected):
@@ -35,32 +35,32 @@ def assert_same_bits(actual, expected):
 
 
 class TestLayout:
-    def test_arrays_of_the_host_arrive_as_they_were(self):
+    def test_host_arrays_are_unpacked_unchanged(self):
         layout = TransferLayout.of(ARGUMENTS, from_host=True)
-        packed, others = layout.pack(ARGUMENTS)
+        packed, device_arrays = layout.pack(ARGUMENTS)
         assert (packed.dtype, packed.size) == (np.int32, 64 * 5)  # of one that is empty nothing
-        assert [x.dtype for x in others] == [np.float16]
+        assert [x.dtype for x in device_arrays] == [np.float16]
         assert_same_bits(arrived(layout, ARGUMENTS), ARGUMENTS)
 
     @pytest.mark.parametrize("name", ["ids", "seeds", "scales", "is_last", "count"])
-    def test_what_the_device_has_by_now_is_not_fetched(self, name):
+    def test_device_arrays_are_not_fetched(self, name):
         layout = TransferLayout.of(ARGUMENTS, from_host=True)
         with jax.transfer_guard_device_to_host("disallow"):
             actual = arrived(layout, ARGUMENTS | {name: jnp.asarray(ARGUMENTS[name])})
         assert_same_bits(actual, ARGUMENTS)
 
-    def test_what_the_device_had_before_goes_by_itself(self):
+    def test_arrays_that_were_on_the_device_are_transferred_separately(self):
         before = {"last": jnp.arange(3), "ids": np.arange(3, dtype=np.int32)}
         layout = TransferLayout.of(before, from_host=True)
-        packed, others = layout.pack(before)
+        packed, device_arrays = layout.pack(before)
         assert packed[:3].tolist() == [0, 1, 2]
-        assert others == [before["last"]]
+        assert device_arrays == [before["last"]]
 
-    def test_nothing_is_joined_unasked(self):
+    def test_packing_is_optional(self):
         layout = TransferLayout.of(ARGUMENTS, from_host=False)
-        packed, others = layout.pack(ARGUMENTS)
+        packed, device_arrays = layout.pack(ARGUMENTS)
         assert packed is None
-        assert len(others) == len(ARGUMENTS) - 1
+        assert len(device_arrays) == len(ARGUMENTS) - 1
 
     @pytest.mark.parametrize(
         ("changed", "message"),
@@ -76,7 +76,7 @@ class TestLayout:
             ({"nothing": np.zeros(1, np.int32)}, "compiled for arguments with the structure PyTreeDef"),
         ],
     )
-    def test_another_shape_than_was_compiled_is_an_error(self, changed, message):
+    def test_other_shapes_than_compiled_are_an_error(self, changed, message):
         with pytest.raises(ValueError, match=message):
             TransferLayout.of(ARGUMENTS, from_host=True).pack(ARGUMENTS | changed)
 
@@ -90,16 +90,16 @@ class TestGraphs:
 
         return DecodeGraphs(step, [self.BUCKET], from_host=True)
 
-    def arguments(self, **how):
+    def arguments(self, **options):
         metadata = jattn.build_batch_metadata(
-            [1, 1], [5, 17], [[3], [1, 2]], block_size=16, bucket=self.BUCKET, **how
+            [1, 1], [5, 17], [[3], [1, 2]], block_size=16, bucket=self.BUCKET, **options
         )
         return metadata, np.array([2, 3, 4], np.int32), jnp.array([9])
 
-    def test_a_step_is_given_one_array_of_the_host(self):
+    def test_step_receives_one_host_array(self):
         graphs = self.graphs()
-        of = {"block_size": 16, "inputs": lambda bucket: self.arguments()[1:], "progress": False}
-        graphs.precompile(jnp.int32(1), jnp.zeros(4), **of)
+        graph_options = {"block_size": 16, "inputs": lambda bucket: self.arguments()[1:], "progress": False}
+        graphs.precompile(jnp.int32(1), jnp.zeros(4), **graph_options)
         (executable,) = graphs.executables.values()
         *_, packed, last = jax.tree.leaves(executable.args_info)
         # Lengths, starts, tables, slots, two counts; ids.
@@ -108,7 +108,7 @@ class TestGraphs:
         assert len(jax.tree.leaves(executable.args_info)) == 4
 
     @pytest.mark.parametrize("to_device", [False, True])
-    def test_it_computes_what_it_would(self, to_device):
+    def test_step_equals_one_without_packing(self, to_device):
         graphs = self.graphs()
         for _ in range(2):
             (sums, table, last), _ = graphs(jnp.int32(1), jnp.zeros(4), *self.arguments(to_device=to_device))

@@ -1,4 +1,4 @@
-"""One small engine for all servers of these tests: what takes long is compiling it."""
+"""One small engine for all server tests, since compilation takes most of their time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a person gets for a mistake: run without the type checks of the tests, so that ours are the first.
+"""Errors for users' mistakes, without the tests' type checks, so that the library's own checks are the first.
 
 python -m tests.serving.mistakes EXPRESSION ... prints the error of each as a JSON list.
 """
@@ -19,7 +19,7 @@ from tests.serving.tiny import one_layer_model
 
 
 class Mistakes:
-    """Small things to make mistakes with."""
+    """Small objects to make mistakes with."""
 
     def __init__(self) -> None:
         self.model = one_layer_model()
@@ -52,8 +52,20 @@ def error_of(expression, names):
 
 
 if __name__ == "__main__":
-    here = Mistakes()
-    names = {"m": here, "jnp": jnp, "np": np, "nnx": nnx, "jattn": jattn, "Engine": Engine, "GOLDEN": GOLDEN}
+    mistakes = Mistakes()
+    names = {
+        "m": mistakes,
+        "jnp": jnp,
+        "np": np,
+        "nnx": nnx,
+        "jattn": jattn,
+        "Engine": Engine,
+        "GOLDEN": GOLDEN,
+    }
     names["Form"] = StructuredOutputsParams
-    names |= {"SamplingParams": SamplingParams, "ask": here.engine.generate, "add": here.engine.add_request}
+    names |= {
+        "SamplingParams": SamplingParams,
+        "ask": mistakes.engine.generate,
+        "add": mistakes.engine.add_request,
+    }
     print(json.dumps([error_of(expression, names) for expression in sys.argv[1:]]))

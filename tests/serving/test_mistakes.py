@@ -195,7 +195,7 @@ WANT = {
 
 @pytest.fixture(scope="module")
 def errors():
-    """The error of each expression, in a process that checks no annotations."""
+    """Return the error of each expression, in a process without the type checks."""
     command = [sys.executable, "-W", "error", "-m", "tests.serving.mistakes", *WANT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr

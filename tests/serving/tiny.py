@@ -1,4 +1,4 @@
-"""The smallest tokenizer and model that an engine can serve: a byte tokenizer and a one-layer model."""
+"""The smallest tokenizer and model that an engine can run: a byte tokenizer and a one-layer model."""
 
 import jax.numpy as jnp
 import pytest
@@ -12,7 +12,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 
 def byte_tokenizer():
-    """Token i is a byte, in the order of ByteLevel's alphabet."""
+    """Return a tokenizer whose token i is a byte, in the order of ByteLevel's alphabet."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
@@ -25,7 +25,9 @@ BYTES = byte_tokenizer()
 
 
 def llama_tokenizer():
-    """As Llama 2's, whose decoder strips the first space: three special tokens, bytes, words."""
+    """Return a tokenizer like Llama 2's, whose decoder strips the first space: three special tokens,
+    bytes, words.
+    """
     words = [f"\u2581{word}" for word in ("Hello", "world", "")]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -39,7 +41,9 @@ def llama_tokenizer():
 
 
 def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None, **changes):
-    """Random parameters, 320 tokens (the first 256 are bytes), 512 positions, nothing ends a text."""
+    """Return a model with random parameters, 320 tokens (the first 256 are bytes) and 512 positions,
+    without EOS.
+    """
     config = read_config(GOLDEN / "hf" / "llama")
     family = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]} if sliding_window else {}
     change = {"num_hidden_layers": num_layers, "sliding_window": sliding_window, "eos_token_id": None}
@@ -50,7 +54,7 @@ def one_layer_model(seed=0, sliding_window=None, num_layers=1, dtype=None, **cha
 
 
 class SizedNorm(nnx.Module):
-    """Has keys depend on how many tokens their step has room for, as rounding does on a GPU, only more."""
+    """A norm whose keys depend on the size of the step's bucket, like rounding on a GPU but stronger."""
 
     def __init__(self, norm):
         self.norm = norm
@@ -60,7 +64,7 @@ class SizedNorm(nnx.Module):
 
 
 def sized_model(**options):
-    """In bf16; its texts depend on the sizes of its steps."""
+    """Return a bfloat16 model whose texts depend on the sizes of its steps."""
     model = one_layer_model(dtype=jnp.bfloat16, **options)
     for layer in model.layers:
         layer.input_layernorm = SizedNorm(layer.input_layernorm)

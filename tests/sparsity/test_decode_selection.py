@@ -1,4 +1,4 @@
-"""Quest-type decode: bounds hold, the best blocks are chosen, the whole step is one trace."""
+"""Quest-style decode: block bounds, selection of blocks, and one trace for the whole step."""
 
 import dataclasses
 import functools
@@ -29,20 +29,20 @@ def normal(seed, *shape):
 def test_block_bounds_cover_the_keys_written_to_the_block():
     bounds = KeyBounds.create(SPEC)
     steps = [([0, 1, 2, 3, 8], 0), ([9, -1, 10], 1), ([4, 11, 5], 2), ([0, 1], 3)]  # block 0 is used again
-    kept = {}
+    saved = {}
     for slots, seed in steps:
         keys = normal(seed, len(slots) + 2, 2, 8)  # longer than the slots
         bounds = write_key_bounds(bounds, keys, jnp.asarray(slots), block_size=4)
         for slot, key in zip(slots, np.asarray(keys), strict=False):
             if slot >= 0:
-                kept[slot // 4] = ([] if slot % 4 == 0 else kept[slot // 4]) + [key]
-    for block, keys in kept.items():
+                saved[slot // 4] = ([] if slot % 4 == 0 else saved[slot // 4]) + [key]
+    for block, keys in saved.items():
         np.testing.assert_array_equal(bounds.low[block], np.min(keys, axis=0))
         np.testing.assert_array_equal(bounds.high[block], np.max(keys, axis=0))
 
 
 def filled(reqs=3, blocks=3):
-    """Keys of whole blocks, their bounds, a block table, queries of 4 heads."""
+    """Return keys of whole blocks, their bounds, a block table, and queries of 4 heads."""
     keys = normal(0, 9, 4, 2, 8)
     bounds = KeyBounds(low=keys.min(axis=1), high=keys.max(axis=1))
     table = jnp.asarray([[1, 2, 3], [4, 5, 6], [7, 8, 0]], jnp.int32)[:reqs, :blocks]
@@ -107,13 +107,13 @@ def test_selected_lists_are_reused_for_the_same_requests():
     listed = block_list(mask.slice_rows(1), spec, metadata, 16)
     np.testing.assert_array_equal(listed.ids, ids[1:])
     np.testing.assert_array_equal(listed.counts, counts[1:])
-    made = block_list(mask, spec, metadata, 16)  # of three requests, not two
-    np.testing.assert_array_equal(made.counts, counts[:2])
-    assert made.ids[0, 0, :2].tolist() == [0, 2]
+    other_block_list = block_list(mask, spec, metadata, 16)  # of three requests, not two
+    np.testing.assert_array_equal(other_block_list.counts, counts[:2])
+    assert other_block_list.ids[0, 0, :2].tolist() == [0, 2]
 
 
 def test_unowned_blocks_may_hold_nan():
-    """Bounds of blocks behind the ends and in nobody's table, queries of padding rows, ids past the ends."""
+    """NaN in bounds past the ends of requests, of free blocks and padding rows, and ids past the counts."""
     _, bounds, table, query = filled()
     seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
     options = {"num_selected": 2, "block_size": 4}
@@ -141,9 +141,9 @@ def test_blocks_that_score_nan_are_selected():
 
 def test_empty_batch_writes_and_selects_nothing():
     _, bounds, table, query = filled()
-    kept = jax.tree.map(np.asarray, bounds)
+    saved = jax.tree.map(np.asarray, bounds)
     written = write_key_bounds(bounds, jnp.ones((0, 2, 8)), jnp.zeros(0, jnp.int32), block_size=4)
-    np.testing.assert_array_equal(written.low, kept.low)
+    np.testing.assert_array_equal(written.low, saved.low)
     for implementation in ("xla", None):
         options = {"num_selected": 1, "block_size": 4, "implementation": implementation}
         mask = select_blocks(query[:0], written, table[:0], jnp.zeros(0, jnp.int32), **options)
@@ -155,9 +155,9 @@ def test_bounds_accept_slots_of_small_int_dtypes():
     spec = dataclasses.replace(SPEC, num_blocks=300)
     slots = jnp.asarray([4, 5, 8])
     write = lambda slots: write_key_bounds(KeyBounds.create(spec), normal(0, 3, 2, 8), slots, block_size=4)
-    wide, narrow = write(slots), write(slots.astype(jnp.uint8))
-    np.testing.assert_array_equal(narrow.low, wide.low)
-    np.testing.assert_array_equal(narrow.high, wide.high)
+    expected, actual = write(slots), write(slots.astype(jnp.uint8))
+    np.testing.assert_array_equal(actual.low, expected.low)
+    np.testing.assert_array_equal(actual.high, expected.high)
 
 
 @pytest.mark.usefixtures("types_unchecked")
@@ -218,9 +218,9 @@ def test_number_of_selected_blocks_out_of_range_is_rejected(num):
 )
 def test_invalid_arguments_are_rejected(change, message):
     _, bounds, table, query = filled()
-    given = {"seq_lens": jnp.asarray([3, 3, 3]), "num_selected": 1, "block_size": 4}
+    arguments = {"seq_lens": jnp.asarray([3, 3, 3]), "num_selected": 1, "block_size": 4}
     with pytest.raises(ValueError, match=message):
-        select_blocks(query, bounds, table, **given | change)
+        select_blocks(query, bounds, table, **arguments | change)
 
 
 def test_block_table_without_columns_is_rejected():

@@ -1,4 +1,4 @@
-"""Pictures show what masks and schedules say."""
+"""Plots of masks and schedules."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,6 @@
-"""Blocks chosen from pooled queries and keys: all mass is everything, little mass is what was planted."""
+"""Selection of blocks from pooled queries and keys: a mass of 1 selects everything, a smaller one the
+planted blocks.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,7 @@ SPEC = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=1.0)
 
 
 def problem(seed=0, block_size=4):
-    """Two prompts, the second with 9 tokens in the cache, and one decode."""
+    """Return two prompts, the second with 9 tokens of context, and one decode row."""
     metadata = jattn.build_batch_metadata(
         [1, 20, 14], [6, 20, 23], [[1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]], block_size=block_size
     )
@@ -68,8 +70,8 @@ def test_less_mass_selects_fewer_blocks_but_at_least_one():
 @pytest.mark.parametrize("block_size", [4, 6])
 def test_kernel_selects_the_same_blocks_as_a_sort(block_size):
     query, cache, metadata = problem()
-    choose = lambda mass, **how: select_prefill_blocks(
-        query, cache, metadata, SPEC, mass=mass, block_size=block_size, **how
+    choose = lambda mass, **options: select_prefill_blocks(
+        query, cache, metadata, SPEC, mass=mass, block_size=block_size, **options
     )
     by_kernel = choose(0.6, implementation="mosaic_gpu", interpret=plgpu.InterpretGPUParams())
     np.testing.assert_array_equal(by_kernel.blocks, choose(0.6, implementation="xla").blocks)
@@ -110,7 +112,9 @@ def test_block_with_all_the_attention_is_selected():
 
 
 def poisoned(query, cache, metadata):
-    """NaN in every slot behind a request's end, in nobody's blocks, and in the padding of a larger bucket."""
+    """Return the problem with NaN past requests' ends, in free blocks, and in the padding of a larger
+    bucket.
+    """
     bucket = jattn.Bucket(max_decodes=2, max_prefills=3, max_prefill_tokens=40, max_blocks=8)
     padded = jattn.pad_to_bucket(metadata, bucket)
     slots = np.concatenate([
@@ -126,13 +130,13 @@ def poisoned(query, cache, metadata):
     return tokens, cache, padded
 
 
-@pytest.mark.parametrize("way", ["xla", "kernel"])
-def test_unowned_tokens_may_be_nan(way):
+@pytest.mark.parametrize("method", ["xla", "kernel"])
+def test_unowned_tokens_may_be_nan(method):
     query, cache, metadata = problem()
-    how = {"implementation": "xla"}
-    if way == "kernel":
-        how = {"implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
-    choose = lambda *step: select_prefill_blocks(*step, SPEC, mass=0.6, block_size=4, **how)
+    options = {"implementation": "xla"}
+    if method == "kernel":
+        options = {"implementation": "mosaic_gpu", "interpret": plgpu.InterpretGPUParams()}
+    choose = lambda *step: select_prefill_blocks(*step, SPEC, mass=0.6, block_size=4, **options)
     clean, spoiled = choose(query, cache, metadata), choose(*poisoned(query, cache, metadata))
     for row, padded_row, blocks in ((1, 2, 5), (2, 3, 6)):
         lengths = slice(0, blocks - int(clean.first_q_block[row])), slice(0, blocks)

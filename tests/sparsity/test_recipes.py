@@ -1,4 +1,4 @@
-"""Published patterns against what their papers say, one query at a time in numpy."""
+"""Published sparsity patterns against their papers' definitions, one query at a time in numpy."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ def arrays(tokens=TOKENS):
     return tuple(jax.random.normal(jax.random.key(i), (2, tokens, n, DIM)) for i, n in enumerate(heads))
 
 
-def in_numpy(*given):
-    """Each [batch, heads, tokens, head_dim] in float64, of as many heads as queries have."""
-    found = [np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in given]
-    return [np.repeat(x, Q_HEADS // x.shape[1], axis=1) for x in found]
+def in_numpy(*inputs):
+    """Return arrays as [batch, heads, tokens, head_dim] in float64, with KV heads repeated."""
+    converted = [np.moveaxis(np.asarray(x, np.float64), 2, 1) for x in inputs]
+    return [np.repeat(x, Q_HEADS // x.shape[1], axis=1) for x in converted]
 
 
 def softmax(s, visible):
@@ -56,12 +56,15 @@ class TestArrays:
 
     @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
     def test_batch_axis_is_optional(self, name):
-        given = tuple(x[1] for x in arrays(20))
-        one, batch = (RECIPES[name](*x) for x in (given, tuple(x[None] for x in given)))
+        arguments = tuple(x[1] for x in arrays(20))
+        unbatched, batch = (RECIPES[name](*x) for x in (arguments, tuple(x[None] for x in arguments)))
         if name == "nsa":
-            np.testing.assert_array_equal(one, batch[0])
+            np.testing.assert_array_equal(unbatched, batch[0])
         else:
-            out = [jattn.attention(*x, causal=True, mask=m) for x, m in ((given, one), (given, batch))]
+            out = [
+                jattn.attention(*x, causal=True, mask=m)
+                for x, m in ((arguments, unbatched), (arguments, batch))
+            ]
             np.testing.assert_array_equal(*out)
 
     @pytest.mark.parametrize("name", RECIPES)
@@ -131,20 +134,20 @@ class TestArrays:
     @pytest.mark.parametrize("name", RECIPES)
     def test_sequence_without_tokens_is_rejected(self, name):
         q, k, v = (x[:, :0] for x in arrays())
-        given = (x[0] for x in (q, k, v)) if name == "vertical_slash" else (q, k, v)
+        arguments = (x[0] for x in (q, k, v)) if name == "vertical_slash" else (q, k, v)
         with pytest.raises(ValueError, match=r"q must have at least one token, got \((2, )?0, 4, 8\)"):
-            RECIPES[name](*given)
+            RECIPES[name](*arguments)
 
     @pytest.mark.parametrize("name", ["moba", "x_attention", "nsa"])
     def test_empty_batch_is_supported(self, name):
         q, k, v = (x[:0] for x in arrays(20))
-        made = RECIPES[name](q, k, v)
-        out = made if name == "nsa" else jattn.attention(q, k, v, causal=True, mask=made)
+        mask = RECIPES[name](q, k, v)
+        out = mask if name == "nsa" else jattn.attention(q, k, v, causal=True, mask=mask)
         assert out.shape == q.shape
 
 
 class TestPackedDocuments:
-    """A choice is made of one text."""
+    """Recipes select within one document only."""
 
     BOUNDS = (0, 21, 50)
 
@@ -190,7 +193,8 @@ class TestPackedDocuments:
         mask = jax.tree.map(lambda a, b: jnp.concatenate([long(a, b), b]), *chosen)
         out = jattn.attention(q, k, v, causal=True, cu_seqlens=jnp.asarray(self.BOUNDS), mask=mask)
         expected = [
-            jattn.attention(*text, causal=True, mask=one) for text, one in zip(texts, chosen, strict=True)
+            jattn.attention(*text, causal=True, mask=unbatched)
+            for text, unbatched in zip(texts, chosen, strict=True)
         ]
         np.testing.assert_allclose(out, jnp.concatenate(expected), atol=1e-6)
 
@@ -207,7 +211,7 @@ class TestTopKBlocks:
         np.testing.assert_array_equal(seen, [[True, False, False], [True, True, False]])
 
     def test_nan_scores_are_selected_in_addition_to_the_others(self):
-        """So that it comes out of attention, and hides nothing else."""
+        """The NaN then reaches the output instead of being hidden."""
         nan, inf = jnp.nan, jnp.inf
         scores = jnp.asarray([[1, nan, 3, inf, 2], [nan, 1, 2, -inf, 0], [nan, nan, nan, inf, -inf]])
         expected = [[0, 1, 0, 1, 0], [1, 0, 1, 0, 0], [1, 1, 1, 1, 0]]
@@ -225,7 +229,7 @@ class TestTopKBlocks:
             sparsity.top_k_blocks(scores, k)
 
     def test_custom_scores_select_the_blocks_of_a_decode_step(self):
-        """Over a paged cache: a query sees the blocks that it chose, and no others."""
+        """Over a paged cache, a query attends to the blocks that it selected and to no others."""
         spec = jattn.AttentionSpec(num_q_heads=Q_HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
         metadata = jattn.build_batch_metadata([1, 1], [30, 64], [range(1, 5), range(5, 9)], block_size=16)
         normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
@@ -291,7 +295,7 @@ class TestXAttention:
         assert seen[:, :, 1:, 1].all()
 
     def test_mass_1_selects_every_causal_block(self):
-        """In peaked attention most probabilities vanish in f32 next to the largest."""
+        """In peaked attention most probabilities underflow in float32 next to the largest."""
         q, k, _ = arrays(48)
         seen = sparsity.x_attention(9 * q, 9 * k, mass=1.0, block_size=8, stride=4).blocks
         np.testing.assert_array_equal(seen, np.broadcast_to(np.tri(6, dtype=bool), seen.shape))
@@ -301,10 +305,10 @@ class TestXAttention:
         """Padding of the last block does not count."""
         q, k, _ = (jnp.pad(x, ((0, 0), (0, 48 - tokens), (0, 0), (0, 0))) for x in arrays(tokens))
         size, stride, mass, blocks = 8, 2, 0.7, 6
-        given = q[:, :tokens], k[:, :tokens]
-        seen = sparsity.x_attention(*given, mass=mass, block_size=size, stride=stride)
+        arguments = q[:, :tokens], k[:, :tokens]
+        seen = sparsity.x_attention(*arguments, mass=mass, block_size=size, stride=stride)
         queries, keys = in_numpy(q, k)
-        squares, each = 48 // stride, size // stride
+        squares, stripe = 48 // stride, size // stride
         for b, h in np.ndindex(2, Q_HEADS):
             s = np.zeros((squares, squares))
             for a, c, r in np.ndindex(squares, squares, stride):
@@ -312,7 +316,7 @@ class TestXAttention:
             s *= DIM**-0.5 / stride
             real = np.arange(squares) * stride < tokens
             p = np.array([softmax(s[a], (np.arange(squares) <= a) & real[a]) for a in range(squares)])
-            weights = p.reshape(blocks, each, blocks, each).sum(axis=(1, 3))
+            weights = p.reshape(blocks, stripe, blocks, stripe).sum(axis=(1, 3))
             for a in range(blocks):
                 order = np.argsort(weights[a])[::-1]
                 count = 1 + np.searchsorted(np.cumsum(weights[a][order]), mass * weights[a].sum())
@@ -405,10 +409,10 @@ class TestNSA:
 
     def test_float64_branches_are_combined_in_float64(self):
         with jax.enable_x64(True):
-            given = [x.astype(jnp.float64) for x in arrays(16)]
+            arguments = [x.astype(jnp.float64) for x in arrays(16)]
             gates = jnp.broadcast_to(jnp.asarray([0, 0, 1 / 3], jnp.float64), (2, 16, Q_HEADS, 3))
-            out = sparsity.nsa(*given, gates, **SIZES)
-            expected = jattn.attention(*given, causal=True, window=(SIZES["window"] - 1, 0)) / 3
+            out = sparsity.nsa(*arguments, gates, **SIZES)
+            expected = jattn.attention(*arguments, causal=True, window=(SIZES["window"] - 1, 0)) / 3
             np.testing.assert_allclose(out, expected, rtol=0, atol=1e-14)
 
     def test_gates_and_compression_have_gradients(self):

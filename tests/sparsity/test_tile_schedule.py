@@ -1,4 +1,4 @@
-"""A schedule is the dense mask, tile by tile."""
+"""A tile schedule equals the dense mask, tile by tile."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ HEADS = {"num_q_heads": mask_rules.Q_HEADS, "num_kv_heads": mask_rules.KV_HEADS}
 
 
 def classes_of(seen, tile_q, tile_kv):
-    """(some, every) of [heads, queries, keys], cut into tiles."""
+    """Return (some, every) of a mask [heads, queries, keys] divided into tiles."""
     heads, queries, keys = seen.shape
     shape = heads, -(-queries // tile_q), -(-keys // tile_kv)
     any_visible, all_visible = np.zeros(shape, bool), np.zeros(shape, bool)
@@ -28,7 +28,7 @@ def classes_of(seen, tile_q, tile_kv):
 
 
 def compared(ruled, lens, tile_q, tile_kv):
-    """For each request: what the schedule says (partial, full) and what the rule says (some, every)."""
+    """Return for each request (partial, full) of the schedule and (some, every) of the rule."""
     max_q = max_kv = mask_rules.MAX_LEN
     tile_schedule = schedule(
         ruled.mask, jnp.asarray([k for _, k in lens]), query_lens=jnp.asarray([q for q, _ in lens]),
@@ -40,13 +40,13 @@ def compared(ruled, lens, tile_q, tile_kv):
     )  # [heads, q_tiles, tiles]
     for r, (query_len, seq_len) in enumerate(lens):
         any_visible, all_visible = classes_of(ruled.dense(query_len, seq_len, r), tile_q, tile_kv)
-        here = slice(r * per_req, r * per_req + any_visible.shape[1])
-        rest = slice(here.stop, (r + 1) * per_req)
+        key_slice = slice(r * per_req, r * per_req + any_visible.shape[1])
+        rest = slice(key_slice.stop, (r + 1) * per_req)
         assert not (partial | full)[:, rest].any()
-        assert not (partial | full)[:, here, any_visible.shape[2] :].any()
+        assert not (partial | full)[:, key_slice, any_visible.shape[2] :].any()
         yield (
-            partial[:, here, : any_visible.shape[2]],
-            full[:, here, : any_visible.shape[2]],
+            partial[:, key_slice, : any_visible.shape[2]],
+            full[:, key_slice, : any_visible.shape[2]],
             any_visible,
             all_visible,
         )
@@ -94,7 +94,7 @@ def test_ascending_documents_have_exact_tiles(ruled, lens, size):
 
 
 def test_padding_after_the_documents_adds_only_its_first_tile():
-    """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is lost, and one sees more than it needs."""
+    """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is missing, and one is superfluous."""
     ids = np.r_[np.repeat(np.arange(1, 7), 32), np.zeros(64, int)].astype(np.int32)
     tile_schedule = make(
         masks.Document(ids=ids), [256], max_query_len=256, max_seq_len=256, tile_q=32, tile_kv=32

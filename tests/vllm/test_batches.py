@@ -24,7 +24,7 @@ lens_lists = st.lists(st.integers(0, 6), min_size=1, max_size=8)
 
 
 def split_row_by_row(lens, threshold, *, uniform, short_extends, prefilling, num_tokens):
-    """vLLM's newest function, one row at a time."""
+    """Apply vLLM's newest function to one row at a time."""
     everything_decodes = (len(lens), 0, num_tokens, 0)
     if max(lens) <= threshold and (not uniform or threshold <= 1) and short_extends:
         return everything_decodes
@@ -251,7 +251,7 @@ def region_of(row, threshold, order):
 
 
 def swap_along_cycles(regions, names):
-    """vLLM's loop over swap_states, on a list of row numbers."""
+    """Apply vLLM's loop over swap_states to a list of row indices."""
     expected = sorted(regions, key=names.index)
     wrong = [i for i in range(len(regions)) if regions[i] != expected[i]]
     sources = sorted(wrong, key=lambda i: names.index(regions[i]))
@@ -419,9 +419,9 @@ def test_traced_slices_equal_host_slices(traced_once):
 
 
 def test_rows_after_the_split_keep_their_context():
-    made = make_metadata_with_slice([10, 10, 10], [2, 2, 2], (0, 3), (0, 3))
-    assert made.query_start_loc.tolist() == [0, 2, 3, 3]
-    assert made.seq_lens.tolist() == [10, 9, 8]
+    metadata = make_metadata_with_slice([10, 10, 10], [2, 2, 2], (0, 3), (0, 3))
+    assert metadata.query_start_loc.tolist() == [0, 2, 3, 3]
+    assert metadata.seq_lens.tolist() == [10, 9, 8]
 
 
 def test_graph_padding_may_follow_the_last_row():

@@ -109,7 +109,7 @@ def test_interleave_must_divide_block_size():
 
 
 def combine_in_float64(out, lse, base):
-    """The definition: weights base ** lse, whatever their size, summed rank by rank."""
+    """Combine ranks by the definition, with weights base ** lse of any size."""
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     lse = np.where(np.isfinite(lse), lse, -np.inf)
     weights = base**lse
@@ -234,7 +234,7 @@ def test_unknown_rank_and_mismatched_shapes_are_rejected():
     ],
 )
 def test_non_int_rank_sizes_are_rejected(sizes, message, types_unchecked):
-    """Lengths and slots came out as of no rank: of 10 keys 4 on each of 2.5."""
+    """Floats would silently compute lengths and slots of no rank: 4 of 10 keys on each of 2.5 ranks."""
     sizes = {"dcp_size": 2} | sizes
     table = ([[1, 2]], [0], [5], 3)
     for run in (
@@ -247,7 +247,7 @@ def test_non_int_rank_sizes_are_rejected(sizes, message, types_unchecked):
 
 
 def test_rank_out_of_range_is_rejected_for_every_array_type(types_unchecked):
-    """For an unknown rank or None all slots would be -1, and nothing would be written."""
+    """An unknown rank would get only -1 slots and write nothing."""
     slots_of = lambda rank: compute_dcp_slot_mapping([[1, 2]], [0], [5], 4, dcp_size=2, dcp_rank=rank)
     for rank in (np.array(7), None):
         with pytest.raises(ValueError, match=rf"dcp_rank must lie in \[0, 2\), got {rank}"):

@@ -1,4 +1,4 @@
-"""Sizes and counts may be numpy's ints of any width: those wrap where Python's do not."""
+"""Sizes and counts accept numpy ints of any width, whose arithmetic would wrap where Python's does not."""
 
 import numpy as np
 import pytest
@@ -13,39 +13,47 @@ CACHE = jattn.CacheSpec(num_blocks=1, num_kv_heads=8, head_dim=128)
 MODE = vllm.CUDAGraphMode.FULL_AND_PIECEWISE
 BUCKETS = [jattn.Bucket(max_decodes=n, max_prefills=4, max_prefill_tokens=99, max_blocks=9) for n in (8, 64)]
 CALLS = {
-    "start_idx": lambda of: vllm.compute_slot_mapping_start_idx(True, of(3), of(0), of(5)),
-    "version": lambda of: vllm.choose_paged_attention_version(of(120), of(100), of(12)),
-    "most virtual": lambda of: vllm.max_local_attention_virtual_batches(of(4), of(100), of(120)),
-    "virtual": lambda of: vllm.make_local_attention_virtual_batches(of(4), [0, 4], [6], TABLE[:1], of(2)),
-    "threshold": lambda of: vllm.spec_decode_reorder_threshold(of(100), True),
-    "spec mask": lambda of: vllm.make_xqa_spec_decode_causal_mask(of(2), of(5)),
-    "sizes": lambda of: vllm.default_capture_sizes(of(100)),
-    "rounded": lambda of: vllm.round_capture_sizes([of(1), of(2), of(100)], of(3)),
-    "keys": lambda of: sorted(
-        vllm.make_graph_keys(MODE, [of(60), of(120)], of(100), uniform_decode_query_len=of(3)).full
+    "start_idx": lambda as_int: vllm.compute_slot_mapping_start_idx(True, as_int(3), as_int(0), as_int(5)),
+    "version": lambda as_int: vllm.choose_paged_attention_version(as_int(120), as_int(100), as_int(12)),
+    "most virtual": lambda as_int: vllm.max_local_attention_virtual_batches(
+        as_int(4), as_int(100), as_int(120)
     ),
-    "chunks": lambda of: vllm.split_prefill_chunks([3, 3, 3], of(6), of(126)),
-    "cascade": lambda of: vllm.use_cascade_attention(
-        2**15, [1] * 10, of(32), of(8), False, False, False, of(108)
+    "virtual": lambda as_int: vllm.make_local_attention_virtual_batches(
+        as_int(4), [0, 4], [6], TABLE[:1], as_int(2)
     ),
-    "prefill blocks": lambda of: vllm.prefill_block_pattern(PATTERN, of(4), of(2), of(9)),
-    "decode blocks": lambda of: vllm.decode_block_pattern(PATTERN, of(4), of(2), [3, 0, 30], of(9)),
-    "rank's slots": lambda of: vllm.compute_dcp_slot_mapping(
-        TABLE, [0, 1], [5, 6], of(64), dcp_size=of(4), dcp_rank=of(1)
+    "threshold": lambda as_int: vllm.spec_decode_reorder_threshold(as_int(100), True),
+    "spec mask": lambda as_int: vllm.make_xqa_spec_decode_causal_mask(as_int(2), as_int(5)),
+    "sizes": lambda as_int: vllm.default_capture_sizes(as_int(100)),
+    "rounded": lambda as_int: vllm.round_capture_sizes([as_int(1), as_int(2), as_int(100)], as_int(3)),
+    "keys": lambda as_int: sorted(
+        vllm.make_graph_keys(
+            MODE, [as_int(60), as_int(120)], as_int(100), uniform_decode_query_len=as_int(3)
+        ).full
     ),
-    "rank's keys": lambda of: vllm.get_dcp_local_seq_lens([300, 70], of(16), of(1), of(16)),
-    "rank's most keys": lambda of: vllm.max_dcp_local_seq_len(of(100), of(16), of(16)),
-    "logical": lambda of: vllm.physical_to_logical_mapping(TABLE, [100, 5, 2], of(16), of(120)),
-    "buckets": lambda of: default_buckets(
-        of(100), max_blocks=of(9), decode_query_len=of(3), prefill_tokens=[of(100)]
+    "chunks": lambda as_int: vllm.split_prefill_chunks([3, 3, 3], as_int(6), as_int(126)),
+    "cascade": lambda as_int: vllm.use_cascade_attention(
+        2**15, [1] * 10, as_int(32), as_int(8), False, False, False, as_int(108)
     ),
-    "chosen": lambda of: jattn.DecodeGraphs(lambda: None, BUCKETS).choose(num_decodes=of(5)),
-    "blocks of memory": lambda of: CACHE.num_blocks_in(10**9, of(48)),
-    "slots": lambda of: (
-        jattn.build_batch_metadata([1, 5], [99, 90], TABLE[:2], block_size=of(16)).slot_mapping
+    "prefill blocks": lambda as_int: vllm.prefill_block_pattern(PATTERN, as_int(4), as_int(2), as_int(9)),
+    "decode blocks": lambda as_int: vllm.decode_block_pattern(
+        PATTERN, as_int(4), as_int(2), [3, 0, 30], as_int(9)
     ),
-    "cross": lambda of: (
-        jattn.build_cross_attention_metadata([1, 5], [99, 90], TABLE[:2], block_size=of(16)).block_table
+    "rank's slots": lambda as_int: vllm.compute_dcp_slot_mapping(
+        TABLE, [0, 1], [5, 6], as_int(64), dcp_size=as_int(4), dcp_rank=as_int(1)
+    ),
+    "rank's keys": lambda as_int: vllm.get_dcp_local_seq_lens([300, 70], as_int(16), as_int(1), as_int(16)),
+    "rank's most keys": lambda as_int: vllm.max_dcp_local_seq_len(as_int(100), as_int(16), as_int(16)),
+    "logical": lambda as_int: vllm.physical_to_logical_mapping(TABLE, [100, 5, 2], as_int(16), as_int(120)),
+    "buckets": lambda as_int: default_buckets(
+        as_int(100), max_blocks=as_int(9), decode_query_len=as_int(3), prefill_tokens=[as_int(100)]
+    ),
+    "chosen": lambda as_int: jattn.DecodeGraphs(lambda: None, BUCKETS).choose(num_decodes=as_int(5)),
+    "blocks of memory": lambda as_int: CACHE.num_blocks_in(10**9, as_int(48)),
+    "slots": lambda as_int: (
+        jattn.build_batch_metadata([1, 5], [99, 90], TABLE[:2], block_size=as_int(16)).slot_mapping
+    ),
+    "cross": lambda as_int: (
+        jattn.build_cross_attention_metadata([1, 5], [99, 90], TABLE[:2], block_size=as_int(16)).block_table
     ),
 }
 

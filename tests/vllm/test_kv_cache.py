@@ -77,13 +77,13 @@ def test_inverse_block_table_equals_vllm(case):
 
 
 def logical_by_scanning(table, seq_lens, total_blocks):
-    found = [[-1] * total_blocks for _ in table]
+    expected_table = [[-1] * total_blocks for _ in table]
     for row, (blocks, seq_len) in enumerate(zip(table, seq_lens, strict=True)):
         for position in range(seq_len):
             block = blocks[position // BLOCK_SIZE]
             if 0 < block < total_blocks:
-                found[row][block] = position // BLOCK_SIZE
-    return found
+                expected_table[row][block] = position // BLOCK_SIZE
+    return expected_table
 
 
 @given(

@@ -21,7 +21,7 @@ matrices = st.lists(st.lists(st.sampled_from([0, 1, -2]), min_size=4, max_size=4
 
 
 def listed(pattern):
-    """The last axis as the list of its true places."""
+    """Return the last axis as a list of the indices of true values."""
     if pattern.ndim == 1:
         return np.flatnonzero(pattern).tolist()
     return [listed(part) for part in pattern]
@@ -153,9 +153,9 @@ def test_compressed_rows_list_the_nonzeros_and_end_in_padding(x):
     ("shape", "crow"), [((0, 3), (1,)), ((3, 0), (4,)), ((2, 0, 3), (2, 1)), ((0, 3, 3), (0, 4))]
 )
 def test_empty_matrix_has_no_columns(shape, crow):
-    made = dense_to_crow_col(np.zeros(shape))
-    np.testing.assert_array_equal(made.crow, np.zeros(crow))
-    assert made.col.size == 0
+    result = dense_to_crow_col(np.zeros(shape))
+    np.testing.assert_array_equal(result.crow, np.zeros(crow))
+    assert result.col.size == 0
 
 
 def test_compressed_rows_reject_vectors():
@@ -177,7 +177,9 @@ def table_of(num_reqs, columns=MAX_BLOCKS):
 
 
 def chunk_by_chunk(rows, chunk):
-    """(row, chunk number, new tokens, keys) of every chunk with a new token, by walking the positions."""
+    """Return (row, chunk number, new tokens, keys) of each chunk with a new token, by a loop over
+    positions.
+    """
     batches = []
     for row, (query_len, context) in enumerate(rows):
         for position in range(context, context + query_len):
@@ -282,7 +284,7 @@ def test_vllms_batches_stay_within_the_bound(query_lens, seq_lens, chunk, max_nu
 
 
 def most_chunks(num_tokens, num_reqs, chunk):
-    """The most chunks touched, over all ways to deal the tokens to requests and all alignments."""
+    """Return the largest number of chunks touched, over all distributions of tokens and all alignments."""
     alone = [
         max((len(chunk_by_chunk([(n, context)], chunk)) for context in range(chunk)), default=0)
         for n in range(num_tokens + 1)

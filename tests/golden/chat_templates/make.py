@@ -1,4 +1,4 @@
-"""What transformers makes of the templates beside this file: run where it is installed, `python make.py`."""
+"""Render the templates in this folder with transformers: run `python make.py` where it is installed."""
 
 import json
 import pathlib
@@ -28,9 +28,9 @@ TOOLS = [
 ]
 
 
-def made(template, conversation, **others):
+def render(template, conversation, **options):
     try:
-        return {"text": template.render(messages=conversation, documents=None, **SPECIAL, **others)}
+        return {"text": template.render(messages=conversation, documents=None, **SPECIAL, **options)}
     except jinja2.TemplateError as error:
         return {"error": str(error)}
     except TypeError:
@@ -42,9 +42,12 @@ if __name__ == "__main__":
     for path in sorted(HERE.glob("*.jinja")):
         template = _compile_jinja_template(path.read_text())
         for conversation in CONVERSATIONS:
-            for others in ({"add_generation_prompt": False}, {"add_generation_prompt": True, "tools": TOOLS}):
-                case = {"template": path.name, "messages": conversation, "others": others}
-                tools = {"tools": None} | others
-                cases.append(case | made(template, conversation, **tools))
-    told = {"transformers": transformers.__version__, "special_tokens": SPECIAL, "cases": cases}
-    (HERE / "expected.json").write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+            for options in (
+                {"add_generation_prompt": False},
+                {"add_generation_prompt": True, "tools": TOOLS},
+            ):
+                case = {"template": path.name, "messages": conversation, "others": options}
+                tools = {"tools": None} | options
+                cases.append(case | render(template, conversation, **tools))
+    result = {"transformers": transformers.__version__, "special_tokens": SPECIAL, "cases": cases}
+    (HERE / "expected.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -1,6 +1,6 @@
-"""Makes tiny random checkpoints, and what transformers computes for them in f32: logits and greedy tokens.
+"""Create tiny random checkpoints, and their logits and greedy tokens by transformers in float32.
 
-Not run by the tests: it needs torch and transformers (2.13.0 and 5.23.0 made what lies here).
+The tests do not run this script: it needs torch and transformers (these files come from 2.13.0 and 5.23.0).
 
 python make.py DIR [NAME ...]
 """
@@ -271,10 +271,10 @@ PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
 
 
 def make(name: str, directory: pathlib.Path) -> None:
-    """Writes one checkpoint and its expected.npz."""
+    """Write one checkpoint and its expected.npz."""
     family, options = CHECKPOINTS[name]
-    own = {key: value for key, value in (SIZES | options).items() if key not in LACKS.get(family, ())}
-    config = getattr(transformers, f"{family}Config")(**own, dtype="float32")
+    config_keys = {key: value for key, value in (SIZES | options).items() if key not in LACKS.get(family, ())}
+    config = getattr(transformers, f"{family}Config")(**config_keys, dtype="float32")
     torch.manual_seed(0)
     name_of_class = CLASSES.get(family, f"{family}ForCausalLM")
     model = getattr(transformers, name_of_class)(config).to(torch.float32).eval()
@@ -301,7 +301,9 @@ def make(name: str, directory: pathlib.Path) -> None:
 
 @torch.no_grad()
 def outputs_of(model: torch.nn.Module, prompt: np.ndarray) -> dict[str, np.ndarray]:
-    """Logits of a prompt's tokens, and a greedy continuation with each token's lead over the next best."""
+    """Return the logits of a prompt's tokens, and a greedy continuation with each token's margin over the
+    next best.
+    """
     tokens, greedy, margins = list(prompt), [], []
     whole = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
     for _ in range(NUM_TOKENS):

@@ -1,4 +1,4 @@
-"""Layers of every kind through attend: every two choices meet, of mask and cache, plan and padding, too."""
+"""Layers through attend, to compile ahead of time: a covering array of masks, caches, plans and padding."""
 
 import functools
 from unittest import mock
@@ -30,11 +30,11 @@ def case(choices):
     def run(query, kv, metadata, mask, **per_head):
         attend = functools.partial(jattn.attend, implementation="mosaic_gpu", return_lse=True)
         with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
-            where = {"mask": mask}
+            options = {"mask": mask}
             if choices["planned"]:
-                made = jattn.plan(metadata, problem.spec, kv, mask=mask, query_dtype=query.dtype)
-                where = {"plan": made}
-            return attend(query, kv, metadata, problem.spec, **where, **per_head)
+                plan = jattn.plan(metadata, problem.spec, kv, mask=mask, query_dtype=query.dtype)
+                options = {"plan": plan}
+            return attend(query, kv, metadata, problem.spec, **options, **per_head)
 
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     per_head = {"sinks": as_jax(problem.sinks), "alibi_slopes": as_jax(problem.slopes)}
@@ -48,6 +48,6 @@ def _call(run, arrays, per_head):
 
 @functools.cache
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return the function and abstract arguments by the name of the case."""
     cases = covering_array(FACTORS, contract.allowed)
     return {"-".join(map(str, c.values())).replace(" ", ""): case(c) for c in cases}

@@ -1,4 +1,4 @@
-"""Prompts over 8-bit caches: in one pass or in several, the same bits; memory is bound by a budget."""
+"""Prompts over 8-bit caches: any number of passes gives the same bits, and memory is bounded by a budget."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from jattn.implementations.mosaic_gpu import dequantized_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import contract
 from tests.contract import Problem
-from tests.pallas_kernels.varlen_prefill.split_everywhere import cut_everywhere
-from tests.pallas_kernels.varlen_prefill.tile_list_problem import ListedProblem
+from tests.pallas_kernels.varlen_prefill.split_everywhere import split_every_tile
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region
 
 pytestmark = pytest.mark.kernels  # minutes, together
@@ -30,7 +30,9 @@ sees_dilated = lambda r, h, i, j: abs(i - j) % 5 == 0 and abs(i - j) <= 100
 
 @pytest.fixture
 def attended(monkeypatch):
-    """Output and LSE of a problem's region by interpreted kernels, in passes of at most so many bytes."""
+    """Return output and LSE of the problem's region by interpreted kernels, in passes of at most
+    `num_bytes`.
+    """
     monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | REGIONS)
     for name in ("TABLE", "LIST_TABLE"):  # interpreted, thread blocks without work take time too
         few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in getattr(sizes_module, name).items()}
@@ -66,11 +68,11 @@ SLOW = ("window", "chunk")
 def test_passes_of_one_request_and_a_single_pass_have_the_same_bits(attended, name, monkeypatch):
     """Splits, too, where their number does not depend on the pass."""
     case = dict(CASES[name])
-    cuts = cut_everywhere(monkeypatch) if name == "splits" else []
+    cuts = split_every_tile(monkeypatch) if name == "splits" else []
     mask = case.pop("mask", None)
     plain = {factor: values[0] for factor, values in contract.FACTORS.items()}
     case = plain | {"heads": (2, 1), "head_dim": 64, "block_size": 16, "dtype": "bfloat16"} | case
-    problem = Problem(case) if mask is None else ListedProblem(case, mask=sees_dilated)
+    problem = Problem(case) if mask is None else TileListCase(case, mask=sees_dilated)
     metadata = problem.metadata.prefill_region
     at_once = attended(problem, mask, 2**31)
     assert dequantized_prefill.buffer_len(metadata, problem.spec) == dequantized_prefill.worst_buffer_len(

@@ -1,4 +1,4 @@
-"""What a kernel computes of a mask for a tile is the mask, whatever is stored and wherever tiles begin."""
+"""Masks as the kernels compute them for a tile equal the masks, for any storage and any start of a tile."""
 
 import dataclasses
 from typing import ClassVar
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.kernels  # minutes, together
 HEADS = (mask_rules.Q_HEADS, mask_rules.KV_HEADS)
 
 
-class OfArrays:
-    """A tile over arrays, not refs in a kernel."""
+class ArrayTile:
+    """A tile over arrays instead of the refs of a kernel."""
 
     @property
     def row_positions(self):
@@ -40,12 +40,12 @@ class OfArrays:
         return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
 
 
-class Queries(OfArrays, PairTile):
-    """64 queries and some keys."""
+class QueryMajorTile(ArrayTile, PairTile):
+    """A tile of 64 queries and some keys."""
 
 
-class Keys(OfArrays, TransposedPairTile):
-    """64 keys and some queries."""
+class KeyMajorTile(ArrayTile, TransposedPairTile):
+    """A tile of 64 keys and some queries."""
 
     @property
     def query_positions(self):
@@ -55,22 +55,29 @@ class Keys(OfArrays, TransposedPairTile):
         return jnp.full(self.shape[1:], x)
 
 
-def seen(mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=Queries, least_query=0):
-    """What the kernel makes of the request's pairs among 64 rows and so many columns; their positions."""
+def visible_in_kernel(
+    mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=QueryMajorTile, least_query=0
+):
+    """Return the kernel's visibility of 64 rows and some columns of a request, and their positions."""
     of_keys = tile_of.has_key_rows
     (num_queries, num_keys) = (num_columns, 64) if of_keys else (64, num_columns)
     is_packed = of_keys or first_key % num_columns != 0
-    made = kernel_mask(mask, KernelMaskConfig(HEADS, True, is_packed, seq_len, num_keys, of_keys))
+    in_kernel_mask = kernel_mask(mask, KernelMaskConfig(HEADS, True, is_packed, seq_len, num_keys, of_keys))
     columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
-    place = {"head": head, "first_query": first_query, "first_key": first_key}
+    tile_start = {"head": head, "first_query": first_query, "first_key": first_key}
     tile = tile_of(
-        **{name: jnp.int32(value) for name, value in place.items()},
+        **{name: jnp.int32(value) for name, value in tile_start.items()},
         columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
-    visible = made.visible(tile, made.load(tile, jnp.int32(row), made.arrays) if made.arrays else ())
+    visible = in_kernel_mask.visible(
+        tile,
+        in_kernel_mask.load(tile, jnp.int32(row), in_kernel_mask.arrays) if in_kernel_mask.arrays else (),
+    )
     queries = [i for i in range(first_query, first_query + num_queries) if least_query <= i < seq_len]
     keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
-    visible = np.broadcast_to(tile.unpack_bit_mask(visible) if made.is_words else visible, tile.shape)
+    visible = np.broadcast_to(
+        tile.unpack_bit_mask(visible) if in_kernel_mask.is_words else visible, tile.shape
+    )
     visible = visible.T if of_keys else visible
     return visible[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
 
@@ -82,21 +89,21 @@ tiles = st.fixed_dictionaries(
         "first_query": st.integers(-15, 40),
         "first_key": st.just(0) | st.integers(-7, 40),
         "num_columns": st.sampled_from([64, 128]),
-        "tile_of": st.sampled_from([Queries, Keys]),
+        "tile_of": st.sampled_from([QueryMajorTile, KeyMajorTile]),
     }
 )
 
 
 @settings(max_examples=40)
 @given(mask_rules.SINGLE | mask_rules.compositions(), tiles, st.booleans())
-def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
-    of_keys = tile["tile_of"] is Keys
+def test_kernel_masks_equal_their_definition(ruled, tile, is_second_row):
+    of_keys = tile["tile_of"] is KeyMajorTile
     if why_not_kernel_mask(ruled.mask, 128, rows=128 if of_keys else 64) is not None:
         return
     mask = ruled.mask
     if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
         mask, tile = mask.slice_rows(1), tile | {"row": 0}
-    actual, queries, keys = seen(mask, mask_rules.MAX_LEN, **tile)
+    actual, queries, keys = visible_in_kernel(mask, mask_rules.MAX_LEN, **tile)
     expected = [
         [ruled.visible(1 if is_second_row else tile["row"], tile["head"], i, j) for j in keys]
         for i in queries
@@ -106,8 +113,8 @@ def test_any_mask_is_itself_in_a_kernel(ruled, tile, is_second_row):
 
 @pytest.mark.parametrize(("first_query", "first_key"), [(70, -3), (300, 128), (515, 256), (700, 64)])
 @pytest.mark.parametrize("block", [16, 24, 32, 128])
-@pytest.mark.parametrize("tile_of", [Queries, Keys])
-def test_positions_far_on_have_their_own_bits(first_query, first_key, block, tile_of):
+@pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
+def test_kernel_masks_are_exact_for_large_positions(first_query, first_key, block, tile_of):
     rng = np.random.default_rng(0)
     marks = rng.random((2, mask_rules.Q_HEADS, 600)) < 0.3
     slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1])
@@ -115,8 +122,8 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block, til
     blocked = masks.BlockMask(blocks=blocks, block_q=block, block_kv=block)
     ids = np.cumsum(rng.random((1, 650)) < 0.02, axis=1).astype(np.int32)
     for mask in (slashed, blocked, masks.Document(ids=ids)):
-        place = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
-        actual, queries, keys = seen(mask, 764, num_columns=128, tile_of=tile_of, **place)
+        tile_start = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
+        actual, queries, keys = visible_in_kernel(mask, 764, num_columns=128, tile_of=tile_of, **tile_start)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
         expected = mask.visible(masks.Pairs(jnp.int32(3), jnp.int32(1), i, j, HEADS))
         np.testing.assert_array_equal(actual, expected)
@@ -124,42 +131,46 @@ def test_positions_far_on_have_their_own_bits(first_query, first_key, block, til
 
 
 @pytest.mark.parametrize("first_query", [-300, -90, -17])
-@pytest.mark.parametrize("tile_of", [Queries, Keys])
-def test_queries_before_position_0_see_in_a_kernel_what_they_see(first_query, tile_of):
-    """There are some where there are more queries than keys."""
+@pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
+def test_kernel_masks_are_exact_for_queries_before_position_0(first_query, tile_of):
+    """Such queries exist if there are more queries than keys."""
     rng = np.random.default_rng(2)
     marks, blocks = rng.random((2, mask_rules.Q_HEADS, 150)) < 0.3, rng.random((4, 10, 10)) < 0.6
     slashed = masks.VerticalSlash(columns=marks[0], slashes=marks[1], num_gathered=40)
     by_blocks = [masks.BlockMask(blocks=blocks, block_q=size, block_kv=16) for size in (16, 24)]
     documents = masks.Document(ids=np.arange(150)[None] // 20)
-    place = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
+    tile_start = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
     for mask in (slashed, *masks.split_gathered(slashed), *by_blocks, ~by_blocks[0], documents):
-        actual, queries, keys = seen(mask, 150, tile_of=tile_of, least_query=first_query, **place)
+        actual, queries, keys = visible_in_kernel(
+            mask, 150, tile_of=tile_of, least_query=first_query, **tile_start
+        )
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
         expected = mask.visible(masks.Pairs(jnp.int32(2), jnp.int32(0), i, j, HEADS))
         np.testing.assert_array_equal(actual, np.broadcast_to(expected, actual.shape))
 
 
 @pytest.mark.parametrize("first_key", [-7, -1, 0])
-def test_the_last_document_has_keys_in_a_tile_that_begins_before_the_request(first_key):
-    """As packed keys have it, whose rows begin anywhere."""
-    place = {"row": 0, "head": 0, "first_query": 0, "num_columns": 64}
-    actual, queries, keys = seen(masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **place)
+def test_last_document_has_keys_in_a_tile_that_begins_before_the_request(first_key):
+    """Packed requests start at any row, so a tile may begin before its request."""
+    tile_start = {"row": 0, "head": 0, "first_query": 0, "num_columns": 64}
+    actual, queries, keys = visible_in_kernel(
+        masks.Document(ids=np.zeros(50, np.int32)), 50, first_key=first_key, **tile_start
+    )
     assert (len(queries), len(keys)) == (50, 50)
     assert actual.all()
 
 
-def test_words_hold_32_marks_from_any_place_on():
+def test_32_marks_are_read_from_any_offset():
     marks = np.random.default_rng(1).random((2, 50)) < 0.5
     words = np.asarray(pack_words(jnp.asarray(marks))).view(np.uint32)
     padded = np.pad(marks, ((0, 0), (31, 31)))
     assert words.shape == (2, 81)
-    for nth in (0, 5, 31, 80):
-        bits = (words[:, nth, None] >> np.arange(32, dtype=np.uint32)) & 1
-        np.testing.assert_array_equal(bits, padded[:, nth : nth + 32])
+    for i in (0, 5, 31, 80):
+        bits = (words[:, i, None] >> np.arange(32, dtype=np.uint32)) & 1
+        np.testing.assert_array_equal(bits, padded[:, i : i + 32])
 
 
-def test_other_arrays_are_traced_once(traced_once):
+def test_changing_mask_arrays_does_not_retrace(traced_once):
     def stored(mask):
         return kernel_mask(mask, KernelMaskConfig(HEADS, True, False, 64, 64)).arrays
 
@@ -171,8 +182,8 @@ def test_other_arrays_are_traced_once(traced_once):
 
 
 @dataclasses.dataclass(frozen=True)
-class Strange(masks.Mask):
-    """A mask that somebody else wrote."""
+class CustomMask(masks.Mask):
+    """A user-defined mask."""
 
     table: jax.Array
     row_axes: ClassVar = {}
@@ -184,14 +195,14 @@ class Strange(masks.Mask):
         raise NotImplementedError
 
 
-jax.tree_util.register_dataclass(Strange)
+jax.tree_util.register_dataclass(CustomMask)
 BLOCKS = np.ones((4, 6, 6), bool)
 
 
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (masks.Sinks(1) | Strange(jnp.zeros(3)).slice_rows(2), "no kernel for the arrays of a Strange"),
+        (masks.Sinks(1) | CustomMask(jnp.zeros(3)).slice_rows(2), "no kernel for the arrays of a CustomMask"),
         (
             masks.BlockMask(blocks=BLOCKS, block_q=4, block_kv=64) | masks.Sinks(1),
             "blocks of 4 queries .a tile of 64 queries touches more than 10",
@@ -202,17 +213,17 @@ BLOCKS = np.ones((4, 6, 6), bool)
         ),
     ],
 )
-def test_masks_without_a_kernel_are_named(mask, message):
+def test_masks_without_kernel_support_are_named(mask, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(why_not_kernel_mask(mask, 128))
 
 
-def test_a_mask_is_taken_apart():
+def test_masks_are_split_into_position_and_array_parts():
     block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
-    fine, wide = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
+    fine, coarse = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
     sizes, strided = PrefillSizes(tile_kv=64), jattn.LocalStrided()
-    parts = split_mask_factors(strided & block & fine & wide & masks.Sinks(9), sizes, is_packed=False)
-    assert parts.pairs == strided & fine & wide & masks.Sinks(9)
+    parts = split_mask_factors(strided & block & fine & coarse & masks.Sinks(9), sizes, is_packed=False)
+    assert parts.pairs == strided & fine & coarse & masks.Sinks(9)
     assert parts.blocks == (block,)
     assert parts.block_q == 64
     assert split_mask_factors(block, sizes, is_packed=True).pairs == block
@@ -221,7 +232,7 @@ def test_a_mask_is_taken_apart():
 
 @pytest.mark.parametrize("of_key", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])
 def test_kernels_decline_functions_that_close_over_arrays(of_key):
-    """Pallas would refuse them, in words that name no mask; numbers they may close over."""
+    """Pallas would reject them with a message that names no mask. Functions may close over numbers."""
 
     def reason(of_key):
         visible = lambda head, query, key: (of_key if of_key.ndim == 0 else of_key[key]) + query > key

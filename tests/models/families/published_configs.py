@@ -1,4 +1,4 @@
-"""config.json files of published checkpoints, with sizes reduced where they would only take time."""
+"""config.json files of published checkpoints, with sizes reduced to save time."""
 
 PHI3SMALL_8K = {
     "_name_or_path": "Phi-3-small-8k-instruct",

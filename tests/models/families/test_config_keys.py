@@ -85,14 +85,14 @@ OF_ROPES = {  # keys beside a rope's dictionary, and a null in it
 @pytest.mark.parametrize("name", OF_ROPES)
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_null_rope_parameters_do_not_override_other_keys(name, key):
-    beside, null = OF_ROPES[name]
-    hf = {**SIZES, "model_type": name} | beside
+    other_files, null = OF_ROPES[name]
+    hf = {**SIZES, "model_type": name} | other_files
     linear = {"rope_type": "linear", "factor": 2.0}
     types = ("full_attention", "sliding_attention")
     is_by_type = key == "rope_parameters" and name in ("gemma3_text", "olmo3")
-    said = lambda given: dict.fromkeys(types, given) if is_by_type else given
-    made = lambda given: DecoderConfig.from_hf(hf | {key: said(given)}).layers
-    assert made(linear | null) == made(linear)
+    as_config_value = lambda value: dict.fromkeys(types, value) if is_by_type else value
+    layers_of = lambda value: DecoderConfig.from_hf(hf | {key: as_config_value(value)}).layers
+    assert layers_of(linear | null) == layers_of(linear)
 
 
 def test_a_letter_pattern_selects_sliding_window_layers():
@@ -160,9 +160,9 @@ def test_a_disabled_null_window_is_no_window():
     assert config.attention_spec(0).window is None
 
 
-def write(directory, text, **beside):
+def write(directory, text, **other_files):
     (directory / "config.json").write_bytes(text)
-    for name, content in beside.items():
+    for name, content in other_files.items():
         (directory / f"{name}.json").write_bytes(content)
     return directory
 
@@ -212,13 +212,13 @@ def test_an_invalid_eos_token_id_is_reported_with_its_file(tmp_path, eos):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "silent", "said"),
+    ("model_type", "omitted", "as_config_value"),
     [
         ("granitemoeshared", {}, {"shared_intermediate_size": 0}),
         ("granitemoehybrid", {"layer_types": ["attention"] * 3}, {"shared_intermediate_size": 1024}),
         ("solar_open", {}, {"moe_intermediate_size": 1280}),
     ],
 )
-def test_missing_widths_get_the_defaults_of_transformers(model_type, silent, said):
-    told = SIZES | {"model_type": model_type} | silent
-    assert DecoderConfig.from_hf(told).layers == DecoderConfig.from_hf(told | said).layers
+def test_missing_widths_get_the_defaults_of_transformers(model_type, omitted, as_config_value):
+    config = SIZES | {"model_type": model_type} | omitted
+    assert DecoderConfig.from_hf(config).layers == DecoderConfig.from_hf(config | as_config_value).layers

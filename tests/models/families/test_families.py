@@ -1,4 +1,4 @@
-"""Every family and every notation of its config matches a numpy decoder in float64."""
+"""Each family, with every notation of its config, matches a numpy decoder in float64."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_missing_keys_get_the_defaults_of_transformers():
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_an_architecture_belongs_to_the_family_named_after_it(family):
-    """InternLM3's checkpoints may name Llama's, which is that of others, too."""
+    """InternLM3 checkpoints may name Llama's architecture, which other families share."""
     assert family_of({"architectures": [family.architecture]}) is family
 
 
@@ -139,10 +139,10 @@ GOLDEN_CONFIGS = REMOTE_CONFIGS | {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_null_is_accepted_or_refused_with_its_key(model_type):
     family, hf = FAMILIES[model_type], GOLDEN_CONFIGS[model_type]
-    theirs = {ours: name for name, ours in family.aliases.items()}
+    hf_names = {ours: name for name, ours in family.aliases.items()}
     messages = {}
     for key in {**COMMON, **family.defaults}:
-        name = theirs.get(key, key)
+        name = hf_names.get(key, key)
         outer, _, inner = name.partition(".")
         rest = {other: value for other, value in hf.items() if other != key}  # no second name of it
         try:

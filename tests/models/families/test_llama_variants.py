@@ -1,4 +1,4 @@
-"""Families that transformers lacks match a Llama with weights that make it the same function."""
+"""Families that transformers lacks match a Llama with equivalent weights."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +18,10 @@ def logits(folder, hf, tensors):
 
 
 def as_internlm2(name, tensors):
-    """A Llama's tensor as InternLM2 has it: other names; a kv head's queries, key and value side by side.
+    """Return a Llama's tensor as InternLM2 stores it: renamed, with queries, key and value of a KV head
+    fused.
 
-    Keys and values are with the queries: None.
+    Returns None for keys and values, which are part of the query tensor.
     """
     names = {
         "model.embed_tokens": "model.tok_embeddings",
@@ -34,14 +35,14 @@ def as_internlm2(name, tensors):
     }
     tensor = tensors[name]
     if "self_attn.q_proj" in name:
-        of = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
-        heads = [part.reshape(KV_HEADS, -1, WIDTH // HEADS, *part.shape[1:]) for part in of]
+        qkv_tensors = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+        heads = [part.reshape(KV_HEADS, -1, WIDTH // HEADS, *part.shape[1:]) for part in qkv_tensors]
         whole = np.concatenate(heads, axis=1)
         return name.replace("self_attn.q_proj", "attention.wqkv"), whole.reshape(-1, *whole.shape[3:])
     if "self_attn.k_proj" in name or "self_attn.v_proj" in name:
         return None
-    for theirs, ours in names.items():
-        name = name.replace(theirs, ours)
+    for hf_name, ours in names.items():
+        name = name.replace(hf_name, ours)
     return name, tensor
 
 
@@ -50,9 +51,9 @@ def test_internlm2_matches_a_llama_with_renamed_tensors(tmp_path, has_bias):
     hf = LLAMA | {"attention_bias": has_bias, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
     tensors = random_tensors(hf)
     renamed = dict(filter(None, (as_internlm2(name, tensors) for name in tensors)))
-    own = REMOTE_CONFIGS["internlm2"] | {"bias": has_bias}
+    config = REMOTE_CONFIGS["internlm2"] | {"bias": has_bias}
     _, expected = logits(tmp_path / "llama", hf, tensors)
-    model, actual = logits(tmp_path / "internlm2", own, renamed)
+    model, actual = logits(tmp_path / "internlm2", config, renamed)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     save(model, tmp_path / "again")
     np.testing.assert_array_equal(logits_of(load(tmp_path / "again", progress=False)), actual)
@@ -60,17 +61,17 @@ def test_internlm2_matches_a_llama_with_renamed_tensors(tmp_path, has_bias):
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_minicpm_matches_a_llama_with_scaled_weights(tmp_path, is_tied):
-    own = REMOTE_CONFIGS["minicpm"] | {"tie_word_embeddings": is_tied}
-    tensors = random_tensors(own)
-    depth = own["scale_depth"] / np.sqrt(own["num_hidden_layers"])
+    config = REMOTE_CONFIGS["minicpm"] | {"tie_word_embeddings": is_tied}
+    tensors = random_tensors(config)
+    depth = config["scale_depth"] / np.sqrt(config["num_hidden_layers"])
     scaled = {
         name: tensor * (depth if "o_proj" in name or "down_proj" in name else 1)
         for name, tensor in tensors.items()
     }
     head = tensors["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
-    scaled["lm_head.weight"] = head * (own["dim_model_base"] / WIDTH)
-    scaled["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * own["scale_emb"]
+    scaled["lm_head.weight"] = head * (config["dim_model_base"] / WIDTH)
+    scaled["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] * config["scale_emb"]
     _, expected = logits(tmp_path / "llama", LLAMA, {n: x.astype(np.float32) for n, x in scaled.items()})
-    _, actual = logits(tmp_path / "minicpm", own, tensors)
+    _, actual = logits(tmp_path / "minicpm", config, tensors)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert np.abs(expected).max() > 1e-2

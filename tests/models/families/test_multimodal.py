@@ -24,14 +24,14 @@ def hf_of(model_type):
     return json.loads((GOLDEN / "hf" / GOLDEN_OF[model_type] / "config.json").read_text())
 
 
-def same(one, other):
-    for old, new in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+def same(first, second):
+    for old, new in zip(jax.tree.leaves(nnx.state(first)), jax.tree.leaves(nnx.state(second)), strict=True):
         np.testing.assert_array_equal(old, new)
     return True
 
 
 def wrapped(name, wrapper, text_type):
-    """A golden folder's config as a model of text and images has it."""
+    """Return a golden config as the text config of a multimodal model."""
     model_type, architecture = wrapper
     names = {"model_type": model_type, "architectures": [architecture]}
     text = {key: value for key, value in hf_of(name).items() if key != "model_type" or text_type}

@@ -1,4 +1,4 @@
-"""Published checkpoints: their keys, tensor names, and what is refused by name."""
+"""Published checkpoints: config keys, tensor names, and refusals by name."""
 
 import json
 
@@ -27,7 +27,7 @@ def hf_of(model_type):
 
 
 def read(hf):
-    """The config, and its first and last layer."""
+    """Return the config, and its first and last layer."""
     config = DecoderConfig.from_hf(hf)
     assert DecoderConfig.from_hf(config.to_hf()) == config
     return config, config.layers[0], config.layers[-1]
@@ -145,13 +145,13 @@ def test_other_published_configs():
 def test_hunyuan_a13b_has_experts_per_layer():
     lists = {"moe_topk": [2, 1], "moe_intermediate_size": [24, 16], "num_shared_expert": [1, 2]}
     _, *layers = read(hf_of("hunyuan_v1_moe") | {**lists, "num_experts": [4, 8]})
-    told = lambda mlp: (
+    config_of = lambda mlp: (
         mlp.num_experts,
         mlp.experts_per_token,
         mlp.intermediate_size,
         mlp.shared.intermediate_size,
     )
-    assert [told(layer.mlp) for layer in layers] == [(4, 2, 24, 24), (8, 1, 16, 32)]
+    assert [config_of(layer.mlp) for layer in layers] == [(4, 2, 24, 24), (8, 1, 16, 32)]
 
 
 def test_hyperclovax_defaults_to_scaling_by_head_dim():
@@ -231,8 +231,8 @@ def test_invalid_values_of_family_keys_are_refused(name, change, message):
         DecoderConfig.from_hf(hf_of(name) | change)
 
 
-def same(one, other):
-    for old, new in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+def same(first, second):
+    for old, new in zip(jax.tree.leaves(nnx.state(first)), jax.tree.leaves(nnx.state(second)), strict=True):
         np.testing.assert_array_equal(old, new)
     return True
 

@@ -24,8 +24,8 @@ def config_of(name):
     return DecoderConfig.from_hf(json.loads((GOLDEN / "hf" / name / "config.json").read_text()))
 
 
-def same(one, other):
-    for old, new in zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True):
+def same(first, second):
+    for old, new in zip(jax.tree.leaves(nnx.state(first)), jax.tree.leaves(nnx.state(second)), strict=True):
         np.testing.assert_array_equal(old, new)
     return True
 
@@ -50,10 +50,10 @@ def test_tensors_with_any_prefix_get_the_family_s_names(name):
     config = config_of(name)
     tensors = read_header(GOLDEN / "hf" / name / "model.safetensors")
     assert any(tensor.startswith(config.family.prefix) for tensor in tensors)
-    for how, wrap in WRAPS.items():
+    for case, wrap in WRAPS.items():
         wrapped = {wrap(tensor, config.family.prefix): value for tensor, value in tensors.items()}
-        found = rename_to_family_names(wrapped, config, is_multimodal=False)
-        assert found == tensors, how
+        renamed = rename_to_family_names(wrapped, config, is_multimodal=False)
+        assert renamed == tensors, case
 
 
 def test_a_prefix_that_merges_two_names_is_refused():
@@ -65,7 +65,7 @@ def test_a_prefix_that_merges_two_names_is_refused():
 
 
 def test_draft_layers_are_ignored(tmp_path):
-    """GLM-4.5's stands behind the last layer; ERNIE 4.5's parts have names of their own."""
+    """GLM-4.5 stores its draft layer after the last layer; ERNIE 4.5 names the parts differently."""
     folder = GOLDEN / "hf" / "glm4_moe"
     hf, expected = json.loads((folder / "config.json").read_text()), load(folder, progress=False)
     drafts = ("layers.{}.eh_proj", "layers.{}.embed_tokens", "layers.{}.shared_head.head", "mtp_block.0.norm")
@@ -107,7 +107,7 @@ def test_an_output_projection_that_differs_from_tied_embeddings_is_refused(tmp_p
     tensors = load_file(GOLDEN / "hf" / name / "model.safetensors")
     last = tensors[embedding].copy()
     last[-1, -1] += 1
-    monkeypatch.setattr(jax, "device_put", lambda *_, **how: pytest.fail("a tensor was put on the device"))
+    monkeypatch.setattr(jax, "device_put", lambda *_, **case: pytest.fail("a tensor was put on the device"))
     for other in (last, last[:-1], tensors[embedding].astype(np.float16)):
         write_checkpoint(tmp_path, hf, tensors | {head: other})
         message = f"{head} differs from {embedding}, but tie_word_embeddings is true"
@@ -117,14 +117,19 @@ def test_an_output_projection_that_differs_from_tied_embeddings_is_refused(tmp_p
 
 def test_is_same_bytes_compares_every_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_files, "_COMPARED_BYTES", 1 << 12)
-    one = np.arange(5000, dtype=np.int32).reshape(50, 100)
-    others = {"same": one, "shape": one.T.copy(), "dtype": one.view(np.float32), "nothing": one[:0]}
-    for place in (0, 1024, -1):
-        others[f"differs at {place}"] = one.copy()
-        others[f"differs at {place}"].flat[place] += 1
-    save_file({"one": one, **others}, tmp_path / "x.safetensors")
+    array = np.arange(5000, dtype=np.int32).reshape(50, 100)
+    different = {
+        "same": array,
+        "shape": array.T.copy(),
+        "dtype": array.view(np.float32),
+        "nothing": array[:0],
+    }
+    for index in (0, 1024, -1):
+        different[f"differs at {index}"] = array.copy()
+        different[f"differs at {index}"].flat[index] += 1
+    save_file({"one": array, **different}, tmp_path / "x.safetensors")
     tensors = read_header(tmp_path / "x.safetensors")
-    assert [name for name in others if is_same_bytes(tensors["one"], tensors[name])] == ["same"]
+    assert [name for name in different if is_same_bytes(tensors["one"], tensors[name])] == ["same"]
 
 
 def test_a_missing_tensor_is_reported_with_unexpected_ones_of_its_module(tmp_path):

@@ -21,7 +21,7 @@ TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
 
 @pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", jnp.bfloat16), ("phi3small", jnp.float32)])
 def test_host_and_device_placement_give_the_same_parameters(monkeypatch, name, dtype):
-    """A host writes it in pieces where it stays; a device is sent tensors in pieces, and joins them."""
+    """A host parameter is written in pieces; a device receives the pieces and joins them."""
     read = lambda: jax.tree.leaves(load(GOLDEN / "hf" / name, dtype=dtype, progress=False))
     whole, sent = read(), []
     monkeypatch.setattr(placement, "_TRANSPOSED_BYTES", 1000)
@@ -31,7 +31,7 @@ def test_host_and_device_placement_give_the_same_parameters(monkeypatch, name, d
         sent.append(view.nbytes)
         return placement.put(view)
 
-    by_device = lambda *of, is_on_host, **how: placement.read_parameter(*of, send, **how)
+    by_device = lambda *args, is_on_host, **options: placement.read_parameter(*args, send, **options)
     monkeypatch.setattr(placement, "TRANSFER_BYTES", 5000)
     monkeypatch.setattr(pretrained, "read_parameter", by_device)
     for a, b, c in zip(whole, by_host, read(), strict=True):

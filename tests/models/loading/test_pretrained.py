@@ -114,7 +114,9 @@ DAMAGE = {
 @pytest.mark.parametrize("message", DAMAGE)
 def test_a_wrong_tensor_is_named_before_anything_is_allocated(tmp_path, message, monkeypatch):
     write_checkpoint(tmp_path, UNTIED, damaged(DAMAGE[message]))
-    monkeypatch.setattr(jax, "device_put", lambda *_, **how: pytest.fail("a tensor was put on the device"))
+    monkeypatch.setattr(
+        jax, "device_put", lambda *_, **options: pytest.fail("a tensor was put on the device")
+    )
     with pytest.raises(ValueError, match=message):
         load(tmp_path, progress=False)
 

@@ -34,16 +34,16 @@ def blocks_of(shape, block):
 
 
 def floats_of(values, scale, block):
-    """Each value by the scale of its block, one by one."""
-    wide = np.zeros(values.shape, np.float32)
+    """Return each value times the scale of its block, in a loop."""
+    dequantized = np.zeros(values.shape, np.float32)
     for row, column in np.ndindex(*values.shape):
-        own = scale[row // block[0], column // block[1]]
-        wide[row, column] = np.float32(values[row, column]) * np.float32(own)
-    return wide
+        block_scale = scale[row // block[0], column // block[1]]
+        dequantized[row, column] = np.float32(values[row, column]) * np.float32(block_scale)
+    return dequantized
 
 
 def quantized(tensors, suffix, block_of, shape_of=lambda blocks: blocks):
-    """The projections' weights as float8 with random scales, and the floats that they mean."""
+    """Return the projections' weights as float8 with random scales, and their dequantized values."""
     rng = np.random.default_rng(0)
     stored, floats = {}, {}
     for name, tensor in tensors.items():
@@ -104,7 +104,7 @@ def test_float8_weights_may_be_dequantized_to_16_bits(tmp_path):
 
 
 def test_float8_experts_are_dequantized(tmp_path):
-    """A mixture's experts stand in matrices of their own, with scales of their own."""
+    """The experts of a mixture are separate matrices with separate scales."""
     hf = {
         **{"model_type": "qwen3_moe", "vocab_size": 50, "hidden_size": 48, "intermediate_size": 40},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "num_hidden_layers": 2},
@@ -140,7 +140,7 @@ def test_mxfp4_values_match_their_definition():
 
 
 def test_mxfp4_experts_of_gpt_oss_are_dequantized(tmp_path):
-    """The tiny checkpoint with random 4-bit experts, and one with the floats that they mean."""
+    """Compare the tiny checkpoint with random 4-bit experts with one that has their dequantized values."""
     source = GOLDEN / "hf" / "gpt_oss"
     hf = json.loads((source / "config.json").read_text())
     stored, floats = load_file(source / "model.safetensors"), load_file(source / "model.safetensors")
@@ -151,9 +151,9 @@ def test_mxfp4_experts_of_gpt_oss_are_dequantized(tmp_path):
         scales = rng.integers(120, 125, (experts, outputs, inputs // 32), dtype=np.uint8)
         stored[name + "_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).reshape(*scales.shape, 16)
         stored[name + "_scales"] = scales
-        wide = np.array(LITTLE_FLOATS[:16], np.float32)[codes]
-        wide *= np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=-1)
-        floats[name] = np.ascontiguousarray(wide.swapaxes(1, 2))
+        dequantized = np.array(LITTLE_FLOATS[:16], np.float32)[codes]
+        dequantized *= np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=-1)
+        floats[name] = np.ascontiguousarray(dequantized.swapaxes(1, 2))
     actual = load(write(tmp_path / "a", hf, stored, {"quant_method": "mxfp4"}), progress=False)
     expected = load(write(tmp_path / "b", hf, floats), progress=False)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -32,10 +32,10 @@ def test_reads_what_safetensors_writes(tmp_path, dtype):
         "c": np.zeros((0, 4), dtype),
     }
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    found = read_header(tmp_path / "x.safetensors")
-    assert found.keys() == tensors.keys()
+    header = read_header(tmp_path / "x.safetensors")
+    assert header.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        view = found[name].view()
+        view = header[name].view()
         assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
         np.testing.assert_array_equal(view, tensor)
 
@@ -127,7 +127,7 @@ LOADER = """
 @pytest.mark.kernels
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
 def test_loading_never_holds_a_second_copy_of_the_weights_on_the_host(tmp_path):
-    """Peak memory beyond the parameters themselves, which a CPU has in the same memory."""
+    """Measure peak memory beyond the parameters, which are in the same memory on a CPU."""
     hf = {
         **{"model_type": "llama", "vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048},
         **{"num_attention_heads": 8, "num_hidden_layers": 12, "torch_dtype": "float32"},
@@ -165,7 +165,7 @@ STALE = {"a": -1.0, "b": -2.0, "c": -3.0}
 
 
 def folder(directory, files):
-    """Tensors of one number by file, or what else is in a file."""
+    """Write a folder of one-element tensors by file, or of other files."""
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(exist_ok=True)
@@ -209,8 +209,8 @@ RIGHTS = {
 
 @pytest.mark.parametrize("name", RIGHTS)
 def test_open_tensors_selects_the_right_files(tmp_path, name):
-    found = open_tensors(folder(tmp_path, RIGHTS[name]))
-    assert {key: float(tensor.view()[0]) for key, tensor in found.items()} == RIGHT
+    tensors = open_tensors(folder(tmp_path, RIGHTS[name]))
+    assert {key: float(tensor.view()[0]) for key, tensor in tensors.items()} == RIGHT
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 988097824\n"

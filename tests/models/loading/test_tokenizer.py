@@ -62,10 +62,10 @@ def test_special_flags_of_added_tokens_match_transformers(tmp_path, config, show
     assert read_tokenizer(tmp_path).decode([5, 0]) == shown
 
 
-@pytest.mark.parametrize("told", [5, [1], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"content": None}}])
-def test_invalid_added_tokens_are_named(tmp_path, told):
+@pytest.mark.parametrize("config", [5, [1], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"content": None}}])
+def test_invalid_added_tokens_are_named(tmp_path, config):
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: added_tokens_decoder must"):
-        write_unlisted(tmp_path, {"added_tokens_decoder": told})
+        write_unlisted(tmp_path, {"added_tokens_decoder": config})
 
 
 TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]

@@ -51,8 +51,8 @@ def test_non_finite_rows_do_not_affect_others():
     x, sublayer_out, weight = problem(width=128)
     run = functools.partial(add_norm, interpret=plgpu.InterpretGPUParams())
     actual, expected = run(x.at[1].set(jnp.nan), sublayer_out, weight), run(x, sublayer_out, weight)
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(one)[[0, 2]], np.asarray(other)[[0, 2]])
+    for actual_array, expected_array in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(actual_array)[[0, 2]], np.asarray(expected_array)[[0, 2]])
 
 
 def test_empty_input_returns_empty_results():

@@ -43,8 +43,8 @@ def problem(head_dim=64, dtype=jnp.bfloat16):
     return draw(3, 16, head_dim), bounds, jnp.asarray(table, jnp.int32), jnp.asarray(NUM_BLOCKS, jnp.int32)
 
 
-def wanted(query, bounds, table, row, num):
-    """[num, kv_heads] in float64."""
+def expected_scores(query, bounds, table, row, num):
+    """Return the expected scores [num, kv_heads] in float64."""
     low, high = (np.asarray(x, np.float64)[np.asarray(table)[row, :num]] for x in (bounds.low, bounds.high))
     q = np.asarray(query, np.float64)[row].reshape(8, 2, -1)
     low, high = low[:, :, None], high[:, :, None]
@@ -58,12 +58,14 @@ def test_block_scores_are_upper_bounds_and_ignore_blocks_past_the_end(head_dim, 
     arguments = query, bounds.low, bounds.high, table, num_blocks * 16 - 3
     scores = block_scores(*arguments, block_size=16, interpret=interpret)
     for row, num in enumerate(NUM_BLOCKS):
-        expected = wanted(query, bounds, table, row, num)
+        expected = expected_scores(query, bounds, table, row, num)
         np.testing.assert_allclose(scores[row, :, :num], expected.T, rtol=1e-5)
 
 
-def scores_of_all_kinds(max_blocks):
-    """[4, 8, max_blocks]; by head normal, ties, one value, both zeros, tiny, huge, infinities, positive."""
+def diverse_scores(max_blocks):
+    """Return scores [4, 8, max_blocks]; heads are normal, tied, constant, signed zeros, tiny, huge,
+    infinite, positive.
+    """
     draw = RNG.normal(size=(4, 8, max_blocks)).astype(np.float32)
     draw[:, 1] = np.round(draw[:, 1])
     draw[:, 2] = 1.5
@@ -75,19 +77,21 @@ def scores_of_all_kinds(max_blocks):
     return draw
 
 
-@pytest.mark.parametrize("way", [pytest.param("sorting"), pytest.param("kernel", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "implementation_name", [pytest.param("sorting"), pytest.param("kernel", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize(
     ("max_blocks", "num_selected", "num_recent"),
     [(21, 6, 1), (301, 1, 1), (300, 3, 8), (4100, 410, 0), (8192, 819, 1), (MAX_LEN, 9000, 2)],
 )
-def test_select_top_blocks_matches_a_sort(max_blocks, num_selected, num_recent, way):
-    scores = scores_of_all_kinds(max_blocks)
+def test_select_top_blocks_matches_a_sort(max_blocks, num_selected, num_recent, implementation_name):
+    scores = diverse_scores(max_blocks)
     seq_lens = np.asarray([max_blocks * 16, (max_blocks // 2) * 16 - 5, 1, 0], np.int32)
     for row, length in enumerate(seq_lens):
         scores[row, :, -(-length // 16) :] = np.nan
     counts = {"num_selected": num_selected, "num_recent": num_recent}
     best = jax.jit(functools.partial(select_top_blocks, block_size=16, **counts))(scores, seq_lens)
-    assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
+    assert jax.default_backend() == ("gpu" if implementation_name == "kernel" else "cpu")
     for row, length in enumerate(seq_lens):
         num = -(-int(length) // 16)
         recent = np.arange(num) >= num - num_recent
@@ -117,9 +121,9 @@ def test_all_blocks_are_selected_if_there_are_not_more(num_selected):
     ],
 )
 def test_select_top_blocks_refuses_wrong_arguments(change, message):
-    given = {"seq_lens": jnp.zeros(2, jnp.int32), "block_size": 16, "num_selected": 1, "num_recent": 0}
+    arguments = {"seq_lens": jnp.zeros(2, jnp.int32), "block_size": 16, "num_selected": 1, "num_recent": 0}
     with pytest.raises(ValueError, match=message):
-        inspect.unwrap(select_top_blocks)(jnp.zeros((2, 1, 5)), **given | change)
+        inspect.unwrap(select_top_blocks)(jnp.zeros((2, 1, 5)), **arguments | change)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +139,9 @@ def test_select_top_blocks_refuses_wrong_arguments(change, message):
 )
 def test_block_scores_refuses_wrong_arguments(change, message):
     query, bounds, table, num_blocks = problem()
-    given = {"low": bounds.low, "high": bounds.high, "block_table": table, "seq_lens": num_blocks}
+    arguments = {"low": bounds.low, "high": bounds.high, "block_table": table, "seq_lens": num_blocks}
     with pytest.raises(ValueError, match=message):
-        inspect.unwrap(block_scores)(query, **given | change, block_size=16)
+        inspect.unwrap(block_scores)(query, **arguments | change, block_size=16)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +168,12 @@ def test_select_top_blocks_refuses_too_many_blocks():
 def test_top_p_threshold_matches_a_sorted_sum(length, mass, interpret):
     scores = 3 * RNG.normal(size=(5, length)).astype(np.float32)
     scores[0, 5:], scores[1], scores[2], scores[3, 7] = -np.inf, -np.inf, 1.5, 100.0
-    found = top_p_threshold(jnp.asarray(scores), mass, interpret=interpret)
+    threshold = top_p_threshold(jnp.asarray(scores), mass, interpret=interpret)
     ordered = -np.sort(-scores.astype(np.float64), axis=1)
-    top = np.maximum(ordered[:, :1], -1e9)
-    p = np.exp(ordered - top)
+    row_max = np.maximum(ordered[:, :1], -1e9)
+    p = np.exp(ordered - row_max)
     is_needed = p.cumsum(axis=1) - p < mass * p.sum(axis=1, keepdims=True)
-    np.testing.assert_array_equal(found, np.where(is_needed, ordered, np.inf).min(axis=1))
+    np.testing.assert_array_equal(threshold, np.where(is_needed, ordered, np.inf).min(axis=1))
 
 
 @pytest.mark.parametrize("interpret", WAYS)
@@ -198,12 +202,12 @@ HEADS = [
 def test_supported_heads_lower_and_others_are_refused(head_dim):
     """The refusal names the reason, through either entry point."""
     shape, lowered = jax.ShapeDtypeStruct, []
-    for nth, (q_heads, kv_heads) in enumerate(HEADS):
-        dtype = [jnp.bfloat16, jnp.float16][nth % 2]
+    for i, (q_heads, kv_heads) in enumerate(HEADS):
+        dtype = [jnp.bfloat16, jnp.float16][i % 2]
         query, bounds = shape((2, q_heads, head_dim), dtype), shape((70, kv_heads, head_dim), dtype)
-        where = shape((2, 9), jnp.int32), shape((2,), jnp.int32)
+        block_arrays = shape((2, 9), jnp.int32), shape((2,), jnp.int32)
         run = jax.jit(functools.partial(block_scores, block_size=16))
-        trace = functools.partial(run.trace, query, bounds, bounds, *where)
+        trace = functools.partial(run.trace, query, bounds, bounds, *block_arrays)
         reason = why_not_block_scores(dtype=dtype, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim)
         if reason is None:
             trace().lower(lowering_platforms=("cuda",))
@@ -276,10 +280,10 @@ def test_why_not_block_scores_names_what_is_not_supported(changes, message):
 
 def test_select_blocks_raises_with_the_reason():
     query, bounds, table, num_blocks = problem()
-    wide = jnp.zeros((3, MAX_LEN + 1), jnp.int32)
+    wide_table = jnp.zeros((3, MAX_LEN + 1), jnp.int32)
     options = {"num_selected": 1, "block_size": 16, "implementation": "mosaic_gpu", "interpret": INTERPRET}
     with pytest.raises(NotImplementedError, match=f"at most {MAX_LEN} blocks, got {MAX_LEN + 1}"):
-        select_blocks(query, bounds, wide, num_blocks, **options)
+        select_blocks(query, bounds, wide_table, num_blocks, **options)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), bounds)
     with pytest.raises(
         NotImplementedError,
@@ -303,8 +307,8 @@ def aot_cases():
     def scores(kv_heads, head_dim):
         bounds = shape((65537, kv_heads, head_dim), jnp.bfloat16)
         query = shape((8, 4 * kv_heads, head_dim), jnp.bfloat16)
-        where = shape((8, 8192), jnp.int32), shape((8,), jnp.int32)
-        return functools.partial(block_scores, block_size=16), (query, bounds, bounds, *where)
+        block_arrays = shape((8, 8192), jnp.int32), shape((8,), jnp.int32)
+        return functools.partial(block_scores, block_size=16), (query, bounds, bounds, *block_arrays)
 
     cases = {f"scores-{heads}-{dim}": scores(heads, dim) for heads, dim in ((8, 128), (8, 256), (32, 64))}
 

@@ -29,7 +29,7 @@ STARTS, ROWS = [128, 0, -64, 256], 384
 
 
 class Problem:
-    """A cache with NaN (or 77) in all slots without a key, and the expected result."""
+    """A cache with NaN (or 77) in all slots without a key, and the expected keys and values."""
 
     def __init__(self, case):
         rng = np.random.default_rng(0)
@@ -42,10 +42,10 @@ class Problem:
         live = np.zeros(blocks * size, bool)
         slots = []
         split = np.split(ids, np.cumsum(needed)[:-1])
-        for row, mine, n, first in zip(table, split, LENS, FIRST_KEYS, strict=True):
-            row[: len(mine)] = mine
+        for row, slots_of_request, n, first in zip(table, split, LENS, FIRST_KEYS, strict=True):
+            row[: len(slots_of_request)] = slots_of_request
             row[: first // size] = -(2**30)
-            slots.append((mine[:, None] * size + np.arange(size)).reshape(-1)[:n])
+            slots.append((slots_of_request[:, None] * size + np.arange(size)).reshape(-1)[:n])
             live[slots[-1][first:]] = True
         values = rng.normal(size=(blocks * size, HEADS, dim)) * (40 if stored == np.int8 else 1)
         values = values.astype(stored)
@@ -59,9 +59,11 @@ class Problem:
             "token": rng.uniform(0.1, 2, (blocks * size, HEADS)).astype(np.float32),
         }
         scale = scales[case["scale"]]
-        wide = {"token": lambda s: s[..., None], "head": lambda s: s[:, None]}
-        factor = 1.0 if scale is None else wide.get(case["scale"], lambda s: s)(scale)
-        self.want = [(values.astype(np.float32) * factor).astype(dtype)[mine] for mine in slots]
+        broadcast_scale = {"token": lambda s: s[..., None], "head": lambda s: s[:, None]}
+        factor = 1.0 if scale is None else broadcast_scale.get(case["scale"], lambda s: s)(scale)
+        self.expected = [
+            (values.astype(np.float32) * factor).astype(dtype)[slots_of_request] for slots_of_request in slots
+        ]
         if case["scale"] == "token":
             scale = np.where(live[:, None], scale, np.nan).reshape(blocks, size, HEADS).swapaxes(1, 2)
         self.arguments = (
@@ -74,13 +76,13 @@ class Problem:
         self.scale = None if scale is None else jnp.asarray(scale)
         self.rows = padded_len(table.shape[1], size)
 
-    def run(self, interpret=None, **where):
-        read = jax.jit(functools.partial(cache_read, **self.options, interpret=interpret, **where))
+    def run(self, interpret=None, **options):
+        read = jax.jit(functools.partial(cache_read, **self.options, interpret=interpret, **options))
         return read(*self.arguments, scale=self.scale)
 
     def check(self, out, starts=None):
         starts = [r * self.rows for r in range(len(LENS))] if starts is None else starts
-        for start, expected, first in zip(starts, self.want, FIRST_KEYS, strict=True):
+        for start, expected, first in zip(starts, self.expected, FIRST_KEYS, strict=True):
             actual = np.asarray(out[start + first : start + len(expected)])
             np.testing.assert_array_equal(actual, expected[first:])
 
@@ -110,8 +112,8 @@ def test_blocks_of_keys_that_are_not_requested_are_not_looked_up():
 
 def test_requests_start_at_kv_start_loc():
     problem = Problem({name: values[0] for name, values in FAST.items()})
-    where = {"kv_start_loc": jnp.asarray(STARTS, jnp.int32), "buffer_len": ROWS}
-    problem.check(problem.run(plgpu.InterpretGPUParams(), **where), STARTS)
+    buffer = {"kv_start_loc": jnp.asarray(STARTS, jnp.int32), "buffer_len": ROWS}
+    problem.check(problem.run(plgpu.InterpretGPUParams(), **buffer), STARTS)
 
 
 @pytest.mark.slow

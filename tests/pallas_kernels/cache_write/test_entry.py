@@ -77,16 +77,16 @@ def check_rounding(arguments, scales, layout, **options):
     ]
     write = jax.jit(functools.partial(cache_write, layout=layout, **options), donate_argnums=(2, 3))
     *actual, k_scale, v_scale = write(*arguments, **scales)
-    for array, wanted in zip(actual, expected, strict=True):
-        assert array.dtype == wanted.dtype
-        array, wanted = (np.asarray(x.astype(jnp.float32)) for x in (array, wanted))
-        unit = 1 if jnp.dtype(actual[0].dtype) == jnp.int8 else np.maximum(np.abs(wanted), 2**-6) / 8
-        assert (np.abs(array - wanted) <= unit).all()
-        assert (array != wanted).mean() < 0.01
-    for scale, wanted in zip((k_scale, v_scale), want_scales, strict=True):
-        assert (scale is None) == (wanted is None)
+    for array, expected_array in zip(actual, expected, strict=True):
+        assert array.dtype == expected_array.dtype
+        array, expected_array = (np.asarray(x.astype(jnp.float32)) for x in (array, expected_array))
+        unit = 1 if jnp.dtype(actual[0].dtype) == jnp.int8 else np.maximum(np.abs(expected_array), 2**-6) / 8
+        assert (np.abs(array - expected_array) <= unit).all()
+        assert (array != expected_array).mean() < 0.01
+    for scale, expected_array in zip((k_scale, v_scale), want_scales, strict=True):
+        assert (scale is None) == (expected_array is None)
         if scale is not None:
-            np.testing.assert_allclose(scale, wanted, rtol=1e-6)
+            np.testing.assert_allclose(scale, expected_array, rtol=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -119,12 +119,12 @@ def aot_cases():
         cases[name] = (write, (new, new, cache, cache, slots, None, None), (2, 3))
         if (layout == "NHD") == (tokens == 64):
             continue  # 8-bit writes of half of them
-        for how, (k_dtype, k_ndim, v_dtype, v_ndim) in FORMATS.items():
+        for format_name, (k_dtype, k_ndim, v_dtype, v_ndim) in FORMATS.items():
             by_head = {None: None, 0: shape((), jnp.float32), 3: shape((100_000, heads, 16), jnp.float32)}
             arguments = (shape(cache.shape, k_dtype), shape(cache.shape, v_dtype), slots)
             donated = (2, 3, *(5 + i for i, ndim in enumerate((k_ndim, v_ndim)) if ndim == 3))
             arguments = (new, new, *arguments, by_head[k_ndim], by_head[v_ndim])
-            cases[f"{name}-{how}"] = (write, arguments, donated)
+            cases[f"{name}-{format_name}"] = (write, arguments, donated)
     return cases
 
 

@@ -1,4 +1,4 @@
-"""Sums over devices that are compiled for an H200 without one."""
+"""All-reduce kernels to compile ahead of time for an H200."""
 
 import functools
 
@@ -23,22 +23,22 @@ GATHERED = {"1 row of 32": (1, 32, 2), "300 rows of 96, 8 devices": (300, 96, 8)
 
 
 def aot_cases():
-    """Of each name a function and its abstract arguments."""
+    """Return the function and abstract arguments by the name of the case."""
     cases = {}
     for name, (rows, width, devices, norm, dtype, shots) in SHAPES.items():
-        how = {
+        options = {
             "exchange": Exchange(rows, width, devices, block_bytes_of(rows, width), shots),
             "norm": norm,
             "axis_name": "tp",
         }
         table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
-        x, weight = (jax.ShapeDtypeStruct(of, dtype) for of in ((rows, width), (width,)))
-        plain = lambda table, x, how=how: all_reduce_kernel.on_gpu(table, x, **how)
-        normed = functools.partial(all_reduce_kernel.on_gpu, **how)
+        x, weight = (jax.ShapeDtypeStruct(exchange, dtype) for exchange in ((rows, width), (width,)))
+        plain = lambda table, x, options=options: all_reduce_kernel.on_gpu(table, x, **options)
+        normed = functools.partial(all_reduce_kernel.on_gpu, **options)
         cases[name] = (plain, (table, x)) if norm is None else (normed, (table, x, x, weight))
     for name, (rows, width, devices) in GATHERED.items():
-        of = Exchange(rows, 2 * width, devices, block_bytes_of(rows, 2 * width))
+        exchange = Exchange(rows, 2 * width, devices, block_bytes_of(rows, 2 * width))
         table = jax.ShapeDtypeStruct((2 + 2 * devices,), jnp.int32)
-        run = functools.partial(all_gather_kernel.on_gpu, exchange=of, axis_name="cp")
+        run = functools.partial(all_gather_kernel.on_gpu, exchange=exchange, axis_name="cp")
         cases[name] = (run, (table, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
     return cases

@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA driver, for two processes whose devices are a CPU's."""
+"""A stand-in for the CUDA driver of two processes with CPU devices."""
 
 import struct
 
@@ -14,21 +14,21 @@ ERRORS = {
 
 
 class Cuda:
-    """libcuda of one process, which finds the other's memory where that is not.
+    """libcuda of one process, in which the memory of the other process has other addresses.
 
     Attributes:
-        rank: The process's number.
-        num_own: GPUs of each process; its own come first, as XLA numbers devices of a CPU.
-        hides_others: The driver shows the process its own alone.
-        reaches: Whether a GPU reaches the other process's.
-        failing: Name of a call that fails.
-        context: Contexts that were pushed and not popped.
-        allocated: Memory by its address: of it alone there are handles, as XLA's pool has none.
-        contexts: Of which context that is, likewise.
-        is_filling: Something is being filled.
-        open: Handles that are open, with how often.
-        ways: Pairs of contexts, the second of whose memory the first one reaches.
-        log: What was done to memory.
+        rank: Rank of the process.
+        num_own: Number of GPUs per process; those of this process come first, as XLA numbers CPU devices.
+        hides_others: Whether the driver shows the process its own GPUs only.
+        reaches: Whether GPUs can access the memory of the other process's GPUs.
+        failing: Name of a driver call that fails.
+        context: Stack of pushed contexts.
+        allocated: Allocated memory by address; only it has IPC handles, since XLA's pool has none.
+        contexts: Context of each allocation, by address.
+        is_filling: Whether a memset is in progress.
+        open: Number of times each handle is open.
+        ways: Pairs of contexts of which the first may access the second's memory.
+        log: Names of the memory calls.
     """
 
     def __init__(self, rank, *, num_own=1, hides_others=False, reaches=True, failing=None):
@@ -38,7 +38,7 @@ class Cuda:
         self.open, self.ways, self.log = {}, set(), []
 
     def __call__(self, name):
-        """In the place of ctypes.CDLL."""
+        """Replace ctypes.CDLL."""
         assert name == "libcuda.so.1"
         return self
 
@@ -66,8 +66,8 @@ class Cuda:
         count._obj.value = self.num_visible
 
     def cuDeviceGetUuid_v2(self, uuid, device):
-        own = device.value < self.num_own
-        rank = self.rank if own else 1 - self.rank
+        is_own = device.value < self.num_own
+        rank = self.rank if is_own else 1 - self.rank
         uuid._obj[:2] = [rank, device.value % self.num_own]
 
     def cuDeviceCanAccessPeer(self, can, one, other):
@@ -83,12 +83,12 @@ class Cuda:
     def cuCtxPopCurrent_v2(self, context):
         context._obj.value = self.context.pop()
 
-    def cuCtxEnablePeerAccess(self, other, flags):
+    def cuCtxEnablePeerAccess(self, peer, flags):
         assert flags.value == 0
-        way = self.context[-1], other.value
-        assert way[0] != way[1]
-        is_new = way not in self.ways
-        self.ways.add(way)
+        pair = self.context[-1], peer.value
+        assert pair[0] != pair[1]
+        is_new = pair not in self.ways
+        self.ways.add(pair)
         return 0 if is_new else ALREADY_ENABLED
 
     def cuCtxSynchronize(self):
@@ -96,15 +96,17 @@ class Cuda:
         self.is_filling = False
 
     def cuMemAlloc_v2(self, address, size):
-        made = np.full(size.value // 4, 0xDEADBEEF, np.uint32)
-        address._obj.value = made.ctypes.data
-        self.allocated[made.ctypes.data], self.contexts[made.ctypes.data] = made, self.context[-1]
+        words = np.full(size.value // 4, 0xDEADBEEF, np.uint32)
+        address._obj.value = words.ctypes.data
+        self.allocated[words.ctypes.data], self.contexts[words.ctypes.data] = words, self.context[-1]
 
     def cuMemsetD32_v2(self, address, word, count):
-        of = next(at for at, made in self.allocated.items() if 0 <= address.value - at < made.nbytes)
-        first = (address.value - of) // 4
-        assert first + count.value <= self.allocated[of].size
-        self.allocated[of][first : first + count.value] = word.value
+        base = next(
+            start for start, words in self.allocated.items() if 0 <= address.value - start < words.nbytes
+        )
+        first = (address.value - base) // 4
+        assert first + count.value <= self.allocated[base].size
+        self.allocated[base][first : first + count.value] = word.value
         self.is_filling = True
 
     def cuMemFree_v2(self, address):
@@ -119,9 +121,9 @@ class Cuda:
 
     def cuIpcOpenMemHandle_v2(self, base, handle, flags):
         assert flags.value == 1
-        rank, there = struct.unpack_from("<QQ", bytes(handle.reserved))
+        rank, address = struct.unpack_from("<QQ", bytes(handle.reserved))
         assert rank != self.rank, "a process does not open what is its own"
-        base._obj.value = there + SEEN_AT * (1 + rank)
+        base._obj.value = address + SEEN_AT * (1 + rank)
         self.open[base._obj.value] = self.open.get(base._obj.value, 0) + 1
 
     def cuIpcCloseMemHandle(self, base):

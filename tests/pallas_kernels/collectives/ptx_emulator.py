@@ -1,7 +1,7 @@
-"""Runs PTX programs of whole thread blocks on a CPU: the instructions that sums over devices are made of.
+"""Run PTX programs of whole thread blocks on a CPU, with the instructions that the collectives use.
 
-All threads of a block go on together, an instruction at a time, and wait together: one that has what it waits
-for asks once more with the others. A block yields where it goes back to wait, so that other blocks go on.
+All threads of a block execute each instruction together and wait together: a thread whose wait is over polls
+again with the others. A block yields when it branches back to a wait loop, so that other blocks continue.
 """
 
 import re
@@ -36,22 +36,27 @@ class Memory:
         self.bytes, self.used = np.zeros(num_bytes, np.uint8), 256
 
     def zeros(self, num_bytes: int) -> int:
-        """The address of so many bytes."""
-        at = self.used
+        """Allocate bytes and return their address."""
+        address = self.used
         self.used += -(-num_bytes // 256) * 256
         assert self.used <= len(self.bytes)
-        return at
+        return address
 
     def put(self, array: np.ndarray) -> int:
-        """The address of a copy."""
-        at = self.zeros(array.nbytes)
-        self.bytes[at : at + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-        return at
+        """Copy an array to memory and return its address."""
+        address = self.zeros(array.nbytes)
+        self.bytes[address : address + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+        return address
 
-    def get(self, at: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """What has become of it."""
+    def get(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Read an array from memory."""
         dtype = np.dtype(dtype)
-        return self.bytes[at : at + int(np.prod(shape)) * dtype.itemsize].view(dtype).reshape(shape).copy()
+        return (
+            self.bytes[address : address + int(np.prod(shape)) * dtype.itemsize]
+            .view(dtype)
+            .reshape(shape)
+            .copy()
+        )
 
 
 class Block:
@@ -64,33 +69,33 @@ class Block:
             self.registers[f"${n}"] = np.broadcast_to(np.asarray(value, np.uint64), (threads,)).copy()
         parts = re.split(r"(\w+:)|;", code.strip()[1:-1])
         self.lines = [part.strip() for part in parts if part and part.strip()]
-        self.labels = {line[:-1]: at for at, line in enumerate(self.lines) if line.endswith(":")}
+        self.labels = {line[:-1]: i for i, line in enumerate(self.lines) if line.endswith(":")}
 
     def run(self) -> Iterator[None]:
-        """Runs to the end."""
-        at = 0
-        while at < len(self.lines):
-            line = self.lines[at]
-            at += 1
+        """Run to the end, yielding at each poll of a wait loop."""
+        line_number = 0
+        while line_number < len(self.lines):
+            line = self.lines[line_number]
+            line_number += 1
             if line.endswith(":") or line.startswith("."):
                 continue
             predicate, name, rest = STATEMENT.fullmatch(line).groups()
-            where = (
+            is_active = (
                 np.full(self.threads, True) if predicate is None else self.registers[predicate].astype(bool)
             )
             if name == "bra":
-                assert rest.startswith("WAIT") or where.all() or not where.any(), line
-                if where.any():
-                    at = self.labels[rest]
+                assert rest.startswith("WAIT") or is_active.all() or not is_active.any(), line
+                if is_active.any():
+                    line_number = self.labels[rest]
                     yield
             elif name == "trap":
-                if where.any():
+                if is_active.any():
                     raise Trap
             else:
-                self.step(name.split("."), OPERAND.findall(rest), where)
+                self.step(name.split("."), OPERAND.findall(rest), is_active)
 
     def value(self, operand: str, kind: str) -> np.ndarray:
-        """An operand's bits."""
+        """Return the bits of an operand."""
         if operand.startswith("{"):
             low, high = (self.value(part, "b32") for part in re.findall(r"[\w$]+", operand))
             return low.astype(np.uint64) | (high.astype(np.uint64) << 32)
@@ -101,48 +106,50 @@ class Block:
         return self.registers[operand].astype(WIDTHS[kind])
 
     def number(self, operand: str) -> np.ndarray:
-        """An f32."""
+        """Return an operand as float32."""
         return self.value(operand, "f32").view(np.float32)
 
-    def set(self, name: str, bits: np.ndarray, where: np.ndarray) -> None:
-        """Bits of a register, in the threads that take part."""
+    def set(self, name: str, bits: np.ndarray, is_active: np.ndarray) -> None:
+        """Set a register's bits in the active threads."""
         bits = bits.view(np.uint32) if bits.dtype == np.float32 else bits
         before = self.registers.get(name, np.zeros_like(bits))
-        self.registers[name] = np.where(where, bits, before.astype(bits.dtype))
+        self.registers[name] = np.where(is_active, bits, before.astype(bits.dtype))
 
-    def places(self, operand: str) -> np.ndarray:
-        """Addresses of [register + offset]."""
+    def addresses(self, operand: str) -> np.ndarray:
+        """Return the addresses of [register + offset]."""
         register, _, offset = operand[1:-1].partition("+")
         return self.value(register.strip(), "b64").astype(np.int64) + int(offset or 0)
 
-    def step(self, name: list[str], operands: list[str], where: np.ndarray) -> None:
-        """One instruction."""
-        what, kind, to = name[0], name[-1], operands[0]
+    def step(self, name: list[str], operands: list[str], is_active: np.ndarray) -> None:
+        """Execute one instruction."""
+        opcode, kind, target = name[0], name[-1], operands[0]
         value = lambda n, kind=kind: self.value(operands[n], kind)
-        if what in ("ld", "st"):
-            self.access(what, kind, operands, where, self.shared if "shared" in name else self.memory.bytes)
-        elif what == "bar":
+        if opcode in ("ld", "st"):
+            self.access(
+                opcode, kind, operands, is_active, self.shared if "shared" in name else self.memory.bytes
+            )
+        elif opcode == "bar":
             pass
-        elif what == "shfl":
+        elif opcode == "shfl":
             source = np.arange(self.threads) ^ int(operands[2])
-            self.set(to, value(1)[source], where)
-        elif what == "mov" and to.startswith("{"):
+            self.set(target, value(1)[source], is_active)
+        elif opcode == "mov" and target.startswith("{"):
             whole, half = value(1).astype(np.uint64), 8 * WIDTHS[kind]().itemsize // 2
-            for n, part in enumerate(re.findall(r"\w+", to)):
-                self.set(part, (whole >> np.uint64(half * n)) & np.uint64(2**half - 1), where)
-        elif what == "mov":
-            self.set(to, value(1), where)
-        elif what == "setp":
-            self.set(to, COMPARED[name[1]](value(1), value(2)), where)
+            for n, part in enumerate(re.findall(r"\w+", target)):
+                self.set(part, (whole >> np.uint64(half * n)) & np.uint64(2**half - 1), is_active)
+        elif opcode == "mov":
+            self.set(target, value(1), is_active)
+        elif opcode == "setp":
+            self.set(target, COMPARED[name[1]](value(1), value(2)), is_active)
         elif kind == "pred":
             first = self.registers[operands[1]]
-            self.set(to, ~first if what == "not" else first & self.registers[operands[2]], where)
-        elif what == "cvt" or kind == "f32":
-            self.set(to, self.floating(name, operands), where)
+            self.set(target, ~first if opcode == "not" else first & self.registers[operands[2]], is_active)
+        elif opcode == "cvt" or kind == "f32":
+            self.set(target, self.floating(name, operands), is_active)
         elif name[:2] == ["mul", "wide"]:
-            self.set(to, value(1, "u32").astype(np.uint64) * value(2, "u32").astype(np.uint64), where)
-        elif what in BITWISE:
-            self.set(to, BITWISE[what](value(1), value(2)), where)
+            self.set(target, value(1, "u32").astype(np.uint64) * value(2, "u32").astype(np.uint64), is_active)
+        elif opcode in BITWISE:
+            self.set(target, BITWISE[opcode](value(1), value(2)), is_active)
         else:
             arithmetic = {
                 "add": lambda: value(1) + value(2), "sub": lambda: value(1) - value(2),
@@ -150,10 +157,10 @@ class Block:
                 "shl": lambda: value(1) << value(2), "shr": lambda: value(1) >> value(2),
                 "rem": lambda: value(1) % value(2),
             }  # fmt: skip
-            self.set(to, arithmetic[what](), where)
+            self.set(target, arithmetic[opcode](), is_active)
 
     def floating(self, name: list[str], operands: list[str]) -> np.ndarray:
-        """Of f32: arithmetic, and two of them as one register of 16-bit numbers."""
+        """Return the result of float32 arithmetic, or two numbers packed into a 16-bit pair."""
         numbers = [self.number(operand) for operand in operands[1:]]
         if name[0] == "cvt" and name[1] == "rn":
             dtype = ml_dtypes.bfloat16 if name[2] == "bf16x2" else np.float16
@@ -162,23 +169,23 @@ class Block:
         if name[0] == "cvt":
             return self.value(operands[1], "b16").view(np.float16).astype(np.float32)
         if name[0] == "fma":
-            wide = numbers[0].astype(np.float64) * numbers[1] + numbers[2]
-            return wide.astype(np.float32)
+            exact = numbers[0].astype(np.float64) * numbers[1] + numbers[2]
+            return exact.astype(np.float32)
         if name[0] == "rsqrt":
             return (1 / np.sqrt(numbers[0].astype(np.float64))).astype(np.float32)
         return {"add": np.add, "mul": np.multiply}[name[0]](*numbers)
 
     def access(
-        self, what: str, kind: str, operands: list[str], where: np.ndarray, memory: np.ndarray
+        self, opcode: str, kind: str, operands: list[str], is_active: np.ndarray, memory: np.ndarray
     ) -> None:
-        """Loads or stores one or two registers."""
-        place, registers = (operands[1], operands[0]) if what == "ld" else operands[:2]
+        """Load or store one or two registers."""
+        address, registers = (operands[1], operands[0]) if opcode == "ld" else operands[:2]
         size = WIDTHS[kind]().itemsize
-        at = np.where(where, self.places(place), 0)
-        assert not (at % size).any(), place
+        start = np.where(is_active, self.addresses(address), 0)
+        assert not (start % size).any(), address
         for n, register in enumerate(re.findall(r"\w+", registers)):
-            span = at[:, None] + n * size + np.arange(size)
-            if what == "ld":
-                self.set(register, memory[span].view(WIDTHS[kind]).ravel(), where)
+            span = start[:, None] + n * size + np.arange(size)
+            if opcode == "ld":
+                self.set(register, memory[span].view(WIDTHS[kind]).ravel(), is_active)
             else:
-                memory[span[where]] = self.value(register, kind)[:, None].view(np.uint8)[where]
+                memory[span[is_active]] = self.value(register, kind)[:, None].view(np.uint8)[is_active]

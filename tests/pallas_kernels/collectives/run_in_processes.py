@@ -1,6 +1,8 @@
-"""One of two processes whose devices sum: a GPU each, or two of a CPU each. Run by test_peer_processes.py.
+"""One of two processes whose devices reduce together: a GPU each, or two CPU devices each. Run by
+test_ipc_memory.py.
 
-PORT RANK WHERE, which is "cpu"; "gpu", each process seeing its own GPU alone; "gpus", each seeing both.
+Arguments: PORT RANK WHERE. WHERE is "cpu"; "gpu", where each process sees its own GPU; or "gpus", where each
+sees both.
 """
 
 import itertools
@@ -32,14 +34,16 @@ jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, RANK, **LOCAL)
 
 
 def check_table(cuda: Cuda) -> None:
-    """Each process has its own memory where it is, and the other's where it found that."""
+    """Check that each process has its own addresses and the opened addresses of the other's memory."""
     mesh = run_on_devices.mesh_of(2, 2)  # tp goes from process to process
     peers = make_peer_memory(mesh, "tp", max_rows=3, width=8)
     assert (peers.devices, peers.block_bytes) == (2, block_bytes_of(3, 8))
     assert peers.memory.size == 0
-    own = sorted(jax.local_devices(), key=lambda device: device.local_hardware_id)
-    addresses = {own[context - 1].id: address for address, context in cuda.contexts.items()}
-    assert sorted(addresses) == sorted(device.id for device in own)  # and nothing of the trial is left
+    local_devices = sorted(jax.local_devices(), key=lambda device: device.local_hardware_id)
+    addresses = {local_devices[context - 1].id: address for address, context in cuda.contexts.items()}
+    assert sorted(addresses) == sorted(
+        device.id for device in local_devices
+    )  # and nothing of the trial is left
     for memory_of_one in cuda.allocated.values():
         filled = memory_of_one[: memory_bytes(2, peers.block_bytes) // 4]
         assert np.all(filled[: COUNTERS // 4] == 0)
@@ -55,14 +59,16 @@ def check_table(cuda: Cuda) -> None:
         expected[number] = addresses[shard.device.id]
         assert (number, zero) == (RANK, 0)
         assert np.array(halves, np.int32).view(np.uint64).tolist() == expected
-    opened = {everywhere[one.id] + SEEN_AT * (2 - RANK) for one in jax.devices() if one not in own}
+    opened = {everywhere[one.id] + SEEN_AT * (2 - RANK) for one in jax.devices() if one not in local_devices}
     assert cuda.open == dict.fromkeys(opened, 2)  # by each of this process's devices
     assert cuda.ways == {(1, 2), (2, 1)}
     assert not cuda.context
 
 
 def check_trial(cuda: Cuda) -> None:
-    """Nothing stays of it, and nobody frees before all have closed."""
+    """Check that the trial leaves nothing open, and that memory is freed only after all processes have
+    closed it.
+    """
     collect = multihost_utils.process_allgather
 
     def collect_and_note(*args: object, **named: object) -> object:
@@ -80,7 +86,7 @@ def check_trial(cuda: Cuda) -> None:
 
 
 def refused(**of_one: object) -> str:
-    """What both are told where the driver of process 1 is as it is said."""
+    """Return the reason that both processes report if the driver of process 1 has the given options."""
     cuda = Cuda(RANK, num_own=2, **(of_one if RANK == 1 else {}))
     use(cuda)
     try:
@@ -97,7 +103,7 @@ def use(cuda: Cuda) -> None:
 
 
 def check_agreement() -> None:
-    """One cannot, so none does; each prints what it is told."""
+    """Check that no process uses peer memory if one cannot; each prints the reason."""
     for failing in (
         "cuMemAlloc_v2",
         "cuIpcGetMemHandle",
@@ -117,9 +123,9 @@ def check_agreement() -> None:
     cuda = Cuda(RANK, num_own=2, hides_others=True, reaches=False)  # which nobody can ask then
     use(cuda)
     check_trial(cuda)
-    share, peer_memory.share_memory = peer_memory.share_memory, lambda *_: "it is too late"
+    share_memory, peer_memory.share_memory = peer_memory.share_memory, lambda *_: "it is too late"
     print(refused(), flush=True)
-    peer_memory.share_memory = share
+    peer_memory.share_memory = share_memory
     ipc_memory._BOOT_ID = ipc_memory.pathlib.Path("no/such/file")
     socket.gethostname = lambda: f"host{RANK}"
     print(refused(), flush=True)

@@ -1,4 +1,4 @@
-"""Sums over devices beside their definition: on four of a CPU or on GPUs. Run by test_all_reduce.py."""
+"""Sums over devices against their definition, on four CPU devices or on GPUs. Run by test_all_reduce.py."""
 
 import functools
 import sys
@@ -31,13 +31,15 @@ CALLS = 500
 
 
 def mesh_of(devices: int, others: int = 1) -> jax.sharding.Mesh:
-    """Devices that sum stand one row apart where there are others, as tp before cp."""
+    """Return a mesh in which devices that reduce together are not adjacent if there are others, as tp
+    before cp.
+    """
     grid = np.array(jax.devices()[: devices * others]).reshape(devices, others)
     return jax.sharding.Mesh(grid, ("tp", "cp"))
 
 
 class Sums:
-    """Sums over the devices of a mesh along tp; what each device has stands behind one another."""
+    """All-reduces over the tp axis of a mesh; the arrays of the devices are stacked."""
 
     def __init__(
         self, mesh: jax.sharding.Mesh, width: int, dtype: object, shots: tuple[int | None, ...]
@@ -51,12 +53,13 @@ class Sums:
         return np.random.default_rng(seed).normal(size=shape).astype(self.dtype)
 
     def run(self, function: object, *arrays: np.ndarray, are_all: bool = False) -> list[np.ndarray]:
-        """What each device makes of its own part of the first array and of the others: [tp, cp, ...].
+        """Return each device's result for its part of the first array and for the other arrays: [tp, cp,
+        ...].
 
         Args:
-            function: Of these, peers and axis_name.
-            arrays: The first is of each device, [tp, cp, ...].
-            are_all: Devices along both axes belong together, not along tp alone.
+            function: Function of these arrays, peers and axis_name.
+            arrays: The first has a part per device, [tp, cp, ...].
+            are_all: Whether the devices of both axes reduce together, instead of those along tp.
         """
         by_device, whole = P("tp", "cp"), P()
         peers, axis_name = (self.of_all, ("tp", "cp")) if are_all else (self.peers, "tp")
@@ -72,11 +75,11 @@ class Sums:
         return jax.tree.map(gathered, jax.tree.leaves(jax.jit(run)(peers, *placed)))
 
     def placed(self, x: np.ndarray, spec: P) -> jax.Array:
-        """On the devices, of which other processes may have some."""
+        """Return arrays placed on the devices, some of which may belong to other processes."""
         return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda at: x[at])
 
     def check(self, rows: int, shots: int | None) -> None:
-        """A sum alone, then with each norm: the definition's, to the bit where it is only a sum."""
+        """Check a sum alone, which must be exact, and then with each norm."""
         others = self.mesh.shape["cp"]
         parts = self.drawn(self.devices, others, rows, self.width, seed=rows)
         residual, weight = self.drawn(rows, self.width, seed=1), self.drawn(self.width, seed=2)
@@ -98,7 +101,7 @@ class Sums:
                     np.testing.assert_allclose(actual, wanted, rtol=3 * unit, atol=unit)
 
     def check_all(self, rows: int) -> None:
-        """Along both axes, whose devices are counted as jax counts them: sums, and gathers to the bit."""
+        """Check sums and gathers over both axes, whose device order is JAX's."""
         shape = *self.mesh.devices.shape, rows, self.width
         parts = self.drawn(*shape, seed=rows)
         (total,) = self.run(all_reduce, parts, are_all=True)
@@ -117,12 +120,12 @@ class Sums:
             np.testing.assert_array_equal(gathered.view(np.uint32), expected.copy().view(np.uint32))
 
     def check_same(self, actual: np.ndarray) -> None:
-        """All devices that sum together have the same bits."""
+        """Check that all devices that reduce together have the same bits."""
         bits = actual.view(np.uint16)
         np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
 
     def check_calls(self) -> None:
-        """Calls one behind the other, of many rows and of few by turns, each with numbers of its own."""
+        """Check consecutive calls with many and few rows in turn and different values."""
         rows = 64
 
         def many(x, peers, *, axis_name):
@@ -150,7 +153,7 @@ class Sums:
 
 
 def check_tables(mesh: jax.sharding.Mesh) -> None:
-    """A device's number is jax's along the axes, and under each number stands that device's memory."""
+    """Check that device numbers are JAX's along the axes and map to that device's memory."""
     for axes in ("tp", "cp", ("tp", "cp"), ("cp", "tp")):
         peers = make_peer_memory(mesh, axes, max_rows=1, width=8)
         each = lambda axes=axes: jax.lax.axis_index(axes)[None, None]
@@ -166,7 +169,7 @@ def check_tables(mesh: jax.sharding.Mesh) -> None:
 
 
 def check_lowered(mesh: jax.sharding.Mesh) -> None:
-    """For a GPU a sum is one kernel, to which XLA adds no barrier and none of its own collectives."""
+    """Check that a sum lowers to one kernel on a GPU, without barriers or collectives of XLA."""
     peers = make_peer_memory(mesh, "tp", max_rows=1, width=8)
 
     def each(peers, x):
@@ -182,7 +185,7 @@ def check_lowered(mesh: jax.sharding.Mesh) -> None:
 
 
 def main(where: str) -> None:
-    """On the devices that there are, of all processes."""
+    """Run the checks on the devices of all processes."""
     count = len(jax.devices())
     meshes = [mesh_of(2)] if count == 2 else [mesh_of(2, 2), mesh_of(4)]
     check_lowered(meshes[0])

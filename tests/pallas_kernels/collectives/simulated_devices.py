@@ -1,6 +1,6 @@
-"""The all-reduce kernel on one GPU that stands for several devices: each has some of the thread blocks.
+"""The all-reduce kernel on one GPU that simulates several devices, each with a part of the thread blocks.
 
-They wait for each other, so all of them must run at once: on an H200 no more than 132.
+The blocks wait for each other, so all must be resident at once: at most 132 on an H200.
 """
 
 import re
@@ -16,7 +16,7 @@ from pallas_kernels.ptx.launch import WARPS, launch_ptx
 
 
 class Devices:
-    """So many of them, and their memory."""
+    """Simulated devices and their memory."""
 
     def __init__(self, count: int, max_rows: int, width: int) -> None:
         self.count, self.block_bytes = count, block_bytes_of(max_rows, width)
@@ -33,22 +33,29 @@ class Devices:
     def sums(
         self, parts: jax.Array, *stream_and_weight: jax.Array, norm: Norm | None, shots: int
     ) -> tuple[jax.Array, ...]:
-        """What each device makes of its part of [devices, rows, width]: [devices, rows, width] each."""
+        """Return each device's result for its part of [devices, rows, width]: [devices, rows, width]."""
         _, rows, width = parts.shape
-        of = Exchange(rows, width, self.count, self.block_bytes, shots)
+        exchange = Exchange(rows, width, self.count, self.block_bytes, shots)
         operands = [self.tables, parts, *stream_and_weight]
         results = [jax.ShapeDtypeStruct(parts.shape, parts.dtype)] * (1 if norm is None else 2)
         # Bytes from a device's to the next one's; the stream and the weight are the same for all.
         strides = [4 * self.tables.shape[1], parts[0].nbytes, *(0 for _ in stream_and_weight)]
         strides += [parts[0].nbytes for _ in results]
-        code = of_each_device(program(of, norm, parts.dtype == jnp.bfloat16), strides, of.blocks)
+        code = interleave_devices(
+            program(exchange, norm, parts.dtype == jnp.bfloat16), strides, exchange.blocks
+        )
         return launch_ptx(
-            code, operands, name="sums", out_type=results, words=2 * WARPS, grid=(of.blocks * self.count,)
+            code,
+            operands,
+            name="sums",
+            out_type=results,
+            words=2 * WARPS,
+            grid=(exchange.blocks * self.count,),
         )
 
 
-def of_each_device(code: str, strides: list[int], blocks: int) -> str:
-    """A program whose thread blocks are those of one device after the other."""
+def interleave_devices(code: str, strides: list[int], blocks: int) -> str:
+    """Return a program in which the thread blocks of the devices follow each other."""
     shared, block, thread = (f"${len(strides) + n}" for n in range(3))
     begin = [
         f".reg .b64 o<{len(strides)}>; .reg .b32 nth, my_block;",
@@ -62,4 +69,4 @@ def of_each_device(code: str, strides: list[int], blocks: int) -> str:
         block: "my_block",
         thread: thread,
     }
-    return "{ " + "\n".join(begin) + re.sub(r"\$\d+", lambda found: names[found[0]], code[1:])
+    return "{ " + "\n".join(begin) + re.sub(r"\$\d+", lambda match: names[match[0]], code[1:])

@@ -1,4 +1,4 @@
-"""all_reduce: the definition's sums on several devices, its memory and addresses, errors by name."""
+"""all_reduce: sums on several devices, its memory and addresses, and refusals by name."""
 
 import functools
 import os
@@ -32,16 +32,16 @@ from tests.pallas_kernels.collectives import all_reduce_aot_cases, simulated_dev
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-def run_on(where):
-    command = [sys.executable, "-m", "tests.pallas_kernels.collectives.run_on_devices", where]
+def run_on(target):
+    command = [sys.executable, "-m", "tests.pallas_kernels.collectives.run_on_devices", target]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
-    how = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 240}
-    done = subprocess.run(command, env=environment, **how)
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": 240}
+    done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
 
-def test_sums_are_the_definition_s_and_the_same_on_all_devices():
+def test_sums_equal_the_definition_and_are_equal_on_all_devices():
     out = run_on("cpu")
     assert "{'tp': 2, 'cp': 2}, 68 wide: right" in out
     assert "{'tp': 4, 'cp': 1}, 68 wide: right" in out
@@ -49,7 +49,7 @@ def test_sums_are_the_definition_s_and_the_same_on_all_devices():
 
 @pytest.mark.gpu
 @pytest.mark.gpus
-def test_gpus_that_write_into_each_other_s_memory_sum():
+def test_gpus_sum_over_peer_memory():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
     assert "4096 wide: right" in run_on("gpu")
@@ -59,24 +59,26 @@ def test_gpus_that_write_into_each_other_s_memory_sum():
 @pytest.mark.parametrize("norm", [None, Norm(1e-5), Norm(1e-6, True, True)], ids=["alone", "llama", "gemma"])
 @pytest.mark.parametrize("max_blocks", [5, 16])  # 15 rows are three a thread block, or one
 @pytest.mark.parametrize("count", [3, 8])
-def test_more_devices_than_there_are_gpus_sum(count, max_blocks, norm, monkeypatch):
-    """On one GPU, calls of one shot and of two by turns."""
+def test_simulated_devices_sum_on_one_gpu(count, max_blocks, norm, monkeypatch):
+    """Calls with one shot and with two alternate."""
     monkeypatch.setattr(exchange, "MAX_BLOCKS", max_blocks)
     devices, rng = simulated_devices.Devices(count, max_rows=15, width=4096), np.random.default_rng(count)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     for call in range(24):
         rows, width = (1, 6, 15)[call % 3], (4096, 1028)[call // 2 % 2]
         parts, residual, weight = draw(count, rows, width), draw(rows, width), draw(width)
-        others = () if norm is None else (residual, weight)
-        actual = devices.sums(parts, *others, norm=norm, shots=1 + call % 2)
+        norm_arguments = () if norm is None else (residual, weight)
+        actual = devices.sums(parts, *norm_arguments, norm=norm, shots=1 + call % 2)
         expected = [reference.all_reduce(np.asarray(parts))]
         if norm is not None:
-            arrays = map(np.asarray, (parts, *others))
+            arrays = map(np.asarray, (parts, *norm_arguments))
             expected = reference.all_reduce_rms_norm(*arrays, **norm._asdict())
-        for found, wanted in zip(map(np.asarray, actual), expected, strict=True):
-            bits = found.view(np.uint16)
+        for actual_array, expected_array in zip(map(np.asarray, actual), expected, strict=True):
+            bits = actual_array.view(np.uint16)
             np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape))
-            np.testing.assert_allclose(found[0].astype(np.float64), wanted, rtol=2**-6, atol=2**-6)
+            np.testing.assert_allclose(
+                actual_array[0].astype(np.float64), expected_array, rtol=2**-6, atol=2**-6
+            )
 
 
 def test_every_shape_compiles_without_spills():
@@ -89,7 +91,7 @@ def test_every_shape_compiles_without_spills():
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 129, 256, 300])
-def test_a_thread_block_s_rows_fit_its_memory(rows):
+def test_rows_of_a_thread_block_fit_its_memory(rows):
     of = Exchange(rows, 64, 2, block_bytes_of(300, 64))
     assert of.bytes_needed <= of.block_bytes
     per_block = [len(range(block, rows, of.blocks)) for block in range(of.blocks)]
@@ -101,7 +103,7 @@ def one_device(axes=("tp",)):
     return Mesh(np.array(jax.devices()[:1]).reshape([1] * len(axes)), axes)
 
 
-def test_a_table_has_the_addresses_of_the_memory():
+def test_table_has_the_addresses_of_the_memory():
     peers = make_peer_memory(one_device(("tp", "cp")), "tp", max_rows=3, width=8)
     number, _, *halves = np.asarray(peers.table).ravel()
     (address,) = np.array(halves, np.int32).view(np.uint64)
@@ -114,20 +116,20 @@ def called(x, function=all_reduce, peers=None, width=64, devices=1, **named):
     mesh = one_device()
     peers = make_peer_memory(mesh, "tp", max_rows=4, width=width) if peers is None else peers
     run = functools.partial(function, axis_name="tp", **named)
-    each = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), check_vma=False)
-    return each(x, peers)
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=(P(), P("tp")), out_specs=P(), check_vma=False)
+    return sharded(x, peers)
 
 
 def zeros(*shape, dtype=jnp.bfloat16):
     return jnp.zeros(shape, dtype)
 
 
-def test_no_rows_are_no_sum():
+def test_empty_input_returns_an_empty_result():
     assert called(zeros(0, 64)).shape == (0, 64)
     assert called(zeros(0, 32, dtype=jnp.float32), function=all_gather).shape == (1, 0, 32)
 
 
-class TestErrors:
+class TestRefusals:
     @pytest.mark.parametrize(
         ("named", "message"),
         [
@@ -137,12 +139,12 @@ class TestErrors:
             ({"width": 6}, "width must be a multiple of 4, got 6"),
         ],
     )
-    def test_a_memory_s_sizes(self, named, message, types_unchecked):
+    def test_invalid_memory_sizes_are_rejected(self, named, message, types_unchecked):
         named = {"axis_name": "tp", "max_rows": 1, "width": 8, **named}
         with pytest.raises(ValueError, match=message):
             make_peer_memory(one_device(), named.pop("axis_name"), **named)
 
-    def test_more_devices_than_sum_together(self):
+    def test_too_many_devices_are_rejected(self):
         mesh = Mesh(np.array(jax.devices()[:1] * 9), ("tp",))
         with pytest.raises(
             NotImplementedError, match=r"9 devices would sum together \(at most 8 are supported\)"
@@ -157,14 +159,14 @@ class TestErrors:
             ({"platform": "cuda", "compute_capability": "9.0"}, None),
         ],
     )
-    def test_devices_that_cannot(self, change, reason, types_unchecked):
+    def test_unsupported_devices_are_rejected(self, change, reason, types_unchecked):
         class Other:
             process_index, platform = 0, "cpu"
 
-        other = Other()
+        unsupported = Other()
         for name, value in change.items():
-            setattr(other, name, value)
-        found = support.why_not_peer_memory([jax.devices()[0], other], 2)
+            setattr(unsupported, name, value)
+        found = support.why_not_peer_memory([jax.devices()[0], unsupported], 2)
         assert found is None if reason is None else found.endswith(reason)
 
     @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ class TestErrors:
             (None, "there is no CUDA driver"),
         ],
     )
-    def test_gpus_that_do_not_reach_each_other(self, answer, reason, monkeypatch, types_unchecked):
+    def test_gpus_without_peer_access_are_rejected(self, answer, reason, monkeypatch, types_unchecked):
         class GPU:
             process_index, platform, compute_capability = 0, "cuda", "9.0"
 
@@ -190,8 +192,8 @@ class TestErrors:
             def cuDeviceGet(self, number, ordinal):
                 number._obj.value = ordinal.value
 
-            def cuDeviceCanAccessPeer(self, can, one, other):
-                can._obj.value = answer if one.value != other.value else 1
+            def cuDeviceCanAccessPeer(self, can, one, unsupported):
+                can._obj.value = answer if one.value != unsupported.value else 1
                 return 0
 
         monkeypatch.setattr(ctypes_of_driver, "CDLL", Driver)
@@ -206,7 +208,7 @@ class TestErrors:
             (zeros(129, 64), r"256 bytes per thread block \(peers has 128\)"),
         ],
     )
-    def test_what_has_no_kernel(self, x, message):
+    def test_unsupported_sums_are_rejected(self, x, message):
         with pytest.raises(NotImplementedError, match=message):
             called(x)
 
@@ -218,11 +220,11 @@ class TestErrors:
             (zeros(129, 32, dtype=jnp.float32), r"256 bytes per thread block \(peers has 128\)"),
         ],
     )
-    def test_what_is_not_gathered(self, x, message):
+    def test_unsupported_gathers_are_rejected(self, x, message):
         with pytest.raises(NotImplementedError, match=message):
             called(x, function=all_gather)
 
-    def test_peers_of_other_devices(self):
+    def test_peers_of_another_mesh_are_rejected(self):
         peers = PeerMemory(jnp.zeros((1, 6), jnp.int32), jnp.zeros((1, 1024), jnp.int32))
         with pytest.raises(ValueError, match=r"peers must be for .*'tp' \(1\), got 2 devices"):
             called(zeros(1, 64), peers=peers)
@@ -239,7 +241,7 @@ class TestErrors:
             ({"eps": "small"}, "eps must be a number, got 'small'"),
         ],
     )
-    def test_a_norm_that_does_not_fit(self, change, message, types_unchecked):
+    def test_inconsistent_norm_arguments_are_rejected(self, change, message, types_unchecked):
         named = {"residual": zeros(1, 64), "weight": zeros(64), "eps": 1e-6, **change}
 
         def normed(x, peers, *, axis_name):

@@ -1,4 +1,6 @@
-"""Processes of one host open each other's memory and sum, or none does; several hosts are refused."""
+"""Processes of one host open each other's memory and reduce together, or none does; several hosts are
+refused.
+"""
 
 import os
 
@@ -27,17 +29,17 @@ REFUSED = (
 )
 
 
-def run_two(where):
-    """What both print, as text: gloo's own lines may stand in the middle of others."""
+def run_two(target):
+    """Return the output of both processes as text, since gloo prints lines in between."""
     port = str(free_port())
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
     module = "tests.pallas_kernels.collectives.run_in_processes"
-    ends = run_processes([[module, port, str(rank), where] for rank in range(2)], environment)
+    ends = run_processes([[module, port, str(rank), target] for rank in range(2)], environment)
     assert [code for code, *_ in ends] == [0, 0], ends[0][2][-4000:] + ends[1][2][-4000:]
     return ["\n".join(lines) for _, lines, _ in ends]
 
 
-def test_two_processes_sum_and_agree_where_one_cannot():
+def test_two_processes_sum_or_agree_not_to():
     for text in run_two("cpu"):
         assert all(right in text for right in RIGHT["cpu"]), text
         refused = [line for line in text.splitlines() if line.startswith("make_peer_memory: ")]
@@ -47,12 +49,12 @@ def test_two_processes_sum_and_agree_where_one_cannot():
 
 @pytest.mark.gpu
 @pytest.mark.gpus
-@pytest.mark.parametrize("where", ["gpu", "gpus"])
-def test_two_processes_of_a_gpu_each_sum(where):
-    """Each sees its own GPU alone, or both."""
+@pytest.mark.parametrize("target", ["gpu", "gpus"])
+def test_two_gpu_processes_sum(target):
+    """Each process sees its own GPU, or both."""
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
-    for text in run_two(where):
+    for text in run_two(target):
         assert all(right in text for right in RIGHT["gpu"]), text
 
 
@@ -101,7 +103,7 @@ class TestDriver:
             assert set(cuda.open.values()) == {times}
         assert cuda.context == []  # as it was before
 
-    def test_of_other_memory_there_is_no_handle(self, cuda):
+    def test_other_memory_has_no_handle(self, cuda):
         array = jax.numpy.zeros(8)  # XLA's
         with pytest.raises(DriverError, match="cuIpcGetMemHandle failed with CUDA_ERROR_INVALID_VALUE"):
             Driver().handle(0, array.unsafe_buffer_pointer())
@@ -109,7 +111,7 @@ class TestDriver:
     def test_memory_shares_no_block_with_other_memory(self, cuda):
         assert cuda.allocated[Driver().allocate(0, (1 << 21) + 4)].nbytes == 2 << 21
 
-    def test_a_gpu_that_is_hidden_has_no_number(self, cuda):
+    def test_hidden_gpu_has_no_number(self, cuda):
         assert sorted(Driver().indices().values()) == [0, 1]
         cuda.hides_others = True
         assert Driver().indices() == {Driver().uuid(0): 0}
@@ -118,19 +120,19 @@ class TestDriver:
         "failing",
         ["cuMemsetD32_v2", "cuCtxSynchronize", "cuIpcGetMemHandle", "cuCtxPushCurrent_v2", "cuMemFree_v2"],
     )
-    def test_a_call_that_fails_is_named(self, cuda, failing):
+    def test_failed_call_is_reported_by_name(self, cuda, failing):
         address = Driver().allocate(0, 24)
         cuda.failing = failing
         with pytest.raises(DriverError, match=f"{failing} failed with CUDA_ERROR_NOT_PERMITTED"):
             use_memory(Driver(), address)
 
-    def test_a_status_without_a_name_is_a_number(self, cuda, monkeypatch):
+    def test_status_without_a_name_is_reported_as_a_number(self, cuda, monkeypatch):
         monkeypatch.delitem(ERRORS, NOT_PERMITTED)
         cuda.failing = "cuIpcOpenMemHandle_v2"
         with pytest.raises(DriverError, match="cuIpcOpenMemHandle_v2 failed with 800"):
             Driver().open(0, "00" * 64)
 
-    def test_there_must_be_one(self, monkeypatch):
+    def test_missing_driver_is_reported(self, monkeypatch):
         def none(name):
             raise OSError(name)
 

@@ -21,7 +21,7 @@ SHAPES = {
 
 def aot_cases():
     """Return (function, abstract arguments) by the name of the case."""
-    found = {}
+    cases = {}
     for name, (groups, inputs, outputs, outputs_first) in SHAPES.items():
         for dtype in (jnp.bfloat16, jnp.float16):
             tiles = 640 if dtype == jnp.bfloat16 else 3
@@ -32,5 +32,5 @@ def aot_cases():
                 jax.ShapeDtypeStruct((tiles,), jnp.int32),
             )
             run = functools.partial(grouped_matmul, outputs_first=outputs_first)
-            found[f"{name}-{jnp.dtype(dtype).name}"] = (run, arguments)
-    return found
+            cases[f"{name}-{jnp.dtype(dtype).name}"] = (run, arguments)
+    return cases

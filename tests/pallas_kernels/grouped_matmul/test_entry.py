@@ -34,8 +34,8 @@ class Problem:
     def check(self, out):
         assert out.dtype == self.x.dtype
         live = np.repeat(np.asarray(GROUPS) >= 0, TILE_ROWS)
-        how = {"outputs_first": self.outputs_first}
-        expected = np.asarray(grouped_matmul_reference(self.x, self.weights, self.groups, **how))[live]
+        options = {"outputs_first": self.outputs_first}
+        expected = np.asarray(grouped_matmul_reference(self.x, self.weights, self.groups, **options))[live]
         actual = np.asarray(out.astype(jnp.float32))[live]
         np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
         assert np.nanmax(np.abs(actual - expected)) <= 2**-8 * np.nanmax(np.abs(expected))
@@ -44,8 +44,8 @@ class Problem:
 @pytest.mark.parametrize("outputs_first", [False, True])
 def test_reference_matches_float64(outputs_first):
     problem = Problem(64, 128, outputs_first=outputs_first)
-    how = {"outputs_first": outputs_first}
-    actual = np.asarray(grouped_matmul_reference(problem.x, problem.weights, problem.groups, **how))
+    options = {"outputs_first": outputs_first}
+    actual = np.asarray(grouped_matmul_reference(problem.x, problem.weights, problem.groups, **options))
     for tile, group in enumerate(GROUPS):
         rows = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
         matrix = np.asarray(problem.weights[max(group, 0)], np.float64)

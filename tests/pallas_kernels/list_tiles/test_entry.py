@@ -77,12 +77,17 @@ def test_too_many_tiles_are_refused():
 
 def aot_cases():
     """Return (function, abstract arguments) by the name of the case."""
-    of = lambda lists, tiles, query_blocks: jax.eval_shape(lambda: codes(*drawn(lists, tiles, query_blocks)))
-    return {str(shape): (list_tiles, (of(*shape),)) for shape in (*SHAPES, (4, 16384, 1), (8224, 256, 2))}
+    abstract_lists = lambda lists, tiles, query_blocks: jax.eval_shape(
+        lambda: codes(*drawn(lists, tiles, query_blocks))
+    )
+    return {
+        str(shape): (list_tiles, (abstract_lists(*shape),))
+        for shape in (*SHAPES, (4, 16384, 1), (8224, 256, 2))
+    }
 
 
 def test_shipped_kernels_compile_without_spills():
     aot.require_plugin()
     reports = aot.compile_all("tests.pallas_kernels.list_tiles.test_entry", list(aot_cases()))
     for name, kernels in reports.items():
-        assert [each.spilled_bytes for each in kernels] == [0], name
+        assert [kernel.spilled_bytes for kernel in kernels] == [0], name

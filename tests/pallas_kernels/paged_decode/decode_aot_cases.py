@@ -85,20 +85,20 @@ def case(heads, head_dim, block_size, layout, dtype, stored=PLAIN, *, has_sinks=
 
 def aot_cases():
     """Return (function, abstract arguments) by the name of the case."""
-    found = {}
+    cases = {}
     grid = itertools.product(HEADS, HEAD_DIMS, FEATURES)
-    for nth, (heads, head_dim, feature) in enumerate(grid):
-        block_size = BLOCK_SIZES[nth % 6]
-        layout, dtype = ("NHD", "HND")[nth // 3 % 2], ("bfloat16", "float16")[nth // 2 % 2]
+    for i, (heads, head_dim, feature) in enumerate(grid):
+        block_size = BLOCK_SIZES[i % 6]
+        layout, dtype = ("NHD", "HND")[i // 3 % 2], ("bfloat16", "float16")[i // 2 % 2]
         name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}"
-        found[name] = case(HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), **FEATURES[feature])
-    for nth, (heads, head_dim) in enumerate(itertools.product(HEADS, EIGHT_BIT_HEAD_DIMS)):
-        for stored in (list(STORED)[nth % 7], list(STORED)[(nth + 3) % 7]):
-            nth += len(found)
-            feature, block_size = list(FEATURES)[nth % 6], BLOCK_SIZES[nth % 5]
-            layout, dtype = ("NHD", "HND")[nth % 2], ("bfloat16", "float16")[nth // 2 % 2]
+        cases[name] = case(HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), **FEATURES[feature])
+    for i, (heads, head_dim) in enumerate(itertools.product(HEADS, EIGHT_BIT_HEAD_DIMS)):
+        for stored in (list(STORED)[i % 7], list(STORED)[(i + 3) % 7]):
+            i += len(cases)
+            feature, block_size = list(FEATURES)[i % 6], BLOCK_SIZES[i % 5]
+            layout, dtype = ("NHD", "HND")[i % 2], ("bfloat16", "float16")[i // 2 % 2]
             name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}"
-            found[name] = case(
+            cases[name] = case(
                 HEADS[heads],
                 head_dim,
                 block_size,
@@ -107,15 +107,15 @@ def aot_cases():
                 STORED[stored],
                 **FEATURES[feature],
             )
-    for nth, (heads, size) in enumerate(itertools.product(HEADS, (16, 32, 64, 128, 256))):
-        feature, block_size, head_dim = list(FEATURES)[nth % 6], BLOCK_SIZES[nth % 5], (64, 128, 256)[nth % 3]
-        layout, dtype = ("NHD", "HND")[nth % 2], ("bfloat16", "float16")[nth // 2 % 2]
-        stored, kind = (("plain", PLAIN), *STORED.items())[nth % 8]
+    for i, (heads, size) in enumerate(itertools.product(HEADS, (16, 32, 64, 128, 256))):
+        feature, block_size, head_dim = list(FEATURES)[i % 6], BLOCK_SIZES[i % 5], (64, 128, 256)[i % 3]
+        layout, dtype = ("NHD", "HND")[i % 2], ("bfloat16", "float16")[i // 2 % 2]
+        stored, kind = (("plain", PLAIN), *STORED.items())[i % 8]
         q_heads, kv_heads, _ = HEADS[heads]
-        by_head = q_heads <= MAX_QUERY_BLOCKS * kv_heads and nth % 2 == 0
+        by_head = q_heads <= MAX_QUERY_BLOCKS * kv_heads and i % 2 == 0
         name = f"{heads}-d{head_dim}-{feature}-block{block_size}-{layout}-{dtype}-{stored}-listed{size}"
-        found[name + "-by-head" * by_head] = case(
+        cases[name + "-by-head" * by_head] = case(
             HEADS[heads], head_dim, block_size, layout, jnp.dtype(dtype), kind,
             list_block_size=size, lists_have_head_bits=by_head, **FEATURES[feature],
         )  # fmt: skip
-    return found
+    return cases

@@ -19,7 +19,7 @@ from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
 from tests import aot, assertions
-from tests.contract import Problem, case_id, every_other
+from tests.contract import Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
 from tests.pallas_kernels.paged_decode.decode_aot_cases import aot_cases
 from tests.regions import attend_region
@@ -100,7 +100,7 @@ def attend(problem: Problem, interpret=None, sizes=None):
 
 
 class TestContract:
-    @pytest.mark.parametrize("case", every_other(cases(FAST)[::2]), ids=case_id)
+    @pytest.mark.parametrize("case", mark_every_second_slow(cases(FAST)[::2]), ids=case_id)
     def test_decode_matches_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
@@ -334,10 +334,10 @@ class TestSchedule:
         actual = self.schedule(lens, DecodeSizes(tile_kv=64, ctas=6))
         np.testing.assert_array_equal(actual.unit_ends, np.cumsum(np.maximum(-(-lens // 64), 1)))
 
-    @pytest.mark.parametrize("way", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
+    @pytest.mark.parametrize("implementation_name", ["xla", pytest.param("kernel", marks=pytest.mark.gpu)])
     @pytest.mark.parametrize("reqs", [3, 33, 300])
-    def test_unit_ends_of_lists_are_the_cumulative_units(self, reqs, way):
-        assert jax.default_backend() == ("gpu" if way == "kernel" else "cpu")
+    def test_unit_ends_of_lists_are_the_cumulative_units(self, reqs, implementation_name):
+        assert jax.default_backend() == ("gpu" if implementation_name == "kernel" else "cpu")
         counts = np.random.default_rng(reqs).integers(0, 100, (reqs, 8)).astype(np.int32)
         lists = BlockList(jnp.zeros((reqs, 8, 100), jnp.int32), jnp.asarray(counts))
         static = {"sizes": DecodeSizes(tile_kv=64), "kv_heads": 8, "group": 4, "decode_query_len": 1}
@@ -353,18 +353,18 @@ class TestSchedule:
 
         def body(ends_g, values_g, found_g):
             number = jax.lax.axis_index("span")
-            found = find_span_start(ends_g, values_g, number, num_spans=num_spans, is_interpreted=False)
-            for i, x in enumerate(found):
+            actual = find_span_start(ends_g, values_g, number, num_spans=num_spans, is_interpreted=False)
+            for i, x in enumerate(actual):
                 found_g[number, i] = x
 
         shape = jax.ShapeDtypeStruct((num_spans + 1, len(SpanStart._fields)), jnp.int32)
         find = plgpu.kernel(body, out_type=shape, grid=(num_spans + 1,), grid_names=("span",))
-        found = SpanStart(*find(ends, values).T)
+        actual = SpanStart(*find(ends, values).T)
         for number in range(num_spans + 1):
             expected = search_k_ary(ends, values, jnp.int32(number), num_spans=num_spans)
-            assert int(found.row[number]) == int(expected.row)
+            assert int(actual.row[number]) == int(expected.row)
             if expected.row < reqs:
-                assert [int(x[number]) for x in found] == [int(x) for x in expected]
+                assert [int(x[number]) for x in actual] == [int(x) for x in expected]
 
     def test_schedule_has_at_most_one_span_per_unit(self):
         assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2

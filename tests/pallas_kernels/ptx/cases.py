@@ -1,4 +1,4 @@
-"""Each piece of per-lane code in a kernel of its own, and its fallback on the same arrays."""
+"""Each device function of the PTX code in a kernel of its own, and its fallback on the same arrays."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ f32 = jnp.float32
 
 
 class Case(NamedTuple):
-    """Code and fallback of the same arrays; both give a tuple of arrays."""
+    """A kernel and its fallback on the same arrays; both return a tuple of arrays."""
 
     arrays: tuple[Any, ...]
     on_gpu: Callable[..., tuple[Any, ...]]
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 def kernel(
     body: Any, *outs: Any, scratch: tuple[Any, ...] = (), grid: int = 1
 ) -> Callable[..., tuple[Any, ...]]:
-    """One warpgroup a thread block, of which `body` gets inputs, outputs and scratch."""
+    """Return a kernel with one warpgroup per thread block; `body` gets input, output and scratch refs."""
     out_type = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outs)
     return plgpu.kernel(body, out_type=out_type, scratch_types=scratch, grid=(grid,), grid_names=("nth",))
 
@@ -48,7 +48,7 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def stored(x: np.ndarray, dtype: Any) -> jax.Array:
-    """Numbers as a cache has them."""
+    """Return random values in a cache dtype."""
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.asarray(np.clip(np.round(x * 40), -128, 127), jnp.int8)
     return jnp.asarray(x, f32).astype(dtype)
@@ -60,7 +60,9 @@ def tile_of(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> WarpTil
 
 
 def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
-    """Scores in the end: an operand in registers is nobody else's to read."""
+    """Return the case of scores from shared memory; the result is converted, since only MMA reads its
+    register layout.
+    """
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
     cut = tile.head_chunks
     q = jnp.asarray(drawn(cut.num_chunks, tile_q, cut.width) * 30, dtype)
@@ -88,20 +90,20 @@ def scores(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any) -> Case:
 
 
 def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int) -> Case:
-    """Results in shared memory in the end: which column an accumulator has is theirs alone to know."""
+    """Return the case of values in shared memory, in place of accumulators whose column layout is private."""
     tile = tile_of(tile_q, head_dim, dtype, cache_dtype)
     cut, dim = tile.head_chunks, tile.head_chunks.padded_dim
     v = stored(drawn(cut.num_chunks, 64, cut.width), cache_dtype)
     p = jnp.asarray(np.abs(drawn(64, tile_q, seed=1)))
-    top = jnp.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
+    row_max = jnp.asarray(np.repeat(drawn(WARPS, tile_q, seed=2), 16, axis=0))
     firsts = np.arange(64 // piece, dtype=np.int32) * (piece + 100)
     ends = jnp.asarray([5, firsts[-1] + piece - 3, *firsts], jnp.int32)
     out = WARPS, dim + 2, tile_q
 
-    def results(code: str, v_s: Any, p: Any, top: Any, merge_s: Any, ends: list[Any], accs: Any) -> None:
+    def results(code: str, v_s: Any, p: Any, row_max: Any, merge_s: Any, ends: list[Any], accs: Any) -> None:
         for _ in range(2):  # what was there counts, too
             accs = getattr(pv_mma, code)(v_s, p, accs, *ends[:2], ends[2:], run_length=piece, tile=tile)
-        getattr(store_warp_outputs, code)(merge_s, accs, top, p, tile=tile)
+        getattr(store_warp_outputs, code)(merge_s, accs, row_max, p, tile=tile)
 
     def body(v_g, p_g, top_g, ends_g, out_g, v_s, merge_s, loaded):
         plgpu.copy_gmem_to_smem(v_g, v_s, loaded)
@@ -113,15 +115,15 @@ def values(tile_q: int, head_dim: int, dtype: Any, cache_dtype: Any, piece: int)
         plgpu.copy_smem_to_gmem(merge_s, out_g)
         plgpu.wait_smem_to_gmem(0)
 
-    def fallback(v, p, top, ends_here):
+    def fallback(v, p, row_max, ends_here):
         merge_s = jax.new_ref(jnp.full(out, jnp.nan, f32))
         accs = [jnp.zeros(tile.shape, f32)] * tile.num_accs
-        results("fallback", jax.new_ref(v), p, top, merge_s, list(ends_here), accs)
+        results("fallback", jax.new_ref(v), p, row_max, merge_s, list(ends_here), accs)
         return (merge_s[...],)
 
     scratch = swizzled_smem(v.shape, v.dtype, width=cut.width), plgpu.SMEM(out, f32), plgpu.Barrier()
     run = kernel(body, (out, f32), scratch=scratch)
-    return Case((v, p, top, ends), run, fallback, (pv_mma, store_warp_outputs), 1e-4)
+    return Case((v, p, row_max, ends), run, fallback, (pv_mma, store_warp_outputs), 1e-4)
 
 
 def largest() -> Case:
@@ -134,20 +136,20 @@ def largest() -> Case:
     return Case((jnp.asarray(drawn(64, 24)),), kernel(body, ((64, 24), f32)), fallback, (warp_row_max,))
 
 
-def votes_of(y: np.ndarray, top: np.ndarray) -> Case:
-    """Warps answer for themselves, rows of 16: the fallback says what one of them does."""
+def votes_of(y: np.ndarray, row_max: np.ndarray) -> Case:
+    """Return the case of warps that vote for their own 16 rows; the fallback computes one vote per warp."""
 
     def body(y_g, top_g, due_g):
         spread = lambda x: plgpu.layout_cast(lax.broadcast_in_dim(x.astype(jnp.int32), (64,), []), ROW)
         due = warp_votes.needs_rescale.on_gpu(load(y_g), load(top_g, ROW))
         store_unoptimized(due_g, spread(due))
 
-    def fallback(y, top):
-        return (warp_votes.needs_rescale.fallback(y, top),)
+    def fallback(y, row_max):
+        return (warp_votes.needs_rescale.fallback(y, row_max),)
 
     ran = kernel(body, ((64,), jnp.int32))
     of_any = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
-    return Case((jnp.asarray(y), jnp.asarray(top)), of_any, fallback, (warp_votes.needs_rescale,))
+    return Case((jnp.asarray(y), jnp.asarray(row_max)), of_any, fallback, (warp_votes.needs_rescale,))
 
 
 def masked_scores() -> Case:
@@ -199,24 +201,24 @@ def heads_out(kv_heads: int) -> Case:
     return Case((jnp.asarray(drawn(64)),), kernel(body, (shape, f32)), fallback, (stores.store_heads,))
 
 
-def tokens_out(token: int, begin: int, end: int, each: int) -> Case:
-    """Of heads that share a tile; rows stand among others that must stay as they are."""
-    shape = 1 + 64 // each, 128
-    at = 1, token, begin, end
+def tokens_out(token: int, begin: int, end: int, tokens_per_head: int) -> Case:
+    """Return the case of heads that share a tile; other rows must stay unchanged."""
+    shape = 1 + 64 // tokens_per_head, 128
+    bounds = 1, token, begin, end
 
     def body(x_g, before_g, at_g, out_g):
         for head in range(shape[0]):
             out_g[head] = before_g[head]
         stores.store_tokens.on_gpu(
-            out_g, load(x_g, ROW), *(at_g[nth] for nth in range(4)), tokens_per_head=each
+            out_g, load(x_g, ROW), *(at_g[i] for i in range(4)), tokens_per_head=tokens_per_head
         )
 
-    def fallback(x, before, at):
+    def fallback(x, before, bounds):
         out = jax.new_ref(before)
-        stores.store_tokens.fallback(out, x, *at, tokens_per_head=each)
+        stores.store_tokens.fallback(out, x, *bounds, tokens_per_head=tokens_per_head)
         return (out[...],)
 
-    arrays = jnp.asarray(drawn(64)), jnp.asarray(drawn(*shape)), jnp.asarray(at, jnp.int32)
+    arrays = jnp.asarray(drawn(64)), jnp.asarray(drawn(*shape)), jnp.asarray(bounds, jnp.int32)
     return Case(arrays, kernel(body, (shape, f32)), fallback, (stores.store_tokens,))
 
 
@@ -241,24 +243,24 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
     return Case((x,), run, fallback, (split_signs.split_signs,))
 
 
-def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
-    """Loads of three partial results, and the sums of those there are, stored."""
+def combined(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
+    """Return the case of loading three split outputs and storing the sum of the valid ones."""
     cut, at_once = head_chunks(head_dim), 3
-    share = split_outputs.CombineTile(
+    combine_tile = split_outputs.CombineTile(
         tile_q=tile_q, rows=rows, head_chunks=cut, columns=columns, head_tiles=2, splits_per_load=at_once
     )
     strips = cut.padded_dim // columns
     o = jnp.asarray(drawn(4, 2, cut.padded_dim, tile_q))
-    top, total = (jnp.asarray(drawn(4, 2, tile_q, seed=seed)) for seed in (1, 2))
+    row_max, row_sum = (jnp.asarray(drawn(4, 2, tile_q, seed=seed)) for seed in (1, 2))
     lefts = jnp.asarray([left], jnp.int32)
     out = (rows, cut.num_chunks, cut.chunk_dim) if cut.is_padded else (rows, head_dim)
-    found = strips, at_once + at_once + 1, THREADS
+    expected = strips, at_once + at_once + 1, THREADS
 
     def one(code: str, refs: Any, left: Any, strip: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
-        get = lambda piece: functools.partial(getattr(getattr(split_outputs, piece), code), tile=share)
-        tops, totals, accs = get("load_split_outputs")(refs, 1, left, 1, strip)
+        get = lambda piece: functools.partial(getattr(getattr(split_outputs, piece), code), tile=combine_tile)
+        row_maxes, row_sums, accs = get("load_split_outputs")(refs, 1, left, 1, strip)
         query = get("load_per_query")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
-        for i, x in enumerate([*tops, *totals, query]):
+        for i, x in enumerate([*row_maxes, *row_sums, query]):
             write(strip, i, x)
         sums = [functools.reduce(jnp.add, of_column) for of_column in zip(*accs, strict=True)]
         get("store_combined")(out_ref, lse_ref, sums, query, strip)
@@ -270,10 +272,10 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
         strip = lax.axis_index("nth")
         one("on_gpu", (o_g, top_g, total_g), left_g[0], strip, write, out_g, lse_g)
 
-    def fallback(o, top, total, left):
-        refs = tuple(map(jax.new_ref, (o, top, total)))
+    def fallback(o, row_max, row_sum, left):
+        refs = tuple(map(jax.new_ref, (o, row_max, row_sum)))
         found_ref, out_ref, lse_ref = (
-            jax.new_ref(jnp.zeros(*x)) for x in ((found, f32), (out, jnp.bfloat16), ((tile_q,), f32))
+            jax.new_ref(jnp.zeros(*x)) for x in ((expected, f32), (out, jnp.bfloat16), ((tile_q,), f32))
         )
 
         def write(strip: Any, i: int, x: Any) -> None:
@@ -283,13 +285,13 @@ def merged(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Ca
             one("fallback", refs, left[0], strip, write, out_ref, lse_ref)
         return found_ref[...], out_ref[...], lse_ref[...]
 
-    outs = (found, f32), (out, jnp.bfloat16), ((tile_q,), f32)
+    outs = (expected, f32), (out, jnp.bfloat16), ((tile_q,), f32)
     codes = split_outputs.load_split_outputs, split_outputs.load_per_query, split_outputs.store_combined
-    return Case((o, top, total, lefts), kernel(body, *outs, grid=strips), fallback, codes)
+    return Case((o, row_max, row_sum, lefts), kernel(body, *outs, grid=strips), fallback, codes)
 
 
 def start_of_spans(reqs: int) -> Case:
-    """Of a span past the last row only the first fields mean something."""
+    """Return the case of span starts; past the last row only the first fields are defined."""
     ends = jnp.asarray(np.random.default_rng(reqs).integers(1, 20, reqs).cumsum(), jnp.int32)
     values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
     num = len(span_search.SpanStart._fields)
@@ -352,8 +354,8 @@ def all_cases() -> dict[str, Case]:
         "tokens-none": tokens_out(60, 7, 3, 32),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
-        "merged-8": merged(8, 4, 128, 64, left=2),
-        "merged-24": merged(24, 24, 80, 64, left=3),
+        "merged-8": combined(8, 4, 128, 64, left=2),
+        "merged-24": combined(24, 24, 80, 64, left=3),
         "spans-1": start_of_spans(1),
         "spans-33": start_of_spans(33),
         "spans-512": start_of_spans(512),

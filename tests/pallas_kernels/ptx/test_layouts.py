@@ -56,7 +56,7 @@ def element_indices(layout, shape):
 
 
 def test_a_lane_of_a_tile_holds_two_adjacent_columns_of_two_rows_in_each_8_columns():
-    found = element_indices(layouts.TILE_LAYOUT, (128, 16))
+    indices = element_indices(layouts.TILE_LAYOUT, (128, 16))
     expected = [
         [
             [
@@ -67,18 +67,18 @@ def test_a_lane_of_a_tile_holds_two_adjacent_columns_of_two_rows_in_each_8_colum
         ]
         for warp in range(4)
     ]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(indices, expected)
 
 
 def test_a_lane_of_row_values_holds_the_rows_of_its_part_of_a_tile():
-    found = element_indices(layouts.ROW_LAYOUT, (64,))
-    assert found.shape == (4, 8, 2, 1)  # the four lanes of a row hold the same value
+    indices = element_indices(layouts.ROW_LAYOUT, (64,))
+    assert indices.shape == (4, 8, 2, 1)  # the four lanes of a row hold the same value
     expected = [[[16 * warp + g, 16 * warp + g + 8] for g in range(8)] for warp in range(4)]
-    np.testing.assert_array_equal(found[..., 0], expected)
+    np.testing.assert_array_equal(indices[..., 0], expected)
 
 
 def test_a_lane_of_a_b_operand_holds_adjacent_rows_of_one_column():
-    (found,) = element_indices(layouts.MMA_RHS_LAYOUT, (32, 16))
+    (indices,) = element_indices(layouts.MMA_RHS_LAYOUT, (32, 16))
     expected = [
         [
             [(16 * k + 8 * half + lane % 4 * 2 + i) * 16 + 8 * n + lane // 4 for i in (0, 1)]
@@ -86,7 +86,7 @@ def test_a_lane_of_a_b_operand_holds_adjacent_rows_of_one_column():
         ]
         for lane in range(32)
     ]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(indices, expected)
 
 
 def test_an_unexpected_register_layout_is_an_error():
@@ -106,7 +106,7 @@ def test_an_unexpected_register_layout_is_an_error():
 
 @pytest.fixture
 def memory():
-    """A function that returns a memory reference's type, from MLIR's notation."""
+    """Return the type of a memory ref from MLIR's notation."""
     with ir.Context() as context, ir.Location.unknown():
         context.allow_unregistered_dialects = True
         yield lambda text: ir.MemRefType(ir.Type.parse(f"memref<{text}>"))

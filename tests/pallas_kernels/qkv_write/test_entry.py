@@ -25,8 +25,8 @@ def problem(layout="NHD", tokens=9, heads=2, group=3, dim=64, dtype=jnp.bfloat16
     qkv = 3 * jax.random.normal(next(keys), (tokens, heads, group + 2, dim), dtype)
     caches = [jax.random.normal(next(keys), shape, dtype) for _ in range(2)]
     angles = 100 * jax.random.normal(next(keys), (tokens, dim // 2))
-    others = np.random.default_rng(0).permutation(64)  # no slot twice: which token stays would be chance
-    slots = jnp.asarray(SLOTS[:tokens] if tokens <= len(SLOTS) else others[:tokens], jnp.int32)
+    other_slots = np.random.default_rng(0).permutation(64)  # no slot twice: which token stays would be chance
+    slots = jnp.asarray(SLOTS[:tokens] if tokens <= len(SLOTS) else other_slots[:tokens], jnp.int32)
     named = {}
     if "n" in parts:
         weight = lambda: 1 + 0.1 * jax.random.normal(next(keys), (dim,), dtype)
@@ -39,23 +39,25 @@ def problem(layout="NHD", tokens=9, heads=2, group=3, dim=64, dtype=jnp.bfloat16
 def check(layout, interpret=None, is_offset=False, **options):
     (qkv, k_cache, v_cache, slots), named = problem(layout, **options)
     how = {"eps": 1e-5, "is_offset": is_offset}
-    want = reference.qkv_write(qkv, **named, **how)
+    expected_outputs = reference.qkv_write(qkv, **named, **how)
     expected = [np.asarray(cache, np.float64) for cache in (k_cache, v_cache)]
     for token, slot in enumerate(np.asarray(slots)):
         if slot >= 0:
-            place = divmod(slot, 8) if layout == "NHD" else (slot // 8, slice(None), slot % 8)
-            for cache, new in zip(expected, want[1:], strict=True):
-                cache[place] = new[token]
+            index = divmod(slot, 8) if layout == "NHD" else (slot // 8, slice(None), slot % 8)
+            for cache, new in zip(expected, expected_outputs[1:], strict=True):
+                cache[index] = new[token]
     write = jax.jit(
         functools.partial(qkv_write, layout=layout, interpret=interpret, **how), donate_argnums=(1, 2)
     )
     query, k, v = write(qkv, k_cache, v_cache, slots, **named)
-    assert query.shape == want[0].shape
+    assert query.shape == expected_outputs[0].shape
     unit = float(jnp.finfo(qkv.dtype).eps)
-    for actual, wanted in ((query, want[0]), (k, expected[0])):
+    for actual, expected_array in ((query, expected_outputs[0]), (k, expected[0])):
         assert actual.dtype == qkv.dtype
         # The normalised head, its product with the weight and the rotated pair are each rounded once.
-        np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, rtol=2 * unit, atol=12 * unit)
+        np.testing.assert_allclose(
+            np.asarray(actual, np.float64), expected_array, rtol=2 * unit, atol=12 * unit
+        )
     np.testing.assert_array_equal(np.asarray(v, np.float64), expected[1])
 
 
@@ -83,11 +85,11 @@ def test_tokens_without_a_slot_are_not_written():
     (qkv, *caches, slots), named = problem()
     poisoned = jnp.where((slots < 0)[:, None, None, None], jnp.nan, qkv)
     write = functools.partial(qkv_write, **named, interpret=plgpu.InterpretGPUParams())
-    actual, expected = (write(one, *caches, slots) for one in (poisoned, qkv))
+    actual, expected = (write(actual_cache, *caches, slots) for actual_cache in (poisoned, qkv))
     is_kept = np.asarray(slots) >= 0
     np.testing.assert_array_equal(actual[0][is_kept], expected[0][is_kept])
-    for one, other in zip(actual[1:], expected[1:], strict=True):
-        np.testing.assert_array_equal(one, other)
+    for actual_cache, expected_cache in zip(actual[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(actual_cache, expected_cache)
 
 
 def test_empty_batch_leaves_the_caches_unchanged():
@@ -141,8 +143,8 @@ class TestErrors:
     def test_lanes_hold_a_power_of_2_elements_of_every_supported_half_head(self):
         # LLVM places vectors of other lengths further apart than their elements are: every lane but the first
         # read, and wrote, its neighbour's.
-        how = {"dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "layout": "NHD"}
-        served = [dim for dim in HEAD_DIMS if why_not_qkv_write(head_dim=dim, **how) is None]
+        options = {"dtype": jnp.bfloat16, "k_dtype": jnp.bfloat16, "v_dtype": jnp.bfloat16, "layout": "NHD"}
+        served = [dim for dim in HEAD_DIMS if why_not_qkv_write(head_dim=dim, **options) is None]
         for heads, dim in itertools.product((1, 2, 3, 4, 5, 8), served):
             (vector,) = row_layout(heads, dim // 2).args[0].tiles[-1]
             assert vector in (1, 2, 4), (heads, dim)
@@ -165,8 +167,8 @@ def aot_cases():
 
 
 def _write(qkv, k_cache, v_cache, slots, cos, sin, q_weight, k_weight, *, layout):
-    how = {"cos": cos, "sin": sin, "q_norm": q_weight, "k_norm": k_weight, "layout": layout}
-    return qkv_write(qkv, k_cache, v_cache, slots, **how)
+    options = {"cos": cos, "sin": sin, "q_norm": q_weight, "k_norm": k_weight, "layout": layout}
+    return qkv_write(qkv, k_cache, v_cache, slots, **options)
 
 
 @pytest.mark.kernels
@@ -192,6 +194,6 @@ class TestOnGPU:
         [(8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (1, 8, 80)],
     )
     def test_qkv_write_supports_the_heads_of_models(self, is_offset, dtype, heads, group, dim):
-        how = {"heads": heads, "group": group, "dim": dim, "dtype": dtype, "is_offset": is_offset}
+        options = {"heads": heads, "group": group, "dim": dim, "dtype": dtype, "is_offset": is_offset}
         for tokens in (1, 60):
-            check("NHD", tokens=tokens, **how)
+            check("NHD", tokens=tokens, **options)

@@ -44,10 +44,10 @@ class TestBlockIds:
     @hypothesis.given(st.integers(0, SIZE * WIDTH - 1), st.integers(1, SIZE * WIDTH), ANYTHING)
     def test_columns_outside_are_clamped_to_the_nearest_visible_block(self, is_checked, low, high, column):
         low, high = min(low, high - 1), max(low + 1, high)
-        found = ids(column, first_key=scalar(low), end_key=scalar(high), is_checked=is_checked)
+        actual = ids(column, first_key=scalar(low), end_key=scalar(high), is_checked=is_checked)
         seen = range(low // SIZE, (high - 1) // SIZE + 1)
         expected = [min(max(column + j, seen[0]), seen[-1]) for j in range(4)]
-        assert found == [100 + i for i in expected]
+        assert actual == [100 + i for i in expected]
 
     @hypothesis.given(ANYTHING, ANYTHING, ANYTHING)
     def test_any_range_stays_inside_the_row(self, low, high, column):
@@ -80,9 +80,9 @@ def fetch_tile(cache, table, first_key, tiling):
         seen = BlockTableRef(table_g, tiling.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
         key = jax.lax.axis_index("cta") + first_key
         for j, block in enumerate(seen.ids(tiling.table_column(key), tiling.num_copies)):
-            at = tiling.gmem_index(block, tiling.tma_copy_index(key), jnp.int32(1))
+            index = tiling.gmem_index(block, tiling.tma_copy_index(key), jnp.int32(1))
             for chunk in range(head.num_chunks):
-                source = cache_g.at[(*at, *head.gmem_index(chunk, key * 0))]
+                source = cache_g.at[(*index, *head.gmem_index(chunk, key * 0))]
                 plgpu.copy_gmem_to_smem(
                     source,
                     tile_s.at[chunk, pl.ds(j * tiling.tokens_per_copy, tiling.tokens_per_copy)],
@@ -122,11 +122,11 @@ class TestCopies:
         cache = keys.swapaxes(1, 2) if is_hnd else keys
         actual = fetch_tile(jnp.asarray(cache), jnp.asarray(table), 64, tiling)
         of_request = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
-        here = of_request[64 : 64 + tile_kv]
+        expected = of_request[64 : 64 + tile_kv]
         final_block = of_request[100 // block_size * block_size :][:block_size]
         if block_size == 16:  # a block of 16 keys behind the 100th is not seen: the last that is stands in
-            here = np.concatenate([of_request[64:112], final_block])
-        np.testing.assert_array_equal(actual, here)
+            expected = np.concatenate([of_request[64:112], final_block])
+        np.testing.assert_array_equal(actual, expected)
 
     @pytest.mark.parametrize("is_hnd", [False, True])
     def test_cache_dims_have_one_order_for_both_layouts(self, is_hnd):
@@ -141,7 +141,7 @@ class TestCopies:
 
 class TestMaskedOutTokens:
     def cleared(self, values, low, high):
-        """Keys of the upper half of a tile are numbered from 100 on; the lower half is not looked at."""
+        """Return keys of a tile whose lower half is not checked and whose upper half is numbered from 100."""
 
         def body(value_g, ends_g, out_g, tile_s, loaded):
             plgpu.copy_gmem_to_smem(value_g, tile_s, loaded)
@@ -167,14 +167,14 @@ class TestMaskedOutTokens:
         values = np.random.default_rng(0).standard_normal((2, 128, 64), np.float32)
         keys = np.arange(100, 164)
         is_unseen = (keys < low) | (keys >= high)
-        expected, given = values.copy(), values.copy()
-        expected[:, 64:][:, is_unseen], given[:, 64:][:, is_unseen] = 0, np.nan
-        np.testing.assert_array_equal(self.cleared(jnp.asarray(given), low, high), expected)
+        expected, poisoned = values.copy(), values.copy()
+        expected[:, 64:][:, is_unseen], poisoned[:, 64:][:, is_unseen] = 0, np.nan
+        np.testing.assert_array_equal(self.cleared(jnp.asarray(poisoned), low, high), expected)
 
     def test_masked_out_rows_take_the_fill_value(self):
         x, keys = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([4, 5, 6])
-        found = paged_kv.where_visible(x, keys, scalar(5), scalar(6), 7.0)
-        np.testing.assert_array_equal(found, [7.0, 2.0, 7.0])
+        actual = paged_kv.where_visible(x, keys, scalar(5), scalar(6), 7.0)
+        np.testing.assert_array_equal(actual, [7.0, 2.0, 7.0])
 
 
 def test_no_kernel_indexes_a_block_table_directly():

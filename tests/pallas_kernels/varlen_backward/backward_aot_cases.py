@@ -1,4 +1,4 @@
-"""The backward kernels that ship, to compile ahead of time: every head_dim, dtype and feature."""
+"""The shipped backward kernels to compile ahead of time: every head_dim, dtype and feature."""
 
 import functools
 import itertools
@@ -41,7 +41,7 @@ def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
 
 
 def listed_case(head_dim, mask, *, deterministic=False):
-    """Over lists, as attention under a mask of jattn has them."""
+    """Return a kernel over tile lists, as attention under a mask of jattn uses them."""
     _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     static = {"kv_tokens": 8192, "kv_heads": 8, "head_dim": head_dim}
@@ -68,16 +68,16 @@ LISTED = {
 
 
 def aot_cases():
-    """Name -> (function, abstract arguments)."""
-    found = {}
-    for nth, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
-        dtype = ("bfloat16", "float16")[(nth + nth // len(FEATURES)) % 2]
-        found[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
-    found |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
-    found |= {
+    """Return (function, abstract arguments) by the name of the case."""
+    cases = {}
+    for i, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
+        dtype = ("bfloat16", "float16")[(i + i // len(FEATURES)) % 2]
+        cases[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
+    cases |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}
+    cases |= {
         f"d{head_dim}-two_kernels-{name}": listed_case(head_dim, mask, deterministic=True)
         for head_dim in (64, 128, 256)
         for name, mask in LISTED.items()
     }
     two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=default_sizes(dim, deterministic=True))
-    return found | {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}
+    return cases | {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}

@@ -1,4 +1,6 @@
-"""varlen_backward: the contract against float64, what no request owns, schedules, refusals; on a GPU, too."""
+"""varlen_backward: contract against float64, rows of no request, schedules and refusals, on a CPU and a
+GPU.
+"""
 
 import dataclasses
 import functools
@@ -23,10 +25,10 @@ from pallas_kernels.varlen_backward.call import BackwardCall
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles, order_work_tiles
 from pallas_kernels.varlen_prefill import PrefillSizes
 from tests import aot, assertions
-from tests.contract import every_other
+from tests.contract import mark_every_second_slow
 from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_backward.backward_aot_cases import aot_cases
-from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting, sees_of
+from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting, visible_keys
 
 # Queries and keys of each request: several tiles, tiles of one live row, rows 8 does not divide, nothing.
 LENS = {
@@ -88,7 +90,7 @@ def problem_of(case):
 
 
 def jitted(problem, **options):
-    """Called, it computes a problem's gradients; compiled by the first call."""
+    """Return a function that computes a problem's gradients; the first call compiles it."""
     run = jax.jit(functools.partial(varlen_backward, score=problem.setting.score, **options))
     return functools.partial(run, **problem.arguments)
 
@@ -97,13 +99,13 @@ def grads_of(problem, interpret=None, sizes=None, **options):
     return jitted(problem, sizes=sizes, interpret=interpret, **options)()
 
 
-def few_blocks(head_dim):
-    """Two thread blocks of each kernel, so that each has several items."""
+def few_ctas(head_dim):
+    """Use two thread blocks per kernel, so that each has several work tiles."""
     return two_blocks(default_sizes(head_dim))
 
 
 def two_kernels(head_dim):
-    """The same where queries have a kernel."""
+    """Use two thread blocks and a separate kernel for queries."""
     return two_blocks(default_sizes(head_dim, deterministic=True))
 
 
@@ -114,19 +116,21 @@ def two_blocks(sizes):
 
 class TestContract:
     @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    def test_gradients_equal_float64_for_combinations_of_features(self, case):
         problem = problem_of(case)
-        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_ctas(case["head_dim"])))
 
-    @pytest.mark.parametrize("case", every_other(cases(FAST)[1::2]), ids=case_id)
-    def test_equals_float64_where_queries_have_a_kernel(self, case):
+    @pytest.mark.parametrize("case", mark_every_second_slow(cases(FAST)[1::2]), ids=case_id)
+    def test_query_kernel_equals_float64(self, case):
         problem = problem_of(case)
         interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
         problem.check(grads_of(problem, interpret, sizes, deterministic=True))
 
     @pytest.mark.parametrize("has_grad_lse", [True, False])
-    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, has_grad_lse):
-        """A request of several items, one without queries, items whose second half nobody has."""
+    def test_query_kernel_that_sums_outputs_equals_float64(self, has_grad_lse):
+        """A request with several work tiles, one without queries, and work tiles whose second half is
+        empty.
+        """
         score = Score(scale=0.1, window=(80, 0))
         lens = (150, 0, 3, 70)
         layer = {"score": score, "heads": (2, 1), "head_dim": 128, "has_grad_lse": has_grad_lse}
@@ -136,19 +140,19 @@ class TestContract:
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
 
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
-    def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
-        """Several tiles of keys an item of queries, a window, a cut tile at either end."""
+    def test_separate_key_and_value_kernels_equal_float64(self, head_dim):
+        """Several key tiles per query work tile, a window, and partial tiles at both ends."""
         score = Score(scale=head_dim**-0.5, window=(80, 0))
         lens, heads = (3, 135), (1, 1)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, head_dim=head_dim, heads=heads)
         problem = BackwardProblem(setting)
-        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(head_dim)))
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_ctas(head_dim)))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64_with_every_head_dim(self, case):
+    def test_gradients_equal_float64_for_every_head_dim(self, case):
         problem = problem_of(case)
-        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_blocks(case["head_dim"])))
+        problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_ctas(case["head_dim"])))
 
 
 class TestRaces:
@@ -156,8 +160,10 @@ class TestRaces:
         ("head_dim", "deterministic"),
         [(128, False), (128, True), pytest.param(256, True, marks=pytest.mark.slow)],
     )
-    def test_barriers_order_all_that_is_read_and_written(self, head_dim, deterministic):
-        """Several items of a thread block, whose steps go round its stages; no rows that both clear."""
+    def test_backward_has_no_races(self, head_dim, deterministic):
+        """Several work tiles per thread block, which reuse the pipeline stages; no row is cleared by two
+        blocks.
+        """
         score = Score(scale=0.1)
         setting = Setting(
             query_lens=(256,), seq_lens=(256,), score=score, heads=(2, 2), head_dim=head_dim, gap=0
@@ -171,11 +177,11 @@ class TestRaces:
 
 class TestReference:
     @pytest.mark.parametrize("soft_cap", [None, 2.0])
-    def test_equals_what_jax_derives(self, soft_cap):
+    def test_reference_equals_jax_grad(self, soft_cap):
         draw = lambda seed, rows, heads: jax.random.normal(jax.random.key(seed), (rows, heads, 8))
         q, k, v, grad_out = draw(0, 7, 4), draw(1, 9, 2), draw(2, 9, 2), draw(3, 7, 4)
         grad_lse, sinks = jax.random.normal(jax.random.key(4), (4, 7)), jnp.linspace(-1, 2, 4)
-        visible = jnp.asarray(sees_of(Score(scale=0.3), np.arange(7) + 2, 9))
+        visible = jnp.asarray(visible_keys(Score(scale=0.3), np.arange(7) + 2, 9))
         bias = jax.random.normal(jax.random.key(5), (4, 7, 9))
 
         def attend(q, k, v):
@@ -224,57 +230,59 @@ class TestSchedule:
         ids=str,
     )
     @pytest.mark.parametrize("tile_q", [64, 128])
-    def test_each_pair_that_is_seen_is_in_a_tile_and_each_whole_tile_is_seen(self, score, tile_q):
+    def test_schedule_covers_each_visible_pair_and_full_tiles_are_fully_visible(self, score, tile_q):
         query_lens, seq_lens, gap = [300, 0, 5, 40, 257], [300, 3, 140, 17, 257], 3
         rows = schedule_of(query_lens, seq_lens, score, tile_q=tile_q, gap=gap)
         starts = np.cumsum([0, *query_lens[:-1]])
         kv_starts = np.cumsum([0, *(np.asarray(seq_lens) + gap)[:-1]])
         for r, (num, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            visible = sees_of(score, np.arange(num) + keys - num, keys)
-            found = np.zeros_like(visible)
+            visible = visible_keys(score, np.arange(num) + keys - num, keys)
+            covered = np.zeros_like(visible)
             for row in rows:
                 first_key = row["first_key_row"] - kv_starts[r]
                 if not 0 <= first_key + row["begin"] < keys or row["begin"] >= row["end"]:
                     continue
                 live = slice(max(first_key, 0), first_key + row["end"])
-                for nth in range(row["num"]):
-                    first = row["first_query_row"] + (row["first_tile"] + nth) * tile_q - starts[r]
+                for i in range(row["num"]):
+                    first = row["first_query_row"] + (row["first_tile"] + i) * tile_q - starts[r]
                     queries = slice(max(first, 0), max(first + tile_q, 0))
-                    assert not found[queries, live].any()
-                    found[queries, live] = True
-                    if row["num_low"] <= nth < row["num"] - row["num_high"]:
+                    assert not covered[queries, live].any()
+                    covered[queries, live] = True
+                    if row["num_low"] <= i < row["num"] - row["num_high"]:
                         assert 0 <= first <= num - tile_q
                         assert row["end"] - row["begin"] == 128
                         assert visible[queries, live].all()
-            assert found[visible].all()
+            assert covered[visible].all()
 
-    def test_every_row_of_the_keys_is_written_once(self):
+    def test_each_key_row_is_written_once(self):
         rows = schedule_of([5, 0, 300, 9], [5, 0, 300, 9], Score(scale=1.0), gap=11)
         written = [
             row["first_key_row"] + n for row in rows for n in range(row["store_begin"], row["store_end"])
         ]
         assert sorted(written) == list(range(5 + 0 + 300 + 9 + 4 * 11))
 
-    def test_the_longest_come_first_and_dead_items_last(self):
+    def test_work_tiles_are_sorted_by_length_with_empty_ones_last(self):
         lengths, sets = jnp.asarray([3, 9, 5, 9, 0, 7], jnp.int32), jnp.zeros(6, jnp.int32)
         order = order_work_tiles(lengths, sets, jnp.asarray([4], jnp.int32))
         assert order.tolist() == [1, 3, 2, 0, 4, 5]
 
-    def test_items_of_a_set_follow_each_other_but_for_the_shortest(self):
+    def test_work_tiles_of_a_set_are_adjacent_except_the_shortest(self):
         lengths, sets = jnp.asarray([40, 30, 4, 50, 60, 5], jnp.int32), jnp.asarray([0, 0, 0, 1, 1, 1])
         order = order_work_tiles(lengths, sets, jnp.asarray([6], jnp.int32))
         assert order.tolist() == [0, 1, 4, 3, 5, 2]
 
-    def test_a_set_reads_what_l2_holds(self):
-        """Queries, gradients of outputs and of queries: 8 bytes an element, 512 kB for 1,000 of 64."""
+    def test_a_set_fits_the_l2_cache(self):
+        """Queries and gradients of outputs and queries take 8 bytes per element: 512 kB for 1,000 rows of
+        64.
+        """
         starts, lens = jnp.asarray([0, 1000, 2000], jnp.int32), jnp.asarray([1000, 1000], jnp.int32)
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
         make = functools.partial(make_schedule, starts, lens, starts[:-1], kv_tokens=2000, **static)
-        of = lambda l2_bytes: make(sizes=BackwardSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
+        sets_of = lambda l2_bytes: make(sizes=BackwardSizes(l2_bytes=l2_bytes)).sets.reshape(-1, 2).tolist()
         first, second = [0, 1], [2, 3]
-        assert of(512_000)[:16] == [first] * 8 + [second] * 8
-        assert of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8
-        assert of(0)[:16] == [[0, 0]] * 16
+        assert sets_of(512_000)[:16] == [first] * 8 + [second] * 8
+        assert sets_of(1_024_000)[:16] == [[0, 0]] * 8 + [[1, 1]] * 8
+        assert sets_of(0)[:16] == [[0, 0]] * 16
 
 
 ARGUMENTS = {
@@ -315,7 +323,7 @@ class TestRefusals:
             ({"alibi_slopes": jnp.zeros(3)}, r"alibi_slopes must have .* got \(3,\)"),
         ],
     )
-    def test_shapes_that_disagree(self, changes, message):
+    def test_inconsistent_shapes_are_rejected(self, changes, message):
         arguments = {
             **dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")),
             **plain_arguments(**changes),
@@ -333,18 +341,18 @@ class TestRefusals:
             ),
         ],
     )
-    def test_what_has_no_kernel(self, changes, message):
+    def test_unsupported_features_are_rejected(self, changes, message):
         with pytest.raises(NotImplementedError, match=message):
             varlen_backward(**plain_arguments(**changes))
 
-    def test_a_dtype_or_width_without_a_kernel(self):
+    def test_unsupported_dtypes_and_head_dims_are_rejected(self):
         of = lambda dim, dtype: {name: jnp.zeros((*s[:2], dim), dtype) for name, s in ARGUMENTS.items()}
         with pytest.raises(NotImplementedError, match="query dtype=float32"):
             varlen_backward(**plain_arguments(**of(64, jnp.float32)))
         with pytest.raises(NotImplementedError, match="head_dim=120 is not supported for gradients"):
             varlen_backward(**plain_arguments(**of(120, jnp.bfloat16)))
 
-    def test_a_schedule_of_other_keys(self):
+    def test_schedule_of_other_keys_is_rejected(self):
         arguments = plain_arguments()
         lens = [arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
         static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
@@ -362,7 +370,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"schedule.table must have .* got \(2, 32\)"):
             varlen_backward(**arguments, schedule=schedule)
 
-    def test_a_schedule_says_whether_queries_have_a_kernel(self):
+    def test_schedule_determines_whether_a_query_kernel_runs(self):
         arguments = plain_arguments()
         arguments.pop("score")
         call = BackwardCall(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
@@ -372,7 +380,7 @@ class TestRefusals:
             schedule = call.make_schedule(Score(scale=1.0), sizes)
             assert call.default_sizes(schedule, Score(scale=1.0), deterministic=False) == sizes
 
-    def test_where_few_keys_are_seen_there_are_two_kernels(self):
+    def test_two_kernels_run_if_few_keys_are_visible(self):
         has_two = lambda keys: default_sizes(128, mean_keys=keys).dq_sizes is not None
         assert [has_two(keys) for keys in (None, 256, 2048, 4096)] == [False, True, True, False]
         assert default_sizes(64, mean_keys=256).dq_sizes is None
@@ -392,14 +400,14 @@ class TestRefusals:
             ({"causal": False, "chunk_size": 400}, 400),
         ],
     )
-    def test_how_many_keys_a_query_sees(self, score, keys):
+    def test_visible_keys_per_query_are_estimated(self, score, keys):
         assert mean_visible_keys(Score(scale=1.0, **score), 1000) == keys
 
-    def test_a_kernel_of_queries_that_is_not_there(self):
+    def test_unsupported_query_kernel_is_rejected(self):
         with pytest.raises(ValueError, match=r"deterministic=True requires a dq kernel"):
             varlen_backward(**plain_arguments(sizes=BackwardSizes(tile_q=128), deterministic=True))
 
-    def test_a_schedule_without_tiles_of_queries(self):
+    def test_schedule_without_query_tiles_is_rejected(self):
         arguments, sizes = plain_arguments(), default_sizes(64, deterministic=True)
         lens = [arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
         static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
@@ -422,11 +430,11 @@ class TestRefusals:
             ({"separate_dk_dv": True}, r"separate_dk_dv=True requires dq_sizes"),
         ],
     )
-    def test_sizes(self, changes, message):
+    def test_invalid_sizes_are_rejected(self, changes, message):
         with pytest.raises(ValueError, match=message):
             BackwardSizes(**changes)
 
-    def test_nothing_to_do_is_done(self):
+    def test_empty_inputs_give_empty_gradients(self):
         empty = {name: jnp.zeros((0, *shape[1:]), jnp.bfloat16) for name, shape in ARGUMENTS.items()}
         grads = varlen_backward(**plain_arguments(**empty, lse=jnp.zeros((4, 0))))
         assert [x.shape for x in grads] == [(0, 4, 64), (0, 2, 64), (0, 2, 64)]
@@ -447,18 +455,18 @@ def kernel_names(name):
 class TestAheadOfTime:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(aot_cases()))
-    def test_what_ships_compiles_and_spills_at_most_1800_bytes_a_kernel(self, name):
-        """Of every case that ships; where a spill lies is not looked at."""
+    def test_shipped_kernels_compile_and_spill_at_most_1800_bytes(self, name):
         kernels = [kernel for kernel in compiled()[name] if kernel.name.startswith("varlen_backward")]
         names = [kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in kernels]
         assert sorted(names) == kernel_names(name)
         assert all(kernel.spilled_bytes <= 1800 for kernel in kernels)
 
-    def test_products_wait_for_each_other_nowhere_and_plain_attention_spills_at_most_600_bytes(self):
-        """ptxas says what it makes wait, for want of registers or because somebody looks too early.
+    def test_mma_instructions_are_not_serialized_and_plain_attention_spills_at_most_600_bytes(self):
+        """ptxas warns if it serializes MMA instructions for lack of registers or because a result is read too
+        early.
 
-        It says how many bytes spill, not where. Read once in the machine code, plain attention's were an
-        item's addresses; in the loop over whole tiles thirteen are moved to memory or back.
+        It reports the number of spilled bytes, not where they are. In the machine code of plain attention
+        they were addresses of a work tile; thirteen spill instructions are in the loop over full tiles.
         """
         aot.require_plugin()
         plain = "d128-plain-float16"
@@ -472,7 +480,7 @@ class TestAheadOfTime:
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64(self, case):
+    def test_gradients_equal_float64(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, sizes=default_sizes(case["head_dim"])))
 
@@ -481,8 +489,8 @@ class TestOnGpu:
     )
     @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
     @pytest.mark.parametrize("head_dim", [64, 128])
-    def test_awkward_lengths(self, lens, heads, head_dim):
-        """Of one kernel and of two: the problem takes longer to make than to solve."""
+    def test_gradients_equal_float64_for_awkward_lengths(self, lens, heads, head_dim):
+        """With one and with two kernels on one problem, whose construction takes longest."""
         score = Score(scale=head_dim**-0.5)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=heads, head_dim=head_dim)
         problem = BackwardProblem(setting)
@@ -491,20 +499,20 @@ class TestOnGpu:
             problem.check(grads_of(problem, sizes=sizes, deterministic=deterministic))
 
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64_where_queries_have_a_kernel(self, case):
+    def test_query_kernel_equals_float64(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
 
     @pytest.mark.parametrize("lens", [(1,), (239,), (1, 239, 113, 799, 64, 128), (2048, 7, 1500)], ids=str)
     @pytest.mark.parametrize("window", [(None, None), (300, 0)])
     @pytest.mark.parametrize("head_dim", [192, 256])
-    def test_wide_heads(self, lens, window, head_dim):
+    def test_gradients_equal_float64_for_large_head_dims(self, lens, window, head_dim):
         score = Score(scale=head_dim**-0.5, window=window)
         setting = Setting(query_lens=lens, seq_lens=lens, score=score, heads=(4, 2), head_dim=head_dim)
         problem = BackwardProblem(setting)
         problem.check(grads_of(problem))
 
-    def test_deterministic_gradients_have_the_same_bits_twenty_times(self):
+    def test_deterministic_gradients_are_bit_identical_over_20_runs(self):
         lens = (1500, 3, 700, 64)
         problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
         run = jitted(problem, deterministic=True)
@@ -513,7 +521,7 @@ class TestOnGpu:
         for _ in range(20):
             assert all(jnp.array_equal(a, b) for a, b in zip(run(), first, strict=True))
 
-    def test_twenty_runs_agree(self):
+    def test_20_runs_agree_within_rounding(self):
         lens = (1500, 3, 700, 64)
         problem = BackwardProblem(Setting(query_lens=lens, seq_lens=lens, score=Score(scale=0.1)))
         run = jitted(problem, sizes=default_sizes(64))

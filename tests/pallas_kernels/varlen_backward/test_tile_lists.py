@@ -1,4 +1,4 @@
-"""varlen_backward over lists of tiles: every mask that has some, against float64; on a GPU too."""
+"""varlen_backward over tile lists: every mask with lists against float64, on a CPU and a GPU."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def problem_of(name, *, head_dim=64, lens=LENS, **changes):
 
 
 def jitted(problem, *, sizes=None, interpret=None):
-    """Called, it computes a problem's gradients, with lists made beside them; compiled by the first call."""
+    """Return a function that computes a problem's gradients and its lists; the first call compiles it."""
     setting = problem.setting
     sizes = default_sizes(setting.head_dim) if sizes is None else sizes
     window = None if setting.score.window == (None, None) else setting.score.window
@@ -96,28 +96,28 @@ def grads_of(problem, **options):
 
 class TestContract:
     @pytest.mark.parametrize("name", MASKS)
-    def test_equals_float64(self, name):
+    def test_gradients_under_masks_equal_float64(self, name):
         problem = problem_of(name)
         problem.check(grads_of(problem, sizes=BackwardSizes(tile_q=128, ctas=2), interpret=INTERPRETED))
 
     @pytest.mark.parametrize("name", ["documents_and_window", "blocks_of_128"])
-    def test_equals_float64_with_narrow_tiles_and_a_window(self, name):
+    def test_small_tiles_with_a_window_equal_float64(self, name):
         problem = problem_of(name, head_dim=96, window=(60, 0))
         problem.check(grads_of(problem, sizes=BackwardSizes(tile_q=64, ctas=3), interpret=INTERPRETED))
 
     @pytest.mark.parametrize("name", MASKS)
-    def test_equals_float64_where_queries_have_a_kernel(self, name):
+    def test_query_kernel_equals_float64(self, name):
         problem = problem_of(name)
         problem.check(grads_of(problem, sizes=two_kernels(64), interpret=INTERPRETED))
 
     @pytest.mark.parametrize("name", ["documents_and_window", "strided"])
-    def test_equals_float64_where_the_kernel_of_queries_sums_outputs(self, name):
+    def test_query_kernel_that_sums_outputs_equals_float64(self, name):
         problem, sizes = problem_of(name, head_dim=128, window=(90, 0)), two_kernels(128)
         assert sizes.fuses_delta
         problem.check(grads_of(problem, sizes=sizes, interpret=INTERPRETED))
 
     @pytest.mark.parametrize("head_dim", [pytest.param(192, marks=pytest.mark.slow), 256])
-    def test_equals_float64_where_keys_and_values_have_a_kernel_each(self, head_dim):
+    def test_separate_key_and_value_kernels_equal_float64(self, head_dim):
         problem = problem_of("blocks_of_16", head_dim=head_dim, lens=(3, 135))
         problem.check(grads_of(problem, sizes=two_kernels(head_dim), interpret=INTERPRETED))
 
@@ -137,20 +137,20 @@ class TestSizes:
             (~masks.Sinks(4), False),
         ],
     )
-    def test_masks_that_leave_few_keys_of_long_requests_have_two_kernels(self, mask, leaves_few):
+    def test_two_kernels_run_for_sparse_masks_over_long_requests(self, mask, leaves_few):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
         sizes = backward_sizes(mask, spec, mean_len=10**5)
         assert (sizes.dq_sizes is not None) == leaves_few
 
     @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
-    def test_a_window_leaves_few(self, changes, has_two):
+    def test_windows_leave_few_keys(self, changes, has_two):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
         assert (backward_sizes(None, spec, mean_len=8192).dq_sizes is not None) == has_two
 
 
 class TestLists:
-    def test_each_tile_that_is_seen_is_listed_for_its_keys_once(self):
-        """Literal codes: tile 1 of queries sees tile 0 of keys in part, tile 2 sees both whole."""
+    def test_each_visible_tile_is_listed_once_for_its_keys(self):
+        """Literal codes: query tile 1 sees key tile 0 partly, query tile 2 sees both key tiles fully."""
         sizes, lens = BackwardSizes(tile_q=64), jnp.asarray([192], jnp.int32)
         starts = jnp.asarray([0, 192], jnp.int32)
         score = Score(scale=1.0, causal=False)
@@ -162,16 +162,16 @@ class TestLists:
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
         lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
         numbers = schedule.table[:, COLUMNS.index("number")].tolist()
-        found = {}
+        entries = {}
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
-            found[number] = lists.entries[row, : partial + full].tolist(), partial
+            entries[number] = lists.entries[row, : partial + full].tolist(), partial
         # Keys from 192 on are none: of the second tile nothing is whole.
-        assert found == {0: ([1, 2], 1), 1: ([2], 1)}
+        assert entries == {0: ([1, 2], 1), 1: ([2], 1)}
         assert lists.order.tolist()[:2] == [numbers.index(0), numbers.index(1)]
 
-    def test_an_entry_says_which_warpgroup_s_keys_are_seen(self):
-        """Literal codes of 64 keys each: a half that nobody sees makes no tile one that needs a mask."""
+    def test_list_entry_tells_which_warpgroups_keys_are_visible(self):
+        """Literal codes of 64 keys each: an invisible half does not make the tile partial."""
         sizes, lens = default_sizes(128, deterministic=True), jnp.asarray([192], jnp.int32)
         starts = jnp.asarray([0, 192], jnp.int32)
         static = {"kv_tokens": 192, "kv_heads": 1, "head_dim": 128, "score": Score(scale=1.0, causal=False)}
@@ -191,7 +191,7 @@ class TestLists:
 
 
 def lists_for(sizes):
-    """Of plain_arguments."""
+    """Return lists for `plain_arguments`."""
     arguments, score = plain_arguments(), Score(scale=1.0)
     lens = PackedLens(*(arguments[field] for field in PackedLens._fields))
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
@@ -202,14 +202,14 @@ def lists_for(sizes):
 
 
 class TestRefusals:
-    def test_a_mask_without_lists(self):
+    def test_mask_without_lists_is_rejected(self):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
         mask = backward_mask(MASKS["formula"], spec, BackwardSizes(), max_seq_len=16)
         with pytest.raises(ValueError, match="mask requires lists"):
             varlen_backward(**plain_arguments(mask=mask))
 
     @pytest.mark.parametrize("names", [("order",), ("entries", "num_partial", "num_full")])
-    def test_lists_of_other_tiles(self, names):
+    def test_lists_of_other_tile_sizes_are_rejected(self, names):
         arguments, sizes = plain_arguments(), BackwardSizes()
         lens = [arguments[field] for field in PackedLens._fields]
         static = {"kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0), "sizes": sizes}
@@ -223,24 +223,24 @@ class TestRefusals:
             varlen_backward(**arguments, schedule=schedule, lists=lists)
 
     @pytest.mark.parametrize(
-        ("built_for", "given", "message"),
+        ("built_for", "kernels", "message"),
         [
             ({}, {"deterministic": True}, r"sizes\.dq_sizes require lists\.dq_lists"),
             ({"deterministic": True}, {}, r"lists\.dq_lists require a dq kernel"),
         ],
     )
-    def test_lists_for_other_kernels(self, built_for, given, message):
+    def test_lists_for_other_kernels_are_rejected(self, built_for, kernels, message):
         arguments, lists = plain_arguments(), lists_for(default_sizes(64, **built_for))
         with pytest.raises(ValueError, match=message):
-            varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **given))
+            varlen_backward(**arguments, lists=lists, sizes=default_sizes(64, **kernels))
 
-    def test_lists_of_other_kv_heads(self):
+    def test_lists_of_other_kv_heads_are_rejected(self):
         lists = lists_for(default_sizes(64))
         lists = lists._replace(built_for=dataclasses.replace(lists.built_for, kv_heads=1))
         with pytest.raises(ValueError, match="lists was built for kv_heads=1, but this call has kv_heads=2"):
             varlen_backward(**plain_arguments(), lists=lists)
 
-    def test_lists_whose_queries_are_another_step_s(self):
+    def test_lists_of_another_step_are_rejected(self):
         lists = lists_for(default_sizes(64, deterministic=True))
         other = dataclasses.replace(lists.dq_lists.built_for, num_tokens=999)
         lists = lists._replace(dq_lists=lists.dq_lists._replace(built_for=other))
@@ -250,20 +250,20 @@ class TestRefusals:
             varlen_backward(**plain_arguments(), lists=lists)
 
     @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
-    def test_lists_say_which_kernels_they_are_for(self, sizes):
+    def test_lists_determine_which_kernels_run(self, sizes):
         arguments = plain_arguments(lists=lists_for(sizes), mask=None, grad_lse=None, alibi_slopes=None)
         score = arguments.pop("score")
         assert BackwardCall(**arguments).default_sizes(None, score, deterministic=False) == sizes
 
-    def test_blocks_too_small(self):
+    def test_too_small_blocks_are_rejected(self):
         mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
         reason = why_not_backward_lists(mask, BackwardSizes(tile_q=128))
         assert "blocks of 8 queries (a tile of 128 queries touches more than 10)" in reason
 
 
 class TestAheadOfTime:
-    def test_what_a_mask_has_stored_is_loaded_from_any_place(self):
-        """Queries begin at any position of theirs: two numbers loaded at once would lie there unaligned."""
+    def test_mask_arrays_are_loaded_from_unaligned_positions(self):
+        """Queries start at any position, so a load of two elements would be unaligned."""
         aot.require_plugin()
         names = ["d64-documents", "d64-vertical_slash"]
         for name, ptx in aot.ptx_of("tests.pallas_kernels.varlen_backward.backward_aot_cases", names).items():
@@ -276,13 +276,13 @@ class TestAheadOfTime:
 class TestOnGpu:
     @pytest.mark.parametrize("name", MASKS)
     @pytest.mark.parametrize("head_dim", [64, 96, 128])
-    def test_equals_float64(self, name, head_dim):
+    def test_gradients_under_masks_equal_float64(self, name, head_dim):
         problem = problem_of(name, head_dim=head_dim, lens=(150, 0, 3, 270))
         problem.check(grads_of(problem))
 
     @pytest.mark.parametrize("name", MASKS)
     @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-    def test_equals_float64_where_queries_have_a_kernel(self, name, head_dim):
+    def test_query_kernel_equals_float64(self, name, head_dim):
         problem, sizes = problem_of(name, head_dim=head_dim), default_sizes(head_dim, deterministic=True)
         run = jitted(problem, sizes=sizes)
         first = run()

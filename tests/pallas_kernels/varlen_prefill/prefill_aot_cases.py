@@ -1,4 +1,4 @@
-"""The prefill kernels that ship, to compile ahead of time: every head_dim, dtype, loader and feature."""
+"""The shipped prefill kernels to compile ahead of time: every head_dim, dtype, loader and feature."""
 
 import functools
 import itertools
@@ -74,31 +74,31 @@ def case(
 
 
 def aot_cases():
-    """Name -> (function, abstract arguments)."""
-    found = {}
-    for nth, (head_dim, feature) in enumerate(itertools.product(HEAD_DIMS, FEATURES)):
-        layout, block_size = LOADERS[nth % len(LOADERS)]
-        dtype = ("bfloat16", "float16")[nth // 2 % 2]
+    """Return (function, abstract arguments) by the name of the case."""
+    cases = {}
+    for i, (head_dim, feature) in enumerate(itertools.product(HEAD_DIMS, FEATURES)):
+        layout, block_size = LOADERS[i % len(LOADERS)]
+        dtype = ("bfloat16", "float16")[i // 2 % 2]
         name = f"d{head_dim}-{feature}-{layout}{block_size or ''}-{dtype}"
-        found[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **FEATURES[feature])
+        cases[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **FEATURES[feature])
     for head_dim, dtype in itertools.product((64, 128, 256), ("bfloat16", "float16")):
-        found[f"d{head_dim}-alibi-packed-{dtype}"] = case(
+        cases[f"d{head_dim}-alibi-packed-{dtype}"] = case(
             head_dim, "packed", None, jnp.dtype(dtype), has_alibi=True
         )
-    found["d128-cross_left_window-NHD16-bfloat16"] = case(
+    cases["d128-cross_left_window-NHD16-bfloat16"] = case(
         128, "NHD", 16, jnp.dtype("bfloat16"), causal=False, window=(100, None)
     )
-    for nth, (head_dim, feature) in enumerate(itertools.product((64, 80, 128, 256), WIDE_FEATURES)):
-        layout, block_size = LOADERS[1 + nth % (len(LOADERS) - 1)]
-        dtype = ("bfloat16", "float16")[nth // 2 % 2]
+    for i, (head_dim, feature) in enumerate(itertools.product((64, 80, 128, 256), WIDE_FEATURES)):
+        layout, block_size = LOADERS[1 + i % (len(LOADERS) - 1)]
+        dtype = ("bfloat16", "float16")[i // 2 % 2]
         made = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **WIDE_FEATURES[feature])
-        found[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = made
-    for nth, (stored, head_dim) in enumerate(itertools.product(STORED, (64, 96, 128))):
-        layout, block_size = LOADERS[1 + nth % (len(LOADERS) - 1)]
-        feature = list(WIDE_FEATURES)[nth % len(WIDE_FEATURES)]
-        dtype = ("bfloat16", "float16")[nth // 2 % 2]
-        how = {"sizes": FEW, "stored": stored, **WIDE_FEATURES[feature]}
+        cases[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = made
+    for i, (stored, head_dim) in enumerate(itertools.product(STORED, (64, 96, 128))):
+        layout, block_size = LOADERS[1 + i % (len(LOADERS) - 1)]
+        feature = list(WIDE_FEATURES)[i % len(WIDE_FEATURES)]
+        dtype = ("bfloat16", "float16")[i // 2 % 2]
+        options = {"sizes": FEW, "stored": stored, **WIDE_FEATURES[feature]}
         name = f"d{head_dim}-{feature}-{stored}-{layout}{block_size}-{dtype}{OF_SPLITS}"
-        found[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **how)
-    found[TWO_WARPGROUPS] = case(128, "NHD", 16, jnp.dtype("bfloat16"), sizes=FEWEST)
-    return found
+        cases[name] = case(head_dim, layout, block_size, jnp.dtype(dtype), **options)
+    cases[TWO_WARPGROUPS] = case(128, "NHD", 16, jnp.dtype("bfloat16"), sizes=FEWEST)
+    return cases

@@ -1,4 +1,4 @@
-"""The prefill kernels over lists that ship, to compile ahead of time."""
+"""The shipped prefill kernels over tile lists to compile ahead of time."""
 
 import functools
 
@@ -86,7 +86,7 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
 
 
 def aot_cases():
-    """Name -> function and abstract arguments."""
+    """Return the function and abstract arguments by the name of the case."""
     every = [(mask, "plain", 16, 128) for mask in MASKS] + [(mask, "encoder", 64, 64) for mask in MASKS]
     every += [("blocks_128", spec, 16, 128) for spec in SPECS]
     every += [(mask, spec, 64, 64) for mask in ("local_strided", "vertical_slash") for spec in SPECS]

@@ -1,4 +1,4 @@
-"""Splits where a test wants them: short tiles of queries are left whole otherwise."""
+"""Force splits in tests; by default short query tiles are not split."""
 
 import jax.numpy as jnp
 
@@ -7,18 +7,19 @@ from pallas_kernels.varlen_prefill import schedule, sizes, splits
 MOST = 3  # splits of a tile
 
 
-def cut_everywhere(monkeypatch):
-    """Cuts each tile of queries, where that may be, into as many splits as it has tiles of keys, or MOST.
+def split_every_tile(monkeypatch):
+    """Split each query tile, where possible, into one split per key tile, up to MOST.
 
-    Returns: a list that grows with every schedule made so.
+    Returns:
+        A list that gets an entry for each schedule that is made.
     """
-    made = []
+    schedules = []
 
-    def num_splits(kv_tiles, is_live, **how):
-        made.append(how)
+    def num_splits(kv_tiles, is_live, **options):
+        schedules.append(options)
         return jnp.where(is_live, jnp.clip(kv_tiles, 1, MOST), 0)
 
     monkeypatch.setattr(schedule, "choose_num_splits", num_splits)
     monkeypatch.setattr(splits, "SPLIT_OUTPUTS_PER_CTA", 40)
     monkeypatch.setattr(sizes, "MIN_KV_TO_SPLIT", 0)
-    return made
+    return schedules

@@ -1,4 +1,4 @@
-"""varlen_prefill over keys of 8 bits, which it widens itself: the contract, refusals; the same on a GPU."""
+"""varlen_prefill over 8-bit keys, which it dequantizes: contract and refusals, on a CPU and a GPU."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS
 from pallas_kernels.varlen_prefill import PrefillSizes, default_sizes, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import assertions, contract
-from tests.contract import Problem, case_id, every_other
+from tests.contract import Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
-from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.pallas_kernels.varlen_prefill.test_entry import FACTORS, FAST, LONG, attend
-from tests.pallas_kernels.varlen_prefill.test_pack_gqa import HEADS, shared
+from tests.pallas_kernels.varlen_prefill.test_pack_gqa import HEADS, packed_sizes
 from tests.regions import attend_region, kernel_for
 
 STORED = [
@@ -44,33 +44,35 @@ def cases(factors):
 
 
 def sizes_of(case, **changes):
-    """Few thread blocks, so that each has several tiles; as many heads a tile as the group allows, or one."""
+    """Use few thread blocks, so that each has several tiles, with packed GQA heads up to the group size,
+    or one.
+    """
     is_wide = case["causal"] or case["head_dim"] > 64
     sizes = PrefillSizes(tile_kv=64 if is_wide else 128, stages=2, ctas=3)
     q_heads, kv_heads = case["heads"]
-    return dataclasses.replace(sizes if q_heads // kv_heads % 2 else shared(case, sizes), **changes)
+    return dataclasses.replace(sizes if q_heads // kv_heads % 2 else packed_sizes(case, sizes), **changes)
 
 
 class TestContract:
-    @pytest.mark.parametrize("case", every_other(cases(FEW_FACTORS)[2::8]), ids=case_id)
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    @pytest.mark.parametrize("case", mark_every_second_slow(cases(FEW_FACTORS)[2::8]), ids=case_id)
+    def test_prefill_equals_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     @pytest.mark.parametrize("case", cases(FEW_FACTORS)[11::12], ids=case_id)
-    def test_equals_float64_in_splits(self, case, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_splits_equal_float64(self, case, monkeypatch):
+        split_every_tile(monkeypatch)
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case, max_splits=MOST)))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS | OF_8_BITS)[::2], ids=case_id)
-    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+    def test_prefill_equals_float64_for_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
-    def test_none_of_them_races(self):
-        """TMA, the warpgroups that widen and those that compute."""
+    def test_prefill_has_no_races(self):
+        """TMA, the dequantizing warpgroups, and those that compute."""
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         k, v = (draw(seed, 26, 16, 1, 64).astype(jnp.float8_e4m3fn) for seed in (1, 2))
         run = functools.partial(
@@ -84,8 +86,8 @@ class TestContract:
             jax.block_until_ready(run())
 
     @pytest.mark.parametrize("stored", ["fp8_head", "int8_token_head"])
-    def test_the_cache_s_scales_reach_the_kernel(self, stored, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_scales_of_the_cache_reach_the_kernel(self, stored, monkeypatch):
+        split_every_tile(monkeypatch)
         monkeypatch.setattr(contract, "REGIONS", {"groups": ([20, 0, 3, 17, 5], [90, 0, 130, 70, 250], 1)})
         few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in sizes_module.QUANTIZED_TABLE.items()}
         monkeypatch.setattr(sizes_module, "QUANTIZED_TABLE", few)
@@ -108,7 +110,7 @@ class TestRefusals:
         }  # fmt: skip
         return varlen_prefill(**(arguments | changes), score=Score(scale=1.0))
 
-    def test_of_shapes_and_sizes(self):
+    def test_inconsistent_shapes_and_sizes_are_rejected(self):
         with pytest.raises(ValueError, match="k_scale must be None with keys of bfloat16, got"):
             self.run("bfloat16", k_scale=jnp.ones(()))
         with pytest.raises(ValueError, match="v_scale's shape must be one of"):
@@ -123,7 +125,7 @@ class TestRefusals:
             with pytest.raises(ValueError, match=f"{name} must be False with an 8-bit KV cache, got True"):
                 default_sizes(128, is_quantized=True, **{name: True})
 
-    def test_of_what_has_no_kernel(self):
+    def test_unsupported_features_are_rejected(self):
         with pytest.raises(
             NotImplementedError, match="head_dim=256 is not supported by the kernel's dequantization"
         ):
@@ -135,7 +137,7 @@ class TestRefusals:
             self.run(key=packed, value=packed, block_table=None, kv_start_loc=jnp.asarray([0]))
 
 
-class TestWhoWidens:
+class TestChoice:
     LAYER = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
     FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -146,7 +148,7 @@ class TestWhoWidens:
         bucket = Bucket(max_decodes=0, max_prefills=4, max_prefill_tokens=tokens)
         return choose_kernel(layer, RegionSizes("prefill", bucket, max_kv // 16, 16), None)
 
-    def test_few_queries_before_many_keys(self):
+    def test_kernel_dequantizes_few_queries_over_many_keys(self):
         kernel = self.kernel()
         assert str(kernel) == "varlen_prefill over 8 bits"
         assert (kernel.dequantizes, kernel.uses_cache_read) == (True, False)
@@ -177,10 +179,10 @@ class TestWhoWidens:
 class TestOnGpu:
     @pytest.mark.parametrize("splits", [1, MOST])
     @pytest.mark.parametrize("case", cases(FACTORS | OF_8_BITS), ids=case_id)
-    def test_equals_float64(self, case, splits, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_prefill_equals_float64(self, case, splits, monkeypatch):
+        split_every_tile(monkeypatch)
         problem = Problem(case)
         sizes = default_sizes(problem.spec.head_dim, is_quantized=True)
         q_heads, kv_heads = case["heads"]
-        sizes = sizes if q_heads // kv_heads % 2 else shared(case, sizes)
+        sizes = sizes if q_heads // kv_heads % 2 else packed_sizes(case, sizes)
         problem.check(*attend(problem, sizes=dataclasses.replace(sizes, max_splits=splits)))

@@ -1,4 +1,4 @@
-"""varlen_prefill: the contract against the float64 oracle, races, schedules, refusals; the same on a GPU."""
+"""varlen_prefill: contract against the float64 oracle, races, schedules and refusals, on a CPU and a GPU."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from pallas_kernels.varlen_prefill import (
 from pallas_kernels.varlen_prefill import schedule as schedule_module
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, max_tiles
 from tests import aot, assertions, contract
-from tests.contract import Problem, case_id, every_other
+from tests.contract import Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_prefill.prefill_aot_cases import OF_SPLITS, STORED, TWO_WARPGROUPS, aot_cases
 
@@ -84,7 +84,7 @@ def plain_case(**changes):
 
 
 def sizes_of(case):
-    """Few thread blocks, so that each has several tiles, and tiles of both widths of keys."""
+    """Use few thread blocks, so that each has several tiles, and key tiles of both sizes."""
     is_wide = case["head_dim"] > 128
     return PrefillSizes(
         tile_kv=64 if is_wide or case["causal"] else 128,
@@ -96,16 +96,16 @@ def sizes_of(case):
 
 
 def attend(problem: Problem, interpret=None, sizes=None):
-    """The whole step by the kernel; no row of these problems is a decode."""
+    """Attend to the whole step by the kernel; these problems have no decode rows."""
     spec, metadata, kv = problem.spec, problem.metadata, problem.kv
     assert metadata.bucket.max_decodes == 0
     is_packed = isinstance(kv, jattn.PackedKV)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     if is_packed:
-        where = {"kv_start_loc": kv.kv_start_loc}
+        kv_arrays = {"kv_start_loc": kv.kv_start_loc}
     else:
         scales = {"k_scale": as_jax(kv.stored_k_scale), "v_scale": as_jax(kv.stored_v_scale)}
-        where = {"block_table": metadata.block_table} | scales
+        kv_arrays = {"block_table": metadata.block_table} | scales
     run = functools.partial(
         varlen_prefill,
         score=score_of(spec),
@@ -123,7 +123,7 @@ def attend(problem: Problem, interpret=None, sizes=None):
         seq_lens=metadata.seq_lens,
         sinks=as_jax(problem.sinks),
         alibi_slopes=as_jax(problem.slopes),
-        **where,
+        **kv_arrays,
     )
     assert not np.asarray(out[-PADDING:], np.float32).any()
     assert np.isneginf(lse[:, -PADDING:]).all()
@@ -131,18 +131,18 @@ def attend(problem: Problem, interpret=None, sizes=None):
 
 
 class TestContract:
-    @pytest.mark.parametrize("case", every_other(cases(FAST)[::2]), ids=case_id)
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    @pytest.mark.parametrize("case", mark_every_second_slow(cases(FAST)[::2]), ids=case_id)
+    def test_prefill_equals_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+    def test_prefill_equals_float64_for_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes_of(case)))
 
-    def test_queries_before_the_first_key_see_nothing(self):
+    def test_queries_before_the_first_key_get_zeros(self):
         spec = {"score": Score(scale=0.1, chunk_size=4), "sizes": PrefillSizes(tile_kv=64, ctas=1)}
         q, k, v = (
             jax.random.normal(jax.random.key(i), (n, 2, 64), jnp.bfloat16) for i, n in enumerate((70, 5, 5))
@@ -162,12 +162,12 @@ def compiled():
 class TestAheadOfTime:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", list(aot_cases()))
-    def test_what_ships_compiles_and_hardly_spills(self, name):
-        """A few addresses and counts of an item lie in memory meanwhile; stores and loads are counted.
+    def test_shipped_kernels_compile_and_spill_little(self, name):
+        """Stores and loads are counted; addresses and counts of a work tile may be spilled.
 
-        The loop over tiles without a mask touches one of them with heads of 64 over blocks, no other does.
-        Most are spilled under windows and chunks, by splits, and by what leaves few registers: heads of 256,
-        and warpgroups that widen. 300 bytes by all three.
+        The loop over full tiles reads a spilled value only with head_dim 64 over blocks. Windows, chunks and
+        splits spill most, as does what leaves few registers: head_dim 256 and dequantizing warpgroups. All
+        three together spill 300 bytes.
         """
         kernel, *merge = compiled()[name]
         assert kernel.name.removesuffix("_mosaic_gpu_kernel") == "varlen_prefill"
@@ -179,7 +179,7 @@ class TestAheadOfTime:
         assert all(kernel.spilled_bytes == 0 for kernel in merge)
 
     @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16", TWO_WARPGROUPS])
-    def test_plain_attention_spills_nothing(self, name):
+    def test_plain_attention_does_not_spill(self, name):
         aot.require_plugin()
         kernels = aot.compile_all("tests.pallas_kernels.varlen_prefill.prefill_aot_cases", [name])[name]
         assert [kernel.spilled_bytes for kernel in kernels] == [0] * (1 + name.endswith(OF_SPLITS))
@@ -188,15 +188,15 @@ class TestAheadOfTime:
 @pytest.mark.gpu
 class TestOnGpu:
     @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
-    def test_equals_float64(self, case):
+    def test_prefill_equals_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem))
 
     @pytest.mark.parametrize("lens", AWKWARD, ids=str)
     @pytest.mark.parametrize("block_size", [None, 16, 128])
     @pytest.mark.parametrize("head_dim", [64, 128, 256])
-    def test_awkward_lengths(self, lens, block_size, head_dim):
-        """Against float32, and 20 runs give the same bits."""
+    def test_prefill_equals_float32_for_awkward_lengths(self, lens, block_size, head_dim):
+        """And 20 runs give the same bits."""
         query_lens, seq_lens = zip(*lens, strict=True)
         tokens, keys = sum(query_lens), sum(seq_lens)
         draw = lambda seed, rows, heads: jax.random.normal(
@@ -218,15 +218,15 @@ class TestOnGpu:
         out, _ = run(**args)
         q, k, v, actual = (np.asarray(x, np.float32) for x in (q, k, v, out))
         for r, (first, last) in enumerate(itertools.pairwise(starts)):
-            mine = slice(kv_starts[r], kv_starts[r + 1])
-            expected = in_float32(q[first:last], k[mine], v[mine], scale=0.1)
+            key_slice = slice(kv_starts[r], kv_starts[r + 1])
+            expected = in_float32(q[first:last], k[key_slice], v[key_slice], scale=0.1)
             np.testing.assert_allclose(actual[first:last], expected, atol=2e-2)
         for _ in range(20):
             assert jnp.array_equal(run(**args)[0], out)
 
 
 def paged(k, v, seq_lens, block_size):
-    """Packed keys and values of each request in blocks, in random order, with NaN in every other slot."""
+    """Return packed keys and values of each request in shuffled blocks, with NaN in every other slot."""
     counts = [-(-n // block_size) for n in seq_lens]
     order = np.random.default_rng(0).permutation(sum(counts))
     table = np.full((len(counts), max(counts)), -(2**30), np.int32)
@@ -234,15 +234,17 @@ def paged(k, v, seq_lens, block_size):
     token = 0
     for row, blocks, n in zip(table, np.split(order, np.cumsum(counts)[:-1]), seq_lens, strict=True):
         row[: len(blocks)] = blocks
-        at = np.arange(n)
+        positions = np.arange(n)
         for cache, x in zip(caches, (k, v), strict=True):
-            cache[blocks[at // block_size], at % block_size] = x[token : token + n]
+            cache[blocks[positions // block_size], positions % block_size] = x[token : token + n]
         token += n
     return {"key": jnp.asarray(caches[0]), "value": jnp.asarray(caches[1]), "block_table": jnp.asarray(table)}
 
 
 def in_float32(q, k, v, *, scale):
-    """Causal attention of one request on the host; q [tokens, heads, dim], k and v [keys, kv_heads, dim]."""
+    """Return causal attention of one request on the host; q [tokens, heads, dim], k and v [keys, kv_heads,
+    dim].
+    """
     tokens, heads, dim = q.shape
     q = q.reshape(tokens, k.shape[1], -1, dim)
     s = np.einsum("qhgd,khd->hgqk", q, k, optimize=True) * scale
@@ -254,7 +256,7 @@ def in_float32(q, k, v, *, scale):
 
 
 def packed(query_lens, seq_lens, query, key, value, *, interpret="cpu", detect_races=False, **options):
-    """varlen_prefill over packed keys, requests one after the other."""
+    """Run varlen_prefill over packed keys of consecutive requests."""
     ends = lambda lens: jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
     interpret = plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else None
     run = functools.partial(varlen_prefill, interpret=interpret, **options)
@@ -264,8 +266,8 @@ def packed(query_lens, seq_lens, query, key, value, *, interpret="cpu", detect_r
 
 class TestRaces:
     @pytest.mark.parametrize("warpgroups", [2, 3])
-    def test_there_are_none(self, warpgroups):
-        """Of whole tiles: the detector takes the two views of the rows' buffer for two warpgroups' writes."""
+    def test_prefill_has_no_races(self, warpgroups):
+        """Full tiles only: the detector takes two views of the row buffer for writes of two warpgroups."""
         lens = [64 * warpgroups, 192 * warpgroups]
         draw = lambda seed, heads: jax.random.normal(
             jax.random.key(seed), (sum(lens), heads, 64), jnp.bfloat16
@@ -300,8 +302,8 @@ class TestSchedule:
             ),
         ],
     )
-    def test_the_longest_come_first_and_padding_is_a_request_without_keys(self, has_lists, expected):
-        """Without lists the warpgroups that have no rows stand first; with lists, tiles stand in order."""
+    def test_work_tiles_are_sorted_by_length_and_padding_has_no_keys(self, has_lists, expected):
+        """Without lists, warpgroups without rows come first; with lists, tiles are in order."""
         actual = self.make([0, 10, 10, 150], [10, 0, 400], num_tokens=160, has_lists=has_lists)
         table = [dict(zip(COLUMNS, map(int, row), strict=False)) for row in np.asarray(actual.table)]
         live = table[: int(actual.num_valid[0])]
@@ -310,46 +312,46 @@ class TestSchedule:
         np.testing.assert_array_equal(actual.first_tiles, [0, 1, 1, 3])
         assert not np.asarray(actual.table)[len(live) :].any()
 
-    def test_the_bound_holds_for_the_worst_lengths(self):
+    def test_bound_on_work_tiles_holds_for_the_worst_lengths(self):
         for lens in ([1] * 40, [9] * 30, [121, 122, 120] * 9, [128] * 3, [7, 130] * 8):
             starts = np.concatenate([[0], np.cumsum(lens)])
             actual = self.make(starts, lens, num_tokens=int(starts[-1]) + 3)
             needed = sum(-(-(b - a // 8 * 8) // 128) for a, b in itertools.pairwise(starts))
             assert needed + 1 == actual.num_valid[0] <= max_tiles(int(starts[-1]) + 3, len(lens), 128)
 
-    def test_a_window_makes_all_tiles_short(self):
+    def test_window_limits_the_length_of_work_tiles(self):
         actual = self.make([0, 1024], [1024], num_tokens=1024, window=(63, None))
         np.testing.assert_array_equal(actual.table[:8, COLUMNS.index("first_row")], np.r_[128:1024:128, 0])
 
-    def test_made_before_it_changes_no_bit(self):
+    def test_precomputed_schedule_gives_identical_bits(self):
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (96, 1, 64), jnp.bfloat16)
         args, lens = (draw(0), draw(1), draw(2)), [33, 60]
         options = {"score": Score(scale=0.1), "sizes": PrefillSizes(tile_kv=64, ctas=2)}
-        made = make_schedule(
+        schedule = make_schedule(
             jnp.asarray([0, 33, 93]), jnp.asarray(lens), jnp.asarray([0, 33]), num_tokens=96, **options
         )
         out, _ = packed(lens, lens, *args, **options)
-        again, _ = packed(lens, lens, *args, **options, schedule=made)
+        again, _ = packed(lens, lens, *args, **options, schedule=schedule)
         np.testing.assert_array_equal(out, again)
 
 
-class TestHeadsAtOnce:
-    def test_as_many_as_fit(self):
-        of = functools.partial(schedule_module.heads_per_l2_group, 32, 8, sizes=PrefillSizes())
-        assert of(kv_bytes=4 * 10**6, rows=128) == 32
-        assert of(kv_bytes=8 * 10**6, rows=128) == 16
-        assert of(kv_bytes=10**9, rows=512) == 4
+class TestHeadsPerL2Group:
+    def test_heads_of_a_group_fit_the_l2_cache(self):
+        heads_for = functools.partial(schedule_module.heads_per_l2_group, 32, 8, sizes=PrefillSizes())
+        assert heads_for(kv_bytes=4 * 10**6, rows=128) == 32
+        assert heads_for(kv_bytes=8 * 10**6, rows=128) == 16
+        assert heads_for(kv_bytes=10**9, rows=512) == 4
 
-    def test_as_many_as_keep_all_thread_blocks_busy(self):
-        of = functools.partial(
+    def test_heads_of_a_group_keep_all_ctas_busy(self):
+        heads_for = functools.partial(
             schedule_module.heads_per_l2_group, 32, 8, sizes=PrefillSizes(), kv_bytes=10**9
         )
-        assert of(rows=132) == 4
-        assert of(rows=131) == 8
-        assert of(rows=1) == 32
+        assert heads_for(rows=132) == 4
+        assert heads_for(rows=131) == 8
+        assert heads_for(rows=1) == 32
 
-    def test_their_order_changes_no_bit(self, monkeypatch):
-        """Four parts of heads: every other takes the rows in the opposite order."""
+    def test_order_of_head_groups_does_not_change_the_bits(self, monkeypatch):
+        """Of four groups, every other one takes the rows in the opposite order."""
         draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (300, heads, 64), jnp.bfloat16)
         args, lens = (draw(0, 4), draw(1, 4), draw(2, 4)), [33, 260]
         options = {"score": Score(scale=0.1), "sizes": PrefillSizes(tile_kv=64, ctas=1)}
@@ -360,7 +362,7 @@ class TestHeadsAtOnce:
 
 
 class TestReference:
-    def test_agrees_with_the_kernel_s_contract(self):
+    def test_reference_equals_float64(self):
         draw = lambda seed: jax.random.normal(jax.random.key(seed), (40, 2, 64), jnp.bfloat16)
         q, k, v = draw(0)[:24], draw(1), draw(2)
         score = Score(scale=0.1, window=(9, None))
@@ -382,18 +384,18 @@ class TestRefusals:
             ({"layout": "packed"}, "layout=packed .* NHD, HND"),
         ],
     )
-    def test_what_has_no_kernel_is_named(self, change, message):
+    def test_unsupported_features_are_rejected_by_name(self, change, message):
         assert why_not_prefill(**self.served) is None
         assert why_not_prefill(**self.served | {"block_size": None}) is None
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(why_not_prefill(**self.served | change))
 
-    def test_the_kernel_refuses_by_name(self):
+    def test_prefill_raises_with_the_reason(self):
         x = jnp.zeros((8, 1, 72), jnp.bfloat16)
         with pytest.raises(NotImplementedError, match=r"varlen_prefill: .*head_dim=72"):
             packed([8], [8], x, x, x, score=Score(scale=1.0))
 
-    def test_keys_are_packed_or_paged(self):
+    def test_keys_must_be_packed_or_paged(self):
         x, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([8])
         with pytest.raises(
             ValueError,
@@ -411,7 +413,7 @@ class TestRefusals:
             ({"query_buffers": 3}, "query_buffers must .*1, 2, got 3"),
         ],
     )
-    def test_tiles_that_cannot_be_are_named(self, change, message):
+    def test_invalid_tile_sizes_are_rejected(self, change, message):
         with pytest.raises(ValueError, match=message):
             PrefillSizes(**change)
 
@@ -424,11 +426,11 @@ class TestRefusals:
             ({"chunk_size": 2**28 - 1}, "chunk_size must .*, got 268435455"),
         ],
     )
-    def test_windows_and_chunks_that_leave_int32_are_named(self, change, message):
+    def test_windows_and_chunks_beyond_int32_are_rejected(self, change, message):
         with pytest.raises(ValueError, match=message):
             Score(scale=1.0, **change)
 
-    def test_the_widest_windows_and_chunks_hide_nothing(self):
+    def test_largest_windows_and_chunks_hide_no_key(self):
         position = jnp.asarray([-8, 0, 2**30 - 1])
         for change in ({"window": (2**30 - 1, 2**30 - 1)}, {"chunk_size": 2**27}):
             low, high = Score(scale=1.0, causal=False, **change).key_range(position, jnp.int32(9))
@@ -450,7 +452,7 @@ class TestRefusals:
 
 
 class TestBothEdgesInOneTile:
-    """Several warpgroups clear the values that nobody sees, in the same tile, at both of its ends."""
+    """Tiles that contain both ends of the visible range, whose invisible values several warpgroups clear."""
 
     def check(self, runs, interpret=None):
         problem = Problem(plain_case(region="chunked", window=(9, None), dtype="bfloat16"))
@@ -464,18 +466,19 @@ class TestBothEdgesInOneTile:
             problem.check(*run(query, kv.k, kv.v, *lens, block_table=metadata.block_table))
 
     @pytest.mark.slow
-    def test_no_nan_comes_back(self):
+    def test_no_nan_reaches_the_output(self):
         self.check(40, plgpu.InterpretGPUParams())
 
     @pytest.mark.gpu
-    def test_no_nan_comes_back_on_a_gpu(self):
+    def test_no_nan_reaches_the_output_on_a_gpu(self):
         self.check(40)
 
 
-class TestTops:
-    """A row keeps its top until a score reaches it: scores rise by little, by much, past f32, and fall.
+class TestLazyRescale:
+    """A row keeps its row_max until a score exceeds it by a threshold; scores rise slowly, fast, beyond f32,
+    and fall.
 
-    With ALiBi tops rise from tile to tile: in the first head by nearly all the room that they have.
+    With ALiBi the row_max rises from tile to tile, in the first head by nearly the whole threshold.
     """
 
     RISES = (-300.0, -290.0, 0.0, 5.0, 90.0, -90.0, 90.5, 1000.0, 900.0, 0.0)  # of each 64 keys, in nats
@@ -493,18 +496,18 @@ class TestTops:
         q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
         s = np.einsum("qhd,kd->hqk", q, k[:, 0]) * score.scale
         position = np.arange(tokens)[:, None] + (keys - tokens)
-        at = np.arange(keys)
+        positions = np.arange(keys)
         low = 0 if window[0] is None else position - window[0]
         if slopes is not None:
-            s = s + np.asarray(slopes, np.float64)[:, None, None] * (at - position)
-        s = np.where((at <= position) & (at >= low), s, -np.inf)
-        top = s.max(axis=-1, keepdims=True)
-        total = np.exp(s - top).sum(axis=-1, keepdims=True)
-        expected = np.einsum("hqk,kd->qhd", np.exp(s - top) / total, v[:, 0])
+            s = s + np.asarray(slopes, np.float64)[:, None, None] * (positions - position)
+        s = np.where((positions <= position) & (positions >= low), s, -np.inf)
+        row_max = s.max(axis=-1, keepdims=True)
+        total = np.exp(s - row_max).sum(axis=-1, keepdims=True)
+        expected = np.einsum("hqk,kd->qhd", np.exp(s - row_max) / total, v[:, 0])
         np.testing.assert_allclose(
             np.asarray(out, np.float64), expected, atol=2e-3 if dtype == "float16" else 1e-2
         )
-        np.testing.assert_allclose(lse, (top + np.log(total))[..., 0], rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(lse, (row_max + np.log(total))[..., 0], rtol=1e-5, atol=1e-4)
 
     @pytest.mark.parametrize(
         ("dtype", "window", "slopes"),
@@ -515,12 +518,12 @@ class TestTops:
         ],
         ids=str,
     )
-    def test_every_row_is_right(self, dtype, window, slopes):
+    def test_rows_equal_float64(self, dtype, window, slopes):
         self.check(dtype, window, slopes, "cpu")
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("window", [(None, None), (130, None)], ids=str)
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize("slopes", [None, (0.8, 0.01)], ids=str)
-    def test_every_row_is_right_on_a_gpu(self, dtype, window, slopes):
+    def test_rows_equal_float64_on_a_gpu(self, dtype, window, slopes):
         self.check(dtype, window, slopes, None)

@@ -1,4 +1,4 @@
-"""varlen_prefill over the keys of one of several ranks, beside the reference over all keys of a request."""
+"""varlen_prefill over the keys of one of several ranks, against the reference over all keys of a request."""
 
 import dataclasses
 
@@ -34,22 +34,27 @@ def step_of(lens, block_size):
 
 
 def cache_of(keys, metadata, positions):
-    """The keys at some positions of each request, close together."""
+    """Return a cache of the keys at some positions of each request, stored contiguously."""
     cache = jattn.PagedCache.create(
         jattn.CacheSpec(num_blocks=64, block_size=BLOCK, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     )
-    rows = np.repeat(np.arange(len(positions)), [len(one) for one in positions])
-    places = np.concatenate([np.arange(len(one)) for one in positions])
-    slots = np.asarray(metadata.block_table)[rows, places // BLOCK] * BLOCK + places % BLOCK
+    rows = np.repeat(
+        np.arange(len(positions)), [len(positions_of_request) for positions_of_request in positions]
+    )
+    local_positions = np.concatenate(
+        [np.arange(len(positions_of_request)) for positions_of_request in positions]
+    )
+    slots = np.asarray(metadata.block_table)[rows, local_positions // BLOCK] * BLOCK + local_positions % BLOCK
     taken = [
-        jnp.asarray(np.concatenate([np.asarray(of)[r, p] for r, p in enumerate(positions)])) for of in keys
+        jnp.asarray(np.concatenate([np.asarray(array)[r, p] for r, p in enumerate(positions)]))
+        for array in keys
     ]
     return jattn.write_kv(cache, *taken, jnp.asarray(slots))
 
 
 @pytest.fixture
 def _few_thread_blocks(monkeypatch):
-    """Interpreted, those without work take time too."""
+    """Use few thread blocks, since idle ones take time in interpret mode."""
     for name in ("TABLE", "LIST_TABLE"):
         few = {k: dataclasses.replace(sizes, ctas=2) for k, sizes in getattr(sizes_module, name).items()}
         monkeypatch.setattr(sizes_module, name, few)
@@ -60,7 +65,7 @@ def _few_thread_blocks(monkeypatch):
     ("name", "size", "interleave"),
     [("causal", 2, 1), ("window", 3, 4), ("both sides", 2, 4), ("chunks", 3, 1)],
 )
-def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave):
+def test_prefill_uses_global_positions_of_a_ranks_keys(name, size, interleave):
     rng = np.random.default_rng(1)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     keys = [normal(len(SEQ_LENS), max(SEQ_LENS), KV_HEADS, HEAD_DIM) for _ in range(2)]
@@ -68,7 +73,7 @@ def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave
     rank = size - 1
     stored = [[p for p in range(n) if p // interleave % size == rank] for n in SEQ_LENS]
     lens = get_dcp_local_seq_lens(SEQ_LENS, size, rank, interleave)
-    assert [len(one) for one in stored] == lens.tolist()
+    assert [len(positions_of_request) for positions_of_request in stored] == lens.tolist()
     whole = step_of(SEQ_LENS, BLOCK)
     # What the kernel is given: the rank's keys, close together, and the queries behind them.
     local = replace(whole, seq_lens=jnp.asarray(lens))
@@ -81,13 +86,13 @@ def test_sees_the_rank_s_own_keys_by_their_true_positions(name, size, interleave
     out, lse = jax.jit(run)(query, cache_of(keys, local, stored))
     is_mine = masks.MaskFunction(lambda head, query, key: key // interleave % size == rank)
     all_keys = cache_of(keys, whole, [list(range(n)) for n in SEQ_LENS])
-    how = {"implementation": "reference", "return_lse": True}
-    expected, expected_lse = jattn.attend(query, all_keys, whole, spec, mask=INNER[name] & is_mine, **how)
+    options = {"implementation": "reference", "return_lse": True}
+    expected, expected_lse = jattn.attend(query, all_keys, whole, spec, mask=INNER[name] & is_mine, **options)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=2e-2)
     np.testing.assert_allclose(lse, expected_lse, atol=2e-2)
 
 
-def test_what_has_no_kernel_is_named():
+def test_unsupported_features_are_rejected_by_name():
     arrays = {"rank": jnp.int32(0), "shift": jnp.zeros(1, jnp.int32)}
     mask = masks.InterleavedMask(
         mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1
@@ -95,7 +100,7 @@ def test_what_has_no_kernel_is_named():
     assert "no kernel for a LocalStrided over keys on several devices" in str(why_not_kernel_mask(mask, 128))
 
 
-def test_windows_wider_than_any_request_hide_nothing():
+def test_windows_longer_than_any_request_hide_no_key():
     query = jnp.asarray([0, 7, 300])
     low, high = interleaved_mask._visible_range(masks.Window(2**31 - 1, 2**31 - 1), query)
     assert low.tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Tiles of queries that heads of a kv head share: the contract, refusals; the same on a GPU."""
+"""Query tiles with packed GQA heads: contract and refusals, on a CPU and a GPU."""
 
 import dataclasses
 
@@ -17,8 +17,8 @@ from pallas_kernels.varlen_prefill import (
     varlen_prefill,
 )
 from tests import assertions, contract
-from tests.contract import Problem, case_id, every_other
-from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
+from tests.contract import Problem, case_id, mark_every_second_slow
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.pallas_kernels.varlen_prefill.test_entry import (
     FACTORS,
     FAST,
@@ -39,38 +39,38 @@ def _long_regions(monkeypatch):
     monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
 
 
-def shared(case, sizes, **changes):
-    """Sizes with as many heads a tile as the case's group allows."""
+def packed_sizes(case, sizes, **changes):
+    """Return sizes with as many packed heads as the case's group allows."""
     q_heads, kv_heads = case["heads"]
     together = max(n for n in (2, 4, 8) if q_heads // kv_heads % n == 0)
     return dataclasses.replace(sizes, pack_gqa=together, **changes)
 
 
 class TestContract:
-    @pytest.mark.parametrize("case", every_other(cases(FEW_FACTORS)[::6]), ids=case_id)
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    @pytest.mark.parametrize("case", mark_every_second_slow(cases(FEW_FACTORS)[::6]), ids=case_id)
+    def test_prefill_equals_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
-        problem.check(*attend(problem, plgpu.InterpretGPUParams(), shared(case, sizes_of(case))))
+        problem.check(*attend(problem, plgpu.InterpretGPUParams(), packed_sizes(case, sizes_of(case))))
 
     @pytest.mark.parametrize("case", cases(FEW_FACTORS)[3::9], ids=case_id)
-    def test_equals_float64_in_splits(self, case, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_splits_equal_float64(self, case, monkeypatch):
+        split_every_tile(monkeypatch)
         problem = Problem(case)
-        sizes = shared(case, sizes_of(case), max_splits=MOST)
+        sizes = packed_sizes(case, sizes_of(case), max_splits=MOST)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("splits", [1, MOST])
     @pytest.mark.parametrize("case", cases(FACTORS | {"heads": HEADS})[::2], ids=case_id)
-    def test_equals_float64_with_every_head_dim_and_block_size(self, case, splits, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_prefill_equals_float64_for_every_head_dim_and_block_size(self, case, splits, monkeypatch):
+        split_every_tile(monkeypatch)
         problem = Problem(case)
-        sizes = shared(case, sizes_of(case), max_splits=splits)
+        sizes = packed_sizes(case, sizes_of(case), max_splits=splits)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), sizes))
 
     @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
-    def test_none_of_them_races(self, splits, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_prefill_has_no_races(self, splits, monkeypatch):
+        split_every_tile(monkeypatch)
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         sizes = PrefillSizes(tile_kv=64, ctas=2, pack_gqa=4, max_splits=splits)
         args = draw(0, 64, 4, 64), draw(1, 200, 1, 64), draw(2, 200, 1, 64)
@@ -79,16 +79,16 @@ class TestContract:
             jax.block_until_ready(run)
 
 
-def test_a_tile_has_as_many_fewer_tokens():
+def test_tokens_per_tile_are_divided_by_the_packed_heads():
     starts, lens = jnp.asarray([0, 100]), jnp.asarray([1000])
-    how = {"num_tokens": 104, "score": Score(scale=1.0)}
+    options = {"num_tokens": 104, "score": Score(scale=1.0)}
     alone, shared = (
-        make_schedule(starts, lens, **how, sizes=PrefillSizes(pack_gqa=n)).num_valid[0] for n in (1, 4)
+        make_schedule(starts, lens, **options, sizes=PrefillSizes(pack_gqa=n)).num_valid[0] for n in (1, 4)
     )
     assert (alone, shared) == (2, 5)  # 100 tokens and 4 of padding, in tiles of 128 and of 32
 
 
-def test_what_cannot_share_is_refused():
+def test_unsupported_packing_is_rejected():
     x, lens = jnp.zeros((8, 6, 64), jnp.bfloat16), (jnp.asarray([0, 8]), jnp.asarray([8]))
     run = lambda n: varlen_prefill(
         x, x[:, ::3], x[:, ::3], *lens,
@@ -105,16 +105,16 @@ def test_what_cannot_share_is_refused():
         BackwardSizes(dq_sizes=sizes)
 
 
-class TestWhoSharesTiles:
+class TestChoice:
     @pytest.mark.parametrize(("heads", "together"), [(32, 4), (64, 4), (48, 2), (8, 1), (24, 1), (128, 4)])
-    def test_up_to_four_heads_of_a_kv_head(self, heads, together):
+    def test_at_most_four_heads_are_packed(self, heads, together):
         assert default_sizes(128, bounds=CallBounds(64, 1, heads, 8, 65536)).pack_gqa == together
 
-    def test_few_queries_alone(self):
+    def test_only_few_queries_are_packed(self):
         few = CallBounds(256, 4, 32, 8, 65536)
         assert default_sizes(128, bounds=few).pack_gqa == 4
-        for other in (few._replace(num_tokens=8192), few._replace(max_kv=2048)):
-            assert default_sizes(128, bounds=other).pack_gqa == 1
+        for changed in (few._replace(num_tokens=8192), few._replace(max_kv=2048)):
+            assert default_sizes(128, bounds=changed).pack_gqa == 1
         assert default_sizes(128, bounds=few, batch_invariant=True).pack_gqa == 1
         assert default_sizes(128, bounds=few, has_lists=True).pack_gqa == 1
 
@@ -122,8 +122,10 @@ class TestWhoSharesTiles:
         ("tokens", "reqs", "tile_q"),
         [(64, 1, 128), (128, 1, 128), (96, 1, 192), (512, 1, 192), (512, 8, 128), (512, 256, 192)],
     )
-    def test_tiles_are_as_tall_as_requests_fill(self, tokens, reqs, tile_q):
-        """512 tokens of at most 256 requests may be one request's; of at most 8 they are reckoned alike."""
+    def test_tile_height_follows_the_average_request(self, tokens, reqs, tile_q):
+        """512 tokens of at most 256 requests may belong to one request; of at most 8 they count as evenly
+        distributed.
+        """
         assert default_sizes(128, bounds=CallBounds(tokens, reqs, 32, 8, 65536)).tile_q == tile_q
 
 
@@ -131,8 +133,8 @@ class TestWhoSharesTiles:
 class TestOnGpu:
     @pytest.mark.parametrize("splits", [1, MOST])
     @pytest.mark.parametrize("case", cases(FACTORS | {"heads": HEADS})[::2], ids=case_id)
-    def test_equals_float64(self, case, splits, monkeypatch):
-        cut_everywhere(monkeypatch)
+    def test_prefill_equals_float64(self, case, splits, monkeypatch):
+        split_every_tile(monkeypatch)
         problem = Problem(case)
-        sizes = shared(case, default_sizes(problem.spec.head_dim), max_splits=splits)
+        sizes = packed_sizes(case, default_sizes(problem.spec.head_dim), max_splits=splits)
         problem.check(*attend(problem, sizes=sizes))

@@ -1,4 +1,4 @@
-"""Running-max policies of varlen_prefill's softmax: each kernel has the right one, and all agree."""
+"""Running-max policies of varlen_prefill's softmax: their selection and their results."""
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +45,17 @@ def spec_of(
     ],
     ids=str,
 )
-def test_a_kernel_has_the_policy_that_its_scores_need(changes, policy, headroom):
-    found = softmax.row_max_policy(spec_of(**changes))
-    assert type(found) is policy
-    assert getattr(found, "headroom", None) == headroom
-    assert isinstance(found, softmax.RowMaxPolicy)
+def test_scores_determine_the_row_max_policy(changes, policy, headroom):
+    actual = softmax.row_max_policy(spec_of(**changes))
+    assert type(actual) is policy
+    assert getattr(actual, "headroom", None) == headroom
+    assert isinstance(actual, softmax.RowMaxPolicy)
 
 
 class TestSums:
     @pytest.fixture(autouse=True)
     def _without_layouts(self, monkeypatch):
-        """Layouts mean nothing outside of a kernel."""
+        """Disable layout casts, which are meaningless outside of a kernel."""
         monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
 
     @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ class TestSums:
             (softmax.LazyRescale, True),
         ],
     )
-    def test_every_policy_gives_the_sums_of_the_softmax(self, policy, has_row_term):
+    def test_every_policy_computes_the_softmax(self, policy, has_row_term):
         """Over four tiles of scores that rise and fall; the first tile is masked out for some rows."""
         rng = np.random.default_rng(0)
         tiles_of_s = rng.standard_normal((4, 64, 64)).astype(np.float32) * 3
@@ -80,11 +80,11 @@ class TestSums:
         headroom = () if policy is not softmax.LazyRescale else (8.0,)
         policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *headroom)
         row_max, row_sum = policy.initial(), jnp.zeros((64, 64), jnp.float32)
-        for nth, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
+        for i, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             mask = lambda s, seen=seen: jnp.where(seen, s, -jnp.inf)
-            step = policy.next if nth else policy.first
+            step = policy.next if i else policy.first
             exponent, row_max, alpha, needs_rescale = step(jnp.asarray(s), term, mask, row_max)
-            if nth:
+            if i:
                 (row_sum,) = policy.rescale(alpha, needs_rescale, (row_sum,))
             row_sum = row_sum + jnp.exp2(exponent)
         s = np.where(is_seen, tiles_of_s.astype(np.float64) * LOG2E, -np.inf)
@@ -94,8 +94,8 @@ class TestSums:
         np.testing.assert_allclose(np.log2(row_sum.sum(axis=1)) + row_max, expected, rtol=1e-5)
 
     @pytest.mark.parametrize("policy", [softmax.RunningRowMax, softmax.NoRowMax])
-    def test_masked_out_tiles_before_do_not_change_the_bits(self, policy):
-        """In one program each, where a compiler may round a product and a difference at once."""
+    def test_masked_out_leading_tiles_do_not_change_the_bits(self, policy):
+        """Each variant is one program, in which the compiler may fuse a product and a difference."""
         s = jnp.asarray(np.random.default_rng(1).standard_normal((64, 64)) * 3, jnp.float32)
         policy = policy(spec_of(sizes=INVARIANT, window=(9, 0)))
         hidden = lambda s: jnp.full_like(s, -jnp.inf)
@@ -111,13 +111,13 @@ class TestSums:
             exponent, row_max, *_ = policy.next(s, None, lambda s: s, row_max)
             return jnp.exp2(exponent), row_max
 
-        for found, expected in zip(second_tile(s), first_tile(s), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(second_tile(s), first_tile(s), strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("table", [TABLE, LIST_TABLE], ids=["items", "lists"])
 @pytest.mark.parametrize("heads_per_l2_group", [1, 2])
-def test_no_kernel_asks_for_more_registers_than_there_are(table, heads_per_l2_group):
+def test_register_requests_fit_the_register_file(table, heads_per_l2_group):
     for width, sizes in table.items():
         shape = PrefillShape(
             q_heads=2,

@@ -1,4 +1,4 @@
-"""Tiles of queries whose keys are cut into splits: the contract, how many there are, who is given them."""
+"""Query tiles whose keys are divided into splits: contract, number of splits, and selection."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ from pallas_kernels.varlen_prefill.splits import (
 )
 from tests import assertions, contract
 from tests.contract import Problem, case_id
-from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, cut_everywhere
+from tests.pallas_kernels.varlen_prefill.split_everywhere import MOST, split_every_tile
 from tests.pallas_kernels.varlen_prefill.test_entry import (
     FACTORS,
     FAST,
@@ -50,7 +50,7 @@ from tests.pallas_kernels.varlen_prefill.test_entry import (
 @pytest.fixture
 def cuts_everything(monkeypatch):
     monkeypatch.setattr(contract, "REGIONS", contract.REGIONS | LONG)
-    cut_everywhere(monkeypatch)
+    split_every_tile(monkeypatch)
 
 
 def cut(sizes):
@@ -60,17 +60,17 @@ def cut(sizes):
 @pytest.mark.usefixtures("cuts_everything")
 class TestContract:
     @pytest.mark.parametrize("case", cases(FAST)[1::6], ids=case_id)
-    def test_equals_float64_whatever_meets_whatever(self, case):
+    def test_prefill_equals_float64_for_combinations_of_features(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), cut(sizes_of(case))))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", cases(FACTORS)[::2], ids=case_id)
-    def test_equals_float64_with_every_head_dim_and_block_size(self, case):
+    def test_prefill_equals_float64_for_every_head_dim_and_block_size(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, plgpu.InterpretGPUParams(), cut(sizes_of(case))))
 
-    def test_without_a_log_sum_exp(self):
+    def test_outputs_without_lse_equal_float64(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
         args, sizes = (draw(0, 70), draw(1, 300), draw(2, 300)), PrefillSizes(tile_kv=64, ctas=2)
         run = functools.partial(packed, [70], [300], *args, score=Score(scale=0.1))
@@ -79,7 +79,7 @@ class TestContract:
         assert lse is None
         np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
 
-    def test_none_of_them_races(self):
+    def test_prefill_has_no_races(self):
         draw = lambda seed, rows: jax.random.normal(jax.random.key(seed), (rows, 2, 64), jnp.bfloat16)
         args, sizes = (draw(0, 128), draw(1, 320), draw(2, 320)), PrefillSizes(tile_kv=64, ctas=2)
         with assertions.assert_no_races(num_kernels=2):
@@ -87,8 +87,8 @@ class TestContract:
             jax.block_until_ready(run)
 
 
-def made(query_lens, seq_lens, *, q_heads=4, sizes):
-    """A schedule, and its live rows with their columns' names."""
+def make_rows(query_lens, seq_lens, *, q_heads=4, sizes):
+    """Return a schedule and its live rows as dicts by column name."""
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     schedule = make_schedule(
         jnp.asarray(starts, jnp.int32),
@@ -115,35 +115,35 @@ LENS = [
 class TestSchedule:
     @pytest.mark.parametrize("lens", LENS, ids=str)
     @pytest.mark.parametrize("q_heads", [1, 4, 32])
-    def test_splits_of_a_tile_are_its_keys_once(self, lens, q_heads):
+    def test_splits_cover_the_keys_of_a_tile_once(self, lens, q_heads):
         sizes = PrefillSizes(tile_kv=64, max_splits=16)
-        schedule, rows = made(*lens, q_heads=q_heads, sizes=sizes)
-        _, whole = made(*lens, sizes=PrefillSizes(tile_kv=64))
-        place = lambda row: (row["req"], row["first_row"])
-        assert {place(row) for row in rows} == set(map(place, whole))
+        schedule, rows = make_rows(*lens, q_heads=q_heads, sizes=sizes)
+        _, whole = make_rows(*lens, sizes=PrefillSizes(tile_kv=64))
+        tile_of = lambda row: (row["req"], row["first_row"])
+        assert {tile_of(row) for row in rows} == set(map(tile_of, whole))
         partials = []
         for tile in whole:
-            mine = [row for row in rows if place(row) == place(tile)]
-            assert all(row[name] == tile[name] for row in mine for name in COLUMNS)
+            splits_of_tile = [row for row in rows if tile_of(row) == tile_of(tile)]
+            assert all(row[name] == tile[name] for row in splits_of_tile for name in COLUMNS)
             last = tile["position"] + tile["end"]
             num = -(-min(last, tile["seq_len"]) // 64) if tile["seq_len"] else 0
-            ends = [row["skipped"] + row["split_tiles"] for row in mine]
-            assert [row["skipped"] for row in mine] == [0, *ends[:-1]]
-            assert ends[-1] >= num > ends[-1] - max(mine[-1]["split_tiles"], 1)
-            assert {row["num_splits"] for row in mine} == {len(mine)}
-            if len(mine) == 1:
-                assert mine[0]["split_output"] == -1
+            ends = [row["skipped"] + row["split_tiles"] for row in splits_of_tile]
+            assert [row["skipped"] for row in splits_of_tile] == [0, *ends[:-1]]
+            assert ends[-1] >= num > ends[-1] - max(splits_of_tile[-1]["split_tiles"], 1)
+            assert {row["num_splits"] for row in splits_of_tile} == {len(splits_of_tile)}
+            if len(splits_of_tile) == 1:
+                assert splits_of_tile[0]["split_output"] == -1
             else:
-                partials.append([row["split_output"] for row in mine])
+                partials.append([row["split_output"] for row in splits_of_tile])
         numbers = sorted(itertools.chain(*partials))
         assert numbers == list(range(len(numbers)))
         assert len(numbers) <= max_split_outputs(q_heads, sizes)
         assert all(nums == list(range(nums[0], nums[0] + len(nums))) for nums in partials)
-        firsts = [at for at, row in enumerate(rows) if row["num_splits"] > 1 and row["skipped"] == 0]
+        firsts = [index for index, row in enumerate(rows) if row["num_splits"] > 1 and row["skipped"] == 0]
         assert sorted(map(int, schedule.split_tiles.rows[: int(schedule.split_tiles.num_valid[0])])) == firsts
 
-    def test_as_many_as_make_the_step_end_earliest(self):
-        """Of candidates whose items are dealt out one by one."""
+    def test_number_of_splits_minimizes_the_simulated_end(self):
+        """Among candidates whose work tiles are assigned one by one."""
         draw, gained = np.random.default_rng(0), []
         for _ in range(60):
             sizes = PrefillSizes(tile_kv=64, max_splits=16)
@@ -155,25 +155,25 @@ class TestSchedule:
             )
             end = functools.partial(simulated, tiles, heads=heads, sizes=sizes)
             longest = [-(-max(tiles) // n) for n in NUM_SPLITS_CANDIDATES]
-            others = [np.maximum(-(-tiles // length), 1) for length in longest]
-            allowed = [n for n in others if n[n > 1].sum() <= max_split_outputs(heads, sizes)]
+            other_splits = [np.maximum(-(-tiles // length), 1) for length in longest]
+            allowed = [n for n in other_splits if n[n > 1].sum() <= max_split_outputs(heads, sizes)]
             ends = [end(n) + splits_module.COMBINE_OVERHEAD_KEYS * (n > 1).any() for n in allowed]
             np.testing.assert_array_equal(chosen, allowed[int(np.argmin(ends))])
             gained.append(end(np.ones(count, int)) / end(np.asarray(chosen)))
         assert np.median(gained) > 1.5  # or there would be no point in it
 
-    def test_short_requests_are_left_whole(self):
-        _, rows = made([1024], [1024], q_heads=32, sizes=PrefillSizes(tile_kv=64, max_splits=16))
+    def test_short_requests_are_not_split(self):
+        _, rows = make_rows([1024], [1024], q_heads=32, sizes=PrefillSizes(tile_kv=64, max_splits=16))
         assert all(row["split_output"] == -1 for row in rows)
 
-    def test_what_has_no_splits_is_refused(self):
+    def test_unsupported_splits_are_rejected(self):
         sizes = PrefillSizes(max_splits=2)
         args = jnp.asarray([0, 8]), jnp.asarray([8])
-        how = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
+        options = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
         with pytest.raises(ValueError, match="q_heads must be given if max_splits is not 1, got None"):
-            make_schedule(*args, **how)
+            make_schedule(*args, **options)
         with pytest.raises(ValueError, match="max_splits must be 1 with lists, got 2"):
-            make_schedule(*args, **how, q_heads=1, has_lists=True)
+            make_schedule(*args, **options, q_heads=1, has_lists=True)
         with pytest.raises(ValueError, match="max_splits must be 1 with batch_invariant, got 2"):
             PrefillSizes(max_splits=2, batch_invariant=True)
         with pytest.raises(ValueError, match="max_splits must be at most 16, got 17"):
@@ -181,14 +181,14 @@ class TestSchedule:
         with pytest.raises(ValueError, match=r"dq_sizes\.max_splits must be 1, got 2"):
             BackwardSizes(dq_sizes=sizes)
 
-    def test_a_schedule_of_other_splits_is_refused(self):
+    def test_schedule_of_other_splits_is_rejected(self):
         x, starts, lens = jnp.zeros((8, 1, 64), jnp.bfloat16), jnp.asarray([0, 8]), jnp.asarray([8])
         whole = make_schedule(starts, lens, num_tokens=8, score=Score(scale=1.0), sizes=PrefillSizes())
-        where = {"score": Score(scale=1.0), "kv_start_loc": jnp.asarray([0])}
+        arrays = {"score": Score(scale=1.0), "kv_start_loc": jnp.asarray([0])}
         with pytest.raises(
             ValueError, match=r"built for sizes=.*max_splits=1.*, but this call has sizes=.*max_splits=2"
         ):
-            varlen_prefill(x, x, x, starts, lens, **where, schedule=whole, sizes=PrefillSizes(max_splits=2))
+            varlen_prefill(x, x, x, starts, lens, **arrays, schedule=whole, sizes=PrefillSizes(max_splits=2))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ class TestSchedule:
     ],
     ids=str,
 )
-def test_windows_and_chunks_bound_what_neighbours_see(score):
+def test_windows_and_chunks_bound_the_keys_of_adjacent_tiles(score):
     score, rows, keys = Score(scale=1.0, **score), 24, 200
     position = jnp.arange(keys, dtype=jnp.int32)
     low, high = (np.asarray(end) for end in score.key_range(position, jnp.int32(keys)))
@@ -214,18 +214,20 @@ def test_windows_and_chunks_bound_what_neighbours_see(score):
 
 
 def simulated(tiles, splits, *, heads, sizes):
-    """When the last thread block ends, in keys: work tiles assigned as PrefillTileScheduler does."""
-    each = np.repeat(-(-tiles // splits), splits)
-    items = np.repeat(np.sort(each)[::-1], heads) * sizes.tile_kv + TILE_OVERHEAD_KEYS
-    shares = np.zeros(sizes.workers)
-    for nth, first in enumerate(range(0, len(items), sizes.workers)):
-        dealt = items[first : first + sizes.workers]
-        at = np.arange(len(dealt))
-        shares[at if nth % 2 == 0 else sizes.workers - 1 - at] += dealt
-    return shares.max()
+    """Return when the last thread block ends, in keys, with work tiles assigned as by
+    PrefillTileScheduler.
+    """
+    split_tiles = np.repeat(-(-tiles // splits), splits)
+    work_tiles = np.repeat(np.sort(split_tiles)[::-1], heads) * sizes.tile_kv + TILE_OVERHEAD_KEYS
+    cta_work = np.zeros(sizes.workers)
+    for i, first in enumerate(range(0, len(work_tiles), sizes.workers)):
+        dealt = work_tiles[first : first + sizes.workers]
+        index = np.arange(len(dealt))
+        cta_work[index if i % 2 == 0 else sizes.workers - 1 - index] += dealt
+    return cta_work.max()
 
 
-class TestWhoIsGivenThem:
+class TestChoice:
     LAYER = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
     def kernel(self, spec=LAYER, *, max_kv=65536, tokens=256, stored="bfloat16"):
@@ -237,12 +239,12 @@ class TestWhoIsGivenThem:
         assert isinstance(kernel, PrefillKernelConfig), kernel
         return kernel
 
-    def test_few_tokens_before_many_keys(self):
+    def test_few_tokens_over_many_keys_are_split(self):
         kernel = self.kernel()
         assert kernel.sizes.max_splits == 16
         assert kernel.split == "by tiles of queries, the keys of each in up to 16 splits"
         assert self.kernel(stored="int8").sizes.max_splits == 16
-        for other in (
+        for changed in (
             self.kernel(tokens=8192),
             self.kernel(max_kv=2048),
             self.kernel(stored=None),
@@ -250,17 +252,17 @@ class TestWhoIsGivenThem:
             self.kernel(dataclasses.replace(self.LAYER, window=(1024, None))),
             self.kernel(dataclasses.replace(self.LAYER, chunk_size=512)),
         ):
-            assert other.sizes.max_splits == 1
-            assert other.split == "by tiles of queries"
+            assert changed.sizes.max_splits == 1
+            assert changed.split == "by tiles of queries"
 
-    def test_layers_of_other_heads_have_schedules_of_their_own(self):
+    def test_layers_with_other_heads_have_separate_schedules(self):
         specs = self.LAYER, dataclasses.replace(self.LAYER, num_q_heads=64)
         for tokens, different in ((8, 2), (8192, 1)):
             keys = {kernel_plan_key(self.kernel(spec, tokens=tokens), spec) for spec in specs}
             assert len(keys) == different
 
-    def test_the_kernel_s_own_choice_goes_by_the_schedule_it_is_given(self):
-        """One that was made for whole tiles, by sizes that it would not choose itself."""
+    def test_default_sizes_follow_a_given_schedule(self):
+        """A schedule without splits, for sizes that the kernel would not choose by default."""
         draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         args = draw(0, 8, 2, 64), draw(1, 4, 16, 1, 64), draw(2, 4, 16, 1, 64)
         lens, table = (
@@ -268,11 +270,11 @@ class TestWhoIsGivenThem:
             jnp.pad(jnp.asarray([[1, 2, 3]]), ((0, 0), (0, 253))),
         )
         run = functools.partial(varlen_prefill, *args, *lens, score=Score(scale=0.1), block_table=table)
-        made = make_schedule(*lens, num_tokens=8, score=Score(scale=0.1), sizes=default_sizes(64))
-        shapes = [jax.eval_shape(lambda s=s: run(schedule=s)[0]).shape for s in (None, made)]
+        schedule = make_schedule(*lens, num_tokens=8, score=Score(scale=0.1), sizes=default_sizes(64))
+        shapes = [jax.eval_shape(lambda s=s: run(schedule=s)[0]).shape for s in (None, schedule)]
         assert shapes == [(8, 2, 64)] * 2
 
-    def test_the_kernel_s_own_choice_is_the_same(self):
+    def test_default_sizes_equal_the_planned_ones(self):
         assert default_sizes(128, bounds=CallBounds(256, 4, 32, 8, 65536)) == self.kernel().sizes
 
 
@@ -280,6 +282,6 @@ class TestWhoIsGivenThem:
 @pytest.mark.usefixtures("cuts_everything")
 class TestOnGpu:
     @pytest.mark.parametrize("case", cases(FACTORS)[::2], ids=case_id)
-    def test_equals_float64(self, case):
+    def test_prefill_equals_float64(self, case):
         problem = Problem(case)
         problem.check(*attend(problem, sizes=cut(default_sizes(problem.spec.head_dim))))

@@ -1,4 +1,4 @@
-"""varlen_prefill over lists of tiles: every mask that has some, against the float64 oracle; on a GPU too."""
+"""varlen_prefill over tile lists: every mask with lists against the float64 oracle, on a CPU and a GPU."""
 
 import collections
 import dataclasses
@@ -40,7 +40,7 @@ from tests import aot, assertions, contract
 from tests.contract import FACTORS
 from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import aot_cases
-from tests.pallas_kernels.varlen_prefill.tile_list_problem import ListedProblem
+from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region
 
 # Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
@@ -148,7 +148,7 @@ CASES = covering_array(CHOICES, lambda case: True)
 
 @pytest.fixture(autouse=True)
 def _few_thread_blocks(request, monkeypatch):
-    """Interpreted, those without work take time too."""
+    """Use few thread blocks, since idle ones take time in interpret mode."""
     if "gpu" not in request.keywords:
         few = {width: dataclasses.replace(sizes, ctas=2) for width, sizes in sizes_module.LIST_TABLE.items()}
         monkeypatch.setattr(sizes_module, "LIST_TABLE", few)
@@ -160,12 +160,12 @@ def _long_regions(monkeypatch):
 
 
 def solved(case, interpret=None, *, is_sparse=False):
-    """The problem's rule holds for every request; the region as attend gives it to the kernels."""
+    """Return the region's outputs by the kernels for a problem whose mask holds for every request."""
     plain = {name: values[0] for name, values in FACTORS.items()}
     mask, rule = MASKS[case["mask"]]
     case = plain | {"heads": (4, 2), "dtype": "bfloat16"} | case
     tile_kv = sparse_sizes(contract.make_spec(case), mask).tile_kv if is_sparse else None
-    problem = ListedProblem(case, mask=rule, sparse_tile_kv=tile_kv)
+    problem = TileListCase(case, mask=rule, sparse_tile_kv=tile_kv)
     as_jax = lambda x: None if x is None else jnp.asarray(x)
     query, metadata = jnp.asarray(problem.query), problem.metadata
     region = metadata.decode_region if metadata.bucket.max_decodes else metadata.prefill_region
@@ -202,24 +202,24 @@ POISONED = {
 
 
 @pytest.mark.parametrize("name", POISONED)
-def test_what_no_query_sees_may_be_anything(name):
+def test_invisible_keys_may_have_any_value(name):
     solved({"head_dim": 64, "block_size": 16, "kv": "NHD"} | POISONED[name], INTERPRET)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", POISONED)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_what_no_query_sees_may_be_anything_on_a_gpu(name, head_dim):
+def test_invisible_keys_may_have_any_value_on_a_gpu(name, head_dim):
     solved({"block_size": 16, "kv": "NHD"} | POISONED[name] | {"head_dim": head_dim})
 
 
 @pytest.mark.parametrize("mask", ["blocks_128", "blocks_64"])
-def test_tiles_that_no_list_names_are_never_read(mask):
+def test_unlisted_tiles_are_never_read(mask):
     case = {"region": "prompt_206", "mask": mask, "head_dim": 64, "block_size": 16, "kv": "HND"}
     solved(case, INTERPRET, is_sparse=True)
 
 
-def test_a_nan_among_a_request_s_values_does_not_reach_the_next():
+def test_nan_in_a_requests_values_does_not_reach_the_next_request():
     rows = lambda seed, heads: jax.random.normal(jax.random.key(seed), (213, heads, 64), jnp.bfloat16)
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
     metadata = jattn.build_batch_metadata([13, 200], [13, 200], [[1], [*range(2, 15)]])
@@ -238,29 +238,29 @@ def test_a_nan_among_a_request_s_values_does_not_reach_the_next():
     np.testing.assert_array_equal(poisoned[13:], attended(v)[13:])
 
 
-def test_equals_float64_under_any_mask():
-    """Bits of keys, bits of blocks and documents at once, over tiles of keys that begin anywhere."""
+def test_prefill_equals_float64_under_any_mask():
+    """Bits of keys, bits of blocks and documents combined, over key tiles that start anywhere."""
     solved(next(case for case in CASES if (case["mask"], case["kv"]) == ("either", "no_cache")), INTERPRET)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_equals_float64_whatever_meets_whatever(case):
+def test_prefill_equals_float64_for_combinations_of_features(case):
     solved(case, INTERPRET)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_equals_float64_on_a_gpu(case):
+def test_prefill_equals_float64_on_a_gpu(case):
     solved(case)
 
 
-def test_sorted_places_keep_the_order_of_equals():
-    places = sort_ranks(jnp.asarray([[3, 1, 3, -2], [5, 5, 5, 4]]))
-    np.testing.assert_array_equal(places, [[2, 1, 3, 0], [1, 2, 3, 0]])
+def test_sort_ranks_is_stable():
+    ranks = sort_ranks(jnp.asarray([[3, 1, 3, -2], [5, 5, 5, 4]]))
+    np.testing.assert_array_equal(ranks, [[2, 1, 3, 0], [1, 2, 3, 0]])
 
 
-def test_an_entry_says_which_blocks_of_queries_see_the_tile():
+def test_list_entry_tells_which_query_blocks_see_the_tile():
     blocks = jnp.asarray([[[True, False, False], [True, True, False], [False, False, True]]])
     mask = masks.BlockMask(blocks=blocks, block_q=64, block_kv=64)
     spec = jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64)
@@ -285,7 +285,7 @@ def test_an_entry_says_which_blocks_of_queries_see_the_tile():
 MADE_FOR = PrefillScheduleKey(8, (True, (None, None), None), PrefillSizes(), None, True, True)
 
 
-def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
+def test_sets_of_heads_alternate_between_descending_and_ascending_lists():
     lens = np.asarray([[1, 3, 2, 0], [2, 4, 4, 5], [5, 5, 5, 5]])  # of a tile and head; the last is not live
     some = jnp.arange(6)[None, None, :] < jnp.asarray(lens)[:, :, None]
     table = jnp.zeros((3, 32), jnp.int32).at[:, 0].set(jnp.asarray([7, 8, 9]))
@@ -293,14 +293,25 @@ def test_sets_of_heads_go_from_the_longest_list_to_the_shortest_and_back():
     schedule = PrefillSchedule(table, jnp.asarray([2]), starts, None, MADE_FOR)
     lists = make_tile_lists(schedule, encode_tiles(some, some), sets=2)
     columns = [COLUMNS.index("req"), *(len(COLUMNS) + LIST_COLUMNS.index(name) for name in ("head", "num"))]
-    items = np.asarray(lists.table)[: int(lists.num_valid[0]), columns].tolist()
-    assert items == [[7, 0, 1], [8, 0, 2], [7, 1, 3], [8, 1, 4], [8, 3, 5], [8, 2, 4], [7, 2, 2], [7, 3, 0]]
+    work_tiles = np.asarray(lists.table)[: int(lists.num_valid[0]), columns].tolist()
+    assert work_tiles == [
+        [7, 0, 1],
+        [8, 0, 2],
+        [7, 1, 3],
+        [8, 1, 4],
+        [8, 3, 5],
+        [8, 2, 4],
+        [7, 2, 2],
+        [7, 3, 0],
+    ]
     longest = int(lists.table[4, len(COLUMNS) + LIST_COLUMNS.index("list")])
     np.testing.assert_array_equal(lists.entries[longest], [0, 1, 2, 3, 4, 0])
 
 
 def lists_of_any_lengths(tiles, heads, max_len, num_valid):
-    """A table of tiles, how many are live, each head's entries, and their counts, garbage of dead tiles."""
+    """Return a table of tiles, the number of live tiles, entries and counts per head; dead tiles are
+    garbage.
+    """
     rng = np.random.default_rng(tiles)
     as_jax = lambda x: jnp.asarray(x, jnp.int32)
     table = rng.integers(0, 2**20, (tiles, TABLE_WIDTH))
@@ -323,7 +334,7 @@ def lists_of_any_lengths(tiles, heads, max_len, num_valid):
         (2050, 16, 2048, 2049, 4),
     ],
 )
-def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_valid, sets):
+def test_work_tiles_sorted_by_the_kernel_equal_those_of_xla(tiles, heads, max_len, num_valid, sets):
     arrays = lists_of_any_lengths(tiles, heads, max_len, num_valid)
     assert tile_order.has_kernel(num_tiles=tiles * heads // sets, max_len=max_len)
     static = {"columns": len(COLUMNS), "sets": sets}
@@ -334,8 +345,8 @@ def test_items_sorted_by_the_kernel_are_those_of_xla(tiles, heads, max_len, num_
     np.testing.assert_array_equal(table[live], expected[live])
 
 
-def test_masks_compile_where_no_row_has_ends_of_its_own():
-    """Pallas finds no layout for rows' numbers that nothing uses, and looks for minutes."""
+def test_masks_compile_without_per_row_bounds():
+    """Pallas finds no layout for unused per-row values, and searches for minutes."""
     aot.require_plugin()
     names = ["blocks_of_all_queries-encoder-64-64", "vertical_slash-encoder-64-64"]
     assert list(aot.compile_all("tests.pallas_kernels.varlen_prefill.sparse_aot_cases", names)) == names
@@ -349,8 +360,8 @@ def compiled():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(aot_cases()))
-def test_what_ships_compiles_and_hardly_spills(name):
-    """Stores and loads are counted; the most is that of a mask of the keys' and queries' positions."""
+def test_shipped_kernels_compile_and_spill_little(name):
+    """Stores and loads are counted; a mask of key and query positions spills most."""
     spilled = collections.defaultdict(int)
     for kernel in compiled()[name]:  # with gathered columns there are two of one name
         spilled[kernel.name] = max(spilled[kernel.name], kernel.spilled_bytes)
@@ -361,7 +372,7 @@ def test_what_ships_compiles_and_hardly_spills(name):
 
 
 class PlainTile(PairTile):
-    """Rows from position 150 on before columns from 100 on, outside a kernel."""
+    """A tile outside of a kernel: rows from position 150 and columns from position 100."""
 
     row_positions, first_column, shape = 150 + jnp.arange(64, dtype=jnp.int32), jnp.int32(100), (64, 128)
 
@@ -377,7 +388,7 @@ class PlainTile(PairTile):
     ("left", "right"),
     [(30, 5), (2**31 - 1, None), (None, 2**31 - 1), (3, 2**31 - 2), (2**30, 2**30), (2**30 - 1, 2**30 - 1)],
 )
-def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
+def test_windows_longer_than_any_request_hide_no_key(left, right, has_key_rows):
     tile = PlainTile(has_key_rows)
     window = kernel_masks._window(masks.Window(left, right))
     words = np.stack(window.visible(tile, ()), axis=1).astype(np.uint32)
@@ -400,7 +411,7 @@ def test_windows_wider_than_any_request_hide_nothing(left, right, has_key_rows):
         ),
     ],
 )
-def test_masks_without_block_lists_are_named(mask, q_heads, message):
+def test_masks_without_block_lists_are_rejected_by_name(mask, q_heads, message):
     spec = jattn.AttentionSpec(num_q_heads=q_heads, num_kv_heads=2, head_dim=64)
     (region,) = region_sizes(jattn.build_batch_metadata([1], [5], [[1]], block_size=16))
     assert message in block_lists.list_block_size(mask, spec, region)
@@ -418,7 +429,7 @@ def test_masks_without_block_lists_are_named(mask, q_heads, message):
         ),
     ],
 )
-def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
+def test_too_long_lists_are_rejected(sizes, served_by):
     spec = jattn.AttentionSpec(
         num_q_heads=2, num_kv_heads=2, head_dim=64, sparsity=masks.LocalStrided(block_size=16)
     )
@@ -437,7 +448,7 @@ def test_lists_longer_than_are_counted_are_declined(sizes, served_by):
         ),
     ],
 )
-def test_arguments_that_disagree_are_named(options, message):
+def test_inconsistent_arguments_are_rejected_by_name(options, message):
     x = jnp.zeros((8, 1, 64), jnp.bfloat16)
     starts = jnp.asarray([0, 8]), jnp.asarray([8])
     run = functools.partial(varlen_prefill, score=Score(scale=1.0), sizes=PrefillSizes())
@@ -450,7 +461,7 @@ def test_arguments_that_disagree_are_named(options, message):
 
 
 @pytest.mark.slow
-def test_warpgroups_do_not_race_over_lists():
+def test_prefill_over_lists_has_no_races():
     spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
     metadata = jattn.build_batch_metadata([256], [256], [[1, 2, 3, 4]], block_size=64).prefill_region
     draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Problems for kernels over lists of tiles, which read more than queries see."""
+"""Problems for kernels over tile lists, which read whole tiles and so more keys than queries see."""
 
 import dataclasses
 
@@ -9,17 +9,17 @@ from tests.attention_problems import AttentionProblem
 from tests.contract import Problem
 
 
-class Listed(AttentionProblem):
-    """What lists may meet holds numbers, the rest poison.
+class TileListProblem(AttentionProblem):
+    """A problem that has numbers in every key of a listed tile, and poison elsewhere.
 
-    Below a request's end a tile is read whole, from the first key on that some query sees by the spec's
-    numbers: there keys that the mask hides hold numbers. With `sparse_tile_kv`, keys of a tile, so many of
-    them: only in tiles that some query sees.
+    A listed tile is read whole, from the first key that some query sees according to the spec: keys in it
+    that the mask hides contain numbers. With `sparse_tile_kv` (keys per tile), only tiles that some query
+    sees contain numbers.
     """
 
     sparse_tile_kv: int | None = None
 
-    def _met(self, seen):
+    def _finite_keys(self, seen):
         numbers = dataclasses.replace(self.spec, sparsity=None)
         by_numbers = oracle.reachable(numbers, dataclasses.replace(self.step, mask=None, seen=None))
         met = [np.maximum.accumulate(hit.any(axis=1))[:, None] for hit in by_numbers]
@@ -27,15 +27,15 @@ class Listed(AttentionProblem):
             return [hit | mine for hit, mine in zip(seen, met, strict=True)]
         return [hit | (mine & self._in_listed_tiles(hit)) for hit, mine in zip(seen, met, strict=True)]
 
-    def _in_listed_tiles(self, hit):
-        tile = np.arange(len(hit)) // self.sparse_tile_kv
-        listed = np.zeros((tile.max(initial=0) + 1, hit.shape[1]), bool)
-        np.logical_or.at(listed, tile, hit)
+    def _in_listed_tiles(self, visible):
+        tile = np.arange(len(visible)) // self.sparse_tile_kv
+        listed = np.zeros((tile.max(initial=0) + 1, visible.shape[1]), bool)
+        np.logical_or.at(listed, tile, visible)
         return listed[tile]
 
 
-class ListedProblem(Listed, Problem):
-    """A contract's problem of this kind."""
+class TileListCase(TileListProblem, Problem):
+    """A tile-list problem of a case of the contract."""
 
     def __init__(self, case, seed=0, mask=None, sparse_tile_kv=None):
         self.sparse_tile_kv = sparse_tile_kv

@@ -1,4 +1,4 @@
-"""Faults to inject: errors of the device, the tokenizer or a step."""
+"""Injected faults: errors of the device, the tokenizer or a step."""
 
 import contextlib
 
@@ -8,10 +8,10 @@ from jattn.runtime.decode_graphs import DecodeGraphs
 
 
 class FailingGraphs(DecodeGraphs):
-    """An engine's executables, of which call number `at` fails with its caches donated: they are gone."""
+    """An engine's executables that fail at the given call, after its caches were donated."""
 
-    def __init__(self, graphs, at):
-        self._graphs, self._left = graphs, at
+    def __init__(self, graphs, call_number):
+        self._graphs, self._left = graphs, call_number
 
     def __getattr__(self, name):
         return getattr(self._graphs, name)
@@ -26,11 +26,11 @@ class FailingGraphs(DecodeGraphs):
 
 
 @contextlib.contextmanager
-def device_fails(engine, at=1):
-    """Call number `at` from now of the engine's executables fails."""
+def device_fails(engine, call_number=1):
+    """Let the given call of the engine's executables, counted from now, fail."""
     runner = engine._runner
     graphs = runner.graphs
-    runner.graphs = runner._runs[0].graphs = FailingGraphs(graphs, at)
+    runner.graphs = runner._runs[0].graphs = FailingGraphs(graphs, call_number)
     try:
         yield
     finally:
@@ -38,9 +38,9 @@ def device_fails(engine, at=1):
 
 
 @contextlib.contextmanager
-def reading_fails(engine, at=1):
-    """Reading number `at` of a step's tokens from now finds that the device has failed."""
-    runner, left = engine._runner, at
+def reading_fails(engine, call_number=1):
+    """Let the given read of a step's tokens, counted from now, find that the device has failed."""
+    runner, left = engine._runner, call_number
     read = runner.read
 
     def failing():

@@ -1,7 +1,7 @@
-"""Requests of random parameters through a small engine: each must get what it would get alone.
+"""Random requests in a small engine: each gets the same result as alone.
 
-python -m tests.serving.engine.random_requests --count 10000 [--seed N] [--window W | --mixed]:
-more than a test may.
+python -m tests.serving.engine.random_requests --count 10000 [--seed N] [--window W | --mixed]: more requests
+than a test can run.
 """
 
 import argparse
@@ -27,14 +27,16 @@ MAX_OPEN = 24  # requests that wait or run at once: some of them for long
 
 
 def rounding_engines(sliding_window, is_mixed):
-    """A crowded one and a roomy one, in f32."""
+    """Return a crowded and a roomy engine in float32."""
     model = gemma3(TWO) if is_mixed else one_layer_model(sliding_window=sliding_window)
     crowded = engine_of(9, 11, model=model, max_blocks=None if sliding_window is None else 64)
     return crowded, engine_of(model=model, enable_prefix_caching=False)
 
 
 def invariant_engines(sliding_window, is_mixed):
-    """Likewise in bf16, of a model that rounds otherwise in steps of other sizes; they have the same ones."""
+    """Return the same in bfloat16 with batch invariance, for a model that rounds differently for each step
+    size.
+    """
     assert not is_mixed
     model = sized_model(sliding_window=sliding_window)
     sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 11, "batch_invariant": True}
@@ -44,7 +46,7 @@ def invariant_engines(sliding_window, is_mixed):
 
 
 class Crowd:
-    """A crowded engine, and a roomy one that serves each request alone."""
+    """A crowded engine, and a roomy engine that runs each request alone."""
 
     def __init__(self, seed, sliding_window=None, batch_invariant=False, is_mixed=False):
         self.is_exact = batch_invariant
@@ -53,11 +55,11 @@ class Crowd:
         engines = invariant_engines if batch_invariant else rounding_engines
         self.crowded, self.alone = engines(sliding_window, is_mixed)
         self.shared = self.draw.choices(range(256), k=self.longest)
-        self.asked, self.counts = {}, collections.Counter()
+        self.open_requests, self.counts = {}, collections.Counter()
         self.got, self.ended = collections.defaultdict(list), collections.Counter()
 
     def params(self, number):
-        """Of one request."""
+        """Return random parameters of a request."""
         choice = self.draw.choice
         temperature = choice([0.0, 0.0, 0.7, 2.0])
         max_tokens = self.draw.randint(1, 12)
@@ -80,51 +82,51 @@ class Crowd:
         )
 
     def add(self, number):
-        """Puts one more request in the queue."""
+        """Add a request to the queue."""
         beginning = self.shared[: self.draw.randint(0, self.longest)]
         prompt = beginning + self.draw.choices(range(256), k=self.draw.randint(1, 9))
         params = self.params(number)
         name = self.crowded.add_request(prompt, params)
-        self.asked[name] = prompt, params
+        self.open_requests[name] = prompt, params
         self.counts["requests"] += 1
         self.counts["completions"] += params.n
 
     def step(self):
-        """Runs a step, and compares those that it ended."""
+        """Run a step and compare the requests that it finished."""
         for output in self.crowded.step():
             name = output.request_id
             self.got[name, output.index] += output.new_token_ids
             self.ended[name] += output.finish_reason is not None
-            if self.ended[name] == self.asked[name][1].n:
+            if self.ended[name] == self.open_requests[name][1].n:
                 self.compare(name)
 
     def compare(self, name):
-        """A request that has ended against itself alone."""
-        prompt, params = self.asked.pop(name)
+        """Compare a finished request with the same request run alone."""
+        prompt, params = self.open_requests.pop(name)
         (alone,) = self.alone.generate([prompt], params)
-        for index, one in enumerate(alone.outputs):
-            actual, expected = self.got.pop((name, index)), one.token_ids
+        for index, completion in enumerate(alone.outputs):
+            actual, expected = self.got.pop((name, index)), completion.token_ids
             if actual != expected:
-                asked = f"completion {index} of {prompt} with {params}"
-                assert not self.is_exact, asked
-                assert self.is_near_tie(prompt, params.of_completion(index), actual, expected), asked
+                description = f"completion {index} of {prompt} with {params}"
+                assert not self.is_exact, description
+                assert self.is_near_tie(prompt, params.of_completion(index), actual, expected), description
                 self.counts["near_ties"] += 1
             self.counts["compared"] += 1
             self.counts["tokens"] += len(actual)
 
     def is_near_tie(self, prompt, params, actual, expected):
-        """Whether the first tokens that differ are as good as each other, but for rounding."""
+        """Return whether the first different tokens are equally likely up to rounding."""
         pairs = enumerate(zip(actual, expected, strict=False))
-        first = next((i for i, (mine, other) in pairs if mine != other), None)
+        first = next((i for i, (actual_token, other) in pairs if actual_token != other), None)
         if first is None:
             return False
         ids, before = jnp.asarray([*prompt, *expected[:first]]), np.asarray(expected[:first], np.int32)
         model, count = self.alone.model, np.asarray([first], np.int32)
         hidden, _ = model(ids, None, jattn.build_batch_metadata([len(ids)], [len(ids)], None))
         logits = model.logits(hidden)[-1:].astype(jnp.float32)
-        asked = RequestAdjustments(params, np.asarray(prompt), before, params.stop_token_ids, first, -1)
+        adjustments = RequestAdjustments(params, np.asarray(prompt), before, params.stop_token_ids, first, -1)
         by = build_logits_adjustments(
-            [asked], jnp.zeros(1, jnp.int32), num_rows=1, vocab_size=logits.shape[1]
+            [adjustments], jnp.zeros(1, jnp.int32), num_rows=1, vocab_size=logits.shape[1]
         )
         logits = logits if by is None else adjust_logits(logits, by, count)
         sampling, likely = build_sampling_metadata([params]), set()
@@ -134,29 +136,33 @@ class Crowd:
         return {actual[first], expected[first]} <= likely
 
     def abort(self):
-        """Drops one of the open ones."""
-        name = self.draw.choice(sorted(self.asked))
+        """Abort a random open request."""
+        name = self.draw.choice(sorted(self.open_requests))
         self.crowded.abort(name)
-        _, params = self.asked.pop(name)
+        _, params = self.open_requests.pop(name)
         for index in range(params.n):
             self.got.pop((name, index), None)
         self.counts["aborted"] += params.n
 
     def run(self, count):
-        """So many requests, arriving, aborted and preempted as it comes."""
+        """Run requests that arrive, are aborted and are preempted at random."""
         for number in range(count):
             self.add(number)
-            while self.draw.random() < 0.7 or len(self.asked) > MAX_OPEN:
+            while self.draw.random() < 0.7 or len(self.open_requests) > MAX_OPEN:
                 self.step()
-            if self.asked and self.draw.random() < 0.05:
+            if self.open_requests and self.draw.random() < 0.05:
                 self.abort()
         while self.crowded.has_unfinished_requests():
             self.step()
 
     def check(self):
-        """Nothing is left, nothing was lost, and it was a crowd."""
+        """Check that no request or block is left, and that requests were preempted."""
         stats, counts = self.crowded.stats, self.counts
-        assert (stats.num_used_blocks, self.crowded.scheduler.num_unfinished, self.asked) == (0, 0, {})
+        assert (stats.num_used_blocks, self.crowded.scheduler.num_unfinished, self.open_requests) == (
+            0,
+            0,
+            {},
+        )
         assert counts["compared"] + counts["aborted"] == counts["completions"]
         assert counts["near_ties"] <= max(counts["tokens"] // 10_000, 1)
         assert counts["aborted"] > 0
@@ -180,8 +186,8 @@ def main():
     crowd.check()
     stats = crowd.crowded.stats
     names = ("num_steps", "num_preemptions", "num_prefix_hit_tokens", "num_forked_tokens", "peak_blocks")
-    told = {name: getattr(stats, name) for name in names}
-    print(dict(crowd.counts) | told | {"seconds": round(time.perf_counter() - start, 1)}, flush=True)
+    statistics = {name: getattr(stats, name) for name in names}
+    print(dict(crowd.counts) | statistics | {"seconds": round(time.perf_counter() - start, 1)}, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Steps of an engine to compile ahead of time: with drafts, of a draft model, and with cascade attention."""
+"""Steps of an engine to compile ahead of time: speculative decoding, a draft model, and cascade attention."""
 
 import functools
 from unittest import mock
@@ -21,7 +21,7 @@ ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def case(make, query_len, inputs):
-    """A step of decode rows with `query_len` tokens each, on a GPU that is not here."""
+    """Return a step of decode rows with `query_len` tokens each, for an absent GPU."""
     bucket = Bucket(max_decodes=ROWS, decode_query_len=query_len, max_blocks=64)
     model = nnx.eval_shape(lambda: Decoder(config(2, "llama"), rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)

@@ -35,7 +35,7 @@ def short(num_tokens):
 
 
 async def completed(async_engine, prompt, params, **options):
-    """Token ids, text and reason of a request with one completion."""
+    """Return the token ids, text and finish reason of a request with one completion."""
     ids, text, reason = [], "", None
     async for output in async_engine.generate(prompt, params, **options):
         assert reason is None
@@ -51,7 +51,7 @@ async def until(condition, seconds=20.0):
 
 
 def run(engine, main):
-    """What a coroutine function of an AsyncEngine returns."""
+    """Run a coroutine function with an AsyncEngine and return its result."""
 
     async def all_of_it():
         async with AsyncEngine(engine) as async_engine:
@@ -70,7 +70,9 @@ class TestGenerate:
             tasks = zip(prompts, map(short, counts), strict=True)
             return await asyncio.gather(*(completed(async_engine, *task) for task in tasks))
 
-        assert run(engine, main) == [(one.token_ids, one.text, "length") for one in expected]
+        assert run(engine, main) == [
+            (completion.token_ids, completion.text, "length") for completion in expected
+        ]
 
     def test_tokens_are_yielded_after_each_step(self, engine):
         async def main(async_engine):
@@ -86,14 +88,16 @@ class TestGenerate:
         async def main(async_engine):
             outputs = [output async for output in async_engine.generate("abc", params, request_id="mine")]
             assert {output.request_id for output in outputs} == {"mine"}
-            told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-            assert told == [expected.prompt_logprobs] * 3  # each with its first token
+            prompt_logprobs = [
+                output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None
+            ]
+            assert prompt_logprobs == [expected.prompt_logprobs] * 3  # each with its first token
             return [
                 [i for output in outputs if output.index == index for i in output.new_token_ids]
                 for index in range(3)
             ]
 
-        assert run(engine, main) == [one.token_ids for one in expected.outputs]
+        assert run(engine, main) == [completion.token_ids for completion in expected.outputs]
 
     def test_long_texts_are_tokenized_outside_the_event_loop(self, engine):
         text = "x" * 5000
@@ -153,14 +157,14 @@ class TestReaders:
         async def main(async_engine):
             tasks = [asyncio.create_task(completed(async_engine, f"task {i}", LONG)) for i in range(6)]
             await until(lambda: engine.stats.num_running == 4)  # two wait
-            kept = tasks.pop()
+            waiting_task = tasks.pop()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             steps = engine.stats.num_steps
             await until(lambda: len(engine._open) == 1)
             assert engine.stats.num_steps <= steps + 2
-            return await kept
+            return await waiting_task
 
         assert len(run(engine, main)[0]) == 200
 
@@ -195,7 +199,7 @@ class TestReaders:
 
 
 class Mailbox:
-    """Keeps what each step brought."""
+    """Record of the outputs that each step posted."""
 
     def __init__(self):
         self.steps = []
@@ -239,10 +243,10 @@ class TestErrors:
     )
     def test_an_invalid_request_does_not_affect_others(self, engine, prompt, params, message):
         async def main(async_engine):
-            beside = asyncio.create_task(completed(async_engine, "abc", short(40)))
+            unaffected_task = asyncio.create_task(completed(async_engine, "abc", short(40)))
             with pytest.raises(ValueError, match=message):
                 await completed(async_engine, prompt, params)
-            assert (await beside)[2] == "length"
+            assert (await unaffected_task)[2] == "length"
 
         run(engine, main)
 

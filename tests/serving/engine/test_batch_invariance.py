@@ -1,4 +1,4 @@
-"""`batch_invariant`: a request's bits in bf16 depend neither on the batch nor on the cache."""
+"""`batch_invariant`: a request's bits in bfloat16 depend neither on the batch nor on the cache."""
 
 import functools
 import random
@@ -30,18 +30,23 @@ def engine_of(num_blocks=65, max_num_seqs=4, budget=32, model=MODEL, **options):
     return Engine(model, block_size=8, **sizes, **options)
 
 
-def told(one):
-    """Tokens, and the bits of what was likely."""
-    return one.token_ids, [[likely.logprob for likely in place.values()] for place in one.logprobs]
+def tokens_and_logprobs(completion):
+    """Return the tokens and the bits of the log-probabilities."""
+    return completion.token_ids, [
+        [likely.logprob for likely in table.values()] for table in completion.logprobs
+    ]
 
 
-def bits(engine, asked, params=GREEDY):
-    """What a crowd of prompts gets, each completion's."""
-    return [[told(one) for one in result.outputs] for result in engine.generate(asked, params)]
+def bits(engine, batch, params=GREEDY):
+    """Return the tokens and log-probabilities of each completion of a batch of prompts."""
+    return [
+        [tokens_and_logprobs(completion) for completion in result.outputs]
+        for result in engine.generate(batch, params)
+    ]
 
 
 def prompts(count, shared=40, seed=0):
-    """They begin alike, by blocks and by parts of one."""
+    """Return prompts with common prefixes of whole and partial blocks."""
     draw = random.Random(seed)
     ids = lambda count: draw.choices(range(256), k=count)
     beginning = ids(shared)
@@ -50,7 +55,7 @@ def prompts(count, shared=40, seed=0):
 
 @pytest.fixture(scope="module")
 def alone():
-    """What a prompt gets that has an engine for itself, which shares nothing."""
+    """Return the result of a prompt in its own engine, without prefix caching."""
     engine = engine_of(enable_prefix_caching=False)
     return lambda prompt, params=GREEDY: bits(engine, [prompt], params)[0]
 
@@ -63,10 +68,10 @@ def crowded():
 @pytest.mark.kernels
 class TestBits:
     def test_do_not_depend_on_the_batch_or_the_cache(self, alone, crowded):
-        asked = prompts(8)
-        expected = [alone(prompt) for prompt in asked]
-        assert bits(crowded, asked) == expected
-        assert bits(crowded, asked[::-1]) == expected[::-1]
+        batch = prompts(8)
+        expected = [alone(prompt) for prompt in batch]
+        assert bits(crowded, batch) == expected
+        assert bits(crowded, batch[::-1]) == expected[::-1]
         assert crowded.stats.num_prefix_hit_tokens > 0
         assert crowded.stats.num_compiles == 2
 
@@ -79,25 +84,25 @@ class TestBits:
 
     def test_are_independent_for_each_completion(self, alone, crowded):
         hot = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=8, logprobs=1)
-        asked = prompts(3, seed=2)
+        batch = prompts(3, seed=2)
         expected = [
-            [*alone(prompt, hot.of_completion(0)), *alone(prompt, hot.of_completion(1))] for prompt in asked
+            [*alone(prompt, hot.of_completion(0)), *alone(prompt, hot.of_completion(1))] for prompt in batch
         ]
-        assert [of_all[:2] for of_all in bits(crowded, asked, hot)] == expected
+        assert [of_all[:2] for of_all in bits(crowded, batch, hot)] == expected
         assert crowded.stats.num_forked_tokens > 0
 
     def test_are_unchanged_by_preemption(self, alone):
-        asked, engine = prompts(6, shared=24, seed=3), engine_of(num_blocks=12)
-        assert bits(engine, asked) == [alone(prompt) for prompt in asked]
+        batch, engine = prompts(6, shared=24, seed=3), engine_of(num_blocks=12)
+        assert bits(engine, batch) == [alone(prompt) for prompt in batch]
         assert engine.stats.num_preemptions > 0
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("options", [{}, {"num_blocks": 24, "sliding_window": 20}, {"budget": 3}])
     def test_do_not_depend_on_the_batch_with_windows_and_chunks(self, options):
         model = sized_model(sliding_window=options.pop("sliding_window", None), num_layers=2)
-        asked, options = prompts(6, shared=60), {"max_num_seqs": 6, "model": model} | options
-        engine, one = engine_of(**options), engine_of(enable_prefix_caching=False, **options)
-        assert bits(engine, asked) == [bits(one, [prompt])[0] for prompt in asked]
+        batch, options = prompts(6, shared=60), {"max_num_seqs": 6, "model": model} | options
+        engine, uncached_engine = engine_of(**options), engine_of(enable_prefix_caching=False, **options)
+        assert bits(engine, batch) == [bits(uncached_engine, [prompt])[0] for prompt in batch]
         assert engine.stats.num_prefix_hit_tokens > 0
 
     @pytest.mark.kernels
@@ -109,24 +114,26 @@ class TestBits:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sliding_window", [None, 200])
 def test_kernel_bits_do_not_depend_on_the_batch_or_the_cache(sliding_window):
-    """Long prompts in pieces, tiles of the kernels that begin anywhere, decodes of several splits."""
-    wide = {"head_dim": 128, "max_position_embeddings": 4096}
-    model = one_layer_model(sliding_window=sliding_window, num_layers=3, dtype=jnp.bfloat16, **wide)
+    """Long prompts in chunks, whose tiles start anywhere, and decodes with several splits."""
+    overrides = {"head_dim": 128, "max_position_embeddings": 4096}
+    model = one_layer_model(sliding_window=sliding_window, num_layers=3, dtype=jnp.bfloat16, **overrides)
     sizes = {"num_blocks": 1200, "max_num_seqs": 8, "max_num_batched_tokens": 700, "block_size": 16}
     make = functools.partial(Engine, model, batch_invariant=True, **ON_KERNELS, **sizes)
     draw = random.Random(0)
     ids = lambda count: draw.choices(range(256), k=count)
     shared = ids(1500)
-    asked = [shared[: draw.randint(0, 1500)] + ids(count) for count in (1, 40, 300, 900, 2400, 70)]
+    batch = [shared[: draw.randint(0, 1500)] + ids(count) for count in (1, 40, 300, 900, 2400, 70)]
     alone, crowded = make(enable_prefix_caching=False), make()
-    expected = [bits(alone, [prompt])[0] for prompt in asked]
-    assert bits(crowded, asked) == expected
-    assert bits(crowded, asked[::-1]) == expected[::-1]
+    expected = [bits(alone, [prompt])[0] for prompt in batch]
+    assert bits(crowded, batch) == expected
+    assert bits(crowded, batch[::-1]) == expected[::-1]
     assert crowded.stats.num_prefix_hit_tokens > 0
 
 
 class Watched(Scheduler):
-    """Notes which kind of step wrote each slot: a prompt's are read as prompts wrote them."""
+    """A model that records the type of step that wrote each slot: cached prompts must be written by prompt
+    steps.
+    """
 
     def __init__(self, *args, **limits):
         super().__init__(*args, batch_invariant=True, **limits)
@@ -162,8 +169,8 @@ class TestScheduler:
         scheduler = Watched(pool.manager, max_num_seqs=4, max_num_batched_tokens=9)
         pool.scheduler, draw = scheduler, pool.random
         for _ in range(1200):
-            what = draw.random()
-            if what < 0.25 and len(pool.tokens) < 8:
+            event = draw.random()
+            if event < 0.25 and len(pool.tokens) < 8:
                 length = draw.randint(1, 20)
                 some = list(pool.tokens.values())
                 old = list(draw.choice(some)) if some and draw.random() < 0.7 else []
@@ -172,7 +179,7 @@ class TestScheduler:
                 for _ in range(draw.choice([1, 1, 3])):
                     pool.add(next_id, tokens, draw.randint(1, most), parent=parent)
                     parent, next_id = next_id if parent is None else parent, next_id + 1
-            elif what < 0.29 and pool.tokens:
+            elif event < 0.29 and pool.tokens:
                 pool.abort(draw.choice(list(pool.tokens)))
             else:
                 pool.step()
@@ -197,7 +204,7 @@ class TestScheduler:
 
 
 class Foreign(nnx.Module):
-    """What the engine wants of a model, and no layer of ours."""
+    """A minimal model with what the engine requires and no layer of jattn."""
 
     config, tokenizer = MODEL.config, None
     cache_specs = lambda *_, **__: ()

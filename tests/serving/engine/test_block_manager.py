@@ -11,9 +11,10 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 12
 
 
 class AgainstWrittenTokens(RuleBasedStateMachine):
-    """The naive model writes every token into its slot and reads each request back from its blocks.
+    """A state machine that writes each token to its slot and reads each request back from its blocks.
 
-    A block lost, owned twice or not copied on write shows as another request's token, or as a wrong count.
+    A block that is lost, owned twice or not copied on write shows as a token of another request or a wrong
+    count.
     """
 
     requests = Bundle("requests")
@@ -54,15 +55,15 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
     @rule(request=requests, count=st.integers(0, 9))
     def extend(self, request, count):
         first = len(self.tokens[request])
-        where = request, first, first + count
-        free, need = self.manager.num_free, self.manager.blocks_to_extend(*where)
+        copied_range = request, first, first + count
+        free, need = self.manager.num_free, self.manager.blocks_to_extend(*copied_range)
         if need > free:
             before = self.manager.block_table(request)
             with pytest.raises(ValueError, match=f"Cannot allocate {need} blocks: only {free} are free"):
-                self.manager.extend(*where)
+                self.manager.extend(*copied_range)
             assert self.manager.block_table(request) == before
             return
-        for source, target in self.manager.extend(*where):
+        for source, target in self.manager.extend(*copied_range):
             for offset in range(BLOCK_SIZE):
                 self.memory[target, offset] = self.memory.get((source, offset))
         assert self.manager.num_free == free - need

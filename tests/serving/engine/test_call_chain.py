@@ -1,4 +1,4 @@
-"""The functions that a block table passes through from the engine to the kernel."""
+"""The call chain of a block table from the engine to the kernel."""
 
 import pathlib
 import traceback
@@ -30,7 +30,7 @@ CALL_CHAIN = [
 
 
 class ReachedError(Exception):
-    """The kernel's entry was called."""
+    """Raised when the kernel's entry is called."""
 
 
 def kernel_entry(*_, **__):

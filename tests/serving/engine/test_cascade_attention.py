@@ -1,4 +1,4 @@
-"""Requests with a shared prefix read it once, and generate the same tokens as without cascade attention."""
+"""Requests with a shared prefix read it once and generate the same tokens as without cascade attention."""
 
 import dataclasses
 
@@ -37,18 +37,20 @@ def engine():
 
 
 def alike(results, expected):
-    for actual, want in zip(results, expected, strict=True):
-        assert actual.token_ids == want.token_ids
-        for one, other in zip(actual.logprobs or (), want.logprobs or (), strict=True):
-            assert list(one) == list(other)
-            logprobs = [[x.logprob for x in table.values()] for table in (one, other)]
+    for actual, expected_completion in zip(results, expected, strict=True):
+        assert actual.token_ids == expected_completion.token_ids
+        for actual_position, expected_position in zip(
+            actual.logprobs or (), expected_completion.logprobs or (), strict=True
+        ):
+            assert list(actual_position) == list(expected_position)
+            logprobs = [[x.logprob for x in table.values()] for table in (actual_position, expected_position)]
             np.testing.assert_allclose(*logprobs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.kernels
 def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
-    asked = ((9, 0), (12, 1), (7, 0))
-    params = [SamplingParams(max_tokens=n, logprobs=3, temperature=t, seed=1) for n, t in asked]
+    lengths_and_seeds = ((9, 0), (12, 1), (7, 0))
+    params = [SamplingParams(max_tokens=n, logprobs=3, temperature=t, seed=1) for n, t in lengths_and_seeds]
     expected = plain.generate(PROMPTS, params)
     engine.generate(PROMPTS[:1], max_tokens=1)  # leaves its blocks to the others
     before = engine.stats
@@ -61,12 +63,14 @@ def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
 
 def test_completions_of_one_prompt_share_the_prefix(plain, engine):
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3)
-    (expected,), (actual,) = (one.generate([[7] * 20], params) for one in (plain, engine))
+    (expected,), (actual,) = (result.generate([[7] * 20], params) for result in (plain, engine))
     before = engine.stats.num_cascade_steps
     (again,) = engine.generate([[7] * 20], params)
     assert engine.stats.num_cascade_steps > before
-    for one in (actual, again):
-        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in expected.outputs]
+    for result in (actual, again):
+        assert [completion.token_ids for completion in result.outputs] == [
+            completion.token_ids for completion in expected.outputs
+        ]
 
 
 def test_requests_without_a_shared_prefix_do_not_cascade(plain, engine):
@@ -152,12 +156,12 @@ class TestPays:
             AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
             [Bucket(max_decodes=256, max_blocks=1024)],
         )
-        of = lambda **devices: CascadeAttention(
+        cascade_for = lambda **devices: CascadeAttention(
             lambda: None, buckets, spec, block_size=16, num_sms=132, **devices
         ).prefix_len(step_of(64, 31))
-        assert of() == of(cp=1) == 31 * 16
-        assert of(cp=2) == 0  # 248 keys on each are too few
-        assert of(tp=8) == 0  # of one kv head each, rows are fewer waves than a prefix of four tiles
+        assert cascade_for() == cascade_for(cp=1) == 31 * 16
+        assert cascade_for(cp=2) == 0  # 248 keys on each are too few
+        assert cascade_for(tp=8) == 0  # of one kv head each, rows are fewer waves than a prefix of four tiles
 
     def test_not_for_short_prefixes_or_few_requests_or_many_rows(self, steps):
         assert steps.prefix_len(step_of(64, 15)) == 0

@@ -1,4 +1,4 @@
-"""The engine's configured and default sizes."""
+"""Configured and default sizes of the engine."""
 
 import math
 import types
@@ -30,11 +30,15 @@ class TestDefaultBuckets:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def graphs(self, **limits):
-        given = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192} | limits
+        limits_with_defaults = {
+            "block_size": 16,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 8192,
+        } | limits
         model = one_layer_model()
         most = MIN_TABLE_WIDTH * 8
         object.__setattr__(model.config, "max_position_embeddings", 16 * most)
-        return StepLimits(**given).graphs(model, lambda *_: None, None, most + 1)
+        return StepLimits(**limits_with_defaults).graphs(model, lambda *_: None, None, most + 1)
 
     def test_contain_vllms_capture_sizes_for_each_width(self):
         graphs = self.graphs()
@@ -50,8 +54,8 @@ class TestDefaultBuckets:
         for length in range(256, 8193, 64):
             bucket = graphs.choose([length], num_blocks=512)
             assert length <= bucket.max_tokens <= 1.5 * length
-            beside = graphs.choose([1] * 200 + [length], num_blocks=512)
-            assert beside.max_prefill_tokens <= 1.5 * length
+            chosen = graphs.choose([1] * 200 + [length], num_blocks=512)
+            assert chosen.max_prefill_tokens <= 1.5 * length
 
     def test_prompts_with_few_decodes_use_a_partial_decode_bucket(self):
         graphs = self.graphs()
@@ -69,17 +73,17 @@ class TestDefaultBuckets:
 
     def test_large_steps_use_cublas_only(self):
         buckets = [Bucket(max_decodes=count, max_blocks=1) for count in (2, 31, 32, 256)]
-        told = step_graphs(lambda *_: None, buckets)._executables._options
+        compiler_options = step_graphs(lambda *_: None, buckets)._executables._options
         alone = {"xla_gpu_enable_triton_gemm": False}
-        assert [told(bucket) for bucket in buckets] == [{}, {}, alone, alone]
+        assert [compiler_options(bucket) for bucket in buckets] == [{}, {}, alone, alone]
 
     def test_samplers_have_few_sizes_and_at_most_50_percent_padding(self):
         rows = {bucket: num_sampler_rows(bucket, 256) for bucket in self.graphs().buckets}
         assert len({*rows.values()}) <= 2 * math.log2(256)
         for bucket, size in rows.items():
-            asked = min(bucket.max_reqs, 256)
-            assert asked <= size <= 256
-            assert size < 1.5 * asked
+            num_rows = min(bucket.max_reqs, 256)
+            assert num_rows <= size <= 256
+            assert size < 1.5 * num_rows
 
 
 CPU = types.SimpleNamespace(platform="cpu")
@@ -88,10 +92,12 @@ AMPERE = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
 
 
 class TestDefaultStepSizes:
-    def limits(self, monkeypatch, device, buckets=None, **told):
+    def limits(self, monkeypatch, device, buckets=None, **overrides):
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        asked = dict.fromkeys(SizeOptions._fields) | {"block_size": 16, "batch_invariant": False} | told
-        limits = SizeOptions(**asked).limits(buckets)
+        requested = (
+            dict.fromkeys(SizeOptions._fields) | {"block_size": 16, "batch_invariant": False} | overrides
+        )
+        limits = SizeOptions(**requested).limits(buckets)
         return limits.max_num_seqs, limits.max_num_batched_tokens
 
     @pytest.mark.parametrize(
@@ -101,7 +107,7 @@ class TestDefaultStepSizes:
         assert self.limits(monkeypatch, device) == sizes
 
     @pytest.mark.parametrize(
-        ("told", "sizes"),
+        ("overrides", "sizes"),
         [
             ({"max_num_seqs": 3}, (3, 8192)),
             ({"max_num_seqs": 300}, (300, 8192)),
@@ -113,8 +119,8 @@ class TestDefaultStepSizes:
             ({"max_num_batched_tokens": 0}, (256, 0)),
         ],
     )
-    def test_are_overridden_by_arguments(self, monkeypatch, told, sizes):
-        assert self.limits(monkeypatch, HOPPER, **told) == sizes
+    def test_are_overridden_by_arguments(self, monkeypatch, overrides, sizes):
+        assert self.limits(monkeypatch, HOPPER, **overrides) == sizes
 
     def test_are_the_cpus_if_every_step_costs_its_full_bucket(self, monkeypatch):
         buckets = [Bucket(max_decodes=16, max_prefills=16, max_prefill_tokens=512, max_blocks=4)]
@@ -128,8 +134,12 @@ class TestDefaultStepSizes:
 
 class TestFewBuckets:
     def graphs(self, max_num_seqs, **limits):
-        given = {"block_size": 16, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 512} | limits
-        return StepLimits(**given).graphs(one_layer_model(), lambda *_: None, None, 33)
+        limits_with_defaults = {
+            "block_size": 16,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": 512,
+        } | limits
+        return StepLimits(**limits_with_defaults).graphs(one_layer_model(), lambda *_: None, None, 33)
 
     def test_a_cpu_compiles_two_sizes_of_decodes_and_three_of_prompts_by_default(self):
         sizes = [(b.max_decodes, b.max_prefill_tokens) for b in self.graphs(16).buckets]

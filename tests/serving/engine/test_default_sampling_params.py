@@ -1,4 +1,4 @@
-"""Sampling parameters of a checkpoint's generation_config.json are the defaults of requests."""
+"""The sampling parameters of a checkpoint's generation_config.json are the defaults of requests."""
 
 import asyncio
 import json
@@ -21,7 +21,9 @@ LLAMA3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes a checkpoint that says this and that; None = it has no such file."""
+    """Return a function that creates a checkpoint with this generation_config.json, or without one for
+    None.
+    """
 
     def make(content):
         shutil.copytree(GOLDEN / "hf" / "llama3", tmp_path, dirs_exist_ok=True)
@@ -54,8 +56,8 @@ def engine_of(folder):
     ],
 )
 def test_a_checkpoint_with_do_sample_sets_the_defaults(folder, content, params):
-    where = folder(content)
-    assert Engine(load_shapes(where), num_blocks=9).default_sampling_params == SamplingParams(**params)
+    directory = folder(content)
+    assert Engine(load_shapes(directory), num_blocks=9).default_sampling_params == SamplingParams(**params)
 
 
 def test_requests_without_parameters_use_the_defaults(folder):
@@ -77,10 +79,10 @@ def test_requests_without_parameters_use_the_defaults(folder):
 @pytest.mark.kernels
 def test_an_async_engine_uses_the_defaults(folder):
     engine = engine_of(folder({"do_sample": True, "temperature": 1.0, "top_k": 1}))
-    asked, add = [], engine.add_request
+    requested, add = [], engine.add_request
 
     def recorded(prompt, params, name):
-        asked.append(params)
+        requested.append(params)
         return add(prompt, params, name)
 
     engine.add_request = recorded
@@ -90,7 +92,7 @@ def test_an_async_engine_uses_the_defaults(folder):
             return [output async for output in served.generate([1, 2])]
 
     assert asyncio.run(run())[-1].finish_reason is not None
-    assert asked == [engine.default_sampling_params]
+    assert requested == [engine.default_sampling_params]
 
 
 def test_every_eos_token_ends_a_text(folder):
@@ -123,9 +125,9 @@ def test_the_defaults_are_saved_with_a_model(folder, tmp_path):
     ],
 )
 def test_refuses(folder, content, message):
-    where = folder(content)
+    directory = folder(content)
     with pytest.raises(ValueError, match=message):
-        Engine(load_shapes(where), num_blocks=9)
+        Engine(load_shapes(directory), num_blocks=9)
 
 
 OFF = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -148,23 +150,25 @@ def test_a_server_uses_the_engines_defaults_and_openais_temperature_if_greedy(fo
 
 class TestCommandLine:
     @pytest.fixture
-    def asked(self, monkeypatch):
-        """The sampling parameters that the command line asked for."""
-        asked, generate = [], Engine.generate
+    def requested_params(self, monkeypatch):
+        """Record the sampling parameters that the command line passes to the engine."""
+        requested, generate = [], Engine.generate
 
         def recorded(self, *args, **options):
-            asked.append(options["sampling_params"])
+            requested.append(options["sampling_params"])
             return generate(self, *args, **options)
 
         monkeypatch.setattr(Engine, "generate", recorded)
-        return asked
+        return requested
 
     @pytest.mark.kernels
-    def test_reports_the_checkpoints_parameters_and_uses_them_as_defaults(self, folder, asked, capsys):
-        where = folder(LLAMA3)
-        (where / "tokenizer.json").write_text(BYTES.to_str())
-        model = ["generate", "--model", str(where), "--max-tokens", "1", "--max-model-len", "32"]
+    def test_reports_the_checkpoints_parameters_and_uses_them_as_defaults(
+        self, folder, requested_params, capsys
+    ):
+        directory = folder(LLAMA3)
+        (directory / "tokenizer.json").write_text(BYTES.to_str())
+        model = ["generate", "--model", str(directory), "--max-tokens", "1", "--max-model-len", "32"]
         assert main([*model, "--top-k", "4", "a"]) == 0
-        assert asked == [SamplingParams(temperature=0.6, top_p=0.9, top_k=4)]
+        assert requested_params == [SamplingParams(temperature=0.6, top_p=0.9, top_k=4)]
         err = capsys.readouterr().err
         assert "jattn: using the model's default sampling parameters: temperature 0.6, top_p 0.9." in err

@@ -43,20 +43,20 @@ def test_an_incomplete_character_is_flushed():
     assert pieces_of(BYTES, euro[:2]) == ["", "", "\ufffd"]
 
 
-class Counting:
-    """A tokenizer that notes how many tokens it decodes at once."""
+class CountingTokenizer:
+    """A tokenizer that counts the tokens of each decode call."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.id_to_token, self.counts = tokenizer, tokenizer.id_to_token, []
 
-    def decode(self, ids, **how):
+    def decode(self, ids, **options):
         self.counts.append(len(ids))
-        return self.tokenizer.decode(ids, **how)
+        return self.tokenizer.decode(ids, **options)
 
 
 @pytest.mark.parametrize("token_ids", [[NEVER], EURO[:2], [*EURO, NEVER], FACE[:3], [*FACE[:3], EURO[0]]])
 def test_bytes_that_never_become_a_character_are_not_held_back_forever(token_ids):
-    tokenizer, ids = Counting(BYTES), token_ids * 200
+    tokenizer, ids = CountingTokenizer(BYTES), token_ids * 200
     pieces = pieces_of(tokenizer, ids)
     assert ("".join(pieces), max(map(len, pieces)) <= 16) == (BYTES.decode(ids), True)
     assert max(tokenizer.counts) <= 40
@@ -102,29 +102,31 @@ def test_a_prompt_changes_nothing_where_tokens_are_bytes(prompt_ids, token_ids):
 
 
 def test_tokens_without_text_are_not_decoded_repeatedly():
-    tokenizer = Counting(LLAMA)
+    tokenizer = CountingTokenizer(LLAMA)
     pieces = pieces_of(tokenizer, [EOS] * 200 + [len(LLAMA.get_vocab())] * 200 + [WORLD], [HELLO])
     assert ("".join(pieces), max(tokenizer.counts)) == (" world", 2)
 
 
 class TestStopFilter:
-    def fed(self, stop, *pieces):
-        """The text, with what it may not stop at in brackets, and the stop string."""
-        held, found = StopFilter(stop), None
+    def feed_all(self, stop, *pieces):
+        """Return the released text, the held text in brackets, and the stop string; pieces in parentheses
+        may not stop.
+        """
+        held, stop_string = StopFilter(stop), None
         for piece in pieces:
-            _, found = held.feed(piece.strip("()"), may_stop=not piece.startswith("("))
+            _, stop_string = held.feed(piece.strip("()"), may_stop=not piece.startswith("("))
         held.flush()
-        return held.text, found
+        return held.text, stop_string
 
     def test_a_stop_string_may_begin_before_it_may_end(self):
-        assert self.fed(["bc"], "(a)", "(b)", "c") == ("a", "bc")
-        assert self.fed(["bc"], "(a)", "(b)", "(c)", "d") == ("abcd", None)
-        assert self.fed(["aa"], "(aa)", "a") == ("a", "aa")
+        assert self.feed_all(["bc"], "(a)", "(b)", "c") == ("a", "bc")
+        assert self.feed_all(["bc"], "(a)", "(b)", "(c)", "d") == ("abcd", None)
+        assert self.feed_all(["aa"], "(aa)", "a") == ("a", "aa")
 
     def test_a_stop_string_before_min_tokens_stays_in_the_text(self):
-        assert self.fed(["ab", "xabc"], "(xab)", "d") == ("xabd", None)
-        assert self.fed(["ab", "xabc"], "(xab)", "c") == ("", "xabc")
-        assert self.fed(["ab", "xabc"], "(xab)", "dab") == ("xabd", "ab")
+        assert self.feed_all(["ab", "xabc"], "(xab)", "d") == ("xabd", None)
+        assert self.feed_all(["ab", "xabc"], "(xab)", "c") == ("", "xabc")
+        assert self.feed_all(["ab", "xabc"], "(xab)", "dab") == ("xabd", "ab")
 
 
 def test_without_a_tokenizer_there_is_no_text():

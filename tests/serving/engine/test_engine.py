@@ -1,4 +1,4 @@
-"""The engine on the golden checkpoints: results depend neither on the batch nor on the cache."""
+"""The engine on golden checkpoints: results depend neither on the batch nor on the cache."""
 
 import dataclasses
 import pathlib
@@ -43,7 +43,7 @@ class Golden:
 
 @pytest.fixture(scope="module")
 def golden():
-    """The checkpoint most tests use."""
+    """The checkpoint that most tests use."""
     golden = Golden("llama")
     golden.model.tokenizer = BYTES
     return golden
@@ -81,7 +81,7 @@ def nothing_is_left_running(request):
 class TestGreedy:
     @pytest.mark.kernels
     @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
-    def test_single_batched_chunked_and_preempted_runs_agree_with_transformers(self, name):
+    def test_greedy_tokens_match_transformers_in_batches_chunks_and_after_preemption(self, name):
         golden = Golden(name)
         roomy = Engine(golden.model, **one_bucket(4, 160, 65))
         golden.agrees(roomy.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
@@ -221,7 +221,7 @@ class TestSampling:
 
 @pytest.fixture
 def events(engine, monkeypatch):
-    """What the engine does, in order: "start" a step, "read" a step's tokens."""
+    """Record the order in which the engine starts steps and reads their tokens."""
     events, start, device_get = [], engine._runner.start, jax.device_get
     monkeypatch.setattr(engine._runner, "start", lambda *step: (events.append("start"), start(*step)))
 
@@ -272,7 +272,7 @@ class TestSteps:
             assert " conditional(" not in executable.as_text()
 
     def test_a_step_is_sent_one_array(self, engine, golden):
-        """Besides it there are the weights, the caches and the tokens of the step before."""
+        """Other inputs of a step are on the device: weights, caches and the tokens of the previous step."""
         engine.generate(golden.prompts[:1], max_tokens=1)
         weights = len(jax.tree.leaves(nnx.state(engine.model)))
         for executable in engine.graphs.executables.values():
@@ -332,7 +332,8 @@ def test_streams_that_stop_close_and_preempt_each_other_match_single_runs():
             for p in params
         ]
         alone = [
-            roomy.generate([prompt], **how)[0].token_ids for prompt, how in zip(prompts, options, strict=True)
+            roomy.generate([prompt], **parameters)[0].token_ids
+            for prompt, parameters in zip(prompts, options, strict=True)
         ]
         streams = {i: tight.stream([prompts[i]], **options[i]) for i in range(6)}
         actual = {i: [] for i in streams}
@@ -351,7 +352,7 @@ def test_streams_that_stop_close_and_preempt_each_other_match_single_runs():
 
 
 class TestCheckedBatches:
-    """What a broken scheduler would do to the cache."""
+    """Effects of a defective scheduler on the cache."""
 
     def engine_whose_steps_are(self, golden, change, **options):
         engine = Engine(golden.model, **one_bucket(4, 160, 65) | options)
@@ -390,7 +391,7 @@ class TestCheckedBatches:
 
 
 class TestFolders:
-    """Engine("DIR"), as vLLM's users type it."""
+    """Engine("DIR"), as in vLLM."""
 
     @pytest.mark.parametrize("kind", [str, pathlib.Path])
     def test_are_loaded(self, golden, kind):
@@ -419,17 +420,17 @@ class TestForks:
 
 
 @pytest.fixture(scope="module")
-def wanted():
-    """What an engine says that had other weights from the start, by its implementation."""
+def expected_after_update():
+    """Return the outputs of an engine with the new weights from the start, per implementation."""
     ask = lambda name: Engine(one_layer_model(seed=1), **one_bucket(2, 16, 9), implementation=name)
     return {name: ask(name).generate([[3, 1, 4]], max_tokens=6)[0] for name in (None, "reference")}
 
 
 class TestWeights:
-    """Whoever changes the model's weights gets the new ones, however it is done."""
+    """Updates of the model's weights by any means reach the engine."""
 
     @pytest.mark.parametrize(
-        ("how", "implementation"),
+        ("update_method", "implementation"),
         [
             ("a Variable's value", None),
             ("nnx.update", "reference"),
@@ -438,19 +439,19 @@ class TestWeights:
             ("update_weights", None),
         ],
     )
-    def test_changes_after_construction_are_used(self, wanted, how, implementation):
+    def test_changes_after_construction_are_used(self, expected_after_update, update_method, implementation):
         model, other = one_layer_model(), one_layer_model(seed=1)
-        expected = wanted[implementation]
+        expected = expected_after_update[implementation]
         engine = Engine(model, **one_bucket(2, 16, 9), implementation=implementation)
         (before,) = engine.generate([[3, 1, 4]], max_tokens=6)
         assert before.token_ids != expected.token_ids
-        if how == "a Variable's value":
+        if update_method == "a Variable's value":
             pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True)
-            for (_, mine), (_, theirs) in pairs:
-                mine.set_value(theirs.get_value())
-        elif how == "nnx.update":
+            for (_, variable), (_, new_variable) in pairs:
+                variable.set_value(new_variable.get_value())
+        elif update_method == "nnx.update":
             nnx.update(model, nnx.state(other))
-        elif how == "a new Variable":
+        elif update_method == "a new Variable":
             model.layers = other.layers
             model.norm, model.lm_head = other.norm, other.lm_head
             model.embed_tokens.embedding = nnx.Param(other.embed_tokens.embedding[...])
@@ -549,7 +550,7 @@ class TestCacheSize:
         ],
     )
     def test_caches_larger_than_the_memory_are_refused(self, sizes, actual, mesh):
-        """Host lists of so many blocks filled the memory, and the process was killed."""
+        """Host lists of that many blocks would exhaust the host's memory."""
         with pytest.raises(ValueError, match=actual):
             Engine(load_shapes(GOLDEN / "hf" / "llama", mesh=mesh), **sizes)
 

@@ -32,7 +32,7 @@ def failure(request):
 
 
 def finished(engine):
-    """All outputs of all steps, each request's put together: token ids, and how it ended."""
+    """Run all steps and return the token ids and finish reason of each request."""
     ids, ends = {}, {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -48,13 +48,13 @@ def is_as_new(engine):
     return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
-class TestAStepThatFails:
+class TestFailedStep:
     def test_ends_every_open_request_with_the_error_and_later_ones_are_served(self, engine, failure):
         prompts = ["abcdefghijkl", "xyz", "the third, which waits", "q", "r"]
         expected = engine.generate(prompts, max_tokens=12)
         before = engine.stats.num_failed_steps
         names = [engine.add_request(prompt, LONG) for prompt in prompts]
-        with failure(engine, at=3):
+        with failure(engine, call_number=3):
             _, ends = finished(engine)
         assert {reason for reason, _ in ends.values()} == {"error"}
         assert set(ends) == set(names)
@@ -68,7 +68,7 @@ class TestAStepThatFails:
         expected = engine.generate(["abc", "other"], max_tokens=12)
         stream = engine.stream(["other"], max_tokens=12)
         actual = [next(stream).token_id]
-        with failure(engine, at=2), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
+        with failure(engine, call_number=2), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
             engine.generate(["abc"], max_tokens=12)
         with pytest.raises(RequestError, match=FELL):
             actual += [token.token_id for token in stream]
@@ -112,7 +112,7 @@ class TestAStepThatFails:
         assert engine.graphs.num_compiles == compiles
 
 
-class TestCtrlCWithinAStep:
+class TestCtrlCDuringAStep:
     @pytest.mark.parametrize(
         ("owner", "method"),
         [(BlockManager, "_take"), (DecodeGraphs, "__call__"), (EngineCore, "_append")],
@@ -161,21 +161,21 @@ class TestCtrlCBetweenSteps:
         assert len(engine.generate(["abc"], max_tokens=2)[0].token_ids) == 2
 
     def test_ends_requests_whose_outputs_are_lost(self, engine, monkeypatch):
-        """Of two that have told something, one of them its last token, and of one that waits."""
+        """Two requests with outputs, one of them finished, and a waiting request."""
         names = [engine.add_request("abc", SamplingParams(max_tokens=count)) for count in (1, 9, 9)]
-        whole, told = SequenceState.output, []
+        whole, emitted = SequenceState.output, []
 
         def interrupted(sequence, request_id, index):
-            told.append(whole(sequence, request_id, index))
-            if len(told) == 2:
+            emitted.append(whole(sequence, request_id, index))
+            if len(emitted) == 2:
                 monkeypatch.undo()
                 raise KeyboardInterrupt
-            return told[-1]
+            return emitted[-1]
 
         monkeypatch.setattr(SequenceState, "output", interrupted)
         with pytest.raises(KeyboardInterrupt):
             finished(engine)
-        assert [output.finish_reason for output in told] == ["length", None]
+        assert [output.finish_reason for output in emitted] == ["length", None]
         assert is_as_new(engine)
         _, ends = finished(engine)
         assert [ends[name][0] for name in names] == ["error"] * 3
@@ -184,14 +184,14 @@ class TestCtrlCBetweenSteps:
 
 @pytest.fixture(scope="module")
 def poisoned():
-    """An engine that cannot decode a token of one prompt's completion, and that prompt."""
+    """Return an engine that cannot decode a token of one prompt's completion, and that prompt."""
     model = one_layer_model()
     (result,) = Engine(model, num_blocks=33).generate(["abc"], max_tokens=12)
     model.tokenizer = PoisonedTokenizer(BYTES, result.token_ids[5])
     return engine_of(model=model)
 
 
-class TestARequestThatFails:
+class TestFailedRequest:
     def test_does_not_affect_others(self, poisoned):
         (expected,) = poisoned.generate([[7, 8]], max_tokens=5)
         bad = poisoned.add_request("abc", LONG)
@@ -210,7 +210,7 @@ class TestARequestThatFails:
 
 
 def test_a_deleted_engine_waits_for_its_step():
-    """Of a process that ends, too: JAX's thread that brings tokens to a Python that has gone aborts it."""
+    """Otherwise JAX's transfer thread would abort the process at exit."""
     engine = engine_of()
     engine.add_request("abc", LONG)
     while not engine._runner.num_in_flight:

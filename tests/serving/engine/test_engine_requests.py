@@ -35,7 +35,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def forward():
-    """Log-probabilities behind each token of a text, by one step without a cache."""
+    """Return the log-probabilities after each token of a text, by one step without a cache."""
 
     @jax.jit
     def run(ids, metadata):
@@ -48,7 +48,7 @@ def forward():
 
 
 def drained(engine):
-    """Runs all steps; the outputs of each request, put together."""
+    """Run all steps and return the joined outputs of each request."""
     ids, texts, reasons = {}, {}, {}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -81,20 +81,25 @@ class TestSteps:
         monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: pytest.fail("looked at again"))
         results = engine.generate([[1, 2], [3]], params)
         assert [len(result.outputs) for result in results] == [3, 3]
-        one = params.with_seed().of_completion(2)
-        assert (one.n, one.seed is None, one.allowed_token_ids, params.n) == (1, False, (5, 6), 3)
+        completion_params = params.with_seed().of_completion(2)
+        assert (
+            completion_params.n,
+            completion_params.seed is None,
+            completion_params.allowed_token_ids,
+            params.n,
+        ) == (1, False, (5, 6), 3)
 
     def test_an_abort_frees_the_blocks_and_ends_the_outputs(self, engine):
-        kept, dropped = (engine.add_request("abcdefghi", SamplingParams(max_tokens=20)) for _ in range(2))
+        running, aborted = (engine.add_request("abcdefghi", SamplingParams(max_tokens=20)) for _ in range(2))
         for _ in range(4):
             engine.step()
         used = engine.stats.num_used_blocks
-        engine.abort(dropped)
+        engine.abort(aborted)
         assert engine.stats.num_used_blocks < used
         ids, _, _ = drained(engine)
-        assert list(ids) == [(kept, 0)]
-        with pytest.raises(ValueError, match=f"Request {dropped} is unknown or has finished"):
-            engine.abort(dropped)
+        assert list(ids) == [(running, 0)]
+        with pytest.raises(ValueError, match=f"Request {aborted} is unknown or has finished"):
+            engine.abort(aborted)
 
     def test_streams_and_requests_run_concurrently(self, engine):
         expected = engine.generate(["x", "yz"], max_tokens=12)
@@ -255,7 +260,7 @@ class TestLogprobs:
         params += [SamplingParams(max_tokens=5, prompt_logprobs=1)]
         actual, expected = (one.generate(prompts, params)[2].prompt_logprobs for one in (small, engine))
         assert small.stats.num_preemptions > 0
-        assert [place and next(iter(place)) for place in actual] == [None, *prompts[2][1:]]
+        assert [table and next(iter(table)) for table in actual] == [None, *prompts[2][1:]]
         for one, other in zip(actual[1:], expected[1:], strict=True):
             token = next(iter(one))
             assert abs(one[token].logprob - other[token].logprob) < 1e-3
@@ -275,25 +280,31 @@ class TestCompletions:
     def test_each_of_n_completions_contains_the_prompt(self, engine):
         params = SamplingParams(seed=1, n=3, temperature=1.0, max_tokens=2, prompt_logprobs=1)
         (result,) = engine.generate(["abc"], params)
-        first, *others = (one.prompt_logprobs for one in result.outputs)
+        first, *others = (completion.prompt_logprobs for completion in result.outputs)
         assert others == [first, first]
         assert len(first) == 3
         name = engine.add_request("abc", params)
-        told = []
+        prompt_logprobs = []
         while engine.has_unfinished_requests():
-            told += [(one.index, one.prompt_logprobs) for one in engine.step() if one.prompt_logprobs]
-        assert sorted(index for index, _ in told) == [0, 1, 2], name
-        assert all(logprobs == first for _, logprobs in told)
+            prompt_logprobs += [
+                (completion.index, completion.prompt_logprobs)
+                for completion in engine.step()
+                if completion.prompt_logprobs
+            ]
+        assert sorted(index for index, _ in prompt_logprobs) == [0, 1, 2], name
+        assert all(logprobs == first for _, logprobs in prompt_logprobs)
 
     def test_n_completions_use_consecutive_seeds(self, engine):
         hot = {"temperature": 1.5, "max_tokens": 7}
         (result,) = engine.generate(["abc"], SamplingParams(seed=10, n=3, **hot))
         alone = [engine.generate(["abc"], SamplingParams(seed=10 + i, **hot))[0] for i in range(3)]
-        assert [one.token_ids for one in result.outputs] == [one.token_ids for one in alone]
+        assert [completion.token_ids for completion in result.outputs] == [
+            completion.token_ids for completion in alone
+        ]
         assert result.token_ids == result.outputs[0].token_ids
         name = engine.add_request("abc", SamplingParams(seed=10, n=3, **hot))
         ids, _, _ = drained(engine)
-        assert [ids[name, i] for i in range(3)] == [one.token_ids for one in alone]
+        assert [ids[name, i] for i in range(3)] == [completion.token_ids for completion in alone]
 
 
 class TestPrefixes:
@@ -313,13 +324,17 @@ class TestPrefixes:
         assert hits <= with_cache.stats.num_prefix_tokens
         assert with_cache.stats.num_steps < without.stats.num_steps * 2
 
-    @pytest.mark.parametrize("how", ["update_weights", "nnx.update"])
-    def test_computed_with_old_weights_are_not_reused(self, how):
+    @pytest.mark.parametrize("update_method", ["update_weights", "nnx.update"])
+    def test_computed_with_old_weights_are_not_reused(self, update_method):
         model = one_layer_model()
         engine, prompt = engine_of(model=model), list(range(40))
         engine.generate([prompt], max_tokens=4)
         new = nnx.state(one_layer_model(seed=1))
-        (engine.update_weights if how == "update_weights" else lambda state: nnx.update(model, state))(new)
+        (
+            engine.update_weights
+            if update_method == "update_weights"
+            else lambda state: nnx.update(model, state)
+        )(new)
         (actual,) = engine.generate([prompt], max_tokens=4)
         assert engine.stats.num_prefix_hit_tokens == 0
         assert (
@@ -353,5 +368,5 @@ def test_results_contain_their_prompt(engine):
     text, ids = engine.generate(["ab", [99, 100]], params)
     assert (text.prompt, text.prompt_token_ids) == ("ab", engine.tokenizer.encode("ab").ids)
     assert (ids.prompt, ids.prompt_token_ids) == (None, [99, 100])
-    assert [one.index for one in text.outputs] == [0, 1]
+    assert [completion.index for completion in text.outputs] == [0, 1]
     assert text.outputs[1].prompt == "ab"

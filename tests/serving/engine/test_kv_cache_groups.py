@@ -1,4 +1,4 @@
-"""Models with window and full-attention layers: each group of layers has its own blocks."""
+"""Models with sliding-window and full-attention layers: each group has its own blocks."""
 
 import functools
 import random
@@ -24,8 +24,8 @@ from tests.serving.tiny import BYTES, one_layer_model
 NEAR = LocalAttention(frozenset({(5, None)}))
 
 
-class TwoKinds(Pool):
-    """A pool for full-attention layers and for sliding-window layers with their own blocks."""
+class TwoGroups(Pool):
+    """A block pool for full-attention layers and sliding-window layers with separate blocks."""
 
     def __init__(self, num_blocks, num_near_blocks, seed, local_attention, **limits):
         super().__init__(num_blocks, seed, **limits)
@@ -48,7 +48,7 @@ class TwoKinds(Pool):
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize(("num_blocks", "num_near_blocks"), [(20, 6), (9, 20), (40, 14)])
 def test_random_requests_read_their_own_keys_in_both_groups(num_blocks, num_near_blocks, layers):
-    pool, next_id = TwoKinds(num_blocks, num_near_blocks, 0, LocalAttention(frozenset(layers))), 0
+    pool, next_id = TwoGroups(num_blocks, num_near_blocks, 0, LocalAttention(frozenset(layers))), 0
     longest, most = 0, (num_blocks - 1) * BLOCK_SIZE
     for _ in range(500):
         next_id, length = pool.live(next_id, most_tokens=most)
@@ -64,13 +64,13 @@ def test_random_requests_read_their_own_keys_in_both_groups(num_blocks, num_near
 
 def test_a_prefix_is_found_if_both_groups_have_its_blocks():
     hashes = BlockHashes(4, range(24))
-    far, near = BlockManager(20, 4), BlockManager(20, 4)
-    table, near_table = far.allocate(0, 24), near.allocate(0, 24)
+    full_manager, window_manager = BlockManager(20, 4), BlockManager(20, 4)
+    table, near_table = full_manager.allocate(0, 24), window_manager.allocate(0, 24)
     for index in range(5):
-        far.publish(0, index, hashes[index])
+        full_manager.publish(0, index, hashes[index])
     for index in (0, 1, 3, 4, 5):
-        near.publish(0, index, hashes[index])
-    groups = [KVCacheGroup(far), KVCacheGroup(near, NEAR)]
+        window_manager.publish(0, index, hashes[index])
+    groups = [KVCacheGroup(full_manager), KVCacheGroup(window_manager, NEAR)]
     assert find_in_all_groups(groups, hashes[:]) == [
         table[:5],
         (0, 0, 0, *near_table[3:5]),
@@ -79,7 +79,7 @@ def test_a_prefix_is_found_if_both_groups_have_its_blocks():
         table[:2],
         near_table[:2],
     ]  # 16 sees 11, which is not there
-    far.unpublish_all()
+    full_manager.unpublish_all()
     assert find_in_all_groups(groups, hashes[:]) == [(), ()]
 
 
@@ -113,9 +113,9 @@ def test_a_prompt_chunks_blocks_are_freed_after_it_has_run():
     ],
 )
 def test_another_block_size_or_missing_local_attention_is_refused(arguments, message):
-    given = {"local_attention": NEAR, "sliding_window_manager": BlockManager(9, 4)} | arguments
+    scheduler_options = {"local_attention": NEAR, "sliding_window_manager": BlockManager(9, 4)} | arguments
     with pytest.raises(ValueError, match=message):
-        Scheduler(BlockManager(9, 4), **given)
+        Scheduler(BlockManager(9, 4), **scheduler_options)
 
 
 WINDOW = 24
@@ -125,7 +125,7 @@ KINDS = ("sliding_attention", "sliding_attention", "full_attention")
 
 @functools.cache
 def gemma3(kinds=KINDS):
-    """Random parameters, layers of these kinds; nothing ends a text."""
+    """Return a model with random parameters and layers of these types, which never ends a text."""
     hf = read_config(GOLDEN / "hf" / "gemma3").to_hf()
     change = {"layer_types": [*kinds], "num_hidden_layers": len(kinds), "eos_token_id": None}
     model = Decoder(DecoderConfig.from_hf(hf | change), rngs=nnx.Rngs(0))
@@ -148,14 +148,14 @@ def token_ids(results):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def poisoned(caches, owned):
-    """Each layer's cache, NaN in the blocks that nobody owns."""
-    keep = lambda of: lambda array: jnp.where(of.reshape(-1, 1, 1, 1), array, jnp.nan)
-    return tuple(jax.tree.map(keep(of), cache) for cache, of in zip(caches, owned, strict=True))
+    """Return each layer's cache with NaN in the blocks that no request owns."""
+    keep = lambda is_owned: lambda array: jnp.where(is_owned.reshape(-1, 1, 1, 1), array, jnp.nan)
+    return tuple(jax.tree.map(keep(is_owned), cache) for cache, is_owned in zip(caches, owned, strict=True))
 
 
 @pytest.fixture(scope="module")
-def want():
-    """What the prompts become where all layers share their blocks."""
+def expected_tokens():
+    """Return the tokens of the prompts if all layers share block tables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "sliding_window_layers", ())
         engine = engine_of(model=gemma3(TWO), enable_prefix_caching=False)
@@ -165,23 +165,23 @@ def want():
 
 class TestEngine:
     @pytest.mark.kernels
-    def test_tokens_equal_those_with_a_shared_block_table(self, want):
+    def test_tokens_equal_those_with_a_shared_block_table(self, expected_tokens):
         engine = engine_of(num_blocks=27, budget=32, model=gemma3(TWO), max_blocks=64)
-        near = engine.scheduler.sliding_window_manager
+        window_manager = engine.scheduler.sliding_window_manager
         near_blocks = [cache.k.shape[0] for cache in engine._runner._caches]
-        assert near_blocks == [near.num_blocks, 27] == [25, 27]
+        assert near_blocks == [window_manager.num_blocks, 27] == [25, 27]
         for _ in range(2):
-            assert token_ids(engine.generate(prompts(), PARAMS)) == want
+            assert token_ids(engine.generate(prompts(), PARAMS)) == expected_tokens
         stats = engine.stats
         assert min(stats.num_prefix_hit_tokens, stats.num_forked_tokens, stats.num_preemptions) > 0
-        assert (stats.num_used_blocks, near.num_used) == (0, 0)
+        assert (stats.num_used_blocks, window_manager.num_used) == (0, 0)
         assert stats.num_compiles == 1
 
     @pytest.mark.kernels
-    def test_freed_blocks_are_never_read(self, want):
-        """All that nobody owns, the null block too, is NaN in every step, in both kinds of layers."""
+    def test_freed_blocks_are_never_read(self, expected_tokens):
+        """Blocks of no request, including the null block, are NaN in every step, in both groups of layers."""
         engine = engine_of(num_blocks=60, model=gemma3(TWO), enable_prefix_caching=False, max_blocks=64)
-        names = [engine.add_request(*each) for each in zip(prompts(), PARAMS, strict=True)]
+        names = [engine.add_request(*request) for request in zip(prompts(), PARAMS, strict=True)]
         scheduler, runner, ids = engine.scheduler, engine._runner, {}
         managers = [scheduler.sliding_window_manager, scheduler.block_manager]
         while engine.has_unfinished_requests():
@@ -190,16 +190,16 @@ class TestEngine:
             for output in engine.step():
                 ids.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
         actual = [[ids[name, i] for i in range(one.n)] for name, one in zip(names, PARAMS, strict=True)]
-        assert actual == want
+        assert actual == expected_tokens
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("speculative", ["ngram", one_layer_model])
-    def test_drafts_are_verified_in_both_groups(self, want, speculative):
+    def test_drafts_are_verified_in_both_groups(self, expected_tokens, speculative):
         speculative = speculative if isinstance(speculative, str) else speculative()
         sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 65}
         engine = Engine(gemma3(TWO), speculative=speculative, check_batches=True, **sizes)
         engine._speculation._draft_cost = 0.0  # as a draft is small beside a real model
-        assert token_ids(engine.generate(prompts(), PARAMS)) == want
+        assert token_ids(engine.generate(prompts(), PARAMS)) == expected_tokens
         assert engine.stats.num_drafts > 0
 
     @pytest.mark.kernels
@@ -236,8 +236,12 @@ class TestMemory:
     @pytest.mark.parametrize("num_blocks", [2, 14, 15, 16])
     def test_a_small_cache_limits_all_layers(self, num_blocks):
         engine = Engine(gemma3(), num_blocks=num_blocks, **self.SIZES)
-        near = min(num_blocks, self.NEAR)
-        assert [cache.k.shape[0] for cache in engine._runner._caches] == [near, near, num_blocks]
+        window_manager = min(num_blocks, self.NEAR)
+        assert [cache.k.shape[0] for cache in engine._runner._caches] == [
+            window_manager,
+            window_manager,
+            num_blocks,
+        ]
         assert engine.scheduler.capacity_tokens == 8 * (num_blocks - 1)
         budget = gemma3().cache_specs(num_blocks, block_size=8)[0].num_bytes * 3
         if num_blocks <= self.NEAR:

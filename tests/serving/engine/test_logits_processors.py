@@ -49,12 +49,12 @@ def test_each_row_gets_its_own_adjustments(seed):
     pending = [row if output and rng.random() < 0.5 else -1 for row, (_, _, output) in enumerate(requests)]
     last = jnp.asarray([output[-1] if output else 9 for _, _, output in requests], jnp.int32)
     end_ids = (2, 7)
-    asked = [
+    sampling_params = [
         RequestAdjustments(params, np.asarray(prompt), known, end_ids, len(known), row)
         for (params, prompt, output), row in zip(requests, pending, strict=True)
         for known in [output[:-1] if row >= 0 else output]
     ]
-    by = build_logits_adjustments(asked, last, num_rows=5, vocab_size=VOCAB)
+    by = build_logits_adjustments(sampling_params, last, num_rows=5, vocab_size=VOCAB)
     counts = np.zeros(5, np.int32)
     counts[:3] = [len(output) for _, _, output in requests]
     expected = logits.astype(np.float64)
@@ -68,11 +68,11 @@ def test_each_row_gets_its_own_adjustments(seed):
 
 def test_a_long_bias_of_one_row_does_not_widen_the_other_rows():
     params = SamplingParams(logit_bias={token: -100.0 for token in range(3000)})
-    asked = [
+    sampling_params = [
         RequestAdjustments(one, (), (), (), 0, -1)
         for one in (SamplingParams(), params, *[SamplingParams()] * 62)
     ]
-    by = build_logits_adjustments(asked, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000)
+    by = build_logits_adjustments(sampling_params, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(by)) < 2**17
     logits = adjusted_jit(np.zeros((64, 4000), np.float32), by, np.zeros(64, np.int32))
     assert (np.argwhere(logits == -100) == [[1, token] for token in range(3000)]).all()
@@ -86,9 +86,9 @@ def test_requests_without_adjustments_build_none():
 def test_growing_lists_recompile_only_a_few_times():
     shapes = set()
     for length in range(1, 200):
-        one = RequestAdjustments(
+        adjustments = RequestAdjustments(
             SamplingParams(presence_penalty=1.0), [1] * length, [2] * (200 - length), (), length, -1
         )
-        by = build_logits_adjustments([one], jnp.zeros(1), num_rows=1, vocab_size=9)
+        by = build_logits_adjustments([adjustments], jnp.zeros(1), num_rows=1, vocab_size=9)
         shapes.add((by.prompt_ids.shape, by.output_ids.shape))
     assert shapes == {((1, 128),) * 2, ((1, 256),) * 2}

@@ -1,4 +1,4 @@
-"""LongRoPE: requests that cross the threshold get the same tokens as if computed at once."""
+"""LongRoPE: requests that cross the threshold get the tokens of a computation without a cache."""
 
 import functools
 
@@ -34,8 +34,8 @@ def next_token(state, token_ids, metadata):
 
 
 @functools.cache
-def at_one_go(prompt, num_tokens):
-    """A greedy continuation, each token from all before it, without a cache."""
+def without_a_cache(prompt, num_tokens):
+    """Return a greedy continuation, each token computed from all earlier ones without a cache."""
     tokens = list(prompt)
     bucket = jattn.Bucket(max_prefills=1, max_prefill_tokens=160)
     for _ in range(num_tokens):
@@ -49,7 +49,7 @@ def check(engine, prompts, num_tokens=10, **params):
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
         for one in result.outputs:
-            assert one.token_ids == at_one_go(tuple(prompt), num_tokens)
+            assert one.token_ids == without_a_cache(tuple(prompt), num_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Readers of an event loop get their outputs soon, and leave time to the engine's thread."""
+"""Readers of an event loop receive outputs promptly without slowing the engine's thread."""
 
 import asyncio
 import time
@@ -26,7 +26,9 @@ async def reads(reader, outputs, seconds):
 
 
 def read(work, *, seconds):
-    """What readers got while `work` posted: their outputs, each of which takes so long to read."""
+    """Return the outputs that readers received while `work` posted, with readers that take time per
+    output.
+    """
 
     async def main():
         mailbox, readers, outputs = (

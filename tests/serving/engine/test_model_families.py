@@ -1,4 +1,4 @@
-"""Every model family with every engine feature: the tokens equal transformers', or the feature is refused."""
+"""Each model family with each engine feature: tokens equal transformers', or the feature is refused."""
 
 import functools
 import json
@@ -50,20 +50,20 @@ def engine_of(model, **options):
 
 
 def generated(engine, expected, numbers=range(4), **params):
-    """What the prompts become, whatever ends a text."""
+    """Return the tokens generated for the prompts, ignoring stop tokens."""
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **params)
     return engine.generate([expected[f"prompt{i}"].tolist() for i in numbers], params)
 
 
 def assert_greedy(results, expected, numbers=range(4)):
-    """Transformers' tokens, up to the first that is a close call."""
+    """Assert equality with transformers' tokens up to the first near tie."""
     for i, result in zip(numbers, results, strict=True):
         close = np.flatnonzero(expected[f"margin{i}"][:NUM_TOKENS] <= 1e-3)
         sure = close[0] if len(close) else NUM_TOKENS
         assert result.token_ids[:sure] == expected[f"greedy{i}"][:sure].tolist()
 
 
-def test_every_family_is_here():
+def test_every_family_is_tested():
     types = {json.loads((folder / "config.json").read_text())["model_type"] for folder in FOLDERS}
     assert types == TYPES
 
@@ -75,7 +75,7 @@ def test_batched_prompts_and_prompts_with_cached_prefixes(name):
     results = generated(engine, expected)
     assert_greedy(results, expected)
     again = generated(engine, expected)
-    assert [one.token_ids for one in again] == [one.token_ids for one in results]
+    assert [result.token_ids for result in again] == [result.token_ids for result in results]
     assert engine.stats.num_prefix_hit_tokens == 128  # of 33 and 100 tokens the full blocks
 
 
@@ -99,8 +99,8 @@ def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
     (result,) = generated(engine_of(model, quantization=quantization), expected, [3])
     model.kv_scales = None
     last = expected["logits3"][-1]
-    said = last[last > np.finfo(np.float32).min]
-    assert last[result.token_ids[0]] > last.max() - 0.2 * (said.max() - said.min())
+    finite_logits = last[last > np.finfo(np.float32).min]
+    assert last[result.token_ids[0]] > last.max() - 0.2 * (finite_logits.max() - finite_logits.min())
 
 
 @pytest.mark.kernels
@@ -146,8 +146,8 @@ def test_batch_invariant_bits_equal_a_single_run(name):
             engine_of(model, batch_invariant=True, buckets=None)
         return
     alone, crowd = (engine_of(model, batch_invariant=True, buckets=None) for _ in range(2))
-    (want,) = generated(alone, expected, [2], logprobs=1)
+    (expected_results,) = generated(alone, expected, [2], logprobs=1)
     _, actual, _ = generated(crowd, expected, [3, 2, 1], logprobs=1)
-    assert actual.token_ids == want.token_ids
-    of = lambda result: [one.logprob for table in result.logprobs for one in table.values()]
-    assert of(actual) == of(want)
+    assert actual.token_ids == expected_results.token_ids
+    logprobs_of = lambda result: [one.logprob for table in result.logprobs for one in table.values()]
+    assert logprobs_of(actual) == logprobs_of(expected_results)

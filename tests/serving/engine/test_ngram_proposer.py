@@ -10,7 +10,7 @@ from jattn.serving.engine.sequence import TokenBuffer
 
 
 def by_loop(ids, shortest, longest, count):
-    """The continuation of the first, longest n-gram that the text ends with."""
+    """Return the continuation of the first, longest n-gram that the text ends with."""
     for n in range(min(longest, len(ids) - 1), shortest - 1, -1):
         for start in range(len(ids) - n):
             if ids[start : start + n] == ids[-n:]:

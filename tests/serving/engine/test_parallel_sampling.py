@@ -1,4 +1,4 @@
-"""Completions of one prompt: it is computed once, and they share its blocks until they write to them."""
+"""Completions of one prompt: the prompt is computed once, and its blocks are shared until written."""
 
 import random
 
@@ -36,7 +36,7 @@ def rows(step):
 
 class TestScheduler:
     @pytest.mark.parametrize("budget", [64, 5, 3])
-    def test_a_prompt_is_computed_once_and_each_other_completion_computes_its_last_token(self, budget):
+    def test_prompt_is_computed_once_and_forks_compute_its_last_token(self, budget):
         scheduler = scheduler_of(max_num_batched_tokens=budget)
         add_completions(scheduler, 3, 10)
         computed = {0: 0, 1: 0, 2: 0}
@@ -49,7 +49,7 @@ class TestScheduler:
         assert (computed[1], computed[2]) == (1, 1)
         assert scheduler.num_forked_tokens == 2 * 9
 
-    def test_the_last_block_is_copied_for_all_but_one_and_full_ones_are_shared(self):
+    def test_full_blocks_are_shared_and_the_last_block_is_copied_for_all_but_one(self):
         scheduler = scheduler_of()
         add_completions(scheduler, 3, 10)
         scheduler.complete(scheduler.schedule())
@@ -65,7 +65,7 @@ class TestScheduler:
         scheduler.complete(step)
         assert scheduler.schedule().block_copies == ()
 
-    def test_a_prompt_that_fills_its_blocks_is_copied_too_since_its_last_token_is_computed_again(self):
+    def test_last_full_block_is_copied_since_its_last_token_is_recomputed(self):
         scheduler = scheduler_of()
         add_completions(scheduler, 2, 8)
         scheduler.complete(scheduler.schedule())
@@ -86,7 +86,7 @@ class TestScheduler:
         step = scheduler.schedule()
         assert (rows(step), step.block_copies, scheduler.num_forked_tokens) == ({0: 1, 1: 1}, (), 0)
 
-    def test_others_are_admitted_while_a_prompt_is_computed_that_completions_wait_for(self):
+    def test_other_requests_are_admitted_while_completions_wait_for_their_prompt(self):
         scheduler = scheduler_of(max_num_batched_tokens=6)
         add_completions(scheduler, 3, 4)
         scheduler.add(9, 2, 3)
@@ -106,7 +106,7 @@ class TestScheduler:
         scheduler.complete(step, finished=[1])
         assert scheduler.block_manager.num_used == 0
 
-    def test_blocks_of_completions_that_wait_are_taken_before_anybody_older_goes_without(self):
+    def test_waiting_completions_are_preempted_before_older_requests(self):
         scheduler = scheduler_of(5, max_num_seqs=1)  # 4 blocks
         add_completions(scheduler, 2, 7, max_tokens=9)
         scheduler.complete(scheduler.schedule())
@@ -118,7 +118,7 @@ class TestScheduler:
         scheduler.abort(0)
         assert rows(scheduler.schedule()) == {1: 7}
 
-    def test_the_latest_gives_way_where_all_wait_for_each_others_blocks(self):
+    def test_latest_request_is_preempted_if_all_wait_for_blocks(self):
         scheduler = scheduler_of(4, max_num_seqs=2)  # 3 blocks
         add_completions(scheduler, 3, 6, max_tokens=2)
         scheduler.add(9, 4, 5)
@@ -131,9 +131,7 @@ class TestScheduler:
         scheduler.complete(step)
 
     @pytest.mark.parametrize("dropped", [0, 1])
-    def test_a_completion_that_is_dropped_before_the_prompt_is_computed_leaves_the_others_theirs(
-        self, dropped
-    ):
+    def test_aborting_a_waiting_completion_keeps_the_blocks_of_the_others(self, dropped):
         scheduler = scheduler_of(max_num_batched_tokens=4)
         add_completions(scheduler, 3, 10)
         scheduler.complete(scheduler.schedule())
@@ -165,7 +163,7 @@ class TestScheduler:
             ),
         ],
     )
-    def test_refuses(self, wrong, message):
+    def test_invalid_arguments_are_rejected(self, wrong, message):
         scheduler = scheduler_of()
         scheduler.add(0, 10, 1)
         with pytest.raises(ValueError, match=message):
@@ -173,7 +171,7 @@ class TestScheduler:
         assert scheduler.num_unfinished == 1
 
 
-def test_a_completion_that_waits_alone_with_its_blocks_gives_them_to_an_older_request():
+def test_single_waiting_completion_is_preempted_for_an_older_request():
     scheduler = scheduler_of(num_blocks=5, longrope_threshold=12)
     scheduler.add(0, 8, 9)
     add_completions(scheduler, 2, 5, max_tokens=1, first=1)
@@ -190,12 +188,12 @@ def test_a_completion_that_waits_alone_with_its_blocks_gives_them_to_an_older_re
 
 
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 10), (1, 14), (2, 40)])
-def test_random_completions_read_what_their_prompt_left_and_leak_nothing(seed, num_blocks):
+def test_random_completions_read_their_prompts_keys_and_leak_no_block(seed, num_blocks):
     pool, next_id = Pool(num_blocks, seed), 0
     draw = pool.random
     for _ in range(1500):
-        what = draw.random()
-        if what < 0.2 and len(pool.tokens) < 9:
+        event = draw.random()
+        if event < 0.2 and len(pool.tokens) < 9:
             tokens = [draw.randrange(2) for _ in range(draw.randint(1, 20))]
             room = (num_blocks - 1) * BLOCK_SIZE - len(tokens) + 1
             max_tokens, parent = draw.randint(1, min(9, room)), None
@@ -204,9 +202,9 @@ def test_random_completions_read_what_their_prompt_left_and_leak_nothing(seed, n
                 pool.add(next_id, tokens, max_tokens, parent=parent, is_found=is_found)
                 parent = next_id if parent is None else parent
                 next_id += 1
-        elif what < 0.25 and pool.tokens:
+        elif event < 0.25 and pool.tokens:
             pool.abort(draw.choice(list(pool.tokens)))
-        elif what < 0.26:
+        elif event < 0.26:
             pool.update_weights()
         else:
             pool.step()
@@ -219,9 +217,7 @@ def test_random_completions_read_what_their_prompt_left_and_leak_nothing(seed, n
 
 class TestEngine:
     @pytest.mark.parametrize("enable_prefix_caching", [True, False])
-    def test_completions_are_those_of_their_seeds_and_the_prompt_is_computed_once(
-        self, enable_prefix_caching
-    ):
+    def test_completions_equal_single_requests_with_their_seeds(self, enable_prefix_caching):
         engine = engine_of(enable_prefix_caching=enable_prefix_caching, budget=16)
         prompt = random.Random(0).choices(range(320), k=43)
         (result,) = engine.generate([prompt], SamplingParams(seed=10, n=4, **HOT))
@@ -249,7 +245,7 @@ class TestEngine:
         assert results[0].outputs[2].prompt_logprobs is None
         assert crowded.stats.num_used_blocks == 0
 
-    def test_the_copy_is_made_in_the_caches_that_are_given_up(self):
+    def test_blocks_are_copied_in_the_donated_caches(self):
         engine = engine_of()
         engine.add_request(list(range(13)), SamplingParams(seed=0, n=2, **HOT))
         engine.step()
@@ -271,7 +267,7 @@ class TestEngine:
             engine.generate([list(range(13)), list(range(50, 63))], params)
         assert (engine.stats.num_forked_tokens, compiled) == (4 * 12, [])
 
-    def test_more_copies_than_sizes_are_made_all_the_same(self):
+    def test_more_copies_than_the_largest_size_are_made(self):
         cache = jattn.PagedCache(k=jnp.arange(40.0).reshape(10, 4, 1, 1), v=jnp.zeros((10, 4, 1, 1)))
         copied = BlockCopier(1)((cache,), [(1, 7), (2, 8), (3, 9)])
         assert copied[0].k[7:, 0, 0, 0].tolist() == [4.0, 8.0, 12.0]

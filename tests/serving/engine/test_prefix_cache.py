@@ -12,12 +12,12 @@ BLOCK_SIZE = 4
 
 
 def test_a_digest_depends_on_its_block_and_all_earlier_tokens():
-    one, same = BlockHashes(4, range(12)), BlockHashes(4)
+    first, same = BlockHashes(4, range(12)), BlockHashes(4)
     for token in range(12):
         same.extend([token])
-    assert (len(one), one[:], one[1]) == (3, same[:], same[1])
-    other = BlockHashes(4, [9, 1, 2, 3, *range(4, 12)])
-    assert not set(one[:]) & set(other[:])  # the same tokens behind another beginning
+    assert (len(first), first[:], first[1]) == (3, same[:], same[1])
+    different = BlockHashes(4, [9, 1, 2, 3, *range(4, 12)])
+    assert not set(first[:]) & set(different[:])  # the same tokens behind another beginning
     assert len(set(BlockHashes(4, [1] * 12)[:])) == 3
 
 
@@ -26,8 +26,8 @@ def test_a_copy_of_hashes_is_independent():
     copy = hashes.copy()
     copy.extend([7, 8])
     hashes.extend([9])
-    for found, expected in ((copy, [*range(9)]), (hashes, [*range(7), 9])):
-        assert (found[:], found.num_tokens) == (BlockHashes(4, expected)[:], len(expected))
+    for hash_list, expected in ((copy, [*range(9)]), (hashes, [*range(7), 9])):
+        assert (hash_list[:], hash_list.num_tokens) == (BlockHashes(4, expected)[:], len(expected))
 
 
 def test_a_block_is_not_full_before_its_last_token():
@@ -38,9 +38,9 @@ def test_a_block_is_not_full_before_its_last_token():
 
 
 class Pool:
-    """Requests through a scheduler over a slow model of the cache.
+    """Requests in a scheduler over a slow model of the cache.
 
-    A slot holds all tokens up to its own, since keys depend on them, and which weights made it.
+    A slot stores all tokens up to its own, since keys depend on them, and the version of the weights.
     """
 
     def __init__(self, num_blocks, seed, *, budget=9, max_num_seqs=4):
@@ -60,12 +60,14 @@ class Pool:
         self.scheduler.add(request, len(tokens), max_tokens, hashes, parent_id=parent)
 
     def live(self, next_id, *, most_tokens=1000):
-        """One thing of those that happen: requests come, with completions, or go, weights change, a step.
+        """Execute a random event: requests arrive, with completions, or are aborted, weights change, or a
+        step runs.
 
-        Returns the next id, and how long those that came may become, 0 if none did.
+        Returns:
+            The next request id, and the maximum length of new requests, 0 if there are none.
         """
-        draw, what = self.random, self.random.random()
-        if what < 0.15 and len(self.tokens) < 6:
+        draw, event = self.random, self.random.random()
+        if event < 0.15 and len(self.tokens) < 6:
             old = list(draw.choice(list(self.tokens.values()))) if self.tokens and draw.random() < 0.5 else []
             length = draw.randint(1, min(45, most_tokens - 8))
             tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
@@ -75,9 +77,9 @@ class Pool:
                 parent = next_id if parent is None else parent
                 next_id += 1
             return next_id, length + max_tokens
-        if what < 0.18 and self.tokens:
+        if event < 0.18 and self.tokens:
             self.abort(draw.choice(list(self.tokens)))
-        elif what < 0.19:
+        elif event < 0.19:
             self.update_weights()
         else:
             self.step()
@@ -87,15 +89,17 @@ class Pool:
         return table[position // BLOCK_SIZE], position % BLOCK_SIZE
 
     def first_read(self, length, count):
-        """The first position that a row reads."""
+        """Return the first position that a row reads."""
         return 0
 
     def groups(self, step):
-        """Of each group of layers: its memory, tables, copies, and the first position that a row reads."""
+        """Return for each group of layers its memory, tables, copies, and the first position that a row
+        reads.
+        """
         return [(self.memory, step.block_tables, step.block_copies, self.first_read)]
 
     def step(self):
-        """Runs a step; what the step before made becomes known to the host only now."""
+        """Run a step; the host learns the tokens of the previous step only now."""
         step = self.scheduler.schedule()
         if step is None:
             return False
@@ -126,7 +130,7 @@ class Pool:
         return True
 
     def run(self, rows, memory, tables, copies, first_read):
-        """What a step does to one group of layers: all copies, all writes, then all reads."""
+        """Apply a step to one group of layers: all copies, then all writes, then all reads."""
         for source, target in copies:
             for offset in range(BLOCK_SIZE):
                 memory[target, offset] = memory.get((source, offset))
@@ -159,27 +163,27 @@ def test_random_steps_share_only_equal_blocks_and_leak_none(seed, num_blocks):
     pool, next_id, forks = Pool(num_blocks, seed), 0, []
     draw = pool.random
     for _ in range(3000):
-        what = draw.random()
-        if what < 0.25 and len(pool.tokens) < 8:
+        event = draw.random()
+        if event < 0.25 and len(pool.tokens) < 8:
             length = draw.randint(1, 20)
             old = list(draw.choice(list(pool.tokens.values()))) if pool.tokens and draw.random() < 0.5 else []
             tokens = (old + [draw.randrange(2) for _ in range(length)])[:length]
             pool.add(next_id, tokens, draw.randint(1, min(9, (num_blocks - 1) * BLOCK_SIZE - length + 1)))
             next_id += 1
-        elif what < 0.29 and pool.tokens:
+        elif event < 0.29 and pool.tokens:
             pool.abort(draw.choice(list(pool.tokens)))
-        elif what < 0.30:
+        elif event < 0.30:
             pool.update_weights()
-        elif what < 0.33 and len(forks) < 1 and pool.made_by:
+        elif event < 0.33 and len(forks) < 1 and pool.made_by:
             request = draw.choice(list(pool.made_by))
             count = draw.randint(0, pool.manager.token_capacity(request))
             forks.append((-1 - next_id, count))
             pool.manager.fork(request, *forks[-1])
-        elif what < 0.40 and forks:
+        elif event < 0.40 and forks:
             fork, count = forks.pop()
-            where = fork, count, count + 1
-            if draw.random() < 0.5 and pool.manager.blocks_to_extend(*where) <= pool.manager.num_free:
-                for _, target in pool.manager.extend(*where):
+            slot_range = fork, count, count + 1
+            if draw.random() < 0.5 and pool.manager.blocks_to_extend(*slot_range) <= pool.manager.num_free:
+                for _, target in pool.manager.extend(*slot_range):
                     for offset in range(BLOCK_SIZE):
                         pool.memory[target, offset] = None
                 # What it writes is nobody else's.

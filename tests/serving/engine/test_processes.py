@@ -1,4 +1,4 @@
-"""Several processes run one engine: process 0 says what, and none outlives another's failure for long."""
+"""Several processes run one engine: process 0 leads, and none outlives the failure of another for long."""
 
 import collections
 import json
@@ -22,7 +22,7 @@ from jattn.serving.cli.main import main
 from jattn.serving.engine.engine_setup import model_options
 from jattn.serving.engine.processes import make_process_group, require_same_options
 from jattn.serving.engine.warmup import ColdExecutable, WarmupRuns
-from tests.serving.engine.process_requests import SIZES, asked, drafted, scales_of
+from tests.serving.engine.process_requests import SIZES, request_results, scales_of, speculative_results
 from tests.serving.tiny import one_layer_model
 from tests.subprocesses import ROOT, free_port, run_processes
 
@@ -51,11 +51,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run_two(folder, what):
-    """Exit code, lines of stdout and stderr of both processes."""
+def run_two(folder, scenario):
+    """Return the exit codes, stdout lines and stderr of both processes."""
     port = free_port()
     return run_processes(
-        ["tests.serving.engine.two_process_engine", str(port), str(rank), str(folder), what]
+        ["tests.serving.engine.two_process_engine", str(port), str(rank), str(folder), scenario]
         for rank in range(2)
     )
 
@@ -69,7 +69,7 @@ class TestTwoProcesses:
     def test_generate_the_tokens_of_one_device(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "serve")
         assert (code, other_code) == (0, 0), error + other_error
-        alone = asked(Engine(load(folder, progress=False), **SIZES))
+        alone = request_results(Engine(load(folder, progress=False), **SIZES))
         answers, of_drafts = [json.loads(line) for line in lines if line.startswith("{")]
         # Of 2^19 and 2^20 bytes a device; with a kv head of two on each, it has half of what one device has.
         sized = Engine(load(folder, progress=False), **SIZES | {"num_blocks": None, "cache_bytes": 2**20})
@@ -78,11 +78,13 @@ class TestTwoProcesses:
         assert {token for result in answers["zeros"] for tokens in result for token in tokens} == {0}
         assert "Only process 0 runs requests. Call engine.follow() in process 1." in other_lines
         assert other_lines[-1] == "followed"
-        scales = [json.loads(next(filter(lambda line: line[0] == "[", of))) for of in (lines, other_lines)]
+        scales = [
+            json.loads(next(filter(lambda line: line[0] == "[", variant))) for variant in (lines, other_lines)
+        ]
         assert scales[0] == scales[1]
         np.testing.assert_allclose(scales[0], scales_of(load(folder, progress=False)), rtol=1e-5)
         draft_state = Engine(load(folder, progress=False), **SIZES | {"speculative": folder / "draft"})
-        assert of_drafts == drafted(draft_state)
+        assert of_drafts == speculative_results(draft_state)
         num_drafts, num_accepted = of_drafts["drafts"]
         assert 0 < num_accepted < num_drafts
 
@@ -90,7 +92,7 @@ class TestTwoProcesses:
     def test_generate_the_same_tokens_with_context_parallelism(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "keys")
         assert (code, other_code) == (0, 0), error + other_error
-        assert last_json(lines) == drafted(Engine(load(folder, progress=False), **SIZES))
+        assert last_json(lines) == speculative_results(Engine(load(folder, progress=False), **SIZES))
         assert other_lines[-1] == "followed"
 
     def test_must_have_equal_options(self, folder):
@@ -103,7 +105,7 @@ class TestTwoProcesses:
         assert "dtype float32 and bfloat16" in error
 
     @pytest.mark.parametrize(
-        "what",
+        "scenario",
         [
             pytest.param("leader fails", marks=pytest.mark.slow),
             "leader fails in a step",
@@ -111,25 +113,25 @@ class TestTwoProcesses:
             "follower is killed",
         ],
     )
-    def test_end_with_the_error_of_the_failed_process(self, folder, what):
-        ends = run_two(folder, what)
+    def test_end_with_the_error_of_the_failed_process(self, folder, scenario):
+        ends = run_two(folder, scenario)
         ended_at = time.time()
-        said = SAID.get(what, "it has had enough")
-        told = ends[:1] if what == "follower is killed" else ends
+        message = SAID.get(scenario, "it has had enough")
+        options_per_model = ends[:1] if scenario == "follower is killed" else ends
         assert all(code != 0 for code, *_ in ends), ends
-        assert all(said in error for *_, error in told), ends
+        assert all(message in error for *_, error in options_per_model), ends
         assert ended_at - last_json([line for _, lines, _ in ends for line in lines])["failed_at"] < SECONDS
 
 
-def tokens_of_peers(where):
-    """By heads and by keys, with peer memory and without, and of one device."""
+def tokens_of_peers(platform):
+    """Return tokens by heads and by keys, with and without peer memory, and of one device."""
     port = str(free_port())
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
-    if where == "gpu":
+    if platform == "gpu":
         environment["JAX_PLATFORMS"] = "cuda,cpu"  # parameters of a mesh are made on the host
     module = "tests.serving.engine.two_process_peer_memory"
     (code, lines, error), (other_code, _, other_error) = run_processes(
-        [[module, port, str(rank), where] for rank in range(2)], environment
+        [[module, port, str(rank), platform] for rank in range(2)], environment
     )
     assert (code, other_code) == (0, 0), error + other_error
     return last_json(lines)
@@ -137,9 +139,11 @@ def tokens_of_peers(where):
 
 @pytest.mark.kernels
 def test_two_processes_all_reduce_in_peer_memory():
-    found = tokens_of_peers("cpu")
-    assert len(found) == 4
-    assert all(tokens == found["alone"] for tokens in found.values()), found
+    tokens_by_setting = tokens_of_peers("cpu")
+    assert len(tokens_by_setting) == 4
+    assert all(tokens == tokens_by_setting["alone"] for tokens in tokens_by_setting.values()), (
+        tokens_by_setting
+    )
 
 
 @pytest.mark.gpu
@@ -147,9 +151,11 @@ def test_two_processes_all_reduce_in_peer_memory():
 def test_two_gpu_processes_all_reduce_in_peer_memory():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
-    found = tokens_of_peers("gpu")
-    assert len(found) == 4
-    assert all(tokens == found["alone"] for tokens in found.values()), found
+    tokens_by_setting = tokens_of_peers("gpu")
+    assert len(tokens_by_setting) == 4
+    assert all(tokens == tokens_by_setting["alone"] for tokens in tokens_by_setting.values()), (
+        tokens_by_setting
+    )
 
 
 @pytest.mark.kernels
@@ -163,7 +169,7 @@ class TestNodesOfTheCommandLine:
             [*self.COMMAND, *self.SIZES, *options, *nodes, "--node-rank", str(rank)] for rank in range(2)
         )
 
-    def test_write_one_process_s_text(self, capsys):
+    def test_only_process_0_prints_the_text(self, capsys):
         (code, lines, error), (other_code, other_lines, other_error) = self.run("--tensor-parallel-size", "2")
         assert (code, other_code) == (0, 0), error + other_error
         assert main([*self.COMMAND[1:], *self.SIZES]) == 0
@@ -171,7 +177,7 @@ class TestNodesOfTheCommandLine:
         assert other_lines == []
         assert "jattn: node 1 of 2 follows node 0" in other_error
 
-    def test_are_all_devices(self):
+    def test_mesh_contains_the_devices_of_all_nodes(self):
         for code, _, error in self.run("--tensor-parallel-size", "3"):
             assert code == 1
             assert (
@@ -221,39 +227,42 @@ class TestRequireAlike:
             ({"mesh": make_mesh()}, r"mesh {'tp': 1, 'cp': 2} of devices \[0, 0\] and {'tp': 1, 'cp': 1} .*"),
         ],
     )
-    def test_names_what_differs_between_models(self, folder, change, message):
-        models = [load_shapes(folder, **{"mesh": self.MESH} | of) for of in ({}, change, {})]
+    def test_different_models_are_rejected_with_the_difference(self, folder, change, message):
+        models = [load_shapes(folder, **{"mesh": self.MESH} | variant) for variant in ({}, change, {})]
         with pytest.raises(
             ValueError, match=rf"The engine's options differ between processes: {message}\. Pass the same"
         ):
             require_same_options([model_options(model) for model in models])
 
-    def test_names_what_only_some_have(self, folder):
+    def test_optional_parts_of_some_processes_are_reported(self, folder):
         models = [load_shapes(folder, mesh=self.MESH) for _ in range(2)]
         models[0].peers = ()
         with pytest.raises(ValueError, match="draft model's peer memory True and False"):
             require_same_options([model_options(model, "a draft model's ") for model in models])
 
-    def test_names_scales_of_other_numbers(self, folder):
+    def test_different_scales_are_reported(self, folder):
         models = [load_shapes(folder, mesh=self.MESH) for _ in range(4)]
         for model, scale in zip(models[:3], (0.5, 0.5, 0.25), strict=True):
             model.kv_scales = KVScales((LayerScales(np.float32(scale), np.ones(2, np.float32)),) * 2)
-        told = [model_options(model) for model in models]
-        require_same_options(told[:2])
+        options_per_model = [model_options(model) for model in models]
+        require_same_options(options_per_model[:2])
         with pytest.raises(ValueError, match=r"processes: kv_scales sha256 \w+ and sha256 \w+ and None"):
-            require_same_options(told)
+            require_same_options(options_per_model)
 
-    def test_takes_another_config_for_another_model(self, folder):
-        told = [model_options(load_shapes(of, mesh=self.MESH)) for of in (folder, folder / "draft", folder)]
-        require_same_options([told[0], told[2], {}])
+    def test_other_configs_are_other_models(self, folder):
+        options_per_model = [
+            model_options(load_shapes(variant, mesh=self.MESH))
+            for variant in (folder, folder / "draft", folder)
+        ]
+        require_same_options([options_per_model[0], options_per_model[2], {}])
         with pytest.raises(
             ValueError, match=r"processes: config of 320 tokens, 512 positions, sha256 \w+ and of"
         ):
-            require_same_options(told)
+            require_same_options(options_per_model)
 
 
-class StandIn:
-    """Of Processes that this one leads; nobody listens."""
+class FakeProcesses:
+    """Stand-in for Processes of a leader without followers."""
 
     is_leader = True
 
@@ -276,16 +285,19 @@ def runner():
     return engine._runner
 
 
-@pytest.mark.parametrize("what", ["start", "warm_up", "read"])
-class TestWhatProcess0FailsIn:
-    def failing(self, runner, what, error, monkeypatch, elsewhere=None):
-        """What the others are told where it fails with the error."""
+@pytest.mark.parametrize("operation", ["start", "warm_up", "read"])
+class TestFailuresOfProcess0:
+    def failing(self, runner, operation, error, monkeypatch, elsewhere=None):
+        """Return the error sent to the followers if a step fails with `error`."""
 
         def fails(*_):
             raise error
 
-        others, call = StandIn(elsewhere), types.SimpleNamespace(to_host=lambda: call, with_last_tokens=fails)
-        monkeypatch.setattr(runner, "_processes", others)
+        followers, call = (
+            FakeProcesses(elsewhere),
+            types.SimpleNamespace(to_host=lambda: call, with_last_tokens=fails),
+        )
+        monkeypatch.setattr(runner, "_processes", followers)
         monkeypatch.setattr(runner, "_in_flight", collections.deque([None]))
         monkeypatch.setattr(WarmupRuns, "run", fails)
         monkeypatch.setattr("jattn.serving.engine.runner.read_new_tokens", fails)
@@ -295,24 +307,26 @@ class TestWhatProcess0FailsIn:
             "read": lambda: list(runner.read()),
         }
         with pytest.raises(type(error)):
-            runs[what]()
-        return others.failed
+            runs[operation]()
+        return followers.failed
 
-    def test_is_told_to_those_who_have_begun_it(self, runner, what, monkeypatch, types_unchecked):
+    def test_failure_is_sent_to_followers_that_started_the_call(
+        self, runner, operation, monkeypatch, types_unchecked
+    ):
         error = MemoryError("here alone")
-        assert self.failing(runner, what, error, monkeypatch) == [error]
+        assert self.failing(runner, operation, error, monkeypatch) == [error]
 
-    def test_is_not_told_where_another_s_failure_is_why(self, runner, what, monkeypatch, types_unchecked):
+    def test_failure_caused_by_a_follower_is_not_sent(self, runner, operation, monkeypatch, types_unchecked):
         error = ConnectionError("by peer")
-        assert self.failing(runner, what, error, monkeypatch, "process 1 failed") == []
+        assert self.failing(runner, operation, error, monkeypatch, "process 1 failed") == []
 
-    def test_is_nothing_where_a_reading_is_interrupted(self, runner, what, monkeypatch, types_unchecked):
+    def test_interrupted_read_is_not_a_failure(self, runner, operation, monkeypatch, types_unchecked):
         error = KeyboardInterrupt()
-        assert self.failing(runner, what, error, monkeypatch) == ([] if what == "read" else [error])
+        assert self.failing(runner, operation, error, monkeypatch) == ([] if operation == "read" else [error])
 
 
-class TestProcessesOf:
-    def test_are_none_where_there_is_one(self):
+class TestMeshProcesses:
+    def test_single_process_mesh_has_none(self):
         assert make_process_group(None) is None
         assert make_process_group(make_mesh()) is None
 

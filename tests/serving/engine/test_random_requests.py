@@ -1,4 +1,4 @@
-"""Random requests get the same tokens as in single runs, and leave nothing behind."""
+"""Random requests get the same tokens as in single runs, and leave no request or block behind."""
 
 import pytest
 
@@ -11,9 +11,7 @@ pytestmark = pytest.mark.kernels
     ("sliding_window", "is_invariant", "is_mixed", "count"),
     [(None, False, False, 400), (24, False, False, 200), (None, True, False, 150), (None, False, True, 100)],
 )
-def test_many_requests_of_random_parameters_get_what_each_would_alone(
-    sliding_window, is_invariant, is_mixed, count
-):
+def test_random_requests_equal_single_runs(sliding_window, is_invariant, is_mixed, count):
     crowd = Crowd(7, sliding_window, is_invariant, is_mixed)
     crowd.run(count)
     crowd.check()

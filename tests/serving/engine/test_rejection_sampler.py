@@ -1,4 +1,4 @@
-"""Drafts change when tokens arrive, never which: compared with a loop that samples one token at a time."""
+"""Drafts change when tokens arrive, but not which: compared with a loop that samples one token at a time."""
 
 import functools
 
@@ -33,7 +33,7 @@ def adjustments_of(params, outputs, rows=1):
 
 
 def one_by_one(params, last, outputs, count):
-    """A request's next tokens, as steps of one token pick them."""
+    """Return a request's next tokens as sampled by steps of one token."""
     outputs = list(outputs)
     for _ in range(count):
         logits, generated = jnp.asarray(TABLE[[last]]), np.array([len(outputs)], np.int32)
@@ -121,16 +121,18 @@ softmax = lambda z: np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
 
 
 def pairs_drawn(drafts_of, accepts=None):
-    """The first two tokens of NUM_DRAWS requests behind token 0, drafted by `drafts_of` (their seeds)."""
+    """Return the first two tokens of NUM_DRAWS requests after token 0, with drafts by `drafts_of` (of
+    their seeds).
+    """
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(NUM_DRAWS)]
     drafts = np.asarray(drafts_of(np.arange(NUM_DRAWS)))
     first = verified(params, [0] * NUM_DRAWS, [[]] * NUM_DRAWS, drafts[:, None])
     num_accepted = np.asarray(first.num_accepted) if accepts is None else accepts(first, drafts)
     tokens = np.asarray(first.tokens)
-    kept = np.where(num_accepted > 0, drafts, tokens[:, 0])
-    next_steps = verified(params, kept, [[0]] * NUM_DRAWS, np.zeros((NUM_DRAWS, 1), np.int32))
+    accepted_tokens = np.where(num_accepted > 0, drafts, tokens[:, 0])
+    next_steps = verified(params, accepted_tokens, [[0]] * NUM_DRAWS, np.zeros((NUM_DRAWS, 1), np.int32))
     second = np.where(num_accepted > 0, tokens[:, 1], np.asarray(next_steps.tokens)[:, 0])
-    return kept, second, num_accepted
+    return accepted_tokens, second, num_accepted
 
 
 def chi_square(actual, probs):
@@ -179,8 +181,8 @@ def test_log_probabilities_are_per_position():
     actual = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
     ids = np.array([0, 3, 1, 2, 4, 0, 0, 5])
     expected = compute_logprobs(jnp.asarray(TABLE[ids]), actual.tokens.reshape(-1), 2)
-    for one, other in zip(actual.logprobs, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+    for actual_table, expected_table in zip(actual.logprobs, expected, strict=True):
+        np.testing.assert_allclose(actual_table, expected_table, rtol=1e-6)
     assert actual.logprobs.chosen.shape == (8,)
 
 

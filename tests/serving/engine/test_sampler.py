@@ -21,28 +21,28 @@ filtered_jit = jax.jit(lambda logits, params: sampler._filtered(logits, params, 
 
 
 def kept_by_loop(logits, params):
-    """The tokens that a row may draw and their probabilities, one token at a time in float64."""
+    """Return the candidate tokens of a row and their probabilities, one token at a time in float64."""
     z = [float(x) / params.temperature for x in logits]
     likeliest_first = sorted(range(len(z)), key=lambda t: (-z[t], t))
     best = z[likeliest_first[0]]
-    kept = [t for t in likeliest_first if np.exp(z[t] - best) >= params.min_p]
+    candidates = [t for t in likeliest_first if np.exp(z[t] - best) >= params.min_p]
     if params.top_k:
-        kth = z[kept[min(params.top_k, len(kept)) - 1]]
-        kept = [t for t in kept if z[t] >= kth]
-    total = sum(np.exp(z[t] - best) for t in kept)
+        kth = z[candidates[min(params.top_k, len(candidates)) - 1]]
+        candidates = [t for t in candidates if z[t] >= kth]
+    total = sum(np.exp(z[t] - best) for t in candidates)
     if params.top_p < 1:
         nucleus, so_far = [], 0.0
-        for t in kept:
+        for t in candidates:
             if so_far < params.top_p:
                 nucleus.append(t)
             so_far += np.exp(z[t] - best) / total
-        kept = nucleus
-    total = sum(np.exp(z[t] - best) for t in kept)
-    return {t: np.exp(z[t] - best) / total for t in kept}
+        candidates = nucleus
+    total = sum(np.exp(z[t] - best) for t in candidates)
+    return {t: np.exp(z[t] - best) / total for t in candidates}
 
 
 def draws(logits, params, num_draws):
-    """Tokens that a request draws for the same logits as its first, second, ... token."""
+    """Return the tokens that a request samples from the same logits as its first, second, ... token."""
     rows = build_sampling_metadata([params] * CHUNK)
     same = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (CHUNK, len(logits)))
     starts = range(0, num_draws, CHUNK)  # chunks of one size, so that one executable draws them all
@@ -113,27 +113,29 @@ noise_of = jax.jit(jax.vmap(lambda seed, n: sampler._gumbel(seed, n, NOISE_VOCAB
 
 @pytest.fixture(scope="module")
 def uniforms():
-    """Noise of four draws, turned back into numbers between 0 and 1: of two seeds, two tokens each."""
+    """Return the noise of four draws as uniform numbers: two seeds with two tokens each."""
     seeds, counts = np.array([0, 0, 1, 1], np.uint32), np.array([0, 1, 0, 1], np.int32)
     return np.exp(-np.exp(-np.asarray(noise_of(seeds, counts), np.float64)))
 
 
-def test_noise_is_gumbel_s(uniforms):
-    """Kolmogorov and Smirnov's distance, of whose values 99.9 % are below 1.95 over the root of the count."""
+def test_noise_has_the_gumbel_distribution(uniforms):
+    """The Kolmogorov-Smirnov distance times sqrt(n) is below 1.95 with probability 99.9 %."""
     steps = np.arange(NOISE_VOCAB + 1) / NOISE_VOCAB
     for row in np.sort(uniforms, axis=1):
         distance = np.maximum(row - steps[:-1], steps[1:] - row).max()
         assert distance < 1.95 / NOISE_VOCAB**0.5
 
 
-def test_noise_of_tokens_near_or_far_of_other_draws_and_other_seeds_is_its_own(uniforms):
-    """Pairs of uniforms fill an 8 x 8 table evenly: chi-square of 63 degrees, 99.99 % below 113."""
+def test_noise_of_tokens_draws_and_seeds_is_independent(uniforms):
+    """Pairs of uniforms fill an 8 x 8 table evenly: chi-square with 63 degrees of freedom is below 113
+    with 99.99 %.
+    """
     shifts = (1, 2, 3, 64, 1024, 32768)
     pairs = [(row[:-shift], row[shift:]) for row in uniforms for shift in shifts]
-    pairs += [(one, other) for i, one in enumerate(uniforms) for other in uniforms[:i]]
-    for one, other in pairs:
-        counts, *_ = np.histogram2d(one, other, bins=8, range=[[0, 1], [0, 1]])
-        expected = len(one) / 64
+    pairs += [(first, second) for i, first in enumerate(uniforms) for second in uniforms[:i]]
+    for first, second in pairs:
+        counts, *_ = np.histogram2d(first, second, bins=8, range=[[0, 1], [0, 1]])
+        expected = len(first) / 64
         assert ((counts - expected) ** 2 / expected).sum() < 113
 
 
@@ -156,19 +158,19 @@ def test_temperature_0_is_greedy_regardless_of_filters():
     assert set(draws(LOGITS, params, 50).tolist()) == {3}
 
 
-def test_of_equal_logits_greedy_and_the_edge_of_top_p_take_the_lower_id():
+def test_greedy_and_top_p_break_ties_by_the_lower_id():
     tied = [0.0, 2.0, 2.0, 0.0, 2.0, -1.0, 2.0]
     assert set(draws(tied, SamplingParams(), 5).tolist()) == {1}
     assert set(draws(tied, SamplingParams(temperature=1.0, top_p=0.01, seed=1), 99).tolist()) == {1}
     assert set(draws(tied, SamplingParams(temperature=1.0, top_p=0.4, seed=1), 99).tolist()) == {1, 2}
 
 
-def test_the_smallest_top_p_keeps_the_likeliest_alone():
+def test_smallest_top_p_keeps_only_the_likeliest_token():
     for top_p in (1e-39, 1e-60):  # float32 has them as denormal, and as 0
         assert set(draws(LOGITS, SamplingParams(temperature=2.0, top_p=top_p, seed=1), 99).tolist()) == {3}
 
 
-def test_tokens_as_likely_as_the_kth_stay():
+def test_top_k_keeps_ties_of_the_kth_token():
     tied = [0.0, 2.0, 2.0, 0.0, 2.0, -1.0, 2.0]
     assert set(draws(tied, SamplingParams(temperature=1.0, top_k=2, seed=1), 99).tolist()) == {1, 2, 4, 6}
 
@@ -199,7 +201,7 @@ def test_a_rows_sample_does_not_depend_on_the_batch_or_its_row(data):
     assert together[place] == alone[0]
 
 
-def test_a_seed_draws_the_same_again_and_another_seed_or_token_number_draws_otherwise():
+def test_samples_depend_on_the_seed_and_the_token_number():
     params = SamplingParams(temperature=1.0, seed=11)
     first = draws(LOGITS, params, 200)
     np.testing.assert_array_equal(first, draws(LOGITS, params, 200))
@@ -218,7 +220,7 @@ DRAWN = SamplingParams(temperature=0.7, min_p=0.1, seed=9)
 CUT = [dataclasses.replace(DRAWN, top_k=2), dataclasses.replace(DRAWN, top_p=0.5)]
 
 
-def test_other_values_trace_again_only_where_rows_need_more_of_the_sampler():
+def test_only_new_features_retrace_the_sampler():
     traces = []
 
     @jax.jit
@@ -239,7 +241,7 @@ def test_other_values_trace_again_only_where_rows_need_more_of_the_sampler():
 @pytest.mark.parametrize(
     ("params", "sorts", "draws"), [(SamplingParams(), 0, 0), (DRAWN, 0, 1), (CUT[0], 1, 1), (CUT[1], 1, 1)]
 )
-def test_what_is_compiled_does_what_its_rows_need_and_never_asks_the_data_for_a_branch(params, sorts, draws):
+def test_compiled_sampler_has_only_the_needed_features_and_no_branches(params, sorts, draws):
     rows = build_sampling_metadata([params, SamplingParams()])
     compiled = sample_jit.lower(jnp.zeros((2, VOCAB)), rows, jnp.zeros(2, jnp.int32)).compile().as_text()
     assert " conditional(" not in compiled
@@ -248,20 +250,20 @@ def test_what_is_compiled_does_what_its_rows_need_and_never_asks_the_data_for_a_
 
 
 @pytest.mark.parametrize(("min_p", "passes"), [(0.0, 1), (0.1, 2)])
-def test_logits_are_read_once_more_only_where_somebody_has_a_min_p(min_p, passes):
-    """Each pass ends in a reduction over the vocabulary; the last one picks the token."""
+def test_min_p_alone_adds_a_pass_over_the_logits(min_p, passes):
+    """Each pass ends in a reduction over the vocabulary; the last one selects the token."""
     rows = build_sampling_metadata([dataclasses.replace(DRAWN, min_p=min_p), SamplingParams(min_p=0.5)])
     lowered = sample_jit.lower(jnp.zeros((2, VOCAB)), rows, jnp.zeros(2, jnp.int32)).as_text()
     assert len(re.findall(r"stablehlo\.reduce\(", lowered)) == passes
 
 
-def test_a_row_draws_the_same_bits_whatever_the_others_need():
+def test_sample_of_a_row_does_not_depend_on_the_features_of_other_rows():
     logits = jnp.tile(jnp.asarray(LOGITS), (2, 1))
     for n in range(20):
         counts = jnp.full(2, n, jnp.int32)
         alone = sample_jit(logits, build_sampling_metadata([DRAWN, SamplingParams()]), counts)
-        beside = sample_jit(logits, build_sampling_metadata([DRAWN, CUT[0]]), counts)
-        assert alone[0] == beside[0]
+        combined = sample_jit(logits, build_sampling_metadata([DRAWN, CUT[0]]), counts)
+        assert alone[0] == combined[0]
 
 
 def test_16_bit_logits_are_drawn_from_in_f32():
@@ -288,7 +290,7 @@ class TestBuild:
         ):
             build_sampling_metadata([SamplingParams(), SamplingParams(temperature=1.0)])
 
-    def test_rows_must_be_one_a_request_and_exist(self):
+    def test_rows_must_be_valid_and_unique_per_request(self):
         with pytest.raises(ValueError, match=r"rows must have one entry per request \(2\), got 1"):
             build_sampling_metadata([SamplingParams()] * 2, num_rows=4, rows=[0])
         with pytest.raises(ValueError, match=r"rows must be in \[0, 1\), got \[0, 1\]"):

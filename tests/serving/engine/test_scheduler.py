@@ -25,7 +25,7 @@ def next_token(context):
 
 
 class FakeModel:
-    """Keeps tokens in paged memory; makes the next one from what it reads back through block tables."""
+    """A model that stores tokens in paged memory and computes the next token from what it reads back."""
 
     def __init__(self, scheduler):
         self.scheduler, self.memory = scheduler, {}
@@ -119,7 +119,7 @@ ARRIVALS = st.lists(st.builds(Arrival, st.integers(0, 6), st.integers(1, 20), st
     budget=st.integers(1, 24),
 )
 @pytest.mark.kernels
-def test_every_request_finishes_with_its_own_tokens_in_order_of_arrival(
+def test_requests_finish_with_their_own_tokens_in_order_of_arrival(
     arrivals, num_blocks, max_num_seqs, budget
 ):
     arrivals.sort(key=lambda arrival: arrival.at_step)
@@ -136,8 +136,11 @@ def rows(step):
     return dict(zip(step.request_ids, step.query_lens, strict=True))
 
 
-def same(step, other):
-    fields = [vars(one) | {"block_tables": one.block_tables.tolist()} for one in (step, other)]
+def same(step, other_step):
+    fields = [
+        vars(scheduled_step) | {"block_tables": scheduled_step.block_tables.tolist()}
+        for scheduled_step in (step, other_step)
+    ]
     return fields[0] == fields[1]
 
 
@@ -228,8 +231,8 @@ def test_a_step_that_failed_is_scheduled_again_with_the_same_blocks():
     budget=st.integers(1, 12),
     forks=st.lists(st.booleans(), min_size=30, max_size=30),
 )
-def test_requests_whose_blocks_are_forked_keep_their_tokens_and_the_forks_theirs(prompt_lens, budget, forks):
-    """Between two steps somebody else comes to share all blocks; nobody may write into what is shared."""
+def test_forked_requests_and_their_forks_keep_their_tokens(prompt_lens, budget, forks):
+    """Blocks may become shared between two steps, after which no request may write to them."""
     manager = BlockManager(400, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=3, max_num_batched_tokens=budget)
     model, expected, held = FakeModel(scheduler), {}, {}
@@ -252,7 +255,7 @@ def test_requests_whose_blocks_are_forked_keep_their_tokens_and_the_forks_theirs
 
 
 def forked(num_tokens=6):
-    """A scheduler whose one request shares its partly filled block with a fork, 99."""
+    """Return a scheduler whose only request shares its partly filled block with a fork, 99."""
     scheduler = scheduler_of(9)
     scheduler.add(0, num_tokens, 5)
     scheduler.complete(scheduler.schedule())
@@ -260,7 +263,7 @@ def forked(num_tokens=6):
     return scheduler
 
 
-def test_the_copy_that_a_fork_asks_for_is_in_the_step_until_it_runs():
+def test_requested_block_copy_is_in_the_step_until_it_runs():
     scheduler = forked()
     shared = scheduler.block_manager.block_table(99)
     step = scheduler.schedule()
@@ -328,7 +331,7 @@ def complete_unsampled(scheduler):
         ),
     ],
 )
-def test_refuses(wrong, message):
+def test_invalid_arguments_are_rejected(wrong, message):
     scheduler = scheduler_of(257)
     scheduler.add(0, 4, 4)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Models whose layers all have a window free the blocks that they do not read any more."""
+"""Models in which all layers have a window free the blocks that they no longer read."""
 
 import random
 import sys
@@ -40,8 +40,8 @@ def test_the_first_visible_position_covers_every_layer(layers):
 
 class Layers(nnx.Module):
     def __init__(self, *specs):
-        spec = lambda one: jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, **one)
-        self.layers = nnx.List([jattn.PagedAttention(8, spec(one), rngs=nnx.Rngs(0)) for one in specs])
+        spec = lambda fields: jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, **fields)
+        self.layers = nnx.List([jattn.PagedAttention(8, spec(fields), rngs=nnx.Rngs(0)) for fields in specs])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,9 @@ def test_local_attention_requires_a_window_in_every_layer(specs, layers):
 
 
 class Sliding(Pool):
-    """A slot is read only where a layer sees it; what nobody owns is forgotten unless it may be found."""
+    """A pool in which slots are read only within a layer's window, and unowned slots are forgotten unless
+    cached.
+    """
 
     def __init__(self, num_blocks, seed, local_attention, **limits):
         super().__init__(num_blocks, seed, **limits)
@@ -143,8 +145,8 @@ class TestEngine:
         tight = engine_of(num_blocks=8, budget=32, model=SLIDING, max_blocks=64)
         for _ in range(2):
             actual = tight.generate(self.prompts(), params)
-            assert [[one.token_ids for one in result.outputs] for result in actual] == [
-                [one.token_ids for one in result.outputs] for result in expected
+            assert [[fields.token_ids for fields in result.outputs] for result in actual] == [
+                [fields.token_ids for fields in result.outputs] for result in expected
             ]
         assert tight.stats.num_blocks * 8 < 60
         assert tight.stats.num_preemptions > 0
@@ -153,7 +155,7 @@ class TestEngine:
 
     @pytest.mark.kernels
     def test_freed_blocks_are_never_read(self):
-        """All that nobody owns, the null block too, is NaN in every step."""
+        """Blocks of no request, including the null block, are NaN in every step."""
         expected = engine_of(model=SLIDING).generate(self.prompts(), max_tokens=30)
         engine = engine_of(num_blocks=20, model=SLIDING, enable_prefix_caching=False, max_blocks=64)
         names = [engine.add_request(prompt, SamplingParams(max_tokens=30)) for prompt in self.prompts()]

@@ -1,4 +1,4 @@
-"""Speculative decoding generates the same tokens in fewer steps, and stops where it does not pay off."""
+"""Speculative decoding generates the same tokens in fewer steps, and pauses if it does not pay off."""
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ def engine_of(num_blocks=65, budget=64, max_num_seqs=4, draft_cost=0.0, **option
 
 
 class Oracle(NgramProposer):
-    """Knows the texts to come, and is wrong as often as it was told."""
+    """A proposer that knows the future tokens and is wrong with a given frequency."""
 
     def __init__(self, wrong=0.0):
         super().__init__()
@@ -98,15 +98,18 @@ def same(results, expected_accepted):
             expected.stop_reason,
         )
         assert (actual.logprobs is None) == (expected.logprobs is None)
-        for one, other in zip(actual.logprobs or (), expected.logprobs or (), strict=True):
-            assert list(one) == list(other)
+        for one, draft_model in zip(actual.logprobs or (), expected.logprobs or (), strict=True):
+            assert list(one) == list(draft_model)
             np.testing.assert_allclose(
-                [x.logprob for x in one.values()], [x.logprob for x in other.values()], rtol=1e-3, atol=1e-4
+                [x.logprob for x in one.values()],
+                [x.logprob for x in draft_model.values()],
+                rtol=1e-3,
+                atol=1e-4,
             )
 
 
 def counts_of_a_text(plain, engine, oracle, max_tokens, wrong):
-    """The engine's counts before and behind a text, which is that without drafts."""
+    """Return the engine's counters before and after a text, which must equal the text without drafts."""
     prompts, params = [[1, 2, 3]], SamplingParams(max_tokens=max_tokens)
     expected = plain.generate(prompts, params)
     oracle.learn(prompts, expected)
@@ -119,7 +122,7 @@ def counts_of_a_text(plain, engine, oracle, max_tokens, wrong):
 class TestTexts:
     @pytest.mark.kernels
     @pytest.mark.parametrize("wrong", [0.0, 0.15, 0.6])
-    def test_are_those_without_drafts_however_many_stay(self, plain, engine, oracle, wrong):
+    def test_texts_equal_those_without_drafts_for_any_acceptance_rate(self, plain, engine, oracle, wrong):
         rng = np.random.default_rng(int(10 * wrong))
         for _ in range(2):
             prompts, params = drawn_requests(rng)
@@ -133,7 +136,7 @@ class TestTexts:
             assert after.num_draft_tokens > before.num_draft_tokens
 
     @pytest.mark.kernels
-    def test_are_those_without_drafts_for_three_requests(self, plain, engine, oracle):
+    def test_texts_of_three_requests_equal_those_without_drafts(self, plain, engine, oracle):
         prompts = [[1, 2, 3], [4], [5, 6]]
         params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((20, 0), (13, 1), (17, 0))]
         expected = plain.generate(prompts, params)
@@ -142,14 +145,14 @@ class TestTexts:
         same(engine.generate(prompts, params), expected)
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
-    def test_come_in_fewer_steps_where_drafts_are_right(self, plain, engine, oracle):
+    def test_correct_drafts_reduce_the_number_of_steps(self, plain, engine, oracle):
         before, after = counts_of_a_text(plain, engine, oracle, max_tokens=41, wrong=0.0)
         assert after.num_steps - before.num_steps == 1 + 8  # the prompt, and 8 of 5 tokens
         assert after.num_drafts - before.num_drafts == 8
         assert after.num_accepted_tokens - before.num_accepted_tokens == 40 - 8
 
     @pytest.mark.kernels
-    def test_are_the_same_short_of_blocks(self, plain):
+    def test_texts_are_unchanged_with_few_blocks(self, plain):
         oracle = Oracle(0.3)
         tight = engine_of(num_blocks=12, budget=23, speculative=oracle, num_speculative_tokens=3)
         rng = np.random.default_rng(5)
@@ -162,14 +165,14 @@ class TestTexts:
         assert tight.stats.num_preemptions > 0
         assert tight.stats.num_accepted_tokens > 0
 
-    def test_reach_the_models_last_position(self, plain, engine, oracle):
+    def test_texts_reach_the_models_last_position(self, plain, engine, oracle):
         prompts = [[5] * 500]
         expected = plain.generate(prompts, max_tokens=100)
         oracle.learn(prompts, expected)
         same(engine.generate(prompts, max_tokens=100), expected)
         assert len(expected[0].token_ids) == 13
 
-    def test_of_a_copying_text_are_looked_up(self, plain):
+    def test_repeated_texts_are_drafted_by_lookup(self, plain):
         engine = engine_of(speculative="ngram")
         prompts = [[*range(40, 60)] * 2]
         bias = SamplingParams(max_tokens=30, logit_bias={41: 100.0})  # 41, 41, 41, ...
@@ -179,12 +182,12 @@ class TestTexts:
         assert engine.stats.acceptance_rate > 0.7
         assert engine.stats.num_steps - before < 20
 
-    def test_of_a_prompt_as_long_as_a_row_with_drafts_begin_with_a_prompt(self, plain, engine):
+    def test_prompt_as_long_as_a_row_with_drafts_is_a_prefill(self, plain, engine):
         prompts = [[3, 1, 4, 1, 5]]
         assert len(prompts[0]) == 1 + K
         same(engine.generate(prompts, max_tokens=3), plain.generate(prompts, max_tokens=3))
 
-    def test_of_a_form_keep_it_beside_drafts_of_others(self, plain, engine, oracle):
+    def test_constrained_texts_satisfy_their_constraint_in_a_batch_with_drafts(self, plain, engine, oracle):
         form = StructuredOutputsParams(regex="(!a!b!c!d){3}")  # "!" is token 0, as padding is
         prompts = [[1, 2, 3], [4, 5]]
         params = [SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, structured_outputs=form)]
@@ -196,20 +199,22 @@ class TestTexts:
         assert expected[1].text == "!a!b!c!d" * 3
         assert engine.stats.num_accepted_tokens > before
 
-    def test_that_are_aborted_leave_nothing(self, plain, engine, oracle):
+    def test_aborted_texts_leave_no_blocks(self, plain, engine, oracle):
         prompts, params = [[7, 7, 7], [8, 9]], SamplingParams(max_tokens=30)
         expected = plain.generate(prompts, params)
         oracle.learn(prompts, expected)
-        kept, dropped = (engine.add_request(prompt, params) for prompt in prompts)
+        running, aborted = (engine.add_request(prompt, params) for prompt in prompts)
         ids = []
         for turn in range(40):
-            ids += [i for output in engine.step() if output.request_id == kept for i in output.new_token_ids]
+            ids += [
+                i for output in engine.step() if output.request_id == running for i in output.new_token_ids
+            ]
             if turn == 4:
-                engine.abort(dropped)
+                engine.abort(aborted)
         assert ids == expected[0].token_ids
         assert (engine.stats.num_used_blocks, engine.has_unfinished_requests()) == (0, False)
 
-    def test_begin_behind_blocks_of_accepted_tokens_alone(self, plain, oracle):
+    def test_cached_blocks_contain_accepted_tokens_only(self, plain, oracle):
         engine = engine_of(speculative=(wrong := Oracle(0.5)))
         prompts, params = [[3, 1, 4, 1, 5]], SamplingParams(max_tokens=40)
         expected = plain.generate(prompts, params)
@@ -222,7 +227,7 @@ class TestTexts:
 
 
 class TestInterruptions:
-    def test_a_reading_that_was_interrupted_is_made_up_for(self, plain, engine, oracle, monkeypatch):
+    def test_interrupted_read_is_repeated(self, plain, engine, oracle, monkeypatch):
         prompts, params = [[2, 7, 1, 8]], SamplingParams(max_tokens=30)
         expected = plain.generate(prompts, params)
         oracle.learn(prompts, expected)
@@ -333,7 +338,7 @@ class TestPolicy:
 
 class TestDraftModels:
     @pytest.mark.kernels
-    def test_of_the_same_weights_are_always_right(self, plain):
+    def test_draft_model_with_the_same_weights_is_always_right(self, plain):
         engine = engine_of(speculative=MODEL)
         prompts = [[1, 2, 3], [5], list(range(100, 200))]
         params = [SamplingParams(max_tokens=30, temperature=t, seed=1) for t in (0, 0, 1.5)]
@@ -342,7 +347,7 @@ class TestDraftModels:
         assert engine.stats.acceptance_rate == 1
 
     @pytest.mark.kernels
-    def test_of_other_weights_change_no_text(self, plain):
+    def test_draft_model_with_other_weights_changes_no_text(self, plain):
         engine = engine_of(num_blocks=16, speculative=one_layer_model(seed=1), num_speculative_tokens=2)
         rng = np.random.default_rng(2)
         for _ in range(2):
@@ -352,17 +357,20 @@ class TestDraftModels:
         assert engine.stats.acceptance_rate < 0.5
         assert engine.stats.num_used_blocks == 0
 
-    def test_as_large_as_the_model_never_pay(self):
+    def test_draft_model_as_large_as_the_model_never_pays(self):
         engine = Engine(MODEL, num_blocks=9, max_num_seqs=2, speculative=MODEL)
         engine.generate([[1, 2, 3]], max_tokens=8)
         assert engine.stats.num_drafts == 0
 
-    def test_share_the_memory(self):
-        sizes = [Engine(MODEL, cache_bytes=10**6, speculative=one).stats.num_blocks for one in (None, MODEL)]
+    def test_draft_model_shares_the_cache_memory(self):
+        sizes = [
+            Engine(MODEL, cache_bytes=10**6, speculative=speculative).stats.num_blocks
+            for speculative in (None, MODEL)
+        ]
         assert sizes[1] == (sizes[0] + 1) // 2 - 1
 
     @pytest.mark.kernels
-    def test_are_warmed_up_on_empty_batches(self):
+    def test_draft_models_are_warmed_up_on_empty_batches(self):
         engine = engine_of(num_blocks=9, max_num_seqs=2, budget=32, speculative=one_layer_model(seed=1))
         engine.precompile(progress=False)
         cached = jax.tree.leaves(engine._runner._proposer._caches)
@@ -415,16 +423,18 @@ class TestRefuses:
     def test_models_of_another_vocabulary_or_shorter_contexts(self):
         import dataclasses
 
-        other = one_layer_model()
-        other.config = dataclasses.replace(other.config, vocab_size=256)
+        draft_model = one_layer_model()
+        draft_model.config = dataclasses.replace(draft_model.config, vocab_size=256)
         message = r"The draft model has a vocabulary of 256 tokens, but the model has 320\."
         with pytest.raises(ValueError, match=message):
-            engine_of(speculative=other)
-        other.config = dataclasses.replace(other.config, vocab_size=320, max_position_embeddings=256)
+            engine_of(speculative=draft_model)
+        draft_model.config = dataclasses.replace(
+            draft_model.config, vocab_size=320, max_position_embeddings=256
+        )
         message = r"The draft model has 256 positions, but the engine has 512\. Reduce max_model_len\."
         with pytest.raises(ValueError, match=message):
-            engine_of(speculative=other)
-        engine_of(speculative=other, max_model_len=256)
+            engine_of(speculative=draft_model)
+        engine_of(speculative=draft_model, max_model_len=256)
 
 
 def test_vllm_s_other_methods_are_refused_by_name():

@@ -1,4 +1,4 @@
-"""The steps of an engine on an H200 that is not here: kernels serve them, and caches are written in place."""
+"""Steps of an engine compiled for an H200: kernels run them, and caches are updated in place."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Structured outputs: the text matches its constraint, whatever the model prefers."""
+"""Structured outputs: the text satisfies its constraint for any logits."""
 
 import dataclasses
 import json
@@ -57,12 +57,12 @@ class TestEngine:
 
     def test_a_constrained_text_does_not_depend_on_the_batch(self, engine):
         params = [asks(seed, regex=r"[a-z]{5,20}[0-9]") for seed in range(6)]
-        alone = [engine.generate(["p"], one)[0].token_ids for one in params]
+        alone = [engine.generate(["p"], request_params)[0].token_ids for request_params in params]
         assert [result.token_ids for result in engine.generate(["p"] * 6, params)] == alone
         assert len(set(map(tuple, alone))) > 1
 
     @pytest.mark.kernels
-    def test_it_is_the_same_after_preemption(self, engine):
+    def test_constrained_text_is_unchanged_by_preemption(self, engine):
         params = [asks(seed, max_tokens=60, regex=r"[a-z]{50}") for seed in range(4)]
         expected = [result.token_ids for result in engine.generate(["p"] * 4, params)]
         small = engine_of(num_blocks=20)
@@ -73,11 +73,11 @@ class TestEngine:
         form = StructuredOutputsParams(regex="[a-z]{3}[0-9]{2,9}x")
         params = SamplingParams(temperature=2.0, seed=1, n=4, max_tokens=50, structured_outputs=form)
         (result,) = engine.generate(["p"], params)
-        texts = [one.text for one in result.outputs]
+        texts = [completion.text for completion in result.outputs]
         assert all(re.fullmatch("[a-z]{3}[0-9]{2,9}x", text) for text in texts)
         assert len(set(texts)) > 1
 
-    def test_greedy_rows_keep_to_it_too_and_max_tokens_still_ends_it(self, engine):
+    def test_greedy_rows_are_constrained_and_limited_by_max_tokens(self, engine):
         params = SamplingParams(max_tokens=5, structured_outputs=StructuredOutputsParams(regex="[a-c]+d"))
         (result,) = engine.generate(["p"], params)
         assert re.fullmatch("[a-c]{5}|[a-c]{0,4}d", result.text)
@@ -90,14 +90,14 @@ class TestEngine:
         )
         assert re.fullmatch("[a-c]{8}", engine.generate(["p"], params)[0].text)
 
-    def test_it_is_spelt_by_the_tokenizer_that_the_engine_has_now(self):
+    def test_constraints_use_the_engines_current_tokenizer(self):
         engine = engine_of()
         engine.tokenizer = None
         engine.generate([[1]], max_tokens=1)  # looks for grammars, whatever it asks for
         engine.tokenizer = BYTES
         assert engine.generate(["a"], asks(choice=["yes"]))[0].text == "yes"
 
-    def test_it_goes_before_min_tokens(self, engine):
+    def test_constraint_takes_precedence_over_min_tokens(self, engine):
         (y,) = BYTES.encode("y").ids
         ends = {"min_tokens": 2, "stop_token_ids": [y]}
         (result,) = engine.generate(["a"], dataclasses.replace(asks(choice=["yes"]), **ends))
@@ -106,7 +106,7 @@ class TestEngine:
         assert result.token_ids == [y, y]
 
     @pytest.mark.kernels
-    def test_the_model_s_end_may_come_where_the_form_allows_it(self):
+    def test_eos_is_allowed_where_the_constraint_is_complete(self):
         model = engine_of().model
         old, model.config = model.config, _with_eos(model.config, (255,))
         try:
@@ -124,7 +124,7 @@ def _with_eos(config, ids):
 
 
 class TestMasks:
-    def test_bits_of_all_words_reach_the_logits(self):
+    def test_all_mask_words_reach_the_logits(self):
         params, vocab = SamplingParams(), 70
         allowed = np.zeros(3, np.uint32)
         for token in (0, 31, 32, 69):
@@ -136,19 +136,19 @@ class TestMasks:
         assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [0, 31, 32, 69]
         assert np.isfinite(logits[1:]).all()
 
-    def test_without_masks_nothing_is_sent(self):
+    def test_no_mask_is_transferred_without_constraints(self):
         sizes = {"num_rows": 2, "vocab_size": 9}
         row = RequestAdjustments(SamplingParams(logit_bias={1: 2.0}), [], [], [], 0, -1)
         assert build_logits_adjustments([row], jnp.zeros(4, jnp.int32), **sizes).allowed is None
 
     def test_a_grammar_is_compiled_once(self):
         grammars = Grammars(BYTES, 320, ())
-        one, two = (grammars.mask(StructuredOutputsParams(json=SCHEMA)) for _ in range(2))
-        one.accept(BYTES.encode("{").ids[0])
+        first, second = (grammars.mask(StructuredOutputsParams(json=SCHEMA)) for _ in range(2))
+        first.accept(BYTES.encode("{").ids[0])
         assert grammars._matcher.cache_info().misses == 1
-        assert one.allowed_bitmask().tolist() != two.allowed_bitmask().tolist()
+        assert first.allowed_bitmask().tolist() != second.allowed_bitmask().tolist()
         with pytest.raises(ValueError, match=r"Token 5 is not allowed by the grammar: Parser Error: .*\."):
-            two.accept(5)
+            second.accept(5)
 
     @pytest.mark.parametrize(
         "form",
@@ -159,22 +159,22 @@ class TestMasks:
             {"json": {"const": "<think>é</s>"}},
         ],
     )
-    def test_a_text_that_is_an_added_token_comes_letter_by_letter(self, form):
+    def test_text_of_an_added_token_is_generated_by_characters(self, form):
         tokenizer = byte_tokenizer()
         tokenizer.add_tokens(["<think>"])
         tokenizer.add_special_tokens(["</s>"])
         mask = Grammars(tokenizer, 320, (257,)).mask(StructuredOutputsParams(**form))
-        said = []
+        stop_texts = []
         while not mask.is_done:
-            (token, *others) = np.flatnonzero(
+            (token, *other_tokens) = np.flatnonzero(
                 np.unpackbits(mask.allowed_bitmask().view(np.uint8), bitorder="little")
             ).tolist()
             if token == 257:
                 break
-            assert not others
+            assert not other_tokens
             mask.accept(token)
-            said.append(token)
-        assert tokenizer.decode(said).strip('"') == "<think>é</s>"
+            stop_texts.append(token)
+        assert tokenizer.decode(stop_texts).strip('"') == "<think>é</s>"
 
     def test_a_choice_may_hold_any_character(self):
         text = "".join(map(chr, range(256))) + "\\\x7f\u2028\ufeff\U0010ffff"
@@ -248,6 +248,6 @@ def test_constrained_texts_match_with_speculative_decoding():
     (expected,) = engine.generate([[1, 2, 3] * 6], plain)
     form = StructuredOutputsParams(regex="(abc){4,9}d")
     params = [SamplingParams(max_tokens=40, structured_outputs=form), plain]
-    formed, other = engine.generate(["abcabcabcabc", [1, 2, 3] * 6], params)
+    formed, unconstrained = engine.generate(["abcabcabcabc", [1, 2, 3] * 6], params)
     assert re.fullmatch("(abc){4,9}d", formed.text) or len(formed.token_ids) == 40
-    assert other.token_ids == expected.token_ids
+    assert unconstrained.token_ids == expected.token_ids

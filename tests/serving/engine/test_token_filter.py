@@ -53,14 +53,14 @@ class TestMasks:
             seen.append(everything - allowed(mask))
         assert seen == [set(), {b}, {b}, set(), {b}]
 
-    def test_a_text_ends_where_nothing_is_left(self):
+    def test_text_ends_if_no_token_is_allowed(self):
         a, b = BYTES.encode("ab").ids
         mask = mask_of(allowed_token_ids=[a, b], bad_words=["b", "aa"])
         assert (allowed(mask), mask.is_done) == ({a}, False)
         mask.accept(a)
         assert mask.is_done
 
-    def test_words_are_banned_in_the_midst_of_a_text_too(self):
+    def test_words_are_banned_within_a_text(self):
         vocab = {"x": 0, "_": 1, "_no": 2, "no": 3}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="x"))
         split = tokenizers.pre_tokenizers.Metaspace(replacement="_", prepend_scheme="never")
@@ -80,9 +80,9 @@ class TestEngine:
         text = generate(engine, **some).text
         words = ["zx", text[:3]]
         assert all(word in text for word in words)
-        other = generate(engine, **some, bad_words=words)
-        assert not any(word in other.text for word in words)
-        assert len(other.text) == 24
+        filtered = generate(engine, **some, bad_words=words)
+        assert not any(word in filtered.text for word in words)
+        assert len(filtered.text) == 24
 
     def test_a_text_without_allowed_tokens_stops(self, engine):
         ids = BYTES.encode("xy").ids
@@ -96,8 +96,8 @@ class TestEngine:
         generate(engine, 2, n=4, temperature=1.0, bad_words=["zx", "yy"])
         assert texts == ["zx", "yy"]
 
-    def test_fixed_masks_wait_for_no_token(self, engine):
-        """Steps are asked for before the tokens of those before are known: the same count as without."""
+    def test_fixed_masks_do_not_delay_steps(self, engine):
+        """Steps start before the tokens of earlier steps are read, as often as without masks."""
         before = engine.stats.num_steps
         generate(engine)
         plain = engine.stats.num_steps - before
@@ -139,7 +139,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=rf"{name} cannot be combined with structured_outputs"):
             SamplingParams(structured_outputs=form, **{name: value})
 
-    def test_tokens_must_be_in_the_vocabulary_and_one_must_be_left(self, engine):
+    def test_tokens_must_be_in_the_vocabulary_and_not_all_banned(self, engine):
         with pytest.raises(ValueError, match=r"allowed_token_ids must be in the vocabulary.*got \[320\]"):
             generate(engine, allowed_token_ids=[320])
         with pytest.raises(
@@ -147,7 +147,7 @@ class TestErrors:
         ):
             generate(engine, allowed_token_ids=BYTES.encode("x").ids, bad_words=["x"])
 
-    def test_words_need_a_tokenizer(self):
+    def test_bad_words_require_a_tokenizer(self):
         with pytest.raises(ValueError, match=r"bad_words contains 'x', which requires a tokenizer"):
             bad_word_ids("x", None)
         split = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x"))

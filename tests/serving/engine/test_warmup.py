@@ -1,4 +1,4 @@
-"""Executables run on empty batches before they serve, without changing anything."""
+"""Executables run on empty batches before they serve requests, without side effects."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def bits(engine):
 
 
 def runs_of(engine, monkeypatch):
-    """Buckets, in the order in which they run from now on."""
+    """Return the list of buckets that run from now on, in order."""
     graphs, ran = type(engine.graphs), []
     call = graphs.__call__
 
@@ -116,7 +116,7 @@ class TestWarmUp:
         engine._runner._runs[0].num_runs.clear()
         failed = engine.stats.num_failed_steps
         with (
-            device_fails(engine, at=2),
+            device_fails(engine, call_number=2),
             pytest.raises(jax.errors.JaxRuntimeError, match="the device fell over"),
         ):
             engine.warm_up()
@@ -127,14 +127,14 @@ class TestWarmUp:
         assert [result.token_ids for result in again] == [result.token_ids for result in expected]
 
 
-def test_an_idle_thread_warms_up_what_decodes(engine):
-    """Not what reads prompts: a request that came meanwhile would wait for as many tokens."""
+def test_idle_engine_warms_up_decode_buckets(engine):
+    """Warming up prompt buckets would delay a request that arrives meanwhile by as many tokens."""
 
     async def served():
         async with AsyncEngine(engine) as served:
             await served.call(lambda engine: engine._runner._runs[0].num_runs.clear())
             while await served.call(lambda engine: len(engine._runner.cold_buckets())) > 1:
                 await asyncio.sleep(0.2)
-            return await served.call(lambda engine: [one.bucket for one in engine._runner.cold_buckets()])
+            return await served.call(lambda engine: [step.bucket for step in engine._runner.cold_buckets()])
 
     assert asyncio.run(asyncio.wait_for(served(), 30)) == BUCKETS[2:]

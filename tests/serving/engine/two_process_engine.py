@@ -1,8 +1,8 @@
-"""One of two processes, with two CPU devices each, that run one engine: the other is told what to do.
+"""One of two processes, with two CPU devices each, that run one engine; the other follows.
 
-For "keys" each has one device, and on it half of the keys of each request.
+For "keys" each process has one device, which holds half of the keys of each request.
 
-Run by tests/serving/engine/test_processes.py: PORT RANK FOLDER WHAT.
+Run by tests/serving/engine/test_processes.py: PORT RANK FOLDER SCENARIO.
 """
 
 import json
@@ -28,7 +28,7 @@ import jattn  # noqa: E402
 from jattn.models import load  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 from tests.serving.engine.faults import device_fails  # noqa: E402
-from tests.serving.engine.process_requests import SIZES, asked, drafted, scales_of  # noqa: E402
+from tests.serving.engine.process_requests import SIZES, request_results, scales_of, speculative_results  # noqa: E402
 
 
 def main() -> None:
@@ -41,35 +41,40 @@ def main() -> None:
         run(model, "draft model")
 
 
-def run(model: Any, what: str) -> None:
+def run(model: Any, scenario: str) -> None:
     sizes = dict(SIZES)
-    if what == "unlike":
+    if scenario == "unlike":
         sizes["max_num_seqs"] = 2 + RANK
-    if what == "serve":
+    if scenario == "serve":
         sizes |= {"num_blocks": None, "cache_bytes": 2**19 * (1 + RANK)}
-    if what == "draft model":
+    if scenario == "draft model":
         sizes["speculative"] = FOLDER / "draft"
     engine = Engine(model, **sizes)
     if RANK > 0:
         follow(engine)
     else:
-        LEADS[what](engine)
+        LEADS[scenario](engine)
         engine.close()
 
 
 def serve(engine: Engine) -> None:
     engine.precompile(progress=False)
-    found = asked(engine)
+    tokens = request_results(engine)
     state = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(load(FOLDER, progress=False))))
     engine.update_weights(jax.tree.map(np.zeros_like, state))
-    zeros = asked(engine)["greedy"]
+    zeros = request_results(engine)["greedy"]
     engine.update_weights(state)
-    answers = {"found": found, "zeros": zeros, "again": asked(engine), "num_blocks": engine.stats.num_blocks}
+    answers = {
+        "found": tokens,
+        "zeros": zeros,
+        "again": request_results(engine),
+        "num_blocks": engine.stats.num_blocks,
+    }
     print(json.dumps(answers), flush=True)
 
 
 def draft(engine: Engine) -> None:
-    print(json.dumps(drafted(engine)), flush=True)
+    print(json.dumps(speculative_results(engine)), flush=True)
 
 
 def fail() -> None:
@@ -83,7 +88,7 @@ def fail_soon(engine: Engine) -> None:
 
 
 def fail_in_a_step(engine: Engine) -> None:
-    """The other has begun it by then."""
+    """Fail in a step that the other process has started."""
     engine.generate([[1, 2, 3]], max_tokens=2)
     print(json.dumps({"failed_at": time.time()}), flush=True)
     with device_fails(engine):

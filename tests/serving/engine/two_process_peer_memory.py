@@ -1,6 +1,7 @@
-"""One of two processes, with a device each, that run one engine whose sums are all_reduce's: PORT RANK WHERE.
+"""One of two processes, with one device each, that run one engine with peer-memory all-reduces: PORT RANK
+PLATFORM.
 
-WHERE is "cpu", or "gpu", each process seeing its own. Run by test_processes.py.
+PLATFORM is "cpu", or "gpu", where each process sees its own GPU. Run by test_processes.py.
 """
 
 import json
@@ -35,8 +36,8 @@ def generated(engine: Engine) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=16)]
 
 
-def of_both(*, uses_peers: bool, **axes: int) -> Any:
-    """Tokens in process 0; None in the other, which follows."""
+def tokens_of_both_processes(*, uses_peers: bool, **axes: int) -> Any:
+    """Return the tokens in process 0, and None in the other, which follows."""
     model = load(MODEL, mesh=jattn.parallel.make_mesh(**axes), dtype=jnp.bfloat16, progress=False)
     if uses_peers:
         reason = why_no_peer_memory(model)  # what `jattn serve` asks
@@ -52,10 +53,13 @@ def of_both(*, uses_peers: bool, **axes: int) -> Any:
 
 
 def main() -> None:
-    found = {f"{axis} {uses_peers}": of_both(uses_peers=uses_peers, **{axis: 2}) for axis, uses_peers in WAYS}
+    tokens = {
+        f"{axis} {uses_peers}": tokens_of_both_processes(uses_peers=uses_peers, **{axis: 2})
+        for axis, uses_peers in WAYS
+    }
     if RANK == 0:
-        found["alone"] = generated(Engine(load(MODEL, dtype=jnp.bfloat16, progress=False), **SIZES))
-        print(json.dumps(found), flush=True)
+        tokens["alone"] = generated(Engine(load(MODEL, dtype=jnp.bfloat16, progress=False), **SIZES))
+        print(json.dumps(tokens), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,22 +34,22 @@ def test_messages_arrive_in_order_in_both_directions(ends):
     for sender, reader in (ends, ends[::-1]):
         for number in range(100):
             sender.channel.post(number)
-        found = []
-        while len(found) < 100:
-            found += reader.received.get(timeout=10)
-        assert found == list(range(100))
+        received = []
+        while len(received) < 100:
+            received += reader.received.get(timeout=10)
+        assert received == list(range(100))
 
 
 def test_post_does_not_block_if_nobody_reads():
     """A socket buffers about 200 KB."""
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    local_socket, remote_socket = socket.socketpair()
+    channel = Channel(local_socket)
     for _ in range(50):
         channel.post(b"x" * 100_000)
-    second = Channel(theirs)
-    found = 0
-    while found < 50:
-        found += len(second.read())
+    second = Channel(remote_socket)
+    received = 0
+    while received < 50:
+        received += len(second.read())
     channel.close()
     second.close()
 
@@ -89,8 +89,8 @@ def test_failing_message_handler_closes_both_ends(caplog):
     def fails(messages):
         raise KeyError(messages)
 
-    ours, theirs = socket.socketpair()
-    first, second = End(ours), End(theirs, fails)
+    local_socket, remote_socket = socket.socketpair()
+    first, second = End(local_socket), End(remote_socket, fails)
     first.channel.post("anything")
     assert first.lost()
     assert second.lost()
@@ -108,12 +108,12 @@ def test_messages_of_several_threads_arrive_in_each_threads_order(ends):
     threads = [threading.Thread(target=post, args=(thread,)) for thread in range(4)]
     for thread in threads:
         thread.start()
-    found = {thread: [] for thread in range(4)}
+    received = {thread: [] for thread in range(4)}
     for _ in range(800):
         for thread, number, _ in second.received.get(timeout=10):
-            found[thread].append(number)
-        if all(len(numbers) == 200 for numbers in found.values()):
+            received[thread].append(number)
+        if all(len(numbers) == 200 for numbers in received.values()):
             break
     for thread in threads:
         thread.join()
-    assert all(numbers == list(range(200)) for numbers in found.values())
+    assert all(numbers == list(range(200)) for numbers in received.values())

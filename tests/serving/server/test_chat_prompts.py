@@ -82,14 +82,14 @@ class TestConversations:
     @pytest.mark.parametrize("content", ["d", "end", "<|", "a", "a\n"])
     def test_continued_message_excludes_the_text_after_it(self, server, content):
         template = server.server.service.chat_template
-        template.render = lambda messages, **others: f"<|a|>{messages[-1]['content']}<|im_end|>\n"
+        template.render = lambda messages, **options: f"<|a|>{messages[-1]['content']}<|im_end|>\n"
         try:
             request_body = {"add_generation_prompt": False, "continue_final_message": True}
             assert (
                 render_prompt(server, messages=[USER | {"content": content}], **request_body)
                 == f"<|a|>{content}"
             )
-            template.render = lambda messages, **others: "<|a|>"
+            template.render = lambda messages, **options: "<|a|>"
             status, error = server.error(CHAT, messages=[USER], **request_body)
             assert (status, error["param"]) == (400, "continue_final_message")
             assert "the template omits the last message" in error["message"]
@@ -98,7 +98,7 @@ class TestConversations:
 
     def test_continued_message_may_be_stripped(self, server):
         template = server.server.service.chat_template
-        template.render = lambda messages, **others: f"<{messages[-1]['content'].strip()}>"
+        template.render = lambda messages, **options: f"<{messages[-1]['content'].strip()}>"
         try:
             request_body = {"add_generation_prompt": False, "continue_final_message": True}
             assert render_prompt(server, messages=[USER | {"content": " a b "}], **request_body) == "<a b"

@@ -93,8 +93,8 @@ class TestParts:
 
 
 class TestFolders:
-    def rendered(self, folder, **others):
-        template = load_chat_template(folder, **others)
+    def rendered(self, folder, **options):
+        template = load_chat_template(folder, **options)
         return template and template.render([{"role": "user", "content": "x"}], add_generation_prompt=False)
 
     def test_folder_without_a_template_has_none(self, tmp_path):

@@ -195,7 +195,7 @@ class TestEngineFailures:
         assert "Traceback" not in error["message"]
 
     def test_failed_stream_ends_with_an_error_event(self, server, engine):
-        with reading_fails(engine, at=6):
+        with reading_fails(engine, call_number=6):
             *events, last = server.events(TEXT, prompt="abc", max_tokens=200, logprobs=0)
         assert events
         assert last["error"]["type"] == "internal_error"

@@ -26,7 +26,7 @@ def read_metrics(server):
     status, headers, page = server.request("GET", "/metrics")
     assert status == 200
     assert headers["content-type"].startswith("text/plain")
-    found = {}
+    values = {}
     for line in page.splitlines():
         if not line.startswith("#"):
             labels, value = line.rsplit(" ", 1)
@@ -35,8 +35,8 @@ def read_metrics(server):
                 continue
             assert 'model_name="tiny"' in labels_text or name.startswith("process_")
             reason = labels_text.partition('finished_reason="')[2].partition('"')[0]
-            found[f'{name}{{finished_reason="{reason}"}}' if reason else name] = float(value)
-    return found
+            values[f'{name}{{finished_reason="{reason}"}}' if reason else name] = float(value)
+    return values
 
 
 class TestMetrics:

@@ -15,8 +15,8 @@ def read(parser, pieces):
     """Return the content, the calls as (name, arguments) and the finish reason."""
     deltas = [*(parser.feed(piece) for piece in pieces), parser.end()]
     calls = merge_tool_call_deltas([call for delta in deltas for call in delta.tool_calls])
-    found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    return "".join(delta.content for delta in deltas), found, parser.finish_reason
+    name_and_arguments = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return "".join(delta.content for delta in deltas), name_and_arguments, parser.finish_reason
 
 
 class TestJsonToolCallParser:
