@@ -75,23 +75,23 @@ def segments(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def fewer_partials(patch: pytest.MonkeyPatch) -> None:
-    original = combine.splits_of
+    original = combine.row_splits
 
     def mutated(*args):
         first, count, first_span = original(*args)
         return first, jnp.where(count > 1, jnp.maximum(count - 1, 2), count), first_span
 
-    patch.setattr(combine, "splits_of", mutated)
+    patch.setattr(combine, "row_splits", mutated)
 
 
 def partials_from_the_second(patch: pytest.MonkeyPatch) -> None:
-    original = combine.splits_of
+    original = combine.row_splits
 
     def mutated(*args):
         first, count, first_span = original(*args)
         return jnp.where(count > 2, first + 1, first), count, first_span
 
-    patch.setattr(combine, "splits_of", mutated)
+    patch.setattr(combine, "row_splits", mutated)
 
 
 # ----------------------------------------------------------------------------------- varlen_prefill
