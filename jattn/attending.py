@@ -389,7 +389,7 @@ def _check(
     has_slopes = per_head.alibi_slopes is not None or not spec.sqrt_alibi
     if not has_slopes:
         raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
-    spec.check_keys(cache.k.dtype)
+    spec.check_query_quantization(cache.k.dtype)
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")

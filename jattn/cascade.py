@@ -38,7 +38,7 @@ def build_cascade_metadata(
 ) -> CascadeMetadata:
     """Split a step at a prefix whose blocks all its requests share.
 
-    May be traced; jit it to compile once per bucket.
+    Works inside jit; jit it to compile once per bucket.
 
     Args:
         metadata: Metadata of the step. The block table of every valid row begins with the same

@@ -73,7 +73,7 @@ def _values_of(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, 
     return lambda fields: (fields[name],)
 
 
-def unchecked[T](cls: type[T], **fields: Any) -> T:
+def construct_unchecked[T](cls: type[T], **fields: Any) -> T:
     """Construct an instance without validation, for leaves that are not JAX arrays; pass all fields."""
     new = object.__new__(cls)
     vars(new).update(fields)
@@ -83,7 +83,7 @@ def unchecked[T](cls: type[T], **fields: Any) -> T:
 def replace[T](tree: T, **changes: Any) -> T:
     """Return a copy with changed fields, as `dataclasses.replace`, without validation: for traced values."""
     fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}  # type: ignore[arg-type]
-    return unchecked(type(tree), **{**fields, **changes})
+    return construct_unchecked(type(tree), **{**fields, **changes})
 
 
 def set_ints(spec: Any, *names: str) -> None:

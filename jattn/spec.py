@@ -36,7 +36,7 @@ def _window(window: Any) -> tuple[int | None, int | None] | None:
 
 
 def _as_array(name: str, values: Any) -> Array:
-    """Return real numbers as an array; bools and complex numbers are refused."""
+    """Return real numbers as an array; raise ValueError for bools and complex numbers."""
     try:
         array = jnp.asarray(values)
     except (TypeError, ValueError):  # strings, None, lists of different lengths
@@ -171,7 +171,7 @@ class AttentionSpec:
             arrays[name] = array if is_real else array.astype(jnp.float32)
         return arrays
 
-    def check_keys(self, k_dtype: DTypeLike) -> None:
+    def check_query_quantization(self, k_dtype: DTypeLike) -> None:
         """Check that queries are quantized to the keys' dtype, or not at all."""
         dtype, rule = QUERY_DTYPES[self.query_quantization], f"be None with {jnp.dtype(k_dtype)} keys"
         require(dtype in (None, k_dtype), "spec.query_quantization", rule, repr(self.query_quantization))

@@ -60,10 +60,10 @@ def check_batch(metadata: BatchMetadata, cache_spec: CacheSpec | PackedKV | None
     require(isinstance(metadata, BatchMetadata), "metadata", "be a BatchMetadata", type(metadata).__name__)
     step = jax.device_get(metadata)
     _check_arrays(step)
-    rows = _checked_rows(step)
+    rows = _check_rows(step)
     if isinstance(cache_spec, CacheSpec):
         _check_blocks(step, rows, cache_spec)
-        tokens = _checked_tokens(step, rows)
+        tokens = _check_tokens(step, rows)
         _check_slots_differ(tokens, step.block_size)
         _check_sharing(step, rows, tokens)
         return
@@ -110,7 +110,7 @@ def _check_arrays(step: BatchMetadata) -> None:
         require(array.dtype == np.int32, name, "be int32", array.dtype)
 
 
-def _checked_rows(step: BatchMetadata) -> _Rows:
+def _check_rows(step: BatchMetadata) -> _Rows:
     """Check lengths and regions and return the rows."""
     bucket, lens, starts = step.bucket, np.asarray(step.seq_lens), np.asarray(step.query_start_loc)
     for r in np.flatnonzero(lens < 0)[:1]:
@@ -173,7 +173,7 @@ def _is_used(rows: _Rows, table: np.ndarray, block_size: int) -> np.ndarray:
     return np.arange(table.shape[1]) * block_size < rows.seq_lens[:, None]
 
 
-def _checked_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
+def _check_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
     """Check the slots of the written tokens and return these tokens."""
     slots, size = np.asarray(step.slot_mapping), step.block_size
     row = np.repeat(np.arange(len(rows.seq_lens)), rows.query_lens)

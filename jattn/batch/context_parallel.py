@@ -47,7 +47,7 @@ class ContextParallelAxis:
 
     @property
     def rank(self) -> Int32[Array, ""]:
-        """Index of the current rank. Traced, inside shard_map."""
+        """Index of the current rank. Runs inside shard_map."""
         return jax.lax.axis_index(self.axis_name)
 
     def num_keys(self, num_positions: Int32[Array, " reqs"]) -> Int32[Array, " reqs"]:

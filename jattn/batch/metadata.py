@@ -21,7 +21,7 @@ from jattn.batch.int_arrays import (
 )
 from jattn.batch.requests import exact_bucket, num_bucket_decodes, request_token_starts, row_indices
 from jattn.batch.slots import PAD_SLOT_ID
-from jattn.pytree import pytree, replace, static, unchecked
+from jattn.pytree import construct_unchecked, pytree, replace, static
 from pallas_kernels.checks import require, require_positive
 from pallas_kernels.shared import ALIGNED_BYTES
 
@@ -159,7 +159,8 @@ def build_batch_metadata(
         query_lens: Number of new tokens per request.
         seq_lens: Total number of tokens per request, the new ones included.
         block_table: Block ids per request, in order: lists, each at least as long as its request needs, or a
-            2-D array. Pad the rows of an array with a negative id, which is refused where a block is needed;
+            2-D array. Pad the rows of an array with a negative id, which raises ValueError where a block is
+            needed;
             other padding cannot be told from a block. None means no cache (encoder-only attention): every
             slot is -1, and the PackedKV passed to `attend` must hold all `seq_lens[r]` keys of a request,
             including a decode's context.
@@ -270,7 +271,7 @@ def _arrange(
         positions = (seq_lens - query_lens)[reqs] + index
         blocks = table[reqs, positions // block_size]
         slots[first_tokens[reqs] + index] = blocks * block_size + positions % block_size
-    return unchecked(
+    return construct_unchecked(
         BatchMetadata,
         query_start_loc=starts,
         seq_lens=padded_lens,
@@ -328,7 +329,7 @@ class RegionBatch(NamedTuple):
 
 
 def region_batch(metadata: BatchMetadata, region: str) -> RegionBatch:
-    """Return a region of a step, one of REGIONS. May be traced."""
+    """Return a region of a step, one of REGIONS. Works inside jit."""
     if region == "decode":
         return RegionBatch(metadata.decode_region, 0, 0)
     return RegionBatch(

@@ -22,7 +22,7 @@ def recompute_slot_mapping(metadata: BatchMetadata) -> Int32[Array, " tokens"]:
 def update_block_table(
     metadata: BatchMetadata, block_table: Int32[Array, "reqs max_blocks"]
 ) -> BatchMetadata:
-    """Return the metadata with another block table and the slots that follow from it. May be traced.
+    """Return the metadata with another block table and the slots that follow from it. Works inside jit.
 
     Args:
         metadata: Metadata of the step.
@@ -33,7 +33,7 @@ def update_block_table(
 
     Source: vLLM's update_block_table, for KV-cache groups that differ in their blocks only.
     """
-    moved = replace(metadata, block_table=_checked_table(metadata, block_table))
+    moved = replace(metadata, block_table=_check_block_table(metadata, block_table))
     return replace(moved, slot_mapping=recompute_slot_mapping(moved))
 
 
@@ -47,7 +47,7 @@ def advance(
     """Return the next decode step's metadata: every valid row decodes `decode_query_len` more tokens.
 
     Prefill rows become decode rows, so the result's bucket has `max_reqs` decode rows and no prefill region.
-    A token past the end of the block table gets slot -1, so tables must be long enough. May be traced.
+    A token past the end of the block table gets slot -1, so tables must be long enough. Works inside jit.
 
     Args:
         metadata: Metadata of the current step.
@@ -77,7 +77,9 @@ def advance(
         metadata,
         query_start_loc=jnp.minimum(rows, num_rows) * decode_len,
         seq_lens=seq_lens,
-        block_table=metadata.block_table if block_table is None else _checked_table(metadata, block_table),
+        block_table=metadata.block_table
+        if block_table is None
+        else _check_block_table(metadata, block_table),
         slot_mapping=jnp.zeros(bucket.max_reqs * decode_len, jnp.int32),
         num_decodes=num_rows,
         num_prefills=jnp.zeros_like(metadata.num_prefills),
@@ -86,7 +88,7 @@ def advance(
     return replace(stepped, slot_mapping=recompute_slot_mapping(stepped))
 
 
-def _checked_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array, "reqs max_blocks"]:
+def _check_block_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array, "reqs max_blocks"]:
     """Check a new block table for the metadata's rows."""
     columns = block_table.shape[1:] if getattr(block_table, "ndim", 0) == 2 else ("max_blocks",)
     _check_rows("block_table", block_table, (metadata.bucket.max_reqs, *columns), jnp.integer)
@@ -103,7 +105,7 @@ def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> Non
 
 
 def pad_to_bucket(metadata: BatchMetadata, bucket: Bucket) -> BatchMetadata:
-    """Return the metadata padded to a larger bucket. May be traced.
+    """Return the metadata padded to a larger bucket. Works inside jit.
 
     Pad arrays of tokens with `jattn.batch.transitions.pad_tokens`.
 

@@ -79,7 +79,7 @@ def resolve_quantization(name: str | None) -> str | None:
     return name
 
 
-def checked_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
+def require_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
     """Return a floating-point dtype; `hint` is appended to the error message."""
     try:
         np_dtype = jnp.dtype(dtype)
@@ -130,7 +130,7 @@ class CacheSpec:
         require_one_of("layout", self.layout, LAYOUTS)
         object.__setattr__(self, "quantization", resolve_quantization(self.quantization))
         hint = " (for an int8 cache pass quantization='int8_token_head')"
-        object.__setattr__(self, "dtype", checked_float_dtype("dtype", self.dtype, hint))
+        object.__setattr__(self, "dtype", require_float_dtype("dtype", self.dtype, hint))
         if self.layout == "packed":
             require(
                 self.head_dim % self.pack_width == 0,

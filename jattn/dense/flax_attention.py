@@ -144,7 +144,7 @@ def _attend(
     if not has_positions_or_bias and _can_use_attention(inputs, spec):
         return _attend_tiled(inputs, spec, is_causal, implementation)
     reason = "the kernels do not support a bias, input_positions, or queries at other positions than keys"
-    spec.check_keys(inputs.key.dtype)
+    spec.check_query_quantization(inputs.key.dtype)
     first_supported(requested_implementations(implementation), unsupported_reasons(spec, reason))
     return attend_unfused(inputs, spec, is_causal)
 

@@ -1,4 +1,7 @@
-"""The layout of a batch of sequences, or of packed documents, as the batch metadata of a step. Traced."""
+"""The layout of a batch of sequences, or of packed documents, as the batch metadata of a step.
+
+All functions work inside jit.
+"""
 
 from typing import Any, NamedTuple
 

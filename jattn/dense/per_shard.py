@@ -74,7 +74,7 @@ def attend_shard(
     mask_inputs: MaskInputs,
     outputs: AttentionOutput | None = None,
 ) -> AttentionOutput:
-    """Compute attention on one device's shard. Traced, on each device.
+    """Compute attention on one device's shard. Runs inside shard_map, on each device.
 
     Args:
         sharding: How attention is sharded; None = not sharded.
@@ -172,7 +172,7 @@ def _with_saved_output(
 def attend_auto_sharded(
     args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
 ) -> AttentionOutput:
-    """Compute attention of arrays that XLA's partitioner may shard by batch and heads. Traced."""
+    """Compute attention of arrays that XLA's partitioner may shard by batch and heads. Works inside jit."""
     per_head = jax.tree.map(
         lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32), inputs.per_head
     )

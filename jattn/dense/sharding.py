@@ -75,7 +75,9 @@ class AttentionSharding(NamedTuple):
         )
 
     def local_kv_heads(self, keys: Array) -> Array:
-        """Return the keys or values of the kv heads that a device's query heads need. Traced, on each device.
+        """Return the keys or values of the kv heads that a device's query heads need.
+
+        Runs inside shard_map, on each device.
 
         If the query heads are sharded more finely than the kv heads, devices share kv heads and each needs
         one.

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
-from jattn.cache.spec import checked_float_dtype
+from jattn.cache.spec import require_float_dtype
 from jattn.spec import AttentionSpec
 
 type CacheOrSpec = CacheSpec | PagedCache | PackedKV
@@ -31,7 +31,7 @@ class CacheFormat(NamedTuple):
 
     @property
     def has_token_scales(self) -> tuple[bool, bool]:
-        """Return whether keys and values have a scale per token and head."""
+        """Whether keys and values have a scale per token and head."""
         return self.scales[0] == "token_head", self.scales[1] == "token_head"
 
     def is_plain(self, dtype: DTypeLike) -> bool:
@@ -62,7 +62,7 @@ class LayerConfig:
 
     def __str__(self) -> str:
         where = "keys outside a cache" if self.cache is None else str(self.cache)
-        return f"{_described(self.spec)}; {self.query_dtype.name} queries, {where}"
+        return f"{_describe_spec(self.spec)}; {self.query_dtype.name} queries, {where}"
 
 
 class RegionSizes(NamedTuple):
@@ -106,7 +106,7 @@ def layer_config(
         cache: Cache or CacheSpec of the layer; None for keys outside a cache.
         query_dtype: Dtype of the queries; None uses the cache's compute dtype.
     """
-    dtype = checked_float_dtype("query_dtype", _computed_in(cache) if query_dtype is None else query_dtype)
+    dtype = require_float_dtype("query_dtype", _compute_dtype(cache) if query_dtype is None else query_dtype)
     return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache))
 
 
@@ -127,7 +127,7 @@ def _scale_kind(scale: Any) -> str | None:
     return None if scale is None else "token_head" if has_token_axis(scale) else "static"
 
 
-def _computed_in(cache: CacheOrSpec | None) -> DTypeLike:
+def _compute_dtype(cache: CacheOrSpec | None) -> DTypeLike:
     """Return the compute dtype of the layer that a cache belongs to, as far as the cache determines it."""
     if isinstance(cache, CacheSpec):
         return cache.dtype
@@ -136,7 +136,7 @@ def _computed_in(cache: CacheOrSpec | None) -> DTypeLike:
     return jnp.bfloat16
 
 
-def _described(spec: AttentionSpec) -> str:
+def _describe_spec(spec: AttentionSpec) -> str:
     """Describe a spec briefly; defaults are omitted."""
     parts = [f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
     parts += [] if spec.causal else ["not causal"]

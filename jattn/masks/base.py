@@ -124,7 +124,7 @@ class Mask(abc.ABC):
         """Return the mask in the row order of a batch, from a mask with one row per request.
 
         A bucket pads the decode rows, so the first prefill request is not in the row after the last decode.
-        May be traced. `advance` keeps the rows, so later steps take the same mask.
+        Works inside jit. `advance` keeps the rows, so later steps take the same mask.
 
         Args:
             metadata: Metadata of the batch that `build_batch_metadata` made from these requests.

@@ -227,7 +227,10 @@ class VerticalSlashParts(NamedTuple):
 
 
 def split_gathered(mask: VerticalSlash) -> VerticalSlashParts:
-    """Split a mask with num_gathered > 0. Columns beyond num_gathered stay in the remainder. Traced."""
+    """Split a mask with num_gathered > 0. Works inside jit.
+
+    Columns beyond num_gathered stay in the remainder.
+    """
     marks = jnp.asarray(mask.columns)
     num_gathered = min(mask.num_gathered, marks.shape[-1])
     counts = jnp.cumsum(marks, axis=-1, dtype=jnp.int32)

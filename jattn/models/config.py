@@ -49,7 +49,8 @@ class DecoderConfig:
         layers: Specification of each layer.
         norm: Kind and epsilon of every norm of width hidden_size.
         norm_placement: Placement of a layer's norms: "before" attention and MLP, "around" or "after" them;
-            "parallel": one before both, which run side by side; "parallel_apart": one before each of these.
+            "parallel": one before both, which run side by side; "parallel_separate_norms": one before each of
+            these.
         residual_after_norm: Whether attention and MLP are added to their norm's output instead of its input.
         max_position_embeddings: Maximum context in tokens: the key's value, or what the ropes are scaled for.
         tie_word_embeddings: Whether the output projection is the embedding.

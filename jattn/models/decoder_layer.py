@@ -120,13 +120,13 @@ class DecoderLayer(nnx.Module):
 
         x, normed = add_delta_norm(x, delta, self.input_layernorm)
         attended, cache = self.self_attn(
-            _normed(self.attention_layernorm, normed), cache, metadata, positions, plan
+            _apply_norm(self.attention_layernorm, normed), cache, metadata, positions, plan
         )
         if self.is_parallel:
-            return x, as_delta(attended + self.mlp(_normed(self.mlp_layernorm, normed))), cache
+            return x, as_delta(attended + self.mlp(_apply_norm(self.mlp_layernorm, normed))), cache
         if self.post_feedforward_layernorm is not None:
             attended = all_reduce_sum(attended, axis_name, peers)
-            attended = self._scaled(_normed(self.post_attention_layernorm, attended))
+            attended = self._scaled(_apply_norm(self.post_attention_layernorm, attended))
             x, normed = add_norm(x, attended, self.pre_feedforward_layernorm)
             out = all_reduce_sum(self.mlp(normed), axis_name, peers)
             return x, self._scaled(self.post_feedforward_layernorm(out)), cache
@@ -148,7 +148,7 @@ class DecoderLayer(nnx.Module):
         return (x_f32 * self.residual_scale).astype(x.dtype)
 
 
-def _normed(
+def _apply_norm(
     norm: RMSNorm | RMSNormNoWeight | LayerNorm | None, x: Float[Array, "tokens hidden"]
 ) -> Float[Array, "tokens hidden"]:
     return x if norm is None else norm(x)

@@ -129,7 +129,7 @@ def make_static_scales(
             rule = f"have a {side}_scale per channel for {spec.quantization} ({call} computes them)"
             require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)
             is_static = stored.scale in ("static", "channel")
-            scales[-1][f"{side}_scale"] = _repeated(scale, num_replicas) if is_static else None
+            scales[-1][f"{side}_scale"] = _repeat(scale, num_replicas) if is_static else None
             if is_static and scale is None:
                 unmeasured[layer] = spec.quantization
     if unmeasured:
@@ -143,6 +143,6 @@ def make_static_scales(
     return scales
 
 
-def _repeated(scale: np.ndarray | None, num_replicas: int) -> np.ndarray | None:
+def _repeat(scale: np.ndarray | None, num_replicas: int) -> np.ndarray | None:
     """Repeat scales per head or channel for the replicas of each kv head."""
     return scale if scale is None or np.ndim(scale) == 0 else np.repeat(scale, num_replicas, axis=0)

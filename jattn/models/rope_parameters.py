@@ -62,11 +62,11 @@ def read_hf(hf: Mapping[str, Any], *, default_context: int, max_context: int) ->
         fields["original_max_position_embeddings"] = max_context if rope_type == "dynamic" else original
     if rope_type == "yarn":
         fields["factor"] = factor = float(parameters.get("factor", max_context / original))
-        fields |= {"attention_factor": _yarn_attention(parameters, factor)}
+        fields |= {"attention_factor": _yarn_attention_factor(parameters, factor)}
         fields |= {"truncate": bool(parameters.get("truncate", True))}
     if rope_type == "longrope":
         fields |= {key: tuple(map(float, parameters[key])) for key in ("short_factor", "long_factor")}
-        fields |= _longrope_attention(parameters, max_context, original)
+        fields |= _longrope_attention_factors(parameters, max_context, original)
     return fields
 
 
@@ -110,7 +110,7 @@ def _is_number(value: Any) -> bool:
     return is_real and abs(value) < math.inf
 
 
-def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
     """Return YaRN's attention temperature, as a multiplier of queries and keys."""
     if "attention_factor" in parameters:
         return float(parameters["attention_factor"])
@@ -122,7 +122,9 @@ def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
     return scale(numerator) / scale(denominator) if numerator and denominator else scale(1)
 
 
-def _longrope_attention(parameters: Mapping[str, Any], max_context: int, original: int) -> dict[str, float]:
+def _longrope_attention_factors(
+    parameters: Mapping[str, Any], max_context: int, original: int
+) -> dict[str, float]:
     factor = parameters.get("factor", max_context / original)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     both = float(parameters.get("attention_factor", default))

@@ -26,7 +26,7 @@ NORM_PLACEMENTS: dict[str, tuple[str, ...]] = {
     ),
     "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "parallel": ("input_layernorm",),
-    "parallel_apart": ("attention_layernorm", "mlp_layernorm"),
+    "parallel_separate_norms": ("attention_layernorm", "mlp_layernorm"),
 }
 MLPS = ("gated", "plain", "gegelu")
 

@@ -37,7 +37,7 @@ def plan_on_rank(
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
-    """Plan a step over the keys that this rank stores. Traced, inside shard_map.
+    """Plan a step over the keys that this rank stores. Runs inside shard_map.
 
     Args:
         metadata: Metadata of the step over the global KV sequence.

@@ -129,7 +129,7 @@ def plan(
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
 ) -> Plan:
-    """Choose the implementation of each layer of a step and compute what the layers share. May be traced.
+    """Choose the implementation of each layer of a step and compute what the layers share. Works inside jit.
 
     `attend` does the same for one layer if it gets no plan. A layer on a GPU that no kernel supports raises a
     KernelFallbackWarning, unless `implementation` is passed.

@@ -172,7 +172,7 @@ class DecodeGraphs:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether buckets are being compiled in the background."""
+        """Whether buckets are being compiled in the background."""
         return self._executables.is_compiling
 
     def wait(self) -> None:

@@ -30,7 +30,7 @@ class ExecutableCache:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether buckets are being compiled in the background."""
+        """Whether buckets are being compiled in the background."""
         return self._background is not None and self._background.is_alive()
 
     def get(self, bucket: Bucket, lower: Lower) -> jax.stages.Compiled:

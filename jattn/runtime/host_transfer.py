@@ -82,7 +82,7 @@ class TransferLayout(NamedTuple):
         return packed, remaining
 
     def unpack(self, packed: Any, remaining: Sequence[Any]) -> Any:
-        """Return the arguments from the packed array and the remaining leaves. Traced."""
+        """Return the arguments from the packed array and the remaining leaves. Works inside jit."""
         leaves, unpacked, start = [], iter(remaining), 0
         for sent in self.leaves:
             if sent is None:

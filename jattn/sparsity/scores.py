@@ -13,9 +13,10 @@ from pallas_kernels.checks import require, require_shape
 def top_k_blocks(
     scores: Float[Array, "*rows blocks"] | Int[Array, "*rows blocks"], k: int
 ) -> Bool[Array, "*rows blocks"]:
-    """Select the blocks with the k largest scores of each row, as `BlockMask(blocks=)` expects them. Traced.
+    """Select the blocks with the k largest scores of each row, as `BlockMask(blocks=)` expects them.
 
-    The selection has no gradient. To train the scores, also let them enter the output, for example as a gate.
+    Works inside jit. The selection has no gradient. To train the scores, also let them enter the output, for
+    example as a gate.
 
     Args:
         scores: Score of each key block, float or int. +inf blocks are always selected, -inf blocks never. NaN

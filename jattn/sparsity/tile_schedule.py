@@ -55,7 +55,7 @@ def schedule(
     tile_kv: int = 128,
     is_prefill: bool = True,
 ) -> TileSchedule:
-    """List the key tiles that each head attends to from each query tile. Traced; runs on the device.
+    """List the key tiles that each head attends to from each query tile. Runs inside jit, on the device.
 
     Args:
         mask: Complete mask; for causal attention `Causal() & ...`.

@@ -44,17 +44,17 @@ class CUDAGraphMode(enum.Enum):
 
     @property
     def has_separate_routine(self) -> bool:
-        """Return whether uniform decode batches and mixed batches have different modes."""
+        """Whether uniform decode batches and mixed batches have different modes."""
         return isinstance(self.value, tuple)
 
     @property
     def decode_mode(self) -> "CUDAGraphMode":
-        """Return the mode of uniform decode batches."""
+        """Mode of uniform decode batches."""
         return CUDAGraphMode(self.value[0]) if self.has_separate_routine else self
 
     @property
     def mixed_mode(self) -> "CUDAGraphMode":
-        """Return the mode of all batches that are not uniform decodes."""
+        """Mode of all batches that are not uniform decodes."""
         return CUDAGraphMode(self.value[1]) if self.has_separate_routine else self
 
 

@@ -78,7 +78,7 @@ def _is_sparse(mask: Mask) -> bool:
 def backward_mask(
     mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes, *, max_seq_len: int
 ) -> backward.BackwardMask:
-    """Return the masks that varlen_backward evaluates pair by pair in partial tiles. Traced.
+    """Return the masks that varlen_backward evaluates pair by pair in partial tiles. Works inside jit.
 
     Args:
         mask: Mask in addition to the spec's numbers; why_not_backward_lists must be None.
@@ -105,7 +105,7 @@ def backward_lists(
     num_tokens: int,
     max_seq_len: int,
 ) -> backward.BackwardTileLists:
-    """Build the tile lists of a step under a mask and the spec. Traced.
+    """Build the tile lists of a step under a mask and the spec. Works inside jit.
 
     Args:
         mask: Mask in addition to the spec's numbers; why_not_backward_lists must be None.

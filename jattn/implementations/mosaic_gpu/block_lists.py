@@ -72,7 +72,7 @@ def _is_equal_within_groups(mask: Mask, spec: AttentionSpec) -> bool:
 
 
 def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:
-    """Build the list of blocks of `size` keys that each request visits, per KV head. Traced."""
+    """Build the list of blocks of `size` keys that each request visits, per KV head. Works inside jit."""
     seq_lens, kv_heads = metadata.seq_lens, spec.num_kv_heads
     if isinstance(mask, ListedBlocks) and mask.counts.shape == (seq_lens.shape[0], kv_heads):
         return BlockList(ids=mask.ids, counts=mask.counts)

@@ -25,7 +25,7 @@ MAX_BYTES = 2**31  # of the buffer, unless a single request may need more
 ALIGN = 128  # keys of the widest tile: a request's rows begin where a tile does
 
 
-class DequantizeRanges(NamedTuple):
+class KeyRanges(NamedTuple):
     """Range of keys to dequantize per request, and its place in the concatenation of all requests.
 
     Attributes:
@@ -61,42 +61,42 @@ def attend_dequantized(
         metadata: Metadata of the region as a separate step.
         spec: Attention of the layer.
         attend_packed: Attends to 16-bit keys and values, called with `(kv, metadata)`; requests that are not
-            in kv have seq_len 0. Traced once.
+            in kv have seq_len 0. It is traced once.
         return_lse: Whether to return the log-sum-exp.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
-    ranges = _dequantize_ranges(metadata, spec)
+    key_ranges = _visible_key_ranges(metadata, spec)
     rows, reqs = buffer_len(metadata, spec), metadata.bucket.max_reqs
 
-    def pass_of(first: Array) -> tuple[Array, Array, Array | None]:
-        """Attend in the requests from `first` on that fit the buffer; return the next one, output and LSE."""
-        begin = ranges.starts[first]
-        following = (ranges.ends <= begin + rows).sum(dtype=jnp.int32)
+    def attend_chunk(first: Array) -> tuple[Array, Array, Array | None]:
+        """Attend to as many requests, from `first` on, as fit the buffer."""
+        begin = key_ranges.starts[first]
+        next_request = (key_ranges.ends <= begin + rows).sum(dtype=jnp.int32)
         req = jnp.arange(reqs, dtype=jnp.int32)
-        seq_lens = jnp.where((req >= first) & (req < following), ranges.seq_lens, 0)
-        here = ranges._replace(seq_lens=seq_lens)
-        kv = _read(cache, metadata, here, begin, rows, query.dtype, interpret)
+        seq_lens = jnp.where((req >= first) & (req < next_request), key_ranges.seq_lens, 0)
+        chunk_ranges = key_ranges._replace(seq_lens=seq_lens)
+        kv = _read(cache, metadata, chunk_ranges, begin, rows, query.dtype, interpret)
         out, lse = attend_packed(kv, replace(metadata, seq_lens=seq_lens))
-        return following, out, lse
+        return next_request, out, lse
 
     if worst_buffer_len(metadata, spec) <= rows:
-        kv = _read(cache, metadata, ranges, jnp.int32(0), rows, query.dtype, interpret)
+        kv = _read(cache, metadata, key_ranges, jnp.int32(0), rows, query.dtype, interpret)
         return attend_packed(kv, metadata)
 
-    def next_pass(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
+    def next_chunk(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         first, out, lse = state
-        following, new, new_lse = pass_of(first)
+        next_request, chunk_out, chunk_lse = attend_chunk(first)
         token, bounds = jnp.arange(query.shape[0], dtype=jnp.int32), metadata.query_start_loc
-        is_processed = (token >= bounds[first]) & (token < bounds[following])
-        out = jnp.where(is_processed[:, None, None], new, out)
+        is_processed = (token >= bounds[first]) & (token < bounds[next_request])
+        out = jnp.where(is_processed[:, None, None], chunk_out, out)
         if lse is not None:
-            assert new_lse is not None
-            lse = jnp.where(is_processed[None, :], new_lse, lse)
-        return following, out, lse
+            assert chunk_lse is not None
+            lse = jnp.where(is_processed[None, :], chunk_lse, lse)
+        return next_request, out, lse
 
     no_lse = jnp.full((query.shape[1], query.shape[0]), -jnp.inf, jnp.float32) if return_lse else None
     start = jnp.int32(0), jnp.zeros_like(query), no_lse
-    _, out, lse = lax.while_loop(lambda state: state[0] < reqs, next_pass, start)
+    _, out, lse = lax.while_loop(lambda state: state[0] < reqs, next_chunk, start)
     return out, lse
 
 
@@ -121,34 +121,34 @@ def worst_buffer_len(metadata: BatchMetadata, spec: AttentionSpec) -> int:
     return min(reqs * request_len, -(-num_visible // TILE) * TILE)
 
 
-def _dequantize_ranges(metadata: BatchMetadata, spec: AttentionSpec) -> DequantizeRanges:
+def _visible_key_ranges(metadata: BatchMetadata, spec: AttentionSpec) -> KeyRanges:
     lens = metadata.seq_lens
     first_keys, _ = prefill_kernel.key_range(score_of(spec), lens - metadata.query_lens, lens)
     first_keys = jnp.clip(first_keys, 0, lens)
     base = first_keys // ALIGN * ALIGN
     rows = jnp.where(lens > 0, -(-(lens - base) // TILE) * TILE, 0)
     ends = jnp.cumsum(rows, dtype=jnp.int32)
-    return DequantizeRanges(first_keys, lens, base, ends - rows, ends)
+    return KeyRanges(first_keys, lens, base, ends - rows, ends)
 
 
 def _read(
     cache: PagedCache,
     metadata: BatchMetadata,
-    ranges: DequantizeRanges,
+    key_ranges: KeyRanges,
     begin: Array,
     rows: int,
     dtype: DTypeLike,
     interpret: Interpret,
 ) -> PackedKV:
     """Dequantize the requests with seq_len > 0; row `begin` of the concatenation is the buffer's first."""
-    starts = ranges.starts - begin - ranges.base
+    starts = key_ranges.starts - begin - key_ranges.base
 
     def read(stored: Any, scale: Any) -> Array:
         return cache_read(
             jnp.asarray(stored),
             metadata.block_table,
-            ranges.first_keys,
-            ranges.seq_lens,
+            key_ranges.first_keys,
+            key_ranges.seq_lens,
             dtype=dtype,
             scale=None if scale is None else jnp.asarray(scale),
             layout=cache.layout,

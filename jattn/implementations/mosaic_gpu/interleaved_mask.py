@@ -24,7 +24,7 @@ def why_not_interleaved(mask: InterleavedMask) -> str | None:
 
 
 def interleaved_mask(mask: InterleavedMask) -> KernelMask:
-    """Convert the mask to a KernelMask; why_not_interleaved must be None. Traced."""
+    """Convert the mask to a KernelMask; why_not_interleaved must be None. Works inside jit."""
     shift = jnp.asarray(mask.shift).astype(jnp.int32)
     arrays = (shift, jnp.asarray(mask.rank).astype(jnp.int32).reshape(1))
 

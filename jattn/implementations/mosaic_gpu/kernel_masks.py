@@ -101,7 +101,7 @@ def why_not_kernel_mask(mask: Mask, tile_kv: int, *, rows: int = WARPGROUP_ROWS)
 
 
 def kernel_mask(mask: Mask, config: KernelMaskConfig) -> KernelMask:
-    """Convert a mask to a KernelMask; why_not_kernel_mask must be None. Traced."""
+    """Convert a mask to a KernelMask; why_not_kernel_mask must be None. Works inside jit."""
     if mask.is_static:
         return _formula(mask, config)
     match mask:

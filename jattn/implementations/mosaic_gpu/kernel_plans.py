@@ -87,7 +87,7 @@ def plan_decode_kernel(
     *,
     block_list: decode_kernel.BlockList | None = None,
 ) -> DecodeKernelPlan:
-    """Build the kernel plan of paged_decode. Traced.
+    """Build the kernel plan of paged_decode. Works inside jit.
 
     Args:
         kernel: Kernel and its sizes, from choose_kernel.
@@ -122,7 +122,7 @@ def plan_prefill_kernel(
     kv_start_loc: Int32[Array, " reqs"] | None = None,
     max_seq_len: int | None = None,
 ) -> PrefillKernelPlan:
-    """Build the kernel plan of varlen_prefill. Traced.
+    """Build the kernel plan of varlen_prefill. Works inside jit.
 
     Args:
         kernel: Kernel and its sizes, from choose_kernel.

@@ -122,9 +122,9 @@ def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
 def pair_mask(
     mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, config: TileListConfig
 ) -> KernelMask | None:
-    """Return the mask that varlen_prefill evaluates pair by pair in partial tiles; None if none. Traced.
+    """Return the mask that varlen_prefill evaluates pair by pair in partial tiles; None if none.
 
-    See tile_lists for the arguments.
+    Works inside jit. See tile_lists for the arguments.
     """
     pairs = split_mask_factors(mask, sizes, is_packed=config.is_packed).pairs
     if pairs is None:
@@ -139,7 +139,7 @@ def pair_mask(
 def tile_lists(
     mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
 ) -> PrefillTileLists:
-    """Build the KV tile lists of a step's query tiles under a mask and the spec. Traced.
+    """Build the KV tile lists of a step's query tiles under a mask and the spec. Works inside jit.
 
     Args:
         mask: Mask in addition to the spec's window, chunk size and causality; why_not_lists must be None.
@@ -171,7 +171,7 @@ def tile_lists(
 def packed_codes(
     mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
-    """Return the code of each query tile and packed KV tile: full, partial or empty. Traced.
+    """Return the code of each query tile and packed KV tile: full, partial or empty. Works inside jit.
 
     See tile_lists for the arguments; here the whole mask may be evaluated pair by pair.
     """

@@ -202,7 +202,7 @@ DBRX = Family(
         "layers.*.post_attention_layernorm": HFTensors((f"{_DBRX_ATTENTION}.norm_2",)),
         "layers.*.mlp.router": HFTensors((f"{_DBRX_BLOCK}.ffn.router.layer",)),
         "layers.*.mlp.gate_up_proj.weight": HFTensors(
-            (f"{_DBRX_EXPERTS}.w1", f"{_DBRX_EXPERTS}.v1"), "experts_below"
+            (f"{_DBRX_EXPERTS}.w1", f"{_DBRX_EXPERTS}.v1"), "experts_flattened"
         ),
         "layers.*.mlp.down_proj.weight": HFTensors((f"{_DBRX_EXPERTS}.w2",), "experts_down_below"),
         "norm": HFTensors(("transformer.norm_f",)),
@@ -259,7 +259,11 @@ def _falcon_model(keys: Keys) -> Mapping[str, Any]:
     is_new, count = keys["new_decoder_architecture"], keys["num_ln_in_parallel_attn"]
     has_two = is_new and (2 if count is None else count) == 2
     placement = (
-        "before" if not (is_new or keys["parallel_attn"]) else "parallel_apart" if has_two else "parallel"
+        "before"
+        if not (is_new or keys["parallel_attn"])
+        else "parallel_separate_norms"
+        if has_two
+        else "parallel"
     )
     return {"num_key_value_heads": _falcon_num_kv_heads(keys), "norm_placement": placement}
 

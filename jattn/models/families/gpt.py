@@ -151,7 +151,7 @@ GPT_NEO = Family(
     tensors={
         **{name: HFTensors(stored.names) for name, stored in GPT2.tensors.items()},
         "layers.*.self_attn.qkv_proj": HFTensors(
-            tuple(f"{_GPT_NEO_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_apart"
+            tuple(f"{_GPT_NEO_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_separate"
         ),
         "layers.*.self_attn.o_proj": HFTensors((f"{_GPT_NEO_BLOCK}.attn.attention.out_proj",)),
     },
@@ -195,7 +195,7 @@ GPTJ = Family(
         "embed_tokens": HFTensors(("transformer.wte",)),
         "layers.*.input_layernorm": HFTensors((f"{_GPTJ_BLOCK}.ln_1",)),
         "layers.*.self_attn.qkv_proj": HFTensors(
-            tuple(f"{_GPTJ_BLOCK}.attn.{part}_proj" for part in "qkv"), "heads_apart"
+            tuple(f"{_GPTJ_BLOCK}.attn.{part}_proj" for part in "qkv"), "heads_separate"
         ),
         "layers.*.self_attn.o_proj": HFTensors((f"{_GPTJ_BLOCK}.attn.out_proj",)),
         "layers.*.mlp.up_proj": HFTensors((f"{_GPTJ_BLOCK}.mlp.fc_in",)),
@@ -243,7 +243,7 @@ GPT_NEOX = Family(
     },
     build_layer=_gpt_neox_layer,
     config_fields=lambda keys: {
-        "norm_placement": "parallel_apart" if keys["use_parallel_residual"] else "before"
+        "norm_placement": "parallel_separate_norms" if keys["use_parallel_residual"] else "before"
     },
     norm="layer",
     tensors={
@@ -310,7 +310,7 @@ OPT = Family(
         "embed_tokens": HFTensors((f"{_OPT_DECODER}.embed_tokens",)),
         "embed_positions": HFTensors((f"{_OPT_DECODER}.embed_positions",)),
         "layers.*.input_layernorm": HFTensors((f"{_OPT_LAYER}.self_attn_layer_norm",)),
-        "layers.*.self_attn.qkv_proj": HFTensors(_OPT_QKV, "heads_apart"),
+        "layers.*.self_attn.qkv_proj": HFTensors(_OPT_QKV, "heads_separate"),
         "layers.*.self_attn.o_proj": HFTensors((f"{_OPT_LAYER}.self_attn.out_proj",)),
         "layers.*.post_attention_layernorm": HFTensors((f"{_OPT_LAYER}.final_layer_norm",)),
         "layers.*.mlp.up_proj": HFTensors((f"{_OPT_LAYER}.fc1",)),

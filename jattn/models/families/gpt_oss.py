@@ -72,9 +72,11 @@ GPT_OSS = Family(
         **LLAMA_TENSORS,
         "layers.*.self_attn.sinks": HFTensors(("model.layers.*.self_attn.sinks",), "array"),
         "layers.*.mlp.router": HFTensors((f"{_MLP}.router",)),
-        "layers.*.mlp.gate_up_proj.weight": HFTensors((f"{_MLP}.experts.gate_up_proj",), "experts_in_turn"),
+        "layers.*.mlp.gate_up_proj.weight": HFTensors(
+            (f"{_MLP}.experts.gate_up_proj",), "experts_interleaved"
+        ),
         "layers.*.mlp.gate_up_proj.bias": HFTensors(
-            (f"{_MLP}.experts.gate_up_proj_bias",), "experts_in_turn"
+            (f"{_MLP}.experts.gate_up_proj_bias",), "experts_interleaved"
         ),
         "layers.*.mlp.down_proj.weight": HFTensors((f"{_MLP}.experts.down_proj",), "array"),
         "layers.*.mlp.down_proj.bias": HFTensors((f"{_MLP}.experts.down_proj_bias",), "array"),

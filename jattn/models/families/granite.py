@@ -96,7 +96,7 @@ GRANITEMOE = Family(
             (f"{_GRANITEMOE_MLP}.input_linear.weight",), "experts_whole"
         ),
         "layers.*.mlp.down_proj.weight": HFTensors(
-            (f"{_GRANITEMOE_MLP}.output_linear.weight",), "experts_down_turned"
+            (f"{_GRANITEMOE_MLP}.output_linear.weight",), "experts_down_transposed"
         ),
         "layers.*.mlp.shared_expert.gate_up_proj": HFTensors((f"{_GRANITEMOE_SHARED}.input_linear",)),
         "layers.*.mlp.shared_expert.down_proj": HFTensors((f"{_GRANITEMOE_SHARED}.output_linear",)),

@@ -36,7 +36,7 @@ INTERNLM2 = Family(
         "layers.*.self_attn.o_proj": HFTensors((f"{_INTERNLM2_LAYER}.attention.wo",)),
         "layers.*.post_attention_layernorm": HFTensors((f"{_INTERNLM2_LAYER}.ffn_norm",)),
         "layers.*.mlp.gate_up_proj": HFTensors(
-            (f"{_INTERNLM2_MLP}.w1", f"{_INTERNLM2_MLP}.w3"), "gates_apart"
+            (f"{_INTERNLM2_MLP}.w1", f"{_INTERNLM2_MLP}.w3"), "gates_separate"
         ),
         "layers.*.mlp.down_proj": HFTensors((f"{_INTERNLM2_MLP}.w2",)),
         "norm": HFTensors(("model.norm",)),

@@ -450,10 +450,10 @@ STABLELM = Family(
     tensors={
         **LLAMA_TENSORS,
         "layers.*.self_attn.q_norm.weight": HFTensors(
-            (f"{_STABLELM_ATTENTION}.q_layernorm.norms.#.weight",), "rows_apart"
+            (f"{_STABLELM_ATTENTION}.q_layernorm.norms.#.weight",), "rows_separate"
         ),
         "layers.*.self_attn.k_norm.weight": HFTensors(
-            (f"{_STABLELM_ATTENTION}.k_layernorm.norms.#.weight",), "rows_apart"
+            (f"{_STABLELM_ATTENTION}.k_layernorm.norms.#.weight",), "rows_separate"
         ),
     },
     aliases={"layer_norm_eps": "rms_norm_eps"},

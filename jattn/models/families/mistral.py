@@ -114,9 +114,11 @@ MIXTRAL = Family(
         **LLAMA_TENSORS,
         "layers.*.mlp.router": HFTensors((f"{_MIXTRAL_MOE}.gate",)),
         "layers.*.mlp.gate_up_proj.weight": HFTensors(
-            (f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight"), "experts_apart"
+            (f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight"), "experts_separate"
         ),
-        "layers.*.mlp.down_proj.weight": HFTensors((f"{_MIXTRAL_EXPERT}.w2.weight",), "experts_down_apart"),
+        "layers.*.mlp.down_proj.weight": HFTensors(
+            (f"{_MIXTRAL_EXPERT}.w2.weight",), "experts_down_separate"
+        ),
     },
     alternative_tensors=FUSED_EXPERT_TENSORS,
     aliases={"num_local_experts": "num_experts"},

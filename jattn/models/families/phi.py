@@ -166,7 +166,7 @@ PHI3SMALL = Family(
         **LLAMA_TENSORS,
         "layers.*.self_attn.qkv_proj": HFTensors(("model.layers.*.self_attn.query_key_value",)),
         "layers.*.self_attn.o_proj": HFTensors(("model.layers.*.self_attn.dense",)),
-        "layers.*.mlp.gate_up_proj": HFTensors(("model.layers.*.mlp.up_proj",), "gates_in_turn"),
+        "layers.*.mlp.gate_up_proj": HFTensors(("model.layers.*.mlp.up_proj",), "gates_interleaved"),
         "norm": HFTensors(("model.final_layernorm",)),
     },
     aliases={

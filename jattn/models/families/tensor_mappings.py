@@ -10,7 +10,7 @@ def gated_tensors(module: str, hf_module: str) -> dict[str, HFTensors]:
         module: Name of our module.
         hf_module: Name of the checkpoint's module.
     """
-    gate_up = HFTensors((f"{hf_module}.gate_proj", f"{hf_module}.up_proj"), "gates_apart")
+    gate_up = HFTensors((f"{hf_module}.gate_proj", f"{hf_module}.up_proj"), "gates_separate")
     return {f"{module}.gate_up_proj": gate_up, f"{module}.down_proj": HFTensors((f"{hf_module}.down_proj",))}
 
 
@@ -19,7 +19,7 @@ LLAMA_TENSORS = {
     "embed_tokens": HFTensors(("model.embed_tokens",)),
     "layers.*.input_layernorm": HFTensors(("model.layers.*.input_layernorm",)),
     "layers.*.self_attn.qkv_proj": HFTensors(
-        tuple(f"model.layers.*.self_attn.{part}_proj" for part in "qkv"), "heads_apart"
+        tuple(f"model.layers.*.self_attn.{part}_proj" for part in "qkv"), "heads_separate"
     ),
     "layers.*.self_attn.o_proj": HFTensors(("model.layers.*.self_attn.o_proj",)),
     "layers.*.post_attention_layernorm": HFTensors(("model.layers.*.post_attention_layernorm",)),
@@ -47,9 +47,9 @@ _MLP, _EXPERT = "model.layers.*.mlp", "model.layers.*.mlp.experts.#"
 EXPERT_TENSORS = {
     "layers.*.mlp.router": HFTensors((f"{_MLP}.gate",)),
     "layers.*.mlp.gate_up_proj.weight": HFTensors(
-        (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "experts_apart"
+        (f"{_EXPERT}.gate_proj.weight", f"{_EXPERT}.up_proj.weight"), "experts_separate"
     ),
-    "layers.*.mlp.down_proj.weight": HFTensors((f"{_EXPERT}.down_proj.weight",), "experts_down_apart"),
+    "layers.*.mlp.down_proj.weight": HFTensors((f"{_EXPERT}.down_proj.weight",), "experts_down_separate"),
 }
 # Experts stored as transformers 5 does.
 FUSED_EXPERT_TENSORS = {
@@ -58,7 +58,7 @@ FUSED_EXPERT_TENSORS = {
         ("model.layers.*.mlp.experts.gate_up_proj",), "experts_whole"
     ),
     "layers.*.mlp.down_proj.weight": HFTensors(
-        ("model.layers.*.mlp.experts.down_proj",), "experts_down_turned"
+        ("model.layers.*.mlp.experts.down_proj",), "experts_down_transposed"
     ),
 }
 GEMMA_NORM_TENSORS = {

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jattn.cache.spec import checked_float_dtype
+from jattn.cache.spec import require_float_dtype
 from jattn.models.activations import Constant
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
@@ -125,7 +125,7 @@ def _make_abstract_model(
     if dtype is None:
         (embedding,) = hf_tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
         dtype = config.dtype or float_dtype(tensors, embedding)
-    dtype = checked_float_dtype("dtype", dtype)
+    dtype = require_float_dtype("dtype", dtype)
     return nnx.eval_shape(
         lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype, implementation=implementation)
     )

@@ -78,7 +78,7 @@ def _split_stacked_heads(whole: Array, out: tuple[int, ...]) -> list[Array]:
     return jnp.split(whole, ends)
 
 
-def _reshaped(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
+def _reshape_to(parts: Sequence[Array], out: tuple[int, ...]) -> Array:
     (whole,) = parts
     return whole.reshape(*out, *whole.shape[1:])
 
@@ -97,9 +97,9 @@ def _deinterleave_gate_up(array: Array) -> Array:
 
 
 LAYOUTS = {
-    "whole": Layout(lambda array: (array,), _reshaped),
+    "whole": Layout(lambda array: (array,), _reshape_to),
     # Queries, keys and values as three matrices, or as one: all queries, then all keys, then all values.
-    "heads_apart": Layout(_split_heads, _join_heads),
+    "heads_separate": Layout(_split_heads, _join_heads),
     "heads_stacked": Layout(
         _split_heads,
         lambda parts, out: _join_heads(_split_stacked_heads(parts[0], out), out),
@@ -112,22 +112,22 @@ LAYOUTS = {
         is_whole_array=True,
     ),
     # Gate and up [..., 2, inner] as two matrices, or as one whose rows alternate between gate and up.
-    "gates_apart": Layout(
+    "gates_separate": Layout(
         lambda array: (array[..., 0, :], array[..., 1, :]), lambda parts, out: jnp.stack(parts)
     ),
-    "gates_in_turn": Layout(
+    "gates_interleaved": Layout(
         lambda array: (array.swapaxes(-1, -2),),
-        lambda parts, out: _reshaped(parts, out[::-1]).swapaxes(0, 1),
+        lambda parts, out: _reshape_to(parts, out[::-1]).swapaxes(0, 1),
     ),
     # Experts' gate and up [experts, 2, inner, hidden] (biases: without hidden) as a matrix per expert, or as
     # [experts, hidden, 2 * inner] whose columns alternate between gate and up, or are all gates, then all
     # ups.
-    "experts_apart": Layout(
+    "experts_separate": Layout(
         lambda array: [part for pair in array for part in pair],
         lambda parts, shape: jnp.stack(parts).reshape(shape),
         is_whole_array=True,
     ),
-    "experts_in_turn": Layout(
+    "experts_interleaved": Layout(
         lambda array: (_interleave_gate_up(array),),
         lambda parts, shape: _deinterleave_gate_up(parts[0]),
         is_whole_array=True,
@@ -139,7 +139,7 @@ LAYOUTS = {
         is_whole_array=True,
     ),
     # All experts' rows in one matrix [experts * inner, hidden]: gate and up as two matrices; down as one.
-    "experts_below": Layout(
+    "experts_flattened": Layout(
         lambda array: [array[:, i].reshape(-1, array.shape[-1]) for i in range(2)],
         lambda parts, shape: jnp.stack([part.reshape(shape[0], *shape[2:]) for part in parts], axis=1),
         is_whole_array=True,
@@ -151,18 +151,18 @@ LAYOUTS = {
         is_whole_array=True,
     ),
     # Experts' down projection [experts, inner, hidden] as a matrix [hidden, inner] per expert, or transposed.
-    "experts_down_apart": Layout(
+    "experts_down_separate": Layout(
         lambda array: [part.T for part in array],
         lambda parts, shape: jnp.stack(parts).swapaxes(1, 2),
         is_whole_array=True,
     ),
-    "experts_down_turned": Layout(
+    "experts_down_transposed": Layout(
         lambda array: (array.swapaxes(1, 2),),
         lambda parts, shape: parts[0].swapaxes(1, 2),
         is_whole_array=True,
     ),
     # An array per row; experts' gate and up as [experts, 2 * inner, hidden].
-    "rows_apart": Layout(tuple, lambda parts, shape: jnp.stack(parts), is_whole_array=True),
+    "rows_separate": Layout(tuple, lambda parts, shape: jnp.stack(parts), is_whole_array=True),
     "experts_whole": Layout(
         lambda array: (array.reshape(len(array), -1, array.shape[-1]),),
         lambda parts, shape: parts[0].reshape(shape),

@@ -23,20 +23,20 @@ def free_caches(caches: Any) -> None:
 class BlockCopier:
     """Copies blocks within caches (`jattn.copy_blocks`), with executables for a few numbers of pairs.
 
-    Layers that have their own blocks are copied separately.
+    Sliding-window layers with a separate block table are copied separately.
     """
 
-    def __init__(self, max_num_seqs: int, near_layers: Sequence[bool] = ()) -> None:
+    def __init__(self, max_num_seqs: int, sliding_window_layers: Sequence[bool] = ()) -> None:
         """Prepare the sizes.
 
         Nothing is compiled yet; each request of a step writes into at most one shared block.
 
         Args:
             max_num_seqs: Maximum number of requests per step.
-            near_layers: For each layer, whether it has its own blocks. Empty: all layers share theirs, in any
-                pytree of caches.
+            sliding_window_layers: For each layer, whether it is a sliding-window layer with a separate block
+                table. Empty: all layers share a block table, in any pytree of caches.
         """
-        self._near_layers = near_layers
+        self._sliding_window_layers = sliding_window_layers
         self._sizes = [1]
         while self._sizes[-1] < max_num_seqs:
             self._sizes.append(FACTOR * self._sizes[-1])
@@ -72,13 +72,13 @@ class BlockCopier:
         groups = self._split(caches)
         for group, group_pairs in enumerate((pairs, sliding_window_pairs)):
             if group_pairs:
-                groups[group] = self._copied(group, groups[group], group_pairs)
-        if not self._near_layers:
+                groups[group] = self._copy_group(group, groups[group], group_pairs)
+        if not self._sliding_window_layers:
             return groups[0]
         iterators = tuple(map(iter, groups))
-        return tuple(next(iterators[is_near]) for is_near in self._near_layers)
+        return tuple(next(iterators[is_windowed]) for is_windowed in self._sliding_window_layers)
 
-    def _copied(self, group: int, caches: Any, pairs: Pairs) -> Any:
+    def _copy_group(self, group: int, caches: Any, pairs: Pairs) -> Any:
         size = next((size for size in self._sizes if size >= len(pairs)), len(pairs))
         padded = np.full((size, 2), -1, np.int32)
         padded[: len(pairs)] = pairs
@@ -86,7 +86,9 @@ class BlockCopier:
 
     def _split(self, caches: Any) -> list[Any]:
         """Return the caches of each group of layers that share blocks."""
-        if not self._near_layers:
+        if not self._sliding_window_layers:
             return [caches]
-        pairs = list(zip(caches, self._near_layers, strict=True))
-        return [tuple(cache for cache, near in pairs if near == is_near) for is_near in (False, True)]
+        pairs = list(zip(caches, self._sliding_window_layers, strict=True))
+        return [
+            tuple(cache for cache, is_windowed in pairs if is_windowed == group) for group in (False, True)
+        ]

@@ -101,7 +101,7 @@ class BlockManager:
             found.append(block)
         return tuple(found)
 
-    def is_published(self, digest: bytes) -> bool:
+    def is_cached(self, digest: bytes) -> bool:
         """Return whether a block is published under this digest."""
         return digest in self._published
 
@@ -157,7 +157,7 @@ class BlockManager:
             self._published[digest] = block
             self._digests[block] = digest
 
-    def unpublish_all(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Make all published blocks unfindable until they are published again."""
         self._published.clear()
         self._digests.clear()

@@ -100,7 +100,7 @@ def find_within_windows(
     """
     size, first_cached, longest_hit = manager.block_size, 0, (0, 0)
     for count, digest in enumerate(digests, 1):
-        if not manager.is_published(digest):
+        if not manager.is_cached(digest):
             first_cached = count
         first = min(local_attention.first_visible(count * size) // size, count)
         if first_cached <= first:
@@ -193,8 +193,8 @@ class KVCacheGroup(NamedTuple):
         num_needed_at_once = self.local_attention.max_blocks_per_request(
             min(request.num_new, max_step_tokens), self.manager.block_size
         )
-        num_if_alone = self.manager.capacity - sum(block != NULL_BLOCK for block in cached_blocks)
-        return min(num_missing_blocks, num_needed_at_once, num_if_alone)
+        num_free_if_alone = self.manager.capacity - sum(block != NULL_BLOCK for block in cached_blocks)
+        return min(num_missing_blocks, num_needed_at_once, num_free_if_alone)
 
 
 def find_in_all_groups(groups: Sequence[KVCacheGroup], digests: Sequence[bytes]) -> list[tuple[int, ...]]:

@@ -149,7 +149,7 @@ class KVCacheManager:
         limit = min(
             group.max_new_tokens_after(blocks, request.num_computed) for group, blocks in groups_with_blocks
         )
-        num_new = request.num_same_phase if self._separates_prompts else request.num_new
+        num_new = request.num_next_same_type if self._separates_prompts else request.num_new
         count = min(num_new, budget, limit)
         if self._is_long(request.num_tokens) and not self._is_long(request.num_computed + count):
             request.num_computed, request.num_published = previous
@@ -200,10 +200,10 @@ class KVCacheManager:
         for group in self._groups:
             group.manager.free_all()
 
-    def unpublish_all(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Discard all cached prefixes."""
         for group in self._groups:
-            group.manager.unpublish_all()
+            group.manager.reset_prefix_cache()
 
     # --------------------------------------------------------------------------------------- inside
     def _is_long(self, num_tokens: int) -> bool:

@@ -136,7 +136,7 @@ def build_logits_adjustments(
 def adjust_logits(
     logits: Float32[Array, "reqs vocab"], adjustments: LogitsAdjustments, num_generated: Int[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
-    """Apply biases and penalties, and set the logits of banned tokens to -inf. Traced.
+    """Apply biases and penalties, and set the logits of banned tokens to -inf. Works inside jit.
 
     Source: vLLM V1 `MinTokensLogitsProcessor`, `LogitBiasLogitsProcessor`, `apply_all_penalties`.
     """

@@ -52,7 +52,10 @@ class TokenLogprobs(NamedTuple):
 def compute_logprobs(
     logits: Float[Array, "positions vocab"], token_ids: Int32[Array, " positions"], num: int
 ) -> TokenLogprobs:
-    """Return the log-probabilities of the chosen tokens and of the `num` most likely ones. Traced."""
+    """Return the log-probabilities of the chosen tokens and of the `num` most likely tokens.
+
+    Works inside jit.
+    """
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
     ranks = jnp.sum(logprobs >= chosen, axis=-1, dtype=jnp.int32)

@@ -97,11 +97,13 @@ class Runner:
         blocks = limits.num_blocks_per_layer(model, num_blocks)
         self._new_caches = functools.partial(model.create_caches, blocks, block_size=self.block_size, **cache)
         self._caches: Any = self._new_caches()
-        near_layers = () if isinstance(blocks, int) else sliding_window_layers_of(model)
-        self._copies = BlockCopier(limits.max_num_seqs, near_layers)
+        sliding_window_layers = () if isinstance(blocks, int) else sliding_window_layers_of(model)
+        self._copies = BlockCopier(limits.max_num_seqs, sliding_window_layers)
         specs = model.cache_specs(blocks, block_size=self.block_size, **cache)
-        self._cache_spec = specs[near_layers.index(False) if near_layers else 0]
-        self._sliding_window_spec = specs[near_layers.index(True)] if near_layers else None
+        self._cache_spec = specs[sliding_window_layers.index(False) if sliding_window_layers else 0]
+        self._sliding_window_spec = (
+            specs[sliding_window_layers.index(True)] if sliding_window_layers else None
+        )
         self._checks_batches = checks_batches
         self.num_steps = self.num_cascade_steps = 0
         self._in_flight: collections.deque[InFlightStep] = collections.deque()

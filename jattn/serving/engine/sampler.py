@@ -101,7 +101,7 @@ def sample(
     params: SamplingMetadata,
     num_generated: Int[Array, " reqs"],
 ) -> Int32[Array, " reqs"]:
-    """Sample the next token of each row. Traced.
+    """Sample the next token of each row. Works inside jit.
 
     Filters apply in vLLM's order: temperature, min_p, top_k, top_p. Of equal logits, the lower token id
     counts as more likely, in greedy rows and at the boundary of top_p. Greedy batches cost one argmax,
@@ -149,13 +149,13 @@ def _gumbel(seed: Array, num_generated: Array, vocab: int) -> Float32[Array, " v
     key = jax.random.key(seed, impl="threefry2x32")  # explicit, independent of jax's default
     first, second = jax.random.key_data(jax.random.fold_in(key, num_generated))
     tokens = jax.lax.iota(jnp.uint32, vocab) * jnp.uint32(GOLDEN_RATIO)
-    bits = _mixed(_mixed(tokens + first) + second)
+    bits = _mix_bits(_mix_bits(tokens + first) + second)
     from_1_to_2 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)
     uniform = from_1_to_2 - np.float32(1 - 2**-24)  # odd multiples of 2**-24, never 0 or 1
     return -jnp.log(-jnp.log(uniform))
 
 
-def _mixed(bits: UInt32[Array, " *shape"]) -> UInt32[Array, " *shape"]:
+def _mix_bits(bits: UInt32[Array, " *shape"]) -> UInt32[Array, " *shape"]:
     """Apply a bijective hash round. Source: Wellons, "Prospecting for hash functions" (lowbias32)."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x21F0AAAD)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0xD35A2D97)

@@ -103,7 +103,7 @@ class ScheduledRequest:
         return self.num_computed < self.num_prompt_tokens
 
     @property
-    def num_same_phase(self) -> int:
+    def num_next_same_type(self) -> int:
         """Number of next tokens of the same type: the remaining prompt tokens, or one generated token."""
         return self.num_prompt_tokens - self.num_computed if self.is_in_prompt else 1
 

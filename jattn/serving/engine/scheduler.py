@@ -236,7 +236,7 @@ class Scheduler:
                 if request.is_in_prompt != prompts_only:
                     num_others += 1
                     continue
-                count = request.num_same_phase
+                count = request.num_next_same_type
             count = budget if count > budget else count  # faster than min()
             if request.num_computed + count > request.token_capacity:
                 count = self._extend_running(request, count, preempted)
@@ -323,7 +323,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Discard all cached prefixes, because the weights have changed."""
-        self._blocks.unpublish_all()
+        self._blocks.reset_prefix_cache()
         for request in (*self._running, *self._forked):
             request.is_stale = True
 

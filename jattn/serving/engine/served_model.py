@@ -86,7 +86,7 @@ class ServedModel(Protocol):
     def plan(self, metadata: BatchMetadata | PerKVCacheGroup, caches: Any) -> Plan | PerKVCacheGroup:
         """Return the plan that the layers share in a step.
 
-        Traced, once per bucket; an argument of `__call__`.
+        It is traced once per bucket; an argument of `__call__`.
         """
 
     def __call__(
@@ -97,10 +97,10 @@ class ServedModel(Protocol):
         *,
         plan: Plan | PerKVCacheGroup | None,
     ) -> tuple[Float[Array, "tokens hidden"], Any]:
-        """Return a step's hidden states, and the caches with its keys and values. Traced."""
+        """Return a step's hidden states, and the caches with its keys and values. Works inside jit."""
 
     def logits(self, hidden: Float[Array, "n hidden"]) -> Float[Array, "n vocab"]:
-        """Return the next-token logits of hidden states. Traced."""
+        """Return the next-token logits of hidden states. Works inside jit."""
 
 
 MEMBERS = ("config", "tokenizer", "cache_specs", "create_caches", "plan", "logits")  # checked by name

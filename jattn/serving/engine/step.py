@@ -51,7 +51,7 @@ def sliding_window_tables(
     """Build the tables of a step's sliding-window layers as numpy arrays; None if all layers share theirs.
 
     Args:
-        step: The step.
+        step: Scheduled requests and tokens of the step.
         metadata: Metadata of the other layers.
         cache_spec: Cache of the sliding-window layers.
         checks: Whether to validate the metadata with `check_batch`.

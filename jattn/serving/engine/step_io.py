@@ -38,7 +38,7 @@ def build_step_tokens(
     """Arrange the tokens of a step in its bucket, as numpy arrays except for `last_tokens`.
 
     Args:
-        step: The step.
+        step: Scheduled requests and tokens of the step.
         sequences: Sequence of each row.
         bucket: Bucket of the step.
         previous_rows: Sampler row of each request whose last token the host has not read.
@@ -77,7 +77,7 @@ def build_step_adjustments(
     """Return the logits adjustments of a step's rows; None if no row has any.
 
     Args:
-        step: The step.
+        step: Scheduled requests and tokens of the step.
         sequences: Sequence of each row.
         previous_rows: Sampler row of each request whose last token the host has not read.
         last_tokens: New tokens of the previous step, on the device.
@@ -114,7 +114,7 @@ class PromptLogprobsRange(NamedTuple):
     Attributes:
         request_id: Identifier of the request.
         start: Position of the first token in the prompt.
-        token_ids: The tokens.
+        token_ids: Token ids.
         token_index: Index of the step's token before the first of them.
         num: Number of most likely tokens to report for each.
     """
@@ -255,7 +255,7 @@ def read_new_tokens(in_flight_step: InFlightStep, has_read: Callable[[], object]
     """Yield the new tokens of a step's requests. Waits for the step.
 
     Args:
-        in_flight_step: The step.
+        in_flight_step: Step whose tokens are not read from the device yet.
         has_read: Function called once the step's arrays are on the host.
     """
     step, sampled, requested, ranges, prompt_logprobs_on_device = in_flight_step

@@ -36,7 +36,7 @@ class WarmupRuns:
     """A record of which executables have run.
 
     Attributes:
-        graphs: The executables.
+        graphs: Compiled steps of the engine.
         inputs: Function that returns a bucket's step inputs after the metadata, for an empty batch.
         num_runs: Number of runs of each bucket's executable.
     """

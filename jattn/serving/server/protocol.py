@@ -235,7 +235,7 @@ async def read_body(request: Request, body_type: Any) -> Any:
     """Read and validate the body of a request.
 
     Args:
-        request: The request.
+        request: HTTP request.
         body_type: A Body class, or a union of them.
 
     Raises:

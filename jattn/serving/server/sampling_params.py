@@ -34,7 +34,7 @@ class OutputConstraint(NamedTuple):
 
     Attributes:
         param: Request parameter that sets the constraint.
-        structured_outputs: The constraint.
+        structured_outputs: Constraint of the generated text.
     """
 
     param: str
@@ -64,7 +64,7 @@ def to_sampling_params(
     """Return the SamplingParams of a request.
 
     Args:
-        body: The request.
+        body: Parsed JSON body of the request.
         defaults: Values of parameters that the request does not set.
         constraint: Constraint on the output's structure, or None.
         overrides: Arguments of SamplingParams that replace the request's.
@@ -96,7 +96,7 @@ def check_supported(body: GenerationBody, endpoint_unsupported: Mapping[str, tup
     """Reject unsupported parameters, and those that do not fit the value of `stream`.
 
     Args:
-        body: The request.
+        body: Parsed JSON body of the request.
         endpoint_unsupported: Unsupported parameters of this endpoint, besides UNSUPPORTED, with the values
             that have no effect and are accepted.
 
@@ -159,8 +159,8 @@ def truncate_prompt(
     """Return the last tokens of a prompt, as many as `truncate_prompt_tokens` keeps.
 
     Args:
-        body: The request.
-        token_ids: The prompt.
+        body: Parsed JSON body of the request.
+        token_ids: Token ids of the prompt.
         max_len: Maximum number of tokens of a request.
         max_tokens: Maximum number of new tokens among them; None reserves one.
 
@@ -180,7 +180,7 @@ def output_constraint(
     """Return the constraint on a request's output, or None.
 
     Args:
-        body: The request.
+        body: Parsed JSON body of the request.
         tool_constraint: Constraint that the request's tools set, or None.
 
     Raises:

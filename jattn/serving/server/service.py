@@ -24,7 +24,7 @@ class Service:
     """One engine behind one server.
 
     Attributes:
-        engine: The engine.
+        engine: Engine that serves the requests.
         options: Configuration of the server.
         info: Properties of the engine.
         tokenizer: The model's `tokenizers.Tokenizer`.
@@ -41,7 +41,7 @@ class Service:
         """Read the checkpoint's files for serving.
 
         Args:
-            engine: The engine.
+            engine: Engine that serves the requests.
             options: Configuration of the server.
 
         Raises:
@@ -83,7 +83,7 @@ class Service:
 
         Args:
             param: Request parameter that holds the tokens.
-            token_ids: The tokens.
+            token_ids: Token ids.
 
         Raises:
             ValueError: If a token is not in the vocabulary.

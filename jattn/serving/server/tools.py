@@ -34,7 +34,7 @@ def resolve_tool_calling(
     """Return how a request's tools are called.
 
     Args:
-        body: The request.
+        body: Parsed JSON body of the request.
         call_format: The model's tool-call format, or None if it is unknown.
         tokenizer: A `tokenizers.Tokenizer`.
 

@@ -164,9 +164,8 @@ def test_invalid_files_are_named(tmp_path, file, content):
     (tmp_path / file).write_bytes(content.encode("latin-1"))
     if file.endswith("index.json"):
         (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path}/{file}('s weight_map)? (must (be|hold|map) .*, got|is not a complete)"
-    ):
+    message = rf"{tmp_path}/{file}('s weight_map)? (must (be|hold|map) .*, got|is not a complete)"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path, progress=False)
 
 

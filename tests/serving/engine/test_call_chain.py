@@ -9,7 +9,7 @@ import pytest
 from jattn.implementations import selection
 from jattn.implementations.mosaic_gpu import DecodeKernelConfig, DecodeKernelPlan, attention
 from jattn.planning import kernel_plans, layer_plans
-from jattn.pytree import unchecked
+from jattn.pytree import construct_unchecked
 from jattn.serving import Engine
 from pallas_kernels.paged_decode import DecodeSizes
 from tests.serving.tiny import one_layer_model
@@ -41,7 +41,7 @@ def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatc
     on_a_gpu = types.SimpleNamespace(why_not_on=lambda *_: None, is_gpu=lambda *_: False)
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
     monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernelConfig(sizes=DecodeSizes()))
-    nothing = unchecked(DecodeKernelPlan, schedule=None, block_list=None)
+    nothing = construct_unchecked(DecodeKernelPlan, schedule=None, block_list=None)
     monkeypatch.setattr(kernel_plans, "plan_decode_kernel", lambda *_, **__: nothing)
     monkeypatch.setattr(attention, "paged_decode", kernel_entry)
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)

@@ -79,7 +79,7 @@ def test_a_prefix_is_found_if_both_groups_have_its_blocks():
         table[:2],
         near_table[:2],
     ]  # 16 sees 11, which is not there
-    full_manager.unpublish_all()
+    full_manager.reset_prefix_cache()
     assert find_in_all_groups(groups, hashes[:]) == [(), ()]
 
 
