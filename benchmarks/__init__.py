@@ -1,1 +1,1 @@
-"""Device time of the kernels on the shared cases; a row is printed only if its numbers are right."""
+"""Benchmark suites. A suite records a row only if the results that it timed pass a numerical check."""

@@ -1,4 +1,4 @@
-"""Run a benchmark suite: `python -m benchmarks SUITE [CASE ...]` prints and records rows."""
+"""Run a benchmark suite: `python -m benchmarks SUITE [CASE ...]` prints rows and appends them to a file."""
 
 import argparse
 import importlib
@@ -34,12 +34,12 @@ SUITES = {
 
 
 def suite(name: str) -> types.ModuleType:
-    """Return the module of a suite, which has `add_arguments(parser)` and `main(arguments)`."""
+    """Return the module of a suite. It defines `add_arguments(parser)` and `main(arguments)`."""
     return importlib.import_module(f"benchmarks.{SUITES[name]}")
 
 
 def main() -> None:
-    """Run the suite that the command line names."""
+    """Run the suite named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="suite", required=True)
     for name in SUITES:

@@ -1,4 +1,4 @@
-"""Device time by CUPTI, the machine's read ceiling, and where rows go."""
+"""Shared measurement code: kernel times by CUPTI, wall times, the read ceiling, and result files."""
 
 import datetime
 import json
@@ -15,25 +15,42 @@ from jax.experimental.mosaic.gpu import profiler
 
 
 def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 15) -> tuple[Any, dict[str, Any]]:
-    """The result of `f(*args)`, and its microseconds: median and spread of the sum, median of each kernel.
+    """Run a function several times and return its result and its kernel times.
 
-    `f` is compiled here if it is not yet.
+    Args:
+        f: Function to measure. It is compiled first if it is not compiled yet.
+        *args: Arguments of the function.
+        iterations: Number of runs.
+
+    Returns:
+        The result of `f(*args)`, and a dict with "us", the median over runs of the sum of all kernel times in
+        microseconds, "spread_us", the first and the last decile of that sum, and "kernels_us", the median
+        time of each kernel.
     """
     result, runs = profiler.measure(f, aggregate=False, iterations=iterations)(*args)
     assert isinstance(runs, list)
     sums = [1e3 * sum(ms for _, ms in run) for run in runs]
     kernels: dict[str, float] = {}
-    for nth, (name, _) in enumerate(runs[0]):
-        label = name if name not in kernels else f"{name}#{nth}"
-        kernels[label] = round(1e3 * statistics.median(run[nth][1] for run in runs), 2)
+    for index, (name, _) in enumerate(runs[0]):
+        label = name if name not in kernels else f"{name}#{index}"
+        kernels[label] = round(1e3 * statistics.median(run[index][1] for run in runs), 2)
     low, *_, high = statistics.quantiles(sums, n=10)
     return result, {"us": statistics.median(sums), "spread_us": [low, high], "kernels_us": kernels}
 
 
 def wall_time(f: Callable[..., Any], first: Any, *rest: Any, layers: int = 4, rounds: int = 8) -> float:
-    """Microseconds of a call in a chain: `layers` calls in one jit, each fed by the last, jits in flight.
+    """Return the wall time in microseconds of one call in a chain of dependent calls.
 
-    What the kernels take and what lies between them; a schedule that `rest` alone decides is made once.
+    Each jitted function chains `layers` calls, and several of them are in flight at once, so the time
+    contains the kernels and the gaps between them. XLA computes values that depend only on `rest`, such as a
+    schedule, once per jitted function.
+
+    Args:
+        f: Function to measure. Its result has the shape of its first argument.
+        first: First argument of the first call.
+        *rest: Other arguments, the same for every call.
+        layers: Number of calls per jitted function.
+        rounds: Number of jitted calls in flight.
     """
 
     @jax.jit
@@ -56,17 +73,24 @@ def wall_time(f: Callable[..., Any], first: Any, *rest: Any, layers: int = 4, ro
 
 
 def read_ceiling() -> float:
-    """GB/s of the fastest plain read that XLA has: the sum of 4 GiB."""
+    """Return the read ceiling in GB/s: the rate at which XLA sums 4 GiB."""
     x = jax.random.bits(jax.random.key(0), (2**30,), jnp.uint32).view(jnp.float32)
     x = jnp.where(jnp.isfinite(x), x, 0.0).reshape(1024, -1)
-    _, taken = kernel_times(lambda x: jnp.sum(x, axis=1), x)
-    return x.nbytes / taken["us"] / 1e3
+    _, times = kernel_times(lambda x: jnp.sum(x, axis=1), x)
+    return x.nbytes / times["us"] / 1e3
 
 
 class Rows:
-    """Prints rows and appends them to a file named for the suite, the GPU and the day."""
+    """A result file, named after the suite, the GPU and the date."""
 
     def __init__(self, suite: str, out: str | None, *, gpu: str | None = None):
+        """Create the directory of the file.
+
+        Args:
+            suite: Name of the suite, the first part of the file name.
+            out: Directory of the file. Defaults to benchmarks/results.
+            gpu: Device name to record. Defaults to the kind of JAX's first device.
+        """
         self.gpu = gpu or jax.devices()[0].device_kind
         day = datetime.date.today().isoformat()
         name = f"{suite}-{self.gpu.replace(' ', '-').lower()}-{day}.jsonl"
@@ -74,7 +98,7 @@ class Rows:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, **row: Any) -> None:
-        """One row: floats rounded to what the clock is good for."""
+        """Print a row and append it to the file. Floats are rounded to three digits after the point."""
         row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
         line = json.dumps({"gpu": self.gpu, "jax": jax.__version__} | row)
         print(line, flush=True)
@@ -85,12 +109,12 @@ class Rows:
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
-def rows_of(file: str) -> list[dict[str, Any]]:
-    """The rows of a file, in their order."""
+def read_rows(file: str) -> list[dict[str, Any]]:
+    """Return the rows of a file in benchmarks/results, in file order."""
     return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
 
 
-def date_of(file: str) -> str:
-    """The day of the run that made a file, which its name ends with."""
+def run_date(file: str) -> str:
+    """Return the date at the end of a result file's name."""
     (date,) = re.findall(r"-(\d{4}-\d\d-\d\d)\.jsonl$", file)
     return date

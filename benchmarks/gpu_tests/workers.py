@@ -1,4 +1,4 @@
-"""A plugin for pytest, of `python -m benchmarks gpu-tests`: a GPU a worker, and tests until time is up."""
+"""pytest plugin of `python -m benchmarks gpu-tests`: one GPU per worker, a time limit, recorded outcomes."""
 
 import collections
 import json
@@ -12,18 +12,20 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `gpu_tests` says to pytest."""
+    """Add the options that `gpu_tests` passes to pytest."""
     parser.addoption(
-        "--gpus", default="", help="a comma between them; worker n sees the n-th alone, in turns"
+        "--gpus", default="", help="Comma-separated GPUs. Worker n sees only GPU n modulo their number."
     )
-    parser.addoption("--outcomes", help="file that each test's outcome is written to when it has one")
-    parser.addoption("--done", help="such a file of runs before, whose tests are left out")
-    parser.addoption("--left", help="file that is there behind the run if some test was not begun")
-    parser.addoption("--until", type=float, default=float("inf"), help="no test begins later, in Unix time")
+    parser.addoption("--outcomes", help="File to which each test's outcome is appended.")
+    parser.addoption("--done", help="File with outcomes of earlier calls, whose tests are deselected.")
+    parser.addoption("--left", help="File that is created if a test was not started for lack of time.")
+    parser.addoption(
+        "--until", type=float, default=float("inf"), help="Unix time after which no test starts."
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Comes before anything asks for devices: those that CUDA shows are fixed from then on."""
+    """Choose the worker's GPU, before anything initializes CUDA, or register the recorder of outcomes."""
     gpus = config.getoption("gpus").split(",")
     if hasattr(config, "workerinput"):
         number = int(config.workerinput["workerid"].removeprefix("gw"))
@@ -33,18 +35,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(pathlib.Path(config.getoption("outcomes"))))
 
 
-@pytest.hookimpl(trylast=True)  # after pytest has chosen by marks
+@pytest.hookimpl(trylast=True)  # after pytest's selection by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what has an outcome."""
+    """Deselect the tests that have an outcome."""
     if config.getoption("done"):
-        done = outcomes_in(pathlib.Path(config.getoption("done")))
+        done = read_outcomes(pathlib.Path(config.getoption("done")))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
         items[:] = [item for item in items if item.nodeid not in done]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """When time is up a test passes by without an outcome."""
+    """Skip a test without an outcome once the time is up."""
     if time.time() < item.config.getoption("until"):
         return None
     pathlib.Path(item.config.getoption("left")).touch()
@@ -52,24 +54,32 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 
 class Recorder:
-    """Writes a line a test, in the process that all outcomes come to: what is done stays so if that ends."""
+    """Writer of a file with a line per test, in the process that receives all outcomes.
+
+    A line is written as soon as its test ends, so an interrupted run keeps its outcomes.
+    """
 
     def __init__(self, file: pathlib.Path):
-        self.file, self.worst = file, dict[str, str]()
+        self.file, self.worst_outcomes = file, dict[str, str]()
         self.seconds = collections.defaultdict[str, float](float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of setup, call and end of a test, which fails with any of them, or of the end of its worker."""
-        before = self.worst.get(report.nodeid, "passed")
-        self.worst[report.nodeid] = max(before, report.outcome, key=["passed", "skipped", "failed"].index)
+        """Combine the reports of a test's setup, call and teardown, and write its outcome after the last one.
+
+        A test whose worker ends has only a report of another kind and is written at once.
+        """
+        outcome = self.worst_outcomes.get(report.nodeid, "passed")
+        outcome = max(outcome, report.outcome, key=["passed", "skipped", "failed"].index)
+        self.worst_outcomes[report.nodeid] = outcome
         self.seconds[report.nodeid] += report.duration
         if report.when not in ("setup", "call"):
             with self.file.open("a") as lines:
-                outcome, took = self.worst.pop(report.nodeid), round(self.seconds.pop(report.nodeid), 1)
-                lines.write(json.dumps({"test": report.nodeid, "outcome": outcome, "took": took}) + "\n")
+                self.worst_outcomes.pop(report.nodeid)
+                seconds = round(self.seconds.pop(report.nodeid), 1)
+                lines.write(json.dumps({"test": report.nodeid, "outcome": outcome, "took": seconds}) + "\n")
 
 
-def outcomes_in(file: pathlib.Path) -> dict[str, str]:
-    """Test -> its last outcome, of a file that Recorder wrote to."""
+def read_outcomes(file: pathlib.Path) -> dict[str, str]:
+    """Read a file that Recorder wrote and return test -> last outcome."""
     rows = map(json.loads, file.read_text().splitlines())
     return {row["test"]: row["outcome"] for row in rows if "test" in row}

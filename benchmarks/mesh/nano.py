@@ -47,7 +47,7 @@ def measure_nano(case: NanoCase, mesh: Mesh, *, uses_peers: bool) -> Iterator[di
         **checked_tokens(engine, model),
     }
     for name, run in RUNS:
-        yield {"name": name, **nano_bench(engine, run, requests=case.requests, longest=case.longest), **how}
+        yield {"name": name, **nano_bench(engine, run, requests=case.requests, max_len=case.longest), **how}
 
 
 def engine_of(model: Any, case: NanoCase) -> Engine:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import jattn
 from benchmarks.kernels.decode import random_table
 from benchmarks.mesh.processes import on_host
-from benchmarks.models.graphs import Call, walls
+from benchmarks.models.graphs import Call, call_times
 from benchmarks.models.random_decoder import random_decoder
 from benchmarks.models.step_profile import traced
 from benchmarks.runner import read_ceiling
@@ -232,10 +232,10 @@ class Steps:
         return nbytes((self.params, self._caches)) - nbytes(looked_up)
 
     def walls(self, size: StepSize) -> dict[str, float]:
-        """As `benchmarks.models.graphs.walls`."""
+        """As `benchmarks.models.graphs.call_times`."""
         call = Call(functools.partial(self._run, size), self._caches)
         self._caches = None  # the call's now
-        taken = walls(call, rounds=10)
+        taken = call_times(call, rounds=10)
         self._caches = call.caches
         return taken
 

@@ -1,7 +1,7 @@
-"""Decode steps of whole models: wall time, waited for and in flight, against the sum of their kernels.
+"""Decode steps of whole models: wall time, synchronous and in flight, beside the sum of their kernel times.
 
-XLA_FLAGS decides about command buffers; the rows say what it was: run twice, once with
-XLA_FLAGS=--xla_gpu_enable_command_buffer= to have none.
+The rows record XLA_FLAGS. Run the suite a second time with XLA_FLAGS=--xla_gpu_enable_command_buffer= to
+measure without command buffers.
 """
 
 import argparse
@@ -55,23 +55,25 @@ MODELS = {
     "llama8b": lambda: random_decoder(LLAMA_8B),
 }
 MEASURES = ("graphs", "loop", "engine")
-SUITES = ("nothing", "chain", *(f"{measure}_{model}" for model in MODELS for measure in MEASURES))
+CASES = ("nothing", "chain", *(f"{measure}_{model}" for model in MODELS for measure in MEASURES))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks graphs` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(SUITES)}; default all")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--out", help="folder of the rows")
-    parser.add_argument("--trace", help="folder for a profile of three synchronous calls of the chain")
+    """Add the options of `python -m benchmarks graphs`."""
+    parser.add_argument("cases", nargs="*", help=f"Cases to run, of {', '.join(CASES)}. Default: all.")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 64], help="Batch sizes. Default: 1 8 64."
+    )
+    parser.add_argument("--out", help="Directory for the result rows.")
+    parser.add_argument("--trace", help="Directory for a profile of three synchronous calls of the chain.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every case at every batch size."""
+    """Run every case at every batch size."""
     rows = Rows("graphs", arguments.out)
-    for name in arguments.cases or SUITES:
+    for name in arguments.cases or CASES:
         if name == "nothing":
-            measure_nothing(rows)
+            measure_dispatch(rows)
         elif name == "chain":
             measure_chain(rows, arguments.batch, arguments.trace)
         else:
@@ -82,14 +84,16 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 class Chain(nnx.Module):
-    """The attention half of Llama 3 8B: norm, projections, rope, write, decode, output projection."""
+    """The attention layers of Llama 3 8B without MLPs: norm, projections, RoPE, cache write, decode."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        """Makes random parameters."""
+        """Initialize random parameters."""
         config = DecoderConfig.from_hf(LLAMA_8B)
-        norm = lambda: RMSNorm(config.hidden_size, eps=1e-5, is_offset=False, dtype=jnp.bfloat16)
         self.spec = config.attention_spec(0)
-        self.norms = nnx.List(norm() for _ in range(config.num_hidden_layers))
+        self.norms = nnx.List(
+            RMSNorm(config.hidden_size, eps=1e-5, is_offset=False, dtype=jnp.bfloat16)
+            for _ in range(config.num_hidden_layers)
+        )
         self.layers = nnx.List(
             jattn.PagedAttention(
                 config.hidden_size,
@@ -102,7 +106,7 @@ class Chain(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, caches: Any, metadata: jattn.BatchMetadata) -> tuple[jax.Array, Any]:
-        """A step's hidden states, and the caches."""
+        """Return the hidden states of a step, and the written caches."""
         plan = jattn.plan(metadata, self.spec, caches[0])
         positions, written = metadata.positions, []
         for norm, layer, cache in zip(self.norms, self.layers, caches, strict=True):
@@ -113,21 +117,31 @@ class Chain(nnx.Module):
 
 
 class Call(jax.stages.Wrapped):
-    """A step whose caches are donated and come back, as a function without arguments, for the profiler."""
+    """A step with donated caches as a function without arguments, which the profiler can call repeatedly."""
 
     def __init__(self, step: Callable[[Any], tuple[Any, Any]], caches: Any) -> None:
-        """Takes the caches over: they are donated by the first call."""
+        """Wrap a step.
+
+        Args:
+            step: Function of the caches that returns its output and the new caches.
+            caches: Caches of the first call, which donates them.
+        """
         self.step, self.caches = step, caches
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts a step; what it returns is not waited for."""
+        """Start a step and return its output without waiting for it."""
         out, self.caches = self.step(self.caches)
         return out
 
 
-def batch_metadata(batch: int, room: int = 0) -> jattn.BatchMetadata:
-    """A decode step of `batch` requests at the context, with blocks for `room` tokens more."""
-    columns = -(-(CONTEXT + room) // BLOCK_SIZE)
+def batch_metadata(batch: int, extra_tokens: int = 0) -> jattn.BatchMetadata:
+    """Return the metadata of a decode step.
+
+    Args:
+        batch: Number of requests, each with CONTEXT tokens.
+        extra_tokens: Number of further tokens per request for which the block table has blocks.
+    """
+    columns = -(-(CONTEXT + extra_tokens) // BLOCK_SIZE)
     table = np.random.default_rng(0).permutation(batch * columns).reshape(batch, columns) + 1
     bucket = jattn.Bucket(max_decodes=batch, max_blocks=columns)
     return jattn.build_batch_metadata(
@@ -135,16 +149,16 @@ def batch_metadata(batch: int, room: int = 0) -> jattn.BatchMetadata:
     )
 
 
-def measure_nothing(rows: Rows) -> None:
-    """What a call costs that does nothing, by its number of donated arrays."""
+def measure_dispatch(rows: Rows) -> None:
+    """Record the time of a call that computes almost nothing, by its number of donated arrays."""
     for count in (1, 64, 256):
         arrays = tuple(jnp.zeros(8) for _ in range(count))
         add = jax.jit(lambda xs: (xs[0], tuple(x + 1 for x in xs)), donate_argnums=0)
-        rows.add(name=f"nothing_{count}_arrays", **flags(), **walls(Call(add, arrays)))
+        rows.add(name=f"nothing_{count}_arrays", **flags(), **call_times(Call(add, arrays)))
 
 
 def measure_chain(rows: Rows, batches: list[int], trace: str | None) -> None:
-    """A row a batch size, with the parameters as DecodeGraphs passes them."""
+    """Record a row per batch size for `Chain`, with the parameters flattened as DecodeGraphs passes them."""
     graphdef, params = nnx.split(Chain(nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
     layers = LLAMA_8B["num_hidden_layers"]
@@ -154,7 +168,7 @@ def measure_chain(rows: Rows, batches: list[int], trace: str | None) -> None:
 
     metadata = {batch: batch_metadata(batch) for batch in batches}
     spec = jattn.CacheSpec(
-        num_blocks=max(one.block_table.size for one in metadata.values()) + 1,
+        num_blocks=max(step.block_table.size for step in metadata.values()) + 1,
         block_size=BLOCK_SIZE,
         num_kv_heads=8,
         head_dim=128,
@@ -164,11 +178,13 @@ def measure_chain(rows: Rows, batches: list[int], trace: str | None) -> None:
     jitted = jax.jit(step, donate_argnums=1)
     lowered = [jitted.lower(leaves, caches, metadata[batch], inputs[batch]) for batch in batches]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        executables = list(pool.map(lambda one: one.compile(), lowered))
+        executables = list(pool.map(lambda computation: computation.compile(), lowered))
     for batch, executable in zip(batches, executables, strict=True):
         run = functools.partial(_call_chain, executable, leaves, metadata[batch], inputs[batch])
         call = Call(run, caches)
-        rows.add(name=f"chain_{batch}x{CONTEXT}", **flags(), **walls(call), **kernels(call, layers=layers))
+        rows.add(
+            name=f"chain_{batch}x{CONTEXT}", **flags(), **call_times(call), **kernels(call, layers=layers)
+        )
         if trace:
             with jax.profiler.trace(trace, create_perfetto_trace=False):
                 for _ in range(3):
@@ -181,26 +197,28 @@ def _call_chain(executable: Any, leaves: Any, metadata: Any, x: Any, caches: Any
 
 
 def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
-    """A row a batch size: a step of decode graphs and its greedy tokens, as the engine calls them."""
+    """Record a row per batch size: a step of DecodeGraphs with greedy sampling, called as the engine does."""
     graphdef, params = nnx.split(model)
     metadata = {batch: batch_metadata(batch) for batch in batches}
-    num_blocks = max(one.block_table.size for one in metadata.values()) + 1
+    num_blocks = max(step.block_table.size for step in metadata.values()) + 1
     caches = model.create_caches(num_blocks, block_size=BLOCK_SIZE)
-    graphs = jattn.DecodeGraphs(make_step(graphdef), [one.bucket for one in metadata.values()])
-    most = max(batches)
+    graphs = jattn.DecodeGraphs(make_step(graphdef), [step.bucket for step in metadata.values()])
+    max_batch = max(batches)
 
     def inputs(batch: int) -> StepTokens:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
         return StepTokens(
             token_ids=zeros(batch),
             source_rows=zeros(batch),
-            last_tokens=zeros(most),
+            last_tokens=zeros(max_batch),
             logits_indices=jnp.arange(batch),
         )
 
-    abstract = lambda bucket: [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
+    def abstract_inputs(bucket: jattn.Bucket) -> list[Any]:
+        return [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
+
     start = time.perf_counter()
-    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=abstract, progress=False)
+    graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=abstract_inputs, progress=False)
     precompiled = {"num_compiles": graphs.num_compiles, "compile_s": time.perf_counter() - start}
     for batch in batches:
         sampling = build_sampling_metadata([SamplingParams()] * batch)
@@ -208,17 +226,17 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
 
         def step(caches: Any, batch=batch, sampling=sampling, counts=counts, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
             outputs, caches = graphs(params, caches, metadata[batch], tokens)
-            return next_tokens(outputs.logits, sampling, counts, max_rows=most).tokens, caches
+            return next_tokens(outputs.logits, sampling, counts, max_rows=max_batch).tokens, caches
 
         call = Call(step, caches)
-        row = walls(call) | kernels(call, layers=model.config.num_hidden_layers) | precompiled
+        row = call_times(call) | kernels(call, layers=model.config.num_hidden_layers) | precompiled
         row["compiles_after"] = graphs.num_compiles - precompiled["num_compiles"]
         rows.add(name=f"graphs_{name}_{batch}x{CONTEXT}", **flags(), **row)
         caches = call.caches
 
 
 def measure_loop(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
-    """A row a batch size: a step of decode_loop."""
+    """Record a row per batch size: one step of decode_loop."""
     graphdef, params = nnx.split(model)
 
     def step(params: Any, caches: Any, metadata: Any, tokens: Any) -> tuple[Any, Any]:
@@ -226,7 +244,9 @@ def measure_loop(rows: Rows, name: str, model: Decoder, batches: list[int]) -> N
         hidden, caches = module(tokens, caches, metadata, plan=module.plan(metadata, caches))
         return module.logits(hidden), caches
 
-    sample = lambda logits, index: jnp.argmax(logits, axis=-1)
+    def sample(logits: Any, index: Any) -> Any:
+        return jnp.argmax(logits, axis=-1)
+
     loop = functools.partial(
         jattn.decode_loop,
         jax.tree_util.Partial(step),
@@ -239,17 +259,17 @@ def measure_loop(rows: Rows, name: str, model: Decoder, batches: list[int]) -> N
         caches = model.create_caches(metadata.block_table.size + 1, block_size=BLOCK_SIZE)
 
         def run(caches: Any, metadata=metadata, batch=batch) -> tuple[Any, Any]:  # type: ignore[no-untyped-def]
-            done = loop(caches=caches, metadata=metadata, tokens=jnp.ones(batch, jnp.int32))
-            return done.tokens, done.caches
+            result = loop(caches=caches, metadata=metadata, tokens=jnp.ones(batch, jnp.int32))
+            return result.tokens, result.caches
 
         call = Call(run, caches)
-        row = walls(call, rounds=3) | kernels(call, layers=LOOP_STEPS * model.config.num_hidden_layers)
+        row = call_times(call, rounds=3) | kernels(call, layers=LOOP_STEPS * model.config.num_hidden_layers)
         per_step = {key: x / LOOP_STEPS if key.endswith("_us") else x for key, x in row.items()}
         rows.add(name=f"loop_{name}_{batch}x{CONTEXT}", **flags(), **per_step)
 
 
 def measure_engine(rows: Rows, name: str, model: Decoder, batches: list[int]) -> None:
-    """A row a batch size: an engine's decode step, its host's work included."""
+    """Record a row per batch size: a decode step of an engine, including its work on the host."""
     for batch in batches:
         num_blocks = max(batch, 2) * -(-(PROMPT + ENGINE_STEPS + 8) // BLOCK_SIZE) + 1
         columns = min(model.config.max_position_embeddings // BLOCK_SIZE, num_blocks - 1)
@@ -277,30 +297,37 @@ def measure_engine(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
         rows.add(name=f"engine_{name}_{batch}x{PROMPT}", **flags(), **row)
 
 
-def walls(call: Call, rounds: int = ROUNDS) -> dict[str, float]:
-    """Microseconds of a call: waited for, in flight, and until the host has its hands free again.
+def call_times(call: Call, rounds: int = ROUNDS) -> dict[str, float]:
+    """Return median microseconds of a call.
 
-    In flight is the slope between `rounds` calls and three times as many: what a first call waits for, the
-    host, is in both.
+    "sync_us" includes waiting for the result, "polled_us" is the same with `is_ready` called in a loop,
+    "host_us" is the time until the call returns, and "in_flight_us" is the time per call if many calls are in
+    flight: the difference between `rounds` calls and three times as many, which cancels the start of the
+    first call.
+
+    Args:
+        call: Call to measure.
+        rounds: Number of timed calls.
     """
     jax.block_until_ready(call())
-    waited, host = [], []
+    synchronous, host = [], []
     for _ in range(rounds):
         start = time.perf_counter()
         out = call()
         host.append(time.perf_counter() - start)
         jax.block_until_ready(out)
-        waited.append(time.perf_counter() - start)
-    flights = [
+        synchronous.append(time.perf_counter() - start)
+    in_flight = [
         (seconds_in_flight(call, 3 * rounds) - seconds_in_flight(call, rounds)) / (2 * rounds)
         for _ in range(3)
     ]
-    medians = {"sync_us": waited, "polled_us": polled(call, rounds), "in_flight_us": flights, "host_us": host}
-    return {name: 1e6 * statistics.median(times) for name, times in medians.items()}
+    polled = polled_seconds(call, rounds)
+    seconds = {"sync_us": synchronous, "polled_us": polled, "in_flight_us": in_flight, "host_us": host}
+    return {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
 
 
-def polled(call: Call, rounds: int) -> list[float]:
-    """Seconds of calls that are asked again and again whether they are done."""
+def polled_seconds(call: Call, rounds: int) -> list[float]:
+    """Return the seconds of each of `rounds` calls, polling `is_ready` until the result is there."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -312,7 +339,7 @@ def polled(call: Call, rounds: int) -> list[float]:
 
 
 def seconds_in_flight(call: Call, count: int) -> float:
-    """Of so many calls, of which only the last is waited for."""
+    """Return the seconds of `count` calls, waiting only for the last one."""
     start = time.perf_counter()
     for _ in range(count):
         out = call()
@@ -321,14 +348,22 @@ def seconds_in_flight(call: Call, count: int) -> float:
 
 
 def kernels(call: Call, layers: int) -> dict[str, Any]:
-    """The sum of a call's kernels in microseconds, how many a layer has, and those that it has most."""
-    iterations = 5
-    _, runs = profiler.measure(call, aggregate=False, iterations=iterations)()
+    """Return kernel times of a call.
+
+    Args:
+        call: Call to measure.
+        layers: Number of layers of the model.
+
+    Returns:
+        The sum of all kernel times in microseconds, the number of kernels per layer, and the launches and
+        microseconds per layer of each kernel that every layer launches.
+    """
+    _, runs = profiler.measure(call, aggregate=False, iterations=5)()
     totals = [1e3 * sum(ms for _, ms in run) for run in runs]
     times: dict[str, float] = collections.defaultdict(float)
-    counts: dict[str, int] = collections.Counter(kind(name) for name, _ in runs[0])
+    counts: dict[str, int] = collections.Counter(kernel_kind(name) for name, _ in runs[0])
     for kernel, ms in runs[0]:
-        times[kind(kernel)] += 1e3 * ms / layers
+        times[kernel_kind(kernel)] += 1e3 * ms / layers
     listed = {name: [count, round(times[name], 2)] for name, count in counts.items() if count >= layers}
     return {
         "kernel_sum_us": statistics.median(totals),
@@ -337,11 +372,11 @@ def kernels(call: Call, layers: int) -> dict[str, Any]:
     }
 
 
-def kind(kernel: str) -> str:
-    """A kernel's name without the number that XLA gives each."""
+def kernel_kind(kernel: str) -> str:
+    """Return a kernel's name without the number that XLA appends."""
     return kernel.rstrip("0123456789").rstrip("_")[:60]
 
 
 def flags() -> dict[str, str]:
-    """What the row was measured under."""
+    """Return XLA_FLAGS as a column of a row."""
     return {"xla_flags": os.environ.get("XLA_FLAGS", "")}

@@ -1,4 +1,4 @@
-"""What an 8-bit cache costs the tiny model in bits per byte and in choices, and saves in bytes; on a CPU."""
+"""Accuracy and size of 8-bit caches with the tiny model, on a CPU: bits per byte, and equal top-1 bytes."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,7 @@ from jattn.calibration import STATIC
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY_MODEL = ROOT / "examples" / "tiny_model"
-# Written after the model was trained, so it has not seen them.
+# Files written after the model was trained.
 TEXTS = [
     ROOT / "jattn" / "metadata" / f"{name}.py"
     for name in ("batch", "buckets", "cascade", "graph_dispatch", "local", "slots", "speculative", "split")
@@ -31,12 +31,12 @@ BLOCK_SIZE = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One row.
+    """Cache and query formats of one row.
 
     Attributes:
-        quantization: Of the caches.
-        skip_layers: Layers that are not quantised.
-        query_quantization: Of the queries.
+        quantization: Format of the caches; None stores 16 bits.
+        skip_layers: Indices of layers whose caches are not quantized.
+        query_quantization: Format to which queries are rounded; None keeps 16 bits.
     """
 
     quantization: str | None
@@ -60,32 +60,35 @@ SETTINGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks quantization` takes."""
-    parser.add_argument("--out", help="folder of the rows")
+    """Add the options of `python -m benchmarks quantization`."""
+    parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every setting, the 16-bit cache first."""
+    """Record a row for every setting, the 16-bit cache first."""
     rows = Rows("quantization", arguments.out)
     model = jattn.models.load(TINY_MODEL, progress=False)
-    ids = lambda path: model.tokenizer.encode(path.read_text()).ids[: TOKENS + 1]
-    windows = jnp.asarray([ids(path) for path in TEXTS])
-    calibration = [ids(path)[:TOKENS] for path in CALIBRATION_TEXTS]
-    exact: np.ndarray | None = None
+
+    def token_ids(path: pathlib.Path) -> list[int]:
+        return model.tokenizer.encode(path.read_text()).ids[: TOKENS + 1]
+
+    windows = jnp.asarray([token_ids(path) for path in TEXTS])
+    calibration = [token_ids(path)[:TOKENS] for path in CALIBRATION_TEXTS]
+    exact_choices: np.ndarray | None = None
     for setting in SETTINGS:
         bits, choices = bits_and_choices(model, windows, setting, calibration)
-        exact = choices if exact is None else exact
+        exact_choices = choices if exact_choices is None else exact_choices
         rows.add(
             cache=str(setting),
             num_bytes=bits.size,
             bits=round(float(bits.sum())),
-            same_choices=int((choices == exact).sum()),
+            same_choices=int((choices == exact_choices).sum()),
             cache_bytes_per_token=bytes_per_token(model, setting),
         )
 
 
 def bytes_per_token(model: Any, setting: Setting) -> int:
-    """Of all layers' caches."""
+    """Return the cache bytes per token in all layers together."""
     specs = model.cache_specs(
         1, block_size=BLOCK_SIZE, quantization=setting.quantization, skip_layers=setting.skip_layers
     )
@@ -95,15 +98,15 @@ def bytes_per_token(model: Any, setting: Setting) -> int:
 def bits_and_choices(
     model: Any, windows: jax.Array, setting: Setting, calibration: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bits that the model needs for each byte of the windows but the first, and what it thinks likeliest.
+    """Return the model's bits per byte and top-1 bytes, for all bytes of the windows but the first.
 
-    All keys and values are read from the cache, those of the byte itself too.
+    Attention reads all keys and values from the cache, including those of the current byte.
 
     Args:
-        model: The tiny model; its kv_scales and its layers' specs are changed.
+        model: The tiny model. Its kv_scales and its layers' specs are changed.
         windows: Bytes [windows, tokens + 1].
-        setting: Of the caches and queries.
-        calibration: Prompts for the static scales.
+        setting: Formats of the caches and queries.
+        calibration: Prompts that determine the static scales.
     """
     round_queries(model, None)
     if setting.quantization in STATIC:
@@ -116,7 +119,7 @@ def bits_and_choices(
     metadata = jattn.build_batch_metadata([tokens], [tokens], blocks, block_size=BLOCK_SIZE)
 
     @jax.jit
-    def of_window(params: Any, window: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def score_window(params: Any, window: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params)
         caches = model.create_caches(
             num_blocks + 1,
@@ -125,17 +128,17 @@ def bits_and_choices(
             skip_layers=setting.skip_layers,
         )
         hidden, _ = model(window[:-1], caches, metadata)
-        scores = jax.nn.log_softmax(model.logits(hidden))
-        bits = -jnp.take_along_axis(scores, window[1:, None], axis=1)[:, 0] / np.log(2)
-        return bits, jnp.argmax(scores, axis=1)
+        logprobs = jax.nn.log_softmax(model.logits(hidden))
+        bits = -jnp.take_along_axis(logprobs, window[1:, None], axis=1)[:, 0] / np.log(2)
+        return bits, jnp.argmax(logprobs, axis=1)
 
-    results = [jax.device_get(of_window(params, window)) for window in windows]
+    results = [jax.device_get(score_window(params, window)) for window in windows]
     bits, choices = (np.stack(parts) for parts in zip(*results, strict=True))
     return bits, choices
 
 
 def round_queries(model: Any, query_quantization: str | None) -> None:
-    """Changes every layer's spec."""
+    """Set the query format of every layer."""
     for layer in model.layers:
         spec = layer.self_attn.spec
         layer.self_attn.spec = dataclasses.replace(spec, query_quantization=query_quantization)

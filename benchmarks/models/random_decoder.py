@@ -1,4 +1,4 @@
-"""Decoders with random weights, made on the devices that they are for."""
+"""Decoders with random weights, initialized on their devices."""
 
 from typing import Any
 
@@ -16,18 +16,25 @@ from jattn.parallel import TP
 def random_decoder(
     config: dict[str, Any], mesh: Mesh | None = None, *, implementation: str | None = None
 ) -> Decoder:
-    """A bfloat16 decoder of a config.json, the same one on each mesh; a device makes its own part alone."""
-    made = DecoderConfig.from_hf(config)
+    """Create a bfloat16 decoder whose weights do not depend on the mesh; each device draws its own shard.
+
+    Args:
+        config: Contents of a config.json.
+        mesh: Mesh over which the parameters are sharded; None is one device.
+        implementation: Implementation of attention; None chooses the default.
+    """
+    decoder_config = DecoderConfig.from_hf(config)
     if mesh is not None:
-        check_divides(made, mesh)
-        made = made.with_mesh(mesh.shape[TP])
-    how: Any = {"dtype": jnp.bfloat16, "implementation": implementation}
-    shapes = nnx.eval_shape(lambda: Decoder(made, rngs=nnx.Rngs(0), **how))
+        check_divides(decoder_config, mesh)
+        decoder_config = decoder_config.with_mesh(mesh.shape[TP])
+    shapes = nnx.eval_shape(
+        lambda: Decoder(decoder_config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, implementation=implementation)
+    )
     graphdef, state = nnx.split(shapes)
     flat = nnx.to_flat_state(state)
     keys = jax.random.split(jax.random.key(0), len(flat))
     weights = [
-        (path, variable.replace(_drawn(key, path, variable, mesh)))
+        (path, variable.replace(_random_parameter(key, path, variable, mesh)))
         for key, (path, variable) in zip(keys, flat, strict=True)
     ]
     model = nnx.merge(graphdef, nnx.from_flat_state(weights))
@@ -35,7 +42,7 @@ def random_decoder(
     return model
 
 
-def _drawn(key: Any, path: Any, variable: Any, mesh: Mesh | None) -> jax.Array:
+def _random_parameter(key: Any, path: Any, variable: Any, mesh: Mesh | None) -> jax.Array:
     shape = variable.shape
     sharding = None if mesh is None else parameter_sharding(mesh, path, len(shape))
     if len(shape) == 1:

@@ -1,7 +1,8 @@
-"""What the scheduler's choices cost nano-vllm's workload: its own steps, timed by a table. Needs no GPU.
+"""Model of nano-vllm's workload: the scheduler's steps, with step times from a table. Needs no GPU.
 
-A step of decodes takes what its bucket's rows take, and the keys that it reads; one with prompts what its
-bucket's tokens take, and the keys of its decodes. The numbers are of an 8B-wide Qwen3 on one H200.
+The time of a decode step depends on the rows of its bucket and the cached tokens that it reads; the time of a
+step with prompts depends on the tokens of its bucket and the cached tokens that its decodes read. The table
+was measured with a Qwen3 of 8B sizes on one H200.
 """
 
 import argparse
@@ -20,17 +21,18 @@ from jattn.serving.engine.config import prefill_sizes
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler
 
-BLOCKS, COLUMNS, ROWS, BUDGET = 24_000, 512, 256, 8192
+NUM_BLOCKS, MAX_BLOCKS, MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 24_000, 512, 256, 8192
 
 
 class Costs(NamedTuple):
-    """Milliseconds.
+    """Parts of a step's time in milliseconds.
 
     Attributes:
-        rows: (rows of a bucket, a step of it without its attention): between them a straight line.
-        key: A cached token that a decode reads, all layers together.
-        token: A token of a bucket with prompts, their attention included.
-        step: What each step takes besides: the device waits for the host.
+        rows: Pairs of a bucket's rows and the time of its decode step without attention, interpolated
+            linearly.
+        key: Time per cached token that a decode reads, in all layers together.
+        token: Time per token of a bucket with prompts, including the attention of the prompts.
+        step: Constant time per step in which the device waits for the host.
     """
 
     rows: tuple[tuple[int, float], ...]
@@ -38,80 +40,99 @@ class Costs(NamedTuple):
     token: float
     step: float = 0.0
 
-    def of(self, step: Step, bucket: Bucket) -> float:
-        """Of a step in a bucket."""
-        keys = self.step + self.key * sum(step.seq_lens[: step.num_decodes])
+    def step_ms(self, step: Step, bucket: Bucket) -> float:
+        """Return the milliseconds of a step that runs in a bucket."""
+        overhead = self.step + self.key * sum(step.seq_lens[: step.num_decodes])
         if bucket.max_prefill_tokens:
-            return keys + self.token * bucket.max_tokens
-        return keys + float(np.interp(bucket.max_decodes, *zip(*self.rows, strict=True)))
+            return overhead + self.token * bucket.max_tokens
+        return overhead + float(np.interp(bucket.max_decodes, *zip(*self.rows, strict=True)))
 
 
-# Rows: engine-kernels' steps less paged_decode, and engine's decode_1x1024 and 8x1024 less theirs. Key:
-# paged_decode of 64 x 4k. Token: a step of 8,192 prompt tokens in engine-steps, of prompts such as these.
+# Measured by the suite `engine`. Rows: decode steps minus their paged_decode kernels. Key: paged_decode of 64
+# requests with 4k tokens. Token: a step with 8,192 prompt tokens.
 MEASURED = Costs(((2, 4.1), (8, 4.3), (64, 4.8), (256, 6.7)), 33.5e-6, 190 / 8192)
-# 15.1 GB of weights and 147,456 bytes of a token's keys at 4.47 TB/s, products of 7.57e9 weights at 750
-# TFLOP/s: what a step of this engine or of any other takes at the least.
-FLOOR = Costs(((167, 3.38), (256, 5.17)), 33.0e-6, 2 * 7.57e9 / 750e12 * 1e3)
+# Lower bound for any engine: 15.1 GB of weights and 147,456 bytes of keys and values per token read at 4.47
+# TB/s, and matrix products with 7.57e9 weights at 750 TFLOP/s.
+LOWER_BOUND = Costs(((167, 3.38), (256, 5.17)), 33.0e-6, 2 * 7.57e9 / 750e12 * 1e3)
 
-type Choose = Callable[[Step], Bucket]
+type ChooseBucket = Callable[[Step], Bucket]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks engine-model` takes."""
-    parser.add_argument("--out", help="ignored: rows of no machine are printed alone")
+    """Add the options of `python -m benchmarks engine-model`."""
+    parser.add_argument("--out", help="Ignored: rows that are not measured are printed and not recorded.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """A line for each way to serve the workload."""
-    for name, (costs, budget, choose) in ways().items():
-        print(json.dumps({"name": name} | taken(costs, budget, choose)), flush=True)
+    """Print a line for each configuration."""
+    for name, (costs, budget, choose) in configurations().items():
+        print(json.dumps({"name": name} | simulate(costs, budget, choose)), flush=True)
 
 
-def ways() -> dict[str, tuple[Costs, int, Choose]]:
-    """Name to (costs, max_num_batched_tokens, bucket of a step)."""
-    to_buckets = {budget: chosen_of(budget) for budget in (1024, 2048, 4096, BUDGET, 16384)}
-    made: dict[str, tuple[Costs, int, Choose]] = {
-        f"budget_{budget}": (MEASURED, budget, choose) for budget, choose in to_buckets.items()
+def configurations() -> dict[str, tuple[Costs, int, ChooseBucket]]:
+    """Return name -> (costs, max_num_batched_tokens, function that chooses a step's bucket)."""
+    choosers = {budget: bucket_chooser(budget) for budget in (1024, 2048, 4096, MAX_BATCHED_TOKENS, 16384)}
+    budgets: dict[str, tuple[Costs, int, ChooseBucket]] = {
+        f"budget_{budget}": (MEASURED, budget, choose) for budget, choose in choosers.items()
     }
-    return made | {
-        "as_it_is": (MEASURED, BUDGET, to_buckets[BUDGET]),
-        "without_padding": (MEASURED, BUDGET, exact),
-        "two_row_buckets": (MEASURED, BUDGET, chosen_of(BUDGET, rows=(64, 256))),
-        "host_0.2_ms_a_step": (MEASURED._replace(step=0.2), BUDGET, to_buckets[BUDGET]),
-        "floor": (FLOOR, BUDGET, exact),
+    default = choosers[MAX_BATCHED_TOKENS]
+    two_sizes = bucket_chooser(MAX_BATCHED_TOKENS, decode_rows=(64, 256))
+    return budgets | {
+        "as_it_is": (MEASURED, MAX_BATCHED_TOKENS, default),
+        "without_padding": (MEASURED, MAX_BATCHED_TOKENS, unpadded_bucket),
+        "two_row_buckets": (MEASURED, MAX_BATCHED_TOKENS, two_sizes),
+        "host_0.2_ms_a_step": (MEASURED._replace(step=0.2), MAX_BATCHED_TOKENS, default),
+        "floor": (LOWER_BOUND, MAX_BATCHED_TOKENS, unpadded_bucket),
     }
 
 
-def chosen_of(budget: int, rows: Sequence[int] | None = None) -> Choose:
-    """The engine's choice among its default buckets, of decodes alone those with such rows."""
-    buckets = default_buckets(ROWS, max_blocks=COLUMNS, prefill_tokens=prefill_sizes(budget))
-    is_left = lambda one: rows is None or one.max_prefill_tokens or one.max_decodes in rows
-    graphs = DecodeGraphs(_never_run, [one for one in buckets if is_left(one)])
+def bucket_chooser(budget: int, decode_rows: Sequence[int] | None = None) -> ChooseBucket:
+    """Return a function that chooses a step's bucket as the engine does.
+
+    Args:
+        budget: Maximum number of new tokens per step.
+        decode_rows: Sizes of the buckets for decodes only; None keeps all default buckets.
+    """
+    buckets = [
+        bucket
+        for bucket in default_buckets(
+            MAX_NUM_SEQS, max_blocks=MAX_BLOCKS, prefill_tokens=prefill_sizes(budget)
+        )
+        if decode_rows is None or bucket.max_prefill_tokens or bucket.max_decodes in decode_rows
+    ]
+    graphs = DecodeGraphs(_never_run, buckets)
     return lambda step: graphs.choose(step.query_lens, num_blocks=step.block_tables.shape[1])
 
 
-def exact(step: Step) -> Bucket:
-    """As if every size were compiled."""
+def unpadded_bucket(step: Step) -> Bucket:
+    """Return the smallest possible bucket of a step, as if every size were compiled."""
     return exact_bucket(step.query_lens)
 
 
-def taken(costs: Costs, budget: int, choose: Choose) -> dict[str, Any]:
-    """Seconds of the workload, of them those of steps with prompts, and how many steps."""
-    scheduler = Scheduler(BlockManager(BLOCKS, 16), max_num_seqs=ROWS, max_num_batched_tokens=budget)
-    prompts, left = nano_workload()
-    for number, (prompt, count) in enumerate(zip(prompts, left, strict=True)):
-        scheduler.add(number, len(prompt), count)
-    num_tokens, ms, counts = sum(left), {True: 0.0, False: 0.0}, {True: 0, False: 0}
+def simulate(costs: Costs, budget: int, choose: ChooseBucket) -> dict[str, Any]:
+    """Schedule the whole workload and return its time in seconds and the numbers of steps.
+
+    Args:
+        costs: Parts of a step's time.
+        budget: Maximum number of new tokens per step.
+        choose: Function that chooses a step's bucket.
+    """
+    block_manager = BlockManager(NUM_BLOCKS, 16)
+    scheduler = Scheduler(block_manager, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=budget)
+    prompts, remaining = nano_workload()
+    for request_id, (prompt, count) in enumerate(zip(prompts, remaining, strict=True)):
+        scheduler.add(request_id, len(prompt), count)
+    num_tokens, ms, counts = sum(remaining), {True: 0.0, False: 0.0}, {True: 0, False: 0}
     while (step := scheduler.schedule()) is not None:
         has_prompts = step.num_prefills > 0
-        ms[has_prompts] += costs.of(step, choose(step))
+        ms[has_prompts] += costs.step_ms(step, choose(step))
         counts[has_prompts] += 1
-        ended = []
-        for number, samples in zip(step.request_ids, step.samples, strict=True):
-            left[number] -= samples
-            if not left[number]:
-                ended.append(number)
-        scheduler.complete(step, ended)
+        finished = []
+        for request_id, samples in zip(step.request_ids, step.samples, strict=True):
+            remaining[request_id] -= samples
+            if not remaining[request_id]:
+                finished.append(request_id)
+        scheduler.complete(step, finished)
     seconds = sum(ms.values()) / 1e3
     return {
         "s": round(seconds, 2),
@@ -123,4 +144,4 @@ def taken(costs: Costs, budget: int, choose: Choose) -> dict[str, Any]:
 
 
 def _never_run(*arguments: Any) -> Any:
-    raise AssertionError("nothing runs here")
+    raise AssertionError("the model runs no step")

@@ -1,4 +1,4 @@
-"""Where nano-vllm's workload spends its time: steps by bucket beside what a table expects, and kernels."""
+"""Step times of nano-vllm's workload by bucket, beside those of `engine_model`, and kernels of some steps."""
 
 import collections
 import contextlib
@@ -9,94 +9,101 @@ from unittest import mock
 
 import jax
 
-from benchmarks.models.step_profile import traced
+from benchmarks.models.step_profile import profile_steps
 from benchmarks.serving.engine_model import MEASURED, Costs
 from benchmarks.serving.nano_workload import nano_workload
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
 
-TRACED = (60, 250, 550, 800)  # steps behind which some are traced: 256 rows, then fewer and fewer
-NUM_TRACED = 10
+PROFILED_AT = (60, 250, 550, 800)  # numbers of steps after which steps are profiled: 256 rows, then fewer
+NUM_PROFILED = 10
 
 
-class Watch(contextlib.ExitStack):
-    """While open, knows of an engine's last step its bucket, what a table expects of it, and the waits.
+class StepMonitor(contextlib.ExitStack):
+    """Context manager that records the bucket, the expected time and the waits of an engine's last step.
 
     Attributes:
-        bucket: Of the last step.
-        expected: Milliseconds by the table.
-        waited: Seconds that the host waited for the device since it was last set to 0.
+        bucket: Bucket of the last step.
+        expected_ms: Milliseconds that `costs` predicts for the last step.
+        waited: Seconds that the host has waited for the device since the attribute was last set to 0.
     """
 
     def __init__(self, engine: Engine, costs: Costs = MEASURED) -> None:
-        """Opens at once."""
+        """Start recording.
+
+        Args:
+            engine: Engine to watch.
+            costs: Costs that predict step times.
+        """
         super().__init__()
-        self.waited, self.expected, self.bucket, self._costs = 0.0, 0.0, Bucket(), costs
+        self.waited, self.expected_ms, self.bucket, self._costs = 0.0, 0.0, Bucket(), costs
         graphs, scheduler = engine.graphs, engine.scheduler
         for owner, name in ((graphs, "choose"), (scheduler, "schedule"), (jax, "device_get")):
-            wrapped = getattr(self, f"_{name}")
-            self.enter_context(mock.patch.object(owner, name, wrapped(getattr(owner, name))))
+            wrap = getattr(self, f"_wrap_{name}")
+            self.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
 
-    def _schedule(self, schedule: Any) -> Any:
-        def scheduled(*arguments: Any) -> Any:
+    def _wrap_schedule(self, schedule: Any) -> Any:
+        def record_step(*arguments: Any) -> Any:
             self._step = schedule(*arguments)
             return self._step
 
-        return scheduled
+        return record_step
 
-    def _choose(self, choose: Any) -> Any:
-        def chosen(*arguments: Any, **sizes: Any) -> Bucket:
+    def _wrap_choose(self, choose: Any) -> Any:
+        def record_bucket(*arguments: Any, **sizes: Any) -> Bucket:
             self.bucket = choose(*arguments, **sizes)
-            self.expected = self._costs.of(self._step, self.bucket)
+            self.expected_ms = self._costs.step_ms(self._step, self.bucket)
             return self.bucket
 
-        return chosen
+        return record_bucket
 
-    def _device_get(self, get: Any) -> Any:
-        def waited(arrays: Any) -> Any:
+    def _wrap_device_get(self, device_get: Any) -> Any:
+        def record_wait(arrays: Any) -> Any:
             start = time.perf_counter()
-            got = get(arrays)
+            result = device_get(arrays)
             self.waited += time.perf_counter() - start
-            return got
+            return result
 
-        return waited
+        return record_wait
 
 
-def by_bucket(engine: Engine) -> dict[str, Any]:
-    """Seconds of the workload, and of them by bucket: steps, ms, ms that the host waited, ms by the table.
+def step_times_by_bucket(engine: Engine) -> dict[str, Any]:
+    """Serve the workload and return its seconds, in total and by bucket.
 
-    Steps whose host does not wait are the host's: the device is done before the next one comes.
+    The list of a bucket has its number of steps, their milliseconds, the milliseconds that the host waited
+    for the device, and the expected milliseconds. The host limits a step in which it does not wait.
     """
     sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
-    with Watch(engine) as watch:
-        begin(engine, 2)
+    with StepMonitor(engine) as monitor:
+        add_workload(engine, 2)
         while engine.has_unfinished_requests():
-            start, watch.waited = time.perf_counter(), 0.0
+            start, monitor.waited = time.perf_counter(), 0.0
             engine.step()
-            ms = 1e3 * (time.perf_counter() - start), 1e3 * watch.waited, watch.expected
-            kind = sums[f"{watch.bucket.max_decodes}+{watch.bucket.max_prefill_tokens}"]
-            kind[:] = [old + new for old, new in zip(kind, (1, *ms), strict=True)]
-    of_all = [sum(values) / 1e3 for values in zip(*sums.values(), strict=True)]
-    rounded = {kind: [round(value, 1) for value in values] for kind, values in sums.items()}
-    return {"s": of_all[1], "waited_s": of_all[2], "expected_s": of_all[3], "by_bucket": rounded}
+            ms = 1e3 * (time.perf_counter() - start), 1e3 * monitor.waited, monitor.expected_ms
+            bucket_sums = sums[f"{monitor.bucket.max_decodes}+{monitor.bucket.max_prefill_tokens}"]
+            bucket_sums[:] = [total + value for total, value in zip(bucket_sums, (1, *ms), strict=True)]
+    totals = [sum(values) / 1e3 for values in zip(*sums.values(), strict=True)]
+    rounded = {bucket: [round(value, 1) for value in values] for bucket, values in sums.items()}
+    return {"s": totals[1], "waited_s": totals[2], "expected_s": totals[3], "by_bucket": rounded}
 
 
-def kernels_on_the_way(engine: Engine, places: Sequence[int] = TRACED) -> Iterator[dict[str, Any]]:
-    """The kernels of some steps behind each of these steps of the workload."""
-    done = 0
-    with Watch(engine) as watch:
-        begin(engine, 3)
-        for place in places:
-            for _ in range(place - done):
+def kernels_of_steps(engine: Engine, step_numbers: Sequence[int] = PROFILED_AT) -> Iterator[dict[str, Any]]:
+    """Serve the workload and yield a row with the kernels of some steps after each step number."""
+    num_steps = 0
+    with StepMonitor(engine) as monitor:
+        add_workload(engine, 3)
+        for step_number in step_numbers:
+            for _ in range(step_number - num_steps):
                 engine.step()
-            row = traced(lambda: [engine.step() for _ in range(NUM_TRACED)], NUM_TRACED)
-            done = place + NUM_TRACED
-            yield {"behind": place, "rows": watch.bucket.max_decodes, "expected_ms": watch.expected} | row
+            row = profile_steps(lambda: [engine.step() for _ in range(NUM_PROFILED)], NUM_PROFILED)
+            num_steps = step_number + NUM_PROFILED
+            rows, expected_ms = monitor.bucket.max_decodes, monitor.expected_ms
+            yield {"behind": step_number, "rows": rows, "expected_ms": expected_ms} | row
         while engine.has_unfinished_requests():
             engine.step()
 
 
-def begin(engine: Engine, run: int) -> None:
-    """Puts a run of the workload in the queue."""
+def add_workload(engine: Engine, run: int) -> None:
+    """Add the requests of a run of the workload."""
     for prompt, count in zip(*nano_workload(run), strict=True):
         engine.add_request(prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count))

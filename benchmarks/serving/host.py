@@ -1,8 +1,8 @@
-"""What a decode step costs the host: an engine over a model that computes next to nothing, on any machine.
+"""Host time of a decode step: an engine over a model that computes almost nothing, on any machine.
 
-The model has the parameters and caches of 36 layers, of a few numbers each: the host hands all of them on.
-Besides the wall's clock: processor time of JAX's calls (without an accelerator they do some of its work, too)
-and of all else in the thread that runs the steps. Every token is checked: the model counts.
+The model has as many parameters and caches as one of 36 layers, all tiny, because the host passes each of
+them to JAX. A row has the wall time, the CPU time of calls into JAX (without an accelerator they include
+computation), and the CPU time of everything else in the thread that runs the steps. Every token is checked.
 """
 
 import argparse
@@ -34,75 +34,77 @@ CASES = {
 
 
 class Sizes:
-    """What the engine reads of a configuration."""
+    """The attributes of a model configuration that the engine reads."""
 
     vocab_size, max_position_embeddings, eos_token_ids = VOCAB, POSITIONS, ()
 
 
-class Letters:
-    """A tokenizer whose tokens are one character each."""
+class LetterTokenizer:
+    """A tokenizer with one character per token."""
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str:
-        """Their characters; none is special."""
+        """Return the characters of token ids."""
         return "".join(chr(97 + i % 26) for i in ids)
 
 
 class Layer(nnx.Module):
-    """As many parameters as a layer has."""
+    """A layer with the number of parameters of a real one, each of a single element."""
 
     def __init__(self) -> None:
         for n in range(PARAMETERS):
             setattr(self, f"weight{n}", nnx.Param(jnp.zeros(1)))
 
 
-class Counting(nnx.Module):
-    """A ServedModel: token i is followed by token i + 1."""
+class CountingModel(nnx.Module):
+    """A ServedModel in which token i + 1 follows token i."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.layers = nnx.List([Layer() for _ in range(LAYERS)])
         self.tokenizer, self.config = tokenizer, Sizes()
 
     def cache_specs(self, num_blocks: int, *, block_size: int, **_: Any) -> tuple[jattn.CacheSpec, ...]:
-        """One number a token and layer."""
+        """Return the specs of caches with one element per token and layer."""
         spec = jattn.CacheSpec(num_blocks=num_blocks, block_size=block_size, num_kv_heads=1, head_dim=1)
         return (spec,) * LAYERS
 
     def create_caches(self, num_blocks: int, *, block_size: int, **_: Any) -> tuple[jattn.PagedCache, ...]:
-        """Those."""
+        """Create the caches."""
         return tuple(map(jattn.PagedCache.create, self.cache_specs(num_blocks, block_size=block_size)))
 
     def plan(self, metadata: Any, caches: Any) -> None:
-        """Nothing is shared."""
+        """Return no plan: the model has no attention."""
 
     def __call__(self, token_ids: Any, caches: Any, metadata: Any, *, plan: Any) -> tuple[Any, Any]:
-        """The tokens themselves; the caches as they were."""
+        """Return the token ids as hidden states, and the unchanged caches."""
         return token_ids[:, None].astype(jnp.float32), caches
 
     def logits(self, hidden: Any) -> Any:
-        """High where the next token is."""
+        """Return logits whose largest element is that of the next token."""
         return jax.nn.one_hot((hidden[:, 0].astype(jnp.int32) + 1) % VOCAB, VOCAB) * 99.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks host` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
-    parser.add_argument("--profile", action="store_true", help="print where the largest batch's time goes")
-    parser.add_argument("--out", help="folder of the rows")
+    """Add the options of `python -m benchmarks host`."""
+    parser.add_argument("cases", nargs="*", help=f"Cases to run, of {', '.join(CASES)}. Default: all.")
+    parser.add_argument(
+        "--profile", action="store_true", help="Print a profile of the largest batch by function."
+    )
+    parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """A row for each case and batch."""
+    """Record a row for each case and batch size."""
     rows = Rows("host", arguments.out)
     for case in arguments.cases or CASES:
         for batch in BATCHES:
-            steps = Steps(case, batch)
-            rows.add(name=f"{case}_{batch}x{CONTEXT}", **steps.measured())
+            steps = DecodeSteps(case, batch)
+            rows.add(name=f"{case}_{batch}x{CONTEXT}", **steps.measure())
             if arguments.profile and batch == BATCHES[-1]:
                 steps.profile()
 
 
-class Timed:
-    """A function, or an object that is called like one, and the thread's processor time that calls take."""
+class TimedCallable:
+    """A wrapper that adds up the thread's CPU seconds in calls of a function or of a callable object."""
 
     def __init__(self, function: Any) -> None:
         self._function, self.seconds = function, 0.0
@@ -111,19 +113,24 @@ class Timed:
         return getattr(self._function, name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Its result."""
+        """Call the function and return its result."""
         start = time.thread_time()
         result = self._function(*arguments, **options)
         self.seconds += time.thread_time() - start
         return result
 
 
-class Steps:
-    """An engine in the midst of decoding."""
+class DecodeSteps:
+    """An engine whose requests all decode."""
 
     def __init__(self, case: str, batch: int) -> None:
-        """Runs all prompts, and the first decode steps, in which things compile."""
-        model = Counting(Letters() if case == "text" else None)
+        """Run the prompts and the first decode steps, in which executables compile.
+
+        Args:
+            case: Name of a case of CASES.
+            batch: Number of requests.
+        """
+        model = CountingModel(LetterTokenizer() if case == "text" else None)
         bucket = functools.partial(jattn.Bucket, max_decodes=batch, max_blocks=64)
         self.engine = Engine(
             model,
@@ -134,7 +141,7 @@ class Steps:
             buckets=[bucket(), bucket(max_prefills=batch, max_prefill_tokens=8192)],
         )
         runner = self.engine._runner
-        self.calls = Timed(runner.graphs), Timed(runner._sampler)
+        self.calls = TimedCallable(runner.graphs), TimedCallable(runner._sampler)
         runner.graphs, runner._sampler = self.calls
         params = SamplingParams(max_tokens=None, **CASES[case])
         prompts = np.random.default_rng(0).integers(VOCAB, size=(batch, CONTEXT))
@@ -143,25 +150,28 @@ class Steps:
             self.step()
 
     def step(self) -> tuple[float, float, float]:
-        """Seconds of a step: the wall's, the processor's, and those of JAX's calls."""
-        before = sum(call.seconds for call in self.calls)
-        wall, processor = time.perf_counter(), time.thread_time()
+        """Run a step, check its tokens and return its wall time, CPU time and CPU time in JAX, in seconds."""
+        jax_seconds = sum(call.seconds for call in self.calls)
+        wall_start, cpu_start = time.perf_counter(), time.thread_time()
         outputs = self.engine.step()
-        taken = time.perf_counter() - wall, time.thread_time() - processor
+        wall_seconds, cpu_seconds = time.perf_counter() - wall_start, time.thread_time() - cpu_start
         for output in outputs:
             assert output.error is None, output
             for token in output.new_token_ids:
                 assert token == self.expected[output.request_id] % VOCAB, output
                 self.expected[output.request_id] += 1
-        return *taken, sum(call.seconds for call in self.calls) - before
+        return wall_seconds, cpu_seconds, sum(call.seconds for call in self.calls) - jax_seconds
 
-    def measured(self) -> dict[str, Any]:
-        """Milliseconds, medians; the lowest decile is what others on the machine disturb least."""
-        wall, processor, jax_calls = (
+    def measure(self) -> dict[str, Any]:
+        """Return median milliseconds per step, and deciles of the time outside JAX.
+
+        The first decile is the least affected by other processes on the machine.
+        """
+        wall, cpu, jax_calls = (
             [1e3 * seconds for seconds in column]
             for column in zip(*(self.step() for _ in range(STEPS)), strict=True)
         )
-        own = [whole - part for whole, part in zip(processor, jax_calls, strict=True)]
+        own = [total - jax_part for total, jax_part in zip(cpu, jax_calls, strict=True)]
         low, *_, high = statistics.quantiles(own, n=10)
         return {
             "step_ms": statistics.median(wall),
@@ -171,7 +181,7 @@ class Steps:
         }
 
     def profile(self) -> None:
-        """What the time goes into, function by function."""
+        """Print the functions in which 50 steps spend most time."""
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(50):

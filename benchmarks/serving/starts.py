@@ -1,4 +1,4 @@
-"""Seconds until an engine serves, in two processes: with nothing kept, and with what the first one kept."""
+"""Time until an engine is ready, with an empty compilation cache and with the cache of the first start."""
 
 import argparse
 import subprocess
@@ -7,16 +7,20 @@ import tempfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks starts` takes."""
-    parser.add_argument("--all", action="store_true", help="wait for every executable: minutes, not seconds")
-    parser.add_argument("--out", help="folder of the rows")
+    """Add the options of `python -m benchmarks starts`."""
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="Wait until every bucket is compiled, which takes minutes instead of seconds.",
+    )
+    parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Both rows; this process leaves the GPU alone, whose memory the others need."""
+    """Start an engine in two processes, one after the other. This process does not use the GPU."""
     out = [] if arguments.out is None else ["--out", arguments.out]
     with tempfile.TemporaryDirectory() as folder:
         case = "start" if arguments.all else "ready"
-        for _ in ("nothing is kept", "what the first kept"):
+        for _ in ("empty cache", "cache of the first process"):
             command = [sys.executable, "-m", "benchmarks", "engine", case, "--cache-dir", folder, *out]
             subprocess.run(command, check=True)

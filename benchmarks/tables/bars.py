@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from benchmarks.runner import date_of, rows_of
+from benchmarks.runner import read_rows, run_date
 from benchmarks.tables.markdown import table
 
 OURS, FA3, FLASHINFER, CUDNN = "jattn", "FlashAttention-3", "FlashInfer", "cuDNN"
@@ -39,8 +39,8 @@ class Panel(NamedTuple):
 
 def decode_panels(file: str, beside: str) -> tuple[Panel, ...]:
     """GB/s of decode over bf16 caches, and over fp8 ones."""
-    ceiling, *rows = rows_of(file)
-    peers = rows_of(beside)
+    ceiling, *rows = read_rows(file)
+    peers = read_rows(beside)
     titles = {"none": "bf16 cache, GB/s", "fp8_e4m3": "fp8 cache, GB/s"}
     return tuple(
         Panel(
@@ -59,7 +59,7 @@ def decode_panels(file: str, beside: str) -> tuple[Panel, ...]:
 
 def prefill_panels(file: str, beside: str) -> tuple[Panel, ...]:
     """TFLOP/s of causal prompts over packed keys, and over blocks of 16."""
-    rows, peers = rows_of(file), rows_of(beside)
+    rows, peers = read_rows(file), read_rows(beside)
     (ceiling,) = [row["value"] for row in peers if row.get("ceiling") == "bf16_matmul_TFLOPs"]
     titles = {None: "packed keys, TFLOP/s", 16: "paged cache, blocks of 16, TFLOP/s"}
     is_plain = lambda row: row["modifier"] == "plain" and row.get("quantization") is None
@@ -88,11 +88,11 @@ def _rates(
 
 def caption(what: str, file: str, panels: tuple[Panel, ...]) -> str:
     """The line below a picture: the machine, the day, and which peers have no rows in that run."""
-    row = rows_of(file)[0]
+    row = read_rows(file)[0]
     shown = _engines(panels)
     missing = [engine for engine in ENGINES if engine not in shown]
     lacks = f" No rows of {' and '.join(missing)} in this run." if missing else ""
-    return f"{what}; {row['gpu']}, {date_of(file)}, jax {row['jax']}.{lacks} Longer is faster.\n"
+    return f"{what}; {row['gpu']}, {run_date(file)}, jax {row['jax']}.{lacks} Longer is faster.\n"
 
 
 def numbers(panel: Panel) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.runner import rows_of
+from benchmarks.runner import read_rows
 from benchmarks.tables.bars import CUDNN, DECODE_PEERS, FA3, FLASHINFER, PREFILL_PEERS
 from benchmarks.tables.markdown import compare, measured_on, table
 
@@ -21,7 +21,7 @@ def peer_times(peer_file: str, engines: dict[str, str]) -> PeerTimes:
         engines: Peer name in a row -> engine.
     """
     times: PeerTimes = {}
-    for row in rows_of(peer_file):
+    for row in read_rows(peer_file):
         if row.get("peer") in engines and "us" in row:
             times.setdefault(engines[row["peer"]], {})[row["workload"]] = row["us"]
     return {engine: times[engine] for engine in SHORT_NAMES if engine in times}
@@ -29,7 +29,7 @@ def peer_times(peer_file: str, engines: dict[str, str]) -> PeerTimes:
 
 def decode_table(file: str, peer_file: str) -> str:
     """Return decode over 16-bit caches beside the read ceiling and the peers of the same run."""
-    ceiling, *rows = rows_of(file)
+    ceiling, *rows = read_rows(file)
     rows = [row for row in rows if row.get("quantization", "none") == "none"]
     times = peer_times(peer_file, DECODE_PEERS["none"])
     columns = ["case", "us", "GB/s", "of read ceiling", *_peer_columns(times, ""), "speedup"]
@@ -40,7 +40,7 @@ def decode_table(file: str, peer_file: str) -> str:
 
 def quantized_decode_table(file: str, peer_file: str) -> str:
     """Return decode over 8-bit caches beside 16 bits and the peers' fp8 of the same run."""
-    ceiling, *rows = rows_of(file)
+    ceiling, *rows = read_rows(file)
     full = {row["name"]: row["us"] for row in rows if row["quantization"] == "none"}
     rows = [row for row in rows if row["quantization"] != "none"]
     times = peer_times(peer_file, DECODE_PEERS["fp8_e4m3"])
@@ -82,10 +82,10 @@ def _speedups(rows: list[dict[str, Any]], times: PeerTimes) -> dict[str, dict[st
 
 def prefill_table(file: str, peer_file: str) -> str:
     """Return prefill beside the peers of the same run."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     times = {size: peer_times(peer_file, names) for size, names in PREFILL_PEERS.items()}
     engines = [engine for engine in SHORT_NAMES if any(engine in peers for peers in times.values())]
-    (ceiling,) = [row["value"] for row in rows_of(peer_file) if row.get("ceiling") == "bf16_matmul_TFLOPs"]
+    (ceiling,) = [row["value"] for row in read_rows(peer_file) if row.get("ceiling") == "bf16_matmul_TFLOPs"]
     columns = ["case", "keys", "us", "TFLOP/s", *(SHORT_NAMES[engine] for engine in engines), "speedup"]
     lines: list[list[str]] = []
     speedups: dict[str, dict[str, float]] = {engine: {} for engine in engines}
@@ -110,8 +110,8 @@ def prefill_table(file: str, peer_file: str) -> str:
 
 def few_queries_table(file: str, peer_file: str) -> str:
     """Return prefill of few queries after a long context beside FlashAttention-3, with and without splits of the keys."""
-    rows = {row["name"]: row for row in rows_of(file) if "heads" in row["tiles"]}
-    peers = {(row["workload"], row["peer"]): row["us"] for row in rows_of(peer_file) if "peer" in row}
+    rows = {row["name"]: row for row in read_rows(file) if "heads" in row["tiles"]}
+    peers = {(row["workload"], row["peer"]): row["us"] for row in read_rows(peer_file) if "peer" in row}
     lines, speedups = [], {}
     for name, row in rows.items():
         split, unsplit = (peers[name, f"fa3_page16{suffix}"] for suffix in ("", "_one_split"))
@@ -125,7 +125,7 @@ def few_queries_table(file: str, peer_file: str) -> str:
 
 def quantized_prefill_table(file: str) -> str:
     """Return prefill of few queries over 8-bit caches: dequantized inside the kernel, and by `cache_read` before it."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     times: dict[tuple[str, str], dict[bool, float]] = {}
     for row in rows:
         times.setdefault((row["name"], row["quantization"]), {})[row["widens"]] = row["us"]
@@ -139,7 +139,7 @@ def quantized_prefill_table(file: str) -> str:
 
 def write_table(file: str) -> str:
     """Return cache writes, a row per layout and number of tokens, the 16-bit write first."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     formats = list(dict.fromkeys(row["quantization"] for row in rows))
     lines = []
     for layout, tokens in dict.fromkeys((row["layout"], row["tokens"]) for row in rows):
@@ -156,7 +156,7 @@ def write_table(file: str) -> str:
 
 def sparse_table(file: str) -> str:
     """Return sparse attention, each case beside the dense kernel of the same run."""
-    all_rows = [row for row in rows_of(file) if "density" in row]
+    all_rows = [row for row in read_rows(file) if "density" in row]
 
     def key(row: dict[str, Any], name: str) -> tuple[Any, ...]:
         return (name, *(row.get(field) for field in ("cache", "page", "wanted")))
@@ -195,10 +195,10 @@ def sparse_peers_table(file: str, peer_file: str) -> str:
     def key(row: dict[str, Any]) -> tuple[str, str]:
         return row["name"], row.get("cache", "none")
 
-    rows = rows_of(file)
+    rows = read_rows(file)
     ours = {key(row): row for row in rows}
     lines = []
-    for peer in rows_of(peer_file):
+    for peer in read_rows(peer_file):
         name, cache = key(peer)
         planned = ours.get((f"planned_{name}", cache))
         cells = [name, cache.replace("none", "bf16"), f"{peer['us']:,.0f}"]
@@ -211,7 +211,7 @@ def sparse_peers_table(file: str, peer_file: str) -> str:
 
 def gradients_table(file: str) -> str:
     """Return the backward pass beside cuDNN in one run; modifiers and masks relative to the plain case before them."""
-    rows, lines, speedups = rows_of(file), [], {}
+    rows, lines, speedups = read_rows(file), [], {}
     plain = {row["name"]: row["us"] for row in rows if row["modifier"] == "plain"}
     for row in rows:
         is_plain, peer, rate = row["modifier"] == "plain", row.get("cudnn_tflop_per_s"), row["tflop_per_s"]
@@ -231,7 +231,7 @@ def gradients_table(file: str) -> str:
 
 def training_table(file: str) -> str:
     """Return a layer's forward and backward pass beside the same layer with cuDNN's attention."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     lines = []
     for row in rows:
         cells = [row["name"]]

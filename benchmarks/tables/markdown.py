@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.runner import date_of
+from benchmarks.runner import run_date
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -15,7 +15,7 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def measured_on(rows: Sequence[dict[str, Any]], file: str, extra: str = "") -> str:
     """Return the line that says where and when rows were measured."""
-    return f"{rows[0]['gpu'].upper()}, {date_of(file)}, jax {rows[0]['jax']}{extra}.\n"
+    return f"{rows[0]['gpu'].upper()}, {run_date(file)}, jax {rows[0]['jax']}{extra}.\n"
 
 
 def compare(speedups: dict[str, dict[str, float]]) -> str:

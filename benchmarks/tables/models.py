@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from benchmarks.runner import rows_of
+from benchmarks.runner import read_rows
 from benchmarks.tables.markdown import measured_on, table
 
 
 def engine_table(file: str, peer_file: str) -> str:
     """Return the engine beside nano-vllm; a speedup where both ran on one machine in one run."""
-    rows, peer_rows = rows_of(file), rows_of(peer_file)
+    rows, peer_rows = read_rows(file), read_rows(peer_file)
     peers = {row["what"]: row for row in peer_rows}  # of two runs of one case, the second
     lines = []
     for row in {row["name"]: row for row in rows}.values():
@@ -54,7 +54,7 @@ def _speedup(row: dict[str, float], peer: dict[str, float] | None) -> str:
 
 def speculative_table(file: str) -> str:
     """Return throughput with and without prompt lookup, in one run."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     lines = []
     for row in rows:
         rates = [f"{row[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_s_without")]
@@ -67,7 +67,7 @@ def speculative_table(file: str) -> str:
 
 def cascade_table(file: str) -> str:
     """Return decode steps that read a shared prefix once, and steps that read it for each request."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     lines = [
         [row["name"], *(f"{row[key]:.2f}" for key in ("step_ms", "step_ms_without", "ratio"))] for row in rows
     ]
@@ -77,7 +77,7 @@ def cascade_table(file: str) -> str:
 
 def server_table(file: str) -> str:
     """Return the engine alone, the engine again, and the server, for the same requests."""
-    rows, lines = rows_of(file), []
+    rows, lines = read_rows(file), []
     for row in rows:
         rates = [f"{row[f'{who}_tokens_per_s']:,.0f}" for who in ("engine", "server")]
         cells = [row["name"].replace("_", " "), *rates, f"{100 * row['throughput_cost']:.1f} %"]
@@ -100,7 +100,7 @@ def server_table(file: str) -> str:
 
 def graphs_table(file: str) -> str:
     """Return decode steps of models beside the sum of their kernel times."""
-    rows = [row for row in rows_of(file) if "kernel_sum_us" in row]  # an engine's rows have no such sum
+    rows = [row for row in read_rows(file) if "kernel_sum_us" in row]  # an engine's rows have no such sum
     lines = []
     for row in rows:
         kernels, flight = row["kernel_sum_us"], row["in_flight_us"]
@@ -120,7 +120,7 @@ def graphs_table(file: str) -> str:
 
 def quantization_table(file: str) -> str:
     """Return what each cache format costs a model in bits per byte, the 16-bit cache first."""
-    rows = rows_of(file)
+    rows = read_rows(file)
     exact, count = rows[0], rows[0]["num_bytes"]
     lines = []
     for row in rows:
@@ -136,7 +136,7 @@ def quantization_table(file: str) -> str:
 
 def experts_table(file: str) -> str:
     """Return mixture-of-experts models beside the fastest of transformers' implementations."""
-    rows = [row for row in rows_of(file) if row.get("by") == "jattn"]
+    rows = [row for row in read_rows(file) if row.get("by") == "jattn"]
     lines = []
     for row in rows:
         times = [
@@ -165,6 +165,6 @@ def experts_table(file: str) -> str:
 
 def start_table(file: str) -> str:
     """Return the time until an engine serves, without and with the executables of an earlier start."""
-    rows: list[dict[str, Any]] = rows_of(file)
+    rows: list[dict[str, Any]] = read_rows(file)
     lines = [[f"{row['kept']:,}", f"{row['ready_s']:.1f}"] for row in rows]
     return measured_on(rows, file) + "\n" + table(("cached executables", "seconds until ready"), lines)

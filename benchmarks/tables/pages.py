@@ -4,8 +4,8 @@ import argparse
 import pathlib
 import re
 
-from benchmarks.gpu_tests.gpu_tests import runs_of
-from benchmarks.runner import rows_of
+from benchmarks.gpu_tests.gpu_tests import complete_runs
+from benchmarks.runner import read_rows
 from benchmarks.tables import bars
 from benchmarks.tables.benchmarks_page import page as benchmarks_page
 
@@ -67,7 +67,7 @@ def picture(name: str, file: str, peer_file: str) -> str:
 
 def gpu_tests_line(file: str) -> str:
     """Return the outcome of the last run of the GPU tests."""
-    rows = runs_of(rows_of(file))
+    rows = complete_runs(read_rows(file))
     if not rows:
         return "No run of the GPU tests is recorded yet.\n"
     row = rows[-1]

@@ -41,7 +41,7 @@ def test_make_bench_runs_every_suite_as_one():
 @pytest.mark.kernels
 def test_a_server_and_its_engine_are_measured_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "PROMPT_IDS", 256)
-    rows = serve.compared(small_engine(), serve.runs_of((2.0, 8.0), 1.0, input_len=9, output_len=5))
+    rows = serve.measure(small_engine(), serve.runs_at_rates((2.0, 8.0), 1.0, input_len=9, output_len=5))
     (slow, fast) = rows = list(rows)
     assert (slow["num_prompts"], fast["num_prompts"]) == (2, 8)
     for row in (slow, fast):
@@ -78,9 +78,9 @@ def test_a_modelled_step_takes_what_its_bucket_and_its_keys_take(monkeypatch):
     """8 prompt tokens (6 of them fit the budget); then what is left beside a decode, and decodes alone."""
     monkeypatch.setattr(engine_model, "nano_workload", two_requests)
     costs = engine_model.Costs(((1, 1000.0), (3, 3000.0)), key=1.0, token=100.0, step=10.0)
-    made = engine_model.taken(costs, 6, engine_model.exact)
+    row = engine_model.simulate(costs, 6, engine_model.unpadded_bucket)
     steps = (600 + 10, 300 + 6 + 10, 2000 + 7 + 4 + 10)  # a decode beside two tokens; both decode
-    assert made == {
+    assert row == {
         "s": round(sum(steps) / 1e3, 2),
         "tokens_per_s": round(5 / sum(steps) * 1e3),
         "s_with_prompts": 0.93,
@@ -92,12 +92,12 @@ def test_a_modelled_step_takes_what_its_bucket_and_its_keys_take(monkeypatch):
 def test_steps_of_the_workload_are_told_by_bucket(monkeypatch):
     monkeypatch.setattr(engine_steps, "nano_workload", two_requests)
     engine = small_engine()
-    told = engine_steps.by_bucket(engine)
-    ((kind, (steps, ms, waited, expected)),) = told["by_bucket"].items()
+    row = engine_steps.step_times_by_bucket(engine)
+    ((kind, (steps, ms, waited, expected)),) = row["by_bucket"].items()
     assert (kind, steps) == ("4+64", 4.0)  # three that run, one that reads
     assert 0 < waited < ms
     assert expected > 0
-    assert told["s"] == pytest.approx(ms / 1e3, abs=1e-3)
+    assert row["s"] == pytest.approx(ms / 1e3, abs=1e-3)
     assert not engine.has_unfinished_requests()
     assert "choose" not in vars(engine.graphs)  # nothing watches any longer
 
@@ -114,9 +114,9 @@ def test_a_made_checkpoint_is_loaded_and_held_against_its_files(tmp_path, monkey
     assert [row["number"] for row in rows] == [0, 1, 2]
     assert rows[0]["bytes"] > 2 * 3 * 64 * (64 * 3 + 96 * 3)
     load.make_checkpoint(tmp_path, 1, 97)
-    model, _ = load.measured(tmp_path, None)
+    model, _ = load.measure(tmp_path, None)
     model.layers[0].self_attn.qkv_proj.kernel[...] *= 2
-    with pytest.raises(SystemExit, match=r"layers\.0\.self_attn\.q_proj is not what the checkpoint has"):
+    with pytest.raises(SystemExit, match=r"layers\.0\.self_attn\.q_proj differs from the checkpoint"):
         load.check(model, tmp_path)
 
 
@@ -241,7 +241,9 @@ def test_a_process_that_fails_ends_the_others(monkeypatch):
 
 
 def test_idle_time_is_told_by_what_ran_before_and_behind():
-    row = step_profile.by_name([(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2)
+    row = step_profile.sum_by_name(
+        [(0.0, 10.0, "a"), (5.0, 3.0, "b"), (20.0, 10.0, "c"), (34.0, 2.0, "a")], 2
+    )
     assert row["kernels_us"] == {"a": (6.0, 1.0), "c": (5.0, 0.5), "b": (1.5, 0.5), "others": (0.0, None)}
     assert (row["busy_us"], row["idle_us"]) == (11.0, 7.0)
     assert row["gaps_us"] == {"a > c": (5.0, 0.5), "c > a": (2.0, 0.5)}
@@ -274,8 +276,8 @@ def test_calls_in_flight_are_timed_without_what_the_first_one_waits_for(monkeypa
     assert graphs.seconds_in_flight(call, 10) == pytest.approx(0.05 + 10 * 2e-3)
     taken = [graphs.seconds_in_flight(call, count) for count in (10, 30)]
     assert (taken[1] - taken[0]) / 20 == pytest.approx(2e-3)
-    monkeypatch.setattr(graphs, "polled", lambda call, rounds: [0.0])
-    assert graphs.walls(call, rounds=10)["in_flight_us"] == pytest.approx(2000)
+    monkeypatch.setattr(graphs, "polled_seconds", lambda call, rounds: [0.0])
+    assert graphs.call_times(call, rounds=10)["in_flight_us"] == pytest.approx(2000)
 
 
 @pytest.mark.parametrize(("gpus", "sums"), [(1, "psum"), (2, "all_reduce")])

@@ -152,17 +152,17 @@ def test_a_worker_that_ends_fails_its_test(tree):
 def test_a_part_run_again_counts_as_it_was_then():
     again, other = PART | {"passed": 6, "seconds": 9}, PART | {"part": "2/2"}
     of_another_tree = PART | {"commit": "abc+", "part": "2/2"}
-    (run,) = gpu_tests.runs_of([PART, of_another_tree, again, other])
+    (run,) = gpu_tests.complete_runs([PART, of_another_tree, again, other])
     assert (run["passed"], run["skipped"], run["seconds"]) == (11, 2, 16)
     assert "part" not in run
 
 
 def test_a_pass_without_tests_is_no_failure_where_others_had_some():
-    assert [gpu_tests.worst_of(of) for of in ([0, 5], [5, 5], [1, 5], [1, 2])] == [0, 5, 1, 2]
+    assert [gpu_tests.worst_status(of) for of in ([0, 5], [5, 5], [1, 5], [1, 2])] == [0, 5, 1, 2]
 
 
 def test_a_tree_that_is_no_checkout_has_no_commit(tmp_path):
-    assert gpu_tests.commit_of(tmp_path) is None
+    assert gpu_tests.current_commit(tmp_path) is None
 
 
 def test_changes_but_those_of_the_results_are_marked(tmp_path):
@@ -170,17 +170,19 @@ def test_changes_but_those_of_the_results_are_marked(tmp_path):
     git("init", "-q")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     git(*identity, "commit", "-q", "--allow-empty", "-m", "first")
-    clean = gpu_tests.commit_of(tmp_path)
+    clean = gpu_tests.current_commit(tmp_path)
     assert len(clean) == 12
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "gpu-tests.jsonl").touch()
-    assert gpu_tests.commit_of(tmp_path) == clean
+    assert gpu_tests.current_commit(tmp_path) == clean
     outcomes = tmp_path / "outcomes"
     outcomes.touch()
-    assert gpu_tests.commit_of(tmp_path, outcomes) == clean  # or a second call would not know its own file
-    assert gpu_tests.commit_of(tmp_path) == clean + "+"
+    assert (
+        gpu_tests.current_commit(tmp_path, outcomes) == clean
+    )  # or a second call would not know its own file
+    assert gpu_tests.current_commit(tmp_path) == clean + "+"
     (tmp_path / "new.py").touch()
-    assert gpu_tests.commit_of(tmp_path, outcomes) == clean + "+"
+    assert gpu_tests.current_commit(tmp_path, outcomes) == clean + "+"
 
 
 def test_what_no_command_can_say_is_none():

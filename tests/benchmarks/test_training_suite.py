@@ -103,7 +103,7 @@ class TestTables:
     """What pages say of rows."""
 
     def table(self, monkeypatch, maker, *rows):
-        monkeypatch.setattr(kernels, "rows_of", lambda file: rows)
+        monkeypatch.setattr(kernels, "read_rows", lambda file: rows)
         return [line.strip("| ").split(" | ") for line in maker("rows-2026-01-02.jsonl").splitlines()[4:]]
 
     def test_a_layer_stands_beside_cudnn_and_the_plain_case(self, monkeypatch):

@@ -241,7 +241,7 @@ def test_a_picture_shows_every_engine_that_has_a_row(monkeypatch):
         {"workload": "d", "peer": "flashinfer_decode_bf16_page16", "us": 15.0},
     ]
     files = {"ours-2026-01-02.jsonl": [{"gpu": "G", "jax": "1", "gb_per_s": 400.0}, row], "peers": peers}
-    monkeypatch.setattr(bars, "rows_of", files.__getitem__)
+    monkeypatch.setattr(bars, "read_rows", files.__getitem__)
     panels = bars.decode_panels("ours-2026-01-02.jsonl", "peers")
     assert panels[0].cases == {"d": {"jattn": 300.0, "FlashAttention-3": 150.0, "FlashInfer": 200.0}}
     caption = bars.caption("Decode", "ours-2026-01-02.jsonl", panels)
