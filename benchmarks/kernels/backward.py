@@ -1,4 +1,4 @@
-"""Gradients of packed attention: kernel time beside jax.nn's cuDNN, if sampled gradients are right."""
+"""Gradients of packed attention: kernel time, beside cuDNN through jax.nn."""
 
 import argparse
 import concurrent.futures
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks.kernels.backward_cases import CASES, CHOICES, mask_of, per_head, score_of, share_of
-from benchmarks.kernels.backward_checks import GRADIENTS, worst_errors
+from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head, share_of_pairs
+from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
 from benchmarks.runner import Rows, kernel_times
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.backward_tile_lists import (
@@ -29,7 +29,7 @@ from pallas_kernels.cases import PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
 
-TOLERANCE = 2e-2  # of the largest number looked at; the tests hold the kernel to a tighter bound
+TOLERANCE = 2e-2  # relative to the largest sampled value; the tests use a tighter bound
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "longest_first": {"l2_bytes": 0},
@@ -43,7 +43,7 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one row measures."""
+    """A case, a modifier and a variant of the kernel, which one row measures."""
 
     case: PrefillCase
     modifier: str
@@ -51,47 +51,54 @@ class Work:
 
     @property
     def sizes(self) -> backward.BackwardSizes:
-        """The kernel's."""
+        """Return the sizes of the backward kernel."""
         changes = dict(VARIANTS[self.variant])
-        static = {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}
-        if static:
-            return dataclasses.replace(backward.default_sizes(self.case.head_dim, **static), **changes)
-        mask = jax.eval_shape(lambda: mask_of(self.case, self.modifier))
+        size_options = {name: changes.pop(name) for name in ("mean_keys", "deterministic") if name in changes}
+        if size_options:
+            return dataclasses.replace(backward.default_sizes(self.case.head_dim, **size_options), **changes)
+        mask = jax.eval_shape(lambda: make_mask(self.case, self.modifier))
         mean_len = sum(self.case.query_lens) // len(self.case.query_lens)
         sizes = backward_sizes(mask, self.spec, mean_len=mean_len)
         return dataclasses.replace(sizes, **changes)
 
     @property
     def score(self) -> Score:
-        """The layer's."""
-        return score_of(self.case, self.modifier)
+        """Return what the layer does to scores."""
+        return make_score(self.case, self.modifier)
 
     @property
     def spec(self) -> jattn.AttentionSpec:
-        """The layer."""
-        heads, score = {"num_q_heads": self.case.q_heads, "num_kv_heads": self.case.kv_heads}, self.score
-        window = None if score.window == (None, None) else score.window
-        numbers = {"causal": score.causal, "window": window, "soft_cap": score.soft_cap}
-        return jattn.AttentionSpec(**heads, head_dim=self.case.head_dim, **numbers)
+        """Return the spec of the layer."""
+        case, score = self.case, self.score
+        return jattn.AttentionSpec(
+            num_q_heads=case.q_heads,
+            num_kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            causal=score.causal,
+            window=None if score.window == (None, None) else score.window,
+            soft_cap=score.soft_cap,
+        )
 
     @property
     def max_seq_len(self) -> int:
-        """Of the longest request."""
+        """Return the tokens of the longest request."""
         return max(self.case.query_lens)
 
     def arrays(self) -> Arrays:
-        """Random ones; traced."""
+        """Return random inputs. May be traced."""
         case = self.case
-        draw = lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+        def draw(seed: int, heads: int) -> jax.Array:
+            return jax.random.normal(jax.random.key(seed), (tokens, heads, case.head_dim), jnp.bfloat16)
+
         tokens = -(-sum(case.query_lens) // 8) * 8
-        of_queries, of_keys = ((tokens, heads, case.head_dim) for heads in (case.q_heads, case.kv_heads))
         starts = jnp.asarray(np.concatenate([[0], np.cumsum(case.query_lens)]), jnp.int32)
-        mask = mask_of(case, self.modifier)
+        mask = make_mask(case, self.modifier)
         return {
-            "query": draw(0, of_queries),
-            "key": draw(1, of_keys),
-            "value": draw(2, of_keys),
-            "grad_out": draw(3, of_queries),
+            "query": draw(0, case.q_heads),
+            "key": draw(1, case.kv_heads),
+            "value": draw(2, case.kv_heads),
+            "grad_out": draw(3, case.q_heads),
             "query_start_loc": starts,
             "seq_lens": jnp.asarray(case.query_lens, jnp.int32),
             "kv_start_loc": starts[:-1],
@@ -100,46 +107,86 @@ class Work:
         }
 
     def forward_schedule(self, arrays: Arrays) -> Any:
-        """Of the forward kernel, and lists where there is a mask."""
-        make = functools.partial(prefill.make_schedule, *_lens(arrays), num_tokens=len(arrays["query"]))
+        """Compute the schedule of the forward kernel, and its tile lists if there is a mask."""
+        make_schedule = functools.partial(
+            prefill.make_schedule, *_lens(arrays), num_tokens=len(arrays["query"])
+        )
         has_lists = "mask" in arrays
         sizes = prefill.default_sizes(self.case.head_dim, has_lists=has_lists)
-        schedule = make(score=self.score, sizes=sizes, has_lists=has_lists)
+        schedule = make_schedule(score=self.score, sizes=sizes, has_lists=has_lists)
         if not has_lists:
             return schedule, None
-        call = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
-        return schedule, tile_lists.tile_lists(arrays["mask"], self.spec, schedule, sizes, call)
+        config = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
+        return schedule, tile_lists.tile_lists(arrays["mask"], self.spec, schedule, sizes, config)
 
-    def forward(self, arrays: Arrays, made: Any, *, return_lse: bool) -> tuple[jax.Array, Any]:
-        """Output, and LSE if it is wanted."""
-        (schedule, lists), mask = made, None
+    def forward(self, arrays: Arrays, plan: Any, *, return_lse: bool) -> tuple[jax.Array, Any]:
+        """Run the forward kernel and return the output, and the log-sum-exps if requested.
+
+        Args:
+            arrays: Inputs from `arrays`.
+            plan: Result of `forward_schedule`.
+            return_lse: Whether to return the log-sum-exps.
+        """
+        (schedule, lists), mask = plan, None
         sizes = prefill.default_sizes(self.case.head_dim, has_lists=lists is not None)
         if lists is not None:
-            call = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
-            mask = tile_lists.pair_mask(arrays["mask"], self.spec, sizes, call)
-        given = {name: x for name, x in arrays.items() if name not in ("mask", "grad_out")}
-        of_layer = {"score": self.score, "sizes": sizes, "schedule": schedule}
-        return prefill.varlen_prefill(**given, **of_layer, lists=lists, mask=mask, return_lse=return_lse)
+            config = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
+            mask = tile_lists.pair_mask(arrays["mask"], self.spec, sizes, config)
+        inputs = {name: x for name, x in arrays.items() if name not in ("mask", "grad_out")}
+        return prefill.varlen_prefill(
+            **inputs,
+            score=self.score,
+            sizes=sizes,
+            schedule=schedule,
+            lists=lists,
+            mask=mask,
+            return_lse=return_lse,
+        )
 
     def schedule(self, arrays: Arrays) -> Any:
-        """The schedule, and lists where there is a mask: a step makes them once."""
+        """Compute the schedule of the backward kernel, and its tile lists if there is a mask.
+
+        A model computes them once per step for all layers.
+        """
         lens, (kv_tokens, kv_heads, head_dim) = _lens(arrays), arrays["key"].shape
-        static = {"kv_heads": kv_heads, "head_dim": head_dim, "score": self.score, "sizes": self.sizes}
         num_tokens = arrays["query"].shape[0]
-        schedule = backward.make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=num_tokens, **static)
+        schedule = backward.make_schedule(
+            *lens,
+            kv_tokens=kv_tokens,
+            num_tokens=num_tokens,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            score=self.score,
+            sizes=self.sizes,
+        )
         if "mask" not in arrays:
             return schedule, None
-        bounds = {"num_tokens": num_tokens, "max_seq_len": self.max_seq_len, "sizes": self.sizes}
-        return schedule, backward_lists(arrays["mask"], self.spec, lens, schedule, **bounds)
+        return schedule, backward_lists(
+            arrays["mask"],
+            self.spec,
+            lens,
+            schedule,
+            num_tokens=num_tokens,
+            max_seq_len=self.max_seq_len,
+            sizes=self.sizes,
+        )
 
-    def run(self, arrays: Arrays, made: Any) -> tuple[jax.Array, ...]:
-        """The gradients. Sinks are in the LSE; their own gradients need no kernel."""
-        (schedule, lists), mask = made, None
+    def run(self, arrays: Arrays, plan: Any) -> tuple[jax.Array, ...]:
+        """Run the backward kernel and return the gradients of queries, keys and values.
+
+        The log-sum-exps contain the sinks, whose gradients need no kernel.
+
+        Args:
+            arrays: Inputs, the output and the log-sum-exps.
+            plan: Result of `schedule`.
+        """
+        (schedule, lists), mask = plan, None
         if lists is not None:
             mask = backward_mask(arrays["mask"], self.spec, self.sizes, max_seq_len=self.max_seq_len)
-        given = {name: x for name, x in arrays.items() if name not in ("mask", "sinks")}
-        of_layer = {"score": self.score, "sizes": self.sizes, "schedule": schedule}
-        return backward.varlen_backward(**given, **of_layer, lists=lists, mask=mask)
+        inputs = {name: x for name, x in arrays.items() if name not in ("mask", "sinks")}
+        return backward.varlen_backward(
+            **inputs, score=self.score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask
+        )
 
 
 def _lens(arrays: Arrays) -> PackedLens:
@@ -147,102 +194,124 @@ def _lens(arrays: Arrays) -> PackedLens:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks backward` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
-    parser.add_argument("--modifier", nargs="+", default=["plain"], choices=CHOICES)
-    parser.add_argument("--variant", nargs="+", default=["default"], choices=VARIANTS, help="of the sizes")
-    parser.add_argument("--no-peer", action="store_true", help="leave cuDNN out")
-    parser.add_argument("--out", help="folder of the rows")
+    """Add the options of `python -m benchmarks backward`."""
+    parser.add_argument("cases", nargs="*", help=f"Cases to run, of {', '.join(CASES)}. Default: all.")
+    add = functools.partial(parser.add_argument, nargs="+")
+    add("--modifier", default=["plain"], choices=CHOICES, help="Modifiers and masks. Default: plain.")
+    add("--variant", default=["default"], choices=VARIANTS, help="Variants of the kernel's sizes.")
+    parser.add_argument("--no-peer", action="store_true", help="Do not measure cuDNN.")
+    parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every case with every modifier."""
+    """Measure every case with every modifier."""
     rows, a = Rows("backward", arguments.out), arguments
     works = [
         [Work(case=CASES[name], modifier=modifier, variant=variant) for variant in a.variant]
         for name, modifier in itertools.product(a.cases or CASES, a.modifier)
     ]
-    for row in measured(works, has_peer=not a.no_peer):
+    for row in measure_all(works, has_peer=not a.no_peer):
         rows.add(**row)
 
 
-def measured(works: list[list[Work]], *, has_peer: bool) -> Iterator[dict[str, Any]]:
-    """Rows of each case's variants. All is compiled side by side before anything is timed."""
+def measure_all(works: list[list[Work]], *, has_peer: bool) -> Iterator[dict[str, Any]]:
+    """Compile all programs in parallel, then yield the rows.
+
+    Args:
+        works: For each case and modifier, its variants.
+        has_peer: Whether to measure cuDNN, too.
+    """
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = [_compiled(pool, variants) for variants in works]
-    for variants, made in zip(works, compiled, strict=True):
+        compiling = [_start_compiling(pool, variants) for variants in works]
+    for variants, futures in zip(works, compiling, strict=True):
         try:
-            runs = {name: future.result() for name, future in made.items()}
+            runs = {name: future.result() for name, future in futures.items()}
             yield from measure(variants, runs, has_peer=has_peer)
-        except Exception as error:  # the other rows still count
-            what = f"{variants[0].case.name} {variants[0].modifier}"
-            print(f"{what}: {type(error).__name__}: {error}"[:500], flush=True)
+        except Exception as error:  # continue with the other rows
+            case = f"{variants[0].case.name} {variants[0].modifier}"
+            print(f"{case}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
-def _compiled(
+def _start_compiling(
     pool: concurrent.futures.Executor, works: list[Work]
 ) -> dict[str, concurrent.futures.Future[Any]]:
-    """What `lowered` makes, being compiled, or its error."""
+    """Start to compile the programs of `lower`; if it fails, return a future with its error."""
     try:
-        compile_ = lambda program: pool.submit(lambda: program.compile())
-        return {name: compile_(program) for name, program in lowered(works).items()}
-    except Exception as error:  # the other rows still count
+        return {name: pool.submit(program.compile) for name, program in lower(works).items()}
+    except Exception as error:  # continue with the other rows
         failed: concurrent.futures.Future[Any] = concurrent.futures.Future()
         failed.set_exception(error)
-        return {"lowered": failed}
+        return {"lower": failed}
 
 
-def lowered(works: list[Work]) -> dict[str, Any]:
-    """A case's programs: its arrays, the forward pass with LSE and without, each variant's backward pass."""
-    first, found = works[0], {}
+def lower(works: list[Work]) -> dict[str, Any]:
+    """Lower the programs of a case: inputs, forward pass with and without LSE, each variant's backward pass.
+
+    Args:
+        works: Variants of the same case and modifier.
+
+    Returns:
+        Name -> lowered program.
+    """
+    first, programs = works[0], {}
 
     def add(name: str, run: Any, *arguments: Any) -> Any:
-        found[name] = jax.jit(run).lower(*arguments)
-        return found[name].out_info
+        programs[name] = jax.jit(run).lower(*arguments)
+        return programs[name].out_info
 
     arrays = add("arrays", first.arrays)
-    made = add("forward_schedule", first.forward_schedule, arrays)
-    add("forward", functools.partial(first.forward, return_lse=False), arrays, made)
-    out, lse = add("forward_lse", functools.partial(first.forward, return_lse=True), arrays, made)
+    plan = add("forward_schedule", first.forward_schedule, arrays)
+    add("forward", functools.partial(first.forward, return_lse=False), arrays, plan)
+    out, lse = add("forward_lse", functools.partial(first.forward, return_lse=True), arrays, plan)
     arrays = arrays | {"out": out, "lse": lse}
     for work in works:
-        made = add(f"schedule {work.variant}", work.schedule, arrays)
-        add(f"run {work.variant}", work.run, arrays, made)
-    return found
+        plan = add(f"schedule {work.variant}", work.schedule, arrays)
+        add(f"run {work.variant}", work.run, arrays, plan)
+    return programs
 
 
 def measure(works: list[Work], runs: dict[str, Any], *, has_peer: bool) -> Iterator[dict[str, Any]]:
-    """A row for each variant of a case, if its gradients are right: the others' are the first one's.
+    """Measure and check the variants of a case, and yield a row for each.
 
-    The first row has the forward pass, too, schedule and lists apart: output alone, and output and LSE.
+    The gradients of the first variant are compared with float32, those of the others with the first one's.
+    The row of the first variant also has the times of the forward pass without and with log-sum-exps.
+
+    Args:
+        works: Variants of the same case and modifier.
+        runs: Compiled programs of `lower`.
+        has_peer: Whether to measure cuDNN, too.
+
+    Raises:
+        ValueError: An error exceeds TOLERANCE.
     """
     first, arrays = works[0], runs["arrays"]()
-    made = runs["forward_schedule"](arrays)
+    plan = runs["forward_schedule"](arrays)
     forward_us: dict[str, list[float]] = {"forward": [], "forward_lse": []}
     outputs = {}
-    for name in ("forward", "forward_lse", "forward_lse", "forward"):  # by turns: a GPU grows hot
-        outputs[name], time = kernel_times(runs[name], arrays, made)
+    for name in ("forward", "forward_lse", "forward_lse", "forward"):  # alternating, as a GPU slows when hot
+        outputs[name], time = kernel_times(runs[name], arrays, plan)
         forward_us[name].append(time["us"])
-    (alone, _), (out, lse) = outputs["forward"], outputs["forward_lse"]
-    error = distance(alone, out)
+    (out_without_lse, _), (out, lse) = outputs["forward"], outputs["forward_lse"]
+    error = max_relative_difference(out_without_lse, out)
     require(error < TOLERANCE, "the output without an LSE", f"be less than {TOLERANCE} off", error)
     arrays |= {"out": out, "lse": lse}
-    share = share_of(first.case, first.modifier, arrays.get("mask"))
+    share = share_of_pairs(first.case, first.modifier, arrays.get("mask"))
     flops = 2.5 * first.case.num_flops() * share
-    of_first: dict[str, Any] = {f"{name}_us": float(np.mean(us)) for name, us in forward_us.items()}
-    of_first |= cudnn(first, arrays, flops) if has_peer else {}
-    checked = None
+    first_columns: dict[str, Any] = {f"{name}_us": float(np.mean(us)) for name, us in forward_us.items()}
+    first_columns |= measure_cudnn(first, arrays, flops) if has_peer else {}
+    first_grads = None
     for work in works:
         schedule, schedule_time = kernel_times(runs[f"schedule {work.variant}"], arrays)
         grads, time = kernel_times(runs[f"run {work.variant}"], arrays, schedule)
-        named = dict(zip(GRADIENTS, grads, strict=True))
-        if checked is None:
-            found = {"out": out, "lse": lse.T, **named}
-            errors, checked = worst_errors(found, arrays, work.case, work.score), named
+        grads = dict(zip(GRADIENTS, grads, strict=True))
+        if first_grads is None:
+            results = {"out": out, "lse": lse.T, **grads}
+            errors, first_grads = max_errors(results, arrays, work.case, work.score), grads
         else:
-            errors = {name: distance(x, checked[name]) for name, x in named.items()}
+            errors = {name: max_relative_difference(x, first_grads[name]) for name, x in grads.items()}
         for name, error in errors.items():
-            require(error < TOLERANCE, f"the error of {_called(name)}", f"be less than {TOLERANCE}", error)
+            array_name = f"{name}'s gradient" if name in GRADIENTS else name
+            require(error < TOLERANCE, f"the error of {array_name}", f"be less than {TOLERANCE}", error)
         yield {
             "name": work.case.name,
             "modifier": work.modifier,
@@ -253,31 +322,35 @@ def measure(works: list[Work], runs: dict[str, Any], *, has_peer: bool) -> Itera
             "tflop_per_s": flops / time["us"] / 1e6,
             "schedule_us": schedule_time["us"],
             "errors": {name: round(error, 5) for name, error in errors.items()},
-            **(of_first if work is first else {}),
+            **(first_columns if work is first else {}),
         }
 
 
-def _called(name: str) -> str:
-    return f"{name}'s gradient" if name in GRADIENTS else name
-
-
 @jax.jit
-def _distance(a: jax.Array, b: jax.Array) -> jax.Array:
-    apart = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
-    return jnp.where(jnp.isnan(apart), jnp.inf, apart).max() / jnp.abs(b.astype(jnp.float32)).max()
+def _max_relative_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    difference = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
+    return jnp.where(jnp.isnan(difference), jnp.inf, difference).max() / jnp.abs(b.astype(jnp.float32)).max()
 
 
-def distance(a: jax.Array, b: jax.Array) -> float:
-    """How far arrays are apart, by the largest number of the second."""
-    return float(_distance(a, b))
+def max_relative_difference(a: jax.Array, b: jax.Array) -> float:
+    """Return the largest difference of two arrays, relative to the largest value of the second."""
+    return float(_max_relative_difference(a, b))
 
 
-def cudnn(work: Work, arrays: Arrays, flops: float) -> dict[str, Any]:
-    """What jax.nn's cuDNN takes for the same, where it can: equal lengths, a window at most."""
+def measure_cudnn(work: Work, arrays: Arrays, flops: float) -> dict[str, Any]:
+    """Measure jax.nn's cuDNN attention, which supports equal lengths and at most a window.
+
+    Args:
+        work: What to measure.
+        arrays: Inputs.
+        flops: Floating-point operations of the backward pass.
+
+    Returns:
+        Columns of the row; none if cuDNN does not support the case.
+    """
     lens = work.case.query_lens
     if len(set(lens)) > 1 or work.modifier not in ("plain", "full", "window"):
         return {}
-    batched = lambda x: x.reshape(len(lens), lens[0], *x.shape[1:])
     left = work.score.window[0]
     attend = functools.partial(
         jax.nn.dot_product_attention,
@@ -286,7 +359,10 @@ def cudnn(work: Work, arrays: Arrays, flops: float) -> dict[str, Any]:
         local_window_size=None if left is None else (left, 0),
         implementation="cudnn",
     )
-    q, k, v, grad_out = (batched(arrays[name]) for name in ("query", "key", "value", "grad_out"))
+    q, k, v, grad_out = (
+        arrays[name].reshape(len(lens), lens[0], *arrays[name].shape[1:])
+        for name in ("query", "key", "value", "grad_out")
+    )
     try:
         _, pull = jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v))(q, k, v)
         _, time = kernel_times(jax.jit(lambda pull, grad: pull(grad)), pull, grad_out)

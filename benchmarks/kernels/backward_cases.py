@@ -1,4 +1,4 @@
-"""What gradients are measured of: lengths and heads, what a layer does to scores, and masks."""
+"""Cases of the gradient suites: lengths and heads, modifiers of the scores, and masks."""
 
 import collections
 import dataclasses
@@ -14,14 +14,14 @@ from jattn import masks
 from pallas_kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
 from pallas_kernels.shared import Score
 
-BLOCK = 128  # queries, and keys, of a random block
+BLOCK = 128  # queries and keys per block of a random block mask
 STRIDES = {"block_size": 64, "local_blocks": 16, "vert_stride": 8}
-WINDOW = 1023  # keys before a query's own
-COLUMNS, SLASHES = 1000, 60  # of each head, drawn one by one: nearly every tile has some
+WINDOW = 1023  # keys before the query's position that it sees
+COLUMNS, SLASHES = 1000, 60  # per head, drawn independently, so almost every tile has some
 
 
 def document_lens(tokens: int, seed: int) -> tuple[int, ...]:
-    """As many documents of 128 to 8k as fill so many tokens; the last one is cut."""
+    """Return random document lengths of 128 to 8k tokens that add up to `tokens`; the last one is cut."""
     lens = np.asarray(log_uniform(tokens // 128, 128, 8192, seed))
     lens = lens[: int((np.cumsum(lens) < tokens).sum())]
     return (*map(int, lens), tokens - int(lens.sum()))
@@ -56,34 +56,36 @@ CASES = {
 
 
 def random_blocks(density: float, q_heads: int, tokens: int) -> masks.BlockMask:
-    """Blocks of each head's own, those on the diagonal among them."""
+    """Return a mask with random blocks per head. The blocks on the diagonal are always visible."""
     count = -(-tokens // BLOCK)
-    drawn = jax.random.uniform(jax.random.key(4), (q_heads, count, count)) < density
-    return masks.BlockMask(blocks=drawn | jnp.eye(count, dtype=bool)[None], block_q=BLOCK, block_kv=BLOCK)
+    blocks = jax.random.uniform(jax.random.key(4), (q_heads, count, count)) < density
+    return masks.BlockMask(blocks=blocks | jnp.eye(count, dtype=bool)[None], block_q=BLOCK, block_kv=BLOCK)
 
 
 def local_strided(q_heads: int, tokens: int) -> masks.LocalStrided:
-    """Phi-3-small's pattern."""
+    """Return Phi-3-small's pattern."""
     return masks.LocalStrided(**STRIDES)
 
 
 def documents_window(q_heads: int, tokens: int) -> masks.Mask:
-    """Documents of 128 to 8k inside of each request, and a window."""
+    """Return a mask of documents of 128 to 8k tokens with a sliding window."""
     lens = document_lens(tokens, 5)
     ids = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
     return masks.Document(ids=ids) & masks.Window(left=WINDOW)
 
 
 def vertical_slash(q_heads: int, tokens: int, *, gather: bool = False) -> masks.VerticalSlash:
-    """Columns and slashes of each head's own; every query sees itself."""
+    """Return a mask with random columns and slashes per head. Every query sees its own position."""
     rng = np.random.default_rng(6)
-    draw = lambda count: np.stack([rng.choice(tokens, count, replace=False) for _ in range(q_heads)])
-    columns, slashes = draw(COLUMNS), draw(SLASHES)
+    columns, slashes = (
+        np.stack([rng.choice(tokens, count, replace=False) for _ in range(q_heads)])
+        for count in (COLUMNS, SLASHES)
+    )
     slashes[:, 0] = 0
     return masks.VerticalSlash.from_indices(jnp.asarray(columns), jnp.asarray(slashes), tokens, gather=gather)
 
 
-# Modifier -> the score's fields. Heads' numbers are drawn with the arrays, and a mask of MASKS is, too.
+# Modifier -> fields of Score. Slopes and sinks come from `per_head`.
 MODIFIERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"causal": False},
@@ -92,7 +94,8 @@ MODIFIERS: dict[str, dict[str, Any]] = {
     "alibi": {},
     "sinks": {},
 }
-# Modifier -> the mask for so many query heads and tokens of the longest request, the same for every request.
+# Modifier -> function of the number of query heads and the tokens of the longest request that returns the
+# mask of every request.
 MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
     **{f"blocks_{density}": functools.partial(random_blocks, density) for density in (0.5, 0.25, 0.1)},
     "local_strided": local_strided,
@@ -102,18 +105,21 @@ MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
 CHOICES = (*MODIFIERS, *MASKS)
 
 
-def score_of(case: PrefillCase, modifier: str) -> Score:
-    """The layer's; a mask's modifier leaves causal attention."""
+def make_score(case: PrefillCase, modifier: str) -> Score:
+    """Return what a layer with the modifier does to scores. Masks are causal otherwise."""
     return Score(scale=case.head_dim**-0.5, **MODIFIERS.get(modifier, {}))
 
 
-def mask_of(case: PrefillCase, modifier: str) -> masks.Mask | None:
-    """The modifier's mask. Traced or not."""
+def make_mask(case: PrefillCase, modifier: str) -> masks.Mask | None:
+    """Return the mask of a modifier, or None if it has none. May be traced."""
     return MASKS[modifier](case.q_heads, max(case.query_lens)) if modifier in MASKS else None
 
 
 def per_head(case: PrefillCase, modifier: str) -> dict[str, np.ndarray]:
-    """Numbers of heads, f32 [q_heads]: slopes, or sinks that weigh as much as half a request's keys do."""
+    """Return the per-head arrays of a modifier, float32 [q_heads]: ALiBi slopes or sinks.
+
+    A sink has about the weight of half of the keys of a request.
+    """
     heads = np.arange(1, case.q_heads + 1, dtype=np.float32)
     if modifier == "alibi":
         return {"alibi_slopes": 2.0 ** (-8 * heads / case.q_heads)}
@@ -123,21 +129,23 @@ def per_head(case: PrefillCase, modifier: str) -> dict[str, np.ndarray]:
     return {}
 
 
-def share_of(case: PrefillCase, modifier: str, mask: masks.Mask | None) -> float:
-    """Pairs that see each other, by those of causal attention; every one is counted.
+def share_of_pairs(case: PrefillCase, modifier: str, mask: masks.Mask | None) -> float:
+    """Return the number of visible query-key pairs relative to causal attention.
 
     Args:
         case: Requests without context.
-        modifier: The layer's.
-        mask: The modifier's, not traced.
+        modifier: Name of the modifier.
+        mask: Mask of the modifier; not traced.
     """
     if mask is None:
-        score = score_of(case, modifier)
+        score = make_score(case, modifier)
         return case.num_flops(score.causal, score.window[0]) / case.num_flops()
-    heads = {"num_q_heads": case.q_heads, "num_kv_heads": case.kv_heads}
-    seen, pairs = 0.0, 0.0
+    visible_pairs, causal_pairs = 0.0, 0.0
     for tokens, count in collections.Counter(case.query_lens).items():
-        causal = count * tokens * (tokens + 1) / 2
-        seen += masks.density(mask, tokens, tokens, **heads, max_queries=tokens) * causal
-        pairs += causal
-    return seen / pairs
+        pairs = count * tokens * (tokens + 1) / 2
+        density = masks.density(
+            mask, tokens, tokens, num_q_heads=case.q_heads, num_kv_heads=case.kv_heads, max_queries=tokens
+        )
+        visible_pairs += density * pairs
+        causal_pairs += pairs
+    return visible_pairs / causal_pairs

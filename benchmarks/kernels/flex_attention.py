@@ -1,4 +1,4 @@
-"""Gradients by torch's FlexAttention: cases and masks of `backward`, where Python has torch and a GPU."""
+"""Gradients by torch's FlexAttention for the cases and masks of `backward`. Requires torch and a GPU."""
 
 import argparse
 import itertools
@@ -8,47 +8,58 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.kernels.backward_cases import CASES, CHOICES, mask_of, per_head, score_of
+from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head
 from benchmarks.runner import Rows
 from jattn import masks
 from pallas_kernels.cases import PrefillCase
 from pallas_kernels.checks import require
 
-TOLERANCE = 2e-2  # of the largest number looked at, as backward's
-CHECKED = 32  # queries of the first request, computed again in float32
-ROWS = 64  # queries whose pairs are counted at once
+TOLERANCE = 2e-2  # relative to the largest sampled value, as in `backward`
+NUM_CHECKED = 32  # queries of the first request that are compared with float32
+CHUNK = 64  # queries whose visible pairs are counted at once
 DEVICE = "cuda"
 
 type MaskMod = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key) -> bool, elementwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks backward-peers` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
-    parser.add_argument("--modifier", nargs="+", default=["plain"], choices=CHOICES)
-    parser.add_argument("--out", help="folder of the rows")
+    """Add the options of `python -m benchmarks backward-peers`."""
+    parser.add_argument("cases", nargs="*", help=f"Cases to run, of {', '.join(CASES)}. Default: all.")
+    parser.add_argument(
+        "--modifier",
+        nargs="+",
+        default=["plain"],
+        choices=CHOICES,
+        help="Modifiers and masks. Default: plain.",
+    )
+    parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """A row for each case and modifier."""
+    """Record a row for each case and modifier."""
     import torch
 
-    jax.config.update("jax_platforms", "cpu")  # masks are drawn there: the GPU's memory is torch's
+    jax.config.update("jax_platforms", "cpu")  # JAX only draws the masks; torch uses the GPU
     rows = Rows("backward-peers", arguments.out, gpu=torch.cuda.get_device_name())
     for name, modifier in itertools.product(arguments.cases or CASES, arguments.modifier):
         try:
             rows.add(**measure(CASES[name], modifier), torch=torch.__version__)
-        except Exception as error:  # the other rows still count
+        except Exception as error:  # continue with the other rows
             print(f"{name} {modifier}: {type(error).__name__}: {error}"[:500], flush=True)
 
 
 def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
-    """A row, if a few outputs and gradients of queries are those of float32.
+    """Measure the backward pass, check sampled outputs and gradients against float32, and return a row.
 
-    Equal requests are a batch, others one text whose parts do not see each other.
+    Requests of equal length form a batch; others are packed into one sequence with a document mask.
+
+    Args:
+        case: Requests without context.
+        modifier: Name of the modifier.
 
     Raises:
-        NotImplementedError: FlexAttention has nothing like the modifier.
+        NotImplementedError: FlexAttention does not support the modifier.
+        ValueError: An error exceeds TOLERANCE.
     """
     if modifier == "sinks":
         raise NotImplementedError("FlexAttention has no sinks. Leave the modifier out.")
@@ -58,64 +69,83 @@ def measure(case: PrefillCase, modifier: str) -> dict[str, Any]:
     lens = case.query_lens
     batch, tokens = (len(lens), lens[0]) if len(set(lens)) == 1 else (1, sum(lens))
     torch.manual_seed(0)
-    draw = lambda heads: torch.randn((batch, heads, tokens, case.head_dim), device=DEVICE).bfloat16()
-    q, k, v, grad = (draw(heads) for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads))
-    to = lambda x: torch.as_tensor(np.array(x), device=DEVICE)
-    mask, score_mod = mask_of(case, modifier), score_mod_of(case, modifier, to)
-    visible = mask_mod_of_case(case, modifier, mask, to)
+    q, k, v, grad = (
+        torch.randn((batch, heads, tokens, case.head_dim), device=DEVICE).bfloat16()
+        for heads in (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
+    )
+
+    def to_tensor(x: Any) -> Any:
+        return torch.as_tensor(np.array(x), device=DEVICE)
+
+    mask, score_mod = make_mask(case, modifier), make_score_mod(case, modifier, to_tensor)
+    visible = make_mask_mod(case, modifier, mask, to_tensor)
     heads = case.q_heads if mask is not None and mask.num_heads[0] != 1 else None
-    of_blocks = create_block_mask(
+    block_mask = create_block_mask(
         visible, None, heads, tokens, tokens, device=DEVICE, _compile=heads is not None
     )
     compiled = torch.compile(flex_attention, dynamic=False)
-    given = [x.requires_grad_() for x in (q, k, v)]
-    options = {"block_mask": of_blocks, "score_mod": score_mod, "scale": case.head_dim**-0.5}
-    out = compiled(*given, **options, enable_gqa=True)
-    backward = lambda: torch.autograd.grad(out, given, grad, retain_graph=True)
-    found = {"out": out, "query's gradient": backward()[0]}
-    errors = errors_of(found, (q, k, v, grad), visible, score_mod)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = compiled(
+        *inputs, block_mask=block_mask, score_mod=score_mod, scale=case.head_dim**-0.5, enable_gqa=True
+    )
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+    results = {"out": out, "query's gradient": backward()[0]}
+    errors = max_errors(results, (q, k, v, grad), visible, score_mod)
     for name, error in errors.items():
         require(error < TOLERANCE, f"the error of {name}", f"be less than {TOLERANCE}", error)
-    flops = 10.0 * case.head_dim * num_pairs(visible, batch, case.q_heads, tokens)
-    us = microseconds(backward)
+    flops = 10.0 * case.head_dim * count_pairs(visible, batch, case.q_heads, tokens)
+    us = kernel_sum_us(backward)
     row = {"name": case.name, "modifier": modifier, "peer": "flex_attention", "us": us}
     return row | {"tflop_per_s": flops / us / 1e6, "errors": {n: round(e, 5) for n, e in errors.items()}}
 
 
-def errors_of(found: dict[str, Any], arrays: Any, visible: MaskMod, score_mod: Any) -> dict[str, float]:
-    """Of a few queries of the first request, by the largest number looked at."""
+def max_errors(results: dict[str, Any], arrays: Any, visible: MaskMod, score_mod: Any) -> dict[str, float]:
+    """Return the largest errors of some queries of the first request, relative to the largest sampled value.
+
+    Args:
+        results: The output and the gradient of the queries, in this order.
+        arrays: Queries, keys, values and the gradient of the output.
+        visible: Mask function.
+        score_mod: Score function, or None.
+    """
     import torch
 
     q, k, v, grad = (x[0].detach().float() for x in arrays)
     group, tokens = q.shape[0] // k.shape[0], q.shape[1]
-    rows = torch.linspace(0, tokens - 1, min(CHECKED, tokens), device=q.device).long()
+    rows = torch.linspace(0, tokens - 1, min(NUM_CHECKED, tokens), device=q.device).long()
     k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
-    mine = q[:, rows].requires_grad_()
-    s = mine @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-    places = torch.arange(tokens, device=q.device)
-    at = (0 * rows[:1, None], torch.arange(len(q), device=q.device)[:, None, None], rows[:, None], places)
-    s = s if score_mod is None else score_mod(s, *at)
-    out = torch.softmax(s.masked_fill(~visible(*at), -torch.inf), dim=-1) @ v
-    (of_query,) = torch.autograd.grad(out, mine, grad[:, rows])
-    wanted = dict(zip(found, (out, of_query), strict=True))
-    off = {
-        name: (found[name][0][:, rows].float() - x).abs().nan_to_num(torch.inf) for name, x in wanted.items()
-    }
-    return {name: float(off[name].max() / x.abs().max()) for name, x in wanted.items()}
+    sampled_q = q[:, rows].requires_grad_()
+    s = sampled_q @ k.transpose(1, 2) * q.shape[-1] ** -0.5
+    positions = torch.arange(tokens, device=q.device)
+    heads = torch.arange(len(q), device=q.device)[:, None, None]
+    indices = (0 * rows[:1, None], heads, rows[:, None], positions)
+    s = s if score_mod is None else score_mod(s, *indices)
+    out = torch.softmax(s.masked_fill(~visible(*indices), -torch.inf), dim=-1) @ v
+    (grad_q,) = torch.autograd.grad(out, sampled_q, grad[:, rows])
+    errors = {}
+    for (name, result), expected in zip(results.items(), (out, grad_q), strict=True):
+        difference = (result[0][:, rows].float() - expected).abs().nan_to_num(torch.inf)
+        errors[name] = float(difference.max() / expected.abs().max())
+    return errors
 
 
-def num_pairs(visible: MaskMod, batch: int, q_heads: int, tokens: int) -> int:
-    """Pairs that see each other, of all heads; every one is counted."""
+def count_pairs(visible: MaskMod, batch: int, q_heads: int, tokens: int) -> int:
+    """Return the number of query-key pairs that see each other, in all requests and heads."""
     import torch
 
-    places, heads = (torch.arange(n, device=DEVICE) for n in (tokens, q_heads))
-    seen = lambda rows: visible(0 * heads[:1], heads[:, None, None], rows[:, None], places)
-    of = lambda rows: int(seen(rows).expand(q_heads, len(rows), tokens).sum())
-    return batch * sum(of(rows) for rows in places.split(ROWS))
+    positions, heads = (torch.arange(n, device=DEVICE) for n in (tokens, q_heads))
+    count = 0
+    for rows in positions.split(CHUNK):
+        pairs = visible(0 * heads[:1], heads[:, None, None], rows[:, None], positions)
+        count += int(pairs.expand(q_heads, len(rows), tokens).sum())
+    return batch * count
 
 
-def microseconds(call: Callable[[], Any], *, rounds: int = 10) -> float:
-    """The sum of a call's kernels by torch's profiler (CUPTI), in the mean."""
+def kernel_sum_us(call: Callable[[], Any], *, rounds: int = 10) -> float:
+    """Return the mean sum of a call's kernel times in microseconds, from torch's profiler (CUPTI)."""
     import torch
 
     for _ in range(3):
@@ -125,58 +155,71 @@ def microseconds(call: Callable[[], Any], *, rounds: int = 10) -> float:
         for _ in range(rounds):
             call()
         torch.cuda.synchronize()
-    is_kernel = lambda event: event.device_type == torch.autograd.DeviceType.CUDA
-    return sum(event.device_time_total for event in profile.events() if is_kernel(event)) / rounds
+    cuda = torch.autograd.DeviceType.CUDA
+    return sum(event.device_time_total for event in profile.events() if event.device_type == cuda) / rounds
 
 
-def score_mod_of(case: PrefillCase, modifier: str, to: Callable[[Any], Any]) -> Callable[..., Any] | None:
-    """What the modifier makes of a scaled score; None = nothing."""
-    cap = score_of(case, modifier).soft_cap
+def make_score_mod(
+    case: PrefillCase, modifier: str, to_tensor: Callable[[Any], Any]
+) -> Callable[..., Any] | None:
+    """Return the modifier's function of scaled scores, or None if it does not change scores."""
+    cap = make_score(case, modifier).soft_cap
     if cap is not None:
         return lambda s, b, h, q, k: cap * (s / cap).tanh()
     if modifier == "alibi":
-        slopes = to(per_head(case, modifier)["alibi_slopes"])
+        slopes = to_tensor(per_head(case, modifier)["alibi_slopes"])
         return lambda s, b, h, q, k: s - slopes[h] * (q - k)
     return None
 
 
-def mask_mod_of_case(
-    case: PrefillCase, modifier: str, mask: masks.Mask | None, to: Callable[[Any], Any]
+def make_mask_mod(
+    case: PrefillCase, modifier: str, mask: masks.Mask | None, to_tensor: Callable[[Any], Any]
 ) -> MaskMod:
-    """Which pairs see each other, of tables that `to` makes of arrays."""
-    score, lens = score_of(case, modifier), case.query_lens
-    inner = (lambda b, h, q, k: q == q) if mask is None else mask_mod_of_mask(mask, case, to)
+    """Return the function that says which pairs of a case see each other.
+
+    Args:
+        case: Requests without context.
+        modifier: Name of the modifier.
+        mask: Mask of the modifier, or None.
+        to_tensor: Function that converts an array to a tensor.
+    """
+    score, lens = make_score(case, modifier), case.query_lens
+    mask_visible = (lambda b, h, q, k: q == q) if mask is None else convert_mask(mask, case, to_tensor)
     left = max(lens) if score.window[0] is None else score.window[0]
 
     def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
-        found = inner(b, h, q, k) & (q - k <= left)
-        return found & (q >= k) if score.causal else found
+        pairs = mask_visible(b, h, q, k) & (q - k <= left)
+        return pairs & (q >= k) if score.causal else pairs
 
     if len(set(lens)) == 1:
         return visible
-    text = to(np.repeat(np.arange(len(lens)), lens))
-    position = to(np.concatenate([np.arange(n) for n in lens]))
-    return lambda b, h, q, k: (text[q] == text[k]) & visible(b, h, position[q], position[k])
+    request = to_tensor(np.repeat(np.arange(len(lens)), lens))
+    position = to_tensor(np.concatenate([np.arange(n) for n in lens]))
+    return lambda b, h, q, k: (request[q] == request[k]) & visible(b, h, position[q], position[k])
 
 
-def mask_mod_of_mask(mask: masks.Mask, case: PrefillCase, to: Callable[[Any], Any]) -> MaskMod:
-    """The mask's part of it; later keys may be said to be seen, which causal attention hides."""
+def convert_mask(mask: masks.Mask, case: PrefillCase, to_tensor: Callable[[Any], Any]) -> MaskMod:
+    """Convert a mask to a function of pairs. It may return True for keys after the query."""
     match mask:
         case masks.And(masks=(first, second)):
-            one, other = (mask_mod_of_mask(part, case, to) for part in (first, second))
-            return lambda b, h, q, k: one(b, h, q, k) & other(b, h, q, k)
+            mods = [convert_mask(part, case, to_tensor) for part in (first, second)]
+            return lambda b, h, q, k: mods[0](b, h, q, k) & mods[1](b, h, q, k)
         case masks.Window(left=left):
             return lambda b, h, q, k: q - k <= left
         case masks.Document():
-            ids = to(mask.ids)
+            ids = to_tensor(mask.ids)
             return lambda b, h, q, k: ids[q] == ids[k]
         case masks.BlockMask(block_q=block_q, block_kv=block_kv):
-            blocks = to(mask.blocks)
+            blocks = to_tensor(mask.blocks)
             return lambda b, h, q, k: blocks[h, q // block_q, k // block_kv]
-        case masks.LocalStrided(block_size=size, local_blocks=near, vert_stride=stride):
+        case masks.LocalStrided(block_size=size, local_blocks=local_blocks, vert_stride=stride):
             step = mask.head_sliding_step(case.q_heads, case.kv_heads)
-            is_stripe = lambda h, k: (k // size + h * step + 1) % stride == 0
-            return lambda b, h, q, k: (q // size - k // size < near) | is_stripe(h, k)
+
+            def visible(b: Any, h: Any, q: Any, k: Any) -> Any:
+                is_local = q // size - k // size < local_blocks
+                return is_local | ((k // size + h * step + 1) % stride == 0)
+
+            return visible
     assert isinstance(mask, masks.VerticalSlash)
-    columns, slashes = to(mask.columns), to(mask.slashes)
+    columns, slashes = to_tensor(mask.columns), to_tensor(mask.slashes)
     return lambda b, h, q, k: columns[h, k] | slashes[h, abs(q - k)]

@@ -1,10 +1,12 @@
 """Run a mixture-of-experts model in transformers: random weights, logits and times, in a process without JAX.
 
-Usage: `python -m benchmarks.kernels.transformers_process NAME DIR`. Writes a checkpoint, `expected.npz` and
-`times.json` into the folder.
+Usage: `python -m benchmarks.kernels.transformers_process NAME DIR`. The process writes a checkpoint,
+    `expected.npz`
+and `times.json` into the directory.
 """
 
 import collections
+import functools
 import json
 import pathlib
 import sys
@@ -44,21 +46,21 @@ CONFIGS = {
         "sliding_window": 128,
     },
 }
-CHECKED = 256  # tokens of the prompt whose logits are compared
+NUM_CHECKED = 256  # tokens of the prompt whose logits are compared
 BATCH, CONTEXT, PROMPT = 64, 1024, 8192
-WAYS = ("eager", "grouped_mm", "batched_mm")  # transformers' names; the last copies each row's experts
+EXPERT_IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")  # the last one copies the experts of every row
 
 
-def main(name: str, directory: pathlib.Path, *, device: str = "cuda", **cuts: Any) -> None:
-    """Makes the checkpoint, then what is compared with it.
+def main(name: str, directory: pathlib.Path, *, device: str = "cuda", **overrides: Any) -> None:
+    """Write the checkpoint, the expected logits and the times.
 
     Args:
-        name: Of CONFIGS.
-        directory: Where all of it goes.
-        device: torch's.
-        **cuts: Keys of the config that are smaller than the model's, to try it without a GPU.
+        name: Name of a model in CONFIGS.
+        directory: Directory of the files.
+        device: torch device.
+        **overrides: Fields of the config to replace, to test the script without a GPU.
     """
-    sizes = {**COMMON, **CONFIGS[name], **cuts}
+    sizes = {**COMMON, **CONFIGS[name], **overrides}
     config = transformers.AutoConfig.for_model(**sizes, dtype="bfloat16", tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
@@ -71,51 +73,54 @@ def main(name: str, directory: pathlib.Path, *, device: str = "cuda", **cuts: An
     model.save_pretrained(directory)
     np.savez(directory / "expected.npz", **logits(model, device))
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    rows = [row | versions for row in (*layer_times(model, device), *times(model, device))]
+    rows = [row | versions for row in (*layer_times(model, device), *step_times(model, device))]
     (directory / "times.json").write_text(json.dumps(rows))
 
 
 @torch.no_grad()
 def logits(model: Any, device: str) -> dict[str, np.ndarray]:
-    """A prompt and its logits in bfloat16, and in f32 with the same weights."""
-    tokens = torch.randint(0, model.config.vocab_size, (1, CHECKED), device=device)
-    found = model(tokens).logits[0].float().cpu().numpy()
+    """Return a prompt and its logits, in bfloat16 and in float32 with the same weights."""
+    tokens = torch.randint(0, model.config.vocab_size, (1, NUM_CHECKED), device=device)
+    bf16_logits = model(tokens).logits[0].float().cpu().numpy()
     model.float()
     model.set_experts_implementation("eager")
-    exact = model(tokens).logits[0].cpu().numpy()
+    float32_logits = model(tokens).logits[0].cpu().numpy()
     model.to(torch.bfloat16)
-    return {"tokens": tokens[0].cpu().numpy(), "bf16": found, "f32": exact}
+    return {"tokens": tokens[0].cpu().numpy(), "bf16": bf16_logits, "f32": float32_logits}
 
 
 def layer_times(model: Any, device: str) -> list[dict[str, Any]]:
-    """A layer's router and experts alone, by each way."""
+    """Return rows of a layer's router and experts, by number of tokens and implementation."""
     layer, width = model.model.layers[0].mlp, model.config.hidden_size
     rows = []
     for tokens in (BATCH, PROMPT):
         x = torch.randn((1, tokens, width), device=device, dtype=torch.bfloat16)
-        for way in WAYS[: 2 if tokens == PROMPT else 3]:
-            case = {"case": "layer", "tokens": tokens, "way": way}
-            rows.append(case | timed(model, way, lambda x=x: layer(x)))
+        for implementation in EXPERT_IMPLEMENTATIONS[: 2 if tokens == PROMPT else 3]:
+            case = {"case": "layer", "tokens": tokens, "way": implementation}
+            rows.append(case | measure(model, implementation, functools.partial(layer, x)))
     return rows
 
 
-def times(model: Any, device: str) -> list[dict[str, Any]]:
-    """A decode step of 64 requests and a prompt of 8k, by each way."""
+def step_times(model: Any, device: str) -> list[dict[str, Any]]:
+    """Return rows of a decode step of 64 requests and a prompt of 8k tokens, by implementation."""
     rows = []
-    draw = lambda *shape: torch.randint(0, model.config.vocab_size, shape, device=device)
-    prompt, next_ids = draw(1, PROMPT), draw(BATCH, 1)
-    for way in WAYS:
-        cache = filled_cache(model, device)
-        decode = lambda cache=cache: model(next_ids, past_key_values=cache, logits_to_keep=1).logits
-        rows.append({"case": "decode", "tokens": BATCH, "way": way} | timed(model, way, decode))
-    for way in WAYS[:2]:
-        prefill = lambda: model(prompt, use_cache=True, logits_to_keep=1).logits
-        rows.append({"case": "prefill", "tokens": PROMPT, "way": way} | timed(model, way, prefill))
+    prompt, next_ids = (
+        torch.randint(0, model.config.vocab_size, shape, device=device) for shape in ((1, PROMPT), (BATCH, 1))
+    )
+    for implementation in EXPERT_IMPLEMENTATIONS:
+        cache = random_cache(model, device)
+        decode = functools.partial(model, next_ids, past_key_values=cache, logits_to_keep=1)
+        case = {"case": "decode", "tokens": BATCH, "way": implementation}
+        rows.append(case | measure(model, implementation, decode))
+    for implementation in EXPERT_IMPLEMENTATIONS[:2]:
+        prefill = functools.partial(model, prompt, use_cache=True, logits_to_keep=1)
+        case = {"case": "prefill", "tokens": PROMPT, "way": implementation}
+        rows.append(case | measure(model, implementation, prefill))
     return rows
 
 
-def filled_cache(model: Any, device: str) -> Any:
-    """Random keys and values of 64 requests."""
+def random_cache(model: Any, device: str) -> Any:
+    """Create a cache with random keys and values of 64 requests."""
     config = model.config
     cache = transformers.DynamicCache(config=config)
     shape = (BATCH, config.num_key_value_heads, CONTEXT - 1, config.head_dim)
@@ -126,12 +131,22 @@ def filled_cache(model: Any, device: str) -> Any:
 
 
 @torch.no_grad()
-def timed(model: Any, way: str, call: Callable[[], Any], rounds: int = 10) -> dict[str, Any]:
-    """Microseconds of a call: in flight, and the sum of its kernels; or why there are none."""
-    is_there = next(model.parameters()).is_cuda
-    wait = torch.cuda.synchronize if is_there else lambda: None
+def measure(model: Any, implementation: str, call: Callable[[], Any], rounds: int = 10) -> dict[str, Any]:
+    """Measure a call with an implementation of the experts.
+
+    Args:
+        model: Model that the call runs.
+        implementation: transformers' name of the implementation.
+        call: Function to measure.
+        rounds: Number of timed calls.
+
+    Returns:
+        Microseconds per call in flight and the sum of its kernel times, or the error message.
+    """
+    is_cuda = next(model.parameters()).is_cuda
+    wait = torch.cuda.synchronize if is_cuda else lambda: None
     try:
-        model.set_experts_implementation(way)
+        model.set_experts_implementation(implementation)
         for _ in range(3):
             call()
         wait()
@@ -140,24 +155,24 @@ def timed(model: Any, way: str, call: Callable[[], Any], rounds: int = 10) -> di
             call()
         wait()
         in_flight = 1e6 * (time.perf_counter() - start) / rounds
-        return {"in_flight_us": in_flight, **(kernels(call) if is_there else {})}
-    except Exception as error:  # the other rows still count
+        return {"in_flight_us": in_flight, **(kernel_times(call) if is_cuda else {})}
+    except Exception as error:  # the row records the error
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def kernels(call: Callable[[], Any], rounds: int = 3) -> dict[str, Any]:
-    """The sum of a call's kernels in microseconds, and those that take most."""
+def kernel_times(call: Callable[[], Any], rounds: int = 3) -> dict[str, Any]:
+    """Return the sum of a call's kernel times in microseconds, and the four longest kernels."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(rounds):
             call()
         torch.cuda.synchronize()
-    found: dict[str, float] = collections.defaultdict(float)
+    times: dict[str, float] = collections.defaultdict(float)
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name[:60]] += event.device_time_total / rounds
-    most = sorted(found.items(), key=lambda item: -item[1])[:4]
-    return {"kernel_sum_us": sum(found.values()), "most_us": {key: round(us, 1) for key, us in most}}
+            times[event.name[:60]] += event.device_time_total / rounds
+    longest = sorted(times.items(), key=lambda item: -item[1])[:4]
+    return {"kernel_sum_us": sum(times.values()), "most_us": {name: round(us, 1) for name, us in longest}}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes into the cache: kernel time, rounded to 8 bits on the way and not, in place."""
+"""Cache writes in place: kernel time with and without quantization."""
 
 import argparse
 import functools
@@ -19,39 +19,44 @@ KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 8, 128, 16, 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks write` takes."""
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--layout", nargs="+", default=["NHD", "HND"])
-    parser.add_argument("--implementation", nargs="+", default=["mosaic_gpu", "xla"])
-    parser.add_argument("--out", help="folder of the rows")
+    """Add the options of `python -m benchmarks write`."""
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="Numbers of tokens to write.")
+    parser.add_argument("--layout", nargs="+", default=["NHD", "HND"], help="Cache layouts.")
+    parser.add_argument(
+        "--implementation", nargs="+", default=["mosaic_gpu", "xla"], help="Implementations to measure."
+    )
+    parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every format with every combination of the options; the 16-bit write of a combination comes first."""
+    """Measure every format with every combination of the options, the 16-bit write first."""
     rows = Rows("write", arguments.out)
-    a = arguments
-    for implementation, layout, tokens in itertools.product(a.implementation, a.layout, a.tokens):
-        plain = None
+    combinations = itertools.product(arguments.implementation, arguments.layout, arguments.tokens)
+    for implementation, layout, tokens in combinations:
+        unquantized_us = None
         for quantization in FORMATS:
             try:
                 time = measure(implementation, layout, tokens, quantization)
-            except Exception as error:  # the other rows still count
-                where = f"{implementation} {layout} {tokens} {quantization}"
-                print(f"{where}: {type(error).__name__}: {error}"[:500], flush=True)
+            except Exception as error:  # continue with the other rows
+                case = f"{implementation} {layout} {tokens} {quantization}"
+                print(f"{case}: {type(error).__name__}: {error}"[:500], flush=True)
                 continue
-            plain = time["us"] if quantization is None else plain
+            unquantized_us = time["us"] if quantization is None else unquantized_us
             rows.add(
                 implementation=implementation,
                 layout=layout,
                 tokens=tokens,
                 quantization=quantization,
                 **time,
-                of_16_bits=plain and time["us"] / plain,
+                of_16_bits=unquantized_us and time["us"] / unquantized_us,
             )
 
 
 def measure(implementation: str, layout: str, tokens: int, quantization: str | None) -> dict[str, Any]:
-    """Microseconds of a write, checked against XLA's: a tie may be rounded to either side."""
+    """Measure a write in microseconds, after a comparison with XLA's result.
+
+    Ties may be rounded to either side, so a small share of values may differ by one step of the format.
+    """
     spec = CacheSpec(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -66,15 +71,16 @@ def measure(implementation: str, layout: str, tokens: int, quantization: str | N
     slots = np.random.default_rng(0).permutation(NUM_BLOCKS * BLOCK_SIZE)[:tokens]
     slots = jnp.asarray(slots, jnp.int32)
     write = functools.partial(write_kv, implementation=implementation)
-    got = write(PagedCache.create(spec), key, value, slots)
-    want = write_kv(PagedCache.create(spec), key, value, slots, implementation="xla")
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        ours, theirs = (x.astype(jnp.float32) for x in (ours, theirs))
-        assert float((jnp.abs(ours - theirs) > jnp.abs(theirs) / 8 + 1).mean()) == 0
-        assert float((ours != theirs).mean()) < 1e-2
+    written = write(PagedCache.create(spec), key, value, slots)
+    expected = write_kv(PagedCache.create(spec), key, value, slots, implementation="xla")
+    for array, expected_array in zip(jax.tree.leaves(written), jax.tree.leaves(expected), strict=True):
+        actual, reference = (x.astype(jnp.float32) for x in (array, expected_array))
+        assert float((jnp.abs(actual - reference) > jnp.abs(reference) / 8 + 1).mean()) == 0
+        assert float((actual != reference).mean()) < 1e-2
 
-    # The cache is made in the same program, so that it is written in place; filling it is not counted. Values
-    # are filled with another number than keys: XLA would make one of the two and copy it.
+    # The program creates the cache itself so that XLA writes in place; the kernels that fill the cache are
+    # not counted. Keys and values are filled with different numbers, otherwise XLA would fill one array and
+    # copy it.
     @jax.jit
     def run(key: jax.Array, value: jax.Array, slots: jax.Array) -> PagedCache:
         cache = PagedCache.create(spec)
@@ -83,6 +89,9 @@ def measure(implementation: str, layout: str, tokens: int, quantization: str | N
         return write(jax.lax.optimization_barrier(cache), key, value, slots)
 
     _, time = kernel_times(run, key, value, slots)
-    is_filling = lambda name: "broadcast" in name or name.startswith("Memset")
-    kernels = {name: us for name, us in time["kernels_us"].items() if not is_filling(name)}
+    kernels = {
+        name: us
+        for name, us in time["kernels_us"].items()
+        if "broadcast" not in name and not name.startswith("Memset")
+    }
     return {"us": sum(kernels.values()), "kernels_us": kernels}

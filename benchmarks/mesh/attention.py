@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from benchmarks.kernels.decode import TOLERANCE, random_table, some_results, worst_error
+from benchmarks.kernels.decode import TOLERANCE, max_error, random_table, reference_outputs
 from benchmarks.mesh.processes import on_host, one_device_mesh
 from benchmarks.runner import wall_time
 from jattn.batch.context_parallel import ContextParallelAxis
@@ -68,7 +68,7 @@ def measure_attention(case: DecodeCase, mesh: Mesh, *, uses_peers: bool = False)
         if split != drawn:
             drawn, arrays = split, _draw(case, count * num_blocks, on, (way.queries, way.cache))
         given = *arrays, *jax.device_put((table, _metadata(case, way)), places), peers if way.merge else None
-        error = worst_error(jnp.asarray(on_host(_attends(case, on, way, 1)(*given))), wanted)
+        error = max_error(jnp.asarray(on_host(_attends(case, on, way, 1)(*given))), wanted)
         if error > TOLERANCE:
             raise SystemExit(f"attention split by {name} is {error} off: no rows")
         us = wall_time(_attends(case, on, way, CHAIN), *given, layers=1) / CHAIN
@@ -99,7 +99,7 @@ def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
 def _wanted(case: DecodeCase, arrays: tuple[jax.Array, ...], table: np.ndarray) -> dict[int, jax.Array]:
     """Return the reference's results for some requests, computed on one device."""
     problem = *arrays, jnp.asarray(table), jnp.asarray(case.kv_lens, jnp.int32)
-    return some_results(case, (problem, {}), "NHD")
+    return reference_outputs(case, (problem, {}), "NHD")
 
 
 def _metadata(case: DecodeCase, way: Way) -> jattn.BatchMetadata:

@@ -41,7 +41,7 @@ def rows(monkeypatch, small):
         few = lambda *args, of=package.default_sizes, **how: dataclasses.replace(of(*args, **how), ctas=2)
         monkeypatch.setattr(package, "default_sizes", few)
     works = lambda modifier: [[backward.Work(case=CASE, modifier=modifier)]]
-    return lambda modifier: list(backward.measured(works(modifier), has_peer=False))
+    return lambda modifier: list(backward.measure_all(works(modifier), has_peer=False))
 
 
 @pytest.mark.kernels
@@ -81,26 +81,26 @@ def test_a_case_that_cannot_be_lowered_costs_its_own_row(rows, monkeypatch, caps
     def fails(works):
         raise NotImplementedError("no such case")
 
-    monkeypatch.setattr(backward, "lowered", fails)
+    monkeypatch.setattr(backward, "lower", fails)
     assert rows("plain") == []
     assert "tiny plain: NotImplementedError: no such case" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("modifier", backward_cases.MASKS)
 def test_every_pair_that_a_mask_leaves_is_counted(small, modifier):
-    mask = backward_cases.mask_of(CASE, modifier)
+    mask = backward_cases.make_mask(CASE, modifier)
     seen = pairs = 0
     for n in LENS:
         drawn = np.tril(masks.dense(mask, n, n, num_q_heads=2, num_kv_heads=1))
         assert np.diagonal(drawn, axis1=1, axis2=2).all()  # no query is without a key
         seen, pairs = seen + int(drawn.sum()), pairs + n * (n + 1)
-    assert backward_cases.share_of(CASE, modifier, mask) == pytest.approx(seen / pairs, rel=1e-12)
+    assert backward_cases.share_of_pairs(CASE, modifier, mask) == pytest.approx(seen / pairs, rel=1e-12)
 
 
 @pytest.mark.parametrize(("modifier", "share"), [("plain", 1.0), ("sinks", 1.0), ("full", 300 / 151)])
 def test_a_share_is_of_causal_pairs(modifier, share):
     case = dataclasses.replace(CASE, query_lens=(150,), context_lens=(0,))
-    assert backward_cases.share_of(case, modifier, None) == pytest.approx(share, rel=1e-12)
+    assert backward_cases.share_of_pairs(case, modifier, None) == pytest.approx(share, rel=1e-12)
 
 
 def test_a_sink_weighs_about_as_much_as_half_of_the_keys():
@@ -113,8 +113,8 @@ def test_a_sink_weighs_about_as_much_as_half_of_the_keys():
 def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, lens):
     """Of texts of different lengths, one behind the other, none sees another's."""
     case = dataclasses.replace(CASE, query_lens=lens, context_lens=(0,) * len(lens))
-    mask = backward_cases.mask_of(case, modifier)
-    visible = flex_attention.mask_mod_of_case(case, modifier, mask, np.asarray)
+    mask = backward_cases.make_mask(case, modifier)
+    visible = flex_attention.make_mask_mod(case, modifier, mask, np.asarray)
     place = np.arange(160)
     found = visible(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
     expected = np.zeros((2, 160, 160), bool)
@@ -127,12 +127,12 @@ def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, 
 
 
 def test_flex_attention_is_told_what_becomes_of_scores():
-    capped = flex_attention.score_mod_of(CASE, "soft_cap", np.asarray)
+    capped = flex_attention.make_score_mod(CASE, "soft_cap", np.asarray)
     # torch's tensors have tanh as a method.
     assert capped(Tensor(60.0), 0, 0, 0, 0) == pytest.approx(30 * np.tanh(2.0))
-    sloped = flex_attention.score_mod_of(CASE, "alibi", np.asarray)
+    sloped = flex_attention.make_score_mod(CASE, "alibi", np.asarray)
     assert float(sloped(1.0, 0, 1, 7, 3)) == pytest.approx(1 - 4 * 2.0**-8)
-    assert flex_attention.score_mod_of(CASE, "plain", np.asarray) is None
+    assert flex_attention.make_score_mod(CASE, "plain", np.asarray) is None
 
 
 def test_sinks_have_no_peer():

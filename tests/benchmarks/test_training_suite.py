@@ -14,7 +14,7 @@ def rows(monkeypatch):
     """Runs cases without a GPU's clock; yields the function that does."""
     times = {"us": 3.0, "spread_us": [3.0, 3.0], "kernels_us": {"nvjet_sm90_tss": 1.0, "varlen_prefill": 2.0}}
     monkeypatch.setattr(training, "kernel_times", lambda run, *arrays, iterations: (run(*arrays), times))
-    return lambda *cases: list(training.measured(list(cases)))
+    return lambda *cases: list(training.measure_all(list(cases)))
 
 
 @pytest.mark.kernels  # five seconds
@@ -55,7 +55,7 @@ def test_a_case_that_cannot_be_lowered_costs_its_own_row(rows, monkeypatch, caps
     def fails(case):
         raise NotImplementedError("no such case")
 
-    monkeypatch.setattr(training, "lowered", fails)
+    monkeypatch.setattr(training, "lower", fails)
     assert rows(CASE) == []
     assert "tiny: NotImplementedError: no such case" in capsys.readouterr().out
 
@@ -73,7 +73,7 @@ def test_a_row_is_of_the_median_round():
         {"us": us, "spread_us": [us - 1, us + 1], "kernels_us": {"varlen_prefill": us - 1, "nvjet": 1.0}}
         for us in (7.0, 3.0, 5.0)
     ]
-    assert training.middle(times) == {
+    assert training.median_round(times) == {
         "us": 5.0,
         "spread_us": [2.0, 8.0],
         "attention_us": 4.0,

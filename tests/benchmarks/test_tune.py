@@ -5,16 +5,16 @@ import json
 import pytest
 
 from benchmarks.kernels import tune
-from benchmarks.kernels.prefill import default_work, name_of
+from benchmarks.kernels.prefill import default_work, format_sizes
 from pallas_kernels.cases import PREFILL
 from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
 
-@pytest.mark.parametrize("width", tune.WIDTHS)
+@pytest.mark.parametrize("width", tune.HEAD_DIMS)
 def test_candidates_fit_and_differ(width):
     found = tune.candidates(width)
     assert all(sizes.shared_memory(width) <= SHARED_MEMORY for sizes in found)
-    assert len(set(map(name_of, found))) == len(found) > 0
+    assert len(set(map(format_sizes, found))) == len(found) > 0
 
 
 def test_the_fastest_is_the_least_geometric_mean_of_complete_rows(tmp_path, monkeypatch):
@@ -29,12 +29,12 @@ def test_the_fastest_is_the_least_geometric_mean_of_complete_rows(tmp_path, monk
         (few, first, 9.0),
     ]
     keys = ("name", "block_size", "modifier")
-    rows = [dict(zip(keys, row, strict=True), tiles=name_of(tiles), us=us) for tiles, row, us in times]
+    rows = [dict(zip(keys, row, strict=True), tiles=format_sizes(tiles), us=us) for tiles, row, us in times]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert tune.fastest(path) == {64: name_of(uneven)}
+    assert tune.fastest(path) == {64: format_sizes(uneven)}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
-    assert tune.fastest(path) == {64: name_of(even)}
+    assert tune.fastest(path) == {64: format_sizes(even)}
     path.write_text(json.dumps(rows[-1]))
     assert tune.fastest(path) == {}
 
