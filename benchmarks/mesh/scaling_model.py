@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.runner import rows_of
+from benchmarks.runner import read_rows
 from pallas_kernels.collectives import LINK_BYTES_PER_US, WAIT_US, bytes_sent, default_shots
 
 MEASURED = "mesh-later-nvidia-h200-2026-11-24.jsonl"
@@ -65,12 +65,12 @@ class Model(NamedTuple):
         read, (sums_file, steps_file) = SOURCES[gpu, processes]
         sums: dict[int, float] = {}
         others: dict[int, float] = {}
-        for row in rows_of(sums_file):
+        for row in read_rows(sums_file):
             for prefix, found in zip(BY, (sums, others), strict=True):
                 if row["name"].startswith(prefix):
                     found[_sizes(row)[0]] = min(found.get(_sizes(row)[0], row["us"]), row["us"])
         rests: dict[int, dict[int, float]] = {1: {}, 2: {}}
-        for row in rows_of(steps_file):
+        for row in read_rows(steps_file):
             is_used = _is_decode(row) and row.get("processes", 1) == processes
             if is_used and (row["tp"], row["sums"]) in BEST:
                 requests, context = _sizes(row)

@@ -18,7 +18,7 @@ from benchmarks.kernels.decode import random_table
 from benchmarks.mesh.processes import on_host
 from benchmarks.models.graphs import Call, call_times
 from benchmarks.models.random_decoder import random_decoder
-from benchmarks.models.step_profile import traced
+from benchmarks.models.step_profile import profile_steps
 from benchmarks.runner import read_ceiling
 from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, replicated_sharding
@@ -240,7 +240,7 @@ class Steps:
         return taken
 
     def kernels(self, size: StepSize) -> dict[str, Any]:
-        """Return the kernels of a step on all GPUs of this process, as `step_profile.traced` does."""
+        """Return the kernels of a step on all GPUs of this process, as `step_profile.profile_steps` does."""
         count = 8
 
         def run() -> None:
@@ -248,7 +248,7 @@ class Steps:
                 self.start(size)
             self.results(size)
 
-        return traced(run, count + 1)
+        return profile_steps(run, count + 1)
 
     def _run(self, size: StepSize, caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         metadata, sampling = self._metadata[size], self._sampling[size]
