@@ -125,7 +125,7 @@ def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int
     """
     reports = _run_alone("partition", module, names)
     words = {name: text.splitlines()[-1].split() for name, text in reports.items()}  # ptxas reports first
-    return {name: (set(found[1:]), int(found[0])) for name, found in words.items()}
+    return {name: (set(fields[1:]), int(fields[0])) for name, fields in words.items()}
 
 
 def slices_read(module: str, names: list[str]) -> dict[str, list[int]]:
@@ -211,8 +211,8 @@ def main(task: str, module: str, names: list[str]) -> None:
     from jax.experimental import topologies
 
     num = 2 if task == "partition" else 1
-    of_host = {"target_config": TARGET, "topology": f"1x1x{num}"}
-    topology = topologies.get_topology_desc(platform="cuda", **of_host)
+    topology_options = {"target_config": TARGET, "topology": f"1x1x{num}"}
+    topology = topologies.get_topology_desc(platform="cuda", **topology_options)
     mesh = jax.sharding.Mesh(topology.devices, ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     cases = importlib.import_module(module).aot_cases()

@@ -34,9 +34,9 @@ def covering_array(
         best = max((c for c in tried if c), key=lambda c: _gain(c, bit_of, missing), default=None)
         if best is None or _gain(best, bit_of, missing) == 0:
             raise AssertionError(f"no allowed case has any of {left[:3]}")
-        met = _bits(best, bit_of)
+        pair_bits = _bits(best, bit_of)
         for choice in best.items():
-            missing[choice] &= ~met
+            missing[choice] &= ~pair_bits
         left = [(value, other_value) for value, other_value in left if missing[value] & bit_of[other_value]]
         cases.append({name: factors[name][best[name]] for name in names})
     return cases
@@ -50,14 +50,14 @@ def _gain(
     case: dict[str, int], bit_of: dict[tuple[str, int], int], missing: dict[tuple[str, int], int]
 ) -> int:
     """Return twice the number of pairs in the case that no earlier case contains."""
-    met = _bits(case, bit_of)
-    return sum((missing[choice] & met).bit_count() for choice in case.items())
+    pair_bits = _bits(case, bit_of)
+    return sum((missing[choice] & pair_bits).bit_count() for choice in case.items())
 
 
 def _candidate(factors, bit_of, missing, start, allowed, rng) -> dict[str, int] | None:
     """Return a case that is grown greedily from the uncovered pair `start`, or None."""
     case = dict(start)
-    met = _bits(case, bit_of)
+    pair_bits = _bits(case, bit_of)
     grown = {name: factors[name][index] for name, index in start}
     rest = [name for name in factors if name not in case]
     rng.shuffle(rest)
@@ -65,10 +65,10 @@ def _candidate(factors, bit_of, missing, start, allowed, rng) -> dict[str, int] 
         options = []
         for index, value in enumerate(factors[name]):
             if allowed(grown | {name: value}):
-                options.append(((missing[name, index] & met).bit_count(), rng.random(), index))
+                options.append(((missing[name, index] & pair_bits).bit_count(), rng.random(), index))
         if not options:
             return None
         case[name] = max(options)[2]
-        met |= bit_of[name, case[name]]
+        pair_bits |= bit_of[name, case[name]]
         grown[name] = factors[name][case[name]]
     return case

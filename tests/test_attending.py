@@ -34,9 +34,9 @@ class TestCases:
         names = list(FACTORS)
         for i, a in enumerate(names):
             for b in names[i + 1 :]:
-                met = {(str(case[a]), str(case[b])) for case in CASES}
+                covered_pairs = {(str(case[a]), str(case[b])) for case in CASES}
                 expected = {(str(x), str(y)) for x in FACTORS[a] for y in FACTORS[b] if allowed({a: x, b: y})}
-                assert expected <= met
+                assert expected <= covered_pairs
 
 
 class TestDispatch:
@@ -206,8 +206,8 @@ class TestExplicitAxes:
     def test_explicit_arrays_are_accepted_in_a_shard_map(self, is_packed):
         query, cache, metadata = self.given(is_packed)
         attention = lambda query, cache: jattn.attend(query, cache, metadata, self.SPEC)
-        of_cache = jax.tree.map(lambda x: self.BY_HEADS if x.ndim > 2 else P(), cache)
-        specs, out = (self.BY_HEADS, of_cache), self.BY_HEADS
+        cache_specs = jax.tree.map(lambda x: self.BY_HEADS if x.ndim > 2 else P(), cache)
+        specs, out = (self.BY_HEADS, cache_specs), self.BY_HEADS
         mapped = jax.jit(jax.shard_map(attention, mesh=self.MESH, in_specs=specs, out_specs=out))
         cut = jax.tree.map(lambda x: self.cut(x) if x.ndim > 2 else x, (query, cache))
         np.testing.assert_array_equal(mapped(*cut), attention(query, cache))

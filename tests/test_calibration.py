@@ -43,7 +43,7 @@ def measured():
 
 
 @pytest.mark.parametrize(
-    ("options", "of_keys", "of_values"),
+    ("options", "key_factor", "value_factor"),
     [
         ({}, lambda p: p.max() / 448, lambda p: p.max() / 448),
         ({"per_head": True}, lambda p: p.max(1) / 448, lambda p: p.max(1) / 448),
@@ -51,11 +51,11 @@ def measured():
         ({"quantization": "int8_static_v", "headroom": 1.5}, lambda p: None, lambda p: 1.5 * p / 127),
     ],
 )
-def test_scales_fit_the_largest_keys_and_values_of_the_prompts(measured, options, of_keys, of_values):
+def test_scales_fit_the_largest_keys_and_values_of_the_prompts(measured, options, key_factor, value_factor):
     model, layer_peaks = measured
     scales = jattn.calibrate(model, PROMPTS, **options)
     for (k, v), peak in zip(scales.layers, layer_peaks, strict=True):
-        for actual, expected in ((k, of_keys(peak[0])), (v, of_values(peak[1]))):
+        for actual, expected in ((k, key_factor(peak[0])), (v, value_factor(peak[1]))):
             assert (actual is None) == (expected is None)
             if expected is not None:
                 assert actual.dtype == np.float32
@@ -83,16 +83,16 @@ class TestFiles:
         assert list(load_file(tmp_path / "scales.safetensors")) == [
             f"model.layers.{i}.self_attn.v_scale" for i in range(CONFIG.num_hidden_layers)
         ]
-        again = KVScales.load(tmp_path / "scales.safetensors", CONFIG.num_hidden_layers)
-        for old, new in zip(scales.layers, again.layers, strict=True):
+        loaded = KVScales.load(tmp_path / "scales.safetensors", CONFIG.num_hidden_layers)
+        for old, new in zip(scales.layers, loaded.layers, strict=True):
             assert old.k is new.k is None
             np.testing.assert_array_equal(old.v, new.v)
 
     def test_scales_of_any_memory_order_are_saved(self, tmp_path):
         scale = np.arange(1, 9, dtype=np.float32).reshape(4, 2).T
         KVScales((LayerScales(v=scale),)).save(tmp_path / "scales.safetensors")
-        (again,) = KVScales.load(tmp_path / "scales.safetensors", 1).layers
-        np.testing.assert_array_equal(again.v, scale)
+        (loaded,) = KVScales.load(tmp_path / "scales.safetensors", 1).layers
+        np.testing.assert_array_equal(loaded.v, scale)
 
     @pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
     def test_scales_of_a_checkpoint_are_loaded_and_saved(self, tmp_path, form):

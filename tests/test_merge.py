@@ -56,11 +56,11 @@ def test_states_without_keys_do_not_affect_gradients():
             has_keys, merged_lse, 0
         ).sum()
 
-    of_out, of_lse = jax.grad(loss, argnums=(0, 1))(out, lse)
-    assert np.isfinite(of_out).all()
-    assert np.isfinite(of_lse).all()
-    np.testing.assert_allclose(of_lse[:, 1, 1], [1, 0])
-    np.testing.assert_allclose(of_out[0, 1, 1], 2 * out[0, 1, 1], rtol=1e-6)
+    out_grad, lse_grad = jax.grad(loss, argnums=(0, 1))(out, lse)
+    assert np.isfinite(out_grad).all()
+    assert np.isfinite(lse_grad).all()
+    np.testing.assert_allclose(lse_grad[:, 1, 1], [1, 0])
+    np.testing.assert_allclose(out_grad[0, 1, 1], 2 * out[0, 1, 1], rtol=1e-6)
 
 
 def test_large_scores_do_not_overflow():
@@ -287,9 +287,9 @@ def test_keys_of_a_long_prefix_may_be_split(max_blocks, max_splits):
 
 def test_packed_keys_with_a_common_prefix_are_rejected():
     metadata, cache_spec, cache, (spec,), query, _ = cascade_problem(np.random.default_rng(5), [None])
-    of_row = lambda array: array[metadata.block_table].reshape(64, 2, 8)
+    keys_of_rows = lambda array: array[metadata.block_table].reshape(64, 2, 8)
     starts = jnp.arange(4, dtype=jnp.int32) * 16
-    outside = jattn.PackedKV(k=of_row(cache.k), v=of_row(cache.v), kv_start_loc=starts)
+    outside = jattn.PackedKV(k=keys_of_rows(cache.k), v=keys_of_rows(cache.v), kv_start_loc=starts)
     expected = jattn.attend(query, cache, metadata, spec)
     for caches in ([None, cache_spec], None):
         options = {"query_dtype": jnp.float32, "common_prefix_len": 8}

@@ -116,18 +116,18 @@ def test_norm_modules_are_parameters_of_the_layer():
 class TestFusedProjections:
     @pytest.mark.parametrize("use_bias", [False, True])
     def test_fused_projection_equals_separate_projections(self, use_bias):
-        apart, fused = (layer(use_bias=use_bias, fuses_qkv=fuses) for fuses in (False, True))
+        separate, fused = (layer(use_bias=use_bias, fuses_qkv=fuses) for fuses in (False, True))
         assert {name for name in ("q_proj", "k_proj", "v_proj") if hasattr(fused, name)} == set()
         for leaf in ("kernel", "bias") if use_bias else ("kernel",):
             parts = []
-            for projection in (apart.q_proj, apart.k_proj, apart.v_proj):
+            for projection in (separate.q_proj, separate.k_proj, separate.v_proj):
                 values = jax.random.normal(jax.random.key(len(parts)), getattr(projection, leaf).shape)
                 getattr(projection, leaf)[...] = values
                 parts.append(values.reshape(*values.shape[:-1], 2, -1, 8))  # kv heads, heads of each
             getattr(fused.qkv_proj, leaf)[...] = jnp.concatenate(parts, axis=-2)
-        fused.o_proj = apart.o_proj
+        fused.o_proj = separate.o_proj
         metadata = step([7, 5], [7, 5])
-        expected, _ = apart(hidden(12), None, metadata, metadata.positions)
+        expected, _ = separate(hidden(12), None, metadata, metadata.positions)
         out, _ = fused(hidden(12), None, metadata, metadata.positions)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 

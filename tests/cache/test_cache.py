@@ -63,9 +63,9 @@ class TestWrite:
         written = np.asarray(slots)[np.asarray(slots) >= 0]
         np.testing.assert_allclose(k[written], key[np.asarray(slots) >= 0], atol=tolerance, rtol=tolerance)
         np.testing.assert_allclose(v[written], value[np.asarray(slots) >= 0], atol=tolerance, rtol=tolerance)
-        others = np.setdiff1d(np.arange(20), written)
-        np.testing.assert_array_equal(k[others], before_k[others])
-        np.testing.assert_array_equal(v[others], before_v[others])
+        unwritten = np.setdiff1d(np.arange(20), written)
+        np.testing.assert_array_equal(k[unwritten], before_k[unwritten])
+        np.testing.assert_array_equal(v[unwritten], before_v[unwritten])
 
     def test_keys_without_a_slot_are_not_written(self, layout, quantization):
         empty = lambda: create(layout=layout, quantization=quantization)
@@ -366,8 +366,10 @@ class TestRefusals:
 
     @pytest.mark.parametrize("on_host", [False, True])
     def test_swaps_between_caches_with_and_without_scales_are_rejected(self, on_host):
-        source, other = create(quantization="int8_k_only"), spec(quantization="int8_static_v")
-        target = jattn.PagedCache.create_on_host(other) if on_host else create(quantization="int8_static_v")
+        source, other_spec = create(quantization="int8_k_only"), spec(quantization="int8_static_v")
+        target = (
+            jattn.PagedCache.create_on_host(other_spec) if on_host else create(quantization="int8_static_v")
+        )
         with pytest.raises(ValueError, match=r"target.v must be float32, as the source's, got int8"):
             jattn.swap_blocks(source, target, np.asarray([[0, 1]]))
 
@@ -480,14 +482,14 @@ def test_blocks_are_selected_by_ints():
         jattn.blocks_of(create(), jnp.zeros(2))
 
 
-@pytest.mark.parametrize("wide", [2**32 + 1, -(2**32) + 1])
-def test_block_ids_beyond_int32_are_rejected(wide):
-    with pytest.raises(ValueError, match=f"ids must hold int32s, got {wide}"):
-        jattn.blocks_of(create(), np.array([0, wide]))
-    with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {wide}"):
-        jattn.copy_blocks(create(), np.array([[wide, 2]]))
-    with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {wide}"):
-        jattn.swap_blocks(create(), create(), np.array([[wide, 2]]))
+@pytest.mark.parametrize("large_id", [2**32 + 1, -(2**32) + 1])
+def test_block_ids_beyond_int32_are_rejected(large_id):
+    with pytest.raises(ValueError, match=f"ids must hold int32s, got {large_id}"):
+        jattn.blocks_of(create(), np.array([0, large_id]))
+    with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {large_id}"):
+        jattn.copy_blocks(create(), np.array([[large_id, 2]]))
+    with pytest.raises(ValueError, match=f"block_mapping must hold int32s, got {large_id}"):
+        jattn.swap_blocks(create(), create(), np.array([[large_id, 2]]))
 
 
 class TestReplace:
@@ -531,14 +533,15 @@ class TestSpec:
         assert cache_spec.num_bytes == sum(x.size * x.dtype.itemsize for x in arrays)
 
     def test_num_blocks_in_is_the_largest_number_that_fits(self):
-        one = spec(dtype=jnp.bfloat16).bytes_per_block
-        assert one == 2 * 4 * 2 * 16 * 2
-        assert spec(dtype=jnp.bfloat16).num_blocks_in(10 * one * 3 + 1, num_layers=3) == 10
+        block_bytes = spec(dtype=jnp.bfloat16).bytes_per_block
+        assert block_bytes == 2 * 4 * 2 * 16 * 2
+        assert spec(dtype=jnp.bfloat16).num_blocks_in(10 * block_bytes * 3 + 1, num_layers=3) == 10
         with pytest.raises(
             ValueError,
-            match=f"memory_bytes must be at least {one * 3}, the size of one block, got {one * 3 - 1}",
+            match=rf"memory_bytes must be at least {block_bytes * 3}, the size of one block, "
+            rf"got {block_bytes * 3 - 1}",
         ):
-            spec(dtype=jnp.bfloat16).num_blocks_in(one * 3 - 1, num_layers=3)
+            spec(dtype=jnp.bfloat16).num_blocks_in(block_bytes * 3 - 1, num_layers=3)
 
     @pytest.mark.usefixtures("types_unchecked")
     @pytest.mark.parametrize(
@@ -590,9 +593,9 @@ def test_an_array_that_would_be_donated_twice_is_rejected_by_name():
     message = "The same array is used twice in the caches"
     with pytest.raises(ValueError, match=message):
         jattn.write_kv(cache, rows, rows, jnp.asarray([3]))
-    one = jattn.PagedCache(k=zeros, v=zeros.copy())
+    shared_cache = jattn.PagedCache(k=zeros, v=zeros.copy())
     with pytest.raises(ValueError, match=message):
-        jattn.copy_blocks([one, one], np.asarray([[0, 1]]))
+        jattn.copy_blocks([shared_cache, shared_cache], np.asarray([[0, 1]]))
     numpys = jattn.PagedCache(k=np.asarray(zeros), v=np.asarray(zeros))
     for write, it in ((jax.jit(jattn.write_kv), cache), (jattn.write_kv, numpys)):
         assert write(it, rows, rows, jnp.asarray([3])).k[1, 1, 0, 0] == 1

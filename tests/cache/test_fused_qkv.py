@@ -128,7 +128,7 @@ def test_the_fused_kernel_equals_the_separate_operations_on_a_gpu(layout):
         results.append(run(state, x, cache, metadata, metadata.positions))
     (actual_array, first_cache), (expected_array, second_cache) = results
     close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05)
-    wide = lambda array: np.asarray(array, np.float32)
-    close(wide(actual_array), wide(expected_array))
-    close(wide(first_cache.k), wide(second_cache.k))
-    np.testing.assert_array_equal(wide(first_cache.v), wide(second_cache.v))
+    as_float32 = lambda array: np.asarray(array, np.float32)
+    close(as_float32(actual_array), as_float32(expected_array))
+    close(as_float32(first_cache.k), as_float32(second_cache.k))
+    np.testing.assert_array_equal(as_float32(first_cache.v), as_float32(second_cache.v))

@@ -22,12 +22,12 @@ def test_quantization_rounds_the_exact_quotient_with_ties_to_even(stored, dtype)
     np.testing.assert_allclose(scale, amax[..., 0] / largest(stored), rtol=2e-7)
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("context_name", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_values_cast_back_in_the_same_program_are_rounded(dtype, stored, where):
+def test_values_cast_back_in_the_same_program_are_rounded(dtype, stored, context_name):
     """XLA must not elide the pair of casts; the values include subnormal fp8 numbers."""
-    assert jax.default_backend() == where
+    assert jax.default_backend() == context_name
     every = np.arange(256, dtype=np.uint8).view(stored).astype(np.float64)
     every = np.unique(every[np.isfinite(every)])
     draw = np.random.default_rng(0)

@@ -58,9 +58,10 @@ def root_mean_square_error(num_keys, quantization, is_decode):
     out = jattn.attend(query, cache, metadata, layer)
 
     as_held = lambda array, scale: np.asarray(
-        array.astype(jnp.float32) * (1 if scale is None else scale.reshape(held[scale.ndim])), np.float64
+        array.astype(jnp.float32) * (1 if scale is None else scale.reshape(scale_shapes[scale.ndim])),
+        np.float64,
     ).reshape(-1, DIM)[slots]
-    held = {0: (1, 1, 1, 1), 2: (1, 1, 1, DIM), 3: (num_blocks, BLOCK_SIZE, 1, 1)}
+    scale_shapes = {0: (1, 1, 1, 1), 2: (1, 1, 1, DIM), 3: (num_blocks, BLOCK_SIZE, 1, 1)}
     k, v = as_held(cache.k, cache.k_scale), as_held(cache.v, cache.v_scale)
     s = np.asarray(query, np.float64).reshape(-1, DIM) @ k.T * DIM**-0.5
     p = np.exp(s - s.max(axis=1, keepdims=True))

@@ -45,7 +45,9 @@ BLOCKS = masks.BlockMask(
 
 
 def place(inputs: Sequence[jax.Array], partitions: Sequence[P], mesh: Any = MESH) -> list[jax.Array]:
-    return [jax.device_put(x, jax.NamedSharding(mesh, of)) for x, of in zip(inputs, partitions, strict=True)]
+    return [
+        jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(inputs, partitions, strict=True)
+    ]
 
 
 def close(actual: jax.Array, expected: jax.Array) -> None:
@@ -72,8 +74,8 @@ def check(
     partitions: tuple[P, ...],
     *,
     inputs: Sequence[jax.Array] | None = None,
-    of_output: tuple[int, int] = (0, 0),
-    of_gradients: tuple[int, int] = (0, 0),
+    output_collectives: tuple[int, int] = (0, 0),
+    gradient_collectives: tuple[int, int] = (0, 0),
     mesh: Any = MESH,
 ) -> None:
     """Check that outputs and gradients equal one device's, with the expected collectives and sharding."""
@@ -83,14 +85,17 @@ def check(
     )
     placed = place(inputs, partitions, mesh)
     gradient = jax.grad(loss_of(run), argnums=tuple(range(len(inputs))))
-    for of, expected, like in ((run, of_output, placed[:1]), (gradient, of_gradients, placed)):
-        step = jax.jit(of).lower(*placed).compile()
+    for function, expected, like in (
+        (run, output_collectives, placed[:1]),
+        (gradient, gradient_collectives, placed),
+    ):
+        step = jax.jit(function).lower(*placed).compile()
         assert exchanges(step) == expected, f"{name}: {exchanges(step)} exchanges, not {expected}"
         actual = step(*placed)
-        jax.tree.map(close, actual, jax.jit(of)(*inputs))
-        for x, one in zip(jax.tree.leaves(actual), like, strict=True):
-            sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, one)]
-            assert sizes[0] <= sizes[1] or x.shape != one.shape, f"{name}: {x.sharding}"
+        jax.tree.map(close, actual, jax.jit(function)(*inputs))
+        for x, placed_array in zip(jax.tree.leaves(actual), like, strict=True):
+            sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, placed_array)]
+            assert sizes[0] <= sizes[1] or x.shape != placed_array.shape, f"{name}: {x.sharding}"
     print(name)
 
 
@@ -104,9 +109,11 @@ def check_layers() -> None:
     shapes = (4, 24, 8), (8, 4, 16), (8, 2, 16), (8, 2, 16)
     inputs = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
     partitions = TEXTS, *[P(None, "heads")] * 3
-    found = collectives_in_gradients(layer, inputs, partitions)
-    assert set(found) == {"all-reduce"}, found  # each weight's over the texts, the inputs' over the heads
-    check("projections", layer, partitions, inputs=inputs, of_gradients=(len(found), 0))
+    collectives = collectives_in_gradients(layer, inputs, partitions)
+    assert set(collectives) == {"all-reduce"}, (
+        collectives
+    )  # each weight's over the texts, the inputs' over the heads
+    check("projections", layer, partitions, inputs=inputs, gradient_collectives=(len(collectives), 0))
 
 
 def collectives_in_gradients(
@@ -130,15 +137,17 @@ def check_per_head() -> None:
     step = jax.jit(jax.grad(loss_of(run), argnums=(3, 4))).lower(*place(inputs, cut)).compile()
     summed = re.findall(r"= (.*) all-reduce", step.as_text())
     assert set(re.findall(r"\w+\[.*?\]", "".join(summed))) == {"f32[2]"}, summed
-    check("sinks and slopes", run, cut, inputs=inputs, of_gradients=(1, 0))
+    check("sinks and slopes", run, cut, inputs=inputs, gradient_collectives=(1, 0))
 
 
 def opaque(x: jax.Array) -> jax.Array:
     """Return x, computed by an FFI call that XLA cannot see through: a triangular system of one equation."""
     row = x.astype(jnp.float32).reshape(1, -1)
     solve = jax.ffi.ffi_call("lapack_strsm_ffi", jax.ShapeDtypeStruct(row.shape, row.dtype))
-    how = {"side": "L", "uplo": "L", "trans_x": "N", "diag": "N"}
-    solved = solve(jnp.ones((1, 1)), row, **{name: np.uint8(ord(letter)) for name, letter in how.items()})
+    attributes = {"side": "L", "uplo": "L", "trans_x": "N", "diag": "N"}
+    solved = solve(
+        jnp.ones((1, 1)), row, **{name: np.uint8(ord(letter)) for name, letter in attributes.items()}
+    )
     return solved.reshape(x.shape).astype(x.dtype)
 
 
@@ -167,7 +176,9 @@ def check_kernels() -> None:
     ]
     run = lambda *inputs: attend(*inputs, implementation="mosaic_gpu").astype(jnp.float32)
     gradient = jax.grad(loss_of(run), argnums=(0, 1, 2))
-    lower = lambda of: jax.jit(lambda *inputs: of(*inputs)).lower(*place(inputs, (BOTH,) * 3)).compile()
+    lower = lambda function: (
+        jax.jit(lambda *inputs: function(*inputs)).lower(*place(inputs, (BOTH,) * 3)).compile()
+    )
     jax.lax.linalg.triangular_solve(
         jnp.ones((1, 1)), jnp.ones((1, 1))
     )  # else JAX has not loaded its code yet
@@ -176,15 +187,15 @@ def check_kernels() -> None:
         stack.enter_context(mock.patch.object(mosaic_gpu, "attend", kernel))
         stack.enter_context(mock.patch.object(mosaic_gpu, "gradients", gradients))
         stack.enter_context(mock.patch.object(attending, "_attend_jitted", attending._attend))
-        for of, num_kernels in ((run, 1), (gradient, 2)):  # the backward pass attends nothing anew
-            step = lower(of)
+        for function, num_kernels in ((run, 1), (gradient, 2)):  # the backward pass attends nothing anew
+            step = lower(function)
             assert exchanges(step) == (0, 0)
             assert step.as_text().count('custom_call_target="lapack_strsm_ffi"') == num_kernels
-            jax.tree.map(near, step(*place(inputs, (BOTH,) * 3)), jax.jit(of)(*inputs))
+            jax.tree.map(near, step(*place(inputs, (BOTH,) * 3)), jax.jit(function)(*inputs))
         jax.clear_caches()
         with mock.patch.object(attention, "has_auto_sharding", return_value=False):
-            for of in (run, gradient):
-                assert exchanges(lower(of)) != (0, 0)
+            for function in (run, gradient):
+                assert exchanges(lower(function)) != (0, 0)
     jax.clear_caches()
     print("kernels")
 
@@ -200,46 +211,54 @@ def check_single_device() -> None:
 def check_transformations() -> None:
     """Check JAX transformations of attention over sharded arrays."""
     inputs, placed = arrays(), place(arrays(), (BOTH,) * 3)
-    of_sums = lambda of: jax.jit(jax.grad(lambda *inputs: (of(*inputs) ** 2).sum()))
-    expected = of_sums(attend)(*inputs)
-    for of in (jax.checkpoint(attend), jax.vmap(attend)):
-        close(of_sums(of)(*placed), expected)
+    gradient_of_sum = lambda function: jax.jit(jax.grad(lambda *inputs: (function(*inputs) ** 2).sum()))
+    expected = gradient_of_sum(attend)(*inputs)
+    for function in (jax.checkpoint(attend), jax.vmap(attend)):
+        close(gradient_of_sum(function)(*placed), expected)
     with jax.set_mesh(MESH):
-        close(of_sums(attend)(*placed), expected)
+        close(gradient_of_sum(attend)(*placed), expected)
     over = functools.partial(jax.shard_map, attend, mesh=MESH, check_vma=False)
-    close(of_sums(over(in_specs=BOTH, out_specs=BOTH))(*placed), expected)
-    close(of_sums(over(in_specs=TEXTS, out_specs=TEXTS, axis_names={"data"}))(*placed), expected)
+    close(gradient_of_sum(over(in_specs=BOTH, out_specs=BOTH))(*placed), expected)
+    close(gradient_of_sum(over(in_specs=TEXTS, out_specs=TEXTS, axis_names={"data"}))(*placed), expected)
     with pytest.raises(NotImplementedError, match="Second derivatives of attention"):
-        jax.grad(lambda q: of_sums(attend)(q, *placed[1:]).sum())(placed[0])
+        jax.grad(lambda q: gradient_of_sum(attend)(q, *placed[1:]).sum())(placed[0])
     exported = jax.export.export(jax.jit(attend))(*inputs)
     assert exported.nr_devices == 1
     print("transformations")
 
 
 def main() -> None:
-    of = lambda **options: functools.partial(attend, **options)
-    check("texts", of(), (TEXTS, TEXTS))
-    check("heads", of(window=(5, 0)), (HEADS, HEADS))
-    check("both", of(window=(5, 2), causal=False, soft_cap=5.0), (BOTH, BOTH))
-    check("both, on eight devices", of(), (BOTH, BOTH), mesh=OF_EIGHT)
-    check("queries alone, each head its own keys", of(), (BOTH, TEXTS), inputs=arrays(4))
-    check("one kv head", of(), (BOTH, TEXTS), inputs=arrays(1), of_gradients=(1, 0))
-    check("two kv heads of four devices", of(), (HEADS, WHOLE), of_gradients=(1, 0), mesh=OF_HEADS)
+    attend_with = lambda **options: functools.partial(attend, **options)
+    check("texts", attend_with(), (TEXTS, TEXTS))
+    check("heads", attend_with(window=(5, 0)), (HEADS, HEADS))
+    check("both", attend_with(window=(5, 2), causal=False, soft_cap=5.0), (BOTH, BOTH))
+    check("both, on eight devices", attend_with(), (BOTH, BOTH), mesh=OF_EIGHT)
+    check("queries alone, each head its own keys", attend_with(), (BOTH, TEXTS), inputs=arrays(4))
+    check("one kv head", attend_with(), (BOTH, TEXTS), inputs=arrays(1), gradient_collectives=(1, 0))
+    check(
+        "two kv heads of four devices",
+        attend_with(),
+        (HEADS, WHOLE),
+        gradient_collectives=(1, 0),
+        mesh=OF_HEADS,
+    )
     check_per_head()
-    check("ids", of(segment_ids=IDS), (BOTH, BOTH))
-    check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (BOTH, BOTH))
-    check("a static mask", of(mask=masks.Sinks(3) | masks.Window(left=7)), (BOTH, BOTH))
-    check("blocks of each head", of(mask=BLOCKS), (BOTH, BOTH))
-    check("bools", of(mask=SQUARE), (BOTH, BOTH))
+    check("ids", attend_with(segment_ids=IDS), (BOTH, BOTH))
+    check("lengths", attend_with(mask=masks.Prefix(length=LENS), causal=False), (BOTH, BOTH))
+    check("a static mask", attend_with(mask=masks.Sinks(3) | masks.Window(left=7)), (BOTH, BOTH))
+    check("blocks of each head", attend_with(mask=BLOCKS), (BOTH, BOTH))
+    check("bools", attend_with(mask=SQUARE), (BOTH, BOTH))
     same = masks.MaskFunction(lambda head, query, key: (SHARED[query] == SHARED[key]) | (head == 1))
-    check("a function that closes over an array", of(mask=same), (BOTH, BOTH))
+    check("a function that closes over an array", attend_with(mask=same), (BOTH, BOTH))
     bounds = jnp.array([0, 5, 5, 20])
-    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
+    check(
+        "documents", attend_with(cu_seqlens=bounds), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()]
+    )
     fewer = [arrays()[0][:, :9], *arrays()[1:]]
-    check("fewer queries than keys", of(sinks=PER_HEAD["sinks"]), (BOTH, BOTH), inputs=fewer)
-    of = lambda **options: functools.partial(jattn.attention_fn, **options)
-    check("Flax", of(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
-    check("Flax, a pattern", of(spec=SPARSE), (BOTH, BOTH))
+    check("fewer queries than keys", attend_with(sinks=PER_HEAD["sinks"]), (BOTH, BOTH), inputs=fewer)
+    attend_with = lambda **options: functools.partial(jattn.attention_fn, **options)
+    check("Flax", attend_with(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
+    check("Flax, a pattern", attend_with(spec=SPARSE), (BOTH, BOTH))
     check_layers()
     check_transformations()
     check_single_device()

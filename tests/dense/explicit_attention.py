@@ -56,19 +56,19 @@ def check(
     partitions: tuple[P, P],
     *,
     kv_heads: int = 2,
-    of_gradients: tuple[int, int] = (0, 0),
+    gradient_collectives: tuple[int, int] = (0, 0),
     inputs: list[jax.Array] | None = None,
 ) -> None:
     """Check that outputs and gradients equal one device's and keep the sharding of queries."""
     inputs = arrays(kv_heads) if inputs is None else inputs
-    of_queries, of_keys = partitions
-    placed = [place(x, spec) for x, spec in zip(inputs, (of_queries, of_keys, of_keys), strict=True)]
+    query_spec, key_spec = partitions
+    placed = [place(x, spec) for x, spec in zip(inputs, (query_spec, key_spec, key_spec), strict=True)]
     gradient = jax.grad(lambda *inputs: (run(*inputs) ** 2).sum(), argnums=(0, 1, 2))
-    for of, expected in ((run, (0, 0)), (gradient, of_gradients)):
-        step = jax.jit(of).lower(*placed).compile()
+    for function, expected in ((run, (0, 0)), (gradient, gradient_collectives)):
+        step = jax.jit(function).lower(*placed).compile()
         assert exchanges(step) == expected, f"{name}: {exchanges(step)} exchanges"
         close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5)
-        jax.tree.map(close, step(*placed), jax.jit(of)(*inputs))
+        jax.tree.map(close, step(*placed), jax.jit(function)(*inputs))
     out = run(*placed)  # not under jit
     assert out.sharding.is_equivalent_to(placed[0].sharding, out.ndim), f"{name}: {out.sharding}"
     print(name)
@@ -92,32 +92,41 @@ def check_sinks() -> None:
 
 def main() -> None:
     check_sinks()
-    of = lambda **options: functools.partial(attend, **options)
-    check("texts", of(), (TEXTS, TEXTS))
-    check("texts and heads", of(window=(5, 0)), (BOTH, BOTH))
-    check("whole keys", of(causal=False), (BOTH, P()), of_gradients=(0, 4))  # as each device has them whole
-    check("one kv head", of(), (BOTH, TEXTS), kv_heads=1, of_gradients=(1, 0))
+    attend_with = lambda **options: functools.partial(attend, **options)
+    check("texts", attend_with(), (TEXTS, TEXTS))
+    check("texts and heads", attend_with(window=(5, 0)), (BOTH, BOTH))
+    check(
+        "whole keys", attend_with(causal=False), (BOTH, P()), gradient_collectives=(0, 4)
+    )  # as each device has them whole
+    check("one kv head", attend_with(), (BOTH, TEXTS), kv_heads=1, gradient_collectives=(1, 0))
     by_device = P(None, None, ("data", "heads"))
-    check("two kv heads of four devices", of(), (by_device, P()), of_gradients=(1, 2))
+    check("two kv heads of four devices", attend_with(), (by_device, P()), gradient_collectives=(1, 2))
     coarser = P(None, None, "data")
-    check("two kv heads on two, their queries on four", of(), (by_device, coarser), of_gradients=(1, 0))
-    check("sinks and slopes", of(**PER_HEAD), (BOTH, BOTH))
-    check("ids", of(segment_ids=IDS), (BOTH, BOTH))
-    check("lengths", of(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
-    check("bools", of(mask=SQUARE), (BOTH, BOTH))
-    check("bools of all texts", of(mask=SQUARE[:1, :1]), (BOTH, BOTH))
-    check("one text", of(), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
+    check(
+        "two kv heads on two, their queries on four",
+        attend_with(),
+        (by_device, coarser),
+        gradient_collectives=(1, 0),
+    )
+    check("sinks and slopes", attend_with(**PER_HEAD), (BOTH, BOTH))
+    check("ids", attend_with(segment_ids=IDS), (BOTH, BOTH))
+    check("lengths", attend_with(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
+    check("bools", attend_with(mask=SQUARE), (BOTH, BOTH))
+    check("bools of all texts", attend_with(mask=SQUARE[:1, :1]), (BOTH, BOTH))
+    check("one text", attend_with(), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
     bounds = jnp.array([0, 5, 5, 20])
-    check("documents", of(cu_seqlens=bounds), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()])
+    check(
+        "documents", attend_with(cu_seqlens=bounds), (P(None, "heads"),) * 2, inputs=[x[0] for x in arrays()]
+    )
 
-    of = lambda **options: functools.partial(jattn.attention_fn, **options)
-    check("Flax", of(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
-    check("Flax, a bias", of(bias=jnp.linspace(-1, 1, 4 * 24).reshape(4, 1, 24)), (BOTH, BOTH))
-    check("Flax, a pattern", of(spec=SPARSE), (BOTH, BOTH))
+    attend_with = lambda **options: functools.partial(jattn.attention_fn, **options)
+    check("Flax", attend_with(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
+    check("Flax, a bias", attend_with(bias=jnp.linspace(-1, 1, 4 * 24).reshape(4, 1, 24)), (BOTH, BOTH))
+    check("Flax, a pattern", attend_with(spec=SPARSE), (BOTH, BOTH))
     positions = jnp.arange(24)[None] + LENS[:, None]
-    check("Flax, positions", of(spec=SPARSE, input_positions=positions), (BOTH, BOTH))
+    check("Flax, positions", attend_with(spec=SPARSE, input_positions=positions), (BOTH, BOTH))
     several = [x.reshape(2, 2, *x.shape[1:]) for x in arrays()]
-    check("Flax, more axes", of(is_causal=True), (P("data", "heads"),) * 2, inputs=several)
+    check("Flax, more axes", attend_with(is_causal=True), (P("data", "heads"),) * 2, inputs=several)
 
 
 if __name__ == "__main__":

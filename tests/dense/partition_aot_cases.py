@@ -28,8 +28,12 @@ def case(head_dim, cut, **options):
     """Return the gradients of q, k and v."""
     run = functools.partial(jattn.attention, causal=True, implementation="mosaic_gpu", **options)
     loss = lambda q, k, v: (run(q, k, v).astype(jnp.float32) ** 2).sum()
-    of = lambda heads: jax.ShapeDtypeStruct((TEXTS, TOKENS, heads, head_dim), jnp.bfloat16)
-    return jax.grad(loss, argnums=(0, 1, 2)), (of(Q_HEADS), of(KV_HEADS), of(KV_HEADS)), cut
+    abstract_array = lambda heads: jax.ShapeDtypeStruct((TEXTS, TOKENS, heads, head_dim), jnp.bfloat16)
+    return (
+        jax.grad(loss, argnums=(0, 1, 2)),
+        (abstract_array(Q_HEADS), abstract_array(KV_HEADS), abstract_array(KV_HEADS)),
+        cut,
+    )
 
 
 def aot_cases():

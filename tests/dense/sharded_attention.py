@@ -35,19 +35,19 @@ def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums:
     keys = P("data", None, "heads" if kv_heads > 1 else None)
     specs = (P("data", None, "heads"), keys, keys)
     per_head = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
-    per_head, of_heads = (per_head, BY_HEAD) if has_heads else ({}, {})
+    per_head, head_specs = (per_head, BY_HEAD) if has_heads else ({}, {})
     ids = jnp.arange(4 * 24).reshape(4, 24) // 7 if has_ids else None
     per_text = lambda *args: attend(*args)[:, None]
-    wanted = P("data") if has_ids else None
+    ids_spec = P("data") if has_ids else None
     sharded = jax.shard_map(
-        per_text, mesh=MESH, in_specs=(specs, of_heads, wanted), out_specs=P("data", "heads")
+        per_text, mesh=MESH, in_specs=(specs, head_specs, ids_spec), out_specs=P("data", "heads")
     )
     loss = lambda run, inputs, per_head: run(inputs, per_head, ids).sum()
     gradient = lambda run: jax.jit(jax.grad(functools.partial(loss, run), argnums=(0, 1)))
-    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(MESH, spec))
+    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(MESH, spec))
     placed = (
-        tuple(map(place, arrays(kv_heads), specs)),
-        {key: place(x, of_heads[key]) for key, x in per_head.items()},
+        tuple(map(put, arrays(kv_heads), specs)),
+        {key: put(x, head_specs[key]) for key, x in per_head.items()},
     )
     step = gradient(sharded).lower(*placed).compile()
     actual, expected = step(*placed), gradient(per_text)(arrays(kv_heads), per_head)
@@ -57,9 +57,11 @@ def check(name: str, *, kv_heads: int, has_heads: bool, has_ids: bool, num_sums:
     num_all_reduces = sum(
         line.count(" all-reduce(") + line.count(" all-reduce-start(") for line in text.splitlines()
     )
-    moved = sum(text.count(f" {what}(") for what in ("all-gather", "all-to-all", "collective-permute"))
-    assert (num_all_reduces, moved) == (num_sums, 0), (
-        f"{name}: {num_all_reduces} sums over devices, {moved} other exchanges"
+    num_moves = sum(
+        text.count(f" {collective}(") for collective in ("all-gather", "all-to-all", "collective-permute")
+    )
+    assert (num_all_reduces, num_moves) == (num_sums, 0), (
+        f"{name}: {num_all_reduces} sums over devices, {num_moves} other exchanges"
     )
     print(f"{name}: {num_all_reduces} sums over devices")
 

@@ -66,16 +66,16 @@ class TestAgreementWithJaxNN:
         qkv = arrays(*lens)
         visible = is_visible(*lens, causal, window)
 
-        def ours(qkv):
+        def jattn_attention(qkv):
             return jattn.attention(*qkv, causal=causal, window=window)
 
-        def theirs(qkv):
+        def jax_nn_attention(qkv):
             out = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible)[None, None])
             return jnp.where(visible.any(axis=1)[:, None, None], out, 0.0)
 
-        close(ours(qkv), theirs(qkv))
-        of = lambda run: jax.jit(jax.grad(lambda qkv: (run(qkv) ** 2).sum()))(qkv)
-        for actual, expected in zip(of(ours), of(theirs), strict=True):
+        close(jattn_attention(qkv), jax_nn_attention(qkv))
+        gradient_of = lambda run: jax.jit(jax.grad(lambda qkv: (run(qkv) ** 2).sum()))(qkv)
+        for actual, expected in zip(gradient_of(jattn_attention), gradient_of(jax_nn_attention), strict=True):
             close(actual, expected, 1e-5)
 
     def test_defaults_and_unbatched_arrays_equal_jax_nn(self):
@@ -97,22 +97,22 @@ class TestAgreementWithJaxNN:
         loss = lambda mask: (
             lambda k: (jattn.attention(*qkv[:1], k, qkv[2], causal=True, mask=mask) ** 2).sum()
         )
-        of = lambda mask: jax.value_and_grad(loss(mask))(qkv[1])
-        for actual, expected in zip(of(mask), of(broadcast_mask), strict=True):
+        loss_and_gradient = lambda mask: jax.value_and_grad(loss(mask))(qkv[1])
+        for actual, expected in zip(loss_and_gradient(mask), loss_and_gradient(broadcast_mask), strict=True):
             close(actual, expected)
 
     @pytest.mark.parametrize("axis", [2, 3])
     def test_padding_mask_is_not_materialized_per_pair(self, axis):
         tokens = 4096
         x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32)
-        of_padding = jax.ShapeDtypeStruct(
+        padding_mask = jax.ShapeDtypeStruct(
             [1 if n == axis else (1, 1, tokens, tokens)[n] for n in range(4)], bool
         )
         for run in (
             lambda x, mask: jattn.attention(x, x, x, mask=mask),
             lambda x, mask: jattn.attention_fn(x, x, x, mask=mask),
         ):
-            used = jax.jit(run).lower(x, of_padding).compile().memory_analysis().temp_size_in_bytes
+            used = jax.jit(run).lower(x, padding_mask).compile().memory_analysis().temp_size_in_bytes
             assert used < tokens**2 / 4
 
     def test_float64_gradients_have_float64_accuracy(self):
@@ -138,7 +138,7 @@ def has_float64_s_gradients():
             assert lse.dtype == jnp.float32
             return (out**2).sum()
 
-        actual, expected = (jax.grad(loss)(qkv, by) for by in ("xla", "reference"))
+        actual, expected = (jax.grad(loss)(qkv, backend) for backend in ("xla", "reference"))
         jax.tree.map(functools.partial(close, atol=1e-13), actual, expected)
 
 
@@ -293,8 +293,12 @@ def check_gradients_equal_a_boolean_mask(qkv):
     table = jax.random.bernoulli(jax.random.key(8), 0.5, (4, 9, 9))
 
     def loss(qkv, table, by_function):
-        mine = masks.MaskFunction(lambda head, query, key: table[head, query, key])
-        mask = masks.Causal() & ~mine if by_function else jnp.tri(9, dtype=bool)[None, None] & ~table[None]
+        traced_mask = masks.MaskFunction(lambda head, query, key: table[head, query, key])
+        mask = (
+            masks.Causal() & ~traced_mask
+            if by_function
+            else jnp.tri(9, dtype=bool)[None, None] & ~table[None]
+        )
         return (jattn.attention(*qkv, mask=mask) ** 2).sum()
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=2)
@@ -312,8 +316,10 @@ class TestTransformations:
     def test_checkpoint_does_not_change_gradients(self, dtype):
         qkv = arrays(10, dtype=dtype)
         loss = lambda qkv: (jattn.attention(*qkv, causal=True).astype(jnp.float32) ** 2).sum()
-        gradient, other = (jax.jit(jax.grad(function))(qkv) for function in (loss, jax.checkpoint(loss)))
-        for actual, expected in zip(gradient, other, strict=True):
+        gradient, checkpointed = (
+            jax.jit(jax.grad(function))(qkv) for function in (loss, jax.checkpoint(loss))
+        )
+        for actual, expected in zip(gradient, checkpointed, strict=True):
             close(actual.astype(jnp.float32), expected.astype(jnp.float32), 1e-6)
 
     @pytest.mark.kernels
@@ -488,14 +494,14 @@ class TestRefusals:
             jattn.attention(self.Q, self.Q, self.Q, **options)
 
     def test_errors_and_docs_name_the_counterpart_of_every_jax_nn_argument(self):
-        theirs = set(inspect.signature(jax.nn.dot_product_attention).parameters)
-        ours = set(inspect.signature(jattn.attention).parameters)
-        assert theirs - ours <= set(JAX_ARGUMENT_NAMES)
-        assert not ours & set(JAX_ARGUMENT_NAMES)
+        jax_nn_parameters = set(inspect.signature(jax.nn.dot_product_attention).parameters)
+        jattn_parameters = set(inspect.signature(jattn.attention).parameters)
+        assert jax_nn_parameters - jattn_parameters <= set(JAX_ARGUMENT_NAMES)
+        assert not jattn_parameters & set(JAX_ARGUMENT_NAMES)
         page = (ROOT / "docs" / "migration.md").read_text()
         table = page.split("## From jax.nn.dot_product_attention")[1].split("|---|---|")[1].split("\n\n")[0]
         documented = set(re.findall(r"(\w+)=", table))
-        assert theirs - ours <= documented | {"query", "key", "value"}
+        assert jax_nn_parameters - jattn_parameters <= documented | {"query", "key", "value"}
 
 
 class TestExplicitMesh:
@@ -504,9 +510,9 @@ class TestExplicitMesh:
     def run(self, *partition_specs, q_heads=4, kv_heads=2):
         """Traced: there is one device here."""
         shapes = [(4, 8, heads, 16) for heads in (q_heads, kv_heads, kv_heads)]
-        place = lambda spec: jax.NamedSharding(self.MESH, P(*spec))
-        of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place(spec))
-        return jax.eval_shape(jattn.attention, *map(of, shapes, partition_specs)).sharding.spec
+        sharding = lambda spec: jax.NamedSharding(self.MESH, P(*spec))
+        abstract_array = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding(spec))
+        return jax.eval_shape(jattn.attention, *map(abstract_array, shapes, partition_specs)).sharding.spec
 
     def test_output_has_the_sharding_of_the_query(self):
         whole = (None,) * 4
@@ -578,9 +584,9 @@ class TestAutoMesh:
             out, lse = jattn.attention(*qkv, **per_head, **options, **how)
             return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
 
-        for of in ((0, 1), 0, 1):
-            step = jax.jit(jax.grad(loss, of, has_aux=True), static_argnums=2)
-            actual, expected = (step((q, k, v), per_head, by) for by in ("xla", "reference"))
+        for argnums in ((0, 1), 0, 1):
+            step = jax.jit(jax.grad(loss, argnums, has_aux=True), static_argnums=2)
+            actual, expected = (step((q, k, v), per_head, backend) for backend in ("xla", "reference"))
             jax.tree.map(functools.partial(close, atol=2e-5), actual, expected)
 
     def test_float64_gradients_have_float64_accuracy(self):
@@ -589,15 +595,25 @@ class TestAutoMesh:
     def test_only_requested_gradients_are_computed(self):
         q, k, v = arrays(7, head_dim=24)
         slopes = jnp.linspace(0.1, 0.4, 4)
-        of_out = jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes).sum())(k)
-        of_lse = jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True)[1].sum())(q)
-        by = {"implementation": "reference"}
-        close(of_out, jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes, **by).sum())(k), 2e-5)
-        close(of_lse, jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True, **by)[1].sum())(q), 2e-5)
+        output_gradient = jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes).sum())(k)
+        lse_gradient = jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True)[1].sum())(q)
+        reference_options = {"implementation": "reference"}
+        close(
+            output_gradient,
+            jax.grad(lambda k: jattn.attention(q, k, v, alibi_slopes=slopes, **reference_options).sum())(k),
+            2e-5,
+        )
+        close(
+            lse_gradient,
+            jax.grad(lambda q: jattn.attention(q, k, v, return_lse=True, **reference_options)[1].sum())(q),
+            2e-5,
+        )
 
     def test_second_derivative_is_supported_only_by_the_reference(self):
         q, k, v = arrays(7, head_dim=24)
-        first = lambda q, by: jax.grad(lambda q: (jattn.attention(q, k, v, implementation=by) ** 2).sum())(q)
+        first = lambda q, backend: jax.grad(
+            lambda q: (jattn.attention(q, k, v, implementation=backend) ** 2).sum()
+        )(q)
         with pytest.raises(NotImplementedError, match="Second derivatives of attention"):
             jax.grad(lambda q: first(q, None).sum())(q)
         assert bool(jnp.isfinite(jax.grad(lambda q: first(q, "reference").sum())(q)).all())
@@ -627,7 +643,7 @@ def test_public_signature_is_stable():
 
 def test_xla_reads_no_further_than_a_prefix_mask():
     """Compressed keys are fewer than queries, so XLA must not scan as many keys as queries."""
-    first, near = masks.Sinks(9), masks.Window(left=3)
-    cases = {first: 9, first & near: 9, near & first & masks.Sinks(4): 4, first | masks.Sinks(30): 30}
+    first, window = masks.Sinks(9), masks.Window(left=3)
+    cases = {first: 9, first & window: 9, window & first & masks.Sinks(4): 4, first | masks.Sinks(30): 30}
     assert {mask: num_first_keys(mask) for mask in cases} == cases
-    assert [num_first_keys(mask) for mask in (None, near, first | near, ~first)] == [None] * 4
+    assert [num_first_keys(mask) for mask in (None, window, first | window, ~first)] == [None] * 4

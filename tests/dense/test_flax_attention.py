@@ -124,8 +124,8 @@ class TestFlaxArguments:
         mask = jnp.arange(6) < 4
         attend = lambda q, k, v: jattn.attention_fn(q, k, v, bias, mask).sum()
         spoiled = (inputs[0], *(x.at[:, 4:].set(jnp.nan) for x in inputs[1:]))
-        of = jax.value_and_grad(attend, argnums=(0, 1, 2))
-        jax.tree.map(np.testing.assert_array_equal, of(*spoiled), of(*inputs))
+        loss_and_gradients = jax.value_and_grad(attend, argnums=(0, 1, 2))
+        jax.tree.map(np.testing.assert_array_equal, loss_and_gradients(*spoiled), loss_and_gradients(*inputs))
 
     def test_bias_passed_as_mask_is_rejected(self):
         """Flax takes -inf for "sees" and 0 for "does not"; here nobody takes the result for an answer."""

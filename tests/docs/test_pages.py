@@ -137,9 +137,9 @@ def test_functions_in_the_table_of_vllm_names_exist():
     promised = set()
     for row in rows:
         if row.startswith("| ") and row.count(" | ") == 1:
-            vllm, here = row.removeprefix("| ").removesuffix(" |").split(" | ")
-            promised |= set(re.findall(r"`(?:jattn\.(?:vllm\.)?)?([a-z_]+)`", here))
-            if here.startswith("the same name"):
+            vllm, jattn_name = row.removeprefix("| ").removesuffix(" |").split(" | ")
+            promised |= set(re.findall(r"`(?:jattn\.(?:vllm\.)?)?([a-z_]+)`", jattn_name))
+            if jattn_name.startswith("the same name"):
                 promised |= set(vllm.split(", "))
     assert {"attend", "write_kv", "split_prefill_and_decode", "dense_to_crow_col"} <= promised
     assert sorted(promised - set(jattn.__all__) - set(jattn.vllm.__all__)) == []

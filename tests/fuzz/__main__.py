@@ -48,8 +48,8 @@ def is_failure(outcome: dict) -> bool:
 
 
 def line_of(outcome: dict, *, is_large: bool) -> str:
-    again = f"--implementation {outcome['kind']} --only {outcome['seed']}{' --large' * is_large}"
-    return f"{outcome['outcome'].upper()} {again}: {' '.join(outcome['detail'].split())[:250]}"
+    arguments = f"--implementation {outcome['kind']} --only {outcome['seed']}{' --large' * is_large}"
+    return f"{outcome['outcome'].upper()} {arguments}: {' '.join(outcome['detail'].split())[:250]}"
 
 
 def summary(outcomes: list[dict]) -> str:

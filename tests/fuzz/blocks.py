@@ -68,11 +68,11 @@ def write(case: dict, rng: np.random.Generator) -> None:
             )
 
 
-def _check_stored(row: np.ndarray, held: np.ndarray, scale, *, is_dynamic: bool) -> None:
+def _check_stored(row: np.ndarray, stored: np.ndarray, scale, *, is_dynamic: bool) -> None:
     """Check that a stored row [kv_heads, head_dim] is the nearest 8-bit value, with ties to either side."""
-    dtype = held.dtype.name
+    dtype = stored.dtype.name
     if scale is None:
-        np.testing.assert_array_equal(held, row.astype(held.dtype))
+        np.testing.assert_array_equal(stored, row.astype(stored.dtype))
         return
     scale = np.asarray(scale, np.float64)
     if is_dynamic:
@@ -81,7 +81,7 @@ def _check_stored(row: np.ndarray, held: np.ndarray, scale, *, is_dynamic: bool)
     scale = scale.reshape(-1, 1) if scale.ndim == 1 else scale
     scaled = row / scale
     if dtype == "int8":
-        error = np.abs(held.astype(np.float64) - np.clip(scaled, -128, 127))
+        error = np.abs(stored.astype(np.float64) - np.clip(scaled, -128, 127))
         assert (error <= 0.5 + 1e-4).all(), f"int8 is off by {error.max()}"
     else:
         clipped = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
@@ -89,9 +89,9 @@ def _check_stored(row: np.ndarray, held: np.ndarray, scale, *, is_dynamic: bool)
             (clipped * (1 + shift)).astype(np.float32).clip(-LARGEST[dtype], LARGEST[dtype])
             for shift in (-1e-6, 1e-6)
         ]
-        ends = np.sort([x.astype(held.dtype).astype(np.float64) for x in neighbours], axis=0)
-        held = held.astype(np.float64)
-        assert ((held >= ends[0]) & (held <= ends[1])).all(), "fp8 is not the nearest"
+        ends = np.sort([x.astype(stored.dtype).astype(np.float64) for x in neighbours], axis=0)
+        stored = stored.astype(np.float64)
+        assert ((stored >= ends[0]) & (stored <= ends[1])).all(), "fp8 is not the nearest"
 
 
 def pairs_of(rng: np.random.Generator, num_source: int, num_target: int) -> np.ndarray:

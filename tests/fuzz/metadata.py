@@ -20,15 +20,15 @@ def check(case: dict, rng: np.random.Generator) -> None:
     bucket = bucket_of(rng, query_lens, decode_len, max(widths, default=0))
     build = {"block_size": size, "decode_query_len": decode_len}
     actual = jattn.build_batch_metadata(query_lens, seq_lens, table, bucket=bucket, **build)
-    want = reference_metadata(query_lens, seq_lens, table, actual.bucket, size)
-    compare(actual, want)
+    expected_metadata = reference_metadata(query_lens, seq_lens, table, actual.bucket, size)
+    compare(actual, expected_metadata)
     larger = grown(rng, actual)
     compare(
         jax.jit(jattn.pad_to_bucket, static_argnums=1)(actual, larger),
         reference_metadata(query_lens, seq_lens, table, larger, size),
     )
     check_update_block_table(actual, rng)
-    check_advance(actual, want, rng)
+    check_advance(actual, expected_metadata, rng)
 
 
 def bucket_of(rng, query_lens, decode_len, width) -> jattn.Bucket | None:

@@ -25,7 +25,7 @@ def probabilities(query, key, implementation, spec=None, query_lens=None, **modi
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestScores:
-    def test_soft_cap(self, metadata_cases, implementation):
+    def test_soft_cap_equals_vllm(self, metadata_cases, implementation):
         for case in metadata_cases["soft_cap"]:
             spec = jattn.AttentionSpec(
                 num_q_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, soft_cap=case["cap"] or None
@@ -36,23 +36,23 @@ class TestScores:
                 np.log(probs[0, 0] / probs[0, 1]), case["expected"], rtol=1e-4, atol=1e-6
             )
 
-    def test_sliding_windows(self, metadata_cases, implementation):
+    def test_sliding_windows_equal_vllm(self, metadata_cases, implementation):
         for case in metadata_cases["sliding_window_mask"]:
             w, keys = case["sliding_window"], case["kv_len"]
-            both = case["encoder_only"]
+            is_bidirectional = case["encoder_only"]
             spec = jattn.AttentionSpec(
                 num_q_heads=1,
                 num_kv_heads=1,
                 head_dim=keys,
-                causal=not both,
-                window=(w - 1, w - 1 if both else 0),
+                causal=not is_bidirectional,
+                window=(w - 1, w - 1 if is_bidirectional else 0),
             )
             probs, _ = probabilities(
                 np.zeros((case["query_len"], 1)), np.zeros((keys, 1)), implementation, spec
             )
             assert [np.flatnonzero(row).tolist() for row in probs] == case["attended"]
 
-    def test_alibi(self, metadata_cases, implementation):
+    def test_alibi_equals_vllm(self, metadata_cases, implementation):
         case = metadata_cases["alibi_bias"][0]
         context, new = case["context_len"], case["query_len"]
         keys = context + new
@@ -67,7 +67,7 @@ class TestScores:
             np.testing.assert_allclose(np.log(probs) + lse[:, None], case[name], atol=1e-5)
         np.testing.assert_allclose(case["paged_decode_bias_last_token"], case["standard_relative_bias"][-1])
 
-    def test_sinks(self, metadata_cases, implementation):
+    def test_sinks_equal_vllm(self, metadata_cases, implementation):
         for case in metadata_cases["attention_sinks"]:
             scores = np.asarray(case["scores"])[:, None]
             probs, lse = probabilities(

@@ -115,14 +115,14 @@ def vertical_slash(draw):
     """Draw columns and slashes, shared by all rows or for each of two."""
     positions = st.lists(st.integers(-1, 35), min_size=3, max_size=3)
     count = draw(st.integers(1, 2))
-    of_rows = st.lists(
+    row_lists = st.lists(
         st.lists(positions, min_size=Q_HEADS, max_size=Q_HEADS), min_size=count, max_size=count
     )
-    columns, slashes = draw(of_rows), draw(of_rows)
+    columns, slashes = draw(row_lists), draw(row_lists)
 
     def marks(rows):
-        made = np.array([[[x in positions for x in range(32)] for positions in lists] for lists in rows])
-        return made if len(rows) > 1 else made[0]
+        array = np.array([[[x in positions for x in range(32)] for positions in lists] for lists in rows])
+        return array if len(rows) > 1 else array[0]
 
     mask = lambda: masks.VerticalSlash(columns=marks(columns), slashes=marks(slashes))
     is_in = lambda x, rows, r, h: 0 <= x < 32 and x in rows[min(r, len(rows) - 1)][h]

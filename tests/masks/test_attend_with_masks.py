@@ -64,8 +64,8 @@ def masked(case, make=Problem):
     mask, rule = MASKS[case["mask"]]
     problem = make(plain | case, mask=rule)
     num_reqs = len(problem.query_lens)
-    of_reqs = mask.map_rows(lambda array: array[:num_reqs])
-    return problem, of_reqs.to_batch_rows(problem.metadata)
+    request_mask = mask.map_rows(lambda array: array[:num_reqs])
+    return problem, request_mask.to_batch_rows(problem.metadata)
 
 
 @pytest.mark.kernels

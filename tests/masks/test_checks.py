@@ -47,9 +47,9 @@ def test_per_request_mask_is_reordered_to_batch_rows(to_device):
     for mask in per_request_masks():
         laid = mask.to_batch_rows(metadata(to_device=to_device))
         traced = jax.jit(lambda mask, step: mask.to_batch_rows(step))(mask, metadata())
-        for actual, again, original in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
+        for actual, traced_array, original in zip(*map(jax.tree.leaves, (laid, traced, mask)), strict=True):
             np.testing.assert_array_equal(np.asarray(actual)[ROWS], original)
-            np.testing.assert_array_equal(actual, again)
+            np.testing.assert_array_equal(actual, traced_array)
             assert actual.shape[0] == BUCKET.max_reqs
         masks.check_mask(laid, sizes(num_rows=8, max_seq_len=None), causal=False)
 
@@ -234,8 +234,8 @@ def test_block_mask_that_ends_before_the_last_query_is_rejected(end, first, need
 def test_mask_that_just_covers_the_positions_is_accepted():
     masks.check_mask(block_mask(4, 2), sizes(), causal=False)
     masks.check_mask(block_mask(3, 2, np.zeros(8, np.int32)), sizes(), causal=False)
-    of_all = masks.BlockMask(blocks=np.ones((4, 1, 2), bool), block_q=None, block_kv=16)
-    masks.check_mask(of_all, sizes(), causal=False)
+    full_mask = masks.BlockMask(blocks=np.ones((4, 1, 2), bool), block_q=None, block_kv=16)
+    masks.check_mask(full_mask, sizes(), causal=False)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

@@ -49,8 +49,8 @@ def test_document_masks_become_runs():
 )
 def test_kernels_reject_repeated_document_ids_if_they_are_concrete(ids, is_right):
     mask = masks.Causal() & masks.Document(ids=np.asarray([[7] * len(ids), ids]))
-    again = "there is no kernel for a Document whose ids are not contiguous"
-    assert why_not_kernel_mask(mask, 64) == (None if is_right else again)
+    message = "there is no kernel for a Document whose ids are not contiguous"
+    assert why_not_kernel_mask(mask, 64) == (None if is_right else message)
     assert why_not_kernel_mask(jax.eval_shape(lambda: mask), 64) is None  # whose values nobody sees
 
 

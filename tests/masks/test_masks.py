@@ -55,20 +55,20 @@ def test_big_bird_has_local_global_and_the_requested_random_blocks():
 @pytest.mark.parametrize("seed", [271_182, 2**40 + 1])
 def test_big_bird_accepts_any_seed(seed):
     mixed = lambda x: ((y := x % 32749 * 31337 + 12345) ^ (y // 4096)) % 32749
-    of = lambda head, a: mixed(mixed(a * 64 + seed * 7919) + head * 977) % (a + 1)
+    random_block = lambda head, a: mixed(mixed(a * 64 + seed * 7919) + head * 977) % (a + 1)
     none = {"local_blocks": 0, "global_blocks": 0}
     visible = masks.dense(
         masks.BigBird(block_size=1, random_blocks=1, seed=seed, **none), 9, 9, num_q_heads=2
     )
-    expected = [[of(head, a) for a in range(9)] for head in range(2)]
+    expected = [[random_block(head, a) for a in range(9)] for head in range(2)]
     np.testing.assert_array_equal(np.asarray(visible).argmax(axis=-1), expected)
     assert np.asarray(visible).sum() == 18
 
 
 def test_mask_function_must_return_bool():
     """For ints, & and ~ would be bitwise: the lowest bit of 2 is not set."""
-    apart = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
-    for mask in (apart, ~apart, masks.Causal() & apart):
+    int_mask = masks.MaskFunction(lambda head, query, key: (query - key) % 3)
+    for mask in (int_mask, ~int_mask, masks.Causal() & int_mask):
         for look in (
             functools.partial(masks.dense, mask, 4, 4, num_q_heads=1),
             functools.partial(
@@ -86,19 +86,19 @@ def test_mask_function_may_return_a_scalar(answer):
     for tested_mask, expected in ((mask, answer), (~mask, not answer)):
         assert np.asarray(masks.dense(tested_mask, 4, 4, num_q_heads=1)).all() == expected
         assert np.asarray(masks.dense(tested_mask, 4, 4, num_q_heads=1)).any() == expected
-        made = sparsity.schedule(tested_mask, **lens, tile_q=4, tile_kv=4)
-        assert (made.num_partial.item(), made.num_full.item()) == (0, int(expected))
+        schedule = sparsity.schedule(tested_mask, **lens, tile_q=4, tile_kv=4)
+        assert (schedule.num_partial.item(), schedule.num_full.item()) == (0, int(expected))
 
 
 @pytest.mark.parametrize("mask", [masks.Dilated(2**31 - 1, 1), masks.Dilated(2**30 - 1, 2)])
 def test_dilated_window_may_cover_all_positions(mask):
-    made = sparsity.schedule(
+    schedule = sparsity.schedule(
         mask, jnp.asarray([8]), max_query_len=8, max_seq_len=8, num_q_heads=1, tile_q=4, tile_kv=4
     )
     seen = np.asarray(masks.dense(mask, 8, 8))
     assert seen.mean() == 1 / mask.step
-    np.testing.assert_array_equal((made.num_full + made.num_partial)[:, 0], [2, 2])
-    np.testing.assert_array_equal(made.num_full[:, 0], [2 * (mask.step == 1)] * 2)
+    np.testing.assert_array_equal((schedule.num_full + schedule.num_partial)[:, 0], [2, 2])
+    np.testing.assert_array_equal(schedule.num_full[:, 0], [2 * (mask.step == 1)] * 2)
 
 
 @settings(max_examples=15)
@@ -133,10 +133,10 @@ def test_slicing_rows_of_a_mask_keeps_their_visibility(first):
     part = whole.slice_rows(first)
     assert [type(mask) for mask in part.masks] == [masks.BlockMask, masks.Window]
     for row in range(3 - first):
-        of = [
+        visible_by_row = [
             masks.dense(mask, 40, 40, num_q_heads=4, row=r) for mask, r in ((part, row), (whole, row + first))
         ]
-        np.testing.assert_array_equal(*of)
+        np.testing.assert_array_equal(*visible_by_row)
 
 
 def test_density_is_relative_to_causal_attention():
@@ -265,17 +265,22 @@ def test_spec_rejects_masks_with_arrays():
 def test_numpy_ints_of_any_width_are_accepted(types_unchecked, kind):
     """In 8 bits -5 is 251, 100 x 3 is 44 and 8 x 64 is 0."""
     rings = {"block_size": 4, "local_blocks": 1}
-    made = lambda of: (
-        masks.Window(of(5), of(3)),
-        masks.Dilated(of(100), of(3)),
-        masks.Sinks(of(5)) & masks.Chunked(of(7)),
+    make_masks = lambda as_int: (
+        masks.Window(as_int(5), as_int(3)),
+        masks.Dilated(as_int(100), as_int(3)),
+        masks.Sinks(as_int(5)) & masks.Chunked(as_int(7)),
         masks.LocalStrided(
-            **{name: of(n) for name, n in rings.items()}, vert_stride=of(100), tp_rank=of(3), tp_size=of(8)
+            **{name: as_int(n) for name, n in rings.items()},
+            vert_stride=as_int(100),
+            tp_rank=as_int(3),
+            tp_size=as_int(8),
         ),
-        masks.BigBird(**{name: of(n) for name, n in rings.items()}, random_blocks=of(2), seed=of(9)),
-        masks.BlockMask(blocks=np.eye(100, dtype=bool)[None], block_q=of(4), block_kv=of(4)),
+        masks.BigBird(
+            **{name: as_int(n) for name, n in rings.items()}, random_blocks=as_int(2), seed=as_int(9)
+        ),
+        masks.BlockMask(blocks=np.eye(100, dtype=bool)[None], block_q=as_int(4), block_kv=as_int(4)),
     )
-    for numpys, plain in zip(made(kind), made(int), strict=True):
+    for numpys, plain in zip(make_masks(kind), make_masks(int), strict=True):
         seen = [masks.dense(mask, 9, 333, num_q_heads=64, num_kv_heads=8) for mask in (numpys, plain)]
         np.testing.assert_array_equal(*seen)
 

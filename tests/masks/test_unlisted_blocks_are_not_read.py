@@ -68,8 +68,8 @@ def problem_of(name, kv, block_size, is_padded, region="mixed"):
     case = {"region": region, "heads": (4, 2), "head_dim": 64, "kv": kv, "block_size": block_size}
     case |= {"dtype": "bfloat16", "padded": is_padded}
     problem = Problem(plain | case, mask=rule)
-    of_reqs = mask.map_rows(lambda array: array[: len(problem.query_lens)])
-    return problem, of_reqs.to_batch_rows(problem.metadata)
+    request_mask = mask.map_rows(lambda array: array[: len(problem.query_lens)])
+    return problem, request_mask.to_batch_rows(problem.metadata)
 
 
 def poisoned_fraction(problem):
@@ -104,9 +104,11 @@ def read_in_tiles(size):
     """Return a variant of `oracle.reachable` that reaches all keys of a tile with a visible key."""
 
     def reachable(spec, step):
-        of_mask = dataclasses.replace(spec, causal=False)
-        tiles = lambda hit: np.add.reduceat(hit, np.arange(0, len(hit), size)) > 0
-        return [tiles(hit).repeat(size, axis=0)[: len(hit)] for hit in fine(of_mask, step)]
+        bidirectional_spec = dataclasses.replace(spec, causal=False)
+        tiles = lambda visible: np.add.reduceat(visible, np.arange(0, len(visible), size)) > 0
+        return [
+            tiles(visible).repeat(size, axis=0)[: len(visible)] for visible in fine(bidirectional_spec, step)
+        ]
 
     fine = oracle.reachable
     return reachable
@@ -136,9 +138,9 @@ def test_kernels_do_not_read_masked_blocks(region, name, options, tile, monkeypa
     part = slice(tokens, None) if region == "prefill" else slice(0, tokens)
 
     def run(query, kv, metadata, mask):
-        of_region = getattr(metadata, f"{region}_region")
+        region_metadata = getattr(metadata, f"{region}_region")
         how = {"mask": mask.slice_rows(first), "interpret": plgpu.InterpretGPUParams()}
-        return attend_region(query[part], kv, of_region, problem.spec, **how)
+        return attend_region(query[part], kv, region_metadata, problem.spec, **how)
 
     out, lse = jax.jit(run)(jnp.asarray(problem.query), problem.kv, problem.metadata, mask)
     rest = len(problem.query) - len(out)

@@ -63,13 +63,13 @@ def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
     mask = slashed(40, density=0.3)
     every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
-    of_part = getattr(masks.split_gathered(mask), part)
-    num = of_part.positions.shape[-1] if part == "columns" else TOKENS
+    part_mask = getattr(masks.split_gathered(mask), part)
+    num = part_mask.positions.shape[-1] if part == "columns" else TOKENS
     first = np.arange(0, TOKENS, size[0], dtype=np.int32)
     any_visible, all_visible = (
         np.asarray(x)
         for x in masks.tile_coverage(
-            of_part,
+            part_mask,
             rows=jnp.ones(len(first), jnp.int32),
             first_query=jnp.asarray(first),
             num_queries=jnp.minimum(size[0], TOKENS - first),
@@ -79,7 +79,7 @@ def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
             max_kv_tiles=-(-num // size[1]),
         )
     )
-    visible = np.asarray(of_part.visible(pairs_of(num)))[1]
+    visible = np.asarray(part_mask.visible(pairs_of(num)))[1]
     for (i, head, j), has_some in np.ndenumerate(any_visible):
         tile = visible[head, first[i] : first[i] + size[0], j * size[1] : (j + 1) * size[1]]
         assert has_some >= tile.any()
@@ -121,8 +121,10 @@ def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_ke
 
 def cache_of(k, v, layout):
     """Return a cache with the given NHD blocks in another layout."""
-    of = lambda x, is_key: in_layout(np.asarray(x).reshape(-1, *x.shape[2:]), 16, layout, is_key=is_key)
-    return jattn.PagedCache(k=of(k, True), v=of(v, False), layout=layout)
+    to_layout = lambda x, is_key: in_layout(
+        np.asarray(x).reshape(-1, *x.shape[2:]), 16, layout, is_key=is_key
+    )
+    return jattn.PagedCache(k=to_layout(k, True), v=to_layout(v, False), layout=layout)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "packed"])
@@ -163,19 +165,19 @@ def test_each_region_gathers_the_columns_of_its_rows():
 
 
 def test_gradients_of_gathered_keys_reach_the_original_keys():
-    of_rest = jnp.asarray(RNG.standard_normal((20, 2, 8)), jnp.bfloat16)
-    of_gathered = jnp.asarray(RNG.standard_normal((2 * 3, 4, 8)), jnp.bfloat16)
+    rest = jnp.asarray(RNG.standard_normal((20, 2, 8)), jnp.bfloat16)
+    gathered_grad = jnp.asarray(RNG.standard_normal((2 * 3, 4, 8)), jnp.bfloat16)
     positions = np.array(
         [[0, 1, 2, 3], [5, 5, 5, UNUSED_POSITION], [7, UNUSED_POSITION, 9, UNUSED_POSITION]]
     )[None].repeat(2, axis=0)
-    expected, starts = np.asarray(of_rest, np.float64), np.array([0, 10])
+    expected, starts = np.asarray(rest, np.float64), np.array([0, 10])
     for (row, i, head), tile_start in np.ndenumerate(positions):
         if tile_start < UNUSED_POSITION:
-            expected[starts[row] + tile_start, head // 2] += np.asarray(of_gathered, np.float64)[
+            expected[starts[row] + tile_start, head // 2] += np.asarray(gathered_grad, np.float64)[
                 3 * row + i, head
             ]
     actual = add_gathered_gradients(
-        of_rest, of_gathered, jnp.asarray(positions, jnp.int32), jnp.asarray(starts)
+        rest, gathered_grad, jnp.asarray(positions, jnp.int32), jnp.asarray(starts)
     )
     np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=2**-8, atol=1e-6)
 
@@ -208,10 +210,10 @@ def test_columns_are_not_gathered_if_biases_depend_on_positions(monkeypatch, cha
 
 
 def test_gather_argument_sets_num_gathered(types_unchecked):
-    of = functools.partial(
+    attend_with = functools.partial(
         masks.VerticalSlash.from_indices, jnp.asarray([[3, 9, -1]]), jnp.asarray([[0]]), 16
     )
-    assert (of().num_gathered, of(gather=True).num_gathered) == (0, 3)
+    assert (attend_with().num_gathered, attend_with(gather=True).num_gathered) == (0, 3)
     assert isinstance(slashed(np.uint8(200)).num_gathered, int)
 
 

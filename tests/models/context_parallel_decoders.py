@@ -48,7 +48,7 @@ def mesh_of(tp: int, cp: int, interleave: int = 1) -> dict:
 def check_family(name: str) -> None:
     """Check that a prompt in two parts and single tokens gives transformers' logits."""
     expected = np.load(GOLDEN / "hf" / name / "expected.npz")
-    prompt, want = np.asarray(expected["prompt3"], np.int32), expected["logits3"]
+    prompt, expected_logits = np.asarray(expected["prompt3"], np.int32), expected["logits3"]
     model = load(GOLDEN / "hf" / name, **mesh_of(1, 2))
     caches, table, done, logits = model.create_caches(16, block_size=16), np.arange(1, 9)[None, ::-1], 0, []
     half, has_threshold = len(prompt) // 2, longrope_threshold_of(model) is not None
@@ -57,8 +57,8 @@ def check_family(name: str) -> None:
         metadata = jattn.build_batch_metadata([count], [done], table, block_size=16)
         actual, caches = last_logits(model, prompt[done - count : done], caches, metadata)
         logits.append(np.asarray(actual))
-    error = np.abs(np.concatenate(logits) - want).max()
-    tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
+    error = np.abs(np.concatenate(logits) - expected_logits).max()
+    tolerance = max(2e-5, 4e-6 * np.abs(expected_logits[expected_logits > np.finfo(np.float32).min]).max())
     assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
     print(f"{name}: {error:.1e}")
 
@@ -129,7 +129,7 @@ FEATURES = {
 
 def check_feature(folder: pathlib.Path, name: str) -> None:
     options, counted = FEATURES[name]
-    found = []
+    results = []
     for mesh in ({"progress": False}, mesh_of(2, 2, 4 if "four" in name else 1)):
         model = load(folder, **mesh)
         options = dict(options)
@@ -142,10 +142,10 @@ def check_feature(folder: pathlib.Path, name: str) -> None:
         if name == "preempted":  # they begin together, and there is no room for what becomes of them
             prompts = [[token] * 28 for token in (1, 2, 3)]
         first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
-        again = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
+        repeated = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
         forks = engine.generate(PROMPTS[1:2], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
-        found.append([first, again, [one.token_ids for one in forks[0].outputs]])
-    assert found[0] == found[1], (name, found)
+        results.append([first, repeated, [completion.token_ids for completion in forks[0].outputs]])
+    assert results[0] == results[1], (name, results)
     for stat in counted:
         assert getattr(engine.stats, stat) > 0, (name, stat)
     print(name)
@@ -172,9 +172,9 @@ def check_groups() -> None:
         model = load(GOLDEN / "hf" / "gemma3", **mesh)
         engine = Engine(model, **sizes, buckets=buckets, check_batches=True)
         first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
-        again = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
+        repeated = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
         forks = engine.generate(prompts[:1], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
-        results.append([first, again, [completion.token_ids for completion in forks[0].outputs]])
+        results.append([first, repeated, [completion.token_ids for completion in forks[0].outputs]])
         blocks = [len(cache.k) for cache in engine._runner._caches]
         sliding_window_manager = [
             num

@@ -50,11 +50,11 @@ def check_family(name: str, tp: int) -> None:
     """Check that a prompt through the caches gives transformers' logits."""
     model = load(GOLDEN / "hf" / name, mesh=jattn.parallel.make_mesh(tp=tp), progress=False)
     expected = np.load(GOLDEN / "hf" / name / "expected.npz")
-    prompt, want = expected["prompt3"], expected["logits3"]
+    prompt, expected_logits = expected["prompt3"], expected["logits3"]
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], np.arange(1, 9)[None])
     actual, caches = last_logits(model, np.asarray(prompt, np.int32), model.create_caches(16), metadata)
-    error = np.abs(np.asarray(actual) - want).max()
-    tolerance = max(2e-5, 4e-6 * np.abs(want[want > np.finfo(np.float32).min]).max())
+    error = np.abs(np.asarray(actual) - expected_logits).max()
+    tolerance = max(2e-5, 4e-6 * np.abs(expected_logits[expected_logits > np.finfo(np.float32).min]).max())
     assert error < tolerance, f"{name}: {error}, allowed {tolerance}"
     assert all(is_cut(array, tp) for cache in caches for array in (cache.k, cache.v)), name
     print(f"{name} on {tp}: {error:.1e}")
@@ -199,9 +199,12 @@ def check_logprobs_and_saved_files(folder: pathlib.Path) -> None:
     logprobs = []
     for decoder in (model, load(folder, progress=False)):
         (result,) = Engine(decoder, **SIZES).generate(PROMPTS[1:2], params)
-        position_logprobs = [place for place in (*result.prompt_logprobs, *result.logprobs) if place]
+        position_logprobs = [table for table in (*result.prompt_logprobs, *result.logprobs) if table]
         logprobs.append(
-            [sorted((token, of.logprob) for token, of in place.items()) for place in position_logprobs]
+            [
+                sorted((token, logprob.logprob) for token, logprob in table.items())
+                for table in position_logprobs
+            ]
         )
     np.testing.assert_allclose(
         *(np.concatenate(position_logprobs) for position_logprobs in logprobs), atol=2e-5
@@ -229,8 +232,8 @@ def check_feature(
     for mesh in (None, jattn.parallel.make_mesh(tp=tp)):
         model = load(folder, mesh=mesh, progress=False)
         if FEATURES[name].get("quantization") in ("fp8_e4m3", "int8_static_v"):  # static scales
-            how = {"quantization": FEATURES[name]["quantization"], **(calibration or {})}
-            model.kv_scales = jattn.calibrate(model, PROMPTS, **how)
+            load_options = {"quantization": FEATURES[name]["quantization"], **(calibration or {})}
+            model.kv_scales = jattn.calibrate(model, PROMPTS, **load_options)
             scales.append(jax.tree.map(np.shape, model.kv_scales.layers))
         engine = Engine(model, **SIZES | FEATURES[name])
         results = engine.generate([PROMPTS[2] + prompt for prompt in PROMPTS], max_tokens=12)
@@ -269,14 +272,14 @@ def check_replicas(folder: pathlib.Path) -> None:
     check_replicas_take_new_weights(engine, folder, alone.tokens)
     per_block = model.cache_specs(1)[0].bytes_per_block  # of all devices
     assert per_block == 2 * load(folder, progress=False).cache_specs(1)[0].bytes_per_block
-    of_device = sum(
+    device_bytes = sum(
         array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(engine._runner._caches)
     )
-    sized = Engine(model, **SIZES | {"num_blocks": None}, cache_bytes=of_device)
+    sized = Engine(model, **SIZES | {"num_blocks": None}, cache_bytes=device_bytes)
     assert sized.stats.num_blocks == engine.stats.num_blocks
     check_logprobs_and_saved_files(folder)
-    for feature, how in OF_REPLICAS:
-        check_feature(folder, feature, tp=4, calibration=how)
+    for feature, feature_options in OF_REPLICAS:
+        check_feature(folder, feature, tp=4, calibration=feature_options)
 
 
 def check_replicas_take_new_weights(engine: Engine, folder: pathlib.Path, expected: list[list[int]]) -> None:
@@ -315,13 +318,17 @@ def check_masks() -> None:
         model = load(folder, mesh=mesh, progress=False)
         caches = model.create_caches(4)
         results.append([np.asarray(logits(model, caches, mask)) for mask in (None, *masks.values())])
-    one, *others = results
+    single_device, *sharded_results = results
     for name, plain, expected, *actual in zip(
-        masks, [one[0]] * 4, one[1:], *(of[1:] for of in others), strict=True
+        masks,
+        [single_device[0]] * 4,
+        single_device[1:],
+        *(result[1:] for result in sharded_results),
+        strict=True,
     ):
         assert np.abs(expected - plain).max() > 1e-2, name
-        for of in actual:
-            np.testing.assert_allclose(of, expected, atol=2e-5, err_msg=name)
+        for result in actual:
+            np.testing.assert_allclose(result, expected, atol=2e-5, err_msg=name)
         print(f"masked: {name}")
 
 

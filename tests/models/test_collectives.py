@@ -60,7 +60,7 @@ class TestWhyNoPeerMemory:
         model.mesh = Mesh(grid, ("tp", "cp"))
         return model
 
-    def test_a_model_on_one_device(self):
+    def test_model_on_one_device_has_no_peer_memory(self):
         assert (
             why_no_peer_memory(load(LLAMA, progress=False))
             == "the model is on one device, so that there are no all-reduces"
@@ -70,14 +70,14 @@ class TestWhyNoPeerMemory:
             == "the model is on one device, so that there are no all-reduces"
         )
 
-    def test_devices_that_are_not_gpus(self):
+    def test_devices_other_than_gpus_have_no_peer_memory(self):
         assert why_no_peer_memory(self.model()) == "the devices are not NVIDIA GPUs"
         assert why_no_peer_memory(self.model(tp=1, cp=2)) == "the devices are not NVIDIA GPUs"
 
-    def test_an_abstract_model(self):
+    def test_abstract_model_has_no_peer_memory(self):
         assert why_no_peer_memory(self.model(has_weights=False)) == "the model has no weights"
 
-    def test_unsupported_dtypes_and_device_counts(self, monkeypatch):
+    def test_unsupported_dtypes_and_device_counts_have_no_peer_memory(self, monkeypatch):
         monkeypatch.setattr(collectives, "GPU_PLATFORMS", ("cpu",))
         assert why_no_peer_memory(self.model()) is None
         assert why_no_peer_memory(self.model(cp=2)) is None

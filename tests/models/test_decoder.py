@@ -146,6 +146,6 @@ def test_position_embeddings_use_the_given_positions():
 def test_steps_without_caches_refuse_context():
     model = Decoder(DecoderConfig.from_hf(SIZES | {"model_type": "gpt2"}), rngs=nnx.Rngs(0))
     metadata = jattn.build_batch_metadata([1, 1], [1, 3], [[1], [2]])
-    for given in (metadata, PerKVCacheGroup(metadata, metadata)):
+    for step_metadata in (metadata, PerKVCacheGroup(metadata, metadata)):
         with pytest.raises(ValueError, match=r"seq_lens\[1\]=3 differs from the row's 1 new tokens"):
-            model(jnp.zeros(2, jnp.int32), None, given)
+            model(jnp.zeros(2, jnp.int32), None, step_metadata)

@@ -142,12 +142,12 @@ def make(family, *, num_experts=8, chosen=2, dtype=jnp.float32, seed=0):
 
 def tensors(layer):
     """The layer's parameters as transformers names and lays them out, in float64."""
-    wide = lambda array: np.asarray(array[...].astype(jnp.float32)).astype(np.float64)
-    t = {"router.weight": wide(layer.router.kernel).T}
+    to_float64 = lambda array: np.asarray(array[...].astype(jnp.float32)).astype(np.float64)
+    t = {"router.weight": to_float64(layer.router.kernel).T}
     t["gate.weight"] = t["router.weight"]
     if layer.router.bias is not None:
-        t["router.bias"] = wide(layer.router.bias)
-    gate_up, down = wide(layer.gate_up_proj.weight), wide(layer.down_proj.weight)
+        t["router.bias"] = to_float64(layer.router.bias)
+    gate_up, down = to_float64(layer.gate_up_proj.weight), to_float64(layer.down_proj.weight)
     is_interleaved = layer.gate_up_proj.bias is not None
     columns = (0, 3, 2, 1) if is_interleaved else (0, 3, 1, 2)
     t["experts.gate_up_proj"] = gate_up.transpose(columns).reshape(len(gate_up), HIDDEN, -1)
@@ -157,15 +157,15 @@ def tensors(layer):
         t[f"experts.{e}.w2.weight"] = down[e].T
     if is_interleaved:
         t["experts.gate_up_proj_bias"] = (
-            wide(layer.gate_up_proj.bias).transpose(0, 2, 1).reshape(len(down), -1)
+            to_float64(layer.gate_up_proj.bias).transpose(0, 2, 1).reshape(len(down), -1)
         )
-        t["experts.down_proj_bias"] = wide(layer.down_proj.bias)
+        t["experts.down_proj_bias"] = to_float64(layer.down_proj.bias)
     if layer.shared_expert is not None:
-        both = wide(layer.shared_expert.gate_up_proj.kernel)
+        both = to_float64(layer.shared_expert.gate_up_proj.kernel)
         t["shared_expert.gate_proj.weight"], t["shared_expert.up_proj.weight"] = both[:, 0].T, both[:, 1].T
-        t["shared_expert.down_proj.weight"] = wide(layer.shared_expert.down_proj.kernel).T
+        t["shared_expert.down_proj.weight"] = to_float64(layer.shared_expert.down_proj.kernel).T
     if layer.shared_expert_gate is not None:
-        t["shared_expert_gate.weight"] = wide(layer.shared_expert_gate.kernel).T
+        t["shared_expert_gate.weight"] = to_float64(layer.shared_expert_gate.kernel).T
     return t
 
 
@@ -263,9 +263,9 @@ def test_16_bit_error_is_at_most_twice_that_of_rounding(family, token_case):
     layer, x = make(family, dtype=jnp.bfloat16), tokens(TOKENS[token_case], dtype=jnp.bfloat16)
     out = run(layer, x)
     assert out.dtype == jnp.bfloat16
-    want = expected(family, layer, x.astype(jnp.float32))
-    error = np.abs(np.asarray(out[sample_tokens(out)], np.float64) - want).max(axis=1)
-    assert (error <= 2 * 2**-8 * np.abs(want).max()).all()
+    float64_output = expected(family, layer, x.astype(jnp.float32))
+    error = np.abs(np.asarray(out[sample_tokens(out)], np.float64) - float64_output).max(axis=1)
+    assert (error <= 2 * 2**-8 * np.abs(float64_output).max()).all()
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,12 @@ def test_kernel_tile_error_is_at_most_twice_that_of_rounding_to_16_bits(family, 
     choices = layer.route(x)
     weights, statics = layer.weights(), ExpertStatics(layer.activation, layer.precision)
     out = run_tiles_mosaic(x, choices, weights, statics, interpret=plgpu.InterpretGPUParams())
-    wide = ExpertWeights(*(None if array is None else array.astype(jnp.float32) for array in weights))
-    expected = run_tiles_xla(x.astype(jnp.float32), choices, wide, ExpertStatics(layer.activation, "highest"))
+    float32_weights = ExpertWeights(
+        *(None if array is None else array.astype(jnp.float32) for array in weights)
+    )
+    expected = run_tiles_xla(
+        x.astype(jnp.float32), choices, float32_weights, ExpertStatics(layer.activation, "highest")
+    )
     assert float(jnp.abs(out - expected).max()) <= 2 * 2**-8 * float(jnp.abs(expected).max())
 
 
@@ -376,7 +380,7 @@ def test_16_bit_error_on_a_gpu_is_at_most_twice_that_of_rounding(family, count, 
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 192)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(count, dtype=jnp.bfloat16)
     assert why_no_kernel(x, layer.weights()) is None
-    actual, want = run(layer, x), expected(family, layer, x.astype(jnp.float32))
-    error = np.abs(np.asarray(actual[sample_tokens(actual)], np.float64) - want)
-    assert error.max() <= 2 * 2**-8 * np.abs(want).max()
+    actual, float64_output = run(layer, x), expected(family, layer, x.astype(jnp.float32))
+    error = np.abs(np.asarray(actual[sample_tokens(actual)], np.float64) - float64_output)
+    assert error.max() <= 2 * 2**-8 * np.abs(float64_output).max()
     assert jnp.array_equal(run(layer, x), actual)

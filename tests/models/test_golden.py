@@ -154,9 +154,9 @@ def test_golden_logits_reveal_a_wrong_window_or_rope(name, change):
     golden = golden_of(name)
     hf = golden.model.config.to_hf()
     change = {key: hf[key] | value if isinstance(value, dict) else value for key, value in change.items()}
-    other = Decoder(DecoderConfig.from_hf(hf | change), rngs=nnx.Rngs(0))
-    nnx.update(other, nnx.state(golden.model))
+    changed_model = Decoder(DecoderConfig.from_hf(hf | change), rngs=nnx.Rngs(0))
+    nnx.update(changed_model, nnx.state(golden.model))
     prompt = golden.prompt(3)
     metadata = jattn.build_batch_metadata([len(prompt)], [len(prompt)], None)
-    logits, _ = step(other, jnp.asarray(prompt, jnp.int32), None, metadata)
+    logits, _ = step(changed_model, jnp.asarray(prompt, jnp.int32), None, metadata)
     assert golden.error(3, np.asarray(logits)) > 1e-2

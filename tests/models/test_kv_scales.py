@@ -25,13 +25,13 @@ class TestMissingStaticScales:
         return model
 
     @pytest.mark.parametrize("quantization", ["fp8_e4m3", "fp8_e5m2"])
-    def test_are_reported_once_with_a_hint(self, quantization):
+    def test_missing_scales_are_reported_once_with_a_hint(self, quantization):
         message = rf"{quantization} cache: layers 0, 1, 2 have no scales and use 1, .* jattn.calibrate"
         with pytest.warns(jattn.CalibrationWarning, match=message) as warned:
             self.model().create_caches(2, quantization=quantization)
         assert len(warned) == 1
 
-    def test_are_reported_with_the_layers_that_lack_them(self):
+    def test_missing_scales_are_reported_with_their_layers(self):
         with pytest.warns(jattn.CalibrationWarning, match="layers 1 have no scales"):
             self.model(calibrated(0)).create_caches(2, quantization="fp8_e4m3", skip_layers=[-1])
 
@@ -44,7 +44,7 @@ class TestMissingStaticScales:
             (None, {}),
         ],
     )
-    def test_are_not_reported_where_none_is_required(self, scales, options):
+    def test_missing_scales_are_not_reported_if_not_required(self, scales, options):
         self.model(scales).create_caches(2, **options)  # a warning would be an error here
 
     def test_kv_scales_require_an_entry_per_layer(self):

@@ -40,8 +40,8 @@ def test_invalid_qk_norms_are_refused():
 
 
 def test_a_norm_after_the_rope_normalizes_each_head():
-    behind = QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True)
-    assert make_qk_norm(behind, 4, 6, dtype=jnp.float32).follows_rope
+    norm_after_rope = QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True)
+    assert make_qk_norm(norm_after_rope, 4, 6, dtype=jnp.float32).follows_rope
     with pytest.raises(ValueError, match=r"over of a norm after the rope must be .* got 'all_heads'"):
         QKNorm(norm=NormSpec("rms", 1e-5), comes_after_rope=True, over="all_heads")
     with pytest.raises(ValueError, match=r"has_weight=False is supported only for a norm after the rope"):

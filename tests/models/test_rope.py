@@ -147,9 +147,9 @@ def test_only_two_types_need_lengths(name):
 @pytest.mark.parametrize("name", CASES)
 def test_to_hf_and_from_hf_are_inverse(name):
     rope = make(name)
-    again = Rope.from_hf(rope.to_hf(), head_dim=HEAD_DIM, default_context=1, max_context=LONGEST)
-    assert again == rope
-    assert hash(again) == hash(rope)
+    restored = Rope.from_hf(rope.to_hf(), head_dim=HEAD_DIM, default_context=1, max_context=LONGEST)
+    assert restored == rope
+    assert hash(restored) == hash(rope)
 
 
 @pytest.mark.parametrize("name", ["default", "longrope"])
@@ -182,18 +182,22 @@ def attend(rope, query_lens, seq_lens):
 def test_a_layer_rotates_each_request_by_its_own_length():
     """All tokens of a long prompt use the long factors; those of a short prompt in the same step do not."""
     rope = make("longrope")
-    of = lambda side: Rope.from_hf(
+    rope_of = lambda side: Rope.from_hf(
         LONGROPE | {"short_factor": FACTORS[side], "long_factor": FACTORS[side]},
         head_dim=HEAD_DIM,
         default_context=ORIGINAL,
         max_context=LONGEST,
     )
-    both = attend(rope, [100, 20], [100, 20])
-    np.testing.assert_allclose(both[:100], attend(of("long_factor"), [100, 20], [100, 20])[:100], atol=1e-6)
+    long_and_short = attend(rope, [100, 20], [100, 20])
     np.testing.assert_allclose(
-        both[100:120], attend(of("short_factor"), [100, 20], [100, 20])[100:120], atol=1e-6
+        long_and_short[:100], attend(rope_of("long_factor"), [100, 20], [100, 20])[:100], atol=1e-6
     )
-    assert not np.allclose(both[:100], attend(of("short_factor"), [100, 20], [100, 20])[:100], atol=1e-3)
+    np.testing.assert_allclose(
+        long_and_short[100:120], attend(rope_of("short_factor"), [100, 20], [100, 20])[100:120], atol=1e-6
+    )
+    assert not np.allclose(
+        long_and_short[:100], attend(rope_of("short_factor"), [100, 20], [100, 20])[:100], atol=1e-3
+    )
 
 
 REFUSED = {

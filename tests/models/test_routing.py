@@ -28,10 +28,10 @@ def test_a_correction_bias_affects_the_selection_only(scores):
     logits = np.float32([[0.0, 2.0, 1.0, -1.0], [3.0, 0.0, 0.0, 2.9]])
     correction = np.float32([0.9, 0.0, 0.0, 0.0])
     plain = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    of_all = plain if scores == "softmax" else 1 / (1 + np.exp(-logits))
+    all_scores = plain if scores == "softmax" else 1 / (1 + np.exp(-logits))
     choices = routing.route(jnp.asarray(logits), 2, jnp.asarray(correction))
     np.testing.assert_array_equal(choices.experts, [[0, 1], [0, 3]])  # by logits the first would have 1 and 2
-    chosen = np.take_along_axis(of_all, np.asarray(choices.experts), axis=1)
+    chosen = np.take_along_axis(all_scores, np.asarray(choices.experts), axis=1)
     np.testing.assert_allclose(choices.scores, 1.5 * chosen / chosen.sum(1, keepdims=True), rtol=1e-6)
 
 

@@ -86,11 +86,11 @@ def test_a_mesh_of_one_device_serves_the_same_tokens():
 
 
 class TestMakeMesh:
-    def test_has_both_axes(self):
+    def test_mesh_has_both_axes(self):
         mesh = make_mesh(tp=1, cp=1)
         assert dict(mesh.shape) == {"tp": 1, "cp": 1}
 
-    def test_devices_must_be_there(self):
+    def test_mesh_must_not_exceed_the_devices(self):
         count = len(jax.devices())
         with pytest.raises(
             ValueError, match=rf"tp \* cp must be .*\({count}\), got {count} \* 2 = {2 * count}"
@@ -98,12 +98,12 @@ class TestMakeMesh:
             make_mesh(tp=count, cp=2)
 
     @pytest.mark.parametrize(("sizes", "actual"), [({"tp": 0}, "0"), ({"cp": -1}, "-1")])
-    def test_sizes_are_positive(self, sizes, actual):
+    def test_mesh_sizes_must_be_positive(self, sizes, actual):
         (name,) = sizes
         with pytest.raises(ValueError, match=f"{name} must be positive, got {actual}"):
             make_mesh(**sizes)
 
-    def test_sizes_are_ints(self, types_unchecked):
+    def test_mesh_sizes_must_be_ints(self, types_unchecked):
         with pytest.raises(ValueError, match=r"tp must be an int, got 2\.0"):
             make_mesh(tp=2.0)
 
@@ -117,35 +117,35 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"mesh\.axis_names must be \('tp', 'cp'\), got \('x', 'y'\)"):
             check_mesh(mesh_of(2, names=("x", "y")))
 
-    @pytest.mark.parametrize("of", [load, load_shapes])
-    def test_mesh_axes_must_be_auto(self, of):
+    @pytest.mark.parametrize("load_model", [load, load_shapes])
+    def test_mesh_axes_must_be_auto(self, load_model):
         """jax.make_mesh makes Explicit axes, with which prompt_logprobs would fail inside JAX."""
         rule = r"mesh\.axis_types must be Auto for all axes \(.*make_mesh\), got \('Explicit', 'Explicit'\)"
         with pytest.raises(ValueError, match=rule):
-            of(LLAMA, mesh=jax.make_mesh((1, 1), ("tp", "cp")))
+            load_model(LLAMA, mesh=jax.make_mesh((1, 1), ("tp", "cp")))
 
-    @pytest.mark.parametrize("of", [load, load_shapes])
-    def test_query_heads(self, of):
+    @pytest.mark.parametrize("load_model", [load, load_shapes])
+    def test_query_heads_must_be_a_multiple_of_tp(self, load_model):
         with pytest.raises(ValueError, match=r"num_attention_heads must be a multiple .*\(4\), got 6"):
-            of(LLAMA, mesh=mesh_of(4))
+            load_model(LLAMA, mesh=mesh_of(4))
 
-    def test_kv_heads(self):
+    def test_kv_heads_must_be_a_multiple_or_divisor_of_tp(self):
         rule = r"num_key_value_heads must be a multiple or a divisor of the mesh's tp \(3\), got 2"
         with pytest.raises(ValueError, match=rule):
             load(LLAMA, mesh=mesh_of(3))
 
-    def test_widths(self):
+    def test_widths_must_be_a_multiple_of_tp(self):
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 191"):
             check_divides(changed(intermediate_size=191), mesh_of(2))
         with pytest.raises(ValueError, match=r"must be a multiple of the mesh's tp \* cp \(4\), got 190"):
             check_divides(changed(intermediate_size=190), mesh_of(2, cp=2))
 
-    def test_the_width_of_a_shared_expert(self):
+    def test_width_of_a_shared_expert_must_be_a_multiple_of_tp(self):
         hf = read_config(HF / "qwen2_moe").to_hf() | {"shared_expert_intermediate_size": 41}
         with pytest.raises(ValueError, match=r"intermediate_size must be a multiple .*\(2\), got 41"):
             check_divides(DecoderConfig.from_hf(hf), mesh_of(2))
 
-    def test_saving_a_model_over_several_processes(self, tmp_path, monkeypatch):
+    def test_a_model_over_several_processes_cannot_be_saved(self, tmp_path, monkeypatch):
         monkeypatch.setattr(Mesh, "is_multi_process", True)
         model = load_shapes(LLAMA, mesh=mesh_of(2))
         with pytest.raises(
@@ -167,7 +167,7 @@ class TestRefusals:
         same = jattn.LocalStrided(homo_head=True)
         assert shard_mask(same, "tp", 8, (32, 8)) is same
 
-    def test_a_draft_model_on_another_mesh(self):
+    def test_a_draft_model_on_another_mesh_is_rejected(self):
         model, draft = load_shapes(LLAMA, mesh=make_mesh()), load_shapes(LLAMA)
         with pytest.raises(
             ValueError, match=r"The draft model is on the mesh None, but the model is on Mesh"

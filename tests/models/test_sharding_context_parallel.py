@@ -55,10 +55,10 @@ def test_decoders_match_across_meshes(check, lines):
 def test_each_rank_stores_its_tokens_of_a_block(layout):
     """A device's part of each array has the shape of a cache with smaller blocks."""
     sizes = {"num_kv_heads": 4, "head_dim": 16, "layout": layout, "quantization": "int8_token_head"}
-    of = lambda **more: jattn.CacheSpec(num_blocks=5, **{**sizes, **more})
+    cache_spec_of = lambda **more: jattn.CacheSpec(num_blocks=5, **{**sizes, **more})
     whole, part = (
         jax.eval_shape(lambda spec=spec: jattn.PagedCache.create(spec))
-        for spec in (of(block_size=32), of(block_size=8, num_kv_heads=2))
+        for spec in (cache_spec_of(block_size=32), cache_spec_of(block_size=8, num_kv_heads=2))
     )
     mesh = jax.sharding.AbstractMesh((2, 4), ("tp", "cp"))
     shards = jax.tree.map(
@@ -81,23 +81,23 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"block_size must be a multiple of cp_.*_size \(4\), got 6\."):
             Engine(self.model(), num_blocks=9, block_size=6)
 
-    @pytest.mark.parametrize("of", [load, load_shapes])
+    @pytest.mark.parametrize("interleave", [load, load_shapes])
     @pytest.mark.parametrize("mesh", [None, mesh_of(1, 1), mesh_of(1, 2)], ids=["no mesh", "one", "two"])
-    def test_interleave_must_be_a_positive_int(self, of, mesh, types_unchecked):
+    def test_interleave_must_be_a_positive_int(self, interleave, mesh, types_unchecked):
         for value, rule in (
             (0, "be positive, got 0"),
             (-1, "be positive, got -1"),
             (1.5, "be an int, got 1.5"),
         ):
             with pytest.raises(ValueError, match=f"cp_kv_cache_interleave_size must {rule}"):
-                of(LLAMA, mesh=mesh, cp_kv_cache_interleave_size=value)
+                interleave(LLAMA, mesh=mesh, cp_kv_cache_interleave_size=value)
 
-    @pytest.mark.parametrize("of", [load, load_shapes])
-    def test_alibi_with_context_parallelism(self, of):
+    @pytest.mark.parametrize("load_model", [load, load_shapes])
+    def test_alibi_is_refused(self, load_model):
         with pytest.raises(NotImplementedError, match="cp_kv_cache_interleave_size=2 with ALiBi: "):
-            of(HF / "bloom", mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=2)
+            load_model(HF / "bloom", mesh=mesh_of(1, 2), cp_kv_cache_interleave_size=2)
 
-    def test_a_step_mask_with_context_parallelism(self):
+    def test_a_step_mask_is_refused(self):
         model = self.model()
         metadata = jattn.build_batch_metadata([4], [4], np.ones((1, 1), np.int32))
         caches = jax.eval_shape(lambda: load_shapes(LLAMA).create_caches(4))

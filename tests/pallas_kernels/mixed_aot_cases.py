@@ -15,8 +15,8 @@ def case(quantization=None):
     sizes = {"num_kv_heads": 1, "head_dim": 64}
     spec = jattn.AttentionSpec(num_q_heads=1, **sizes)
     bucket = jattn.Bucket(max_decodes=1, max_prefills=2, max_prefill_tokens=400, max_blocks=32)
-    of_cache = jattn.CacheSpec(num_blocks=64, block_size=16, quantization=quantization, **sizes)
-    cache = jax.eval_shape(lambda: jattn.PagedCache.create(of_cache))
+    cache_spec = jattn.CacheSpec(num_blocks=64, block_size=16, quantization=quantization, **sizes)
+    cache = jax.eval_shape(lambda: jattn.PagedCache.create(cache_spec))
     query = jax.ShapeDtypeStruct((bucket.max_tokens, 1, 64), jnp.bfloat16)
 
     def run(query, cache, metadata):

@@ -337,13 +337,13 @@ class TestSchedulesBuiltForOtherCalls:
         message = r"lists.table must have shape \(2, 32\) .2 query tiles, 1 heads., got \(4, 32\)"
         with pytest.raises(ValueError, match=message):
             run(schedule=schedule, lists=lists_of(schedule, 2, 1), sizes=sizes)
-        of_narrow = make_schedule(
+        schedule_of_short_tiles = make_schedule(
             starts, lens, num_tokens=1, score=score, sizes=PrefillSizes(tile_kv=64), has_lists=True
         )
         with pytest.raises(
             ValueError, match=r"lists was built for sizes=.*kv=64.*, but this call has .*kv=128"
         ):
-            run(schedule=schedule, lists=lists_of(of_narrow, 1, 1), sizes=sizes)
+            run(schedule=schedule, lists=lists_of(schedule_of_short_tiles, 1, 1), sizes=sizes)
 
     def test_lists_without_key_tiles_have_one_empty_entry(self):
         _, _, starts, lens, _ = zeros_of(prefill)

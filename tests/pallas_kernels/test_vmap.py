@@ -101,8 +101,8 @@ def aot_cases():
     cases = {}
     for module in (decode_aot_cases, prefill_aot_cases, cache_read_tests, cache_write_tests):
         name, (run, arguments, *_) = next(iter(module.aot_cases().items()))
-        twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), arguments)
-        cases[f"{module.__name__}-{name}"] = (jax.vmap(run), twice)
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), arguments)
+        cases[f"{module.__name__}-{name}"] = (jax.vmap(run), stacked)
     return cases
 
 

@@ -118,8 +118,8 @@ def test_unowned_blocks_may_hold_nan():
     seq_lens = jnp.asarray([12, 5, 0], jnp.int32)
     options = {"num_selected": 2, "block_size": 4}
     expected = select_blocks(query, bounds, table, seq_lens, **options).blocks
-    of_nobody = jnp.asarray([0, 6, 7, 8])
-    poisoned = jax.tree.map(lambda x: x.at[of_nobody].set(jnp.nan), bounds)
+    unowned_blocks = jnp.asarray([0, 6, 7, 8])
+    poisoned = jax.tree.map(lambda x: x.at[unowned_blocks].set(jnp.nan), bounds)
     table = table.at[1, 2].set(2**30).at[2].set(jnp.asarray([-7, 8, 2**31 - 1]))
     actual = select_blocks(query.at[2].set(jnp.nan), poisoned, table, seq_lens, **options).blocks
     np.testing.assert_array_equal(actual, expected)
@@ -135,8 +135,8 @@ def test_blocks_that_score_nan_are_selected():
     np.testing.assert_array_equal(chosen[0], [[True, False, True]] * 2)
     expected = select_blocks(query, bounds, table, lens, **options).blocks[:, :, 0]
     np.testing.assert_array_equal(chosen[1:], expected[1:])
-    of_nan = select_blocks(query.at[0].set(jnp.nan), bounds, table, lens, **options).blocks
-    assert of_nan[0].all()
+    selected = select_blocks(query.at[0].set(jnp.nan), bounds, table, lens, **options).blocks
+    assert selected[0].all()
 
 
 def test_empty_batch_writes_and_selects_nothing():
@@ -181,9 +181,9 @@ def test_fewer_keys_than_slots_are_rejected():
     ("reason", "platform"), [("the kernels need an NVIDIA GPU", "cpu"), ("compute capability", "gpu")]
 )
 def test_array_placement_determines_the_implementation(reason, platform, monkeypatch):
-    of_arrays = support.why_not_on
+    why_not_on = support.why_not_on
     traced = lambda *trees: any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees))
-    elsewhere = lambda *trees: "compute capability" if traced(trees) else of_arrays(*trees)
+    elsewhere = lambda *trees: "compute capability" if traced(trees) else why_not_on(*trees)
     monkeypatch.setattr(support, "why_not_on", elsewhere)  # as if jax's default device were a GPU
     _, bounds, table, query = filled()
     run = functools.partial(

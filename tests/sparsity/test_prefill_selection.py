@@ -80,10 +80,10 @@ def test_kernel_selects_the_same_blocks_as_a_sort(block_size):
 
 def test_more_blocks_than_the_kernel_supports_are_rejected():
     query, cache, metadata = problem()
-    wide = dataclasses.replace(metadata, block_table=jnp.zeros((3, MAX_TOP_P_LEN + 1), jnp.int32))
+    long_table = dataclasses.replace(metadata, block_table=jnp.zeros((3, MAX_TOP_P_LEN + 1), jnp.int32))
     options = {"mass": 0.5, "block_size": 4, "interpret": plgpu.InterpretGPUParams()}
     with pytest.raises(NotImplementedError, match=f"choose among {MAX_TOP_P_LEN + 1} blocks"):
-        select_prefill_blocks(query, cache, wide, SPEC, implementation="mosaic_gpu", **options)
+        select_prefill_blocks(query, cache, long_table, SPEC, implementation="mosaic_gpu", **options)
 
 
 def test_query_means_are_per_block():

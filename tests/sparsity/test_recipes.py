@@ -176,10 +176,10 @@ class TestPackedDocuments:
         mask = masks.BlockMask(blocks=RECIPES["moba"](q, k, v).blocks[0], block_q=1, block_kv=8)
         out = jattn.attention(q, k, v, causal=True, cu_seqlens=jnp.asarray(self.BOUNDS), mask=mask)
         for first, end in itertools.pairwise(self.BOUNDS):
-            own = jattn.attention(
+            separate = jattn.attention(
                 *(x[first:end] for x in (q, k, v)), causal=True, mask=self.cut(mask, end - first)
             )
-            np.testing.assert_allclose(out[first:end], own, atol=1e-6)
+            np.testing.assert_allclose(out[first:end], separate, atol=1e-6)
 
     def cut(self, mask, tokens):
         return dataclasses.replace(mask, blocks=mask.blocks[:, :tokens])
@@ -261,11 +261,12 @@ class TestMoBA:
         seen = sparsity.moba(q, k, block_size=size, top_k=top_k, block_q=block_q)
         queries, keys = in_numpy(q, k)
         for b, h, i in np.ndindex(2, Q_HEADS, TOKENS):
-            first, own = i // block_q * block_q, i // size
+            first, own_block = i // block_q * block_q, i // size
             likes = [
-                queries[b, h, first] @ keys[b, h, n * size : (n + 1) * size].mean(axis=0) for n in range(own)
+                queries[b, h, first] @ keys[b, h, n * size : (n + 1) * size].mean(axis=0)
+                for n in range(own_block)
             ]
-            chosen = {own, *np.argsort(likes)[::-1][: top_k - 1]}
+            chosen = {own_block, *np.argsort(likes)[::-1][: top_k - 1]}
             expected = [j // size in chosen and j <= i for j in range(TOKENS)]
             np.testing.assert_array_equal(drawn(seen, b)[h, i], expected) if h == i % Q_HEADS else None
 
@@ -375,21 +376,21 @@ class TestNSA:
         j = np.arange(TOKENS)
         for b, i in [(0, 0), (0, 7), (0, 8), (1, 30), (1, 49)]:
             ended = lambda i: (np.arange(blocks) + 1) * size - 1 <= i
-            of = lambda h, i=i, b=b, ended=ended: softmax(
+            probabilities = lambda h, i=i, b=b, ended=ended: softmax(
                 short[0][b, h] @ queries[b, h, i] * DIM**-0.5, ended(i)
             )
             first = i // block_q * block_q
             for h in range(Q_HEADS):
-                group = of(h // 2 * 2, first) + of(h // 2 * 2 + 1, first)
-                own = i // size
-                group[0] = group[own] = np.inf
-                group[own + 1 :] = -np.inf
-                chosen = np.argsort(group)[::-1][: min(3, own + 1)]
+                group = probabilities(h // 2 * 2, first) + probabilities(h // 2 * 2 + 1, first)
+                own_block = i // size
+                group[0] = group[own_block] = np.inf
+                group[own_block + 1 :] = -np.inf
+                chosen = np.argsort(group)[::-1][: min(3, own_block + 1)]
                 attend = lambda visible, i=i, b=b, h=h: (
                     softmax(keys[b, h] @ queries[b, h, i] * DIM**-0.5, visible) @ values[b, h]
                 )
                 parts = (
-                    of(h) @ short[1][b, h],
+                    probabilities(h) @ short[1][b, h],
                     attend(np.isin(j // size, chosen) & (j <= i)),
                     attend((j <= i) & (i - j < window)),
                 )

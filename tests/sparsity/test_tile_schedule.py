@@ -120,7 +120,7 @@ def test_padding_after_the_documents_adds_only_its_first_tile():
 def test_causal_block_masks_have_exact_tiles(ruled, lens):
     """The lists of a causal block pattern are exact if tiles equal blocks."""
     blocks = getattr(ruled.mask, "block_size", None) or ruled.mask.block_kv
-    both = mask_rules.Ruled(
+    causal_mask = mask_rules.Ruled(
         lambda: masks.Causal() & ruled.mask, lambda r, h, i, j: j <= i and ruled.visible(r, h, i, j)
     )
     lens = [(k, k) for _, k in lens]
@@ -129,7 +129,7 @@ def test_causal_block_masks_have_exact_tiles(ruled, lens):
         or getattr(ruled.mask, "first_q_block", None) is not None
     ):
         return
-    for partial, full, any_visible, all_visible in compared(both, lens, blocks, blocks):
+    for partial, full, any_visible, all_visible in compared(causal_mask, lens, blocks, blocks):
         np.testing.assert_array_equal(full, all_visible)
         np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 

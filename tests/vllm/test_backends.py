@@ -24,7 +24,7 @@ def test_infer_global_hyperparameters_equals_vllm(case):
 
 
 @pytest.mark.parametrize(
-    ("other", "same_windows"),
+    ("other_layer", "same_windows"),
     [
         ((127, None, 0.125), False),
         ((-1, 30.0, 0.125), True),
@@ -32,8 +32,8 @@ def test_infer_global_hyperparameters_equals_vllm(case):
         ((-1, None, 0.125, True), True),
     ],
 )
-def test_disagreement_is_recorded_when_not_strict(other, same_windows):
-    layers = {"a": PerLayerParameters(-1, None, 0.125), "b": PerLayerParameters(*other)}
+def test_disagreement_is_recorded_when_not_strict(other_layer, same_windows):
+    layers = {"a": PerLayerParameters(-1, None, 0.125), "b": PerLayerParameters(*other_layer)}
     shared = infer_global_hyperparameters(layers, strict=False)
     assert shared == layers["a"]
     assert (shared.has_same_window_lefts, shared.has_same_all_params) == (same_windows, False)

@@ -66,9 +66,12 @@ def test_uniform_batches_are_padded_to_full_rows_only():
 
 def test_lora_batches_require_lora_graphs():
     plain = make_graph_keys(Mode.FULL, [8], max_num_seqs=8)
-    both = make_graph_keys(Mode.FULL, [8], max_num_seqs=8, lora_cases=(False, True))
+    keys_with_lora = make_graph_keys(Mode.FULL, [8], max_num_seqs=8, lora_cases=(False, True))
     assert dispatch_cudagraph(plain, 8, has_lora=True) == (Mode.NONE, None)
-    assert dispatch_cudagraph(both, 8, has_lora=True) == (Mode.FULL, BatchDescriptor(8, has_lora=True))
+    assert dispatch_cudagraph(keys_with_lora, 8, has_lora=True) == (
+        Mode.FULL,
+        BatchDescriptor(8, has_lora=True),
+    )
 
 
 def test_mode_none_has_no_graphs():

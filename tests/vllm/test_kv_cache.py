@@ -27,13 +27,13 @@ def test_reshape_and_cache_equals_write_kv_on_the_packed_layout():
     np.testing.assert_array_equal(v, expected.v)
 
 
-@pytest.mark.parametrize("of", [float, jnp.asarray, lambda scale: jnp.asarray([scale])])
-def test_reshape_and_cache_divides_by_the_scales(of):
+@pytest.mark.parametrize("scale_shape", [float, jnp.asarray, lambda scale: jnp.asarray([scale])])
+def test_reshape_and_cache_divides_by_the_scales(scale_shape):
     shapes = spec(layout="packed", dtype=jnp.float8_e4m3fn)
     cache = jattn.PagedCache.create(shapes)
     ones = jnp.ones((1, 2, 16))
     k, v = jattn.vllm.reshape_and_cache(
-        ones, ones, cache.k, cache.v, jnp.asarray([0]), k_scale=of(0.5), v_scale=of(0.25)
+        ones, ones, cache.k, cache.v, jnp.asarray([0]), k_scale=scale_shape(0.5), v_scale=scale_shape(0.25)
     )
     assert float(k[0, 0, 0, 0, 0]) == 2
     assert float(v[0, 0, 0, 0]) == 4

@@ -143,8 +143,8 @@ def test_compressed_rows_list_the_nonzeros_and_end_in_padding(x):
     crow, col = dense_to_crow_col(x)
     for head, matrix in enumerate(x):
         for row, values in enumerate(matrix):
-            places = [place for place, value in enumerate(values) if value]
-            assert col[head, crow[head, row] : crow[head, row + 1]].tolist() == places
+            indices = [index for index, value in enumerate(values) if value]
+            assert col[head, crow[head, row] : crow[head, row + 1]].tolist() == indices
         assert (col[head, crow[head, -1] :] == -1).all()
     assert col.shape[1] == max(crow[:, -1])
 

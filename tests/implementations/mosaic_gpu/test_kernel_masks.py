@@ -59,10 +59,12 @@ def visible_in_kernel(
     mask, seq_len, *, row, head, first_query, first_key, num_columns, tile_of=QueryMajorTile, least_query=0
 ):
     """Return the kernel's visibility of 64 rows and some columns of a request, and their positions."""
-    of_keys = tile_of.has_key_rows
-    (num_queries, num_keys) = (num_columns, 64) if of_keys else (64, num_columns)
-    is_packed = of_keys or first_key % num_columns != 0
-    in_kernel_mask = kernel_mask(mask, KernelMaskConfig(HEADS, True, is_packed, seq_len, num_keys, of_keys))
+    is_key_major = tile_of.has_key_rows
+    (num_queries, num_keys) = (num_columns, 64) if is_key_major else (64, num_columns)
+    is_packed = is_key_major or first_key % num_columns != 0
+    in_kernel_mask = kernel_mask(
+        mask, KernelMaskConfig(HEADS, True, is_packed, seq_len, num_keys, is_key_major)
+    )
     columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
     tile_start = {"head": head, "first_query": first_query, "first_key": first_key}
     tile = tile_of(
@@ -78,7 +80,7 @@ def visible_in_kernel(
     visible = np.broadcast_to(
         tile.unpack_bit_mask(visible) if in_kernel_mask.is_words else visible, tile.shape
     )
-    visible = visible.T if of_keys else visible
+    visible = visible.T if is_key_major else visible
     return visible[np.ix_(np.array(queries) - first_query, np.array(keys) - first_key)], queries, keys
 
 
@@ -97,8 +99,8 @@ tiles = st.fixed_dictionaries(
 @settings(max_examples=40)
 @given(mask_rules.SINGLE | mask_rules.compositions(), tiles, st.booleans())
 def test_kernel_masks_equal_their_definition(ruled, tile, is_second_row):
-    of_keys = tile["tile_of"] is KeyMajorTile
-    if why_not_kernel_mask(ruled.mask, 128, rows=128 if of_keys else 64) is not None:
+    is_key_major = tile["tile_of"] is KeyMajorTile
+    if why_not_kernel_mask(ruled.mask, 128, rows=128 if is_key_major else 64) is not None:
         return
     mask = ruled.mask
     if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
@@ -174,10 +176,10 @@ def test_changing_mask_arrays_does_not_retrace(traced_once):
     def stored(mask):
         return kernel_mask(mask, KernelMaskConfig(HEADS, True, False, 64, 64)).arrays
 
-    of = lambda n: (
+    arrays_of_seed = lambda n: (
         (masks.Causal() | masks.Prefix(length=jnp.asarray(n))) & masks.Document(ids=jnp.arange(9) // n)
     )
-    (_, a, _), (_, b, _) = traced_once(stored, (of(2),), (of(3),))
+    (_, a, _), (_, b, _) = traced_once(stored, (arrays_of_seed(2),), (arrays_of_seed(3),))
     assert not np.array_equal(a, b)
 
 
@@ -230,16 +232,18 @@ def test_masks_are_split_into_position_and_array_parts():
     assert split_mask_factors(block, PrefillSizes(tile_kv=128), is_packed=False).pairs == block
 
 
-@pytest.mark.parametrize("of_key", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])
-def test_kernels_decline_functions_that_close_over_arrays(of_key):
+@pytest.mark.parametrize("key_array", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])
+def test_kernels_decline_functions_that_close_over_arrays(key_array):
     """Pallas would reject them with a message that names no mask. Functions may close over numbers."""
 
-    def reason(of_key):
-        visible = lambda head, query, key: (of_key if of_key.ndim == 0 else of_key[key]) + query > key
+    def reason(key_array):
+        visible = lambda head, query, key: (
+            (key_array if key_array.ndim == 0 else key_array[key]) + query > key
+        )
         return why_not_kernel_mask(masks.Causal() & masks.MaskFunction(visible), 64)
 
-    closes = "there is no kernel for a mask function that closes over arrays" if of_key.ndim else None
-    assert reason(of_key) == closes
+    closes = "there is no kernel for a mask function that closes over arrays" if key_array.ndim else None
+    assert reason(key_array) == closes
     seen = []
-    jax.eval_shape(lambda of_key: seen.append(reason(of_key)), of_key)
+    jax.eval_shape(lambda key_array: seen.append(reason(key_array)), key_array)
     assert seen == [closes]

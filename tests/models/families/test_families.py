@@ -139,12 +139,14 @@ GOLDEN_CONFIGS = REMOTE_CONFIGS | {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_null_is_accepted_or_refused_with_its_key(model_type):
     family, hf = FAMILIES[model_type], GOLDEN_CONFIGS[model_type]
-    hf_names = {ours: name for name, ours in family.aliases.items()}
+    hf_names = {config_key: name for name, config_key in family.aliases.items()}
     messages = {}
     for key in {**COMMON, **family.defaults}:
         name = hf_names.get(key, key)
         outer, _, inner = name.partition(".")
-        rest = {other: value for other, value in hf.items() if other != key}  # no second name of it
+        rest = {
+            other_key: value for other_key, value in hf.items() if other_key != key
+        }  # no second name of it
         try:
             DecoderConfig.from_hf(rest | ({outer: {**hf[outer], inner: None}} if inner else {name: None}))
         except (ValueError, NotImplementedError) as error:

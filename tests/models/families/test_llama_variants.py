@@ -41,8 +41,8 @@ def as_internlm2(name, tensors):
         return name.replace("self_attn.q_proj", "attention.wqkv"), whole.reshape(-1, *whole.shape[3:])
     if "self_attn.k_proj" in name or "self_attn.v_proj" in name:
         return None
-    for hf_name, ours in names.items():
-        name = name.replace(hf_name, ours)
+    for hf_name, llama_name in names.items():
+        name = name.replace(hf_name, llama_name)
     return name, tensor
 
 

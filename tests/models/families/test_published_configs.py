@@ -60,7 +60,7 @@ def test_max_context_is_what_ropes_are_scaled_for(name):
     assert read(hf | changes)[0].max_position_embeddings == longest
 
 
-def test_phi3small():
+def test_phi3small_config():
     config, sparse, dense = read(published.PHI3SMALL_8K)
     assert sparse.attention.sparsity == LocalStrided(block_size=64, local_blocks=16, vert_stride=8)
     assert dense.attention.sparsity is None
@@ -78,7 +78,7 @@ def test_phi3small():
     )
 
 
-def test_gemma3():
+def test_gemma3_config():
     config, sliding, _ = read(published.GEMMA3_4B)
     assert config.model_type == "gemma3_text"
     assert (config.vocab_size, config.num_attention_heads, config.head_dim) == (262208, 8, 256)
@@ -104,7 +104,7 @@ def test_missing_keys_of_text_config_get_the_defaults_of_its_class():
         read({"model_type": "llava", "text_config": {"hidden_size": None}})
 
 
-def test_llama4():
+def test_llama4_config():
     config, local, full = read(published.LLAMA4_SCOUT)
     assert (local.attention.chunk_size, full.attention.chunk_size) == (8192, None)
     assert (local.rope.interleaved, full.rope) == (True, None)

@@ -108,8 +108,8 @@ def test_an_output_projection_that_differs_from_tied_embeddings_is_refused(tmp_p
     last = tensors[embedding].copy()
     last[-1, -1] += 1
     monkeypatch.setattr(jax, "device_put", lambda *_, **case: pytest.fail("a tensor was put on the device"))
-    for other in (last, last[:-1], tensors[embedding].astype(np.float16)):
-        write_checkpoint(tmp_path, hf, tensors | {head: other})
+    for different in (last, last[:-1], tensors[embedding].astype(np.float16)):
+        write_checkpoint(tmp_path, hf, tensors | {head: different})
         message = f"{head} differs from {embedding}, but tie_word_embeddings is true"
         with pytest.raises(ValueError, match=message):
             load(tmp_path, progress=False)

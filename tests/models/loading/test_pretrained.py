@@ -41,8 +41,8 @@ def test_round_trip_in_every_dtype(tmp_path, hf, dtype):
     model = load(write_checkpoint(tmp_path / "a", hf, tensors), progress=False)
     assert model.dtype == dtype
     save(model, tmp_path / "b")
-    again = load(tmp_path / "b", progress=False)
-    for old, new in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
+    reloaded = load(tmp_path / "b", progress=False)
+    for old, new in zip(jax.tree.leaves(model), jax.tree.leaves(reloaded), strict=True):
         assert old.dtype == new.dtype == dtype
         np.testing.assert_array_equal(old, new)
     stored = load_file(tmp_path / "b" / "model.safetensors")

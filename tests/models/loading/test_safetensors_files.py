@@ -43,10 +43,10 @@ def test_reads_what_safetensors_writes(tmp_path, dtype):
 def test_released_tensors_can_be_read_again(tmp_path):
     tensors = {"a": np.arange(1 << 20, dtype=np.int32), "b": np.arange(1 << 20, dtype=np.int32) * 3}
     save_file(tensors, tmp_path / "x.safetensors")
-    found = read_header(tmp_path / "x.safetensors")
+    header = read_header(tmp_path / "x.safetensors")
     for name in ("a", "b", "a"):
-        np.testing.assert_array_equal(found[name].view(), tensors[name])
-        found[name].release()
+        np.testing.assert_array_equal(header[name].view(), tensors[name])
+        header[name].release()
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
@@ -178,8 +178,8 @@ def folder(directory, files):
     return directory
 
 
-def index_of(a=SHARDS[0], b=SHARDS[1], **others):
-    return {INDEX: {"weight_map": {"a": a, "b": b, **others}, "metadata": {"total_size": 16}}}
+def index_of(a=SHARDS[0], b=SHARDS[1], **other_entries):
+    return {INDEX: {"weight_map": {"a": a, "b": b, **other_entries}, "metadata": {"total_size": 16}}}
 
 
 HALVES = {SHARDS[0]: {"a": 1.0}, SHARDS[1]: {"b": 2.0}}

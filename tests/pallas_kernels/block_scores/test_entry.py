@@ -96,9 +96,9 @@ def test_select_top_blocks_matches_a_sort(max_blocks, num_selected, num_recent, 
         num = -(-int(length) // 16)
         recent = np.arange(num) >= num - num_recent
         for head in range(8):
-            of_head = np.where(recent, np.inf, scores[row, head, :num])
-            least = np.sort(of_head)[-num_selected] if num >= num_selected else -np.inf
-            expected = np.flatnonzero(of_head >= least)
+            head_scores = np.where(recent, np.inf, scores[row, head, :num])
+            least = np.sort(head_scores)[-num_selected] if num >= num_selected else -np.inf
+            expected = np.flatnonzero(head_scores >= least)
             assert best.counts[row, head] == len(expected)
             np.testing.assert_array_equal(best.ids[row, head, : len(expected)], expected)
             reached = recent | (scores[row, head, :num] >= best.threshold[row, head])

@@ -138,7 +138,7 @@ def test_cache_read_has_no_races():
 
 def aot_cases():
     """Return the kernels to compile for an H200: every pair of the factors, at the sizes of serving."""
-    found = {}
+    cases_by_name = {}
     for case in cases(FACTORS):
         dtype, size, dim = jnp.dtype(case["dtype"]), case["block_size"], case["head_dim"]
         stored = dtype if case["stored"] == "same" else jnp.dtype(case["stored"])
@@ -150,8 +150,8 @@ def aot_cases():
         run = functools.partial(cache_read, dtype=dtype, layout=case["layout"])
         read = lambda cache, table, first, lens, scale, run=run: run(cache, table, first, lens, scale=scale)
         cache = jax.ShapeDtypeStruct((100, *heads, dim), stored)
-        found[case_id(case)] = read, (cache, ints(4, 40), ints(4), ints(4), scale)
-    return found
+        cases_by_name[case_id(case)] = read, (cache, ints(4, 40), ints(4), ints(4), scale)
+    return cases_by_name
 
 
 class TestAheadOfTime:
@@ -192,9 +192,9 @@ class TestRefusals:
             raise AssertionError(why_not_read(**self.supported | change))
 
     def test_cache_read_raises_with_the_reason(self):
-        one = jnp.zeros(1, jnp.int32)
+        zero = jnp.zeros(1, jnp.int32)
         with pytest.raises(NotImplementedError, match="cache_read: block_size=4 is not supported"):
-            cache_read(jnp.zeros((2, 4, 1, 64), jnp.int8), one[None], one, one, dtype=jnp.bfloat16)
+            cache_read(jnp.zeros((2, 4, 1, 64), jnp.int8), zero[None], zero, zero, dtype=jnp.bfloat16)
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -220,6 +220,6 @@ class TestRefusals:
             unchecked(jnp.zeros(shape, jnp.int8), zeros((1, 1)), **lens, dtype=jnp.bfloat16, **change)
 
     def test_wrong_shapes_are_refused(self):
-        cache, one = jnp.zeros((2, 16, 1, 64), jnp.int8), jnp.zeros(1, jnp.int32)
+        cache, zero = jnp.zeros((2, 16, 1, 64), jnp.int8), jnp.zeros(1, jnp.int32)
         with pytest.raises(ValueError, match=r"scale's shape must be one of .*got \(3,\)"):
-            cache_read(cache, one[None], one, one, dtype=jnp.bfloat16, scale=jnp.ones(3))
+            cache_read(cache, zero[None], zero, zero, dtype=jnp.bfloat16, scale=jnp.ones(3))

@@ -49,17 +49,19 @@ def check_table(cuda: Cuda) -> None:
         assert np.all(filled[: COUNTERS // 4] == 0)
         assert np.all(filled[COUNTERS // 4 :] == EMPTY)
     words = np.array(list(addresses.items()), np.uint64).view(np.uint32)  # JAX has no 64 bits here
-    both = multihost_utils.process_allgather(words).copy().view(np.uint64)
-    everywhere = dict(both.reshape(-1, 2).tolist())
+    all_addresses = multihost_utils.process_allgather(words).copy().view(np.uint64)
+    everywhere = dict(all_addresses.reshape(-1, 2).tolist())
     for shard in peers.table.addressable_shards:
         number, zero, *halves = np.asarray(shard.data).ravel()
         _, cp = (part.start or 0 for part in shard.index[:-1])
         along = mesh.devices[:, cp]
-        expected = [everywhere[one.id] + SEEN_AT * (1 + one.process_index) for one in along]
+        expected = [everywhere[peer.id] + SEEN_AT * (1 + peer.process_index) for peer in along]
         expected[number] = addresses[shard.device.id]
         assert (number, zero) == (RANK, 0)
         assert np.array(halves, np.int32).view(np.uint64).tolist() == expected
-    opened = {everywhere[one.id] + SEEN_AT * (2 - RANK) for one in jax.devices() if one not in local_devices}
+    opened = {
+        everywhere[peer.id] + SEEN_AT * (2 - RANK) for peer in jax.devices() if peer not in local_devices
+    }
     assert cuda.open == dict.fromkeys(opened, 2)  # by each of this process's devices
     assert cuda.ways == {(1, 2), (2, 1)}
     assert not cuda.context
@@ -85,9 +87,9 @@ def check_trial(cuda: Cuda) -> None:
     assert steps[-6:] == ["cuIpcOpenMemHandle_v2", "all were told", *ends], steps
 
 
-def refused(**of_one: object) -> str:
+def refused(**driver_options: object) -> str:
     """Return the reason that both processes report if the driver of process 1 has the given options."""
-    cuda = Cuda(RANK, num_own=2, **(of_one if RANK == 1 else {}))
+    cuda = Cuda(RANK, num_own=2, **(driver_options if RANK == 1 else {}))
     use(cuda)
     try:
         make_peer_memory(run_on_devices.mesh_of(4), "tp", max_rows=1, width=8)

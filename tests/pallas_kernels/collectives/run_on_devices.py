@@ -30,11 +30,11 @@ ROWS = (1, 8, 64, 129, 256)
 CALLS = 500
 
 
-def mesh_of(devices: int, others: int = 1) -> jax.sharding.Mesh:
+def mesh_of(devices: int, num_other_devices: int = 1) -> jax.sharding.Mesh:
     """Return a mesh in which devices that reduce together are not adjacent if there are others, as tp
     before cp.
     """
-    grid = np.array(jax.devices()[: devices * others]).reshape(devices, others)
+    grid = np.array(jax.devices()[: devices * num_other_devices]).reshape(devices, num_other_devices)
     return jax.sharding.Mesh(grid, ("tp", "cp"))
 
 
@@ -64,8 +64,8 @@ class Sums:
         by_device, whole = P("tp", "cp"), P()
         peers, axis_name = (self.of_all, ("tp", "cp")) if are_all else (self.peers, "tp")
 
-        def each(peers, x, *others):
-            actual = function(x.reshape(x.shape[2:]), *others, peers, axis_name=axis_name)
+        def each(peers, x, *other_arrays):
+            actual = function(x.reshape(x.shape[2:]), *other_arrays, peers, axis_name=axis_name)
             return jax.tree.map(lambda part: part[None, None], actual)
 
         specs = (by_device, by_device, *(whole for _ in arrays[1:]))
@@ -76,17 +76,17 @@ class Sums:
 
     def placed(self, x: np.ndarray, spec: P) -> jax.Array:
         """Return arrays placed on the devices, some of which may belong to other processes."""
-        return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda at: x[at])
+        return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda index: x[index])
 
     def check(self, rows: int, shots: int | None) -> None:
         """Check a sum alone, which must be exact, and then with each norm."""
-        others = self.mesh.shape["cp"]
-        parts = self.drawn(self.devices, others, rows, self.width, seed=rows)
+        num_groups = self.mesh.shape["cp"]
+        parts = self.drawn(self.devices, num_groups, rows, self.width, seed=rows)
         residual, weight = self.drawn(rows, self.width, seed=1), self.drawn(self.width, seed=2)
         unit = float(jnp.finfo(self.dtype).eps)
         (total,) = self.run(functools.partial(all_reduce, shots=shots), parts)
         self.check_same(total)
-        expected = np.stack([reference.all_reduce(parts[:, other]) for other in range(others)])
+        expected = np.stack([reference.all_reduce(parts[:, group]) for group in range(num_groups)])
         np.testing.assert_allclose(total[0].astype(np.float64), expected, rtol=unit, atol=unit / 64)
         for norm in (LLAMA, GEMMA):
             streams, normed = self.run(
@@ -94,11 +94,11 @@ class Sums:
             )
             self.check_same(streams)
             self.check_same(normed)
-            for other in range(others):
-                expected = reference.all_reduce_rms_norm(parts[:, other], residual, weight, **norm)
-                for actual, wanted in zip((streams, normed), expected, strict=True):
-                    actual = actual[0, other].astype(np.float64)
-                    np.testing.assert_allclose(actual, wanted, rtol=3 * unit, atol=unit)
+            for group in range(num_groups):
+                expected = reference.all_reduce_rms_norm(parts[:, group], residual, weight, **norm)
+                for actual, expected_array in zip((streams, normed), expected, strict=True):
+                    actual = actual[0, group].astype(np.float64)
+                    np.testing.assert_allclose(actual, expected_array, rtol=3 * unit, atol=unit)
 
     def check_all(self, rows: int) -> None:
         """Check sums and gathers over both axes, whose device order is JAX's."""
@@ -129,26 +129,28 @@ class Sums:
         rows = 64
 
         def many(x, peers, *, axis_name):
-            device, at = jax.lax.axis_index(axis_name), x.astype(jnp.int32)
-            value = lambda call, device: ((at + call * (3 + device) + device) % 61).astype(self.dtype)
+            device, offset = jax.lax.axis_index(axis_name), x.astype(jnp.int32)
+            value = lambda call, device: ((offset + call * (3 + device) + device) % 61).astype(self.dtype)
 
             def body(call, wrong):
-                mine, every = value(call, device), [value(call, other) for other in range(self.devices)]
+                local, every = value(call, device), [value(call, peer) for peer in range(self.devices)]
                 expected = sum(every[1:], every[0])  # whole numbers below 256: exact
-                actual = all_reduce(mine, peers, axis_name=axis_name, shots=self.shots[-1])
-                of_one = all_reduce(
-                    mine[:1] + actual[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0]
+                actual = all_reduce(local, peers, axis_name=axis_name, shots=self.shots[-1])
+                summed = all_reduce(
+                    local[:1] + actual[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0]
                 )
                 # What is gathered depends on the sum, or XLA might turn the calls round.
                 as_f32 = lambda x: x[:9, ::2].astype(jnp.float32)
-                found = all_gather(as_f32(mine) + as_f32(of_one) * 0, peers, axis_name=axis_name)
-                wrong = wrong + jnp.sum(actual != expected) + jnp.sum(of_one != expected[:1])
-                return wrong + jnp.sum(found != jnp.stack([as_f32(x) for x in every]))
+                gathered = all_gather(as_f32(local) + as_f32(summed) * 0, peers, axis_name=axis_name)
+                wrong = wrong + jnp.sum(actual != expected) + jnp.sum(summed != expected[:1])
+                return wrong + jnp.sum(gathered != jnp.stack([as_f32(x) for x in every]))
 
             return jax.lax.fori_loop(0, CALLS, body, jnp.int32(0))
 
-        places = np.arange(rows * self.width).reshape(rows, self.width) % 53
-        (wrong,) = self.run(many, np.broadcast_to(places, (*self.mesh.devices.shape, *places.shape)).copy())
+        positions = np.arange(rows * self.width).reshape(rows, self.width) % 53
+        (wrong,) = self.run(
+            many, np.broadcast_to(positions, (*self.mesh.devices.shape, *positions.shape)).copy()
+        )
         np.testing.assert_array_equal(wrong, 0)
 
 
@@ -156,14 +158,14 @@ def check_tables(mesh: jax.sharding.Mesh) -> None:
     """Check that device numbers are JAX's along the axes and map to that device's memory."""
     for axes in ("tp", "cp", ("tp", "cp"), ("cp", "tp")):
         peers = make_peer_memory(mesh, axes, max_rows=1, width=8)
-        each = lambda axes=axes: jax.lax.axis_index(axes)[None, None]
-        numbers = jax.shard_map(each, mesh=mesh, in_specs=(), out_specs=P("tp", "cp"))()
+        device_number = lambda axes=axes: jax.lax.axis_index(axes)[None, None]
+        numbers = jax.shard_map(device_number, mesh=mesh, in_specs=(), out_specs=P("tp", "cp"))()
         table = np.asarray(peers.table)
         np.testing.assert_array_equal(table[..., 0], numbers)
         addresses = table[..., 2:].copy().view(np.uint64)
         own = {shard.device: shard.data.unsafe_buffer_pointer() for shard in peers.memory.addressable_shards}
-        for place, device in np.ndenumerate(mesh.devices):
-            assert int(addresses[place][table[place][0]]) == own[device]
+        for index, device in np.ndenumerate(mesh.devices):
+            assert int(addresses[index][table[index][0]]) == own[device]
         groups = np.unique(np.sort(addresses, axis=-1).reshape(mesh.devices.size, -1), axis=0)
         assert len(groups) * peers.devices == mesh.devices.size
 
@@ -184,18 +186,18 @@ def check_lowered(mesh: jax.sharding.Mesh) -> None:
     assert not [name for name in ("all_reduce", "all_gather") if f"stablehlo.{name}" in text]
 
 
-def main(where: str) -> None:
+def main(target: str) -> None:
     """Run the checks on the devices of all processes."""
     count = len(jax.devices())
     meshes = [mesh_of(2)] if count == 2 else [mesh_of(2, 2), mesh_of(4)]
     check_lowered(meshes[0])
-    if where == "cpu" and jax.process_count() == 1:  # which sees all addresses
+    if target == "cpu" and jax.process_count() == 1:  # which sees all addresses
         check_tables(meshes[0])
     for mesh in meshes:
         for width, dtype in (
-            ((68, jnp.bfloat16),) if where == "cpu" else ((4096, jnp.bfloat16), (1028, jnp.float16))
+            ((68, jnp.bfloat16),) if target == "cpu" else ((4096, jnp.bfloat16), (1028, jnp.float16))
         ):
-            sums = Sums(mesh, width, dtype, shots=(None,) if where == "cpu" else (1, 2))
+            sums = Sums(mesh, width, dtype, shots=(None,) if target == "cpu" else (1, 2))
             for rows in ROWS:
                 for shots in sums.shots:
                     sums.check(rows, shots)

@@ -21,9 +21,9 @@ class Devices:
     def __init__(self, count: int, max_rows: int, width: int) -> None:
         self.count, self.block_bytes = count, block_bytes_of(max_rows, width)
         words = memory_bytes(count, self.block_bytes) // 4
-        of_one = np.full(words, exchange.EMPTY, np.uint32)
-        of_one[: exchange.COUNTERS // 4] = 0
-        self.memory = jax.block_until_ready(jnp.asarray(np.tile(of_one, (count, 1))))
+        device_memory = np.full(words, exchange.EMPTY, np.uint32)
+        device_memory[: exchange.COUNTERS // 4] = 0
+        self.memory = jax.block_until_ready(jnp.asarray(np.tile(device_memory, (count, 1))))
         addresses = self.memory.unsafe_buffer_pointer() + 4 * words * np.arange(count, dtype=np.uint64)
         rows = [
             np.concatenate([np.array([d, 0], np.uint32), addresses.view(np.uint32)]) for d in range(count)

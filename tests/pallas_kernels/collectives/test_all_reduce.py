@@ -86,16 +86,18 @@ def test_every_shape_compiles_without_spills():
     shapes, gathered = all_reduce_aot_cases.SHAPES, all_reduce_aot_cases.GATHERED
     reports = aot.compile_all(all_reduce_aot_cases.__name__, [*shapes, *gathered])
     for name, kernels in reports.items():
-        found = [(kernel.name, kernel.spilled_bytes) for kernel in kernels]
-        assert found == [(f"all_{'gather' if name in gathered else 'reduce'}_mosaic_gpu_kernel", 0)], name
+        spilled_bytes = [(kernel.name, kernel.spilled_bytes) for kernel in kernels]
+        assert spilled_bytes == [
+            (f"all_{'gather' if name in gathered else 'reduce'}_mosaic_gpu_kernel", 0)
+        ], name
 
 
 @pytest.mark.parametrize("rows", [1, 100, 128, 129, 256, 300])
 def test_rows_of_a_thread_block_fit_its_memory(rows):
-    of = Exchange(rows, 64, 2, block_bytes_of(300, 64))
-    assert of.bytes_needed <= of.block_bytes
-    per_block = [len(range(block, rows, of.blocks)) for block in range(of.blocks)]
-    assert max(per_block) * of.packets * exchange.PACKET == of.bytes_needed
+    layout = Exchange(rows, 64, 2, block_bytes_of(300, 64))
+    assert layout.bytes_needed <= layout.block_bytes
+    per_block = [len(range(block, rows, layout.blocks)) for block in range(layout.blocks)]
+    assert max(per_block) * layout.packets * exchange.PACKET == layout.bytes_needed
 
 
 # --------------------------------------------------------------------------------- addresses, errors
@@ -166,8 +168,8 @@ class TestRefusals:
         unsupported = Other()
         for name, value in change.items():
             setattr(unsupported, name, value)
-        found = support.why_not_peer_memory([jax.devices()[0], unsupported], 2)
-        assert found is None if reason is None else found.endswith(reason)
+        actual_reason = support.why_not_peer_memory([jax.devices()[0], unsupported], 2)
+        assert actual_reason is None if reason is None else actual_reason.endswith(reason)
 
     @pytest.mark.parametrize(
         ("answer", "reason"),
@@ -192,13 +194,13 @@ class TestRefusals:
             def cuDeviceGet(self, number, ordinal):
                 number._obj.value = ordinal.value
 
-            def cuDeviceCanAccessPeer(self, can, one, unsupported):
-                can._obj.value = answer if one.value != unsupported.value else 1
+            def cuDeviceCanAccessPeer(self, can, device, peer):
+                can._obj.value = answer if device.value != peer.value else 1
                 return 0
 
         monkeypatch.setattr(ctypes_of_driver, "CDLL", Driver)
-        found = support.why_not_peer_memory([GPU(0), GPU(1)], 2)
-        assert found is None if reason is None else found.startswith(reason)
+        actual_reason = support.why_not_peer_memory([GPU(0), GPU(1)], 2)
+        assert actual_reason is None if reason is None else actual_reason.startswith(reason)
 
     @pytest.mark.parametrize(
         ("x", "message"),

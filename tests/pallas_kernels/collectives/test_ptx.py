@@ -80,8 +80,8 @@ class Devices:
         shape_of = lambda parts: parts.shape[parts.dtype != F32 :]
         get = lambda address, parts: self.memory.get(address, shape_of(parts), parts.dtype)
         return [
-            [[get(address, parts) for address in results] for _, results, parts in of_call]
-            for of_call in zip(*outputs, strict=True)
+            [[get(address, parts) for address in results] for _, results, parts in call_results]
+            for call_results in zip(*outputs, strict=True)
         ]
 
 
@@ -100,13 +100,13 @@ def check(devices, calls, seed=0, max_rows=130, shots=(1,)):
         call_arguments.append((drawn(rng, devices, rows, width, dtype=dtype), norm_arguments, norm))
     widest = max(width for _, width, _, _ in calls)
     actual_outputs = Devices(devices, block_bytes_of(max_rows, widest), seed, shots).sums(call_arguments)
-    for (parts, norm_arguments, norm), of_devices in zip(call_arguments, actual_outputs, strict=True):
+    for (parts, norm_arguments, norm), device_results in zip(call_arguments, actual_outputs, strict=True):
         expected = [reference.all_reduce(parts)]
         if norm is not None:
             expected = reference.all_reduce_rms_norm(parts, *norm_arguments, **norm._asdict())
         unit = float(ml_dtypes.finfo(parts.dtype).eps)
-        for results in of_devices:
-            for actual, first, expected_array in zip(results, of_devices[0], expected, strict=True):
+        for results in device_results:
+            for actual, first, expected_array in zip(results, device_results[0], expected, strict=True):
                 np.testing.assert_array_equal(actual.view(np.uint16), first.view(np.uint16))
                 np.testing.assert_allclose(
                     actual.astype(np.float64), expected_array, rtol=2 * unit, atol=unit / 8
@@ -157,9 +157,9 @@ def test_negative_zeros_are_sent(dtype, shots):
     zeros = np.full((2, 2, 64), -0.0, dtype)
     zeros[0, 0, ::2] = 1
     calls = [(zeros, (), None)] * 3
-    for (of_one,), (of_other,) in Devices(2, block_bytes_of(2, 64), shots=shots).sums(calls):
-        np.testing.assert_array_equal(of_one.view(np.uint16), of_other.view(np.uint16))
-        np.testing.assert_array_equal(of_one.astype(np.float64), zeros.astype(np.float64).sum(axis=0))
+    for (first_device,), (second_device,) in Devices(2, block_bytes_of(2, 64), shots=shots).sums(calls):
+        np.testing.assert_array_equal(first_device.view(np.uint16), second_device.view(np.uint16))
+        np.testing.assert_array_equal(first_device.astype(np.float64), zeros.astype(np.float64).sum(axis=0))
 
 
 @pytest.mark.parametrize("devices", [2, 3])
@@ -174,10 +174,10 @@ def test_gathers_and_sums_alternate(devices, monkeypatch):
         if dtype == F32:
             parts[0, -1, 1], parts[1, -1, 1] = -0.0, np.uint32(exchange.EMPTY).view(F32)
         call_arguments.append((parts, (), None))
-    for (parts, _, _), of_devices in zip(
+    for (parts, _, _), device_results in zip(
         call_arguments, Devices(devices, block_bytes_of(130, 4100)).sums(call_arguments), strict=True
     ):
-        for (actual,) in of_devices:
+        for (actual,) in device_results:
             if parts.dtype == F32:
                 expected = parts.copy().view(np.uint32)
                 expected[expected == exchange.EMPTY] = 0
@@ -191,10 +191,10 @@ def test_gathers_and_sums_alternate(devices, monkeypatch):
 def test_sums_with_a_single_buffer_are_wrong(shots, monkeypatch):
     """This shows that the other tests would detect the race."""
     original_places = exchange.places
-    of_one = lambda *args: (
+    first_device = lambda *args: (
         line.replace("and.b32 piece, call, 1;", "mov.b32 piece, 0;") for line in original_places(*args)
     )
-    monkeypatch.setattr("pallas_kernels.collectives.ptx.all_reduce.places", of_one)
+    monkeypatch.setattr("pallas_kernels.collectives.ptx.all_reduce.places", first_device)
     monkeypatch.setattr(exchange, "MAX_POLLS", 2000)
     with pytest.raises((AssertionError, Trap)):
         check(2, [(1, 4, None, BF16)] * 40, shots=shots)
@@ -204,7 +204,7 @@ def test_sums_with_a_single_buffer_are_wrong(shots, monkeypatch):
 def test_missing_device_traps_the_others(shots, device, monkeypatch):
     """With two shots both the reducing device and a receiver wait for it."""
     monkeypatch.setattr(exchange, "MAX_POLLS", 50)
-    devices, of = Devices(2, block_bytes_of(1, 8)), Exchange(1, 8, 2, block_bytes_of(1, 8), shots)
-    run, _ = devices.program_of(device, devices.tables(), [np.ones((1, 8), BF16)], of, None, BF16)
+    devices, layout = Devices(2, block_bytes_of(1, 8)), Exchange(1, 8, 2, block_bytes_of(1, 8), shots)
+    run, _ = devices.program_of(device, devices.tables(), [np.ones((1, 8), BF16)], layout, None, BF16)
     with pytest.raises(Trap):
         list(run)

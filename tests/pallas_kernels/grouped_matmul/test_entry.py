@@ -64,9 +64,9 @@ def test_each_tile_is_multiplied_by_its_groups_matrix(inputs, outputs, outputs_f
     problem = Problem(inputs, outputs, outputs_first=outputs_first)
     out = problem.run(plgpu.InterpretGPUParams())
     problem.check(out)
-    again = np.asarray(problem.run(plgpu.InterpretGPUParams()).astype(jnp.float32))
+    repeated = np.asarray(problem.run(plgpu.InterpretGPUParams()).astype(jnp.float32))
     live = np.repeat(np.asarray(GROUPS) >= 0, TILE_ROWS)
-    np.testing.assert_array_equal(again[live], np.asarray(out.astype(jnp.float32))[live])
+    np.testing.assert_array_equal(repeated[live], np.asarray(out.astype(jnp.float32))[live])
 
 
 def test_grouped_matmul_has_no_races():

@@ -141,8 +141,8 @@ class TestOnGpu:
         run = jax.jit(functools.partial(paged_decode, **kwargs))
         first, _ = run(*args)
         for _ in range(1000):
-            again, _ = run(*args)
-            assert jnp.array_equal(first, again)
+            repeated, _ = run(*args)
+            assert jnp.array_equal(first, repeated)
 
     def test_decode_reads_the_last_block_of_a_pool_beyond_32_bit_offsets(self):
         """The pool has more than 2^31 elements (4.6 GB), so keys and values share it."""
@@ -320,9 +320,9 @@ class TestSchedule:
     def test_span_starts_in_the_request_of_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
         for number in range(8):
-            found = search_k_ary(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
+            actual = search_k_ary(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
             row = np.searchsorted(ends, number * -(-ends[-1] // 7), side="right")
-            assert (int(found.row), int(found.value)) == (row, min(row, reqs - 1))
+            assert (int(actual.row), int(actual.value)) == (row, min(row, reqs - 1))
 
     def test_schedule_of_a_window_skips_tiles_before_it(self):
         actual = self.schedule([1000, 64], DecodeSizes(tile_kv=64, ctas=4), window=(63, 0))
@@ -486,7 +486,7 @@ class TestRefusals:
     )
     def test_wrong_scales_and_lists_are_refused(self, change, message):
         args, kwargs = random_step([5, 6], 2, 2, 64, 16)
-        made = {
+        schedules = {
             name: BlockList(*(jnp.zeros(shape, jnp.int32) for shape in value))
             if name == "block_list"
             else jnp.zeros(value)
@@ -495,7 +495,7 @@ class TestRefusals:
             for name, value in change.items()
         }
         with pytest.raises(ValueError, match=message):
-            paged_decode(*args, **kwargs, **made)
+            paged_decode(*args, **kwargs, **schedules)
 
     @pytest.mark.parametrize(
         ("change", "message"),

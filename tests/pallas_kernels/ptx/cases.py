@@ -148,8 +148,8 @@ def votes_of(y: np.ndarray, row_max: np.ndarray) -> Case:
         return (warp_votes.needs_rescale.fallback(y, row_max),)
 
     ran = kernel(body, ((64,), jnp.int32))
-    of_any = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
-    return Case((jnp.asarray(y), jnp.asarray(row_max)), of_any, fallback, (warp_votes.needs_rescale,))
+    any_of = lambda *arrays: tuple((x != 0).any() for x in ran(*arrays))
+    return Case((jnp.asarray(y), jnp.asarray(row_max)), any_of, fallback, (warp_votes.needs_rescale,))
 
 
 def masked_scores() -> Case:
@@ -262,7 +262,7 @@ def combined(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> 
         query = get("load_per_query")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
         for i, x in enumerate([*row_maxes, *row_sums, query]):
             write(strip, i, x)
-        sums = [functools.reduce(jnp.add, of_column) for of_column in zip(*accs, strict=True)]
+        sums = [functools.reduce(jnp.add, column) for column in zip(*accs, strict=True)]
         get("store_combined")(out_ref, lse_ref, sums, query, strip)
 
     def body(o_g, top_g, total_g, left_g, found_g, out_g, lse_g):
@@ -317,14 +317,14 @@ def start_of_spans(reqs: int) -> Case:
         )
         return jnp.where(means_nothing, 0, found)
 
-    made = kernel(body, ((num_spans, num), jnp.int32), grid=num_spans)
-    run = lambda *arrays: tuple(map(meant, made(*arrays)))
+    span_kernel = kernel(body, ((num_spans, num), jnp.int32), grid=num_spans)
+    run = lambda *arrays: tuple(map(meant, span_kernel(*arrays)))
     return Case((ends, values), run, fallback, (span_search.search_by_warp,))
 
 
 def all_cases() -> dict[str, Case]:
     bf16, f16 = jnp.bfloat16, jnp.float16
-    found = {
+    cases = {
         f"{name}-{tile_q}-{dim}-{jnp.dtype(dtype)}-{jnp.dtype(cache)}": make(tile_q, dim, dtype, cache)
         for tile_q, dim, dtype, cache in (
             (8, 128, bf16, bf16), (16, 64, f16, f16), (8, 80, bf16, bf16), (8, 256, bf16, jnp.int8),
@@ -336,13 +336,13 @@ def all_cases() -> dict[str, Case]:
         )
         if name == "scores" or dim < 256
     }  # fmt: skip
-    quiet, top = -np.abs(drawn(64, 128)) - 0.1, np.zeros(64, np.float32)
-    due, lowest = quiet.copy(), top.copy()
+    quiet, row_max = -np.abs(drawn(64, 128)) - 0.1, np.zeros(64, np.float32)
+    due, lowest = quiet.copy(), row_max.copy()
     due[37, 101], lowest[60] = 0.0, -np.inf
-    return found | {
+    return cases | {
         "largest": largest(),
-        "votes-quiet": votes_of(quiet, top),
-        "votes-due": votes_of(due, top),
+        "votes-quiet": votes_of(quiet, row_max),
+        "votes-due": votes_of(due, row_max),
         "votes-lowest": votes_of(quiet, lowest),
         "masked": masked_scores(),
         "rows-4-of-8": rows_out(4, 128, (128, 8), bf16),

@@ -38,8 +38,8 @@ def problem(layout="NHD", tokens=9, heads=2, group=3, dim=64, dtype=jnp.bfloat16
 
 def check(layout, interpret=None, is_offset=False, **options):
     (qkv, k_cache, v_cache, slots), named = problem(layout, **options)
-    how = {"eps": 1e-5, "is_offset": is_offset}
-    expected_outputs = reference.qkv_write(qkv, **named, **how)
+    norm_options = {"eps": 1e-5, "is_offset": is_offset}
+    expected_outputs = reference.qkv_write(qkv, **named, **norm_options)
     expected = [np.asarray(cache, np.float64) for cache in (k_cache, v_cache)]
     for token, slot in enumerate(np.asarray(slots)):
         if slot >= 0:
@@ -47,7 +47,8 @@ def check(layout, interpret=None, is_offset=False, **options):
             for cache, new in zip(expected, expected_outputs[1:], strict=True):
                 cache[index] = new[token]
     write = jax.jit(
-        functools.partial(qkv_write, layout=layout, interpret=interpret, **how), donate_argnums=(1, 2)
+        functools.partial(qkv_write, layout=layout, interpret=interpret, **norm_options),
+        donate_argnums=(1, 2),
     )
     query, k, v = write(qkv, k_cache, v_cache, slots, **named)
     assert query.shape == expected_outputs[0].shape

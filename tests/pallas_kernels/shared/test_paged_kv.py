@@ -121,11 +121,11 @@ class TestCopies:
         keys = rng.standard_normal((2 * columns, block_size, 3, head_dim), np.float32)
         cache = keys.swapaxes(1, 2) if is_hnd else keys
         actual = fetch_tile(jnp.asarray(cache), jnp.asarray(table), 64, tiling)
-        of_request = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
-        expected = of_request[64 : 64 + tile_kv]
-        final_block = of_request[100 // block_size * block_size :][:block_size]
+        request_keys = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
+        expected = request_keys[64 : 64 + tile_kv]
+        final_block = request_keys[100 // block_size * block_size :][:block_size]
         if block_size == 16:  # a block of 16 keys behind the 100th is not seen: the last that is stands in
-            expected = np.concatenate([of_request[64:112], final_block])
+            expected = np.concatenate([request_keys[64:112], final_block])
         np.testing.assert_array_equal(actual, expected)
 
     @pytest.mark.parametrize("is_hnd", [False, True])
@@ -181,10 +181,10 @@ def test_no_kernel_indexes_a_block_table_directly():
     """The check finds tables by their names."""
     folder = pathlib.Path(paged_kv.__file__).parents[1]
     looks = re.compile(r"^[^`]*(block_table|table_g)\[")
-    found = {
+    subscripts = {
         f"{path.relative_to(folder)}: {line.strip()}"
         for path in folder.rglob("*.py")
         for line in path.read_text().split("\n")
         if looks.search(line)
     }
-    assert {line.split(":")[0] for line in found} == {"shared/paged_kv.py"}, found
+    assert {line.split(":")[0] for line in subscripts} == {"shared/paged_kv.py"}, subscripts

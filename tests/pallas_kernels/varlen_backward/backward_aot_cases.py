@@ -27,9 +27,9 @@ FEATURES = {
 def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
     shape = jax.ShapeDtypeStruct
     tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
-    of_queries, of_keys = (shape((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads))
-    arrays = {name: of_queries for name in ("query", "out", "grad_out")}
-    arrays |= {name: of_keys for name in ("key", "value")}
+    query, key = (shape((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads))
+    arrays = {name: query for name in ("query", "out", "grad_out")}
+    arrays |= {name: key for name in ("key", "value")}
     arrays |= {name: shape((q_heads, tokens), jnp.float32) for name in ("lse", "grad_lse")}
     arrays |= {name: shape((reqs,), jnp.int32) for name in ("seq_lens", "kv_start_loc")}
     arrays["query_start_loc"] = shape((reqs + 1,), jnp.int32)
@@ -45,15 +45,15 @@ def listed_case(head_dim, mask, *, deterministic=False):
     _, (arrays,) = case(head_dim, jnp.dtype("bfloat16"))
     spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim)
     static = {"kv_tokens": 8192, "kv_heads": 8, "head_dim": head_dim}
-    of_layer = {"score": Score(scale=0.1), "sizes": default_sizes(head_dim, deterministic=deterministic)}
+    layer_options = {"score": Score(scale=0.1), "sizes": default_sizes(head_dim, deterministic=deterministic)}
 
     def run(arrays, mask):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
-        schedule = make_schedule(*lens, **static, num_tokens=8192, **of_layer)
-        bounds = {"num_tokens": 8192, "max_seq_len": 8192, "sizes": of_layer["sizes"]}
+        schedule = make_schedule(*lens, **static, num_tokens=8192, **layer_options)
+        bounds = {"num_tokens": 8192, "max_seq_len": 8192, "sizes": layer_options["sizes"]}
         listed = {"lists": backward_lists(mask, spec, lens, schedule, **bounds), "schedule": schedule}
-        of_mask = backward_mask(mask, spec, of_layer["sizes"], max_seq_len=8192)
-        return varlen_backward(**arrays, **of_layer, **listed, mask=of_mask)
+        mask_in_kernel = backward_mask(mask, spec, layer_options["sizes"], max_seq_len=8192)
+        return varlen_backward(**arrays, **layer_options, **listed, mask=mask_in_kernel)
 
     return run, (arrays, mask)  # as an argument: XLA would fold what it makes of stored numbers
 

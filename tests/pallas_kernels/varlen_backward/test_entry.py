@@ -346,19 +346,21 @@ class TestRefusals:
             varlen_backward(**plain_arguments(**changes))
 
     def test_unsupported_dtypes_and_head_dims_are_rejected(self):
-        of = lambda dim, dtype: {name: jnp.zeros((*s[:2], dim), dtype) for name, s in ARGUMENTS.items()}
+        arguments_of = lambda dim, dtype: {
+            name: jnp.zeros((*s[:2], dim), dtype) for name, s in ARGUMENTS.items()
+        }
         with pytest.raises(NotImplementedError, match="query dtype=float32"):
-            varlen_backward(**plain_arguments(**of(64, jnp.float32)))
+            varlen_backward(**plain_arguments(**arguments_of(64, jnp.float32)))
         with pytest.raises(NotImplementedError, match="head_dim=120 is not supported for gradients"):
-            varlen_backward(**plain_arguments(**of(120, jnp.bfloat16)))
+            varlen_backward(**plain_arguments(**arguments_of(120, jnp.bfloat16)))
 
     def test_schedule_of_other_keys_is_rejected(self):
         arguments = plain_arguments()
         lens = [arguments[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
         static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": Score(scale=1.0)}
         static |= {"sizes": default_sizes(64)}
-        for field, other in {"kv_tokens": 24, "kv_heads": 1, "score": Score(scale=1.0, causal=False)}.items():
-            schedule = make_schedule(*lens, **(static | {field: other}))
+        for field, value in {"kv_tokens": 24, "kv_heads": 1, "score": Score(scale=1.0, causal=False)}.items():
+            schedule = make_schedule(*lens, **(static | {field: value}))
             named = "mask" if field == "score" else field
             with pytest.raises(
                 ValueError, match=rf"schedule was built for {named}=.*, but this call has {named}="
@@ -448,7 +450,7 @@ def compiled():
 
 def kernel_names(name):
     if name.startswith(("d192", "d256")):
-        return [f"varlen_backward_{of}" for of in ("keys", "queries", "values")]
+        return [f"varlen_backward_{output}" for output in ("keys", "queries", "values")]
     return ["varlen_backward", "varlen_backward_queries"][: 1 + ("two_kernels" in name)]
 
 

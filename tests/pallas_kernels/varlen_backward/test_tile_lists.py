@@ -78,14 +78,14 @@ def jitted(problem, *, sizes=None, interpret=None):
     def run(mask, arguments):
         lens = PackedLens(*(arguments[name] for name in PackedLens._fields))
         tokens, kv_tokens = (arguments[name].shape[0] for name in ("query", "key"))
-        of_heads = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
-        of_layer = {**of_heads, "score": setting.score, "sizes": sizes}
-        schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **of_layer)
+        head_options = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
+        layer_options = {**head_options, "score": setting.score, "sizes": sizes}
+        schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **layer_options)
         static = {"max_seq_len": max(setting.seq_lens)}
         lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, num_tokens=tokens, **static)
         options = {"lists": lists, "mask": backward_mask(mask, spec, sizes, **static)}
-        of_call = {"score": setting.score, "sizes": sizes, "interpret": interpret}
-        return varlen_backward(**arguments, schedule=schedule, **options, **of_call)
+        call_options = {"score": setting.score, "sizes": sizes, "interpret": interpret}
+        return varlen_backward(**arguments, schedule=schedule, **options, **call_options)
 
     return functools.partial(run, setting.mask, problem.arguments)
 
@@ -181,13 +181,13 @@ class TestLists:
         ends = jnp.asarray([64, 64, 64], jnp.int32)
         tiles = QueryTiles(jnp.asarray([0, 3], jnp.int32), ends - 64, ends)
         lists = make_tile_lists(schedule, tiles, encode_tiles(some, every), kv_heads=1, sizes=sizes)
-        numbers, found = schedule.table[:, COLUMNS.index("number")].tolist(), {}
+        numbers, entries_by_number = schedule.table[:, COLUMNS.index("number")].tolist(), {}
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
             entries = lists.entries[row, : partial + full].tolist()
-            found[number] = [divmod(entry, 1 << QUERY_BLOCK_SHIFT) for entry in entries], partial
+            entries_by_number[number] = [divmod(entry, 1 << QUERY_BLOCK_SHIFT) for entry in entries], partial
         # (which halves, tile of queries): the first tile's second half whole, of others something in part.
-        assert found == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
+        assert entries_by_number == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
 
 
 def lists_for(sizes):
@@ -242,8 +242,8 @@ class TestRefusals:
 
     def test_lists_of_another_step_are_rejected(self):
         lists = lists_for(default_sizes(64, deterministic=True))
-        other = dataclasses.replace(lists.dq_lists.built_for, num_tokens=999)
-        lists = lists._replace(dq_lists=lists.dq_lists._replace(built_for=other))
+        built_for_other = dataclasses.replace(lists.dq_lists.built_for, num_tokens=999)
+        lists = lists._replace(dq_lists=lists.dq_lists._replace(built_for=built_for_other))
         with pytest.raises(
             ValueError, match=r"lists\.dq_lists was built for num_tokens=999, but this call has num_tokens=16"
         ):
@@ -287,5 +287,5 @@ class TestOnGpu:
         run = jitted(problem, sizes=sizes)
         first = run()
         problem.check(first)
-        for one, other in zip(first, run(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for first_array, second_array in zip(first, run(), strict=True):
+            np.testing.assert_array_equal(first_array, second_array)

@@ -91,8 +91,8 @@ def aot_cases():
     for i, (head_dim, feature) in enumerate(itertools.product((64, 80, 128, 256), WIDE_FEATURES)):
         layout, block_size = LOADERS[1 + i % (len(LOADERS) - 1)]
         dtype = ("bfloat16", "float16")[i // 2 % 2]
-        made = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **WIDE_FEATURES[feature])
-        cases[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = made
+        arguments = case(head_dim, layout, block_size, jnp.dtype(dtype), sizes=FEW, **WIDE_FEATURES[feature])
+        cases[f"d{head_dim}-{feature}-{layout}{block_size}-{dtype}{OF_SPLITS}"] = arguments
     for i, (stored, head_dim) in enumerate(itertools.product(STORED, (64, 96, 128))):
         layout, block_size = LOADERS[1 + i % (len(LOADERS) - 1)]
         feature = list(WIDE_FEATURES)[i % len(WIDE_FEATURES)]

@@ -155,7 +155,7 @@ class TestChoice:
         assert (kernel.sizes.pack_gqa, kernel.sizes.max_splits) == (4, 16)
         assert kernel.tiles == "128 x 64 keys, 3 stages, 4 heads of 32 tokens each"
         assert kernel_plan_key(kernel, self.LAYER) is not None  # layers share their schedule
-        for other in (
+        for changed in (
             self.kernel(tokens=516),  # 129 a request
             self.kernel(tokens=8192),
             self.kernel(max_kv=2048),
@@ -166,13 +166,13 @@ class TestChoice:
             self.kernel(scales=("static", "token_head")),
             self.kernel(dtypes=("int8", "int8"), tokens=260),
         ):
-            assert str(other) == "cache_read, varlen_prefill"
-            assert (other.dequantizes, other.uses_cache_read) == (False, True)
-        for other in (
+            assert str(changed) == "cache_read, varlen_prefill"
+            assert (changed.dequantizes, changed.uses_cache_read) == (False, True)
+        for changed in (
             self.kernel(dtypes=("int8", "int8"), tokens=256),
             self.kernel(scales=("token_head", "static"), tokens=256),
         ):
-            assert str(other) == "varlen_prefill over 8 bits"
+            assert str(changed) == "varlen_prefill over 8 bits"
 
 
 @pytest.mark.gpu

@@ -331,8 +331,8 @@ class TestSchedule:
             jnp.asarray([0, 33, 93]), jnp.asarray(lens), jnp.asarray([0, 33]), num_tokens=96, **options
         )
         out, _ = packed(lens, lens, *args, **options)
-        again, _ = packed(lens, lens, *args, **options, schedule=schedule)
-        np.testing.assert_array_equal(out, again)
+        repeated, _ = packed(lens, lens, *args, **options, schedule=schedule)
+        np.testing.assert_array_equal(out, repeated)
 
 
 class TestHeadsPerL2Group:
@@ -357,8 +357,8 @@ class TestHeadsPerL2Group:
         options = {"score": Score(scale=0.1), "sizes": PrefillSizes(tile_kv=64, ctas=1)}
         out, _ = packed(lens, lens, *args, **options)
         monkeypatch.setattr(schedule_module, "L2_BYTES", 1)
-        again, _ = packed(lens, lens, *args, **options)
-        np.testing.assert_array_equal(out, again)
+        repeated, _ = packed(lens, lens, *args, **options)
+        np.testing.assert_array_equal(out, repeated)
 
 
 class TestReference:

@@ -22,10 +22,13 @@ class TileListProblem(AttentionProblem):
     def _finite_keys(self, seen):
         numbers = dataclasses.replace(self.spec, sparsity=None)
         by_numbers = oracle.reachable(numbers, dataclasses.replace(self.step, mask=None, seen=None))
-        met = [np.maximum.accumulate(hit.any(axis=1))[:, None] for hit in by_numbers]
+        in_range = [np.maximum.accumulate(visible.any(axis=1))[:, None] for visible in by_numbers]
         if self.sparse_tile_kv is None:
-            return [hit | mine for hit, mine in zip(seen, met, strict=True)]
-        return [hit | (mine & self._in_listed_tiles(hit)) for hit, mine in zip(seen, met, strict=True)]
+            return [visible | finite for visible, finite in zip(seen, in_range, strict=True)]
+        return [
+            visible | (finite & self._in_listed_tiles(visible))
+            for visible, finite in zip(seen, in_range, strict=True)
+        ]
 
     def _in_listed_tiles(self, visible):
         tile = np.arange(len(visible)) // self.sparse_tile_kv

@@ -117,7 +117,9 @@ class Crowd:
     def is_near_tie(self, prompt, params, actual, expected):
         """Return whether the first different tokens are equally likely up to rounding."""
         pairs = enumerate(zip(actual, expected, strict=False))
-        first = next((i for i, (actual_token, other) in pairs if actual_token != other), None)
+        first = next(
+            (i for i, (actual_token, expected_token) in pairs if actual_token != expected_token), None
+        )
         if first is None:
             return False
         ids, before = jnp.asarray([*prompt, *expected[:first]]), np.asarray(expected[:first], np.int32)
@@ -125,10 +127,10 @@ class Crowd:
         hidden, _ = model(ids, None, jattn.build_batch_metadata([len(ids)], [len(ids)], None))
         logits = model.logits(hidden)[-1:].astype(jnp.float32)
         adjustments = RequestAdjustments(params, np.asarray(prompt), before, params.stop_token_ids, first, -1)
-        by = build_logits_adjustments(
+        adjustment_arrays = build_logits_adjustments(
             [adjustments], jnp.zeros(1, jnp.int32), num_rows=1, vocab_size=logits.shape[1]
         )
-        logits = logits if by is None else adjust_logits(logits, by, count)
+        logits = logits if adjustment_arrays is None else adjust_logits(logits, adjustment_arrays, count)
         sampling, likely = build_sampling_metadata([params]), set()
         for seed in range(64):
             noise = ROUNDING * jax.random.normal(jax.random.key(seed), logits.shape)

@@ -150,7 +150,7 @@ class TestReaders:
             pieces = [output for output in early + rest if output.index == index]
             assert [i for piece in pieces for i in piece.new_token_ids] == completion.token_ids
             assert "".join(piece.new_text for piece in pieces) == completion.text
-            assert [one for piece in pieces for one in piece.logprobs] == completion.logprobs
+            assert [table for piece in pieces for table in piece.logprobs] == completion.logprobs
             assert [piece.finish_reason for piece in pieces][-1] == completion.finish_reason
 
     def test_a_cancelled_reader_frees_its_blocks_within_a_step(self, engine):

@@ -67,7 +67,7 @@ def crowded():
 
 @pytest.mark.kernels
 class TestBits:
-    def test_do_not_depend_on_the_batch_or_the_cache(self, alone, crowded):
+    def test_bits_do_not_depend_on_the_batch_or_the_cache(self, alone, crowded):
         batch = prompts(8)
         expected = [alone(prompt) for prompt in batch]
         assert bits(crowded, batch) == expected
@@ -82,23 +82,23 @@ class TestBits:
         assert bits(crowded, [longer]) == [alone(longer)]
         assert crowded.stats.num_prefix_hit_tokens - before == len(prompt) // 8 * 8
 
-    def test_are_independent_for_each_completion(self, alone, crowded):
+    def test_bits_of_completions_are_independent(self, alone, crowded):
         hot = SamplingParams(temperature=1.5, seed=3, n=3, max_tokens=8, logprobs=1)
         batch = prompts(3, seed=2)
         expected = [
             [*alone(prompt, hot.of_completion(0)), *alone(prompt, hot.of_completion(1))] for prompt in batch
         ]
-        assert [of_all[:2] for of_all in bits(crowded, batch, hot)] == expected
+        assert [completions[:2] for completions in bits(crowded, batch, hot)] == expected
         assert crowded.stats.num_forked_tokens > 0
 
-    def test_are_unchanged_by_preemption(self, alone):
+    def test_bits_are_unchanged_by_preemption(self, alone):
         batch, engine = prompts(6, shared=24, seed=3), engine_of(num_blocks=12)
         assert bits(engine, batch) == [alone(prompt) for prompt in batch]
         assert engine.stats.num_preemptions > 0
 
     @pytest.mark.kernels
     @pytest.mark.parametrize("options", [{}, {"num_blocks": 24, "sliding_window": 20}, {"budget": 3}])
-    def test_do_not_depend_on_the_batch_with_windows_and_chunks(self, options):
+    def test_bits_do_not_depend_on_the_batch_with_windows_and_chunks(self, options):
         model = sized_model(sliding_window=options.pop("sliding_window", None), num_layers=2)
         batch, options = prompts(6, shared=60), {"max_num_seqs": 6, "model": model} | options
         engine, uncached_engine = engine_of(**options), engine_of(enable_prefix_caching=False, **options)
@@ -106,7 +106,7 @@ class TestBits:
         assert engine.stats.num_prefix_hit_tokens > 0
 
     @pytest.mark.kernels
-    def test_depend_on_the_batch_without_batch_invariance(self, alone):
+    def test_bits_depend_on_the_batch_without_batch_invariance(self, alone):
         engine = engine_of(batch_invariant=False)
         assert bits(engine, prompts(8)) != [alone(prompt) for prompt in prompts(8)]
 
@@ -156,8 +156,8 @@ class Watched(Scheduler):
             assert step.num_decodes == 0 or count == 1
             self.kinds |= {slot(table, i): step.num_decodes > 0 for i in range(length - count, length)}
         for (request, _, length, table), samples in zip(rows, step.samples, strict=True):
-            of_prompt = self.num_prompt_tokens[request]
-            assert all(self.kinds[slot(table, i)] == (i >= of_prompt) for i in range(length))
+            num_prompt_tokens = self.num_prompt_tokens[request]
+            assert all(self.kinds[slot(table, i)] == (i >= num_prompt_tokens) for i in range(length))
             self.num_replayed += step.num_decodes > 0 and not samples
         return step
 
@@ -234,7 +234,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"), REFUSED, ids=[next(iter(one[0])) for one in REFUSED]
+    ("options", "error", "message"), REFUSED, ids=[next(iter(case[0])) for case in REFUSED]
 )
 def test_unsupported_options_are_refused(options, error, message):
     with pytest.raises(error, match=message):

@@ -69,9 +69,9 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         assert self.manager.num_free == free - need
         self.write(request, count)
 
-    @rule(target=requests, parent=requests, share=st.floats(0, 1))
-    def fork(self, parent, share):
-        count = round(share * len(self.tokens[parent]))
+    @rule(target=requests, parent=requests, fraction=st.floats(0, 1))
+    def fork(self, parent, fraction):
+        count = round(fraction * len(self.tokens[parent]))
         child, free = self.fresh(), self.manager.num_free
         self.manager.fork(parent, child, count)
         self.tokens[child] = self.tokens[parent][:count]
@@ -79,9 +79,9 @@ class AgainstWrittenTokens(RuleBasedStateMachine):
         assert self.manager.num_free == free
         return child
 
-    @rule(request=requests, share=st.floats(0, 1))
-    def free_skipped_blocks(self, request, share):
-        count = round(share * len(self.tokens[request]))
+    @rule(request=requests, fraction=st.floats(0, 1))
+    def free_skipped_blocks(self, request, fraction):
+        count = round(fraction * len(self.tokens[request]))
         self.manager.free_skipped_blocks(request, count)
         self.gone[request] = max(self.gone[request], count // BLOCK_SIZE)
 
@@ -179,7 +179,7 @@ def test_peak_counts_a_shared_block_once_and_stays_after_free():
         (lambda m: m.ref_count(8), r"block must be in \[0, 8\), got 8\."),
     ],
 )
-def test_refuses(wrong, message):
+def test_invalid_arguments_are_rejected(wrong, message):
     manager = BlockManager(8, 4)
     manager.allocate(7, 5)
     with pytest.raises(ValueError, match=message):

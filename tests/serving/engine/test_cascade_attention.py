@@ -65,9 +65,9 @@ def test_completions_of_one_prompt_share_the_prefix(plain, engine):
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3)
     (expected,), (actual,) = (result.generate([[7] * 20], params) for result in (plain, engine))
     before = engine.stats.num_cascade_steps
-    (again,) = engine.generate([[7] * 20], params)
+    (repeated,) = engine.generate([[7] * 20], params)
     assert engine.stats.num_cascade_steps > before
-    for result in (actual, again):
+    for result in (actual, repeated):
         assert [completion.token_ids for completion in result.outputs] == [
             completion.token_ids for completion in expected.outputs
         ]
@@ -147,11 +147,11 @@ class TestPays:
         buckets = [Bucket(max_decodes=256, max_blocks=1024)]
         return CascadeAttention(lambda: None, buckets, spec, block_size=16, num_sms=132)  # as on an H200
 
-    def test_for_many_requests_with_a_long_prefix(self, steps):
+    def test_cascade_pays_for_many_requests_with_a_long_prefix(self, steps):
         assert steps.prefix_len(step_of(64, 512)) == 8192
         assert steps.prefix_len(step_of(256, 512)) == 8192
 
-    def test_depends_on_the_heads_and_keys_per_device(self):
+    def test_cascade_depends_on_the_heads_and_keys_per_device(self):
         spec, buckets = (
             AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128),
             [Bucket(max_decodes=256, max_blocks=1024)],
@@ -163,19 +163,19 @@ class TestPays:
         assert cascade_for(cp=2) == 0  # 248 keys on each are too few
         assert cascade_for(tp=8) == 0  # of one kv head each, rows are fewer waves than a prefix of four tiles
 
-    def test_not_for_short_prefixes_or_few_requests_or_many_rows(self, steps):
+    def test_cascade_does_not_pay_for_short_prefixes_few_requests_or_many_rows(self, steps):
         assert steps.prefix_len(step_of(64, 15)) == 0
         assert steps.prefix_len(step_of(7, 512)) == 0
         assert steps.prefix_len(step_of(257, 512)) == 0
 
-    def test_not_while_the_executable_compiles_in_the_background(self, steps, monkeypatch):
+    def test_cascade_waits_for_its_executable(self, steps, monkeypatch):
         monkeypatch.setattr(type(steps.graphs), "is_compiling", True)
         assert steps.prefix_len(step_of(64, 512)) == 0
         bucket = steps.graphs.buckets[0]
         monkeypatch.setattr(type(steps.graphs), "executables", {bucket: None})
         assert steps.prefix_len(step_of(64, 512)) == 8192
 
-    def test_not_with_prompts_or_drafts(self, steps):
+    def test_steps_with_prompts_or_drafts_do_not_cascade(self, steps):
         assert steps.prefix_len(step_of(64, 512, num_decodes=63)) == 0
         assert steps.prefix_len(step_of(64, 512, num_draft_tokens=2)) == 0
 

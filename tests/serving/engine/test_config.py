@@ -40,14 +40,14 @@ class TestDefaultBuckets:
         object.__setattr__(model.config, "max_position_embeddings", 16 * most)
         return StepLimits(**limits_with_defaults).graphs(model, lambda *_: None, None, most + 1)
 
-    def test_contain_vllms_capture_sizes_for_each_width(self):
+    def test_buckets_contain_vllms_capture_sizes_for_each_width(self):
         graphs = self.graphs()
         assert isinstance(graphs, DecodeGraphs)
-        of_width = lambda width: [
+        buckets_of_width = lambda width: [
             b.max_decodes for b in graphs.buckets if not b.max_prefill_tokens and b.max_blocks == width
         ]
         sizes = [2, 4, *range(8, 257, 8)]
-        assert of_width(8192) == of_width(1024) == sizes
+        assert buckets_of_width(8192) == buckets_of_width(1024) == sizes
 
     def test_a_prompt_is_padded_by_at_most_half_as_many_tokens_again(self):
         graphs = self.graphs()
@@ -68,7 +68,7 @@ class TestDefaultBuckets:
         assert graphs.choose([1] * 256, num_blocks=1024).max_blocks == 1024
         assert graphs.choose([1] * 256, num_blocks=1025).max_blocks == 8192
 
-    def test_a_single_row_is_two(self):
+    def test_smallest_bucket_has_two_rows(self):
         assert self.graphs().choose([1], num_blocks=1).max_decodes == 2
 
     def test_large_steps_use_cublas_only(self):
@@ -103,7 +103,7 @@ class TestDefaultStepSizes:
     @pytest.mark.parametrize(
         ("device", "sizes"), [(CPU, (16, 512)), (AMPERE, (256, 2048)), (HOPPER, (256, 8192))]
     )
-    def test_depend_on_the_device(self, monkeypatch, device, sizes):
+    def test_step_sizes_depend_on_the_device(self, monkeypatch, device, sizes):
         assert self.limits(monkeypatch, device) == sizes
 
     @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ class TestDefaultStepSizes:
             ({"max_num_batched_tokens": 0}, (256, 0)),
         ],
     )
-    def test_are_overridden_by_arguments(self, monkeypatch, overrides, sizes):
+    def test_step_sizes_are_overridden_by_arguments(self, monkeypatch, overrides, sizes):
         assert self.limits(monkeypatch, HOPPER, **overrides) == sizes
 
-    def test_are_the_cpus_if_every_step_costs_its_full_bucket(self, monkeypatch):
+    def test_step_sizes_are_the_cpus_if_every_step_costs_its_full_bucket(self, monkeypatch):
         buckets = [Bucket(max_decodes=16, max_prefills=16, max_prefill_tokens=512, max_blocks=4)]
         assert self.limits(monkeypatch, HOPPER, buckets) == (16, 512)
         assert self.limits(monkeypatch, HOPPER, batch_invariant=True) == (16, 512)
 
-    def test_are_used_by_an_engine(self):
+    def test_engine_uses_the_default_step_sizes(self):
         scheduler = Engine(one_layer_model(), num_blocks=9).scheduler
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (16, 512)
 

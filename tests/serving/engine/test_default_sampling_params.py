@@ -64,9 +64,9 @@ def test_requests_without_parameters_use_the_defaults(folder):
     engine = engine_of(folder(LLAMA3 | {"temperature": 50.0, "eos_token_id": [5, 7]}))
     prompt = [[1, 2, 3]]
     greedy = engine.generate(prompt, SamplingParams(), ignore_eos=True)[0].token_ids
-    again = engine.generate(prompt, SamplingParams(), ignore_eos=True)[0].token_ids
+    default_tokens = engine.generate(prompt, SamplingParams(), ignore_eos=True)[0].token_ids
     drawn = [engine.generate(prompt, ignore_eos=True)[0].token_ids for _ in range(2)]
-    assert greedy == again
+    assert greedy == default_tokens
     assert greedy not in drawn
     assert drawn[0] != drawn[1]
     seeded = SamplingParams(temperature=50.0, top_p=0.9, seed=1)
@@ -124,7 +124,7 @@ def test_the_defaults_are_saved_with_a_model(folder, tmp_path):
         ),
     ],
 )
-def test_refuses(folder, content, message):
+def test_invalid_generation_configs_are_rejected(folder, content, message):
     directory = folder(content)
     with pytest.raises(ValueError, match=message):
         Engine(load_shapes(directory), num_blocks=9)

@@ -112,11 +112,11 @@ class TestStopFilter:
         """Return the released text, the held text in brackets, and the stop string; pieces in parentheses
         may not stop.
         """
-        held, stop_string = StopFilter(stop), None
+        stop_filter, stop_string = StopFilter(stop), None
         for piece in pieces:
-            _, stop_string = held.feed(piece.strip("()"), may_stop=not piece.startswith("("))
-        held.flush()
-        return held.text, stop_string
+            _, stop_string = stop_filter.feed(piece.strip("()"), may_stop=not piece.startswith("("))
+        stop_filter.flush()
+        return stop_filter.text, stop_string
 
     def test_a_stop_string_may_begin_before_it_may_end(self):
         assert self.feed_all(["bc"], "(a)", "(b)", "c") == ("a", "bc")

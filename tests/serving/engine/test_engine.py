@@ -110,7 +110,7 @@ class TestGreedy:
 
 
 class TestStopping:
-    def test_at_the_models_eos_token(self, golden, engine, monkeypatch):
+    def test_text_ends_at_the_models_eos_token(self, golden, engine, monkeypatch):
         eos = golden.greedy[2][5]
         config = dataclasses.replace(golden.model.config, eos_token_ids=(eos,))
         monkeypatch.setattr(golden.model, "config", config)
@@ -119,7 +119,7 @@ class TestStopping:
         (result,) = engine.generate([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
         assert (len(result.token_ids), result.finish_reason) == (NUM_TOKENS, "length")
 
-    def test_at_a_stop_id_whose_text_is_left_out(self, golden, engine):
+    def test_text_ends_before_a_stop_id(self, golden, engine):
         stop = golden.greedy[1][5]
         first = golden.greedy[1].index(stop)
         assert first > 0
@@ -127,14 +127,14 @@ class TestStopping:
         assert result.token_ids == golden.greedy[1][: first + 1]
         assert result.text == BYTES.decode(golden.greedy[1][:first])
 
-    def test_after_each_prompts_own_max_tokens(self, golden, engine):
+    def test_text_ends_after_the_prompts_max_tokens(self, golden, engine):
         results = engine.generate(golden.prompts[1:], max_tokens=[3, 1, 7])
         assert [result.token_ids for result in results] == [
             golden.greedy[i][:n] for i, n in ((1, 3), (2, 1), (3, 7))
         ]
         assert {result.finish_reason for result in results} == {"length"}
 
-    def test_at_the_end_of_the_models_context(self, engine):
+    def test_text_ends_at_the_end_of_the_context(self, engine):
         (result,) = engine.generate([[5] * 510], max_tokens=100, ignore_eos=True)
         assert (len(result.token_ids), result.finish_reason) == (
             3,
@@ -252,7 +252,7 @@ class TestSteps:
 
     def test_an_interrupted_read_loses_no_token(self, golden, engine, monkeypatch):
         stream = engine.stream([golden.prompts[1]], max_tokens=NUM_TOKENS, ignore_eos=True)
-        other = engine.stream([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
+        second_stream = engine.stream([golden.prompts[2]], max_tokens=NUM_TOKENS, ignore_eos=True)
         first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
 
         def interrupted(x):
@@ -263,7 +263,7 @@ class TestSteps:
 
         monkeypatch.setattr(jax, "device_get", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            next(other)
+            next(second_stream)
         assert first + [token.token_id for token in stream] == golden.greedy[1]
 
     def test_no_step_branches_on_device_data(self, engine, golden):
@@ -271,7 +271,7 @@ class TestSteps:
         for executable in engine.graphs.executables.values():
             assert " conditional(" not in executable.as_text()
 
-    def test_a_step_is_sent_one_array(self, engine, golden):
+    def test_step_receives_one_host_array(self, engine, golden):
         """Other inputs of a step are on the device: weights, caches and the tokens of the previous step."""
         engine.generate(golden.prompts[:1], max_tokens=1)
         weights = len(jax.tree.leaves(nnx.state(engine.model)))
@@ -313,7 +313,7 @@ class TestSteps:
             assert 0 < metrics.time_to_first_token <= metrics.time_total
             assert metrics.tokens_per_second == count / metrics.time_total
 
-    def test_no_prompts_no_results(self, engine):
+    def test_no_prompts_give_no_results(self, engine):
         assert engine.generate([]) == []
 
 
@@ -373,7 +373,7 @@ class TestCheckedBatches:
             lambda tables: 65 + 0 * tables,
         ],
     )
-    def test_report_invalid_blocks_before_anything_is_written(self, golden, table):
+    def test_invalid_blocks_are_reported_before_anything_is_written(self, golden, table):
         change = lambda step: {"block_tables": table(step.block_tables)}
         engine = self.engine_whose_steps_are(golden, change)
         for _ in range(2):
@@ -383,7 +383,7 @@ class TestCheckedBatches:
         assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._runner._caches)
         assert engine.scheduler.num_unfinished == 0
 
-    def test_are_not_validated_by_default(self, golden):
+    def test_batches_are_not_validated_by_default(self, golden):
         change = lambda step: {"block_tables": 9 + 0 * step.block_tables}
         engine = self.engine_whose_steps_are(golden, change, check_batches=False)
         engine.generate(golden.prompts[3:], max_tokens=1)
@@ -394,11 +394,11 @@ class TestFolders:
     """Engine("DIR"), as in vLLM."""
 
     @pytest.mark.parametrize("kind", [str, pathlib.Path])
-    def test_are_loaded(self, golden, kind):
+    def test_folder_is_loaded(self, golden, kind):
         engine = Engine(kind(GOLDEN / "hf" / "llama"), **one_bucket(4, 160, 65))
         golden.agrees(engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True), [0])
 
-    def test_missing_folders_are_reported(self, tmp_path):
+    def test_missing_folder_is_reported(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"meta-llama/Llama-3/config.json does not exist"):
             Engine("meta-llama/Llama-3")
 
@@ -439,40 +439,46 @@ class TestWeights:
             ("update_weights", None),
         ],
     )
-    def test_changes_after_construction_are_used(self, expected_after_update, update_method, implementation):
-        model, other = one_layer_model(), one_layer_model(seed=1)
+    def test_weights_changed_after_construction_are_used(
+        self, expected_after_update, update_method, implementation
+    ):
+        model, new_model = one_layer_model(), one_layer_model(seed=1)
         expected = expected_after_update[implementation]
         engine = Engine(model, **one_bucket(2, 16, 9), implementation=implementation)
         (before,) = engine.generate([[3, 1, 4]], max_tokens=6)
         assert before.token_ids != expected.token_ids
         if update_method == "a Variable's value":
-            pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, other)), strict=True)
+            pairs = zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, new_model)), strict=True)
             for (_, variable), (_, new_variable) in pairs:
                 variable.set_value(new_variable.get_value())
         elif update_method == "nnx.update":
-            nnx.update(model, nnx.state(other))
+            nnx.update(model, nnx.state(new_model))
         elif update_method == "a new Variable":
-            model.layers = other.layers
-            model.norm, model.lm_head = other.norm, other.lm_head
-            model.embed_tokens.embedding = nnx.Param(other.embed_tokens.embedding[...])
+            model.layers = new_model.layers
+            model.norm, model.lm_head = new_model.norm, new_model.lm_head
+            model.embed_tokens.embedding = nnx.Param(new_model.embed_tokens.embedding[...])
         else:
-            engine.update_weights(nnx.state(other))
+            engine.update_weights(nnx.state(new_model))
         (after,) = engine.generate([[3, 1, 4]], max_tokens=6)
         assert after.token_ids == expected.token_ids
         assert engine.stats.num_compiles == 1
 
-    def test_a_subset_can_be_updated_with_plain_arrays(self):
-        model, other = one_layer_model(), one_layer_model(seed=1)
+    def test_a_subset_of_weights_can_be_updated_with_plain_arrays(self):
+        model, new_model = one_layer_model(), one_layer_model(seed=1)
         engine = Engine(model, **one_bucket(2, 16, 9))
-        engine.update_weights({"embed_tokens": {"embedding": np.asarray(other.embed_tokens.embedding[...])}})
-        np.testing.assert_array_equal(model.embed_tokens.embedding[...], other.embed_tokens.embedding[...])
+        engine.update_weights(
+            {"embed_tokens": {"embedding": np.asarray(new_model.embed_tokens.embedding[...])}}
+        )
+        np.testing.assert_array_equal(
+            model.embed_tokens.embedding[...], new_model.embed_tokens.embedding[...]
+        )
         kernel = engine.update_weights(
             {"layers": {0: {"mlp": {"gate_up_proj": {"kernel": jnp.zeros((96, 2, 192))}}}}}
         )
         assert kernel is None
         assert not model.layers[0].mlp.gate_up_proj.kernel[...].any()
 
-    def test_do_not_alias_the_callers_memory(self):
+    def test_weights_do_not_alias_the_callers_memory(self):
         model = one_layer_model()
         device = jax.devices()[0]
         nnx.update(model, jax.device_put(nnx.state(model), device))  # on a device that is named, or a mesh
@@ -520,7 +526,7 @@ class TestWeights:
 
 
 class TestCacheSize:
-    def test_default_holds_max_num_seqs_contexts(self, golden):
+    def test_default_cache_holds_max_num_seqs_contexts(self, golden):
         stats = Engine(golden.model, max_num_seqs=3).stats
         assert (stats.num_blocks, stats.peak_blocks) == (3 * 512 // 16, 0)
 
@@ -563,7 +569,7 @@ class TestCacheSize:
 GOOD = [1, 2, 3]
 
 
-class TestRefuses:
+class TestRefusals:
     @pytest.mark.parametrize(
         ("prompts", "options", "message"),
         [
@@ -583,25 +589,25 @@ class TestRefuses:
             ),
         ],
     )
-    def test_prompts_before_any_of_them_starts(self, engine, prompts, options, message):
+    def test_invalid_prompts_are_rejected_before_any_of_them_starts(self, engine, prompts, options, message):
         steps = engine.stats.num_steps
         for call in (engine.generate, engine.stream):
             with pytest.raises(ValueError, match=message):
                 call(prompts, **options)
         assert engine.stats.num_steps == steps
 
-    def test_a_prompt_that_does_not_fit_the_cache(self, golden):
+    def test_prompt_that_does_not_fit_the_cache_is_rejected(self, golden):
         engine = Engine(golden.model, **one_bucket(4, 160, 5))
         message = r"prompts\[1\] has 60 tokens and max_tokens=6, but the KV cache holds only 64"
         with pytest.raises(ValueError, match=message):
             engine.generate([GOOD, [1] * 60], max_tokens=6)
 
-    def test_text_without_a_tokenizer(self):
+    def test_text_without_a_tokenizer_is_rejected(self):
         message = r"prompts\[0\] is text, but the model has no tokenizer\.json\. Pass token ids\."
         with pytest.raises(ValueError, match=message):
             prompt_token_ids_of("prompts[0]", "text", tokenizer=None, vocab_size=9)
 
-    def test_a_token_in_the_place_of_a_prompt(self):
+    def test_token_instead_of_a_prompt_is_rejected(self):
         with pytest.raises(ValueError, match=r"prompts\[0\] must be text or a list of token ids, got 7\."):
             prompt_token_ids_of("prompts[0]", 7, tokenizer=None, vocab_size=9)
 
@@ -627,17 +633,17 @@ class TestRefuses:
             ),
         ],
     )
-    def test_settings(self, golden, options, message):
+    def test_invalid_settings_are_rejected(self, golden, options, message):
         with pytest.raises(ValueError, match=message):
             Engine(golden.model, **options)
 
     @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has it")
-    def test_an_implementation_that_this_machine_lacks(self, golden):
+    def test_unavailable_implementation_is_rejected(self, golden):
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*cpu"):
             Engine(golden.model, implementation="mosaic_gpu")
 
 
-def test_an_engine_explains_what_serves_it():
+def test_engine_reports_its_implementations():
     engine = Engine(one_layer_model(), max_num_seqs=4, max_num_batched_tokens=64)
     text = engine.explain()
     assert engine.stats.num_compiles == 0

@@ -49,7 +49,7 @@ def is_as_new(engine):
 
 
 class TestFailedStep:
-    def test_ends_every_open_request_with_the_error_and_later_ones_are_served(self, engine, failure):
+    def test_failed_step_ends_open_requests_and_later_ones_are_served(self, engine, failure):
         prompts = ["abcdefghijkl", "xyz", "the third, which waits", "q", "r"]
         expected = engine.generate(prompts, max_tokens=12)
         before = engine.stats.num_failed_steps
@@ -61,10 +61,10 @@ class TestFailedStep:
         assert all(FELL in str(error) for _, error in ends.values())
         assert is_as_new(engine)
         assert engine.stats.num_failed_steps == before + 1
-        again = engine.generate(prompts, max_tokens=12)
-        assert [result.token_ids for result in again] == [result.token_ids for result in expected]
+        later_results = engine.generate(prompts, max_tokens=12)
+        assert [result.token_ids for result in later_results] == [result.token_ids for result in expected]
 
-    def test_is_raised_by_generate_and_by_concurrent_streams(self, engine, failure):
+    def test_failed_step_is_raised_by_generate_and_by_concurrent_streams(self, engine, failure):
         expected = engine.generate(["abc", "other"], max_tokens=12)
         stream = engine.stream(["other"], max_tokens=12)
         actual = [next(stream).token_id]
@@ -76,7 +76,7 @@ class TestFailedStep:
         assert is_as_new(engine)
         assert engine.generate(["abc"], max_tokens=12)[0].token_ids == expected[0].token_ids
 
-    def test_clears_the_prefix_cache(self, engine, failure):
+    def test_failed_step_clears_the_prefix_cache(self, engine, failure):
         prompt = list(range(3, 43))
         (expected,) = engine.generate([prompt], max_tokens=4)
         hits = engine.stats.num_prefix_hit_tokens
@@ -87,7 +87,7 @@ class TestFailedStep:
         assert engine.stats.num_prefix_hit_tokens == hits
 
     @pytest.mark.parametrize("drafts", [False, True])
-    def test_frees_its_caches_before_creating_new_ones(self, monkeypatch, drafts):
+    def test_failed_step_frees_its_caches_before_creating_new_ones(self, monkeypatch, drafts):
         model = one_layer_model()
         engine = Engine(model, num_blocks=999, speculative=one_layer_model(seed=1) if drafts else None)
         owners = [engine._runner, engine._runner._proposer] if drafts else [engine._runner]
@@ -103,7 +103,7 @@ class TestFailedStep:
         assert max(seen) < 1.1 * most
         assert len(seen) == len(owners)
 
-    def test_does_not_recompile(self, engine, failure):
+    def test_failed_step_does_not_recompile(self, engine, failure):
         engine.generate(["abc"], max_tokens=4)
         compiles = engine.graphs.num_compiles
         with failure(engine), pytest.raises(jax.errors.JaxRuntimeError, match=FELL):
@@ -118,7 +118,7 @@ class TestCtrlCDuringAStep:
         [(BlockManager, "_take"), (DecodeGraphs, "__call__"), (EngineCore, "_append")],
         ids=["blocks taken", "caches donated", "a token handed out"],
     )
-    def test_ends_every_open_request_and_later_ones_are_served(self, engine, monkeypatch, owner, method):
+    def test_ctrl_c_ends_open_requests_and_later_ones_are_served(self, engine, monkeypatch, owner, method):
         (expected,) = engine.generate(["abcdefghi"], max_tokens=12)
         whole = getattr(owner, method)
 
@@ -127,13 +127,13 @@ class TestCtrlCDuringAStep:
             monkeypatch.setattr(owner, method, whole)
             raise KeyboardInterrupt
 
-        other = engine.add_request("other", LONG)
+        second_request = engine.add_request("other", LONG)
         monkeypatch.setattr(owner, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(["abcdefghi"], max_tokens=12)
         assert is_as_new(engine)
         _, ends = finished(engine)
-        assert (ends[other][0], str(ends[other][1])) == ("error", "a step was interrupted")
+        assert (ends[second_request][0], str(ends[second_request][1])) == ("error", "a step was interrupted")
         assert engine.generate(["abcdefghi"], max_tokens=12)[0].token_ids == expected.token_ids
 
 
@@ -141,8 +141,8 @@ class TestCtrlCBetweenSteps:
     @pytest.mark.parametrize(
         ("owner", "method"), [(Scheduler, "add"), (Scheduler, "abort")], ids=["admitted", "dropped"]
     )
-    def test_leaves_no_partial_request(self, engine, monkeypatch, owner, method):
-        other, failed = engine.add_request("other", LONG), engine.stats.num_failed_steps
+    def test_ctrl_c_leaves_no_partial_request(self, engine, monkeypatch, owner, method):
+        second_request, failed = engine.add_request("other", LONG), engine.stats.num_failed_steps
 
         def interrupted(*_, **__):
             monkeypatch.undo()
@@ -150,7 +150,7 @@ class TestCtrlCBetweenSteps:
 
         monkeypatch.setattr(owner, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            engine.abort(other) if method == "abort" else engine.add_request("abc", LONG)
+            engine.abort(second_request) if method == "abort" else engine.add_request("abc", LONG)
         assert is_as_new(engine)
         assert not engine._core.has_work()
         _, ends = finished(engine)
@@ -160,7 +160,7 @@ class TestCtrlCBetweenSteps:
         assert engine.stats.num_failed_steps == failed
         assert len(engine.generate(["abc"], max_tokens=2)[0].token_ids) == 2
 
-    def test_ends_requests_whose_outputs_are_lost(self, engine, monkeypatch):
+    def test_ctrl_c_ends_requests_whose_outputs_are_lost(self, engine, monkeypatch):
         """Two requests with outputs, one of them finished, and a waiting request."""
         names = [engine.add_request("abc", SamplingParams(max_tokens=count)) for count in (1, 9, 9)]
         whole, emitted = SequenceState.output, []
@@ -192,7 +192,7 @@ def poisoned():
 
 
 class TestFailedRequest:
-    def test_does_not_affect_others(self, poisoned):
+    def test_failed_request_does_not_affect_others(self, poisoned):
         (expected,) = poisoned.generate([[7, 8]], max_tokens=5)
         bad = poisoned.add_request("abc", LONG)
         good = poisoned.add_request([7, 8], SamplingParams(max_tokens=5))
@@ -203,7 +203,7 @@ class TestFailedRequest:
         assert is_as_new(poisoned)
         assert poisoned.stats.num_failed_steps == 0
 
-    def test_is_raised_by_generate_and_frees_all_its_requests(self, poisoned):
+    def test_failed_request_is_raised_by_generate_and_frees_all_its_requests(self, poisoned):
         with pytest.raises(RequestError, match="is poisoned"):
             poisoned.generate(["zz", "abc"], max_tokens=12)
         assert is_as_new(poisoned)

@@ -116,7 +116,7 @@ class TestSteps:
         assert engine.add_request("a") not in (first, first + 2)
         drained(engine)
 
-    def test_stats_count(self):
+    def test_stats_count_requests_and_tokens(self):
         engine = engine_of()
         engine.add_request("abc", SamplingParams(max_tokens=5))
         engine.step()
@@ -131,8 +131,8 @@ class TestSteps:
         assert done.inter_token_latency.sum > 0
         assert (done.queue_time.count, done.prefill_time.count) == (1, 1)
         assert 0 < done.queue_time.sum < done.time_to_first_token.sum
-        both = done.queue_time.sum + done.prefill_time.sum
-        assert abs(both - done.time_to_first_token.sum) < 1e-9
+        queue_and_prefill = done.queue_time.sum + done.prefill_time.sum
+        assert abs(queue_and_prefill - done.time_to_first_token.sum) < 1e-9
         assert (done.step_tokens.count, done.step_tokens.sum) == (5, 3 + 4)
 
 
@@ -152,11 +152,11 @@ class TestStops:
 
     @pytest.mark.parametrize("pieces", [["ab", "cab", "cd!"], [*"abcabcd!"]])
     def test_only_a_possible_stop_string_is_held_back(self, pieces):
-        held, stop, texts = StopFilter(["abcd", "x"]), None, []
+        stop_filter, stop, texts = StopFilter(["abcd", "x"]), None, []
         while stop is None:
-            text, stop = held.feed(pieces.pop(0))
+            text, stop = stop_filter.feed(pieces.pop(0))
             texts.append(text)
-        assert ("".join(texts), held.text, stop) == ("abc", "abc", "abcd")
+        assert ("".join(texts), stop_filter.text, stop) == ("abc", "abc", "abcd")
         calm = StopFilter(["xyz"])
         assert calm.feed("hello") == ("hello", None)
         assert calm.feed("x") == ("", None)
@@ -195,7 +195,7 @@ class TestStops:
         (longest,) = engine_of(max_model_len=20).generate(["q"], SamplingParams(min_tokens=2**40, **ends))
         assert (len(longest.token_ids), longest.finish_reason) == (20, "length")
 
-    def test_none_means_to_the_end_of_the_context_or_of_the_cache(self):
+    def test_max_tokens_none_means_to_the_end_of_the_context_or_cache(self):
         short = engine_of(max_model_len=20)
         (result,) = short.generate(["abc"], SamplingParams(max_tokens=None))
         assert (len(result.token_ids), result.finish_reason) == (20 - 3 + 1, "length")
@@ -205,7 +205,7 @@ class TestStops:
 
 
 class TestLogprobs:
-    def test_come_from_the_models_logits_regardless_of_sampling(self, engine, forward):
+    def test_logprobs_come_from_the_models_logits_regardless_of_sampling(self, engine, forward):
         params = [
             SamplingParams(max_tokens=6, logprobs=3, temperature=2.0, seed=1, logit_bias={5: 9.0}),
             SamplingParams(max_tokens=6, logprobs=0, presence_penalty=1.0),
@@ -222,20 +222,20 @@ class TestLogprobs:
                 assert next(iter(actual)) == token
                 likeliest = np.argsort(-expected, kind="stable")[:num].tolist()
                 assert set(actual) == {token, *likeliest}
-                for other, (logprob, rank) in actual.items():
-                    assert abs(logprob - expected[other]) < 1e-4
-                    assert rank == (expected > expected[other]).sum() + 1
+                for candidate, (logprob, rank) in actual.items():
+                    assert abs(logprob - expected[candidate]) < 1e-4
+                    assert rank == (expected > expected[candidate]).sum() + 1
 
     def test_prompt_logprobs_0_returns_only_the_prompt_tokens(self, engine, forward):
         (result,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, prompt_logprobs=0))
-        first, *others = result.prompt_logprobs
+        first, *later_tables = result.prompt_logprobs
         assert first is None
-        for token, place, expected in zip([2, 3], others, forward([1, 2, 3]), strict=False):
-            assert list(place) == [token]
-            assert abs(place[token].logprob - expected[token]) < 1e-4
+        for token, table, expected in zip([2, 3], later_tables, forward([1, 2, 3]), strict=False):
+            assert list(table) == [token]
+            assert abs(table[token].logprob - expected[token]) < 1e-4
 
     @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (65, 5), (8, 7)])
-    def test_of_prompts_are_correct_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
+    def test_prompt_logprobs_are_correct_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
         engine = engine_of(num_blocks, budget)
         prompts = [random.Random(i).choices(range(320), k=18 + i) for i in range(4)]
         params = SamplingParams(max_tokens=25, prompt_logprobs=2)
@@ -250,29 +250,33 @@ class TestLogprobs:
                 for i, actual in enumerate(result.prompt_logprobs[1:]):
                     likeliest = np.argsort(-table[i], kind="stable")[:2].tolist()
                     assert set(actual) == {prompt[i + 1], *likeliest}
-                    assert all(abs(one.logprob - table[i][token]) < 1e-4 for token, one in actual.items())
+                    assert all(
+                        abs(logprob.logprob - table[i][token]) < 1e-4 for token, logprob in actual.items()
+                    )
         assert (engine.stats.num_preemptions > 0) == (num_blocks == 8)
 
-    def test_of_a_partly_computed_preempted_prompt_are_complete(self, engine):
+    def test_prompt_logprobs_of_a_preempted_prompt_are_complete(self, engine):
         small = engine_of(num_blocks=14, budget=7, enable_prefix_caching=False)
         prompts = [random.Random(i).choices(range(256), k=k) for i, k in enumerate((15, 8, 49))]
         params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20)]
         params += [SamplingParams(max_tokens=5, prompt_logprobs=1)]
-        actual, expected = (one.generate(prompts, params)[2].prompt_logprobs for one in (small, engine))
+        actual, expected = (
+            actual_table.generate(prompts, params)[2].prompt_logprobs for actual_table in (small, engine)
+        )
         assert small.stats.num_preemptions > 0
         assert [table and next(iter(table)) for table in actual] == [None, *prompts[2][1:]]
-        for one, other in zip(actual[1:], expected[1:], strict=True):
-            token = next(iter(one))
-            assert abs(one[token].logprob - other[token].logprob) < 1e-3
+        for actual_table, expected_table in zip(actual[1:], expected[1:], strict=True):
+            token = next(iter(actual_table))
+            assert abs(actual_table[token].logprob - expected_table[token].logprob) < 1e-3
 
-    def test_are_limited_by_the_vocabulary(self):
+    def test_logprobs_are_limited_by_the_vocabulary(self):
         model = one_layer_model(vocab_size=24)
         model.tokenizer = None
         params = SamplingParams(max_tokens=2, logprobs=20, prompt_logprobs=17)  # looked for are 32
         (result,) = engine_of(model=model).generate([[1, 2, 3]], params)
-        assert [len(place) in (20, 21) for place in result.logprobs] == [True, True]
-        assert [len(place) in (17, 18) for place in result.prompt_logprobs[1:]] == [True, True]
-        ranks = sorted(one.rank for one in result.logprobs[0].values())
+        assert [len(table) in (20, 21) for table in result.logprobs] == [True, True]
+        assert [len(table) in (17, 18) for table in result.prompt_logprobs[1:]] == [True, True]
+        ranks = sorted(logprob.rank for logprob in result.logprobs[0].values())
         assert ranks[:20] == [*range(1, 21)]
 
 
@@ -280,8 +284,8 @@ class TestCompletions:
     def test_each_of_n_completions_contains_the_prompt(self, engine):
         params = SamplingParams(seed=1, n=3, temperature=1.0, max_tokens=2, prompt_logprobs=1)
         (result,) = engine.generate(["abc"], params)
-        first, *others = (completion.prompt_logprobs for completion in result.outputs)
-        assert others == [first, first]
+        first, *other_logprobs = (completion.prompt_logprobs for completion in result.outputs)
+        assert other_logprobs == [first, first]
         assert len(first) == 3
         name = engine.add_request("abc", params)
         prompt_logprobs = []
@@ -308,7 +312,7 @@ class TestCompletions:
 
 
 class TestPrefixes:
-    def test_greedy_text_is_the_same_with_and_without(self):
+    def test_greedy_text_is_the_same_with_and_without_prefix_caching(self):
         with_cache, without = engine_of(), engine_of(enable_prefix_caching=False)
         rng = random.Random(0)
         shared = rng.choices(range(320), k=30)
@@ -325,7 +329,7 @@ class TestPrefixes:
         assert with_cache.stats.num_steps < without.stats.num_steps * 2
 
     @pytest.mark.parametrize("update_method", ["update_weights", "nnx.update"])
-    def test_computed_with_old_weights_are_not_reused(self, update_method):
+    def test_prefixes_computed_with_old_weights_are_not_reused(self, update_method):
         model = one_layer_model()
         engine, prompt = engine_of(model=model), list(range(40))
         engine.generate([prompt], max_tokens=4)

@@ -143,7 +143,7 @@ PARAMS = [SamplingParams(max_tokens=30, temperature=i % 2, seed=i, n=1 + i % 2) 
 
 
 def token_ids(results):
-    return [[one.token_ids for one in result.outputs] for result in results]
+    return [[completion.token_ids for completion in result.outputs] for result in results]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -189,7 +189,7 @@ class TestEngine:
             runner._caches = poisoned(runner._caches, owned)
             for output in engine.step():
                 ids.setdefault((output.request_id, output.index), []).extend(output.new_token_ids)
-        actual = [[ids[name, i] for i in range(one.n)] for name, one in zip(names, PARAMS, strict=True)]
+        actual = [[ids[name, i] for i in range(params.n)] for name, params in zip(names, PARAMS, strict=True)]
         assert actual == expected_tokens
 
     @pytest.mark.kernels

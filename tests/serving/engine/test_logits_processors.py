@@ -54,27 +54,31 @@ def test_each_row_gets_its_own_adjustments(seed):
         for (params, prompt, output), row in zip(requests, pending, strict=True)
         for known in [output[:-1] if row >= 0 else output]
     ]
-    by = build_logits_adjustments(sampling_params, last, num_rows=5, vocab_size=VOCAB)
+    adjustment_arrays = build_logits_adjustments(sampling_params, last, num_rows=5, vocab_size=VOCAB)
     counts = np.zeros(5, np.int32)
     counts[:3] = [len(output) for _, _, output in requests]
     expected = logits.astype(np.float64)
     for row, request in enumerate(requests):
         expected[row] = by_loop(logits[row], *request, end_ids)
-    if by is None:
+    if adjustment_arrays is None:
         assert (expected == logits).all()
         return
-    np.testing.assert_allclose(adjusted_jit(logits, by, counts), expected, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(
+        adjusted_jit(logits, adjustment_arrays, counts), expected, rtol=1e-6, atol=1e-5
+    )
 
 
 def test_a_long_bias_of_one_row_does_not_widen_the_other_rows():
     params = SamplingParams(logit_bias={token: -100.0 for token in range(3000)})
     sampling_params = [
-        RequestAdjustments(one, (), (), (), 0, -1)
-        for one in (SamplingParams(), params, *[SamplingParams()] * 62)
+        RequestAdjustments(request_params, (), (), (), 0, -1)
+        for request_params in (SamplingParams(), params, *[SamplingParams()] * 62)
     ]
-    by = build_logits_adjustments(sampling_params, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(by)) < 2**17
-    logits = adjusted_jit(np.zeros((64, 4000), np.float32), by, np.zeros(64, np.int32))
+    adjustment_arrays = build_logits_adjustments(
+        sampling_params, jnp.zeros(1, jnp.int32), num_rows=64, vocab_size=4000
+    )
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(adjustment_arrays)) < 2**17
+    logits = adjusted_jit(np.zeros((64, 4000), np.float32), adjustment_arrays, np.zeros(64, np.int32))
     assert (np.argwhere(logits == -100) == [[1, token] for token in range(3000)]).all()
 
 
@@ -89,6 +93,6 @@ def test_growing_lists_recompile_only_a_few_times():
         adjustments = RequestAdjustments(
             SamplingParams(presence_penalty=1.0), [1] * length, [2] * (200 - length), (), length, -1
         )
-        by = build_logits_adjustments([adjustments], jnp.zeros(1), num_rows=1, vocab_size=9)
-        shapes.add((by.prompt_ids.shape, by.output_ids.shape))
+        adjustment_arrays = build_logits_adjustments([adjustments], jnp.zeros(1), num_rows=1, vocab_size=9)
+        shapes.add((adjustment_arrays.prompt_ids.shape, adjustment_arrays.output_ids.shape))
     assert shapes == {((1, 128),) * 2, ((1, 256),) * 2}

@@ -48,8 +48,8 @@ def without_a_cache(prompt, num_tokens):
 def check(engine, prompts, num_tokens=10, **params):
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
-        for one in result.outputs:
-            assert one.token_ids == without_a_cache(tuple(prompt), num_tokens)
+        for completion in result.outputs:
+            assert completion.token_ids == without_a_cache(tuple(prompt), num_tokens)
 
 
 @pytest.fixture(scope="module")

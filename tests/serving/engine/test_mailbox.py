@@ -55,9 +55,9 @@ async def settled(seconds=0.0):
 
 
 def test_fast_readers_get_every_steps_tokens():
-    async def work(mailbox, one, other, *outputs):
+    async def work(mailbox, first_reader, second_reader, *outputs):
         for number in range(5):
-            mailbox.post([(one, token(number)), (other, token(number))])
+            mailbox.post([(first_reader, token(number)), (second_reader, token(number))])
             await settled(0.005)
 
     outputs, _ = read(work, seconds=0.0)
@@ -65,9 +65,9 @@ def test_fast_readers_get_every_steps_tokens():
 
 
 def test_slow_readers_get_merged_outputs():
-    async def work(mailbox, one, other, *outputs):
+    async def work(mailbox, first_reader, second_reader, *outputs):
         for number in range(4):
-            mailbox.post([(one, token(number))])
+            mailbox.post([(first_reader, token(number))])
             await settled()
         assert outputs[0] == [[0]]
         await settled(INVERSE_TIME_SHARE * BUSY)
@@ -77,12 +77,12 @@ def test_slow_readers_get_merged_outputs():
 
 
 def test_a_first_token_waits_for_nobody():
-    async def work(mailbox, one, other, *outputs):
-        mailbox.post([(one, token(0))])
+    async def work(mailbox, first_reader, second_reader, *outputs):
+        mailbox.post([(first_reader, token(0))])
         await settled()
-        mailbox.post([(one, token(1)), (other, token(5))])
+        mailbox.post([(first_reader, token(1)), (second_reader, token(5))])
         await asyncio.sleep(0)  # it is taken
-        assert (other.has_news, bool(outputs[1])) == (True, False)
+        assert (second_reader.has_news, bool(outputs[1])) == (True, False)
         await asyncio.sleep(0)
         assert outputs[1] == [[5]]
 
@@ -90,9 +90,9 @@ def test_a_first_token_waits_for_nobody():
 
 
 def test_an_error_comes_at_once_behind_what_came_before_it():
-    async def work(mailbox, one, other, *outputs):
+    async def work(mailbox, first_reader, second_reader, *outputs):
         for news in (token(0), token(1), RuntimeError("it fell")):
-            mailbox.post([(one, news)])
+            mailbox.post([(first_reader, news)])
             await settled()
 
     outputs, errors = read(work, seconds=BUSY)

@@ -27,7 +27,7 @@ def marks_of(name):
     return () if name in FAST else pytest.mark.kernels if name in KERNELS else pytest.mark.slow
 
 
-of_family = pytest.mark.parametrize(
+per_family = pytest.mark.parametrize(
     "name",
     [pytest.param(path.name, marks=marks_of(path.name)) for path in FOLDERS],
 )
@@ -68,19 +68,19 @@ def test_every_family_is_tested():
     assert types == TYPES
 
 
-@of_family
+@per_family
 def test_batched_prompts_and_prompts_with_cached_prefixes(name):
     model, expected = golden(name)
     engine = engine_of(model)
     results = generated(engine, expected)
     assert_greedy(results, expected)
-    again = generated(engine, expected)
-    assert [result.token_ids for result in again] == [result.token_ids for result in results]
+    repeated = generated(engine, expected)
+    assert [result.token_ids for result in repeated] == [result.token_ids for result in results]
     assert engine.stats.num_prefix_hit_tokens == 128  # of 33 and 100 tokens the full blocks
 
 
 @pytest.mark.kernels
-@of_family
+@per_family
 def test_prompts_in_chunks(name):
     model, expected = golden(name)
     # Long factors are taken from a request's first step on: it must reach beyond the original length.
@@ -90,7 +90,7 @@ def test_prompts_in_chunks(name):
 
 
 @pytest.mark.kernels
-@of_family
+@per_family
 @pytest.mark.parametrize("quantization", ["int8_token_head", "fp8_e4m3"])
 def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
     model, expected = golden(name)
@@ -104,7 +104,7 @@ def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
 
 
 @pytest.mark.kernels
-@of_family
+@per_family
 @pytest.mark.parametrize("draft_config", ["ngram", "model"])
 def test_drafts_change_no_token(name, draft_config):
     model, expected = golden(name)
@@ -115,7 +115,7 @@ def test_drafts_change_no_token(name, draft_config):
 
 
 @pytest.mark.kernels
-@of_family
+@per_family
 def test_a_shared_prefix_is_read_once_or_refused(name):
     model, expected = golden(name)
     specs = model.config.attention_specs
@@ -136,7 +136,7 @@ def test_a_shared_prefix_is_read_once_or_refused(name):
 
 
 @pytest.mark.kernels
-@of_family
+@per_family
 def test_batch_invariant_bits_equal_a_single_run(name):
     model, expected = golden(name)
     if any(rope is not None and rope.longrope_threshold for rope in model.config.ropes):
@@ -149,5 +149,5 @@ def test_batch_invariant_bits_equal_a_single_run(name):
     (expected_results,) = generated(alone, expected, [2], logprobs=1)
     _, actual, _ = generated(crowd, expected, [3, 2, 1], logprobs=1)
     assert actual.token_ids == expected_results.token_ids
-    logprobs_of = lambda result: [one.logprob for table in result.logprobs for one in table.values()]
+    logprobs_of = lambda result: [logprob.logprob for table in result.logprobs for logprob in table.values()]
     assert logprobs_of(actual) == logprobs_of(expected_results)

@@ -181,7 +181,9 @@ def test_single_waiting_completion_is_preempted_for_an_older_request():
     order = []
     while (step := scheduler.schedule()) is not None:
         order.append(rows(step))
-        scheduler.complete(step, [one for one in step.request_ids if one == 2 or step.seq_lens[0] == 16])
+        scheduler.complete(
+            step, [request for request in step.request_ids if request == 2 or step.seq_lens[0] == 16]
+        )
     # With 13 tokens request 0 is computed again, and wants all blocks, of which request 2 has one.
     assert order == [{0: 1}] * 4 + [{0: 13}] + [{0: 1}] * 3 + [{2: 5}]
     assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
@@ -228,8 +230,10 @@ class TestEngine:
         assert stats.peak_blocks == 5 + 3 * 2
         alone = engine_of(enable_prefix_caching=False)
         expected = [alone.generate([prompt], SamplingParams(seed=10 + i, **HOT))[0] for i in range(4)]
-        assert [one.token_ids for one in result.outputs] == [one.token_ids for one in expected]
-        assert len({tuple(one.token_ids) for one in expected}) == 4
+        assert [completion.token_ids for completion in result.outputs] == [
+            completion.token_ids for completion in expected
+        ]
+        assert len({tuple(completion.token_ids) for completion in expected}) == 4
 
     @pytest.mark.kernels
     def test_completions_of_several_requests_under_preemption(self):
@@ -239,9 +243,14 @@ class TestEngine:
         results = crowded.generate(prompts, params)
         assert crowded.stats.num_preemptions > 0
         for actual, expected in zip(results, alone.generate(prompts, params), strict=True):
-            assert [one.token_ids for one in actual.outputs] == [one.token_ids for one in expected.outputs]
-        for one in results[1].outputs:
-            assert [place and next(iter(place)) for place in one.prompt_logprobs] == [None, *prompts[1][1:]]
+            assert [completion.token_ids for completion in actual.outputs] == [
+                completion.token_ids for completion in expected.outputs
+            ]
+        for completion in results[1].outputs:
+            assert [table and next(iter(table)) for table in completion.prompt_logprobs] == [
+                None,
+                *prompts[1][1:],
+            ]
         assert results[0].outputs[2].prompt_logprobs is None
         assert crowded.stats.num_used_blocks == 0
 

@@ -291,7 +291,7 @@ def test_refuses_hashes_of_another_block_size():
         ),
     ],
 )
-def test_refuses(wrong, message):
+def test_invalid_arguments_are_rejected(wrong, message):
     manager = BlockManager(8, 4)
     manager.allocate(7, 5)
     with pytest.raises(ValueError, match=message):

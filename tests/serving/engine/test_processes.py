@@ -66,11 +66,11 @@ def last_json(lines):
 
 @pytest.mark.kernels
 class TestTwoProcesses:
-    def test_generate_the_tokens_of_one_device(self, folder):
+    def test_two_processes_generate_the_tokens_of_one_device(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "serve")
         assert (code, other_code) == (0, 0), error + other_error
         alone = request_results(Engine(load(folder, progress=False), **SIZES))
-        answers, of_drafts = [json.loads(line) for line in lines if line.startswith("{")]
+        answers, draft_results = [json.loads(line) for line in lines if line.startswith("{")]
         # Of 2^19 and 2^20 bytes a device; with a kv head of two on each, it has half of what one device has.
         sized = Engine(load(folder, progress=False), **SIZES | {"num_blocks": None, "cache_bytes": 2**20})
         assert answers["num_blocks"] == sized.stats.num_blocks
@@ -84,18 +84,18 @@ class TestTwoProcesses:
         assert scales[0] == scales[1]
         np.testing.assert_allclose(scales[0], scales_of(load(folder, progress=False)), rtol=1e-5)
         draft_state = Engine(load(folder, progress=False), **SIZES | {"speculative": folder / "draft"})
-        assert of_drafts == speculative_results(draft_state)
-        num_drafts, num_accepted = of_drafts["drafts"]
+        assert draft_results == speculative_results(draft_state)
+        num_drafts, num_accepted = draft_results["drafts"]
         assert 0 < num_accepted < num_drafts
 
     @pytest.mark.slow
-    def test_generate_the_same_tokens_with_context_parallelism(self, folder):
+    def test_two_processes_generate_the_same_tokens_with_context_parallelism(self, folder):
         (code, lines, error), (other_code, other_lines, other_error) = run_two(folder, "keys")
         assert (code, other_code) == (0, 0), error + other_error
         assert last_json(lines) == speculative_results(Engine(load(folder, progress=False), **SIZES))
         assert other_lines[-1] == "followed"
 
-    def test_must_have_equal_options(self, folder):
+    def test_two_processes_must_have_equal_options(self, folder):
         (code, _, error), (other_code, _, other_error) = run_two(folder, "unlike")
         assert code != 0
         assert other_code != 0
@@ -113,7 +113,7 @@ class TestTwoProcesses:
             "follower is killed",
         ],
     )
-    def test_end_with_the_error_of_the_failed_process(self, folder, scenario):
+    def test_two_processes_end_with_the_error_of_the_failed_one(self, folder, scenario):
         ends = run_two(folder, scenario)
         ended_at = time.time()
         message = SAID.get(scenario, "it has had enough")

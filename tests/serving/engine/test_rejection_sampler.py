@@ -24,9 +24,14 @@ sample_jit, adjusted_jit = jax.jit(sample), jax.jit(adjust_logits)
 def adjustments_of(params, outputs, rows=1):
     requests = [
         RequestAdjustments(
-            one, [1, 2], ids, [4] if one.min_tokens else [], num_generated=len(ids), pending_row=-1
+            request_params,
+            [1, 2],
+            ids,
+            [4] if request_params.min_tokens else [],
+            num_generated=len(ids),
+            pending_row=-1,
         )
-        for one, ids in zip(params, outputs, strict=True)
+        for request_params, ids in zip(params, outputs, strict=True)
     ]
     sizes = {"num_rows": rows, "vocab_size": VOCAB}
     return build_logits_adjustments(requests, jnp.zeros(1, jnp.int32), **sizes)
@@ -37,8 +42,8 @@ def one_by_one(params, last, outputs, count):
     outputs = list(outputs)
     for _ in range(count):
         logits, generated = jnp.asarray(TABLE[[last]]), np.array([len(outputs)], np.int32)
-        by = adjustments_of([params], [outputs])
-        logits = logits if by is None else adjusted_jit(logits, by, generated)
+        adjustments = adjustments_of([params], [outputs])
+        logits = logits if adjustments is None else adjusted_jit(logits, adjustments, generated)
         last = int(sample_jit(logits, build_sampling_metadata([params]), generated)[0])
         outputs.append(last)
     return outputs[-count:]
@@ -46,10 +51,10 @@ def one_by_one(params, last, outputs, count):
 
 def verified(params, lasts, outputs, drafts, num_drafts=None, **options):
     ids = np.concatenate([np.reshape(lasts, (-1, 1)), drafts], axis=1).reshape(-1).astype(np.int32)
-    generated = np.array([len(one) for one in outputs], np.int32)
-    by = adjustments_of(params, outputs, len(params))
+    generated = np.array([len(tokens_of_request) for tokens_of_request in outputs], np.int32)
+    adjustments = adjustments_of(params, outputs, len(params))
     drafted = ids, np.full(len(params), np.shape(drafts)[1] if num_drafts is None else num_drafts, np.int32)
-    rows = build_sampling_metadata(params), generated, by
+    rows = build_sampling_metadata(params), generated, adjustments
     return rejection_sample(jnp.asarray(TABLE[ids]), *drafted, *rows, **options)
 
 
@@ -74,7 +79,7 @@ tokens = st.integers(0, VOCAB - 1)
 @pytest.mark.kernels
 def test_accepted_tokens_equal_those_without_drafts(data):
     values = data.draw(st.lists(some_values, min_size=2, max_size=2))
-    params = [SamplingParams(**one) for one in values]
+    params = [SamplingParams(**fields) for fields in values]
     outputs = [data.draw(st.lists(tokens, max_size=3)) for _ in params]
     lasts = [data.draw(tokens) for _ in params]
     expected = [one_by_one(*row, K + 1) for row in zip(params, lasts, outputs, strict=True)]

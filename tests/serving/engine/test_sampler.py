@@ -188,17 +188,17 @@ def test_a_rows_sample_does_not_depend_on_the_batch_or_its_row(data):
     params = SamplingParams(**data.draw(values_or_greedy))
     alone = sample_jit(row[None], build_sampling_metadata([params]), jnp.full(1, num_generated, jnp.int32))
     drawn = data.draw(st.lists(st.tuples(row_of_logits, values_or_greedy), min_size=3, max_size=3))
-    others = [(one, SamplingParams(**values)) for one, values in drawn]
-    place = data.draw(st.integers(0, 3))
-    batch = [*others[:place], (row, params), *others[place:]]
+    other_requests = [(row_logits, SamplingParams(**values)) for row_logits, values in drawn]
+    batch_row = data.draw(st.integers(0, 3))
+    batch = [*other_requests[:batch_row], (row, params), *other_requests[batch_row:]]
     counts = np.full(4, 17, np.int32)
-    counts[place] = num_generated
+    counts[batch_row] = num_generated
     together = sample_jit(
-        jnp.stack([one for one, _ in batch]),
+        jnp.stack([row_logits for row_logits, _ in batch]),
         build_sampling_metadata([p for _, p in batch]),
         jnp.asarray(counts),
     )
-    assert together[place] == alone[0]
+    assert together[batch_row] == alone[0]
 
 
 def test_samples_depend_on_the_seed_and_the_token_number():
@@ -232,8 +232,8 @@ def test_only_new_features_retrace_the_sampler():
     logits, counts = jnp.zeros((2, VOCAB)), jnp.zeros(2, jnp.int32)
     drawn = [dataclasses.replace(DRAWN, min_p=0.0, temperature=value) for value in (1.0, 2.0)]
     floors = (dataclasses.replace(DRAWN, min_p=value) for value in (0.1, 0.2))
-    for one in (*greedy, *drawn, *floors, *CUT, dataclasses.replace(CUT[0], min_p=0.1)):
-        counted(logits, build_sampling_metadata([one, SamplingParams()]), counts)
+    for row_params in (*greedy, *drawn, *floors, *CUT, dataclasses.replace(CUT[0], min_p=0.1)):
+        counted(logits, build_sampling_metadata([row_params, SamplingParams()]), counts)
     off, on = False, True
     assert traces == [(off, off, off), (on, off, off), (on, on, off), (on, on, on)]
 
@@ -276,8 +276,8 @@ def test_16_bit_logits_are_drawn_from_in_f32():
 
 class TestBuild:
     def test_requests_stand_in_their_rows_and_padding_rows_are_greedy(self):
-        one = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**32 - 1)
-        rows = build_sampling_metadata([one, SamplingParams(top_k=2**40)], num_rows=4, rows=[2, 0])
+        params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**32 - 1)
+        rows = build_sampling_metadata([params, SamplingParams(top_k=2**40)], num_rows=4, rows=[2, 0])
         np.testing.assert_array_equal(rows.temperature, np.float32([0, 0, 0.5, 0]))
         np.testing.assert_array_equal(rows.top_k, [2**31 - 1, 0, 3, 0])
         np.testing.assert_array_equal(rows.top_p, np.float32([1, 1, 0.9, 1]))

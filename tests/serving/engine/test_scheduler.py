@@ -235,7 +235,7 @@ def test_forked_requests_and_their_forks_keep_their_tokens(prompt_lens, budget, 
     """Blocks may become shared between two steps, after which no request may write to them."""
     manager = BlockManager(400, BLOCK_SIZE)
     scheduler = Scheduler(manager, max_num_seqs=3, max_num_batched_tokens=budget)
-    model, expected, held = FakeModel(scheduler), {}, {}
+    model, expected, forked_tokens = FakeModel(scheduler), {}, {}
     for request, length in enumerate(prompt_lens):
         model.tokens[request] = [request * 37 + i for i in range(length)]
         expected[request] = length + 7
@@ -248,9 +248,9 @@ def test_forked_requests_and_their_forks_keep_their_tokens(prompt_lens, budget, 
         rows = zip(step.request_ids, step.seq_lens, strict=True)
         for request, length in rows if is_forked else ():
             if len(model.tokens[request]) < expected[request]:
-                name = 1000 + len(held)
-                held[name] = model.tokens[request][:length], manager.fork(request, name)
-    for tokens, table in held.values():
+                name = 1000 + len(forked_tokens)
+                forked_tokens[name] = model.tokens[request][:length], manager.fork(request, name)
+    for tokens, table in forked_tokens.values():
         assert [model.memory[model.slot(table, i)] for i in range(len(tokens))] == tokens
 
 

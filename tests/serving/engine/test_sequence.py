@@ -21,7 +21,7 @@ def sequence(max_tokens=9, stop_ids=(), **params):
 
 
 @pytest.mark.parametrize("ends", [{"stop_token_ids": [B]}, {"eos": [B]}])
-def test_includes_the_stop_token_if_requested(ends):
+def test_text_includes_the_stop_token_if_requested(ends):
     under_way = sequence(stop_ids=ends.pop("eos", ()), include_stop_str_in_output=True, **ends)
     for token_id in (A, EURO[0], B):
         under_way.append(token_id)
@@ -48,7 +48,7 @@ def test_a_stop_string_may_begin_before_min_tokens():
         ([A, B], {"max_tokens": 2, "stop_ids": [B]}, ["a", ""], "stop"),
     ],
 )
-def test_ends_with_all_its_text(token_ids, options, pieces, reason):
+def test_finished_sequence_returns_all_its_text(token_ids, options, pieces, reason):
     under_way = sequence(**options)
     for token_id in token_ids:
         assert under_way.finish_reason is None

@@ -174,8 +174,8 @@ class TestEngine:
         digests = BlockHashes(8, prompt)[:]
         for block in manager.find(digests[:3]):
             manager._unpublish(block)  # as if it had been handed out for something else
-        (again,) = engine.generate([prompt], max_tokens=4)
-        assert again.token_ids == first.token_ids
+        (repeated,) = engine.generate([prompt], max_tokens=4)
+        assert repeated.token_ids == first.token_ids
         assert engine.stats.num_prefix_hit_tokens == 96
 
     def test_the_default_cache_holds_windows_not_contexts(self):

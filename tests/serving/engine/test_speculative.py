@@ -98,11 +98,11 @@ def same(results, expected_accepted):
             expected.stop_reason,
         )
         assert (actual.logprobs is None) == (expected.logprobs is None)
-        for one, draft_model in zip(actual.logprobs or (), expected.logprobs or (), strict=True):
-            assert list(one) == list(draft_model)
+        for actual_table, expected_table in zip(actual.logprobs or (), expected.logprobs or (), strict=True):
+            assert list(actual_table) == list(expected_table)
             np.testing.assert_allclose(
-                [x.logprob for x in one.values()],
-                [x.logprob for x in draft_model.values()],
+                [x.logprob for x in actual_table.values()],
+                [x.logprob for x in expected_table.values()],
                 rtol=1e-3,
                 atol=1e-4,
             )
@@ -399,7 +399,7 @@ class TestDraftModels:
         assert engine.stats.num_compiles == compiles == 1 + 2 + 2 + 1
 
 
-class TestRefuses:
+class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -412,15 +412,15 @@ class TestRefuses:
             ),
         ],
     )
-    def test_invalid_draft_methods(self, types_unchecked, options, message):
+    def test_invalid_draft_methods_are_rejected(self, types_unchecked, options, message):
         with pytest.raises(ValueError, match=message):
             engine_of(**{"speculative": "ngram"} | options)
 
-    def test_a_missing_folder(self):
+    def test_missing_folder_is_reported(self):
         with pytest.raises(FileNotFoundError, match=r"nowhere/config.json does not exist"):
             engine_of(speculative="nowhere")
 
-    def test_models_of_another_vocabulary_or_shorter_contexts(self):
+    def test_draft_models_of_another_vocabulary_or_shorter_contexts_are_rejected(self):
         import dataclasses
 
         draft_model = one_layer_model()

@@ -131,8 +131,10 @@ class TestMasks:
             allowed[token // 32] |= np.uint32(1 << (token % 32))
         row = lambda mask: RequestAdjustments(params, [], [], [], 0, -1, mask)
         sizes = {"num_rows": 3, "vocab_size": vocab}
-        by = build_logits_adjustments([row(allowed), row(None)], jnp.zeros(4, jnp.int32), **sizes)
-        logits = np.asarray(adjust_logits(jnp.ones((3, vocab)), by, jnp.zeros(3, jnp.int32)))
+        adjustment_arrays = build_logits_adjustments(
+            [row(allowed), row(None)], jnp.zeros(4, jnp.int32), **sizes
+        )
+        logits = np.asarray(adjust_logits(jnp.ones((3, vocab)), adjustment_arrays, jnp.zeros(3, jnp.int32)))
         assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [0, 31, 32, 69]
         assert np.isfinite(logits[1:]).all()
 
@@ -201,7 +203,7 @@ class TestErrors:
             ({"choice": [5]}, r"choice must be a list of strings, got \[5\]"),
         ],
     )
-    def test_missing_or_several_constraints(self, types_unchecked, form, message):
+    def test_constraints_must_be_exactly_one(self, types_unchecked, form, message):
         with pytest.raises(ValueError, match=message):
             StructuredOutputsParams(**form)
 

@@ -44,13 +44,13 @@ def runs_of(engine, monkeypatch):
 
 @pytest.fixture(scope="module")
 def engine():
-    made = engine_of()
-    made.precompile(progress=False)
-    return made
+    small_engine = engine_of()
+    small_engine.precompile(progress=False)
+    return small_engine
 
 
 class TestPrecompile:
-    def test_runs_each_executable_twice_on_no_request(self, monkeypatch):
+    def test_precompile_runs_each_executable_twice_on_empty_batches(self, monkeypatch):
         engine = engine_of(buckets=BUCKETS[1:])
         ran = runs_of(engine, monkeypatch)
         engine.precompile(progress=False)
@@ -60,7 +60,7 @@ class TestPrecompile:
         assert engine.warm_up() == 0
         assert len(ran) == 4  # none is new any more
 
-    def test_of_models_whose_layers_have_blocks_of_their_own(self):
+    def test_precompile_runs_models_with_kv_cache_groups(self):
         from tests.serving.engine.test_kv_cache_groups import gemma3
 
         sizes = {"num_blocks": 33, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -72,7 +72,7 @@ class TestPrecompile:
 
 
 class TestWarmUp:
-    def test_uses_the_current_weights_after_training_donated_the_old_ones(self, engine):
+    def test_warm_up_uses_the_current_weights_after_training_donated_the_old_ones(self, engine):
         texts = [engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids]
         train = lambda model: nnx.update(model, jax.tree.map(lambda x: -x, nnx.state(model)))
         for _ in range(2):
@@ -83,7 +83,7 @@ class TestWarmUp:
         assert texts[0] == texts[2] != texts[1]
         assert engine.stats.num_failed_steps == 0
 
-    def test_does_not_change_caches_or_texts(self, engine):
+    def test_warm_up_does_not_change_caches_or_texts(self, engine):
         (expected,) = engine.generate(["abcdefghijkl"], max_tokens=12)
         names = [engine.add_request("abcdefghijkl", SamplingParams(max_tokens=12))]
         for _ in range(4):
@@ -98,7 +98,7 @@ class TestWarmUp:
         assert (len(names), expected.token_ids[-len(actual) :]) == (1, actual)
         assert engine.stats.num_compiles == compiled
 
-    def test_runs_the_smallest_first_and_returns_the_number_left(self, engine, monkeypatch):
+    def test_warm_up_runs_the_smallest_first_and_returns_the_number_left(self, engine, monkeypatch):
         ran = runs_of(engine, monkeypatch)
         engine._runner._runs[0].num_runs.clear()
         assert engine.warm_up(1) == 2
@@ -123,8 +123,8 @@ class TestWarmUp:
         ((output,),) = [engine.step()]
         assert (output.request_id, output.finish_reason) == (name, "error")
         assert engine.stats.num_failed_steps == failed + 1
-        again = engine.generate(PROMPTS, max_tokens=4)
-        assert [result.token_ids for result in again] == [result.token_ids for result in expected]
+        later_results = engine.generate(PROMPTS, max_tokens=4)
+        assert [result.token_ids for result in later_results] == [result.token_ids for result in expected]
 
 
 def test_idle_engine_warms_up_decode_buckets(engine):

@@ -29,7 +29,7 @@ def server(engine, tmp_path_factory):
 
 
 class TestOtherEndpoints:
-    def test_models(self, server):
+    def test_models_endpoint_lists_the_model(self, server):
         status, _, response = server.request("GET", "/v1/models")
         assert (status, response["object"]) == (200, "list")
         assert [model["id"] for model in response["data"]] == ["tiny", "alias"]
@@ -37,11 +37,11 @@ class TestOtherEndpoints:
         assert server.request("GET", "/v1/models/other")[0] == 404
         assert server.post("/v1/completions", model="alias", prompt="a", max_tokens=1)["model"] == "tiny"
 
-    def test_health_and_version(self, server):
+    def test_health_and_version_respond(self, server):
         assert server.request("GET", "/health")[0] == 200
         assert server.request("GET", "/version")[2] == {"version": "0.1.0"}
 
-    def test_tokenize_and_detokenize(self, server):
+    def test_tokenize_and_detokenize_are_inverse(self, server):
         response = server.post("/tokenize", prompt="añ", return_token_strs=True)
         assert response["count"] == len(response["tokens"]) == len(response["token_strs"]) == 3
         assert response["max_model_len"] == 512
@@ -60,7 +60,7 @@ class TestOtherEndpoints:
         (line,) = lines
         assert line.endswith('"GET /v1/models HTTP/1.1" 200')
 
-    def test_ping_load_and_reset_prefix_cache(self, server):
+    def test_ping_load_and_reset_prefix_cache_respond(self, server):
         assert server.request("GET", "/ping")[0] == server.request("POST", "/ping")[0] == 200
         assert server.request("GET", "/load")[2] == {"server_load": 0}
         long, stats = "0123456789" * 5, server.engine.stats

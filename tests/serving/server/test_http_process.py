@@ -171,16 +171,16 @@ def test_signal_to_all_processes_counts_once(is_forced):
     engine, responses = small_engine(), []
     with serving(engine) as (server, process):
         ask = lambda: responses.append(server.request("POST", "/v1/completions", BODY | {"max_tokens": LONG}))
-        asking = threading.Thread(target=ask)
+        client_thread = threading.Thread(target=ask)
         with delay_steps(engine, seconds=0.01):
-            asking.start()
+            client_thread.start()
             server.wait_until(lambda: engine.stats.num_running)
             process.signal(signal.SIGTERM)
             time.sleep(0.2)
             os.kill(process.pid, signal.SIGTERM)
             if is_forced:
                 process.signal(signal.SIGTERM)
-            asking.join()
+            client_thread.join()
     assert [status for status, *_ in responses] == [503 if is_forced else 200]
 
 
@@ -188,11 +188,11 @@ def test_killed_http_process_ends_the_server_with_an_error_and_frees_all_blocks(
     engine = small_engine()
     with contextlib.ExitStack() as stack:
         server, process = stack.enter_context(serving(engine))
-        asking = threading.Thread(target=request_that_fails, args=(server,))
-        asking.start()
+        client_thread = threading.Thread(target=request_that_fails, args=(server,))
+        client_thread.start()
         server.wait_until(lambda: engine.stats.num_running)
         os.kill(process.pid, signal.SIGKILL)
-        asking.join()
+        client_thread.join()
         with pytest.raises(ChildProcessError, match="HTTP process ended with SIGKILL"):
             stack.close()
     assert is_free(engine)
