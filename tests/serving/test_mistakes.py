@@ -27,7 +27,7 @@ WANT = {
     # attend, attention, plan, merge_attn_states
     "jattn.attend(m.rows, m.cache, m.decodes, m.spec, implementation=3)": r"implementation must be .*, got 3",
     "jattn.attend(m.rows, m.cache, m.decodes, m.spec, return_lse='no')": r"return_lse must be .*, got 'no'",
-    "jattn.attention(m.rows, m.rows, m.rows, implementation=3)": r"implementation must be a .*, got 3",
+    "jattn.attention(m.rows, m.rows, m.rows, implementation=3)": r"implementation must be one of .*, got 3",
     "jattn.attention(m.rows, m.rows, m.rows, return_lse='no')": r"return_lse must be True or False, got 'no'",
     "jattn.attention_fn(m.rows, m.rows, m.rows, spec=3)": r"spec must be a AttentionSpec .*, got int: 3",
     "jattn.cascade_attend(m.rows, m.cache, m.decodes, m.spec)": r"metadata must be a Cascade.*, got Batch",

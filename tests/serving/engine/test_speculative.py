@@ -438,5 +438,5 @@ class TestRefusals:
 
 
 def test_vllm_s_other_methods_are_refused_by_name():
-    with pytest.raises(NotImplementedError, match=r"speculative 'eagle': .*Supported: \"ngram\", an Ngram"):
+    with pytest.raises(NotImplementedError, match=r"speculative='eagle': .*Pass \"ngram\", an Ngram"):
         engine_of(speculative="eagle")

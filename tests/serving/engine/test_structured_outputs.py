@@ -188,7 +188,9 @@ class TestMasks:
     def test_a_grammar_beyond_llguidances_limits_reports_why(self):
         schema = {"type": "object", "properties": {str(i): {"type": "string"} for i in range(800)}}
         mask = Grammars(BYTES, 320, ()).mask(StructuredOutputsParams(json=schema))
-        with pytest.raises(ValueError, match=r"\(Parser Error: Current row has \d+ items; max is 2000"):
+        with pytest.raises(
+            ValueError, match=r"by the grammar: Parser Error: Current row has \d+ items; max is 2000"
+        ):
             mask.accept(BYTES.encode("{").ids[0])
 
 
