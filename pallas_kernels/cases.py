@@ -92,7 +92,7 @@ class PrefillCase:
 
         Args:
             causal: Whether queries attend to no later key.
-            left: Left side of a sliding window: keys before its own that a query attends to. None = all.
+            left: Number of keys before the query's position that it attends to. None = all.
         """
         pairs = 0
         for q, c in zip(self.query_lens, self.context_lens, strict=True):

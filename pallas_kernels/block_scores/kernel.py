@@ -94,7 +94,7 @@ class BlockScoresInputs(NamedTuple):
         low: Minimum of each element over a block's keys, [blocks, kv_heads, head_dim].
         high: Maximum of each element over a block's keys, [blocks, kv_heads, head_dim].
         block_table: [reqs, max_blocks].
-        seq_lens: [reqs].
+        seq_lens: Number of keys of each request, int32 [reqs].
         bias: f32 [64, q_heads]: 0 for the query heads of a row's KV head, -inf for the others.
     """
 

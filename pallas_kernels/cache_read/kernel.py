@@ -62,7 +62,7 @@ class CacheReadInputs(NamedTuple):
         tiles: int32 [rows / TILE, 2]: request of each tile of rows, or -1, and the tile's first key, a
             multiple of TILE.
         block_table: int32 [reqs, max_blocks].
-        first_keys: int32 [reqs].
+        first_keys: Position of the first requested key of each request, int32 [reqs].
         seq_lens: int32 [reqs].
     """
 
@@ -80,7 +80,7 @@ class CacheReadSmem(NamedTuple):
 
     Attributes:
         stored: Keys as they are stored, [num_chunks, TILE, width].
-        token_scales: f32 [TILE], or None.
+        token_scales: Scales of the tile's keys or values, f32 [TILE]; None without scales per token.
         out: 16-bit keys, [num_chunks, TILE, width].
         loaded: Barrier that every copy arrives at.
     """

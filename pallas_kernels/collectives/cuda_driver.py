@@ -45,21 +45,23 @@ class Driver:
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return {self.uuid(index): index for index in range(count.value)}
 
-    def uuid(self, index: int) -> str:
+    def uuid(self, device_ordinal: int) -> str:
         """Return a GPU's UUID, which identifies it in all processes, as hexadecimal digits."""
         uuid = (ctypes.c_ubyte * 16)()
-        self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), self._device(index))
+        self._call("cuDeviceGetUuid_v2", ctypes.byref(uuid), self._device(device_ordinal))
         return bytes(uuid).hex()
 
-    def can_access_peer(self, index: int, peer: int) -> bool:
+    def can_access_peer(self, device_ordinal: int, peer: int) -> bool:
         """Return whether a GPU can access another GPU's memory."""
         can = ctypes.c_int()
-        self._call("cuDeviceCanAccessPeer", ctypes.byref(can), self._device(index), self._device(peer))
+        self._call(
+            "cuDeviceCanAccessPeer", ctypes.byref(can), self._device(device_ordinal), self._device(peer)
+        )
         return bool(can.value)
 
-    def enable_peer_access(self, index: int, peer: int) -> None:
+    def enable_peer_access(self, device_ordinal: int, peer: int) -> None:
         """Enable a GPU's access to the memory of another GPU of this process."""
-        with self._context(index):
+        with self._context(device_ordinal):
             self._call(
                 "cuCtxEnablePeerAccess",
                 self._primary_context(peer),
@@ -67,65 +69,65 @@ class Driver:
                 unless=_ALREADY_ENABLED,
             )
 
-    def allocate(self, index: int, num_bytes: int) -> int:
+    def allocate(self, device_ordinal: int, num_bytes: int) -> int:
         """Allocate memory of a GPU outside XLA's pool and return its address."""
         address, rounded = ctypes.c_uint64(), -(-num_bytes // _ALLOCATION_UNIT) * _ALLOCATION_UNIT
-        with self._context(index):
+        with self._context(device_ordinal):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(rounded))
         return address.value
 
-    def fill(self, index: int, address: int, runs: Sequence[tuple[int, int]]) -> None:
+    def fill(self, device_ordinal: int, address: int, runs: Sequence[tuple[int, int]]) -> None:
         """Fill memory with consecutive runs of (32-bit word, count), and wait until it is written."""
-        with self._context(index):
+        with self._context(device_ordinal):
             for word, count in runs:
                 arguments = ctypes.c_uint64(address), ctypes.c_uint(word), ctypes.c_size_t(count)
                 self._call("cuMemsetD32_v2", *arguments)
                 address += 4 * count
             self._call("cuCtxSynchronize")
 
-    def free(self, index: int, address: int) -> None:
+    def free(self, device_ordinal: int, address: int) -> None:
         """Free allocated memory; every process that opened it must have closed it."""
-        with self._context(index):
+        with self._context(device_ordinal):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
-    def handle(self, index: int, address: int) -> str:
+    def handle(self, device_ordinal: int, address: int) -> str:
         """Return the IPC handle by which other processes open allocated memory, as hexadecimal digits."""
         handle = _CUipcMemHandle()
-        with self._context(index):
+        with self._context(device_ordinal):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle).hex()
 
-    def open(self, index: int, handle: str) -> int:
+    def open(self, device_ordinal: int, handle: str) -> int:
         """Open another process's memory for a GPU of this process and return its address there."""
         address, by_value = ctypes.c_uint64(), _CUipcMemHandle.from_buffer_copy(bytes.fromhex(handle))
-        with self._context(index):
+        with self._context(device_ordinal):
             flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, flags)
         return address.value
 
-    def close(self, index: int, address: int) -> None:
+    def close(self, device_ordinal: int, address: int) -> None:
         """Close memory that was opened."""
-        with self._context(index):
+        with self._context(device_ordinal):
             self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     @contextlib.contextmanager
-    def _context(self, index: int) -> Iterator[None]:
+    def _context(self, device_ordinal: int) -> Iterator[None]:
         """Make a GPU's context current."""
-        self._call("cuCtxPushCurrent_v2", self._primary_context(index))
+        self._call("cuCtxPushCurrent_v2", self._primary_context(device_ordinal))
         try:
             yield
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def _primary_context(self, index: int) -> ctypes.c_void_p:
+    def _primary_context(self, device_ordinal: int) -> ctypes.c_void_p:
         """Return a GPU's primary context, which XLA uses; it stays retained, like memory opened in it."""
-        context, device = ctypes.c_void_p(), self._device(index)
+        context, device = ctypes.c_void_p(), self._device(device_ordinal)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         return context
 
-    def _device(self, index: int) -> ctypes.c_int:
+    def _device(self, device_ordinal: int) -> ctypes.c_int:
         device = ctypes.c_int(-1)
-        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(device_ordinal))
         return device
 
     def _call(self, name: str, *arguments: object, unless: int = 0) -> None:

@@ -70,7 +70,7 @@ def scalar(x: mgpu.FragmentedArray) -> ir.Value:
 
 
 def as_scalar(x: ir.Value) -> mgpu.FragmentedArray:
-    """Return an int32 register as a scalar; warps may hold different values if each uses only its own."""
+    """Return an int32 register as a scalar; warps may hold different values if no warp reads another's."""
     return mgpu.FragmentedArray.splat(x, (), is_signed=True)
 
 

@@ -74,7 +74,7 @@ def store_heads(ref: Ref, values: Rows) -> None:
 
     Args:
         ref: [kv_heads, blocks] of global memory.
-        values: f32 [64].
+        values: One number per row of the tile, f32 [64].
     """
     kv_heads, _ = ref.shape
 
@@ -114,7 +114,7 @@ def store_tokens(
 
     Args:
         ref: f32 [heads, tokens] of global memory, fewer than 2^32 elements.
-        values: f32 [64].
+        values: One number per row of the tile, f32 [64].
         head: Head of the first rows.
         token: Token of each head's first row; may be negative if that row is not valid.
         begin: Index of the first valid row among a head's rows.

@@ -7,16 +7,16 @@ from jax import lax
 
 from pallas_kernels.collectives.ptx.exchange import (
     Exchange,
-    call_ends,
-    each_row,
-    own,
-    packets,
+    declare_registers,
+    emit_buffer_addresses,
+    emit_end_of_call,
+    emit_first_loads,
+    emit_load_own_packets,
+    emit_row_loop,
+    emit_send_row,
+    emit_store_packet,
+    emit_wait_for_packets,
     packets_of_all,
-    places,
-    registers,
-    sent,
-    stored,
-    waited_for,
 )
 from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.launch import WARPS, block_barrier, launch_ptx
@@ -61,25 +61,25 @@ def program(exchange: Exchange) -> str:
     the thread block and the thread.
     """
     lines = [
-        *registers(exchange),
+        *declare_registers(exchange),
         ".reg .b64 part;",
-        *packets(exchange, "$4", "$5", [("$1", "d")]),
-        *places(exchange, "$0", "$4"),
-        *each_row(exchange, "$4", "SEND", [*sent(exchange, "$1")]),
-        *each_row(exchange, "$4", "KEEP", [*_store_gathered(exchange)]),
+        *emit_first_loads(exchange, "$4", "$5", [("$1", "d")]),
+        *emit_buffer_addresses(exchange, "$0", "$4"),
+        *emit_row_loop(exchange, "$4", "SEND", [*emit_send_row(exchange, "$1")]),
+        *emit_row_loop(exchange, "$4", "KEEP", [*_store_gathered(exchange)]),
         *block_barrier(),  # all threads have read the call number
-        call_ends("$5"),
+        emit_end_of_call("$5"),
     ]
     return "{ " + "\n".join(lines) + " }"
 
 
 def _store_gathered(exchange: Exchange) -> Iterator[str]:
     """Yield code that waits for a row of all devices and stores it."""
-    yield from own(exchange, "$1")
+    yield from emit_load_own_packets(exchange, "$1")
     for group in exchange.groups(exchange.devices):
         awaited = packets_of_all(exchange, group)
-        yield from waited_for(awaited, f"WAIT{group.start}")
+        yield from emit_wait_for_packets(awaited, f"WAIT{group.start}")
         for device in range(exchange.devices):
             yield f"add.s64 part, $2, {device * exchange.rows * exchange.width * 2};"
             for packet in awaited[device :: exchange.devices]:
-                yield stored(exchange, "part", f"{{{', '.join(packet.words)}}}", packet.packet)
+                yield emit_store_packet(exchange, "part", f"{{{', '.join(packet.words)}}}", packet.packet)

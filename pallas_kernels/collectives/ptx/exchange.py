@@ -24,6 +24,23 @@ twice in a call. Every sum contains words of all devices, so the argument about 
 
 The empty word follows TensorRT-LLM's one-shot all-reduce (after Lamport); NCCL's low-latency protocol sends a
 flag with each four bytes, so twice the bytes.
+
+PTX registers:
+    register        contents
+    device, call    index of this device; number of the call, counted from 1
+    piece           buffer of the call: call % 2
+    row, owner      row that is processed, and the device that owns it
+    offset          offset in bytes of the row in a buffer
+    my, peer        address of the memory of this device; of another device
+    from            address of the call's buffer of device 0's packets, in this device's memory
+    from_owner      address of the call's buffer of the owner's packets, in this device's memory
+    to              offset of this device's buffer in another device's memory
+    j<n>            index in the row of packet n of the thread; is_packet<n>: whether the row has it
+    d<2n>, d<2n+1>  packet n of the row of this device's array
+    k<2n>, k<2n+1>  packet n of the sum (all_reduce)
+    w<i>            words received from all devices
+    is_mine<i>      whether this is device i
+    place, at, x, y, z, p  temporaries
 """
 
 import itertools
@@ -81,37 +98,39 @@ class Exchange(NamedTuple):
         return -(-self.rows // self.blocks) * self.packets * PACKET
 
     @property
-    def each(self) -> range:
-        """Indices of the packets of a row that a thread has."""
+    def thread_packets(self) -> range:
+        """Indices of the packets of a row that a thread processes."""
         return range(-(-self.packets // THREADS))
 
     def groups(self, senders: int) -> Iterator[range]:
         """Yield groups of a thread's packets that it waits for together, from `senders` devices each."""
         packets_per_device = max(PACKETS_PER_WAIT // senders, 1)
-        for first in range(0, len(self.each), packets_per_device):
-            yield self.each[first : first + packets_per_device]
+        for first in range(0, len(self.thread_packets), packets_per_device):
+            yield self.thread_packets[first : first + packets_per_device]
 
 
 def memory_bytes(devices: int, block_bytes: int) -> int:
-    """Return the bytes of a device's memory that the others write to."""
+    """Return the number of bytes per device that the other devices write to."""
     return COUNTERS + MAX_BLOCKS * 2 * devices * block_bytes
 
 
 def block_bytes_of(rows: int, width: int) -> int:
-    """Return the Exchange.block_bytes that calls of up to `rows` rows need."""
+    """Return the `Exchange.block_bytes` for calls of up to `rows` rows."""
     return -(-rows // MAX_BLOCKS) * width // 4 * PACKET
 
 
-def registers(exchange: Exchange) -> Iterator[str]:
-    """Yield declarations of the registers of this module; d are the thread's packets of the row, in pairs."""
+def declare_registers(exchange: Exchange) -> Iterator[str]:
+    """Yield declarations of the registers that the module docstring lists."""
     yield ".reg .b64 at, to, peer, my, counter, offset, place, table, from, from_owner;"
     yield ".reg .b32 device, call, piece, row, owner, x, y, z, polls, pending;"
     yield f".reg .b32 w<{2 * max(PACKETS_PER_WAIT, exchange.devices)}>;"
-    yield f".reg .b32 j<{len(exchange.each)}>, d<{2 * len(exchange.each)}>;"
-    yield f".reg .pred p, is_mine<{exchange.devices}>, is_packet<{len(exchange.each)}>;"
+    yield f".reg .b32 j<{len(exchange.thread_packets)}>, d<{2 * len(exchange.thread_packets)}>;"
+    yield f".reg .pred p, is_mine<{exchange.devices}>, is_packet<{len(exchange.thread_packets)}>;"
 
 
-def packets(exchange: Exchange, block: str, thread: str, arrays: Sequence[tuple[str, str]]) -> Iterator[str]:
+def emit_first_loads(
+    exchange: Exchange, block: str, thread: str, arrays: Sequence[tuple[str, str]]
+) -> Iterator[str]:
     """Yield code that finds a thread's packets of a row and, if its block has one row, loads them.
 
     These loads overlap with three dependent loads, of the call number and the addresses.
@@ -122,18 +141,20 @@ def packets(exchange: Exchange, block: str, thread: str, arrays: Sequence[tuple[
         thread: Operand with the index of the thread.
         arrays: Pairs of an operand with an array's address and a prefix of the registers to load it into.
     """
-    for n in exchange.each:
+    for n in exchange.thread_packets:
         yield f"add.u32 j{n}, {thread}, {n * THREADS}; setp.lt.u32 is_packet{n}, j{n}, {exchange.packets};"
         yield f"mov.b32 d{2 * n}, 0; mov.b32 d{2 * n + 1}, 0;"
     if exchange.is_one_row:
         yield f"mov.b32 row, {block};"
         yield from (
-            loaded(exchange, array, pair_of(name, n), n) for array, name in arrays for n in exchange.each
+            emit_load_packet(exchange, array, packet_registers(name, n), n)
+            for array, name in arrays
+            for n in exchange.thread_packets
         )
 
 
-def places(exchange: Exchange, table: str, block: str) -> Iterator[str]:
-    """Yield code that computes the addresses of the call's buffers, on this device and on the others.
+def emit_buffer_addresses(exchange: Exchange, table: str, block: str) -> Iterator[str]:
+    """Yield code that computes the addresses of the call's buffers, on this device and on the other devices.
 
     Args:
         exchange: Static sizes.
@@ -155,7 +176,7 @@ def places(exchange: Exchange, table: str, block: str) -> Iterator[str]:
         yield f"setp.eq.u32 is_mine{n}, device, {n};"
 
 
-def each_row(
+def emit_row_loop(
     exchange: Exchange, block: str, label: str, body: Sequence[str], *, rows: str = "all"
 ) -> Iterator[str]:
     """Yield code that runs `body` for each row of the thread block, with registers row and offset.
@@ -165,7 +186,7 @@ def each_row(
         block: Operand with the index of the thread block.
         label: Unique label of the loop.
         body: Code of one row.
-        rows: "all"; "own": only rows that this device owns; "others": only rows that it does not own.
+        rows: "all" rows; "own": only rows that this device owns; "others": only rows of other devices.
     """
     yield f"mov.b32 row, {block}; mov.b64 offset, 0;"
     if exchange.shots == 2:
@@ -184,17 +205,17 @@ def each_row(
     yield f"setp.lt.u32 p, row, {exchange.rows}; @p bra {label};"
 
 
-def pair_of(name: str, n: int) -> str:
+def packet_registers(name: str, n: int) -> str:
     """Return the operand of packet n's two registers."""
     return f"{{{name}{2 * n}, {name}{2 * n + 1}}}"
 
 
-def loaded(exchange: Exchange, array: str, pair: str, n: int) -> str:
+def emit_load_packet(exchange: Exchange, array: str, pair: str, n: int) -> str:
     """Return code that loads the row's packet n of an array [rows, width] into two registers."""
     return f"{_in_row(exchange, array, n)} @is_packet{n} ld.global.v2.b32 {pair}, [at];"
 
 
-def stored(exchange: Exchange, array: str, pair: str, n: int) -> str:
+def emit_store_packet(exchange: Exchange, array: str, pair: str, n: int) -> str:
     """Return code that stores two registers to the row's packet n of an array [rows, width]."""
     return f"{_in_row(exchange, array, n)} @is_packet{n} st.global.v2.b32 [at], {pair};"
 
@@ -206,31 +227,35 @@ def _in_row(exchange: Exchange, array: str, n: int) -> str:
     )
 
 
-def own(exchange: Exchange, array: str) -> Iterator[str]:
+def emit_load_own_packets(exchange: Exchange, array: str) -> Iterator[str]:
     """Yield code that loads the row's packets into d; an empty word becomes two zeros, as when sent."""
-    yield from again(exchange, array, "d")
-    yield from (filled(f"d{2 * n + half}") for n in exchange.each for half in (0, 1))
+    yield from emit_load_packets_unless_loaded(exchange, array, "d")
+    yield from (
+        emit_replace_empty_word(f"d{2 * n + half}") for n in exchange.thread_packets for half in (0, 1)
+    )
 
 
-def again(exchange: Exchange, array: str, name: str) -> Iterator[str]:
+def emit_load_packets_unless_loaded(exchange: Exchange, array: str, name: str) -> Iterator[str]:
     """Yield code that loads the row's packets of an array unless `packets` has loaded them."""
     if not exchange.is_one_row:
-        yield from (loaded(exchange, array, pair_of(name, n), n) for n in exchange.each)
+        yield from (
+            emit_load_packet(exchange, array, packet_registers(name, n), n) for n in exchange.thread_packets
+        )
 
 
-def filled(name: str) -> str:
+def emit_replace_empty_word(name: str) -> str:
     """Return code that replaces an empty word in a register by two zeros, before it is sent."""
     return f"setp.eq.u32 p, {name}, {EMPTY}; @p mov.b32 {name}, 0;"
 
 
-def sent(exchange: Exchange, array: str) -> Iterator[str]:
+def emit_send_row(exchange: Exchange, array: str) -> Iterator[str]:
     """Yield code that sends the row to all other devices, or in two shots to its owner."""
-    yield from own(exchange, array)
-    for n in exchange.each:
-        yield from packet_sent(exchange, n, pair_of("d", n), to_owner=exchange.shots == 2)
+    yield from emit_load_own_packets(exchange, array)
+    for n in exchange.thread_packets:
+        yield from emit_send_packet(exchange, n, packet_registers("d", n), to_owner=exchange.shots == 2)
 
 
-def packet_sent(exchange: Exchange, n: int, pair: str, *, to_owner: bool) -> Iterator[str]:
+def emit_send_packet(exchange: Exchange, n: int, pair: str, *, to_owner: bool) -> Iterator[str]:
     """Yield code that sends packet n, in two registers, to the row's owner or to all other devices.
 
     The addresses are loaded each time, because eight of them would occupy 16 registers.
@@ -238,19 +263,19 @@ def packet_sent(exchange: Exchange, n: int, pair: str, *, to_owner: bool) -> Ite
     yield f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 place, place, offset; add.s64 place, place, to;"
     if to_owner:
         yield "mul.wide.u32 at, owner, 8; add.s64 at, at, table; ld.global.b64 peer, [at + 8];"
-        yield f"add.s64 peer, peer, place; {_sent(pair, f'is_packet{n}')}"
+        yield f"add.s64 peer, peer, place; {_emit_send(pair, f'is_packet{n}')}"
         return
     for peer in range(exchange.devices):
         yield f"ld.global.b64 peer, [table + {8 + 8 * peer}]; add.s64 peer, peer, place;"
-        yield f"not.pred p, is_mine{peer}; and.pred p, p, is_packet{n}; {_sent(pair, 'p')}"
+        yield f"not.pred p, is_mine{peer}; and.pred p, p, is_packet{n}; {_emit_send(pair, 'p')}"
 
 
-def _sent(pair: str, predicate: str) -> str:
+def _emit_send(pair: str, predicate: str) -> str:
     return f"@{predicate} st.relaxed.sys.global.v2.b32 [peer + {COUNTERS}], {pair};"
 
 
 class Awaited(NamedTuple):
-    """A packet that a thread waits for.
+    """A packet that a thread waits for, and the registers that it uses.
 
     Attributes:
         packet: Index of the packet in the row.
@@ -270,7 +295,7 @@ class Awaited(NamedTuple):
 
 
 def packets_of_all(exchange: Exchange, group: range) -> list[Awaited]:
-    """Return all devices' packets of a group, to be loaded into w; this device's own are in d."""
+    """Return all devices' packets of a group, which are loaded into w; this device's packets are in d."""
     pair = lambda name, at: (f"{name}{2 * at}", f"{name}{2 * at + 1}")
     return [
         Awaited(n, pair("w", nth), "from", device * exchange.block_bytes, pair("d", n), f"is_mine{device}")
@@ -283,12 +308,12 @@ def packets_of_owner(group: range) -> list[Awaited]:
     return [Awaited(n, (f"k{2 * n}", f"k{2 * n + 1}"), "from_owner") for n in group]
 
 
-def owner_address(exchange: Exchange) -> Iterator[str]:
+def emit_owner_address(exchange: Exchange) -> Iterator[str]:
     """Yield code that sets register from_owner to the address of the owner's buffer."""
     yield f"mul.wide.u32 from_owner, owner, {exchange.block_bytes}; add.s64 from_owner, from_owner, from;"
 
 
-def waited_for(packets: Sequence[Awaited], label: str) -> Iterator[str]:
+def emit_wait_for_packets(packets: Sequence[Awaited], label: str) -> Iterator[str]:
     """Yield code that polls until all packets have arrived, then makes their memory empty again."""
     for packet in packets:
         first = packet.own_words or ("0", "0")
@@ -297,7 +322,9 @@ def waited_for(packets: Sequence[Awaited], label: str) -> Iterator[str]:
     yield f"{label}:"
     for packet in packets:
         words = f"{{{', '.join(packet.words)}}}"
-        yield _access_packet(packet, f"ld.relaxed.sys.global.v2.b32 {words}, [at + {packet.source_offset}];")
+        yield _emit_packet_access(
+            packet, f"ld.relaxed.sys.global.v2.b32 {words}, [at + {packet.source_offset}];"
+        )
     yield "mov.b32 pending, 0;"
     for packet in packets:
         for w in packet.words:
@@ -306,18 +333,20 @@ def waited_for(packets: Sequence[Awaited], label: str) -> Iterator[str]:
     yield f"setp.ne.u32 p, pending, 0; @p bra {label};"
     yield f"mov.b32 x, {EMPTY};"
     for packet in packets:
-        yield _access_packet(packet, f"st.relaxed.sys.global.v2.b32 [at + {packet.source_offset}], {{x, x}};")
+        yield _emit_packet_access(
+            packet, f"st.relaxed.sys.global.v2.b32 [at + {packet.source_offset}], {{x, x}};"
+        )
 
 
-def _access_packet(packet: Awaited, access: str) -> str:
-    """Return an access to a packet's memory by the threads that have it, if another device sends it."""
+def _emit_packet_access(packet: Awaited, instruction: str) -> str:
+    """Return code that runs `instruction` in the threads that have the packet, if another device sends it."""
     n, has_packet = packet.packet, f"is_packet{packet.packet}"
     at = f"mul.wide.u32 place, j{n}, {PACKET}; add.s64 at, {packet.source}, place; add.s64 at, at, offset;"
     if packet.own_words is None:
-        return f"{at} @{has_packet} {access}"
-    return f"{at} not.pred p, {packet.is_own}; and.pred p, p, {has_packet}; @p {access}"
+        return f"{at} @{has_packet} {instruction}"
+    return f"{at} not.pred p, {packet.is_own}; and.pred p, p, {has_packet}; @p {instruction}"
 
 
-def call_ends(thread: str) -> str:
+def emit_end_of_call(thread: str) -> str:
     """Return code that stores the call number; all threads must have read the previous one."""
     return f"setp.eq.u32 p, {thread}, 0; @p st.global.b32 [counter], call;"
