@@ -1,4 +1,4 @@
-"""The validated arguments of a varlen_backward call, and the kernels' inputs made from them."""
+"""Arguments of a varlen_backward call: their validation, and their conversion to inputs of the kernels."""
 
 import dataclasses
 
@@ -48,10 +48,10 @@ class BackwardCall:
         grad_lse: Gradient of the log-sum-exp, like `lse`, or None.
         query_start_loc: First token of each request and one past the last, [reqs + 1].
         seq_lens: Number of keys of each request, [reqs].
-        kv_start_loc: First key of each request, [reqs].
+        kv_start_loc: Index of the first key of each request, [reqs].
         alibi_slopes: ALiBi slope of each head, f32 [q_heads], or None.
-        lists: Tile lists of each head for the call's schedule, or None for all query tiles. In a listed tile
-            the rows of the request must be finite even if the mask hides them.
+        lists: Tile lists for the call's schedule, or None for all query tiles. All queries and keys of the
+            tiles in the lists must be finite, even if the mask hides them.
         mask: Mask that applies to the partial tiles of the lists, or None.
     """
 
@@ -108,7 +108,7 @@ class BackwardCall:
             raise unsupported("varlen_backward", reason, "Call jattn.attend with implementation='xla'")
 
     def forbid_derivative(self) -> "BackwardCall":
-        """Return the same call, which raises NotImplementedError if it is differentiated."""
+        """Return a copy of the call that raises NotImplementedError if it is differentiated."""
         names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse", "alibi_slopes")
         arrays = {name: getattr(self, name) for name in names}
         fix = "Call attend with implementation='reference'"
@@ -117,7 +117,7 @@ class BackwardCall:
     def default_sizes(
         self, schedule: BackwardSchedule | None, score: Score, *, deterministic: bool
     ) -> BackwardSizes:
-        """Return the tile sizes that lists or a schedule were built for, else the defaults for the shapes."""
+        """Return the sizes of the lists or the schedule, or else the defaults for the shapes."""
         head_dim, prebuilt = self.query.shape[2], schedule if self.lists is None else self.lists
         if prebuilt is not None:
             return prebuilt.built_for.sizes
@@ -125,7 +125,7 @@ class BackwardCall:
         return default_layer_sizes(head_dim, score, mean_len=mean_len, deterministic=deterministic)
 
     def check_dq(self, sizes: BackwardSizes, *, deterministic: bool) -> None:
-        """Raise ValueError if the dq kernel, or its lists or mask, are missing or superfluous."""
+        """Raise ValueError if sizes.dq_sizes do not match `deterministic`, the lists or the mask."""
         has_dq_kernel = sizes.dq_sizes is not None
         if deterministic and not has_dq_kernel:
             raise ValueError("deterministic=True requires a dq kernel. Set sizes.dq_sizes.")
@@ -138,7 +138,7 @@ class BackwardCall:
         if self.lists.dq_lists is None:
             raise ValueError("sizes.dq_sizes require lists.dq_lists. Build them for schedule.dq_schedule.")
         if self.mask is not None and self.mask.dq_mask is None:
-            raise ValueError("sizes.dq_sizes require mask.dq_mask, the mask of the dq kernel.")
+            raise ValueError("sizes.dq_sizes require mask.dq_mask, the mask for the dq kernel.")
 
     @property
     def is_empty(self) -> bool:
@@ -179,7 +179,7 @@ class BackwardCall:
                 require_shape("lists.dq_lists", self.lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
 
     def dkdv_inputs(self, schedule: BackwardSchedule, spec: BackwardSpec) -> DkDvInputs:
-        """Return the inputs of the dk/dv kernel; if it adds up dq, that starts with zeros."""
+        """Return the inputs of the dk/dv kernel; without a dq kernel they include a dq of zeros."""
         kernel_array = lambda x: spec.head.split(_pad_rows(x, axis=0))
         tokens = self.query.shape[0]
         rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
@@ -208,7 +208,7 @@ class BackwardCall:
     def dq_inputs(
         self, inputs: DkDvInputs, schedule: BackwardSchedule, spec: PrefillSpec, *, fuses_delta: bool
     ) -> DqInputs:
-        """Return the inputs of the dq kernel, given those of the dk/dv kernel."""
+        """Return the inputs of the dq kernel; `inputs` are those of the dk/dv kernel."""
         assert schedule.dq_schedule is not None
         kernel_array = lambda x: spec.shape.head.split(_pad_rows(x, axis=0))
         lists = None if self.lists is None else self.lists.dq_lists
@@ -242,7 +242,7 @@ class BackwardCall:
         )  # fmt: skip
 
     def row_stats(self, *, extra_rows: int, sizes: BackwardSizes) -> jax.Array:
-        """Return the LSE in powers of 2 and delta of each row, f32 [q_heads, 2, tokens].
+        """Return the base-2 LSE and delta of each row, f32 [q_heads, 2, tokens].
 
         If the dq kernel computes delta, the second row is 0, and grad_lse is a third row if it is not None.
 
@@ -259,7 +259,7 @@ class BackwardCall:
         if sizes.fuses_delta:
             zeros = jnp.zeros_like(lse_log2)
             return stacked(zeros, *(() if self.grad_lse is None else (as_f32(self.grad_lse),)))
-        # In an XLA kernel of its own: fused with the stacking, each thread would read a whole head.
+        # A separate XLA kernel computes delta: fused with the stacking, each thread would read a whole head.
         products = as_f32(self.out) * as_f32(self.grad_out)
         delta = jax.lax.optimization_barrier(products.sum(axis=-1)).T
         if self.grad_lse is not None:
@@ -267,7 +267,7 @@ class BackwardCall:
         return stacked(delta)
 
     def dq_from_sum(self, dq_sum: jax.Array, spec: BackwardSpec) -> jax.Array:
-        """Convert the unscaled dq, f32 [q_heads, panels, rows, 64], to the shape and dtype of the queries."""
+        """Scale dq, f32 [q_heads, panels, rows, 64], and convert it to the shape and dtype of the queries."""
         tokens, q_heads, head_dim = self.query.shape
         dq = (dq_sum[:, :, :tokens, : spec.head.chunk_dim] * spec.score.scale).astype(self.query.dtype)
         return dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)

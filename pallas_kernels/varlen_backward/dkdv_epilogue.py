@@ -24,16 +24,18 @@ def store_valid_rows(
     *,
     spec: BackwardSpec,
 ) -> None:
-    """Start to store a warpgroup's valid rows: in one copy if all are valid, else in powers of two.
+    """Start the TMA copies that store a warpgroup's valid rows of dk or dv.
+
+    If all 64 rows are valid, one copy per panel stores them. Otherwise each copy stores a power of two rows.
 
     Args:
         grad_g: dk or dv in global memory.
-        work_tile: The work tile.
+        work_tile: Work tile whose gradients are stored.
         wg: Index of the warpgroup.
         swizzled_s: Shared memory [panels, 64, 64].
         plain_s: The same memory without swizzling.
         tiles: Gradient in 16 bits, one tile per panel of the head.
-        spec: The kernel.
+        spec: Static description of the kernel.
     """
     first = work_tile["first_key_row"] + wg * PANEL
     begin, end = (jnp.clip(work_tile[name] - wg * PANEL, 0, PANEL) for name in ("store_begin", "store_end"))

@@ -49,7 +49,7 @@ each other only at the end of a work tile. Heads wider than 128 leave no registe
 one kernel computes S, dP and dK, and another S and dV (DkMma and DvMma).
 
 Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_mma, dkdv_scores and dkdv_epilogue;
-tile_scheduler says which tiles belong to whom.
+tile_scheduler assigns work tiles to thread blocks.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
 def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
-    """Compute dk and dv with one kernel, or with two if `spec.sizes` says so."""
+    """Compute dk and dv with one kernel, or with two if `spec.sizes.separate_dk_dv` is True."""
     if not spec.sizes.separate_dk_dv:
         return launch_dkdv(inputs, spec)
     dk = launch_dkdv(inputs, dataclasses.replace(spec, computes=ComputedGrads(dk=True, dv=False))).dk
@@ -85,7 +85,7 @@ def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
 
 
 def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
-    """Launch one kernel that computes the gradients in `spec.computes`, and adds dq to `inputs.dq`."""
+    """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
     ctas = spec.sizes.ctas or len(inputs.schedule.order)
     kernel = plgpu.kernel(
         functools.partial(dkdv_body, ctas=ctas, spec=spec),
@@ -145,7 +145,7 @@ def output_types(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
 
 
 def smem_types(spec: BackwardSpec) -> DkDvSmem:
-    """Return the types of the shared memory; see DkDvSmem."""
+    """Return the shapes and dtypes of the arrays in shared memory; see DkDvSmem."""
     sizes, dtype = spec.sizes, spec.dtype
     keys = WARPGROUPS, spec.num_head_panels, PANEL, PANEL
     scores = WARPGROUPS, spec.num_query_panels, PANEL, PANEL
@@ -172,7 +172,7 @@ def smem_types(spec: BackwardSpec) -> DkDvSmem:
 
 
 def barrier_types(spec: BackwardSpec) -> DkDvBarriers:
-    """Return the types of the barriers; see DkDvBarriers."""
+    """Return the barriers with their numbers of arrivals; see DkDvBarriers."""
     stages, dout_stages = spec.sizes.stages, spec.dout_stages
     num_loaded = 2 if spec.computes.dk else 1  # keys, and values for dk
 

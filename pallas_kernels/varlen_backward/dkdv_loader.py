@@ -1,4 +1,4 @@
-"""The loading warp of the dk/dv kernel: loads keys and values, then queries and their dO per step."""
+"""The loading warp of the dk/dv kernel: loads keys and values, then the queries and dO of each step."""
 
 import functools
 
@@ -17,7 +17,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
 class DkDvLoader:
-    """The warp that loads what the computing warpgroups multiply."""
+    """The warp that loads keys, values, queries, dO and row statistics into shared memory."""
 
     def __init__(self, inputs: DkDvInputs, smem: DkDvSmem, barriers: DkDvBarriers, spec: BackwardSpec):
         self.inputs, self.smem, self.barriers, self.spec = inputs, smem, barriers, spec
@@ -59,22 +59,22 @@ class DkDvLoader:
         plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[work_tile.row], self.smem.tile_columns, full)
 
     def load_head(self, work_tile: BackwardWorkTile, index: Scalar, step: Scalar) -> Scalar:
-        """Load all steps of a query head, starting with `step`, and return the step after them."""
+        """Load the query tiles of a query head, the first as step `step`; return one past the last step."""
         head, steps = work_tile.head(index), work_tile.steps(index)
 
         def load_and_prefetch(i: Scalar, tile: Scalar) -> Scalar:
-            next_tile = steps.tile(jnp.minimum(i + 1, steps.num - 1))
+            next_tile = steps.tile(jnp.minimum(i + 1, steps.num_steps - 1))
             self.load_tile(work_tile, head, tile, step + i)
             return next_tile
 
         if self.spec.has_lists:  # a list is in global memory, so read entries one step ahead
-            lax.fori_loop(0, steps.num, load_and_prefetch, steps.tile(jnp.int32(0)))
+            lax.fori_loop(0, steps.num_steps, load_and_prefetch, steps.tile(jnp.int32(0)))
         else:
-            pl.loop(0, steps.num)(lambda i: self.load_tile(work_tile, head, steps.tile(i), step + i))
-        return step + steps.num
+            pl.loop(0, steps.num_steps)(lambda i: self.load_tile(work_tile, head, steps.tile(i), step + i))
+        return step + steps.num_steps
 
     def load_tile(self, work_tile: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
-        """Load a query tile, and its dO and row statistics."""
+        """Load the queries, dO and row statistics of a query tile as step `step`."""
         stages, barriers, smem = self.spec.step_stages(step), self.barriers, self.smem
         rows = pl.ds(work_tile.query_row(tile), self.spec.sizes.tile_q)
 
@@ -83,8 +83,8 @@ class DkDvLoader:
                 source = source_g.at[(rows, head, *self.spec.gmem_panel_index(panel, step * 0))]
                 plgpu.copy_gmem_to_smem(source, to_s.at[panel], full)
 
-        def wait_until_free(free: Barriers, num: int, stage: Scalar) -> None:
-            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, free.at[stage]))
+        def wait_until_free(free: Barriers, num_stages: int, stage: Scalar) -> None:
+            pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
 
         # Queries first: S needs them before dP needs dO. Each stage is free once both warpgroups have read
         # it.

@@ -1,4 +1,4 @@
-"""The main loop of a warpgroup of the dk/dv kernel: dk and dv of its half of a work tile's keys.
+"""The main loop of a warpgroup of the dk/dv kernel: dk and dv of 64 of a work tile's 128 keys.
 
 If there is no dq kernel, each warpgroup also adds its blocks of each step's dQ to global memory.
 """
@@ -33,12 +33,12 @@ from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler,
 
 
 class DkDvState(NamedTuple):
-    """The state of a work tile after some steps; traced.
+    """State of a work tile between two steps.
 
     Attributes:
         sums: Accumulated dk and dv.
-        last: Destination of the last step's dq, which is multiplied together with the next step; its row is
-            negative before the first step. None if the dq kernel computes dq.
+        last: Destination of the last step's dq, which the next step computes; its row is negative before the
+            first step. None if the dq kernel computes dq.
     """
 
     sums: DkDvSums
@@ -46,7 +46,7 @@ class DkDvState(NamedTuple):
 
 
 class DkDvMainloop:
-    """The computation of one warpgroup."""
+    """Main loop of one warpgroup."""
 
     def __init__(
         self,
@@ -84,7 +84,15 @@ class DkDvMainloop:
         plgpu.wait_smem_to_gmem(0)
 
     def compute_work_tile(self, work_tile: BackwardWorkTile, step: Scalar) -> tuple[Scalar, DkDvSums]:
-        """Compute a work tile whose first step is `step`; return the step after it, and dk and dv."""
+        """Compute dk and dv of a work tile.
+
+        Args:
+            work_tile: Keys of the work tile, and the query tiles that attend to them.
+            step: Number of steps that the thread block has computed for earlier work tiles.
+
+        Returns:
+            `step` plus the steps of this work tile, and dk and dv.
+        """
 
         def compute_head(index: Scalar, carry: tuple[Scalar, DkDvState]) -> tuple[Scalar, DkDvState]:
             step, state = carry
@@ -106,8 +114,8 @@ class DkDvMainloop:
 
             # Partial tiles come first; full ones are computed without any mask.
             state = lax.fori_loop(0, steps.num_masked, compute_tile(True), state)
-            state = lax.fori_loop(steps.num_masked, steps.num, compute_tile(False), state)
-            return step + steps.num, state
+            state = lax.fori_loop(steps.num_masked, steps.num_steps, compute_tile(False), state)
+            return step + steps.num_steps, state
 
         no_target = None
         if self.spec.adds_dq:
@@ -125,7 +133,7 @@ class DkDvMainloop:
         return None if self.inputs.slopes is None else self.inputs.slopes[head]
 
     def skip_step(self, step: Scalar, state: DkDvState) -> DkDvState:
-        """Release a query tile whose queries attend to none of the warpgroup's keys."""
+        """Release the stages of a query tile whose queries attend to none of the warpgroup's keys."""
         stages, barriers = self.spec.step_stages(step), self.barriers
         plgpu.barrier_wait(barriers.q_full.at[stages.query])
         plgpu.barrier_wait(barriers.dout_full.at[stages.dout])
@@ -134,7 +142,7 @@ class DkDvMainloop:
         return state
 
     def compute_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
-        """Compute the step of a query tile."""
+        """Add the contribution of a query tile to dk and dv, and compute the dq of the previous step."""
         stages = self.spec.step_stages(step)
         buffer = lax.rem(step, jnp.int32(DS_BUFFERS))
         smem, barriers = self.smem, self.barriers
@@ -185,14 +193,14 @@ class DkDvMainloop:
         )
 
     def add_last_dq(self, work_tile: BackwardWorkTile, last: DqTarget, step: Scalar) -> None:
-        """Add the dq of a work tile's last step, the one before `step`."""
+        """Add the dq of a work tile's last step to global memory; `step` is one past that step."""
         buffer = previous_buffer(step)
         plgpu.barrier_wait(self.barriers.ds_full.at[buffer])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.add_dq(last, self.mma.dq(buffer, work_tile["zero"]))
 
     def add_dq(self, target: DqTarget, dq: Panels) -> None:
-        """Add the warpgroup's dQ blocks to global memory. They are 0 in rows outside of the request."""
+        """Add the warpgroup's dQ blocks to global memory; rows outside of the request are 0."""
         if not self.spec.is_interpreted:
             for index, dq_block in enumerate(dq):
                 self.smem.dq[self.wg, index] = dq_block
@@ -210,7 +218,11 @@ class DkDvMainloop:
                     plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 
     def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
-        """Store dk in place of the keys and dv in place of the values; one alone in place of the keys."""
+        """Store dk and dv to global memory through shared memory.
+
+        dk replaces the keys in shared memory, and dv the values. A kernel that computes only dv has no values
+        there, so dv replaces the keys.
+        """
         scale, dtype = self.spec.score.scale, self.spec.dtype
         dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
         dv = tuple(acc.astype(dtype) for acc in sums.dv)
@@ -224,14 +236,14 @@ class DkDvMainloop:
         computes, outputs = self.spec.computes, self.outputs
         if computes.dk and computes.dv:
             store(outputs.dv, self.smem.value_and_dv, dv)
-        # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
+        # For dq, the other warpgroup also multiplies this warpgroup's keys: wait until it has done so.
         plgpu.barrier_arrive(self.barriers.kv_products_issued)
         plgpu.barrier_wait(self.barriers.kv_products_issued)
         last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
         store(last[0], self.smem.key_and_dk, last[1])
 
     def _clear_keys(self, work_tile: BackwardWorkTile) -> None:
-        """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""
+        """Zero keys outside of the request in shared memory; a NaN there would spread, as 0 * NaN is NaN."""
         begin, end = work_tile["begin"], work_tile["end"]
 
         @pl.when((begin > 0) | (end < WARPGROUPS * PANEL))
@@ -241,7 +253,7 @@ class DkDvMainloop:
             plgpu.commit_smem()
 
     def clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
-        """Zero queries, or their dO, outside of the request; each warpgroup does it for itself."""
+        """Zero rows of queries or dO outside of the request; both warpgroups zero the same rows."""
         begin, end = tile.valid_rows()
 
         @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
@@ -257,5 +269,5 @@ class DkDvMainloop:
 
 
 def previous_buffer(step: Scalar) -> Scalar:
-    """Return the dS buffer of the step before."""
+    """Return the index of the dS buffer of step `step - 1`."""
     return lax.rem(step + 1, jnp.int32(DS_BUFFERS))

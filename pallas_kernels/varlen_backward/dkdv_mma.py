@@ -1,4 +1,4 @@
-"""Matrix products of the dk/dv kernel: up to five per warpgroup, for its keys and a tile of queries."""
+"""Matrix products of the dk/dv kernel: up to five per warpgroup and step, for 64 keys and a query tile."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 from pallas_kernels.varlen_backward.dkdv_scores import TileProbabilities
 from pallas_kernels.varlen_backward.refs import DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, StepStages, W, f32
+from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, QueryStages, W, f32
 
 type Panels = tuple[Tile, ...]
 
@@ -22,8 +22,8 @@ class DkDvSums(NamedTuple):
     """Accumulated gradients of a warpgroup's keys and values, one f32 [64, 64] tile per panel of the head.
 
     Attributes:
-        dk: dS^T Q without the scale.
-        dv: P^T dO.
+        dk: Gradient of the keys without the softmax scale, dS^T Q, summed over the steps so far.
+        dv: Gradient of the values, P^T dO, summed over the steps so far.
     """
 
     dk: Panels
@@ -31,28 +31,35 @@ class DkDvSums(NamedTuple):
 
 
 class DqTarget(NamedTuple):
-    """Destination of a query tile's dq: query head and first row."""
+    """Position of a query tile's dq in global memory.
+
+    Attributes:
+        head: Query head.
+        row: First row of the tile; negative if there is no dq to add.
+    """
 
     head: Scalar
     row: Scalar
 
 
 class DkDvCallbacks(NamedTuple):
-    """What a warpgroup does between the matrix products of a step.
+    """Functions that a warpgroup calls between the matrix products of a step.
 
     Attributes:
-        zero: A 0 that the compiler does not know, read anew each step. Otherwise it keeps 24 addresses of
-            keys and values for the tensor core in registers, of which there are not enough.
-        wait_for_queries: Waits for the queries; called before S.
-        wait_for_dout: Waits for dO and the row statistics, which arrive together; called before dP.
-        wait_for_dq_buffer: Waits until the previous dq has left shared memory. Called long before it is
-            needed: all threads wait for each other there, as they do for S anyway.
-        row_stats: `row_stats(0)` is the LSE, `row_stats(1)` delta; see DkDvScores.row_stats.
-        probabilities: Returns P from S and the LSE.
-        score_grads: Returns dS from P, dP and delta.
-        exchange_ds: Stores dS in 16 bits, after the other warpgroup has read what it replaces; the dS of the
-            previous step is then complete.
-        release_dout: Releases the stage of dO after its last product.
+        zero: A 0 that is read from memory in each step, so that the compiler cannot treat it as a constant.
+            The addresses of keys and values depend on it. Otherwise the compiler would keep 24 of these
+            addresses in registers, and there are not enough registers.
+        wait_for_queries: Function that waits for the queries. Call it before issuing S.
+        wait_for_dout: Function that waits for dO and the row statistics, which arrive together. Call it
+            before issuing dP.
+        wait_for_dq_buffer: Function that waits until TMA has read the previous dq from shared memory. Call it
+            together with the wait for S: it synchronizes all threads of the warpgroup.
+        row_stats: Function from 0 to the LSE, and from 1 to delta; see DkDvScores.row_stats.
+        probabilities: Function that returns P from S and the LSE.
+        score_grads: Function that returns dS from P, dP and delta.
+        exchange_ds: Function that stores this warpgroup's dS in 16 bits. It first waits until the other
+            warpgroup has stored its dS of the previous step, and has read the dS that this one replaces.
+        release_dout: Function that releases the stage of dO. Call it after the last product with dO.
         add_dq: Function that adds the warpgroup's blocks of the previous step's dQ = dS K to global memory.
     """
 
@@ -69,7 +76,7 @@ class DkDvCallbacks(NamedTuple):
 
 
 class DkDvMma:
-    """The matrix products of one warpgroup that computes dk, dv and, if it is added up, dq."""
+    """Matrix products of one warpgroup that computes dk, dv and, without a dq kernel, its blocks of dq."""
 
     def __init__(self, smem: DkDvSmem, wg: Scalar, spec: BackwardSpec):
         self.smem, self.wg, self.spec = smem, wg, spec
@@ -85,14 +92,18 @@ class DkDvMma:
             plgpu.wgmma(dp_ref, self.smem.value.at[wg, panel], self.smem.dout.at[stage, panel].T)
 
     def issue_dq(self, dq_ref: Ref, index: int, buffer: Scalar, zero: Scalar) -> None:
-        """Issue dQ += dS K for the warpgroup's dQ block `index`, over the keys of both warpgroups."""
+        """Issue dQ += dS K for the dQ block with number `index` of the warpgroup, over the keys of both."""
         query_panel, panel = self.dq_block_indices(index)
         for wg in range(WARPGROUPS):
             ds = self.smem.ds.at[buffer, wg, query_panel]
             plgpu.wgmma(dq_ref, ds.T, self.smem.key.at[zero + wg, panel])
 
     def dq_block_indices(self, index: int) -> tuple[Scalar | int, Scalar | int]:
-        """Return the (query panel, head panel) of the warpgroup's dQ block `index`, which is [64, 64]."""
+        """Return the (query panel, head panel) of the [64, 64] block of dQ that the warpgroup computes.
+
+        Args:
+            index: Number of the block among those that the warpgroup computes.
+        """
         number = self.wg * self.spec.num_dq_blocks + index
         if self.spec.num_query_panels == 1:
             return 0, number
@@ -103,17 +114,17 @@ class DkDvMma:
             else (lax.div(number, panels), lax.rem(number, panels))
         )
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+    def step(self, sums: DkDvSums, stages: QueryStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
         """Compute all products of a step.
 
-        P is computed while dP is in flight, and dS while dV is. dQ belongs to the previous step and leaves
-        while dK is in flight.
+        The warpgroup computes P while dP is in flight, and dS while dV is in flight. dQ belongs to the
+        previous step. It is added to global memory while dK is in flight.
 
         Args:
-            sums: Accumulated dk and dv.
-            stages: Stages of the step's tiles.
-            buffer: Buffer for the step's dS.
-            callbacks: What happens between the products.
+            sums: dk and dv of the previous steps.
+            stages: Indices of the stages that hold the step's queries and dO.
+            buffer: Index of the buffer for the step's dS.
+            callbacks: Functions to call between the products.
         """
         wg = self.wg + callbacks.zero
         panels = self.spec.num_head_panels
@@ -169,7 +180,7 @@ class DkDvMma:
         return DkDvSums(*(tuple(panels) for panels in pl.run_state(run)(start)))
 
     def dq(self, buffer: Scalar, zero: Scalar) -> Panels:
-        """Return the warpgroup's blocks of dQ = dS K for the step whose dS is in `buffer`."""
+        """Return the warpgroup's blocks of dQ = dS K of one step; `buffer` is the index of that step's dS."""
 
         def compute_block(index: int) -> Tile:
             return run_mma((PANEL, PANEL), lambda ref: self.issue_dq(ref, index, buffer, zero))
@@ -188,8 +199,8 @@ class DkDvMma:
 class InterpretedDkDvMma(DkDvMma):
     """Matrix products in interpret mode, which has no running accumulators and no register operands."""
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
-        """Compute the same as DkDvMma, one product after the other."""
+    def step(self, sums: DkDvSums, stages: QueryStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute all products of a step, one after the other; see DkDvMma.step for the arguments."""
         spec, smem, wg = self.spec, self.smem, self.wg
         queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
         callbacks.wait_for_queries()
@@ -219,7 +230,7 @@ class InterpretedDkDvMma(DkDvMma):
         return DkDvSums(dk, dv)
 
     def sum_over_queries(self, rows_s: Ref, queries_s: Ref, panel: int) -> Tile:
-        """Return [64, tile_q] in shared memory times one head panel of a query tile."""
+        """Return the product of P or dS, [64, tile_q] in shared memory, and one head panel of Q or dO."""
 
         def issue(ref: Ref) -> None:
             for index in range(self.spec.num_query_panels):
@@ -229,10 +240,10 @@ class InterpretedDkDvMma(DkDvMma):
 
 
 class DkMma(DkDvMma):
-    """The products S, dP and dK of wide heads, whose dk and dv have a kernel each."""
+    """Matrix products S, dP and dK of the kernel that computes only dk, for heads wider than 128."""
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
-        """Compute S, dP and dK; P is computed while dP is in flight."""
+    def step(self, sums: DkDvSums, stages: QueryStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute S, dP and dK of a step; P is computed while dP is in flight."""
         wg, panels = self.wg + callbacks.zero, self.spec.num_head_panels
 
         def compute_ds(s_ref: Ref, dp_ref: Ref) -> Tile:
@@ -252,7 +263,13 @@ class DkMma(DkDvMma):
         return DkDvSums(self.add_product(sums.dk, ds, self.smem.query.at[stages.query]), ())
 
     def add_product(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
-        """Return the sums plus `rows` times a tile of queries or of dO."""
+        """Return the sums plus the product of P or dS and a tile of dO or queries.
+
+        Args:
+            sums: Accumulated dk or dv, one tile per panel of the head.
+            rows: dS or P in 16 bits, one row per key.
+            queries_s: Queries (for dS) or dO (for P) in shared memory [panels, tile_q, 64].
+        """
 
         def run(refs: Any) -> None:
             for panel, ref in enumerate(refs):
@@ -262,10 +279,10 @@ class DkMma(DkDvMma):
 
 
 class DvMma(DkMma):
-    """The products S and dV of wide heads, whose dk and dv have a kernel each."""
+    """Matrix products S and dV of the kernel that computes only dv, for heads wider than 128."""
 
-    def step(self, sums: DkDvSums, stages: StepStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
-        """Compute S and dV."""
+    def step(self, sums: DkDvSums, stages: QueryStages, buffer: Scalar, callbacks: DkDvCallbacks) -> DkDvSums:
+        """Compute S and dV of a step."""
         wg = self.wg + callbacks.zero
 
         def scores(s_ref: Ref) -> Tile:
@@ -282,7 +299,7 @@ class DvMma(DkMma):
 
 
 def mma_class(spec: BackwardSpec) -> type[DkDvMma]:
-    """Return the class that computes a kernel's matrix products."""
+    """Return the DkDvMma class for the gradients that `spec` computes."""
     if spec.is_interpreted:
         return InterpretedDkDvMma
     if spec.computes == ComputedGrads(dk=True, dv=True):
@@ -297,7 +314,7 @@ def store_panels(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
 
 
 def run_mma(shape: tuple[int, int], issue: Callable[[Ref], None]) -> Tile:
-    """Return what `issue` adds to an accumulator of zeros."""
+    """Return the product that `issue` adds to an accumulator of zeros."""
 
     def run(ref: Ref) -> Tile:
         issue(ref)

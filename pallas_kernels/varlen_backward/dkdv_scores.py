@@ -1,4 +1,4 @@
-"""Probabilities and score gradients of a warpgroup's keys and a query tile; one row per key."""
+"""Probabilities and score gradients of the 64 keys of a warpgroup and a query tile; one row per key."""
 
 import dataclasses
 from typing import ClassVar, NamedTuple
@@ -19,7 +19,11 @@ from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 
 
 def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
-    """Return Q K^T scaled and soft-capped, times log2(e), and the tanh of the cap, or None without a cap."""
+    """Scale and soft-cap Q K^T.
+
+    Returns:
+        The scores times log2(e), and the tanh of the soft cap, or None without a soft cap.
+    """
     if score.soft_cap is None:
         return s * (score.scale * LOG2E), None
     tanh = jnp.tanh(s * (score.scale / score.soft_cap))
@@ -72,12 +76,12 @@ class TransposedPairTile(PairTile):
 
 
 class QueryTile(NamedTuple):
-    """A query tile as seen by one warpgroup's keys.
+    """A query tile that attends to the keys of a work tile.
 
     Attributes:
         work_tile: Work tile of the keys.
         head: Query head.
-        tile_index: Index of the tile in the request.
+        tile_index: Index of the query tile in the request.
         slope: ALiBi slope of the head times log2(e), or None.
         is_masked: Whether the tile needs a mask. Static.
     """
@@ -89,18 +93,18 @@ class QueryTile(NamedTuple):
     is_masked: bool
 
     def valid_rows(self) -> tuple[Scalar, Scalar]:
-        """Return the range [begin, end) of rows that belong to the request."""
+        """Return the range [begin_row, end_row) of the tile's rows that hold queries of the request."""
         position = self.work_tile.position(self.tile_index)
         return self.work_tile["first_position"] - position, self.work_tile["seq_len"] - position
 
 
 class TileProbabilities(NamedTuple):
-    """Probabilities of a tile.
+    """Probabilities of a tile, one row per key; 0 for invisible pairs.
 
     Attributes:
         p: Probabilities in 16 bits.
         weight: Probabilities in f32, times the derivative of the soft cap.
-        is_masked: Whether the tile needs a mask; invisible pairs are 0. Static.
+        is_masked: Whether the tile needs a mask. Static.
     """
 
     p: Tile
@@ -109,10 +113,17 @@ class TileProbabilities(NamedTuple):
 
 
 class DkDvScores:
-    """Probabilities and score gradients of one warpgroup."""
+    """Functions that compute the probabilities and score gradients of one warpgroup."""
 
     def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
-        """Create the scores from the mask's arrays and the shared memory for column indices."""
+        """Create the functions of a warpgroup.
+
+        Args:
+            arrays: Arrays of the mask.
+            columns_s: Shared memory for the indices of the queries within a tile, f32 [tile_q].
+            wg: Index of the warpgroup.
+            spec: Static description of the kernel.
+        """
         self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
 
     def store_columns(self) -> None:
@@ -122,7 +133,7 @@ class DkDvScores:
         plgpu.commit_smem()
 
     def load_mask(self, tile: QueryTile) -> LoadedMask:
-        """Load what the mask needs for a tile; called early because it comes from global memory."""
+        """Load the mask's data for a tile. Call it early, because the data is in global memory."""
         if not tile.is_masked or not self.arrays:
             return ()
         assert self.spec.mask is not None
@@ -144,10 +155,10 @@ class DkDvScores:
         """Return the probabilities of transposed scores.
 
         Args:
-            s: K Q^T.
-            lse: Result of `row_stats(..., 0, ...)`.
-            tile: The query tile.
-            loaded: Result of `load_mask`.
+            s: Transposed scores K Q^T, not scaled, f32 [64, tile_q].
+            lse: Base-2 log-sum-exp of each query, from `row_stats` with index 0.
+            tile: Query tile.
+            loaded: Data of the mask for this tile, from `load_mask`.
         """
         y, tanh = apply_soft_cap(s, self.spec.score)
         if tile.slope is not None:
@@ -159,7 +170,7 @@ class DkDvScores:
         return TileProbabilities(p.astype(self.spec.dtype), weight, tile.is_masked)
 
     def gradients(self, probabilities: TileProbabilities, dp: Tile, delta: Columns) -> Tile:
-        """Return dS without the scale; `delta` is the result of `row_stats(..., 1, ...)`."""
+        """Return dS without the softmax scale; `delta` comes from `row_stats` with index 1."""
         ds = probabilities.weight * (dp - self._broadcast_columns(delta))
         return jnp.where(probabilities.weight > 0.0, ds, 0.0) if probabilities.is_masked else ds
 
@@ -177,13 +188,15 @@ class DkDvScores:
         work_tile = tile.work_tile
         first, seq_len = work_tile["first_position"], work_tile["seq_len"]
         row = self._rows() + self.wg * PANEL
-        low, high = visible_query_range(self.spec.score, row + work_tile["key_position"], first, seq_len)
+        begin_query, end_query = visible_query_range(
+            self.spec.score, row + work_tile["key_position"], first, seq_len
+        )
         is_valid = (row >= work_tile["begin"]) & (row < work_tile["end"])
-        high = jnp.where(is_valid, high, low)
+        end_query = jnp.where(is_valid, end_query, begin_query)
         position = work_tile.position(tile.tile_index)
-        low, high = low - position, high - position
+        begin_query, end_query = begin_query - position, end_query - position
         pairs, mask = self._pairs(tile), self.spec.mask
-        words = pairs.words_in_range(low, high)
+        words = pairs.words_in_range(begin_query, end_query)
         if mask is None:
             return pairs.masked(y, words)
         visible = mask.visible(pairs, loaded)

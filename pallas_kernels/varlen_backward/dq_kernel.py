@@ -34,7 +34,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
 def run_dq(inputs: DqInputs, spec: PrefillSpec) -> jax.Array:
-    """Return dq, like the queries."""
+    """Launch the dq kernel, and return dq in the shape of the queries."""
     head, sizes, num_values = spec.shape.head, spec.sizes, num_value_stages(spec)
     num_chunks = head.num_chunks
     # Shared memory and barriers of varlen_prefill, except for the values' stages and the dO that comes with

@@ -1,4 +1,4 @@
-"""The loading warp of the dq kernel, and its pipeline, which may have more stages of keys than of values."""
+"""The loading warp of the dq kernel, and its pipeline with separate numbers of stages for keys and values."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def has_wide_heads(spec: PrefillSpec) -> bool:
 
 
 def num_value_stages(spec: PrefillSpec) -> int:
-    """Return the number of stages of values: 1, beside 2 of keys, for heads of 256.
+    """Return the number of stages of values; heads of 256 have 1, but 2 stages of keys.
 
     Values are read once, by dP. Keys are read by S and, while the next tile's S is computed, by dQ.
     """
@@ -31,27 +31,27 @@ def num_value_stages(spec: PrefillSpec) -> int:
 
 
 class DqKvPipeline(KvPipeline):
-    """The pipeline stages of keys and values, with separate numbers of stages."""
+    """Pipeline of keys and values with separate numbers of stages."""
 
     def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, spec: PrefillSpec):
         super().__init__(smem, barriers, spec.sizes, 0)
         self.num_values = num_value_stages(spec)
 
     def value_stage(self, step: Scalar) -> Scalar:
-        """Return the stage that holds the values of a step."""
+        """Return the index of the stage that holds the values of a step."""
         if self.num_values == self.sizes.stages:
             return self.stage(step)
         return lax.rem(step, jnp.int32(self.num_values))
 
     def stages(self, step: Scalar) -> tuple[tuple[KvStages, Scalar, int], ...]:
-        """Return, for keys and for values: the buffer, the stage of a step, and the number of stages."""
+        """Return, for keys and for values: the stages, the index of the stage of a step, and their number."""
         return (
             (self.keys, self.stage(step), self.sizes.stages),
             (self.values, self.value_stage(step), self.num_values),
         )
 
     def skip(self, step: Scalar, first: Scalar, end: Scalar) -> None:
-        """See KvPipeline."""
+        """Release tiles [first, end) of a work tile, whose stages of keys and values differ."""
 
         @pl.loop(first, end)
         def _(i: Scalar) -> None:
@@ -60,7 +60,7 @@ class DqKvPipeline(KvPipeline):
                 plgpu.barrier_arrive(stream.free.at[stage])
 
     def drain(self, steps: Scalar) -> None:
-        """See KvPipeline."""
+        """Wait until the last tiles have been read; keys and values have different numbers of stages."""
         for index, num in enumerate((self.sizes.stages, self.num_values)):
 
             @pl.loop(jnp.maximum(steps - num, 0), steps)
@@ -70,7 +70,7 @@ class DqKvPipeline(KvPipeline):
 
 
 class DqLoader(PrefillLoader):
-    """The warp that loads what the computing warpgroups multiply."""
+    """The warp that loads queries, dO, keys and values, and the output if the kernel computes delta."""
 
     pipeline: DqKvPipeline
 
@@ -115,7 +115,7 @@ class DqLoader(PrefillLoader):
         step: Scalar,
         after_keys: Callable[[], None] | None = None,
     ) -> None:
-        """Load the keys and values of a KV tile; see PrefillLoader."""
+        """Load the keys and values of a KV tile into stages whose indices may differ; see PrefillLoader."""
         kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
         copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, 1)
         for index, (stream, stage, num) in enumerate(self.pipeline.stages(step)):

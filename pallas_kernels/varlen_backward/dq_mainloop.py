@@ -22,7 +22,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
 class DqMainloop:
-    """The computation of one warpgroup."""
+    """Main loop of one warpgroup."""
 
     def __init__(self, inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
         self.wg = wg = lax.axis_index("warpgroup")
@@ -67,10 +67,10 @@ class DqMainloop:
         """Compute and store dq of a work tile's rows.
 
         Args:
-            rows: The rows.
-            buffer: Buffer that holds their queries.
+            rows: Query rows of the warpgroup.
+            buffer: Index of the buffer that holds their queries.
             iteration: Number of the work tile among those of the thread block.
-            step: First step of the work tile.
+            step: Number of pipeline steps before this work tile.
         """
         queries = self.queries
         if queries.num > 1:
@@ -95,17 +95,17 @@ class DqMainloop:
             queries.release(iteration)
 
     def operands(self, rows: QueryRows, buffer: Scalar) -> DqOperands:
-        """Return the rows' queries and dO in shared memory.
+        """Return the queries and dO of a buffer in shared memory.
 
-        For wide heads the tensor core has more operand addresses than fit in registers. They are recomputed
-        each step, from a 0 that the compiler does not know.
+        For wide heads, the addresses of all operands do not fit in registers. The compiler recomputes them in
+        each step, because they depend on a 0 that it cannot treat as a constant.
         """
         if has_wide_heads(self.spec):
             buffer = buffer + lax.shift_right_logical(rows.work_tile["seq_len"], jnp.int32(31))
         return DqOperands(self.queries.query.at[buffer], self.smem.dout.at[self.wg, buffer])
 
     def compute_dq(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
-        """Return the unscaled dq of rows; see compute_work_tile for the arguments."""
+        """Return dq of the rows without the softmax scale; see compute_work_tile for the arguments."""
         begin, full_begin, full_end, end = rows.kv_tile_range()
         output_step, step = step, step + self.inputs.num_output_steps
         delta = lambda: self.compute_delta(self.operands(rows, buffer), output_step)
@@ -142,7 +142,7 @@ class DqMainloop:
         return dq
 
     def compute_delta(self, operands: DqOperands, step: Scalar) -> Tile:
-        """Return the row sums of O * dO; O is in the stages of keys and values of a step."""
+        """Return the row sums of O * dO. Step `step` of the pipeline holds O in place of keys and values."""
         for stream, stage, _ in self.pipeline.stages(step):
             plgpu.barrier_wait(stream.full.at[stage])
 
@@ -164,7 +164,7 @@ class DqMainloop:
         return delta
 
     def callbacks(self, tile: KvTile, row_stats: RowStats, wait_for_keys: Callable[[], None]) -> DqCallbacks:
-        """Return what is done between the products of a tile."""
+        """Return the functions that DqMma calls between the matrix products of a tile."""
         return DqCallbacks(
             wait_for_keys=wait_for_keys,
             load_mask=lambda: self.scores.masking.load(tile),

@@ -1,4 +1,4 @@
-"""Matrix products of the dq kernel: three per warpgroup, for its rows and a tile of keys."""
+"""Matrix products of the dq kernel: three per warpgroup and KV tile."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ class DqOperands(NamedTuple):
 
 
 class DqState(NamedTuple):
-    """The state of rows after some tiles.
+    """State of a warpgroup between two KV tiles.
 
     Attributes:
-        sums: Accumulated dS K without the last tile's and without the scale, one per chunk of the head.
+        sums: Sum of dS K over all tiles before the last one, without the softmax scale; one per chunk.
         ds: Score gradients of the last tile in 16 bits.
     """
 
@@ -35,13 +35,13 @@ class DqState(NamedTuple):
 
 
 class DqCallbacks(NamedTuple):
-    """What a warpgroup does between the matrix products of a tile.
+    """Functions that a warpgroup calls between the matrix products of a tile.
 
     Attributes:
-        wait_for_keys: Waits for the keys; called before S.
-        load_mask: Loads what the mask needs; called while products are in flight.
-        weights: Returns the weights from S and the result of `load_mask`.
-        score_grads: Returns dS from the weights and dP.
+        wait_for_keys: Function that waits for the keys. Call it before issuing S.
+        load_mask: Function that loads the mask's data. Call it while products are in flight.
+        weights: Function that returns the weights (see DqScores.weights) from S and the mask's data.
+        score_grads: Function that returns dS from the weights and dP.
     """
 
     wait_for_keys: Callable[[], None]
@@ -51,15 +51,21 @@ class DqCallbacks(NamedTuple):
 
 
 class DqMma:
-    """The matrix products of one warpgroup."""
+    """Matrix products of one warpgroup."""
 
     def __init__(self, pipeline: DqKvPipeline, ds_s: Ref, spec: PrefillSpec):
-        """Create the products; `ds_s` is shared memory [64, tile_kv] for dS in interpret mode, else None."""
+        """Create the matrix products of a warpgroup.
+
+        Args:
+            pipeline: Pipeline of keys and values.
+            ds_s: Shared memory for dS [64, tile_kv] in interpret mode, else None.
+            spec: Static description of the kernel.
+        """
         self.pipeline, self.ds_s, self.spec = pipeline, ds_s, spec
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks per head, each of which needs its own product."""
+        """Number of chunks per head; each chunk is a separate wgmma operand."""
         return self.spec.shape.head.num_chunks
 
     def issue_scores(self, s_ref: Ref, operands: DqOperands, stage: Scalar) -> None:
@@ -78,15 +84,15 @@ class DqMma:
             plgpu.wgmma(ref, ds, self.pipeline.keys.tiles.at[stage, chunk])
 
     def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
-        """Compute dS of a work tile's first KV tile, whose keys are those of `step`."""
+        """Compute dS of a work tile's first KV tile, which `step` loaded."""
         ds = self._score_grads(operands, step, callbacks, in_flight=0, issue_more=lambda: None)
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
         return DqState(tuple(zeros() for _ in range(self.num_chunks)), ds.astype(self.spec.dtype))
 
     def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
-        """Compute dS of a later tile together with dQ of the previous one.
+        """Compute dS of a further KV tile and, at the same time, dQ of the previous one.
 
-        P is computed while dP is in flight, and dS while dQ is.
+        The warpgroup computes P while dP is in flight, and dS while dQ is in flight.
         """
         previous = self.pipeline.stage(step - 1)
 
@@ -107,7 +113,7 @@ class DqMma:
         return DqState(tuple(sums), ds.astype(self.spec.dtype))
 
     def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
-        """Return the sums with the last tile's part, whose keys are those of `step`."""
+        """Add dS K of the last tile, which `step` loaded, and return the sums."""
         stage = self.pipeline.stage(step)
         issue = lambda refs: self.issue_dq(refs, state.ds, stage)
         sums = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
@@ -123,7 +129,7 @@ class DqMma:
         in_flight: int,
         issue_more: Callable[[], None],
     ) -> Tile:
-        """Return dS of a tile; `issue_more` issues `in_flight` further products, which are not awaited."""
+        """Return dS of a tile; `issue_more` issues `in_flight` more products, which stay in flight."""
         stage, values = self.pipeline.stage(step), self.pipeline.values
         value_stage = self.pipeline.value_stage(step)
         callbacks.wait_for_keys()
@@ -146,17 +152,17 @@ class DqMma:
 
 
 class WideDqMma(DqMma):
-    """Matrix products for heads of 256, which leave no registers for dS beside the next S and dP."""
+    """Matrix products for heads of 256, which leave no registers for dS while S and dP are in flight."""
 
     def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
-        """Compute the same as DqMma, with dQ of the previous tile complete before S starts."""
+        """Compute dQ of the previous tile, and after that dS of a further KV tile."""
         sums = self.finish(step - 1, state)
         ds = self._score_grads(operands, step, callbacks, in_flight=0, issue_more=lambda: None)
         return DqState(sums, ds.astype(self.spec.dtype))
 
 
 def mma_class(spec: PrefillSpec) -> type[DqMma]:
-    """Return the class that computes a kernel's matrix products."""
+    """Return the DqMma class for the head size and mode of `spec`."""
     if spec.is_interpreted:
         return InterpretedDqMma
     return WideDqMma if spec.shape.head.padded_dim > 192 else DqMma
@@ -166,17 +172,17 @@ class InterpretedDqMma(DqMma):
     """Matrix products in interpret mode, which has no running accumulators and no register operands."""
 
     def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
-        """See DqMma."""
+        """Compute dS of a work tile's first KV tile, one product after the other."""
         zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
         sums = tuple(zeros() for _ in range(self.num_chunks))
         return self._sequential_step(operands, step, callbacks, sums)
 
     def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
-        """Compute the same as DqMma, one product after the other."""
+        """Compute dQ of the previous tile, then dS of a further KV tile, one product after the other."""
         return self._sequential_step(operands, step, callbacks, self.finish(step - 1, state))
 
     def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
-        """See DqMma."""
+        """Add dS K of the last tile, with dS stored in shared memory."""
         stage, keys = self.pipeline.stage(step), self.pipeline.keys
         self.ds_s[...] = state.ds
         plgpu.commit_smem()

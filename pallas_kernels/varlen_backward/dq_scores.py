@@ -1,4 +1,4 @@
-"""Probabilities and score gradients of a warpgroup's queries and a KV tile; one row per query."""
+"""Probabilities and score gradients of the 64 query rows of a warpgroup and a KV tile."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,25 +18,30 @@ from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
 
 
 class RowStats(NamedTuple):
-    """LSE in powers of 2, and delta (the row sum of O * dO minus dLSE), of each row."""
+    """Statistics of each query row.
+
+    Attributes:
+        lse: Base-2 log-sum-exp.
+        delta: Row sum of O * dO, minus dLSE.
+    """
 
     lse: Rows
     delta: Rows
 
 
 class DqScores:
-    """Probabilities and score gradients of one warpgroup."""
+    """Functions that compute the probabilities and score gradients of one warpgroup."""
 
     def __init__(self, row_stats: Ref, masking: Masking, spec: PrefillSpec):
         self.row_stats, self.masking, self.spec = row_stats, masking, spec
 
     def load_row_stats(self, rows: QueryRows, compute_delta: Callable[[], Rows] | None) -> RowStats:
-        """Return the row statistics of a work tile's rows, including rows of other requests or of none.
+        """Return the row statistics of a warpgroup's 64 rows; some may lie outside of the request.
 
         Args:
-            rows: The rows.
-            compute_delta: Returns the row sums of O * dO, which are then stored for the dk/dv kernel as well;
-                None if delta is in memory. Work tiles that share a row store the same value.
+            rows: Query rows of the warpgroup.
+            compute_delta: Function that returns the row sums of O * dO. The result is also stored for the
+                dk/dv kernel; work tiles that share a row store the same value. None if delta is in memory.
         """
         work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * M
         stat_ref = lambda index: self.row_stats.at[work_tile.head, index, pl.ds(first, M)]
@@ -51,7 +56,7 @@ class DqScores:
         return RowStats(lse, delta)
 
     def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
-        """Return the probabilities of Q K^T times the derivative of the soft cap; invisible pairs are 0."""
+        """Return the probabilities times the derivative of the soft cap; 0 for invisible pairs."""
         y, tanh = apply_soft_cap(s, self.spec.score)
         lse = row_stats.lse
         if tile.rows.slope is not None:
@@ -60,12 +65,12 @@ class DqScores:
         return p if tanh is None else p * (1.0 - tanh * tanh)
 
     def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
-        """Return dS without the scale; dP may be NaN for invisible keys."""
+        """Return dS without the softmax scale; dP may be NaN for invisible keys."""
         ds = weights * (dp - self._broadcast_rows(row_stats.delta))
         return ds if tile.masked_ends is MaskedEnds.NONE else jnp.where(weights > 0.0, ds, 0.0)
 
     def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
-        """Add the ALiBi bias; the row's part of a linear bias goes into the LSE."""
+        """Return the scores with the ALiBi bias, and the LSE, which includes the row's part of the bias."""
         columns = self.masking.columns
         distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
         if self.spec.score.sqrt_alibi:

@@ -42,12 +42,13 @@ def varlen_backward(
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of the queries, keys and values of varlen_prefill with packed keys.
 
-    Rows outside of all requests, and keys after a request's last, may hold anything: their gradients are 0
-    and they influence no others. Sinks enter through `lse`; see BackwardCall for their gradient.
+    Rows outside of all requests and keys after a request's last key may have any value, including NaN. Their
+    gradients are 0, and they do not affect other gradients. Sinks enter through `lse`; see BackwardCall for
+    their gradient.
 
     Args:
         query: Tokens of all requests one after the other, optionally followed by padding.
-        key: Keys of all requests, likewise.
+        key: Keys of all requests one after the other, optionally followed by padding.
         value: Values, like `key`.
         out: Output of varlen_prefill.
         lse: Log-sum-exp of varlen_prefill: natural logarithm, -inf for rows without visible keys.
@@ -59,7 +60,7 @@ def varlen_backward(
         grad_lse: Gradient of the log-sum-exp; None for 0.
         alibi_slopes: ALiBi slope of each head.
         schedule: Result of make_schedule for the same lengths, score and sizes; None to build it here.
-        lists: Tile lists, the query tiles to visit for each key tile; None for all. See BackwardCall.
+        lists: Lists of the query tiles that attend to each key tile; None for all tiles. See BackwardCall.
         mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
         deterministic: Whether all gradients must be bitwise reproducible, including dq. Static.
         sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
@@ -91,7 +92,7 @@ def run_backward(
     sizes: BackwardSizes | None,
     interpret: Interpret,
 ) -> tuple[Array, Array, Array]:
-    """Validate a call, choose what is None, and run the kernels; see varlen_backward."""
+    """Validate a call, choose default sizes and the schedule if they are None, and run the kernels."""
     call.check()
     call = call.forbid_derivative()
     query, key, value = call.query, call.key, call.value
@@ -133,9 +134,10 @@ def run_backward(
 
 
 def _run_with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[Any, Array]:
-    """Call `run` with a reference to an array; return its result, and the array as `run` left it.
+    """Call `run` with a reference to an array; return its result and the changed array.
 
-    jax.new_ref has an effect, with which JAX lowers nothing for XLA's partitioner. The HLO is the same.
+    jax.new_ref is not used: it has an effect, and JAX cannot partition functions with effects. The HLO is the
+    same.
 
     Args:
         run: Calls a kernel.

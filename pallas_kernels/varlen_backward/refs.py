@@ -19,13 +19,14 @@ class QueryListRefs(NamedTuple):
 
 
 class DkDvScheduleRefs(NamedTuple):
-    """The work of the dk/dv kernel.
+    """Work tiles of the dk/dv kernel, and their order.
 
     Attributes:
         table: Table of the schedule [tiles, columns].
         num_valid: Number of valid rows of the table, [1].
         order: Work tiles in processing order, each as `row * kv_heads + kv_head`.
-        lists: Tile lists; None if every query tile that the score leaves is visited.
+        lists: Tile lists. None if a work tile visits every query tile that causality, window and chunk leave
+            visible.
     """
 
     table: Ref
@@ -39,15 +40,15 @@ class DkDvInputs(NamedTuple):
 
     Attributes:
         query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if TMA pads the chunks of a head.
-        key: Keys [kv_tokens, kv_heads, head_dim], chunked likewise.
+        key: Keys [kv_tokens, kv_heads, head_dim], or [..., chunks, chunk] like the queries.
         value: Values, like `key`.
         dout: Gradient of the output, like `query`.
-        row_stats: LSE in powers of 2, and delta, the row sum of O * dO minus dLSE: f32 [q_heads, 2, tokens].
+        row_stats: Base-2 LSE, and delta (the row sum of O * dO, minus dLSE), f32 [q_heads, 2, tokens].
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
-        schedule: The work.
-        mask: Arrays of the mask.
-        dq: jax.Ref f32 [q_heads, panels, rows, 64] to which the unscaled dq is added; None if the dq kernel
-            computes it.
+        schedule: Work tiles, built by make_schedule.
+        mask: Arrays of the mask; empty for a mask without arrays.
+        dq: Reference f32 [q_heads, panels, rows, 64]. The kernel adds dq without the softmax scale to it.
+            None if the dq kernel computes dq.
     """
 
     query: Ref
@@ -74,11 +75,11 @@ class DkDvOutputs(NamedTuple):
 
 
 class DkDvSmem(NamedTuple):
-    """Shared memory of the dk/dv kernel. A leading axis of warpgroups means one part per warpgroup.
+    """Shared memory of the dk/dv kernel. An array with a first axis `warpgroups` has one part per warpgroup.
 
     Attributes:
-        key_and_dk: Keys of a work tile [warpgroups, panels, 64, 64], swizzled, later replaced by dk; the
-            second name is the same memory without swizzling.
+        key_and_dk: Keys of a work tile [warpgroups, panels, 64, 64], later replaced by dk. Two views of the
+            same memory: the first is swizzled, the second is not.
         value_and_dv: Values and dv, like `key_and_dk`; None if only dv is computed, which then replaces the
             keys.
         query: Stages of queries [stages, panels, tile_q, 64], swizzled.
@@ -87,7 +88,7 @@ class DkDvSmem(NamedTuple):
             holds the column indices 0, 1, 2 ... of each warpgroup. They share an allocation because the
             compiler gives each 1 kB, which heads of 256 do not leave.
         ds: Gradients of the scores of two steps, one row per key [2, warpgroups, query panels, 64, 64],
-            swizzled; None if dq is not added up and the matrix product reads registers.
+            swizzled; None if this kernel adds no dq and its matrix products read dS from registers.
         dq: Blocks of dQ that TMA adds to global memory, f32 [warpgroups, dq_blocks, 64, 64], swizzled; None
             with a dq kernel.
         tile_columns: The work tile's row of the schedule's table [columns].
@@ -107,13 +108,13 @@ class DkDvSmem(NamedTuple):
 
     @property
     def key(self) -> Ref:
-        """The keys."""
+        """Keys of the work tile, swizzled."""
         (key,), _ = self.key_and_dk
         return key
 
     @property
     def value(self) -> Ref:
-        """The values."""
+        """Values of the work tile, swizzled."""
         (value,), _ = self.value_and_dv
         return value
 
@@ -123,13 +124,14 @@ class DkDvBarriers(NamedTuple):
 
     Attributes:
         kv_full: Keys, values and table columns of a work tile have arrived.
-        kv_free: They have been read, and the gradients that replaced them have been copied to global memory.
+        kv_free: Keys and values have been read, and the gradients that replaced them have been copied to
+            global memory.
         kv_products_issued: Both warpgroups have issued their last product with a work tile's keys.
         q_full: Queries have arrived [stages].
         q_free: Both warpgroups have read the queries [stages].
         dout_full: dO and the row statistics have arrived [dout_stages].
-        dout_free: Both warpgroups have read them [dout_stages].
-        ds_full: Both warpgroups have stored a step's dS, and have multiplied that of the step before [2].
+        dout_free: Both warpgroups have read dO and the row statistics [dout_stages].
+        ds_full: Both warpgroups have stored the dS of a step and multiplied the dS of the previous step [2].
     """
 
     kv_full: Barriers
@@ -146,12 +148,12 @@ class DqInputs(NamedTuple):
     """Arrays that the dq kernel reads.
 
     Attributes:
-        attention: Queries, keys, values, slopes and query tiles of varlen_prefill. No sinks: they are in the
-            LSE.
+        attention: Queries, keys, values, slopes and query tiles of varlen_prefill. There are no sinks: the
+            LSE contains them.
         dout: Gradient of the output, like the queries.
         row_stats: Row statistics, see DkDvInputs, with at least 64 more rows than tokens.
-        out: Output, like the queries, if this kernel computes delta (the second row of `row_stats`) from it;
-            dLSE is then a third row if there is one. Else None.
+        out: Output of attention, like the queries, if this kernel computes delta (the second row of
+            `row_stats`) from it. The third row of `row_stats` is then dLSE, if there is one. Otherwise None.
     """
 
     attention: prefill.PrefillInputs
@@ -161,7 +163,7 @@ class DqInputs(NamedTuple):
 
     @property
     def num_output_steps(self) -> int:
-        """Pipeline steps per work tile that carry its output, before the steps of its keys."""
+        """Number of pipeline steps at the start of each work tile that load the output of attention."""
         return 0 if self.out is None else 1
 
 
@@ -169,7 +171,7 @@ class DqSmem(NamedTuple):
     """Shared memory of the dq kernel.
 
     Attributes:
-        attention: Queries, keys and values of varlen_prefill; dq leaves in place of the queries.
+        attention: Queries, keys and values of varlen_prefill; dq replaces the queries.
         dout: Gradient of the output, like the queries [warpgroups, query_buffers, chunks, 64, width],
             swizzled.
     """

@@ -1,4 +1,4 @@
-"""The key tiles of a step and the query tiles that attend to them, computed on the device."""
+"""Schedule of the dk/dv kernel: key tiles and the query tiles that attend to them, computed on the device."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
-from pallas_kernels.checks import require
 from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
@@ -31,9 +30,9 @@ COLUMNS = (
     "first_position",  # position of the request's first query
     "seq_len",
     "first_tile",  # first query tile that attends to a key
-    "num_low",  # number of partial query tiles at the start
-    "num_high",  # number of partial query tiles at the end
-    "num",  # number of query tiles
+    "num_partial_first",  # number of partial query tiles at the start
+    "num_partial_last",  # number of partial query tiles at the end
+    "num_query_tiles",
     "zero",  # always 0; see DkDvCallbacks
 )
 QUERY_BYTES = 2 + 2 + 4  # per element of a query: the query, dO and dq
@@ -44,7 +43,7 @@ TAIL_FRACTION = 1 / 8
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BackwardScheduleKey:
-    """The static arguments that a schedule was built for; it fits only calls with the same ones.
+    """Static arguments that a schedule was built for. Calls that use the schedule must have the same ones.
 
     Attributes:
         kv_tokens: Number of rows of the keys, including padding.
@@ -62,10 +61,10 @@ class BackwardScheduleKey:
 
 
 class BackwardSchedule(NamedTuple):
-    """The key tiles of a step, shared by the layers with the same mask.
+    """Key tiles of a call. Layers with the same mask can share them.
 
     Attributes:
-        table: One row per key tile with COLUMNS, in token order. Rows from `num_valid` on are 0.
+        table: One row per key tile, in token order; COLUMNS are its columns. Rows from `num_valid` on are 0.
         num_valid: Number of key tiles.
         sets: L2 set of each work tile (a key tile and a KV head). Work tiles of a set read the same or
             adjacent queries, which fit in L2 together.
@@ -85,7 +84,7 @@ class BackwardSchedule(NamedTuple):
 def schedule_key(
     kv_tokens: int, kv_heads: int, score: Score, sizes: BackwardSizes, num_tokens: int | None
 ) -> BackwardScheduleKey:
-    """Return the static arguments that the schedule of a call must be built for."""
+    """Return the static arguments that the schedule of a call must have been built for."""
     return BackwardScheduleKey(kv_tokens, kv_heads, score.mask, sizes, num_tokens if sizes.dq_sizes else None)
 
 
@@ -106,7 +105,7 @@ def make_schedule(
     sizes: BackwardSizes,
     num_tokens: int | None = None,
 ) -> BackwardSchedule:
-    """Build the schedule of a step: tile each request's keys, and the padding up to the next request's.
+    """Build the schedule of a call. The last tiles of a request include the padding before the next request.
 
     Args:
         query_start_loc: First token of each request and one past the last; starts with 0.
@@ -152,7 +151,7 @@ def make_schedule(
     table = jnp.stack([*columns, *[jnp.zeros_like(req)] * (TABLE_WIDTH - len(columns))], axis=1)
     table = jnp.where(is_valid[:, None], table, 0)
     sets = _l2_sets(table, kv_heads, head_dim, sizes)
-    lengths = jnp.repeat(table[:, COLUMNS.index("num")], kv_heads)
+    lengths = jnp.repeat(table[:, COLUMNS.index("num_query_tiles")], kv_heads)
     order = order_work_tiles(lengths, sets, last_tiles[-1:] * kv_heads)
     dq_schedule = _dq_schedule((query_start_loc, seq_lens, kv_start_loc), score, sizes, num_tokens)
     built_for = schedule_key(kv_tokens, kv_heads, score, sizes, num_tokens)
@@ -165,8 +164,9 @@ def _dq_schedule(
     """Return the schedule of the dq kernel, or None."""
     if sizes.dq_sizes is None:
         return None
-    require(num_tokens is not None, "num_tokens", "be given with sizes.dq_sizes", num_tokens)
-    return make_prefill_schedule(*lens, num_tokens=num_tokens or 0, score=score, sizes=sizes.dq_sizes)
+    if num_tokens is None:
+        raise ValueError("sizes.dq_sizes require num_tokens, the number of rows of the queries. Pass it.")
+    return make_prefill_schedule(*lens, num_tokens=num_tokens, score=score, sizes=sizes.dq_sizes)
 
 
 def _l2_sets(
@@ -185,14 +185,15 @@ def _l2_sets(
 def order_work_tiles(
     lengths: Int32[Array, " items"], sets: Int32[Array, " items"], num_valid: Int32[Array, " 1"]
 ) -> Int32[Array, " items"]:
-    """Return the work tiles set by set, the longest of each set first, but the shortest of all at the end.
+    """Return the work tiles in processing order: set by set, and within a set the longest first.
 
-    The latter, an eighth of all the work, go to thread blocks that finish early.
+    The shortest work tiles of all sets, an eighth of the work, come last, for thread blocks that finish
+    early.
 
     Args:
         lengths: Number of steps of each work tile.
         sets: L2 set of each work tile.
-        num_valid: Number of valid work tiles; the others come last.
+        num_valid: Number of valid work tiles; invalid ones come last.
     """
     number = jnp.arange(len(lengths), dtype=jnp.int32)
     is_valid = number < num_valid
@@ -208,7 +209,7 @@ def order_work_tiles(
 def visible_query_range(
     score: Score, position: jax.Array, first_position: jax.Array, seq_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the range [low, high) of queries that attend to the key at a position.
+    """Return the range [begin_query, end_query) of positions of queries that attend to a key.
 
     It is the counterpart of Score.key_range; both ends ascend with the position.
 
@@ -221,15 +222,16 @@ def visible_query_range(
     left, right = score.window
     if score.causal:
         right = 0 if right is None else min(right, 0)
-    low, high = position * 0 + first_position, position * 0 + seq_len
+    begin_query, end_query = position * 0 + first_position, position * 0 + seq_len
     if right is not None:
-        low = jnp.maximum(low, position - right)
+        begin_query = jnp.maximum(begin_query, position - right)
     if left is not None:
-        high = jnp.minimum(high, position + (1 + left))
+        end_query = jnp.minimum(end_query, position + (1 + left))
     if score.chunk_size is not None:
         chunk = jax.lax.div(jnp.maximum(position, 0), position * 0 + score.chunk_size) * score.chunk_size
-        low, high = jnp.maximum(low, chunk), jnp.minimum(high, chunk + score.chunk_size)
-    return low, jnp.maximum(high, low)
+        begin_query = jnp.maximum(begin_query, chunk)
+        end_query = jnp.minimum(end_query, chunk + score.chunk_size)
+    return begin_query, jnp.maximum(end_query, begin_query)
 
 
 def visible_query_tiles(
@@ -243,7 +245,7 @@ def visible_query_tiles(
     origin: jax.Array,
     tile_q: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return the columns first_tile, num_low, num_high and num for the keys `first_key` to `last_key`.
+    """Return the query tiles that attend to the keys `first_key` to `last_key` of each key tile.
 
     Args:
         score: Mask of the layer.
@@ -254,13 +256,18 @@ def visible_query_tiles(
         bounds: Position of the request's first query, and one past its last.
         origin: Position at which the request's query tiles start.
         tile_q: Queries per query tile. Static.
+
+    Returns:
+        The columns first_tile, num_partial_first, num_partial_last and num_query_tiles of the table.
     """
-    low, full_high = visible_query_range(score, first_key, *bounds)
-    full_low, high = visible_query_range(score, last_key, *bounds)
-    first = jnp.maximum(low - origin, 0) // tile_q
-    end = (high - origin + tile_q - 1) // tile_q
-    num = jnp.where(is_empty | (high <= low), 0, end - first)
-    full_begin = jnp.clip((full_low - origin + tile_q - 1) // tile_q - first, 0, num)
-    full_end = jnp.clip((full_high - origin) // tile_q - first, full_begin, num)
-    full_begin, full_end = (jnp.where(is_partial, num, bound) for bound in (full_begin, full_end))
-    return first, full_begin, num - full_end, num
+    begin_query, end_full_query = visible_query_range(score, first_key, *bounds)
+    begin_full_query, end_query = visible_query_range(score, last_key, *bounds)
+    first = jnp.maximum(begin_query - origin, 0) // tile_q
+    end = (end_query - origin + tile_q - 1) // tile_q
+    num = jnp.where(is_empty | (end_query <= begin_query), 0, end - first)
+    first_full_tile = jnp.clip((begin_full_query - origin + tile_q - 1) // tile_q - first, 0, num)
+    end_full_tile = jnp.clip((end_full_query - origin) // tile_q - first, first_full_tile, num)
+    first_full_tile, end_full_tile = (
+        jnp.where(is_partial, num, bound) for bound in (first_full_tile, end_full_tile)
+    )
+    return first, first_full_tile, num - end_full_tile, num

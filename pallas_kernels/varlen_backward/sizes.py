@@ -1,4 +1,4 @@
-"""Static tile sizes of the backward kernels, and how they are chosen."""
+"""Static tile sizes of the backward kernels, and their default values."""
 
 import dataclasses
 
@@ -24,8 +24,8 @@ class BackwardSizes:
         dq_sizes: Tile sizes of a separate dq kernel, which makes dq bitwise reproducible at the cost of seven
             instead of five matrix products in total. None adds up dq in the dk/dv kernel, in an undefined
             order.
-        separate_dk_dv: Whether dk and dv have a kernel each, for eight matrix products in total; requires
-            dq_sizes. Heads wider than 128 leave no registers for both sums.
+        separate_dk_dv: Whether one kernel computes dk and another one dv, with eight matrix products in
+            total; requires dq_sizes. Heads wider than 128 leave no registers for both gradients.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
             next one when it is done: a persistent grid was 11 % slower at 8 x 2k and 10 % at 1 x 16k
             (backward-variants).
@@ -44,7 +44,9 @@ class BackwardSizes:
         require(self.l2_bytes >= 0, "l2_bytes", "be at least 0", self.l2_bytes)
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
         if self.separate_dk_dv and self.dq_sizes is None:
-            raise ValueError("separate_dk_dv=True requires dq_sizes, the sizes of a dq kernel.")
+            raise ValueError(
+                "separate_dk_dv=True requires dq_sizes, the sizes of a dq kernel. Pass dq_sizes."
+            )
         if self.dq_sizes is not None:
             for name in ("teams", "pack_gqa", "max_splits"):
                 value = getattr(self.dq_sizes, name)

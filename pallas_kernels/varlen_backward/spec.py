@@ -40,8 +40,13 @@ class ComputedGrads(NamedTuple):
         return "" if self.dk and self.dv else "_keys" if self.dk else "_values"
 
 
-class StepStages(NamedTuple):
-    """Stages that hold a step's queries and their dO; traced."""
+class QueryStages(NamedTuple):
+    """Indices of the pipeline stages that hold the tiles of a step.
+
+    Attributes:
+        query: Index of the stage that holds the queries.
+        dout: Index of the stage that holds their dO and row statistics.
+    """
 
     query: Scalar
     dout: Scalar
@@ -49,12 +54,12 @@ class StepStages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardSpec:
-    """Everything static about one dk/dv kernel.
+    """Static description of one dk/dv kernel.
 
     Attributes:
         kv_heads: Number of KV heads.
         group: Query heads per KV head.
-        head: Panels that a head is loaded in, see `head_panels`.
+        head: Division of a head into panels, see `head_panels`.
         score: Scale, soft cap, causality, window and chunk size of the layer.
         sizes: Tile sizes of the kernel.
         dtype: Dtype of queries, keys, values and the gradient of the output.
@@ -62,7 +67,7 @@ class BackwardSpec:
         has_alibi: Whether scores have an ALiBi bias.
         has_lists: Whether work tiles follow tile lists, instead of all query tiles that `score` leaves
             visible.
-        mask: Functions of the mask that applies to partial tiles of the tile lists, or None.
+        mask: Mask that applies to partial tiles of the tile lists, or None.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
@@ -92,16 +97,16 @@ class BackwardSpec:
     def dout_stages(self) -> int:
         """Number of pipeline stages of dO.
 
-        Keys, values and two query tiles fill shared memory for heads of 256, except for one tile. Without dv
-        that tile is read only once, early in a step, so one stage is enough.
+        For heads of 256, keys, values and two query tiles leave shared memory for one more tile. The kernel
+        that computes only dk reads dO once, early in a step, so one stage of dO is enough.
         """
         only_dk = self.computes == ComputedGrads(dk=True, dv=False)
         return 1 if self.num_head_panels > 3 and only_dk else self.sizes.stages
 
-    def step_stages(self, step: Scalar) -> StepStages:
-        """Return the stages that hold the tiles of a step."""
+    def step_stages(self, step: Scalar) -> QueryStages:
+        """Return the indices of the stages that hold the queries and dO of a step."""
         query = lax.rem(step, jnp.int32(self.sizes.stages))
-        return StepStages(query, lax.rem(step, jnp.int32(self.dout_stages)))
+        return QueryStages(query, lax.rem(step, jnp.int32(self.dout_stages)))
 
     @property
     def num_head_panels(self) -> int:
@@ -112,7 +117,8 @@ class BackwardSpec:
     def has_warpgroup_bits(self) -> bool:
         """Whether list entries say which warpgroup needs a tile.
 
-        Only without dq, for which one warpgroup would wait for the other anyway.
+        This holds only for kernels that do not add up dq: for dq, a warpgroup that skips a tile would have to
+        wait for the other one.
         """
         return self.has_lists and not self.adds_dq
 

@@ -24,13 +24,13 @@ from pallas_kernels.varlen_prefill import KernelMask, PrefillTileLists
 
 
 class BackwardTileLists(NamedTuple):
-    """The tile lists of a step, and the processing order of its work tiles.
+    """Tile lists of a call, and the processing order of its work tiles.
 
     Attributes:
         order: Work tiles in processing order, see BackwardSchedule.order.
-        entries: One list of query tiles per row of the schedule and query head: partial tiles, then full
-            ones. The rest of each row is undefined. With a dq kernel, bits from QUERY_BLOCK_SHIFT on say
-            which warpgroup's 64 keys are visible; the other warpgroup skips the tile.
+        entries: One list of query tiles per key tile and query head: partial tiles, then full ones. Elements
+            after the end of a list are undefined. With a dq kernel, bit QUERY_BLOCK_SHIFT + w says whether
+            the query tile attends to the 64 keys of warpgroup w; if not, that warpgroup skips the tile.
         num_partial: Number of partial tiles in each list.
         num_full: Number of full tiles in each list.
         dq_lists: Tile lists of the dq kernel for BackwardSchedule.dq_schedule, or None.
@@ -46,11 +46,11 @@ class BackwardTileLists(NamedTuple):
 
 
 class BackwardMask(NamedTuple):
-    """The mask that applies to partial tiles of the tile lists.
+    """Mask of a call, which applies to partial tiles of the tile lists.
 
     Attributes:
-        dkdv_mask: Mask of the dk/dv kernel, which evaluates it for TransposedPairTile.
-        dq_mask: Mask of the dq kernel, which evaluates it for PairTile; None without a dq kernel.
+        dkdv_mask: Mask in the dk/dv kernel, whose tiles are TransposedPairTile.
+        dq_mask: Mask in the dq kernel, whose tiles are PairTile; None without a dq kernel.
     """
 
     dkdv_mask: KernelMask
@@ -58,10 +58,10 @@ class BackwardMask(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """The query tiles that tile codes refer to, in token order: columns of a varlen_prefill schedule.
+    """Query tiles that the tile codes refer to, in token order; columns of a varlen_prefill schedule.
 
     Attributes:
-        first_tiles: Index of each request's first tile.
+        first_tiles: Index of each request's first tile, and the number of tiles.
         begin: First valid row of each tile.
         end: One past the last valid row of each tile.
     """
@@ -83,11 +83,11 @@ def make_tile_lists(
 
     Args:
         schedule: Schedule of the key tiles.
-        query_tiles: The query tiles, `sizes.tile_q` rows apart; each request's start at the last multiple of
-            8 before its first query.
+        query_tiles: Query tiles of `sizes.tile_q` rows. The first tile of a request starts at its first query
+            rounded down to a multiple of 8.
         codes: Coverage of each KV tile of a request by each query tile and head, see `encode_tiles`. KV tiles
-            are `keys_per_code(sizes)` keys apart and start like query tiles. Codes are empty for invalid
-            query tiles and for KV tiles outside of the request.
+            have `keys_per_code(sizes)` keys, and start at a multiple of 8 like query tiles. Codes are empty
+            for invalid query tiles and for KV tiles outside of the request.
         kv_heads: Number of KV heads. Static.
         sizes: Tile sizes of the kernel. Static.
     """
@@ -100,17 +100,17 @@ def make_tile_lists(
 
 
 def keys_per_code(sizes: BackwardSizes) -> int:
-    """Return the number of keys per tile code: those of one warpgroup if warpgroups may skip tiles."""
+    """Return the number of keys per tile code: 64 (one warpgroup's) with a dq kernel, else 128."""
     return TILE_KV if sizes.dq_sizes is None else PANEL
 
 
 def _transpose_codes(
     schedule: BackwardSchedule, query_tiles: QueryTiles, codes: Array, sizes: BackwardSizes
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
-    """Return the code of each key tile and each query tile of its request."""
+    """Return a code for each pair of a key tile and a query tile of its request."""
     num, num_keys = codes.shape[0], keys_per_code(sizes)
     column = lambda name: schedule.table[:, COLUMNS.index(name)]
-    first, end = (query_tiles.first_tiles[column("req") + more] for more in (0, 1))
+    first, end = (query_tiles.first_tiles[column("req") + offset] for offset in (0, 1))
     tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
     in_request = tile < end[:, None]
     in_request &= (jnp.arange(len(schedule.table)) < schedule.num_valid)[:, None]
@@ -118,7 +118,7 @@ def _transpose_codes(
     is_full_tile = ((query_tiles.end - query_tiles.begin) == sizes.tile_q)[tile]
 
     def coverage(begin: int) -> tuple[Array, Array]:
-        """Return whether any, and whether all, keys from row `begin` on are visible."""
+        """Return whether any, and whether all, of the `num_keys` keys from row `begin` on are visible."""
         number = (column("number") * TILE_KV + begin) // num_keys
         exists = in_request & (number < codes.shape[2])[:, None]
         has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)

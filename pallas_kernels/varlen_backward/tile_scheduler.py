@@ -1,4 +1,4 @@
-"""Work tiles of the dk/dv kernel, their assignment to thread blocks, and the query tiles that each visits."""
+"""Work tiles of the dk/dv kernel, their assignment to thread blocks, and the query tiles of each."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,25 +15,26 @@ from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
 class QuerySteps(NamedTuple):
-    """The query tiles that a work tile visits for one query head, one per step; traced.
+    """Query tiles that a work tile visits for one query head, one per step.
 
     Attributes:
-        num_masked: Number of leading steps that need a mask.
-        num: Number of steps.
-        entry: `entry(i)` is the i-th query tile of the request or, with tile lists, the list's entry.
+        num_masked: Number of steps that need a mask; they come first.
+        num_steps: Number of steps.
+        entry: Function from the number of a step to the index of its query tile in the request. With tile
+            lists, it returns the list's entry; see entry_tile.
     """
 
     num_masked: Scalar
-    num: Scalar
+    num_steps: Scalar
     entry: Callable[[Scalar], Scalar]
 
     def tile(self, i: Scalar) -> Scalar:
-        """Return the i-th query tile."""
+        """Return the index of the query tile of step `i`."""
         return entry_tile(self.entry(i))
 
 
 class BackwardWorkTile:
-    """A tile of keys of one KV head; its scalars are traced.
+    """A tile of keys of one KV head. `work_tile[name]` is the value of a column of the schedule's table.
 
     Attributes:
         kv_head: KV head.
@@ -50,29 +51,33 @@ class BackwardWorkTile:
         return self.columns[COLUMNS.index(name)]
 
     def head(self, index: Scalar) -> Scalar:
-        """Return a query head of the group."""
+        """Return the number of the query head with index `index` in the group."""
         return self.kv_head * self.spec.group + index
 
     def steps(self, index: Scalar) -> QuerySteps:
-        """Return the steps of a query head of the group."""
+        """Return the steps for the query head with index `index` in the group."""
         if self.lists is None:
-            return QuerySteps(self["num_low"] + self["num_high"], self["num"], self._query_tile)
+            return QuerySteps(
+                self["num_partial_first"] + self["num_partial_last"],
+                self["num_query_tiles"],
+                self._query_tile,
+            )
         q_heads = self.spec.kv_heads * self.spec.group
         list_row, lists = self.row * q_heads + self.head(index), self.lists
         num_partial = lists.num_partial[list_row]
-        num = num_partial + lists.num_full[list_row]
-        return QuerySteps(num_partial, num, lambda i: lists.entries[list_row, i])
+        num_steps = num_partial + lists.num_full[list_row]
+        return QuerySteps(num_partial, num_steps, lambda i: lists.entries[list_row, i])
 
     def _query_tile(self, i: Scalar) -> Scalar:
-        """Return the i-th query tile without lists: partial tiles at both ends first, then full ones."""
-        num_low, num_high = self["num_low"], self["num_high"]
-        num_masked = num_low + num_high
-        num_full = self["num"] - num_masked
-        index = jnp.where(i < num_low, i, jnp.where(i < num_masked, i + num_full, i - num_high))
+        """Return the query tile of step `i` without lists: partial tiles of both ends, then full ones."""
+        num_first, num_last = self["num_partial_first"], self["num_partial_last"]
+        num_masked = num_first + num_last
+        num_full = self["num_query_tiles"] - num_masked
+        index = jnp.where(i < num_first, i, jnp.where(i < num_masked, i + num_full, i - num_last))
         return self["first_tile"] + index
 
     def query_row(self, tile: Scalar) -> Scalar:
-        """Return the row of a query tile's first query."""
+        """Return the row, in the array of queries, of a query tile's first row."""
         return align_row(self["first_query_row"] + tile * self.spec.sizes.tile_q)
 
     def position(self, tile: Scalar) -> Scalar:
@@ -81,7 +86,7 @@ class BackwardWorkTile:
 
 
 class BackwardTileScheduler:
-    """The work tiles of a step, and which of them each thread block processes."""
+    """Assignment of the work tiles of a call to thread blocks."""
 
     def __init__(self, schedule: DkDvScheduleRefs, ctas: int, spec: BackwardSpec):
         self.schedule, self.ctas, self.spec = schedule, ctas, spec
@@ -90,8 +95,8 @@ class BackwardTileScheduler:
     def assignment(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """Return the number of work tiles of this thread block, and a function from iteration to work tile.
 
-        Thread blocks take work tiles in turn, in the opposite order every other round, so that their work is
-        balanced when the longest come first.
+        In each round, every thread block takes one work tile. The order of the thread blocks is reversed in
+        every other round, which balances their work: the work tiles are sorted, the longest first.
         """
         cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
         full_rounds = lax.div(self.num_work_tiles, ctas)
@@ -103,7 +108,7 @@ class BackwardTileScheduler:
         return rounds, lambda r: self.schedule.order[position(r)]
 
     def work_tile(self, number: Scalar, columns: Ref = None) -> BackwardWorkTile:
-        """Return a work tile; its row of the table is in `columns`, or in global memory if that is None."""
+        """Return a work tile; `columns` is its table row in shared memory, None reads global memory."""
         kv_heads = jnp.int32(self.spec.kv_heads)
         row = lax.div(number, kv_heads)
         columns = self.schedule.table.at[row] if columns is None else columns
@@ -111,5 +116,5 @@ class BackwardTileScheduler:
 
 
 def entry_tile(entry: Scalar) -> Scalar:
-    """Return the query tile of a list entry."""
+    """Return the index of the query tile in a list entry, without the bits of the warpgroups."""
     return entry & ((1 << QUERY_BLOCK_SHIFT) - 1)

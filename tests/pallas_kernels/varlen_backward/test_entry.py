@@ -243,12 +243,12 @@ class TestSchedule:
                 if not 0 <= first_key + row["begin"] < keys or row["begin"] >= row["end"]:
                     continue
                 live = slice(max(first_key, 0), first_key + row["end"])
-                for i in range(row["num"]):
+                for i in range(row["num_query_tiles"]):
                     first = row["first_query_row"] + (row["first_tile"] + i) * tile_q - starts[r]
                     queries = slice(max(first, 0), max(first + tile_q, 0))
                     assert not covered[queries, live].any()
                     covered[queries, live] = True
-                    if row["num_low"] <= i < row["num"] - row["num_high"]:
+                    if row["num_partial_first"] <= i < row["num_query_tiles"] - row["num_partial_last"]:
                         assert 0 <= first <= num - tile_q
                         assert row["end"] - row["begin"] == 128
                         assert visible[queries, live].all()
