@@ -1,4 +1,4 @@
-"""The suite of gradients: which rows it prints, over what masks, and what a wrong kernel costs."""
+"""The benchmark of gradients: its rows, its masks, and rows that a wrong kernel must not get."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ TIMES = {"us": 3.0, "spread_us": [3.0, 3.0], "kernels_us": {"varlen_backward": 3
 
 @pytest.fixture
 def small(monkeypatch):
-    """Masks that are something over a few keys."""
+    """Use masks that are not trivial over a few keys."""
     monkeypatch.setattr(backward_cases, "BLOCK", 32)
     monkeypatch.setattr(backward_cases, "WINDOW", 40)
     monkeypatch.setattr(backward_cases, "COLUMNS", 12)
@@ -33,12 +33,14 @@ def small(monkeypatch):
 
 @pytest.fixture
 def rows(monkeypatch, small):
-    """Interprets a case's kernels, without a GPU's clock; yields the function that does."""
+    """Return a function that runs a case with interpreted kernels and fixed times."""
     monkeypatch.setattr(backward, "kernel_times", lambda run, *arrays: (run(*arrays), TIMES))
     for package, name in ((varlen_prefill, "varlen_prefill"), (varlen_backward, "varlen_backward")):
         kernel = functools.partial(getattr(package, name), interpret=plgpu.InterpretGPUParams())
         monkeypatch.setattr(package, name, kernel)
-        few = lambda *args, of=package.default_sizes, **how: dataclasses.replace(of(*args, **how), ctas=2)
+        few = lambda *args, default_sizes=package.default_sizes, **options: dataclasses.replace(
+            default_sizes(*args, **options), ctas=2
+        )
         monkeypatch.setattr(package, "default_sizes", few)
     works = lambda modifier: [[backward.Work(case=CASE, modifier=modifier)]]
     return lambda modifier: list(backward.measure_all(works(modifier), has_peer=False))
@@ -48,7 +50,7 @@ def rows(monkeypatch, small):
 @pytest.mark.parametrize(
     "modifier", ["sinks", "blocks_0.25", "local_strided", "documents_window", "vertical_slash"]
 )
-def test_a_row_has_both_passes_and_its_share_of_the_pairs(rows, modifier):
+def test_row_has_both_passes_and_the_fraction_of_visible_pairs(rows, modifier):
     (row,) = rows(modifier)
     assert (row["share"] < 1) is (modifier != "sinks")
     assert row["errors"].keys() == {"out", "lse", "query", "key", "value"}
@@ -60,34 +62,27 @@ def test_a_row_has_both_passes_and_its_share_of_the_pairs(rows, modifier):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize(
-    ("modifier", "without", "what"),
+    ("modifier", "without", "message"),
     [
         ("vertical_slash", ("lists", "mask"), r"the error of \w+'s gradient must be less than 0.02"),
         ("sinks", ("sinks",), r"the error of lse must be less than 0.02"),
     ],
 )
-def test_a_kernel_that_overlooks_a_modifier_has_no_row(rows, monkeypatch, capsys, modifier, without, what):
+def test_kernel_that_ignores_a_modifier_gets_no_row(rows, monkeypatch, capsys, modifier, without, message):
     package, name = (
         (varlen_backward, "varlen_backward") if "mask" in without else (varlen_prefill, "varlen_prefill")
     )
-    right = getattr(package, name)
-    wrong = lambda *args, **given: right(*args, **{k: x for k, x in given.items() if k not in without})
-    monkeypatch.setattr(package, name, wrong)
+    kernel = getattr(package, name)
+    faulty_kernel = lambda *args, **options: kernel(
+        *args, **{k: x for k, x in options.items() if k not in without}
+    )
+    monkeypatch.setattr(package, name, faulty_kernel)
     assert rows(modifier) == []
-    assert re.search(what, capsys.readouterr().out)
-
-
-def test_a_case_that_cannot_be_lowered_costs_its_own_row(rows, monkeypatch, capsys):
-    def fails(works):
-        raise NotImplementedError("no such case")
-
-    monkeypatch.setattr(backward, "lower", fails)
-    assert rows("plain") == []
-    assert "tiny plain: NotImplementedError: no such case" in capsys.readouterr().out
+    assert re.search(message, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("modifier", backward_cases.MASKS)
-def test_every_pair_that_a_mask_leaves_is_counted(small, modifier):
+def test_fraction_of_pairs_equals_the_dense_mask(small, modifier):
     mask = backward_cases.make_mask(CASE, modifier)
     seen = pairs = 0
     for n in LENS:
@@ -97,36 +92,31 @@ def test_every_pair_that_a_mask_leaves_is_counted(small, modifier):
     assert backward_cases.share_of_pairs(CASE, modifier, mask) == pytest.approx(seen / pairs, rel=1e-12)
 
 
-@pytest.mark.parametrize(("modifier", "share"), [("plain", 1.0), ("sinks", 1.0), ("full", 300 / 151)])
-def test_a_share_is_of_causal_pairs(modifier, share):
+@pytest.mark.parametrize(("modifier", "fraction"), [("plain", 1.0), ("sinks", 1.0), ("full", 300 / 151)])
+def test_fraction_of_pairs_is_relative_to_causal_pairs(modifier, fraction):
     case = dataclasses.replace(CASE, query_lens=(150,), context_lens=(0,))
-    assert backward_cases.share_of_pairs(case, modifier, None) == pytest.approx(share, rel=1e-12)
-
-
-def test_a_sink_weighs_about_as_much_as_half_of_the_keys():
-    (sinks,) = backward_cases.per_head(CASE, "sinks").values()
-    assert 20 < np.exp(sinks).min() < 55 < np.exp(sinks).max() < 150
+    assert backward_cases.share_of_pairs(case, modifier, None) == pytest.approx(fraction, rel=1e-12)
 
 
 @pytest.mark.parametrize("modifier", ["plain", "full", *backward_cases.MASKS])
 @pytest.mark.parametrize("lens", [(160,), (90, 70)], ids=str)
-def test_flex_attention_is_told_the_pairs_that_the_kernels_see(small, modifier, lens):
-    """Of texts of different lengths, one behind the other, none sees another's."""
+def test_flex_attention_mask_equals_that_of_the_kernels(small, modifier, lens):
+    """Documents of different lengths follow each other and do not see each other."""
     case = dataclasses.replace(CASE, query_lens=lens, context_lens=(0,) * len(lens))
     mask = backward_cases.make_mask(case, modifier)
     visible = flex_attention.make_mask_mod(case, modifier, mask, np.asarray)
-    place = np.arange(160)
-    found = visible(np.zeros(1, int), np.arange(2)[:, None, None], place[:, None], place)
+    positions = np.arange(160)
+    actual = visible(np.zeros(1, int), np.arange(2)[:, None, None], positions[:, None], positions)
     expected = np.zeros((2, 160, 160), bool)
     for start, n in zip(np.cumsum(lens) - lens, lens, strict=True):
-        every = np.ones((2, n, n), bool)
-        drawn = every if mask is None else masks.dense(mask, n, n, num_q_heads=2, num_kv_heads=1)
-        mine = slice(start, start + n)
-        expected[:, mine, mine] = drawn if modifier == "full" else np.tril(drawn)
-    np.testing.assert_array_equal(np.broadcast_to(found, expected.shape), expected)
+        all_pairs = np.ones((2, n, n), bool)
+        drawn = all_pairs if mask is None else masks.dense(mask, n, n, num_q_heads=2, num_kv_heads=1)
+        document = slice(start, start + n)
+        expected[:, document, document] = drawn if modifier == "full" else np.tril(drawn)
+    np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected)
 
 
-def test_flex_attention_is_told_what_becomes_of_scores():
+def test_flex_attention_score_mods_equal_soft_cap_and_alibi():
     capped = flex_attention.make_score_mod(CASE, "soft_cap", np.asarray)
     # torch's tensors have tanh as a method.
     assert capped(Tensor(60.0), 0, 0, 0, 0) == pytest.approx(30 * np.tanh(2.0))
@@ -135,14 +125,9 @@ def test_flex_attention_is_told_what_becomes_of_scores():
     assert flex_attention.make_score_mod(CASE, "plain", np.asarray) is None
 
 
-def test_sinks_have_no_peer():
-    with pytest.raises(NotImplementedError, match="FlexAttention has no sinks"):
-        flex_attention.measure(CASE, "sinks")
-
-
 class Tensor(float):
-    def __truediv__(self, other):
-        return Tensor(float(self) / other)
+    def __truediv__(self, divisor):
+        return Tensor(float(self) / divisor)
 
     def tanh(self):
         return np.tanh(self)

@@ -1,10 +1,9 @@
-"""`make test-gpu` writes down what its run came to, whatever that was."""
+"""`make test-gpu` records the results of its run."""
 
 import argparse
 import json
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
@@ -67,7 +66,7 @@ PART |= {
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A tree with tests of its own, and its results."""
+    """A source tree with its own tests and results."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(TESTS)
     (tmp_path / "tests" / "test_other.py").write_text("import no_such_package")
@@ -88,7 +87,7 @@ def run(commit=None, jobs=2, seconds=float("inf"), outcomes=None):
 
 
 @pytest.mark.kernels
-def test_a_row_counts_the_tests_of_all_workers(tree, capsys):
+def test_row_counts_the_tests_of_all_workers(tree, capsys):
     assert run(commit="abc") == 1
     (row,) = map(json.loads, (tree / "gpu-tests.jsonl").read_text().splitlines())
     assert row["seconds"] > 0
@@ -101,14 +100,7 @@ def test_a_row_counts_the_tests_of_all_workers(tree, capsys):
 
 
 @pytest.mark.kernels
-def test_a_run_without_tests_leaves_no_row(tree):
-    (tree / "tests" / "test_it.py").write_text("")
-    assert run() == 5
-    assert not (tree / "gpu-tests.jsonl").exists()
-
-
-@pytest.mark.kernels
-def test_workers_share_the_gpus_and_tests_of_several_see_all(tree, monkeypatch):
+def test_workers_share_the_gpus_and_multi_gpu_tests_see_all(tree, monkeypatch):
     (tree / "tests" / "test_it.py").write_text(TESTS_OF_TWO)
     monkeypatch.setattr(gpu_tests, "NAME_DEVICES", "print('NVIDIA H200\\nNVIDIA H200')")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
@@ -119,8 +111,10 @@ def test_workers_share_the_gpus_and_tests_of_several_see_all(tree, monkeypatch):
 
 
 @pytest.mark.kernels
-def test_calls_go_on_where_others_ended(tree, capfd):
-    """The first has no time for any test; before the second one has passed, and one has failed."""
+def test_run_resumes_where_the_last_one_ended(tree, capfd):
+    """The first call has no time for any test; before the second one, one test has passed and one has
+    failed.
+    """
     outcomes, row = tree / "outcomes", tree / "gpu-tests.jsonl"
     assert run(commit="abc", jobs=1, seconds=0, outcomes=outcomes) == 75
     assert "0 tests have an outcome" in capfd.readouterr().out
@@ -139,7 +133,7 @@ def test_calls_go_on_where_others_ended(tree, capfd):
 
 
 @pytest.mark.kernels
-def test_a_worker_that_ends_fails_its_test(tree):
+def test_crashed_worker_fails_its_test(tree):
     (tree / "tests" / "test_it.py").write_text(
         "import os, pytest\n@pytest.mark.gpu\ndef test_ends(): os._exit(1)\n"
         "@pytest.mark.gpu\ndef test_passes(): pass\n"
@@ -149,23 +143,15 @@ def test_a_worker_that_ends_fails_its_test(tree):
     assert (row["passed"], row["failed"]) == (1, 1)
 
 
-def test_a_part_run_again_counts_as_it_was_then():
-    again, other = PART | {"passed": 6, "seconds": 9}, PART | {"part": "2/2"}
-    of_another_tree = PART | {"commit": "abc+", "part": "2/2"}
-    (run,) = gpu_tests.complete_runs([PART, of_another_tree, again, other])
+def test_rerun_part_replaces_its_earlier_result():
+    again, second_part = PART | {"passed": 6, "seconds": 9}, PART | {"part": "2/2"}
+    modified_tree = PART | {"commit": "abc+", "part": "2/2"}
+    (run,) = gpu_tests.complete_runs([PART, modified_tree, again, second_part])
     assert (run["passed"], run["skipped"], run["seconds"]) == (11, 2, 16)
     assert "part" not in run
 
 
-def test_a_pass_without_tests_is_no_failure_where_others_had_some():
-    assert [gpu_tests.worst_status(of) for of in ([0, 5], [5, 5], [1, 5], [1, 2])] == [0, 5, 1, 2]
-
-
-def test_a_tree_that_is_no_checkout_has_no_commit(tmp_path):
-    assert gpu_tests.current_commit(tmp_path) is None
-
-
-def test_changes_but_those_of_the_results_are_marked(tmp_path):
+def test_commit_is_marked_if_files_other_than_results_changed(tmp_path):
     git = lambda *words: subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
     git("init", "-q")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -183,14 +169,3 @@ def test_changes_but_those_of_the_results_are_marked(tmp_path):
     assert gpu_tests.current_commit(tmp_path) == clean + "+"
     (tmp_path / "new.py").touch()
     assert gpu_tests.current_commit(tmp_path, outcomes) == clean + "+"
-
-
-def test_what_no_command_can_say_is_none():
-    assert gpu_tests.first_line("no-such-command") is None
-    assert gpu_tests.first_line(sys.executable, "-c", "raise SystemExit(1)") is None
-    assert gpu_tests.first_line(sys.executable, "-c", "print('a\\nb')") == "a"
-
-
-def test_no_run_yet_is_said(tree):
-    (tree / "gpu-tests.jsonl").touch()
-    assert pages.gpu_tests_line("gpu-tests.jsonl") == "No run of the GPU tests is recorded yet.\n"

@@ -1,23 +1,22 @@
-"""The tuner's choice, from rows written by hand."""
+"""The tuner's choice, from hand-written rows."""
 
 import json
 
 import pytest
 
 from benchmarks.kernels import tune
-from benchmarks.kernels.prefill import default_work, format_sizes
-from pallas_kernels.cases import PREFILL
+from benchmarks.kernels.prefill import format_sizes
 from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
 
 @pytest.mark.parametrize("width", tune.HEAD_DIMS)
-def test_candidates_fit_and_differ(width):
-    found = tune.candidates(width)
-    assert all(sizes.shared_memory(width) <= SHARED_MEMORY for sizes in found)
-    assert len(set(map(format_sizes, found))) == len(found) > 0
+def test_candidates_fit_shared_memory_and_differ(width):
+    candidates = tune.candidates(width)
+    assert all(sizes.shared_memory(width) <= SHARED_MEMORY for sizes in candidates)
+    assert len(set(map(format_sizes, candidates))) == len(candidates) > 0
 
 
-def test_the_fastest_is_the_least_geometric_mean_of_complete_rows(tmp_path, monkeypatch):
+def test_fastest_has_the_least_geometric_mean_of_complete_rows(tmp_path, monkeypatch):
     few, even, uneven, *_ = tune.candidates(64)
     first, second = measured = tune.PREFILL_ROWS[64][:2]
     monkeypatch.setattr(tune, "PREFILL_ROWS", {64: measured})
@@ -37,8 +36,3 @@ def test_the_fastest_is_the_least_geometric_mean_of_complete_rows(tmp_path, monk
     assert tune.fastest(path) == {64: format_sizes(even)}
     path.write_text(json.dumps(rows[-1]))
     assert tune.fastest(path) == {}
-
-
-def test_packed_keys_are_not_quantized():
-    with pytest.raises(ValueError, match="block_size must be given for an 8-bit cache, got 0"):
-        default_work(PREFILL["p_1x8k"], None, "plain", "fp8_e4m3")
