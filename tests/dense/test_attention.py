@@ -394,7 +394,7 @@ class TestRefusals:
                 {"mask": np.zeros((3, 1, 8, 8), bool)},
                 r"mask must broadcast to \(2, 4, 8, 8\) .*, got \(3, 1, 8, 8\)",
             ),
-            ({"mask": masks.Prefix(length=2), "causal": True}, r"mask lets queries attend .*, got Prefix"),
+            ({"mask": masks.Prefix(length=2), "causal": True}, r"mask lets queries attend .*: Prefix"),
             (
                 {"mask": masks.BlockMask(blocks=np.ones((1, 1, 1), bool), block_q=4, block_kv=4)},
                 r"BlockMask has 1 kv_blocks of 4 .* Pass at least 2",

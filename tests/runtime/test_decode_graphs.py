@@ -560,7 +560,7 @@ class TestChoose:
 
     def test_batch_larger_than_all_buckets_is_an_error_that_lists_the_sizes(self):
         graphs = DecodeGraphs(first_element, buckets=[DECODES, MIXED])
-        message = r"fit one of the buckets .* 4\+0/0x4, 2\+3/8x4, got 1\+1/9x2"
+        message = r"The batch 1\+1/9x2 does not fit any of the buckets .* 4\+0/0x4, 2\+3/8x4"
         with pytest.raises(ValueError, match=message):
             graphs.choose([1, 9], num_blocks=2)
 
