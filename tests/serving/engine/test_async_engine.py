@@ -266,7 +266,7 @@ class TestErrors:
         (expected,) = engine.generate(["abc"], max_tokens=8)
 
         async def main(async_engine):
-            with failure(engine, at=5):
+            with failure(engine, call_number=5):
                 tasks = [completed(async_engine, f"task {i}", LONG) for i in range(6)]
                 results = await asyncio.gather(*tasks, return_exceptions=True)
             assert {type(result) for result in results} == {RequestError}
