@@ -190,11 +190,11 @@ def test_gathers_and_sums_alternate(devices, monkeypatch):
 @pytest.mark.parametrize("shots", [(1,), (2, 1)])
 def test_sums_with_a_single_buffer_are_wrong(shots, monkeypatch):
     """This shows that the other tests would detect the race."""
-    original_places = exchange.places
+    emit_addresses = exchange.emit_buffer_addresses
     first_device = lambda *args: (
-        line.replace("and.b32 piece, call, 1;", "mov.b32 piece, 0;") for line in original_places(*args)
+        line.replace("and.b32 piece, call, 1;", "mov.b32 piece, 0;") for line in emit_addresses(*args)
     )
-    monkeypatch.setattr("pallas_kernels.collectives.ptx.all_reduce.places", first_device)
+    monkeypatch.setattr("pallas_kernels.collectives.ptx.all_reduce.emit_buffer_addresses", first_device)
     monkeypatch.setattr(exchange, "MAX_POLLS", 2000)
     with pytest.raises((AssertionError, Trap)):
         check(2, [(1, 4, None, BF16)] * 40, shots=shots)
