@@ -1,7 +1,17 @@
 """Kernels that consist of one PTX program, and building blocks for programs of 1,024 threads.
 
-The building blocks use these PTX registers of the program: lane, warp, own, before, x, sum, top; and the
-predicates p and is_first, which is set in lane 0 of each warp.
+The building blocks use these PTX registers of the program:
+
+    register  contents
+    --------  ------------------------------------------------------------------
+    lane      index of the lane in its warp
+    warp      index of the warp in the thread block
+    own       value of this thread (input of block_exclusive_sum)
+    before    sum of `own` over all earlier threads (output)
+    top       sum of `own` over the warp
+    sum       sum over all earlier warps
+    is_first  predicate: whether the lane is lane 0 of its warp
+    x, p      temporary values
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,8 +47,9 @@ def launch_ptx(
     """Launch a kernel that consists of a PTX program and return its results.
 
     Args:
-        code: Program of a thread. Its operands, from $0 on: the addresses of `arrays`, of the results and of
-            shared memory; then the thread block's index in each dimension of the grid and the thread's index.
+        code: PTX code that each thread executes. Its operands, from $0 on, are the addresses of `arrays`, of
+            the results and of shared memory, the thread block's index in each dimension of the grid, and the
+            thread's index.
         arrays: Arguments in global memory.
         name: Name of the kernel.
         out_type: Shapes and dtypes of the results.
@@ -72,7 +83,7 @@ def launch_ptx(
 
 
 def block_barrier() -> Iterator[str]:
-    """Yield code in which all threads of the block wait for each other."""
+    """Yield code that synchronizes all threads of the thread block."""
     yield f"bar.sync {BARRIER}, {THREADS};"
 
 
@@ -81,12 +92,12 @@ def block_exclusive_sum(memory: str, offset: int) -> Iterator[str]:
 
     Args:
         memory: Register with a shared-memory address.
-        offset: Byte offset from there to WARPS words that the code may overwrite.
+        offset: Offset in bytes from that address to WARPS 32-bit words that the code may overwrite.
     """
 
-    def warp_inclusive_sum(name: str) -> Iterator[str]:
+    def warp_inclusive_sum(register: str) -> Iterator[str]:
         for n in range(5):
-            yield f"shfl.sync.up.b32 x|p, {name}, {1 << n}, 0, -1; @p add.u32 {name}, {name}, x;"
+            yield f"shfl.sync.up.b32 x|p, {register}, {1 << n}, 0, -1; @p add.u32 {register}, {register}, x;"
 
     # Sum within the warp; the last lane has the warp's total.
     yield "mov.b32 before, own;"

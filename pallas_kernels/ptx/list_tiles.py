@@ -1,6 +1,6 @@
 """Kernel of list_tiles: one warp or four per list; each lane counts its codes, then writes its tiles.
 
-XLA takes five kernels and a cumulative sum for the same: 20 us of a decode step, 2.4 ms of a prompt of 128k.
+XLA needs five kernels and a cumulative sum: 20 us in a decode step, 2.4 ms in a prompt of 128k tokens.
 
     a lane of a list's warp                               the other lanes
     ---------------------------------------------------   ----------------------------------------
@@ -11,6 +11,24 @@ XLA takes five kernels and a cumulative sum for the same: 20 us of a decode step
     lane 0: store the list's counts -> global memory
     for each word that is not 0:
       store its tiles ---------------> global memory, partial tiles from the back, full tiles after them
+
+    register  contents
+    --------  ------------------------------------------------------------------
+    c<n>      word n of the lane's codes
+    t<n>      counts of warp n of the list
+    number    index of the list
+    nth       index of the lane among the lanes of the list
+    sum       counts of the lane: visible tiles (low half), full tiles (high half)
+    before    counts of all earlier lanes
+    all       counts of the whole list; later its number of partial tiles
+    partial   position of the lane's next partial tile
+    full      position of the lane's next full tile
+    entry     entry of the tile that is stored
+    at, out   addresses of the lane's codes, and of the list's entries
+    to        address of the element that is stored
+    is_seen   predicate: whether the tile is visible
+    is_whole  predicate: whether the tile is full
+    x, p      temporary values
 """
 
 from collections.abc import Iterator
@@ -35,10 +53,10 @@ MANY_LISTS = 2048  # from here on one warp per list keeps the GPU busy; fewer li
 
 
 def build_lists_by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
-    """Return the lists, built by a sort; entries beyond a list's end are zero.
+    """Return the lists of visible tiles, built by a sort; entries after a list's end are zero.
 
     Args:
-        codes: Codes from `encode_tiles`.
+        codes: Code of each tile, from `encode_tiles`.
     """
     tiles = codes.shape[1]
     code, number = codes.astype(jnp.int32), jnp.arange(tiles, dtype=jnp.int32)[None, :]
@@ -55,10 +73,10 @@ def build_lists_by_sorting(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
 
 @with_fallback(build_lists_by_sorting)
 def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
-    """Return the lists; entries beyond a list's end are undefined.
+    """Return the lists of visible tiles; entries after a list's end are undefined.
 
     Args:
-        codes: Codes from `encode_tiles`.
+        codes: Code of each tile, from `encode_tiles`.
     """
     lists, tiles = codes.shape
     warps = 1 if lists >= MANY_LISTS else WARPS
@@ -81,11 +99,10 @@ def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
 
 
 def program(*, lists: int, tiles: int, words: int, codes_per_word: int, warps: int) -> str:
-    """Return the PTX of a lane.
+    """Return the PTX code that each lane executes.
 
-    Operands: $0 to $3 the addresses of the codes, the entries and the two counts, $4 of one word of shared
-    memory per warp, $5 and $6 the indices of the thread block and the thread. Register number is the index of
-    the list, register nth the index of the lane among the lanes of the list.
+    Operands: $0 to $3 are the addresses of the codes, the entries and the two counts. $4 is the address of
+    shared memory, one word per warp. $5 and $6 are the indices of the thread block and the thread.
     """
     lanes = LANES * warps
     lines = [
@@ -118,7 +135,7 @@ def program(*, lists: int, tiles: int, words: int, codes_per_word: int, warps: i
 
 
 def _load_codes(words: int) -> Iterator[str]:
-    """Yield loads of a lane's codes, with the widest vector loads that divide them."""
+    """Yield code that loads the lane's codes, with the widest vector loads that divide the words."""
     at_once = next(n for n in (4, 2, 1) if words % n == 0)
     for first in range(0, words, at_once):
         names = ", ".join(f"c{first + n}" for n in range(at_once))
@@ -127,9 +144,9 @@ def _load_codes(words: int) -> Iterator[str]:
 
 
 def _count(words: int, codes_per_word: int) -> Iterator[str]:
-    """Yield code that counts tiles: sum of the lane, before of the lanes before it, all of the warp.
+    """Yield code that counts the tiles of the lane, of the lanes before it in the warp, and of the warp.
 
-    Visible tiles are counted in the lower half of a register, full tiles in the upper half.
+    The counts are in sum, before and all: visible tiles in the low half, full tiles in the high half.
     """
     bits = 8 * WORD_BYTES // codes_per_word  # bits of a code
     mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(codes_per_word)):#x}"
@@ -147,7 +164,7 @@ def _count(words: int, codes_per_word: int) -> Iterator[str]:
 
 
 def _store_tile(word: int, index: int, words: int, codes_per_word: int) -> Iterator[str]:
-    """Yield code that stores the tile of code number `index` in a lane's word, if it is visible."""
+    """Yield code that stores the tile of the `index`-th code of a word of the lane, if it is visible."""
     bits = 8 * WORD_BYTES // codes_per_word
     bit = index * bits
     yield f"and.b32 x, c{word}, {1 << (bit + VISIBLE_BIT):#x}; setp.ne.u32 is_seen, x, 0;"
@@ -165,7 +182,7 @@ def _store_tile(word: int, index: int, words: int, codes_per_word: int) -> Itera
 
 
 def _sum_over_warps() -> Iterator[str]:
-    """Yield code that adds to before the counts of earlier warps, and to all those of all warps."""
+    """Yield code that adds the counts of earlier warps to before, and sets all to the sum of all warps."""
     totals = [f"t{n}" for n in range(WARPS)]
     yield "shr.u32 x, nth, 5; mad.lo.u32 x, x, 4, $4; st.shared.b32 [x], all; bar.sync 1, 128;"
     yield f"ld.shared.v4.b32 {{{', '.join(totals)}}}, [$4]; mov.b32 all, 0;"

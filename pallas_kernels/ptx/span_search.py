@@ -1,7 +1,7 @@
-"""Finds where a span of decode's schedule begins: the request, by a search of each warp for itself.
+"""Finds the schedule row in which a span of the decode schedule begins, by a search that each warp performs.
 
-The warp loads the ends of all requests at once, a few per lane, and compares them: one round trip to memory.
-A table of first requests would take one more, and a second kernel to build it.
+The warp loads the ends of all schedule rows at once, a few per lane, and compares them: one round trip to
+memory. A table of the first row of each span would need another round trip, and a second kernel to build it.
 """
 
 import functools
@@ -20,13 +20,13 @@ from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import SCALAR
 from pallas_kernels.shared.types import Ref, Scalar
 
-MAX_ROWS_PER_WARP = 512  # beyond this a lane would hold too many rows
+MAX_ROWS_PER_WARP = 512  # with more schedule rows, a lane would hold too many of them
 SEARCH_WAYS = 16  # number of rows that one step of the k-ary search compares
 INT32_MAX = 2**31 - 1
 
 
 class SpanStart(NamedTuple):
-    """Where a span begins; traced scalars.
+    """Unit and schedule row in which a span begins.
 
     Attributes:
         total: Number of units of all spans together.
@@ -57,7 +57,7 @@ def span_units(total: Scalar, num_spans: int) -> Scalar:
 def find_span_start(
     ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int, is_interpreted: bool
 ) -> SpanStart:
-    """Return where a span begins.
+    """Return the unit and the schedule row in which a span begins.
 
     Args:
         ends_g: One past the last unit of each row of the schedule, int32 [reqs].
@@ -71,20 +71,20 @@ def find_span_start(
 
 
 def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
-    """Return where a span begins, by comparing SEARCH_WAYS rows per step; see `find_span_start`."""
+    """Implement `find_span_start` by comparing SEARCH_WAYS schedule rows per step."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
     span = span_units(total, num_spans)
 
     def count_rows_before(unit: Scalar) -> Scalar:
-        low, size = number * 0, rows  # the row is one of [low, low + size]
+        first_row, size = number * 0, rows  # the row is one of [first_row, first_row + size]
         while size:
             step = -(-size // SEARCH_WAYS)
-            lasts = [low + (i * step - 1) for i in range(1, -(-size // step) + 1)]
-            are_before = [(row < rows) & (ends_g[jnp.minimum(row, rows - 1)] <= unit) for row in lasts]
-            low = low + step * sum(x.astype(jnp.int32) for x in are_before)
+            last_rows = [first_row + (i * step - 1) for i in range(1, -(-size // step) + 1)]
+            are_before = [(row < rows) & (ends_g[jnp.minimum(row, rows - 1)] <= unit) for row in last_rows]
+            first_row = first_row + step * sum(x.astype(jnp.int32) for x in are_before)
             size = step - 1
-        return low
+        return first_row
 
     unit = number * span
     row = count_rows_before(unit)
@@ -96,7 +96,7 @@ def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) 
 
 @with_fallback(search_k_ary)
 def search_by_warp(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
-    """Return where a span begins, for up to MAX_ROWS_PER_WARP rows; see `find_span_start`."""
+    """Implement `find_span_start` for up to MAX_ROWS_PER_WARP schedule rows."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
     types = plgpu.RefType(), plgpu.RefType(), SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
@@ -111,11 +111,12 @@ def _search_by_lanes(
     *,
     num_spans: int,
 ) -> tuple[mgpu.FragmentedArray, ...]:
-    num_rows = ir.MemRefType(ends_g.type).shape[0]
+    num_schedule_rows = ir.MemRefType(ends_g.type).shape[0]
     lane, _ = lanes.lane_and_warp()
     # Load all rows at once: lane i has rows i, i + 32, ...; lanes past the end load the last row again.
     rows = [
-        arith.minsi(lanes.add(lane, first), lanes.const(num_rows - 1)) for first in range(0, num_rows, 32)
+        arith.minsi(lanes.add(lane, first), lanes.const(num_schedule_rows - 1))
+        for first in range(0, num_schedule_rows, 32)
     ]
     ends, values = ([lanes.load(ref, row) for row in rows] for ref in (ends_g, values_g))
     # Lane 31 has the last row's end, the total number of units.
@@ -134,7 +135,7 @@ def _search_by_lanes(
         return functools.reduce(arith.maxsi, terms)
 
     def count_rows_before(unit: ir.Value) -> ir.Value:
-        """Return one past the last row that ends before a unit."""
+        """Return the number of schedule rows that end before a unit."""
         before = [
             select(compare("sle", end, unit), lanes.add(row, 1), 0)
             for row, end in zip(rows, ends, strict=True)

@@ -1,4 +1,4 @@
-"""Loads and stores of decode's combine kernel: each thread has one query and adjacent columns of a head.
+"""Loads and stores of decode's combine kernel. Each thread has one query and adjacent columns of a head.
 
 Arrays are [THREADS], one element per thread: thread i has query i mod tile_q.
 """
@@ -27,13 +27,14 @@ f32 = jnp.float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombineTile:
-    """What one thread block combines: `columns` columns of a head for each of `tile_q` queries; static.
+    """Part of the outputs that one thread block combines: `columns` columns of a head, for `tile_q` queries.
 
     Attributes:
         tile_q: Number of query rows of the split outputs.
         rows: Number of valid query rows.
-        head_chunks: How head_dim is divided into chunks.
-        columns: Number of columns: a power of 2 that divides the head; a chunk if the head is padded.
+        head_chunks: Division of head_dim into chunks.
+        columns: Number of columns, a power of 2 that divides head_dim. If the head is padded, the columns of
+            a chunk.
         head_tiles: Number of tiles of query rows of the split outputs.
         splits_per_load: Number of splits that are loaded together.
     """
@@ -56,13 +57,13 @@ class CombineTile:
         return self.columns // self.groups
 
     def query_and_group(self) -> tuple[jax.Array, jax.Array]:
-        """Return each thread's query and group, for fallbacks."""
+        """Return the query and the group of each thread; fallbacks use it."""
         thread = jnp.arange(THREADS, dtype=jnp.int32)
         return thread % self.tile_q, jnp.minimum(thread // self.tile_q, self.groups - 1)
 
 
 def num_thread_groups(tile_q: int) -> int:
-    """Return the number of threads per query: a power of 2, to divide a head; a few threads may be idle."""
+    """Return the number of threads per query, a power of 2; the remaining threads are idle."""
     return 1 << ((THREADS // tile_q).bit_length() - 1)
 
 
@@ -79,7 +80,7 @@ def _load_per_query(ref: Ref, *, tile: CombineTile) -> PerThread:
 
 @with_fallback(_load_per_query)
 def load_per_query(ref: Ref, *, tile: CombineTile) -> PerThread:
-    """Load each thread's query's element of a vector [tile_q] in global memory."""
+    """Load the element of each thread's query from a vector [tile_q] in global memory."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=PER_THREAD)
     def load(_ctx: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
@@ -124,11 +125,12 @@ def load_split_outputs(
     *,
     tile: CombineTile,
 ) -> SplitOutputs:
-    """Load the outputs of the next `splits_per_load` splits; those beyond `num_remaining` are empty.
+    """Load the outputs of the next `splits_per_load` splits; splits after the last one are empty.
 
     Args:
-        refs: O [splits, head_tiles, padded_dim, tile_q]; row maxima, row sums [splits, head_tiles, tile_q].
-        first: Index of the next split.
+        refs: Outputs [splits, head_tiles, padded_dim, tile_q], row maxima [splits, head_tiles, tile_q] and
+            row sums like these.
+        first: Index of the first split to load.
         num_remaining: Number of splits from `first` on.
         head_tile: Index of the tile of query rows.
         strip: Index of the strip of `columns` columns of the head.
@@ -143,7 +145,7 @@ def load_split_outputs(
 
 
 def _group_by_split(values: list[PerThread], tile: CombineTile) -> SplitOutputs:
-    """Group a flat list that has a row maximum, a row sum and the accumulators of each split."""
+    """Group a flat list by kind. It has a row maximum, a row sum and the accumulators of each split."""
     size = tile.columns_per_thread + 2
     splits = [values[i : i + size] for i in range(0, len(values), size)]
     return [x[0] for x in splits], [x[1] for x in splits], [x[2:] for x in splits]
@@ -224,12 +226,12 @@ def store_combined(
     *,
     tile: CombineTile,
 ) -> None:
-    """Store the output and the log-sum-exp of a request.
+    """Store a strip of a request's output and, with the first strip, its log-sum-exp.
 
     Args:
-        out_ref: [rows, head_dim], or [rows, chunks, chunk_dim] if the head is padded.
-        lse_ref: [tile_q] f32.
-        accs: The thread's adjacent columns, normalized.
+        out_ref: Output of the request [rows, head_dim], or [rows, chunks, chunk_dim] if the head is padded.
+        lse_ref: Log-sum-exp of each query, f32 [tile_q].
+        accs: Normalized output in the thread's adjacent columns.
         lse: Log-sum-exp of the thread's query.
         strip: Index of the strip of `columns` columns of the head.
         tile: Static sizes.
@@ -277,7 +279,7 @@ def _store_by_threads(
 
 
 def _query_and_group(tile: CombineTile) -> tuple[ir.Value, ir.Value]:
-    """Return this thread's query and group."""
+    """Return the query of this thread, and its group among the threads of the query."""
     thread = arith.andi(mgpu.thread_idx(), lanes.const(THREADS - 1))
     n = lanes.const(tile.tile_q)
     return arith.remui(thread, n), arith.divui(thread, n)

@@ -1,4 +1,4 @@
-"""Stores from registers to global memory, without shared memory and TMA in between."""
+"""Stores from registers to global memory that do not use shared memory and TMA."""
 
 import functools
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ def _store_transposed(ref: Ref, acc: Tile) -> None:
 def store_transposed(ref: Ref, acc: Tile) -> None:
     """Store an accumulator's columns as rows of a 16-bit array; elements beyond the array are dropped.
 
-    Each store writes two adjacent elements from registers and nothing has to be waited for. A copy by TMA
-    would need the rows in shared memory, two barriers and a fence first.
+    Each store instruction writes two adjacent elements. A TMA copy would need the rows in shared memory, two
+    barriers and a fence.
 
     Args:
-        ref: [rows, columns] of global memory; the number of columns is even.
-        acc: f32 [at least columns, at least rows], layout WGMMA.
+        ref: Array [rows, columns] in global memory; the number of columns is even.
+        acc: Accumulator, f32 [at least columns, at least rows], layout WGMMA.
     """
     run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE), return_type=())
     run(functools.partial(_store_transposed_by_lanes, dtype=ref.dtype))(ref, acc)
@@ -73,7 +73,7 @@ def store_heads(ref: Ref, values: Rows) -> None:
     """Store one number per row of a tile, whose rows are the heads of a block, then those of the next block.
 
     Args:
-        ref: [kv_heads, blocks] of global memory.
+        ref: Array f32 [kv_heads, blocks] in global memory.
         values: One number per row of the tile, f32 [64].
     """
     kv_heads, _ = ref.shape
@@ -90,44 +90,64 @@ def store_heads(ref: Ref, values: Rows) -> None:
 
 
 def _store_tokens(
-    ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, tokens_per_head: int
+    ref: Ref,
+    values: Rows,
+    head: Scalar,
+    token: Scalar,
+    begin_row: Scalar,
+    end_row: Scalar,
+    *,
+    tokens_per_head: int,
 ) -> None:
-    """Store power-of-two pieces, because elements outside [begin, end) may belong to another thread block."""
-    num = jnp.maximum(end - begin, 0)
-    offset, size = begin, tokens_per_head
+    """Store powers of two of rows, because rows outside [begin_row, end_row) may belong to other blocks."""
+    num = jnp.maximum(end_row - begin_row, 0)
+    offset, size = begin_row, tokens_per_head
     while size:
         for i in range(values.shape[0] // tokens_per_head):
 
             @pl.when((num & size) != 0)
             def _(i: int = i, offset: Scalar = offset, size: int = size) -> None:
-                piece = lax.dynamic_slice(values, (i * tokens_per_head + offset,), (size,))
-                ref[head + i, pl.ds(token + offset, size)] = piece
+                rows = lax.dynamic_slice(values, (i * tokens_per_head + offset,), (size,))
+                ref[head + i, pl.ds(token + offset, size)] = rows
 
         offset, size = offset + (num & size), size // 2
 
 
 @with_fallback(_store_tokens)
 def store_tokens(
-    ref: Ref, values: Rows, head: Scalar, token: Scalar, begin: Scalar, end: Scalar, *, tokens_per_head: int
+    ref: Ref,
+    values: Rows,
+    head: Scalar,
+    token: Scalar,
+    begin_row: Scalar,
+    end_row: Scalar,
+    *,
+    tokens_per_head: int,
 ) -> None:
     """Store one number per valid row of a tile, whose rows are the tokens of a head, then of the next head.
 
     Args:
-        ref: f32 [heads, tokens] of global memory, fewer than 2^32 elements.
+        ref: Array f32 [heads, tokens] in global memory with fewer than 2^32 elements.
         values: One number per row of the tile, f32 [64].
         head: Head of the first rows.
         token: Token of each head's first row; may be negative if that row is not valid.
-        begin: Index of the first valid row among a head's rows.
-        end: One past the index of the last valid row among a head's rows.
+        begin_row: Index of the first valid row among a head's rows.
+        end_row: One past the index of the last valid row among a head's rows.
         tokens_per_head: Static: number of rows of a head, a power of two.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, *[SCALAR] * 4), return_type=())
     def store(
-        _ctx: mgpu.LaunchContext, ref: ir.Value, values: mgpu.FragmentedArray, *scalars: mgpu.FragmentedArray
+        _ctx: mgpu.LaunchContext,
+        ref: ir.Value,
+        values: mgpu.FragmentedArray,
+        head: mgpu.FragmentedArray,
+        token: mgpu.FragmentedArray,
+        begin_row: mgpu.FragmentedArray,
+        end_row: mgpu.FragmentedArray,
     ) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        head, token, begin, end = map(fragments.scalar, scalars)
+        first_head, first_token, begin, end = map(fragments.scalar, (head, token, begin_row, end_row))
         for row, value, is_writer in _lane_rows(values):
             head_index = arith.divui(row, lanes.const(tokens_per_head))
             token_index = arith.remui(row, lanes.const(tokens_per_head))
@@ -135,12 +155,14 @@ def store_tokens(
                 arith.cmpi(arith.CmpIPredicate.sge, token_index, begin),
                 arith.cmpi(arith.CmpIPredicate.slt, token_index, end),
             )
-            index = lanes.add(lanes.times(lanes.add(head, head_index), stride), token, token_index)
+            index = lanes.add(
+                lanes.times(lanes.add(first_head, head_index), stride), first_token, token_index
+            )
             predicate = arith.andi(is_writer, is_valid)
             pointer = lanes.element_pointer(ref, index, 4)
             lanes.run("st.global.f32 [$0], $1;", pointer, value, predicate=predicate)
 
-    store(ref, values, head, token, begin, end)
+    store(ref, values, head, token, begin_row, end_row)
 
 
 def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:

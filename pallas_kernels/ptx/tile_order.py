@@ -1,9 +1,35 @@
 """Sorts work tiles into processing order, longest processing time first, by a counting sort.
 
-The heads are divided into sets, and each thread block sorts one set. List lengths are small integers, so each
-warp counts how many of its tiles have each length; sums over warps and lengths say where a warp's tiles of a
-length go. XLA compared all pairs, 7 us for 8 sets of 1,028 tiles and 186 us for 8,196, and needed two more
-kernels to move the rows.
+The heads are divided into sets, and each thread block sorts one set. Each warp counts how many of its work
+tiles have each list length. Sums of the counts over warps and lengths give the positions of its work tiles.
+In XLA, a comparison of all pairs took 7 us for 8 sets of 1,028 tiles and 186 us for 8,196, and two more
+kernels moved the rows.
+
+    register  contents
+    --------  ------------------------------------------------------------------
+    w<n>      counts of a length by warps 2n (low half) and 2n + 1 (high half)
+    c<n>      column n of the query tile's row of the table
+    live      number of valid query tiles
+    first     index of the lane's first work tile in the set
+    round     number of the round; a lane has one work tile per round
+    item      index of the lane's work tile in the set
+    tile      query tile of the work tile
+    head      query head of the work tile
+    list      row of the work tile's list in `entries`
+    entry     first entry of the list
+    len       number of tiles in the list
+    partial   number of partial tiles in the list
+    bin       index of the length's counts, in sorting order; -1 for invalid work tiles
+    mask      lanes of the warp whose work tile is in the same bin
+    count     number of these lanes
+    rank      number of these lanes before this one; later the row of the work tile
+    base      first row of the set in the sorted table
+    y         shared-memory address of the warp's count of the bin
+    half      a count of 16 bits
+    is_live   predicate: whether the work tile is valid
+    at        address of an array element
+
+The registers lane, warp, x, sum, top, own, before, p and is_first are those of `launch`; q is temporary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +44,9 @@ from pallas_kernels.shared.arithmetic import sort_ranks
 
 MAX_TILES_PER_SET = 2**16 - 1  # counts have 16 bits
 MAX_LEN = 2800  # longest list for which the counts of all lengths fit into shared memory
-CTAS = 128  # every thread block sorts its set, and writes some of the rows
+CTAS = 128  # each thread block sorts its whole set, and writes some of the rows
 COUNT_BYTES = 2 * WARPS  # bytes of a length's counts: 16 bits per warp
-WORDS = tuple(f"w{n}" for n in range(COUNT_BYTES // 4))  # registers that hold a length's counts
+WORDS = tuple(f"w{n}" for n in range(COUNT_BYTES // 4))  # registers for the counts of a length
 STRIDE = COUNT_BYTES + 16  # bytes between lengths: adjacent ones lie in different banks
 
 
@@ -74,7 +100,7 @@ def sort_work_tiles(
     columns: int,
     sets: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sorted table of work tiles and the number of its valid rows; see `TileLists`.
+    """Return the sorted table of work tiles and the number of its valid rows; see PrefillTileLists.
 
     Args:
         table: Query tiles, int32 [tiles, width].
@@ -104,7 +130,7 @@ def sort_work_tiles(
         (table, num_live, entries, num_partial, num_full),
         name="sort_work_tiles",
         out_type=(jax.ShapeDtypeStruct((lists, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)),
-        words=dims.totals // 4 + WARPS,
+        words=dims.totals_offset // 4 + WARPS,
         grid=(sets, dims.writers),
     )
     return items, num_items
@@ -121,7 +147,7 @@ class TileOrderDims(NamedTuple):
         heads: Number of work tiles of a query tile.
         per_set: Number of work tiles of a query tile in one set.
         sets: Number of sets of heads.
-        writers: Number of thread blocks per set; all sort, each writes some of the rows.
+        writers: Number of thread blocks per set. Each of them sorts the set and writes some of the rows.
     """
 
     tiles: int
@@ -135,21 +161,21 @@ class TileOrderDims(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of a warp, whose work tiles are consecutive; each lane has one per round."""
+        """Number of rounds. In each round, a warp processes 32 consecutive work tiles, one per lane."""
         return -(-self.tiles * self.per_set // THREADS)
 
     @property
-    def totals(self) -> int:
-        """Bytes of the counts of all lengths; the warps' totals are stored after them."""
+    def totals_offset(self) -> int:
+        """Byte offset of the warps' totals in shared memory; the counts of all lengths lie before it."""
         return (self.max_len + 1) * STRIDE
 
 
 def program(dims: TileOrderDims) -> str:
-    """Return the PTX of a thread.
+    """Return the PTX code that each thread executes.
 
-    Operands: $0 to $6 the addresses of the table, the number of valid tiles, the entries, the two counts, the
-    sorted table and its length, $7 of shared memory; $8 to $10 the indices of the set, the writer and the
-    thread.
+    Operands: $0 to $6 are the addresses of the table, the number of valid tiles, the entries, the two counts,
+    the sorted table and its length. $7 is the address of shared memory. $8 to $10 are the indices of the set,
+    the writer and the thread.
     """
     lines = [
         f".reg .b32 {', '.join([*WORDS, *(f'c{n}' for n in range(dims.columns))])};",
@@ -158,24 +184,25 @@ def program(dims: TileOrderDims) -> str:
         ".reg .b64 at; .reg .b16 half; .reg .pred p, q, is_first, is_live;",
         "mov.b32 zero, 0; and.b32 lane, $10, 31; shr.u32 warp, $10, 5; setp.eq.u32 is_first, lane, 0;",
         "ld.global.b32 live, [$1]; mad.lo.u32 y, $10, 16, $7;",
-        *_clear_counts(dims.totals),
+        *_clear_counts(dims.totals_offset),
         f"mul.lo.u32 first, warp, {dims.rounds * 32}; add.u32 first, first, lane;",
         *block_barrier(),
-        # Count how many tiles of each length the warp has; the first lane of equal lengths adds their number.
+        # Count the warp's work tiles of each length: the first lane of those with equal lengths adds their
+        # number.
         "mov.b32 round, 0;",
         "COUNT:",
-        *_bin(dims),
+        *_find_length_bin(dims),
         "@p ld.shared.u16 half, [y]; @p cvt.u32.u16 x, half; @p add.u32 x, x, count;",
         "@p cvt.u16.u32 half, x; @p st.shared.u16 [y], half; bar.warp.sync -1;",
         f"add.u32 round, round, 1; setp.lt.u32 p, round, {dims.rounds}; @p bra COUNT;",
         # All counts are complete; replace them by the positions of the first tile of each length.
         *block_barrier(),
-        *_counts_before(dims.max_len, dims.totals),
+        *_counts_before(dims.max_len, dims.totals_offset),
         # All positions are complete; give each tile the next position of its length and write its row.
         *block_barrier(),
         f"mul.lo.u32 base, live, {dims.per_set}; mul.lo.u32 base, base, $8; mov.b32 round, 0;",
         "PLACE:",
-        *_bin(dims),
+        *_find_length_bin(dims),
         "@is_live ld.shared.u16 half, [y]; @is_live cvt.u32.u16 x, half; add.u32 rank, rank, x;",
         "bar.warp.sync -1;",
         "@p add.u32 x, x, count; @p cvt.u16.u32 half, x; @p st.shared.u16 [y], half; bar.warp.sync -1;",
@@ -190,23 +217,23 @@ def program(dims: TileOrderDims) -> str:
 
 
 def _vector(names: Sequence[str]) -> str:
-    """Return the operand of a vector load or store of registers."""
+    """Return the operand of a vector load or store of the registers with the given names."""
     return "{" + ", ".join(names) + "}"
 
 
-def _clear_counts(totals: int) -> Iterator[str]:
+def _clear_counts(totals_offset: int) -> Iterator[str]:
     """Yield code that sets all counts to 0."""
-    for at in range(0, totals, 16 * THREADS):
+    for at in range(0, totals_offset, 16 * THREADS):
         yield (
-            f"setp.lt.u32 p, $10, {(totals - at) // 16}; "
+            f"setp.lt.u32 p, $10, {(totals_offset - at) // 16}; "
             f"@p st.shared.v4.b32 [y + {at}], {_vector(['zero'] * 4)};"
         )
 
 
-def _counts_before(max_len: int, totals: int) -> Iterator[str]:
-    """Yield code that replaces each warp's count of a length by the number of work tiles before them.
+def _counts_before(max_len: int, totals_offset: int) -> Iterator[str]:
+    """Yield code that replaces each warp's count of a length by the position of its first such work tile.
 
-    Each thread has some consecutive lengths.
+    Each thread processes a few consecutive lengths.
     """
     lens_per_thread = -(-(max_len + 1) // THREADS)
     first_len = f"mul.lo.u32 bin, $10, {lens_per_thread}; mad.lo.u32 y, bin, {STRIDE}, $7;"
@@ -218,7 +245,7 @@ def _counts_before(max_len: int, totals: int) -> Iterator[str]:
         yield from (f"add.u32 sum, sum, {word};" for word in WORDS[2:])
         yield "and.b32 x, sum, 0xffff; shr.u32 sum, sum, 16; add.u32 own, own, x;"
         yield from ("add.u32 own, own, sum;", f"SUMMED{i}:")
-    yield from (*block_exclusive_sum("$7", totals), first_len)
+    yield from (*block_exclusive_sum("$7", totals_offset), first_len)
     for i in range(lens_per_thread):
         yield from (_skip_past_end(i, max_len, "WRITTEN"), *_access_counts(i, "ld"))
         for word in WORDS:
@@ -231,14 +258,14 @@ def _counts_before(max_len: int, totals: int) -> Iterator[str]:
 
 
 def _skip_past_end(i: int, max_len: int, label: str) -> str:
-    """Return a branch that skips a thread's length number i if it exceeds max_len."""
+    """Return code that skips the thread's i-th length if it exceeds max_len."""
     if i > max_len:
         return f"bra {label}{i};"
     return f"setp.gt.u32 p, bin, {max_len - i}; @p bra {label}{i};"
 
 
 def _access_counts(i: int, instruction: str) -> Iterator[str]:
-    """Yield loads (ld) or stores (st) of the warps' counts of a thread's length number i."""
+    """Yield code that loads (ld) or stores (st) all warps' counts of the thread's i-th length."""
     for n in range(0, len(WORDS), 4):
         memory, registers = f"[y + {i * STRIDE + 4 * n}]", _vector(WORDS[n : n + 4])
         first, second = (registers, memory) if instruction == "ld" else (memory, registers)
@@ -246,27 +273,28 @@ def _access_counts(i: int, instruction: str) -> Iterator[str]:
 
 
 def _write_rows(dims: TileOrderDims) -> Iterator[str]:
-    """Yield code that writes a round's work tile to its row; one thread block writes a warp's whole round."""
-    item = [f"c{n}" for n in range(dims.columns)] + ["head", "list", "entry", "len", "partial"]
-    item += ["zero"] * (-len(item) % 4)
+    """Yield code that writes the work tiles of a warp's round to their rows; one thread block does so."""
+    row = [f"c{n}" for n in range(dims.columns)] + ["head", "list", "entry", "len", "partial"]
+    row += ["zero"] * (-len(row) % 4)
     yield f"mad.lo.u32 x, warp, {dims.rounds}, round; rem.u32 x, x, {dims.writers}; setp.ne.u32 p, x, $9;"
     yield "not.pred q, is_live; or.pred p, p, q; @p bra PASSED;"
     yield f"mad.wide.u32 at, tile, {dims.width * 4}, $0;"
     for n in range(0, dims.columns - 3, 4):
-        yield f"ld.global.v4.b32 {_vector(item[n : n + 4])}, [at + {4 * n}];"
+        yield f"ld.global.v4.b32 {_vector(row[n : n + 4])}, [at + {4 * n}];"
     for n in range(dims.columns // 4 * 4, dims.columns):
         yield f"ld.global.b32 c{n}, [at + {4 * n}];"
     yield f"mad.wide.u32 at, list, {dims.max_len * 4}, $2; ld.global.b32 entry, [at];"
     yield f"add.u32 rank, rank, base; mad.wide.u32 at, rank, {dims.width * 4}, $5;"
-    for n in range(0, len(item), 4):
-        yield f"st.global.v4.b32 [at + {4 * n}], {_vector(item[n : n + 4])};"
+    for n in range(0, len(row), 4):
+        yield f"st.global.v4.b32 [at + {4 * n}], {_vector(row[n : n + 4])};"
     yield "PASSED:"
 
 
-def _bin(dims: TileOrderDims) -> list[str]:
-    """Find this lane's length counter y and its rank among the warp's work tiles of that length.
+def _find_length_bin(dims: TileOrderDims) -> list[str]:
+    """Return code that finds the bin of the lane's work tile: one bin per list length.
 
-    The predicate p is set in the first lane of each length, which has their number in count.
+    It sets y to the address of the warp's count of the bin, count to the number of lanes with the same bin,
+    rank to the number of such lanes before this one, and p in the first of these lanes.
     """
     heads, per_set, sets, max_len = dims.heads, dims.per_set, dims.sets, dims.max_len
     return [

@@ -18,6 +18,29 @@ earlier threads.
     select its blocks that reach the smallest score
     sum over the threads before it <-------------------->  shuffles, a total per warp
     store its blocks -----------------> global memory
+
+    register  contents
+    --------  ------------------------------------------------------------------
+    k<n>      ordered integer of the thread's n-th score
+    first     index of the thread's first block
+    num       number of blocks of the request; later relative to `first`
+    recent    index of the first of the last blocks, which are always selected
+    live      number of the thread's candidates: its blocks before `recent`
+    want      number of candidates to select that are still to be found
+    lo, hi    smallest and largest integer of the range
+    range     hi - lo
+    shift     base-2 logarithm of the number of integers per bin
+    bin       index of a bin; later its offset from `lo`
+    low_bin, high_bin  counts of the thread's two bins
+    above     number of candidates in the bins above the bin that was found
+    count     number of candidates in that bin; later the number of selected blocks
+    least     ordered integer of the smallest selected score
+    chosen    bit n: whether the thread's n-th block is selected
+    f         a score as f32
+    y         shared-memory address of the thread's bins
+    at, out   address of an array element, and of the next id to store
+
+The registers lane, warp, x, sum, top, own, before, p and is_first are those of `launch`; q is temporary.
 """
 
 from collections.abc import Iterator
@@ -36,7 +59,8 @@ MAX_LEN = 16 * THREADS  # scores of a list, which stay in registers
 LOG_BINS = 11  # two bins per thread
 BINS = 1 << LOG_BINS
 VECTOR = 4  # scores per vector load
-# Word offsets in shared memory: bins, the warps' totals, their smallest and largest score, a round's result.
+# Word offsets in shared memory: bins, totals of the warps, smallest and largest scores of the warps, and the
+# result of a round.
 TOTALS, LOWS, HIGHS, FOUND = BINS, BINS + WARPS, BINS + 2 * WARPS, BINS + 3 * WARPS
 WORDS = FOUND + 4
 # A score's integer has the float's bits, all inverted if it is negative, else only the sign inverted.
@@ -67,23 +91,23 @@ def top_k_blocks(
     num_selected: int,
     num_recent: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the smallest selected score, the ids of the selected blocks and their number for each list.
+    """Return the smallest selected score, the ids and the number of the selected blocks of each KV head.
 
     Args:
         scores: Score of each block, f32.
-        seq_lens: Tokens of each request.
-        block_size: Static: tokens per block.
+        seq_lens: Number of tokens of each request.
+        block_size: Static: number of tokens per block.
         num_selected: Static: number of blocks to select.
         num_recent: Static: number of a request's last blocks that are always selected.
     """
     reqs, heads, max_blocks = scores.shape
     scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -max_blocks % VECTOR)))
-    padded = scores.shape[2]
+    padded_len = scores.shape[2]
     dims = TopKDims(
         heads=heads,
-        stride=padded,
+        stride=padded_len,
         max_blocks=max_blocks,
-        scores_per_thread=-(-padded // (THREADS * VECTOR)) * VECTOR,
+        scores_per_thread=-(-padded_len // (THREADS * VECTOR)) * VECTOR,
         block_size=block_size,
         num_selected=num_selected,
         num_recent=num_recent,
@@ -127,10 +151,11 @@ class TopKDims(NamedTuple):
 
 
 def program(dims: TopKDims) -> str:
-    """Return the PTX of a thread.
+    """Return the PTX code that each thread executes.
 
-    Operands: $0 to $4 the addresses of the scores, the requests' lengths, the smallest selected scores, the
-    ids and the counts, $5 of shared memory; $6 and $7 the indices of the list and the thread.
+    Operands: $0 to $4 are the addresses of the scores, the requests' lengths, the smallest selected scores,
+    the ids and the counts. $5 is the address of shared memory. $6 and $7 are the indices of the list and the
+    thread.
     """
     scores_per_thread = dims.scores_per_thread
     lines = [
@@ -157,7 +182,7 @@ def program(dims: TopKDims) -> str:
 
 
 def _load_scores(dims: TopKDims) -> Iterator[str]:
-    """Yield code that loads the request's length, num, and the thread's scores, k; and clears its bins."""
+    """Yield code that loads the request's length into num and the thread's scores, and clears its bins."""
     yield "and.b32 lane, $7, 31; shr.u32 warp, $7, 5; setp.eq.u32 is_first, lane, 0;"
     yield f"mul.lo.u32 first, $7, {dims.scores_per_thread};"
     yield f"div.u32 x, $6, {dims.heads}; mad.wide.u32 at, x, 4, $1; ld.global.b32 num, [at];"
@@ -173,7 +198,7 @@ def _load_scores(dims: TopKDims) -> Iterator[str]:
 
 
 def _to_ordered_integers(scores_per_thread: int) -> Iterator[str]:
-    """Yield code that converts scores to integers of the same order; -0 becomes 0, to be equal to it."""
+    """Yield code that converts scores to integers of the same order; -0 and 0 become the same integer."""
     for n in range(scores_per_thread):
         yield (
             f"mov.b32 f, k{n}; add.f32 f, f, 0f00000000; mov.b32 k{n}, f; "
@@ -182,9 +207,10 @@ def _to_ordered_integers(scores_per_thread: int) -> Iterator[str]:
 
 
 def _num_to_select(dims: TopKDims) -> Iterator[str]:
-    """Yield code that sets want, the number of blocks to select of those before block `recent`.
+    """Yield code that sets want to the number of candidates to select.
 
-    If all or none of these are selected, the smallest selected score is known and the rounds are skipped.
+    Candidates are the blocks before block `recent`. If all or none of them are selected, the smallest
+    selected score is known, and the code skips the rounds.
     """
     yield f"add.s32 num, num, {dims.block_size - 1}; div.s32 num, num, {dims.block_size};"
     yield f"min.s32 num, num, {dims.max_blocks}; max.s32 num, num, 0;"
@@ -196,7 +222,7 @@ def _num_to_select(dims: TopKDims) -> Iterator[str]:
 
 
 def _score_range(scores_per_thread: int) -> Iterator[str]:
-    """Yield code that sets lo and hi, the smallest and the largest of all candidates."""
+    """Yield code that sets lo and hi to the smallest and the largest integer of all candidates."""
     yield "mov.b32 lo, -1; mov.b32 hi, 0;"
     for n in range(scores_per_thread):
         yield f"setp.gt.s32 p, live, {n}; @p min.u32 lo, lo, k{n}; @p max.u32 hi, hi, k{n};"
@@ -209,7 +235,7 @@ def _score_range(scores_per_thread: int) -> Iterator[str]:
 
 
 def _count_bins(scores_per_thread: int) -> Iterator[str]:
-    """Yield code that counts all candidates from lo to hi into bins of 1 << shift integers."""
+    """Yield code that counts the candidates from lo to hi in bins of 1 << shift integers."""
     yield f"sub.u32 range, hi, lo; clz.b32 shift, range; sub.s32 shift, {32 - LOG_BINS}, shift;"
     yield "max.s32 shift, shift, 0;"
     yield from block_barrier()
@@ -222,9 +248,10 @@ def _count_bins(scores_per_thread: int) -> Iterator[str]:
 
 
 def _next_range() -> Iterator[str]:
-    """Yield code that makes the last selected candidate's bin the new range; done if all of it is selected.
+    """Yield code that makes the bin of the last selected candidate the new range.
 
-    Bins are searched from the largest down: thread t has the bins 2 t and 2 t + 1 from the end.
+    The rounds end if all candidates in that bin are selected, or if the bin is a single integer. Thread t has
+    the bins 2 t and 2 t + 1, counted from the largest bin down.
     """
     yield f"mov.b32 x, {BINS - 2}; sub.u32 bin, x, $7; sub.u32 bin, bin, $7; mad.lo.u32 y, bin, 4, $5;"
     yield "ld.shared.v2.b32 {low_bin, high_bin}, [y]; add.u32 own, low_bin, high_bin;"
@@ -245,7 +272,7 @@ def _next_range() -> Iterator[str]:
 
 
 def _store_blocks(dims: TopKDims) -> Iterator[str]:
-    """Yield code that stores a thread's selected or recent blocks after those of earlier threads."""
+    """Yield code that stores the ids of the thread's selected blocks after those of earlier threads."""
     yield "mov.b32 chosen, 0; sub.s32 num, num, first;"
     for n in range(dims.scores_per_thread):
         yield (

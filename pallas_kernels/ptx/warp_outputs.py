@@ -1,4 +1,4 @@
-"""Stores the attention results of four warps, each into its own part of shared memory."""
+"""Stores the attention results of the four warps of a warpgroup into separate parts of shared memory."""
 
 import functools
 from collections.abc import Sequence
@@ -33,13 +33,14 @@ def _store_warp_outputs(
 def store_warp_outputs(
     outputs_s: Ref, accs: Sequence[Tile], row_max: Tile, row_sum: Tile, *, tile: WarpTile
 ) -> None:
-    """Store each warp's results, with the columns of a head in order; afterwards all threads may read them.
+    """Store each warp's results in shared memory, where all threads may read them after this call.
 
     Args:
-        outputs_s: [warps, head_dim + 2, tile_q] f32 in SMEM: accumulators, then row maxima and row sums.
+        outputs_s: Shared memory, f32 [warps, head_dim + 2, tile_q]: for each warp one row per column of the
+            head, then the row maxima and the row sums.
         accs: Accumulators from `pv_mma`.
         row_max: Maximum score of each query over the warp's keys, repeated in all its rows: [64, tile_q].
-        row_sum: Sums of exponentials, which are added up over a warp's rows: [64, tile_q].
+        row_sum: Partial sums of the probabilities [64, tile_q]. This adds them up over the rows of a warp.
         tile: Static sizes.
     """
     types = plgpu.RefType(), [TILE] * tile.num_accs, TILE, TILE

@@ -1,7 +1,7 @@
-"""Votes of single warps over tiles in registers: scalars that may differ between warps.
+"""Votes of the lanes of a warp over a tile in registers: conditions that may differ between warps.
 
-A warp may branch on its vote as long as the branch contains nothing that the whole warpgroup must execute. A
-fallback votes for all warps at once and says yes if any warp would; a warp may find nothing to do then.
+A warp may branch on its vote if the branch contains no code that the whole warpgroup must execute together. A
+fallback returns one vote for the whole warpgroup, which is true if the vote of any warp is true.
 """
 
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ def _needs_rescale(y: Tile, row_max: Rows) -> Scalar:
 
 @with_fallback(_needs_rescale)
 def needs_rescale(y: Tile, row_max: Rows) -> Scalar:
-    """Return whether any of the warp's rows must raise its row maximum (lazy rescale).
+    """Return whether any row of the warp has a score that reaches its row_max, or a row_max of -inf.
 
-    That is, whether an element of y is not negative or a row maximum is -inf. The test takes half an
-    instruction per element, where a maximum takes one and shuffles.
+    Testing the signs takes half an instruction per element. A maximum would take one instruction per element
+    and several shuffles.
 
     Args:
-        y: Scores minus the row maximum in use, which has headroom above the scores: a tile, f32.
-        row_max: Current maximum of each row, f32.
+        y: Scores minus row_max, f32 tile. A value of at least 0 means that the score reaches row_max.
+        row_max: Number that is subtracted from the scores of each row, f32; see LazyRescale.
     """
 
     @plgpu.inline_mgpu(arg_types=(TILE, ROW), return_type=VOTE)
@@ -53,12 +53,12 @@ def needs_rescale(y: Tile, row_max: Rows) -> Scalar:
 
 
 def _register_pairs(array: mgpu.FragmentedArray) -> list[ir.Value]:
-    """Return the tile's registers as 64-bit pairs of adjacent columns."""
+    """Return the registers of a lane as 64-bit values, each with two adjacent columns of the tile."""
     require_layout(array.layout, TILE_LAYOUT)
     return [lanes.bitcast(pair, lanes.i64()) for pair in array.registers.flat]
 
 
 def _vote_any(code: str, *operands: ir.Value) -> mgpu.FragmentedArray:
-    """Return whether predicate p, which `code` sets, is true in any lane of the warp."""
+    """Return whether `code` sets the predicate p in any lane of the warp."""
     text = f"{{ .reg .pred p; {code} vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }}"
     return fragments.as_scalar(lanes.ptx(text, *operands, touches_memory=True))
