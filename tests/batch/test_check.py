@@ -122,31 +122,36 @@ def test_block_table_past_a_requests_end_is_not_checked():
     check(batch(block_table=((1, 2), 10_000)))
 
 
-class TestOverlaps:
-    def assert_refused(self, message, *arguments):
-        metadata = jattn.build_batch_metadata(*arguments, block_size=BLOCK)
-        with pytest.raises(ValueError, match=message):
-            check(metadata)
-
-    def test_two_requests_must_not_write_one_slot(self):
-        message = r"slot_mapping has slot 6 twice, for rows 0 and 1"
-        self.assert_refused(message, [1, 1], [7, 7], [[2, 1], [3, 1]])
-
-    def test_a_request_must_not_write_a_slot_twice(self):
-        self.assert_refused("has slot 4 twice, for rows 0 and 0", [8], [8], [[1, 1]])
-
-    def test_a_request_must_not_write_into_a_block_shared_with_a_longer_one(self):
-        message = r"Row 0 writes position 6 of block 1, which row 1 also uses.*4 tokens of context"
-        self.assert_refused(message, [1, 1], [7, 5], [[2, 1], [3, 1]])
-
-    def test_a_written_block_must_have_one_position(self):
-        message = r"block_table\[1\] has block 2 in column 1, but row 0 writes it as column 0"
-        self.assert_refused(message, [4, 1], [4, 9], [[2], [3, 2, 4]])
-
-    def test_tokens_must_not_be_written_to_the_null_block(self):
-        padded = np.asarray([[1, 2, 8], [3, 4, 0], [5, 6, 7]])
-        message = r"slot_mapping\[1\]=3 is in block 0, the null block, but row 1"
-        self.assert_refused(message, [1, 1, 1], [9, 12, 10], padded)
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "block_table", "message"),
+    [
+        ([1, 1], [7, 7], [[2, 1], [3, 1]], r"slot_mapping has slot 6 twice, for rows 0 and 1"),
+        ([8], [8], [[1, 1]], "has slot 4 twice, for rows 0 and 0"),
+        (
+            [1, 1],
+            [7, 5],
+            [[2, 1], [3, 1]],
+            r"Row 0 writes position 6 of block 1, which row 1 also uses.*4 tokens of context",
+        ),
+        (
+            [4, 1],
+            [4, 9],
+            [[2], [3, 2, 4]],
+            r"block_table\[1\] has block 2 in column 1, but row 0 writes it as column 0",
+        ),
+        (
+            [1, 1, 1],
+            [9, 12, 10],
+            np.asarray([[1, 2, 8], [3, 4, 0], [5, 6, 7]]),
+            r"slot_mapping\[1\]=3 is in block 0, the null block, but row 1",
+        ),
+    ],
+    ids=["two requests", "one request", "shared block", "two columns", "null block"],
+)
+def test_writes_to_shared_slots_and_blocks_are_rejected(query_lens, seq_lens, block_table, message):
+    metadata = jattn.build_batch_metadata(query_lens, seq_lens, block_table, block_size=BLOCK)
+    with pytest.raises(ValueError, match=message):
+        check(metadata)
 
 
 class TestOtherArguments:

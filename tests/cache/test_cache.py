@@ -1,7 +1,6 @@
 """The paged cache: layouts, writes that skip padding and never copy, block copies, and sizes."""
 
 import dataclasses
-import functools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -283,50 +282,76 @@ class TestMoves:
 
 
 class TestRefusals:
-    def test_inconsistent_shapes_are_rejected_by_name(self):
-        cache = jattn.PagedCache.create(spec())
-        with pytest.raises(
-            ValueError, match=r"key must have a token for each slot \(3\), got shape \(2, 2, 16\)"
-        ):
-            jattn.write_kv(cache, *random_kv(2), jnp.arange(3))
-        with pytest.raises(ValueError, match=r"key must have shape \(2, 16\).*got \(3, 16\)"):
-            jattn.write_kv(cache, *random_kv(2, heads=3), jnp.arange(2))
-        with pytest.raises(ValueError, match=r"v must have shape \(1, 4, 2, 8\).*got \(1, 4, 2, 9\)"):
-            jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 9)))
-        with pytest.raises(
-            ValueError, match=r"k must have 5 axes in the packed layout, got shape \(1, 4, 2, 8\)"
-        ):
-            jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 8)), layout="packed")
-        with pytest.raises(
-            ValueError, match=r"v_scale's shape must be one of \(\), \(2,\), \(1, 4, 2\), \(2, 8\), got"
-        ):
-            jattn.PagedCache(k=jnp.zeros((1, 4, 2, 8)), v=jnp.zeros((1, 4, 2, 8)), v_scale=jnp.ones(3))
+    @pytest.mark.parametrize(
+        ("num_keys", "heads", "num_slots", "message"),
+        [
+            (2, 2, 3, r"key must have a token for each slot \(3\), got shape \(2, 2, 16\)"),
+            (2, 3, 2, r"key must have shape \(2, 16\).*got \(3, 16\)"),
+        ],
+    )
+    def test_write_kv_rejects_inconsistent_shapes(self, num_keys, heads, num_slots, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.write_kv(
+                jattn.PagedCache.create(spec()), *random_kv(num_keys, heads=heads), jnp.arange(num_slots)
+            )
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"v": jnp.zeros((1, 4, 2, 9))}, r"v must have shape \(1, 4, 2, 8\).*got \(1, 4, 2, 9\)"),
+            ({"layout": "packed"}, r"k must have 5 axes in the packed layout, got shape \(1, 4, 2, 8\)"),
+            (
+                {"v_scale": jnp.ones(3)},
+                r"v_scale's shape must be one of \(\), \(2,\), \(1, 4, 2\), \(2, 8\), got",
+            ),
+            (
+                {"k_scale": jnp.ones((2, 16))},
+                r"k_scale's shape must be one of .*\(1, 4, 2\), got \(2, 16\)",
+            ),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_paged_cache_rejects_inconsistent_arrays(self, changes, message):
+        arrays = {"k": jnp.zeros((1, 4, 2, 8)), "v": jnp.zeros((1, 4, 2, 8))}
+        with pytest.raises(ValueError, match=message):
+            jattn.PagedCache(**arrays | changes)
+
+    def test_cache_spec_rejects_unknown_layouts(self):
         with pytest.raises(ValueError, match="layout must be one of 'NHD', 'HND', 'packed', got 'DHN'"):
             spec(layout="DHN")
 
-    def test_scales_without_quantization_are_rejected(self):
-        scale = jnp.ones((2, 16))
-        with pytest.raises(ValueError, match=r"k_scale's shape must be one of .*\(5, 4, 2\), got \(2, 16\)"):
-            jattn.PagedCache(k=jnp.zeros((5, 4, 2, 16)), v=jnp.zeros((5, 4, 2, 16)), k_scale=scale)
-        with pytest.raises(ValueError, match="with quantization='int8_token_head' takes no static v_scale"):
-            jattn.PagedCache.create(spec(quantization="int8_token_head"), v_scale=scale)
-        with pytest.raises(
-            ValueError, match=r"v_scale's shape with .*'fp8_e4m3' must be one of .*got \(2, 16"
-        ):
-            jattn.PagedCache.create(spec(quantization="fp8_e4m3"), v_scale=scale)
-
-    def test_values_per_channel_require_scales(self):
-        with pytest.raises(
-            ValueError,
-            match=r"'int8_static_v' requires v_scale.*jattn.calibrate\(.*'int8_static_v'\), or use"
-            r" 'int8_k_only' or 'int8_token_head', which need no scale",
-        ):
-            jattn.PagedCache.create(spec(quantization="int8_static_v"))
-
-    def test_a_static_scale_must_be_positive_and_finite(self):
-        for scale, actual in ((0.0, "0.0"), (float("nan"), "nan"), (-1.0, "-1.0"), (float("inf"), "inf")):
-            with pytest.raises(ValueError, match=f"k_scale must be positive and finite, got {actual}"):
-                jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=jnp.float32(scale))
+    @pytest.mark.parametrize(
+        ("quantization", "scales", "message"),
+        [
+            (
+                "int8_token_head",
+                {"v_scale": jnp.ones((2, 16))},
+                "with quantization='int8_token_head' takes no static v_scale",
+            ),
+            (
+                "fp8_e4m3",
+                {"v_scale": jnp.ones((2, 16))},
+                r"v_scale's shape with .*'fp8_e4m3' must be one of .*got \(2, 16",
+            ),
+            (
+                "int8_static_v",
+                {},
+                r"'int8_static_v' requires v_scale.*jattn.calibrate\(.*'int8_static_v'\), or use"
+                r" 'int8_k_only' or 'int8_token_head', which need no scale",
+            ),
+            *(
+                (
+                    "fp8_e4m3",
+                    {"k_scale": jnp.float32(scale)},
+                    f"k_scale must be positive and finite, got {scale}",
+                )
+                for scale in (0.0, float("nan"), -1.0, float("inf"))
+            ),
+        ],
+    )
+    def test_create_rejects_invalid_scales(self, quantization, scales, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.PagedCache.create(spec(quantization=quantization), **scales)
 
     def test_scales_per_token_require_an_8_bit_dtype(self):
         zeros = jnp.zeros((5, 4, 2, 16))
@@ -346,23 +371,28 @@ class TestRefusals:
             write("triton")
         assert write("xla").k[0, 3, 0, 0] != 0
 
-    def test_swaps_between_different_caches_are_rejected(self):
-        cache = jattn.PagedCache.create(spec())
-        swap = functools.partial(jattn.swap_blocks, cache)
-        with pytest.raises(ValueError, match=r"target.layout must be the source's \(NHD\), got HND"):
-            swap(jattn.PagedCache.create(spec(layout="HND")), np.zeros((1, 2), int))
-        with pytest.raises(
-            ValueError, match=r"a block of target.k must have shape \(4, 2, 16\).*got \(4, 2, 8\)"
-        ):
-            swap(jattn.PagedCache.create(spec(head_dim=8)), np.zeros((1, 2), int))
-        with pytest.raises(ValueError, match=r"target.k must be float32, as the source's, got bfloat16"):
-            swap(jattn.PagedCache.create(spec(dtype=jnp.bfloat16)), np.zeros((1, 2), int))
-        with pytest.raises(ValueError, match="target must have the source's arrays"):
-            swap(jattn.PagedCache.create(spec(quantization="int8_token_head")), np.zeros((1, 2), int))
-        with pytest.raises(
-            ValueError, match=r"block_mapping must stay below 3 in column 1, got \[\[0, 3\]\]"
-        ):
-            swap(jattn.PagedCache.create(spec(num_blocks=3)), np.asarray([[0, 3]]))
+    @pytest.mark.parametrize(
+        ("changes", "block_mapping", "message"),
+        [
+            ({"layout": "HND"}, [[0, 0]], r"target.layout must be the source's \(NHD\), got HND"),
+            (
+                {"head_dim": 8},
+                [[0, 0]],
+                r"a block of target.k must have shape \(4, 2, 16\).*got \(4, 2, 8\)",
+            ),
+            ({"dtype": jnp.bfloat16}, [[0, 0]], r"target.k must be float32, as the source's, got bfloat16"),
+            ({"quantization": "int8_token_head"}, [[0, 0]], "target must have the source's arrays"),
+            ({"num_blocks": 3}, [[0, 3]], r"block_mapping must stay below 3 in column 1, got \[\[0, 3\]\]"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_swap_blocks_rejects_different_caches(self, changes, block_mapping, message):
+        with pytest.raises(ValueError, match=message):
+            jattn.swap_blocks(
+                jattn.PagedCache.create(spec()),
+                jattn.PagedCache.create(spec(**changes)),
+                np.asarray(block_mapping),
+            )
 
     @pytest.mark.parametrize("on_host", [False, True])
     def test_swaps_between_caches_with_and_without_scales_are_rejected(self, on_host):

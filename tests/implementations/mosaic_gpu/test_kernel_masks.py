@@ -220,7 +220,7 @@ def test_masks_without_kernel_support_are_named(mask, message):
         raise AssertionError(why_not_kernel_mask(mask, 128))
 
 
-def test_masks_are_split_into_position_and_array_parts():
+def test_block_masks_that_fit_the_tiles_are_separated_from_other_factors():
     block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
     fine, coarse = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
     sizes, strided = PrefillSizes(tile_kv=64), jattn.LocalStrided()

@@ -143,7 +143,7 @@ class TestSizes:
         assert (sizes.dq_sizes is not None) == leaves_few
 
     @pytest.mark.parametrize(("changes", "has_two"), [({}, False), ({"window": (1023, 0)}, True)])
-    def test_windows_leave_few_keys(self, changes, has_two):
+    def test_windows_determine_whether_two_kernels_run(self, changes, has_two):
         spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, **changes)
         assert (backward_sizes(None, spec, mean_len=8192).dq_sizes is not None) == has_two
 

@@ -429,7 +429,7 @@ def test_masks_without_block_lists_are_rejected_by_name(mask, q_heads, message):
         ),
     ],
 )
-def test_too_long_lists_are_rejected(sizes, served_by):
+def test_length_of_lists_determines_the_kernel(sizes, served_by):
     spec = jattn.AttentionSpec(
         num_q_heads=2, num_kv_heads=2, head_dim=64, sparsity=masks.LocalStrided(block_size=16)
     )

@@ -177,7 +177,7 @@ class TestNodesOfTheCommandLine:
         assert other_lines == []
         assert "jattn: node 1 of 2 follows node 0" in other_error
 
-    def test_mesh_contains_the_devices_of_all_nodes(self):
+    def test_mesh_must_contain_the_devices_of_all_nodes(self):
         for code, _, error in self.run("--tensor-parallel-size", "3"):
             assert code == 1
             assert (
@@ -326,7 +326,7 @@ class TestFailuresOfProcess0:
 
 
 class TestMeshProcesses:
-    def test_single_process_mesh_has_none(self):
+    def test_single_process_has_no_process_group(self):
         assert make_process_group(None) is None
         assert make_process_group(make_mesh()) is None
 
