@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata, RegionBatch, region_batch, rows_from
 from jattn.cache import PackedKV, PagedCache, require_not_deleted
-from jattn.cascade import CascadeMetadata, check_causal_rows, why_no_cascade
+from jattn.cascade import CascadeMetadata, check_causal_rows, why_not_cascade
 from jattn.implementations import differentiable_attention, mosaic_gpu, reference, xla
 from jattn.implementations.differentiable_attention import reject_gradient_over_cache
 from jattn.implementations.layer_config import LayerConfig, layer_config
@@ -177,7 +177,7 @@ def attend_cascade(
         query: Queries of the step; see `attend`.
         cache: Paged cache of the layer.
         metadata: Prefix and suffix of the step, from build_cascade_metadata.
-        spec: Attention of the layer, for which `why_no_cascade` returns None.
+        spec: Attention of the layer, for which `why_not_cascade` returns None.
         plans: Plan of the prefix (not causal) and plan of the suffix; None plans here.
         sinks: Attention sinks, f32 [q_heads]. They join the suffix, even if it has no keys.
         implementation: Implementation to use; see `attend`.
@@ -482,7 +482,7 @@ def cascade_attend(
     require_type("spec", spec, AttentionSpec, "the layer's")
     # A PackedKV has no block table, so prefix and suffix would both read its first keys.
     require_type("cache", cache, PagedCache, "attend takes a PackedKV")
-    if (reason := why_no_cascade(spec)) is not None:
+    if (reason := why_not_cascade(spec)) is not None:
         raise unsupported(*reason, "Call attend with the metadata of the whole step")
     out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
     return (out, lse.astype(jnp.float32)) if return_lse else out

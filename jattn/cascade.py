@@ -117,7 +117,7 @@ def check_causal_rows(metadata: CascadeMetadata) -> None:
         require(False, "common_prefix_len", rule, prefix_len)
 
 
-def why_no_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
+def why_not_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
     """Return the spec's field that rules out cascade attention, and the reason; None if supported."""
     if spec.batch_invariant:
         reason = "the order of summation would depend on the other requests of the batch"
@@ -130,7 +130,7 @@ def why_no_cascade(spec: AttentionSpec) -> tuple[str, str] | None:
 
 def can_cascade(spec: AttentionSpec, alibi_slopes: Any = None) -> bool:
     """Return whether a layer supports cascade attention."""
-    return why_no_cascade(spec) is None and alibi_slopes is None
+    return why_not_cascade(spec) is None and alibi_slopes is None
 
 
 # vLLM's thresholds below which cascade attention never pays, and the tiles of FlashAttention's kernels.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.cascade import why_no_cascade
+from jattn.cascade import why_not_cascade
 
 
 def attention(**changes):
@@ -71,7 +71,7 @@ def test_a_window_without_sides_is_none():
     """So that layers that refuse windows accept it."""
     spec = attention(window=(None, None))
     assert spec == attention()
-    assert why_no_cascade(spec) is None
+    assert why_not_cascade(spec) is None
 
 
 def test_specs_are_values():

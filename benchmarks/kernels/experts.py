@@ -20,7 +20,7 @@ from jattn.models.expert_matmuls import (
     run_tiles_mosaic,
     run_tiles_xla,
     select_method,
-    why_no_kernel,
+    why_not_expert_kernel,
 )
 from jattn.models.experts import Experts
 from jattn.models.routing import Routing
@@ -126,7 +126,7 @@ def measure(layer: Experts, shape: Shape, tokens: int, choice: str, method: Any)
         num_tokens=tokens,
         num_selected=shape.experts_per_token,
         num_experts=shape.num_experts,
-        has_kernel=why_no_kernel(x, layer.weights()) is None,
+        has_kernel=why_not_expert_kernel(x, layer.weights()) is None,
     )
     return {
         "way": method.__name__,

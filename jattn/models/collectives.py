@@ -40,15 +40,15 @@ class Peers(nnx.Module):
     """The peer memory of a model's devices.
 
     Attributes:
-        sums: Memory for all-reduces over all devices.
-        ranks: Memory for exchanging log-sum-exps between context-parallel ranks; None without context
+        all_reduce_memory: Memory for all-reduces over all devices.
+        lse_memory: Memory for exchanging log-sum-exps between context-parallel ranks; None without context
             parallelism.
     """
 
-    def __init__(self, sums: "PeerMemory", ranks: "PeerMemory | None") -> None:
+    def __init__(self, all_reduce_memory: "PeerMemory", lse_memory: "PeerMemory | None") -> None:
         """Store the memory as modules."""
-        self.sums = PeerMemoryModule(sums)
-        self.ranks = None if ranks is None else PeerMemoryModule(ranks)
+        self.all_reduce_memory = PeerMemoryModule(all_reduce_memory)
+        self.lse_memory = None if lse_memory is None else PeerMemoryModule(lse_memory)
 
 
 # A gather's thread blocks process one row at a time, however narrow. XLA may be faster beyond this (not
@@ -80,14 +80,14 @@ def use_peer_memory(model: Any, *, max_rows: int = 2048) -> None:
     if mesh is None:
         raise ValueError("use_peer_memory requires a model on a mesh. Load it with load(DIR, mesh=...).")
     make = functools.partial(collectives.make_peer_memory, model.mesh)
-    all_sums, ranks = make(ALL_AXES, max_rows=max_rows, width=model.config.hidden_size), None
+    all_reduce_memory, lse_memory = make(ALL_AXES, max_rows=max_rows, width=model.config.hidden_size), None
     if model.mesh.shape[CP] > 1:
         width = 2 * model.config.num_attention_heads  # one f32 per head, counted in 16-bit elements
-        ranks = make(CP, max_rows=min(max_rows, MAX_RANK_EXCHANGE_ROWS), width=width + width % 4)
-    model.peers = nnx.data(Peers(all_sums, ranks))
+        lse_memory = make(CP, max_rows=min(max_rows, MAX_RANK_EXCHANGE_ROWS), width=width + width % 4)
+    model.peers = nnx.data(Peers(all_reduce_memory, lse_memory))
 
 
-def why_no_peer_memory(model: Any) -> str | None:
+def why_not_peer_memory(model: Any) -> str | None:
     """Return why `use_peer_memory` has no benefit or would raise, or None if it can be used.
 
     With several processes, all must call this at the same time, and get the same answer.
@@ -106,8 +106,8 @@ def why_no_peer_memory(model: Any) -> str | None:
     if any(device.platform not in GPU_PLATFORMS for device in devices):
         return "the devices are not NVIDIA GPUs"
     sizes = {"width": model.config.hidden_size, "bytes_needed": 0, "block_bytes": 0}
-    why_no_kernel = collectives.why_not_all_reduce_kernel(dtype=model.dtype, **sizes)
-    return why_no_kernel or collectives.why_not_peer_memory(devices, mesh.size)
+    why_not_all_reduce_kernel = collectives.why_not_all_reduce_kernel(dtype=model.dtype, **sizes)
+    return why_not_all_reduce_kernel or collectives.why_not_peer_memory(devices, mesh.size)
 
 
 def all_reduce_sum(

@@ -166,19 +166,21 @@ class Decoder(nnx.Module):
             return out
         if positions is None:
             positions = (metadata.full if isinstance(metadata, PerKVCacheGroup) else metadata).positions
-        delta = self._first_delta(token_ids, positions)
-        x = jnp.zeros_like(delta)  # so that the first layer is traced like the others
-        written: list[Any] = []
+        sublayer_out = self._first_sublayer_out(token_ids, positions)
+        x = jnp.zeros_like(sublayer_out)  # so that the first layer is traced like the others
+        new_caches: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]
             spec = layer.self_attn.spec
-            x, delta, cache = layer(
-                x, delta, cache, for_layer(metadata, spec), positions, for_layer(plan, spec)
+            x, sublayer_out, cache = layer(
+                x, sublayer_out, cache, for_layer(metadata, spec), positions, for_layer(plan, spec)
             )
-            written.append(cache)
-        if self.layers[0].delta_is_partial:
-            delta = all_reduce_sum(delta, self.axis_name, None if caches is None else self.layers[0].peers)
-        return self.norm(x + delta), None if caches is None else tuple(written)
+            new_caches.append(cache)
+        if self.layers[0].sublayer_out_is_partial:
+            sublayer_out = all_reduce_sum(
+                sublayer_out, self.axis_name, None if caches is None else self.layers[0].peers
+            )
+        return self.norm(x + sublayer_out), None if caches is None else tuple(new_caches)
 
     def embed(
         self, token_ids: Int[Array, " tokens"], positions: Int32[Array, " tokens"]
@@ -204,11 +206,11 @@ class Decoder(nnx.Module):
             return x
         return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in transformers
 
-    def _first_delta(
+    def _first_sublayer_out(
         self, token_ids: Int[Array, " tokens"], positions: Int32[Array, " tokens"]
     ) -> Float[Array, "tokens hidden"]:
-        """Return the first layer's delta: the embeddings, or this device's summand of them."""
-        if not self.layers[0].delta_is_partial:
+        """Return the embeddings for the first layer, or this device's summand of them."""
+        if not self.layers[0].sublayer_out_is_partial:
             return self.embed(token_ids, positions)
         if self.embedding_norm is None and self.embed_positions is None:
             return self._local_embeddings(token_ids)

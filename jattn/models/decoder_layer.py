@@ -81,7 +81,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "tokens hidden"],
-        delta: Float[Array, "tokens hidden"],
+        sublayer_out: Float[Array, "tokens hidden"],
         cache: PagedCache | None,
         metadata: BatchMetadata,
         positions: Int32[Array, " tokens"],
@@ -90,40 +90,42 @@ class DecoderLayer(nnx.Module):
         """Run the layer.
 
         Args:
-            x: The residual stream without delta; zeros before the first layer.
-            delta: Output of the previous layer, or the embeddings, which this layer adds to x and normalizes
-                at once. If `delta_is_partial`, this device's summand of it, as is the returned one.
+            x: The residual stream before sublayer_out is added; zeros before the first layer.
+            sublayer_out: Output of the previous layer's last sublayer (MLP or attention), or the embeddings.
+                This layer adds it to x and normalizes the sum, in one kernel where supported. If
+                `sublayer_out_is_partial`, it is this device's summand.
             cache: KV cache of the layer.
             metadata: Metadata of the step.
             positions: Position of each token, for the rotary embedding.
             plan: Plan of the step.
 
         Returns:
-            The residual stream, this layer's delta, and its cache with the step's keys and values written.
+            The residual stream, the output of the layer's last sublayer, and the cache with the step's keys
+            and values written.
         """
         axis_name, peers = self.axis_name, None if cache is None else self.peers
         add_norm = functools.partial(add_and_norm, allow_kernel=self.allow_kernel and cache is not None)
-        add_delta_norm = add_norm
-        if self.delta_is_partial:
-            add_delta_norm = functools.partial(
+        add_sublayer_norm = add_norm
+        if self.sublayer_out_is_partial:
+            add_sublayer_norm = functools.partial(
                 all_reduce_add_and_norm,
                 axis_name=axis_name,
                 peers=peers,
                 allow_kernel=self.allow_kernel and cache is not None,
             )
 
-        def as_delta(partial: Array) -> Array:
-            """Return what is added to the stream for this device's summand of an output."""
-            if self.delta_is_partial:
+        def finish_sublayer(partial: Array) -> Array:
+            """Return the sublayer output to add, given this device's summand of it."""
+            if self.sublayer_out_is_partial:
                 return partial
             return self._scaled(all_reduce_sum(partial, axis_name, peers))
 
-        x, normed = add_delta_norm(x, delta, self.input_layernorm)
+        x, normed = add_sublayer_norm(x, sublayer_out, self.input_layernorm)
         attended, cache = self.self_attn(
             _apply_norm(self.attention_layernorm, normed), cache, metadata, positions, plan
         )
         if self.is_parallel:
-            return x, as_delta(attended + self.mlp(_apply_norm(self.mlp_layernorm, normed))), cache
+            return x, finish_sublayer(attended + self.mlp(_apply_norm(self.mlp_layernorm, normed))), cache
         if self.post_feedforward_layernorm is not None:
             attended = all_reduce_sum(attended, axis_name, peers)
             attended = self._scaled(_apply_norm(self.post_attention_layernorm, attended))
@@ -131,12 +133,12 @@ class DecoderLayer(nnx.Module):
             out = all_reduce_sum(self.mlp(normed), axis_name, peers)
             return x, self._scaled(self.post_feedforward_layernorm(out)), cache
         x = normed if self.residual_after_norm else x
-        x, normed = add_delta_norm(x, as_delta(attended), self.post_attention_layernorm)
-        return normed if self.residual_after_norm else x, as_delta(self.mlp(normed)), cache
+        x, normed = add_sublayer_norm(x, finish_sublayer(attended), self.post_attention_layernorm)
+        return normed if self.residual_after_norm else x, finish_sublayer(self.mlp(normed)), cache
 
     @property
-    def delta_is_partial(self) -> bool:
-        """Whether delta is one device's summand, which the next layer all-reduces when it adds it."""
+    def sublayer_out_is_partial(self) -> bool:
+        """Whether a sublayer output is this device's summand, which the next layer all-reduces and adds."""
         is_added_directly = self.post_feedforward_layernorm is None and self.residual_scale is None
         return self.axis_name is not None and is_added_directly
 

@@ -103,7 +103,7 @@ def run_experts(
     """
     num_tokens, num_selected = top_k.experts.shape
     sizes = {"num_tokens": num_tokens, "num_selected": num_selected, "num_experts": len(weights.down)}
-    has_kernel = allow_kernel and why_no_kernel(x, weights) is None
+    has_kernel = allow_kernel and why_not_expert_kernel(x, weights) is None
     return select_method(**sizes, has_kernel=has_kernel)(x, top_k, weights, statics)
 
 
@@ -230,7 +230,7 @@ def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile: int, num_ti
     )
 
 
-def why_no_kernel(x: Array, weights: ExpertWeights) -> str | None:
+def why_not_expert_kernel(x: Array, weights: ExpertWeights) -> str | None:
     """Return why `run_tiles_mosaic` cannot be used, or None if it can."""
     _, intermediate, hidden = weights.down.shape
     sizes = ((hidden, 2 * intermediate), (intermediate, hidden))

@@ -234,24 +234,24 @@ def matmul_precision(dtype: DTypeLike) -> str | None:
 
 def add_and_norm(
     x: Float[Array, "tokens hidden"],
-    delta: Float[Array, "tokens hidden"],
+    sublayer_out: Float[Array, "tokens hidden"],
     norm: Any,
     *,
     allow_kernel: bool,
 ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
-    """Return x + delta and its norm, computed by one kernel where it is supported.
+    """Return x + sublayer_out and its norm, computed by one kernel where it is supported.
 
     Args:
         x: The residual stream.
-        delta: Output of attention or MLP.
-        norm: Norm before the next attention or MLP; None = it reads the sum itself.
+        sublayer_out: Output of attention or MLP.
+        norm: Norm before the next attention or MLP; None = the sum is not normalized.
         allow_kernel: Whether the kernel may be used; static. It has no gradient.
 
     Source: vLLM `RMSNorm.forward(x, residual)`.
     """
-    if allow_kernel and _why_no_kernel(x, delta, norm) is None:
-        return _add_norm(x, delta, norm.weight[...], eps=norm.eps, is_offset=norm.is_offset)
-    x = x + delta
+    if allow_kernel and _why_not_add_norm(x, sublayer_out, norm) is None:
+        return _add_norm(x, sublayer_out, norm.weight[...], eps=norm.eps, is_offset=norm.is_offset)
+    x = x + sublayer_out
     return x, x if norm is None else norm(x)
 
 
@@ -260,11 +260,11 @@ _add_norm = jax.jit(
 )  # jitted, so that it is lowered once for all callers
 
 
-def _why_no_kernel(x: Array, delta: Array, norm: Any) -> str | None:
+def _why_not_add_norm(x: Array, sublayer_out: Array, norm: Any) -> str | None:
     """Return why `add_norm` cannot be used, or None if it can."""
     if not is_kernel_rms_norm(norm):
         return "the norm is not an RMS norm that rounds as Llama's or Gemma's does"
-    dtypes = (delta.dtype, norm.weight[...].dtype)
+    dtypes = (sublayer_out.dtype, norm.weight[...].dtype)
     return support.why_not_on(x) or support.why_not_add_norm(
         dtype=x.dtype, other_dtypes=dtypes, width=x.shape[-1]
     )

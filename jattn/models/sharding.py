@@ -302,13 +302,14 @@ def _local_model(run_spec: _RunSpec, values: tuple[Any, ...]) -> Any:
             module.out_features = module.kernel.shape[1:]
         if isinstance(module, AllHeadsNorm):
             module.axis_name = TP
-    sums, ranks = None, None
+    all_reduce_memory, lse_memory = None, None
     if model.peers is not None:
-        sums = nnx.data(model.peers.sums.local)
-        ranks = None if model.peers.ranks is None else nnx.data(model.peers.ranks.local)
+        all_reduce_memory = nnx.data(model.peers.all_reduce_memory.local)
+        lse_memory = None if model.peers.lse_memory is None else nnx.data(model.peers.lse_memory.local)
     for layer in model.layers:
         layer.axis_name, layer.self_attn.ranks = ALL_AXES, model.ranks
-        layer.peers, layer.self_attn.peers = (sums, ranks) if layer.allow_kernel else (None, None)
+        layer.peers = all_reduce_memory if layer.allow_kernel else None
+        layer.self_attn.peers = lse_memory if layer.allow_kernel else None
         _cut_heads(layer.self_attn, tp, model.config)
     return model
 

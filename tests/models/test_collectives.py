@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jattn.models import collectives, load, use_peer_memory
-from jattn.models.collectives import why_no_peer_memory
+from jattn.models.collectives import why_not_peer_memory
 from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving.engine.weights import Weights
@@ -36,9 +36,9 @@ def test_peer_memory_all_reduces_give_the_same_tokens():
 def test_peer_memory_is_not_a_weight():
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)
-    assert model.peers.sums.table.shape == (1, 1, 4)
-    assert model.peers.sums.memory.shape[:2] == (1, 1)
-    assert model.peers.ranks is None
+    assert model.peers.all_reduce_memory.table.shape == (1, 1, 4)
+    assert model.peers.all_reduce_memory.memory.shape[:2] == (1, 1)
+    assert model.peers.lse_memory is None
 
 
 def test_use_peer_memory_refuses_models_without_a_mesh(types_unchecked):
@@ -62,37 +62,43 @@ class TestWhyNoPeerMemory:
 
     def test_model_on_one_device_has_no_peer_memory(self):
         assert (
-            why_no_peer_memory(load(LLAMA, progress=False))
+            why_not_peer_memory(load(LLAMA, progress=False))
             == "the model is on one device, so that there are no all-reduces"
         )
         assert (
-            why_no_peer_memory(self.model(tp=1))
+            why_not_peer_memory(self.model(tp=1))
             == "the model is on one device, so that there are no all-reduces"
         )
 
     def test_devices_other_than_gpus_have_no_peer_memory(self):
-        assert why_no_peer_memory(self.model()) == "the devices are not NVIDIA GPUs"
-        assert why_no_peer_memory(self.model(tp=1, cp=2)) == "the devices are not NVIDIA GPUs"
+        assert why_not_peer_memory(self.model()) == "the devices are not NVIDIA GPUs"
+        assert why_not_peer_memory(self.model(tp=1, cp=2)) == "the devices are not NVIDIA GPUs"
 
     def test_abstract_model_has_no_peer_memory(self):
-        assert why_no_peer_memory(self.model(has_weights=False)) == "the model has no weights"
+        assert why_not_peer_memory(self.model(has_weights=False)) == "the model has no weights"
 
     def test_unsupported_dtypes_and_device_counts_have_no_peer_memory(self, monkeypatch):
         monkeypatch.setattr(collectives, "GPU_PLATFORMS", ("cpu",))
-        assert why_no_peer_memory(self.model()) is None
-        assert why_no_peer_memory(self.model(cp=2)) is None
-        assert why_no_peer_memory(self.model(dtype=jnp.float32)).startswith("there is no kernel for float32")
-        assert why_no_peer_memory(self.model(tp=3, cp=3)).startswith("9 devices would sum together")
+        assert why_not_peer_memory(self.model()) is None
+        assert why_not_peer_memory(self.model(cp=2)) is None
+        assert why_not_peer_memory(self.model(dtype=jnp.float32)).startswith("there is no kernel for float32")
+        assert why_not_peer_memory(self.model(tp=3, cp=3)).startswith("9 devices would sum together")
 
 
 def test_new_weights_keep_the_peer_memory():
     """A copy would have another address than the one that the other devices write to."""
     model = load(LLAMA, mesh=make_mesh(), dtype=jnp.bfloat16, progress=False)
     use_peer_memory(model, max_rows=1)
-    before = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]
+    before = [
+        model.peers.all_reduce_memory.table.get_value(),
+        model.peers.all_reduce_memory.memory.get_value(),
+    ]
     kernel = model.lm_head.kernel.get_value()
     copies = jax.tree.map(lambda x: np.asarray(x) * 1, nnx.state(model))
     Weights(model).update(copies)
-    after = [model.peers.sums.table.get_value(), model.peers.sums.memory.get_value()]
+    after = [
+        model.peers.all_reduce_memory.table.get_value(),
+        model.peers.all_reduce_memory.memory.get_value(),
+    ]
     assert all(now is then for now, then in zip(after, before, strict=True))
     assert model.lm_head.kernel.get_value() is not kernel

@@ -28,8 +28,8 @@ def test_residuals_are_scaled_before_they_are_rounded():
     layer.mlp.down_proj.kernel.set_value(jnp.zeros((8, 16), jnp.bfloat16))
     layer.mlp.down_proj.bias.set_value(gives)
     metadata = jattn.build_batch_metadata([2], [2], None)
-    _, delta, _ = layer(x, x, None, metadata, metadata.positions)
+    _, sublayer_out, _ = layer(x, x, None, metadata, metadata.positions)
     expected = (np.asarray(gives, np.float32) * np.float32(0.22)).astype(
         jnp.bfloat16
     )  # bf16's 0.22 is 0.2197
-    np.testing.assert_array_equal(delta, np.stack([expected, expected]))
+    np.testing.assert_array_equal(sublayer_out, np.stack([expected, expected]))

@@ -22,7 +22,7 @@ from jattn.models.expert_matmuls import (
     run_tiles_mosaic,
     run_tiles_xla,
     select_method,
-    why_no_kernel,
+    why_not_expert_kernel,
 )
 from jattn.models.experts import Experts
 from jattn.models.layers import MLP
@@ -325,7 +325,7 @@ def test_kernel_tiles_have_the_gradients_of_xla_tiles(monkeypatch):
 
 
 def test_a_layer_uses_the_kernel_unless_other_implementations_are_requested(monkeypatch):
-    monkeypatch.setattr(expert_matmuls, "why_no_kernel", lambda x, weights: None)
+    monkeypatch.setattr(expert_matmuls, "why_not_expert_kernel", lambda x, weights: None)
     taken = []
     monkeypatch.setattr(expert_matmuls, "run_tiles_mosaic", lambda x, *_: taken.append(1) or x)
     for implementation, expected in ((None, 1), ("mosaic_gpu", 1), ("xla", 0), (("reference", "xla"), 0)):
@@ -343,9 +343,9 @@ def test_a_layer_uses_the_kernel_unless_other_implementations_are_requested(monk
         assert len(taken) == expected
 
 
-def test_why_no_kernel_gives_the_reason():
+def test_why_not_expert_kernel_gives_the_reason():
     layer, x = make("mixtral"), tokens(3)
-    assert why_no_kernel(x, layer.weights()) in (
+    assert why_not_expert_kernel(x, layer.weights()) in (
         "the kernels need an NVIDIA GPU, and JAX's platform here is 'cpu'",
         "dtype=float32 is not supported; supported: bfloat16, float16",
     )
@@ -379,7 +379,7 @@ def test_16_bit_error_on_a_gpu_is_at_most_twice_that_of_rounding(family, count, 
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", 256)
     monkeypatch.setattr(sys.modules[__name__], "INTERMEDIATE", 192)
     layer, x = make(family, dtype=jnp.bfloat16), tokens(count, dtype=jnp.bfloat16)
-    assert why_no_kernel(x, layer.weights()) is None
+    assert why_not_expert_kernel(x, layer.weights()) is None
     actual, float64_output = run(layer, x), expected(family, layer, x.astype(jnp.float32))
     error = np.abs(np.asarray(actual[sample_tokens(actual)], np.float64) - float64_output)
     assert error.max() <= 2 * 2**-8 * np.abs(float64_output).max()

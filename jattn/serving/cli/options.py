@@ -11,7 +11,7 @@ import jax
 
 from jattn.cache.spec import QUANTIZATION_ALIASES, QUANTIZATIONS
 from jattn.implementations.selection import IMPLEMENTATIONS
-from jattn.models.collectives import use_peer_memory, why_no_peer_memory
+from jattn.models.collectives import use_peer_memory, why_not_peer_memory
 from jattn.models.kv_scales import CalibrationWarning
 from jattn.parallel import make_mesh
 from jattn.serving.engine.engine import Engine
@@ -239,7 +239,7 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
         model = load(args.model, **load_options)
         # The custom all-reduce requires that one engine at a time runs on the devices, as it does here.
         allows_custom_all_reduce = not (args.disable_custom_all_reduce or args.batch_invariant)
-        if allows_custom_all_reduce and why_no_peer_memory(model) is None:
+        if allows_custom_all_reduce and why_not_peer_memory(model) is None:
             use_peer_memory(model)
         engine_options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
         if args.speculative not in (None, NGRAM) and os.path.isdir(args.speculative):

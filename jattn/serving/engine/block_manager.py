@@ -16,9 +16,9 @@ class BlockManager:
     make. Blocks that a request does not read any more can be freed early (`free_skipped_blocks`); the null
     block replaces them.
 
-    A full block published under a digest of its content can be found by that digest (`find`), even after all
-    owners have freed it, until it is reallocated. Blocks are reallocated in least-recently-used order, and
-    those of one request from the last to the first, since later blocks are useless without the earlier ones.
+    A full block that is cached under a digest of its content can be found by that digest (`find`) until it is
+    reallocated, even after all owners have freed it. Blocks are reallocated in least-recently-used order, and
+    a request's blocks from the last to the first, since later blocks are useless without the earlier ones.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
@@ -41,7 +41,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks without an owner, including published ones."""
+        """Number of blocks without an owner, including cached ones."""
         return len(self._free)
 
     @property
@@ -92,18 +92,18 @@ class BlockManager:
         return max(self.blocks_for(end) - len(owned), 0) + len(self._shared_in(owned, first, end))
 
     def find(self, digests: Sequence[bytes]) -> tuple[int, ...]:
-        """Return the published blocks of the longest prefix of `digests`."""
-        found = []
+        """Return the cached blocks of the longest prefix of `digests`."""
+        cached_blocks = []
         for digest in digests:
-            block = self._published.get(digest)
+            block = self._cached_blocks.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return tuple(found)
+            cached_blocks.append(block)
+        return tuple(cached_blocks)
 
     def is_cached(self, digest: bytes) -> bool:
-        """Return whether a block is published under this digest."""
-        return digest in self._published
+        """Return whether a block is cached under this digest."""
+        return digest in self._cached_blocks
 
     def num_free_without(self, blocks: Sequence[int]) -> int:
         """Return the number of free blocks if these blocks had an owner."""
@@ -116,8 +116,8 @@ class BlockManager:
         Args:
             request_id: Identifier of the new request.
             num_tokens: Number of tokens.
-            shared: Full blocks that hold the first tokens, as returned by `find`; null blocks for those that
-                will not be read.
+            shared: Full blocks that hold the first tokens, as returned by `find`; null blocks replace
+                blocks that will not be read.
 
         Raises:
             ValueError: If the request already has blocks, too few blocks are free, or `shared` holds more
@@ -142,8 +142,8 @@ class BlockManager:
         self._num_skipped[request_id] = sum(block == NULL_BLOCK for block in shared)
         return self.block_table(request_id)
 
-    def publish(self, request_id: int, index: int, digest: bytes) -> None:
-        """Make a request's full block at `index` findable by the digest of its content.
+    def cache_block(self, request_id: int, index: int, digest: bytes) -> None:
+        """Cache a request's full block at `index` under the digest of its content.
 
         Does nothing if another block has this digest already, or if the request has freed the block.
 
@@ -153,13 +153,13 @@ class BlockManager:
         owned = self._owned(request_id)
         require(0 <= index < len(owned), "index", f"be in [0, {len(owned)}), a block of the request", index)
         block = owned[index]
-        if digest not in self._published and block not in self._digests and block != NULL_BLOCK:
-            self._published[digest] = block
+        if digest not in self._cached_blocks and block not in self._digests and block != NULL_BLOCK:
+            self._cached_blocks[digest] = block
             self._digests[block] = digest
 
     def reset_prefix_cache(self) -> None:
-        """Make all published blocks unfindable until they are published again."""
-        self._published.clear()
+        """Remove all blocks from the prefix cache."""
+        self._cached_blocks.clear()
         self._digests.clear()
 
     def extend(self, request_id: int, first: int, end: int) -> list[tuple[int, int]]:
@@ -177,7 +177,7 @@ class BlockManager:
         new_blocks = self._take(self.blocks_to_extend(request_id, first, end))
         for index in self._written(owned, first, end):
             if index not in shared:
-                self._unpublish(owned[index])  # The parent of the fork may have published it.
+                self._uncache(owned[index])  # The parent of the fork may have cached it.
         copies = []
         for index in shared:
             source, target = owned[index], new_blocks.pop()
@@ -232,7 +232,7 @@ class BlockManager:
     def free(self, request_id: int) -> None:
         """Free a request's blocks.
 
-        Blocks that other requests share stay allocated; published ones stay findable.
+        Blocks that other requests share stay allocated; cached ones can still be found.
 
         Raises:
             ValueError: If there is no such request.
@@ -251,7 +251,7 @@ class BlockManager:
         self._ref_counts = [0] * self.num_blocks
         self._tables = BlockTables()
         self._num_skipped: dict[int, int] = {}
-        self._published: dict[bytes, int] = {}  # digest -> block
+        self._cached_blocks: dict[bytes, int] = {}  # digest -> block
         self._digests: dict[int, bytes] = {}  # block -> digest
 
     # --------------------------------------------------------------------------------------- inside
@@ -284,16 +284,17 @@ class BlockManager:
             self._free[block] = None
             self._free.move_to_end(block, last=block in self._digests)
 
-    def _unpublish(self, block: int) -> None:
+    def _uncache(self, block: int) -> None:
+        """Remove a block from the prefix cache."""
         if block in self._digests:
-            del self._published[self._digests.pop(block)]
+            del self._cached_blocks[self._digests.pop(block)]
 
     def _take(self, num_new_blocks: int) -> list[int]:
         _require_free(num_new_blocks, self.num_free)
         new_blocks = [self._free.popitem(last=False)[0] for _ in range(num_new_blocks)]
         for block in new_blocks:
             self._ref_counts[block] = 1
-            self._unpublish(block)
+            self._uncache(block)
         self.peak_used = max(self.peak_used, self.num_used)
         return new_blocks
 

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from jattn.batch.bucket import Bucket
-from jattn.cascade import MIN_REQS, use_cascade_attention, why_no_cascade
+from jattn.cascade import MIN_REQS, use_cascade_attention, why_not_cascade
 from jattn.nn import PagedAttention
 from jattn.parallel import num_mesh_devices, num_ranks
 from jattn.runtime.decode_graphs import GraphStep
@@ -144,7 +144,7 @@ def _why_not(model: Any) -> str | None:
     if not layers:
         return "the model has no PagedAttention"
     for layer in layers:
-        if (reason := why_no_cascade(layer.spec)) is not None:
+        if (reason := why_not_cascade(layer.spec)) is not None:
             return f"{reason[0]}: {reason[1]}"
         if layer.alibi_slopes is not None:
             return "alibi_slopes: cascade attention needs masks that ignore distance"

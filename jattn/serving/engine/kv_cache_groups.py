@@ -92,9 +92,9 @@ def longrope_threshold_of(model: Any) -> int | None:
 def find_within_windows(
     local_attention: LocalAttention, manager: BlockManager, digests: Sequence[bytes]
 ) -> tuple[int, ...]:
-    """Return the published blocks of the longest prefix after which a request can continue.
+    """Return the cached blocks of the longest prefix after which a request can continue.
 
-    Only the blocks that the next token attends to must be published; null blocks replace the earlier ones.
+    Only the blocks that the next token attends to must be cached; null blocks replace the earlier ones.
 
     Source: vLLM V1 `SlidingWindowManager.find_longest_cache_hit`.
     """

@@ -143,16 +143,16 @@ class KVCacheManager:
             group.can_start(request, blocks, self._max_step_tokens) for group, blocks in groups_with_blocks
         ):
             return 0
-        previous = request.num_computed, request.num_published
-        request.num_published = len(cached_blocks[0])
-        request.num_computed = request.num_published * self._manager.block_size
+        previous = request.num_computed, request.num_cached_blocks
+        request.num_cached_blocks = len(cached_blocks[0])
+        request.num_computed = request.num_cached_blocks * self._manager.block_size
         limit = min(
             group.max_new_tokens_after(blocks, request.num_computed) for group, blocks in groups_with_blocks
         )
         num_new = request.num_next_same_type if self._separates_prompts else request.num_new
         count = min(num_new, budget, limit)
         if self._is_long(request.num_tokens) and not self._is_long(request.num_computed + count):
-            request.num_computed, request.num_published = previous
+            request.num_computed, request.num_cached_blocks = previous
             return 0  # Wait for a sufficient budget.
         for group, blocks in groups_with_blocks:
             group.manager.allocate(request.request_id, request.num_computed + count, blocks)
@@ -170,26 +170,26 @@ class KVCacheManager:
     def fork(self, parent: ScheduledRequest, child: ScheduledRequest) -> None:
         """Share the cached blocks of a prompt, all but its last token, with another completion."""
         for group in self._groups:
-            group.manager.fork(parent.request_id, child.request_id, parent.num_shared)
-        child.num_computed, child.is_stale = parent.num_shared, parent.is_stale
+            group.manager.fork(parent.request_id, child.request_id, parent.num_shared_prompt_tokens)
+        child.num_computed, child.is_stale = parent.num_shared_prompt_tokens, parent.is_stale
 
-    def publish(self, request: ScheduledRequest) -> None:
-        """Publish a request's computed full blocks whose tokens the host knows."""
+    def cache_full_blocks(self, request: ScheduledRequest) -> None:
+        """Cache a request's computed full blocks whose tokens the host knows."""
         if request.hashes is None or request.is_stale:
             return
         num_computed = request.num_computed
         if self._separates_prompts:
             num_computed = min(num_computed, request.num_prompt_tokens)
         num_full = min(num_computed // self._manager.block_size, len(request.hashes))
-        for index in range(request.num_published, num_full):
+        for index in range(request.num_cached_blocks, num_full):
             digest = self._length_digest(request.hashes[index], request.num_computed)
             for group in self._groups:
-                group.manager.publish(request.request_id, index, digest)
-        request.num_published = num_full
+                group.manager.cache_block(request.request_id, index, digest)
+        request.num_cached_blocks = num_full
 
     def free(self, request: ScheduledRequest) -> None:
         """Free a request's blocks, and drop its pending copies."""
-        self.publish(request)
+        self.cache_full_blocks(request)
         for group in self._groups:
             group.manager.free(request.request_id)
         self.pending_copies.pop(request.request_id, None)

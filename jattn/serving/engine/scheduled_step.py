@@ -70,8 +70,8 @@ class ScheduledRequest:
         num_computed: Number of tokens in the KV cache.
         token_capacity: Number of tokens that the request's blocks hold without a copy of a shared block; 0 if
             this must be recomputed.
-        num_published: Number of leading full blocks that other requests can find.
-        is_stale: Whether some keys were computed with old weights, so that no further block is published.
+        num_cached_blocks: Number of leading full blocks that are cached for other requests.
+        is_stale: Whether some keys were computed with old weights, so that no further block is cached.
         completions: Requests with the same prompt that wait for this one to compute it.
         parent: Request whose prompt this one waits for; None if it does not wait.
         num_prompt_tokens: Number of prompt tokens.
@@ -83,7 +83,7 @@ class ScheduledRequest:
     hashes: BlockHashes | None
     num_computed: int = 0
     token_capacity: int = 0
-    num_published: int = 0
+    num_cached_blocks: int = 0
     is_stale: bool = False
     completions: list["ScheduledRequest"] = dataclasses.field(default_factory=list)
     parent: Optional["ScheduledRequest"] = None
@@ -93,8 +93,11 @@ class ScheduledRequest:
         self.num_prompt_tokens = self.num_tokens
 
     @property
-    def num_shared(self) -> int:
-        """Number of prompt tokens that completions reuse: all but the last one, whose logits each needs."""
+    def num_shared_prompt_tokens(self) -> int:
+        """Number of prompt tokens that parallel completions share.
+
+        Each completion computes the last prompt token itself, because it samples from that token's logits.
+        """
         return self.num_prompt_tokens - 1
 
     @property

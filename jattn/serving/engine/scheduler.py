@@ -124,7 +124,7 @@ class Scheduler:
             num_prompt_tokens: Number of prompt tokens.
             max_tokens: Maximum number of generated tokens. The last one needs no cache slot.
             hashes: Hashes of the request's full blocks, kept up to date by the caller. None: the request
-                neither reuses nor publishes blocks.
+                neither reuses nor caches blocks.
             parent_id: Identifier of a request with the same prompt, which computes it for both. None: no
                 parent.
 
@@ -274,9 +274,9 @@ class Scheduler:
             request = self._requests[request_id]
             request.num_computed += count - step.num_draft_tokens
             request.num_tokens += samples
-            if request.num_computed >= (request.num_published + 1) * block_size:
-                self._blocks.publish(request)  # The device runs steps in order.
-            if request.completions and request.num_computed >= request.num_shared:
+            if request.num_computed >= (request.num_cached_blocks + 1) * block_size:
+                self._blocks.cache_full_blocks(request)  # The device runs steps in order.
+            if request.completions and request.num_computed >= request.num_shared_prompt_tokens:
                 self._fork(request)
             if count > 1:  # A prompt chunk. For single tokens, see num_fitting_tokens.
                 self._blocks.free_skipped_blocks(request)
@@ -336,10 +336,10 @@ class Scheduler:
         """Share a computed prompt's blocks, without its last token, with the completions that wait for it."""
         for request in parent.completions:
             request.parent = None
-            if parent.num_shared:
+            if parent.num_shared_prompt_tokens:
                 self._blocks.fork(parent, request)
-            self.num_forked_tokens += parent.num_shared
-            queue = self._forked if parent.num_shared else self._waiting
+            self.num_forked_tokens += parent.num_shared_prompt_tokens
+            queue = self._forked if parent.num_shared_prompt_tokens else self._waiting
             bisect.insort(queue, request, key=by_arrival)
         parent.completions = []
 

@@ -76,7 +76,7 @@ class TestGenerate:
         self, recording_engine, monkeypatch, words, uses_peer_memory
     ):
         models = []
-        monkeypatch.setattr(options, "why_no_peer_memory", lambda model: None)
+        monkeypatch.setattr(options, "why_not_peer_memory", lambda model: None)
         monkeypatch.setattr(options, "use_peer_memory", models.append)
         assert main([*MODEL, "--max-tokens", "1", *words, "a"]) == 0
         assert len(models) == uses_peer_memory

@@ -67,9 +67,9 @@ def test_a_prefix_is_found_if_both_groups_have_its_blocks():
     full_manager, window_manager = BlockManager(20, 4), BlockManager(20, 4)
     table, near_table = full_manager.allocate(0, 24), window_manager.allocate(0, 24)
     for index in range(5):
-        full_manager.publish(0, index, hashes[index])
+        full_manager.cache_block(0, index, hashes[index])
     for index in (0, 1, 3, 4, 5):
-        window_manager.publish(0, index, hashes[index])
+        window_manager.cache_block(0, index, hashes[index])
     groups = [KVCacheGroup(full_manager), KVCacheGroup(window_manager, NEAR)]
     assert find_in_all_groups(groups, hashes[:]) == [
         table[:5],

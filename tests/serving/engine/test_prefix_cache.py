@@ -239,7 +239,7 @@ def test_the_least_recently_used_blocks_are_reused_first_and_prefixes_last():
     pool.step()
     pool.add(1, range(100, 112), 1)
     pool.step()
-    pool.add(2, range(200, 216), 1)  # takes the two that nobody published, then the end of request 0's three
+    pool.add(2, range(200, 216), 1)  # takes the two uncached blocks, then the end of request 0's three
     pool.step()
     assert first_step(pool, 3, [*range(12), 1]) == 13 - 4
     pool.abort(3)
@@ -248,7 +248,7 @@ def test_the_least_recently_used_blocks_are_reused_first_and_prefixes_last():
     assert first_step(pool, 5, [*range(100, 112), 1]) == 13
 
 
-def test_keys_of_old_weights_are_neither_found_nor_published():
+def test_keys_of_old_weights_are_neither_found_nor_cached():
     pool = Pool(20, 0, budget=100)
     pool.add(0, range(8), 9)
     pool.step()
@@ -279,8 +279,8 @@ def test_refuses_hashes_of_another_block_size():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda m: m.publish(7, 2, b"x"), r"index must be in \[0, 2\), .*, got 2\."),
-        (lambda m: m.publish(8, 0, b"x"), r"request_id 8 has no blocks\."),
+        (lambda m: m.cache_block(7, 2, b"x"), r"index must be in \[0, 2\), .*, got 2\."),
+        (lambda m: m.cache_block(8, 0, b"x"), r"request_id 8 has no blocks\."),
         (
             lambda m: m.allocate(8, 3, m.block_table(7)[:1]),
             r"shared holds 4 tokens, but num_tokens is 3\.",

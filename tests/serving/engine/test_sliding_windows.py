@@ -94,7 +94,7 @@ def test_a_prefix_is_found_if_the_next_tokens_window_is_cached():
     manager = BlockManager(20, 4)
     table = manager.allocate(0, 24)
     for index in (0, 1, 3, 4):
-        manager.publish(0, index, hashes[index])
+        manager.cache_block(0, index, hashes[index])
     assert find_within_windows(local_attention, manager, hashes[:]) == (
         0,
         0,
@@ -173,7 +173,7 @@ class TestEngine:
         manager = engine.scheduler.block_manager
         digests = BlockHashes(8, prompt)[:]
         for block in manager.find(digests[:3]):
-            manager._unpublish(block)  # as if it had been handed out for something else
+            manager._uncache(block)  # as if it had been handed out for something else
         (repeated,) = engine.generate([prompt], max_tokens=4)
         assert repeated.token_ids == first.token_ids
         assert engine.stats.num_prefix_hit_tokens == 96

@@ -23,7 +23,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import jattn  # noqa: E402
 from jattn.models import load, use_peer_memory  # noqa: E402
-from jattn.models.collectives import why_no_peer_memory  # noqa: E402
+from jattn.models.collectives import why_not_peer_memory  # noqa: E402
 from jattn.serving import Engine  # noqa: E402
 
 MODEL = "examples/tiny_model"
@@ -40,7 +40,7 @@ def tokens_of_both_processes(*, uses_peers: bool, **axes: int) -> Any:
     """Return the tokens in process 0, and None in the other, which follows."""
     model = load(MODEL, mesh=jattn.parallel.make_mesh(**axes), dtype=jnp.bfloat16, progress=False)
     if uses_peers:
-        reason = why_no_peer_memory(model)  # what `jattn serve` asks
+        reason = why_not_peer_memory(model)  # what `jattn serve` asks
         assert reason == (None if WHERE == "gpu" else "the devices are not NVIDIA GPUs"), reason
         use_peer_memory(model)
     engine = Engine(model, **SIZES)
