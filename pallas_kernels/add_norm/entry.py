@@ -27,8 +27,8 @@ def add_norm(
         sublayer_out: Rows to add, of the shape and dtype of x; None adds nothing, and the first result is x.
         weight: Weight of the norm, [width].
         eps: Static: number added to the mean square.
-        is_offset: Static: multiply by 1 + weight and round once (Gemma). Otherwise round before multiplying
-            by the weight, too (Llama).
+        is_offset: Static: multiply by 1 + weight and round once (Gemma). Otherwise also round before
+            multiplying by the weight (Llama).
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The kernel of add_norm: one thread block per row, which passes through registers once.
+"""The kernel of add_norm: one thread block per row, which loads and stores the row once.
 
 x[row], sublayer_out[row], weight ---> x + sublayer_out ---> sums[row]
                                     |
@@ -41,7 +41,12 @@ class AddNormRefs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOptions:
-    """Static options of the RMS norm; see `add_norm`."""
+    """Static options of the RMS norm.
+
+    Attributes:
+        eps: Number added to the mean square.
+        is_offset: Whether the factor is 1 + weight; see apply_norm_weight.
+    """
 
     eps: float
     is_offset: bool
@@ -50,7 +55,7 @@ class NormOptions:
 def add_and_norm(
     refs: AddNormRefs, options: NormOptions, *, interpret: Interpret = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel and return x + sublayer_out (x if sublayer_out is None) and its norm."""
+    """Run the kernel and return the sum x + sublayer_out (or x) and its RMS norm."""
     rows, _ = refs.x.shape
     like_x = jax.ShapeDtypeStruct(refs.x.shape, refs.x.dtype)
     body = functools.partial(_add_norm_body if refs.sublayer_out is not None else _norm_body, options=options)
@@ -103,8 +108,8 @@ def apply_norm_weight(normed: Tile, weight: Tile, dtype: DTypeLike, *, is_offset
         normed: Rows divided by their root mean square, f32.
         weight: Weight of the norm, f32.
         dtype: Dtype of the result.
-        is_offset: Whether the factor is 1 + weight and the product is rounded once (Gemma). Otherwise the
-            rows are rounded before the multiplication, too (Llama).
+        is_offset: Whether the factor is 1 + weight and only the product is rounded (Gemma). Otherwise the
+            rows are also rounded before the multiplication (Llama).
     """
     if is_offset:
         return (normed * (1.0 + weight)).astype(dtype)

@@ -20,9 +20,9 @@ def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_
 
     Args:
         dtype: Dtype of the bounds.
-        q_heads: Query heads.
-        kv_heads: KV heads.
-        head_dim: Elements per head.
+        q_heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        head_dim: Number of elements per head.
     """
     heads = f"kv_heads={kv_heads} with q_heads={q_heads}"
     reason = first_reason(
@@ -40,12 +40,12 @@ def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_
         return reason
     if q_heads % kv_heads:
         return f"{heads} is not supported for block scores; q_heads must be a multiple of kv_heads"
-    needed = BlockScoresDims(
+    smem_bytes = BlockScoresDims(
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=1, block_size=1
     ).smem_bytes
-    if needed > MAX_SMEM:
+    if smem_bytes > MAX_SMEM:
         clause = f"{heads} and head_dim={head_dim} is not supported for block scores"
-        sizes = f"{needed >> 10} KB of shared memory, and the GPU has {MAX_SMEM >> 10} KB"
+        sizes = f"{smem_bytes >> 10} KB of shared memory, and the GPU has {MAX_SMEM >> 10} KB"
         return f"{clause}: it needs {sizes}"
     return None
 
@@ -68,8 +68,8 @@ def block_scores(
         query: One query token per request.
         low: Minimum of each element over a block's keys.
         high: Maximum of each element over a block's keys.
-        block_table: Blocks of each request; entries past a request's blocks are never used.
-        seq_lens: Keys of each request; the results past their blocks are arbitrary.
+        block_table: Block ids of each request; entries after a request's last block are never used.
+        seq_lens: Number of keys of each request. Results after a request's last block are undefined.
         block_size: Static: keys per block.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 

@@ -1,9 +1,9 @@
 """The kernel of block_scores: one warp loads bounds of blocks, a warpgroup multiplies them by the queries.
 
-The rows of a tile are the KV heads of a few consecutive blocks, its columns all query heads; of the products
-only those of a KV head with its own query heads count. That wastes most of the tensor core's work, which
-costs nothing here, and keeps the bounds of a block contiguous. A thread block processes every `ctas`-th tile
-i of a request:
+The rows of a tile are the KV heads of a few consecutive blocks, and its columns are all query heads. Only the
+products of a KV head with the query heads of its group are used. The unused products take no additional time,
+because loads bound the speed, and the bounds of a block stay contiguous. A thread block processes every
+`ctas`-th tile i of a request:
 
     loader: warp 0 of warpgroup 1      shared memory         consumer: warpgroup 0
     -------------------------------    -------------         ------------------------------------------
@@ -14,7 +14,7 @@ i of a request:
       wait free[s]                                             wait full[s]
       TMA: low, high of each block ---> bounds[s] ---------->  S = low q[0]^T + high q[1]^T
                                                                arrive free[s]
-                                                               maximum over own heads --> global memory
+                                                               maximum per group --> global memory
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ TILE_ROWS = 64  # rows of a tile: the M of the tensor core
 # KB takes 1 % longer.
 BYTES_IN_FLIGHT = 64 * 1024
 CTAS = 264
-# Bytes of shared memory per thread block, and those besides queries and bounds: barriers, sums.
+# Bytes of shared memory per thread block, and bytes for everything except queries and bounds: barriers, sums.
 MAX_SMEM, SMEM_RESERVE = 232448, 3072
 f32 = jnp.float32
 
@@ -51,11 +51,11 @@ class BlockScoresDims:
     """Static sizes of one call.
 
     Attributes:
-        q_heads: Query heads.
-        kv_heads: KV heads: a multiple of 8 that divides 64 and q_heads.
-        head_dim: Elements per head, a multiple of 64.
-        max_blocks: Columns of the block table.
-        block_size: Keys per block.
+        q_heads: Number of query heads.
+        kv_heads: Number of KV heads, a multiple of 8 that divides 64 and q_heads.
+        head_dim: Number of elements per head, a multiple of 64.
+        max_blocks: Number of columns of the block table.
+        block_size: Number of keys per block.
     """
 
     q_heads: int
@@ -66,17 +66,17 @@ class BlockScoresDims:
 
     @property
     def blocks(self) -> int:
-        """Blocks per tile."""
+        """Number of blocks per tile."""
         return TILE_ROWS // self.kv_heads
 
     @property
     def stages(self) -> int:
-        """Tiles in flight."""
+        """Number of pipeline stages, each with the bounds of one tile."""
         return max(BYTES_IN_FLIGHT // (2 * TILE_ROWS * self.head_dim * 2), 2)
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory per thread block."""
+        """Bytes of shared memory per thread block."""
         rows = self.q_heads + self.stages * TILE_ROWS
         return 2 * rows * self.head_dim * 2 + SMEM_RESERVE
 
@@ -90,12 +90,12 @@ class BlockScoresInputs(NamedTuple):
     """Arrays that the kernel reads.
 
     Attributes:
-        query: [reqs, q_heads, head_dim].
+        query: One query token per request, [reqs, q_heads, head_dim].
         low: Minimum of each element over a block's keys, [blocks, kv_heads, head_dim].
         high: Maximum of each element over a block's keys, [blocks, kv_heads, head_dim].
-        block_table: [reqs, max_blocks].
+        block_table: Block ids of each request, int32 [reqs, max_blocks].
         seq_lens: Number of keys of each request, int32 [reqs].
-        bias: f32 [64, q_heads]: 0 for the query heads of a row's KV head, -inf for the others.
+        bias: f32 [64, q_heads]: 0 for the query heads of a row's KV head, -inf for all other query heads.
     """
 
     query: Ref
@@ -110,9 +110,9 @@ class BlockScoresSmem(NamedTuple):
     """Shared memory of a thread block.
 
     Attributes:
-        q: [2, q_heads, head_dim]: the negative part of the queries, for `low`, and the positive part, for
-            `high`.
-        bounds: [stages, 2, 64, head_dim]: `low` and `high`.
+        q: Negative part of the queries, which is multiplied by `low`, and positive part, which is multiplied
+            by `high`: [2, q_heads, head_dim].
+        bounds: Values of `low` and `high` of each stage's tile, [stages, 2, 64, head_dim].
     """
 
     q: Ref
@@ -120,7 +120,13 @@ class BlockScoresSmem(NamedTuple):
 
 
 class BlockScoresBarriers(NamedTuple):
-    """Barriers: the queries have arrived; a stage is full; a stage is free."""
+    """Barriers between the loader and the consumer.
+
+    Attributes:
+        q_full: Queries have arrived.
+        full: Bounds of a tile have arrived [stages].
+        free: The consumer has read the bounds of a tile [stages].
+    """
 
     q_full: Barriers
     full: Barriers
@@ -139,7 +145,7 @@ def score_tiles(
 ) -> jax.Array:
     """Return the bound of each block, f32 [reqs, kv_heads, blocks of max_tiles].
 
-    Bounds past a request's end are arbitrary.
+    Bounds after a request's last block are undefined.
 
     Args:
         query: See BlockScoresInputs.

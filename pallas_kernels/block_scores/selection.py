@@ -12,11 +12,12 @@ from pallas_kernels.ptx.top_k_blocks import top_k_blocks as kernel
 
 
 class SelectedBlocks(NamedTuple):
-    """The selected blocks of each request and KV head.
+    """Selected blocks of each request and KV head.
 
     Attributes:
-        threshold: The recent blocks and all blocks with at least this score are selected.
-        ids: Selected blocks in ascending order; what follows is arbitrary.
+        threshold: Smallest score of a selected block. All blocks with at least this score are selected, and
+            the recent blocks.
+        ids: Indices of the selected blocks in ascending order; elements after them are undefined.
         counts: Number of selected blocks.
     """
 
@@ -33,19 +34,18 @@ def select_top_blocks(
     num_selected: int,
     num_recent: int,
 ) -> SelectedBlocks:
-    """Select the last blocks of each request, and the blocks with the highest scores among the others.
+    """Select the last blocks of each request, and those of the earlier blocks that have the highest scores.
 
     Args:
         scores: Score of each block, without NaN among a request's blocks; scores past its end are not used.
-        seq_lens: Keys of each request.
+        seq_lens: Number of keys of each request.
         block_size: Static: keys per block.
         num_selected: Static: number of blocks to select, including the recent ones; all blocks if there are
-            not more. Blocks with the same score as the last selected one are selected, too.
-        num_recent: Static: number of last blocks that are selected whatever their scores.
+            fewer. Blocks with the same score as the last selected one are also selected.
+        num_recent: Static: number of last blocks, which are always selected.
 
     Raises:
-        ValueError: If there are more than MAX_LEN blocks, seq_lens is of other requests, or a number is out
-            of range.
+        ValueError: If there are more than MAX_LEN blocks, the shapes disagree, or a number is out of range.
         NotImplementedError: If it is differentiated.
     """
     require_axes(3, scores=scores)

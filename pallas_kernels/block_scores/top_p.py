@@ -1,4 +1,4 @@
-"""top_p_threshold: the lowest score per row such that it and all higher scores have a share of the softmax.
+"""top_p_threshold: the score per row from which on the highest scores have a given share of the softmax.
 
 The threshold is found one bit at a time, by summing the probabilities above each candidate.
 """

@@ -42,17 +42,18 @@ def cache_read(
 ) -> Shaped[Array, "rows kv_heads head_dim"]:
     """Copy key i of request r to row `kv_start_loc[r] + i`, for i from `first_keys[r]` to `seq_lens[r]`.
 
-    Other rows are arbitrary. The time is proportional to the keys that are read, the memory to `buffer_len`.
+    The content of other rows is undefined. The time is proportional to the number of keys that are read, and
+    the memory to `buffer_len`.
 
     Args:
         cache: Keys or values: NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads,
             block_size, head_dim]; in 8 bits, or in `dtype`.
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r. Entries of
             blocks without a requested key are never used.
-        first_keys: First requested key of each request. The other rows of its tile of TILE keys are written,
-            too, and may be arbitrary.
-        seq_lens: One past the last requested key of each request, at most as many as its row of the table
-            holds. The other rows of the last tile are written, too.
+        first_keys: Position of the first requested key of each request. The rows of earlier keys of its tile
+            of TILE keys are also written, with undefined content.
+        seq_lens: One past the position of the last requested key of each request, at most
+            `max_blocks * block_size`. The remaining rows of the last tile are also written.
         dtype: Static: dtype of the result, bfloat16 or float16.
         scale: Factor of the stored numbers: a scalar, [kv_heads], [kv_heads, head_dim], or per token and head
             [blocks, kv_heads, block_size]. None = 1.
@@ -60,7 +61,7 @@ def cache_read(
         kv_start_loc: Row of key 0 of each request, a multiple of TILE; negative if the first keys are not
             requested. The rows of different requests must not overlap, and must lie within the result. None =
             `padded_len` rows per request.
-        buffer_len: Static: rows of the result, a multiple of TILE; required with kv_start_loc.
+        buffer_len: Static: number of rows of the result, a multiple of TILE; required with kv_start_loc.
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
     Raises:
@@ -123,7 +124,7 @@ def _check(
 def _start_rows(
     kv_start_loc: Array | None, buffer_len: int | None, *, reqs: int, padded: int
 ) -> tuple[Array, int]:
-    """Return the row of each request's key 0, and the number of rows; `padded` each without kv_start_loc."""
+    """Return the row of each request's first key, and the number of rows of the result."""
     if kv_start_loc is None:
         require(buffer_len is None, "buffer_len", "be None without kv_start_loc", buffer_len)
         return jnp.arange(reqs, dtype=jnp.int32) * padded, reqs * padded
@@ -149,7 +150,7 @@ def _scales(scale: Array | None, tiling: CacheTiling, kv_heads: int) -> tuple[Ar
 
 
 def _tiles(starts: Array, firsts: Array, lens: Array, num_rows: int) -> Array:
-    """Return the request of each tile of rows, or -1, and the tile's first key: [num_rows / TILE, 2]."""
+    """Return the request of each tile of rows (-1 for none) and its first key, [num_rows / TILE, 2]."""
     row = jnp.arange(0, num_rows, TILE, dtype=jnp.int32)[:, None]
     first_key = row - starts[None, :]
     is_owner = (first_key >= 0) & (first_key < lens[None, :]) & (first_key + TILE > firsts[None, :])

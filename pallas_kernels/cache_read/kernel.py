@@ -1,4 +1,4 @@
-"""The kernel of cache_read: a thread block fills a tile of rows with one request's keys, of one head.
+"""The kernel of cache_read: a thread block copies the keys of one request and head to a tile of rows.
 
     one warpgroup                                        shared memory
     ------------------------------------------------     -------------------------------
@@ -11,7 +11,7 @@
       16-bit rows ------------------------------------>  out [num_chunks]
     TMA: rows ------------------------> global memory <- out
 
-A thread block overlaps none of its own steps; other thread blocks of the SM fill the gaps.
+The steps of a thread block do not overlap. Several thread blocks per SM run at the same time instead.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class CacheReadDims:
     """Static sizes of one call.
 
     Attributes:
-        rows: Rows of the result, a multiple of TILE.
-        kv_heads: KV heads.
-        tiling: Copies that fetch a tile.
+        rows: Number of rows of the result, a multiple of TILE.
+        kv_heads: Number of KV heads.
+        tiling: Division of the cache's blocks into TMA copies.
         dtype: Dtype of the result.
     """
 
@@ -56,14 +56,14 @@ class CacheReadInputs(NamedTuple):
     """Arrays that the kernel reads.
 
     Attributes:
-        cache: Cache in the form of `CacheTiling.tile_cache`.
-        token_scales: f32 scales in the form of `CacheTiling.tile_scales`, or None.
-        channel_scales: f32 scales [kv_heads, num_chunks, width], or None.
-        tiles: int32 [rows / TILE, 2]: request of each tile of rows, or -1, and the tile's first key, a
-            multiple of TILE.
-        block_table: int32 [reqs, max_blocks].
+        cache: Keys or values of the cache, reshaped by CacheTiling.tile_cache.
+        token_scales: Scale of each token and head, f32, reshaped by CacheTiling.tile_scales; or None.
+        channel_scales: Scale of each element of a head, f32 [kv_heads, num_chunks, width], or None.
+        tiles: Request of each tile of rows (-1 for none), and position of the tile's first key, a multiple of
+            TILE: int32 [rows / TILE, 2].
+        block_table: Block ids of each request, int32 [reqs, max_blocks].
         first_keys: Position of the first requested key of each request, int32 [reqs].
-        seq_lens: int32 [reqs].
+        seq_lens: One past the position of the last requested key of each request, int32 [reqs].
     """
 
     cache: Ref
@@ -76,13 +76,13 @@ class CacheReadInputs(NamedTuple):
 
 
 class CacheReadSmem(NamedTuple):
-    """Shared memory, and the barrier of the copies into it.
+    """Shared memory of a thread block, and the barrier for the copies into it.
 
     Attributes:
-        stored: Keys as they are stored, [num_chunks, TILE, width].
+        stored: Keys in the dtype of the cache, [num_chunks, TILE, width].
         token_scales: Scales of the tile's keys or values, f32 [TILE]; None without scales per token.
-        out: 16-bit keys, [num_chunks, TILE, width].
-        loaded: Barrier that every copy arrives at.
+        out: Keys in 16 bits, [num_chunks, TILE, width].
+        loaded: Barrier at which each copy arrives.
     """
 
     stored: Ref
@@ -171,8 +171,8 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
             x = load_dequantized(x, dims.dtype) if is_quantized else plgpu.load(x, layout=W)
             smem.out[chunk] = apply_scale(x, chunk).astype(dims.dtype)
         plgpu.commit_smem()
-        # Store: TMA drops what is past the end of a chunk. The thread block must not exit before it has read
-        # all.
+        # Store: TMA drops columns after the end of a chunk. The thread block must not exit before TMA has
+        # read all rows.
         for chunk in range(head_chunks.num_chunks):
             rows = pl.ds(pl.multiple_of(tile * TILE, TILE), TILE)
             plgpu.copy_smem_to_gmem(smem.out.at[chunk], out.at[rows, head, chunk, columns])

@@ -144,7 +144,7 @@ def _side_options(new: Array, cache: Array, scale: Array | None) -> SideOptions:
 
 
 def _scale_ref(scale: Array | None) -> Ref:
-    """Return scales per token and head as a ref to write in place, or a scalar as an array [1] to read."""
+    """Return a ref to scales per token and head, which are written in place, or a scalar as an array [1]."""
     if scale is None:
         return None
     return jax.new_ref(scale) if scale.ndim else scale.reshape(1)

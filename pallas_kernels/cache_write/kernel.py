@@ -1,7 +1,6 @@
 """The kernel of cache_write: a thread block moves a few tokens, by bulk copies or through registers.
 
-Keys (and values) that the cache stores as they come are copied; those that it stores in 8 bits are quantized
-in registers.
+Keys and values in the dtype of the cache are copied. For an 8-bit cache, they are quantized in registers.
 
 one warpgroup, for keys and for values           copied                               quantized
 ----------------------------------------------   ----------------------------------   ----------------------
@@ -40,9 +39,9 @@ class SideOptions:
     """Static options of writing one side of the cache, the keys or the values.
 
     Attributes:
-        heads: KV heads per token.
-        dtype: Dtype that the rows are quantized to; None = stored as they come.
-        has_token_scales: Whether a scale per token and head is computed here.
+        heads: Number of KV heads.
+        dtype: 8-bit dtype that the rows are quantized to; None if they have the cache's dtype.
+        has_token_scales: Whether the kernel computes a scale per token and head.
     """
 
     heads: int
@@ -50,15 +49,18 @@ class SideOptions:
     has_token_scales: bool = False
 
     def smem(self, rows: int, array: jax.Array) -> ScratchType:
-        """Return the shared memory that rows are copied through; None if they are quantized in registers."""
+        """Return shared memory for copies of rows; None if they are quantized in registers."""
         return plgpu.SMEM((rows, *array.shape[1:]), array.dtype) if self.dtype is None else None
 
     def quantize(self, row: Tile, divisor: Scalar | None) -> tuple[Tile, Rows | None]:
-        """Return a token's [heads, head_dim] in the cache's dtype, and the heads' scales if computed here.
+        """Quantize the keys or values of a token, [heads, head_dim].
 
         Args:
-            row: Token's heads in registers.
-            divisor: Static scale, or None.
+            row: Keys or values of all heads of the token, in registers.
+            divisor: Scale of the whole cache, which rows are divided by; None for 1.
+
+        Returns:
+            The row in the cache's dtype, and the scale of each head, or None without scales per token.
         """
         is_int = self.dtype == jnp.int8
         max_stored = 127.0 if is_int else float(jnp.finfo(self.dtype).max)
@@ -77,18 +79,20 @@ class SideOptions:
 
 
 type Both[T] = tuple[T, T]
-"""A pair of something of the keys and of the values."""
+"""A pair: one element for the keys, one for the values."""
 
 
 class CacheWriteRefs(NamedTuple):
     """Arrays that the kernel reads, and the caches and scales that it writes in place.
 
     Attributes:
-        new: [tokens, kv_heads, head_dim], or [tokens, kv_heads * head_dim] if heads need not be told apart.
-        slot_mapping: int32 [tokens]; tokens with negative slots are not written.
-        caches: jax.Ref [slots, ...] with the last axes of `new`, or HND [blocks, kv_heads, block_size,
-            head_dim].
-        scales: None, a static scale [1], or jax.Ref [blocks, kv_heads, block_size].
+        new: New keys and values [tokens, kv_heads, head_dim]; flattened to [tokens, kv_heads * head_dim] for
+            NHD caches of the same dtype, whose rows are copied as a whole.
+        slot_mapping: Slot of each token, int32 [tokens]; tokens with negative slots are not written.
+        caches: Caches to write, [slots, ...] with the last axes of `new`, or HND [blocks, kv_heads,
+            block_size, head_dim].
+        scales: Scales per token and head to write, [blocks, kv_heads, block_size]; or the scale of the whole
+            cache, [1]; or None.
     """
 
     new: Both[Ref]
@@ -98,11 +102,11 @@ class CacheWriteRefs(NamedTuple):
 
 
 class CacheWriteSmem(NamedTuple):
-    """Shared memory, and the barrier of the copies into it.
+    """Shared memory of a thread block, and the barrier for the copies into it.
 
     Attributes:
-        new: [rows, ...]; None if the rows are quantized.
-        loaded: Barrier that every copy arrives at; None without copies.
+        new: New keys and values of the thread block's tokens, [rows, ...]; None if they are quantized.
+        loaded: Barrier at which each copy arrives; None without copies.
     """
 
     new: Both[ScratchType]
@@ -116,8 +120,8 @@ class CacheWriteDims:
     Attributes:
         sides: Options of the keys and of the values.
         is_hnd: Whether the caches' layout is HND.
-        block_size: Tokens per cache block.
-        rows: Tokens per thread block.
+        block_size: Number of tokens per cache block.
+        rows: Number of tokens per thread block.
     """
 
     sides: Both[SideOptions]
@@ -127,7 +131,7 @@ class CacheWriteDims:
 
     @property
     def num_copies(self) -> int:
-        """Bulk copies of a thread block into shared memory."""
+        """Number of bulk copies of a thread block into shared memory."""
         return self.rows * sum(side.dtype is None for side in self.sides)
 
 
@@ -154,23 +158,23 @@ def write_body(refs: CacheWriteRefs, unused: Ref, smem: CacheWriteSmem, *, dims:
     # The last thread block loads the last token repeatedly instead of reading past the end.
     token_ids = [jnp.minimum(first + j, tokens - 1) for j in range(dims.rows)]
     # Load: all reads are issued before anything is computed, so that their latencies overlap.
-    rows_of_sides: list[list[Tile]] = []
+    rows_per_side: list[list[Tile]] = []
     divisors: list[Scalar | None] = []
     for side, rows_g, rows_s, scale in zip(sides, refs.new, smem.new, refs.scales, strict=True):
         if side.dtype is None:
             for j, token in enumerate(token_ids):
                 plgpu.copy_gmem_to_smem(rows_g.at[token], rows_s.at[j], smem.loaded, oob_mode=BULK_COPY)
-            rows_of_sides.append([])
+            rows_per_side.append([])
         else:
             load = functools.partial(plgpu.load, layout=row_layout(*rows_g.shape[1:]), optimized=False)
-            rows_of_sides.append([load(rows_g.at[token]) for token in token_ids])
+            rows_per_side.append([load(rows_g.at[token]) for token in token_ids])
         is_static = scale is not None and not side.has_token_scales
         divisors.append(scale[0] if is_static else None)
     slots = [refs.slot_mapping[token] for token in token_ids]
     # Quantize in registers while the copies of the other side are in flight.
     quantized = [
         [side.quantize(row, divisor) for row in rows]
-        for side, rows, divisor in zip(sides, rows_of_sides, divisors, strict=True)
+        for side, rows, divisor in zip(sides, rows_per_side, divisors, strict=True)
     ]
     # Store: rows that pass through shared memory must have arrived there.
     if dims.num_copies:
@@ -198,7 +202,7 @@ def write_body(refs: CacheWriteRefs, unused: Ref, smem: CacheWriteSmem, *, dims:
 
 
 def row_layout(heads: int, head_dim: int) -> Layout:
-    """Return the register layout of a token's heads: one head per warp, or copies of it in several warps.
+    """Return the register layout of a token's heads: one head per warp, or copies in several warps.
 
     The layout of a wgmma tile, 16 heads per warp, would be mostly padding: writing a token of 8 heads took
     2.7 us with it, where the write in 16 bits takes 1.4 us.

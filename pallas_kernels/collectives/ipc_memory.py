@@ -1,8 +1,8 @@
-"""Memory that several processes of one host share by CUDA IPC handles: all of them open it, or none does.
+"""Memory that several processes of one host share by CUDA IPC handles. Either all processes open it, or none.
 
-Each process announces its handles, then whether it could open the handles of the others. Both messages go to
-all processes by a collective of `jax.distributed`, so that they agree, and no process waits for one that gave
-up.
+Each process sends its handles, and then whether it could open the handles of the other processes. A
+collective of `jax.distributed` sends both messages to all processes. Therefore, all processes come to the
+same result, and no process waits for one that failed.
 
 process 0                              process 1
 -------------------------------------  -------------------------------------
@@ -12,9 +12,9 @@ opens those of process 1               opens those of process 0
 None, or an error            --------> <--------  None, or an error
 
 The driver allocates the memory (cuMemAlloc), because it makes no handles for XLA's pool. Memory from
-`share_memory` lives as long as the process and stays open in the others: a process cannot know when the last
-kernel of another one that writes there has finished, and memory must not be freed before all processes have
-closed it.
+`share_memory` lives as long as the process and stays open in the other processes: a process cannot know when
+the last kernel of another one that writes there has finished, and memory must not be freed before all
+processes have closed it.
 """
 
 import itertools
@@ -37,69 +37,69 @@ type Addresses = dict[tuple[int, int], int]  # by (id of the accessing device, i
 
 
 def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]]) -> Addresses | str:
-    """Allocate memory on all devices and return its addresses for this process's devices, or why that failed.
+    """Allocate memory on all devices, and return its addresses for the devices of this process.
 
-    All processes must call this at the same time; all get addresses, or all get the same reason. No device's
-    memory is read before all processes have filled theirs.
+    If this fails in a process, it returns the reason as a string in all processes. All processes must call it
+    at the same time. It returns after all processes have filled their memory.
 
     Args:
         devices: GPUs of all processes.
         runs: Initial contents of each device's memory, as (32-bit word, count) pairs.
     """
-    own: dict[jax.Device, int] = {}
-    found: Addresses = {}
+    allocations: dict[jax.Device, int] = {}
+    addresses: Addresses = {}
     is_shared = False
     try:
-        failed = _shared(devices, runs, own, found)
-        is_shared = failed is None
+        failure = _shared(devices, runs, allocations, addresses)
+        is_shared = failure is None
     finally:
-        if not is_shared:  # whatever the error was, the other processes free theirs, too
-            _free(own, found)
-    return found if failed is None else failed
+        if not is_shared:  # the other processes also free their memory, whatever the error was
+            _free(allocations, addresses)
+    return addresses if failure is None else failure
 
 
 def why_not_shared(devices: Sequence[jax.Device]) -> str | None:
     """Return why share_memory would fail, or None, by trying it; all processes must call this together."""
-    own: dict[jax.Device, int] = {}
-    found: Addresses = {}
+    allocations: dict[jax.Device, int] = {}
+    addresses: Addresses = {}
     try:
-        failed = _shared(devices, [(0, 1)], own, found)
+        failure = _shared(devices, [(0, 1)], allocations, addresses)
     finally:
-        left = _free(own, found)
-    return left if failed is None else failed
+        leak_reason = _free(allocations, addresses)
+    return leak_reason if failure is None else failure
 
 
 def _shared(
     devices: Sequence[jax.Device],
     runs: Sequence[tuple[int, int]],
-    own: dict[jax.Device, int],
-    found: Addresses,
+    allocations: dict[jax.Device, int],
+    addresses: Addresses,
 ) -> str | None:
-    """Implement share_memory; add to `own` and `found` whatever was allocated and opened, even on failure."""
-    messages, failed = _exchange_messages(lambda: _allocate(devices, runs, own))
-    if failed is not None:
-        return failed
+    """Implement share_memory. `allocations` and `addresses` receive all memory to free, even on failure."""
+    messages, failure = _exchange_messages(lambda: _allocate(devices, runs, allocations))
+    if failure is not None:
+        return failure
     hosts = {message["host"]: message["name"] for message in messages}
     if len(hosts) > 1:
         return f"the devices belong to several hosts ({', '.join(sorted(hosts.values()))})"
     handles = {int(device): handle for message in messages for device, handle in message["handles"].items()}
-    _, failed = _exchange_messages(lambda: _open(devices, own, handles, found))
-    return failed
+    _, failure = _exchange_messages(lambda: _open(devices, allocations, handles, addresses))
+    return failure
 
 
 def _allocate(
-    devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]], own: dict[jax.Device, int]
+    devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]], allocations: dict[jax.Device, int]
 ) -> dict[str, Any]:
-    """Allocate and fill memory; return the host and, by device id, the UUID and the handle of the memory."""
+    """Allocate and fill memory on the devices of this process, and return the message with its handles."""
     driver, num_bytes, handles = Driver(), 4 * sum(count for _, count in runs), {}
     for device in devices:
         if device.process_index != jax.process_index():
             continue
         index = device.local_hardware_id
         try:
-            own[device] = driver.allocate(index, num_bytes)
-            driver.fill(index, own[device], runs)
-            handles[device.id] = driver.uuid(index), driver.handle(index, own[device])
+            allocations[device] = driver.allocate(index, num_bytes)
+            driver.fill(index, allocations[device], runs)
+            handles[device.id] = driver.uuid(index), driver.handle(index, allocations[device])
         except DriverError as error:
             message = (
                 f"GPU {device.id} cannot allocate {num_bytes} bytes outside XLA's pool to share with other "
@@ -112,60 +112,62 @@ def _allocate(
 
 def _open(
     devices: Sequence[jax.Device],
-    own: Mapping[jax.Device, int],
+    allocations: Mapping[jax.Device, int],
     handles: Mapping[int, Any],
-    found: Addresses,
+    addresses: Addresses,
 ) -> None:
-    """Open all memory for this process's devices and add its addresses to `found`.
+    """Open the memory of all devices on the devices of this process, and add its addresses to `addresses`.
 
-    For GPUs that this process cannot use, opening the memory decides whether peer access is possible.
+    A GPU may be invisible to this process. Then only opening its memory shows whether peer access is
+    possible.
     """
     driver = Driver()
     indices = driver.indices()
-    for device, peer in itertools.product(own, devices):
+    for device, peer in itertools.product(allocations, devices):
         index = device.local_hardware_id
         uuid, handle = handles[peer.id]
         peer_index = indices.get(uuid)
         if device != peer and peer_index is not None and not driver.can_access_peer(index, peer_index):
             raise DriverError(f"GPU {device.id} cannot access the memory of GPU {peer.id}")
         try:
-            if peer not in own:
-                found[device.id, peer.id] = driver.open(index, handle)
+            if peer not in allocations:
+                addresses[device.id, peer.id] = driver.open(index, handle)
                 continue
             if device != peer:
                 driver.enable_peer_access(index, peer.local_hardware_id)
-            found[device.id, peer.id] = own[peer]
+            addresses[device.id, peer.id] = allocations[peer]
         except DriverError as error:
             message = f"GPU {device.id} cannot open the memory of GPU {peer.id} ({error})"
             raise DriverError(message) from error
 
 
-def _free(own: Mapping[jax.Device, int], found: Addresses) -> str | None:
-    """Free the memory of all processes after all have closed it; return why one failed, or None."""
-    by_id = {device.id: device for device in own}
+def _free(allocations: Mapping[jax.Device, int], addresses: Addresses) -> str | None:
+    """Free the memory after all processes have closed it; return why that failed in a process, or None."""
+    by_id = {device.id: device for device in allocations}
 
     def close() -> None:
         driver = Driver()
-        for (device, peer), address in found.items():
+        for (device, peer), address in addresses.items():
             if peer not in by_id:
                 driver.close(by_id[device].local_hardware_id, address)
 
     def free() -> None:
         driver = Driver()
-        for device, address in own.items():
+        for device, address in allocations.items():
             driver.free(device.local_hardware_id, address)
 
-    _, failed = _exchange_messages(close)
-    if failed is not None:
-        return failed
-    _, failed = _exchange_messages(free)
-    return failed
+    _, failure = _exchange_messages(close)
+    if failure is not None:
+        return failure
+    _, failure = _exchange_messages(free)
+    return failure
 
 
 def _exchange_messages(action: Callable[[], Any]) -> tuple[list[Any], str | None]:
-    """Run an action in each process; return the results in process order, and the first failure or None.
+    """Run an action in each process; return all results in process order, and the first failure or None.
 
-    An exception other than DriverError is raised in its own process after the others have been informed.
+    An exception other than DriverError is raised in the process where it occurred, after all processes have
+    received the failure.
     """
     unexpected: Exception | None = None
     try:
@@ -182,5 +184,5 @@ def _exchange_messages(action: Callable[[], Any]) -> tuple[list[Any], str | None
     ]
     if unexpected is not None:
         raise unexpected
-    failed = next((message["failed"] for message in messages if "failed" in message), None)
-    return [message.get("result") for message in messages], failed
+    failure = next((message["failed"] for message in messages if "failed" in message), None)
+    return [message.get("result") for message in messages], failure

@@ -1,4 +1,4 @@
-"""Memory that devices write to without XLA's knowledge, and the table of its addresses."""
+"""Memory that devices write to by remote stores, and the table of its addresses."""
 
 import math
 from collections.abc import Mapping
@@ -21,19 +21,18 @@ _FIX = "Use jax.lax.psum on these devices"
 
 
 class PeerMemory(NamedTuple):
-    """Memory of each device that the other devices write to, made once for all calls on a mesh.
+    """Memory of each device that the other devices write to. Create it once for all calls on a mesh.
 
-    The caller must keep it alive while anything that uses it runs. Both arrays are sharded over all axes of
+    The caller must keep it alive while a kernel that uses it runs. Both arrays are sharded over all axes of
     the
-    mesh: inside `jax.shard_map` each device has its own shard, with
-        `in_specs=PartitionSpec(*mesh.axis_names)`.
+    mesh: `jax.shard_map` with `in_specs=PartitionSpec(*mesh.axis_names)` passes one shard to each device.
 
     Attributes:
-        table: For each device: its index along the summed axes, 0, and the addresses of these devices'
-            memory, low halves first, as the device's process maps them.
-        memory: Memory of each device that the others write to; XLA only keeps it alive. If the GPUs belong to
-            several processes, the driver allocates the memory, for the process's lifetime, and this is an
-            empty array [*mesh, 0, words] whose shape gives the size.
+        table: One row per device: its index among the devices that sum, 0, and the addresses of the memory of
+            these devices in the address space of its process. An address is two words, the low one first.
+        memory: Memory of each device that the other devices write to; XLA only keeps it alive. If the GPUs
+            belong to several processes, the driver allocates the memory for the lifetime of the process, and
+            this is an empty array [*mesh, 0, words] whose shape gives the size.
     """
 
     table: Int32[Array, "*mesh entries"]
@@ -41,12 +40,12 @@ class PeerMemory(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of devices that sum."""
+        """Number of devices whose arrays are summed."""
         return self.table.shape[-1] // 2 - 1
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a thread block's memory for the data that one device writes in a call."""
+        """Number of bytes that one device can write to one thread block of another device in a call."""
         return (4 * self.memory.shape[-1] - COUNTERS) // (MAX_BLOCKS * 2 * self.devices)
 
 
@@ -55,12 +54,13 @@ def make_peer_memory(
 ) -> PeerMemory:
     """Allocate peer memory on all devices of a mesh for arrays of up to `max_rows` rows.
 
-    If the devices belong to several processes, all processes must call this at the same time, and all of them
-    succeed or none does.
+    If the devices belong to several processes, all processes must call this at the same time. Either all
+    calls succeed, or all fail.
 
     Args:
         mesh: GPUs of one host that can access each other's memory (NVLink), of one process or of all
-            processes of `jax.distributed`; or other devices, where XLA sums and the memory is never used.
+            processes of `jax.distributed`; or devices other than GPUs, where XLA computes sums and the memory
+            is not used.
         axis_name: Axis or axes of the mesh to sum over.
         max_rows: Maximum number of rows of an array. Each device uses 4 * max_rows * width bytes for each of
             the summing devices, with max_rows rounded up to a multiple of 128.
@@ -98,7 +98,7 @@ def _has_several_processes(mesh: Mesh) -> bool:
 
 
 def _allocate_in_process(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
-    """Return addresses of memory that XLA allocates, and the memory."""
+    """Allocate memory by XLA on all devices of this process, and return its addresses and the array."""
     by_device = NamedSharding(mesh, P(*mesh.axis_names))
     is_counter = jnp.arange(words) < COUNTERS // 4  # calls are counted from 1
 
@@ -116,7 +116,7 @@ def _allocate_in_process(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
 
 
 def _allocate_in_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
-    """Return addresses of memory that the driver allocates, and PeerMemory.memory."""
+    """Allocate memory by the CUDA driver in all processes, and return its addresses and PeerMemory.memory."""
     counters = COUNTERS // 4
     addresses = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
     if isinstance(addresses, str):
@@ -126,7 +126,7 @@ def _allocate_in_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array
 
 
 def _table(mesh: Mesh, names: tuple[str, ...], addresses: Mapping[tuple[int, int], int]) -> jax.Array:
-    """Return PeerMemory.table; each process builds the rows of its own devices."""
+    """Return PeerMemory.table. Each process builds the rows of the devices that belong to it."""
     axes, sizes = [mesh.axis_names.index(name) for name in names], [mesh.shape[name] for name in names]
 
     def row(index: tuple[slice, ...] | None) -> np.ndarray:

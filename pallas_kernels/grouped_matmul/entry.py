@@ -22,14 +22,14 @@ def grouped_matmul(
 ) -> Float[Array, "rows outputs"]:
     """Return `x[rows of a tile] @ weights[group of the tile]` for each tile of TILE_ROWS rows.
 
-    Sums are in f32. The time is proportional to the tiles that have a group.
+    Sums are in f32. The time is proportional to the number of tiles that have a group.
 
     Args:
         x: Rows, a multiple of TILE_ROWS, sorted such that all rows of a tile belong to one group. Padding
-            rows of a tile may hold anything: no row depends on another.
+            rows of a tile may have any value: rows do not depend on each other.
         weights: One matrix [inputs, outputs] per group.
-        group_of_tile: Group of each tile; a tile with a negative group takes no time, and its result is
-            arbitrary.
+        group_of_tile: Group of each tile. A tile with a negative group takes no time, and its result is
+            undefined.
         outputs_first: Static: matrices are [outputs, inputs].
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -42,8 +42,8 @@ def grouped_matmul(
     require_axes(1, group_of_tile=group_of_tile)
     rows, inputs = x.shape
     require(rows % TILE_ROWS == 0, "x", f"have a multiple of {TILE_ROWS} rows", x.shape)
-    outputs, summed = weights.shape[1:] if outputs_first else weights.shape[:0:-1]
-    require(summed == inputs, "weights", f"have {inputs} inputs, as x", weights.shape)
+    outputs, weight_inputs = weights.shape[1:] if outputs_first else weights.shape[:0:-1]
+    require(weight_inputs == inputs, "weights", f"have {inputs} inputs, as x", weights.shape)
     require_shape("group_of_tile", group_of_tile.shape, (rows // TILE_ROWS,), "one group per tile")
     reason = why_not_grouped_matmul(
         dtype=x.dtype, weights_dtype=weights.dtype, inputs=inputs, outputs=outputs

@@ -1,4 +1,4 @@
-"""The kernel of grouped_matmul: a thread block multiplies a tile of rows by columns of its group's matrix.
+"""The kernel of grouped_matmul: a thread block multiplies a tile of rows by some columns of a group's matrix.
 
 warpgroup 2                        shared memory              warpgroups 0, 1: 64 rows each
 ------------------------------     ----------------------     -----------------------------
@@ -36,8 +36,8 @@ class GroupedMatmulDims:
     """Static sizes of one call.
 
     Attributes:
-        inputs: Elements per row, which a product sums over.
-        outputs: Columns of the result.
+        inputs: Number of elements of a row of `x`; products are summed over them.
+        outputs: Number of columns of the result.
         outputs_first: Whether the matrices are [outputs, inputs] instead of [inputs, outputs].
     """
 
@@ -47,22 +47,22 @@ class GroupedMatmulDims:
 
     @property
     def tile(self) -> int:
-        """Columns per thread block."""
+        """Number of columns of the result per thread block."""
         return tile_outputs(self.outputs)
 
     @property
     def column_tiles(self) -> int:
-        """Thread blocks per tile of rows."""
+        """Number of thread blocks per tile of rows."""
         return self.outputs // self.tile
 
 
 def tile_outputs(outputs: int) -> int:
-    """Return the columns per thread block."""
+    """Return the number of columns of the result per thread block."""
     return next(tile for tile in TILES_OUTPUTS if outputs % tile == 0)
 
 
 def num_stages(tile: int, inputs: int) -> int:
-    """Return how many stages of both operands fit beside the result tile, at most as many as are loaded."""
+    """Return the number of stages that fit in shared memory together with the result tile."""
     stage, results = 2 * (TILE_ROWS + tile) * TILE_INPUTS, 2 * TILE_ROWS * tile
     return min((SHARED_MEMORY - results) // stage, inputs // TILE_INPUTS)
 
@@ -75,7 +75,7 @@ def multiply_tiles(
     dims: GroupedMatmulDims,
     interpret: Interpret = None,
 ) -> jax.Array:
-    """Run the kernel and return [rows, outputs] in x.dtype; rows of tiles without a group are arbitrary."""
+    """Run the kernel and return [rows, outputs] in x.dtype; rows of tiles without a group are undefined."""
     return plgpu.kernel(
         functools.partial(multiply_body, dims=dims),
         out_type=jax.ShapeDtypeStruct((len(x), dims.outputs), x.dtype),
@@ -106,7 +106,7 @@ def multiply_body(
     def multiply(_: Any, rows_s: Ref, matrix_s: Ref, acc: Ref) -> Ref:
         matrix_s = matrix_s.transpose((1, 0)) if dims.outputs_first else matrix_s
         plgpu.wgmma(acc, rows_s.at[wg_rows], matrix_s)
-        # Once only `max_in_flight` wgmmas run, no one reads the earlier stages, and the loader may refill
+        # When only `max_in_flight` wgmmas run, the earlier stages have been read, and the loader may refill
         # them.
         plgpu.wgmma_wait(max_in_flight)
         return acc

@@ -1,4 +1,4 @@
-"""Lists of the tiles that a mask leaves partly or fully visible, built from one code per tile."""
+"""Lists of partial and full tiles of a mask, built from one code per tile."""
 
 from pallas_kernels.list_tiles.entry import list_tiles as list_tiles
 from pallas_kernels.ptx.list_tiles import build_lists_by_sorting as build_lists_by_sorting

@@ -1,4 +1,4 @@
-"""list_tiles: list the visible tiles of each row of tiles from one code per tile."""
+"""list_tiles: list the visible tiles of each row of tiles; each tile is described by a code."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
@@ -9,13 +9,13 @@ from pallas_kernels.shared.tile_codes import MAX_TILES, ListedTiles
 
 
 def list_tiles(codes: UInt[Array, "lists tiles"]) -> ListedTiles:
-    """Return the visible tiles of each list, the partly visible ones first.
+    """Return the visible tiles of each list: first the partial tiles, then the full ones.
 
     Args:
         codes: Code of each tile, from `encode_tiles`.
 
     Raises:
-        ValueError: If codes has not two axes, or a list has more than MAX_TILES tiles.
+        ValueError: If codes does not have two axes, or a list has more than MAX_TILES tiles.
     """
     require_axes(2, codes=codes)
     require(codes.shape[1] <= MAX_TILES, "codes", f"have at most {MAX_TILES} tiles per list", codes.shape)

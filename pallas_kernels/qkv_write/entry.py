@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.checks import (
-    require,
     require_arrays,
     require_axes,
     require_one_of,
@@ -51,8 +50,8 @@ def qkv_write(
         q_norm: Weight of an RMS norm over each query head, applied before RoPE; None = no norm.
         k_norm: Weight of the same norm over each key head.
         eps: Static: number added to the mean square.
-        is_offset: Static: norms multiply by 1 + weight and round once (Gemma). Otherwise they round before
-            multiplying by the weight, too (Llama).
+        is_offset: Static: norms multiply by 1 + weight and round once (Gemma). Otherwise they also round
+            before they multiply by the weight (Llama).
         layout: Static: "NHD" or "HND".
         interpret: Static: plgpu.InterpretGPUParams to run on a CPU.
 
@@ -102,7 +101,11 @@ def _check(
     require_axes(1, slot_mapping=slot_mapping)
     require_arrays(cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
     tokens, kv_heads, width, head_dim = qkv.shape
-    require(width > 2, "qkv", "have at least one query head besides key and value", qkv.shape)
+    if width < 3:
+        raise ValueError(
+            f"qkv has {width} heads per KV head, but at least 3 are required: a query head, the key and the "
+            "value. Check the shape of the projection."
+        )
     blocks, size, _, _ = cache_dims(k_cache, is_hnd=layout == "HND")
     expected = (blocks, kv_heads, size, head_dim) if layout == "HND" else (blocks, size, kv_heads, head_dim)
     require_shape("k_cache", k_cache.shape, expected, f"for qkv {qkv.shape}, {layout}")
@@ -110,7 +113,7 @@ def _check(
     require_shape("slot_mapping", slot_mapping.shape, (tokens,), "one slot per token of qkv")
     if (cos is None) != (sin is None):
         missing = "cos" if cos is None else "sin"
-        raise ValueError(f"cos and sin must be given together, but {missing} is None.")
+        raise ValueError(f"RoPE requires both cos and sin, but {missing} is None. Pass both or neither.")
     for name, angles in (("cos", cos), ("sin", sin)):
         if angles is not None:
             require_shape(name, angles.shape, (tokens, head_dim // 2), "tokens, head_dim / 2")

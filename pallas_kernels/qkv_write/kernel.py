@@ -1,4 +1,4 @@
-"""The kernel of qkv_write: one thread block per token, whose heads pass through registers once.
+"""The kernel of qkv_write: one thread block per token, which loads and stores each head once.
 
 one warpgroup, for its token                  every load is issued before anything is computed
 --------------------------------------------  -------------------------------------------------------------
@@ -26,19 +26,20 @@ from pallas_kernels.shared.paged_kv import split_slot
 from pallas_kernels.shared.types import Interpret, Ref, Tile
 
 type Halves = tuple[Tile, Tile]
-"""The first and the second half of heads, each [kv_heads, head_dim / 2]."""
+"""First and second half of one head per KV head, each [kv_heads, head_dim / 2]."""
 
 
 class QkvWriteRefs(NamedTuple):
     """Arrays that the kernel reads, and the caches that it writes in place.
 
     Attributes:
-        qkv: [tokens, kv_heads, group + 2, head_dim].
-        slot_mapping: int32 [tokens]; tokens with negative slots are not written.
-        k_cache: jax.Ref [slots, kv_heads, head_dim], or HND [blocks, kv_heads, block_size, head_dim].
-        v_cache: jax.Ref of the shape of k_cache.
-        cos: [tokens, head_dim / 2], or None.
-        sin: [tokens, head_dim / 2], or None.
+        qkv: Queries, key and value of each KV head, [tokens, kv_heads, group + 2, head_dim].
+        slot_mapping: Slot of each token, int32 [tokens]; tokens with negative slots are not written.
+        k_cache: Cache of the keys [slots, kv_heads, head_dim], or HND [blocks, kv_heads, block_size,
+            head_dim].
+        v_cache: Cache of the values, like `k_cache`.
+        cos: Cosines of the rotary angles [tokens, head_dim / 2], or None without RoPE.
+        sin: Sines of the rotary angles, like `cos`.
         q_norm: Weight of the query norm [head_dim], or None.
         k_norm: Weight of the key norm [head_dim], or None.
     """
@@ -58,11 +59,11 @@ class QkvWriteDims:
     """Static sizes and options of one call.
 
     Attributes:
-        kv_heads: KV heads per token.
-        group: Query heads per KV head.
-        head_dim: Elements per head.
+        kv_heads: Number of KV heads.
+        group: Number of query heads per KV head.
+        head_dim: Number of elements per head.
         is_hnd: Whether the caches' layout is HND.
-        block_size: Tokens per cache block.
+        block_size: Number of tokens per cache block.
         eps: Number added to the mean square.
         is_offset: Whether norms multiply by 1 + weight.
     """
@@ -77,7 +78,7 @@ class QkvWriteDims:
 
     @property
     def half(self) -> int:
-        """Elements per half of a head."""
+        """Number of elements of half a head."""
         return self.head_dim // 2
 
 
@@ -95,7 +96,7 @@ def write_tokens(refs: QkvWriteRefs, *, dims: QkvWriteDims, interpret: Interpret
 
 
 def write_body(refs: QkvWriteRefs, query: Ref, *, dims: QkvWriteDims) -> None:
-    """Process one token."""
+    """Normalize, rotate and store the heads of one token."""
     token = lax.axis_index("token")
     # Load: all reads are issued before anything is computed, so that their latencies overlap.
     slot = refs.slot_mapping[token]
@@ -121,7 +122,7 @@ def write_body(refs: QkvWriteRefs, query: Ref, *, dims: QkvWriteDims) -> None:
 
 
 def _load_halves(ref: Ref, dims: QkvWriteDims) -> Halves:
-    """Load [kv_heads, head_dim] in its stored dtype."""
+    """Load one head per KV head, [kv_heads, head_dim], without conversion."""
     layout = row_layout(dims.kv_heads, dims.half)
     first, second = (
         plgpu.load(ref.at[:, pl.ds(start, dims.half)], layout=layout, optimized=False)

@@ -1,4 +1,4 @@
-"""Soft cap and ALiBi: what is applied to Q K^T before the softmax."""
+"""Soft cap and ALiBi bias of the scores Q K^T, applied before the softmax."""
 
 from collections.abc import Callable
 
@@ -17,12 +17,23 @@ SLOPE_WIDTH = 16  # K of one wgmma instruction
 
 
 class Bias:
-    """Soft cap and ALiBi for one warpgroup. Scores stay unscaled; the softmax multiplies them by `factor`."""
+    """Soft cap and ALiBi bias of one warpgroup.
+
+    Attributes:
+        factor: Factor that the softmax multiplies the scores by; see score_factor.
+    """
 
     def __init__(
         self, operands: AlibiOperands | None, columns: Callable[[], Tile], wg: Scalar, spec: PrefillSpec
     ):
-        """Create the bias; `columns()` is the index of each key within its tile."""
+        """Create the bias.
+
+        Args:
+            operands: Shared memory for the operands of the ALiBi product; None if no product adds the bias.
+            columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
+            wg: Index of the warpgroup.
+            spec: Static description of the kernel.
+        """
         self.columns, self.spec, self.wg = columns, spec, wg
         self.all_operands = operands
         self.operands = None if operands is None else AlibiOperands(*(ref.at[wg] for ref in operands))
@@ -37,7 +48,7 @@ class Bias:
         columns_s[wg] = jnp.where(iota[1] < SLOPE_TERMS, iota[0], 0).astype(f32).astype(self.spec.dtype)
 
     def store_slope(self, slope: Scalar | Rows) -> None:
-        """Store the left operand of the ALiBi product: a slope as 16-bit terms that add up to it."""
+        """Store the left operand of the ALiBi product: the slope as a sum of SLOPE_TERMS 16-bit numbers."""
         if self.operands is None:
             return
         slopes_s, dtype = self.operands.slopes, self.spec.dtype
@@ -54,7 +65,16 @@ class Bias:
         plgpu.commit_smem()
 
     def apply(self, tile: KvTile, s: Tile) -> tuple[Tile, Rows | None]:
-        """Return soft-capped and biased scores, without `factor`, and a term to add to each row, or None."""
+        """Apply the soft cap and the bias.
+
+        Args:
+            tile: KV tile of the scores.
+            s: Q K^T; with ALiBi operands, the ALiBi product is already added.
+
+        Returns:
+            The scores, to be multiplied by `factor`, and a term per row that is added after the
+            multiplication, or None.
+        """
         score, rows = self.spec.score, tile.rows
         if score.soft_cap is not None:
             s = jnp.tanh(s * (score.scale / score.soft_cap))
@@ -78,7 +98,7 @@ def broadcast_to_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
 
 
 def score_factor(spec: PrefillSpec) -> float:
-    """Return the factor that turns biased scores into exponents of 2."""
+    """Return the factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them."""
     score = spec.score
     is_positive = score.soft_cap is not None or score.scale > 0
     return (score.soft_cap or score.scale) * LOG2E if is_positive else 1.0

@@ -16,7 +16,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed
 
 
 class MaskedEnds(enum.Flag):
-    """Which ends of the visible key range a KV tile may contain; a tile with neither needs no mask."""
+    """Ends of the visible key range that a KV tile may contain. A tile that contains none needs no mask."""
 
     NONE = 0
     LOW = enum.auto()
@@ -55,16 +55,16 @@ class QueryRows:
         self.tokens = spec.sizes.warpgroup_tokens
         self.slope = None if slopes is None else self.per_head(lambda head: slopes[head])
 
-    def per_head(self, value_of: Callable[[Scalar], Scalar]) -> Scalar | Rows:
-        """Return `value_of(head)` for the work tile's head or, with packed heads, for each row's head."""
+    def per_head(self, head_value: Callable[[Scalar], Scalar]) -> Scalar | Rows:
+        """Return `head_value(head)` for the work tile's head or, with packed heads, for each row's head."""
         first, *rest = packed_heads(self.work_tile, self.spec)
-        value = value_of(first.head)
+        value = head_value(first.head)
         if not rest:
             return value
         row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
         values = jnp.where(row >= 0, value, 0.0)
         for head, first_row in rest:
-            values = jnp.where(row >= first_row, value_of(head), values)
+            values = jnp.where(row >= first_row, head_value(head), values)
         return values
 
     @property
@@ -93,39 +93,43 @@ class QueryRows:
         return KvTile(self, self.work_tile.first_entry() + tile_index, MaskedEnds.BOTH)
 
     def tile(self, i: Scalar, masked_ends: MaskedEnds) -> "KvTile":
-        """Return the work tile's i-th KV tile."""
+        """Return the i-th KV tile of the work tile; it may contain the `masked_ends` of the key range."""
         # Read the entry early, and only if it is used: it comes from global memory.
         is_used = masked_ends is not MaskedEnds.NONE or self.spec.has_alibi
         return KvTile(self, self.work_tile.entry(i) if is_used else None, masked_ends)
 
     def kv_tile_range(self) -> KvTileRange:
-        """Return which KV tiles of the work tile the rows attend to, and which of these are full."""
+        """Return the range of KV tiles that the rows attend to, and the range of those that need no mask."""
         work_tile = self.work_tile
         if self.spec.has_lists:
             full_begin = jnp.maximum(jnp.minimum(work_tile["num_partial"], work_tile.num), 1)
             return KvTileRange(jnp.int32(0), full_begin, work_tile.num, work_tile.num)
         score, tile, offset = self.spec.score, jnp.int32(self.spec.sizes.tile_kv), work_tile.alignment_offset
 
-        def nearest_valid(row: Scalar) -> Scalar:
+        def position_of_nearest_valid_row(row: Scalar) -> Scalar:
             return work_tile["position"] + jnp.clip(row, work_tile["begin"], work_tile["end"] - 1)
 
-        first = nearest_valid(self.rank * self.tokens)
-        last = nearest_valid(self.rank * self.tokens + (self.tokens - 1))
-        # Keys in [full_low, full_high) are visible to all rows.
-        full_low, _ = key_range(score, last, work_tile["seq_len"])
-        _, full_high = key_range(score, first, work_tile["seq_len"])
-        full_low, full_high = jnp.maximum(full_low, 0), jnp.minimum(full_high, work_tile["seq_len"])
-        # Later tiles are for the rows of later warpgroups; with a window, earlier ones for those of earlier.
-        low, _ = key_range(score, first, work_tile["seq_len"])
-        _, high = key_range(score, last, work_tile["seq_len"])
-        end = lax.div(jnp.clip(high, 0, work_tile["seq_len"]) + offset + (tile - 1), tile) - work_tile.first
+        first = position_of_nearest_valid_row(self.rank * self.tokens)
+        last = position_of_nearest_valid_row(self.rank * self.tokens + (self.tokens - 1))
+        # Keys in [full_first_key, full_end_key) are visible to all rows.
+        full_first_key, _ = key_range(score, last, work_tile["seq_len"])
+        _, full_end_key = key_range(score, first, work_tile["seq_len"])
+        full_first_key = jnp.maximum(full_first_key, 0)
+        full_end_key = jnp.minimum(full_end_key, work_tile["seq_len"])
+        # The work tile has more KV tiles at the end, for the rows of later warpgroups, and with a window at
+        # the start, for the rows of earlier warpgroups.
+        first_key, _ = key_range(score, first, work_tile["seq_len"])
+        _, end_key = key_range(score, last, work_tile["seq_len"])
+        end = (
+            lax.div(jnp.clip(end_key, 0, work_tile["seq_len"]) + offset + (tile - 1), tile) - work_tile.first
+        )
         end = jnp.clip(end, 1, work_tile.num)
         begin, full_begin = jnp.int32(0), jnp.int32(1)
         if self.spec.has_window:
-            begin = jnp.clip(lax.div(jnp.maximum(low, 0) + offset, tile) - work_tile.first, 0, end - 1)
-            full_begin = lax.div(full_low + offset + (tile - 1), tile) - work_tile.first
+            begin = jnp.clip(lax.div(jnp.maximum(first_key, 0) + offset, tile) - work_tile.first, 0, end - 1)
+            full_begin = lax.div(full_first_key + offset + (tile - 1), tile) - work_tile.first
             full_begin = jnp.clip(full_begin, begin + 1, end)
-        full_end = lax.div(jnp.maximum(full_high, 0) + offset, tile) - work_tile.first
+        full_end = lax.div(jnp.maximum(full_end_key, 0) + offset, tile) - work_tile.first
         return KvTileRange(begin, full_begin, jnp.clip(full_end, full_begin, end), end)
 
 

@@ -1,4 +1,4 @@
-"""The validated arguments of a varlen_prefill call, and the kernel's inputs made from them."""
+"""Arguments of a varlen_prefill call: their validation, and their conversion to inputs of the kernel."""
 
 import dataclasses
 import math
@@ -54,11 +54,11 @@ class PrefillCall:
             padding. The last token of a request is at position `seq_len - 1`.
         key: With kv_start_loc packed keys [kv_tokens, kv_heads, head_dim]. With block_table a paged cache,
             NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim]. Keys
-            and values that no query attends to may hold anything.
+            and values that no query attends to may have any value, including NaN.
         value: Values, like `key`.
         query_start_loc: First token of each request and one past the last, [reqs + 1]; starts with 0.
-        seq_lens: Number of keys of each request, [reqs]; at most what the block table has room for.
-        kv_start_loc: First key of each request if keys are packed, [reqs]; else None.
+        seq_lens: Number of keys of each request, [reqs]; at most max_blocks * block_size.
+        kv_start_loc: Index of the first key of each request if keys are packed, [reqs]; else None.
         block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r,
             [reqs, max_blocks]; None if keys are packed. Entries of blocks without visible keys are never
             used.
@@ -68,9 +68,9 @@ class PrefillCall:
         v_scale: Scale of the values, like `k_scale`.
         sinks: Attention sinks, f32 [q_heads]: an extra score per head without a value; or None.
         alibi_slopes: ALiBi slope of each head, f32 [q_heads], or None.
-        lists: Tile lists of each head for the call's schedule, or None for all KV tiles. In a listed tile the
-            values from the first key that the score's causality and window leave visible to any query of the
-            request, up to the request's last key, must be finite even if the mask hides them.
+        lists: Tile lists for the call's schedule, or None for all KV tiles. Values in the tiles of the lists
+            must be finite, even if the mask hides them. This does not apply to values after the request's
+            last key, or outside of the window of all its queries.
         block_q: Queries per query block, if the tile lists distinguish query blocks. The queries of a block
             attend to the same keys of a tile, except for what `score` and `mask` hide.
         mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
@@ -170,7 +170,7 @@ class PrefillCall:
         )
 
     def check_lists(self, sizes: PrefillSizes) -> None:
-        """Raise ValueError if a mask comes without lists, or query blocks are too small for the tile size."""
+        """Raise ValueError if there is a mask without lists, or block_q is too small for the tile size."""
         has_lists = self.lists is not None
         if not has_lists and not (self.mask is None and self.block_q is None):
             raise ValueError("mask and block_q require lists. Build them with make_tile_lists.")
@@ -183,20 +183,23 @@ class PrefillCall:
                 )
 
     def check_heads(self, sizes: PrefillSizes) -> None:
-        """Raise ValueError if packed heads would belong to different KV heads, or come with tile lists."""
+        """Raise ValueError if sizes.pack_gqa does not divide the group, or is combined with tile lists."""
         group, pack_gqa = self.query.shape[1] // self.kv_heads, sizes.pack_gqa
         require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
         require(pack_gqa == 1 or self.lists is None, "pack_gqa", "be 1 with lists", pack_gqa)
 
     def check_quantized(self, sizes: PrefillSizes) -> None:
-        """Raise ValueError if an 8-bit cache leaves no warpgroups or shared memory for dequantizing."""
+        """Raise ValueError if the sizes leave no warpgroups or shared memory to dequantize an 8-bit cache."""
         if self.is_quantized:
             max_tile_kv = QUANTIZED_TABLE[self.padded_dim].tile_kv
             for name, limit in (("warpgroups", 2), ("teams", 1), ("tile_kv", max_tile_kv)):
                 value = getattr(sizes, name)
                 require(value <= limit, name, f"be at most {limit} with an 8-bit KV cache", value)
-            fits = sizes.shared_memory(self.padded_dim, is_quantized=True) <= SHARED_MEMORY
-            require(fits, "stages", "leave shared memory for the 8-bit tiles", sizes.stages)
+            if sizes.shared_memory(self.padded_dim, is_quantized=True) > SHARED_MEMORY:
+                raise ValueError(
+                    f"stages={sizes.stages} leaves no shared memory for the tiles of an 8-bit KV cache. "
+                    "Reduce stages or tile_kv."
+                )
 
     def check_schedule(self, schedule: PrefillSchedule, score: Score, sizes: PrefillSizes) -> None:
         """Raise ValueError if a schedule or lists were built for other static arguments or shapes."""
@@ -318,7 +321,7 @@ class PrefillCall:
         def kv_array(x: jax.Array) -> jax.Array:
             return head.split(_pad_tokens(x)) if cache_tiling is None else cache_tiling.tile_cache(x)
 
-        def in_log2(x: jax.Array | None) -> jax.Array | None:
+        def to_log2(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else x.astype(jnp.float32) * LOG2E
 
         return PrefillInputs(
@@ -330,14 +333,14 @@ class PrefillCall:
                 self._scales(self.k_scale, cache_tiling),
                 self._scales(self.v_scale, cache_tiling),
             ),
-            slopes=in_log2(self.alibi_slopes),
-            sinks=in_log2(self.sinks),
+            slopes=to_log2(self.alibi_slopes),
+            sinks=to_log2(self.sinks),
             schedule=schedule_refs(schedule, self.lists),
             mask=() if self.mask is None else self.mask.arrays,
         )
 
     def _scales(self, scale: jax.Array | None, cache_tiling: CacheTiling | None) -> jax.Array | None:
-        """Return scales in the form that KvRefs describes."""
+        """Return the scales in the shape that KvRefs describes."""
         if scale is None or cache_tiling is None:
             return None
         scale = scale.astype(jnp.float32)

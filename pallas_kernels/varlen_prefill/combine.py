@@ -1,4 +1,8 @@
-"""The combine kernel: merges the split outputs of query tiles whose keys are split."""
+"""The combine kernel: merges the split outputs of query tiles whose keys are split.
+
+A strip is 64 rows and 64 columns of the output of a query tile and head. Each thread block combines several
+strips.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +29,7 @@ from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.splits import SplitTiles
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, table_columns
 
-CTAS_PER_SM = 2  # more of them take longer to start than they save
+CTAS_PER_SM = 2  # starting more of them takes longer than they save
 STRIP = 64  # columns of a head that a thread block combines
 SPLITS_AT_ONCE = 4  # splits whose loads are in flight together: 32 registers each
 
@@ -37,14 +41,14 @@ def combine_splits(
     sinks: jax.Array | None,
     spec: PrefillSpec,
 ) -> PrefillOutputs:
-    """Return the outputs with those of split query tiles written in place.
+    """Combine the split outputs, and return the outputs of all query tiles. Outputs are updated in place.
 
     Args:
         outputs: Outputs of the prefill kernel.
-        table: Table of the schedule that the kernel ran with.
-        split_tiles: The split query tiles of that schedule.
+        table: Table of the schedule of the prefill kernel.
+        split_tiles: Query tiles of that schedule whose keys are split.
         sinks: Attention sinks, see PrefillInputs.
-        spec: The prefill kernel. Static.
+        spec: Static description of the prefill kernel.
     """
     tile, split_outputs = (1, M, STRIP), outputs.split_outputs
     assert split_outputs is not None
@@ -69,36 +73,36 @@ def combine_splits(
 
 @dataclasses.dataclass(frozen=True)
 class Combiner:
-    """The combine kernel of a thread block, which processes strips of 64 rows and 64 columns.
+    """Body of the combine kernel.
 
     Attributes:
-        spec: The prefill kernel. Static.
+        spec: Static description of the prefill kernel.
     """
 
     spec: PrefillSpec
 
     def body(self, refs: CombineRefs, unused_g: Ref, out_s: Ref) -> None:
-        """Combine the thread block's strips."""
+        """Combine the strips of this thread block."""
         shape, sizes = self.spec.shape, self.spec.sizes
         strips, ranks = jnp.int32(shape.head.padded_dim // STRIP), jnp.int32(sizes.team_size)
         heads = jnp.int32(self.spec.work_tiles_per_query_tile)
         cta, ctas = lax.axis_index("cta"), jnp.int32(CTAS_PER_SM * sizes.ctas)
-        units = refs.num_valid[0] * heads * ranks * strips
+        num_strips = refs.num_valid[0] * heads * ranks * strips
 
-        @pl.loop(0, lax.div(units - cta + (ctas - 1), ctas))
+        @pl.loop(0, lax.div(num_strips - cta + (ctas - 1), ctas))
         def _(iteration: Scalar) -> None:
-            # A unit's index is (split tile, head, rank, strip), the strip varying fastest.
-            unit = cta + iteration * ctas
-            row_unit = lax.div(unit, strips)
-            head_unit = lax.div(row_unit, ranks)
-            row, head = refs.rows[lax.div(head_unit, heads)], lax.rem(head_unit, heads)
+            # The index is that of (split tile, head, rank, strip), where the strip varies fastest.
+            index = cta + iteration * ctas
+            rank_index = lax.div(index, strips)
+            head_index = lax.div(rank_index, ranks)
+            row, head = refs.rows[lax.div(head_index, heads)], lax.rem(head_index, heads)
             columns = {name: refs.table[row, i] for i, name in enumerate(table_columns(self.spec))}
             work_tile = PrefillWorkTile(head, columns.__getitem__, None, self.spec)
-            rows = QueryRows(work_tile, lax.rem(row_unit, ranks), None, self.spec)
-            self.combine(rows, lax.rem(unit, strips), refs, out_s)
+            rows = QueryRows(work_tile, lax.rem(rank_index, ranks), None, self.spec)
+            self.combine(rows, lax.rem(index, strips), refs, out_s)
 
     def combine(self, rows: QueryRows, strip: Scalar, refs: CombineRefs, out_s: Ref) -> None:
-        """Combine a strip of rows of a query tile, if some of them are valid."""
+        """Combine and store a strip of a warpgroup's rows, if at least one of the rows is valid."""
         work_tile, first, head_dims = rows.work_tile, rows.rank * rows.tokens, self.spec.shape.head
         # Chunks of a padded head are as wide as strips.
         columns = pl.ds(pl.multiple_of(strip * STRIP, STRIP), STRIP)
@@ -125,7 +129,7 @@ class Combiner:
     def reduce(
         self, rows: QueryRows, chunk: Scalar, columns: Slice, split_outputs: SplitOutputs
     ) -> tuple[Tile, Rows, Rows]:
-        """Return P V, row_max and row_sum over all splits of a query tile, for some columns of a chunk."""
+        """Return P V, row_max and row_sum over all splits of a query tile, for `columns` of a chunk."""
         work_tile, slots = rows.work_tile, warpgroup_rows(rows)
         num = work_tile["num_splits"]
         load = functools.partial(plgpu.load, optimized=False)

@@ -35,7 +35,7 @@ class Masking:
         """
         self.mask, self.arrays, self.columns, self.spec = spec.mask, arrays, columns, spec
         score = spec.score
-        self.has_high = score.causal or score.window[1] is not None or score.chunk_size is not None
+        self.has_row_end = score.causal or score.window[1] is not None or score.chunk_size is not None
         self.has_query_blocks = spec.shape.block_q is not None
 
     def load(self, tile: KvTile) -> LoadedMask:
@@ -53,12 +53,12 @@ class Masking:
         if tile.masked_ends is MaskedEnds.NONE:
             return s
         first_key = tile.first_key()
-        has_low = self.spec.has_low_end and MaskedEnds.LOW in tile.masked_ends
-        low, high = self._column_range(tile, first_key, has_low=has_low)
+        has_begin = self.spec.has_low_end and MaskedEnds.LOW in tile.masked_ends
+        begin, end = self._column_range(tile, first_key, has_begin=has_begin)
         pairs, mask = tile.pairs(self.columns), self.mask
         if mask is not None and mask.is_words:
             words = mask.visible(pairs, loaded)
-            in_range = pairs.words_in_range(jnp.maximum(low, 0 - first_key) if has_low else None, high)
+            in_range = pairs.words_in_range(jnp.maximum(begin, 0 - first_key) if has_begin else None, end)
             return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
 
         def broadcast(bound: ColumnBound) -> Tile | Scalar:
@@ -66,34 +66,35 @@ class Masking:
                 return bound.astype(f32)
             return pairs.broadcast_rows(plgpu.layout_cast(bound, ROW).astype(f32))
 
-        low, high = broadcast(low), broadcast(high)
-        keys = self.columns()
-        is_visible = keys < high
-        if has_low:
-            is_visible = is_visible & (keys >= low)
+        begin, end = broadcast(begin), broadcast(end)
+        columns = self.columns()
+        is_visible = columns < end
+        if has_begin:
+            is_visible = is_visible & (columns >= begin)
         if mask is not None:
             is_visible = is_visible & mask.visible(pairs, loaded)
         return jnp.where(is_visible, s, -jnp.inf)
 
     def _column_range(
-        self, tile: KvTile, first_key: Scalar, *, has_low: bool
+        self, tile: KvTile, first_key: Scalar, *, has_begin: bool
     ) -> tuple[ColumnBound, ColumnBound]:
-        """Return the range [low, high) of visible columns of a tile: scalars, or one range per row.
+        """Return the range [begin, end) of visible columns of a tile: scalars, or one range per row.
 
-        Rows are numbered only if their ranges differ: Pallas finds no layout for numbers that nothing uses.
+        Positions of rows are computed only if the ranges of rows differ: Pallas cannot assign a layout to an
+        unused array. `has_begin` is whether the tile may contain the begin of the visible range.
         """
         rows, work_tile = tile.rows, tile.rows.work_tile
-        has_row_low = self.spec.has_window and has_low
-        has_row_high = self.has_high or self.has_query_blocks
-        low, high = 0 - first_key, work_tile["seq_len"] - first_key
-        if has_row_low or has_row_high:
+        has_row_begin = self.spec.has_window and has_begin
+        has_row_end = self.has_row_end or self.has_query_blocks
+        begin, end = 0 - first_key, work_tile["seq_len"] - first_key
+        if has_row_begin or has_row_end:
             positions = rows.positions()
             bounds = key_range(self.spec.score, positions, work_tile["seq_len"])
-            row_low, row_high = (x - first_key for x in bounds)
+            row_begin, row_end = (x - first_key for x in bounds)
             if self.has_query_blocks:
-                row_high = jnp.where(self._is_tile_visible(tile, positions), row_high, 0)
-            low, high = row_low if has_row_low else low, row_high if has_row_high else high
-        return low, high
+                row_end = jnp.where(self._is_tile_visible(tile, positions), row_end, 0)
+            begin, end = row_begin if has_row_begin else begin, row_end if has_row_end else end
+        return begin, end
 
     def _is_tile_visible(self, tile: KvTile, positions: Rows) -> Rows:
         """Return whether the query block of each position attends to any key of the tile."""
@@ -154,21 +155,23 @@ class ValueTiles:
         """Zero the values before the request's first visible key (LOW), or after its last key (HIGH)."""
         tile_kv, work_tile = self.spec.sizes.tile_kv, tile.rows.work_tile
         first_key = tile.first_key()
-        low, high = work_tile["first_visible_key"] - first_key, work_tile["seq_len"] - first_key
+        first_row, end_row = work_tile["first_visible_key"] - first_key, work_tile["seq_len"] - first_key
         is_low = end is MaskedEnds.LOW
-        has_invisible = low > 0 if is_low else high < tile_kv
+        has_invisible = first_row > 0 if is_low else end_row < tile_kv
 
         @pl.when(has_invisible)
         def _() -> None:
             at_once = jnp.int32(ROWS_AT_ONCE)
-            low_parts = lambda: (0, lax.div(low + (ROWS_AT_ONCE - 1), at_once))
-            high_parts = lambda: (lax.div(high, at_once), tile_kv // ROWS_AT_ONCE)
+            low_parts = lambda: (0, lax.div(first_row + (ROWS_AT_ONCE - 1), at_once))
+            high_parts = lambda: (lax.div(end_row, at_once), tile_kv // ROWS_AT_ONCE)
 
             @pl.loop(*(low_parts() if is_low else high_parts()))
             def _(n: Scalar) -> None:
                 rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
                 row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
-                clear_masked_out(self.pipeline.values.tiles.at[stage], rows, lambda _: row, low, high)
+                clear_masked_out(
+                    self.pipeline.values.tiles.at[stage], rows, lambda _: row, first_row, end_row
+                )
 
             # The matrix product reads the zeros through the async proxy.
             plgpu.commit_smem()

@@ -147,10 +147,10 @@ def make_schedule(
     q_heads: int | None = None,
     has_lists: bool = False,
 ) -> PrefillSchedule:
-    """Build the schedule of a step: tile each request's tokens, and the padding into tiles without keys.
+    """Build the schedule of a step: query tiles for the tokens of each request, and for the padding.
 
-    If a request's tokens do not fill its tiles, the rows of the first tile's first warpgroups stay empty;
-    with a causal mask that is the shortest tile.
+    Tiles of padding have no keys. If a request's tokens do not fill its tiles, the first warpgroups of its
+    first tile have no rows: with a causal mask, this is the shortest tile.
 
     Args:
         query_start_loc: Index of each request's first token, and one past the last token; starts with 0.
@@ -169,7 +169,10 @@ def make_schedule(
     may_split = sizes.max_splits > 1
     require(not (may_split and has_lists), "max_splits", "be 1 with lists", sizes.max_splits)
     require(sizes.pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with lists", sizes.pack_gqa)
-    require(not (may_split and q_heads is None), "q_heads", "be given if max_splits is not 1", q_heads)
+    if may_split and q_heads is None:
+        raise ValueError(
+            f"max_splits={sizes.max_splits} requires q_heads, the number of query heads. Pass it."
+        )
     lens = query_start_loc, seq_lens, kv_start_loc
     tiles = _query_tiles(*lens, num_tokens=num_tokens, score=score, sizes=sizes, has_lists=has_lists)
     built_for = schedule_key(
@@ -247,8 +250,8 @@ def _query_tiles(
     end = jnp.minimum(ends[req] - first_row, tile)
     position = (keys - lens - starts)[req] + first_row
     seq_len, kv_start = keys[req], kv_starts[req]
-    low, high = visible_key_range(score, position + begin, position + end - 1, seq_len)
-    _, kv_tiles = kv_tile_range(low, high, kv_start, sizes.tile_kv)
+    first_key, end_key = visible_key_range(score, position + begin, position + end - 1, seq_len)
+    _, kv_tiles = kv_tile_range(first_key, end_key, kv_start, sizes.tile_kv)
     columns = [req, first_row, begin, end, position, seq_len, first_visible_key[req], kv_start]
     return QueryTileTable(columns, is_valid, last_tiles[-1:], kv_tiles, first_tiles)
 
@@ -264,7 +267,7 @@ def _request_per_tile(
     number: Int32[Array, " tiles"], last_tiles: Int32[Array, " bounds"]
 ) -> Int32[Array, " tiles"]:
     """Return the request of each tile: the number of requests whose tiles end before it."""
-    if len(last_tiles) <= FEW_REQUESTS + 1:  # unrolled, the sum needs no kernel of its own
+    if len(last_tiles) <= FEW_REQUESTS + 1:  # unrolled, the sum needs no separate kernel
         return functools.reduce(
             jnp.add, [(last_tiles[i] <= number).astype(jnp.int32) for i in range(len(last_tiles))]
         )
@@ -282,31 +285,31 @@ def _longest_first(
 
 
 def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return Score.key_range for positions that may lie any distance before the first key."""
-    low, high = score.key_range(position, seq_len)
+    """Return Score.key_range, also for negative positions, which a tile may have before the first key."""
+    first_key, end_key = score.key_range(position, seq_len)
     if score.chunk_size is not None:
-        high = jnp.where(position < 0, low, high)
-    return low, high
+        end_key = jnp.where(position < 0, first_key, end_key)
+    return first_key, end_key
 
 
 def visible_key_range(
     score: Score, first: jax.Array, last: jax.Array, seq_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the range [low, high) of keys that the queries at positions `first` to `last` attend to."""
-    low, _ = key_range(score, first, seq_len)
-    _, high = key_range(score, last, seq_len)
-    low = jnp.maximum(low, 0)
-    return low, jnp.maximum(jnp.minimum(high, seq_len), low)
+    """Return the range [first_key, end_key) of keys that queries at positions `first` to `last` attend to."""
+    first_key, _ = key_range(score, first, seq_len)
+    _, end_key = key_range(score, last, seq_len)
+    first_key = jnp.maximum(first_key, 0)
+    return first_key, jnp.maximum(jnp.minimum(end_key, seq_len), first_key)
 
 
 def kv_tile_range(
-    low: jax.Array, high: jax.Array, kv_start: jax.Array, tile_kv: int
+    first_key: jax.Array, end_key: jax.Array, kv_start: jax.Array, tile_kv: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the first KV tile that overlaps the keys [low, high), and the number of such tiles.
+    """Return the first KV tile that overlaps the keys [first_key, end_key), and the number of such tiles.
 
     Tiles start at aligned rows, so the first one may start up to 7 rows before the request's first key.
     """
     alignment_offset = jax.lax.rem(kv_start, jnp.int32(ALIGN))
-    first = jax.lax.div(low + alignment_offset, jnp.int32(tile_kv))
-    end = jax.lax.div(high + alignment_offset + (tile_kv - 1), jnp.int32(tile_kv))
-    return first, jnp.where(high > low, end - first, 0)
+    first = jax.lax.div(first_key + alignment_offset, jnp.int32(tile_kv))
+    end = jax.lax.div(end_key + alignment_offset + (tile_kv - 1), jnp.int32(tile_kv))
+    return first, jnp.where(end_key > first_key, end - first, 0)

@@ -103,27 +103,27 @@ class NoRowMax:
         self.factor = score_factor(spec)
 
     def initial(self) -> Rows:
-        """See RowMaxPolicy."""
+        """Return zeros, which stay the row_max of all tiles."""
         return full_rows(0.0)
 
     def first(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """See RowMaxPolicy."""
+        """Return the scores unchanged, as for every other tile."""
         return self.next(s, row_term, mask, row_max)
 
     def next(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """See RowMaxPolicy."""
+        """Return the scores unchanged; row_max stays 0."""
         return ShiftedScores(mask(s * self.factor), row_max, row_max)
 
     def no_rescale(self) -> Scalar | None:
-        """See RowMaxPolicy."""
+        """Return None: this policy never rescales."""
         return None
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
-        """See RowMaxPolicy."""
+        """Return the sums unchanged."""
         return sums
 
 
@@ -135,13 +135,13 @@ class RunningRowMax(NoRowMax):
         self.headroom = headroom
 
     def initial(self) -> Rows:
-        """See RowMaxPolicy."""
+        """Return -inf for all rows."""
         return full_rows(-jnp.inf)
 
     def next(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """See RowMaxPolicy."""
+        """Raise row_max to the largest score of the tile plus `headroom` where that is larger."""
         return self.with_largest(mask(s), row_term, row_max)
 
     def with_largest(self, s: Tile, row_term: Rows | None, row_max: Rows) -> ShiftedScores:
@@ -153,7 +153,7 @@ class RunningRowMax(NoRowMax):
         return ShiftedScores(exponent, new_max, jnp.exp2(row_max - base))
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
-        """See RowMaxPolicy."""
+        """Multiply the sums by alpha in every tile."""
         return tuple(x * broadcast_rows(alpha, x) for x in sums)
 
 
@@ -170,13 +170,13 @@ class LazyRescale(RunningRowMax):
     def first(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """See RowMaxPolicy."""
+        """Choose row_max from the largest score of each row, as RunningRowMax does."""
         return self.with_largest(mask(s), row_term, row_max)
 
     def next(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """See RowMaxPolicy."""
+        """Keep row_max unless a score of the warp reaches it."""
         base = finite_row_max(row_max) if row_term is None else finite_row_max(row_max) - row_term
         exponent = mask(s * self.factor - broadcast_rows(base, s))
         needs_rescale = warp_votes.needs_rescale(exponent, row_max, is_interpreted=self.is_interpreted)
@@ -202,11 +202,11 @@ class LazyRescale(RunningRowMax):
         return exponent - broadcast_rows(new_base - base, exponent), new_max, jnp.exp2(row_max - new_base)
 
     def no_rescale(self) -> Scalar | None:
-        """See RowMaxPolicy."""
+        """Return a traced False."""
         return jnp.bool_(False)
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
-        """See RowMaxPolicy."""
+        """Multiply the sums by alpha, but only in warps where alpha differs from 1."""
 
         def rescaled(*sums: Tile) -> Sequence[Tile]:
             return super(LazyRescale, self).rescale(alpha, needs_rescale, sums)
@@ -234,11 +234,11 @@ class SoftmaxStep(NamedTuple):
     """Probabilities and statistics of one tile of keys, to be added to a SoftmaxState.
 
     Attributes:
-        p: Unnormalized probabilities.
+        p: Unnormalized probabilities, f32.
         row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
         row_max: Number that was subtracted from the scores of each row.
-        alpha: `ShiftedScores.alpha`.
-        needs_rescale: `ShiftedScores.needs_rescale`.
+        alpha: Factor for the earlier sums of each row; see ShiftedScores.
+        needs_rescale: Whether alpha differs from 1 in any row of the warp, or None; see ShiftedScores.
     """
 
     p: Tile

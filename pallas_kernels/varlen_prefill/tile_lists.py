@@ -1,8 +1,8 @@
 """Tile lists: the KV tiles that each query tile and head attends to.
 
-Without lists a work tile (a query tile of one head) visits every KV tile from its first visible key to its
-last. With lists it visits the KV tiles of its list: first the partial tiles, which need the mask, then the
-full ones.
+Without lists, a work tile (a query tile of one head) loops over all KV tiles from its first visible key to
+its last one. With lists, it loops over the KV tiles of its list: first the partial tiles, which need the
+mask, then the full tiles.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,15 @@ def num_query_blocks(tile_q: int, block_q: int) -> int:
 
 
 class PrefillTileLists(NamedTuple):
-    """The work tiles of a step in processing order, with their lists of KV tiles.
+    """Work tiles of a step in processing order, with their lists of KV tiles.
 
     Attributes:
         table: One row per work tile: COLUMNS of its query tile, then LIST_COLUMNS. Rows from `num_valid` on
             are undefined.
         num_valid: Number of work tiles.
-        entries: The lists: partial tiles in descending order, then full tiles. An entry is a tile index; its
-            bits from QUERY_BLOCK_SHIFT on say which of the query tile's blocks attend to the KV tile.
+        entries: One list per row: partial tiles in descending order, then full tiles. The low bits of an
+            entry are the index of the KV tile. Bit QUERY_BLOCK_SHIFT + n says whether the n-th query block of
+            the query tile attends to it.
         built_for: Static arguments that the schedule of these lists was built for.
     """
 
@@ -50,7 +51,7 @@ class PrefillTileLists(NamedTuple):
 
 
 def schedule_refs(schedule: PrefillSchedule, lists: PrefillTileLists | None) -> PrefillScheduleRefs:
-    """Return the arrays that describe a kernel's work: those of the lists if there are any."""
+    """Return the arrays of work tiles that the kernel reads: those of the lists, or else of the schedule."""
     if lists is None:
         return PrefillScheduleRefs(schedule.table, schedule.num_valid, None)
     return PrefillScheduleRefs(lists.table, lists.num_valid, lists.entries)
@@ -63,9 +64,9 @@ def make_tile_lists(
 
     Args:
         schedule: Schedule of the query tiles.
-        codes: Coverage of each KV tile by each query tile and head, see `encode_tiles`: empty for invalid
-            query tiles and for KV tiles outside of the request, and never full for a tile that reaches past
-            either end of the request.
+        codes: Coverage of each KV tile by each query tile and head, see `encode_tiles`. Codes are empty for
+            invalid query tiles and for KV tiles outside of the request, and not full for tiles that contain
+            rows outside of the request.
         sets: Number of sets of heads that are processed one after the other. Static.
     """
     if codes.shape[2] == 0:  # no keys: add one empty tile

@@ -109,7 +109,7 @@ class TestErrors:
                 {"k_cache": jnp.zeros((8, 8, 3, 64), jnp.bfloat16)},
                 r"k_cache must .*\(8, 8, 2, 64\).*got \(8, 8, 3",
             ),
-            ({"sin": None}, "cos and sin must be given together, but sin is None"),
+            ({"sin": None}, "RoPE requires both cos and sin, but sin is None"),
             (
                 {"cos": jnp.zeros((9, 64)), "sin": jnp.zeros((9, 64))},
                 r"cos must .*\(9, 32\).*got .*\(9, 64\)",
@@ -125,7 +125,7 @@ class TestErrors:
 
     def test_qkv_without_query_heads_is_refused(self):
         (qkv, *rest), named = problem()
-        with pytest.raises(ValueError, match=r"qkv must have at least one query head.*got \(9, 2, 2, 64\)"):
+        with pytest.raises(ValueError, match="qkv has 2 heads per KV head, but at least 3"):
             qkv_write(qkv[:, :, :2], *rest, **named)
 
     def test_8_bit_caches_are_refused(self):

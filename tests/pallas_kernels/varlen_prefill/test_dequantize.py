@@ -119,7 +119,9 @@ class TestRefusals:
             self.run(sizes=PrefillSizes(warpgroups=3, tile_kv=64))
         with pytest.raises(ValueError, match="tile_kv must be at most 64 with an 8-bit KV cache, got 128"):
             self.run(head_dim=128, sizes=PrefillSizes())
-        with pytest.raises(ValueError, match="stages must leave shared memory for the 8-bit tiles, got 4"):
+        with pytest.raises(
+            ValueError, match="stages=4 leaves no shared memory for the tiles of an 8-bit KV cache"
+        ):
             self.run(head_dim=128, sizes=PrefillSizes(tile_kv=64, stages=4))
         for name in ("has_lists", "batch_invariant"):
             with pytest.raises(ValueError, match=f"{name} must be False with an 8-bit KV cache, got True"):

@@ -170,7 +170,7 @@ class TestSchedule:
         sizes = PrefillSizes(max_splits=2)
         args = jnp.asarray([0, 8]), jnp.asarray([8])
         options = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
-        with pytest.raises(ValueError, match="q_heads must be given if max_splits is not 1, got None"):
+        with pytest.raises(ValueError, match=r"max_splits=.* requires q_heads"):
             make_schedule(*args, **options)
         with pytest.raises(ValueError, match="max_splits must be 1 with lists, got 2"):
             make_schedule(*args, **options, q_heads=1, has_lists=True)
