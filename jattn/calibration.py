@@ -72,7 +72,7 @@ def calibrate(
     require_type("model", model, nnx.Module, "jattn.models.load reads one from a folder")
     config = model.config
     graphdef, params = nnx.split(model)
-    block_size = _block_size_of(model)
+    block_size = _block_size(model)
 
     def peaks_of_prompt(params: Any, token_ids: Array, metadata: BatchMetadata) -> Any:
         return _peaks(nnx.merge(graphdef, params), token_ids, metadata)
@@ -97,7 +97,7 @@ def calibrate(
     return KVScales(tuple(LayerScales(scale(k[::step], keys), scale(v[::step], values)) for k, v in peaks))
 
 
-def _block_size_of(model: Any) -> int:
+def _block_size(model: Any) -> int:
     """Return the block size: a multiple of the context parallel ranks times the interleave size."""
     round_size = num_ranks(model) * getattr(model, "cp_kv_cache_interleave_size", 1)
     return -(-MIN_BLOCK_SIZE // round_size) * round_size

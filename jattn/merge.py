@@ -36,10 +36,10 @@ def merge_attn_states(
 
     Source: vLLM `merge_attn_states` (CUDA).
     """
-    named = {"prefix_out": prefix_out, "suffix_out": suffix_out}
-    for name, array in {**named, "prefix_lse": prefix_lse, "suffix_lse": suffix_lse}.items():
+    outputs = {"prefix_out": prefix_out, "suffix_out": suffix_out}
+    for name, array in {**outputs, "prefix_lse": prefix_lse, "suffix_lse": suffix_lse}.items():
         require(isinstance(array, jax.Array | np.ndarray), name, "be an array", type(array).__name__)
-    for name, out in named.items():
+    for name, out in outputs.items():
         require(jnp.issubdtype(out.dtype, jnp.floating), name, "hold floats", out.dtype)
     require(prefix_out.ndim == 3, "prefix_out", "have 3 axes, tokens, q_heads and head_dim", prefix_out.shape)
     require_shape("suffix_out", suffix_out.shape, prefix_out.shape, "as prefix_out")

@@ -120,9 +120,9 @@ class AttentionSpec:
             "be positive (None disables it)",
             self.chunk_size,
         )
-        fits = self.chunk_size is None or self.chunk_size <= MAX_CHUNK_SIZE
+        is_in_range = self.chunk_size is None or self.chunk_size <= MAX_CHUNK_SIZE
         rule = f"be at most {MAX_CHUNK_SIZE} (None disables it)"
-        require(fits, "chunk_size", rule, self.chunk_size)
+        require(is_in_range, "chunk_size", rule, self.chunk_size)
         for name in ("scale", "soft_cap"):
             number = getattr(self, name)
             require(number is None or math.isfinite(number), name, "be finite or None", number)

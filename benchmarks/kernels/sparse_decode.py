@@ -138,7 +138,7 @@ class DecodeStep:
         low, high = jax.jit(lambda k: (k.min(axis=1), k.max(axis=1)))(self.cache.k)
         scale = 1.0 if self.cache.k_scale is None else self.cache.k_scale[:, None]
         low, high = ((x.astype(jnp.float32) * scale).astype(jnp.bfloat16) for x in (low, high))
-        bounds = KeyBounds(low=low, high=high)
+        bounds = KeyBounds(min_key=low, max_key=high)
         mask = self.run_select(self.query, bounds, self.metadata)
         self.check_selection(mask, bounds)
         run = self.run_select_and_attend
@@ -218,7 +218,8 @@ class DecodeStep:
         """
         row = self.query.shape[0] - 1
         low, high = (
-            np.asarray(x[self.metadata.block_table[row]], np.float32) for x in (bounds.low, bounds.high)
+            np.asarray(x[self.metadata.block_table[row]], np.float32)
+            for x in (bounds.min_key, bounds.max_key)
         )
         q = np.asarray(self.query[row], np.float32).reshape(KV_HEADS, -1, 1, HEAD_DIM)
         low, high = (np.swapaxes(x, 0, 1)[:, None] for x in (low, high))  # [kv_heads, 1, blocks, head_dim]

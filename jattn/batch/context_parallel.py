@@ -87,7 +87,7 @@ def get_dcp_local_seq_lens(
 
     Source: vLLM `get_dcp_local_seq_lens`.
     """
-    dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
+    dcp_size, interleave = require_ranks(dcp_size, cp_kv_cache_interleave_size)
     xp, lens, rank = with_namespace(seq_lens=seq_lens, dcp_rank=dcp_rank)
     require_rank(dcp_rank, dcp_size)
     ranks = xp.arange(dcp_size, dtype=np.int32)[None, :] if rank is None else rank
@@ -97,7 +97,7 @@ def get_dcp_local_seq_lens(
     return (full_rounds + xp.clip(remaining, 0, interleave)).astype(np.int32)
 
 
-def checked_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int, ...]:
+def require_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int, ...]:
     """Return the number of ranks and the interleave size as positive Python ints."""
     sizes = {"dcp_size": dcp_size, "cp_kv_cache_interleave_size": cp_kv_cache_interleave_size}
     plain = python_ints(**sizes)

@@ -33,8 +33,8 @@ def update_block_table(
 
     Source: vLLM's update_block_table, for KV-cache groups that differ in their blocks only.
     """
-    moved = replace(metadata, block_table=_check_block_table(metadata, block_table))
-    return replace(moved, slot_mapping=recompute_slot_mapping(moved))
+    updated = replace(metadata, block_table=_check_block_table(metadata, block_table))
+    return replace(updated, slot_mapping=recompute_slot_mapping(updated))
 
 
 def advance(
@@ -73,7 +73,7 @@ def advance(
     seq_lens = jnp.where(is_valid, metadata.num_computed_tokens + accepted + decode_len, 0)
     rows = jnp.arange(bucket.max_reqs + 1, dtype=jnp.int32)
     num_rows = jnp.max(jnp.where(is_valid, rows[1:], 0), initial=0)
-    stepped = replace(
+    next_metadata = replace(
         metadata,
         query_start_loc=jnp.minimum(rows, num_rows) * decode_len,
         seq_lens=seq_lens,
@@ -85,7 +85,7 @@ def advance(
         num_prefills=jnp.zeros_like(metadata.num_prefills),
         bucket=Bucket(max_decodes=bucket.max_reqs, decode_query_len=decode_len, max_blocks=bucket.max_blocks),
     )
-    return replace(stepped, slot_mapping=recompute_slot_mapping(stepped))
+    return replace(next_metadata, slot_mapping=recompute_slot_mapping(next_metadata))
 
 
 def _check_block_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array, "reqs max_blocks"]:
@@ -99,8 +99,8 @@ def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> Non
     """Check that an array has one entry per row and the right kind of dtype."""
     require(hasattr(value, "dtype") and hasattr(value, "shape"), name, "be an array", repr(value))
     require_shape(name, value.shape, shape, "rows of the metadata first")
-    is_right = jnp.issubdtype(value.dtype, kind)
-    require(is_right, name, "hold bools" if kind is jnp.bool_ else "hold ints", value.dtype)
+    has_dtype = jnp.issubdtype(value.dtype, kind)
+    require(has_dtype, name, "hold bools" if kind is jnp.bool_ else "hold ints", value.dtype)
     require_int32s(name, value)
 
 

@@ -39,8 +39,8 @@ def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | n
     if isinstance(pairs, np.ndarray):
         for cache in leaves:
             _check_pairs(pairs, cache, cache)
-    moved = _copy_blocks([block_arrays(cache) for cache in leaves], jnp.asarray(pairs, jnp.int32))
-    return jax.tree.unflatten(tree, [replace(c, **arrays) for c, arrays in zip(leaves, moved, strict=True)])
+    updated = _copy_blocks([block_arrays(cache) for cache in leaves], jnp.asarray(pairs, jnp.int32))
+    return jax.tree.unflatten(tree, [replace(c, **arrays) for c, arrays in zip(leaves, updated, strict=True)])
 
 
 @functools.partial(jax.jit, donate_argnums=0)

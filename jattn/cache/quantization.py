@@ -50,7 +50,7 @@ def quantize_token_head(
     return saturate(quotient, dtype), scale
 
 
-def rounded_token_head(
+def round_token_head(
     values: Float[Array, "tokens heads head_dim"], dtype: DTypeLike
 ) -> Float[Array, "tokens heads head_dim"]:
     """Quantize with `quantize_token_head` and dequantize again, to f32."""

@@ -153,11 +153,11 @@ def _write_kv(
     }[layout]
     if layout == "packed":
         new["k"] = new["k"].reshape(*key.shape[:2], *arrays["k"].shape[2::2])  # head_dim / x, x
-    written = {name: arrays[name].at[index].set(rows, mode="drop") for name, rows in new.items()}
+    updated = {name: arrays[name].at[index].set(rows, mode="drop") for name, rows in new.items()}
     scale_index = (block, slice(None), offset)
     for name, rows in scales.items():
-        written[name] = arrays[name].at[scale_index].set(rows, mode="drop")
-    return written
+        updated[name] = arrays[name].at[scale_index].set(rows, mode="drop")
+    return updated
 
 
 def _write_quantized(
@@ -174,7 +174,7 @@ def _write_quantized(
         arrays[name] if name in arrays else None if static is None else jnp.asarray(static, jnp.float32)
         for name, static in zip(names[2:], static_scales, strict=True)
     ]
-    written = cache_write(
+    updated = cache_write(
         key,
         value,
         arrays["k"],
@@ -184,7 +184,7 @@ def _write_quantized(
         v_scale=scales[1],
         layout=layout,
     )
-    return {name: _as_jax(array) for name, array in zip(names, written, strict=True) if name in arrays}
+    return {name: _as_jax(array) for name, array in zip(names, updated, strict=True) if name in arrays}
 
 
 def _as_jax(array: Any) -> Array:

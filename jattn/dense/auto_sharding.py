@@ -48,7 +48,7 @@ def call_partitioned(function: ShardFunction, args: Any, in_specs: Any, out_spec
             It must sum results that are replicated over the devices itself (`sum_over_shards`).
         args: Tree of arrays, starting with queries, keys and values.
         in_specs: Partition specs of the arguments, with labels in the place of mesh axes.
-        out_specs: Partition specs of the results, likewise with labels.
+        out_specs: Partition specs of the results, with labels in the place of mesh axes.
     """
     leaves: list[Array] = jax.tree.leaves(args)
     specs = (jax.tree.leaves(in_specs), jax.tree.leaves(out_specs))
@@ -80,10 +80,10 @@ def call_partitioned(function: ShardFunction, args: Any, in_specs: Any, out_spec
             return call_flat(sharding, *args[:num_leaves])
 
         specs_with_consts = ([*specs[0], *[P()] * len(consts)], specs[1])
-        return list(_partitioned(evaluate, call_shard, specs_with_consts, sizes)(*leaves, *consts))
+        return list(_partition(evaluate, call_shard, specs_with_consts, sizes)(*leaves, *consts))
 
     @attend.def_vmap
-    def _mapped(size: int, are_mapped: Sequence[bool], *leaves: Array) -> tuple[list[Array], list[bool]]:
+    def _attend_vmap(size: int, are_mapped: Sequence[bool], *leaves: Array) -> tuple[list[Array], list[bool]]:
         axes = [0 if is_mapped else None for is_mapped in are_mapped]
         outs = jax.vmap(call_unsharded, in_axes=axes, axis_size=size)(*leaves)
         return outs, [True] * len(outs)
@@ -98,7 +98,7 @@ def sum_over_shards(sharding: AttentionSharding, spec: P, array: Array) -> Array
     return jax.lax.psum(array, names) if names else array
 
 
-def _partitioned(
+def _partition(
     function: Callable[..., Any],
     shard_function: Callable[..., list[Array]],
     specs: tuple[list[P], list[P]],
@@ -142,21 +142,21 @@ def _label_sizes(specs: Sequence[P], leaves: Sequence[Array]) -> LabelSizes:
 def _choose_sharding(
     mesh: Any, specs: Sequence[P], arguments: Sequence[Any], sizes: LabelSizes
 ) -> AttentionSharding:
-    """Choose the sharding of attention: that of the queries or, where these are replicated, of the keys.
+    """Choose the sharding of attention: the queries' sharding, or the keys' where queries are replicated.
 
     Mesh axes that do not divide an axis evenly, or would leave a device with parts of several kv heads, are
     dropped.
     """
-    found: dict[str, Axes] = {}
+    axes_by_label: dict[str, Axes] = {}
     for spec, argument in zip(specs[:3], arguments[:3], strict=True):
         for label, axes in zip(spec, argument.sharding.spec, strict=False):
             if label is not None and axes is not None:
-                found.setdefault(label, axes)
-    names = mesh_axis_names(found.get(HEADS, found.get(KV_HEADS)))
+                axes_by_label.setdefault(label, axes)
+    names = mesh_axis_names(axes_by_label.get(HEADS, axes_by_label.get(KV_HEADS)))
     names = mesh_axis_names(dividing_axes(mesh, names, sizes[HEADS]))
     count = next(n for n in range(len(names), -1, -1) if can_shard_heads(mesh, names[:n], sizes[KV_HEADS]))
     heads = names[:count] or None
-    unused = tuple(name for name in mesh_axis_names(found.get(BATCH)) if name not in names[:count])
+    unused = tuple(name for name in mesh_axis_names(axes_by_label.get(BATCH)) if name not in names[:count])
     batch_axes = (dividing_axes(mesh, unused, sizes[BATCH]) or None,) if BATCH in sizes else ()
     return AttentionSharding(mesh, batch_axes, heads, dividing_axes(mesh, heads, sizes[KV_HEADS]))
 

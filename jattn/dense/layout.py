@@ -64,9 +64,9 @@ def layout_batch(
     query_len, seq_len = q_tokens, num_visible
     if is_positional and 0 < num_visible != q_tokens:
         query_len = seq_len = max(q_tokens, num_visible)
-        q = _padded(q, query_len)
+        q = _pad_tokens(q, query_len)
         if num_visible < q_tokens:
-            k, v, row_stride = _padded(k, q_tokens), _padded(v, q_tokens), max(kv_tokens, q_tokens)
+            k, v, row_stride = _pad_tokens(k, q_tokens), _pad_tokens(v, q_tokens), max(kv_tokens, q_tokens)
             mask = Sinks(num_visible) if mask is None else mask & Sinks(num_visible)
 
     def flat(x: Array) -> Array:
@@ -131,6 +131,6 @@ def _metadata(query_start_loc: Array, seq_lens: Int32[Array, " reqs"], num_token
     )
 
 
-def _padded(x: Any, tokens: int) -> Any:
+def _pad_tokens(x: Any, tokens: int) -> Any:
     """Pad each sequence with zeros to at least `tokens` tokens."""
     return jnp.pad(x, ((0, 0), (0, max(tokens - x.shape[1], 0)), (0, 0), (0, 0)))

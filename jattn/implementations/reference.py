@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.cache.quantization import rounded_token_head
+from jattn.cache.quantization import round_token_head
 from jattn.masks import Mask, Pairs
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
@@ -80,7 +80,7 @@ def as_seen(
 ) -> Float[Array, "tokens q_heads head_dim"]:
     """Return the queries, quantized and dequantized if the spec says so."""
     dtype = QUERY_DTYPES[spec.query_quantization]
-    return query if dtype is None else rounded_token_head(query, dtype)
+    return query if dtype is None else round_token_head(query, dtype)
 
 
 def softmax_average(

@@ -9,8 +9,8 @@ from jattn.models.families import (
     FAMILIES,
     Family,
     extract_text_config,
-    family_of,
     fill_defaults,
+    find_family,
     normalize_config,
     token_ids,
 )
@@ -125,7 +125,7 @@ class DecoderConfig:
         """
         check_types(hf)
         hf = extract_text_config(hf)
-        family = family_of(hf)
+        family = find_family(hf)
         hf = normalize_config(hf, family)
         keys = fill_defaults(hf, family)
         fields = {name: keys[name] for name in _COPIED_KEYS} | {"norm_placement": family.norm_placement}

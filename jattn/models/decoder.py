@@ -279,7 +279,7 @@ class Decoder(nnx.Module):
         elif has_sharded_logits(self):
             scores = run_on_mesh(self, "_scores", (hidden,), returns="columns")
         else:
-            scores = run_on_mesh(self, "_gathered_scores", (hidden,))
+            scores = run_on_mesh(self, "_gather_scores", (hidden,))
         bias = None if self.lm_head is None or self.lm_head.bias is None else self.lm_head.bias[...]
         return _process_logits(scores, bias, self.config)
 
@@ -289,7 +289,7 @@ class Decoder(nnx.Module):
         precision = matmul_precision(hidden.dtype)
         return jnp.matmul(hidden, head, precision=precision, preferred_element_type=jnp.float32)
 
-    def _gathered_scores(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
+    def _gather_scores(self, hidden: Float[Array, "n hidden"]) -> Float32[Array, "n vocab"]:
         """Gather the scores of all vocabulary shards inside shard_map and drop the vocabulary's padding."""
         gathered = jax.lax.all_gather(self._scores(hidden), self.axis_name, axis=1, tiled=True)
         return gathered[:, : self.config.vocab_size]

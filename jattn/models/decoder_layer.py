@@ -118,7 +118,7 @@ class DecoderLayer(nnx.Module):
             """Return the sublayer output to add, given this device's summand of it."""
             if self.sublayer_out_is_partial:
                 return partial
-            return self._scaled(all_reduce_sum(partial, axis_name, peers))
+            return self._scale_residual(all_reduce_sum(partial, axis_name, peers))
 
         x, normed = add_sublayer_norm(x, sublayer_out, self.input_layernorm)
         attended, cache = self.self_attn(
@@ -128,10 +128,10 @@ class DecoderLayer(nnx.Module):
             return x, finish_sublayer(attended + self.mlp(_apply_norm(self.mlp_layernorm, normed))), cache
         if self.post_feedforward_layernorm is not None:
             attended = all_reduce_sum(attended, axis_name, peers)
-            attended = self._scaled(_apply_norm(self.post_attention_layernorm, attended))
+            attended = self._scale_residual(_apply_norm(self.post_attention_layernorm, attended))
             x, normed = add_norm(x, attended, self.pre_feedforward_layernorm)
             out = all_reduce_sum(self.mlp(normed), axis_name, peers)
-            return x, self._scaled(self.post_feedforward_layernorm(out)), cache
+            return x, self._scale_residual(self.post_feedforward_layernorm(out)), cache
         x = normed if self.residual_after_norm else x
         x, normed = add_sublayer_norm(x, finish_sublayer(attended), self.post_attention_layernorm)
         return normed if self.residual_after_norm else x, finish_sublayer(self.mlp(normed)), cache
@@ -142,7 +142,7 @@ class DecoderLayer(nnx.Module):
         is_added_directly = self.post_feedforward_layernorm is None and self.residual_scale is None
         return self.axis_name is not None and is_added_directly
 
-    def _scaled(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def _scale_residual(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
         """Multiply by the residual scale in f32, because a rounded scale would bias all layers alike."""
         if self.residual_scale is None:
             return x

@@ -249,7 +249,7 @@ def run_tiles_mosaic(
 ) -> Float32[Array, "tokens hidden"]:
     """Compute tiles with the grouped matmul kernel, which reads each expert's weights in place.
 
-    The gradients are those of `run_tiles_xla`, recomputed from x.
+    The gradients equal `run_tiles_xla`'s and are recomputed from x.
 
     Args:
         x: Input of each token.
@@ -278,9 +278,9 @@ def _mosaic_tiles(
     def repeat_per_row(bias: Array | None) -> Array | None:
         return None if bias is None else jnp.repeat(bias[expert], TILE_ROWS, axis=0)
 
-    both = weights.gate_up.reshape(num_experts, 2 * intermediate, hidden)
+    gate_up_weights = weights.gate_up.reshape(num_experts, 2 * intermediate, hidden)
     rows = tiles.gather(x, top_k.experts.shape[1])
-    gate_up = grouped_matmul(rows, both, tiles.expert, outputs_first=True, interpret=interpret)
+    gate_up = grouped_matmul(rows, gate_up_weights, tiles.expert, outputs_first=True, interpret=interpret)
     gate_up = gate_up.reshape(-1, 2, intermediate)
     inner = activate(gate_up, repeat_per_row(weights.gate_up_bias), scores, top_k.scales_input, statics)
     out = grouped_matmul(inner.astype(x.dtype), weights.down, tiles.expert, interpret=interpret)

@@ -30,7 +30,7 @@ class CalibrationWarning(UserWarning):
 class LayerScales(NamedTuple):
     """The scales of one layer: key = stored * k, value = stored * v. None = unknown.
 
-    Shapes are those of `PagedCache`'s k_scale and v_scale.
+    Each has the shape of `PagedCache`'s k_scale or v_scale.
     """
 
     k: np.ndarray | None = None
@@ -58,15 +58,19 @@ class KVScales:
         Raises:
             ValueError: If a scale belongs to no layer, is not a float, or is not positive and finite.
         """
-        found: list[dict[str, np.ndarray]] = [{} for _ in range(num_layers)]
+        scales_by_layer: list[dict[str, np.ndarray]] = [{} for _ in range(num_layers)]
         for name in filter(is_kv_scale, tensors):
             layer, *sides = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
             require(int(layer) < num_layers, name, f"belong to one of {num_layers} layers", layer)
             float_dtype(tensors, name)
             scale = tensors[name].view().astype(np.float32)
             require(bool((np.isfinite(scale) & (scale > 0)).all()), name, "be positive and finite", scale)
-            found[int(layer)][sides[0] or sides[1]] = scale.reshape(() if scale.size == 1 else scale.shape)
-        return cls(tuple(LayerScales(**scales) for scales in found)) if any(found) else None
+            scales_by_layer[int(layer)][sides[0] or sides[1]] = scale.reshape(
+                () if scale.size == 1 else scale.shape
+            )
+        return (
+            cls(tuple(LayerScales(**scales) for scales in scales_by_layer)) if any(scales_by_layer) else None
+        )
 
     @classmethod
     def load(cls, path: str | pathlib.Path, num_layers: int) -> "KVScales | None":

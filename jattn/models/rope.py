@@ -80,8 +80,8 @@ class Rope:
         require_positive(rope_theta=self.rope_theta, factor=self.factor)
         require_positive(original_max_position_embeddings=self.original_max_position_embeddings)
         rule = f"be at least low_freq_factor ({self.low_freq_factor})"
-        is_above = self.high_freq_factor >= self.low_freq_factor
-        require(is_above, "high_freq_factor", rule, self.high_freq_factor)
+        is_valid = self.high_freq_factor >= self.low_freq_factor
+        require(is_valid, "high_freq_factor", rule, self.high_freq_factor)
         rule = f"be at least beta_slow ({self.beta_slow})"
         require(self.beta_fast >= self.beta_slow > 0, "beta_fast", rule, self.beta_fast)
         min_dim = 4 if self.rope_type == "dynamic" else 2

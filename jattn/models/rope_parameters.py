@@ -16,7 +16,7 @@ _YARN = (
     "original_max_position_embeddings",
 )
 _LONGROPE = ("short_factor", "long_factor", "original_max_position_embeddings")
-# Keys that each type reads besides rope_theta and partial_rotary_factor.
+# Keys that each type reads in addition to rope_theta and partial_rotary_factor.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -97,10 +97,15 @@ def _check(parameters: Mapping[str, Any], rope_type: str) -> None:
         require(is_list, f"rope parameter {key}", "be a list of numbers", repr(values)[:60])
     truncate = parameters.get("truncate", True)
     require(isinstance(truncate, bool), "rope parameter truncate", "be true or false", repr(truncate))
-    is_typed = "rope_type" in parameters or "type" in parameters or not parameters.keys() - _COMMON_KEYS
-    require(is_typed, "rope parameters", "have a rope_type", dict(parameters))
-    needed = {"linear": _LLAMA3[:1], "dynamic": _LLAMA3[:1], "llama3": _LLAMA3[:3], "longrope": _LONGROPE[:2]}
-    for key in needed.get(rope_type, ()):
+    has_rope_type = "rope_type" in parameters or "type" in parameters or not parameters.keys() - _COMMON_KEYS
+    require(has_rope_type, "rope parameters", "have a rope_type", dict(parameters))
+    required_keys = {
+        "linear": _LLAMA3[:1],
+        "dynamic": _LLAMA3[:1],
+        "llama3": _LLAMA3[:3],
+        "longrope": _LONGROPE[:2],
+    }
+    for key in required_keys.get(rope_type, ()):
         require(key in parameters, f"rope parameter {key}", f"be given for {rope_type!r}", dict(parameters))
 
 
@@ -127,8 +132,8 @@ def _longrope_attention_factors(
 ) -> dict[str, float]:
     factor = parameters.get("factor", max_context / original)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    both = float(parameters.get("attention_factor", default))
+    attention_factor = float(parameters.get("attention_factor", default))
     if "short_mscale" not in parameters and "long_mscale" not in parameters:
-        return {"attention_factor": both}
-    short, long = (float(parameters.get(key, both)) for key in ("short_mscale", "long_mscale"))
+        return {"attention_factor": attention_factor}
+    short, long = (float(parameters.get(key, attention_factor)) for key in ("short_mscale", "long_mscale"))
     return {"attention_factor": short, "long_attention_factor": long}

@@ -102,7 +102,7 @@ class DecodeGraphs:
             require(bucket in self.buckets, "metadata.bucket", rule, bucket)
 
             def lower(_: Bucket) -> jax.stages.Lowered:
-                return self._lowered(leaves.structure, leaves.values, caches, metadata, *inputs)
+                return self._lower(leaves.structure, leaves.values, caches, metadata, *inputs)
 
             executable = self._executables.get(bucket, lower)
         return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
@@ -190,11 +190,11 @@ class DecodeGraphs:
             metadata = abstract_metadata(bucket, block_size)
             if self._from_host:
                 metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
-            return self._lowered(structure, *arguments, metadata, *inputs(bucket))
+            return self._lower(structure, *arguments, metadata, *inputs(bucket))
 
         return lower
 
-    def _lowered(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
+    def _lower(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
         layout = TransferLayout.of(brought, from_host=self._from_host)
         self._layouts[brought[0].bucket] = layout
         return self._step.lower(structure, layout, leaves, caches, *layout.pack(brought))

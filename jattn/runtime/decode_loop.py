@@ -84,7 +84,7 @@ def decode_loop(
         require(callable(function), name, "be a function", repr(function))
     require_int(num_steps=num_steps)
     require_positive(num_steps=num_steps)
-    token_ids, stops, longest = _checked(metadata, tokens, stop_ids, max_lens)
+    token_ids, stops, longest = _check_arguments(metadata, tokens, stop_ids, max_lens)
     functions = (
         function if isinstance(function, jax.tree_util.Partial) else jax.tree_util.Partial(function)
         for function in (step, sample)
@@ -92,7 +92,7 @@ def decode_loop(
     return _decode_loop(*functions, params, caches, metadata, token_ids, stops, longest, num_steps=num_steps)
 
 
-def _checked(
+def _check_arguments(
     metadata: BatchMetadata, tokens: Any, stop_ids: Any, max_lens: Any
 ) -> tuple[Int32[Array, " reqs"], Int32[Array, "reqs stops"], Int32[Array, " reqs"]]:
     """Validate the arguments; return first tokens, stop ids and maximum length per row."""

@@ -69,7 +69,7 @@ class ExecutableCache:
                 future, is_mine = self._claim(bucket)
                 running.append(future)
                 if is_mine:
-                    pool.submit(compile, bucket, future, self._lowered(bucket, future, lower))
+                    pool.submit(compile, bucket, future, self._lower(bucket, future, lower))
                 else:
                     slots.release()
         for future in running:
@@ -105,17 +105,17 @@ class ExecutableCache:
             is_new = bucket not in self._futures
             return self._futures.setdefault(bucket, concurrent.futures.Future()), is_new
 
-    def _lowered(self, bucket: Bucket, future: Any, lower: Lower) -> jax.stages.Lowered:
-        with self._given_up_on_error(bucket, future):
+    def _lower(self, bucket: Bucket, future: Any, lower: Lower) -> jax.stages.Lowered:
+        with self._give_up_on_error(bucket, future):
             return lower(bucket)
 
     def _compile(self, bucket: Bucket, future: Any, lower: Callable[[], jax.stages.Lowered]) -> None:
-        with self._given_up_on_error(bucket, future):
+        with self._give_up_on_error(bucket, future):
             self.ready[bucket] = executable = lower().compile(self._options(bucket))
             future.set_result(executable)
 
     @contextlib.contextmanager
-    def _given_up_on_error(self, bucket: Bucket, future: Any) -> Iterator[None]:
+    def _give_up_on_error(self, bucket: Bucket, future: Any) -> Iterator[None]:
         """Pass an error to waiting threads and allow later calls to try again."""
         try:
             yield

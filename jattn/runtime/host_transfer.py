@@ -18,7 +18,7 @@ ALIGNMENT = ALIGNED_BYTES // 4  # in words: XLA passes slices of the packed arra
 
 
 class TransferLeaf(NamedTuple):
-    """Array that is packed with the others.
+    """Shape and dtype of an array that is packed.
 
     Attributes:
         shape: Shape of the array.
@@ -42,9 +42,9 @@ class TransferLayout(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Any, *, from_host: bool) -> "TransferLayout":
-        """Return the layout of some arguments; packs their numpy arrays if `from_host`, else nothing."""
+        """Return the layout of some arguments; if `from_host`, their numpy arrays are packed."""
         leaves, structure = jax.tree.flatten(arguments)
-        return cls(structure, tuple(_sent(leaf) if from_host else None for leaf in leaves))
+        return cls(structure, tuple(_transfer_leaf(leaf) if from_host else None for leaf in leaves))
 
     def pack(self, arguments: Any) -> tuple[Any, list[Any]]:
         """Return the packed int32 array, or None if nothing is packed, and the remaining leaves.
@@ -61,40 +61,41 @@ class TransferLayout(NamedTuple):
                 f"with {structure}. Call it with the structure it was compiled for."
             )
         parts, remaining = [], []
-        for leaf, sent in zip(leaves, self.leaves, strict=True):
-            if sent is None:
+        for leaf, packed_as in zip(leaves, self.leaves, strict=True):
+            if packed_as is None:
                 remaining.append(leaf)
                 continue
-            if leaf.shape != sent.shape or leaf.dtype != sent.dtype:
+            if leaf.shape != packed_as.shape or leaf.dtype != packed_as.dtype:
                 raise ValueError(
-                    f"The step was compiled for an array {sent.dtype}{list(sent.shape)}, but was called with "
-                    f"{leaf.dtype}{list(leaf.shape)}. Pass an array of the compiled shape and dtype."
+                    f"The step was compiled for an array {packed_as.dtype}{list(packed_as.shape)}, but was "
+                    f"called with {leaf.dtype}{list(leaf.shape)}. Pass an array of the compiled shape and "
+                    "dtype."
                 )
             parts.append(leaf)
         if not parts:
             return None, remaining
         if any([isinstance(part, jax.Array) for part in parts]):
             return _join_on_device(parts), remaining
-        packed, start = np.zeros(sum([_aligned(part.size) for part in parts]), np.int32), 0
+        packed, start = np.zeros(sum([_align(part.size) for part in parts]), np.int32), 0
         for part in parts:
             packed[start : start + part.size] = _as_ints(part)
-            start += _aligned(part.size)
+            start += _align(part.size)
         return packed, remaining
 
     def unpack(self, packed: Any, remaining: Sequence[Any]) -> Any:
         """Return the arguments from the packed array and the remaining leaves. Works inside jit."""
         leaves, unpacked, start = [], iter(remaining), 0
-        for sent in self.leaves:
-            if sent is None:
+        for packed_as in self.leaves:
+            if packed_as is None:
                 leaves.append(next(unpacked))
                 continue
-            size = math.prod(sent.shape)
-            leaves.append(_from_ints(packed[start : start + size].reshape(sent.shape), sent.dtype))
-            start += _aligned(size)
+            size = math.prod(packed_as.shape)
+            leaves.append(_from_ints(packed[start : start + size].reshape(packed_as.shape), packed_as.dtype))
+            start += _align(size)
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _sent(leaf: Any) -> TransferLeaf | None:
+def _transfer_leaf(leaf: Any) -> TransferLeaf | None:
     """Return the shape and dtype of a leaf to pack; None for device arrays and other dtype sizes."""
     if not isinstance(leaf, np.ndarray | np.generic) or (leaf.dtype.itemsize != 4 and leaf.dtype != np.bool_):
         return None
@@ -106,7 +107,7 @@ def _as_ints(array: np.ndarray | np.generic) -> np.ndarray:
     return flat.astype(np.int32) if array.dtype == np.bool_ else flat.view(np.int32)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     """Round a number of words up to the alignment."""
     return size + -size % ALIGNMENT
 
@@ -115,7 +116,7 @@ def _aligned(size: int) -> int:
 def _join_on_device(parts: Sequence[Any]) -> jax.Array:
     """Pack arrays that are already on the device."""
     words = [_to_ints(jnp.ravel(part)) for part in parts]
-    return jnp.concatenate([jnp.pad(ints, (0, _aligned(ints.size) - ints.size)) for ints in words])
+    return jnp.concatenate([jnp.pad(ints, (0, _align(ints.size) - ints.size)) for ints in words])
 
 
 def _to_ints(flat: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ class ParameterLeaves:
         self.values, self.structure = jax.tree.flatten(tree)
         self._variables: list[nnx.Variable[Any]] = []
         self._is_watched = True
-        self._before = self._copy_of(_seen(tree))
+        self._before = self._copy_containers(_raw_dictionaries(tree))
         self._variable_values = [variable.get_raw_value() for variable in self._variables]
 
     def match(self, tree: Any) -> bool:
@@ -34,14 +34,14 @@ class ParameterLeaves:
         if tree is not self.tree or not self._is_watched:
             return False
         values = [variable.get_raw_value() for variable in self._variables]
-        return is_same(_seen(tree), self._before) and is_same(values, self._variable_values)
+        return is_same(_raw_dictionaries(tree), self._before) and is_same(values, self._variable_values)
 
-    def _copy_of(self, node: Any) -> Any:
+    def _copy_containers(self, node: Any) -> Any:
         """Copy the containers, but not their contents."""
         if type(node) is dict:
-            return {key: self._copy_of(child) for key, child in node.items()}
+            return {key: self._copy_containers(child) for key, child in node.items()}
         if type(node) in (list, tuple):
-            return type(node)(map(self._copy_of, node))
+            return type(node)(map(self._copy_containers, node))
         if isinstance(node, nnx.Variable):
             self._variables.append(node)
             self._is_watched &= jax.tree_util.all_leaves([node.get_raw_value()])
@@ -50,7 +50,7 @@ class ParameterLeaves:
         return node
 
 
-def _seen(tree: Any) -> Any:
+def _raw_dictionaries(tree: Any) -> Any:
     """Return the raw dictionaries of a State, whose properties create new objects at every access."""
     return tree.raw_mapping if isinstance(tree, nnx.State) else tree
 

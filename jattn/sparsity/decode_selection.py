@@ -26,19 +26,19 @@ class KeyBounds:
     """Elementwise minimum and maximum of the keys of each cache block, in f32 or the keys' dtype.
 
     Attributes:
-        low: Minimum of each block's keys; arbitrary for blocks without keys.
-        high: Maximum of each block's keys; arbitrary for blocks without keys.
+        min_key: Minimum of each block's keys; arbitrary for blocks without keys.
+        max_key: Maximum of each block's keys; arbitrary for blocks without keys.
     """
 
-    low: Float[Array, "blocks kv_heads head_dim"]
-    high: Float[Array, "blocks kv_heads head_dim"]
+    min_key: Float[Array, "blocks kv_heads head_dim"]
+    max_key: Float[Array, "blocks kv_heads head_dim"]
 
     @classmethod
     def create(cls, spec: CacheSpec) -> "KeyBounds":
         """Return bounds for an empty cache."""
         shape = (spec.num_blocks, spec.num_kv_heads, spec.head_dim)
         # Two arrays, because both are donated.
-        return cls(low=jnp.zeros(shape, spec.dtype), high=jnp.zeros(shape, spec.dtype))
+        return cls(min_key=jnp.zeros(shape, spec.dtype), max_key=jnp.zeros(shape, spec.dtype))
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="block_size")
@@ -65,11 +65,11 @@ def write_key_bounds(
     require_type("bounds", bounds, KeyBounds, "see KeyBounds.create")
     require_array("slot_mapping", slot_mapping, "integer", {1: "[tokens]"})
     require_ints(1, block_size=block_size)
-    num_blocks, num_tokens = bounds.low.shape[0], slot_mapping.shape[0]
+    num_blocks, num_tokens = bounds.min_key.shape[0], slot_mapping.shape[0]
     require_shape(
         "key",
         key.shape,
-        (key.shape[0], *bounds.low.shape[1:]),
+        (key.shape[0], *bounds.min_key.shape[1:]),
         "tokens, and the bounds' kv_heads and head_dim",
     )
     rule = f"have at least as many tokens as slot_mapping ({num_tokens})"
@@ -77,11 +77,11 @@ def write_key_bounds(
     slot_mapping = slot_mapping.astype(jnp.int32)  # The cache's sizes may not fit 8 or 16 bits.
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // block_size)
     new_block = jnp.where(slot_mapping % block_size == 0, block, num_blocks)
-    key = key[: block.shape[0]].astype(bounds.low.dtype)
-    max_value = jnp.asarray(jnp.finfo(bounds.low.dtype).max, bounds.low.dtype)
-    low = bounds.low.at[new_block].set(max_value, mode="drop").at[block].min(key, mode="drop")
-    high = bounds.high.at[new_block].set(-max_value, mode="drop").at[block].max(key, mode="drop")
-    return KeyBounds(low=low, high=high)
+    key = key[: block.shape[0]].astype(bounds.min_key.dtype)
+    max_value = jnp.asarray(jnp.finfo(bounds.min_key.dtype).max, bounds.min_key.dtype)
+    min_key = bounds.min_key.at[new_block].set(max_value, mode="drop").at[block].min(key, mode="drop")
+    max_key = bounds.max_key.at[new_block].set(-max_value, mode="drop").at[block].max(key, mode="drop")
+    return KeyBounds(min_key=min_key, max_key=max_key)
 
 
 def block_scores(
@@ -91,13 +91,13 @@ def block_scores(
 ) -> Float[Array, "reqs kv_heads max_blocks"]:
     """Return an upper bound of the unscaled score of any query head with any key of each block, in f32."""
     reqs, q_heads, head_dim = query.shape
-    kv_heads = bounds.low.shape[1]
-    q = query.reshape(reqs, kv_heads, q_heads // kv_heads, head_dim).astype(bounds.low.dtype)
-    blocks = jnp.clip(block_table, 0, bounds.low.shape[0] - 1)
+    kv_heads = bounds.min_key.shape[1]
+    q = query.reshape(reqs, kv_heads, q_heads // kv_heads, head_dim).astype(bounds.min_key.dtype)
+    blocks = jnp.clip(block_table, 0, bounds.min_key.shape[0] - 1)
     # f32, because XLA:CPU (jax 0.11.2) returns infinities for this bf16 product inside jit.
-    q, low, high = (x.astype(jnp.float32) for x in (q, bounds.low[blocks], bounds.high[blocks]))
+    q, min_key, max_key = (x.astype(jnp.float32) for x in (q, bounds.min_key[blocks], bounds.max_key[blocks]))
     dot = functools.partial(jnp.einsum, "rhgd,rbhd->rhgb")
-    return (dot(jnp.maximum(q, 0), high) + dot(jnp.minimum(q, 0), low)).max(axis=2)
+    return (dot(jnp.maximum(q, 0), max_key) + dot(jnp.minimum(q, 0), min_key)).max(axis=2)
 
 
 def select_blocks(
@@ -121,7 +121,7 @@ def select_blocks(
         seq_lens: Number of keys of each request; 0 marks a padding row.
         num_selected: Static: number of blocks per kv head, including the recent ones. Blocks that tie with
             the last one are selected too. XLA also selects blocks that score NaN, so that NaN propagates; the
-            kernels may then select any blocks besides the recent ones.
+            kernels may then select any blocks in addition to the recent ones.
         block_size: Static: number of tokens per cache block.
         num_recent: Static: number of most recent blocks that are always selected.
         implementation: "mosaic_gpu" or "xla"; None = the best one that supports these sizes on this machine.
@@ -136,7 +136,7 @@ def select_blocks(
             shapes do not match.
         NotImplementedError: If the requested implementation does not support these arguments.
     """
-    query, bounds, block_table, seq_lens = _checked(query, bounds, block_table, seq_lens)
+    query, bounds, block_table, seq_lens = _check_arguments(query, bounds, block_table, seq_lens)
     max_blocks = block_table.shape[1]
     _check_numbers(num_selected, max_blocks, block_size=block_size, num_recent=num_recent)
     reason = None if interpret else support.why_not_on(query, bounds, block_table)
@@ -148,7 +148,13 @@ def select_blocks(
     is_valid = (block < num_blocks[:, None])[:, None, :]
     if use_kernel:
         scores = kernels.block_scores(
-            query, bounds.low, bounds.high, block_table, seq_lens, block_size=block_size, interpret=interpret
+            query,
+            bounds.min_key,
+            bounds.max_key,
+            block_table,
+            seq_lens,
+            block_size=block_size,
+            interpret=interpret,
         )
         best = kernels.select_top_blocks(
             scores, seq_lens, block_size=block_size, num_selected=num_selected, num_recent=num_recent
@@ -168,7 +174,7 @@ def select_blocks(
     return BlockMask(blocks=selected[:, :, None, :], block_q=None, block_kv=block_size)
 
 
-def _checked(
+def _check_arguments(
     query: Array, bounds: KeyBounds, block_table: Array, seq_lens: Array
 ) -> tuple[Array, KeyBounds, Array, Array]:
     """Return the checked arguments without gradients, with int32 lengths and blocks."""
@@ -187,10 +193,10 @@ def _check_shapes(query: Array, bounds: KeyBounds, block_table: Array, seq_lens:
     )
     require_array("block_table", block_table, "integer", {2: "[reqs, max_blocks]"})
     require_array("seq_lens", seq_lens, "integer", {1: "[reqs]"})
-    (reqs, q_heads, _), kv_heads, max_blocks = query.shape, bounds.low.shape[1], block_table.shape[1]
+    (reqs, q_heads, _), kv_heads, max_blocks = query.shape, bounds.min_key.shape[1], block_table.shape[1]
     rule = f"be a multiple of the bounds' number of kv heads ({kv_heads})"
     require(q_heads % kv_heads == 0, "query's number of heads", rule, q_heads)
-    require_shape("query", query.shape, (reqs, q_heads, bounds.low.shape[2]), "the bounds' head_dim")
+    require_shape("query", query.shape, (reqs, q_heads, bounds.min_key.shape[2]), "the bounds' head_dim")
     require(max_blocks > 0, "block_table", "have at least one column", f"shape {block_table.shape}")
     require_shape("block_table", block_table.shape, (reqs, max_blocks), "one row per request")
     require_shape("seq_lens", seq_lens.shape, (reqs,), "one per request")
@@ -208,7 +214,7 @@ def _why_not_select(bounds: KeyBounds, *, num_q_heads: int, max_blocks: int) -> 
     """Return why the kernels do not support a selection; None if they do."""
     if max_blocks > kernels.MAX_LEN:
         return f"the kernels select among at most {kernels.MAX_LEN} blocks, got {max_blocks}"
-    _, kv_heads, head_dim = bounds.low.shape
+    _, kv_heads, head_dim = bounds.min_key.shape
     return kernels.why_not_block_scores(
-        dtype=bounds.low.dtype, q_heads=num_q_heads, kv_heads=kv_heads, head_dim=head_dim
+        dtype=bounds.min_key.dtype, q_heads=num_q_heads, kv_heads=kv_heads, head_dim=head_dim
     )

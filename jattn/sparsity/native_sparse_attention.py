@@ -67,7 +67,7 @@ def nsa(
     gates = gates if has_batch else gates[None]
     require_shape("gates", gates.shape, (*q.shape[:3], 3), "batch, tokens, q_heads, number of attentions")
     require_ints(1, block_size=block_size, num_selected=num_selected, block_q=block_q, window=window)
-    keys, values = (_compressed(x, block_size, compress) for x in (k, v))
+    keys, values = (_compress_blocks(x, block_size, compress) for x in (k, v))
     completed = CompletedBlocks(block_size)
     compressed_out = attention(q, keys, values, mask=completed, implementation=implementation)
     mask = select_nsa_blocks(q, keys, block_size=block_size, num_selected=num_selected, block_q=block_q)
@@ -80,7 +80,7 @@ def nsa(
     return out if has_batch else out[0]
 
 
-def _compressed(
+def _compress_blocks(
     x: Float[Array, "batch tokens kv_heads head_dim"], block_size: int, compress: Compress | None
 ) -> Float[Array, "batch blocks kv_heads head_dim"]:
     """Return the compressed key or value of each block."""

@@ -38,7 +38,7 @@ class PerLayerParameters:
 def infer_global_hyperparameters(
     per_layer_params: Mapping[str, PerLayerParameters], *, strict: bool = True
 ) -> PerLayerParameters:
-    """Return the parameters that all layers share: those of the first layer.
+    """Return the parameters that all layers share, taken from the first layer.
 
     Args:
         per_layer_params: Parameters of each layer, by layer name.
@@ -58,8 +58,13 @@ def infer_global_hyperparameters(
     first_name, first = next(iter(per_layer_params.items()))
     differing = {name: params for name, params in per_layer_params.items() if params != first}
     rule = f"be the same in all layers ({first_name} has {_format_params(first)})"
-    listed = "; ".join(f"{name}: {_format_params(params)}" for name, params in differing.items())
-    require(not (strict and differing), "window_left, logits_soft_cap, sm_scale, has_sinks", rule, listed)
+    differing_layers = "; ".join(f"{name}: {_format_params(params)}" for name, params in differing.items())
+    require(
+        not (strict and differing),
+        "window_left, logits_soft_cap, sm_scale, has_sinks",
+        rule,
+        differing_layers,
+    )
     has_same_windows = all(params.window_left == first.window_left for params in per_layer_params.values())
     return dataclasses.replace(
         first, has_same_window_lefts=has_same_windows, has_same_all_params=not differing

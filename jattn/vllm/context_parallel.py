@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from jattn.batch.context_parallel import checked_ranks, require_rank
+from jattn.batch.context_parallel import require_rank, require_ranks
 from jattn.batch.int_arrays import (
     AnyArray,
     IntLike,
@@ -46,7 +46,7 @@ def max_dcp_local_seq_len(
 
     Source: vLLM V1 FlashAttention builder, `max_dcp_context_kv_len`.
     """
-    dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
+    dcp_size, interleave = require_ranks(dcp_size, cp_kv_cache_interleave_size)
     if isinstance(max_seq_len, jax.Array | np.ndarray):
         _, length = with_namespace(max_seq_len=max_seq_len)
     else:
@@ -85,7 +85,7 @@ def compute_dcp_slot_mapping(
 
     Source: vLLM V1 `BlockTable.compute_slot_mapping`.
     """
-    dcp_size, interleave = checked_ranks(dcp_size, cp_kv_cache_interleave_size)
+    dcp_size, interleave = require_ranks(dcp_size, cp_kv_cache_interleave_size)
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
     require(

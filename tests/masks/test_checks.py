@@ -453,7 +453,7 @@ sizes = {"block_size": 4, "num_selected": 1, "window": 2}
 nsa = partial(jattn.sparsity.nsa, ONES, ONES, ONES, ONES[..., :3], **sizes)
 chosen = {"q": ONES, "keys": ONES[:, :2], "block_size": 4, "num_selected": 1}
 select_nsa_blocks = lambda **given: jattn.sparsity.select_nsa_blocks(**chosen | given)
-bounds = jattn.sparsity.KeyBounds(low=jnp.zeros((3, 2, 4)), high=jnp.zeros((3, 2, 4)))
+bounds = jattn.sparsity.KeyBounds(min_key=jnp.zeros((3, 2, 4)), max_key=jnp.zeros((3, 2, 4)))
 slots = {"bounds": bounds, "key": ONES[0], "slot_mapping": np.arange(8), "block_size": 4}
 write_key_bounds = lambda **given: jattn.sparsity.write_key_bounds(**slots | given)
 rows = {"query": ONES[:, 0], "block_table": np.zeros((1, 3), int), "seq_lens": np.ones(1, int)}

@@ -49,7 +49,7 @@ def test_selected_masks_may_depend_on_differentiated_arrays():
     step = jattn.build_batch_metadata([2], [2], None)
 
     def chosen(x):
-        yield select_blocks(x, KeyBounds(low=x, high=2 * x), **pages, num_selected=1, **options)
+        yield select_blocks(x, KeyBounds(min_key=x, max_key=2 * x), **pages, num_selected=1, **options)
         kv = jattn.PackedKV(k=x, v=x, kv_start_loc=step.row_starts)
         yield select_prefill_blocks(x, kv, step, spec, mass=0.5, **options)
 

@@ -37,14 +37,14 @@ def test_block_bounds_cover_the_keys_written_to_the_block():
             if slot >= 0:
                 saved[slot // 4] = ([] if slot % 4 == 0 else saved[slot // 4]) + [key]
     for block, keys in saved.items():
-        np.testing.assert_array_equal(bounds.low[block], np.min(keys, axis=0))
-        np.testing.assert_array_equal(bounds.high[block], np.max(keys, axis=0))
+        np.testing.assert_array_equal(bounds.min_key[block], np.min(keys, axis=0))
+        np.testing.assert_array_equal(bounds.max_key[block], np.max(keys, axis=0))
 
 
 def filled(reqs=3, blocks=3):
     """Return keys of whole blocks, their bounds, a block table, and queries of 4 heads."""
     keys = normal(0, 9, 4, 2, 8)
-    bounds = KeyBounds(low=keys.min(axis=1), high=keys.max(axis=1))
+    bounds = KeyBounds(min_key=keys.min(axis=1), max_key=keys.max(axis=1))
     table = jnp.asarray([[1, 2, 3], [4, 5, 6], [7, 8, 0]], jnp.int32)[:reqs, :blocks]
     return keys, bounds, table, normal(1, reqs, 4, 8)
 
@@ -143,7 +143,7 @@ def test_empty_batch_writes_and_selects_nothing():
     _, bounds, table, query = filled()
     saved = jax.tree.map(np.asarray, bounds)
     written = write_key_bounds(bounds, jnp.ones((0, 2, 8)), jnp.zeros(0, jnp.int32), block_size=4)
-    np.testing.assert_array_equal(written.low, saved.low)
+    np.testing.assert_array_equal(written.min_key, saved.min_key)
     for implementation in ("xla", None):
         options = {"num_selected": 1, "block_size": 4, "implementation": implementation}
         mask = select_blocks(query[:0], written, table[:0], jnp.zeros(0, jnp.int32), **options)
@@ -156,13 +156,13 @@ def test_bounds_accept_slots_of_small_int_dtypes():
     slots = jnp.asarray([4, 5, 8])
     write = lambda slots: write_key_bounds(KeyBounds.create(spec), normal(0, 3, 2, 8), slots, block_size=4)
     expected, actual = write(slots), write(slots.astype(jnp.uint8))
-    np.testing.assert_array_equal(actual.low, expected.low)
-    np.testing.assert_array_equal(actual.high, expected.high)
+    np.testing.assert_array_equal(actual.min_key, expected.min_key)
+    np.testing.assert_array_equal(actual.max_key, expected.max_key)
 
 
 @pytest.mark.usefixtures("types_unchecked")
 def test_selection_accepts_lengths_and_tables_of_small_int_dtypes():
-    bounds = KeyBounds(low=-jnp.abs(normal(0, 300, 2, 8)), high=jnp.abs(normal(1, 300, 2, 8)))
+    bounds = KeyBounds(min_key=-jnp.abs(normal(0, 300, 2, 8)), max_key=jnp.abs(normal(1, 300, 2, 8)))
     choose = lambda dtype: select_blocks(
         normal(2, 1, 4, 8), bounds, jnp.arange(16, dtype=dtype)[None], jnp.full(1, 250, dtype),
         num_selected=3, block_size=16,

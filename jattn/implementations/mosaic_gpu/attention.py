@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.cache.quantization import rounded_token_head
+from jattn.cache.quantization import round_token_head
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.dequantized_prefill import attend_dequantized
 from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_layer
@@ -65,7 +65,7 @@ def attend(
     """
     if spec.query_quantization is not None:
         # The kernels multiply in 16 bits, so queries are dequantized again.
-        query = rounded_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
+        query = round_token_head(query, QUERY_DTYPES[spec.query_quantization]).astype(query.dtype)
     options: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes, "interpret": interpret}
     if isinstance(kernel, PrefillKernelConfig):
         assert kernel_plan is None or isinstance(kernel_plan, PrefillKernelPlan)

@@ -12,10 +12,10 @@ from jax import lax
 from jattn.implementations.mosaic_gpu.interleaved_mask import interleaved_mask, why_not_interleaved
 from jattn.implementations.mosaic_gpu.slash_masks import (
     MAX_ROWS,
-    gathered_keys,
-    gathered_of_queries,
-    slashes_of_keys,
-    slashes_of_queries,
+    gathered_columns_by_key,
+    gathered_columns_by_query,
+    vertical_slash_by_key,
+    vertical_slash_by_query,
 )
 from jattn.masks import (
     And,
@@ -107,9 +107,9 @@ def kernel_mask(mask: Mask, config: KernelMaskConfig) -> KernelMask:
     match mask:
         case And() | Or():
             operands = [_window(operand) or kernel_mask(operand, config) for operand in mask.masks]
-            return _joined(operator.and_ if isinstance(mask, And) else operator.or_, operands)
+            return _join(operator.and_ if isinstance(mask, And) else operator.or_, operands)
         case Not():
-            return _inverted(kernel_mask(mask.masks[0], config))
+            return _invert(kernel_mask(mask.masks[0], config))
         case Document():
             return _document(mask, config)
         case Prefix():
@@ -117,9 +117,9 @@ def kernel_mask(mask: Mask, config: KernelMaskConfig) -> KernelMask:
         case InterleavedMask():
             return interleaved_mask(mask)
         case VerticalSlash():
-            return slashes_of_keys(mask) if config.has_key_rows else slashes_of_queries(mask)
+            return vertical_slash_by_key(mask) if config.has_key_rows else vertical_slash_by_query(mask)
         case GatheredColumns():
-            return gathered_keys(mask) if config.has_key_rows else gathered_of_queries(mask)
+            return gathered_columns_by_key(mask) if config.has_key_rows else gathered_columns_by_query(mask)
     assert isinstance(mask, BlockMask)
     return _blocks(mask, config)
 
@@ -167,7 +167,7 @@ def _window(mask: Mask) -> KernelMask | None:
     return KernelMask((), lambda *_: (), visible, is_words=True)
 
 
-def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> KernelMask:
+def _join(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> KernelMask:
     """Combine masks with `join`, as bit words where all operands have them."""
 
     def load(tile: PairTile, row: Any, refs: tuple[Any, ...]) -> Any:
@@ -194,7 +194,7 @@ def _joined(join: Callable[[Any, Any], Any], operands: list[KernelMask]) -> Kern
     return KernelMask(arrays, load, visible, is_words=all(operand.is_words for operand in operands))
 
 
-def _inverted(operand: KernelMask) -> KernelMask:
+def _invert(operand: KernelMask) -> KernelMask:
     def visible(tile: PairTile, loaded: Any) -> Any:
         inverse = operand.visible(tile, loaded)
         return tuple(~word for word in inverse) if operand.is_words else ~inverse

@@ -35,7 +35,7 @@ def pack_words(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
+def vertical_slash_by_query(mask: VerticalSlash) -> KernelMask:
     """Convert columns and slashes for tiles whose rows are queries.
 
     A word per key holds whether it and the 31 keys after it are columns. A word per distance holds whether it
@@ -68,7 +68,7 @@ def slashes_of_queries(mask: VerticalSlash) -> KernelMask:
     return KernelMask(arrays, load, lambda _, words: words, is_words=True)
 
 
-def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
+def vertical_slash_by_key(mask: VerticalSlash) -> KernelMask:
     """Convert columns and slashes for tiles whose rows are keys.
 
     A word per key holds whether it is a column in all of its bits, and another whether it is gathered. A word
@@ -102,7 +102,7 @@ def slashes_of_keys(mask: VerticalSlash) -> KernelMask:
     return KernelMask(arrays, load, lambda _, words: words, is_words=True)
 
 
-def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
+def gathered_columns_by_query(mask: GatheredColumns) -> KernelMask:
     """Convert gathered columns for tiles of queries: a query attends to the first `count` gathered keys."""
     counts = flatten_lines(mask.counts)
     num_positions = counts.shape[1]
@@ -119,7 +119,7 @@ def gathered_of_queries(mask: GatheredColumns) -> KernelMask:
     return KernelMask((padded,), load, visible, is_words=True)
 
 
-def gathered_keys(mask: GatheredColumns) -> KernelMask:
+def gathered_columns_by_key(mask: GatheredColumns) -> KernelMask:
     """Convert gathered columns for tiles of keys: a key is visible to queries from its position on."""
     positions = flatten_lines(mask.positions)
     num_keys = positions.shape[1]

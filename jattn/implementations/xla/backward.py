@@ -256,10 +256,10 @@ def _regions(metadata: BatchMetadata) -> list[tuple[BackwardTiles, bool]]:
         index = query_tiles.token_index(past_end=bucket.max_prefill_tokens) + bucket.max_decode_tokens
         firsts = query_tiles.first_positions(metadata)
         regions.append((BackwardTiles(index, query_tiles.rows, firsts, query_tiles.lens), True))
-    return [(_grouped(tiles, past_end=bucket.max_tokens), is_prefill) for tiles, is_prefill in regions]
+    return [(_group_tiles(tiles, past_end=bucket.max_tokens), is_prefill) for tiles, is_prefill in regions]
 
 
-def _grouped(tiles: BackwardTiles, past_end: int) -> BackwardTiles:
+def _group_tiles(tiles: BackwardTiles, past_end: int) -> BackwardTiles:
     """Group tiles by QUERIES_AT_ONCE queries, padding the last group with unused tiles."""
     count, tile_q = tiles.tokens.shape
     size = min(max(QUERIES_AT_ONCE // tile_q, 1), count)

@@ -98,7 +98,7 @@ def make_tile_queries(
     """Return a tile's queries and the accumulation dtype; see attend_tile for the arguments."""
     tile_q = q.shape[0]
     matmul_dtype, acc_dtype = _dtypes(q, args.kv)
-    grouped, scale = _grouped(q, args.spec, matmul_dtype, acc_dtype)
+    grouped, scale = _group_queries(q, args.spec, matmul_dtype, acc_dtype)
     index = jnp.arange(tile_q, dtype=jnp.int32)
     queries = TileQueries(
         q=grouped,
@@ -128,7 +128,7 @@ def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
     return (acc_dtype, acc_dtype) if acc_dtype.itemsize == 8 else (matmul_dtype, acc_dtype)
 
 
-def _grouped(
+def _group_queries(
     q: Float[Array, "tile_q q_heads head_dim"],
     spec: AttentionSpec,
     matmul_dtype: np.dtype,

@@ -147,14 +147,14 @@ __all__ = [
     "Family",
     "Keys",
     "extract_text_config",
-    "family_of",
     "fill_defaults",
+    "find_family",
     "normalize_config",
     "token_ids",
 ]
 
 
-def family_of(hf: Keys) -> Family:
+def find_family(hf: Keys) -> Family:
     """Return the family of a config.json by its model_type or, if it has none, its architecture.
 
     Raises:

@@ -222,13 +222,13 @@ def normalize_config(hf: Keys, family: Family) -> dict[str, Any]:
         NotImplementedError: If the quantization format is not supported.
     """
     check_quantization(hf.get("quantization_config"))
-    hf = {**hf, "torch_dtype": dtype_of(hf)}
+    hf = {**hf, "torch_dtype": checkpoint_dtype(hf)}
     for key in ("dtype", "quantization_config"):
         hf.pop(key, None)
     return hf | {"model_type": family.model_type, "architectures": [family.architecture]}
 
 
-def dtype_of(hf: Keys) -> str | None:
+def checkpoint_dtype(hf: Keys) -> str | None:
     """Return the dtype that a checkpoint is meant to run in, or None if config.json has none.
 
     Raises:

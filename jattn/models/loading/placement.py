@@ -121,9 +121,9 @@ def _read(tensors: Sequence[Tensor], join: Join, dtype: np.dtype, put: Put) -> A
     sources = tuple(tuple(_send(source, put) for source in tensor.sources) for tensor in tensors)
     if _is_stored_as_is(tensors, join, dtype) and len(sources[0][0]) == 1:
         return sources[0][0][0]
-    shapes = tuple(tuple(source.shape for source in tensor.sources) for tensor in tensors)
+    source_shapes = tuple(tuple(source.shape for source in tensor.sources) for tensor in tensors)
     dequantize = tuple(tensor.dequantize for tensor in tensors)
-    return _assemble(sources, shapes=shapes, dequantize=dequantize, join=join, dtype=dtype)
+    return _assemble(sources, source_shapes=source_shapes, dequantize=dequantize, join=join, dtype=dtype)
 
 
 def _send(source: StoredTensor, put: Put) -> tuple[Array, ...]:
@@ -143,20 +143,30 @@ def _send(source: StoredTensor, put: Put) -> tuple[Array, ...]:
     return tuple(sent)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "dequantize", "join", "dtype"))
+@functools.partial(jax.jit, static_argnames=("source_shapes", "dequantize", "join", "dtype"))
 def _assemble(
     sources: tuple[tuple[tuple[Array, ...], ...], ...],
     *,
-    shapes: tuple[tuple[tuple[int, ...], ...], ...],
+    source_shapes: tuple[tuple[tuple[int, ...], ...], ...],
     dequantize: tuple[Callable[..., Array] | None, ...],
     join: Join,
     dtype: np.dtype,
 ) -> Array:
+    """Build a parameter on its device from the pieces of its tensors.
+
+    Args:
+        sources: Per tensor and array that it is dequantized from: the pieces that were sent.
+        source_shapes: Per tensor and array: the shape of the array.
+        dequantize: Per tensor: function of its arrays; None = the tensor is the only array.
+        join: Function that joins the tensors to the parameter.
+        dtype: Dtype of the parameter.
+    """
+
     def concatenate(pieces: tuple[Array, ...], shape: tuple[int, ...]) -> Array:
         return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces).reshape(shape)
 
     tensors = []
-    for tensor_sources, tensor_shapes, function in zip(sources, shapes, dequantize, strict=True):
+    for tensor_sources, tensor_shapes, function in zip(sources, source_shapes, dequantize, strict=True):
         arrays = list(map(concatenate, tensor_sources, tensor_shapes))
         tensors.append(arrays[0] if function is None else function(*arrays))
     return join(tensors).astype(dtype)

@@ -49,7 +49,7 @@ class BlockScaled:
 
 @dataclasses.dataclass(frozen=True)
 class MXFP4:
-    """Dequantization of gpt-oss's MXFP4: 32 floats share an exponent; a byte's low half comes first."""
+    """Dequantization of gpt-oss's MXFP4: 32 floats share an exponent; each byte holds two, low bits first."""
 
     def __call__(
         self,
@@ -58,8 +58,8 @@ class MXFP4:
     ) -> Float32[Array, "experts inputs outputs"]:
         """Return the dequantized weights, with inputs before outputs."""
         table = jnp.asarray((*_FP4, *(-value for value in _FP4)), jnp.float32)
-        halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        values = jnp.take(table, halves.astype(jnp.int32), mode="clip")
+        nibbles = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
+        values = jnp.take(table, nibbles.astype(jnp.int32), mode="clip")
         exponents = scales.astype(jnp.int32)[..., None, None] - 127
         values = jnp.ldexp(values, exponents)
         return values.reshape(*scales.shape[:2], -1).swapaxes(1, 2)

@@ -185,13 +185,13 @@ def hf_tensor_shapes(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> di
     """
     names: list[str] = []
 
-    def named_tensors(array: Any) -> list[Any]:
-        named = to_hf(tensors, path, array)
-        names.extend(named)
-        return [*named.values()]
+    def list_tensors(array: Any) -> list[Any]:
+        arrays = to_hf(tensors, path, array)
+        names.extend(arrays)
+        return [*arrays.values()]
 
-    found = jax.eval_shape(named_tensors, jax.ShapeDtypeStruct(shape, np.float32))
-    return {name: tensor.shape for name, tensor in zip(names, found, strict=True)}
+    hf_tensors = jax.eval_shape(list_tensors, jax.ShapeDtypeStruct(shape, np.float32))
+    return {name: tensor.shape for name, tensor in zip(names, hf_tensors, strict=True)}
 
 
 def to_hf(tensors: Tensors, path: Path, array: Any) -> dict[str, Any]:

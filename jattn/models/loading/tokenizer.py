@@ -42,8 +42,12 @@ def _add_tokens(tokenizer: Any, folder: pathlib.Path) -> None:
 
     Source: transformers `TokenizersBackend.__init__`, `_post_init`.
     """
-    added, num_vocab = tokenizer.get_added_tokens_decoder(), tokenizer.get_vocab_size(with_added_tokens=False)
-    known, next_id = {token.content: token for token in added.values()}, max([*added, num_vocab - 1]) + 1
+    added_tokens, num_vocab = (
+        tokenizer.get_added_tokens_decoder(),
+        tokenizer.get_vocab_size(with_added_tokens=False),
+    )
+    tokens_by_text = {token.content: token for token in added_tokens.values()}
+    next_id = max([*added_tokens, num_vocab - 1]) + 1
     new_tokens: dict[str, Any] = {}
     for token_id, attributes in sorted(_added_tokens(folder).items()):
         token = optional_module("tokenizers").AddedToken(**attributes)
@@ -51,12 +55,14 @@ def _add_tokens(tokenizer: Any, folder: pathlib.Path) -> None:
         if token_id == (next_id if vocab_id is None else vocab_id):
             new_tokens[token.content], next_id = token, max(next_id, token_id + 1)
     tokenizer.add_tokens(
-        [token for text, token in new_tokens.items() if repr(known.get(text)) != repr(token)]
+        [token for text, token in new_tokens.items() if repr(tokens_by_text.get(text)) != repr(token)]
     )
-    named = [text for text in read_special_tokens(folder).values() if tokenizer.token_to_id(text) is not None]
-    special = {text: (new_tokens or known).get(text) for text in named}
+    special_texts = [
+        text for text in read_special_tokens(folder).values() if tokenizer.token_to_id(text) is not None
+    ]
+    special = {text: (new_tokens or tokens_by_text).get(text) for text in special_texts}
     tokenizer.add_special_tokens(
-        [token or text for text, token in special.items() if token or text not in known]
+        [token or text for text, token in special.items() if token or text not in tokens_by_text]
     )
 
 

@@ -45,9 +45,9 @@ async def tokenize_async(
 class IncrementalDetokenizer:
     """Converts a growing token list to text, in pieces that never split a UTF-8 character.
 
-    A token may hold only some bytes of a character. Its text is held back until the character is complete or
-    cannot become valid. Each token is decoded together with the tokens of the previous piece (initially the
-    end of the prompt), since some tokenizers write a space only after another token.
+    A token may hold only some bytes of a character. Its text is not returned until the character is complete
+    or cannot become valid. Each token is decoded together with the tokens of the previous piece (initially
+    the end of the prompt), since some tokenizers write a space only after another token.
 
     Source: vLLM `detokenize_incrementally`.
     """
@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
         """Start after a prompt, whose text is not included. Without a tokenizer every piece is empty."""
         self.text = ""
         self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
-        self._token_ids = self._end_of(prompt_ids)  # tokens of the last piece and of the next one
+        self._token_ids = self._prompt_suffix(prompt_ids)  # tokens of the last piece and of the next one
         self._num_read = len(self._token_ids)  # number of tokens of the last piece
 
     @property
@@ -77,16 +77,16 @@ class IncrementalDetokenizer:
                 self._token_ids.pop()  # Otherwise it is decoded again with each later token.
                 return ""
             num_held = len(self._token_ids) - self._num_read
-            return "" if num_held % MAX_HELD_TOKENS else self._release(before, now)
+            return "" if num_held % MAX_HELD_TOKENS else self._emit_complete_characters(before, now)
         return self._emit(now[len(before) :], len(self._token_ids))
 
     def flush(self) -> str:
-        """Return the held-back text, with a replacement character for an incomplete character."""
+        """Return the pending text, with a replacement character for an incomplete character."""
         before = self._decode(self._token_ids[: self._num_read])
         return self._emit(self._decode(self._token_ids)[len(before) :], len(self._token_ids))
 
-    def _release(self, before: str, now: str) -> str:
-        """Return the held-back text except for the last tokens, whose character may still become complete."""
+    def _emit_complete_characters(self, before: str, now: str) -> str:
+        """Return the pending text except for the last tokens, whose character may still become complete."""
         ids = self._token_ids
         for end in range(len(ids) - MAX_PARTIAL_TOKENS, len(ids) - 3 * MAX_PARTIAL_TOKENS, -1):
             decoded = self._decode(ids[:end])
@@ -94,7 +94,7 @@ class IncrementalDetokenizer:
                 return self._emit(decoded[len(before) :], end)
         return ""
 
-    def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
+    def _prompt_suffix(self, prompt_ids: Sequence[int]) -> list[int]:
         """Return some of a prompt's last tokens that neither start nor end within a character."""
         last = list(prompt_ids[-MAX_PROMPT_CONTEXT:])
         for end in range(len(last), 0, -1):

@@ -95,6 +95,6 @@ def prompt_logprobs(
     return TokenLogprobs(*(x.reshape(chunks * size, *x.shape[2:])[: chunks * size - padding] for x in result))
 
 
-def fetched(logprobs: TokenLogprobs) -> TokenLogprobs:
+def fetch_logprobs(logprobs: TokenLogprobs) -> TokenLogprobs:
     """Return the log-probabilities as numpy arrays. Waits for the device."""
     return jax.device_get(logprobs)

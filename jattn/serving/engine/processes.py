@@ -130,7 +130,7 @@ class ProcessGroup:
                     self.error or f"The connection to another process was lost: {error}"
                 ) from error
 
-    def received(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def receive_commands(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield the commands of process 0 until its engine is closed.
 
         Raises:

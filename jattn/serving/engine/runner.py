@@ -188,7 +188,7 @@ class Runner:
         assert self._processes is not None
         running: collections.deque[Any] = collections.deque()
         try:
-            for method, arguments in self._processes.received():
+            for method, arguments in self._processes.receive_commands():
                 result = getattr(self, method)(*arguments)
                 if method == "start":
                     running.append(result)
@@ -285,7 +285,12 @@ class Runner:
         last_tokens = self._last_tokens
         sampling, num_generated = self._sampling.get(step, sequences, num_rows)
         adjustments = build_step_adjustments(
-            step, sequences, previous_rows, last_tokens, num_rows=num_rows, vocab_size=self._vocab_size
+            step,
+            sequences,
+            previous_rows,
+            last_tokens,
+            num_sampler_rows=num_rows,
+            vocab_size=self._vocab_size,
         )
         drafts = None
         if step.num_draft_tokens and self._proposer is not None:

@@ -119,7 +119,7 @@ def sample(
     logits = logits.astype(jnp.float32)
     samples = params.temperature >= GREEDY_BELOW
     if params.draws:
-        z = _filtered(logits, params, samples)
+        z = _filter_logits(logits, params, samples)
         noise = jax.vmap(functools.partial(_gumbel, vocab=logits.shape[-1]))(params.seed, num_generated)
         logits = jnp.where(samples[:, None], z + noise, logits)  # one argmax for all rows
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -162,7 +162,7 @@ def _mix_bits(bits: UInt32[Array, " *shape"]) -> UInt32[Array, " *shape"]:
     return bits ^ (bits >> 15)
 
 
-def _filtered(
+def _filter_logits(
     logits: Float32[Array, "reqs vocab"], params: SamplingMetadata, samples: Bool[Array, " reqs"]
 ) -> Float32[Array, "reqs vocab"]:
     """Return the logits divided by the temperature, with -inf for filtered tokens."""

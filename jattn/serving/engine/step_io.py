@@ -17,7 +17,7 @@ from jattn.serving.engine.logits_processors import (
     build_logits_adjustments,
     without,
 )
-from jattn.serving.engine.logprobs import TokenLogprobs, fetched
+from jattn.serving.engine.logprobs import TokenLogprobs, fetch_logprobs
 from jattn.serving.engine.outputs import Logprobs
 from jattn.serving.engine.rejection_sampler import VerifiedTokens
 from jattn.serving.engine.sampler import SamplingMetadata
@@ -33,7 +33,7 @@ def build_step_tokens(
     bucket: Bucket,
     previous_rows: Mapping[int, int],
     last_tokens: jax.Array,
-    num_rows: int,
+    num_sampler_rows: int,
 ) -> StepTokens:
     """Arrange the tokens of a step in its bucket, as numpy arrays except for `last_tokens`.
 
@@ -43,7 +43,7 @@ def build_step_tokens(
         bucket: Bucket of the step.
         previous_rows: Sampler row of each request whose last token the host has not read.
         last_tokens: New tokens of the previous step, on the device.
-        num_rows: Number of sampler rows.
+        num_sampler_rows: Number of sampler rows.
     """
     lens = np.asarray(step.query_lens)
     starts = request_token_starts(lens, bucket)
@@ -60,7 +60,7 @@ def build_step_tokens(
         end = step.seq_lens[row] - 1
         before = sequences[row].token_ids[end + 1 - step.query_lens[row] : end]
         token_ids[starts[row] : last_indices[row]] = before
-    request_ends: Any = np.zeros(num_rows, np.int32)
+    request_ends: Any = np.zeros(num_sampler_rows, np.int32)
     request_ends[: len(lens)] = last_indices
     return StepTokens(token_ids, token_rows, last_tokens, request_ends)
 
@@ -71,7 +71,7 @@ def build_step_adjustments(
     previous_rows: Mapping[int, int],
     last_tokens: jax.Array,
     *,
-    num_rows: int,
+    num_sampler_rows: int,
     vocab_size: int,
 ) -> LogitsAdjustments | None:
     """Return the logits adjustments of a step's rows; None if no row has any.
@@ -81,7 +81,7 @@ def build_step_adjustments(
         sequences: Sequence of each row.
         previous_rows: Sampler row of each request whose last token the host has not read.
         last_tokens: New tokens of the previous step, on the device.
-        num_rows: Number of sampler rows.
+        num_sampler_rows: Number of sampler rows.
         vocab_size: Size of the vocabulary.
     """
     if not any([sequence.needs_logits_adjustment for sequence in sequences]):
@@ -90,7 +90,7 @@ def build_step_adjustments(
         _request_adjustments(sequence, previous_rows[request_id] if sequence.num_pending else -1)
         for request_id, sequence in zip(step.request_ids, sequences, strict=True)
     ]
-    return build_logits_adjustments(requests, last_tokens, num_rows=num_rows, vocab_size=vocab_size)
+    return build_logits_adjustments(requests, last_tokens, num_rows=num_sampler_rows, vocab_size=vocab_size)
 
 
 def _request_adjustments(sequence: SequenceState, pending_row: int) -> RequestAdjustments:
@@ -260,8 +260,8 @@ def read_new_tokens(in_flight_step: InFlightStep, has_read: Callable[[], object]
     """
     step, sampled, requested, ranges, prompt_logprobs_on_device = in_flight_step
     token_ids, query_len = _read_tokens(sampled, len(step.request_ids))
-    logprobs = None if sampled.logprobs is None else fetched(sampled.logprobs)
-    prompt_logprobs = None if prompt_logprobs_on_device is None else fetched(prompt_logprobs_on_device)
+    logprobs = None if sampled.logprobs is None else fetch_logprobs(sampled.logprobs)
+    prompt_logprobs = None if prompt_logprobs_on_device is None else fetch_logprobs(prompt_logprobs_on_device)
     has_read()
     if logprobs is None and prompt_logprobs is None and isinstance(sampled, SampledTokens):
         yield from map(NewTokens, itertools.compress(step.request_ids, step.samples),

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jattn
 from jattn.models import DecoderConfig, load
-from jattn.models.families import FAMILIES, family_of
+from jattn.models.families import FAMILIES, find_family
 from jattn.models.families.config_keys import COMMON
 from jattn.models.families.config_keys import SIZES as SIZES_OF_ALL
 from tests.conftest import GOLDEN
@@ -96,7 +96,7 @@ def test_missing_keys_get_the_defaults_of_transformers():
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_an_architecture_belongs_to_the_family_named_after_it(family):
     """InternLM3 checkpoints may name Llama's architecture, which other families share."""
-    assert family_of({"architectures": [family.architecture]}) is family
+    assert find_family({"architectures": [family.architecture]}) is family
 
 
 REFUSED = {

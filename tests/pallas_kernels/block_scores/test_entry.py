@@ -39,13 +39,15 @@ def problem(head_dim=64, dtype=jnp.bfloat16):
     table = RNG.permutation(70)[:63].reshape(3, 21)
     for row, num in zip(table, NUM_BLOCKS, strict=True):
         row[num:] = 2**30
-    bounds = KeyBounds(low=low, high=low + jnp.abs(draw(70, 8, head_dim)))
+    bounds = KeyBounds(min_key=low, max_key=low + jnp.abs(draw(70, 8, head_dim)))
     return draw(3, 16, head_dim), bounds, jnp.asarray(table, jnp.int32), jnp.asarray(NUM_BLOCKS, jnp.int32)
 
 
 def expected_scores(query, bounds, table, row, num):
     """Return the expected scores [num, kv_heads] in float64."""
-    low, high = (np.asarray(x, np.float64)[np.asarray(table)[row, :num]] for x in (bounds.low, bounds.high))
+    low, high = (
+        np.asarray(x, np.float64)[np.asarray(table)[row, :num]] for x in (bounds.min_key, bounds.max_key)
+    )
     q = np.asarray(query, np.float64)[row].reshape(8, 2, -1)
     low, high = low[:, :, None], high[:, :, None]
     return np.maximum(q * low, q * high).sum(axis=-1).max(axis=-1)
@@ -55,7 +57,7 @@ def expected_scores(query, bounds, table, row, num):
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float16)])
 def test_block_scores_are_upper_bounds_and_ignore_blocks_past_the_end(head_dim, dtype, interpret):
     query, bounds, table, num_blocks = problem(head_dim, dtype)
-    arguments = query, bounds.low, bounds.high, table, num_blocks * 16 - 3
+    arguments = query, bounds.min_key, bounds.max_key, table, num_blocks * 16 - 3
     scores = block_scores(*arguments, block_size=16, interpret=interpret)
     for row, num in enumerate(NUM_BLOCKS):
         expected = expected_scores(query, bounds, table, row, num)
@@ -139,7 +141,7 @@ def test_select_top_blocks_refuses_wrong_arguments(change, message):
 )
 def test_block_scores_refuses_wrong_arguments(change, message):
     query, bounds, table, num_blocks = problem()
-    arguments = {"low": bounds.low, "high": bounds.high, "block_table": table, "seq_lens": num_blocks}
+    arguments = {"low": bounds.min_key, "high": bounds.max_key, "block_table": table, "seq_lens": num_blocks}
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(block_scores)(query, **arguments | change, block_size=16)
 
@@ -227,9 +229,9 @@ def test_supported_heads_lower_and_others_are_refused(head_dim):
 def test_block_scores_are_exact_for_other_heads(q_heads, kv_heads, head_dim):
     draw = lambda *shape: jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
     low, query = draw(5, kv_heads, head_dim), draw(1, q_heads, head_dim)
-    bounds = KeyBounds(low=low, high=low + jnp.abs(draw(5, kv_heads, head_dim)))
+    bounds = KeyBounds(min_key=low, max_key=low + jnp.abs(draw(5, kv_heads, head_dim)))
     table, lens = jnp.asarray([[3, 1, 4, 0, 2]], jnp.int32), jnp.asarray([80], jnp.int32)
-    arguments = query, bounds.low, bounds.high, table, lens
+    arguments = query, bounds.min_key, bounds.max_key, table, lens
     scores = block_scores(*arguments, block_size=16, interpret=INTERPRET)
     np.testing.assert_allclose(scores, by_xla(query, bounds, table), rtol=1e-5)
 
@@ -293,11 +295,11 @@ def test_select_blocks_raises_with_the_reason():
     with pytest.raises(
         NotImplementedError, match="block_scores: block bounds dtype=float32 is not supported"
     ):
-        block_scores(query, exact.low, exact.high, table, num_blocks, block_size=16)
+        block_scores(query, exact.min_key, exact.max_key, table, num_blocks, block_size=16)
     with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
         select_blocks(query, bounds, table, num_blocks, **options | {"implementation": "cuda"})
     with pytest.raises(Exception, match=r"high must have shape \(70, 8, 64\)|Type-check"):
-        block_scores(query, bounds.low, bounds.high[:, :4], table, num_blocks, block_size=16)
+        block_scores(query, bounds.min_key, bounds.max_key[:, :4], table, num_blocks, block_size=16)
 
 
 def aot_cases():

@@ -55,7 +55,7 @@ def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatc
     ]
     calls = calls[calls.index(CALL_CHAIN[0]) :]
     # Ignore the frames that compile the bucket; they do not receive the table.
-    compiling = ("executables.py", "decode_graphs.py: lower", "_lowered")
+    compiling = ("executables.py", "decode_graphs.py: lower", "_lower")
     calls = [call for call in calls if not any(name in call for name in compiling)]
     assert calls == CALL_CHAIN
     assert len(calls) + 1 <= 11  # with the kernel's entry

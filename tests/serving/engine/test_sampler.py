@@ -17,7 +17,7 @@ from jattn.serving.engine.sampling_params import SamplingParams
 
 VOCAB, CHUNK = 7, 500
 sample_jit = jax.jit(sample)
-filtered_jit = jax.jit(lambda logits, params: sampler._filtered(logits, params, params.temperature > 0))
+filtered_jit = jax.jit(lambda logits, params: sampler._filter_logits(logits, params, params.temperature > 0))
 
 
 def kept_by_loop(logits, params):
