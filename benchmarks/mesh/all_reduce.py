@@ -17,6 +17,7 @@ from pallas_kernels.collectives import PeerMemory, all_reduce, all_reduce_rms_no
 
 CHAIN = 32
 EPS = 1e-6
+NCCL_TOLERANCE = 2**-5  # NCCL rounds to bf16 after each of its additions: 7 on 8 GPUs; the kernel rounds once
 
 type Sum = Callable[..., Any]
 
@@ -36,7 +37,7 @@ def measure_sums(sizes: tuple[tuple[int, int], ...], mesh: Mesh) -> Iterator[dic
         x, residual, weight = whole(draw(rows, width)), whole(draw(rows, width) / 2), whole(draw(width))
         for name, one in {"sum": _psum, "all_reduce": _all_reduce, "two_shots": _two_shots}.items():
             run = _on(mesh, _chain_of(functools.partial(one, count=mesh.shape[TP])))
-            if not (run(x, peers) == x).all():
+            if not _is_close(run(x, peers), x, 0 if name != "sum" else NCCL_TOLERANCE):
                 raise SystemExit(f"{name} of {rows} rows is wrong: no rows")
             us = wall_time(run, x, peers, layers=1) / CHAIN
             yield {"name": f"{name}_{rows}x{width}", "bytes": x.nbytes, "us": us}
@@ -47,12 +48,18 @@ def measure_sums(sizes: tuple[tuple[int, int], ...], mesh: Mesh) -> Iterator[dic
             "two_shots_norm": _two_shots_norm,
         }
         for name, one in norms.items():
-            got = np.asarray(_on(mesh, one)(x, residual, weight, peers)[1], np.float32)
+            got = _on(mesh, one)(x, residual, weight, peers)[1]
             wanted = got if wanted is None else wanted
-            if not np.abs(got - wanted).max() <= 2**-6 * np.abs(wanted).max():
+            if not _is_close(got, wanted, NCCL_TOLERANCE):
                 raise SystemExit(f"{name} of {rows} rows is wrong: no rows")
             us = wall_time(_on(mesh, _chain_of_norms(one)), x, residual, weight, peers, layers=1)
             yield {"name": f"{name}_{rows}x{width}", "bytes": x.nbytes, "us": us / CHAIN}
+
+
+def _is_close(found: jax.Array, wanted: jax.Array, tolerance: float) -> bool:
+    """Return whether no number is further off than `tolerance` times the largest one."""
+    got, want = (np.asarray(array, np.float32) for array in (found, wanted))
+    return bool(np.abs(got - want).max() <= tolerance * np.abs(want).max())
 
 
 def _on(mesh: Mesh, function: Sum) -> Sum:
