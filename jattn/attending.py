@@ -459,7 +459,7 @@ def cascade_attend(
 ) -> Array | tuple[Array, Array]:
     """Attend in a step whose requests share a prefix, reading the prefix once.
 
-    The result is that of `attend` over the whole step.
+    The result equals `attend` over the whole step.
 
     Args:
         query: Queries of the step; see `attend`.

@@ -42,7 +42,7 @@ def merge_attn_states(
     for name, out in outputs.items():
         require(jnp.issubdtype(out.dtype, jnp.floating), name, "hold floats", out.dtype)
     require(prefix_out.ndim == 3, "prefix_out", "have 3 axes, tokens, q_heads and head_dim", prefix_out.shape)
-    require_shape("suffix_out", suffix_out.shape, prefix_out.shape, "as prefix_out")
+    require_shape("suffix_out", suffix_out.shape, prefix_out.shape, "the shape of prefix_out")
     tokens, q_heads, _ = prefix_out.shape
     for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
         require_shape(name, lse.shape, (q_heads, tokens), "q_heads, tokens")

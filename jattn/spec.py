@@ -61,9 +61,9 @@ class AttentionSpec:
         scale: Factor on q.k; None uses `head_dim ** -0.5`.
         causal: Causal attention: query i of a request attends to keys up to `seq_len - query_len + i`
             (bottom-right aligned).
-        window: Sliding window `(left, right)`: number of neighbours that a query attends to on each side
-            besides itself. None on a side, or 2**30 and more, is unlimited; None for both means no window.
-            vLLM's sliding_window w is `(w - 1, 0)`.
+        window: Sliding window `(left, right)`: number of neighbours that a query attends to on each side,
+            not counting itself. None on a side, or 2**30 and more, is unlimited; None for both means no
+            window. vLLM's sliding_window w is `(w - 1, 0)`.
         soft_cap: Soft cap of the scores, `soft_cap * tanh(score / soft_cap)`; None disables it.
         chunk_size: Chunk size of chunked local attention in tokens: a query attends to keys of its own chunk.
             None disables it.

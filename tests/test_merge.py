@@ -176,7 +176,11 @@ def test_parts_of_an_attention_combine_to_the_whole():
     [
         (0, (12, 4), r"prefix_out must have 3 axes, tokens, q_heads and head_dim, got \(12, 4\)"),
         (1, (3, 4), r"prefix_lse must have shape \(4, 3\) \(q_heads, tokens\), got \(3, 4\)"),
-        (2, (3, 4, 9), r"suffix_out must have shape \(3, 4, 8\) \(as prefix_out\), got \(3, 4, 9\)"),
+        (
+            2,
+            (3, 4, 9),
+            r"suffix_out must have shape \(3, 4, 8\) \(the shape of prefix_out\), got \(3, 4, 9\)",
+        ),
         (3, (4, 1), r"suffix_lse must have shape \(4, 3\) \(q_heads, tokens\), got \(4, 1\)"),
     ],
 )

@@ -247,5 +247,7 @@ def _check_nothing_is_written(step: BatchMetadata) -> None:
 
 def _check_keys_outside(rows: _Rows, kv: PackedKV) -> None:
     """Check that every row's keys are within the packed keys."""
-    require_shape("kv_start_loc", kv.kv_start_loc.shape, rows.seq_lens.shape, "rows of the metadata")
+    require_shape(
+        "kv_start_loc", kv.kv_start_loc.shape, rows.seq_lens.shape, "one entry per row of the metadata"
+    )
     kv.check_rows(rows.seq_lens)

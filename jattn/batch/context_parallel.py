@@ -108,7 +108,7 @@ def require_ranks(dcp_size: Any, cp_kv_cache_interleave_size: Any) -> tuple[int,
 def require_rank(dcp_rank: Any, dcp_size: int) -> None:
     """Check that a rank known to the host is in range; None means all ranks."""
     if dcp_rank is not None and not isinstance(dcp_rank, jax.Array):
-        require_shape("dcp_rank", np.shape(dcp_rank), (), "one rank")
+        require_shape("dcp_rank", np.shape(dcp_rank), (), "a scalar")
         require(0 <= int(dcp_rank) < dcp_size, "dcp_rank", f"lie in [0, {dcp_size})", dcp_rank)
 
 

@@ -98,7 +98,7 @@ def _check_block_table(metadata: BatchMetadata, block_table: Any) -> Int32[Array
 def _check_rows(name: str, value: Any, shape: tuple[Any, ...], kind: Any) -> None:
     """Check that an array has one entry per row and the right kind of dtype."""
     require(hasattr(value, "dtype") and hasattr(value, "shape"), name, "be an array", repr(value))
-    require_shape(name, value.shape, shape, "rows of the metadata first")
+    require_shape(name, value.shape, shape, "one entry per row of the metadata")
     has_dtype = jnp.issubdtype(value.dtype, kind)
     require(has_dtype, name, "hold bools" if kind is jnp.bool_ else "hold ints", value.dtype)
     require_int32s(name, value)

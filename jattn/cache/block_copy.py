@@ -96,7 +96,7 @@ def swap_blocks(
             f"a block of target.{name}",
             target_arrays[name].shape[1:],
             source_arrays[name].shape[1:],
-            "as the source's",
+            "the shape of the source's blocks",
         )
         dtype = source_arrays[name].dtype  # quantized values cannot be cast
         require(

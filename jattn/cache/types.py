@@ -217,7 +217,7 @@ def has_token_axis(scale: Any) -> bool:
 
 @pytree
 class PackedKV:
-    """Keys and values outside a cache, those of all requests concatenated.
+    """Keys and values outside a cache; the tokens of all requests are concatenated.
 
     For encoders, cross attention and training. Takes the place of a PagedCache in `attend`.
 
@@ -250,7 +250,7 @@ class PackedKV:
             require(array.ndim == axes, name, f"have {axes} axes", f"shape {array.shape}")
             dtype, numbers = (jnp.integer, "ints") if name == "kv_start_loc" else (jnp.floating, "floats")
             require(jnp.issubdtype(array.dtype, dtype), name, f"hold {numbers}", array.dtype)
-        require_shape("v", self.v.shape, self.k.shape, "as k")
+        require_shape("v", self.v.shape, self.k.shape, "the shape of k")
 
     @property
     def num_kv_heads(self) -> int:

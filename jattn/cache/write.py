@@ -55,7 +55,7 @@ def write_kv(
     require(key.shape[0] >= tokens, "key", f"have a token for each slot ({tokens})", f"shape {key.shape}")
     heads = (cache.num_kv_heads, cache.head_dim)
     require_shape("key", key.shape[1:], heads, "the cache's kv_heads, head_dim")
-    require_shape("value", value.shape, key.shape, "as key")
+    require_shape("value", value.shape, key.shape, "the shape of key")
     for name, array, scale in (("k", cache.k, cache.stored_k_scale), ("v", cache.v, cache.stored_v_scale)):
         is_writable = array.dtype in EIGHT_BIT or not has_token_axis(scale)
         if not is_writable:

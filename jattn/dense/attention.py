@@ -64,8 +64,8 @@ def attention(
         k: Keys [batch, kv_tokens, kv_heads, head_dim], or without batch; kv_heads divides q_heads.
         v: Values with the shape of k.
         causal: Whether query i attends to keys up to key i only.
-        window: Sliding window (left, right): number of visible neighbors on each side besides the token
-            itself; None = unlimited.
+        window: Sliding window (left, right): number of visible neighbors on each side, not counting the
+            token itself; None = unlimited.
         soft_cap: Cap on the scores: `soft_cap * tanh(score / soft_cap)`; None = no cap.
         scale: Scale of the scores; None = head_dim ** -0.5.
         segment_ids: Segment id of each token [batch, tokens]; queries attend to keys with the same id. Give

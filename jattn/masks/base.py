@@ -136,9 +136,11 @@ class Mask(abc.ABC):
         bucket, counts = metadata.bucket, (metadata.num_decodes, metadata.num_prefills)
         num_reqs = sum(map(int, counts)) if support.is_concrete(counts) else None
         for name, num_rows in num_rows_by_field(self):
-            is_possible = num_rows <= bucket.max_reqs if num_reqs is None else num_rows == num_reqs
+            matches_num_rows = num_rows <= bucket.max_reqs if num_reqs is None else num_rows == num_reqs
             expected = f"at most {bucket.max_reqs}" if num_reqs is None else num_reqs
-            require(num_rows == 1 or is_possible, name, f"have one row per request ({expected})", num_rows)
+            require(
+                num_rows == 1 or matches_num_rows, name, f"have one row per request ({expected})", num_rows
+            )
         row = np.arange(bucket.max_reqs, dtype=np.int32)
         prefill_request = jnp.asarray(metadata.num_decodes, jnp.int32) + (row - bucket.max_decodes)
         request = jnp.where(row < bucket.max_decodes, row, prefill_request)
@@ -234,8 +236,8 @@ class _Joined(Mask):
     def num_heads(self) -> tuple[int | None, int | None]:
         q_heads, kv_heads = zip(*(mask.num_heads for mask in self.masks), strict=True)
         # If one mask fixes the number of query heads, formulas over the total (None) do not restrict it.
-        known = [num for num in q_heads if num] if self.has_exact_num_heads else q_heads
-        return _common_multiple(known), _common_multiple(kv_heads)
+        num_query_heads = [num for num in q_heads if num] if self.has_exact_num_heads else q_heads
+        return _common_multiple(num_query_heads), _common_multiple(kv_heads)
 
     @property
     @override

@@ -71,7 +71,7 @@ def check_mask(mask: Mask, sizes: BatchSizes, *, causal: bool) -> None:
         causal: Whether the layer is causal, so that the mask is combined with causality.
 
     Raises:
-        ValueError: If it is not a mask; if its rows or heads are not those of the batch; if it is smaller
+        ValueError: If it is not a mask; if its rows or heads differ from the batch's; if it is smaller
             than the batch's lengths; or if it lets queries attend to later keys in a causal layer.
     """
     check_causal_mask("mask", mask, causal=causal)

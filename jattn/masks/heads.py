@@ -16,7 +16,7 @@ from pallas_kernels.checks import require
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class OnlyHeads(Mask):
-    """All keys for the query heads in `heads`, and no keys for the others.
+    """All keys for the query heads in `heads`, and no keys for the other heads.
 
     `OnlyHeads(heads) | mask` applies `mask` to the other heads only.
 
@@ -60,7 +60,7 @@ class OnlyHeads(Mask):
 
 
 def streaming_heads(retrieval_heads: Sequence[int], *, num_first: int, num_recent: int) -> Mask:
-    """Return a mask under which retrieval heads attend to all keys, the others to first and recent keys.
+    """Return a mask under which retrieval heads see all keys, and all other heads the first and recent keys.
 
     Args:
         retrieval_heads: Query heads on this device that attend to all keys.

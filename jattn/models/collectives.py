@@ -128,7 +128,7 @@ def all_reduce_sum(
 def zero_except_first_device(
     x: Float[Array, "tokens hidden"], axis_name: Axes | None
 ) -> Float[Array, "tokens hidden"]:
-    """Return x on the first device and zeros on the others, whose sum is x."""
+    """Return x on the first device and zeros on all others, so that the sum over devices is x."""
     return jnp.where(jax.lax.axis_index(axis_name) == 0, x, jnp.zeros_like(x))
 
 

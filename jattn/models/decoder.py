@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = (metadata.full if isinstance(metadata, PerKVCacheGroup) else metadata).positions
         sublayer_out = self._first_sublayer_out(token_ids, positions)
-        x = jnp.zeros_like(sublayer_out)  # so that the first layer is traced like the others
+        x = jnp.zeros_like(sublayer_out)  # so that all layers have the same arguments and are traced once
         new_caches: list[Any] = []
         for i, layer in enumerate(self.layers):
             cache = None if caches is None else caches[i]

@@ -85,8 +85,10 @@ class Experts(nnx.Module):
             NotImplementedError: If the activation is not supported.
         """
         _check_sizes(hidden_size, intermediate_size, num_experts, experts_per_token)
-        is_consistent = shared_expert is not None or not gates_shared_expert
-        require(is_consistent, "shared_expert", "be given where gates_shared_expert is True", shared_expert)
+        has_required_expert = shared_expert is not None or not gates_shared_expert
+        require(
+            has_required_expert, "shared_expert", "be given where gates_shared_expert is True", shared_expert
+        )
         self.experts_per_token, self.routing = experts_per_token, routing
         self.activation = GatedActivation(activation) if isinstance(activation, str) else activation
         self.precision = matmul_precision(dtype)

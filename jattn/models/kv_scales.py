@@ -126,9 +126,9 @@ def make_static_scales(
     require_one_per_layer("kv_scales", layers, len(specs))
     scales: list[dict[str, Any]] = []
     unmeasured: dict[int, str | None] = {}
-    for layer, (known, spec) in enumerate(zip(layers, specs, strict=True)):
+    for layer, (layer_scales, spec) in enumerate(zip(layers, specs, strict=True)):
         scales.append({})
-        for side, stored, scale in zip("kv", spec.storage_formats, known, strict=True):
+        for side, stored, scale in zip("kv", spec.storage_formats, layer_scales, strict=True):
             call = f"jattn.calibrate(model, prompts, quantization={spec.quantization!r})"
             rule = f"have a {side}_scale per channel for {spec.quantization} ({call} computes them)"
             require(scale is not None or stored.scale != "channel", "kv_scales", rule, None)

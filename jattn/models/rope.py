@@ -31,7 +31,7 @@ class Rope:
         rope_theta: Base of the wavelengths.
         rope_type: "default"; "linear": all frequencies are divided by `factor`; "llama3" and "yarn": the low
             ones are; "dynamic": frequencies shrink with the request's length; "longrope": each is divided by
-            a factor of its own; "proportional": frequencies of the full head, of which only the first are
+            a separate factor; "proportional": frequencies of the full head, of which only the first are
             used.
         partial_rotary_factor: Fraction of a head that is rotated, its first elements.
         interleaved: Whether adjacent elements form a pair (GPT-J style), instead of elements of the head's
@@ -85,9 +85,11 @@ class Rope:
         rule = f"be at least beta_slow ({self.beta_slow})"
         require(self.beta_fast >= self.beta_slow > 0, "beta_fast", rule, self.beta_fast)
         min_dim = 4 if self.rope_type == "dynamic" else 2
-        rule = f"rotate an even number of the {self.head_dim} elements of a head, at least {min_dim}"
-        is_even = min_dim <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0
-        require(is_even, "partial_rotary_factor", rule, self.partial_rotary_factor)
+        if not (min_dim <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
+            raise ValueError(
+                f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_dim} elements of a "
+                f"head, but it must rotate an even number from {min_dim} to head_dim ({self.head_dim})."
+            )
         for name in ("short_factor", "long_factor") if self.rope_type == "longrope" else ():
             factors, rule = getattr(self, name), f"have a positive number per pair ({self.rotary_dim // 2})"
             is_complete = len(factors) == self.rotary_dim // 2 and min(factors) > 0
@@ -161,7 +163,7 @@ class Rope:
         """Return the angle per token of each pair, in radians.
 
         Args:
-            is_long: longrope: whether to return those of requests beyond the original length.
+            is_long: For longrope: whether to return the angles for requests beyond the original length.
         """
         freq = _default_inv_freq(self.rope_theta, self.rotary_dim)
         context = self.original_max_position_embeddings

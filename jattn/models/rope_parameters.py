@@ -86,8 +86,8 @@ def write_hf(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _check(parameters: Mapping[str, Any], rope_type: str) -> None:
     unknown = sorted(parameters.keys() - _KNOWN)
     if unknown:
-        known = "Known: " + ", ".join(sorted(_KNOWN))
-        raise unsupported(f"rope parameter {unknown[0]}", f"not a key of rope type {rope_type!r}", known)
+        known_keys = "Known: " + ", ".join(sorted(_KNOWN))
+        raise unsupported(f"rope parameter {unknown[0]}", f"not a key of rope type {rope_type!r}", known_keys)
     for key in _NUMBERS:
         is_valid = key not in parameters or _is_number(parameters[key])
         require(is_valid, f"rope parameter {key}", "be a number", repr(parameters.get(key)))

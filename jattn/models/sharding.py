@@ -136,7 +136,7 @@ def shard_decoder_mask(mask: Mask, config: DecoderConfig) -> Mask:
 
 
 def require_no_mask(ranks: ContextParallelAxis, mask: Mask | None) -> None:
-    """Require that a step with context parallelism has no mask besides its layers' own.
+    """Require that a step with context parallelism has no mask in addition to its layers' masks.
 
     Raises:
         NotImplementedError: If `mask` is not None.

@@ -112,7 +112,7 @@ def _check_arguments(
     for name, value, rule in (("tokens", tokens, "be ints"), ("stop_ids", stop_ids, "be ints (() for none)")):
         require(value is not None, name, rule, None)
     _, token_ids, stops, lens = with_namespace(tokens=tokens, stop_ids=stop_ids, max_lens=max_lens)
-    require_shape("tokens", token_ids.shape, (num_reqs,), "rows of the metadata")
+    require_shape("tokens", token_ids.shape, (num_reqs,), "one entry per row of the metadata")
     stops = jnp.asarray(stops)
     if stops.ndim < 2:
         stops = jnp.broadcast_to(stops, (num_reqs, stops.size))
@@ -120,7 +120,7 @@ def _check_arguments(
     # The token after the last slot may be sampled but not be an input, hence the 1.
     longest = jnp.full(num_reqs, metadata.block_table.shape[1] * metadata.block_size + 1, jnp.int32)
     if max_lens is not None:
-        require_shape("max_lens", lens.shape, (num_reqs,), "rows of the metadata")
+        require_shape("max_lens", lens.shape, (num_reqs,), "one entry per row of the metadata")
         longest = jnp.minimum(longest, jnp.asarray(lens))
     return jnp.asarray(token_ids), stops, longest
 
@@ -171,7 +171,7 @@ def _token_ids(sampled: Any, num_reqs: int) -> Int32[Array, " reqs"]:
     name = "what sample returns"
     require(hasattr(sampled, "dtype") and hasattr(sampled, "shape"), name, "be an array", repr(sampled)[:80])
     require(jnp.issubdtype(sampled.dtype, jnp.integer), name, "hold ints", sampled.dtype)
-    require_shape(name, sampled.shape, (num_reqs,), "rows of the metadata")
+    require_shape(name, sampled.shape, (num_reqs,), "one entry per row of the metadata")
     return jnp.asarray(sampled, jnp.int32)
 
 

@@ -44,7 +44,7 @@ def select_prefill_blocks(
 
     Args:
         query: Queries of the step; those in the prefill region are divided into blocks.
-        kv: Keys and values, including those of the current step.
+        kv: Keys and values, including the current step's.
         metadata: Metadata of the step.
         spec: Attention of the layer; provides the heads and the scale.
         mass: Static: fraction of the estimated attention to keep, in (0, 1].
@@ -147,8 +147,8 @@ def top_mass(weights: Float[Array, "*rows n"], mass: float) -> Bool[Array, "*row
     Zeros are never selected. NaN always is, so that it propagates to the output as in dense attention.
     """
     ordered = -jnp.sort(-weights, axis=-1)
-    before = jnp.cumsum(ordered, axis=-1) - ordered
-    is_needed = before < mass * ordered.sum(axis=-1, keepdims=True)
+    sum_before = jnp.cumsum(ordered, axis=-1) - ordered
+    is_needed = sum_before < mass * ordered.sum(axis=-1, keepdims=True)
     threshold = jnp.where(is_needed, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return ((weights >= threshold) & (weights > 0)) | jnp.isnan(weights)
 

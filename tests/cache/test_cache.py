@@ -457,7 +457,10 @@ class TestTypes:
     [
         ({"k": jnp.zeros((3, 16))}, r"k must have 3 axes, got shape \(3, 16\)"),
         ({"v": jnp.zeros((3, 2, 16), int)}, "v must hold floats, got int32"),
-        ({"v": jnp.zeros((4, 2, 16))}, r"v must have shape \(3, 2, 16\) \(as k\), got \(4, 2, 16\)"),
+        (
+            {"v": jnp.zeros((4, 2, 16))},
+            r"v must have shape \(3, 2, 16\) \(the shape of k\), got \(4, 2, 16\)",
+        ),
         ({"kv_start_loc": jnp.zeros(2)}, "kv_start_loc must hold ints, got float32"),
         ({"kv_start_loc": [0, 1]}, r"kv_start_loc must be an array, got \[0, 1\]"),
         ({"kv_start_loc": jnp.zeros((1, 2), int)}, r"kv_start_loc must have 1 axes, got shape \(1, 2\)"),

@@ -227,11 +227,11 @@ WRONG = {
     | {"long_factor": [0] * 6},
     "factor must be positive, got 0": {"rope_type": "linear", "factor": 0},
     r"beta_fast must be at least beta_slow \(2\.0\), got 1\.0": YARN | {"beta_fast": 1, "beta_slow": 2},
-    "partial_rotary_factor must rotate an even number of the 16 elements of a head, at least 2, got 0.2": {
+    r"partial_rotary_factor=0\.2 rotates 3 elements of a head, .* an even number from 2 to head_dim \(16\)": {
         "partial_rotary_factor": 0.2
     },
-    "partial_rotary_factor must rotate .*, got 1.5": {"partial_rotary_factor": 1.5},
-    "partial_rotary_factor must rotate .*, at least 4, got 0.125": {
+    r"partial_rotary_factor=1\.5 rotates 24 elements": {"partial_rotary_factor": 1.5},
+    r"partial_rotary_factor=0\.125 rotates 2 elements .* from 4 to": {
         "rope_type": "dynamic",
         "factor": 2.0,
         "partial_rotary_factor": 0.125,

@@ -293,7 +293,8 @@ class TestErrors:
     def test_tokens_must_have_one_entry_per_row(self):
         metadata, tokens = first_batch()
         with pytest.raises(
-            ValueError, match=r"tokens must have shape \(4,\) \(rows of the metadata\), got \(3,\)"
+            ValueError,
+            match=r"tokens must have shape \(4,\) \(one entry per row of the metadata\), got \(3,\)",
         ):
             self.run(metadata, tokens[:3])
 
@@ -303,7 +304,7 @@ class TestErrors:
             (lambda logits, index: logits[:, 0] + 0.7, "what sample returns must hold ints, got float32"),
             (
                 lambda logits, index: jnp.argmax(logits),
-                r"what sample returns must have shape \(4,\) \(rows of the metadata\), got \(\)",
+                r"what sample returns must have shape \(4,\) \(one entry per row of the metadata\), got \(\)",
             ),
             (
                 lambda logits, index: jnp.argmax(logits, axis=-1, keepdims=True),

@@ -28,7 +28,7 @@ from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.shared import Score
 
 SPARSE_MASKS = BigBird | BlockMask | Chunked | Document | GatheredColumns | LocalStrided | Sinks
-KEYS = backward.TILE_KV // backward.WARPGROUPS  # keys per evaluation of a mask: those of a warpgroup
+KEYS = backward.TILE_KV // backward.WARPGROUPS  # keys of a warpgroup, for which a mask is evaluated at once
 
 
 class PackedLens(NamedTuple):

@@ -70,10 +70,10 @@ def num_first_keys(mask: Mask | None) -> int | None:
     if not isinstance(mask, And | Or):
         return None
     bounds = [num_first_keys(operand) for operand in mask.masks]
-    known = [bound for bound in bounds if bound is not None]
+    known_bounds = [bound for bound in bounds if bound is not None]
     if isinstance(mask, Or):
-        return max(known) if len(known) == len(bounds) else None
-    return min(known, default=None)
+        return max(known_bounds) if len(known_bounds) == len(bounds) else None
+    return min(known_bounds, default=None)
 
 
 def alibi_bias(

@@ -122,8 +122,8 @@ def chunk_range(queries: TileQueries, args: AttentionArgs, size: int) -> tuple[A
 
 def _dtypes(q: Array, kv: PagedCache | PackedKV) -> tuple[np.dtype, np.dtype]:
     """Return the dtype of matrix products (8-bit inputs are dequantized) and of accumulation."""
-    fits = all(jnp.dtype(x.dtype).itemsize == 1 or x.dtype == q.dtype for x in (kv.k, kv.v))
-    matmul_dtype = jnp.dtype(q.dtype if fits else jnp.float32)
+    has_matmul_dtype = all(jnp.dtype(x.dtype).itemsize == 1 or x.dtype == q.dtype for x in (kv.k, kv.v))
+    matmul_dtype = jnp.dtype(q.dtype if has_matmul_dtype else jnp.float32)
     acc_dtype = jnp.dtype(jnp.float64 if q.dtype == jnp.float64 else jnp.float32)
     return (acc_dtype, acc_dtype) if acc_dtype.itemsize == 8 else (matmul_dtype, acc_dtype)
 

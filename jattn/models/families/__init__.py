@@ -170,8 +170,8 @@ def find_family(hf: Keys) -> Family:
     if family is None:
         reason = UNSUPPORTED_MODEL_TYPES.get(str(model_type), "the model is not supported")
         raise unsupported(f"architecture {architectures or model_type}", reason, supported)
-    known = _classes(family.architecture, *family.other_architectures)
-    if architectures and not set(known) & set(architectures):
+    class_names = _classes(family.architecture, *family.other_architectures)
+    if architectures and not set(class_names) & set(architectures):
         raise unsupported(
             f"architecture {architectures[0]}", f"not a decoder of model_type {model_type}", supported
         )

@@ -150,7 +150,7 @@ def _convert(default: Any, key: str, name: str, value: Any) -> Any:
 
 
 def _flatten(hf: Keys, family: Family) -> dict[str, Any]:
-    """Return the keys with those of nested dictionaries as `key.inner`."""
+    """Return the keys; keys of nested dictionaries become `key.inner`."""
     for key in family.nested_keys:
         is_object = hf.get(key) is None or isinstance(hf[key], Mapping)
         require(is_object, key, "be an object", repr(hf.get(key)))

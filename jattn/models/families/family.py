@@ -17,7 +17,7 @@ class Family:
     Attributes:
         model_type: Value of config.json's model_type.
         architecture: Class in transformers (for Phi-3-small: in its own repository).
-        defaults: Keys that the family reads in addition to those of all families, or with other defaults:
+        defaults: Keys that the family reads in addition to the common keys, or with other defaults:
             transformers' default value, or a function of the other keys that returns it.
         build_layer: Function that returns a layer's specification from the keys and the layer's index.
         tensors: Mapping of our modules, with layers' indices as `*`, to the checkpoint's tensors.

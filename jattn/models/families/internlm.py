@@ -48,7 +48,7 @@ INTERNLM2 = Family(
 
 # InternLM3 and IQuest-Coder: a Llama with other defaults.
 def _internlm3_layer(keys: Keys, layer: int) -> LayerSpec:
-    """Build a layer; its key `bias` is for all projections except those of queries, keys and values."""
+    """Build a layer; its key `bias` is for all projections except Q, K and V."""
     has_bias = bool(keys["mlp_bias"])
     mlp = gated_mlp(keys, has_bias=has_bias)
     return llama_layer(keys, mlp=mlp, qkv_bias=bool(keys["attention_bias"]), out_bias=has_bias)

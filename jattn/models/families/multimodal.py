@@ -110,7 +110,7 @@ def _as_family_config(text: Keys) -> Keys:
 
 
 def drop_non_text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's tensors without those of vision towers and projectors."""
+    """Return a checkpoint's tensors without vision towers and projectors."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(NON_TEXT_PREFIXES)}
 
 

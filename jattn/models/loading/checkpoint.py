@@ -89,7 +89,7 @@ def check_tensors(
             "Check that config.json belongs to the checkpoint."
         )
     for name, shape in shapes.items():
-        require_shape(name, tensors[name].shape, shape, "as config.json says")
+        require_shape(name, tensors[name].shape, shape, "the shape that config.json requires")
         float_dtype(tensors, name)
     for copy, name in repeats.items():
         # transformers 4 ignores an output projection that differs from the tied embedding, transformers 5
@@ -179,7 +179,7 @@ def find_tensor_mappings(family: Family, names: Iterable[str]) -> dict[str, HFTe
 
     Args:
         family: Family of the checkpoint.
-        names: Names of the checkpoint's tensors, which tell which alternative mappings apply.
+        names: Names of the checkpoint's tensors, which determine the alternative mappings that apply.
     """
     modules = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name.removesuffix(".weight")) for name in names}
     alternatives = {

@@ -193,7 +193,7 @@ def write_parameter(tensors: Sequence[StoredTensor], join: Join, dtype: np.dtype
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array in memory of its own, with huge pages if the system supports them.
+    """Allocate an array in newly mapped memory, with huge pages if the system supports them.
 
     Small pages take longer to allocate than to fill.
     """

@@ -143,11 +143,11 @@ def load(
     """Load a Hugging Face checkpoint of a supported family, with its tokenizer if it has a tokenizer.json.
 
     Static scales of 8-bit KV caches (`model.layers.N.self_attn.k_scale`, `.v_scale`) become `kv_scales`:
-    those of kv_scales.safetensors, or else the checkpoint's own.
+    from kv_scales.safetensors if the folder has it, otherwise from the checkpoint's tensors.
 
     Names and shapes are checked from the files' headers before anything is allocated. The bytes go to the
     device as they are stored, one parameter at a time, and are joined, dequantized and cast there, so the
-    host holds those of one parameter. Quantized weights (`jattn.models.loading.quantized_weights`) are
+    host holds one parameter at a time. Quantized weights (`jattn.models.loading.quantized_weights`) are
     dequantized.
 
     Args:

@@ -191,13 +191,13 @@ def find_tensor_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], Mapp
         return [single], {}
     if index.exists():
         return _files_in_index(index)
-    found = [path for path in directory.glob("*.safetensors") if not path.name.startswith(_IGNORED_PREFIXES)]
-    shards = [path for path in found if path.name.startswith("model-") and _SHARD.fullmatch(path.name)]
-    found = sorted(shards or found)
-    _require_all_shards(found)
-    if not found:
+    paths = [path for path in directory.glob("*.safetensors") if not path.name.startswith(_IGNORED_PREFIXES)]
+    shards = [path for path in paths if path.name.startswith("model-") and _SHARD.fullmatch(path.name)]
+    paths = sorted(shards or paths)
+    _require_all_shards(paths)
+    if not paths:
         raise FileNotFoundError(f"{single} does not exist{_hint_other_formats(directory)}.")
-    return found, {}
+    return paths, {}
 
 
 def _files_in_index(index: pathlib.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:

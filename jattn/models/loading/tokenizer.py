@@ -78,8 +78,11 @@ def _added_tokens(folder: pathlib.Path) -> dict[int, dict[str, Any]]:
     tokens: dict[int, dict[str, Any]] = {}
     for key, token in entries.items():
         is_token = key.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
-        rule = "map ids to objects with content"
-        require(is_token, f"{path}: added_tokens_decoder", rule, repr({key: token})[:60])
+        if not is_token:
+            raise ValueError(
+                f"{path}: added_tokens_decoder has the invalid entry {repr({key: token})[:60]}. An entry "
+                "maps a token id to an object with the token's text as content."
+            )
         attributes = {name: token[name] for name in _SWITCHES if isinstance(token.get(name), bool)}
         tokens[int(key)] = {"content": token["content"], **attributes}
     return tokens
@@ -118,8 +121,11 @@ def read_eos_token_id(folder: pathlib.Path) -> int | None:
     require(isinstance(added, list), f"{folder / FILE}: added_tokens", "be a list", repr(added)[:60])
     for token in added:
         is_token = isinstance(token, dict) and isinstance(token.get("id"), int) and "content" in token
-        rule = "hold objects with an id and content"
-        require(is_token, f"{folder / FILE}: added_tokens", rule, repr(token)[:60])
+        if not is_token:
+            raise ValueError(
+                f"{folder / FILE}: added_tokens has the invalid entry {repr(token)[:60]}. An entry is an "
+                "object with the keys id and content."
+            )
         if token["content"] == text:
             return token["id"]
     # transformers also accepts a special token that is only in the model's vocabulary.

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: Command-line arguments; None uses those of the process.
+        argv: Command-line arguments; None uses the process's arguments.
 
     Returns:
         The exit status: 0, 1 with a message on stderr, or 130 after Ctrl-C.

@@ -1,4 +1,4 @@
-"""Options and startup of an engine that spans several nodes: node 0 serves, the others follow it."""
+"""Options and startup of an engine that spans several nodes: node 0 serves, and all other nodes follow it."""
 
 import argparse
 import sys

@@ -21,7 +21,7 @@ class AsyncEngine:
     """An asyncio interface to an engine, shared by tasks of one or several event loops.
 
     The engine's steps run in a separate thread, which starts with the first request, so that a slow reader
-    does not delay the others. From then on until AsyncEngine is closed, do not use the engine directly.
+    does not delay other requests. From then on until AsyncEngine is closed, do not use the engine directly.
 
         async with AsyncEngine(engine) as async_engine:
             async for output in async_engine.generate("def fib(n):", SamplingParams(max_tokens=64)):
@@ -102,7 +102,7 @@ class AsyncEngine:
         await self.call(lambda engine: engine.update_weights(state))
 
     async def precompile(self, *, progress: bool) -> None:
-        """Compile the executables that a first step needs, and the others in the background."""
+        """Compile the executables that a first step needs, and the remaining ones in the background."""
         await self.call(lambda engine: engine.precompile(progress=progress, wait=False))
 
     async def reset_prefix_cache(self) -> None:

@@ -222,12 +222,12 @@ class BlockManager:
         Raises:
             ValueError: If there is no such request.
         """
-        owned, before = self._owned(request_id), self._num_skipped.get(request_id, 0)
+        owned, num_skipped = self._owned(request_id), self._num_skipped.get(request_id, 0)
         end = min(num_tokens // self.block_size, len(owned))
-        for index in reversed(range(before, end)):
+        for index in reversed(range(num_skipped, end)):
             self._drop(owned[index])
             self._tables.replace(request_id, index, NULL_BLOCK)
-        self._num_skipped[request_id] = max(before, end)
+        self._num_skipped[request_id] = max(num_skipped, end)
 
     def free(self, request_id: int) -> None:
         """Free a request's blocks.

@@ -71,27 +71,27 @@ class IncrementalDetokenizer:
         if self._tokenizer is None:
             return ""
         self._token_ids.append(token_id)
-        before, now = self._decode(self._token_ids[: self._num_read]), self._decode(self._token_ids)
-        if len(now) <= len(before) or now.endswith(INCOMPLETE):
+        text_before, text = self._decode(self._token_ids[: self._num_read]), self._decode(self._token_ids)
+        if len(text) <= len(text_before) or text.endswith(INCOMPLETE):
             if self._is_left_out(token_id):
                 self._token_ids.pop()  # Otherwise it is decoded again with each later token.
                 return ""
             num_held = len(self._token_ids) - self._num_read
-            return "" if num_held % MAX_HELD_TOKENS else self._emit_complete_characters(before, now)
-        return self._emit(now[len(before) :], len(self._token_ids))
+            return "" if num_held % MAX_HELD_TOKENS else self._emit_complete_characters(text_before, text)
+        return self._emit(text[len(text_before) :], len(self._token_ids))
 
     def flush(self) -> str:
         """Return the pending text, with a replacement character for an incomplete character."""
-        before = self._decode(self._token_ids[: self._num_read])
-        return self._emit(self._decode(self._token_ids)[len(before) :], len(self._token_ids))
+        text_before = self._decode(self._token_ids[: self._num_read])
+        return self._emit(self._decode(self._token_ids)[len(text_before) :], len(self._token_ids))
 
-    def _emit_complete_characters(self, before: str, now: str) -> str:
+    def _emit_complete_characters(self, text_before: str, text: str) -> str:
         """Return the pending text except for the last tokens, whose character may still become complete."""
         ids = self._token_ids
         for end in range(len(ids) - MAX_PARTIAL_TOKENS, len(ids) - 3 * MAX_PARTIAL_TOKENS, -1):
             decoded = self._decode(ids[:end])
-            if len(decoded) > len(before) and decoded + self._decode(ids[end:]) == now:
-                return self._emit(decoded[len(before) :], end)
+            if len(decoded) > len(text_before) and decoded + self._decode(ids[end:]) == text:
+                return self._emit(decoded[len(text_before) :], end)
         return ""
 
     def _prompt_suffix(self, prompt_ids: Sequence[int]) -> list[int]:

@@ -34,12 +34,12 @@ FIRST_TOKENS = 2
 
 
 class DraftCall(NamedTuple):
-    """The work of a draft model before a step.
+    """Inputs of a draft model for one step.
 
     Attributes:
-        prefills: Metadata and tokens of steps that first process missing tokens.
+        prefills: Metadata and tokens of the prefill steps for tokens that the draft model's KV cache lacks.
         metadata: Metadata of the drafting step.
-        token_ids: Tokens of the drafting step, FIRST_TOKENS per row.
+        token_ids: First tokens of the drafting step, FIRST_TOKENS per row.
         sampling_inputs: Sampling parameters, and the number of generated tokens of each row.
     """
 

@@ -373,7 +373,8 @@ class Engine:
     ) -> Iterator[StreamedToken]:
         """Generate completions, and yield each new token as (prompt index, token id, text).
 
-        Arguments and errors are those of `generate`. Closing the iterator aborts unfinished completions.
+        Takes the arguments of `generate` and raises the same errors. Closing the iterator aborts unfinished
+        completions.
         """
         requests = self._requests(prompts, sampling_params, max_tokens, stop_ids, ignore_eos)
         require_single_completions(requests, "in a stream")

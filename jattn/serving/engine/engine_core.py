@@ -65,7 +65,7 @@ class EngineCore:
             return self._admit(requests)
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Abort those of these sequences that are unfinished. Their tokens in flight are ignored."""
+        """Abort the unfinished ones among these sequences. Their tokens in flight are ignored."""
         with self._fail_all_if_interrupted():
             self._drop(numbers)
 

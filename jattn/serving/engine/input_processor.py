@@ -87,7 +87,7 @@ def build_requests(
         "sampling_params",
         sampling_params,
         len(prompts),
-        is_one=lambda params: isinstance(params, SamplingParams),
+        is_valid_value=lambda params: isinstance(params, SamplingParams),
         kind="SamplingParams (for a number of tokens use max_tokens=)",
     )
     require_list_of_ints("stop_ids", stop_ids)
@@ -101,7 +101,7 @@ def build_requests(
             for params in params_list
         ]
     if max_tokens is not None:
-        counts = per_prompt("max_tokens", max_tokens, len(prompts), is_one=_is_int, kind="an int")
+        counts = per_prompt("max_tokens", max_tokens, len(prompts), is_valid_value=_is_int, kind="an int")
         params_list = [
             dataclasses.replace(params, max_tokens=int(count))
             for params, count in zip(params_list, counts, strict=True)
@@ -200,20 +200,20 @@ def require_single_completions(requests: Sequence[Request], where: str) -> None:
 
 
 def per_prompt[T](
-    name: str, values: T | Sequence[T], count: int, *, is_one: Callable[[Any], bool], kind: str
+    name: str, values: T | Sequence[T], count: int, *, is_valid_value: Callable[[Any], bool], kind: str
 ) -> list[T]:
     """Return one value per prompt, given one value for all prompts or a list.
 
     Raises:
         ValueError: If the value has another type, or the list has another length.
     """
-    if is_one(values):
+    if is_valid_value(values):
         return [values] * count  # type: ignore[list-item]
     require(_is_list(values), name, f"be {kind}, or a list with one entry per prompt", repr(values))
     values_list: list[T] = list(values)  # type: ignore[arg-type]
     require(len(values_list) == count, name, f"have one entry per prompt ({count})", len(values_list))
     for i, value in enumerate(values_list):
-        require(is_one(value), f"{name}[{i}]", f"be {kind}", repr(value))
+        require(is_valid_value(value), f"{name}[{i}]", f"be {kind}", repr(value))
     return values_list
 
 

@@ -65,15 +65,15 @@ def local_attention_of(model: Any) -> LocalAttention | None:
 
 
 def sliding_window_layers_of(model: Any) -> tuple[bool, ...]:
-    """Return for each layer whether it has its own blocks; empty if no layer has.
+    """Return, per layer, whether it is in the sliding-window group; empty if the model has no such group.
 
-    Sliding-window and chunked layers may have them.
+    The group has separate blocks. It contains sliding-window and chunked layers.
     """
     return tuple(getattr(model, "sliding_window_layers", ()))
 
 
 def sliding_window_attention_of(model: Any) -> LocalAttention | None:
-    """Return the windows and chunks of the layers that have their own blocks; None if no layer has."""
+    """Return the windows and chunks of the sliding-window group's layers; None if there is no such group."""
     return LocalAttention(_layers_of(model) - {FULL_ATTENTION}) if sliding_window_layers_of(model) else None
 
 

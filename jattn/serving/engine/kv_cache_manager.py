@@ -16,7 +16,7 @@ type BlockPairs = tuple[tuple[int, int], ...]
 class KVCacheManager:
     """Allocates blocks to scheduled requests: new blocks, blocks of a cached prefix, or blocks of a sibling.
 
-    If only some layers have a sliding window, they form a second group with its own blocks. A request then
+    If only some layers have a sliding window, they form a second group with separate blocks. A request then
     has a table in each group, and runs if both groups have blocks for it.
     """
 
@@ -29,7 +29,7 @@ class KVCacheManager:
         longrope_threshold: int | None = None,
         sliding_window_manager: BlockManager | None = None,
     ) -> None:
-        """Create the groups. Arguments and errors are those of `Scheduler`."""
+        """Create the groups. See `Scheduler` for arguments and errors; `manager` is its block_manager."""
         require_type("block_manager", manager, BlockManager, "the blocks of the KV cache")
         if sliding_window_manager is None:
             self._groups = [KVCacheGroup(manager, local_attention)]

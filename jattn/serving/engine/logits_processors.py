@@ -204,7 +204,7 @@ class TokenFilter:
 
         Args:
             allowed: Bit mask of the tokens that are not banned at every position; see `allowed_bitmask`.
-            words: Banned words of several tokens; the last token may not follow the others.
+            words: Banned words of several tokens; the last token may not follow the preceding ones.
         """
         self._allowed = allowed
         self._endings: dict[

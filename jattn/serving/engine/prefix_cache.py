@@ -31,8 +31,10 @@ class BlockHashes(Sequence[bytes]):
         num_full = len(self._rest) // self.block_size
         for i in range(num_full):
             block = self._rest[i * self.block_size : (i + 1) * self.block_size]
-            before = self._digests[-1] if self._digests else b""
-            self._digests.append(hashlib.blake2b(before + block.tobytes(), digest_size=DIGEST_BYTES).digest())
+            previous_digest = self._digests[-1] if self._digests else b""
+            self._digests.append(
+                hashlib.blake2b(previous_digest + block.tobytes(), digest_size=DIGEST_BYTES).digest()
+            )
         del self._rest[: num_full * self.block_size]
 
     def copy(self) -> "BlockHashes":

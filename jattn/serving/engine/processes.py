@@ -1,4 +1,4 @@
-"""One engine in several processes: process 0 chooses the steps, and the others run them as well.
+"""One engine in several processes: process 0 chooses the steps, and all processes run them.
 
 Messages use a standard-library socket and do not wait for the devices. A process learns at once that another
 one has failed, even if it waits in a collective; it has a few seconds to end by itself before it is ended.
@@ -71,7 +71,9 @@ def require_follower(processes: "ProcessGroup | None") -> None:
 
 
 class ProcessGroup:
-    """The connections of this process to the others. All processes create it when they create their engines.
+    """The connections of this process to the engine's other processes.
+
+    All processes create it when they create their engines.
 
     Attributes:
         is_leader: Whether this is process 0.
@@ -115,7 +117,7 @@ class ProcessGroup:
         return min(num for num, _ in offers)
 
     def send(self, command: str, *arguments: Any) -> None:
-        """Send a command from process 0 to the others, or from another process to process 0.
+        """Send a command from process 0 to all other processes, or from another process to process 0.
 
         Raises:
             ProcessError: If another process has failed.
@@ -150,7 +152,7 @@ class ProcessGroup:
             raise ProcessError(self.error)
 
     def fail(self, error: BaseException) -> None:
-        """Report to the others that this process has failed."""
+        """Report to all other processes that this process has failed."""
         if self.error is None and not self._is_closed:
             text = f"process {jax.process_index()} failed: {type(error).__name__}: {error}"
             self._send_ignoring_errors(FAILED, text)
@@ -168,7 +170,7 @@ class ProcessGroup:
         return self.error
 
     def close(self) -> None:
-        """Close the connections. Process 0 lets the others return from `follow`."""
+        """Close the connections. In process 0, this ends `follow` in all other processes."""
         if not self._is_closed:
             self._is_closed = True
             self._finished.set()

@@ -44,7 +44,7 @@ def rejection_sample(
 
     A position is one of the `1 + drafts` tokens of a row. Each position samples with the noise that a step
     without drafts would use, which depends on the request's seed and its number of tokens. Drafts therefore
-    change when tokens arrive but never which tokens: the text equals that of decoding token by token, greedy
+    change when tokens arrive but never which tokens: the result equals decoding token by token, greedy
     or not. A draft is accepted with the probability that the model samples it, p(draft), as in rejection
     sampling with a draft of probability one. A draft model that samples with the same noise agrees with
     probability >= (1 - d) / (1 + d), where d is the total-variation distance of the two distributions;
@@ -98,8 +98,8 @@ def _adjustments_per_position(
     query_len = drafts.shape[1] + 1
     repeated = jax.tree.map(lambda rows: jnp.repeat(rows, query_len, axis=0), adjustments)
     no_token = jnp.iinfo(jnp.int32).max  # outside every vocabulary, so it is dropped
-    before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
-    drafted = jnp.where(before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), no_token)
+    is_before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
+    drafted = jnp.where(is_before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), no_token)
     outputs = jnp.concatenate([repeated.output_ids, drafted], axis=1)
     positions = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), adjustments.bias_rows.shape[0])
     bias_rows = repeated.bias_rows * query_len + positions

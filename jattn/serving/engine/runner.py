@@ -136,7 +136,7 @@ class Runner:
 
     @property
     def num_compiles(self) -> int:
-        """Number of compiled executables, including those of cascade attention and of a draft model."""
+        """Number of compiled executables, including cascade attention's and a draft model's."""
         draft_state = 0 if self._proposer is None else self._proposer.num_compiles
         return draft_state + sum(runs.graphs.num_compiles for runs in self._runs)
 
@@ -160,8 +160,8 @@ class Runner:
 
     def have_weights_changed(self) -> bool:
         """Return whether the weights have changed since the last call, in whatever way."""
-        before, self._leaves = self._leaves, self.graphs.leaves_of(self.weights.state)
-        return self._leaves is not before
+        old_leaves, self._leaves = self._leaves, self.graphs.leaves_of(self.weights.state)
+        return self._leaves is not old_leaves
 
     def explain(self) -> str:
         """Return tables of the attention implementations; see `Engine.explain`."""
@@ -224,12 +224,12 @@ class Runner:
         def sampler_size(bucket: Bucket) -> tuple[int, int]:
             return self._sampler.rows_of(bucket), bucket.decode_query_len
 
-        needed = {sampler_size(bucket) for runs in self._runs for bucket in runs.graphs.executables}
+        first_sizes = {sampler_size(bucket) for runs in self._runs for bucket in runs.graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-        compiling = [pool.submit(self._sampler.compile, *size) for size in needed]
+        compiling = [pool.submit(self._sampler.compile, *size) for size in first_sizes]
         compiling += map(pool.submit, self._copies.compilers(self._caches))
         all_sizes = {sampler_size(bucket) for runs in self._runs for bucket in runs.graphs.buckets}
-        for size in all_sizes - needed:
+        for size in all_sizes - first_sizes:
             pool.submit(self._sampler.compile, *size)
         for future in compiling:
             future.result()

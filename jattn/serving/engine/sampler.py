@@ -188,9 +188,9 @@ def _top_k_top_p(
     kth = take(descending, jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1)
     in_top_k = descending >= kth
     probs = jax.nn.softmax(jnp.where(in_top_k, descending, -jnp.inf), axis=-1)
-    before = jnp.pad(jnp.cumsum(probs, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    probs_before = jnp.pad(jnp.cumsum(probs, axis=-1)[:, :-1], ((0, 0), (1, 0)))
     top_p = top_p[:, None]
-    num_kept = jnp.sum(in_top_k & ((before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32)
+    num_kept = jnp.sum(in_top_k & ((probs_before < top_p) | (top_p >= 1)), axis=-1, dtype=jnp.int32)
     last = jnp.maximum(num_kept, 1) - 1  # top_p can round to 0: keep the most likely token.
     edge, edge_id = take(descending, last), take(order, last)
     return jnp.where((z > edge) | ((z == edge) & (ids <= edge_id)), z, -jnp.inf)

@@ -26,7 +26,7 @@ class ModelSizes(Protocol):
     Attributes:
         vocab_size: Size of the vocabulary.
         max_position_embeddings: Maximum context length in tokens.
-        eos_token_ids: Tokens that end a text unless a request overrides them.
+        eos_token_ids: Tokens that end a completion unless a request overrides them.
     """
 
     @property

@@ -58,8 +58,8 @@ def build_step_tokens(
     token_ids[last_indices], token_rows[last_indices] = ids, sources
     for row in np.flatnonzero(lens > 1).tolist():
         end = step.seq_lens[row] - 1
-        before = sequences[row].token_ids[end + 1 - step.query_lens[row] : end]
-        token_ids[starts[row] : last_indices[row]] = before
+        previous_tokens = sequences[row].token_ids[end + 1 - step.query_lens[row] : end]
+        token_ids[starts[row] : last_indices[row]] = previous_tokens
     request_ends: Any = np.zeros(num_sampler_rows, np.int32)
     request_ends[: len(lens)] = last_indices
     return StepTokens(token_ids, token_rows, last_tokens, request_ends)

@@ -84,7 +84,7 @@ def _to_weight(
     require(isinstance(value, jax.Array | np.ndarray), name, "be an array", repr(value))
     old_value = variables[path].get_value()
     value = pad_to_mesh(path, value, old_value.shape)
-    require_shape(name, value.shape, old_value.shape, "as in the model")
+    require_shape(name, value.shape, old_value.shape, "the shape of the model's array")
     require(value.dtype == old_value.dtype, name, f"have the model's dtype {old_value.dtype}", value.dtype)
     if not isinstance(old_value, jax.Array) or not old_value.committed:
         return jnp.asarray(value)

@@ -45,7 +45,7 @@ async def encode_chat(service: Service, body: ChatTemplateBody) -> list[int]:
 
 
 def _template_variables(service: Service, body: ChatTemplateBody) -> dict[str, Any]:
-    """Return the template variables that the request sets, besides the messages.
+    """Return the template variables that the request sets in addition to the messages.
 
     Raises:
         ValueError: If the template does not use one of them.

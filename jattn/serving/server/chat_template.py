@@ -34,7 +34,7 @@ class ChatTemplate:
     """A compiled chat template.
 
     Attributes:
-        source: Source of the template, followed by that of the template for tools.
+        source: Source of the template, followed by the source of the template for tools.
         variables: Names of the variables that the templates use.
         expects_parts: Whether the template expects a message's content as a list of parts, as templates of
             multimodal models do, and ignores plain text.

@@ -183,7 +183,7 @@ class EngineHost:
 
 
 def _picklable(output: RequestOutput | Exception) -> RequestOutput | Exception:
-    """Replace an error by one that can be pickled: those of libraries cannot always be reconstructed."""
+    """Replace an error by one that can be pickled, which errors of libraries do not always allow."""
     if isinstance(output, RequestOutput):
         if output.error is not None:
             return _picklable(output.error)

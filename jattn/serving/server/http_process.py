@@ -1,6 +1,6 @@
 """The HTTP process, as the engine's process starts, signals and awaits it.
 
-HTTP runs in its own process so that it does not share an interpreter lock with the engine: parsing,
+HTTP runs in a separate process so that it does not share an interpreter lock with the engine: parsing,
 tokenization and server-sent events use another core, as in vLLM, whose API server and engine core are two
 processes.
 """

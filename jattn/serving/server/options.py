@@ -9,7 +9,7 @@ from pallas_kernels.checks import require_positive
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Configuration of the HTTP server; the engine has its own.
+    """Configuration of the HTTP server, without the engine's options.
 
     Attributes:
         served_model_names: Model names that clients may use. Responses contain the first one.

@@ -42,7 +42,7 @@ class OutputConstraint(NamedTuple):
 
 
 def default_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return the defaults of requests: those of the checkpoint, with temperature 1 instead of greedy.
+    """Return the defaults of requests: the checkpoint's, with temperature 1 instead of greedy.
 
     OpenAI clients rely on temperature 1, for example if they request several completions.
 
@@ -97,8 +97,8 @@ def check_supported(body: GenerationBody, endpoint_unsupported: Mapping[str, tup
 
     Args:
         body: Parsed JSON body of the request.
-        endpoint_unsupported: Unsupported parameters of this endpoint, besides UNSUPPORTED, with the values
-            that have no effect and are accepted.
+        endpoint_unsupported: Unsupported parameters of this endpoint, in addition to UNSUPPORTED, with the
+            values that have no effect and are accepted.
 
     Raises:
         ApiError: If an unsupported parameter is set.

@@ -30,7 +30,7 @@ FORMATS = {call_format.name: call_format for call_format in (HERMES, LLAMA3_JSON
 
 # Text in a chat template that identifies the format.
 TEMPLATE_MARKERS = {HERMES.name: HERMES.start_tag, LLAMA3_JSON.name: '"parameters": dictionary of argument'}
-# Text that identifies unsupported formats with Hermes' tags: those of Qwen3-Coder and GLM.
+# Text that identifies unsupported formats with Hermes' tags: the formats of Qwen3-Coder and GLM.
 UNSUPPORTED_MARKERS = ("<function=", "<arg_key>")
 
 

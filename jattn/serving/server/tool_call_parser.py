@@ -37,7 +37,7 @@ class ToolCallParser(Protocol):
         """Parse the next piece of the output."""
 
     def end(self) -> ParsedDelta:
-        """Return what was held back, at the end of the output."""
+        """Return the rest of the output, which was not returned yet. Call it once, at the end."""
 
 
 class NamedFunctionParser:
@@ -56,7 +56,7 @@ class NamedFunctionParser:
         return ParsedDelta(tool_calls=(_new_call(0, self._name, text),))
 
     def end(self) -> ParsedDelta:
-        """Return an empty delta: nothing is held back."""
+        """Return an empty delta, because `feed` returns all text at once."""
         return ParsedDelta()
 
 

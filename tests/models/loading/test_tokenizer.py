@@ -64,7 +64,9 @@ def test_special_flags_of_added_tokens_match_transformers(tmp_path, config, show
 
 @pytest.mark.parametrize("config", [5, [1], {"x": {"content": "a"}}, {"1": "a"}, {"1": {"content": None}}])
 def test_invalid_added_tokens_are_named(tmp_path, config):
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: added_tokens_decoder must"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json: added_tokens_decoder (must|has the invalid entry)"
+    ):
         write_unlisted(tmp_path, {"added_tokens_decoder": config})
 
 
@@ -120,10 +122,10 @@ def test_the_tokenizer_neither_truncates_nor_pads(tmp_path):
     assert [model.tokenizer.encode(text).ids for text in ("a", "a" * 9)] == [[0], [0] * 9]
 
 
-@pytest.mark.parametrize(("added", "rule"), [([5], "hold objects .*, got 5"), (5, "be a list, got 5")])
+@pytest.mark.parametrize(("added", "rule"), [([5], "has the invalid entry 5"), (5, "must be a list, got 5")])
 def test_invalid_added_tokens_of_tokenizer_json_are_named(tmp_path, added, rule):
     write_checkpoint(tmp_path, TIED, random_tensors(TIED))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
-    with pytest.raises(ValueError, match=rf"tokenizer\.json: added_tokens must {rule}"):
+    with pytest.raises(ValueError, match=rf"tokenizer\.json: added_tokens {rule}"):
         load(tmp_path, progress=False)
