@@ -49,7 +49,7 @@ def _flatten_and_unflatten(
     but rebuilds through `__init__`.
     """
     new, names = object.__new__, leaf_names + static_names
-    leaves_of, structure_of = _values_of(leaf_names), _values_of(static_names)
+    leaves_of, structure_of = _make_getter(leaf_names), _make_getter(static_names)
 
     def flatten(tree: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         fields = vars(tree)
@@ -63,7 +63,7 @@ def _flatten_and_unflatten(
     return flatten, unflatten
 
 
-def _values_of(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+def _make_getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     """Return a function that returns the named values of a dictionary as a tuple."""
     if len(names) > 1:
         return operator.itemgetter(*names)

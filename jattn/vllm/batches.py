@@ -123,12 +123,12 @@ def split_decodes_prefills_and_extends(
 
     Source: vLLM `split_decodes_prefills_and_extends`.
     """
-    xp, lens, totals = with_namespace(query_lens=query_lens, seq_lens=seq_lens)
-    require_one_per_request(query_lens=lens, seq_lens=totals)
+    xp, lens, total_lens = with_namespace(query_lens=query_lens, seq_lens=seq_lens)
+    require_one_per_request(query_lens=lens, seq_lens=total_lens)
     num_reqs, starts = lens.shape[0], start_locs(xp, lens)
     is_long = lens > decode_threshold
     first_long = _first_true(xp, is_long)
-    first_prefill = _first_true(xp, is_long & (lens == totals))
+    first_prefill = _first_true(xp, is_long & (lens == total_lens))
     rows = (first_long, first_prefill - first_long, num_reqs - first_prefill)
     tokens = (
         starts[first_long],
@@ -222,8 +222,8 @@ def split_prefill_and_decode(
     `prefill_metadata`, `decode_metadata`.
     """
     _, *arrays = with_namespace(query_lens=query_lens, seq_lens=seq_lens, slot_mapping=slot_mapping)
-    lens, totals, slots = map(np.asarray, arrays)
-    require_one_per_request(query_lens=lens, seq_lens=totals)
+    lens, total_lens, slots = map(np.asarray, arrays)
+    require_one_per_request(query_lens=lens, seq_lens=total_lens)
     is_v0 = num_prefills is not None
     boundary = (
         num_prefills
@@ -241,10 +241,10 @@ def split_prefill_and_decode(
             return None
         return Region(
             query_start_loc=starts[first : stop + 1] - starts[first] if has_queries else None,
-            seq_lens=totals[first:stop],
+            seq_lens=total_lens[first:stop],
             slot_mapping=slots[starts[first] : starts[stop]],
             max_query_len=int(lens[first:stop].max()) if has_queries else None,
-            max_seq_len=int(totals[first:stop].max()),
+            max_seq_len=int(total_lens[first:stop].max()),
         )
 
     if is_v0:
@@ -384,8 +384,8 @@ def make_metadata_with_slice(
 
     Source: vLLM `_make_metadata_with_slice`.
     """
-    xp, totals, lens = with_namespace(seq_lens=seq_lens, query_lens=query_lens)
-    require_one_per_request(query_lens=lens, seq_lens=totals)
+    xp, total_lens, lens = with_namespace(seq_lens=seq_lens, query_lens=query_lens)
+    require_one_per_request(query_lens=lens, seq_lens=total_lens)
     starts = start_locs(xp, lens)
     first, stop = _bounds("req_slice", req_slice, lens.shape[0])
     first_token, stop_token = _bounds("token_slice", token_slice, None)
@@ -402,7 +402,7 @@ def make_metadata_with_slice(
         num_actual_tokens=stop_token - first_token,
         max_query_len=to_python_int(xp.max(xp.diff(query_start_loc))),
         query_start_loc=query_start_loc,
-        seq_lens=totals[first:stop] - cut_off,
+        seq_lens=total_lens[first:stop] - cut_off,
     )
 
 

@@ -163,15 +163,15 @@ def make_local_attention_virtual_batches(
 
     Source: vLLM `make_local_attention_virtual_batches`.
     """
-    _, starts, totals, table = with_namespace(
+    _, starts, total_lens, table = with_namespace(
         query_start_loc_np=query_start_loc_np,
         seq_lens_np=seq_lens_np,
         block_table=as_block_table("block_table", block_table),
     )
-    attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
-    _check_rows(starts, totals, table, "query_start_loc_np", "seq_lens_np")
-    num_virtual = int(_chunks_touched(np.diff(starts), totals, attn_chunk_size).sum())
-    return _virtual_batches(np, attn_chunk_size, starts, totals, table, block_size, num_virtual)
+    attn_chunk_size, block_size = _check_chunk_sizes(attn_chunk_size, block_size)
+    _check_rows(starts, total_lens, table, "query_start_loc_np", "seq_lens_np")
+    num_virtual = int(_chunks_touched(np.diff(starts), total_lens, attn_chunk_size).sum())
+    return _virtual_batches(np, attn_chunk_size, starts, total_lens, table, block_size, num_virtual)
 
 
 def make_padded_local_attention_virtual_batches(
@@ -205,15 +205,15 @@ def make_padded_local_attention_virtual_batches(
 
     Source: vLLM `make_local_attention_virtual_batches`, under graphs.
     """
-    xp, starts, totals, table = with_namespace(
+    xp, starts, total_lens, table = with_namespace(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_table=as_block_table("block_table", block_table),
     )
-    attn_chunk_size, block_size = _checked_sizes(attn_chunk_size, block_size)
+    attn_chunk_size, block_size = _check_chunk_sizes(attn_chunk_size, block_size)
     (max_virtual_batches,) = python_ints(max_virtual_batches=max_virtual_batches)
-    _check_rows(starts, totals, table, "query_start_loc", "seq_lens")
-    return _virtual_batches(xp, attn_chunk_size, starts, totals, table, block_size, max_virtual_batches)
+    _check_rows(starts, total_lens, table, "query_start_loc", "seq_lens")
+    return _virtual_batches(xp, attn_chunk_size, starts, total_lens, table, block_size, max_virtual_batches)
 
 
 def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int, num_tokens: int) -> int:
@@ -239,7 +239,7 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
     return in_pairs + (num_tokens - in_pairs) // attn_chunk_size
 
 
-def _checked_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
+def _check_chunk_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
     chunk, block_size = python_ints(attn_chunk_size=chunk, block_size=block_size)
     require_positive(attn_chunk_size=chunk, block_size=block_size)
     require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)

@@ -74,13 +74,13 @@ def make_kv_sharing_fast_prefill_metadata(
 
     Source: vLLM `make_kv_sharing_fast_prefill_common_attn_metadata`.
     """
-    xp, totals, lens, indices, num_indices = with_namespace(
+    xp, total_lens, lens, indices, num_indices = with_namespace(
         seq_lens=seq_lens,
         query_lens=query_lens,
         logits_indices_padded=logits_indices_padded,
         num_logits_indices=num_logits_indices,
     )
-    require_one_per_request(query_lens=lens, seq_lens=totals)
+    require_one_per_request(query_lens=lens, seq_lens=total_lens)
     starts, num_reqs = start_locs(xp, lens), lens.shape[0]
     row = xp.searchsorted(starts[1:], indices, side="right")
     is_valid = xp.arange(indices.shape[0], dtype=np.int32) < num_indices
@@ -89,7 +89,7 @@ def make_kv_sharing_fast_prefill_metadata(
     new_lens = xp.where(is_decode_only, lens, xp.sum(belongs_to, axis=0)).astype(np.int32)
     new_starts = start_locs(xp, new_lens)
     return FastPrefill(
-        new_starts, to_python_int(new_starts[-1]), to_python_int(xp.max(new_lens, initial=0)), totals
+        new_starts, to_python_int(new_starts[-1]), to_python_int(xp.max(new_lens, initial=0)), total_lens
     )
 
 

@@ -281,13 +281,13 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_list_of(is_valid: Callable[[Any], bool], value: Any) -> bool:
+def _is_list_with(is_valid: Callable[[Any], bool], value: Any) -> bool:
     """Return whether a value is a list whose entries pass a check."""
     return isinstance(value, list | tuple) and all(map(is_valid, value))
 
 
 def _is_int_list(value: Any) -> bool:
-    return _is_list_of(_is_int, value)
+    return _is_list_with(_is_int, value)
 
 
 # Types of config.json values: description, check, keys.
@@ -323,9 +323,9 @@ VALUE_TYPES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ),
     ("true or false", _is_switch, ("tie_word_embeddings",)),
     ("a name", _is_name, ("model_type", "hidden_act", "hidden_activation")),
-    ("a list of names", lambda value: _is_list_of(_is_name, value), ("architectures", "layer_types")),
+    ("a list of names", lambda value: _is_list_with(_is_name, value), ("architectures", "layer_types")),
     ("a list of ints", _is_int_list, ("dummy_token_indices", "mlp_only_layers", "moe_layers")),
-    ("a list of ints", lambda value: _is_list_of(_is_switch, value), ("no_rope_layers",)),
+    ("a list of ints", lambda value: _is_list_with(_is_switch, value), ("no_rope_layers",)),
     (
         "an object",
         lambda value: isinstance(value, Mapping),
