@@ -13,15 +13,15 @@ import pytest
 from tests.type_checks import jaxtyped
 
 EXECUTABLES = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "executables"
-# XLA's threads on a CPU: an interpreted warpgroup that waits holds one, and two, one a core, were too few.
+# CPU threads of XLA: each waiting interpreted warpgroup occupies one, and one per core is too few.
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Programs here are compiled once and run once, on little: LLVM's passes took a third of the time, and
-    # two fifths of the rest went into lowering fusions through MLIR; they can be told to LLVM at once.
+    # Programs are compiled and run once, on small inputs. LLVM's optimization passes took a third of the time,
+    # and lowering fusions through MLIR two fifths of the rest, so both are disabled.
     straight = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=0 {straight}")
-# Many tests, all workers and processes that tests start build the same programs: compiled once.
+# Many tests, workers and subprocesses build the same programs, which are compiled once.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

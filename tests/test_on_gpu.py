@@ -24,7 +24,7 @@ WITH_KERNELS = (
     *("gemma", "gemma2", "gemma3", "gpt_oss", "llama", "llama3", "llama4", "mistral", "mixtral", "mpt"),
     *("qwen2", "qwen2_moe", "qwen2_yarn", "qwen3", "qwen3_moe"),
 )
-# Of those whose heads are narrower than any kernel's: what attention is told by none of the others.
+# Families with features of attention that no other family has; their head_dim is too small for kernels.
 WIDENED = ("bloom", "cohere2", "falcon_rw", "ministral3", "phi3_longrope", "phi3small")
 NUM_BLOCKS, BUCKET = 17, jattn.Bucket(max_decodes=4, max_prefills=2, max_prefill_tokens=128, max_blocks=8)
 SMALL_STEPS = {"max_num_seqs": 16, "max_num_batched_tokens": 512}  # fewer executables to compile

@@ -11,7 +11,7 @@ import jattn
 from jattn.serving import Engine, SamplingParams
 from tests.serving.tiny import BYTES, one_layer_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray's own
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray raises warnings
 
 LIMITS = {"num_blocks": 65, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PROMPTS = [f"prompt {i}" for i in range(12)]
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def port(folder):
-    ray = pytest.importorskip("ray")  # here, so that who leaves slow tests out is told of no skip
+    ray = pytest.importorskip("ray")  # imported here, so that runs without slow tests report no skip
     from examples.ray_serve import HTTPOptions, application, serve
 
     with socket.create_server(("127.0.0.1", 0)) as free:

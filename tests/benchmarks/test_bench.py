@@ -52,7 +52,7 @@ def test_server_and_engine_rows_have_the_same_metrics(tmp_path, monkeypatch):
         assert row["http_process_us_per_token"] > 0
         outside_engine_ms = row[
             "first_token_outside_engine_ms_mean"
-        ]  # of the requests' own time to the first token
+        ]  # part of the requests' time to the first token
         assert 0 < outside_engine_ms < row["server_time_to_first_token_ms_mean"]
         assert row["engine_again_time_to_first_token_ms_p50"] > 0
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -89,7 +89,7 @@ def agreement_of(change):
 def test_step_on_a_mesh_must_agree_with_one_device():
     assert agreement_of(lambda expected: expected) == {"error": 0.0, "token_gap": 0.0, "same_tokens": 1.0}
     with pytest.raises(SystemExit, match=r"logits are 1\.\d+, .* off one device's: no rows"):
-        agreement_of(lambda expected: expected[::-1])  # each request has the other's
+        agreement_of(lambda expected: expected[::-1])  # swaps the requests
 
 
 @pytest.mark.kernels

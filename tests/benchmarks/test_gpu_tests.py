@@ -127,7 +127,7 @@ def test_run_resumes_where_the_last_one_ended(tree, capfd):
     assert "test_passes[2]" in out
     assert "test_passes[4]" not in out
     assert "\n4 passed, 3 failed, 1 skipped, in " in pages.gpu_tests_line("gpu-tests.jsonl")
-    assert run(commit="abc", jobs=1, outcomes=outcomes) == 1  # nothing is left: the same row again
+    assert run(commit="abc", jobs=1, outcomes=outcomes) == 1  # no test is left, so the row is repeated
     assert len(row.read_text().splitlines()) == 2
     assert "outcomes of {'commit': 'abc'" in run(commit="other", outcomes=outcomes)
 
@@ -163,9 +163,7 @@ def test_commit_is_marked_if_files_other_than_results_changed(tmp_path):
     assert gpu_tests.current_commit(tmp_path) == clean
     outcomes = tmp_path / "outcomes"
     outcomes.touch()
-    assert (
-        gpu_tests.current_commit(tmp_path, outcomes) == clean
-    )  # or a second call would not know its own file
+    assert gpu_tests.current_commit(tmp_path, outcomes) == clean  # so that a second call accepts its own file
     assert gpu_tests.current_commit(tmp_path) == clean + "+"
     (tmp_path / "new.py").touch()
     assert gpu_tests.current_commit(tmp_path, outcomes) == clean + "+"

@@ -187,7 +187,10 @@ def check_kernels() -> None:
         stack.enter_context(mock.patch.object(mosaic_gpu, "attend", kernel))
         stack.enter_context(mock.patch.object(mosaic_gpu, "gradients", gradients))
         stack.enter_context(mock.patch.object(attending, "_attend_jitted", attending._attend))
-        for function, num_kernels in ((run, 1), (gradient, 2)):  # the backward pass attends nothing anew
+        for function, num_kernels in (
+            (run, 1),
+            (gradient, 2),
+        ):  # the backward pass does not recompute attention
             step = lower(function)
             assert exchanges(step) == (0, 0)
             assert step.as_text().count('custom_call_target="lapack_strsm_ffi"') == num_kernels

@@ -79,7 +79,9 @@ def test_dropout_is_rejected():
     with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn does not support dropout"):
         jattn.attention_fn(q, q, q, dropout_rate=0.5, deterministic=False)
     with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn does not support dropout"):
-        jattn.attention_fn(q, q, q, dropout_rng=jax.random.key(0), dropout_rate=0.5)  # as Flax's own function
+        jattn.attention_fn(
+            q, q, q, dropout_rng=jax.random.key(0), dropout_rate=0.5
+        )  # as Flax's function does
 
 
 def test_heads_that_differ_from_the_spec_are_rejected():
@@ -128,7 +130,7 @@ class TestFlaxArguments:
         jax.tree.map(np.testing.assert_array_equal, loss_and_gradients(*spoiled), loss_and_gradients(*inputs))
 
     def test_bias_passed_as_mask_is_rejected(self):
-        """Flax takes -inf for "sees" and 0 for "does not"; here nobody takes the result for an answer."""
+        """Flax interprets -inf as visible and 0 as masked; here the call is an error."""
         mask = jnp.where(nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool), 0.0, -jnp.inf)
         out = jax.jit(flax_layer(attention_fn=jattn.attention_fn).__call__)(texts(), mask=mask)
         assert jnp.isnan(out[:, :-1]).all()
@@ -163,7 +165,7 @@ class TestFlaxArguments:
         message = r"The positions of 2 queries among 9 keys with a mask are ambiguous"
         with pytest.raises(ValueError, match=message):
             with_spec()(q, kv, kv, mask=mask)
-        with_spec(causal=False)(q, kv, kv, mask=mask)  # says nothing of positions
+        with_spec(causal=False)(q, kv, kv, mask=mask)  # does not depend on positions
 
     @pytest.mark.parametrize("name", POSITIONAL)
     def test_more_queries_than_keys_require_positions(self, name):

@@ -49,7 +49,7 @@ def write(case: dict, rng: np.random.Generator) -> None:
     shape = len(slots) + rng.integers(0, 4), case["num_kv_heads"], case["head_dim"]
     rows = {name: rng.normal(size=shape).astype(dtype) for name in ("k", "v")}
     for x in rows.values():
-        x[len(slots) :] = np.nan  # behind the slots: padding
+        x[len(slots) :] = np.nan  # rows without a slot are padding
     new = jattn.write_kv(cache, jnp.asarray(rows["k"]), jnp.asarray(rows["v"]), jnp.asarray(slots))
     if len(slots):
         assert cache.k.is_deleted(), "the cache must be donated"

@@ -10,7 +10,7 @@ from tests.fuzz import cases, pool
 from tests.fuzz.draw import draw
 
 SLICE = {
-    "mosaic_gpu": (19,),  # a prompt whose keys are cut, before which heads share tiles
+    "mosaic_gpu": (19,),  # a prompt with splits and packed GQA heads
     "xla": (1, 2, 3),
     "reference": range(4),
     "gradients": (1, 2, 3, 7),

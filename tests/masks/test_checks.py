@@ -287,7 +287,7 @@ def test_number_of_heads_must_match_a_per_head_mask():
             "Pass num_kv_heads",
         ),
         (masks.MaskFunction(lambda h, i, j: h > i), {}, "Pass num_q_heads"),
-        # Of two kv heads, in the one; nobody says how many query heads.
+        # A mask of one of two KV heads; the number of query heads is unknown.
         (
             masks.LocalStrided() & masks.BlockMask(blocks=np.ones((2, 1, 1), bool), block_q=4, block_kv=4),
             {},

@@ -51,7 +51,9 @@ def test_kernels_reject_repeated_document_ids_if_they_are_concrete(ids, is_right
     mask = masks.Causal() & masks.Document(ids=np.asarray([[7] * len(ids), ids]))
     message = "there is no kernel for a Document whose ids are not contiguous"
     assert why_not_kernel_mask(mask, 64) == (None if is_right else message)
-    assert why_not_kernel_mask(jax.eval_shape(lambda: mask), 64) is None  # whose values nobody sees
+    assert (
+        why_not_kernel_mask(jax.eval_shape(lambda: mask), 64) is None
+    )  # the values of traced ids are unknown
 
 
 def test_kernel_tile_lists_are_exact_for_descending_document_ids():

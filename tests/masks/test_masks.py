@@ -120,7 +120,9 @@ def test_block_mask_beyond_the_flat_index_limit_is_read_correctly(per_row, monke
     np.testing.assert_array_equal(see(), expected)
     for row, seen in enumerate(expected):
         of = drawn_blocks[row if per_row else 0].repeat(2, 0).repeat(8, 1).repeat(8, 2)
-        np.testing.assert_array_equal(seen, of[:, 8:, :32])  # the last query stands at the last key
+        np.testing.assert_array_equal(
+            seen, of[:, 8:, :32]
+        )  # the last query is at the position of the last key
 
 
 @pytest.mark.parametrize("first", [1, 2])

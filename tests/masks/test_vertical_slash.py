@@ -61,7 +61,7 @@ def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
 @pytest.mark.parametrize("part", ["columns", "remainder"])
 def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
     mask = slashed(40, density=0.3)
-    every_key = np.arange(TOKENS) >= 100  # behind those that are gathered
+    every_key = np.arange(TOKENS) >= 100  # after the gathered keys
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
     part_mask = getattr(masks.split_gathered(mask), part)
     num = part_mask.positions.shape[-1] if part == "columns" else TOKENS
@@ -189,7 +189,7 @@ SLOPES = jnp.ones(4)
 @pytest.mark.parametrize(
     ("changes", "slopes", "calls"),
     [
-        ({}, None, [2, 4]),  # kv heads: each query head has gathered keys of its own
+        ({}, None, [2, 4]),  # KV heads: each query head has its own gathered keys
         ({"causal": False}, None, [2]),
         ({"window": (20, 0)}, None, [2]),
         ({"chunk_size": 16}, None, [2]),

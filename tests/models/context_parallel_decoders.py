@@ -113,7 +113,7 @@ def check_executable(executable, bucket, engine: Engine, tp: int, cp: int, cache
 
 
 DRAFTS = {"speculative": "ngram", "num_speculative_tokens": 3, "buckets": None}
-# What an engine is asked for besides, and what its steps must then have had.
+# Other engine features, and the counters that show their use.
 FEATURES = {
     "fp8 cache": ({"quantization": "fp8_e4m3"}, []),
     "int8 cache, scales per token and head": ({"quantization": "int8_token_head"}, []),

@@ -21,7 +21,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9] * 9]
 BUCKET = jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=32, max_blocks=4)
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 33, "max_model_len": 64}
 EXCHANGE = re.compile(r"(\S+)\{\S* (all-gather|all-reduce)(?:-start)?\(")
-FAMILIES = "llama", "gemma3"  # the norm behind attention's sum follows the residual's, and goes before it
+FAMILIES = "llama", "gemma3"  # with a norm after the residual, and before it
 
 
 def run(family: str, dtype: Any, *, uses_peers: bool, **mesh: int) -> tuple[list[list[int]], list[list[str]]]:
@@ -36,7 +36,7 @@ def run(family: str, dtype: Any, *, uses_peers: bool, **mesh: int) -> tuple[list
     engine = Engine(model, **SIZES, buckets=[BUCKET])
     with mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gather:
         engine.precompile(progress=False)
-    # What it compiles to on a CPU XLA's own would, too.
+    # On a CPU it compiles to what XLA's collectives compile to.
     assert gather.called == (uses_peers and "cp" in mesh), (uses_peers, mesh)
     tokens = [result.token_ids for result in engine.generate(PROMPTS, max_tokens=8)]
     texts = [executable.as_text() for executable in engine.graphs.executables.values()]

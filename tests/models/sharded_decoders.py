@@ -173,13 +173,13 @@ def check_drafts(folder: pathlib.Path, expected: list[list[int]]) -> None:
     """Check that a draft model on the model's mesh changes no tokens."""
     model = load(folder, mesh=jattn.parallel.make_mesh(tp=2), progress=False)
     engine = Engine(model, **SIZES, speculative=str(folder), num_speculative_tokens=2)
-    engine._speculation._draft_cost = 0.0  # as large as the model, it would never be asked
+    engine._speculation._draft_cost = 0.0  # a draft model as large as the model would never be used
     assert tokens_of(engine) == expected
     assert engine.stats.num_accepted_tokens > 0
     print(f"drafts: {engine.stats.num_accepted_tokens} accepted")
 
 
-# What an engine is asked for besides; each gives one device's tokens.
+# Other engine features; each must give one device's tokens.
 FEATURES = {
     "fp8 cache": {"quantization": "fp8_e4m3"},
     "int8 cache, scales per token and head": {"quantization": "int8_token_head"},

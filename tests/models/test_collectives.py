@@ -56,7 +56,7 @@ class TestWhyNoPeerMemory:
 
     def model(self, *, tp=2, cp=1, dtype=jnp.bfloat16, has_weights=True):
         model = load(LLAMA, dtype=dtype, progress=False) if has_weights else load_shapes(LLAMA, dtype=dtype)
-        grid = np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp)  # one device stands for all
+        grid = np.array([jax.devices()[0]] * tp * cp).reshape(tp, cp)  # all entries are the same device
         model.mesh = Mesh(grid, ("tp", "cp"))
         return model
 

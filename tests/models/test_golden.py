@@ -37,7 +37,7 @@ class Golden:
         self.caches = self.model.create_caches(NUM_BLOCKS, block_size=BLOCK)
         logits = self.expected["logits3"]
         self.tolerance = max(2e-5, 4e-6 * np.abs(logits[logits > np.finfo(np.float32).min]).max())
-        # Ropes by lengths turn a chunk's keys by the length so far, transformers by the whole prompt's.
+        # Length-dependent ropes use the length so far for a chunk, transformers the length of the prompt.
         self.is_whole = any(rope is not None and rope.needs_lengths for rope in self.model.config.ropes)
 
     def prompt(self, i):

@@ -40,7 +40,9 @@ def test_sparsemixer_scores():
     logits = np.float32([[2.0, 1.5, 1.3, -3.0]])
     choices = routing.route(jnp.asarray(logits), 2)
     np.testing.assert_array_equal(choices.experts, [[0, 1]])
-    probability = lambda *scores: np.exp(scores[0]) / np.exp(scores).sum()  # beside 2.0: 1.5 and 1.3
+    probability = lambda *scores: (
+        np.exp(scores[0]) / np.exp(scores).sum()
+    )  # scores 1.5 and 1.3 together with 2.0
     np.testing.assert_allclose(
         choices.scores, [[probability(2.0, 1.5, 1.3), probability(1.5, 1.3)]], rtol=1e-6
     )

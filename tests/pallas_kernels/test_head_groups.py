@@ -18,7 +18,7 @@ from tests.regions import attend_region
 GROUPS = [*range(1, 17), 64]
 STORED = ["plain", "int8_token_head", "fp8_head", "int8_static_v"]
 REGIONS = ["decode", "speculative", "chunked"]
-# Each group meets each width; regions, formats, layouts and numbers of kv heads take turns.
+# Every group with every head_dim; regions, formats, layouts and numbers of KV heads alternate.
 CASES = [
     {
         "region": REGIONS[(i + j) % 3],

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 SIZE, HEADS, WIDTH = 64, 2, 128
 SMALL, LARGE = 13, 140_000  # blocks
-IDS = np.random.default_rng(0).permutation(SMALL - 1) + 1  # where the small pool's blocks stand
+IDS = np.random.default_rng(0).permutation(SMALL - 1) + 1  # ids of the small pool's blocks in the large one
 FAR = np.where(np.arange(SMALL - 1) % 4 == 3, IDS, LARGE - IDS)  # most at the large pool's end
 LENS = {"decode": ([1, 1], [333, 300]), "prompt": ([70, 40], [333, 300])}
 
@@ -122,7 +122,7 @@ def test_cache_write_writes_to_a_large_pool(layout, stored):
     assert large[0].size > 2**31
     for a, b in zip(large, small, strict=True):
         np.testing.assert_array_equal(a[jnp.asarray(FAR)], b[jnp.asarray(IDS)])
-        assert int(jnp.count_nonzero(a)) == int(jnp.count_nonzero(b))  # nothing went elsewhere
+        assert int(jnp.count_nonzero(a)) == int(jnp.count_nonzero(b))  # no other element was written
 
 
 @pytest.mark.parametrize("mask", [None, masks.Dilated(100, 3)])

@@ -19,7 +19,7 @@ from jattn.pytree import replace
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 8  # tokens of a block on each rank
 # New tokens and all tokens of each request: decode rows, then prompts, with a past and without.
-# The first stands at the begin of a chunk of which all ranks but one have no key.
+# The first request starts a chunk in which all ranks but one have no key.
 QUERY_LENS, SEQ_LENS = [1, 1, 1, 5, 13, 2], [73, 1, 33, 5, 50, 61]
 SLOPES = jnp.asarray([0.5, 0.25, 0.06, 0.01], jnp.float32)
 BLOCKS = {"block_size": 8, "local_blocks": 2, "vert_stride": 3}

@@ -198,7 +198,7 @@ class TestCompiled:
         compiled = run.lower(noisy_caches(), *first_batch()).compile()
         assert compiled.memory_analysis().alias_size_in_bytes >= CACHE_BYTES
         assert copies_of_the_cache(compiled.as_text()) == []
-        # The runtime knows when it ends, so the host asks the device nothing between two rounds.
+        # The loop's condition is evaluated on the device, without transfers to the host between iterations.
         assert f'"known_trip_count":{{"n":"{NUM_STEPS}"}}' in compiled.as_text()
 
     def test_caches_are_donated_without_an_outer_jit(self):

@@ -38,7 +38,7 @@ class TestLayout:
     def test_host_arrays_are_unpacked_unchanged(self):
         layout = TransferLayout.of(ARGUMENTS, from_host=True)
         packed, device_arrays = layout.pack(ARGUMENTS)
-        assert (packed.dtype, packed.size) == (np.int32, 64 * 5)  # of one that is empty nothing
+        assert (packed.dtype, packed.size) == (np.int32, 64 * 5)  # an empty array takes no space
         assert [x.dtype for x in device_arrays] == [np.float16]
         assert_same_bits(arrived(layout, ARGUMENTS), ARGUMENTS)
 

@@ -49,7 +49,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_pos
 PART = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "attention_multiplier": 0.2}
 MULTIPLIERS |= {"residual_multiplier": 0.4}
-MPT = {"d_model": 96, "n_heads": 3, "n_layers": 2, "max_seq_len": 512}  # by keys of its own
+MPT = {"d_model": 96, "n_heads": 3, "n_layers": 2, "max_seq_len": 512}  # MPT's config keys
 CHECKPOINTS = {
     "mistral": ("Mistral", {"sliding_window": 24}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
@@ -245,7 +245,7 @@ CHECKPOINTS = {
     ),
 }
 GQA = ("num_key_value_heads", "head_dim")
-LACKS = {  # that it has by other names, or does not have
+LACKS = {  # keys that a family names differently or lacks
     "Mpt": (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
         *(*GQA, "max_position_embeddings"),
@@ -288,7 +288,7 @@ def make(name: str, directory: pathlib.Path) -> None:
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.3)
-    if family != "Mpt":  # which has no other
+    if family != "Mpt":  # MPT has no other activation
         model.set_attn_implementation("eager")
     expected: dict[str, np.ndarray] = {}
     rng = np.random.default_rng(0)

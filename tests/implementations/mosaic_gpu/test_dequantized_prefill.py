@@ -100,7 +100,7 @@ def metadata_of(bucket):
     ("changes", "worst", "rows"),
     [
         ({}, 16 * 131072, 2**31 // 4096),
-        # Of the tokens' own, and 16 times a window with its ends' tiles.
+        # The tokens' own keys, and 16 windows including the tiles at their ends.
         ({"window": (4095, 0)}, 76800, 76800),
         ({"chunk_size": 8192}, 8192 + 16 * (8192 + 192), 8192 + 16 * (8192 + 192)),
     ],

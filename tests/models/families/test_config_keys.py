@@ -20,7 +20,7 @@ MINIMAX_M2 = {**SIZES, "model_type": "minimax_m2", "head_dim": 16, "rotary_dim":
 MINISTRAL3 = {**SIZES, "model_type": "ministral3", "head_dim": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 GEMMA3 = {**SIZES, "model_type": "gemma3_text", "layer_types": ["sliding_attention"] * 3}
-# Of checkpoints in use: what their config.json says, and keys that change nothing.
+# Config keys of published checkpoints, and keys without effect.
 PUBLISHED = {
     "smollm2": (
         LLAMA,
@@ -74,7 +74,7 @@ def test_ignored_keys_do_not_change_the_config(name):
     assert DecoderConfig.from_hf(hf | more).layers == DecoderConfig.from_hf(hf).layers
 
 
-OF_ROPES = {  # keys beside a rope's dictionary, and a null in it
+OF_ROPES = {  # other keys besides a rope's dictionary, and a null in it
     "llama": ({"rope_theta": 5e5}, {"rope_theta": None}),
     "phi": ({"num_key_value_heads": 6}, {"partial_rotary_factor": None}),
     "gemma3_text": ({"rope_theta": 7.0, "rope_local_base_freq": 5.0}, {"rope_theta": None}),

@@ -48,7 +48,7 @@ def test_bf16_logits_are_close_to_f32(tmp_path, name):
     assert actual.dtype == np.float32
     assert (
         np.sqrt(np.mean((actual - expected) ** 2)) < 0.02 * np.abs(expected).max()
-    )  # torch's own is 0.4 to 1.4 per cent
+    )  # torch's bfloat16 error is 0.4 to 1.4 percent
 
 
 def windows(name, **changes):

@@ -45,7 +45,7 @@ def test_host_parameters_are_written_without_a_copy(tmp_path):
     model = load(write_checkpoint(tmp_path, TIED, random_tensors(TIED)), progress=False)
     kernel = model.layers[0].mlp.down_proj.kernel[...]
     start = kernel.unsafe_buffer_pointer()
-    assert start % mmap.PAGESIZE == 0  # memory of its own, as it was written
+    assert start % mmap.PAGESIZE == 0  # separately allocated memory
 
 
 def test_loading_on_a_mesh_requires_the_cpu_backend(tmp_path, monkeypatch):

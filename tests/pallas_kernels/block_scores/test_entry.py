@@ -29,7 +29,7 @@ WAYS = [
     pytest.param(None, id="gpu", marks=pytest.mark.gpu),
 ]
 RNG = np.random.default_rng(0)
-NUM_BLOCKS = 21, 0, 10  # of each request: a part of a tile, nothing
+NUM_BLOCKS = 21, 0, 10  # per request, with a partial tile and without blocks
 
 
 def problem(head_dim=64, dtype=jnp.bfloat16):

@@ -107,7 +107,7 @@ def test_blocks_of_keys_that_are_not_requested_are_not_looked_up():
     out = np.asarray(problem.run(plgpu.InterpretGPUParams()))[2 * problem.rows :]
     np.testing.assert_array_equal(
         out[64:80], out[80:96]
-    )  # request 2 wants its keys from 90 on, in blocks of 16
+    )  # request 2 reads its keys from 90 on, in blocks of 16
 
 
 def test_requests_start_at_kv_start_loc():

@@ -41,9 +41,7 @@ def check_table(cuda: Cuda) -> None:
     assert peers.memory.size == 0
     local_devices = sorted(jax.local_devices(), key=lambda device: device.local_hardware_id)
     addresses = {local_devices[context - 1].id: address for address, context in cuda.contexts.items()}
-    assert sorted(addresses) == sorted(
-        device.id for device in local_devices
-    )  # and nothing of the trial is left
+    assert sorted(addresses) == sorted(device.id for device in local_devices)  # the trial leaves nothing open
     for memory_of_one in cuda.allocated.values():
         filled = memory_of_one[: memory_bytes(2, peers.block_bytes) // 4]
         assert np.all(filled[: COUNTERS // 4] == 0)
@@ -122,7 +120,7 @@ def check_agreement() -> None:
     )  # though the trial went well
     assert not cuda.allocated
     assert not cuda.open
-    cuda = Cuda(RANK, num_own=2, hides_others=True, reaches=False)  # which nobody can ask then
+    cuda = Cuda(RANK, num_own=2, hides_others=True, reaches=False)  # peer access cannot be queried then
     use(cuda)
     check_trial(cuda)
     share_memory, peer_memory.share_memory = peer_memory.share_memory, lambda *_: "it is too late"

@@ -139,7 +139,7 @@ class Sums:
                 summed = all_reduce(
                     local[:1] + actual[:1] * 0, peers, axis_name=axis_name, shots=self.shots[0]
                 )
-                # What is gathered depends on the sum, or XLA might turn the calls round.
+                # The gathered values depend on the sum, since XLA might reorder the calls otherwise.
                 as_f32 = lambda x: x[:9, ::2].astype(jnp.float32)
                 gathered = all_gather(as_f32(local) + as_f32(summed) * 0, peers, axis_name=axis_name)
                 wrong = wrong + jnp.sum(actual != expected) + jnp.sum(summed != expected[:1])

@@ -78,7 +78,7 @@ def test_an_unexpected_error_is_sent_to_the_other_processes(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         ipc_memory.share_memory(jax.devices(), [(0, 1)])
     message = '{"failed": "process 0: integer division or modulo by zero"}'
-    assert sent == [message, message]  # when sharing, and when freeing, in which the others take part
+    assert sent == [message, message]  # when sharing, and when freeing, which are collective operations
 
 
 def use_memory(driver, address):

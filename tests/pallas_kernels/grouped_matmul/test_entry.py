@@ -12,7 +12,7 @@ from pallas_kernels.grouped_matmul import TILE_ROWS, grouped_matmul, grouped_mat
 from tests import aot, assertions
 from tests.pallas_kernels.grouped_matmul import grouped_aot_cases
 
-GROUPS = (2, 0, -1, 2, -1)  # of the tiles; nobody has group 1 or 3
+GROUPS = (2, 0, -1, 2, -1)  # group of each tile; groups 1 and 3 have none
 
 
 class Problem:

@@ -28,7 +28,7 @@ HEADS = {
     "speculative": (32, 8, 8),
 }
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-# Keys and values: their dtype (None = that of the queries), and what has a scale of its own.
+# Keys and values: their dtype (None = that of the queries), and the granularity of their scales.
 PLAIN = ((None, None), (None, None))
 STORED = {
     "fp8": (("float8_e4m3fn", "tensor"), ("float8_e4m3fn", "head")),

@@ -124,7 +124,7 @@ class TestCopies:
         request_keys = keys[table[1]].reshape(-1, 3, head_dim)[:, 1]
         expected = request_keys[64 : 64 + tile_kv]
         final_block = request_keys[100 // block_size * block_size :][:block_size]
-        if block_size == 16:  # a block of 16 keys behind the 100th is not seen: the last that is stands in
+        if block_size == 16:  # the block after the 100th key is replaced by the last visible one
             expected = np.concatenate([request_keys[64:112], final_block])
         np.testing.assert_array_equal(actual, expected)
 

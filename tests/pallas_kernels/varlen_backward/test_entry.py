@@ -30,11 +30,11 @@ from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_backward.backward_aot_cases import aot_cases
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting, visible_keys
 
-# Queries and keys of each request: several tiles, tiles of one live row, rows 8 does not divide, nothing.
+# Queries and keys per request: several tiles, tiles of one live row, row counts not divisible by 8, none.
 LENS = {
     "prompts": ((150, 0, 3, 70), (150, 0, 3, 70)),
     "behind": ((70, 3, 131), (270, 130, 132)),
-    "before": ((90, 8), (40, 3)),  # the first queries see nothing
+    "before": ((90, 8), (40, 3)),  # the first queries see no key
     "ones": ((1, 1, 129, 1), (1, 1, 129, 65)),
 }
 FACTORS = {

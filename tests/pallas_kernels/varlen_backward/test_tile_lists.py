@@ -166,7 +166,7 @@ class TestLists:
         for row, number in enumerate(numbers[:2]):
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
             entries[number] = lists.entries[row, : partial + full].tolist(), partial
-        # Keys from 192 on are none: of the second tile nothing is whole.
+        # There are 192 keys, so the second tile is never full.
         assert entries == {0: ([1, 2], 1), 1: ([2], 1)}
         assert lists.order.tolist()[:2] == [numbers.index(0), numbers.index(1)]
 
@@ -186,7 +186,7 @@ class TestLists:
             partial, full = int(lists.num_partial[row]), int(lists.num_full[row])
             entries = lists.entries[row, : partial + full].tolist()
             entries_by_number[number] = [divmod(entry, 1 << QUERY_BLOCK_SHIFT) for entry in entries], partial
-        # (which halves, tile of queries): the first tile's second half whole, of others something in part.
+        # (visible halves, query tile): the second half of the first tile is full, the others are partial.
         assert entries_by_number == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
 
 

@@ -28,7 +28,7 @@ from tests.contract import Problem, case_id, mark_every_second_slow
 from tests.covering_array import covering_array
 from tests.pallas_kernels.varlen_prefill.prefill_aot_cases import OF_SPLITS, STORED, TWO_WARPGROUPS, aot_cases
 
-# Query and sequence lengths: several tiles, tiles with one live row, rows that 8 does not divide, nothing.
+# Query and sequence lengths: several tiles, tiles with one live row, row counts not divisible by 8, none.
 LONG = {"prompts": ([150, 0, 3, 70], [150, 0, 3, 70], 1), "behind": ([70, 3, 131], [270, 130, 132], 1)}
 
 FACTORS = {
@@ -66,7 +66,7 @@ AWKWARD = [
     [(1, 1), (239, 239), (113, 203), (1, 4224), (7, 8), (799, 802)],
     [(64, 1000), (1, 17), (1023, 1024), (3, 3), (128, 128), (129, 257), (2048, 2048), (5, 4000)],
 ]
-PADDING = 5  # tokens of NaN behind the last request
+PADDING = 5  # NaN tokens after the last request
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def test_prefill_uses_global_positions_of_a_ranks_keys(name, size, interleave):
     lens = get_dcp_local_seq_lens(SEQ_LENS, size, rank, interleave)
     assert [len(positions_of_request) for positions_of_request in stored] == lens.tolist()
     whole = step_of(SEQ_LENS, BLOCK)
-    # What the kernel is given: the rank's keys, close together, and the queries behind them.
+    # The kernel receives the rank's keys, stored contiguously, and the queries after them.
     local = replace(whole, seq_lens=jnp.asarray(lens))
     arrays = {"rank": jnp.int32(rank), "shift": jnp.asarray(SEQ_LENS, jnp.int32) - lens}
     mask = masks.InterleavedMask(mask=INNER[name], **arrays, num_ranks=size, interleave=interleave)

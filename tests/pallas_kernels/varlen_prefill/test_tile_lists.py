@@ -43,7 +43,7 @@ from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import aot_cases
 from tests.pallas_kernels.varlen_prefill.tile_list_problem import TileListCase
 from tests.regions import attend_region
 
-# Rows that begin within a block of queries and within 8 rows, several blocks, one token, nothing.
+# Rows that start inside a query block and inside 8 rows, several blocks, one token, none.
 LONG = {"prompts": ([150, 0, 3, 270], [150, 0, 3, 270], 1), "behind": ([70, 3, 131], [370, 130, 332], 1)}
 SHORT = {
     "neighbours": ([13, 200], [13, 200], 1),

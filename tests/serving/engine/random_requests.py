@@ -22,7 +22,7 @@ from tests.serving.engine.test_engine_requests import engine_of
 from tests.serving.engine.test_kv_cache_groups import TWO, gemma3
 from tests.serving.tiny import one_layer_model, sized_model
 
-ROUNDING = 1e-5  # of a logit, in f32: a step of other sizes rounds elsewhere
+ROUNDING = 1e-5  # of a float32 logit: steps of other sizes round differently
 MAX_OPEN = 24  # requests that wait or run at once: some of them for long
 
 

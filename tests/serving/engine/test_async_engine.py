@@ -145,7 +145,7 @@ class TestReaders:
             return early, [output async for output in late]
 
         early, rest = run(engine, main)
-        assert len(rest) <= 3  # the other one's first tokens may have been there before
+        assert len(rest) <= 3  # first tokens of the other completion may have arrived earlier
         for index, completion in enumerate(expected.outputs):
             pieces = [output for output in early + rest if output.index == index]
             assert [i for piece in pieces for i in piece.new_token_ids] == completion.token_ids

@@ -52,7 +52,7 @@ def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
     lengths_and_seeds = ((9, 0), (12, 1), (7, 0))
     params = [SamplingParams(max_tokens=n, logprobs=3, temperature=t, seed=1) for n, t in lengths_and_seeds]
     expected = plain.generate(PROMPTS, params)
-    engine.generate(PROMPTS[:1], max_tokens=1)  # leaves its blocks to the others
+    engine.generate(PROMPTS[:1], max_tokens=1)  # leaves its blocks in the prefix cache
     before = engine.stats
     alike(engine.generate(PROMPTS, params), expected)
     after = engine.stats

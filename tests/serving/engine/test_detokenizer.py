@@ -26,7 +26,7 @@ def test_no_piece_splits_a_character(text):
     pieces = pieces_of(BYTES, BYTES.encode(text).ids)
     assert "".join(pieces) == text
     assert all(len(piece) <= 1 for piece in pieces)
-    assert pieces[-1] == ""  # nothing complete was held back
+    assert pieces[-1] == ""  # no complete character was held back
 
 
 @given(st.lists(st.integers(0, 255), max_size=12))

@@ -247,7 +247,7 @@ class TestSteps:
         num_tokens = golden.greedy[1].index(stop) + 1
         assert result.token_ids == golden.greedy[1][:num_tokens]
         assert events.count("start") == num_tokens + 1
-        # The step in flight is nobody's; who comes next is not disturbed by it.
+        # The step in flight belongs to no request and does not affect the next ones.
         golden.agrees(engine.generate(golden.prompts, max_tokens=NUM_TOKENS, ignore_eos=True))
 
     def test_an_interrupted_read_loses_no_token(self, golden, engine, monkeypatch):

@@ -198,7 +198,7 @@ class TestEngine:
         speculative = speculative if isinstance(speculative, str) else speculative()
         sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 65}
         engine = Engine(gemma3(TWO), speculative=speculative, check_batches=True, **sizes)
-        engine._speculation._draft_cost = 0.0  # as a draft is small beside a real model
+        engine._speculation._draft_cost = 0.0  # as for a draft model that is small compared with the model
         assert token_ids(engine.generate(prompts(), PARAMS)) == expected_tokens
         assert engine.stats.num_drafts > 0
 

@@ -13,7 +13,7 @@ from jattn.models import load
 from jattn.serving import Engine, SamplingParams
 from tests.conftest import GOLDEN
 
-LENGTH = 64  # of requests beyond it the checkpoint turns all keys by its long factors
+LENGTH = 64  # longer requests use the checkpoint's long factors for all keys
 MODEL = load(GOLDEN / "hf" / "phi3_longrope", progress=False)
 TEXT = np.random.default_rng(3).integers(3, 320, 120).tolist()
 
@@ -26,7 +26,7 @@ def engine_of(**options):
 GRAPH, STATE = nnx.split(MODEL)
 
 
-@jax.jit  # not nnx's, which would write the weights anew
+@jax.jit  # nnx.jit would copy the weights
 def next_token(state, token_ids, metadata):
     model = nnx.merge(GRAPH, state)
     hidden, _ = model(token_ids, None, metadata)
@@ -63,7 +63,7 @@ def test_a_request_that_exceeds_the_threshold_is_recomputed(engine):
     check(engine, [TEXT[:60], TEXT[50:113], TEXT[9:20]])
     stats = engine.stats
     assert stats.num_prefix_tokens - before == 60 + 63 + 11 + 2 * (LENGTH + 1)
-    assert stats.num_preemptions == 0  # nobody lost blocks to another
+    assert stats.num_preemptions == 0  # no request lost blocks
 
 
 @pytest.mark.kernels

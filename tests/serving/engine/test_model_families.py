@@ -16,7 +16,7 @@ from tests.models.tiny_checkpoints import REMOTE_CONFIGS
 
 NUM_TOKENS = 10
 FAST = ("phi3small",)
-# What one of the others has, one of these has, too; those run with the slow tests.
+# These families cover the features of all; the others run with the slow tests.
 KERNELS = ("bloom", "gemma3", "gpt_oss", "llama4", "phi3_longrope", "qwen3_moe")
 FOLDERS = sorted(path.parent for path in (GOLDEN / "hf").glob("*/expected.npz"))
 # Before the pages' examples add one; those that transformers lacks have a Llama's layers.
@@ -128,7 +128,7 @@ def test_a_shared_prefix_is_read_once_or_refused(name):
     engine = engine_of(model, cascade_attention=True)
     prompt = expected["prompt2"].tolist()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    engine.generate([prompt], SamplingParams(max_tokens=1))  # leaves its blocks to the others
+    engine.generate([prompt], SamplingParams(max_tokens=1))  # leaves its blocks in the prefix cache
     results = engine.generate([prompt] * 3, params)
     alike = {f"{key}{i}": expected[f"{key}2"] for i in range(3) for key in ("greedy", "margin")}
     assert_greedy(results, alike, range(3))

@@ -102,7 +102,7 @@ class TestScheduler:
         scheduler.complete(step, finished=[0])
         assert (scheduler.num_waiting, scheduler.block_manager.num_used) == (1, 3)
         step = scheduler.schedule()
-        assert (rows(step), step.block_copies) == ({1: 1}, ())  # nobody else has the block now
+        assert (rows(step), step.block_copies) == ({1: 1}, ())  # the block is no longer shared
         scheduler.complete(step, finished=[1])
         assert scheduler.block_manager.num_used == 0
 
@@ -184,7 +184,7 @@ def test_single_waiting_completion_is_preempted_for_an_older_request():
         scheduler.complete(
             step, [request for request in step.request_ids if request == 2 or step.seq_lens[0] == 16]
         )
-    # With 13 tokens request 0 is computed again, and wants all blocks, of which request 2 has one.
+    # Request 0 is recomputed with 13 tokens and needs all blocks, of which request 2 holds one.
     assert order == [{0: 1}] * 4 + [{0: 13}] + [{0: 1}] * 3 + [{2: 5}]
     assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
 
@@ -225,8 +225,10 @@ class TestEngine:
         (result,) = engine.generate([prompt], SamplingParams(seed=10, n=4, **HOT))
         stats = engine.stats
         assert stats.num_forked_tokens == 3 * 42
-        assert stats.num_steps == 3 + 7  # the prompt in three chunks; the others begin a step later
-        # 5 blocks of 8 are shared; the others' last two are needed when the first one has ended.
+        assert (
+            stats.num_steps == 3 + 7
+        )  # the prompt in three chunks; the other completions start a step later
+        # 5 of 8 blocks are shared; the last two of the others are needed after the first has finished.
         assert stats.peak_blocks == 5 + 3 * 2
         alone = engine_of(enable_prefix_caching=False)
         expected = [alone.generate([prompt], SamplingParams(seed=10 + i, **HOT))[0] for i in range(4)]

@@ -27,7 +27,7 @@ from tests.serving.tiny import one_layer_model
 from tests.subprocesses import ROOT, free_port, run_processes
 
 MODEL = {"num_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}  # on four, each held twice
-SECONDS = 20.0  # behind a failure, in which all must have ended; what jax itself watches takes 100 and more
+SECONDS = 20.0  # time in which all processes must end after a failure; JAX's own timeout takes 100 s and more
 SAID = {
     "leader fails in a step": "process 0 failed: JaxRuntimeError: INTERNAL: the device fell over",
     "follower is killed": "process 1 ended without an error message",
@@ -204,7 +204,7 @@ def test_a_single_process_cannot_follow():
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
     with pytest.raises(ValueError, match=r"Process 0 cannot call follow\(\)\. It requires a mesh"):
         engine.follow()
-    engine.close()  # does nothing
+    engine.close()  # has no effect
 
 
 @pytest.mark.kernels

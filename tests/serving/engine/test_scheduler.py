@@ -179,7 +179,7 @@ def test_the_latest_request_is_preempted_and_computed_again():
     scheduler.add(0, 4, 5)
     scheduler.add(1, 4, 5)
     scheduler.complete(scheduler.schedule())
-    step = scheduler.schedule()  # 0 takes the last free block; 1 keeps its own and waits
+    step = scheduler.schedule()  # 0 takes the last free block; 1 keeps its blocks and waits
     assert (rows(step), step.preempted) == ({0: 1}, ())
     for _ in range(3):
         scheduler.complete(step)

@@ -43,7 +43,7 @@ def test_a_stop_string_may_begin_before_min_tokens():
     [
         ([A, B], {"max_tokens": 2}, ["a", "b"], "length"),
         ([A, B], {"stop_ids": [B]}, ["a", ""], "stop"),  # the stop token is no text
-        ([A, EURO[0]], {"max_tokens": 2}, ["a", "\ufffd"], "length"),  # cut short: nothing is held back
+        ([A, EURO[0]], {"max_tokens": 2}, ["a", "\ufffd"], "length"),  # truncated: no text is held back
         ([EURO[0], B], {"stop_ids": [B]}, ["", "\ufffd"], "stop"),
         ([A, B], {"max_tokens": 2, "stop_ids": [B]}, ["a", ""], "stop"),
     ],

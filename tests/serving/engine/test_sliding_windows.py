@@ -109,7 +109,7 @@ def test_without_room_for_a_window_a_request_must_fit_the_cache():
     local_attention = LocalAttention(frozenset({(15, None)}))
     scheduler = Scheduler(
         BlockManager(5, 4), local_attention=local_attention
-    )  # 4 blocks hold 16 tokens; 15 behind a block's end
+    )  # 4 blocks hold 16 tokens, and 15 follow the end of a block
     assert scheduler.capacity_tokens == 16
     with pytest.raises(
         ValueError, match=r"needs 17 tokens of the KV cache .*, but the cache holds only 16\."

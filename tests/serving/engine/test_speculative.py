@@ -285,7 +285,7 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("shadow_hits", "came", "hits", "is_over"),
         [
-            ([], [], 0, True),  # nothing was looked up
+            ([], [], 0, True),  # no lookup
             ([5, 6, 7], [], 0, False),
             ([5, 6, 7], [5, 6], 2, False),
             ([5, 6, 7], [5, 6, 7, 9], 3, True),

@@ -37,7 +37,7 @@ def main() -> None:
     if WHAT == "serve":
         print(json.dumps(scales_of(model)), flush=True)
     run(model, WHAT)
-    if WHAT == "serve":  # one engine behind another
+    if WHAT == "serve":  # one engine after another
         run(model, "draft model")
 
 

@@ -29,7 +29,7 @@ from jattn.serving import Engine  # noqa: E402
 MODEL = "examples/tiny_model"
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 33, "max_model_len": 64}
 PROMPTS = ["def f(", "class "]
-WAYS = (("tp", False), ("tp", True), ("cp", True))  # what is cut in two: heads, or keys; with peer memory
+WAYS = (("tp", False), ("tp", True), ("cp", True))  # (sharded axis, whether peer memory is used)
 
 
 def generated(engine: Engine) -> list[list[int]]:
