@@ -17,8 +17,8 @@ EXECUTABLES = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "executables
 os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Programs are compiled and run once, on small inputs. LLVM's optimization passes took a third of the time,
-    # and lowering fusions through MLIR two fifths of the rest, so both are disabled.
+    # Programs are compiled and run once, on small inputs. LLVM's passes took a third of the time, and
+    # lowering fusions through MLIR two fifths of the rest, so both are disabled.
     straight = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=0 {straight}")
 # Many tests, workers and subprocesses build the same programs, which are compiled once.
