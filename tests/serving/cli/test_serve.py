@@ -245,7 +245,7 @@ class TestOptions:
 
     def test_model_without_tokenizer_is_an_error(self, capsys):
         assert main(["serve", f"--model={GOLDEN / 'hf' / 'llama'}", *SIZES, "--port=0"]) == 1
-        assert "The model has no tokenizer.json" in capsys.readouterr().err
+        assert "The model folder has no tokenizer.json" in capsys.readouterr().err
 
     def test_missing_extra_names_the_command_that_installs_it(self, folder, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "jattn.serving.server", None)

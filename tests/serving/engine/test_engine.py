@@ -366,18 +366,19 @@ class TestCheckedBatches:
         return engine
 
     @pytest.mark.parametrize(
-        "table",
+        ("table", "message"),
         [
-            lambda tables: tables[:, :1] + 0 * tables,
-            lambda tables: 0 * tables,
-            lambda tables: 65 + 0 * tables,
+            (lambda tables: tables[:, :1] + 0 * tables, r"slot_mapping has slot \d+ twice, for rows 4 and 4"),
+            (lambda tables: 0 * tables, r"slot_mapping\[4\]=0 is in block 0, the null block"),
+            (lambda tables: 65 + 0 * tables, r"block_table\[4\] contains ids outside \[0, 65\)"),
         ],
+        ids=["repeated", "null", "out of range"],
     )
-    def test_invalid_blocks_are_reported_before_anything_is_written(self, golden, table):
+    def test_invalid_blocks_are_reported_before_anything_is_written(self, golden, table, message):
         change = lambda step: {"block_tables": table(step.block_tables)}
         engine = self.engine_whose_steps_are(golden, change)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"(block_table|slot_mapping).* must .*, got"):
+            with pytest.raises(ValueError, match=message):
                 engine.generate(golden.prompts[3:], max_tokens=1)
         assert engine.stats.num_steps == 0
         assert not any(layer.k.is_deleted() or layer.k.any() for layer in engine._runner._caches)
@@ -501,7 +502,10 @@ class TestWeights:
                 {"norm": {"weight": np.ones(95, np.float32)}},
                 r"norm.weight must have shape \(96,\) .*, got \(95,\)",
             ),
-            ({"norm": {"weight": np.ones(96, np.float16)}}, r"norm.weight must be float32, got float16\."),
+            (
+                {"norm": {"weight": np.ones(96, np.float16)}},
+                r"norm.weight must have the model's dtype float32, got float16\.",
+            ),
             ({"norm": {"weight": "x"}}, r"norm.weight must be an array, got 'x'\."),
             (jnp.ones(3), r"state must be a tree of the model's weights \(nnx.state\(model\)\), got \["),
         ],
