@@ -1,4 +1,4 @@
-"""Sums over devices: XLA's and the kernel's, alone and with the residual and the norm behind them."""
+"""All-reduce over devices by XLA and by the kernel, alone and fused with residual and RMSNorm."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,53 +17,58 @@ from pallas_kernels.collectives import PeerMemory, all_reduce, all_reduce_rms_no
 
 CHAIN = 32
 EPS = 1e-6
-NCCL_TOLERANCE = 2**-5  # NCCL rounds to bf16 after each of its additions: 7 on 8 GPUs; the kernel rounds once
+NCCL_TOLERANCE = 2**-5  # NCCL rounds to bf16 after each addition, 7 times on 8 GPUs; the kernel rounds once
 
-type Sum = Callable[..., Any]
+type AllReduce = Callable[..., Any]
 
 
 def measure_sums(sizes: tuple[tuple[int, int], ...], mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """Rows of each size: microseconds of a sum over the devices, in a chain of them; each is right first.
+    """Yield rows with the time of an all-reduce in a chain of dependent ones, after a check of its result.
 
     Args:
-        sizes: Rows and width of what is summed.
-        mesh: The devices.
+        sizes: Rows and width of the arrays.
+        mesh: Devices.
+
+    Raises:
+        SystemExit: A result is wrong.
     """
-    most, widest = (max(size[axis] for size in sizes) for axis in (0, 1))
-    peers = make_peer_memory(mesh, TP, max_rows=most, width=widest)
+    max_rows, max_width = (max(size[axis] for size in sizes) for axis in (0, 1))
+    peers = make_peer_memory(mesh, TP, max_rows=max_rows, width=max_width)
     for rows, width in sizes:
-        draw = lambda *shape: jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
-        whole = functools.partial(jax.device_put, device=NamedSharding(mesh, P()))
-        x, residual, weight = whole(draw(rows, width)), whole(draw(rows, width) / 2), whole(draw(width))
-        for name, one in {"sum": _psum, "all_reduce": _all_reduce, "two_shots": _two_shots}.items():
-            run = _on(mesh, _chain_of(functools.partial(one, count=mesh.shape[TP])))
-            if not _is_close(run(x, peers), x, 0 if name != "sum" else NCCL_TOLERANCE):
-                raise SystemExit(f"{name} of {rows} rows is wrong: no rows")
+        replicate = functools.partial(jax.device_put, device=NamedSharding(mesh, P()))
+        values = jax.random.normal(jax.random.key(2), (rows, width), jnp.bfloat16)
+        x, residual = replicate(values), replicate(values / 2)
+        weight = replicate(jax.random.normal(jax.random.key(1), (width,), jnp.bfloat16))
+        sums = {"sum": _psum, "all_reduce": _all_reduce, "two_shots": _two_shots}
+        for name, function in sums.items():
+            run = _jit_on(mesh, _chain(functools.partial(function, count=mesh.shape[TP])))
+            if not _is_close(run(x, peers), x, NCCL_TOLERANCE if name == "sum" else 0.0):
+                raise SystemExit(f"{name} of {rows} rows returns a wrong result. No rows are recorded.")
             us = wall_time(run, x, peers, layers=1) / CHAIN
             yield {"name": f"{name}_{rows}x{width}", "bytes": x.nbytes, "us": us}
-        wanted = None
+        expected = None
         norms = {
             "sum_norm": _sum_norm,
             "all_reduce_norm": _all_reduce_norm,
             "two_shots_norm": _two_shots_norm,
         }
-        for name, one in norms.items():
-            got = _on(mesh, one)(x, residual, weight, peers)[1]
-            wanted = got if wanted is None else wanted
-            if not _is_close(got, wanted, NCCL_TOLERANCE):
-                raise SystemExit(f"{name} of {rows} rows is wrong: no rows")
-            us = wall_time(_on(mesh, _chain_of_norms(one)), x, residual, weight, peers, layers=1)
+        for name, function in norms.items():
+            result = _jit_on(mesh, function)(x, residual, weight, peers)[1]
+            expected = result if expected is None else expected
+            if not _is_close(result, expected, NCCL_TOLERANCE):
+                raise SystemExit(f"{name} of {rows} rows returns a wrong result. No rows are recorded.")
+            us = wall_time(_jit_on(mesh, _norm_chain(function)), x, residual, weight, peers, layers=1)
             yield {"name": f"{name}_{rows}x{width}", "bytes": x.nbytes, "us": us / CHAIN}
 
 
-def _is_close(found: jax.Array, wanted: jax.Array, tolerance: float) -> bool:
-    """Return whether no number is further off than `tolerance` times the largest one."""
-    got, want = (np.asarray(array, np.float32) for array in (found, wanted))
-    return bool(np.abs(got - want).max() <= tolerance * np.abs(want).max())
+def _is_close(result: jax.Array, expected: jax.Array, tolerance: float) -> bool:
+    """Return whether all differences are at most `tolerance` times the largest expected value."""
+    actual, reference = (np.asarray(array, np.float32) for array in (result, expected))
+    return bool(np.abs(actual - reference).max() <= tolerance * np.abs(reference).max())
 
 
-def _on(mesh: Mesh, function: Sum) -> Sum:
-    """A function of arrays that all devices have, and the peers' memory, as jitted for a mesh."""
+def _jit_on(mesh: Mesh, function: AllReduce) -> AllReduce:
+    """Return the jitted shard_map of a function of replicated arrays and, last, of the peer memory."""
 
     def run(*args: Any) -> Any:
         specs = (*(P() for _ in args[1:]), P(*mesh.axis_names))
@@ -72,30 +77,30 @@ def _on(mesh: Mesh, function: Sum) -> Sum:
     return jax.jit(run)
 
 
-def _chain_of(one: Sum) -> Sum:
-    one = jax.jit(one)  # lowered once
+def _chain(function: AllReduce) -> AllReduce:
+    function = jax.jit(function)  # lowered once
 
     def chain(x: jax.Array, peers: PeerMemory) -> jax.Array:
         for _ in range(CHAIN):
-            x = one(x, peers)
+            x = function(x, peers)
         return x
 
     return chain
 
 
-def _chain_of_norms(one: Sum) -> Sum:
-    one = jax.jit(one)
+def _norm_chain(function: AllReduce) -> AllReduce:
+    function = jax.jit(function)
 
-    def chain(x: jax.Array, stream: jax.Array, weight: jax.Array, peers: PeerMemory) -> jax.Array:
+    def chain(x: jax.Array, residual: jax.Array, weight: jax.Array, peers: PeerMemory) -> jax.Array:
         for _ in range(CHAIN):
-            stream, x = one(x, stream, weight, peers)
+            residual, x = function(x, residual, weight, peers)
         return x
 
     return chain
 
 
 def _psum(x: jax.Array, peers: PeerMemory, *, count: int) -> jax.Array:
-    """The product keeps x as it is."""
+    """Sum x over the devices, scaled so that the result equals x."""
     del peers
     return jax.lax.psum(x * jnp.asarray(1 / count, x.dtype), TP)
 
@@ -108,18 +113,18 @@ _two_shots = functools.partial(_all_reduce, shots=2)
 
 
 def _sum_norm(
-    x: jax.Array, stream: jax.Array, weight: jax.Array, peers: PeerMemory
+    x: jax.Array, residual: jax.Array, weight: jax.Array, peers: PeerMemory
 ) -> tuple[jax.Array, jax.Array]:
     del peers
     norm = RMSNorm(len(weight), eps=EPS, is_offset=False, dtype=weight.dtype)
     norm.weight[...] = weight
-    return add_and_norm(stream, jax.lax.psum(x, TP), norm, allow_kernel=True)
+    return add_and_norm(residual, jax.lax.psum(x, TP), norm, allow_kernel=True)
 
 
 def _all_reduce_norm(
-    x: jax.Array, stream: jax.Array, weight: jax.Array, peers: PeerMemory, *, shots: int = 1
+    x: jax.Array, residual: jax.Array, weight: jax.Array, peers: PeerMemory, *, shots: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    return all_reduce_rms_norm(x, stream, weight, peers, axis_name=TP, eps=EPS, shots=shots)
+    return all_reduce_rms_norm(x, residual, weight, peers, axis_name=TP, eps=EPS, shots=shots)
 
 
 _two_shots_norm = functools.partial(_all_reduce_norm, shots=2)

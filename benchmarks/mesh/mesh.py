@@ -1,6 +1,7 @@
-"""Several GPUs of one host against one: attention, sums, steps of an 8B-wide Qwen3, a long loop, an engine.
+"""Several GPUs of one host against one: attention, all-reduce, decode steps and loops, an engine.
 
-Nothing is timed before its results are one device's. A row is written when it is there.
+A case is timed after its results agreed with those of one device. Every row is written as soon as it is
+measured.
 """
 
 import argparse
@@ -24,23 +25,23 @@ from jattn.parallel import make_mesh
 from pallas_kernels.cases import DecodeCase
 
 CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "decode_loop", "nano", "large")
-OF_PROCESSES = tuple(name for name in CASES if name != "nano")
+MULTI_PROCESS_CASES = tuple(name for name in CASES if name != "nano")
 
 
 class Sizes(NamedTuple):
-    """What is measured.
+    """Sizes of the cases.
 
     Attributes:
-        attention: A decode step's attention.
-        long: That of one long request.
-        prompt: A long prompt's.
-        sums: Rows and width of what is summed.
-        config: Of the model.
-        steps: Of decodes, and of prompts.
-        loop: The model of the loop, its step, and how many of them.
-        decode_loop: Of `config`'s loop on the device: a round, and how many.
-        nano: Of nano-vllm's workload.
-        large: A model that one device has no room for, its step, how keys are stored.
+        attention: Attention of a decode step.
+        long: Attention of a decode step with one long request.
+        prompt: Attention of a long prompt.
+        sums: Rows and width of each array to all-reduce.
+        config: Contents of the model's config.json.
+        steps: Decode steps and steps with prompts.
+        loop: Config of the model of a loop of steps, its step, and the number of steps.
+        decode_loop: Step of a decode_loop with the model of `config`, and its number of rounds.
+        nano: Part of nano-vllm's workload.
+        large: Config of a model that is too large for one device, its step, and the format of its cache.
     """
 
     attention: DecodeCase
@@ -88,55 +89,71 @@ SMALL = Sizes(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `python -m benchmarks mesh` takes."""
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default all")
-    parser.add_argument("--devices", type=int, default=2)
+    """Add the options of `python -m benchmarks mesh`."""
+    parser.add_argument("cases", nargs="*", help=f"Cases to run, of {', '.join(CASES)}. Default: all.")
+    parser.add_argument("--devices", type=int, default=2, help="Number of devices. Default: 2.")
     parser.add_argument(
-        "--cp", type=int, nargs="+", default=[1], help="of them, that keys lie on; of steps and large alone"
+        "--cp",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="Numbers of ranks that keys are distributed over, for `steps` and `large`. Default: 1.",
     )
-    parser.add_argument("--sizes", nargs="+", help="of sums and steps only these, such as 64x4096")
-    parser.add_argument("--small", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument(
-        "--peer-memory", action="store_true", help="merges and steps go by it, too; loops and nano alone"
+        "--sizes", nargs="+", help="Sizes of `sums` and `steps`, such as 64x4096. Default: all."
     )
-    parser.add_argument("--no-nccl", action="store_true", help="with --peer-memory: steps by it alone")
-    parser.add_argument("--kernels", action="store_true", help="large lists the kernels of a step, too")
-    parser.add_argument("--stall", type=float, help="end the program if a row takes more seconds than this")
-    parser.add_argument("--out", help="folder of the rows")
+    parser.add_argument("--small", action="store_true", help="Use sizes that a CPU runs in seconds.")
+    parser.add_argument(
+        "--peer-memory",
+        action="store_true",
+        help="Measure all-reduce through peer memory, too; `loop` and `nano` use it instead of NCCL.",
+    )
+    parser.add_argument(
+        "--no-nccl", action="store_true", help="With --peer-memory: leave out steps with NCCL."
+    )
+    parser.add_argument("--kernels", action="store_true", help="List the kernels of a step of `large`.")
+    parser.add_argument(
+        "--stall", type=float, help="Seconds without a new row after which the program exits."
+    )
+    parser.add_argument("--out", help="Directory for the result rows.")
     processes.add_arguments(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Every case on one device and on several; of several processes the first writes the rows."""
-    count, cases = arguments.devices, CASES if arguments.processes == 1 else OF_PROCESSES
-    if arguments.processes > 1 and (others := set(arguments.cases) - set(cases)):
-        raise SystemExit(f"{sorted(others)} are no cases of several processes ({', '.join(cases)}): no rows")
-    if processes.is_started_elsewhere(arguments):
+    """Run the cases. With several processes, the first one writes the rows."""
+    num_devices, cases = arguments.devices, CASES if arguments.processes == 1 else MULTI_PROCESS_CASES
+    if arguments.processes > 1 and (unsupported := set(arguments.cases) - set(cases)):
+        raise SystemExit(f"{sorted(unsupported)} run in one process only. Use {', '.join(cases)}.")
+    if processes.launch_or_join(arguments):
         return
-    if len(jax.devices()) < count:
-        print(f"mesh: {count} devices are wanted, {len(jax.devices())} are here: no rows", flush=True)
+    if len(jax.devices()) < num_devices:
+        print(
+            f"mesh: needs {num_devices} devices, found {len(jax.devices())}. No rows are recorded.",
+            flush=True,
+        )
         return
-    rows, mesh = Rows("mesh", arguments.out), make_mesh(tp=count)
-    if bad := [cp for cp in arguments.cp if count % cp]:
-        raise SystemExit(f"{count} devices are no equal parts of {bad[0]} ranks: no rows")
-    layouts = [make_mesh(tp=count // cp, cp=cp) for cp in arguments.cp]
-    sizes, by_peers = SMALL if arguments.small else LARGE, {"uses_peers": arguments.peer_memory}
-    all_sums = ("psum", "all_reduce") if arguments.peer_memory else ("psum",)
+    rows, mesh = Rows("mesh", arguments.out), make_mesh(tp=num_devices)
+    if invalid := [cp for cp in arguments.cp if num_devices % cp]:
+        raise SystemExit(f"--devices {num_devices} must be a multiple of --cp {invalid[0]}.")
+    layouts = [make_mesh(tp=num_devices // cp, cp=cp) for cp in arguments.cp]
+    sizes, uses_peers = SMALL if arguments.small else LARGE, arguments.peer_memory
+    all_sums = ("psum", "all_reduce") if uses_peers else ("psum",)
     sums = all_sums[1:] if arguments.no_nccl else all_sums
     if not sums:
-        raise SystemExit("--no-nccl needs --peer-memory: no rows")
-    is_chosen = lambda name: arguments.sizes is None or name in arguments.sizes
-    steps = [size for size in sizes.steps if is_chosen(size.name)]
-    summed = tuple((rows, width) for rows, width in sizes.sums if is_chosen(f"{rows}x{width}"))
+        raise SystemExit("--no-nccl requires --peer-memory.")
+    sum_names = {f"{rows}x{width}": (rows, width) for rows, width in sizes.sums}
+    selected = arguments.sizes or [*sum_names, *(size.name for size in sizes.steps)]
+    steps = [size for size in sizes.steps if size.name in selected]
+    sum_sizes = tuple(size for name, size in sum_names.items() if name in selected)
     measures = {
-        "attention": lambda: measure_attention(sizes.attention, mesh, **by_peers),
-        "long": lambda: measure_attention(sizes.long, mesh, **by_peers),
+        "attention": lambda: measure_attention(sizes.attention, mesh, uses_peers=uses_peers),
+        "long": lambda: measure_attention(sizes.long, mesh, uses_peers=uses_peers),
         "prompt": lambda: measure_prompt(sizes.prompt, mesh),
-        "sums": lambda: measure_sums(summed, mesh),
+        "sums": lambda: measure_sums(sum_sizes, mesh),
         "steps": lambda: measure_steps(sizes.config, steps, layouts, sums),
         "loop": lambda: measure_loop(*sizes.loop, mesh, sums[-1]),
         "decode_loop": lambda: measure_decode_loop(sizes.config, *sizes.decode_loop, mesh, sums),
-        "nano": lambda: measure_nano(sizes.nano, mesh, **by_peers),
+        "nano": lambda: measure_nano(sizes.nano, mesh, uses_peers=uses_peers),
         "large": lambda: measure_large(*sizes.large, layouts, sums[-1:], lists_kernels=arguments.kernels),
     }
     start = time.perf_counter()
@@ -145,12 +162,12 @@ def main(arguments: argparse.Namespace) -> None:
         for row in measures[name]():
             _restart_watchdog(arguments.stall)
             if jax.process_index() == 0:
-                where = {"num_devices": count, "processes": jax.process_count()}
-                rows.add(**row, **where, after_s=time.perf_counter() - start, **flags())
+                devices = {"num_devices": num_devices, "processes": jax.process_count()}
+                rows.add(**row, **devices, after_s=time.perf_counter() - start, **flags())
     faulthandler.cancel_dump_traceback_later()
 
 
 def _restart_watchdog(seconds: float | None) -> None:
-    """End the program with the stacks of its threads if this is not called again within `seconds`."""
+    """Exit with the stacks of all threads unless this function is called again within `seconds`."""
     if seconds is not None:
         faulthandler.dump_traceback_later(seconds, exit=True)

@@ -1,5 +1,6 @@
-"""nano-vllm's workload through an engine whose model is on several devices."""
+"""nano-vllm's workload served by an engine on several devices."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,55 +16,62 @@ from jattn.serving import Engine
 
 
 class NanoCase(NamedTuple):
-    """How much of the workload is run, and by which steps.
+    """A part of the workload, and the buckets of the engine.
 
     Attributes:
-        config: Of the model.
-        requests: Of the workload's 256.
-        longest: Tokens of a prompt, and of an answer, at most.
-        decodes: Requests of steps that decode alone; the largest are those of all others, too.
-        prefill_tokens: New tokens of prompts in a step.
-        num_blocks: Of the caches.
+        config: Contents of the model's config.json.
+        requests: Number of requests, at most 256.
+        max_len: Maximum number of tokens of a prompt and of a completion.
+        decodes: Rows of the buckets for decodes only. Buckets with prompts have the largest number.
+        prefill_tokens: Prompt tokens of the buckets with prompts.
+        num_blocks: Number of cache blocks.
     """
 
     config: dict[str, Any]
     requests: int
-    longest: int
+    max_len: int
     decodes: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     num_blocks: int
 
 
 def measure_nano(case: NanoCase, mesh: Mesh, *, uses_peers: bool) -> Iterator[dict[str, Any]]:
-    """A row for a first run, for new prompts, and for the same again; log-probabilities are checked first."""
+    """Yield a row for each of RUNS, after a check of the engine's log-probabilities.
+
+    Args:
+        case: Part of the workload.
+        mesh: Devices.
+        uses_peers: Whether all-reduce uses peer memory instead of NCCL.
+    """
     model = random_decoder(case.config, mesh)
     if uses_peers:
         use_peer_memory(model, max_rows=max(case.decodes))
-    engine = engine_of(model, case)
+    engine = make_engine(model, case)
     engine.precompile(progress=False)
-    how = {
+    columns = {
         "tp": mesh.shape[TP],
         "sums": "all_reduce" if uses_peers else "psum",
         **checked_tokens(engine, model),
     }
     for name, run in RUNS:
-        yield {"name": name, **nano_bench(engine, run, requests=case.requests, max_len=case.longest), **how}
+        row = nano_bench(engine, run, requests=case.requests, max_len=case.max_len)
+        yield {"name": name, **row, **columns}
 
 
-def engine_of(model: Any, case: NanoCase) -> Engine:
-    """With no more buckets than this workload has use for: of 73, most would compile for nothing."""
-    most = max(case.decodes)
-    sizes = [{"max_decodes": count} for count in case.decodes]
-    sizes += [
-        {"max_decodes": most, "max_prefills": most, "max_prefill_tokens": count}
+def make_engine(model: Any, case: NanoCase) -> Engine:
+    """Create an engine with only the buckets that the workload uses."""
+    max_num_seqs = max(case.decodes)
+    bucket = functools.partial(jattn.Bucket, max_blocks=case.config["max_position_embeddings"] // 16)
+    buckets = [bucket(max_decodes=count) for count in case.decodes]
+    buckets += [
+        bucket(max_decodes=max_num_seqs, max_prefills=max_num_seqs, max_prefill_tokens=count)
         for count in case.prefill_tokens
     ]
-    max_blocks = case.config["max_position_embeddings"] // 16
     return Engine(
         model,
         num_blocks=case.num_blocks,
-        max_num_seqs=most,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(case.prefill_tokens),
-        buckets=[jattn.Bucket(max_blocks=max_blocks, **size) for size in sizes],
+        buckets=buckets,
         cascade_attention=False,
     )

@@ -1,4 +1,4 @@
-"""A suite in several processes, each with an equal part of the devices: `--processes N` starts them."""
+"""Suites in several processes, each with an equal part of the devices: `--processes N` starts them."""
 
 import argparse
 import os
@@ -18,27 +18,43 @@ COMMAND = (sys.executable, "-m", "benchmarks")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a suite of several processes takes."""
-    parser.add_argument("--processes", type=int, default=1, help="each with an equal part of the devices")
-    parser.add_argument("--coordinator", help="HOST:PORT: this is one of them, started by somebody else")
-    parser.add_argument("--process-id", type=int, default=0, help="which, from 0 on; 0 writes the rows")
+    """Add the options of a suite that can run in several processes."""
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="Number of processes, each with an equal part of the devices. Default: 1.",
+    )
+    parser.add_argument(
+        "--coordinator", help="HOST:PORT of the coordinator, if this process was started as one of several."
+    )
+    parser.add_argument(
+        "--process-id", type=int, default=0, help="Index of this process. Process 0 writes the rows."
+    )
 
 
-def is_started_elsewhere(arguments: argparse.Namespace) -> bool:
-    """Starts the processes and waits for them, where there are to be several; else joins them, if it is one.
+def launch_or_join(arguments: argparse.Namespace) -> bool:
+    """Launch the processes and wait for them, or join the others if this is one of them.
 
-    To be called before anything asks for devices.
+    Call it before JAX initializes its devices.
+
+    Args:
+        arguments: Arguments of the suite.
+
+    Returns:
+        Whether other processes ran the suite, so that this one has nothing left to do.
 
     Raises:
-        SystemExit: One of them failed, and the others were ended; or devices are not equally many for each.
+        SystemExit: A process failed, and the others were killed; or --devices is not a multiple of
+            --processes.
     """
     count = arguments.processes
     if count == 1:
         return False
     if arguments.devices % count:
-        raise SystemExit(f"{arguments.devices} devices are no equal parts of {count} processes: no rows")
+        raise SystemExit(f"--devices {arguments.devices} must be a multiple of --processes {count}.")
     if arguments.coordinator is None:
-        _start(count, arguments.devices // count)
+        _launch(count, arguments.devices // count)
         return True
     jax.config.update("jax_num_cpu_devices", arguments.devices // count)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -47,7 +63,10 @@ def is_started_elsewhere(arguments: argparse.Namespace) -> bool:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """An array as numpy's, be parts of it on devices of other processes, which then call at once."""
+    """Return an array as a numpy array.
+
+    If other processes hold parts of it, all processes must call this function.
+    """
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -58,26 +77,27 @@ def one_device_mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), (TP, CP), axis_types=(AxisType.Auto,) * 2)
 
 
-def _start(count: int, each: int) -> None:
-    """This command in so many processes, which see so many GPUs each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count * each)))).split(",")
-    started = []
-    for number in range(count):
-        own = ",".join(visible[number * each : (number + 1) * each])
+def _launch(count: int, gpus_per_process: int) -> None:
+    """Run this command in `count` processes and wait for them."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{sock.getsockname()[1]}"
+    all_gpus = ",".join(map(str, range(count * gpus_per_process)))
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or all_gpus).split(",")
+    processes = []
+    for index in range(count):
+        gpus = ",".join(visible[index * gpus_per_process : (index + 1) * gpus_per_process])
         command = [*COMMAND, *sys.argv[1:]]
-        command += ["--coordinator", coordinator, "--process-id", str(number)]
-        started.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": own}))
+        command += ["--coordinator", coordinator, "--process-id", str(index)]
+        processes.append(subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": gpus}))
     try:
         statuses: list[int | None] = [None]
         while None in statuses and not any(statuses):
             time.sleep(0.2)
-            statuses = [one.poll() for one in started]
+            statuses = [process.poll() for process in processes]
     finally:
-        for one in started:  # who waits for one that is gone waits long
-            one.kill()
-            one.wait()
+        for process in processes:  # otherwise they would wait for the failed one until a timeout
+            process.kill()
+            process.wait()
     if any(statuses):
-        raise SystemExit(f"processes ended with {statuses}: no more rows")
+        raise SystemExit(f"the processes exited with {statuses}. No more rows are recorded.")

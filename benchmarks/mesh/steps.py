@@ -1,4 +1,4 @@
-"""Decode steps of a model on several devices against one, as the engine runs them."""
+"""Steps of a model on several devices against one, run as the engine runs them."""
 
 import functools
 import gc
@@ -28,19 +28,19 @@ from jattn.serving.engine.step import StepTokens, make_step, step_graphs
 from jattn.serving.engine.step_sampler import next_tokens
 
 BLOCK_SIZE = 16
-# In standard deviations of a request's logits. Between one device's and several's: in the mean 0.04 where
-# weights are in bf16 and random, and what is summed over devices is rounded once more in each layer; near 1
-# where a request sees others' keys. A token picked at random lies 4 below the best.
+# Limits in standard deviations of a request's logits. With random bf16 weights, the mean difference between
+# one and several devices is 0.04, because every all-reduce rounds once more; if a request reads the keys of
+# another one, it is about 1. The logit of a random token is 4 below the largest.
 TOLERANCE, TOKEN_TOLERANCE = 0.15, 1.0
 
 
 class StepSize(NamedTuple):
-    """Of a step.
+    """Size of a step.
 
     Attributes:
-        reqs: Requests.
-        context: Tokens of each, this step's included.
-        new: Tokens of each in this step: 1, or those of a prompt.
+        reqs: Number of requests.
+        context: Tokens per request, including those of this step.
+        new: Tokens per request in this step: 1, or those of a prompt.
     """
 
     reqs: int
@@ -49,11 +49,11 @@ class StepSize(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In rows."""
+        """Return the name of the size in rows."""
         return f"{self.reqs}x{self.context}" if self.new == 1 else f"{self.reqs}x{self.new}_prompt"
 
     def bucket(self, max_blocks: int) -> jattn.Bucket:
-        """With two rows at least, as the engine's have."""
+        """Return the bucket of the step, with at least two rows like those of the engine."""
         rows = max(self.reqs, 2)
         if self.new == 1:
             return jattn.Bucket(max_decodes=rows, max_blocks=max_blocks)
@@ -64,45 +64,47 @@ class StepSize(NamedTuple):
 def measure_steps(
     config: dict[str, Any], sizes: Sequence[StepSize], meshes: Sequence[Mesh], sums: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """A row a batch, first of one device, then of each mesh: a step and its greedy tokens, in flight.
+    """Yield a row per step size, first for one device, then for each mesh: a greedy step, in flight.
 
     Args:
-        config: Of the model, as config.json has it; its weights and caches are random.
-        sizes: Of each step.
-        meshes: The devices, as one or several layouts.
+        config: Contents of config.json. Weights and caches are random.
+        sizes: Sizes of the steps.
+        meshes: One or several layouts of the devices.
         sums: Implementations of the all-reduce on each mesh: "psum" (XLA, NCCL) or "all_reduce" (the kernel).
     """
-    ones: dict[StepSize, tuple[np.ndarray, float]] = {}
-    # Ranks hold a block's keys in another order than one device does, and whole blocks of the same keys.
+    references: dict[StepSize, tuple[np.ndarray, float]] = {}
+    # Ranks store the keys of a block in another order than one device, so every layout needs the same block
+    # size.
     block_size = BLOCK_SIZE * max(mesh.shape[CP] for mesh in meshes)
-    for on, by_peers in ways(meshes, sums):
-        model = random_decoder(config, on)
-        if by_peers:
+    for mesh, uses_peers in layouts(meshes, sums):
+        model = random_decoder(config, mesh)
+        if uses_peers:
             use_peer_memory(model, max_rows=max(size.reqs * size.new for size in sizes))
         steps = Steps(model, sizes, block_size=block_size)
         for size in sizes:
             logits, tokens = steps.results(size)
-            checked = {} if on is None else agreement(logits, tokens, ones[size][0])
-            taken = steps.walls(size)
-            us = taken["in_flight_us"]
-            if on is None:
-                ones[size] = logits, us
-            of_one = us / ones[size][1]
-            how = {"name": f"step_{size.name}", **_layout(on), "sums": "all_reduce" if by_peers else "psum"}
-            yield how | {"step_us": us, "of_one": of_one, **checked, **taken} | steps.taken
+            errors = {} if mesh is None else agreement(logits, tokens, references[size][0])
+            times = steps.call_times(size)
+            us = times["in_flight_us"]
+            if mesh is None:
+                references[size] = logits, us
+            row = {"name": f"step_{size.name}", **_layout_columns(mesh)}
+            row |= {"sums": "all_reduce" if uses_peers else "psum"}
+            row |= {"step_us": us, "of_one": us / references[size][1]}
+            yield row | errors | times | steps.compile_times
         del steps, model
         gc.collect()  # one model and its caches at a time
 
 
-def ways(meshes: Sequence[Mesh], sums: Sequence[str]) -> Iterator[tuple[Mesh | None, bool]]:
-    """Yield one device (None), then each mesh with each all-reduce: the mesh, and whether the kernel sums."""
+def layouts(meshes: Sequence[Mesh], sums: Sequence[str]) -> Iterator[tuple[Mesh | None, bool]]:
+    """Yield (None, False) for one device, then each mesh with whether its all-reduce uses peer memory."""
     yield None, False
     for mesh in meshes:
         for name in sums:
             yield mesh, name == "all_reduce"
 
 
-def _layout(mesh: Mesh | None) -> dict[str, int]:
+def _layout_columns(mesh: Mesh | None) -> dict[str, int]:
     """Return the columns of a row that say how a model is sharded."""
     tp, cp = (1, 1) if mesh is None else (mesh.shape[TP], mesh.shape[CP])
     return {"tp": tp} if cp == 1 else {"tp": tp, "cp": cp}
@@ -117,21 +119,25 @@ def measure_large(
     *,
     lists_kernels: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A step of a model that no single device has room for, against its bytes; XLA's attention is the judge.
+    """Yield rows of a step of a model that is too large for one device, with its rate of reading.
 
-    The judge runs on the first mesh.
+    The logits are compared with those of XLA's attention on the first mesh.
 
     Args:
-        config: As `measure_steps` has it.
-        size: Of the step.
-        quantization: Of the caches.
-        meshes: The devices, as one or several layouts.
-        sums: Implementations of the all-reduce, as `measure_steps` has them.
-        lists_kernels: Whether a last row has the kernels of the first mesh's step, by JAX's profiler.
+        config: Contents of config.json.
+        size: Size of the step.
+        quantization: Format of the caches.
+        meshes: One or several layouts of the devices.
+        sums: Implementations of the all-reduce, as in `measure_steps`.
+        lists_kernels: Whether to yield a last row with the kernels of a step on the first mesh.
     """
-    caches: Any = {"quantization": quantization, "block_size": BLOCK_SIZE * max(m.shape[CP] for m in meshes)}
-    steps = Steps(random_decoder(config, meshes[0], implementation="xla"), [size], **caches)
-    wanted, _ = steps.results(size)
+    block_size = BLOCK_SIZE * max(mesh.shape[CP] for mesh in meshes)
+
+    def create_steps(model: Any) -> Steps:
+        return Steps(model, [size], quantization=quantization, block_size=block_size)
+
+    steps = create_steps(random_decoder(config, meshes[0], implementation="xla"))
+    expected, _ = steps.results(size)
     del steps
     gc.collect()
 
@@ -139,15 +145,15 @@ def measure_large(
         model = random_decoder(config, mesh)
         if sums == "all_reduce":
             use_peer_memory(model, max_rows=max(size.reqs, 2))
-        return Steps(model, [size], **caches)
+        return create_steps(model)
 
     for mesh, name in itertools.product(meshes, sums):
         steps = steps_on(mesh, name)
-        num_bytes = steps.bytes_of_device
-        checked, taken = agreement(*steps.results(size), wanted), steps.walls(size)
-        how = {**_layout(mesh), "sums": name}
-        read = {"gb_of_device": num_bytes / 1e9, "gb_per_s": num_bytes / taken["in_flight_us"] / 1e3}
-        yield {"name": f"large_{size.name}", **how, **read, **checked, **taken} | steps.taken
+        num_bytes = steps.bytes_per_device
+        errors, times = agreement(*steps.results(size), expected), steps.call_times(size)
+        row = {"name": f"large_{size.name}", **_layout_columns(mesh), "sums": name}
+        row |= {"gb_of_device": num_bytes / 1e9, "gb_per_s": num_bytes / times["in_flight_us"] / 1e3}
+        yield row | errors | times | steps.compile_times
         del steps
         gc.collect()
     if jax.default_backend() == "gpu":
@@ -155,37 +161,52 @@ def measure_large(
         if lists_kernels:  # last, because a profiler can slow down what runs after it
             steps = steps_on(meshes[0], sums[-1])
             steps.results(size)
-            how = {**_layout(meshes[0]), "sums": sums[-1]}
-            yield {"name": f"large_{size.name}_kernels", **how, **steps.kernels(size)}
+            row = {"name": f"large_{size.name}_kernels", **_layout_columns(meshes[0]), "sums": sums[-1]}
+            yield row | steps.kernels(size)
 
 
-def agreement(logits: np.ndarray, tokens: np.ndarray, wanted: np.ndarray) -> dict[str, float]:
-    """How far logits and greedy tokens are from one device's; raises SystemExit where it is too far.
+def agreement(logits: np.ndarray, tokens: np.ndarray, expected: np.ndarray) -> dict[str, float]:
+    """Compare logits and greedy tokens with the logits of one device.
 
     Args:
-        logits: [reqs, vocab].
-        tokens: Picked from them [reqs].
-        wanted: One device's logits.
+        logits: Logits [reqs, vocab].
+        tokens: Greedy tokens [reqs].
+        expected: Logits of one device [reqs, vocab].
+
+    Returns:
+        Columns of a row: the mean difference of the logits of the worst request and the token gap, both in
+        standard deviations of its logits, and the share of equal tokens.
+
+    Raises:
+        SystemExit: The difference exceeds TOLERANCE, or the token gap TOKEN_TOLERANCE.
     """
-    deviation = wanted.std(axis=-1)
-    error = float((np.abs(logits - wanted).mean(axis=-1) / deviation).max())
-    gap = token_gap(tokens, wanted)
+    deviation = expected.std(axis=-1)
+    error = float((np.abs(logits - expected).mean(axis=-1) / deviation).max())
+    gap = token_gap(tokens, expected)
     if not (error <= TOLERANCE and gap <= TOKEN_TOLERANCE):
-        raise SystemExit(f"logits are {error}, tokens {gap} deviations off one device's: no rows")
-    return {"error": error, "token_gap": gap, "same_tokens": float((tokens == wanted.argmax(-1)).mean())}
+        raise SystemExit(
+            f"logits differ by {error} and tokens by {gap} standard deviations from one device. "
+            "No rows are recorded."
+        )
+    return {"error": error, "token_gap": gap, "same_tokens": float((tokens == expected.argmax(-1)).mean())}
 
 
-def token_gap(tokens: np.ndarray, wanted: np.ndarray) -> float:
-    """How far below one device's best tokens are, in deviations of a request's logits; see agreement."""
-    picked = np.take_along_axis(wanted, tokens[:, None], axis=-1)[:, 0]
-    return float(((wanted.max(axis=-1) - picked) / wanted.std(axis=-1)).max())
+def token_gap(tokens: np.ndarray, expected: np.ndarray) -> float:
+    """Return how far the logits of tokens are below the largest ones, in standard deviations, at most.
+
+    Args:
+        tokens: Tokens [reqs].
+        expected: Logits of one device [reqs, vocab].
+    """
+    token_logits = np.take_along_axis(expected, tokens[:, None], axis=-1)[:, 0]
+    return float(((expected.max(axis=-1) - token_logits) / expected.std(axis=-1)).max())
 
 
 class Steps:
-    """The executables of a model's decode steps, its caches, and what they are run with.
+    """The executables of a model's steps, its caches, and the inputs of the steps.
 
     Attributes:
-        taken: Seconds to compile, and executables.
+        compile_times: Seconds of compilation, and the number of executables, as columns of a row.
     """
 
     def __init__(
@@ -196,48 +217,70 @@ class Steps:
         quantization: str | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        """Compiles all of them; blocks are of so many tokens on all ranks together."""
+        """Compile the steps.
+
+        Args:
+            model: Model to run.
+            sizes: Sizes of the steps.
+            quantization: Format of the caches; None stores 16 bits.
+            block_size: Tokens per cache block, on all ranks together.
+        """
         graphdef, self.params = nnx.split(model)
-        self._metadata = {size: metadata_of(size, block_size=block_size) for size in sizes}
-        self._most = max(one.bucket.max_reqs for one in self._metadata.values())
-        greedy = lambda one: build_sampling_metadata([SamplingParams()] * one.bucket.max_reqs)
-        place = replicated_sharding(model)
-        self._last = jax.device_put(jnp.zeros(self._most, jnp.int32), place)  # as a step before leaves it
-        self._sampling = {size: jax.device_put(greedy(one), place) for size, one in self._metadata.items()}
-        num_blocks = max(one.block_table.size for one in self._metadata.values()) + 1
-        of_caches: Any = {"block_size": block_size, "quantization": quantization}
-        self._caches = filled(model.create_caches(num_blocks, **of_caches))
-        buckets = [one.bucket for one in self._metadata.values()]
+        self._metadata = {size: step_metadata(size, block_size=block_size) for size in sizes}
+        buckets = [metadata.bucket for metadata in self._metadata.values()]
+        self._max_rows = max(bucket.max_reqs for bucket in buckets)
+        sharding = replicated_sharding(model)
+        # The tokens of the previous step, which the engine leaves on the device.
+        self._last_tokens = jax.device_put(jnp.zeros(self._max_rows, jnp.int32), sharding)
+        self._sampling = {
+            size: jax.device_put(
+                build_sampling_metadata([SamplingParams()] * metadata.bucket.max_reqs), sharding
+            )
+            for size, metadata in self._metadata.items()
+        }
+        num_blocks = max(metadata.block_table.size for metadata in self._metadata.values()) + 1
+        caches = model.create_caches(num_blocks, block_size=block_size, quantization=quantization)
+        self._caches = randomize(caches)
+        del caches
         self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
-        inputs = lambda bucket: [self._inputs(bucket)]
-        of = {"block_size": block_size, "inputs": inputs, "progress": False}
-        self._graphs.precompile(self.params, self._caches, **of)
-        self.taken = {"compile_s": time.perf_counter() - start, "executables": self._graphs.num_compiles}
+        self._graphs.precompile(
+            self.params,
+            self._caches,
+            block_size=block_size,
+            inputs=lambda bucket: [self._inputs(bucket)],
+            progress=False,
+        )
+        self.compile_times = {
+            "compile_s": time.perf_counter() - start,
+            "executables": self._graphs.num_compiles,
+        }
 
     def results(self, size: StepSize) -> tuple[np.ndarray, np.ndarray]:
-        """Logits [reqs, vocab] and greedy tokens [reqs] of a step."""
+        """Run a step and return its logits [reqs, vocab] and greedy tokens [reqs]."""
         (logits, tokens), self._caches = self._run(size, self._caches)
         return on_host(logits).astype(np.float32)[: size.reqs], on_host(tokens)[: size.reqs]
 
     def start(self, size: StepSize) -> None:
-        """A step that nobody waits for."""
+        """Start a step without waiting for its results."""
         _, self._caches = self._run(size, self._caches)
 
     @property
-    def bytes_of_device(self) -> int:
-        """Of keys, and of weights but for embeddings: what a step reads whose batch fills the caches."""
-        nbytes = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
-        looked_up = self.params["embed_tokens"] if "lm_head" in self.params else ()
-        return nbytes((self.params, self._caches)) - nbytes(looked_up)
+    def bytes_per_device(self) -> int:
+        """Return the bytes that a step reads on a device if its batch fills the caches.
 
-    def walls(self, size: StepSize) -> dict[str, float]:
-        """As `benchmarks.models.graphs.call_times`."""
+        They are the caches and the weights, except an embedding that is only looked up.
+        """
+        embedding = self.params["embed_tokens"] if "lm_head" in self.params else ()
+        return _device_bytes((self.params, self._caches)) - _device_bytes(embedding)
+
+    def call_times(self, size: StepSize) -> dict[str, float]:
+        """Measure a step as `benchmarks.models.graphs.call_times` does."""
         call = Call(functools.partial(self._run, size), self._caches)
-        self._caches = None  # the call's now
-        taken = call_times(call, rounds=10)
+        self._caches = None  # donated to the call
+        times = call_times(call, rounds=10)
         self._caches = call.caches
-        return taken
+        return times
 
     def kernels(self, size: StepSize) -> dict[str, Any]:
         """Return the kernels of a step on all GPUs of this process, as `step_profile.profile_steps` does."""
@@ -253,7 +296,7 @@ class Steps:
     def _run(self, size: StepSize, caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         metadata, sampling = self._metadata[size], self._sampling[size]
         outputs, caches = self._graphs(self.params, caches, metadata, self._inputs(metadata.bucket))
-        tokens = next_tokens(outputs.logits, sampling, outputs.num_generated, max_rows=self._most).tokens
+        tokens = next_tokens(outputs.logits, sampling, outputs.num_generated, max_rows=self._max_rows).tokens
         return (outputs.logits, tokens), caches
 
     def _inputs(self, bucket: jattn.Bucket) -> StepTokens:
@@ -262,25 +305,36 @@ class Steps:
         new = max(bucket.max_prefill_tokens // rows, 1)
         ends: Any = np.arange(new - 1, rows * new, new, dtype=np.int32)
         counts: Any = np.zeros(rows, np.int32)
-        return StepTokens(ids, np.full_like(ids, -1), self._last, ends, num_generated=counts)
+        return StepTokens(ids, np.full_like(ids, -1), self._last_tokens, ends, num_generated=counts)
 
 
-def metadata_of(size: StepSize, *, room: int = 0, block_size: int = BLOCK_SIZE) -> jattn.BatchMetadata:
-    """On the host, as the engine has it.
+def _device_bytes(tree: Any) -> int:
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def step_metadata(
+    size: StepSize, *, extra_tokens: int = 0, block_size: int = BLOCK_SIZE
+) -> jattn.BatchMetadata:
+    """Return the metadata of a step on the host, as the engine builds it.
 
     Args:
-        size: Of the step.
-        room: Tokens to come that have blocks, too.
-        block_size: Tokens of a block.
+        size: Size of the step.
+        extra_tokens: Number of further tokens per request for which the block table has blocks.
+        block_size: Tokens per block.
     """
-    table, _ = random_table([size.context + room] * size.reqs, block_size)
-    bucket = size.bucket(table.shape[1])
-    how: dict[str, Any] = {"block_size": block_size, "bucket": bucket, "to_device": False}
-    return jattn.build_batch_metadata([size.new] * size.reqs, [size.context] * size.reqs, table, **how)
+    table, _ = random_table([size.context + extra_tokens] * size.reqs, block_size)
+    return jattn.build_batch_metadata(
+        [size.new] * size.reqs,
+        [size.context] * size.reqs,
+        table,
+        block_size=block_size,
+        bucket=size.bucket(table.shape[1]),
+        to_device=False,
+    )
 
 
-def filled(caches: Any) -> Any:
-    """Caches with random keys and values, the same ones however they lie on devices."""
+def randomize(caches: Any) -> Any:
+    """Fill caches with random keys and values that do not depend on the sharding. The caches are donated."""
     leaves, tree = jax.tree.flatten(caches)
     del caches
     for i in range(len(leaves)):
@@ -290,6 +344,6 @@ def filled(caches: Any) -> Any:
 
 
 def _normal_like(key: Any, array: jax.Array) -> jax.Array:
-    if array.dtype == jnp.float32:  # scales of what is stored in 8 bits
+    if array.dtype == jnp.float32:  # scales of an 8-bit cache
         return jax.random.uniform(key, array.shape, minval=0.5, maxval=1.5)
     return jax.random.normal(key, array.shape, jnp.bfloat16).astype(array.dtype)

@@ -88,7 +88,7 @@ def agreement_of(change):
 
 def test_step_on_a_mesh_must_agree_with_one_device():
     assert agreement_of(lambda expected: expected) == {"error": 0.0, "token_gap": 0.0, "same_tokens": 1.0}
-    with pytest.raises(SystemExit, match=r"logits are 1\.\d+, .* off one device's: no rows"):
+    with pytest.raises(SystemExit, match=r"logits differ by 1\.\d+ .* from one device"):
         agreement_of(lambda expected: expected[::-1])  # swaps the requests
 
 
@@ -160,7 +160,7 @@ def test_failed_process_ends_the_others(monkeypatch):
     code = "import sys, time; time.sleep(99 * (sys.argv[-1] != '1')); sys.exit(3)"
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", code))
     suite("mesh").add_arguments(parser := argparse.ArgumentParser())
-    with pytest.raises(SystemExit, match=r"processes ended with \[None, 3\]: no more rows"):
+    with pytest.raises(SystemExit, match=r"processes exited with \[None, 3\]"):
         suite("mesh").main(parser.parse_args(["--processes", "2"]))
 
 
