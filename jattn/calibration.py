@@ -1,5 +1,6 @@
 """Calibration of the static scales of 8-bit caches on sample prompts."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ def calibrate(
         prompt_peaks = jax.device_get(peaks_of(params, *_prefill(ids, block_size)))
         peaks = prompt_peaks if peaks is None else jax.tree.map(np.maximum, peaks, prompt_peaks)
     keys, values = QUANTIZATIONS[quantization]
-    scale = lambda peak, stored: _scale(peak, stored, per_head=per_head, headroom=headroom)
+    scale = functools.partial(_scale, per_head=per_head, headroom=headroom)
     step = getattr(config, "num_kv_head_replicas", 1)
     return KVScales(tuple(LayerScales(scale(k[::step], keys), scale(v[::step], values)) for k, v in peaks))
 
@@ -119,8 +120,11 @@ def _peaks(
     """Return the largest magnitudes of each layer's keys and values."""
     caches = model.create_caches(metadata.block_table.shape[1] + 1, block_size=metadata.block_size)
     _, caches = model(token_ids, caches, metadata)
-    peak = lambda x: jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(0, 1))
-    return [(peak(cache.k), peak(cache.v)) for cache in caches]
+    return [(_peak(cache.k), _peak(cache.v)) for cache in caches]
+
+
+def _peak(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(0, 1))
 
 
 def _scale(peak: np.ndarray, stored: StorageFormat, *, per_head: bool, headroom: float) -> np.ndarray | None:

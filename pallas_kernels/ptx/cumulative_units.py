@@ -47,7 +47,10 @@ def program(*, rows: int, listed: int, unit: int) -> str:
     $4 is the thread index.
     """
     thread_rows = range(-(-rows // THREADS))
-    is_row = lambda n: f"add.u32 x, first, {n}; setp.lt.u32 p, x, {rows};"
+
+    def is_row(n: int) -> str:
+        return f"add.u32 x, first, {n}; setp.lt.u32 p, x, {rows};"
+
     lines = [
         f".reg .b32 u<{len(thread_rows)}>, lane, warp, x, sum, top, own, before, first;",
         ".reg .b64 at; .reg .pred p, is_first;",

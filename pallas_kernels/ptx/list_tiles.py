@@ -149,7 +149,10 @@ def _count(words: int, codes_per_word: int) -> Iterator[str]:
     The counts are in sum, before and all: visible tiles in the low half, full tiles in the high half.
     """
     bits = 8 * WORD_BYTES // codes_per_word  # bits of a code
-    mask = lambda bit: f"{sum(1 << (n * bits + bit) for n in range(codes_per_word)):#x}"
+
+    def mask(bit: int) -> str:
+        return f"{sum(1 << (n * bits + bit) for n in range(codes_per_word)):#x}"
+
     yield "mov.b32 sum, 0;"
     for n in range(words):
         yield (

@@ -59,7 +59,10 @@ def _qk_mma_by_lanes(
     require_layout(query.layout, MMA_RHS_LAYOUT)
     num_row_tiles = tile.tile_q // 8
     registers = [lanes.bitcast(x, lanes.i32()) for x in query.registers.flatten()]
-    b_operand = lambda step, row_tile: registers[(step * num_row_tiles + row_tile) * 2 :][:2]
+
+    def b_operand(step: int, row_tile: int) -> list[ir.Value]:
+        return registers[(step * num_row_tiles + row_tile) * 2 :][:2]
+
     keys = _ldmatrix_tile(k_s, tile.k_dtype, tile)
     # Two accumulators per row tile, used in turns, because an mma waits for the previous one on its
     # accumulator.

@@ -139,7 +139,10 @@ def _load_by_lanes(
     def read(chunk: int, row_tile: int, step: int) -> list[ir.Value]:
         """Return two registers: the lane's part of the 16 columns of a step."""
         offset = ((chunk * num_row_tiles + row_tile) * (width // 64) + step // 4) * 1024
-        address = lambda unit: arith.xori(first, lanes.const(unit * 16))
+
+        def address(unit: int) -> ir.Value:
+            return arith.xori(first, lanes.const(unit * 16))
+
         if is_8bit:
             code = f"ld.shared.v2.b32 {{$0, $1}}, [$2 + {offset}];"
             return lanes.ptx_results(code, address(step % 4 * 2), num_results=2, touches_memory=True)

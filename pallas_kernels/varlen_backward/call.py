@@ -180,7 +180,10 @@ class BackwardCall:
 
     def dkdv_inputs(self, schedule: BackwardSchedule, spec: BackwardSpec) -> DkDvInputs:
         """Return the inputs of the dk/dv kernel; without a dq kernel they include a dq of zeros."""
-        kernel_array = lambda x: spec.head.split(_pad_rows(x, axis=0))
+
+        def kernel_array(x: jax.Array) -> jax.Array:
+            return spec.head.split(_pad_rows(x, axis=0))
+
         tokens = self.query.shape[0]
         rows = tokens + -tokens % ALIGN + spec.sizes.tile_q
         dq = None
@@ -210,7 +213,10 @@ class BackwardCall:
     ) -> DqInputs:
         """Return the inputs of the dq kernel; `inputs` are those of the dk/dv kernel."""
         assert schedule.dq_schedule is not None
-        kernel_array = lambda x: spec.shape.head.split(_pad_rows(x, axis=0))
+
+        def kernel_array(x: jax.Array) -> jax.Array:
+            return spec.shape.head.split(_pad_rows(x, axis=0))
+
         lists = None if self.lists is None else self.lists.dq_lists
         attention = PrefillInputs(
             query=kernel_array(self.query),
@@ -250,20 +256,21 @@ class BackwardCall:
             extra_rows: Number of rows to add after the tokens. Static.
             sizes: Tile sizes of the kernels.
         """
-        as_f32 = lambda x: x.astype(jnp.float32)
-        lse = as_f32(self.lse)
-        lse_log2 = jnp.where(
-            lse == -jnp.inf, jnp.inf, lse * LOG2E
-        )  # rows without keys have probabilities of 0
-        stacked = lambda *rows: _pad_rows(jnp.stack([lse_log2, *rows], axis=1), axis=2, extra=extra_rows)
+        lse = self.lse.astype(jnp.float32)
+        # Rows without keys have probabilities of 0.
+        lse_log2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+
+        def stacked(*rows: jax.Array) -> jax.Array:
+            return _pad_rows(jnp.stack([lse_log2, *rows], axis=1), axis=2, extra=extra_rows)
+
         if sizes.fuses_delta:
             zeros = jnp.zeros_like(lse_log2)
-            return stacked(zeros, *(() if self.grad_lse is None else (as_f32(self.grad_lse),)))
+            return stacked(zeros, *(() if self.grad_lse is None else (self.grad_lse.astype(jnp.float32),)))
         # A separate XLA kernel computes delta: fused with the stacking, each thread would read a whole head.
-        products = as_f32(self.out) * as_f32(self.grad_out)
+        products = self.out.astype(jnp.float32) * self.grad_out.astype(jnp.float32)
         delta = jax.lax.optimization_barrier(products.sum(axis=-1)).T
         if self.grad_lse is not None:
-            delta = delta - as_f32(self.grad_lse)
+            delta = delta - self.grad_lse.astype(jnp.float32)
         return stacked(delta)
 
     def dq_from_sum(self, dq_sum: jax.Array, spec: BackwardSpec) -> jax.Array:

@@ -41,8 +41,8 @@ step, which has no previous dS.
 Heads of 64, whose tiles have 128 queries, have no registers for the row statistics while S is computed: they
 wait for dout_full after S, and load the statistics where they are used.
 
-Starting a step's S before the last products of the previous step are complete leaves too few registers: it
-was 9 % slower at 1 x 16k and 10 % at 8 x 2k (backward-variants in benchmarks/results).
+Starting a step's S before the last products of the previous step are complete leaves too few registers: on
+an H200 it was 9 % slower at 1 x 16k and 10 % at 8 x 2k.
 
 With a dq kernel (dq_kernel.py) there is no dQ here and no dS in shared memory, and the warpgroups wait for
 each other only at the end of a work tile. Heads wider than 128 leave no registers for both dK and dV: then

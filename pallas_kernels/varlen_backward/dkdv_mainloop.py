@@ -107,8 +107,11 @@ class DkDvMainloop:
                     if not self.spec.has_warpgroup_bits:
                         return self.compute_step(tile, step + i, state)
                     is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
-                    compute_step = lambda: self.compute_step(tile, step + i, state)
-                    return lax.cond(is_needed, compute_step, lambda: self.skip_step(step + i, state))
+                    return lax.cond(
+                        is_needed,
+                        lambda: self.compute_step(tile, step + i, state),
+                        lambda: self.skip_step(step + i, state),
+                    )
 
                 return compute
 
@@ -264,7 +267,9 @@ class DkDvMainloop:
             plgpu.commit_smem()
 
     def _clear(self, panel_s: Ref, begin: Scalar, end: Scalar) -> None:
-        row = lambda shape: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
+        def row(shape: tuple[int, ...]) -> Tile:
+            return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=W)
+
         clear_masked_out(panel_s, pl.ds(0, PANEL), row, begin, end)
 
 

@@ -189,10 +189,11 @@ class DkDvMma:
 
     def zeros(self) -> DkDvSums:
         """Return accumulators of zeros for the gradients that the kernel computes."""
-        zero = lambda: plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), W)
-        panels = lambda is_computed: tuple(
-            zero() for _ in range(self.spec.num_head_panels if is_computed else 0)
-        )
+
+        def panels(is_computed: bool) -> tuple[Tile, ...]:
+            num_panels = self.spec.num_head_panels if is_computed else 0
+            return tuple(plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), W) for _ in range(num_panels))
+
         return DkDvSums(*map(panels, self.spec.computes))
 
 

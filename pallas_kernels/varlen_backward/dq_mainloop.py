@@ -84,8 +84,10 @@ class DqMainloop:
             # No valid rows or no keys: release all of the work tile's stages.
             num_steps = rows.work_tile.num + self.inputs.num_output_steps
             self.pipeline.skip(step, jnp.int32(0), num_steps)
-            zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            return tuple(zeros() for _ in range(self.spec.shape.head.num_chunks))
+            return tuple(
+                plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
+                for _ in range(self.spec.shape.head.num_chunks)
+            )
 
         scale, dtype = self.spec.score.scale, self.spec.dtype
         dq = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), compute, skip)]
@@ -108,15 +110,17 @@ class DqMainloop:
         """Return dq of the rows without the softmax scale; see compute_work_tile for the arguments."""
         begin, full_begin, full_end, end = rows.kv_tile_range()
         output_step, step = step, step + self.inputs.num_output_steps
-        delta = lambda: self.compute_delta(self.operands(rows, buffer), output_step)
+
+        def delta() -> Tile:
+            return self.compute_delta(self.operands(rows, buffer), output_step)
+
         row_stats = self.scores.load_row_stats(rows, None if self.inputs.out is None else delta)
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
         # Release tiles that are only for the other warpgroup: first those before these rows' tiles.
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
         first = rows.first_tile(begin)
-        wait_for_first = lambda: self.keys.wait_first(first, step + begin)
-        callbacks = self.callbacks(first, row_stats, wait_for_first)
+        callbacks = self.callbacks(first, row_stats, lambda: self.keys.wait_first(first, step + begin))
         state = self.mma.first_step(self.operands(rows, buffer), step + begin, callbacks)
 
         def compute_tile(masked_ends: MaskedEnds) -> Callable[[Scalar, DqState], DqState]:
@@ -148,9 +152,9 @@ class DqMainloop:
 
         def row_sum(rank: int) -> Tile:
             stream, stage, _ = self.pipeline.stages(step)[rank]
-            load = lambda ref: plgpu.load(ref, layout=W).astype(f32)
             products = [
-                load(stream.tiles.at[stage, chunk]) * load(operands.dout.at[chunk])
+                plgpu.load(stream.tiles.at[stage, chunk], layout=W).astype(f32)
+                * plgpu.load(operands.dout.at[chunk], layout=W).astype(f32)
                 for chunk in range(self.spec.shape.head.num_chunks)
             ]
             return sum(products[1:], start=products[0]).sum(axis=1)

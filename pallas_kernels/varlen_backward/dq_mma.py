@@ -86,8 +86,10 @@ class DqMma:
     def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
         """Compute dS of a work tile's first KV tile, which `step` loaded."""
         ds = self._score_grads(operands, step, callbacks, in_flight=0, issue_more=lambda: None)
-        zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        return DqState(tuple(zeros() for _ in range(self.num_chunks)), ds.astype(self.spec.dtype))
+        sums = tuple(
+            plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W) for _ in range(self.num_chunks)
+        )
+        return DqState(sums, ds.astype(self.spec.dtype))
 
     def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:
         """Compute dS of a further KV tile and, at the same time, dQ of the previous one.
@@ -98,9 +100,12 @@ class DqMma:
 
         def run(refs: Any) -> None:
             sum_refs, ds_ref = refs
-            issue_more = lambda: self.issue_dq(sum_refs, state.ds, previous)
             ds_ref[...] = self._score_grads(
-                operands, step, callbacks, in_flight=self.num_chunks, issue_more=issue_more
+                operands,
+                step,
+                callbacks,
+                in_flight=self.num_chunks,
+                issue_more=lambda: self.issue_dq(sum_refs, state.ds, previous),
             )
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
@@ -115,8 +120,8 @@ class DqMma:
     def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
         """Add dS K of the last tile, which `step` loaded, and return the sums."""
         stage = self.pipeline.stage(step)
-        issue = lambda refs: self.issue_dq(refs, state.ds, stage)
-        sums = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
+        run = pl.run_state(lambda refs: self.issue_dq(refs, state.ds, stage))
+        sums = tuple(run(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
         plgpu.barrier_arrive(self.pipeline.keys.free.at[stage])
         return sums
 
@@ -173,8 +178,9 @@ class InterpretedDqMma(DqMma):
 
     def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
         """Compute dS of a work tile's first KV tile, one product after the other."""
-        zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        sums = tuple(zeros() for _ in range(self.num_chunks))
+        sums = tuple(
+            plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W) for _ in range(self.num_chunks)
+        )
         return self._sequential_step(operands, step, callbacks, sums)
 
     def step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks, state: DqState) -> DqState:

@@ -44,8 +44,11 @@ class DqScores:
                 dk/dv kernel; work tiles that share a row store the same value. None if delta is in memory.
         """
         work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * M
-        stat_ref = lambda index: self.row_stats.at[work_tile.head, index, pl.ds(first, M)]
-        load = lambda index: plgpu.load(stat_ref(index), layout=ROW, optimized=False)
+
+        def load(index: int) -> Rows:
+            stat_ref = self.row_stats.at[work_tile.head, index, pl.ds(first, M)]
+            return plgpu.load(stat_ref, layout=ROW, optimized=False)
+
         lse = load(0)
         if compute_delta is None:
             return RowStats(lse, load(1))

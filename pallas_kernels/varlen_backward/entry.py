@@ -116,14 +116,20 @@ def run_backward(
 
     if spec.adds_dq:
         # One kernel: dq is added up in f32 and converted afterwards.
-        run_fused = lambda dq: run_dkdv(inputs._replace(dq=dq), spec)
+
+        def run_fused(dq: Any) -> Any:
+            return run_dkdv(inputs._replace(dq=dq), spec)
+
         outputs, dq_sum = _run_with_ref(run_fused, inputs.dq, output_types(inputs, spec))
         dq = call.dq_from_sum(dq_sum, spec)
     else:
         # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
         dq_spec, row_stats = call.dq_spec(schedule, spec), inputs.row_stats
         dq_inputs = call.dq_inputs(inputs, schedule, dq_spec, fuses_delta=sizes.fuses_delta)
-        run = lambda row_stats: run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec)
+
+        def run(row_stats: Any) -> Any:
+            return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec)
+
         if sizes.fuses_delta:
             padded_dq, row_stats = _run_with_ref(run, row_stats, dq_inputs.attention.query)
         else:

@@ -38,8 +38,7 @@ def grads_of_request(
     group = query.shape[1] // kv_heads
     q, dout = (x.swapaxes(0, 1) for x in (query, grad_out))
     k, v = (np.repeat(x.swapaxes(0, 1), group, axis=0) for x in (key, value))
-    transposed = lambda x: x.swapaxes(1, 2)
-    scores = q @ transposed(k) * scale
+    scores = q @ k.swapaxes(1, 2) * scale
     slope = np.full_like(scores, scale)
     if soft_cap is not None:
         tanh = np.tanh(scores / soft_cap)
@@ -55,7 +54,7 @@ def grads_of_request(
     delta = (rounded(p @ v) * dout).sum(axis=2, keepdims=True)
     if grad_lse is not None:
         delta = delta - grad_lse[:, :, None]
-    ds = rounded(p * (dout @ transposed(v) - delta) * slope)
-    sum_over_group = lambda x: x.reshape(kv_heads, group, *x.shape[1:]).sum(axis=1)
-    dk, dv = sum_over_group(transposed(ds) @ q), sum_over_group(transposed(rounded(p)) @ dout)
+    ds = rounded(p * (dout @ v.swapaxes(1, 2) - delta) * slope)
+    head_gradients = ds.swapaxes(1, 2) @ q, rounded(p).swapaxes(1, 2) @ dout
+    dk, dv = (x.reshape(kv_heads, group, *x.shape[1:]).sum(axis=1) for x in head_gradients)
     return (ds @ k).swapaxes(0, 1), dk.swapaxes(0, 1), dv.swapaxes(0, 1)

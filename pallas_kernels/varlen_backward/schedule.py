@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.shared.arithmetic import sort_ranks
 from pallas_kernels.shared.score import Score
@@ -134,7 +134,10 @@ def make_schedule(
     req = jnp.minimum(req, reqs - 1)
     index = number - (last_tiles - counts)[req]
     first_key_row = aligned[req] + index * TILE_KV
-    in_tile = lambda row: jnp.clip(row[req] - first_key_row, 0, TILE_KV)
+
+    def in_tile(row: Int[Array, " reqs"]) -> Int[Array, " tiles"]:
+        return jnp.clip(row[req] - first_key_row, 0, TILE_KV)
+
     begin, end = in_tile(kv_starts), in_tile(jnp.minimum(kv_starts + keys, store_ends))
     key_position = first_key_row - kv_starts[req]
     first_position = keys - (starts[1:] - starts[:-1])
@@ -175,7 +178,10 @@ def _l2_sets(
     """Return the L2 set of each work tile: requests and KV heads in order, `sizes.l2_bytes` per set."""
     if sizes.l2_bytes == 0:
         return jnp.zeros(len(table) * kv_heads, jnp.int32)
-    column = lambda name: table[:, COLUMNS.index(name)].astype(jnp.float32)
+
+    def column(name: str) -> Float[Array, " tiles"]:
+        return table[:, COLUMNS.index(name)].astype(jnp.float32)
+
     num_queries = column("seq_len") - column("first_position")
     heads = jnp.arange(kv_heads, dtype=jnp.float32)
     first = kv_heads * column("first_query_row")[:, None] + heads[None, :] * num_queries[:, None]

@@ -19,16 +19,16 @@ class BackwardSizes:
         tile_q: Queries per main-loop step: 64 or 128.
         stages: Pipeline stages of queries, at least 2.
         l2_bytes: Bytes of queries and their gradients that are processed together, so that they stay in L2; 0
-            processes the longest work tiles first regardless. 16 MB beat 32 MB by 3 % at 8 x 2k and 1 % at 1
-            x 16k (backward-variants).
+            processes the longest work tiles first regardless. On an H200, 16 MB beat
+            32 MB by 3 % at 8 x 2k and 1 % at 1 x 16k.
         dq_sizes: Tile sizes of a separate dq kernel, which makes dq bitwise reproducible at the cost of seven
             instead of five matrix products in total. None adds up dq in the dk/dv kernel, in an undefined
             order.
         separate_dk_dv: Whether one kernel computes dk and another one dv, with eight matrix products in
             total; requires dq_sizes. Heads wider than 128 leave no registers for both gradients.
         ctas: Thread blocks of a persistent grid. None launches one per work tile, so that an SM takes the
-            next one when it is done: a persistent grid was 11 % slower at 8 x 2k and 10 % at 1 x 16k
-            (backward-variants).
+            next one when it is done: on an H200, a persistent grid was 11 % slower at 8 x 2k and
+            10 % at 1 x 16k.
     """
 
     tile_q: int = 64
@@ -58,7 +58,7 @@ class BackwardSizes:
 
         The outputs of a warpgroup's 64 rows each take the place of a tile of keys and of one of values, so
         tiles must be of 64 keys; otherwise XLA computes delta. At 16k tokens of 32 heads of 128 XLA takes 67
-        us, the kernel 30 (backward-sums-outputs).
+        us, the kernel 30.
         """
         dq = self.dq_sizes
         if dq is None or self.separate_dk_dv:

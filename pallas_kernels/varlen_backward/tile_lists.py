@@ -8,7 +8,7 @@ import operator
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, UInt
+from jaxtyping import Array, Int, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.shared.head_dims import PANEL
@@ -109,7 +109,10 @@ def _transpose_codes(
 ) -> UInt[Array, "key_tiles q_heads query_tiles"]:
     """Return a code for each pair of a key tile and a query tile of its request."""
     num, num_keys = codes.shape[0], keys_per_code(sizes)
-    column = lambda name: schedule.table[:, COLUMNS.index(name)]
+
+    def column(name: str) -> Int[Array, " key_tiles"]:
+        return schedule.table[:, COLUMNS.index(name)]
+
     first, end = (query_tiles.first_tiles[column("req") + offset] for offset in (0, 1))
     tile = first[:, None] + jnp.arange(num, dtype=jnp.int32)[None, :]
     in_request = tile < end[:, None]
@@ -123,8 +126,9 @@ def _transpose_codes(
         exists = in_request & (number < codes.shape[2])[:, None]
         has_all_keys = (column("begin") <= begin) & (column("end") >= begin + num_keys)
         tile_codes = codes[tile, :, jnp.minimum(number, codes.shape[2] - 1)[:, None]]
-        has = lambda bit, where: (tile_codes & (1 << bit) != 0) & where[:, :, None]
-        return has(VISIBLE_BIT, exists), has(FULL_BIT, is_full_tile & has_all_keys[:, None])
+        is_visible = (tile_codes & (1 << VISIBLE_BIT) != 0) & exists[:, :, None]
+        is_full = (tile_codes & (1 << FULL_BIT) != 0) & (is_full_tile & has_all_keys[:, None])[:, :, None]
+        return is_visible, is_full
 
     visible, full = zip(*map(coverage, range(0, TILE_KV, num_keys)), strict=True)
     is_full = functools.reduce(operator.and_, (~a | b for a, b in zip(visible, full, strict=True)))

@@ -107,8 +107,8 @@ class PrefillMainloop:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
             release_previous()
             self.pipeline.skip(step, jnp.int32(0), work_tile.num)
-            zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            return RowResults(tuple(zeros() for _ in range(num_chunks)), full_rows(-jnp.inf), full_rows(0.0))
+            accs = tuple(plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W) for _ in range(num_chunks))
+            return RowResults(accs, full_rows(-jnp.inf), full_rows(0.0))
 
         self.store(rows, buffer, lax.cond(rows.has_work(), attend, skip))
         if queries.num == 1:
@@ -136,8 +136,12 @@ class PrefillMainloop:
         def attend_tiles(
             first_tile: Scalar, end_tile: Scalar, ends: MaskedEnds, state: SoftmaxState
         ) -> SoftmaxState:
-            attend_tile = lambda i, state: self.attend_tile(rows, q_s, step, i, ends, state)
-            return lax.fori_loop(first_tile, end_tile, attend_tile, state)
+            return lax.fori_loop(
+                first_tile,
+                end_tile,
+                lambda i, state: self.attend_tile(rows, q_s, step, i, ends, state),
+                state,
+            )
 
         # One loop per kind of tile, so that full tiles are computed without any mask.
         if has_window or has_lists:
@@ -176,8 +180,13 @@ class PrefillMainloop:
 
         def softmax(s: Tile, loaded: LoadedMask, before_exponentials: Callable[[], None]) -> SoftmaxStep:
             s, row_term = self.bias.apply(tile, s)
-            masked = lambda s: self.masking.apply(tile, loaded, s)
-            return self.softmax.step(s, row_term, masked, state.row_max, before_exponentials)
+            return self.softmax.step(
+                s,
+                row_term,
+                lambda s: self.masking.apply(tile, loaded, s),
+                state.row_max,
+                before_exponentials,
+            )
 
         accs, new = self.mma.scores_and_values(
             q_s, step, state, self.softmax.empty_step(state.row_max),

@@ -162,10 +162,14 @@ class ValueTiles:
         @pl.when(has_invisible)
         def _() -> None:
             at_once = jnp.int32(ROWS_AT_ONCE)
-            low_parts = lambda: (0, lax.div(first_row + (ROWS_AT_ONCE - 1), at_once))
-            high_parts = lambda: (lax.div(end_row, at_once), tile_kv // ROWS_AT_ONCE)
+            first_part: Scalar | int = 0
+            end_part: Scalar | int = tile_kv // ROWS_AT_ONCE
+            if is_low:
+                end_part = lax.div(first_row + (ROWS_AT_ONCE - 1), at_once)
+            else:
+                first_part = lax.div(end_row, at_once)
 
-            @pl.loop(*(low_parts() if is_low else high_parts()))
+            @pl.loop(first_part, end_part)
             def _(n: Scalar) -> None:
                 rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
                 row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE

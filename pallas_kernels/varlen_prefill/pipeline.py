@@ -49,8 +49,7 @@ class KvPipeline:
 
     def stage(self, step: Scalar) -> Scalar:
         """Return the index of the stage that holds the keys and values of a step."""
-        # Matrix products are issued after this: a remainder costs up to 1 % with tile lists
-        # (sparse-variants).
+        # Matrix products are issued after this: a remainder costs up to 1 % with tile lists.
         stages = self.sizes.stages
         stage = step & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(step, jnp.int32(stages))
         return stage if self.sizes.teams == 1 else stage + self.team * stages

@@ -98,9 +98,9 @@ class PrefillSizes:
         return query + self.teams * self.stages * 2 * (2 + is_quantized) * self.tile_kv * width
 
 
-# Padded head_dim -> the fastest sizes over all rows of `python -m benchmarks tune prefill` (prefill-tiles in
-# benchmarks/results). With three warpgroups a thread has 160 registers: enough for heads of 64 with 128 keys
-# or heads of 128 with 64 keys, but not for wider heads.
+# Padded head_dim -> the fastest sizes on an H200 over all rows of `python -m benchmarks tune prefill`. With
+# three warpgroups a thread has 160 registers: enough for heads of 64 with 128 keys or heads of 128 with 64
+# keys, but not for wider heads.
 TABLE = {
     64: PrefillSizes(tile_kv=128, stages=3, warpgroups=3),
     128: PrefillSizes(tile_kv=64, stages=3, warpgroups=3),

@@ -277,8 +277,10 @@ class Softmax:
         """Return the state after the scores of the first tile."""
         exponent, row_max, _, _ = self.policy.first(s, row_term, mask, self.policy.initial())
         p, row_sum = probabilities(exponent)
-        zeros = lambda: plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-        accs = tuple(zeros() for _ in range(self.spec.shape.head.num_chunks))
+        accs = tuple(
+            plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
+            for _ in range(self.spec.shape.head.num_chunks)
+        )
         return SoftmaxState(accs, row_sum, row_max, p.astype(self.spec.dtype))
 
     def step(

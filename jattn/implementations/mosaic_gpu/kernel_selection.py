@@ -149,7 +149,7 @@ def sparse_sizes(spec: AttentionSpec, mask: Mask) -> prefill_kernel.PrefillSizes
     if sizes.tile_kv == 128:
         small = dataclasses.replace(sizes, tile_kv=64, stages=2 * sizes.stages)
         # Isolated slashes cross fewer tiles of 64 x 64 than of 128 x 128: at 16k tokens they take 1,833 us
-        # and 2,528 us (gathered-sizes). For contiguous slashes the smaller tiles take 3 to 5 % longer.
+        # and 2,528 us. For contiguous slashes the smaller tiles take 3 to 5 % longer.
         if tile_lists.has_narrow_queries(mask, sizes.tile_q) or gathers_columns(mask, spec):
             return dataclasses.replace(small, teams=small.warpgroups, stages=sizes.stages)
         if tile_lists.has_narrow_blocks(mask, sizes.tile_kv):

@@ -296,7 +296,10 @@ class Awaited(NamedTuple):
 
 def packets_of_all(exchange: Exchange, group: range) -> list[Awaited]:
     """Return all devices' packets of a group, which are loaded into w; this device's packets are in d."""
-    pair = lambda name, at: (f"{name}{2 * at}", f"{name}{2 * at + 1}")
+
+    def pair(name: str, index: int) -> tuple[str, str]:
+        return f"{name}{2 * index}", f"{name}{2 * index + 1}"
+
     return [
         Awaited(n, pair("w", nth), "from", device * exchange.block_bytes, pair("d", n), f"is_mine{device}")
         for nth, (n, device) in enumerate(itertools.product(group, range(exchange.devices)))
