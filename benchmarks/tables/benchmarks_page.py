@@ -55,9 +55,9 @@ def decode() -> list[str]:
     """Return the section on decode."""
     return [
         "## Decode\n",
-        "One new token per request, bf16 cache, blocks of 16 (`python -m benchmarks decode`).\n",
+        "Decode with one new token per request, a bf16 cache and blocks of 16 (`python -m benchmarks decode`).\n",
         kernels.decode_table(f"decode-{DATE_H200}-25.jsonl", f"decode-peers-beside-{DATE_H200}-25.jsonl"),
-        "The 8-bit formats, with bf16 queries. Scales per token and head count as bytes.\n",
+        "This table shows decode over 8-bit caches with bf16 queries. The bytes include scales per token and head.\n",
         kernels.quantized_decode_table(
             f"decode-{DATE_H200}-21.jsonl", f"decode-fa3-beside-{DATE_H200}-21.jsonl"
         ),
@@ -68,17 +68,17 @@ def prefill() -> list[str]:
     """Return the section on prefill."""
     return [
         "## Prefill\n",
-        "Prompts, and chunks of prompts after cached tokens, bf16, causal (`python -m benchmarks prefill`). Times are the kernel's. Over\n"
-        "8-bit caches they include dequantizing keys and values first where that happens. The schedule is not included: it takes 7 to 14 us\n"
-        "(24 to 35 us with splits) once per step for all layers.\n",
+        "Causal attention in bf16 of prompts, and of chunks of prompts after cached tokens (`python -m benchmarks prefill`). `contiguous` keys\n"
+        "are outside a cache; `blocks of 16` are in a paged cache. Times are those of the kernel. Over 8-bit caches they include `cache_read`\n"
+        "if the step uses it. They exclude the schedule, which takes 7 to 14 us (24 to 35 us with splits) once per step for all layers.\n",
         kernels.prefill_table(f"prefill-{DATE_H200}-25.jsonl", f"prefill-peers-{DATE_H200}-25.jsonl"),
-        "8-bit caches, modifiers, and cases that the run above does not have:\n",
+        "This run measures 8-bit caches, modifiers, and cases that the run above lacks:\n",
         kernels.prefill_table(f"prefill-{DATE_H200}-22.jsonl", f"prefill-peers-{DATE_H200}-22.jsonl"),
-        "Few queries after a long context, blocks of 16; times include combining the splits:\n",
+        "This table shows few queries after a long context, with blocks of 16. Times include combining the splits:\n",
         kernels.few_queries_table(
             f"prefill-heads-{DATE_H200}-25.jsonl", f"prefill-heads-peers-{DATE_H200}-25.jsonl"
         ),
-        "The same over 8-bit caches, which the kernel dequantizes itself or `cache_read` dequantizes before it:\n",
+        "The next tables show the same cases over 8-bit caches. Either the kernel dequantizes keys and values, or `cache_read` does so first:\n",
         kernels.quantized_prefill_table(f"prefill-narrow-{DATE_H200}-25.jsonl"),
         kernels.quantized_prefill_table("prefill-narrow-crossing-nvidia-h100-80gb-hbm3-2026-11-25.jsonl"),
     ]
@@ -88,16 +88,16 @@ def gradients() -> list[str]:
     """Return the section on training."""
     return [
         "## Gradients\n",
-        "The backward pass with everything XLA computes around it (`python -m benchmarks backward`): 32 query heads, 8 kv heads, head_dim\n"
-        "128 unless named, causal, bf16, schedules and lists not included. TFLOP/s count visible pairs, so a mask's TFLOP/s divided by the\n"
-        "plain case's is its share of the ideal.\n",
+        "The backward pass with 32 query heads, 8 kv heads and head_dim 128 (unless the name says otherwise), causal, in bf16\n"
+        "(`python -m benchmarks backward`). Times include what XLA computes around the kernels and exclude schedules and lists. TFLOP/s count\n"
+        "visible pairs. The TFLOP/s of a mask divided by those of the plain case are therefore its share of the ideal.\n",
         kernels.gradients_table(f"backward-whole-{DATE_H200}-26.jsonl"),
-        "On an H100; plain cases on one GPU of the machine, the others on its second GPU at the same time:\n",
+        "These rows are from an H100. The plain cases ran on one GPU of the machine, the others on its second GPU at the same time:\n",
         kernels.gradients_table("backward-later-nvidia-h100-80gb-hbm3-2026-11-25.jsonl"),
         "## Training a layer\n",
-        "Llama 3 8B's projections and attention, forward and backward in one jit, bf16, beside the same layer with `jax.nn`'s cuDNN attention\n"
-        '(`python -m benchmarks training`; for cuDNN, documents are padded to the longest). "Attention" is everything but the projections.\n'
-        "The error is the largest of output and gradients, relative to XLA in float32.\n",
+        "The tables compare Llama 3 8B's projections and attention with the same layer on `jax.nn`'s cuDNN attention. Each case runs forward\n"
+        'and backward in one jit, in bf16 (`python -m benchmarks training`). For cuDNN, documents are padded to the longest. "Attention" is\n'
+        "everything but the projections. The error is the largest of output and gradients, relative to XLA in float32.\n",
         kernels.training_table("training-8x2k-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
         kernels.training_table("training-slashes-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
         kernels.training_table(f"training-in-turn-{DATE_H200}-23.jsonl"),
@@ -109,16 +109,17 @@ def sparse() -> list[str]:
     return [
         "## Sparse attention\n",
         "32 query heads, 8 kv heads, head_dim 128 (`python -m benchmarks sparse`). Times include building the lists and selecting blocks.\n\n"
-        "- `blocks_128_16k`: prefill of one causal prompt of 16k tokens; every head has random blocks of 128 x 128 of its own.\n"
+        "- `blocks_128_16k`: prefill of one causal prompt of 16k tokens; each head has different random blocks of 128 x 128.\n"
         "- `local_strided`: Phi-3-small's pattern. `pooled`: `select_prefill_blocks` over random queries and keys.\n"
         "- `vertical_slash`: MInference's pattern with 1,000 columns (in runs of 100; `scattered`: isolated) and 6,096 slashes per head;\n"
         "  `gathered`: with `gather=True`.\n"
-        "- `*_64x32k`: decode of 64 requests with 32k tokens; every kv head has random blocks of its own (`by_head`: every query head).\n"
+        "- `*_64x32k`: decode of 64 requests with 32k tokens; each kv head (`by_head`: each query head) has different random blocks.\n"
         "- `quest`: decode of 8 requests with 128k tokens; a tenth of the blocks is selected in the same call.\n",
         kernels.sparse_table(f"sparse-{DATE_H200}-22.jsonl"),
         kernels.sparse_table("sparse-gathered-nvidia-h100-80gb-hbm3-2026-11-26.jsonl"),
         kernels.sparse_table(f"sparse-{DATE_H200}-21.jsonl"),
-        "Beside vLLM 0.9.2, the last release with block-sparse attention: `paged_attention_v2` in decode, its Triton kernel in prefill:\n",
+        "vLLM 0.9.2 is the last release with block-sparse attention. The table compares jattn with its `paged_attention_v2` in decode and its\n"
+        "Triton kernel in prefill:\n",
         kernels.sparse_peers_table(
             f"sparse-{DATE_H200}-21.jsonl", f"sparse-vllm-beside-{DATE_H200}-21.jsonl"
         ),
@@ -133,7 +134,8 @@ def quantized() -> list[str]:
         "Static scales come from `jattn.calibrate`. The heads of this model are 32 wide, so scales per token and head weigh four times as\n"
         "much as with 128.\n",
         models.quantization_table("quantization-cpu-2026-11-21.jsonl"),
-        "Cache writes, 8 kv heads of 128, blocks of 16, in us; in parentheses relative to 16 bits (`python -m benchmarks write`):\n",
+        "This table shows the time of cache writes in us, with 8 kv heads of 128 and blocks of 16 (`python -m benchmarks write`). Numbers in\n"
+        "parentheses are relative to 16 bits:\n",
         kernels.write_table(f"write-{DATE_H200}-21.jsonl"),
     ]
 
@@ -142,36 +144,39 @@ def serving() -> list[str]:
     """Return the sections on whole models."""
     return [
         "## Engine\n",
-        "36 layers of Qwen3-8B's sizes with random bf16 weights, 256 requests, 8,192 new tokens per step (`python -m benchmarks engine`).\n"
+        "The model has 36 layers of Qwen3-8B's sizes and random bf16 weights. A step has at most 256 requests and 8,192 new tokens\n"
+        "(`python -m benchmarks engine`).\n"
         '`decode_BxC` is a decode step of B requests with C tokens; "in completions" is the same from the difference of long and short\n'
         "completions. `nano_bench` is nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and out.\n",
         models.engine_table(f"engine-{DATE_H200}-23.jsonl", f"engine-peer-{DATE_H200}-23.jsonl"),
-        "nano-vllm's benchmark, both engines with default options, one after the other on one GPU. `first`: the first run; `again`: the same\n"
-        "prompts once more, with cached prefixes:\n",
+        "Both engines run nano-vllm's benchmark with default options, one after the other on one GPU. `first` is the first run. `again` repeats\n"
+        "the same prompts, with cached prefixes:\n",
         models.engine_table(
             f"engine-workload-{DATE_H200}-23.jsonl", f"engine-workload-peer-{DATE_H200}-23.jsonl"
         ),
-        "Time until ready (`python -m benchmarks starts`):\n",
+        "This table shows the time until the engine is ready (`python -m benchmarks starts`):\n",
         models.start_table(f"engine-starts-{DATE_H200}-22.jsonl"),
         "### Speculative decoding\n",
-        "Prompt lookup of 7 tokens on a model with known continuations: texts that repeat themselves (`copying`), and texts whose drafts are\n"
-        "all rejected (`python -m benchmarks drafts`).\n",
+        "Prompt lookup proposes 7 tokens on a model with known continuations (`python -m benchmarks drafts`). The texts of `copying` repeat\n"
+        "themselves. All drafts for the other texts are rejected.\n",
         models.speculative_table(f"drafts-{DATE_H200}-23.jsonl"),
         "### Cascade attention\n",
-        "Decode steps whose requests share 8,192 tokens (`python -m benchmarks cascades`).\n",
+        "The requests of these decode steps share 8,192 tokens (`python -m benchmarks cascades`).\n",
         models.cascade_table(f"cascades-{DATE_H200}-23.jsonl"),
         models.cascade_table(f"cascades-by-splits-{DATE_H200}-25.jsonl"),
         "## Server\n",
-        "`jattn serve` beside its engine without a server: the same model, prompts and arrivals (Poisson, 8 seconds; 1,024 tokens in, 256\n"
-        'out). Times are medians from when a request was due. "at once" is 256 requests of 16 tokens (`python -m benchmarks serve`).\n',
+        "The table compares `jattn serve` with the same engine called without a server (`python -m benchmarks serve`). Both get the same prompts\n"
+        "(1,024 tokens in, 256 out) at the same Poisson arrival times for 8 seconds. The time to the first token is measured from the scheduled\n"
+        'arrival. All times are medians. "at once" means 256 requests of 16 prompt tokens and 256 new tokens that arrive together. "engine\n'
+        'again" repeats the run of the engine and shows the noise.\n',
         models.server_table(f"serve-sent-at-once-{DATE_H200}-24.jsonl"),
         "![times to the first token and between tokens by request rate](images/server.svg)\n",
         "## Decode graphs\n",
-        "A decode step as one executable, context 1,024: `chain` is 32 attention layers of Llama 3 8B's sizes, `graphs` a step of\n"
-        "`DecodeGraphs` with the sampler, `loop` a step of `decode_loop`; the first number is the batch (`python -m benchmarks graphs`).\n",
+        "A decode step with a context of 1,024 is one executable (`python -m benchmarks graphs`). `chain` is 32 attention layers of Llama 3\n"
+        "8B's sizes, `graphs` a step of `DecodeGraphs` with the sampler, and `loop` a step of `decode_loop`. The first number is the batch.\n",
         models.graphs_table(f"graphs-{DATE_H200}-21.jsonl"),
         "## Mixture of experts\n",
-        "Two layers with random weights beside transformers 5.17 with torch 2.11, by the fastest of its implementations\n"
+        "The table compares two layers with random weights with transformers 5.17 and torch 2.11, in the fastest of its implementations\n"
         "(`python -m benchmarks experts --beside-transformers`).\n",
         models.experts_table(f"experts-beside-transformers-{DATE_H200}-23.jsonl"),
     ]

@@ -97,7 +97,7 @@ def prefill_table(file: str, peer_file: str) -> str:
         rates = [None if us is None else row["tflop_per_s"] * row["us"] / us for us in peer_us]
         best = max((rate for rate in rates if rate is not None), default=None)
         case = row["name"] + ("" if row["modifier"] == "plain" else f", {row['modifier']}")
-        keys = "packed" if size is None else f"{quantization or ''} blocks of {size}".strip()
+        keys = "contiguous" if size is None else f"{quantization or ''} blocks of {size}".strip()
         for engine, rate in zip(engines, rates, strict=True):
             if rate is not None:
                 speedups[engine][f"{case}, {keys}"] = row["tflop_per_s"] / rate
