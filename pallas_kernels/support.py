@@ -146,9 +146,9 @@ def why_not_decode(
         layout: Cache layout, "NHD" or "HND".
         has_token_scales: Whether keys, and whether values, have a scale per token and head.
     """
-    dtype, stored = jnp.dtype(dtype), {"keys": jnp.dtype(k_dtype), "values": jnp.dtype(v_dtype)}
+    dtype, kv_dtypes = jnp.dtype(dtype), {"keys": jnp.dtype(k_dtype), "values": jnp.dtype(v_dtype)}
     stored_rules: list[Rule] = []
-    for (name, stored_dtype), has_scales in zip(stored.items(), has_token_scales, strict=True):
+    for (name, stored_dtype), has_scales in zip(kv_dtypes.items(), has_token_scales, strict=True):
         is_known = stored_dtype == dtype or stored_dtype.name in EIGHT_BIT_DTYPES
         supported = listed((dtype.name, *EIGHT_BIT_DTYPES))
         clause = f"{name} stored in {stored_dtype.name} are not supported with {dtype.name} queries"
@@ -160,7 +160,7 @@ def why_not_decode(
             must_be_one_of("layout", layout, LAYOUTS),
             must_be_one_of("query dtype", dtype.name, DTYPES),
             *stored_rules,
-            _head_dim_rule(head_dim, tuple(stored.values())),
+            _head_dim_rule(head_dim, tuple(kv_dtypes.values())),
             must_be_one_of("block_size", block_size, BLOCK_SIZES),
             (
                 group <= MAX_GROUP,
@@ -291,20 +291,20 @@ def why_not_write(
         v_scale_ndim: Axes of the scale of the values; see `k_scale_ndim`.
     """
     dtype = jnp.dtype(dtype)
-    stored = {name: jnp.dtype(x) for name, x in (("keys", k_dtype), ("values", v_dtype))}
-    is_quantized = any(x != dtype for x in stored.values())
-    min_itemsize = min(x.itemsize for x in stored.values())
+    kv_dtypes = {name: jnp.dtype(x) for name, x in (("keys", k_dtype), ("values", v_dtype))}
+    is_quantized = any(x != dtype for x in kv_dtypes.values())
+    min_itemsize = min(x.itemsize for x in kv_dtypes.values())
     token_bytes, head_bytes = kv_heads * head_dim * min_itemsize, head_dim * min_itemsize
     needs_alignment = layout == "HND" or is_quantized
     rules = [must_be_one_of("layout", layout, LAYOUTS)]
-    for (name, stored_dtype), ndim in zip(stored.items(), (k_scale_ndim, v_scale_ndim), strict=True):
+    for (name, stored_dtype), ndim in zip(kv_dtypes.items(), (k_scale_ndim, v_scale_ndim), strict=True):
         can_quantize = dtype.name in DTYPES and stored_dtype.name in ("int8", "float8_e4m3fn")
         is_plain = stored_dtype == dtype and ndim is None
         has_known_scale = stored_dtype != dtype and ndim in (None, 0, 3)
         clause = f"writing {name} of {dtype.name} into a cache of {stored_dtype.name}"
         rules.append((stored_dtype == dtype or can_quantize, f"{clause} is not supported"))
         rules.append((is_plain or has_known_scale, f"{clause} with a scale of {ndim} axes is not supported"))
-    alignment = f"with layout={layout} and stored dtypes {listed(x.name for x in stored.values())}"
+    alignment = f"with layout={layout} and stored dtypes {listed(x.name for x in kv_dtypes.values())}"
     rules += [
         (
             token_bytes % 16 == 0,
@@ -342,15 +342,15 @@ def why_not_qkv_write(
         head_dim: Elements per head.
     """
     name = jnp.dtype(dtype).name
-    stored = jnp.dtype(k_dtype).name, jnp.dtype(v_dtype).name
+    names = jnp.dtype(k_dtype).name, jnp.dtype(v_dtype).name
     # Each lane holds a power of 2 of the elements of half a head, which the 60 of head_dim 120 do not allow.
     halved = tuple(dim for dim in HEAD_DIMS if dim % 16 == 0)
-    caches = f"caches of {listed(stored)} are not supported with {name} inputs; both must be {name}"
+    caches = f"caches of {listed(names)} are not supported with {name} inputs; both must be {name}"
     return first_reason(
         [
             must_be_one_of("dtype", name, DTYPES),
             must_be_one_of("layout", layout, LAYOUTS),
-            (stored == (name, name), caches),
+            (names == (name, name), caches),
             must_be_one_of("head_dim", head_dim, halved),
         ]
     )

@@ -183,7 +183,10 @@ def score_tiles(
 
 
 def head_bias(dims: BlockScoresDims) -> np.ndarray:
-    """Return `BlockScoresInputs.bias`, in NumPy so that it is a constant and not computed on the device."""
+    """Return the f32 bias [64, q_heads]: 0 for query heads of the row's KV head, else -inf.
+
+    A NumPy array is a constant of the kernel; a jnp array would be computed on the device.
+    """
     kv_head, q_head = np.arange(TILE_ROWS)[:, None] % dims.kv_heads, np.arange(dims.q_heads)[None, :]
     is_own_head = q_head // (dims.q_heads // dims.kv_heads) == kv_head
     return np.where(is_own_head, 0.0, -np.inf).astype(np.float32)
@@ -211,7 +214,7 @@ def score_body(
         return (first_tile + step * ctas) * dims.blocks
 
     def block_ids(step: Scalar) -> tuple[Scalar, ...]:
-        return tuple(table.first(req, num_blocks).ids(first_block(step), dims.blocks))
+        return tuple(table.first_blocks(req, num_blocks).ids(first_block(step), dims.blocks))
 
     def produce() -> None:
         plgpu.copy_gmem_to_smem(inputs.query.at[req], smem.q.at[0], barriers.q_full)

@@ -136,7 +136,7 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
 
     def load() -> None:
         table = BlockTableRef(inputs.block_table, tiling.block_size)
-        blocks = table.visible(req, inputs.first_keys[req], inputs.seq_lens[req])
+        blocks = table.visible_blocks(req, inputs.first_keys[req], inputs.seq_lens[req])
         copy = tiling.tma_copy_index(first_key)
         for j, block in enumerate(blocks.ids(tiling.table_column(first_key), tiling.num_copies)):
             rows, index = (

@@ -36,15 +36,20 @@ _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 type Addresses = dict[tuple[int, int], int]  # by (id of the accessing device, id of the owning device)
 
 
-def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]]) -> Addresses | str:
+def share_memory(
+    devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]]
+) -> tuple[Addresses, str | None]:
     """Allocate memory on all devices, and return its addresses for the devices of this process.
 
-    If this fails in a process, it returns the reason as a string in all processes. All processes must call it
-    at the same time. It returns after all processes have filled their memory.
+    All processes must call this at the same time. It returns after all processes have filled their memory.
 
     Args:
         devices: GPUs of all processes.
         runs: Initial contents of each device's memory, as (32-bit word, count) pairs.
+
+    Returns:
+        The addresses, and None; or, if this fails in any process, no addresses and the reason, in all
+        processes.
     """
     allocations: dict[jax.Device, int] = {}
     addresses: Addresses = {}
@@ -55,7 +60,7 @@ def share_memory(devices: Sequence[jax.Device], runs: Sequence[tuple[int, int]])
     finally:
         if not is_shared:  # the other processes also free their memory, whatever the error was
             _free(allocations, addresses)
-    return addresses if failure is None else failure
+    return (addresses, None) if failure is None else ({}, failure)
 
 
 def why_not_shared(devices: Sequence[jax.Device]) -> str | None:

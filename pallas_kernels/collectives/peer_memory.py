@@ -24,8 +24,7 @@ class PeerMemory(NamedTuple):
     """Memory of each device that the other devices write to. Create it once for all calls on a mesh.
 
     The caller must keep it alive while a kernel that uses it runs. Both arrays are sharded over all axes of
-    the
-    mesh: `jax.shard_map` with `in_specs=PartitionSpec(*mesh.axis_names)` passes one shard to each device.
+    the mesh: `jax.shard_map` with `in_specs=PartitionSpec(*mesh.axis_names)` passes one shard to each device.
 
     Attributes:
         table: One row per device: its index among the devices that sum, 0, and the addresses of the memory of
@@ -118,15 +117,18 @@ def _allocate_in_process(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
 def _allocate_in_processes(mesh: Mesh, words: int) -> tuple[Addresses, jax.Array]:
     """Allocate memory by the CUDA driver in all processes, and return its addresses and PeerMemory.memory."""
     counters = COUNTERS // 4
-    addresses = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
-    if isinstance(addresses, str):
-        raise unsupported("make_peer_memory", addresses, _FIX)
+    addresses, reason = share_memory(list(mesh.devices.flat), [(0, counters), (EMPTY, words - counters)])
+    if reason is not None:
+        raise unsupported("make_peer_memory", reason, _FIX)
     shape, by_device = (*mesh.devices.shape, 0, words), NamedSharding(mesh, P(*mesh.axis_names))
     return addresses, jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=by_device)()
 
 
 def _table(mesh: Mesh, names: tuple[str, ...], addresses: Mapping[tuple[int, int], int]) -> jax.Array:
-    """Return PeerMemory.table. Each process builds the rows of the devices that belong to it."""
+    """Return the index of each device and the addresses of its peers' memory, see PeerMemory.table.
+
+    Each process builds the rows of the devices that belong to it.
+    """
     axes, sizes = [mesh.axis_names.index(name) for name in names], [mesh.shape[name] for name in names]
 
     def row(index: tuple[slice, ...] | None) -> np.ndarray:

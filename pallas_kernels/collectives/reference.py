@@ -14,9 +14,9 @@ def all_reduce(parts):  # type: ignore[no-untyped-def]
 
 
 def all_reduce_rms_norm(parts, residual, weight, *, eps, is_offset=False, rounds_once=False):  # type: ignore[no-untyped-def]
-    """Return the residual stream plus the sum, and its RMS norm."""
-    stream = rounded(all_reduce(parts) + np.asarray(residual, np.float64), parts.dtype)
-    normed = stream / np.sqrt(np.mean(stream * stream, axis=-1, keepdims=True) + eps)
+    """Return the residual plus the sum, and its RMS norm."""
+    residual_out = rounded(all_reduce(parts) + np.asarray(residual, np.float64), parts.dtype)
+    normed = residual_out / np.sqrt(np.mean(residual_out * residual_out, axis=-1, keepdims=True) + eps)
     if not rounds_once:
         normed = rounded(normed, parts.dtype)
-    return stream, rounded(normed * (np.asarray(weight, np.float64) + is_offset), parts.dtype)
+    return residual_out, rounded(normed * (np.asarray(weight, np.float64) + is_offset), parts.dtype)

@@ -61,9 +61,9 @@ def tile_outputs(outputs: int) -> int:
     return next(tile for tile in TILES_OUTPUTS if outputs % tile == 0)
 
 
-def num_stages(tile: int, inputs: int) -> int:
+def num_stages(outputs_per_tile: int, inputs: int) -> int:
     """Return the number of stages that fit in shared memory together with the result tile."""
-    stage, results = 2 * (TILE_ROWS + tile) * TILE_INPUTS, 2 * TILE_ROWS * tile
+    stage, results = 2 * (TILE_ROWS + outputs_per_tile) * TILE_INPUTS, 2 * TILE_ROWS * outputs_per_tile
     return min((SHARED_MEMORY - results) // stage, inputs // TILE_INPUTS)
 
 
@@ -145,7 +145,7 @@ def multiply_body(
     )
 
     @pl.when(group >= 0)
-    def run() -> None:
+    def run_pipeline() -> None:
         matrix = weights.at[group]
         matrix = matrix.at[columns] if dims.outputs_first else matrix.at[:, columns]
         pipeline(x.at[pl.ds(first_row, TILE_ROWS)], matrix)

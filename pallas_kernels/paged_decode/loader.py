@@ -135,7 +135,7 @@ class DecodeLoader:
         keys = get_tile_keys(segment, tile_index, entries, self.spec)
         # Blocks outside of [first_key, end_key) may not be allocated. Another block is loaded instead, and
         # masked.
-        blocks = self.blocks.visible(segment.request, segment.first_key, segment.end_key)
+        blocks = self.blocks.visible_blocks(segment.request, segment.first_key, segment.end_key)
         copies = []
         for first in keys.run_starts:
             column, copy = self.tiling.table_column(first), self.tiling.tma_copy_index(first)

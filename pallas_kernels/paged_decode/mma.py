@@ -148,7 +148,7 @@ class WarpgroupMma(TileMma):
         return accs, row_max, zeros(*self.tile)
 
     def load_query(self, q_s: Ref) -> tuple[Ref, float]:
-        """Return the ref of the queries in shared memory, and the factor 1."""
+        """Return the queries in shared memory, and 1.0, because their scores need no extra factor."""
         return q_s, 1.0
 
     def qk(self, stage: Scalar, query: Ref) -> Tile:
@@ -291,7 +291,7 @@ class WarpMma(TileMma):
         return tuple(self.zeros() for _ in range(self.tile.num_accs)), row_max, self.zeros()
 
     def load_query(self, q_s: Ref) -> tuple[Tile, Tile]:
-        """Return the queries in registers, as the right operand of mma.sync."""
+        """Return the queries in registers, as right operands of mma.sync, and the factor for their scores."""
         return load_query_fragments(q_s, tile=self.tile, is_interpreted=self.is_interpreted)
 
     def qk(self, stage: Scalar, query: Tile) -> Tile:

@@ -85,8 +85,8 @@ def schedule_key(
 ) -> DecodeScheduleKey:
     """Return the static sizes that the schedule of a call must be built for."""
     if list_block_size is not None:
-        return DecodeScheduleKey(sizes.unit, None, None, list_block_size, kv_heads)
-    return DecodeScheduleKey(sizes.unit, score.mask, decode_query_len, None, None)
+        return DecodeScheduleKey(sizes.keys_per_unit, None, None, list_block_size, kv_heads)
+    return DecodeScheduleKey(sizes.keys_per_unit, score.mask, decode_query_len, None, None)
 
 
 def make_schedule(
@@ -120,10 +120,12 @@ def make_schedule(
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
     num_spans = sizes.num_spans(1 if block_list is not None else kv_heads, group * decode_query_len)
     if max_kv is not None:
-        num_spans = min(num_spans, rows * -(-max_kv // (sizes.unit)))
+        num_spans = min(num_spans, rows * -(-max_kv // sizes.keys_per_unit))
     list_heads = None if block_list is None else block_list.counts.shape[1]
     built_for = schedule_key(score, sizes, decode_query_len, list_block_size, list_heads)
-    unit_ends = _unit_ends(seq_lens, score, sizes.unit, decode_query_len, block_list, list_block_size)
+    unit_ends = _unit_ends(
+        seq_lens, score, sizes.keys_per_unit, decode_query_len, block_list, list_block_size
+    )
     return DecodeSchedule(unit_ends, num_spans, built_for)
 
 

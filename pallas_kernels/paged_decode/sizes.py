@@ -54,7 +54,7 @@ class DecodeSizes:
         return self.tile_kv, self.split_kv or 0, self.ctas, self.max_rows
 
     @property
-    def unit(self) -> int:
+    def keys_per_unit(self) -> int:
         """Number of keys per unit of the schedule: those of a fixed split, or of a tile."""
         return self.split_kv or self.tile_kv
 

@@ -175,7 +175,7 @@ class Span:
         """Return the part of the cursor's row from the cursor's unit up to unit `stop`."""
         shape, score, sizes = self.spec.shape, self.spec.score, self.spec.sizes
         (end, seq_len, num_listed), row, unit, start = cursor.current, cursor.row, cursor.unit, cursor.start
-        tiles_per_unit = sizes.unit // sizes.tile_kv
+        tiles_per_unit = sizes.keys_per_unit // sizes.tile_kv
         request, request_head_tile = shape.row_request(row, self.head_tile)
         first_key, end_key = score.request_key_range(seq_len, shape.query_len)
         # Units of the row in this span; with fixed splits a segment is one split.

@@ -50,34 +50,34 @@ class SpanStart(NamedTuple):
 
 
 def span_units(total: Scalar, num_spans: int) -> Scalar:
-    """Return the number of units of a span, at least 1."""
+    """Return the number of units of a span; 1 if there are fewer units than spans."""
     return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
 
 
 def find_span_start(
-    ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int, is_interpreted: bool
+    ends_g: Ref, values_g: Ref, span_index: Scalar, *, num_spans: int, is_interpreted: bool
 ) -> SpanStart:
     """Return the unit and the schedule row in which a span begins.
 
     Args:
         ends_g: One past the last unit of each row of the schedule, int32 [reqs].
         values_g: A value of each row, int32 [reqs], not negative.
-        number: Index of the span, 0 to `num_spans`.
+        span_index: Index of the span, 0 to `num_spans`.
         num_spans: Number of spans of the schedule.
         is_interpreted: Whether the kernel runs in interpret mode.
     """
     uses_fallback = is_interpreted or ends_g.shape[0] > MAX_ROWS_PER_WARP
-    return search_by_warp(ends_g, values_g, number, num_spans=num_spans, is_interpreted=uses_fallback)
+    return search_by_warp(ends_g, values_g, span_index, num_spans=num_spans, is_interpreted=uses_fallback)
 
 
-def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
+def search_k_ary(ends_g: Ref, values_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanStart:
     """Implement `find_span_start` by comparing SEARCH_WAYS schedule rows per step."""
     rows = ends_g.shape[0]
     total = ends_g[rows - 1]
     span = span_units(total, num_spans)
 
     def count_rows_before(unit: Scalar) -> Scalar:
-        first_row, size = number * 0, rows  # the row is one of [first_row, first_row + size]
+        first_row, size = span_index * 0, rows  # the row is one of [first_row, first_row + size]
         while size:
             step = -(-size // SEARCH_WAYS)
             last_rows = [first_row + (i * step - 1) for i in range(1, -(-size // step) + 1)]
@@ -86,7 +86,7 @@ def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) 
             size = step - 1
         return first_row
 
-    unit = number * span
+    unit = span_index * span
     row = count_rows_before(unit)
     start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
     clipped = jnp.minimum(row, rows - 1)
@@ -95,19 +95,21 @@ def search_k_ary(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) 
 
 
 @with_fallback(search_k_ary)
-def search_by_warp(ends_g: Ref, values_g: Ref, number: Scalar, *, num_spans: int) -> SpanStart:
+def search_by_warp(ends_g: Ref, values_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanStart:
     """Implement `find_span_start` for up to MAX_ROWS_PER_WARP schedule rows."""
     scalar = plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR)
     types = plgpu.RefType(), plgpu.RefType(), SCALAR
     run = plgpu.inline_mgpu(arg_types=types, return_type=(scalar,) * len(SpanStart._fields))
-    return SpanStart(*run(functools.partial(_search_by_lanes, num_spans=num_spans))(ends_g, values_g, number))
+    return SpanStart(
+        *run(functools.partial(_search_by_lanes, num_spans=num_spans))(ends_g, values_g, span_index)
+    )
 
 
 def _search_by_lanes(
     _ctx: mgpu.LaunchContext,
     ends_g: ir.Value,
     values_g: ir.Value,
-    number: mgpu.FragmentedArray,
+    span_index: mgpu.FragmentedArray,
     *,
     num_spans: int,
 ) -> tuple[mgpu.FragmentedArray, ...]:
@@ -123,7 +125,7 @@ def _search_by_lanes(
     total = lanes.shuffle(ends[-1], "idx", lanes.const(31))
     span = arith.divui(lanes.add(total, num_spans - 1), lanes.const(num_spans))
     span = arith.maxsi(span, lanes.const(1))
-    unit = arith.muli(fragments.scalar(number), span)
+    unit = arith.muli(fragments.scalar(span_index), span)
 
     def compare(predicate: str, a: ir.Value, b: ir.Value) -> ir.Value:
         return arith.cmpi(getattr(arith.CmpIPredicate, predicate), a, b)

@@ -94,14 +94,14 @@ def _store_tokens(
     values: Rows,
     head: Scalar,
     token: Scalar,
-    begin_row: Scalar,
+    first_row: Scalar,
     end_row: Scalar,
     *,
     tokens_per_head: int,
 ) -> None:
-    """Store powers of two of rows, because rows outside [begin_row, end_row) may belong to other blocks."""
-    num = jnp.maximum(end_row - begin_row, 0)
-    offset, size = begin_row, tokens_per_head
+    """Store powers of two of rows, because rows outside [first_row, end_row) may belong to other blocks."""
+    num = jnp.maximum(end_row - first_row, 0)
+    offset, size = first_row, tokens_per_head
     while size:
         for i in range(values.shape[0] // tokens_per_head):
 
@@ -119,7 +119,7 @@ def store_tokens(
     values: Rows,
     head: Scalar,
     token: Scalar,
-    begin_row: Scalar,
+    first_row: Scalar,
     end_row: Scalar,
     *,
     tokens_per_head: int,
@@ -131,7 +131,7 @@ def store_tokens(
         values: One number per row of the tile, f32 [64].
         head: Head of the first rows.
         token: Token of each head's first row; may be negative if that row is not valid.
-        begin_row: Index of the first valid row among a head's rows.
+        first_row: Index of the first valid row among a head's rows.
         end_row: One past the index of the last valid row among a head's rows.
         tokens_per_head: Static: number of rows of a head, a power of two.
     """
@@ -143,11 +143,11 @@ def store_tokens(
         values: mgpu.FragmentedArray,
         head: mgpu.FragmentedArray,
         token: mgpu.FragmentedArray,
-        begin_row: mgpu.FragmentedArray,
+        first_row: mgpu.FragmentedArray,
         end_row: mgpu.FragmentedArray,
     ) -> None:
         (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        first_head, first_token, begin, end = map(fragments.scalar, (head, token, begin_row, end_row))
+        first_head, first_token, begin, end = map(fragments.scalar, (head, token, first_row, end_row))
         for row, value, is_writer in _lane_rows(values):
             head_index = arith.divui(row, lanes.const(tokens_per_head))
             token_index = arith.remui(row, lanes.const(tokens_per_head))
@@ -162,7 +162,7 @@ def store_tokens(
             pointer = lanes.element_pointer(ref, index, 4)
             lanes.run("st.global.f32 [$0], $1;", pointer, value, predicate=predicate)
 
-    store(ref, values, head, token, begin_row, end_row)
+    store(ref, values, head, token, first_row, end_row)
 
 
 def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Value, ir.Value]]:

@@ -231,7 +231,9 @@ def _clear_counts(totals_offset: int) -> Iterator[str]:
 
 
 def _counts_before(max_len: int, totals_offset: int) -> Iterator[str]:
-    """Yield code that replaces each warp's count of a length by the position of its first such work tile.
+    """Yield code that turns the counts per (length, warp) into exclusive prefix sums.
+
+    A sum is the position of the warp's first work tile of that length.
 
     Each thread processes a few consecutive lengths.
     """

@@ -60,7 +60,7 @@ def swizzle_transforms(
 
 
 def swizzle_bytes(itemsize: int, width: int = 64) -> int:
-    """Return the bytes per row of the swizzle: `width` columns, at most 128 bytes."""
+    """Return the bytes per row of the swizzle: the greatest common divisor of a row and 128."""
     return math.gcd(itemsize * width, 128)
 
 

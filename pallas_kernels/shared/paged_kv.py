@@ -109,7 +109,7 @@ class BlockTableRef:
         """Wrap a table [reqs, max_blocks]."""
         self._table_g, self._block_size = table_g, block_size
 
-    def visible(
+    def visible_blocks(
         self, req: Scalar, first_key: Scalar, end_key: Scalar, *, is_checked: bool = False
     ) -> "VisibleBlocks":
         """Return the blocks of a request that hold keys `first_key` to `end_key - 1`.
@@ -129,8 +129,11 @@ class BlockTableRef:
         last = jnp.maximum(lax.div(end_key - 1, size), first)
         return VisibleBlocks(self._table_g, req, first, jnp.minimum(last, self._table_g.shape[1] - 1))
 
-    def first(self, req: Scalar, num_blocks: Scalar) -> "VisibleBlocks":
-        """Return the first `num_blocks` blocks of a request, at most as many as its row has columns."""
+    def first_blocks(self, req: Scalar, num_blocks: Scalar) -> "VisibleBlocks":
+        """Return the first `num_blocks` blocks of a request.
+
+        `num_blocks` must not exceed the table's number of columns.
+        """
         return VisibleBlocks(self._table_g, req, None, jnp.maximum(num_blocks - 1, 0))
 
 

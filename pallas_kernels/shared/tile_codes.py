@@ -1,4 +1,4 @@
-"""Codes that say which tiles of scores are visible, and the entries of the lists built from them."""
+"""Codes that pack the visibility of tiles of scores into bits, and the lists of tiles built from them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt
 
-VISIBLE_BIT, FULL_BIT, QUERY_BLOCK_BIT = 0, 1, 2  # bits of a code; one bit per query block from the last on
+VISIBLE_BIT, FULL_BIT, QUERY_BLOCK_BIT = 0, 1, 2  # bits of a code; query block n has bit QUERY_BLOCK_BIT + n
 QUERY_BLOCK_SHIFT = 20  # an entry holds a tile index below this bit and one bit per query block from it on
 MAX_QUERY_BLOCKS = 10  # query blocks that the bits of an entry distinguish
 MAX_TILES = 2**16 - 1  # tiles per list
 
 
 class ListedTiles(NamedTuple):
-    """The tiles that each list visits.
+    """Lists of tiles, each with the tiles that one query tile visits.
 
     Attributes:
         entries: Partly visible tiles in descending order, then fully visible tiles in ascending order. An
@@ -33,15 +33,18 @@ def encode_tiles(
     is_full: Bool[Array, "*lists tiles"],
     query_blocks: Sequence[Array] = (),
 ) -> UInt[Array, "*lists tiles"]:
-    """Return the code of each tile, in 8 or 16 bits.
+    """Pack the visibility of each tile into bits: VISIBLE_BIT, FULL_BIT, then one bit per query block.
+
+    The bits of the query blocks start at QUERY_BLOCK_BIT. The result is uint8, or uint16 for more than six
+    query blocks.
 
     Args:
         is_visible: Whether any query-key pair of the tile is visible.
         is_full: Whether all query-key pairs of the tile are visible; ignored for tiles without a visible
             pair.
-        query_blocks: For each query block of the list, whether it attends to the tile; at most
-            MAX_QUERY_BLOCKS. Empty if the blocks are not distinguished. In decode, each query head of the
-            group is one query block.
+        query_blocks: One array like is_visible per query block that visits the same list of tiles: whether
+            that block attends to the tile. At most MAX_QUERY_BLOCKS; empty if the blocks are not
+            distinguished. In decode, each query head of the group is one query block.
     """
     assert len(query_blocks) <= MAX_QUERY_BLOCKS
     dtype = jnp.uint8 if len(query_blocks) <= 8 - QUERY_BLOCK_BIT else jnp.uint16

@@ -133,12 +133,16 @@ class BackwardCall:
             return
         if not has_dq_kernel:  # these lists would have bits per warpgroup, which only the dq kernel allows
             if self.lists.dq_lists is not None:
-                raise ValueError("lists.dq_lists require a dq kernel. Set sizes.dq_sizes.")
+                raise ValueError("lists.dq_lists requires a dq kernel. Set sizes.dq_sizes.")
             return
         if self.lists.dq_lists is None:
-            raise ValueError("sizes.dq_sizes require lists.dq_lists. Build them for schedule.dq_schedule.")
+            raise ValueError(
+                "sizes.dq_sizes is set, so lists.dq_lists is required. Build it for schedule.dq_schedule."
+            )
         if self.mask is not None and self.mask.dq_mask is None:
-            raise ValueError("sizes.dq_sizes require mask.dq_mask, the mask for the dq kernel.")
+            raise ValueError(
+                "sizes.dq_sizes is set, so mask.dq_mask is required. Pass the mask for the dq kernel."
+            )
 
     @property
     def is_empty(self) -> bool:

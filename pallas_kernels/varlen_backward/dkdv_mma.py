@@ -133,7 +133,7 @@ class DkDvMma:
         # have no registers for them while S is computed.
         early = self.spec.num_query_panels == 1
 
-        def run(sum_refs: Any) -> None:
+        def compute_step(acc_refs: Any) -> None:
             def issue(s_ref: Ref, dp_ref: Ref) -> Tile:
                 callbacks.wait_for_queries()
                 if early:
@@ -149,7 +149,7 @@ class DkDvMma:
                 probabilities = callbacks.probabilities(s, lse if early else callbacks.row_stats(0))
                 if early:
                     delta = callbacks.row_stats(1)
-                for panel, ref in enumerate(sum_refs.dv):
+                for panel, ref in enumerate(acc_refs.dv):
                     plgpu.wgmma(ref, probabilities.p, dout.at[panel])
                 # Wait for dP but not for dV: dS is computed meanwhile.
                 dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=panels))
@@ -163,7 +163,7 @@ class DkDvMma:
                 # The previous step's dQ first, so that it can leave while dK is in flight.
                 for index, ref in enumerate(dq_refs):
                     self.issue_dq(ref, index, 1 - buffer, callbacks.zero)
-                for panel, ref in enumerate(sum_refs.dk):
+                for panel, ref in enumerate(acc_refs.dk):
                     plgpu.wgmma(ref, ds, queries.at[panel])
                 if not dq_refs:
                     plgpu.wgmma_wait(panels)
@@ -177,7 +177,7 @@ class DkDvMma:
                 callbacks.add_dq(tuple(lax.optimization_barrier(dq)))
 
         start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in panels) for panels in sums))
-        return DkDvSums(*(tuple(panels) for panels in pl.run_state(run)(start)))
+        return DkDvSums(*(tuple(panels) for panels in pl.run_state(compute_step)(start)))
 
     def dq(self, buffer: Scalar, zero: Scalar) -> Panels:
         """Return the warpgroup's blocks of dQ = dS K of one step; `buffer` is the index of that step's dS."""
@@ -272,11 +272,11 @@ class DkMma(DkDvMma):
             queries_s: Queries (for dS) or dO (for P) in shared memory [panels, tile_q, 64].
         """
 
-        def run(refs: Any) -> None:
+        def multiply(refs: Any) -> None:
             for panel, ref in enumerate(refs):
                 plgpu.wgmma(ref, rows, queries_s.at[panel])
 
-        return tuple(pl.run_state(run)(tuple(plgpu.ACC.init(acc) for acc in sums)))
+        return tuple(pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
 
 class DvMma(DkMma):
@@ -317,8 +317,8 @@ def store_panels(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
 def run_mma(shape: tuple[int, int], issue: Callable[[Ref], None]) -> Tile:
     """Return the product that `issue` adds to an accumulator of zeros."""
 
-    def run(ref: Ref) -> Tile:
+    def multiply(ref: Ref) -> Tile:
         issue(ref)
         return ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, f32))
+    return pl.run_scoped(multiply, plgpu.ACC(shape, f32))

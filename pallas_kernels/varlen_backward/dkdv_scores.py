@@ -93,7 +93,7 @@ class QueryTile(NamedTuple):
     is_masked: bool
 
     def valid_rows(self) -> tuple[Scalar, Scalar]:
-        """Return the range [begin_row, end_row) of the tile's rows that hold queries of the request."""
+        """Return the range [first_row, end_row) of the tile's rows that hold queries of the request."""
         position = self.work_tile.position(self.tile_index)
         return self.work_tile["first_position"] - position, self.work_tile["seq_len"] - position
 
@@ -188,15 +188,15 @@ class DkDvScores:
         work_tile = tile.work_tile
         first, seq_len = work_tile["first_position"], work_tile["seq_len"]
         row = self._rows() + self.wg * PANEL
-        begin_query, end_query = visible_query_range(
+        first_query, end_query = visible_query_range(
             self.spec.score, row + work_tile["key_position"], first, seq_len
         )
         is_valid = (row >= work_tile["begin"]) & (row < work_tile["end"])
-        end_query = jnp.where(is_valid, end_query, begin_query)
+        end_query = jnp.where(is_valid, end_query, first_query)
         position = work_tile.position(tile.tile_index)
-        begin_query, end_query = begin_query - position, end_query - position
+        first_query, end_query = first_query - position, end_query - position
         pairs, mask = self._pairs(tile), self.spec.mask
-        words = pairs.words_in_range(begin_query, end_query)
+        words = pairs.words_in_range(first_query, end_query)
         if mask is None:
             return pairs.masked(y, words)
         visible = mask.visible(pairs, loaded)

@@ -43,8 +43,8 @@ class DqKvPipeline(KvPipeline):
             return self.stage(step)
         return lax.rem(step, jnp.int32(self.num_values))
 
-    def stages(self, step: Scalar) -> tuple[tuple[KvStages, Scalar, int], ...]:
-        """Return, for keys and for values: the stages, the index of the stage of a step, and their number."""
+    def kv_stages(self, step: Scalar) -> tuple[tuple[KvStages, Scalar, int], ...]:
+        """Return (buffers, stage index of a step, number of stages) for keys, then for values."""
         return (
             (self.keys, self.stage(step), self.sizes.stages),
             (self.values, self.value_stage(step), self.num_values),
@@ -55,9 +55,9 @@ class DqKvPipeline(KvPipeline):
 
         @pl.loop(first, end)
         def _(i: Scalar) -> None:
-            for stream, stage, _ in self.stages(step + i):
-                plgpu.barrier_wait(stream.full.at[stage])
-                plgpu.barrier_arrive(stream.free.at[stage])
+            for buffers, stage, _ in self.kv_stages(step + i):
+                plgpu.barrier_wait(buffers.full.at[stage])
+                plgpu.barrier_arrive(buffers.free.at[stage])
 
     def drain(self, steps: Scalar) -> None:
         """Wait until the last tiles have been read; keys and values have different numbers of stages."""
@@ -65,8 +65,8 @@ class DqKvPipeline(KvPipeline):
 
             @pl.loop(jnp.maximum(steps - num, 0), steps)
             def _(step: Scalar, index: int = index) -> None:
-                stream, stage, _ = self.stages(step)[index]
-                plgpu.barrier_wait(stream.free.at[stage])
+                buffers, stage, _ = self.kv_stages(step)[index]
+                plgpu.barrier_wait(buffers.free.at[stage])
 
 
 class DqLoader(PrefillLoader):
@@ -101,12 +101,12 @@ class DqLoader(PrefillLoader):
     def load_outputs(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
         """Load the first warpgroup's outputs into a stage of keys, the second's into one of values."""
         head = self.spec.shape.head
-        for rank, (stream, stage, num) in enumerate(self.pipeline.stages(step)):
-            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+        for rank, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
             rows = pl.ds(align_row(jnp.maximum(work_tile["first_row"] + rank * M, 0)), M)
             for chunk in range(head.num_chunks):
                 source = self.out_g.at[(rows, work_tile.head, *head.gmem_index(chunk, step * 0))]
-                plgpu.copy_gmem_to_smem(source, stream.tiles.at[stage, chunk], stream.full.at[stage])
+                plgpu.copy_gmem_to_smem(source, buffers.tiles.at[stage, chunk], buffers.full.at[stage])
 
     def load_tile(
         self,
@@ -118,10 +118,10 @@ class DqLoader(PrefillLoader):
         """Load the keys and values of a KV tile into stages whose indices may differ; see PrefillLoader."""
         kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
         copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, 1)
-        for index, (stream, stage, num) in enumerate(self.pipeline.stages(step)):
+        for index, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
-            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
-            self.copy(self.arrays[index], stream, stage, copies)
+            pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
+            self.copy(self.arrays[index], buffers, stage, copies)
             if after_keys is not None and index == 0:
                 after_keys()
 

@@ -147,13 +147,13 @@ class DqMainloop:
 
     def compute_delta(self, operands: DqOperands, step: Scalar) -> Tile:
         """Return the row sums of O * dO. Step `step` of the pipeline holds O in place of keys and values."""
-        for stream, stage, _ in self.pipeline.stages(step):
-            plgpu.barrier_wait(stream.full.at[stage])
+        for buffers, stage, _ in self.pipeline.kv_stages(step):
+            plgpu.barrier_wait(buffers.full.at[stage])
 
         def row_sum(rank: int) -> Tile:
-            stream, stage, _ = self.pipeline.stages(step)[rank]
+            buffers, stage, _ = self.pipeline.kv_stages(step)[rank]
             products = [
-                plgpu.load(stream.tiles.at[stage, chunk], layout=W).astype(f32)
+                plgpu.load(buffers.tiles.at[stage, chunk], layout=W).astype(f32)
                 * plgpu.load(operands.dout.at[chunk], layout=W).astype(f32)
                 for chunk in range(self.spec.shape.head.num_chunks)
             ]
@@ -163,8 +163,8 @@ class DqMainloop:
         delta = lax.cond(self.wg == 0, lambda: row_sum(0), lambda: row_sum(1))
         # All threads must have read the stages before TMA refills them.
         plgpu.commit_smem()
-        for stream, stage, _ in self.pipeline.stages(step):
-            plgpu.barrier_arrive(stream.free.at[stage])
+        for buffers, stage, _ in self.pipeline.kv_stages(step):
+            plgpu.barrier_arrive(buffers.free.at[stage])
         return delta
 
     def callbacks(self, tile: KvTile, row_stats: RowStats, wait_for_keys: Callable[[], None]) -> DqCallbacks:

@@ -78,9 +78,9 @@ class DqMma:
         for chunk in range(self.num_chunks):
             plgpu.wgmma(dp_ref, operands.dout.at[chunk], self.pipeline.values.tiles.at[stage, chunk].T)
 
-    def issue_dq(self, sum_refs: Any, ds: Tile, stage: Scalar) -> None:
+    def issue_dq(self, acc_refs: Any, ds: Tile, stage: Scalar) -> None:
         """Issue dQ += dS K."""
-        for chunk, ref in enumerate(sum_refs):
+        for chunk, ref in enumerate(acc_refs):
             plgpu.wgmma(ref, ds, self.pipeline.keys.tiles.at[stage, chunk])
 
     def first_step(self, operands: DqOperands, step: Scalar, callbacks: DqCallbacks) -> DqState:
@@ -98,21 +98,21 @@ class DqMma:
         """
         previous = self.pipeline.stage(step - 1)
 
-        def run(refs: Any) -> None:
-            sum_refs, ds_ref = refs
+        def compute_ds_and_dq(refs: Any) -> None:
+            acc_refs, ds_ref = refs
             ds_ref[...] = self._score_grads(
                 operands,
                 step,
                 callbacks,
                 in_flight=self.num_chunks,
-                issue_more=lambda: self.issue_dq(sum_refs, state.ds, previous),
+                issue_more=lambda: self.issue_dq(acc_refs, state.ds, previous),
             )
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
         # dS stays in f32 until the products are complete: they read the registers of the previous one in 16
         # bits.
         empty = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        sums, ds = pl.run_state(run)((start, empty))
+        sums, ds = pl.run_state(compute_ds_and_dq)((start, empty))
         # dQ of the previous tile is complete, so its keys have been read for the last time.
         plgpu.barrier_arrive(self.pipeline.keys.free.at[previous])
         return DqState(tuple(sums), ds.astype(self.spec.dtype))
@@ -120,8 +120,8 @@ class DqMma:
     def finish(self, step: Scalar, state: DqState) -> tuple[Tile, ...]:
         """Add dS K of the last tile, which `step` loaded, and return the sums."""
         stage = self.pipeline.stage(step)
-        run = pl.run_state(lambda refs: self.issue_dq(refs, state.ds, stage))
-        sums = tuple(run(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
+        add_dq = pl.run_state(lambda refs: self.issue_dq(refs, state.ds, stage))
+        sums = tuple(add_dq(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
         plgpu.barrier_arrive(self.pipeline.keys.free.at[stage])
         return sums
 

@@ -75,8 +75,8 @@ class BackwardSchedule(NamedTuple):
 
     table: Int32[Array, "tiles columns"]
     num_valid: Int32[Array, " 1"]
-    sets: Int32[Array, " items"]
-    order: Int32[Array, " items"]
+    sets: Int32[Array, " work_tiles"]
+    order: Int32[Array, " work_tiles"]
     dq_schedule: PrefillSchedule | None
     built_for: BackwardScheduleKey
 
@@ -168,13 +168,15 @@ def _dq_schedule(
     if sizes.dq_sizes is None:
         return None
     if num_tokens is None:
-        raise ValueError("sizes.dq_sizes require num_tokens, the number of rows of the queries. Pass it.")
+        raise ValueError(
+            "sizes.dq_sizes is set, so num_tokens is required. Pass the number of query rows as num_tokens."
+        )
     return make_prefill_schedule(*lens, num_tokens=num_tokens, score=score, sizes=sizes.dq_sizes)
 
 
 def _l2_sets(
     table: Int32[Array, "tiles columns"], kv_heads: int, head_dim: int, sizes: BackwardSizes
-) -> Int32[Array, " items"]:
+) -> Int32[Array, " work_tiles"]:
     """Return the L2 set of each work tile: requests and KV heads in order, `sizes.l2_bytes` per set."""
     if sizes.l2_bytes == 0:
         return jnp.zeros(len(table) * kv_heads, jnp.int32)
@@ -189,8 +191,8 @@ def _l2_sets(
 
 
 def order_work_tiles(
-    lengths: Int32[Array, " items"], sets: Int32[Array, " items"], num_valid: Int32[Array, " 1"]
-) -> Int32[Array, " items"]:
+    lengths: Int32[Array, " work_tiles"], sets: Int32[Array, " work_tiles"], num_valid: Int32[Array, " 1"]
+) -> Int32[Array, " work_tiles"]:
     """Return the work tiles in processing order: set by set, and within a set the longest first.
 
     The shortest work tiles of all sets, an eighth of the work, come last, for thread blocks that finish
@@ -215,7 +217,7 @@ def order_work_tiles(
 def visible_query_range(
     score: Score, position: jax.Array, first_position: jax.Array, seq_len: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the range [begin_query, end_query) of positions of queries that attend to a key.
+    """Return the range [first_query, end_query) of positions of queries that attend to a key.
 
     It is the counterpart of Score.key_range; both ends ascend with the position.
 
@@ -228,16 +230,16 @@ def visible_query_range(
     left, right = score.window
     if score.causal:
         right = 0 if right is None else min(right, 0)
-    begin_query, end_query = position * 0 + first_position, position * 0 + seq_len
+    first_query, end_query = position * 0 + first_position, position * 0 + seq_len
     if right is not None:
-        begin_query = jnp.maximum(begin_query, position - right)
+        first_query = jnp.maximum(first_query, position - right)
     if left is not None:
         end_query = jnp.minimum(end_query, position + (1 + left))
     if score.chunk_size is not None:
         chunk = jax.lax.div(jnp.maximum(position, 0), position * 0 + score.chunk_size) * score.chunk_size
-        begin_query = jnp.maximum(begin_query, chunk)
+        first_query = jnp.maximum(first_query, chunk)
         end_query = jnp.minimum(end_query, chunk + score.chunk_size)
-    return begin_query, jnp.maximum(end_query, begin_query)
+    return first_query, jnp.maximum(end_query, first_query)
 
 
 def visible_query_tiles(
@@ -266,11 +268,11 @@ def visible_query_tiles(
     Returns:
         The columns first_tile, num_partial_first, num_partial_last and num_query_tiles of the table.
     """
-    begin_query, end_full_query = visible_query_range(score, first_key, *bounds)
+    first_query, end_full_query = visible_query_range(score, first_key, *bounds)
     begin_full_query, end_query = visible_query_range(score, last_key, *bounds)
-    first = jnp.maximum(begin_query - origin, 0) // tile_q
+    first = jnp.maximum(first_query - origin, 0) // tile_q
     end = (end_query - origin + tile_q - 1) // tile_q
-    num = jnp.where(is_empty | (end_query <= begin_query), 0, end - first)
+    num = jnp.where(is_empty | (end_query <= first_query), 0, end - first)
     first_full_tile = jnp.clip((begin_full_query - origin + tile_q - 1) // tile_q - first, 0, num)
     end_full_tile = jnp.clip((end_full_query - origin) // tile_q - first, first_full_tile, num)
     first_full_tile, end_full_tile = (

@@ -37,7 +37,7 @@ class BackwardTileLists(NamedTuple):
         built_for: Static arguments that the schedule of these lists was built for.
     """
 
-    order: Int32[Array, " items"]
+    order: Int32[Array, " work_tiles"]
     entries: Int32[Array, "lists max_list"]
     num_partial: Int32[Array, " lists"]
     num_full: Int32[Array, " lists"]

@@ -126,7 +126,10 @@ class PrefillCall:
             raise unsupported("varlen_prefill", reason, "Call jattn.attend with implementation='xla'")
         self._check_scales()
         if self.is_quantized and self.lists is not None:
-            raise ValueError("lists cannot be combined with an 8-bit KV cache. Dequantize the cache first.")
+            raise ValueError(
+                f"lists (tile lists of a mask) require a 16-bit KV cache, but the cache has dtype "
+                f"{self.key.dtype.name}. Dequantize the cache first."
+            )
 
     def _check_scales(self) -> None:
         """Raise ValueError if scales are given for a 16-bit cache or have the wrong shape."""
@@ -173,7 +176,9 @@ class PrefillCall:
         """Raise ValueError if there is a mask without lists, or block_q is too small for the tile size."""
         has_lists = self.lists is not None
         if not has_lists and not (self.mask is None and self.block_q is None):
-            raise ValueError("mask and block_q require lists. Build them with make_tile_lists.")
+            raise ValueError(
+                "mask and block_q require tile lists. Build them with make_tile_lists and pass them as lists."
+            )
         if self.block_q is not None:
             num_blocks = num_query_blocks(sizes.tile_q, self.block_q)
             if num_blocks > MAX_QUERY_BLOCKS:
@@ -186,7 +191,7 @@ class PrefillCall:
         """Raise ValueError if sizes.pack_gqa does not divide the group, or is combined with tile lists."""
         group, pack_gqa = self.query.shape[1] // self.kv_heads, sizes.pack_gqa
         require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
-        require(pack_gqa == 1 or self.lists is None, "pack_gqa", "be 1 with lists", pack_gqa)
+        require(pack_gqa == 1 or self.lists is None, "pack_gqa", "be 1 with tile lists", pack_gqa)
 
     def check_quantized(self, sizes: PrefillSizes) -> None:
         """Raise ValueError if the sizes leave no warpgroups or shared memory to dequantize an 8-bit cache."""
@@ -340,7 +345,7 @@ class PrefillCall:
         )
 
     def _scales(self, scale: jax.Array | None, cache_tiling: CacheTiling | None) -> jax.Array | None:
-        """Return the scales in the shape that KvRefs describes."""
+        """Return the scales as f32: [kv_heads], per channel, or tiled per token (see KvRefs)."""
         if scale is None or cache_tiling is None:
             return None
         scale = scale.astype(jnp.float32)

@@ -69,12 +69,12 @@ class ValidRows(NamedTuple):
 
     Attributes:
         token: Token of row 0.
-        begin_row: First valid row.
+        first_row: First valid row.
         end_row: One past the last valid row.
     """
 
     token: Scalar
-    begin_row: Scalar
+    first_row: Scalar
     end_row: Scalar
 
 

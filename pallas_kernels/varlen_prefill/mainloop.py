@@ -166,7 +166,7 @@ class PrefillMainloop:
         loaded = self.masking.load(tile)
         step = step + first_tile
         s, row_term = self.bias.apply(tile, self.mma.scores(q_s, step, during_scores))
-        state = self.softmax.first(s, row_term, lambda s: self.masking.apply(tile, loaded, s))
+        state = self.softmax.first_step(s, row_term, lambda s: self.masking.apply(tile, loaded, s))
         # The next step issues P V with these values, so they must have arrived and been cleared.
         self.values.wait_first(tile, step)
         return state

@@ -38,12 +38,12 @@ class PrefillMma:
         stage, keys = self.pipeline.stage(step), self.pipeline.keys
         plgpu.barrier_wait(keys.full.at[stage])
 
-        def run(s_ref: Ref) -> Tile:
+        def multiply(s_ref: Ref) -> Tile:
             self.issue_scores(s_ref, q_s, stage)
             during()
             return s_ref[...]  # waits for the product
 
-        s = pl.run_scoped(run, plgpu.ACC(self.spec.s_shape, f32))
+        s = pl.run_scoped(multiply, plgpu.ACC(self.spec.s_shape, f32))
         # The keys have been read: the loading warp may refill their stage.
         plgpu.barrier_arrive(keys.free.at[stage])
         return s
@@ -96,7 +96,7 @@ class PrefillMma:
                 wait_for_values()
                 plgpu.wgmma_wait(0)
 
-        def run(refs: tuple[tuple[Ref, ...], SoftmaxStep]) -> None:
+        def compute_step(refs: tuple[tuple[Ref, ...], SoftmaxStep]) -> None:
             acc_refs, result_refs = refs
 
             def issue(s_ref: Ref) -> tuple[Tile, LoadedMask]:
@@ -117,7 +117,7 @@ class PrefillMma:
                 wait_for_values()  # its branch keeps ptxas from waiting for P V before the softmax
 
         start = tuple(plgpu.ACC.init(acc) for acc in state.accs)
-        accs, results = pl.run_state(run)((start, empty))
+        accs, results = pl.run_state(compute_step)((start, empty))
         # P V is complete: the loading warp may refill the stage of its values.
         plgpu.barrier_arrive(values.free.at[v_stage])
         return tuple(accs), results
@@ -138,11 +138,11 @@ class InterpretedPrefillMma(PrefillMma):
         plgpu.commit_smem()
 
         def product(chunk: int) -> Tile:
-            def run(ref: Ref) -> Tile:
+            def multiply(ref: Ref) -> Tile:
                 plgpu.wgmma(ref, self.p_s, values.tiles.at[stage, chunk])
                 return ref[...]
 
-            return pl.run_scoped(run, plgpu.ACC(self.spec.acc_shape, f32))
+            return pl.run_scoped(multiply, plgpu.ACC(self.spec.acc_shape, f32))
 
         accs = tuple(acc + product(chunk) for chunk, acc in enumerate(accs))
         plgpu.barrier_arrive(values.free.at[stage])

@@ -167,8 +167,8 @@ def make_schedule(
         ValueError: If q_heads is missing, or KV splits or packed heads are combined with tile lists.
     """
     may_split = sizes.max_splits > 1
-    require(not (may_split and has_lists), "max_splits", "be 1 with lists", sizes.max_splits)
-    require(sizes.pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with lists", sizes.pack_gqa)
+    require(not (may_split and has_lists), "max_splits", "be 1 with tile lists", sizes.max_splits)
+    require(sizes.pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with tile lists", sizes.pack_gqa)
     if may_split and q_heads is None:
         raise ValueError(
             f"max_splits={sizes.max_splits} requires q_heads, the number of query heads. Pass it."
@@ -285,7 +285,10 @@ def _longest_first(
 
 
 def key_range(score: Score, position: jax.Array, seq_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return Score.key_range, also for negative positions, which a tile may have before the first key."""
+    """Return the range [first_key, end_key) of keys that the query at a position attends to.
+
+    Unlike Score.key_range, this allows the negative positions of a tile's rows before the first key.
+    """
     first_key, end_key = score.key_range(position, seq_len)
     if score.chunk_size is not None:
         end_key = jnp.where(position < 0, first_key, end_key)

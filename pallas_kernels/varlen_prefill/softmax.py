@@ -57,23 +57,23 @@ class RowMaxPolicy(Protocol):
     `row_term`, unless None, is a term per row that the policy adds to the scores.
     """
 
-    def initial(self) -> Rows:
+    def initial_row_max(self) -> Rows:
         """Return the row_max of rows before their first tile."""
 
-    def first(
+    def shift_first_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
         """Subtract a new row_max from the scores of a row's first tile.
 
-        `row_max` is the result of `initial`. The alpha of the result has no meaning.
+        `row_max` is the result of `initial_row_max`. The alpha of the result has no meaning.
         """
 
-    def next(
+    def shift_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
         """Subtract row_max, or a new row_max, from the scores of a tile that is not the first."""
 
-    def no_rescale(self) -> Scalar | None:
+    def initial_needs_rescale(self) -> Scalar | None:
         """Return the initial `needs_rescale`: a traced False, or None if the policy does not test it."""
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
@@ -102,23 +102,23 @@ class NoRowMax:
     def __init__(self, spec: PrefillSpec):
         self.factor = score_factor(spec)
 
-    def initial(self) -> Rows:
+    def initial_row_max(self) -> Rows:
         """Return zeros, which stay the row_max of all tiles."""
         return full_rows(0.0)
 
-    def first(
+    def shift_first_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
         """Return the scores unchanged, as for every other tile."""
-        return self.next(s, row_term, mask, row_max)
+        return self.shift_scores(s, row_term, mask, row_max)
 
-    def next(
+    def shift_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
         """Return the scores unchanged; row_max stays 0."""
         return ShiftedScores(mask(s * self.factor), row_max, row_max)
 
-    def no_rescale(self) -> Scalar | None:
+    def initial_needs_rescale(self) -> Scalar | None:
         """Return None: this policy never rescales."""
         return None
 
@@ -134,17 +134,17 @@ class RunningRowMax(NoRowMax):
         super().__init__(spec)
         self.headroom = headroom
 
-    def initial(self) -> Rows:
+    def initial_row_max(self) -> Rows:
         """Return -inf for all rows."""
         return full_rows(-jnp.inf)
 
-    def next(
+    def shift_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """Raise row_max to the largest score of the tile plus `headroom` where that is larger."""
-        return self.with_largest(mask(s), row_term, row_max)
+        """Subtract row_max from the scores; first raise it to the row's largest score plus `headroom`."""
+        return self.shift_by_largest(mask(s), row_term, row_max)
 
-    def with_largest(self, s: Tile, row_term: Rows | None, row_max: Rows) -> ShiftedScores:
+    def shift_by_largest(self, s: Tile, row_term: Rows | None, row_max: Rows) -> ShiftedScores:
         """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from masked scores."""
         tile_max = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
         new_max = jnp.maximum(row_max, tile_max + self.headroom)
@@ -167,16 +167,16 @@ class LazyRescale(RunningRowMax):
         super().__init__(spec, headroom)
         self.is_interpreted = spec.is_interpreted
 
-    def first(
+    def shift_first_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """Choose row_max from the largest score of each row, as RunningRowMax does."""
-        return self.with_largest(mask(s), row_term, row_max)
+        """Subtract a row_max from the scores: the largest score of each row plus `headroom`."""
+        return self.shift_by_largest(mask(s), row_term, row_max)
 
-    def next(
+    def shift_scores(
         self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
     ) -> ShiftedScores:
-        """Keep row_max unless a score of the warp reaches it."""
+        """Subtract row_max from the scores; first raise row_max of the rows in which a score reaches it."""
         base = finite_row_max(row_max) if row_term is None else finite_row_max(row_max) - row_term
         exponent = mask(s * self.factor - broadcast_rows(base, s))
         needs_rescale = warp_votes.needs_rescale(exponent, row_max, is_interpreted=self.is_interpreted)
@@ -201,7 +201,7 @@ class LazyRescale(RunningRowMax):
         new_base = finite_row_max(new_max)
         return exponent - broadcast_rows(new_base - base, exponent), new_max, jnp.exp2(row_max - new_base)
 
-    def no_rescale(self) -> Scalar | None:
+    def initial_needs_rescale(self) -> Scalar | None:
         """Return a traced False."""
         return jnp.bool_(False)
 
@@ -273,9 +273,11 @@ class Softmax:
     def __init__(self, spec: PrefillSpec):
         self.policy, self.spec = row_max_policy(spec), spec
 
-    def first(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile]) -> SoftmaxState:
+    def first_step(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile]) -> SoftmaxState:
         """Return the state after the scores of the first tile."""
-        exponent, row_max, _, _ = self.policy.first(s, row_term, mask, self.policy.initial())
+        exponent, row_max, _, _ = self.policy.shift_first_scores(
+            s, row_term, mask, self.policy.initial_row_max()
+        )
         p, row_sum = probabilities(exponent)
         accs = tuple(
             plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
@@ -295,7 +297,7 @@ class Softmax:
 
         `before_exponentials` is called before the exponentials are computed.
         """
-        exponent, row_max, alpha, needs_rescale = self.policy.next(s, row_term, mask, row_max)
+        exponent, row_max, alpha, needs_rescale = self.policy.shift_scores(s, row_term, mask, row_max)
         before_exponentials()
         p, row_sum = probabilities(exponent)
         return SoftmaxStep(p, row_sum, row_max, alpha, needs_rescale)
@@ -303,7 +305,9 @@ class Softmax:
     def empty_step(self, row_max: Rows) -> SoftmaxStep:
         """Return a SoftmaxStep of zeros, which initializes the refs that will hold a step."""
         zeros = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        return SoftmaxStep(zeros, zeros[:, :LANE_COLUMNS], row_max, row_max, self.policy.no_rescale())
+        return SoftmaxStep(
+            zeros, zeros[:, :LANE_COLUMNS], row_max, row_max, self.policy.initial_needs_rescale()
+        )
 
     def add_step(self, accs: tuple[Tile, ...], row_sum: Tile, step: SoftmaxStep) -> SoftmaxState:
         """Return the state after a step: earlier sums rescaled, and the step's probabilities added."""

@@ -44,7 +44,7 @@ class PrefillTileLists(NamedTuple):
         built_for: Static arguments that the schedule of these lists was built for.
     """
 
-    table: Int32[Array, "items columns"]
+    table: Int32[Array, "work_tiles columns"]
     num_valid: Int32[Array, " 1"]
     entries: Int32[Array, "lists max_list"]
     built_for: PrefillScheduleKey

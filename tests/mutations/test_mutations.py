@@ -118,13 +118,13 @@ def entries(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def blocks_of_the_next_request(patch: pytest.MonkeyPatch) -> None:
-    original = BlockTableRef.visible
+    original = BlockTableRef.visible_blocks
 
     def mutated(table, req, *args, **options):
         reqs = table._table_g.shape[0]
         return original(table, next_of(req, reqs), *args, **options)
 
-    patch.setattr(BlockTableRef, "visible", mutated)
+    patch.setattr(BlockTableRef, "visible_blocks", mutated)
 
 
 def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:

@@ -33,7 +33,7 @@ from pallas_kernels.ptx.launch import WARPS, block_barrier, launch_ptx
 
 
 class Norm(NamedTuple):
-    """RMS norm of a residual stream to which the sum is added.
+    """RMS norm of the sum plus a residual.
 
     Attributes:
         eps: Number that is added to the mean square.
@@ -49,7 +49,7 @@ class Norm(NamedTuple):
 def _by_xla(
     table: jax.Array,
     x: jax.Array,
-    *stream_and_weight: jax.Array,
+    *residual_and_weight: jax.Array,
     exchange: Exchange,
     norm: Norm | None,
     axis_name: str | tuple[str, ...],
@@ -59,29 +59,31 @@ def _by_xla(
     total = round_to(sum(parts[1:], parts[0]), x.dtype)
     if norm is None:
         return (total.astype(x.dtype),)
-    residual, weight = stream_and_weight
-    stream = round_to(total + residual.astype(jnp.float32), x.dtype)
-    wide = stream * lax.rsqrt(jnp.mean(stream * stream, axis=-1, keepdims=True) + norm.eps)
+    residual, weight = residual_and_weight
+    residual_out = round_to(total + residual.astype(jnp.float32), x.dtype)
+    normalized = residual_out * lax.rsqrt(
+        jnp.mean(residual_out * residual_out, axis=-1, keepdims=True) + norm.eps
+    )
     factor = weight.astype(jnp.float32) + (1.0 if norm.is_offset else 0.0)
-    normed = (wide if norm.rounds_once else round_to(wide, x.dtype)) * factor[None]
-    return stream.astype(x.dtype), normed.astype(x.dtype)
+    normed = (normalized if norm.rounds_once else round_to(normalized, x.dtype)) * factor[None]
+    return residual_out.astype(x.dtype), normed.astype(x.dtype)
 
 
 @with_fallback(_by_xla)
 def all_reduce_kernel(
     table: jax.Array,
     x: jax.Array,
-    *stream_and_weight: jax.Array,
+    *residual_and_weight: jax.Array,
     exchange: Exchange,
     norm: Norm | None,
     axis_name: str | tuple[str, ...],
 ) -> tuple[jax.Array, ...]:
-    """Return the sum; or the residual stream plus the sum, and its RMS norm.
+    """Return the sum; or, with a norm, the residual plus the sum, and its RMS norm.
 
     Args:
         table: int32 [2 + 2 * devices]: this device's index, 0, and the addresses of all devices' memory.
         x: Array to sum, [rows, width], 16-bit.
-        stream_and_weight: With a norm: the residual stream, like x, and the weight [width], in x's dtype.
+        residual_and_weight: With a norm: the residual, like x, and the weight [width], in x's dtype.
         exchange: Static sizes.
         norm: Static: the norm, or None.
         axis_name: Static: the axes of shard_map to sum over, for the fallback.
@@ -90,7 +92,7 @@ def all_reduce_kernel(
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return launch_ptx(
         program(exchange, norm, x.dtype == jnp.bfloat16),
-        (table, x, *stream_and_weight),
+        (table, x, *residual_and_weight),
         name="all_reduce",
         out_type=(like_x,) if norm is None else (like_x, like_x),
         words=2 * WARPS,
@@ -188,7 +190,7 @@ def _emit_sum_rows(
             if exchange.shots == 2:
                 yield from (emit_replace_empty_word(f"k{2 * n + half}") for half in (0, 1))
                 yield from emit_send_packet(exchange, n, packet_registers("k", n), to_owner=False)
-            yield from _emit_add_to_stream(n, norm, conversion)
+            yield from _emit_add_residual(n, norm, conversion)
     yield from _emit_epilogue(exchange, at, norm, conversion)
 
 
@@ -201,12 +203,12 @@ def _emit_receive_sums(
     for group in exchange.groups(1):
         yield from emit_wait_for_packets(packets_of_owner(group), f"WAIT_FOR_SUM{group.start}")
         for n in group:
-            yield from _emit_add_to_stream(n, norm, conversion)
+            yield from _emit_add_residual(n, norm, conversion)
     yield from _emit_epilogue(exchange, at, norm, conversion)
 
 
 def _emit_norm_loads(exchange: Exchange, at: _Operands, norm: Norm | None) -> Iterator[str]:
-    """Yield code that loads the residual stream and the weight before the row's words have arrived."""
+    """Yield code that loads the residual and the weight before the row's words have arrived."""
     if norm is not None:
         yield from emit_load_packets_unless_loaded(exchange, at.residual, "s")
         if exchange.is_one_row:
@@ -238,8 +240,11 @@ def _emit_add_packets(
     yield conversion.rounded(f"k{2 * n + half}", "low", "high")
 
 
-def _emit_add_to_stream(n: int, norm: Norm | None, conversion: PairConversion) -> Iterator[str]:
-    """Yield code that, with a norm, adds the sum to the stream, rounds it and accumulates its squares."""
+def _emit_add_residual(n: int, norm: Norm | None, conversion: PairConversion) -> Iterator[str]:
+    """Yield code that adds the residual to the sum, rounds the result and accumulates its squares.
+
+    Without a norm, there is no such code.
+    """
     for half in () if norm is None else (0, 1):
         pair = f"k{2 * n + half}"
         yield conversion.to_f32(pair, "low", "high") + " " + conversion.to_f32(f"s{2 * n + half}", "f", "g")

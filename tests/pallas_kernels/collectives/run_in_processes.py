@@ -123,7 +123,7 @@ def check_agreement() -> None:
     cuda = Cuda(RANK, num_own=2, hides_others=True, reaches=False)  # peer access cannot be queried then
     use(cuda)
     check_trial(cuda)
-    share_memory, peer_memory.share_memory = peer_memory.share_memory, lambda *_: "it is too late"
+    share_memory, peer_memory.share_memory = peer_memory.share_memory, lambda *_: ({}, "it is too late")
     print(refused(), flush=True)
     peer_memory.share_memory = share_memory
     ipc_memory._BOOT_ID = ipc_memory.pathlib.Path("no/such/file")

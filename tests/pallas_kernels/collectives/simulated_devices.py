@@ -31,15 +31,15 @@ class Devices:
         self.tables = jnp.asarray(np.stack(rows).view(np.int32))
 
     def sums(
-        self, parts: jax.Array, *stream_and_weight: jax.Array, norm: Norm | None, shots: int
+        self, parts: jax.Array, *residual_and_weight: jax.Array, norm: Norm | None, shots: int
     ) -> tuple[jax.Array, ...]:
         """Return each device's result for its part of [devices, rows, width]: [devices, rows, width]."""
         _, rows, width = parts.shape
         exchange = Exchange(rows, width, self.count, self.block_bytes, shots)
-        operands = [self.tables, parts, *stream_and_weight]
+        operands = [self.tables, parts, *residual_and_weight]
         results = [jax.ShapeDtypeStruct(parts.shape, parts.dtype)] * (1 if norm is None else 2)
         # Bytes from a device's to the next one's; the stream and the weight are the same for all.
-        strides = [4 * self.tables.shape[1], parts[0].nbytes, *(0 for _ in stream_and_weight)]
+        strides = [4 * self.tables.shape[1], parts[0].nbytes, *(0 for _ in residual_and_weight)]
         strides += [parts[0].nbytes for _ in results]
         code = interleave_devices(
             program(exchange, norm, parts.dtype == jnp.bfloat16), strides, exchange.blocks

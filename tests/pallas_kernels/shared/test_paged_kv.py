@@ -35,7 +35,7 @@ class RecordingTable:
 
 
 def ids(first_column, count=4, **ends):
-    seen = BlockTableRef(RecordingTable(), SIZE).visible(scalar(3), **ends)
+    seen = BlockTableRef(RecordingTable(), SIZE).visible_blocks(scalar(3), **ends)
     return seen.ids(scalar(first_column), count)
 
 
@@ -61,7 +61,7 @@ class TestBlockIds:
         ("num_blocks", "expected"), [(0, [0, 0, 0, 0]), (3, [1, 2, 2, 2]), (9, [1, 2, 3, 4])]
     )
     def test_first_blocks_are_clamped_to_the_requests_last_block(self, num_blocks, expected):
-        seen = BlockTableRef(RecordingTable(), SIZE).first(scalar(3), scalar(num_blocks))
+        seen = BlockTableRef(RecordingTable(), SIZE).first_blocks(scalar(3), scalar(num_blocks))
         assert seen.ids(scalar(1), 4) == [100 + i for i in expected]
 
     def test_table_is_not_subscriptable(self):
@@ -77,7 +77,9 @@ def fetch_tile(cache, table, first_key, tiling):
     head = tiling.head
 
     def body(cache_g, table_g, out_g, tile_s, loaded):
-        seen = BlockTableRef(table_g, tiling.block_size).visible(jnp.int32(1), jnp.int32(0), jnp.int32(100))
+        seen = BlockTableRef(table_g, tiling.block_size).visible_blocks(
+            jnp.int32(1), jnp.int32(0), jnp.int32(100)
+        )
         key = jax.lax.axis_index("cta") + first_key
         for j, block in enumerate(seen.ids(tiling.table_column(key), tiling.num_copies)):
             index = tiling.gmem_index(block, tiling.tma_copy_index(key), jnp.int32(1))

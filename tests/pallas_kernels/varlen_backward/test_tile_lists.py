@@ -225,8 +225,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("built_for", "kernels", "message"),
         [
-            ({}, {"deterministic": True}, r"sizes\.dq_sizes require lists\.dq_lists"),
-            ({"deterministic": True}, {}, r"lists\.dq_lists require a dq kernel"),
+            ({}, {"deterministic": True}, r"lists\.dq_lists is required"),
+            ({"deterministic": True}, {}, r"lists\.dq_lists requires a dq kernel"),
         ],
     )
     def test_lists_for_other_kernels_are_rejected(self, built_for, kernels, message):

@@ -79,7 +79,7 @@ class TestSums:
         is_seen[0, :7] = False
         headroom = () if policy is not softmax.LazyRescale else (8.0,)
         policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *headroom)
-        row_max, row_sum = policy.initial(), jnp.zeros((64, 64), jnp.float32)
+        row_max, row_sum = policy.initial_row_max(), jnp.zeros((64, 64), jnp.float32)
         for i, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             mask = lambda s, seen=seen: jnp.where(seen, s, -jnp.inf)
             step = policy.next if i else policy.first
@@ -102,13 +102,13 @@ class TestSums:
 
         @jax.jit
         def first_tile(s):
-            exponent, row_max, *_ = policy.first(s, None, lambda s: s, policy.initial())
+            exponent, row_max, *_ = policy.shift_first_scores(s, None, lambda s: s, policy.initial_row_max())
             return jnp.exp2(exponent), row_max
 
         @jax.jit
         def second_tile(s):
-            _, row_max, *_ = policy.first(s + 1, None, hidden, policy.initial())
-            exponent, row_max, *_ = policy.next(s, None, lambda s: s, row_max)
+            _, row_max, *_ = policy.shift_first_scores(s + 1, None, hidden, policy.initial_row_max())
+            exponent, row_max, *_ = policy.shift_scores(s, None, lambda s: s, row_max)
             return jnp.exp2(exponent), row_max
 
         for actual, expected in zip(second_tile(s), first_tile(s), strict=True):

@@ -172,7 +172,7 @@ class TestSchedule:
         options = {"num_tokens": 8, "score": Score(scale=1.0), "sizes": sizes}
         with pytest.raises(ValueError, match=r"max_splits=.* requires q_heads"):
             make_schedule(*args, **options)
-        with pytest.raises(ValueError, match="max_splits must be 1 with lists, got 2"):
+        with pytest.raises(ValueError, match="max_splits must be 1 with tile lists, got 2"):
             make_schedule(*args, **options, q_heads=1, has_lists=True)
         with pytest.raises(ValueError, match="max_splits must be 1 with batch_invariant, got 2"):
             PrefillSizes(max_splits=2, batch_invariant=True)

@@ -441,7 +441,7 @@ def test_length_of_lists_determines_the_kernel(sizes, served_by):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": strange}, "mask and block_q require lists"),
+        ({"mask": strange}, "mask and block_q require tile lists"),
         (
             {"block_q": 4, "lists": ()},
             "block_q=4 splits a query tile of 128 rows into 33 blocks, but at most 10",
