@@ -123,8 +123,7 @@ class DecodeGraphs:
         leaves = ParameterLeaves(params)
         if last is not None and leaves.structure != last.structure:
             raise ValueError(
-                f"The structure of params changed from {last.structure} to {leaves.structure}. "
-                "Create a new DecodeGraphs for other parameters."
+                "The structure of params has changed. Create a new DecodeGraphs for other parameters."
             )
         self._leaves = leaves
         return leaves
@@ -182,7 +181,10 @@ class DecodeGraphs:
     def _lower_with(
         self, params: Any, caches: Any, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
     ) -> Lower:
-        """Return a function that lowers a bucket for such arguments, also after these were donated."""
+        """Return a function that lowers a bucket for arguments of these shapes.
+
+        It does not keep the arguments, so it also works after `params` and `caches` were donated.
+        """
         leaves = self.leaves_of(params)
         structure, arguments = leaves.structure, jax.tree.map(_abstract, (leaves.values, caches))
 

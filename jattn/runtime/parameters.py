@@ -30,7 +30,7 @@ class ParameterLeaves:
         self._variable_values = [variable.get_raw_value() for variable in self._variables]
 
     def match(self, tree: Any) -> bool:
-        """Return whether flattening `tree` would give these leaves; may be False although it would."""
+        """Return whether flattening `tree` would give these leaves; a False may be wrong, a True may not."""
         if tree is not self.tree or not self._is_watched:
             return False
         values = [variable.get_raw_value() for variable in self._variables]

@@ -464,11 +464,9 @@ class TestParameters:
         )
         self.run(graphs, params)
         change(params)
-        message = r"structure of params changed from PyTreeDef\(\{'a': \*, 'b': \*\}\) to .*'c': \*"
-        with pytest.raises(ValueError, match=message):
-            self.run(graphs, params)
-        with pytest.raises(ValueError, match=r"structure of params changed from .* to PyTreeDef\(\*\)"):
-            self.run(graphs, jnp.float32(3))
+        for changed in (params, jnp.float32(3)):
+            with pytest.raises(ValueError, match="structure of params has changed"):
+                self.run(graphs, changed)
 
 
 class TestProgress:

@@ -257,7 +257,7 @@ class BlockManager:
     # --------------------------------------------------------------------------------------- inside
     def _owned(self, request_id: int) -> list[int]:
         if request_id not in self._tables:
-            raise ValueError(f"request_id {request_id} has no blocks.")
+            raise ValueError(f"request_id {request_id} has no blocks. Call allocate first.")
         return self._tables.blocks(request_id)
 
     def _shared_in(self, owned: list[int], first: int, end: int) -> list[int]:
@@ -364,4 +364,6 @@ class BlockTables:
 
 def _require_free(num_blocks: int, num_free: int) -> None:
     if num_blocks > num_free:
-        raise ValueError(f"Cannot allocate {num_blocks} blocks: only {num_free} are free.")
+        raise ValueError(
+            f"Cannot allocate {num_blocks} blocks: only {num_free} are free. Free other requests first."
+        )

@@ -32,7 +32,9 @@ FREE_MEMORY_FRACTION = 0.8  # default cache size if the device reports its memor
 
 
 def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return prefill sizes: the budget, 3/4, 1/2 and so on down to 256 tokens, then quarters down to 16.
+    """Return prefill sizes: the budget, 3/4, 1/2 and so on down to 256 tokens.
+
+    Then follows repeatedly a quarter of the previous size, down to 16.
 
     A 1,024-token prompt in a 2,048-token step takes twice the time to its first token and delays the other
     requests. Below 256 tokens, a step takes as long as reading the weights.
@@ -44,7 +46,10 @@ def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def coarse_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the budget and its quarters down to 16, for devices where compiling costs more than padding."""
+    """Return the budget, then repeatedly a quarter of the previous size, down to 16.
+
+    These are the sizes for devices where compiling costs more than padding.
+    """
     sizes = [max_num_batched_tokens]
     while sizes[-1] >= 64:
         sizes.append(sizes[-1] // 4)
@@ -52,7 +57,9 @@ def coarse_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def table_widths(max_blocks: int) -> list[int]:
-    """Return block-table widths: enough for the longest request, and its eighths down to MIN_TABLE_WIDTH.
+    """Return the widths of block tables: `max_blocks`, then repeatedly an eighth of the previous width.
+
+    The smallest width is at least MIN_TABLE_WIDTH, unless max_blocks is smaller.
 
     A step transfers its table to the device (rows x columns), and the maximum request length affects the
     kernel choice, so short requests should not use the widest table.

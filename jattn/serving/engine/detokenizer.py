@@ -163,7 +163,10 @@ class StopFilter:
         return self._show(len(self._held))
 
     def _find_stop(self, stop: str) -> int:
-        """Return the position of a stop string in the held-back text if it may end there; otherwise -1."""
+        """Return the index of the first occurrence of a stop string in the held-back text, or -1.
+
+        Occurrences that end within the first `_num_free` characters do not count.
+        """
         return self._held.find(stop, max(self._num_free - len(stop) + 1, 0))
 
     def _num_held(self) -> int:

@@ -123,7 +123,7 @@ class DraftModel(Proposer):
         metadata = self._metadata([FIRST_TOKENS] * len(lens), lens, step.block_tables, bucket)
         ids: Any = pack_tokens([sequence.token_ids[-FIRST_TOKENS:] for sequence in sequences], bucket)
         sampling_inputs = (
-            replace(sampling, draws=True, floors=False, cuts=False),
+            replace(sampling, has_sampling=True, has_filters=False, has_top_k_or_top_p=False),
             np.asarray(num_generated, np.int32),
         )
         for sequence in sequences:

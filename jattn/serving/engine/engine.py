@@ -311,7 +311,9 @@ class Engine:
         """
         require_type("request_id", request_id, (int, str), "the identifier of a request")
         if request_id not in self._open:
-            raise ValueError(f"Request {request_id!r} is unknown or has finished.")
+            raise ValueError(
+                f"Request {request_id!r} is unknown or has finished. Pass an id that add_request returned."
+            )
         _, ids = self._open.pop(request_id)
         self._core.drop(ids)
 

@@ -56,7 +56,7 @@ class EngineCore:
         return bool(self._sequences or self._runner.num_in_flight)
 
     def are_unfinished(self, numbers: Sequence[int]) -> bool:
-        """Return whether any of these sequences is unfinished."""
+        """Return whether any sequence of `numbers` is unfinished."""
         return any(number in self._sequences for number in numbers)
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
@@ -65,7 +65,7 @@ class EngineCore:
             return self._admit(requests)
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Abort the unfinished ones among these sequences. Their tokens in flight are ignored."""
+        """Abort the unfinished ones among the sequences `numbers`. Their tokens in flight are ignored."""
         with self._fail_all_if_interrupted():
             self._drop(numbers)
 
@@ -173,7 +173,7 @@ class EngineCore:
             sequence.num_pending += samples
             if samples and sequence.num_requested == sequence.max_tokens:
                 finished.append(number)
-        self._scheduler.complete(step, finished)
+        self._scheduler.update_after_start(step, finished)
 
     def _num_draft_tokens(self) -> int:
         """Return the number of draft tokens per row of the next step.

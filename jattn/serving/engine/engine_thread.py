@@ -111,7 +111,9 @@ class EngineThread:
         """
         listener = self._listeners.get(request_id)
         if listener is None:
-            raise ValueError(f"Request {request_id!r} is unknown or has finished.")
+            raise ValueError(
+                f"Request {request_id!r} is unknown or has finished. Pass the id of a submitted request."
+            )
         ends = [
             RequestOutput(
                 request_id=request_id, index=index, new_token_ids=[], new_text="", finish_reason="abort"

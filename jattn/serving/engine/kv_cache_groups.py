@@ -59,7 +59,10 @@ def _first_visible(position: int, left: int | None, chunk_size: int | None) -> i
 
 
 def local_attention_of(model: Any) -> LocalAttention | None:
-    """Return the windows and chunks of a model's layers; None if a layer attends to the full context."""
+    """Return the windows and chunks of a model's layers; or None.
+
+    The result is None if any layer attends to the full context, or the model has no PagedAttention.
+    """
     layers = _layers_of(model)
     return LocalAttention(layers) if layers and FULL_ATTENTION not in layers else None
 
@@ -166,7 +169,7 @@ class KVCacheGroup(NamedTuple):
         return find_within_windows(self.local_attention, self.manager, digests)
 
     def max_new_tokens_after(self, cached_blocks: Sequence[int], num_computed: int) -> int:
-        """Return how many tokens after the computed ones fit the free blocks and these cached blocks."""
+        """Return how many tokens after the computed ones fit the free blocks and `cached_blocks`."""
         num_blocks = len(cached_blocks) + self.manager.num_free_without(cached_blocks)
         return num_blocks * self.manager.block_size - num_computed
 

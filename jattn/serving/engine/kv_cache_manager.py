@@ -168,7 +168,7 @@ class KVCacheManager:
         return count
 
     def fork(self, parent: ScheduledRequest, child: ScheduledRequest) -> None:
-        """Share the cached blocks of a prompt, all but its last token, with another completion."""
+        """Share a prompt's KV blocks with another completion, which computes the last prompt token itself."""
         for group in self._groups:
             group.manager.fork(parent.request_id, child.request_id, parent.num_shared_prompt_tokens)
         child.num_computed, child.is_stale = parent.num_shared_prompt_tokens, parent.is_stale

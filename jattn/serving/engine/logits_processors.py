@@ -203,7 +203,8 @@ class TokenFilter:
         """Start with an empty sequence.
 
         Args:
-            allowed: Bit mask of the tokens that are not banned at every position; see `allowed_bitmask`.
+            allowed: Bit mask of the tokens that are allowed unless they complete one of `words`; see
+                `allowed_bitmask`.
             words: Banned words of several tokens; the last token may not follow the preceding ones.
         """
         self._allowed = allowed

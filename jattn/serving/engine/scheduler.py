@@ -248,7 +248,7 @@ class Scheduler:
             chunks += self._admit(budget)
         return chunks
 
-    def complete(self, step: Step, finished: Collection[int] = ()) -> None:
+    def update_after_start(self, step: Step, finished: Collection[int] = ()) -> None:
         """Record that a step has been started: each row that samples gains a token, unless it is finished.
 
         The token need not be known yet; a request that turns out to have ended is aborted later. Draft tokens
@@ -330,7 +330,9 @@ class Scheduler:
     # --------------------------------------------------------------------------------------- inside
     def _require_unfinished(self, request_id: int) -> None:
         if request_id not in self._requests:
-            raise ValueError(f"Request {request_id} is unknown or has finished.")
+            raise ValueError(
+                f"Request {request_id} is unknown or has finished. Pass an id that `add` received."
+            )
 
     def _fork(self, parent: ScheduledRequest) -> None:
         """Share a computed prompt's blocks, without its last token, with the completions that wait for it."""

@@ -52,7 +52,7 @@ class DraftState:
         recent_accepted: Moving average of the number of accepted drafts; None before the first drafts.
         num_rejections: Number of consecutive times that all drafts were rejected.
         paused_until: Number of tokens before which the sequence is not drafted for.
-        shadow_start: Number of known tokens when `drafts` were proposed for a paused sequence.
+        paused_drafts_start: Number of known tokens when `drafts` were proposed while drafting was paused.
         tokens: The sequence's tokens as an array, for lookups.
         num_read: Number of tokens in the draft model's KV cache.
     """
@@ -62,7 +62,7 @@ class DraftState:
     recent_accepted: float | None = None
     num_rejections: int = 0
     paused_until: int = 0
-    shadow_start: int = 0
+    paused_drafts_start: int = 0
     tokens: TokenBuffer = dataclasses.field(default_factory=TokenBuffer)
     num_read: int = 0
 
@@ -86,18 +86,22 @@ class DraftState:
             self.paused_until = num_tokens + min(4**self.num_rejections, MAX_PAUSE)
             self.drafts = []  # Start a new comparison.
 
-    def shadow_hits(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-        """Return how many unused drafts of a paused sequence were right, and whether the result is final."""
-        end = self.shadow_start + len(self.drafts)
-        generated_ids = token_ids[self.shadow_start : end]
-        hits = next(
+    def count_matching_drafts(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+        """Compare the drafts made while drafting is paused with the tokens generated since.
+
+        Returns:
+            Number of right drafts before the first wrong one, and whether later tokens cannot change it.
+        """
+        end = self.paused_drafts_start + len(self.drafts)
+        generated_ids = token_ids[self.paused_drafts_start : end]
+        num_matching = next(
             (i for i, token in enumerate(generated_ids) if token != self.drafts[i]), len(generated_ids)
         )
-        return hits, hits < len(generated_ids) or len(generated_ids) == len(self.drafts)
+        return num_matching, num_matching < len(generated_ids) or len(generated_ids) == len(self.drafts)
 
-    def resume(self, num_hits: int) -> None:
-        """Resume drafting, because this many unused drafts were right."""
-        self.recent_accepted, self.num_rejections, self.paused_until = float(num_hits), 0, 0
+    def resume(self, num_matching: int) -> None:
+        """Resume drafting, because `num_matching` drafts made during the pause were right."""
+        self.recent_accepted, self.num_rejections, self.paused_until = float(num_matching), 0, 0
 
 
 class NewToken(NamedTuple):

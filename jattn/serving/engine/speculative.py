@@ -56,7 +56,7 @@ class Speculation:
         max_expected = math.fsum(
             sequence.draft_state.expected_accepted(self._max_drafts(sequence)) for sequence in candidates
         )
-        if not self._pays(len(sequences), max_expected):
+        if not self._is_faster_with_drafts(len(sequences), max_expected):
             return False  # Not even the maximum number of drafts pays off.
         for sequence in sequences:
             sequence.draft_state.num_drafted = 0
@@ -64,12 +64,12 @@ class Speculation:
         for sequence in candidates:
             sequence.draft_state.num_drafted = self.proposer.find_drafts(sequence, self._max_drafts(sequence))
             expected += sequence.draft_state.expected_accepted(sequence.draft_state.num_drafted)
-        return self._pays(len(sequences), expected)
+        return self._is_faster_with_drafts(len(sequences), expected)
 
     def _should_draft(self, sequence: SequenceState) -> bool:
         """Return whether to draft for a sequence.
 
-        Lookup drafts that were wrong are next compared, not verified.
+        After rejected lookup drafts, later drafts are only compared with the generated tokens, not verified.
 
         A draft is accepted if the model samples it, and drafts do not change what the model samples. So the
         later tokens show which drafts would have been accepted.
@@ -80,18 +80,18 @@ class Speculation:
         draft_state = sequence.draft_state
         if not (draft_state.num_rejections and self.proposer.is_lookup):
             return draft_state.paused_until <= self._length(sequence)
-        num_hits, is_final = draft_state.shadow_hits(sequence.token_ids)
-        if num_hits >= min(RESUME_HITS, self.num_tokens):
-            draft_state.resume(num_hits)
+        num_matching, is_final = draft_state.count_matching_drafts(sequence.token_ids)
+        if num_matching >= min(RESUME_HITS, self.num_tokens):
+            draft_state.resume(num_matching)
             return True
         if is_final:
-            draft_state.shadow_start = len(sequence.token_ids)
+            draft_state.paused_drafts_start = len(sequence.token_ids)
             self.proposer.find_drafts(sequence, self.num_tokens)
         return False
 
     def can_pay(self, num_rows: int) -> bool:
-        """Return whether drafting could pay off for this many rows if all drafts were accepted."""
-        return num_rows > 0 and self._pays(num_rows, float(num_rows * self.num_tokens))
+        """Return whether drafting for `num_rows` rows would be faster if all drafts were accepted."""
+        return num_rows > 0 and self._is_faster_with_drafts(num_rows, float(num_rows * self.num_tokens))
 
     def record(self, sequence: SequenceState, num_accepted: int) -> None:
         """Record how many drafts of a row are accepted, before its tokens are appended."""
@@ -106,7 +106,7 @@ class Speculation:
         sequence.draft_state.record(num_accepted, self._length(sequence))
 
     def record_unused(self, sequences: Sequence[SequenceState]) -> None:
-        """Record that waiting for these sequences' tokens brought no drafts."""
+        """Record that the engine waited for the tokens of `sequences`, but no drafts were found."""
         for sequence in sequences:
             sequence.draft_state.record(0, self._length(sequence))
 
@@ -117,8 +117,8 @@ class Speculation:
         """Return how many drafts a sequence can use before it reaches max_tokens."""
         return max(min(self.num_tokens, sequence.max_tokens - sequence.num_requested - 1), 0)
 
-    def _pays(self, num_rows: int, num_accepted: float) -> bool:
-        """Return whether rows progress faster with drafts, if this many are accepted in total."""
+    def _is_faster_with_drafts(self, num_rows: int, num_accepted: float) -> bool:
+        """Return whether rows progress faster with drafts if `num_accepted` drafts are accepted in all."""
         tokens = num_rows * (1 + self.num_tokens)
         cost = max(BALANCE_TOKENS, tokens) / max(BALANCE_TOKENS, num_rows)
         cost += self._draft_cost * self.num_tokens

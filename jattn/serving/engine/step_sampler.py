@@ -197,7 +197,7 @@ class StepSampler:
         maximum of a row is needed, which the devices compute together.
         """
         return self._replicated is not None and (
-            sampling.cuts or any(sharded_logits is not None for sharded_logits in others)
+            sampling.has_top_k_or_top_p or any(sharded_logits is not None for sharded_logits in others)
         )
 
     def _call(

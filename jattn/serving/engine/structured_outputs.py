@@ -124,7 +124,10 @@ class Grammars:
             ImportError: If llguidance is not installed.
         """
         if self._tokenizer is None:
-            raise ValueError("structured_outputs requires a tokenizer, but the model has no tokenizer.json.")
+            raise ValueError(
+                "structured_outputs requires a tokenizer, but the model has no tokenizer.json. "
+                "Omit structured_outputs."
+            )
         is_end, _ = self._vocabulary()
         return GrammarMask(self._matcher(params).deep_copy(), self._num_words, has_end=is_end)
 
@@ -136,12 +139,15 @@ class Grammars:
         try:
             grammar = params.as_llguidance(matcher)
         except ValueError as error:  # The schema is not valid JSON.
-            raise ValueError(f"structured_outputs is not supported by llguidance: {error}.") from error
+            raise ValueError(
+                f"structured_outputs is not supported by llguidance: {error}. Correct the grammar."
+            ) from error
         added_tokens = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         compiled = matcher(vocabulary, _without_forced_tokens(grammar, added_tokens), log_level=0)
         if compiled.is_error():
             raise ValueError(
-                f"structured_outputs is not supported by llguidance: {_matcher_error(compiled)}."
+                f"structured_outputs is not supported by llguidance: {_matcher_error(compiled)}. "
+                "Correct the grammar."
             )
         return compiled
 

@@ -111,7 +111,7 @@ class Channel:
             self._send(blocks=True)
 
     def _send(self, *, blocks: bool) -> bool:
-        """Send the posted messages, unless another thread is sending: that one sends these, too.
+        """Send the posted messages, unless another thread is sending, which then sends them, too.
 
         Returns:
             False if the socket accepts no more data now and the call does not block.

@@ -197,7 +197,7 @@ class TestScheduler:
         for _ in range(7):
             step = scheduler.schedule()
             rows.append((step.num_decodes > 0, dict(zip(step.request_ids, step.query_lens, strict=True))))
-            scheduler.complete(step)
+            scheduler.update_after_start(step)
         prefill, decode = (lambda rows: (False, rows)), (lambda rows: (True, rows))
         expected = [prefill({0: 3, 1: 1}), decode({0: 1}), prefill({1: 4}), decode({0: 1}), prefill({1: 4})]
         assert rows == [*expected, decode({0: 1}), prefill({1: 2})]

@@ -525,7 +525,7 @@ class TestWeights:
         engine = Engine(model, **one_bucket(2, 16, 9))
         engine.generate([[3]], max_tokens=1)
         model.norm.bias = nnx.Param(jnp.zeros(96))
-        with pytest.raises(ValueError, match=r"structure of params changed from .*bias"):
+        with pytest.raises(ValueError, match="structure of params has changed"):
             engine.generate([[3]], max_tokens=1)
 
 

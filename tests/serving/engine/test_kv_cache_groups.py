@@ -94,7 +94,7 @@ def test_a_prompt_chunks_blocks_are_freed_after_it_has_run():
     used = []
     while (step := scheduler.schedule()) is not None:
         assert scheduler.sliding_window_manager.num_used <= -(-(NEAR.max_lookback + 16) // 4) + 1
-        scheduler.complete(step, [0] if all(step.samples) else [])
+        scheduler.update_after_start(step, [0] if all(step.samples) else [])
         used.append((scheduler.block_manager.num_used, scheduler.sliding_window_manager.num_used))
     assert used == [(4, 2), (8, 2), (0, 0)]
 

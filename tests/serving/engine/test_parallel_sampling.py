@@ -45,14 +45,14 @@ class TestScheduler:
             for request, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
                 computed[request] += count
                 assert samples == (computed[request] >= (10 if request == 0 else 1))
-            scheduler.complete(step)
+            scheduler.update_after_start(step)
         assert (computed[1], computed[2]) == (1, 1)
         assert scheduler.num_forked_tokens == 2 * 9
 
     def test_full_blocks_are_shared_and_the_last_block_is_copied_for_all_but_one(self):
         scheduler = scheduler_of()
         add_completions(scheduler, 3, 10)
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
         (source,) = scheduler.block_manager.block_table(0)[2:]
         assert scheduler.block_manager.num_used == 3
         step = scheduler.schedule()
@@ -62,13 +62,13 @@ class TestScheduler:
         assert len({table[2] for table in tables}) == 3
         assert sorted(pair[0] for pair in step.block_copies) == [source, source]
         assert scheduler.block_manager.num_used == 5
-        scheduler.complete(step)
+        scheduler.update_after_start(step)
         assert scheduler.schedule().block_copies == ()
 
     def test_last_full_block_is_copied_since_its_last_token_is_recomputed(self):
         scheduler = scheduler_of()
         add_completions(scheduler, 2, 8)
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
         step = scheduler.schedule()
         assert [list(table)[:1] for table in step.block_tables] == [[1], [1]]
         assert len(step.block_copies) == 1
@@ -76,13 +76,13 @@ class TestScheduler:
     def test_a_last_token_alone_in_its_block_needs_no_copy(self):
         scheduler = scheduler_of()
         add_completions(scheduler, 2, 9)
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
         assert scheduler.schedule().block_copies == ()
 
     def test_prompts_of_one_token_share_nothing(self):
         scheduler = scheduler_of()
         add_completions(scheduler, 2, 1)
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
         step = scheduler.schedule()
         assert (rows(step), step.block_copies, scheduler.num_forked_tokens) == ({0: 1, 1: 1}, (), 0)
 
@@ -92,28 +92,28 @@ class TestScheduler:
         scheduler.add(9, 2, 3)
         step = scheduler.schedule()
         assert rows(step) == {0: 4, 9: 2}
-        scheduler.complete(step)
+        scheduler.update_after_start(step)
         assert rows(scheduler.schedule()) == {0: 1, 1: 1, 2: 1, 9: 1}
 
     def test_shared_blocks_outlive_the_completion_that_computed_them(self):
         scheduler = scheduler_of(max_num_seqs=1)
         add_completions(scheduler, 2, 10, max_tokens=1)
         step = scheduler.schedule()
-        scheduler.complete(step, finished=[0])
+        scheduler.update_after_start(step, finished=[0])
         assert (scheduler.num_waiting, scheduler.block_manager.num_used) == (1, 3)
         step = scheduler.schedule()
         assert (rows(step), step.block_copies) == ({1: 1}, ())  # the block is no longer shared
-        scheduler.complete(step, finished=[1])
+        scheduler.update_after_start(step, finished=[1])
         assert scheduler.block_manager.num_used == 0
 
     def test_waiting_completions_are_preempted_before_older_requests(self):
         scheduler = scheduler_of(5, max_num_seqs=1)  # 4 blocks
         add_completions(scheduler, 2, 7, max_tokens=9)
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
         for _ in range(8):  # completion 0 grows to all 4 blocks, though 1 shares two and has it copy one
             step = scheduler.schedule()
             assert rows(step) == {0: 1}
-            scheduler.complete(step)
+            scheduler.update_after_start(step)
         assert (scheduler.num_preemptions, scheduler.block_manager.num_free) == (1, 0)
         scheduler.abort(0)
         assert rows(scheduler.schedule()) == {1: 7}
@@ -124,24 +124,26 @@ class TestScheduler:
         scheduler.add(9, 4, 5)
         step = scheduler.schedule()
         assert rows(step) == {0: 6, 9: 4}
-        scheduler.complete(step, finished=[0])  # 1 and 2 share two blocks, 9 has one and needs another
+        scheduler.update_after_start(
+            step, finished=[0]
+        )  # 1 and 2 share two blocks, 9 has one and needs another
         step = scheduler.schedule()
         assert step.preempted == (9,)
         assert rows(step) == {1: 1, 2: 1}
-        scheduler.complete(step)
+        scheduler.update_after_start(step)
 
     @pytest.mark.parametrize("dropped", [0, 1])
     def test_aborting_a_waiting_completion_keeps_the_blocks_of_the_others(self, dropped):
         scheduler = scheduler_of(max_num_batched_tokens=4)
         add_completions(scheduler, 3, 10)
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
         scheduler.abort(dropped)
         computed = {0: 0, 1: 0, 2: 0}
         for _ in range(6):
             step = scheduler.schedule()
             for request, count in rows(step).items():
                 computed[request] += count
-            scheduler.complete(step)
+            scheduler.update_after_start(step)
         promote_completion = {0: 1, 1: 0}[dropped]
         assert computed[dropped] == 0
         assert scheduler.num_forked_tokens == 9
@@ -158,7 +160,7 @@ class TestScheduler:
                 r"num_prompt_tokens must equal the parent's \(10\), got 9\.",
             ),
             (
-                lambda s: (s.complete(s.schedule()), s.add(7, 10, 1, parent_id=0)),
+                lambda s: (s.update_after_start(s.schedule()), s.add(7, 10, 1, parent_id=0)),
                 r"Request 0 cannot be a parent: its prompt is already computed in part, or it has a parent",
             ),
         ],
@@ -177,11 +179,11 @@ def test_single_waiting_completion_is_preempted_for_an_older_request():
     add_completions(scheduler, 2, 5, max_tokens=1, first=1)
     step = scheduler.schedule()
     assert rows(step) == {0: 8, 1: 5}
-    scheduler.complete(step, [1])
+    scheduler.update_after_start(step, [1])
     order = []
     while (step := scheduler.schedule()) is not None:
         order.append(rows(step))
-        scheduler.complete(
+        scheduler.update_after_start(
             step, [request for request in step.request_ids if request == 2 or step.seq_lens[0] == 16]
         )
     # Request 0 is recomputed with 13 tokens and needs all blocks, of which request 2 holds one.

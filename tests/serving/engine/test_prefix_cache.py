@@ -120,7 +120,7 @@ class Pool:
                 self.left[request] -= 1
                 if not self.left[request]:
                     finished.append(request)
-        self.scheduler.complete(step, finished)
+        self.scheduler.update_after_start(step, finished)
         for request in finished:
             self.forget(request)
         for request, token in self.unread:
@@ -213,7 +213,7 @@ def test_a_cached_prompt_is_computed_from_the_first_different_block():
     pool.step()
     assert first_step(pool, 1, [*range(9), 99, 98]) == 3
     pool.scheduler.add(2, 5, 1)  # looks for nothing
-    pool.scheduler.complete(pool.scheduler.schedule())
+    pool.scheduler.update_after_start(pool.scheduler.schedule())
     assert (pool.scheduler.num_prefix_tokens, pool.scheduler.num_prefix_hit_tokens) == (21, 8)
 
 

@@ -225,7 +225,7 @@ def test_only_new_features_retrace_the_sampler():
 
     @jax.jit
     def counted(logits, params, num_generated):
-        traces.append((params.draws, params.floors, params.cuts))
+        traces.append((params.has_sampling, params.has_filters, params.has_top_k_or_top_p))
         return sample(logits, params, num_generated)
 
     greedy = [SamplingParams(), SamplingParams(top_k=3, top_p=0.5)]

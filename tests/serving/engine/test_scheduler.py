@@ -56,7 +56,7 @@ class FakeModel:
                 self.tokens[request].append(next_token(context))
                 if len(self.tokens[request]) == num_wanted[request]:
                     done.append(request)
-        self.scheduler.complete(step, done)
+        self.scheduler.update_after_start(step, done)
         self.steps += 1
 
 
@@ -157,7 +157,7 @@ def test_decodes_come_first_then_the_running_prompt_then_the_waiting_one():
     for _ in range(3):
         step = scheduler.schedule()
         seen.append((rows(step), step.num_decodes, step.samples))
-        scheduler.complete(step)
+        scheduler.update_after_start(step)
     assert seen == [
         ({0: 4, 1: 2}, 0, (True, False)),
         ({0: 1, 1: 5}, 1, (True, True)),
@@ -168,7 +168,7 @@ def test_decodes_come_first_then_the_running_prompt_then_the_waiting_one():
 def test_a_prompts_last_token_is_laid_out_as_a_decode():
     scheduler = scheduler_of(20, max_num_batched_tokens=4)
     scheduler.add(0, 5, 2)
-    scheduler.complete(scheduler.schedule())
+    scheduler.update_after_start(scheduler.schedule())
     scheduler.add(1, 2, 2)
     step = scheduler.schedule()
     assert (rows(step), step.num_decodes, step.samples) == ({0: 1, 1: 2}, 1, (True, True))
@@ -178,22 +178,22 @@ def test_the_latest_request_is_preempted_and_computed_again():
     scheduler = scheduler_of(4)  # 3 blocks
     scheduler.add(0, 4, 5)
     scheduler.add(1, 4, 5)
-    scheduler.complete(scheduler.schedule())
+    scheduler.update_after_start(scheduler.schedule())
     step = scheduler.schedule()  # 0 takes the last free block; 1 keeps its blocks and waits
     assert (rows(step), step.preempted) == ({0: 1}, ())
     for _ in range(3):
-        scheduler.complete(step)
+        scheduler.update_after_start(step)
         step = scheduler.schedule()
-    scheduler.complete(step, finished=[0])
+    scheduler.update_after_start(step, finished=[0])
     assert (rows(scheduler.schedule()), scheduler.num_preemptions) == ({1: 1}, 0)
 
     scheduler = scheduler_of(5)  # 4 blocks
     scheduler.add(0, 8, 5)
     scheduler.add(1, 8, 5)
-    scheduler.complete(scheduler.schedule())
+    scheduler.update_after_start(scheduler.schedule())
     step = scheduler.schedule()
     assert (rows(step), step.preempted, scheduler.num_preemptions) == ({0: 1}, (1,), 1)
-    scheduler.complete(step, finished=[0])
+    scheduler.update_after_start(step, finished=[0])
     assert rows(scheduler.schedule()) == {1: 9}  # its prompt and the token it had made
 
 
@@ -209,7 +209,7 @@ def test_no_request_is_admitted_while_a_running_prompt_lacks_blocks():
     scheduler = scheduler_of(6, max_num_batched_tokens=9)  # 5 blocks
     scheduler.add(0, 8, 5)
     scheduler.add(1, 12, 1)
-    scheduler.complete(scheduler.schedule())  # all of 0 and one token of 1
+    scheduler.update_after_start(scheduler.schedule())  # all of 0 and one token of 1
     scheduler.add(2, 1, 1)
     step = scheduler.schedule()  # 1 needs two more blocks, one is free: 2 would fit
     assert (rows(step), step.preempted, scheduler.block_manager.num_free) == ({0: 1}, (), 1)
@@ -222,7 +222,7 @@ def test_a_step_that_failed_is_scheduled_again_with_the_same_blocks():
     for _ in range(4):
         step = scheduler.schedule()
         assert same(scheduler.schedule(), step)
-        scheduler.complete(step)
+        scheduler.update_after_start(step)
 
 
 @settings(max_examples=60)
@@ -258,7 +258,7 @@ def forked(num_tokens=6):
     """Return a scheduler whose only request shares its partly filled block with a fork, 99."""
     scheduler = scheduler_of(9)
     scheduler.add(0, num_tokens, 5)
-    scheduler.complete(scheduler.schedule())
+    scheduler.update_after_start(scheduler.schedule())
     scheduler.block_manager.fork(0, 99)
     return scheduler
 
@@ -270,7 +270,7 @@ def test_requested_block_copy_is_in_the_step_until_it_runs():
     assert step.block_tables[0][0] == shared[0]
     assert step.block_copies == ((shared[1], step.block_tables[0][1]),)
     assert same(scheduler.schedule(), step)  # it was not run
-    scheduler.complete(step)
+    scheduler.update_after_start(step)
     assert scheduler.schedule().block_copies == ()
 
 
@@ -293,7 +293,7 @@ def test_abort_returns_the_blocks(is_running):
     scheduler = scheduler_of(9)
     scheduler.add(0, 8, 2)
     if is_running:
-        scheduler.complete(scheduler.schedule())
+        scheduler.update_after_start(scheduler.schedule())
     scheduler.abort(0)
     assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
     assert scheduler.schedule() is None
@@ -306,7 +306,7 @@ def test_a_request_that_just_fits_the_cache_finishes():
 
 def complete_unsampled(scheduler):
     scheduler.add(1, 600, 1)
-    scheduler.complete(scheduler.schedule(), finished=[1])
+    scheduler.update_after_start(scheduler.schedule(), finished=[1])
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ class TestPolicy:
         assert late.stats.num_steps <= first_right + 2 + -(-(63 - first_right) // (1 + K)) + 2
 
     @pytest.mark.parametrize(
-        ("shadow_hits", "came", "hits", "is_over"),
+        ("drafts", "came", "hits", "is_over"),
         [
             ([], [], 0, True),  # no lookup
             ([5, 6, 7], [], 0, False),
@@ -293,9 +293,9 @@ class TestPolicy:
             ([5, 6, 7], [5, 4, 7], 1, True),
         ],
     )
-    def test_later_tokens_show_which_drafts_would_have_been_accepted(self, shadow_hits, came, hits, is_over):
-        draft_state = DraftState(drafts=shadow_hits, shadow_start=2)
-        assert draft_state.shadow_hits([0, 0, *came]) == (hits, is_over)
+    def test_later_tokens_show_which_drafts_would_have_been_accepted(self, drafts, came, hits, is_over):
+        draft_state = DraftState(drafts=drafts, paused_drafts_start=2)
+        assert draft_state.count_matching_drafts([0, 0, *came]) == (hits, is_over)
 
     def test_sequences_without_lookups_do_not_wait(self, monkeypatch):
         engine, events = engine_of(speculative="ngram"), []
