@@ -124,8 +124,18 @@ class TestDispatch:
     @pytest.mark.parametrize(
         ("num_keys", "starts", "is_in_order", "message"),
         [
-            (9, [0, 5], False, r"cache.kv_start_loc\[1\]=5 and the row's 7 keys exceed k, which has 9"),
-            (12, [-1, 5], False, r"cache.kv_start_loc\[0\]=-1 and the row's 5 keys exceed k, which has 12"),
+            (
+                9,
+                [0, 5],
+                False,
+                r"cache.kv_start_loc\[1\]=5 with .*=7 selects keys \[5, 12\), but cache.k has 9",
+            ),
+            (
+                12,
+                [-1, 5],
+                False,
+                r"cache.kv_start_loc\[0\]=-1 with .*=5 selects keys \[-1, 4\), but cache.k has 12",
+            ),
             (12, [7, 0], True, r"cache.kv_start_loc\[0\] must be 0 with is_in_order, got 7"),
             (
                 12,

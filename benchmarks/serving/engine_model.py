@@ -132,7 +132,7 @@ def simulate(costs: Costs, budget: int, choose: ChooseBucket) -> dict[str, Any]:
             remaining[request_id] -= samples
             if not remaining[request_id]:
                 finished.append(request_id)
-        scheduler.complete(step, finished)
+        scheduler.update_after_start(step, finished)
     seconds = sum(ms.values()) / 1e3
     return {
         "s": round(seconds, 2),

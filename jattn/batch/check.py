@@ -164,7 +164,7 @@ def _check_blocks(step: BatchMetadata, rows: _Rows, cache_spec: CacheSpec) -> No
     for r in np.flatnonzero((_is_used(rows, table, size) & is_outside).any(axis=1))[:1]:
         raise ValueError(
             f"block_table[{r}] contains ids outside [0, {cache_spec.num_blocks}), the blocks of the cache, "
-            f"for the row's {rows.seq_lens[r]} tokens: {table[r].tolist()}."
+            f"for the row's {rows.seq_lens[r]} tokens: {table[r].tolist()}. Pass ids of allocated blocks."
         )
 
 
@@ -186,8 +186,10 @@ def _check_tokens(step: BatchMetadata, rows: _Rows) -> _Tokens:
     is_written = slots[token] >= 0
     row, index, token = row[is_written], index[is_written], token[is_written]
     for r in row[rows.query_lens[row] > rows.seq_lens[row]][:1]:
-        rule = f"be at least the row's {rows.query_lens[r]} new tokens, which it includes"
-        require(False, f"seq_lens[{r}]", rule, rows.seq_lens[r])
+        raise ValueError(
+            f"seq_lens[{r}] is {rows.seq_lens[r]}, but row {r} has {rows.query_lens[r]} query tokens, which "
+            "seq_lens includes."
+        )
     position = rows.seq_lens[row] - rows.query_lens[row] + index
     block = np.asarray(step.block_table, np.int64)[row, position // size]
     expected = block * size + position % size

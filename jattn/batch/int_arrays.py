@@ -111,7 +111,7 @@ def require_blocks(table: HostBlockTable, seq_lens: np.ndarray, block_size: int)
 def pad_columns(
     table: HostBlockTable, num_columns: int | None, seq_lens: np.ndarray, block_size: int
 ) -> np.ndarray:
-    """Return the ids in `num_columns` columns; None uses as many as the longest row has, at least 1.
+    """Return the ids in `num_columns` columns; None uses as many as the longest row has, or one.
 
     Raises:
         ValueError: If a request needs more columns.

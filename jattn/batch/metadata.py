@@ -179,8 +179,10 @@ def build_batch_metadata(
     require_positive(block_size=block_size)
     _require_one_per_request("seq_lens", seq_lens, query_lens)
     for r in np.flatnonzero(seq_lens < query_lens)[:1]:
-        rule = f"be at least query_lens[{r}] ({query_lens[r]}), which it includes"
-        require(False, f"seq_lens[{r}]", rule, seq_lens[r])
+        raise ValueError(
+            f"seq_lens[{r}] is {seq_lens[r]}, but request {r} has {query_lens[r]} query tokens, which "
+            "seq_lens includes."
+        )
     table = _host_table(block_table, seq_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])

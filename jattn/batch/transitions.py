@@ -174,11 +174,13 @@ def pad_tokens(tokens: Array, old: Bucket, new: Bucket, *, pad: int = 0) -> Arra
     return _pad_regions(tokens, old.max_decode_tokens, new.max_decode_tokens, new.max_tokens, pad)
 
 
-def _pad_regions(array: Array, old_first: int, new_first: int, new_total: int, pad: int) -> Array:
+def _pad_regions(array: Array, old_first: int, new_first: int, new_total: int, pad_value: int) -> Array:
     """Pad `[first region | second region]` to `[new_first | new_total - new_first]` entries of axis 0."""
     no_padding = ((0, 0),) * (array.ndim - 1)
     second = new_total - new_first - (array.shape[0] - old_first)
-    first_padded = jnp.pad(array[:old_first], ((0, new_first - old_first), *no_padding), constant_values=pad)
+    first_padded = jnp.pad(
+        array[:old_first], ((0, new_first - old_first), *no_padding), constant_values=pad_value
+    )
     return jnp.concatenate(
-        [first_padded, jnp.pad(array[old_first:], ((0, second), *no_padding), constant_values=pad)]
+        [first_padded, jnp.pad(array[old_first:], ((0, second), *no_padding), constant_values=pad_value)]
     )

@@ -291,8 +291,9 @@ class PackedKV:
         is_read = (lens > 0) if query_lens is None else (lens > 0) & (np.asarray(query_lens) > 0)
         for r in np.flatnonzero(is_read & ((firsts < 0) | (firsts + lens > num_keys)))[:1]:
             raise ValueError(
-                f"cache.kv_start_loc[{r}]={firsts[r]} and the row's {lens[r]} keys exceed k, which has "
-                f"{num_keys} keys."
+                f"cache.kv_start_loc[{r}]={firsts[r]} with seq_lens[{r}]={lens[r]} selects keys "
+                f"[{firsts[r]}, {firsts[r] + lens[r]}), but cache.k has {num_keys} keys. Correct "
+                "kv_start_loc or seq_lens."
             )
         if self.is_in_order and len(firsts):
             require(int(firsts[0]) == 0, "cache.kv_start_loc[0]", "be 0 with is_in_order", firsts[0])

@@ -153,13 +153,13 @@ def suggest_jax_argument_names[F: Callable[..., Any]](attention: F) -> F:
     """
 
     @functools.wraps(attention)
-    def wrapper(*args: Any, **options: Any) -> Any:
-        for name in options:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
             if name in JAX_ARGUMENT_NAMES:
                 raise TypeError(
                     f"attention() got an unexpected argument {name!r}. Use {JAX_ARGUMENT_NAMES[name]}."
                 )
-        return attention(*args, **options)
+        return attention(*args, **kwargs)
 
     return cast(F, wrapper)
 
@@ -170,7 +170,7 @@ def max_lookahead(spec: AttentionSpec) -> int | None:
 
 
 def mask_from_array(array: Any, shape: tuple[int, int, int, int]) -> Mask | None:
-    """Convert a bool array to a BlockMask with blocks of one pair; None if there are no pairs.
+    """Convert a bool array to a BlockMask with one block per query-key pair; None if an axis of `shape` is 0.
 
     Axes of the array may be 1 or missing. Query and key axes of size 1 are not expanded: a padding mask would
     otherwise grow from keys to queries x keys.

@@ -144,7 +144,7 @@ def _layout_batch(
 
 
 def _select_implementation(layout: DenseLayout, args: StaticArgs) -> ImplementationChoice | None:
-    """Return the implementation that serves a layout; None if there are no tokens."""
+    """Return the implementation that serves a layout; None if the batch has no tokens."""
     layer = layer_config(args.spec, None, layout.query.dtype)
     return plan_layers(layout.metadata, (layer,), layout.mask, implementation=args.implementation)[0].prefill
 

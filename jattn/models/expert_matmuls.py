@@ -203,29 +203,29 @@ class Tiles(NamedTuple):
         return jnp.sum(rows, axis=1, dtype=jnp.float32)
 
 
-def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile: int, num_tiles: int) -> Tiles:
+def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile_rows: int, num_tiles: int) -> Tiles:
     """Sort rows by expert, with each expert's rows starting at a tile boundary.
 
     Args:
         top_k: Experts of each token.
         num_experts: Number of experts.
-        tile: Number of rows per tile.
-        num_tiles: Number of tiles, at least `num_rows // tile + num_experts`.
+        tile_rows: Number of rows per tile.
+        num_tiles: Number of tiles, at least `num_rows // tile_rows + num_experts`.
     """
     experts = top_k.experts.reshape(-1)
     in_order = jnp.arange(len(experts), dtype=jnp.int32)
     order = jnp.argsort(experts, stable=True).astype(jnp.int32)
     num_rows = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-    tile_ends = jnp.cumsum(-(-num_rows // tile), dtype=jnp.int32)
-    tile_starts = tile_ends - -(-num_rows // tile)
+    tile_ends = jnp.cumsum(-(-num_rows // tile_rows), dtype=jnp.int32)
+    tile_starts = tile_ends - -(-num_rows // tile_rows)
     first_rows = jnp.cumsum(num_rows, dtype=jnp.int32) - num_rows
-    position = in_order + (tile_starts * tile - first_rows)[experts[order]]
+    position = in_order + (tile_starts * tile_rows - first_rows)[experts[order]]
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
     expert = jnp.sum(tile_ends[None, :-1] <= tiles[:, None], axis=1, dtype=jnp.int32)
-    row = jnp.full(num_tiles * tile, len(experts), jnp.int32).at[position].set(order)
+    row = jnp.full(num_tiles * tile_rows, len(experts), jnp.int32).at[position].set(order)
     return Tiles(
         expert=jnp.where(tiles < tile_ends[-1], expert, -1),
-        row=row.reshape(num_tiles, tile),
+        row=row.reshape(num_tiles, tile_rows),
         position=jnp.zeros_like(order).at[order].set(position),
     )
 
@@ -294,14 +294,16 @@ def _forward(static: tuple[bool, ExpertStatics, Any], *args: Any) -> tuple[Array
     return _mosaic_tiles(static, *args), args
 
 
-def _backward(static: tuple[bool, ExpertStatics, Any], args: tuple[Any, ...], grad: Array) -> tuple[Any, ...]:
+def _backward(
+    static: tuple[bool, ExpertStatics, Any], args: tuple[Any, ...], grad_out: Array
+) -> tuple[Any, ...]:
     scales_input, statics, _ = static
 
     def run(x: Array, experts: Array, scores: Array, weights: ExpertWeights) -> Array:
         return run_tiles_xla(x, TopKExperts(experts, scores, scales_input), weights, statics)
 
     _, pull_back = jax.vjp(run, *args)
-    return pull_back(grad)
+    return pull_back(grad_out)
 
 
 _mosaic_tiles.defvjp(_forward, _backward)

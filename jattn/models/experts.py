@@ -98,10 +98,10 @@ class Experts(nnx.Module):
         correction = jnp.zeros(num_experts, jnp.float32) if routing.has_correction_bias else None
         self.router_correction = None if correction is None else nnx.Param(correction)
         expert_linear: Any = {"use_bias": use_bias, "dtype": dtype, "rngs": rngs}
-        gate_up = (num_experts, 2, intermediate_size, hidden_size)
-        self.gate_up_proj = ExpertLinear(gate_up, in_axis=3, **expert_linear)
-        down = (num_experts, intermediate_size, hidden_size)
-        self.down_proj = ExpertLinear(down, in_axis=1, **expert_linear)
+        gate_up_shape = (num_experts, 2, intermediate_size, hidden_size)
+        self.gate_up_proj = ExpertLinear(gate_up_shape, in_axis=3, **expert_linear)
+        down_shape = (num_experts, intermediate_size, hidden_size)
+        self.down_proj = ExpertLinear(down_shape, in_axis=1, **expert_linear)
         self.shared_expert = shared_expert
         gate = nnx.Linear(hidden_size, 1, use_bias=False, **linear) if gates_shared_expert else None
         self.shared_expert_gate = gate

@@ -327,10 +327,10 @@ def _sum_replica_gradients(value: Array, num_rows: int, groups: tuple[tuple[int,
 
 
 def _sum_replica_gradients_bwd(
-    num_rows: int, groups: tuple[tuple[int, ...], ...], _: None, grad: Array
+    num_rows: int, groups: tuple[tuple[int, ...], ...], _: None, grad_out: Array
 ) -> tuple[Array]:
     # `.at[]` is not used because its indices may be an array without elements: see `_remove_empty_arrays`.
-    unique, replicated = jnp.split(grad, [grad.shape[-2] - num_rows], axis=-2)
+    unique, replicated = jnp.split(grad_out, [grad_out.shape[-2] - num_rows], axis=-2)
     summed = jax.lax.psum(replicated, TP, axis_index_groups=[list(group) for group in groups])
     return (jnp.concatenate([unique, summed], axis=-2),)
 

@@ -205,7 +205,7 @@ def require_one_per_layer(name: str, values: Sized, num_layers: int) -> None:
     """Require a value with one entry per layer.
 
     Raises:
-        ValueError: If `values` has no length, or another one than `num_layers`.
+        ValueError: If `values` has no length, or its length is not `num_layers`.
     """
     is_list = isinstance(values, Sized)
     require(is_list, name, f"have one entry per layer ({num_layers})", f"one {type(values).__name__}")

@@ -49,7 +49,10 @@ def plot(
 def coverage_image(
     mask_or_schedule: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
 ) -> np.ndarray:
-    """Return the image that `plot` draws: [heads, queries, keys] of EMPTY, PARTIAL or FULL."""
+    """Return the image that `plot` draws: [heads, queries, keys] .
+
+    It has EMPTY or FULL per pair of a mask, or EMPTY, PARTIAL or FULL per tile of a schedule.
+    """
     require_ints(1, num_heads=num_heads)
     if isinstance(mask_or_schedule, TileSchedule):
         if seq_len is not None or options:

@@ -311,7 +311,7 @@ def reorder_batch_to_split_decodes_and_prefills(
 
 def _column(name: str, values: IntVector | None, num_reqs: int, order: str) -> np.ndarray:
     if values is None:
-        raise ValueError(f"{name} is required for order={order!r}.")
+        raise ValueError(f"{name} is required for order={order!r}. Pass one number per request.")
     column = np.asarray(with_namespace(**{name: values})[1]).reshape(-1)
     require(len(column) == num_reqs, name, f"have one entry per request ({num_reqs})", len(column))
     return column

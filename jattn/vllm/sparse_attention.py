@@ -239,39 +239,49 @@ def max_local_attention_virtual_batches(attn_chunk_size: int, max_num_seqs: int,
     return in_pairs + (num_tokens - in_pairs) // attn_chunk_size
 
 
-def _check_chunk_sizes(chunk: int, block_size: int) -> tuple[int, ...]:
-    chunk, block_size = python_ints(attn_chunk_size=chunk, block_size=block_size)
-    require_positive(attn_chunk_size=chunk, block_size=block_size)
-    require(chunk % block_size == 0, "attn_chunk_size", f"be a multiple of block_size ({block_size})", chunk)
-    return chunk, block_size
+def _check_chunk_sizes(attn_chunk_size: int, block_size: int) -> tuple[int, ...]:
+    attn_chunk_size, block_size = python_ints(attn_chunk_size=attn_chunk_size, block_size=block_size)
+    require_positive(attn_chunk_size=attn_chunk_size, block_size=block_size)
+    rule = f"be a multiple of block_size ({block_size})"
+    require(attn_chunk_size % block_size == 0, "attn_chunk_size", rule, attn_chunk_size)
+    return attn_chunk_size, block_size
 
 
-def _check_rows(starts: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:
+def _check_rows(query_start_loc: Any, seq_lens: Any, table: Any, starts_name: str, lens_name: str) -> None:
     """Require arrays of the same number of requests; the block table may have unused rows at the end."""
     require_one_per_request(**{lens_name: seq_lens})
     num_reqs = seq_lens.shape[0]
-    require(starts.shape == (num_reqs + 1,), starts_name, f"have {num_reqs + 1} entries", starts.shape)
+    shape = query_start_loc.shape
+    require(shape == (num_reqs + 1,), starts_name, f"have {num_reqs + 1} entries", shape)
     require(table.shape[0] >= num_reqs, "block_table", f"have {num_reqs} rows", f"shape {table.shape}")
-    if isinstance(starts, np.ndarray) and isinstance(seq_lens, np.ndarray):
-        query_lens = np.diff(starts)
+    if isinstance(query_start_loc, np.ndarray) and isinstance(seq_lens, np.ndarray):
+        query_lens = np.diff(query_start_loc)
         rule = f"include the new tokens (be at least {query_lens.tolist()})"
         require(not (query_lens > seq_lens).any(), lens_name, rule, seq_lens.tolist())
 
 
-def _chunks_touched(query_lens: Any, seq_lens: Any, chunk: int) -> Any:
-    num_chunks = (seq_lens + chunk - 1) // chunk - (seq_lens - query_lens) // chunk
-    return num_chunks * (query_lens > 0).astype(np.int32)
+def _chunks_touched(query_lens: Any, seq_lens: Any, attn_chunk_size: int) -> Any:
+    end_chunks = (seq_lens + attn_chunk_size - 1) // attn_chunk_size
+    first_chunks = (seq_lens - query_lens) // attn_chunk_size
+    return (end_chunks - first_chunks) * (query_lens > 0).astype(np.int32)
 
 
 def _virtual_batches(
-    xp: Any, chunk: int, starts: Any, seq_lens: Any, table: Any, block_size: int, num_virtual: int
+    xp: Any,
+    attn_chunk_size: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    table: Any,
+    block_size: int,
+    num_virtual: int,
 ) -> LocalVirtualBatches:
-    query_lens = starts[1:] - starts[:-1]
-    num_chunks = _chunks_touched(query_lens, seq_lens, chunk)
+    query_lens = query_start_loc[1:] - query_start_loc[:-1]
+    num_chunks = _chunks_touched(query_lens, seq_lens, attn_chunk_size)
+    num_columns = attn_chunk_size // block_size
     if seq_lens.shape[0] == 0 or num_virtual == 0:
         zeros = xp.zeros(num_virtual, np.int32)
         return LocalVirtualBatches(
-            zeros, start_locs(xp, zeros), zeros, xp.zeros((num_virtual, chunk // block_size), np.int32)
+            zeros, start_locs(xp, zeros), zeros, xp.zeros((num_virtual, num_columns), np.int32)
         )
     require(table.shape[1] > 0, "block_table", "have at least one column", f"shape {table.shape}")
     ends = xp.cumsum(num_chunks)
@@ -280,10 +290,10 @@ def _virtual_batches(
     is_valid = virtual < ends[-1]
 
     context = (seq_lens - query_lens)[rows]
-    chunk_start = (context // chunk + virtual - (ends - num_chunks)[rows]) * chunk
-    last = xp.minimum(chunk_start + chunk, seq_lens[rows])
+    chunk_start = (context // attn_chunk_size + virtual - (ends - num_chunks)[rows]) * attn_chunk_size
+    last = xp.minimum(chunk_start + attn_chunk_size, seq_lens[rows])
     q_lens = xp.where(is_valid, last - xp.maximum(chunk_start, context), 0).astype(np.int32)
     k_lens = xp.where(is_valid, last - chunk_start, 0).astype(np.int32)
-    columns = (chunk_start // block_size)[:, None] + xp.arange(chunk // block_size, dtype=np.int32)[None, :]
+    columns = (chunk_start // block_size)[:, None] + xp.arange(num_columns, dtype=np.int32)[None, :]
     block_table_local = table[rows[:, None], xp.clip(columns, 0, table.shape[1] - 1)]
     return LocalVirtualBatches(q_lens, start_locs(xp, q_lens), k_lens, block_table_local)

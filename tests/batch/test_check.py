@@ -91,7 +91,7 @@ class TestValidBatches:
     [
         ({"seq_lens": (3, -9)}, r"seq_lens\[3\] must be at least 0, got -9"),
         ({"seq_lens": (1, 13)}, r"seq_lens\[1\] must be at most 12, the 3 blocks of 4 tokens .*, got 13"),
-        ({"seq_lens": (3, 3)}, r"seq_lens\[3\] must be at least the row's 5 new tokens.*, got 3"),
+        ({"seq_lens": (3, 3)}, r"seq_lens\[3\] is 3, but row 3 has 5 query tokens"),
         ({"seq_lens": (2, 5)}, r"num_decodes must be at least 3, since decode row 2 has keys, got 2"),
         ({"num_decodes": ((), 4)}, r"num_decodes must be at most the bucket's 3, got 4"),
         ({"num_prefills": ((), 0)}, r"num_prefills must be at least 1, since prefill row 0 has keys, got 0"),
@@ -176,12 +176,12 @@ class TestOtherArguments:
         keys = jnp.zeros((5, 2, 8))
         kv = jattn.PackedKV(k=keys, v=keys, kv_start_loc=jnp.asarray([0, 3]))
         with pytest.raises(
-            ValueError, match=r"kv_start_loc\[1\]=3 and the row's 4 keys exceed k, which has 5"
+            ValueError, match=r"kv_start_loc\[1\]=3 with .*=4 selects keys \[3, 7\), but cache.k has 5"
         ):
             jattn.check_batch(jattn.build_batch_metadata([1, 1], [3, 4], None), kv)
         kv = replace(kv, kv_start_loc=jnp.asarray([-1, 0]))
         with pytest.raises(
-            ValueError, match=r"kv_start_loc\[0\]=-1 and the row's 3 keys exceed k, which has 5"
+            ValueError, match=r"kv_start_loc\[0\]=-1 with .*=3 selects keys \[-1, 2\), but cache.k has 5"
         ):
             jattn.check_batch(jattn.build_batch_metadata([1, 1], [3, 4], None), kv)
 

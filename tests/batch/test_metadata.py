@@ -162,7 +162,7 @@ class TestRefusals:
             (([1, 2], [5], [[1, 2]]), r"seq_lens must have one entry per request \(2\), got 1"),
             (
                 ([1, 6], [5, 5], [[1, 2], [3, 4]]),
-                r"seq_lens\[1\] must be at least query_lens\[1\] \(6\), .*got 5",
+                r"seq_lens\[1\] is 5, but request 1 has 6 query tokens",
             ),
             (([1], [5], [[1, 2], [3]]), r"block_table must have one row per request \(1\), got 2 rows"),
             (([1] * 8, [5] * 8, np.zeros((7, 64), int)), r"one row per request \(8\), got \(7, 64\)"),

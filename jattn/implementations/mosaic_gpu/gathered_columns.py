@@ -60,24 +60,30 @@ def gather_kv(
 
 
 def add_gathered_gradients(
-    grad: Float[Array, "kv_tokens kv_heads head_dim"],
-    gathered_grad: Float[Array, "gathered_tokens q_heads head_dim"],
+    dkv: Float[Array, "kv_tokens kv_heads head_dim"],
+    gathered_dkv: Float[Array, "gathered_keys q_heads head_dim"],
     positions: Int32[Array, "reqs gathered q_heads"],
     kv_start_loc: Int32[Array, " reqs"],
 ) -> Float[Array, "kv_tokens kv_heads head_dim"]:
     """Add the gradients of gathered keys (or values) to the gradients of the keys they were copied from.
 
     The query heads of a group are added one after another, so that the order of the sum is fixed.
+
+    Args:
+        dkv: Gradient of the keys, or of the values.
+        gathered_dkv: Gradient of the gathered keys, or of the gathered values, per query head.
+        positions: Position of each gathered key; UNUSED_POSITION in unused places.
+        kv_start_loc: Index of the first key of each request.
     """
-    kv_tokens, kv_heads, head_dim = grad.shape
+    kv_tokens, kv_heads, head_dim = dkv.shape
     reqs, room, q_heads = positions.shape
     groups = (reqs, room, kv_heads, q_heads // kv_heads)
     token = jnp.where(
         positions < UNUSED_POSITION, kv_start_loc.astype(jnp.int32)[:, None, None] + positions, kv_tokens
     )
-    token, gathered_grad = token.reshape(groups), gathered_grad.reshape(*groups, head_dim)
-    total, head = grad.astype(jnp.float32), jnp.arange(kv_heads, dtype=jnp.int32)
+    token, gathered_dkv = token.reshape(groups), gathered_dkv.reshape(*groups, head_dim)
+    dkv_sum, head = dkv.astype(jnp.float32), jnp.arange(kv_heads, dtype=jnp.int32)
     for index in range(q_heads // kv_heads):
-        part = gathered_grad[:, :, :, index].astype(jnp.float32)
-        total = total.at[token[..., index], head].add(part, mode="drop")
-    return total.astype(grad.dtype)
+        head_grad = gathered_dkv[:, :, :, index].astype(jnp.float32)
+        dkv_sum = dkv_sum.at[token[..., index], head].add(head_grad, mode="drop")
+    return dkv_sum.astype(dkv.dtype)

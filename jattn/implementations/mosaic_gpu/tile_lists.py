@@ -171,7 +171,7 @@ def tile_lists(
 def packed_codes(
     mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
-    """Return the code of each query tile and packed KV tile: full, partial or empty. Works inside jit.
+    """Return the bits of `encode_tiles` for each query tile and packed KV tile. Works inside jit.
 
     See tile_lists for the arguments; here the whole mask may be evaluated pair by pair.
     """

@@ -72,9 +72,9 @@ def tile_gradients(
     """
     matmul_dtype, acc_dtype = queries.q.dtype, tokens.lse.dtype
     chunk = load_chunk(args.kv, args.metadata.block_table, queries.row, c)
-    keys = c * chunk.k.shape[0] + jnp.arange(chunk.k.shape[0], dtype=jnp.int32)
+    key_positions = c * chunk.k.shape[0] + jnp.arange(chunk.k.shape[0], dtype=jnp.int32)
     static_k, _ = static_scales(args.kv, acc_dtype)
-    capped, visible = capped_scores(queries, chunk, keys, static_k, args)
+    capped, visible = capped_scores(queries, chunk, key_positions, static_k, args)
     is_visible_key = visible.any(axis=(1, 2)).T[..., None]  # per KV head: an invisible key may be NaN
     k, v = (
         jnp.where(is_visible_key, x, jnp.zeros((), x.dtype)).astype(matmul_dtype) for x in (chunk.k, chunk.v)
@@ -84,11 +84,11 @@ def tile_gradients(
     matmul = functools.partial(
         jnp.einsum, preferred_element_type=acc_dtype, precision=precision(matmul_dtype)
     )
-    s = jnp.where(visible, add_alibi_bias(capped, queries, keys, args), -jnp.inf)
+    s = jnp.where(visible, add_alibi_bias(capped, queries, key_positions, args), -jnp.inf)
     p = jnp.exp(s - lse[..., None])
     dp = matmul("hgqd,khd->hgqk", grad_out, v)
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0.0)
-    slopes = _slope_gradient(ds, queries, keys, args)
+    slopes = _slope_gradient(ds, queries, key_positions, args)
     ds = _gradient_before_cap(ds, capped, visible, args.spec) * args.spec.softmax_scale
     ds, p = ds.astype(matmul_dtype), p.astype(matmul_dtype)
     dq = matmul("hgqk,khd->qhgd", ds, k)
@@ -110,12 +110,12 @@ def _group_by_kv_head(x: Float[Array, "tile_q q_heads *rest"], spec: AttentionSp
 
 
 def _slope_gradient(
-    ds: Array, queries: TileQueries, keys: Array, args: AttentionArgs
+    ds: Array, queries: TileQueries, key_positions: Array, args: AttentionArgs
 ) -> Float[Array, "kv_heads group"]:
     """Return the gradient of the ALiBi slopes from the gradient of the scores."""
     if args.alibi_slopes is None:
         return jnp.zeros(ds.shape[:2], ds.dtype)
-    bias_per_slope = alibi_bias(args.spec, jnp.ones((1, 1), ds.dtype), queries.positions, keys)
+    bias_per_slope = alibi_bias(args.spec, jnp.ones((1, 1), ds.dtype), queries.positions, key_positions)
     return jnp.sum(ds * bias_per_slope, axis=(2, 3))
 
 
@@ -299,7 +299,7 @@ def _add_group(
     low, high = jax.vmap(visible_chunks)(tiles, tile_queries.query)
 
     def step(index: Array, state: tuple[GradientSums, Array]) -> tuple[GradientSums, Array]:
-        (sum_k, sum_v, sum_slopes), dq = state
+        (dk, dv, dslopes), dq = state
         chunk = low + index
         parts = jax.vmap(chunk_gradients)(
             tiles._replace(lens=jnp.where(chunk < high, tiles.lens, 0)), tile_queries, chunk
@@ -314,8 +314,8 @@ def _add_group(
             k, v = kv_sums
             return add_rows(k, parts.k[tile], starts[tile]), add_rows(v, parts.v[tile], starts[tile])
 
-        sum_k, sum_v = jax.lax.fori_loop(0, num_tiles, add, (sum_k, sum_v))
-        return GradientSums(sum_k, sum_v, sum_slopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
+        dk, dv = jax.lax.fori_loop(0, num_tiles, add, (dk, dv))
+        return GradientSums(dk, dv, dslopes + parts.alibi_slopes.sum(axis=0)), dq + parts.query
 
     dq = match_varying_axes(tokens.query, jnp.zeros(tile_queries.query.shape, tokens.lse.dtype))
     sums, dq = jax.lax.fori_loop(0, jnp.max(high - low), step, (sums, dq))

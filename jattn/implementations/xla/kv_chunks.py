@@ -27,7 +27,7 @@ def has_no_keys(kv: PagedCache | PackedKV, metadata: BatchMetadata) -> bool:
 
 
 def chunk_size(kv: PagedCache | PackedKV) -> int:
-    """Return the number of keys per chunk: full blocks, at least CHUNK keys."""
+    """Return the number of keys per chunk: full blocks that hold at least CHUNK keys."""
     return CHUNK if isinstance(kv, PackedKV) else -(-CHUNK // kv.block_size) * kv.block_size
 
 

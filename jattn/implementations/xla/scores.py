@@ -8,10 +8,10 @@ from jattn.spec import AttentionSpec
 
 
 def is_visible(
-    spec: AttentionSpec, positions: Int[Array, " tile_q"], keys: Int[Array, " keys"]
+    spec: AttentionSpec, query_positions: Int[Array, " tile_q"], key_positions: Int[Array, " keys"]
 ) -> Bool[Array, "1 1 tile_q keys"]:
     """Return which keys are visible to each query by the spec's window, chunk size and causality."""
-    ahead = keys[None, :] - positions[:, None]  # distance of the key from the query
+    ahead = key_positions[None, :] - query_positions[:, None]  # distance of the key from the query
     left, right = spec.window or (None, None)
     if spec.causal:
         right = 0 if right is None else min(right, 0)
@@ -21,15 +21,16 @@ def is_visible(
     if right is not None:
         visible &= ahead <= right
     if spec.chunk_size is not None:
-        visible &= (keys // spec.chunk_size)[None, :] == (positions // spec.chunk_size)[:, None]
+        key_chunks, query_chunks = key_positions // spec.chunk_size, query_positions // spec.chunk_size
+        visible &= key_chunks[None, :] == query_chunks[:, None]
     return visible[None, None]
 
 
 def pairs_of(
     spec: AttentionSpec,
     row: Int[Array, ""],
-    positions: Int[Array, " tile_q"],
-    keys: Int[Array, " keys"],
+    query_positions: Int[Array, " tile_q"],
+    key_positions: Int[Array, " keys"],
     *,
     is_prefill: bool,
 ) -> Pairs:
@@ -38,8 +39,8 @@ def pairs_of(
     return Pairs(
         head=heads.reshape(spec.num_kv_heads, spec.q_heads_per_kv_head, 1, 1),
         row=row.reshape(1, 1, 1, 1),
-        query=positions[None, None, :, None],
-        key=keys[None, None, None, :],
+        query=query_positions[None, None, :, None],
+        key=key_positions[None, None, None, :],
         num_heads=(spec.num_q_heads, spec.num_kv_heads),
         is_prefill=is_prefill,
     )
@@ -77,9 +78,9 @@ def num_first_keys(mask: Mask | None) -> int | None:
 
 
 def alibi_bias(
-    spec: AttentionSpec, slopes: Float[Array, "kv_heads group"], positions: Array, keys: Array
+    spec: AttentionSpec, slopes: Float[Array, "kv_heads group"], query_positions: Array, key_positions: Array
 ) -> Float[Array, "kv_heads group tile_q keys"]:
     """Return the ALiBi bias `slope * (key - query)`, or `-slope * sqrt(query - key)`, 0 for later keys."""
-    distance = (positions[:, None] - keys[None, :]).astype(slopes.dtype)
+    distance = (query_positions[:, None] - key_positions[None, :]).astype(slopes.dtype)
     distance = jnp.sqrt(jnp.maximum(distance, 0.0)) if spec.sqrt_alibi else distance
     return -slopes[..., None, None] * distance[None, None]

@@ -70,9 +70,9 @@ def attend_tile(
 
     def step(c: Array, state: Softmax) -> Softmax:
         chunk = load_chunk(kv, args.metadata.block_table, row, c)
-        keys = c * size + jnp.arange(size, dtype=jnp.int32)
-        s, visible = capped_scores(queries, chunk, keys, static_k, args)
-        s = jnp.where(visible, add_alibi_bias(s, queries, keys, args), -jnp.inf)
+        key_positions = c * size + jnp.arange(size, dtype=jnp.int32)
+        s, visible = capped_scores(queries, chunk, key_positions, static_k, args)
+        s = jnp.where(visible, add_alibi_bias(s, queries, key_positions, args), -jnp.inf)
         return add_chunk(state, s, chunk, visible.any(axis=(1, 2)), matmul_dtype)
 
     state = match_varying_axes(q, initial_softmax((*heads, tile_q), spec.head_dim, acc_dtype))
@@ -145,7 +145,11 @@ def _group_queries(
 
 
 def capped_scores(
-    queries: TileQueries, chunk: Chunk, keys: Int[Array, " keys"], static_k: Array, args: AttentionArgs
+    queries: TileQueries,
+    chunk: Chunk,
+    key_positions: Int[Array, " keys"],
+    static_k: Array,
+    args: AttentionArgs,
 ) -> tuple[Float[Array, "kv_heads group tile_q keys"], Bool[Array, "_ _ tile_q keys"]]:
     """Return the soft-capped scores of a chunk of keys, and which of them are visible."""
     spec, matmul_dtype, acc_dtype = args.spec, queries.q.dtype, static_k.dtype
@@ -163,20 +167,22 @@ def capped_scores(
         s = s * chunk.k_scale[:, None, None, :].astype(acc_dtype)
     if spec.soft_cap is not None:
         s = spec.soft_cap * jnp.tanh(s / spec.soft_cap)
-    is_valid = (keys < queries.seq_len)[None, :] & queries.is_valid[:, None]
-    visible = is_visible(spec, queries.positions, keys) & is_valid[None, None]
+    is_valid = (key_positions < queries.seq_len)[None, :] & queries.is_valid[:, None]
+    visible = is_visible(spec, queries.positions, key_positions) & is_valid[None, None]
     if args.mask is not None:
-        pairs = pairs_of(spec, queries.row, queries.positions, keys, is_prefill=queries.is_prefill)
+        pairs = pairs_of(spec, queries.row, queries.positions, key_positions, is_prefill=queries.is_prefill)
         visible &= args.mask.visible(pairs)
     return s, visible
 
 
-def add_alibi_bias(s: Array, queries: TileQueries, keys: Int[Array, " keys"], args: AttentionArgs) -> Array:
+def add_alibi_bias(
+    s: Array, queries: TileQueries, key_positions: Int[Array, " keys"], args: AttentionArgs
+) -> Array:
     """Add the ALiBi bias to soft-capped scores."""
     if args.alibi_slopes is None:
         return s
     slopes = args.alibi_slopes.astype(s.dtype).reshape(args.spec.num_kv_heads, -1)
-    return s + alibi_bias(args.spec, slopes, queries.positions, keys)
+    return s + alibi_bias(args.spec, slopes, queries.positions, key_positions)
 
 
 def match_varying_axes[Tree](like: Float[Array, "..."], tree: Tree) -> Tree:

@@ -173,7 +173,9 @@ def find_family(hf: Keys) -> Family:
     class_names = _classes(family.architecture, *family.other_architectures)
     if architectures and not set(class_names) & set(architectures):
         raise unsupported(
-            f"architecture {architectures[0]}", f"not a decoder of model_type {model_type}", supported
+            f"architecture {architectures[0]}",
+            f"not a causal language model of model_type {model_type!r}",
+            "Supported: " + ", ".join(class_names),
         )
     return family
 

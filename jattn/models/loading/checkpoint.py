@@ -189,7 +189,7 @@ def find_tensor_mappings(family: Family, names: Iterable[str]) -> dict[str, HFTe
 
 
 def _add_family_prefix(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Give tensors the family's prefix, such as "model.", if the checkpoint has none or another one.
+    """Give tensors the family's prefix, such as "model.", if the checkpoint has no prefix or a different one.
 
     Exports of the base model without the output projection have none. Trainers, adapters and multimodal
     models have another one, or one before it. A tensor of the first layer shows the checkpoint's prefix.

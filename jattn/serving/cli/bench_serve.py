@@ -124,7 +124,7 @@ def bench_serve(args: argparse.Namespace) -> None:
     if args.plot is not None:
         plot(rows, args.plot)
     if not any(row["num_ok"] for row in rows):
-        raise ServerError("All requests failed.")
+        raise ServerError("All requests failed; see the errors above.")
 
 
 def _to_json(row: dict[str, Any]) -> dict[str, Any]:

@@ -122,7 +122,9 @@ def _local_model(args: argparse.Namespace) -> StreamReply:
         try:
             text = template.render(messages)
         except template_error as error:
-            raise ValueError(f"The chat template rejected the messages: {error}") from error
+            raise ValueError(
+                f"The chat template rejected the messages: {error}. Pass another one with --chat-template."
+            ) from error
         prompt = tokenize("messages", text, engine.tokenizer, add_special_tokens=False)
         for token in engine.stream([prompt], [params]):
             yield token.text

@@ -150,7 +150,9 @@ def expand_config(argv: Sequence[str]) -> list[str]:
     _, unknown = serve_parser.parse_known_args(["serve", "--model=", *words])
     unknown += [word for word in words if word.startswith("--config=")]
     if unknown:
-        raise ValueError(f"{parsed.config} has entries that are not options of jattn serve: {unknown}.")
+        raise ValueError(
+            f"{parsed.config} has entries that are not options of jattn serve: {unknown}. Remove them."
+        )
     on_command_line = {word.partition("=")[0] for word in argv}
     from_file = [word for word in words if word.partition("=")[0] not in on_command_line]
     return [argv[0], *from_file, *argv[1:]]

@@ -187,9 +187,9 @@ def _width(lists: Sequence[Sized], shortest: int) -> int:
     return max(shortest, 1 << (max(map(len, lists), default=1) - 1).bit_length())
 
 
-def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, width: int, pad: int) -> Any:
+def _table(lists: Sequence[Sequence[int] | np.ndarray], num_rows: int, width: int, pad_value: int) -> Any:
     """Return lists as the padded rows of a table."""
-    table = np.full((num_rows, width), pad, np.int32)
+    table = np.full((num_rows, width), pad_value, np.int32)
     for row, values in enumerate(lists):
         if len(values):
             table[row, : len(values)] = values

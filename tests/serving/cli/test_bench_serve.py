@@ -41,7 +41,7 @@ class TestBenchServe:
         assert main(["bench-serve", f"--url={server.url}", f"--json={file}", *sizes]) == 1
         out, err = capsys.readouterr()
         assert "HTTP 401: Invalid API key." in out
-        assert err == "jattn: All requests failed.\n"
+        assert err == "jattn: All requests failed; see the errors above.\n"
         (row,) = json.loads(file.read_text(), parse_constant=pytest.fail)  # NaN is not valid JSON.
         assert row["end_to_end_ms"] == {"p50": None, "p90": None, "p99": None, "mean": None}
 

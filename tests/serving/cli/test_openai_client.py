@@ -50,7 +50,7 @@ class TestInvalidResponses:
             assert main(["bench-serve", f"--url={url}", "--num-prompts=1", "--request-rate=100"]) == 1
         output = capsys.readouterr()
         assert message in output.out
-        assert "All requests failed." in output.err
+        assert "All requests failed; see the errors above." in output.err
 
 
 def test_comments_and_event_names_are_ignored(set_stdin, capsys):
