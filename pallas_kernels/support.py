@@ -106,11 +106,11 @@ def must_be_one_of(name: str, value: object, supported: Sequence[object], condit
         supported: Supported values.
         condition: Words that say when this holds, such as " for 8-bit keys or values".
     """
-    clause = f"{name}={value} is not supported{condition}; supported: {listed(supported)}"
+    clause = f"{name}={value} is not supported{condition}; supported: {join_values(supported)}"
     return value in supported, clause
 
 
-def listed(values: Iterable[object]) -> str:
+def join_values(values: Iterable[object]) -> str:
     """Return the values separated by commas."""
     return ", ".join(map(str, values))
 
@@ -150,7 +150,7 @@ def why_not_decode(
     stored_rules: list[Rule] = []
     for (name, stored_dtype), has_scales in zip(kv_dtypes.items(), has_token_scales, strict=True):
         is_known = stored_dtype == dtype or stored_dtype.name in EIGHT_BIT_DTYPES
-        supported = listed((dtype.name, *EIGHT_BIT_DTYPES))
+        supported = join_values((dtype.name, *EIGHT_BIT_DTYPES))
         clause = f"{name} stored in {stored_dtype.name} are not supported with {dtype.name} queries"
         stored_rules.append((is_known, f"{clause}; supported: {supported}"))
         clause = f"a scale per token and head is not supported for {name} stored in {stored_dtype.name}"
@@ -304,7 +304,7 @@ def why_not_write(
         clause = f"writing {name} of {dtype.name} into a cache of {stored_dtype.name}"
         rules.append((stored_dtype == dtype or can_quantize, f"{clause} is not supported"))
         rules.append((is_plain or has_known_scale, f"{clause} with a scale of {ndim} axes is not supported"))
-    alignment = f"with layout={layout} and stored dtypes {listed(x.name for x in kv_dtypes.values())}"
+    alignment = f"with layout={layout} and stored dtypes {join_values(x.name for x in kv_dtypes.values())}"
     rules += [
         (
             token_bytes % 16 == 0,
@@ -345,7 +345,7 @@ def why_not_qkv_write(
     names = jnp.dtype(k_dtype).name, jnp.dtype(v_dtype).name
     # Each lane holds a power of 2 of the elements of half a head, which the 60 of head_dim 120 do not allow.
     halved = tuple(dim for dim in HEAD_DIMS if dim % 16 == 0)
-    caches = f"caches of {listed(names)} are not supported with {name} inputs; both must be {name}"
+    caches = f"caches of {join_values(names)} are not supported with {name} inputs; both must be {name}"
     return first_reason(
         [
             must_be_one_of("dtype", name, DTYPES),
@@ -369,7 +369,10 @@ def why_not_add_norm(*, dtype: DTypeLike, other_dtypes: Sequence[DTypeLike], wid
     return first_reason(
         [
             must_be_one_of("dtype", name, DTYPES),
-            (not different, f"inputs of {name} and {listed(different)} are not supported; use one dtype"),
+            (
+                not different,
+                f"inputs of {name} and {join_values(different)} are not supported; use one dtype",
+            ),
             (
                 width % 128 == 0 and 0 < width <= 16384,
                 f"rows of {width} elements are not supported; supported: multiples of 128 up to 16384",

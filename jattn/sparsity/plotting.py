@@ -16,7 +16,11 @@ COLORS = ("#f2f2f2", "#8fb8de", "#1f4e79")
 
 
 def plot(
-    mask_or_schedule: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
+    mask_or_schedule: Mask | TileSchedule,
+    seq_len: int | None = None,
+    *,
+    num_heads: int = 4,
+    **dense_kwargs: Any,
 ) -> "Figure":
     """Plot a mask by pairs or a schedule by tiles, with one square per head.
 
@@ -24,7 +28,7 @@ def plot(
         mask_or_schedule: Mask or schedule to plot. All query tiles of a schedule are drawn, row after row.
         seq_len: Number of queries and keys of a mask; None for a schedule.
         num_heads: Maximum number of query heads to plot. A mask that does not depend on heads is drawn once.
-        options: Options of `dense` for a mask, such as num_q_heads.
+        **dense_kwargs: Keyword arguments of `dense` for a mask, such as num_q_heads.
 
     Raises:
         ValueError: If seq_len is missing for a mask; if seq_len or an option is given for a schedule; or if
@@ -33,7 +37,7 @@ def plot(
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
-    heads = coverage_image(mask_or_schedule, seq_len, num_heads=num_heads, **options)
+    heads = coverage_image(mask_or_schedule, seq_len, num_heads=num_heads, **dense_kwargs)
     figure = Figure(figsize=(2.4 * len(heads), 2.7), layout="constrained")
     axes = figure.subplots(1, len(heads), squeeze=False, sharex=True, sharey=True)[0]
     for head, (axis, image) in enumerate(zip(axes, heads, strict=True)):
@@ -47,7 +51,11 @@ def plot(
 
 
 def coverage_image(
-    mask_or_schedule: Mask | TileSchedule, seq_len: int | None = None, *, num_heads: int = 4, **options: Any
+    mask_or_schedule: Mask | TileSchedule,
+    seq_len: int | None = None,
+    *,
+    num_heads: int = 4,
+    **dense_kwargs: Any,
 ) -> np.ndarray:
     """Return the image that `plot` draws: [heads, queries, keys] .
 
@@ -55,11 +63,11 @@ def coverage_image(
     """
     require_ints(1, num_heads=num_heads)
     if isinstance(mask_or_schedule, TileSchedule):
-        if seq_len is not None or options:
-            names = ", ".join(["seq_len"] * (seq_len is not None) + list(options))
+        if seq_len is not None or dense_kwargs:
+            names = ", ".join(["seq_len"] * (seq_len is not None) + list(dense_kwargs))
             raise ValueError(f"{names} can be passed for masks only. Omit them for a TileSchedule.")
         partial, full = (np.asarray(x).swapaxes(0, 1) for x in expand_schedule(mask_or_schedule))
         return (partial * PARTIAL + full * FULL)[:num_heads]
     if seq_len is None:
         raise ValueError("Pass seq_len to plot a mask.")
-    return np.asarray(dense(mask_or_schedule, seq_len, seq_len, **options))[:num_heads] * FULL
+    return np.asarray(dense(mask_or_schedule, seq_len, seq_len, **dense_kwargs))[:num_heads] * FULL

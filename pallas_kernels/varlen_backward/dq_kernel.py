@@ -43,7 +43,7 @@ def run_dq(inputs: DqInputs, spec: PrefillSpec) -> jax.Array:
     attention_smem = smem_types(spec)._replace(alibi=None, v=values)
     dout = swizzled_smem((sizes.warpgroups, sizes.query_buffers, num_chunks, M, head.width), spec.dtype)
     barriers = barrier_types(spec)._replace(
-        v_full=plgpu.Barrier(num_arrivals=spec.copies, num_barriers=num_values),
+        v_full=plgpu.Barrier(num_arrivals=spec.num_copies, num_barriers=num_values),
         v_free=plgpu.Barrier(num_arrivals=sizes.team_size, num_barriers=num_values),
         q_full=plgpu.Barrier(
             num_arrivals=2 * num_chunks + 1, num_barriers=sizes.warpgroups * sizes.query_buffers

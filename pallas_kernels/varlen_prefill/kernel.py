@@ -194,7 +194,7 @@ def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
 
     q_arrivals = spec.shape.head.num_chunks * sizes.pack_gqa + 1
     # With an 8-bit cache K and V are filled by a dequantizing warpgroup, which arrives once.
-    kv_arrivals = spec.copies if spec.quantized is None else 1
+    kv_arrivals = spec.num_copies if spec.quantized is None else 1
     quantized = None
     if spec.quantized is not None:
         quantized = QuantizedKvBarriers(*map(stage_barriers, _quantized_arrivals(spec)))
@@ -216,7 +216,7 @@ def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
     scale_copies = [
         spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
     ]
-    return *(spec.copies + count for count in scale_copies), 1, 1
+    return *(spec.num_copies + count for count in scale_copies), 1, 1
 
 
 def register_counts(spec: PrefillSpec) -> tuple[int, int]:
@@ -225,9 +225,9 @@ def register_counts(spec: PrefillSpec) -> tuple[int, int]:
     # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for computing.
     # With the columns of a split besides, eight copies are many: with 24 registers the loading warp spilled
     # 28 bytes.
-    needs_few_registers = spec.copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+    needs_few_registers = spec.num_copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
     has_head_groups = shape.heads_per_l2_group != shape.q_heads
-    has_many_copies = spec.has_splits and spec.copies == MAX_COPIES_AT_ONCE
+    has_many_copies = spec.has_splits and spec.num_copies == MAX_COPIES_AT_ONCE
     loads_more = spec.has_lists or has_many_copies or has_head_groups
     load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
     dequantizing = 0 if spec.quantized is None else 2 * DEQUANTIZE_REGISTERS

@@ -149,7 +149,7 @@ class PrefillLoader:
         def _() -> None:
             # Keys before queries: stages are free while the previous work tile's queries are still in use.
             self.load_tile(work_tile, first, step, lambda: self.load_queries(work_tile, row, iteration))
-            if self.spec.has_lists and self.spec.copies < MAX_COPIES_AT_ONCE:
+            if self.spec.has_lists and self.spec.num_copies < MAX_COPIES_AT_ONCE:
                 # A list is in global memory, so read entries one step ahead if registers allow it.
                 lax.fori_loop(1, work_tile.num, load_and_prefetch, tile(jnp.minimum(1, work_tile.num - 1)))
             else:

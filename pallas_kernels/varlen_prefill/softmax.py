@@ -80,7 +80,7 @@ class RowMaxPolicy(Protocol):
         """Return the sums and accumulators of the earlier tiles multiplied by alpha."""
 
 
-def row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
+def choose_row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
     """Choose the row-max policy of a kernel."""
     soft_cap = spec.score.soft_cap
     is_small = soft_cap is not None and soft_cap * LOG2E <= HEADROOM[spec.dtype]
@@ -271,7 +271,7 @@ class Softmax:
     """
 
     def __init__(self, spec: PrefillSpec):
-        self.policy, self.spec = row_max_policy(spec), spec
+        self.policy, self.spec = choose_row_max_policy(spec), spec
 
     def first_step(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile]) -> SoftmaxState:
         """Return the state after the scores of the first tile."""

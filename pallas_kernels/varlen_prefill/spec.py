@@ -126,7 +126,7 @@ class PrefillSpec:
         return self.shape.q_heads // self.sizes.pack_gqa
 
     @property
-    def copies(self) -> int:
+    def num_copies(self) -> int:
         """Number of TMA copies that fill a stage of keys, or of values."""
         cache_tiling = self.shape.cache_tiling
         return (1 if cache_tiling is None else cache_tiling.num_copies) * self.shape.head.num_chunks

@@ -67,7 +67,10 @@ def build_requests(
     *,
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
-    **options: Any,
+    eos_ids: frozenset[int],
+    tokenizer: Any | None,
+    limits: PromptLimits,
+    grammars: Grammars,
 ) -> list[Request]:
     """Build one Request per prompt.
 
@@ -77,7 +80,10 @@ def build_requests(
         sampling_params: Sampling parameters; see `Engine.generate`.
         stop_ids: Additional stop tokens of all prompts.
         ignore_eos: Whether generation continues after the model's EOS token.
-        **options: Keyword arguments of `build_request`.
+        eos_ids: The model's EOS tokens.
+        tokenizer: Tokenizer of text prompts; None if the model has none.
+        limits: Limits that prompts must keep.
+        grammars: Compiler of structured outputs.
 
     Raises:
         ValueError: If a prompt cannot be served. The message contains its index and the invalid value.
@@ -107,7 +113,15 @@ def build_requests(
             for params, count in zip(params_list, counts, strict=True)
         ]
     return [
-        build_request(f"prompts[{i}]", prompt, params, **options)
+        build_request(
+            f"prompts[{i}]",
+            prompt,
+            params,
+            eos_ids=eos_ids,
+            tokenizer=tokenizer,
+            limits=limits,
+            grammars=grammars,
+        )
         for i, (prompt, params) in enumerate(zip(prompts, params_list, strict=True))
     ]
 

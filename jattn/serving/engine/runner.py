@@ -235,13 +235,16 @@ class Runner:
             future.result()
         pool.shutdown(wait=wait)
 
-    def cold_buckets(self, max_tokens: int | None = None) -> list[ColdExecutable]:
-        """Return the compiled executables that have hardly run, smallest first."""
+    def cold_buckets(self, max_bucket_tokens: int | None = None) -> list[ColdExecutable]:
+        """Return the compiled executables that have hardly run, smallest first.
+
+        Buckets of more than `max_bucket_tokens` tokens are omitted; None omits none.
+        """
         runs = [*self._runs, *(() if self._proposer is None else self._proposer.runs)]
         cold_executables = [
             ColdExecutable(graph_index, bucket)
             for graph_index, warmup_runs in enumerate(runs)
-            for bucket in warmup_runs.cold_executables(max_tokens)
+            for bucket in warmup_runs.cold_executables(max_bucket_tokens)
         ]
         return sorted(cold_executables, key=lambda executable: executable.bucket.max_tokens)
 

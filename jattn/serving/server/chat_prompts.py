@@ -92,7 +92,10 @@ def _cut_at_mark(text: str) -> str:
     """
     index = text.rfind(CONTINUE_MARK.strip())
     if index < 0:
-        raise ValueError("continue_final_message is not supported: the template omits the last message.")
+        raise ValueError(
+            "continue_final_message is not supported by this chat template, which does not render the last "
+            "message unchanged. Omit it."
+        )
     keeps_whitespace = text.startswith(CONTINUE_MARK, index)  # Otherwise the template strips messages.
     return text[:index] if keeps_whitespace else text[:index].rstrip()
 

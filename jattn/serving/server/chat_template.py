@@ -178,7 +178,7 @@ def _read_text(path: pathlib.Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not valid UTF-8: {error}.") from error
+        raise ValueError(f"{path} is not valid UTF-8: {error}. Save it as UTF-8.") from error
 
 
 def _is_named_template(value: Any) -> bool:

@@ -46,7 +46,7 @@ def spec_of(
     ids=str,
 )
 def test_scores_determine_the_row_max_policy(changes, policy, headroom):
-    actual = softmax.row_max_policy(spec_of(**changes))
+    actual = softmax.choose_row_max_policy(spec_of(**changes))
     assert type(actual) is policy
     assert getattr(actual, "headroom", None) == headroom
     assert isinstance(actual, softmax.RowMaxPolicy)

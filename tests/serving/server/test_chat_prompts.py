@@ -92,7 +92,7 @@ class TestConversations:
             template.render = lambda messages, **options: "<|a|>"
             status, error = server.error(CHAT, messages=[USER], **request_body)
             assert (status, error["param"]) == (400, "continue_final_message")
-            assert "the template omits the last message" in error["message"]
+            assert "does not render the last message unchanged" in error["message"]
         finally:
             del template.render
 
