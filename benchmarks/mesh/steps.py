@@ -22,10 +22,9 @@ from benchmarks.models.step_profile import profile_steps
 from benchmarks.runner import read_ceiling
 from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, replicated_sharding
-from jattn.serving.engine.sampler import build_sampling_metadata
+from jattn.serving.engine.sampler import build_sampling_metadata, next_tokens
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import StepTokens, make_step, step_graphs
-from jattn.serving.engine.step_sampler import next_tokens
+from jattn.serving.engine.step import make_step, step_graphs
 
 BLOCK_SIZE = 16
 # Limits in standard deviations of a request's logits. With random bf16 weights, the mean difference between
@@ -245,11 +244,7 @@ class Steps:
         self._graphs = step_graphs(make_step(graphdef), buckets)
         start = time.perf_counter()
         self._graphs.precompile(
-            self.params,
-            self._caches,
-            block_size=block_size,
-            inputs=lambda bucket: [self._inputs(bucket)],
-            progress=False,
+            self.params, self._caches, block_size=block_size, inputs=self._inputs, progress=False
         )
         self.compile_times = {
             "compile_s": time.perf_counter() - start,
@@ -295,17 +290,18 @@ class Steps:
 
     def _run(self, size: StepSize, caches: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
         metadata, sampling = self._metadata[size], self._sampling[size]
-        outputs, caches = self._graphs(self.params, caches, metadata, self._inputs(metadata.bucket))
-        tokens = next_tokens(outputs.logits, sampling, outputs.num_generated, max_rows=self._max_rows).tokens
-        return (outputs.logits, tokens), caches
+        outputs, caches = self._graphs(self.params, caches, metadata, *self._inputs(metadata.bucket))
+        logits, _, num_generated = outputs
+        tokens = next_tokens(logits, sampling, num_generated, max_rows=self._max_rows).token_ids
+        return (logits, tokens), caches
 
-    def _inputs(self, bucket: jattn.Bucket) -> StepTokens:
+    def _inputs(self, bucket: jattn.Bucket) -> list[Any]:
         ids: Any = np.arange(1, bucket.max_tokens + 1, dtype=np.int32)
         rows = bucket.max_reqs
         new = max(bucket.max_prefill_tokens // rows, 1)
         ends: Any = np.arange(new - 1, rows * new, new, dtype=np.int32)
         counts: Any = np.zeros(rows, np.int32)
-        return StepTokens(ids, np.full_like(ids, -1), self._last_tokens, ends, num_generated=counts)
+        return [ids, np.full_like(ids, -1), self._last_tokens, ends, counts]
 
 
 def _device_bytes(tree: Any) -> int:

@@ -28,10 +28,9 @@ from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.models.layers import RMSNorm
 from jattn.serving import Engine
-from jattn.serving.engine.sampler import build_sampling_metadata
+from jattn.serving.engine.sampler import build_sampling_metadata, next_tokens
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import StepTokens, make_step
-from jattn.serving.engine.step_sampler import next_tokens
+from jattn.serving.engine.step import make_step
 
 TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny_model"
 LLAMA_8B = {
@@ -205,17 +204,12 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
     graphs = jattn.DecodeGraphs(make_step(graphdef), [step.bucket for step in metadata.values()])
     max_batch = max(batches)
 
-    def inputs(batch: int) -> StepTokens:
+    def inputs(batch: int) -> list[Any]:
         zeros = functools.partial(jnp.zeros, dtype=jnp.int32)
-        return StepTokens(
-            token_ids=zeros(batch),
-            source_rows=zeros(batch),
-            last_tokens=zeros(max_batch),
-            logits_indices=jnp.arange(batch),
-        )
+        return [zeros(batch), zeros(batch), zeros(max_batch), jnp.arange(batch)]
 
     def abstract_inputs(bucket: jattn.Bucket) -> list[Any]:
-        return [jax.eval_shape(lambda: inputs(bucket.max_tokens))]
+        return jax.eval_shape(lambda: inputs(bucket.max_tokens))
 
     start = time.perf_counter()
     graphs.precompile(params, caches, block_size=BLOCK_SIZE, inputs=abstract_inputs, progress=False)
@@ -225,8 +219,8 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
         counts, tokens = jnp.zeros(batch, jnp.int32), inputs(batch)
 
         def step(caches: Any, batch=batch, sampling=sampling, counts=counts, tokens=tokens) -> Any:  # type: ignore[no-untyped-def]
-            outputs, caches = graphs(params, caches, metadata[batch], tokens)
-            return next_tokens(outputs.logits, sampling, counts, max_rows=max_batch).tokens, caches
+            (logits, *_), caches = graphs(params, caches, metadata[batch], *tokens)
+            return next_tokens(logits, sampling, counts, max_rows=max_batch).token_ids, caches
 
         call = Call(step, caches)
         row = call_times(call) | kernels(call, layers=model.config.num_hidden_layers) | precompiled

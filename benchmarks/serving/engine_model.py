@@ -17,9 +17,9 @@ from jattn.batch.bucket import Bucket, default_buckets
 from jattn.batch.requests import exact_bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.config import prefill_sizes
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler
+from jattn.serving.engine.step import prefill_sizes
 
 NUM_BLOCKS, MAX_BLOCKS, MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 24_000, 512, 256, 8192
 

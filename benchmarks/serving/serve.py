@@ -29,7 +29,7 @@ from benchmarks.serving.engine import QWEN3_8B, TOLERANCE, logprob_error
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.cli.bench_serve import PERCENTILES, RequestTimes, random_prompts, send_at_rate, summarize
 from jattn.serving.cli.openai_client import stream_events
-from jattn.serving.engine.config import prefill_sizes
+from jattn.serving.engine.step import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests per second
 LENS = {"input_len": 1024, "output_len": 256}

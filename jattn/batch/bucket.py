@@ -45,17 +45,17 @@ class Bucket:
             self.max_blocks is None or self.max_blocks >= 0, "max_blocks", "be at least 0", self.max_blocks
         )
 
-    @property
+    @functools.cached_property
     def max_reqs(self) -> int:
         """Number of rows in both regions."""
         return self.max_decodes + self.max_prefills
 
-    @property
+    @functools.cached_property
     def max_decode_tokens(self) -> int:
         """Number of tokens in the decode region: index of the first prefill token."""
         return self.max_decodes * self.decode_query_len
 
-    @property
+    @functools.cached_property
     def max_tokens(self) -> int:
         """Number of tokens in both regions."""
         return self.max_decode_tokens + self.max_prefill_tokens
@@ -84,7 +84,7 @@ def default_capture_sizes(
     (largest,) = python_ints(max_capture_size=max_capture_size)
     require_positive(max_capture_size=largest)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
-    return tuple(size for size in sizes if size <= largest)
+    return tuple([size for size in sizes if size <= largest])
 
 
 def default_buckets(

@@ -19,7 +19,7 @@ from jattn.batch.int_arrays import (
     python_ints,
     require_blocks,
 )
-from jattn.batch.requests import exact_bucket, num_bucket_decodes, request_token_starts, row_indices
+from jattn.batch.requests import exact_bucket, num_bucket_decodes, request_token_starts
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import construct_unchecked, pytree, replace, static
 from pallas_kernels.checks import require, require_positive
@@ -186,7 +186,8 @@ def build_batch_metadata(
     table = _host_table(block_table, seq_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
-    metadata = _arrange(query_lens, seq_lens, table, bucket, block_size, has_cache=block_table is not None)
+    has_cache = block_table is not None
+    metadata = arrange_batch(query_lens, seq_lens, table, bucket, block_size, has_cache=has_cache)
     return jax.device_put(metadata) if to_device else metadata
 
 
@@ -222,7 +223,7 @@ def build_cross_attention_metadata(
     table = _host_table(block_table, kv_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
-    return jax.device_put(_arrange(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
+    return jax.device_put(arrange_batch(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
 
 
 def _require_one_per_request(name: str, lens: np.ndarray, query_lens: np.ndarray) -> None:
@@ -244,18 +245,28 @@ def _host_table(
     return pad_columns(table, max_blocks, seq_lens, block_size)
 
 
-def _arrange(
+def arrange_batch(
     query_lens: np.ndarray,
     seq_lens: np.ndarray,
     table: np.ndarray,
     bucket: Bucket,
     block_size: int,
     *,
-    has_cache: bool,
+    has_cache: bool = True,
 ) -> BatchMetadata:
-    """Place each request in its row and tokens, in numpy."""
+    """Place each request in its row and tokens, in numpy arrays that are not validated.
+
+    Args:
+        query_lens: Number of new tokens per request.
+        seq_lens: Total number of tokens per request.
+        table: Block ids [reqs, columns], with at most the bucket's number of columns.
+        bucket: Static sizes to pad to.
+        block_size: Number of tokens per block.
+        has_cache: Whether tokens have slots; see `build_batch_metadata`.
+    """
     num_decodes = num_bucket_decodes(query_lens, bucket)
-    rows, first_tokens = row_indices(query_lens, bucket), request_token_starts(query_lens, bucket)
+    rows, first_tokens = np.arange(len(query_lens)), request_token_starts(query_lens, bucket)
+    rows[num_decodes:] += bucket.max_decodes - num_decodes
     starts = np.full(bucket.max_reqs + 1, num_decodes * bucket.decode_query_len, np.int32)
     starts[:num_decodes] = np.arange(num_decodes) * bucket.decode_query_len
     if bucket.max_prefills:
@@ -264,8 +275,11 @@ def _arrange(
         starts[bucket.max_decodes + 1 :] = ends[-1] if ends.size else bucket.max_decode_tokens
         starts[rows[num_decodes:] + 1] = ends
     padded_lens = np.zeros(bucket.max_reqs, np.int32)
-    padded_table = np.zeros((bucket.max_reqs, table.shape[1]), np.int32)
-    padded_lens[rows], padded_table[rows] = seq_lens, table
+    width = table.shape[1]
+    padded_table = np.zeros(
+        (bucket.max_reqs, width if bucket.max_blocks is None else bucket.max_blocks), np.int32
+    )
+    padded_lens[rows], padded_table[rows, :width] = seq_lens, table
     slots = np.full(bucket.max_tokens, PAD_SLOT_ID, np.int32)
     if has_cache:
         reqs = np.repeat(np.arange(len(query_lens)), query_lens)

@@ -57,7 +57,8 @@ def num_bucket_decodes(query_lens: np.ndarray, bucket: Bucket) -> int:
         ("prefill rows", len(prefill_lens), bucket.max_prefills),
         ("prefill tokens", int(prefill_lens.sum()), bucket.max_prefill_tokens),
     ):
-        require(count <= limit, name, f"fit the bucket's {limit}{hint}", count)
+        if count > limit:
+            require(False, name, f"fit the bucket's {limit}{hint}", count)
     return num_decodes
 
 

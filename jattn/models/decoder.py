@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
         If not empty, `__call__` and `plan` accept metadata per KV-cache group (`PerKVCacheGroup`). Else all
         layers share a block table.
         """
-        is_sliding = tuple(uses_sliding_window(layer.self_attn.spec) for layer in self.layers)
+        is_sliding = tuple([uses_sliding_window(layer.self_attn.spec) for layer in self.layers])
         return is_sliding if len({*is_sliding}) == 2 else ()
 
     def __call__(
@@ -348,8 +348,8 @@ class Decoder(nnx.Module):
             quantization=quantization,
         )
         unquantized = dataclasses.replace(spec, quantization=None)
-        specs = (unquantized if layer in skipped else spec for layer in range(count))
-        return tuple(dataclasses.replace(spec, num_blocks=n) for spec, n in zip(specs, blocks, strict=True))
+        specs = [unquantized if layer in skipped else spec for layer in range(count)]
+        return tuple([dataclasses.replace(spec, num_blocks=n) for spec, n in zip(specs, blocks, strict=True)])
 
     def create_caches(
         self,
@@ -382,7 +382,7 @@ class Decoder(nnx.Module):
 
         def create() -> tuple[PagedCache, ...]:
             pairs = zip(specs, scales, strict=True)
-            return tuple(PagedCache.create(spec, **layer_scales) for spec, layer_scales in pairs)
+            return tuple([PagedCache.create(spec, **layer_scales) for spec, layer_scales in pairs])
 
         return create() if self.mesh is None else create_caches_on_mesh(self.mesh, create)
 

@@ -1,8 +1,9 @@
 """Decode graphs: one executable per bucket, compiled ahead of time, in place of CUDA graphs."""
 
 import functools
+import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +68,7 @@ class DecodeGraphs:
         ordered = sorted(set(buckets), key=_size)
         require(len(ordered) > 0, "buckets", "hold at least one Bucket", ordered)
         self.buckets = tuple(ordered)
+        self._sizes = [(bucket, _max_blocks(bucket), bucket.decode_query_len) for bucket in ordered]
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=(0, 1), donate_argnums=3)
         self._from_host = from_host
         self._layouts: dict[Bucket, TransferLayout] = {}  # of what is compiled, or being
@@ -93,8 +95,8 @@ class DecodeGraphs:
             ValueError: If the metadata's bucket is not one of `buckets`, or the structure of the parameters
                 has changed.
         """
-        is_metadata = isinstance(metadata, BatchMetadata)
-        require(is_metadata, "metadata", "be a BatchMetadata", type(metadata).__name__)
+        if not isinstance(metadata, BatchMetadata):
+            require(False, "metadata", "be a BatchMetadata", type(metadata).__name__)
         bucket, leaves = metadata.bucket, self.leaves_of(params)
         executable = self._executables.ready.get(bucket)
         if executable is None:
@@ -233,36 +235,63 @@ class DecodeGraphs:
             ValueError: If no bucket fits the batch (the message lists the buckets), or lengths are not ints
                 of at least 0.
         """
-        candidates = [
-            bucket for bucket in self.buckets if decode_query_len in (None, bucket.decode_query_len)
-        ]
         lens = sorted({bucket.decode_query_len for bucket in self.buckets})
+        is_available = decode_query_len is None or decode_query_len in lens
         rule = f"be the decode_query_len of a bucket, one of {lens}"
-        require(candidates != [], "decode_query_len", rule, decode_query_len)
+        require(is_available, "decode_query_len", rule, decode_query_len)
         *counts, num_blocks = python_ints(
             num_decodes=num_decodes,
             num_prefills=num_prefills,
             num_prefill_tokens=num_prefill_tokens,
             num_blocks=num_blocks,
         )
-        lens_of_batch = None if query_lens is None else parse_int_vector("query_lens", query_lens)
-        counted = {}  # by decode_query_len, which most buckets have in common
+        if query_lens is not None:
+            return self.choose_for(parse_int_vector("query_lens", query_lens), num_blocks, decode_query_len)
+        return self._choose(dict.fromkeys(lens, tuple(counts)), num_blocks, decode_query_len)
+
+    def choose_for(
+        self, query_lens: np.ndarray, num_blocks: int, decode_query_len: int | None = None
+    ) -> Bucket:
+        """Return the smallest bucket that fits these requests; as `choose`, with arguments that are valid.
+
+        Args:
+            query_lens: Number of new tokens per request.
+            num_blocks: Number of blocks of the longest request.
+            decode_query_len: Number of tokens per decode row of the bucket; None allows any.
+        """
+        counts = {}
+        for length in {size for *_, size in self._sizes}:  # which most buckets have in common
+            num_decodes = count_decodes(query_lens, length)
+            num_prefill_tokens = int(query_lens[num_decodes:].sum())
+            counts[length] = num_decodes, len(query_lens) - num_decodes, num_prefill_tokens
+        return self._choose(counts, num_blocks, decode_query_len)
+
+    def _choose(
+        self, counts: Mapping[int, tuple[int, ...]], num_blocks: int, decode_query_len: int | None
+    ) -> Bucket:
+        """Choose a bucket, given the numbers of decodes, prefills and prefill tokens by decode_query_len."""
         fitting: list[tuple[int, Bucket]] = []
         cost_per_decode = max(num_blocks // BLOCKS_PER_TOKEN_COST, 1)
-        for bucket in candidates:
-            if lens_of_batch is not None:
-                if bucket.decode_query_len not in counted:
-                    counted[bucket.decode_query_len] = _counts(lens_of_batch, bucket.decode_query_len)
-                counts = list(counted[bucket.decode_query_len])
-            if _fits(bucket, *counts) and num_blocks <= _max_blocks(bucket):
-                fitting.append((bucket.max_tokens + cost_per_decode * _late(bucket, counts[0]), bucket))
+        for bucket, max_blocks, length in self._sizes:
+            if num_blocks > max_blocks or (decode_query_len is not None and length != decode_query_len):
+                continue
+            num_decodes, num_prefills, num_prefill_tokens = counts[length]
+            num_late = max(num_decodes - bucket.max_decodes, 0)  # These decodes become prefills.
+            if (
+                num_prefills + num_late <= bucket.max_prefills
+                and num_prefill_tokens + num_late * length <= bucket.max_prefill_tokens
+            ):
+                fitting.append((bucket.max_tokens + cost_per_decode * num_late, bucket))
         if not fitting:
-            batch = f"{counts[0]}+{counts[1]}/{counts[2]}x{num_blocks}"
+            candidates = [bucket for bucket, _, length in self._sizes if decode_query_len in (None, length)]
+            num_decodes, num_prefills, num_prefill_tokens = counts[candidates[-1].decode_query_len]
+            batch = f"{num_decodes}+{num_prefills}/{num_prefill_tokens}x{num_blocks}"
             raise ValueError(
                 f"The batch {batch} does not fit any of the buckets {format_buckets(candidates)}. "
                 "Add a larger bucket."
             )
-        return self._ready_one([bucket for _, bucket in sorted(fitting, key=lambda item: item[0])])
+        fitting.sort(key=operator.itemgetter(0))
+        return self._ready_one([bucket for _, bucket in fitting])
 
     def _ready_one(self, fitting: Sequence[Bucket]) -> Bucket:
         """Return the best fitting bucket, or a compiled one that is good enough."""
@@ -332,25 +361,6 @@ def _max_blocks(bucket: Bucket) -> int:
     require(bucket.max_blocks is not None, "bucket.max_blocks", "be set to compile ahead of time", bucket)
     assert bucket.max_blocks is not None
     return bucket.max_blocks
-
-
-def _counts(lens: np.ndarray, decode_query_len: int) -> tuple[int, int, int]:
-    """Return the number of decodes, prefills and prefill tokens of a batch."""
-    num_decodes = count_decodes(lens, decode_query_len)
-    return num_decodes, len(lens) - num_decodes, int(lens[num_decodes:].sum())
-
-
-def _late(bucket: Bucket, num_decodes: int) -> int:
-    """Return how many decodes exceed the bucket's decode rows and become prefills."""
-    return max(num_decodes - bucket.max_decodes, 0)
-
-
-def _fits(bucket: Bucket, num_decodes: int, num_prefills: int, num_prefill_tokens: int) -> bool:
-    late = _late(bucket, num_decodes)
-    return (
-        num_prefills + late <= bucket.max_prefills
-        and num_prefill_tokens + late * bucket.decode_query_len <= bucket.max_prefill_tokens
-    )
 
 
 def format_buckets(buckets: Iterable[Bucket]) -> str:

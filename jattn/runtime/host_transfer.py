@@ -4,6 +4,7 @@ On an H200 in a virtual machine a transfer took 0.2 ms of host time: a step of 1
 arrays and 1.31 ms with the same data in one array.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,16 +36,20 @@ class TransferLayout(NamedTuple):
     Attributes:
         structure: Tree structure of the arguments.
         leaves: Shape and dtype of each packed leaf, in order; None for a leaf that is passed separately.
+        starts: Index of the first word of each packed leaf, and the total number of words.
     """
 
     structure: Any
     leaves: tuple[TransferLeaf | None, ...]
+    starts: tuple[int, ...]
 
     @classmethod
     def of(cls, arguments: Any, *, from_host: bool) -> "TransferLayout":
         """Return the layout of some arguments; if `from_host`, their numpy arrays are packed."""
         leaves, structure = jax.tree.flatten(arguments)
-        return cls(structure, tuple(_transfer_leaf(leaf) if from_host else None for leaf in leaves))
+        packed_leaves = tuple([_transfer_leaf(leaf) if from_host else None for leaf in leaves])
+        sizes = [_align(math.prod(packed_as.shape)) for packed_as in packed_leaves if packed_as is not None]
+        return cls(structure, packed_leaves, tuple(itertools.accumulate(sizes, initial=0)))
 
     def pack(self, arguments: Any) -> tuple[Any, list[Any]]:
         """Return the packed int32 array, or None if nothing is packed, and the remaining leaves.
@@ -76,22 +81,22 @@ class TransferLayout(NamedTuple):
             return None, remaining
         if any([isinstance(part, jax.Array) for part in parts]):
             return _join_on_device(parts), remaining
-        packed, start = np.zeros(sum([_align(part.size) for part in parts]), np.int32), 0
-        for part in parts:
-            packed[start : start + part.size] = _as_ints(part)
-            start += _align(part.size)
+        packed = np.zeros(self.starts[-1], np.int32)
+        for start, part in zip(self.starts, parts, strict=False):
+            flat: np.ndarray = np.ravel(part)
+            packed[start : start + flat.size] = flat if flat.dtype == np.bool_ else flat.view(np.int32)
         return packed, remaining
 
     def unpack(self, packed: Any, remaining: Sequence[Any]) -> Any:
         """Return the arguments from the packed array and the remaining leaves. Works inside jit."""
-        leaves, unpacked, start = [], iter(remaining), 0
+        leaves, unpacked, starts = [], iter(remaining), iter(self.starts)
         for packed_as in self.leaves:
             if packed_as is None:
                 leaves.append(next(unpacked))
                 continue
-            size = math.prod(packed_as.shape)
-            leaves.append(_from_ints(packed[start : start + size].reshape(packed_as.shape), packed_as.dtype))
-            start += _align(size)
+            start = next(starts)
+            words = packed[start : start + math.prod(packed_as.shape)].reshape(packed_as.shape)
+            leaves.append(_from_ints(words, packed_as.dtype))
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -100,11 +105,6 @@ def _transfer_leaf(leaf: Any) -> TransferLeaf | None:
     if not isinstance(leaf, np.ndarray | np.generic) or (leaf.dtype.itemsize != 4 and leaf.dtype != np.bool_):
         return None
     return TransferLeaf(leaf.shape, leaf.dtype)
-
-
-def _as_ints(array: np.ndarray | np.generic) -> np.ndarray:
-    flat: np.ndarray = np.ravel(array)
-    return flat.astype(np.int32) if array.dtype == np.bool_ else flat.view(np.int32)
 
 
 def _align(size: int) -> int:

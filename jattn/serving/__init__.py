@@ -4,7 +4,6 @@ from jattn.serving.engine.async_engine import AsyncEngine
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.logprobs import Logprob
-from jattn.serving.engine.ngram_proposer import NgramProposer
 from jattn.serving.engine.outputs import (
     GenerationMetrics,
     GenerationResult,
@@ -12,6 +11,7 @@ from jattn.serving.engine.outputs import (
     RequestOutput,
     StreamedToken,
 )
+from jattn.serving.engine.proposer import NgramProposer
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler

@@ -22,7 +22,7 @@ from jattn.models import load, save  # noqa: E402
 from jattn.parallel import make_mesh  # noqa: E402
 from jattn.serving import Engine, SamplingParams  # noqa: E402
 from jattn.serving.cli.main import main as command_line  # noqa: E402
-from jattn.serving.engine.kv_cache_groups import longrope_threshold_of  # noqa: E402
+from jattn.serving.engine.config import longrope_threshold_of  # noqa: E402
 from tests.conftest import GOLDEN  # noqa: E402
 from tests.models.tiny_checkpoints import OFTEN  # noqa: E402
 from tests.serving.tiny import one_layer_model  # noqa: E402

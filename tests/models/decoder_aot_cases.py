@@ -11,7 +11,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.serving.engine.step import StepTokens, make_step
+from jattn.serving.engine.step import make_step
 
 BUCKETS = {
     "decode": Bucket(max_decodes=8, max_prefills=0, max_prefill_tokens=0, max_blocks=64),
@@ -47,13 +47,13 @@ def case(num_layers, family, bucket):
     caches = jax.eval_shape(lambda: model.create_caches(1000, block_size=BLOCK_SIZE))
     metadata = abstract_metadata(bucket, BLOCK_SIZE)
     sizes = bucket.max_tokens, bucket.max_tokens, 16, bucket.max_reqs
-    tokens = StepTokens(*(jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes))
+    inputs = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
 
-    def run(params, caches, metadata, tokens):
+    def run(params, caches, metadata, *inputs):
         with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
-            return make_step(graphdef)(params, caches, metadata, tokens)
+            return make_step(graphdef)(params, caches, metadata, *inputs)
 
-    return run, (params, caches, metadata, tokens)
+    return run, (params, caches, metadata, *inputs)
 
 
 @functools.cache

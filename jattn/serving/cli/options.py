@@ -14,8 +14,8 @@ from jattn.implementations.selection import IMPLEMENTATIONS
 from jattn.models.collectives import use_peer_memory, why_not_peer_memory
 from jattn.models.kv_scales import CalibrationWarning
 from jattn.parallel import make_mesh
+from jattn.serving.engine.config import NGRAM
 from jattn.serving.engine.engine import Engine
-from jattn.serving.engine.speculative import NGRAM
 from pallas_kernels.checks import require_positive
 
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")

@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jattn.batch.bucket import Bucket
 from jattn.cascade import MIN_REQS, use_cascade_attention, why_not_cascade
-from jattn.nn import PagedAttention
 from jattn.parallel import num_mesh_devices, num_ranks
 from jattn.runtime.decode_graphs import GraphStep
+from jattn.serving.engine.config import ResolvedConfig
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.served_model import ServedModel
+from jattn.serving.engine.served_model import ServedModel, attention_layers
 from jattn.serving.engine.step import step_graphs
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
@@ -91,56 +90,49 @@ def num_common_prefix_blocks(block_tables: np.ndarray, num_tokens: int, block_si
 
 
 def make_cascade_attention(
-    model: ServedModel,
-    step: GraphStep,
-    buckets: tuple[Bucket, ...],
-    *,
-    max_num_seqs: int,
-    block_size: int,
-    enabled: bool | None,
+    model: ServedModel, step: GraphStep, config: ResolvedConfig
 ) -> CascadeAttention | None:
     """Create an engine's CascadeAttention; None if no step uses it.
 
     Args:
         model: The served model.
         step: Step function from make_step.
-        buckets: Buckets of the engine's other steps.
-        max_num_seqs: Maximum number of requests per step.
-        block_size: Number of tokens per block.
-        enabled: Whether to use cascade attention. None: on a GPU, for long prefixes.
+        config: Configuration of the engine. If cascade_attention is None, it is used for long prefixes.
 
     Raises:
         NotImplementedError: If it is enabled and a layer does not support it.
     """
+    enabled = config.cascade_attention
     num_sms = None if enabled else getattr(jax.local_devices()[0], "core_count", None)
-    if enabled is False or (enabled is None and (jax.default_backend() != "gpu" or num_sms is None)):
+    if not enabled and num_sms is None:
         return None
     if (reason := _why_not(model)) is not None:
         if enabled:
             raise unsupported("cascade_attention=True", reason, "Pass cascade_attention=None")
         return None
     min_rows = 2 if enabled else MIN_REQS
-    powers = (1 << i for i in range(1, 1 + max_num_seqs.bit_length()))
-    rows = [n for n in powers if min_rows <= n < 2 * max_num_seqs]
-    widths = sorted({bucket.max_blocks for bucket in buckets if bucket.max_blocks})
+    powers = (1 << i for i in range(1, 1 + config.max_num_seqs.bit_length()))
+    rows = [n for n in powers if min_rows <= n < 2 * config.max_num_seqs]
     if not rows:
         return None
-    spec, *_ = _specs(model)
-    sizes = [Bucket(max_decodes=n, max_blocks=width) for width in widths for n in rows]
+    widths = sorted({bucket.max_blocks for bucket in config.buckets if bucket.max_blocks})
     cp = num_ranks(model)
-    devices = {"tp": num_mesh_devices(model) // cp, "cp": cp}
-    return CascadeAttention(step, sizes, spec, block_size=block_size, num_sms=num_sms, **devices)
-
-
-def _specs(model: Any) -> list[AttentionSpec]:
-    return [layer.spec for _, layer in nnx.iter_modules(model) if isinstance(layer, PagedAttention)]
+    return CascadeAttention(
+        step,
+        [Bucket(max_decodes=n, max_blocks=width) for width in widths for n in rows],
+        attention_layers(model)[0].spec,
+        block_size=config.block_size,
+        num_sms=num_sms,
+        tp=num_mesh_devices(model) // cp,
+        cp=cp,
+    )
 
 
 def _why_not(model: Any) -> str | None:
     """Return the reason why a model does not support cascade attention; None if it does."""
     if "common_prefix_len" not in inspect.signature(model.plan).parameters:
         return "the model's plan takes no common_prefix_len"
-    layers = [layer for _, layer in nnx.iter_modules(model) if isinstance(layer, PagedAttention)]
+    layers = attention_layers(model)
     if not layers:
         return "the model has no PagedAttention"
     for layer in layers:

@@ -1,418 +1,43 @@
-"""Sizes of the engine: step limits, buckets, and the number of cache blocks."""
+"""The engine's configuration: its fields, their validation, and the values that follow from the model."""
 
 import dataclasses
+import hashlib
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
-from jattn.batch.bucket import Bucket, default_buckets
+from jattn.batch.bucket import Bucket
+from jattn.cache import CacheSpec
 from jattn.parallel import num_local_mesh_devices, num_mesh_devices, num_ranks
-from jattn.runtime.decode_graphs import MAX_OVERSIZE, DecodeGraphs, GraphStep
-from jattn.serving.engine.batch_invariance import check_batch_invariant_options, invariant_buckets
-from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.input_processor import require_list_of_ints
-from jattn.serving.engine.kv_cache_groups import (
-    local_attention_of,
-    longrope_threshold_of,
-    sliding_window_attention_of,
-    sliding_window_layers_of,
-)
-from jattn.serving.engine.proposer import draft_buckets
-from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.served_model import ServedModel
-from jattn.serving.engine.step import step_graphs
+from jattn.runtime.decode_graphs import DecodeGraphs
+from jattn.serving.engine.kv_cache_manager import LocalAttention
+from jattn.serving.engine.processes import ProcessGroup
+from jattn.serving.engine.proposer import NgramProposer
+from jattn.serving.engine.served_model import MEMBERS, ServedModel, attention_layers, resolve_model
+from jattn.serving.engine.step import draft_buckets, invariant_buckets, step_buckets
 from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 from pallas_kernels.support import why_not_device
 
 HOST_CACHE_BYTES = 2**30  # default cache size if the device does not report its memory
-MIN_TABLE_WIDTH = 1024  # columns: 1 MB for 256 rows, a negligible transfer
 FREE_MEMORY_FRACTION = 0.8  # default cache size if the device reports its memory
-
-
-def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return prefill sizes: the budget, 3/4, 1/2 and so on down to 256 tokens.
-
-    Then follows repeatedly a quarter of the previous size, down to 16.
-
-    A 1,024-token prompt in a 2,048-token step takes twice the time to its first token and delays the other
-    requests. Below 256 tokens, a step takes as long as reading the weights.
-    """
-    sizes = [max_num_batched_tokens]
-    while (last := sizes[-1]) >= 64:
-        sizes += [3 * last // 4, last // 2] if last > 256 else [last // 4]
-    return sizes
-
-
-def coarse_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the budget, then repeatedly a quarter of the previous size, down to 16.
-
-    These are the sizes for devices where compiling costs more than padding.
-    """
-    sizes = [max_num_batched_tokens]
-    while sizes[-1] >= 64:
-        sizes.append(sizes[-1] // 4)
-    return sizes
-
-
-def table_widths(max_blocks: int) -> list[int]:
-    """Return the widths of block tables: `max_blocks`, then repeatedly an eighth of the previous width.
-
-    The smallest width is at least MIN_TABLE_WIDTH, unless max_blocks is smaller.
-
-    A step transfers its table to the device (rows x columns), and the maximum request length affects the
-    kernel choice, so short requests should not use the widest table.
-    """
-    widths = [max_blocks]
-    while widths[-1] > MIN_TABLE_WIDTH:
-        widths.append(max(widths[-1] // 8, MIN_TABLE_WIDTH))
-    return widths
-
-
-def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return the default buckets that are worth compiling on a CPU.
-
-    XLA compiles every layer of every bucket there: 10 buckets with 6 layers of width 192 took 38 s of CPU
-    time, these 5 took 21 s. Extra rows are cheap, so prompts run beside all decode rows, and decode sizes
-    grow by a factor of four.
-    """
-    selected: list[Bucket] = []
-    max_decodes = max(bucket.max_decodes for bucket in buckets)
-    for bucket in sorted(buckets, key=lambda bucket: -bucket.max_decodes):
-        if bucket.max_prefill_tokens:
-            selected += [bucket] if bucket.max_decodes else []
-        elif bucket.max_decodes <= max_decodes:
-            selected, max_decodes = [*selected, bucket], bucket.max_decodes // MAX_OVERSIZE
-    return selected
-
-
-def _partial_decode_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return buckets with prompts beside a quarter of the decode rows, in addition to default_buckets.
-
-    In a simulation with measured step times (8B model, 1,024-token prompts at 16 per second, 256 rows) the
-    first token arrives after 30 ms, and after 35 ms without these buckets.
-    """
-    num_decodes = max(bucket.max_decodes for bucket in buckets) // 4
-    prefill_only = [bucket for bucket in buckets if not bucket.max_decodes]
-    return [
-        dataclasses.replace(bucket, max_decodes=num_decodes) for bucket in prefill_only if num_decodes > 1
-    ]
-
-
-def num_blocks_that_fit(
-    cache_bytes: int | None,
-    bytes_per_block: int,
-    *,
-    max_blocks: int,
-    sliding_window_bytes: int = 0,
-    max_sliding_window_blocks: int = 0,
-) -> int:
-    """Return the number of blocks that fit `cache_bytes`; if None, the free memory.
-
-    Args:
-        cache_bytes: Memory for all layers in bytes.
-        bytes_per_block: Size of a block in all layers, in bytes.
-        max_blocks: Maximum number of blocks that are needed.
-        sliding_window_bytes: Part of bytes_per_block that belongs to layers with their own blocks.
-        max_sliding_window_blocks: Maximum number of blocks that these layers need; further blocks only take
-            memory in the other layers.
-
-    Raises:
-        ValueError: If fewer than two blocks fit.
-    """
-
-    def num_in(limit: int) -> int:
-        if limit // bytes_per_block <= max_sliding_window_blocks or not sliding_window_bytes:
-            return limit // bytes_per_block
-        rest_bytes = limit - max_sliding_window_blocks * sliding_window_bytes
-        return rest_bytes // (bytes_per_block - sliding_window_bytes)
-
-    if cache_bytes is None:
-        memory = jax.local_devices()[0].memory_stats() or {}
-        free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
-        limit = int(free * FREE_MEMORY_FRACTION) if free > 0 else HOST_CACHE_BYTES
-        return min(max_blocks, max(num_in(limit), 2))
-    num_blocks: int = num_in(cache_bytes)
-    require(
-        num_blocks > 1,
-        "cache_bytes",
-        f"be at least {2 * bytes_per_block}, the size of two blocks",
-        cache_bytes,
-    )
-    return num_blocks
-
-
-class StepLimits(NamedTuple):
-    """The configured limits of the engine's steps.
-
-    Attributes:
-        block_size: Number of tokens per block, over all context-parallel ranks.
-        max_num_seqs: Maximum number of requests per step.
-        max_num_batched_tokens: Maximum number of new tokens per step.
-        max_model_len: Maximum context length in tokens; None: the model's.
-        batch_invariant: Whether results are independent of the batch; see `Engine`.
-    """
-
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int | None = None
-    batch_invariant: bool = False
-
-    def for_context_parallel(self, model: ServedModel, draft: ServedModel | None = None) -> "StepLimits":
-        """Return the limits with the scheduler's block size: `block_size` tokens per context-parallel rank.
-
-        Raises:
-            ValueError: If block_size is not a multiple of cp_kv_cache_interleave_size.
-        """
-        ranks = num_ranks(model)
-        for spec in (model, draft) if ranks > 1 else ():
-            interleave = getattr(spec, "cp_kv_cache_interleave_size", 1)
-            rule = f"be a multiple of cp_kv_cache_interleave_size ({interleave})"
-            require(self.block_size % interleave == 0, "block_size", rule, self.block_size)
-        return self._replace(block_size=self.block_size * ranks)
-
-    def check(self, skip_layers: Sequence[int], **memory: int | None) -> None:
-        """Check that all limits and memory sizes are ints, and that the limits are positive.
-
-        Raises:
-            ValueError: If a value is invalid.
-        """
-        require_list_of_ints("skip_layers", skip_layers)
-        require_type("batch_invariant", self.batch_invariant, bool, "True or False")
-        sizes = {name: size for name, size in self._asdict().items() if name != "batch_invariant"}
-        if self.max_model_len is None:
-            del sizes["max_model_len"]
-        require_int(**sizes, **{name: size for name, size in memory.items() if size is not None})
-        require_positive(**sizes)
-
-    def check_features(
-        self,
-        enable_prefix_caching: bool,
-        speculative: Any,
-        cascade_attention: bool | None,
-        buckets: Sequence[Bucket] | None,
-    ) -> None:
-        """Check the engine's features; see `Engine` for the arguments.
-
-        Raises:
-            ValueError: If a flag is not a bool, or buckets are given with batch_invariant.
-            NotImplementedError: If a feature does not support batch_invariant.
-        """
-        require_type("enable_prefix_caching", enable_prefix_caching, bool, "True or False")
-        require_type("cascade_attention", cascade_attention, (bool, type(None)), "None: where it is faster")
-        if self.batch_invariant:
-            check_batch_invariant_options(speculative, cascade_attention, buckets)
-
-    def max_context_len(self, model: ServedModel) -> int:
-        """Return the maximum context length in tokens.
-
-        Raises:
-            ValueError: If max_model_len exceeds the model's maximum.
-        """
-        max_len = model.config.max_position_embeddings
-        if self.max_model_len is None:
-            return max_len
-        if self.max_model_len > max_len:
-            raise ValueError(f"max_model_len={self.max_model_len} exceeds the model's maximum of {max_len}.")
-        return self.max_model_len
-
-    def _blocks_per_request(self, model: ServedModel) -> int:
-        return -(-self.max_context_len(model) // self.block_size)
-
-    def max_blocks(self, model: ServedModel, num_blocks: int) -> int:
-        """Return the number of block-table columns of the longest request."""
-        max_context_len, capacity, local_attention = (
-            self._blocks_per_request(model),
-            num_blocks - 1,
-            local_attention_of(model),
-        )
-        if local_attention is not None and local_attention.fits_any_length(
-            capacity * self.block_size, self.block_size
-        ):
-            return max_context_len
-        return min(max_context_len, capacity)
-
-    def _max_blocks_at_once(self, model: ServedModel) -> int:
-        """Return the number of blocks that the longest request needs at once."""
-        max_context_len, local_attention = self._blocks_per_request(model), local_attention_of(model)
-        if local_attention is None:
-            return max_context_len
-        return min(
-            max_context_len,
-            local_attention.max_blocks_per_request(self.max_num_batched_tokens, self.block_size),
-        )
-
-    def resolve_num_blocks(
-        self,
-        model: ServedModel,
-        num_blocks: int | None,
-        cache_bytes: int | None,
-        cache: dict[str, Any],
-        draft: ServedModel | None = None,
-    ) -> int:
-        """Return the number of blocks of each layer's cache.
-
-        Args:
-            model: The served model.
-            num_blocks: Requested number of blocks. None: derived from cache_bytes.
-            cache_bytes: Memory for all layers per device, in bytes. None: as much as needed, if available.
-            cache: Other arguments of `ServedModel.cache_specs`.
-            draft: Draft model whose caches share the memory.
-
-        Raises:
-            ValueError: If both are given, fewer than two blocks fit, or the device does not have the memory.
-        """
-        if num_blocks is not None:
-            require(cache_bytes is None, "cache_bytes", f"be None with num_blocks={num_blocks}", cache_bytes)
-        specs = [*model.cache_specs(1, block_size=self.block_size, **cache)]
-        sliding_window_specs = [
-            spec
-            for spec, has_own_blocks in zip(specs, sliding_window_layers_of(model), strict=False)
-            if has_own_blocks
-        ]
-        if draft is not None:
-            specs += draft.cache_specs(
-                1, block_size=self.block_size, dtype=None, quantization=None, skip_layers=()
-            )
-        max_blocks = self._max_blocks_at_once(model) * self.max_num_seqs + 1
-        block_bytes = sum(spec.bytes_per_block for spec in specs) // num_mesh_devices(model)
-        window_block_bytes = sum(spec.bytes_per_block for spec in sliding_window_specs) // num_mesh_devices(
-            model
-        )
-        max_sliding_window_blocks = self._max_sliding_window_blocks(model)
-        name, value = ("num_blocks", num_blocks) if cache_bytes is None else ("cache_bytes", cache_bytes)
-        if num_blocks is None:
-            num_blocks = num_blocks_that_fit(
-                cache_bytes,
-                block_bytes,
-                max_blocks=max_blocks,
-                sliding_window_bytes=window_block_bytes,
-                max_sliding_window_blocks=max_sliding_window_blocks,
-            )
-        total = num_blocks * block_bytes
-        total -= max(num_blocks - max_sliding_window_blocks, 0) * window_block_bytes
-        require_fits_memory(name, num_blocks if value is None else value, total, model)
-        return num_blocks
-
-    def _max_sliding_window_blocks(self, model: ServedModel) -> int:
-        """Return the maximum number of blocks in layers with their own blocks; 0 if there are none."""
-        local_attention = sliding_window_attention_of(model)
-        if local_attention is None:
-            return 0
-        return (
-            local_attention.max_blocks_per_batch(
-                self.max_num_seqs, self.max_num_batched_tokens, self.block_size
-            )
-            + 1
-        )
-
-    def num_blocks_per_layer(self, model: ServedModel, num_blocks: int) -> int | tuple[int, ...]:
-        """Return the number of blocks of each layer's cache; one number if all layers share a block table."""
-        num_window_blocks = min(num_blocks, self._max_sliding_window_blocks(model))
-        return (
-            tuple(
-                num_window_blocks if has_own_blocks else num_blocks
-                for has_own_blocks in sliding_window_layers_of(model)
-            )
-            or num_blocks
-        )
-
-    def scheduler(self, model: ServedModel, num_blocks: int) -> Scheduler:
-        """Create the scheduler.
-
-        Raises:
-            ValueError: If there are fewer than two blocks.
-            NotImplementedError: If the model's LongRoPE conflicts with the limits.
-        """
-        num_window_blocks = min(num_blocks, self._max_sliding_window_blocks(model))
-        return Scheduler(
-            BlockManager(num_blocks, self.block_size),
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            local_attention=sliding_window_attention_of(model)
-            if num_window_blocks
-            else local_attention_of(model),
-            batch_invariant=self.batch_invariant,
-            longrope_threshold=self._longrope_threshold(model),
-            sliding_window_manager=BlockManager(num_window_blocks, self.block_size)
-            if num_window_blocks
-            else None,
-        )
-
-    def _longrope_threshold(self, model: ServedModel) -> int | None:
-        """Return the length above which LongRoPE changes; None if no request can exceed it."""
-        length = longrope_threshold_of(model)
-        if length is None or self.max_context_len(model) <= length:
-            return None
-        reason = f"requests of more than {length} tokens use other RoPE frequencies for all of their tokens"
-        if self.batch_invariant:
-            raise unsupported("batch_invariant=True", reason, f"Set max_model_len={length}")
-        if self.max_num_batched_tokens <= length:
-            feature = f"max_num_batched_tokens={self.max_num_batched_tokens}"
-            raise unsupported(
-                feature, reason, f"Set it to at least {length + 1}, or set max_model_len={length}"
-            )
-        return length
-
-    def draft_buckets(self, model: ServedModel, num_blocks: int, num_draft_tokens: int) -> list[Bucket]:
-        """Return the buckets of steps with this many draft tokens per row."""
-        widths = table_widths(self.max_blocks(model, num_blocks))
-        return [
-            bucket for width in widths for bucket in draft_buckets(self.max_num_seqs, num_draft_tokens, width)
-        ]
-
-    def draft_prefill_buckets(self, model: ServedModel, num_blocks: int) -> list[Bucket]:
-        """Return the buckets of a draft model's prefill steps, the largest last."""
-        return [
-            Bucket(max_prefills=min(self.max_num_seqs, size), max_prefill_tokens=size, max_blocks=width)
-            for width in sorted(table_widths(self.max_blocks(model, num_blocks)))
-            for size in sorted(coarse_prefill_sizes(self.max_num_batched_tokens))
-        ]
-
-    def graphs(
-        self,
-        model: ServedModel,
-        step: GraphStep,
-        buckets: Sequence[Bucket] | None,
-        num_blocks: int,
-        num_draft_tokens: int = 0,
-    ) -> DecodeGraphs:
-        """Create the executables of a step for the given or default buckets, and for steps with drafts.
-
-        Raises:
-            ValueError: If no bucket fits the largest step.
-        """
-        max_blocks = self.max_blocks(model, num_blocks)
-        if self.batch_invariant:
-            sizes = self.max_num_seqs, self.max_num_batched_tokens, max_blocks
-            return step_graphs(step, invariant_buckets(*sizes))
-        if buckets is None:
-            is_cpu = jax.default_backend() == "cpu"
-            chunks = (coarse_prefill_sizes if is_cpu else prefill_sizes)(self.max_num_batched_tokens)
-            # No bucket has a single row: XLA would replace its matrix products by slower elementwise kernels.
-            # 32 attention layers of Llama 3 8B took 2,251 us for one row and 1,547 us for 8.
-            rows = max(self.max_num_seqs, 2)
-            buckets = [
-                bucket
-                for width in table_widths(max_blocks)
-                for bucket in default_buckets(rows, max_blocks=width, prefill_tokens=chunks)
-                if bucket.max_tokens > 1
-            ]
-            buckets = (
-                reduce_buckets_for_cpu(buckets) if is_cpu else [*buckets, *_partial_decode_buckets(buckets)]
-            )
-        if num_draft_tokens:
-            buckets = [*buckets, *self.draft_buckets(model, num_blocks, num_draft_tokens)]
-        graphs = step_graphs(step, buckets)
-        graphs.choose(  # Raises if a step could be too large.
-            num_decodes=self.max_num_seqs,
-            num_prefills=min(self.max_num_seqs, self.max_num_batched_tokens),
-            num_prefill_tokens=self.max_num_batched_tokens,
-            num_blocks=max_blocks,
-        )
-        return graphs
+FULL_ATTENTION = (None, None)  # (left window, chunk_size) of a layer without either
+NGRAM = "ngram"
+# vLLM's other methods, which are not folder names.
+_UNSUPPORTED_METHODS = (
+    "eagle",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "mtp",
+    "deepseek_mtp",
+    "suffix",
+    "draft_model",
+)
 
 
 class StepSizes(NamedTuple):
@@ -427,37 +52,421 @@ GPU_STEP_SIZES = StepSizes(256, 2048)  # vLLM's defaults for most GPUs
 KERNEL_STEP_SIZES = StepSizes(256, 8192)  # vLLM's defaults for an H100
 
 
-def default_step_sizes(fills_buckets: bool) -> StepSizes:
-    """Return the default step sizes for this process's first device.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The keyword arguments of `Engine`, validated. `resolve` derives those that are None from the model.
 
-    Args:
-        fills_buckets: Whether each step costs its full bucket regardless of the content. If so, the CPU's
-            sizes are used on all devices.
+    Attributes:
+        num_blocks: Number of blocks in each layer's KV cache, including the null block.
+        cache_bytes: KV-cache memory per device, in bytes; an alternative to num_blocks.
+        block_size: Number of tokens per cache block and context-parallel rank.
+        max_num_seqs: Maximum number of requests per step.
+        max_num_batched_tokens: Maximum number of new tokens per step.
+        max_model_len: Maximum context length in tokens.
+        enable_prefix_caching: Whether requests reuse cached prefixes.
+        cache_dtype: Dtype of the cached keys and values. None: the model's dtype.
+        quantization: KV-cache quantization; see `CacheSpec`.
+        skip_layers: Indices of layers whose KV cache is not quantized.
+        speculative: Draft method: None, "ngram", an NgramProposer, a draft model, or the path of one.
+        num_speculative_tokens: Number of draft tokens per request and step.
+        cascade_attention: Whether decode steps read a shared prefix once. None: where it is faster.
+        batch_invariant: Whether results are bitwise independent of the batch and of the cache.
+        buckets: Step sizes to compile.
+        implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
+        cache_dir: Folder of compiled executables. None: JAX's own configuration.
+        check_batches: Whether each step's metadata is validated with `jattn.check_batch`.
     """
-    device = jax.local_devices()[0]
-    if device.platform == "cpu" or fills_buckets:
-        return CPU_STEP_SIZES
-    return GPU_STEP_SIZES if why_not_device(device) else KERNEL_STEP_SIZES
+
+    num_blocks: int | None = None
+    cache_bytes: int | None = None
+    block_size: int = 16
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    cache_dtype: DTypeLike | None = None
+    quantization: str | None = None
+    skip_layers: Sequence[int] = ()
+    speculative: Any = None
+    num_speculative_tokens: int = 4
+    cascade_attention: bool | None = None
+    batch_invariant: bool = False
+    buckets: Sequence[Bucket] | None = None
+    implementation: str | Sequence[str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    check_batches: bool = False
+
+    def __post_init__(self) -> None:
+        require_list_of_ints("skip_layers", self.skip_layers)
+        for name in ("batch_invariant", "enable_prefix_caching", "check_batches"):
+            require_type(name, getattr(self, name), bool, "True or False")
+        require_type(
+            "cascade_attention", self.cascade_attention, (bool, type(None)), "None: where it is faster"
+        )
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if (value := getattr(self, name)) is not None or name == "block_size":
+                require_int(**{name: value})
+                require_positive(**{name: value})
+        for name in ("num_blocks", "cache_bytes"):
+            if (value := getattr(self, name)) is not None:
+                require_int(**{name: value})
+        if self.num_blocks is not None:
+            rule = "be at least 2 (block 0 is the null block)"
+            require(self.num_blocks > 1, "num_blocks", rule, self.num_blocks)
+            rule = f"be None with num_blocks={self.num_blocks}"
+            require(self.cache_bytes is None, "cache_bytes", rule, self.cache_bytes)
+        if self.speculative is not None:
+            require_int(num_speculative_tokens=self.num_speculative_tokens)
+            require_positive(num_speculative_tokens=self.num_speculative_tokens)
+        if self.batch_invariant:
+            self._check_batch_invariant()
+
+    def _check_batch_invariant(self) -> None:
+        if self.buckets is not None:
+            raise ValueError(
+                "buckets cannot be combined with batch_invariant=True, which sets them. Omit buckets."
+            )
+        name, speculative = "batch_invariant=True with", self.speculative
+        if speculative is not None:
+            reason = "steps with drafts round differently from steps without"
+            method = repr(speculative) if isinstance(speculative, str) else f"a {type(speculative).__name__}"
+            raise unsupported(f"{name} speculative={method}", reason, "Pass speculative=None")
+        if self.cascade_attention:
+            reason = "combining two partial results rounds differently from a single pass"
+            raise unsupported(f"{name} cascade_attention=True", reason, "Pass cascade_attention=None")
 
 
-def require_fits_memory(name: str, value: int, cache_bytes: int, model: Any) -> None:
-    """Check that the KV caches fit the memory of a device. Other allocations are ignored.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """The configuration of an engine for one model: no field is left to a default.
+
+    Attributes:
+        num_blocks: Number of blocks in each layer's KV cache.
+        block_size: Number of tokens per block, over all context-parallel ranks.
+        max_num_seqs: Maximum number of requests per step.
+        max_num_batched_tokens: Maximum number of new tokens per step.
+        max_model_len: Maximum context length in tokens.
+        speculative: Draft method: a lookup, a model, or None.
+        cascade_attention: Whether decode steps read a shared prefix once. None: where it is faster.
+        buckets: Step sizes to compile.
+        max_blocks: Number of block-table columns of the longest request.
+        window_layers: For each layer, whether it has its own blocks; empty if all layers share theirs.
+        num_window_blocks: Number of blocks of the layers that have their own; 0 if there are none.
+        local_attention: Windows and chunks of the layers that have their own blocks, or else of all layers.
+            None: they attend to the full context.
+        longrope_threshold: Length in tokens above which LongRoPE changes. None: no request can exceed it.
+    """
+
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    speculative: NgramProposer | ServedModel | None
+    buckets: Sequence[Bucket]
+    max_blocks: int
+    window_layers: tuple[bool, ...]
+    num_window_blocks: int
+    local_attention: LocalAttention | None
+    longrope_threshold: int | None
+
+    def __post_init__(self) -> None:
+        """Check nothing: the values are derived from a validated EngineConfig."""
+
+    @property
+    def blocks_per_layer(self) -> int | tuple[int, ...]:
+        """Number of blocks of each layer's cache; one number if all layers share a block table."""
+        if not self.window_layers:
+            return self.num_blocks
+        return tuple([self.num_window_blocks if own else self.num_blocks for own in self.window_layers])
+
+
+def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | None) -> ResolvedConfig:
+    """Return the configuration of an engine for a model, with the values that follow from it.
 
     Args:
-        name: Name of the argument, for the error message.
-        value: Value of the argument.
-        cache_bytes: Memory of the caches per device, in bytes.
+        config: Arguments of the engine.
         model: The served model.
+        processes: Processes that run the engine together and must agree; None for a single process.
 
     Raises:
-        ValueError: If the caches do not fit.
+        ValueError: If an argument conflicts with the model, the device or the other processes.
+        NotImplementedError: If the draft method or the model's LongRoPE is not supported with the arguments.
+        FileNotFoundError: If the draft model's folder or one of its files does not exist.
     """
-    memory = device_memory_bytes(model)
-    if memory is not None and cache_bytes > memory:
-        raise ValueError(
-            f"{name}={value} needs {cache_bytes} bytes for the KV caches, but a device has {memory} bytes. "
-            f"Reduce {name}."
+    max_num_seqs, max_num_batched_tokens = step_sizes = resolve_step_sizes(config)
+    max_model_len = model.config.max_position_embeddings
+    if config.max_model_len is not None:
+        if config.max_model_len > max_model_len:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} exceeds the model's maximum of {max_model_len}."
+            )
+        max_model_len = config.max_model_len
+    draft = _resolve_draft(config, model, max_num_batched_tokens, max_model_len)
+    draft_model = None if isinstance(draft, NgramProposer) else draft
+    block_size = config.block_size * num_ranks(model)
+    if block_size > config.block_size:
+        for one in (model, draft_model):
+            interleave = getattr(one, "cp_kv_cache_interleave_size", 1)
+            rule = f"be a multiple of cp_kv_cache_interleave_size ({interleave})"
+            require(config.block_size % interleave == 0, "block_size", rule, config.block_size)
+
+    # Layers with a sliding window or chunks have their own blocks if other layers attend to the full context.
+    window_layers = tuple(getattr(model, "sliding_window_layers", ()))
+    local_attention = local_attention_of(model)
+    blocks_per_request = max_blocks_at_once = -(-max_model_len // block_size)
+    max_window_blocks = 0
+    if local_attention is not None and window_layers:
+        max_window_blocks = 1 + local_attention.max_blocks_per_batch(
+            max_num_seqs, max_num_batched_tokens, block_size
         )
+    elif local_attention is not None:  # All layers free their old blocks.
+        needed = local_attention.max_blocks_per_request(max_num_batched_tokens, block_size)
+        max_blocks_at_once = min(blocks_per_request, needed)
+
+    num_blocks = resolve_num_blocks(
+        config,
+        model,
+        draft_model,
+        block_size=block_size,
+        max_blocks=max_blocks_at_once * max_num_seqs + 1,
+        max_window_blocks=max_window_blocks,
+    )
+    if processes is not None:
+        options = shared_options(config, step_sizes, model, draft, draft_model)
+        num_blocks = processes.agree_on_num_blocks(num_blocks, options)
+    capacity = num_blocks - 1
+    is_unlimited = (
+        local_attention is not None
+        and not window_layers
+        and local_attention.fits_any_length(capacity * block_size, block_size)
+    )
+    max_blocks = blocks_per_request if is_unlimited else min(blocks_per_request, capacity)
+    buckets = _resolve_buckets(config, draft is not None, step_sizes, max_blocks)
+    cascade_attention = config.cascade_attention
+    if config.batch_invariant or (cascade_attention is None and jax.default_backend() != "gpu"):
+        cascade_attention = False
+    return ResolvedConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        cache_dtype=config.cache_dtype,
+        quantization=config.quantization,
+        skip_layers=config.skip_layers,
+        speculative=draft,
+        num_speculative_tokens=config.num_speculative_tokens,
+        cascade_attention=cascade_attention,
+        batch_invariant=config.batch_invariant,
+        buckets=buckets,
+        implementation=config.implementation,
+        check_batches=config.check_batches,
+        max_blocks=max_blocks,
+        window_layers=window_layers,
+        num_window_blocks=min(num_blocks, max_window_blocks),
+        local_attention=local_attention,
+        longrope_threshold=_resolve_longrope(config, model, max_num_batched_tokens, max_model_len),
+    )
+
+
+def resolve_step_sizes(config: EngineConfig) -> StepSizes:
+    """Return the maximum step sizes, with the defaults of this process's first device.
+
+    If each step costs its full bucket regardless of the content, the CPU's defaults are used on all devices.
+    The default number of requests does not exceed the number of tokens per step.
+    """
+    device = jax.local_devices()[0]
+    if device.platform == "cpu" or config.batch_invariant or config.buckets is not None:
+        seqs, tokens = CPU_STEP_SIZES
+    else:
+        seqs, tokens = GPU_STEP_SIZES if why_not_device(device) else KERNEL_STEP_SIZES
+    tokens = config.max_num_batched_tokens or tokens
+    return StepSizes(config.max_num_seqs or min(seqs, tokens), tokens)
+
+
+def _resolve_draft(
+    config: EngineConfig, model: ServedModel, max_num_batched_tokens: int, max_model_len: int
+) -> NgramProposer | ServedModel | None:
+    """Return the draft method, with the draft model loaded if it is a folder.
+
+    Raises:
+        ValueError: If the drafts do not fit a step, or the draft model has another vocabulary, a shorter
+            context or another mesh than the model.
+        NotImplementedError: If the method is one of vLLM's that jattn does not support.
+        FileNotFoundError: If the folder or one of its files does not exist.
+    """
+    speculative, num_tokens = config.speculative, config.num_speculative_tokens
+    if speculative is None:
+        return None
+    rule = f"be less than max_num_batched_tokens ({max_num_batched_tokens})"
+    require(num_tokens < max_num_batched_tokens, "num_speculative_tokens", rule, num_tokens)
+    if isinstance(speculative, NgramProposer):
+        return speculative
+    if isinstance(speculative, str) and speculative == NGRAM:
+        return NgramProposer()
+    is_method = isinstance(speculative, str) and speculative in _UNSUPPORTED_METHODS
+    if is_method and not os.path.isdir(speculative):
+        supported = 'Pass "ngram", an NgramProposer, a model or the folder of one'
+        raise unsupported(f"speculative={speculative!r}", "this draft method is not supported", supported)
+    is_model = isinstance(speculative, str | os.PathLike) or any(hasattr(speculative, n) for n in MEMBERS)
+    rule = 'be None, "ngram", an NgramProposer, a model or the folder of one'
+    require(is_model, "speculative", rule, repr(speculative))
+    mesh = getattr(model, "mesh", None)
+    draft = resolve_model(speculative, mesh)
+    draft_mesh = getattr(draft, "mesh", None)
+    if draft_mesh != mesh:
+        raise ValueError(
+            f"The draft model is on the mesh {draft_mesh}, but the model is on {mesh}. "
+            "Load the draft model on the model's mesh."
+        )
+    vocab_size = model.config.vocab_size
+    if draft.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"The draft model has a vocabulary of {draft.config.vocab_size} tokens, but the model has "
+            f"{vocab_size}. Pass a draft model with the model's vocabulary."
+        )
+    draft_max_len = draft.config.max_position_embeddings
+    if draft_max_len < max_model_len:
+        raise ValueError(
+            f"The draft model has {draft_max_len} positions, but the engine has {max_model_len}. "
+            "Reduce max_model_len."
+        )
+    return draft
+
+
+def _resolve_buckets(
+    config: EngineConfig, has_drafts: bool, step_sizes: StepSizes, max_blocks: int
+) -> Sequence[Bucket]:
+    """Return the step sizes to compile, including those of steps with drafts.
+
+    Raises:
+        ValueError: If none of the given buckets fits the largest step.
+    """
+    max_num_seqs, max_num_batched_tokens = step_sizes
+    if config.batch_invariant:
+        return invariant_buckets(max_num_seqs, max_num_batched_tokens, max_blocks)
+    if config.buckets is None:
+        buckets = step_buckets(max_num_seqs, max_num_batched_tokens, max_blocks)
+    else:
+        DecodeGraphs(lambda *_: ((), ()), config.buckets).choose(  # Raises if a step could be too large.
+            num_decodes=max_num_seqs,
+            num_prefills=min(max_num_seqs, max_num_batched_tokens),
+            num_prefill_tokens=max_num_batched_tokens,
+            num_blocks=max_blocks,
+        )
+        buckets = [*config.buckets]
+    if has_drafts:
+        buckets += draft_buckets(max_num_seqs, config.num_speculative_tokens, max_blocks)
+    return buckets
+
+
+def local_attention_of(model: Any) -> LocalAttention | None:
+    """Return the windows and chunks of the layers that have their own blocks, or else of all layers.
+
+    None: some layer without its own blocks attends to the full context.
+    """
+    specs = [layer.spec for layer in attention_layers(model)]
+    ranges = frozenset([(spec.window[0] if spec.window else None, spec.chunk_size) for spec in specs])
+    if getattr(model, "sliding_window_layers", ()):
+        ranges -= {FULL_ATTENTION}
+    return LocalAttention(ranges) if ranges and FULL_ATTENTION not in ranges else None
+
+
+def longrope_threshold_of(model: Any) -> int | None:
+    """Return the length in tokens above which LongRoPE uses other frequencies; None without LongRoPE."""
+    lengths = [getattr(layer.rope, "longrope_threshold", None) for layer in attention_layers(model)]
+    return min([length for length in lengths if length is not None], default=None)
+
+
+def _resolve_longrope(
+    config: EngineConfig, model: ServedModel, max_num_batched_tokens: int, max_model_len: int
+) -> int | None:
+    """Return the length above which LongRoPE changes; None if no request can exceed it."""
+    length = longrope_threshold_of(model)
+    if length is None or max_model_len <= length:
+        return None
+    reason = f"requests of more than {length} tokens use other RoPE frequencies for all of their tokens"
+    if config.batch_invariant:
+        raise unsupported("batch_invariant=True", reason, f"Set max_model_len={length}")
+    if max_num_batched_tokens <= length:
+        feature = f"max_num_batched_tokens={max_num_batched_tokens}"
+        way_out = f"Set it to at least {length + 1}, or set max_model_len={length}"
+        raise unsupported(feature, reason, way_out)
+    return length
+
+
+# --------------------------------------------------------------------------------------------- memory
+def resolve_num_blocks(
+    config: EngineConfig,
+    model: ServedModel,
+    draft_model: ServedModel | None,
+    *,
+    block_size: int,
+    max_blocks: int,
+    max_window_blocks: int,
+) -> int:
+    """Return the number of blocks of each layer's cache that the memory holds.
+
+    Args:
+        config: Arguments of the engine.
+        model: The served model.
+        draft_model: Draft model whose caches share the memory.
+        block_size: Number of tokens per block.
+        max_blocks: Maximum number of blocks that are needed.
+        max_window_blocks: Maximum number of blocks that layers with their own blocks need; further blocks
+            only take memory in the other layers.
+
+    Raises:
+        ValueError: If fewer than two blocks fit, or the device does not have the memory.
+    """
+    specs = [*cache_specs(config, model, 1, block_size)]
+    own_blocks = getattr(model, "sliding_window_layers", ())
+    window_specs = [spec for spec, is_own in zip(specs, own_blocks, strict=False) if is_own]
+    if draft_model is not None:
+        specs += cache_specs(EngineConfig(), draft_model, 1, block_size)
+    num_devices = num_mesh_devices(model)
+    block_bytes = sum([spec.bytes_per_block for spec in specs]) // num_devices
+    window_bytes = sum([spec.bytes_per_block for spec in window_specs]) // num_devices
+    num_blocks, cache_bytes = config.num_blocks, config.cache_bytes
+    if num_blocks is None:
+        limit = free_cache_bytes() if cache_bytes is None else cache_bytes
+        num_blocks = limit // block_bytes
+        if num_blocks > max_window_blocks and window_bytes:
+            num_blocks = (limit - max_window_blocks * window_bytes) // (block_bytes - window_bytes)
+        if cache_bytes is None:
+            num_blocks = min(max_blocks, max(num_blocks, 2))
+        rule = f"be at least {2 * block_bytes}, the size of two blocks"
+        require(num_blocks > 1, "cache_bytes", rule, cache_bytes)
+    needed_bytes = num_blocks * block_bytes - max(num_blocks - max_window_blocks, 0) * window_bytes
+    device_bytes = device_memory_bytes(model)
+    if device_bytes is not None and needed_bytes > device_bytes:
+        name, value = ("num_blocks", num_blocks) if cache_bytes is None else ("cache_bytes", cache_bytes)
+        raise ValueError(
+            f"{name}={value} needs {needed_bytes} bytes for the KV caches, but a device has {device_bytes} "
+            f"bytes. Reduce {name}."
+        )
+    return num_blocks
+
+
+def cache_specs(
+    config: EngineConfig, model: ServedModel, num_blocks: int | Sequence[int], block_size: int
+) -> tuple[CacheSpec, ...]:
+    """Return the specs of a model's KV caches, one per layer."""
+    return model.cache_specs(
+        num_blocks,
+        block_size=block_size,
+        dtype=config.cache_dtype,
+        quantization=config.quantization,
+        skip_layers=config.skip_layers,
+    )
+
+
+def free_cache_bytes() -> int:
+    """Return the number of bytes for the KV caches on a device by default: 80 % of the free memory."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    free = memory.get("bytes_limit", 0) - memory.get("bytes_in_use", 0)
+    return int(free * FREE_MEMORY_FRACTION) if free > 0 else HOST_CACHE_BYTES
 
 
 def device_memory_bytes(model: Any) -> int | None:
@@ -471,3 +480,75 @@ def device_memory_bytes(model: Any) -> int | None:
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_mesh_devices(model)
+
+
+# ------------------------------------------------------------------------------------------ processes
+def shared_options(
+    config: EngineConfig,
+    sizes: StepSizes,
+    model: ServedModel,
+    draft: NgramProposer | ServedModel | None,
+    draft_model: ServedModel | None,
+) -> dict[str, str]:
+    """Return the options that must be equal in all processes of an engine, by name."""
+    num_drafts = 0 if draft is None else config.num_speculative_tokens
+    options = {
+        "block_size": config.block_size,
+        **sizes._asdict(),
+        "max_model_len": config.max_model_len,
+        "batch_invariant": config.batch_invariant,
+        "cache's dtype": config.cache_dtype,
+        "cache's quantization": config.quantization,
+        "cache's skip_layers": config.skip_layers,
+        "buckets": config.buckets,
+        "implementation": config.implementation,
+        "cascade_attention": config.cascade_attention,
+        "check_batches": config.check_batches,
+        "speculative": f"{num_drafts} drafts{'' if draft_model is None else ' of a model'}",
+    }
+    draft_options = {} if draft_model is None else model_options(draft_model, "draft model's ")
+    return {name: str(value) for name, value in options.items()} | draft_options | model_options(model)
+
+
+def model_options(model: Any, prefix: str = "") -> dict[str, str]:
+    """Return the properties of a model on a mesh that must be equal in all processes, by name.
+
+    The weights themselves are not compared.
+    """
+    mesh, config = model.mesh, model.config
+    source = str(getattr(config, "source", ""))  # content of config.json
+    sizes = f"{config.vocab_size} tokens, {config.max_position_embeddings} positions"
+    devices = [device.id for device in mesh.devices.flat]
+    scales = getattr(model, "kv_scales", None)
+    # Each process quantizes its own heads, so all of them need the same scales.
+    scale_values = (
+        [] if scales is None else [f"{name} {tensor.tolist()}" for name, tensor in scales.tensors().items()]
+    )
+    options = {
+        "config": f"of {sizes}, sha256 {_digest(source.encode())}",
+        "dtype": getattr(model, "dtype", None),
+        "mesh": f"{dict(mesh.shape)} of devices {devices}",
+        "cp_kv_cache_interleave_size": getattr(model, "cp_kv_cache_interleave_size", 1),
+        "peer memory": getattr(model, "peers", None) is not None,
+        "kv_scales": None if scales is None else f"sha256 {_digest(repr(scale_values).encode())}",
+    }
+    return {f"{prefix}{name}": str(value) for name, value in options.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def require_list_of_ints(name: str, values: Any) -> None:
+    """Check that `values` is a list, tuple or array of ints."""
+    require(is_list(values) and all(map(is_int, values)), name, "be a list of ints", repr(values))
+
+
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list, tuple or array, but not text."""
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+
+
+def is_int(value: Any) -> bool:
+    """Return whether a value is an int, but not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -18,14 +18,20 @@ from jattn.batch.transitions import advance, recompute_slot_mapping
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import GraphStep
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
+from jattn.serving.engine.config import ResolvedConfig
 from jattn.serving.engine.proposer import Proposer
 from jattn.serving.engine.sampler import SamplingMetadata, build_sampling_metadata, sample
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.served_model import ServedModel
-from jattn.serving.engine.step import step_graphs, with_implementation
-from jattn.serving.engine.warmup import WarmupRuns
+from jattn.serving.engine.step import (
+    WarmupRuns,
+    draft_buckets,
+    draft_prefill_buckets,
+    step_graphs,
+    with_implementation,
+)
 from jattn.serving.engine.weights import Weights
 
 # Number of tokens that start a round. If all drafts of the previous round were accepted, neither its last
@@ -56,47 +62,38 @@ class DraftModel(Proposer):
     processed when it is first drafted for, and tokens from a pause when drafting resumes.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        num_tokens: int,
-        buckets: Sequence[Bucket],
-        prompt_buckets: Sequence[Bucket],
-        *,
-        num_blocks: int,
-        block_size: int,
-        implementation: str | Sequence[str] | None,
-    ) -> None:
-        """Create the KV caches in the model's dtype. Nothing is compiled yet.
+    def __init__(self, model: ServedModel, config: ResolvedConfig) -> None:
+        """Create the KV caches in the model's dtype, with as many blocks as the engine's. Compile nothing.
 
         Args:
             model: The draft model.
-            num_tokens: Number of drafts per row.
-            buckets: Buckets of the verifying steps.
-            prompt_buckets: Buckets of prefill steps, the largest last.
-            num_blocks: Number of blocks of each layer's cache, as many as the engine's.
-            block_size: Number of tokens per block.
-            implementation: Attention implementation; see `attend`.
+            config: Configuration of the engine.
         """
-        self._weights, self._block_size = Weights(model), block_size
-        graphdef = nnx.graphdef(with_implementation(model, implementation))
+        self._weights, self._block_size = Weights(model), config.block_size
+        graphdef = nnx.graphdef(with_implementation(model, config.implementation))
         self._new_caches = functools.partial(
             model.create_caches,
-            num_blocks,
-            block_size=block_size,
+            config.num_blocks,
+            block_size=config.block_size,
             dtype=None,
             quantization=None,
             skip_layers=(),
         )
         self._caches: Any = self._new_caches()
-        self._copies = BlockCopier(max(bucket.max_decodes for bucket in buckets))
+        self._copies = BlockCopier(config.max_num_seqs)
+        sizes = config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks
+        prompt_buckets = draft_prefill_buckets(*sizes)
         self._largest = prompt_buckets[-1]
         self._prefill_graphs = step_graphs(make_prefill_step(graphdef), prompt_buckets)
-        rows = [dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS) for bucket in buckets]
+        num_tokens = config.num_speculative_tokens
+        rows = [
+            dataclasses.replace(bucket, decode_query_len=FIRST_TOKENS)
+            for bucket in draft_buckets(config.max_num_seqs, num_tokens, config.max_blocks)
+        ]
         self._draft_graphs = step_graphs(make_draft_step(graphdef, num_tokens), rows)
         self.runs = (
-            WarmupRuns(self._prefill_graphs, block_size, lambda bucket: [_zeros(bucket.max_tokens)]),
-            WarmupRuns(self._draft_graphs, block_size, _drafting_inputs),
+            WarmupRuns(self._prefill_graphs, config.block_size, lambda bucket: [_zeros(bucket.max_tokens)]),
+            WarmupRuns(self._draft_graphs, config.block_size, _drafting_inputs),
         )
 
     @property

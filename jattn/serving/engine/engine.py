@@ -10,20 +10,24 @@ from jax.typing import DTypeLike
 
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
+from jattn.serving.engine.config import EngineConfig, resolve
 from jattn.serving.engine.engine_core import EngineCore
-from jattn.serving.engine.engine_setup import (
-    CacheOptions,
-    DraftOptions,
-    SizeOptions,
-    StepOptions,
-    build_components,
+from jattn.serving.engine.input_processor import (
+    InputProcessor,
+    Prompt,
+    Request,
+    require_single_completions,
 )
-from jattn.serving.engine.input_processor import Prompt, Request, require_single_completions
 from jattn.serving.engine.outputs import GenerationResult, RequestError, RequestOutput, StreamedToken
-from jattn.serving.engine.processes import require_follower, require_leader
+from jattn.serving.engine.processes import make_process_group, require_follower, require_leader
+from jattn.serving.engine.runner import Runner
 from jattn.serving.engine.sampling_params import SamplingParams, default_sampling_params_of
+from jattn.serving.engine.scheduler import make_scheduler
 from jattn.serving.engine.sequence import SequenceState
+from jattn.serving.engine.served_model import resolve_model
+from jattn.serving.engine.speculative import make_speculation
 from jattn.serving.engine.stats import EngineStats
+from jattn.serving.engine.step import use_compilation_cache
 from jattn.serving.engine.structured_outputs import Grammars
 from pallas_kernels.checks import require, require_type
 
@@ -107,13 +111,45 @@ class Engine:
                 cascade attention or batch invariance.
             FileNotFoundError: If the model folder or one of its files does not exist.
         """
-        sizes = SizeOptions(block_size, max_num_seqs, max_num_batched_tokens, max_model_len, batch_invariant)
-        cache = CacheOptions(num_blocks, cache_bytes, cache_dtype, quantization, skip_layers)
-        drafts = DraftOptions(speculative, num_speculative_tokens)
-        steps = StepOptions(buckets, implementation, cascade_attention, check_batches)
-        parts = build_components(model, sizes, cache, drafts, steps, enable_prefix_caching, cache_dir)
-        self.model, self.scheduler, self._runner, self._core, self._input_processor, *_ = parts
-        self._processes, self._speculation = parts.processes, parts.speculation
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            cache_bytes=cache_bytes,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            cache_dtype=cache_dtype,
+            quantization=quantization,
+            skip_layers=skip_layers,
+            speculative=speculative,
+            num_speculative_tokens=num_speculative_tokens,
+            cascade_attention=cascade_attention,
+            batch_invariant=batch_invariant,
+            buckets=buckets,
+            implementation=implementation,
+            cache_dir=cache_dir,
+            check_batches=check_batches,
+        )
+        if cache_dir is not None:
+            use_compilation_cache(cache_dir)
+        self.model = resolve_model(model)
+        mesh = getattr(self.model, "mesh", None)
+        self._processes = None if mesh is None else make_process_group(mesh)
+        self._config = resolve(config, self.model, self._processes)
+        self.scheduler = make_scheduler(self._config)
+        self._speculation = (
+            None if self._config.speculative is None else make_speculation(self.model, self._config)
+        )
+        self._runner = Runner(self.model, self._config, self._speculation, self._processes)
+        self._core = EngineCore(self.scheduler, self._runner, self._speculation)
+        self._input_processor = InputProcessor(
+            self.model,
+            self._config,
+            self._runner.weights,
+            self._processes,
+            capacity_tokens=self.scheduler.capacity_tokens,
+        )
         self.default_sampling_params = default_sampling_params_of(self.model)
         self._open: dict[int | str, tuple[Request, list[int]]] = {}  # unfinished requests of add_request
 
@@ -129,12 +165,12 @@ class Engine:
     @property
     def block_size(self) -> int:
         """Number of tokens per cache block, summed over all context-parallel ranks."""
-        return self._input_processor.limits.block_size
+        return self._config.block_size
 
     @property
     def max_model_len(self) -> int:
         """Maximum context length in tokens."""
-        return self._input_processor.limits.max_model_len
+        return self._config.max_model_len
 
     @property
     def graphs(self) -> DecodeGraphs:
@@ -279,7 +315,7 @@ class Engine:
         """
         if self._core.has_work():
             with contextlib.suppress(Exception):  # Every unfinished request has the error.
-                self._core.run_step()
+                self._core.step()
         outputs: list[RequestOutput] = []
         reported: list[SequenceState] = []  # sequences whose new tokens are in `outputs`
         finished_ids: set[int | str] = set()
@@ -404,14 +440,13 @@ def stream_tokens(core: EngineCore, requests: list[Request]) -> Generator[Stream
         while True:
             for index, request in enumerate(requests):
                 for sequence in request.sequences:
-                    while sequence.unread:
-                        new = sequence.unread.popleft()
-                        yield StreamedToken(index, new.token_id, new.text)
+                    while (token := sequence.next_token()) is not None:
+                        yield StreamedToken(index, *token)
                     if sequence.error is not None:
                         raise _request_error(index, sequence.error) from sequence.error
             if not core.are_unfinished(ids):
                 return
-            core.run_step()
+            core.step()
     finally:
         core.drop(ids)
 

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float32, Int, Int32, UInt32
 
 from jattn.batch.int_arrays import INT32_MAX
 from jattn.serving.engine.detokenizer import tokenize
-from jattn.serving.engine.sampler import scatter_rows
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.structured_outputs import Grammars, TokenMask
 from pallas_kernels.checks import require
@@ -35,7 +34,7 @@ class LogitsAdjustments(NamedTuple):
         output_ids: Generated tokens that the host knows, of rows with penalties.
         pending_rows: Row of the previous step whose token, known only to the device, comes next; -1 if there
             is none.
-        last: New tokens of the previous step, by row.
+        last: New tokens of the previous step, by row. None: not known before the step starts.
         repetition: repetition_penalty of each row.
         frequency: frequency_penalty of each row.
         presence: presence_penalty of each row.
@@ -51,7 +50,7 @@ class LogitsAdjustments(NamedTuple):
     prompt_ids: Int32[Array, "reqs prompt"]
     output_ids: Int32[Array, "reqs outputs"]
     pending_rows: Int32[Array, " reqs"]
-    last: Int32[Array, " max_rows"]
+    last: Int32[Array, " max_rows"] | None
     repetition: Float32[Array, " reqs"]
     frequency: Float32[Array, " reqs"]
     presence: Float32[Array, " reqs"]
@@ -89,7 +88,7 @@ class RequestAdjustments(NamedTuple):
 
 
 def build_logits_adjustments(
-    requests: Sequence[RequestAdjustments], last: Array, *, num_rows: int, vocab_size: int
+    requests: Sequence[RequestAdjustments], last: Array | None, *, num_rows: int, vocab_size: int
 ) -> LogitsAdjustments | None:
     """Arrange the adjustments of requests in rows; None if no request needs any.
 
@@ -98,13 +97,14 @@ def build_logits_adjustments(
     """
     if not any(request.is_needed for request in requests):
         return None
-    rows = np.arange(len(requests))
 
     def table(lists: Sequence[Sequence[int] | np.ndarray], width: int) -> Any:
         return _table(lists, num_rows, width, vocab_size)
 
     def column(values: Sequence[float | int], padding: float | int, dtype: Any) -> Any:
-        return scatter_rows(values, rows, np.full(num_rows, padding, dtype))
+        padded = np.full(num_rows, padding, dtype)
+        padded[: len(values)] = values
+        return padded
 
     params = [request.params for request in requests]
     bias_rows, bias_ids, biases = _biases(params, vocab_size)
@@ -140,6 +140,7 @@ def adjust_logits(
 
     Source: vLLM V1 `MinTokensLogitsProcessor`, `LogitBiasLogitsProcessor`, `apply_all_penalties`.
     """
+    assert adjustments.last is not None
     num_rows, vocab_size = logits.shape
     row = jnp.arange(num_rows)[:, None]
     banned = jnp.where((num_generated < adjustments.min_tokens)[:, None], adjustments.end_ids, vocab_size)

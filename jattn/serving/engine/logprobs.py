@@ -93,8 +93,3 @@ def prompt_logprobs(
 
     result = jax.lax.map(chunk_logprobs, (hidden, ids))
     return TokenLogprobs(*(x.reshape(chunks * size, *x.shape[2:])[: chunks * size - padding] for x in result))
-
-
-def fetch_logprobs(logprobs: TokenLogprobs) -> TokenLogprobs:
-    """Return the log-probabilities as numpy arrays. Waits for the device."""
-    return jax.device_get(logprobs)

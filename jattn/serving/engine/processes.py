@@ -32,8 +32,8 @@ class ProcessError(RuntimeError):
     """Raised if a process of the engine has failed. The message contains its error."""
 
 
-def make_process_group(mesh: Mesh | None) -> "ProcessGroup | None":
-    """Connect the processes that own a mesh's devices; None for a single process.
+def make_process_group(mesh: Mesh) -> "ProcessGroup | None":
+    """Connect the processes that own a mesh's devices. Return None if there is one process.
 
     Args:
         mesh: Mesh of the model.
@@ -41,7 +41,7 @@ def make_process_group(mesh: Mesh | None) -> "ProcessGroup | None":
     Raises:
         ValueError: If a process of `jax.distributed` owns none of the devices.
     """
-    if mesh is None or jax.process_count() == 1:
+    if jax.process_count() == 1:
         return None
     process_indices = {device.process_index for device in mesh.devices.flat}
     if len(process_indices) != jax.process_count():

@@ -1,4 +1,4 @@
-"""The device side of the engine: weights, KV caches, executables and the steps in flight.
+"""The device side of the engine: weights, KV caches and executables.
 
 A step's tokens stay on the device and are the input of the next step, which starts before the host reads
 them: the host prepares a step while the device runs the previous one.
@@ -9,9 +9,8 @@ import concurrent.futures
 import contextlib
 import functools
 import os
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,153 +19,314 @@ from flax import nnx
 
 from jattn.batch.bucket import Bucket
 from jattn.batch.check import check_batch
-from jattn.batch.metadata import build_batch_metadata
-from jattn.parallel import replicated_sharding
-from jattn.serving.engine.batch_invariance import InvariantBuckets, make_invariant
+from jattn.batch.metadata import BatchMetadata, arrange_batch
+from jattn.batch.requests import request_token_starts
+from jattn.cache import CacheSpec
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
-from jattn.serving.engine.config import StepLimits
+from jattn.serving.engine.config import ResolvedConfig, cache_specs
 from jattn.serving.engine.doctor import explain
-from jattn.serving.engine.kv_cache_groups import sliding_window_layers_of
+from jattn.serving.engine.logits_processors import (
+    LogitsAdjustments,
+    RequestAdjustments,
+    build_logits_adjustments,
+    without,
+)
 from jattn.serving.engine.logprobs import prompt_logprobs
 from jattn.serving.engine.processes import ProcessError, ProcessGroup
+from jattn.serving.engine.sampler import Sampler, SamplingMetadata, StepOutputs
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.speculative import Speculation
-from jattn.serving.engine.step import StepTokens, make_step, sliding_window_tables, with_implementation
-from jattn.serving.engine.step_io import (
-    InFlightStep,
-    NewTokens,
-    PendingOutputs,
-    PromptLogprobsCall,
-    StepCall,
-    build_step_adjustments,
-    build_step_tokens,
-    max_num_logprobs,
-    prompt_logprobs_ranges,
-    read_new_tokens,
-    wait_for_steps,
+from jattn.serving.engine.step import (
+    ColdExecutable,
+    SlidingWindowTables,
+    WarmupRuns,
+    empty_step_inputs,
+    make_invariant,
+    make_step,
+    step_graphs,
+    with_implementation,
 )
-from jattn.serving.engine.step_sampler import SampledTokens, SamplingMetadataCache, StepSampler
-from jattn.serving.engine.warmup import ColdExecutable, EmptyStepInputs, WarmupRuns
 from jattn.serving.engine.weights import Weights, host_tree
 
 MAX_STEPS_IN_FLIGHT = 2
 
 
+class StepInputs(NamedTuple):
+    """What the device gets for a step, in numpy arrays: it can be sent to other processes.
+
+    Attributes:
+        block_copies: Block copies to make before the step; see `Step`.
+        sliding_window_copies: Block copies in the sliding-window layers; see `Step`.
+        metadata: Metadata of the batch. Its bucket selects the executable.
+        window_tables: Tables of layers with their own blocks. None: all layers share the metadata's.
+        prefix_len: Number of tokens of a shared prefix that is read once; 0 without one.
+        token_ids: Token ids known to the host, by token.
+        source_rows: Row of the previous step whose new token this is, by token; -1: token_ids holds it.
+        logits_indices: Indices of the tokens whose logits are sampled: the last token of each row, then
+            padding. In a step with drafts: all tokens.
+        num_generated: Number of generated tokens of each row; see `sample`.
+        sampling: Sampling parameters of each row.
+        adjustments: Adjustments of the logits; None without any.
+        num_logprobs: Number of log-probabilities per new token; None if not requested.
+        prompt_next_ids: Prompt token after each token, for prompt log-probabilities; None if not requested.
+        num_prompt_logprobs: Number of log-probabilities per prompt token.
+        drafts: Input of the proposer, whose tokens replace token_ids; None in a step without drafts.
+        num_drafts: Number of drafts of each row; None in a step without drafts.
+    """
+
+    block_copies: Sequence[tuple[int, int]]
+    sliding_window_copies: Sequence[tuple[int, int]]
+    metadata: BatchMetadata
+    window_tables: SlidingWindowTables | None
+    prefix_len: int
+    token_ids: np.ndarray
+    source_rows: np.ndarray
+    logits_indices: np.ndarray
+    num_generated: np.ndarray
+    sampling: SamplingMetadata
+    adjustments: LogitsAdjustments | None
+    num_logprobs: int | None
+    prompt_next_ids: np.ndarray | None
+    num_prompt_logprobs: int | None
+    drafts: Any = None
+    num_drafts: np.ndarray | None = None
+
+
 class Runner:
-    """Runs steps: `start` starts one, and `read` reads the oldest unread one. At most two are in flight."""
+    """Runs steps on the device: `prepare` arranges a step's inputs, and `run` starts it without waiting."""
 
     def __init__(
         self,
         model: ServedModel,
-        limits: StepLimits,
-        *,
-        num_blocks: int,
-        buckets: Sequence[Bucket] | None,
-        implementation: str | Sequence[str] | None,
-        checks_batches: bool,
-        cache: dict[str, Any],
+        config: ResolvedConfig,
         speculation: Speculation | None = None,
-        cascade_attention: bool | None = None,
         processes: ProcessGroup | None = None,
     ) -> None:
-        """Create the KV caches. Nothing is compiled yet. See `Engine` for the arguments."""
-        self._processes = processes
-        self._vocab_size, self.block_size = model.config.vocab_size, limits.block_size
+        """Create the KV caches. Nothing is compiled yet.
+
+        Args:
+            model: The served model.
+            config: Configuration of the engine.
+            speculation: Speculative decoding; None: no tokens are drafted.
+            processes: Processes that run the engine together; None for a single process.
+
+        Raises:
+            NotImplementedError: If the model does not support an option.
+        """
+        self._config, self._processes = config, processes
+        self._vocab_size, self.block_size = model.config.vocab_size, config.block_size
         self.weights = Weights(model)
-        served = with_implementation(model, implementation)
-        self._graphdef = nnx.graphdef(make_invariant(served) if limits.batch_invariant else served)
+        served = with_implementation(model, config.implementation)
+        self._graphdef = nnx.graphdef(make_invariant(served) if config.batch_invariant else served)
         self._proposer = None if speculation is None else speculation.proposer
-        num_drafts = 0 if speculation is None else speculation.num_tokens
         step = make_step(self._graphdef)
-        self.graphs = limits.graphs(model, step, buckets, num_blocks, num_drafts)
-        self._invariant = (
-            InvariantBuckets.from_buckets(self.graphs.buckets) if limits.batch_invariant else None
-        )
-        self._cascades = make_cascade_attention(
-            model,
-            step,
-            self.graphs.buckets,
-            max_num_seqs=limits.max_num_seqs,
-            block_size=limits.block_size,
-            enabled=False if limits.batch_invariant else cascade_attention,
+        self.graphs = step_graphs(step, config.buckets)
+        self._cascades = (
+            None if config.cascade_attention is False else make_cascade_attention(model, step, config)
         )
         self._leaves = self.graphs.leaves_of(self.weights.state)
-        blocks = limits.num_blocks_per_layer(model, num_blocks)
-        self._new_caches = functools.partial(model.create_caches, blocks, block_size=self.block_size, **cache)
-        self._caches: Any = self._new_caches()
-        sliding_window_layers = () if isinstance(blocks, int) else sliding_window_layers_of(model)
-        self._copies = BlockCopier(limits.max_num_seqs, sliding_window_layers)
-        specs = model.cache_specs(blocks, block_size=self.block_size, **cache)
-        self._cache_spec = specs[sliding_window_layers.index(False) if sliding_window_layers else 0]
-        self._sliding_window_spec = (
-            specs[sliding_window_layers.index(True)] if sliding_window_layers else None
+
+        blocks = config.blocks_per_layer
+        self._new_caches = functools.partial(
+            model.create_caches,
+            blocks,
+            block_size=config.block_size,
+            dtype=config.cache_dtype,
+            quantization=config.quantization,
+            skip_layers=config.skip_layers,
         )
-        self._checks_batches = checks_batches
+        self._caches: Any = self._new_caches()
+        self._copies = BlockCopier(config.max_num_seqs, config.window_layers)
+        self._cache_specs: tuple[CacheSpec, ...] = ()
+        if config.check_batches:
+            self._cache_specs = cache_specs(config, model, blocks, config.block_size)
+
         self.num_steps = self.num_cascade_steps = 0
-        self._in_flight: collections.deque[InFlightStep] = collections.deque()
-        weakref.finalize(self, wait_for_steps, self._in_flight)  # Runs at process exit at the latest.
         all_graphs = [self.graphs, *([] if self._cascades is None else [self._cascades.graphs])]
-        all_buckets = [bucket for graphs in all_graphs for bucket in graphs.buckets]
-        # With several processes, each step's message contains the parameters: placing them on the mesh would
-        # be a collective operation.
-        self._sampling = SamplingMetadataCache(None if processes is not None else replicated_sharding(model))
-        self._sampler = StepSampler(all_buckets, limits.max_num_seqs, model, self._sampling)
+        self._sampler = Sampler(
+            [bucket for graphs in all_graphs for bucket in graphs.buckets],
+            config.max_num_seqs,
+            model,
+            is_on_mesh=processes is None,
+        )
         self._max_rows = self._sampler.max_rows
         self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
-        has_sliding_window_blocks = self._sliding_window_spec is not None
-        empty_inputs = EmptyStepInputs(
-            self.block_size,
-            self._sampler.rows_of,
-            self._max_rows,
-            has_sliding_window_blocks=has_sliding_window_blocks,
-        )
-        prefixes: list[list[Any]] = [[], [np.zeros((), np.int32)]]
         self._runs = [  # of normal steps, and of steps with cascade attention
-            WarmupRuns(graphs, self.block_size, functools.partial(empty_inputs.inputs, prefix))
-            for graphs, prefix in zip(all_graphs, prefixes, strict=False)
+            WarmupRuns(
+                graphs,
+                self.block_size,
+                functools.partial(
+                    empty_step_inputs,
+                    block_size=self.block_size,
+                    num_rows=self._sampler.num_rows,
+                    max_rows=self._max_rows,
+                    has_window_tables=bool(config.window_layers),
+                    has_prefix=graphs is not self.graphs,
+                ),
+            )
+            for graphs in all_graphs
         ]
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of steps that are started and not read."""
-        return len(self._in_flight)
+    # --------------------------------------------------------------------------------------- a step
+    def prepare(self, step: Step, sequences: Sequence[SequenceState]) -> StepInputs:
+        """Return the inputs of a step for `run`; `sequences` has one entry per row."""
+        lens = np.asarray(step.query_lens)
+        prefix_len = 0 if self._cascades is None else self._cascades.prefix_len(step)
+        bucket = self._choose_bucket(step, lens, prefix_len)
+        metadata, window_tables = self._build_metadata(step, lens, bucket)
+        num_rows = self._sampler.num_rows[bucket]
+        num_generated = np.zeros(num_rows, np.int32)
+        num_generated[: len(sequences)] = [
+            len(sequence.token_ids) - sequence.num_prompt_tokens + sequence.num_pending
+            for sequence in sequences
+        ]
+        params = [sequence.sampling_params for sequence in sequences]
+        sampling = self._sampler.metadata(step.request_ids, params, num_rows)
+        adjustments = None
+        if any([sequence.needs_logits_adjustment for sequence in sequences]):
+            adjustments = build_logits_adjustments(
+                [_request_adjustments(sequence) for sequence in sequences],
+                None if self._processes is not None else self._last_tokens,
+                num_rows=num_rows,
+                vocab_size=self._vocab_size,
+            )
+        drafts = num_drafts = None
+        if step.num_draft_tokens and self._proposer is not None:
+            token_ids = np.zeros(bucket.max_tokens, np.int32)  # The proposer's tokens replace them.
+            source_rows = np.full(bucket.max_tokens, -1, np.int32)
+            logits_indices = np.arange(bucket.max_tokens, dtype=np.int32)
+            num_drafts = np.zeros(num_rows, np.int32)
+            num_drafts[: len(sequences)] = [sequence.draft_state.num_drafted for sequence in sequences]
+            drafts = self._proposer.prepare(step, sequences, bucket, sampling, num_generated)
+        else:
+            token_ids, source_rows, logits_indices = arrange_tokens(step, sequences, lens, bucket, num_rows)
+        prompt_rows = [row for row, one in enumerate(params) if one.prompt_logprobs is not None]
+        prompt_next_ids = num_prompt_logprobs = None
+        if prompt_rows:
+            num_prompt_logprobs = max_num_logprobs([params[row].prompt_logprobs for row in prompt_rows])
+            prompt_next_ids = np.zeros(bucket.max_tokens, np.int32)
+            for row in prompt_rows:
+                _, next_ids = next_prompt_tokens(step, row, sequences[row])
+                first = logits_indices[row] + 1 - step.query_lens[row]
+                prompt_next_ids[first : first + len(next_ids)] = next_ids
+        inputs = StepInputs(
+            block_copies=step.block_copies,
+            sliding_window_copies=step.sliding_window_copies,
+            metadata=metadata,
+            window_tables=window_tables,
+            prefix_len=prefix_len,
+            token_ids=token_ids,
+            source_rows=source_rows,
+            logits_indices=logits_indices,
+            num_generated=num_generated,
+            sampling=sampling,
+            adjustments=adjustments,
+            num_logprobs=max_num_logprobs([one.logprobs for one in params]),
+            prompt_next_ids=prompt_next_ids,
+            num_prompt_logprobs=num_prompt_logprobs,
+            drafts=drafts,
+            num_drafts=num_drafts,
+        )
+        return inputs if self._processes is None else jax.device_get(inputs)
 
-    @property
-    def num_compiles(self) -> int:
-        """Number of compiled executables, including cascade attention's and a draft model's."""
-        draft_state = 0 if self._proposer is None else self._proposer.num_compiles
-        return draft_state + sum(runs.graphs.num_compiles for runs in self._runs)
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """Run the model on a step and sample its tokens, without waiting for them."""
+        self._broadcast("run", inputs)
+        with self._reports_failure(BaseException):
+            copies = inputs.block_copies, inputs.sliding_window_copies
+            if any(copies):
+                self._caches = self._copies(self._caches, *copies)
+                if self._proposer is not None and inputs.block_copies:
+                    self._proposer.copy_blocks(inputs.block_copies)
+            draft_ids = None
+            if inputs.drafts is not None and self._proposer is not None:
+                draft_ids = self._proposer.start(inputs.drafts)
 
-    @property
-    def is_verifying(self) -> bool:
-        """True if the last started step verifies draft tokens and is not read yet."""
-        return bool(self._in_flight) and self._in_flight[-1].step.num_draft_tokens > 0
+            graphs = self.graphs if self._cascades is None or not inputs.prefix_len else self._cascades.graphs
+            (logits, hidden, num_generated), self._caches = graphs(
+                self._leaves,
+                self._caches,
+                inputs.metadata,
+                inputs.token_ids if draft_ids is None else draft_ids,
+                inputs.source_rows,
+                self._last_tokens,
+                inputs.logits_indices,
+                inputs.num_generated,
+                inputs.window_tables,
+                *([np.asarray(inputs.prefix_len, np.int32)] if inputs.prefix_len else ()),
+            )
 
-    def reset(self) -> None:
-        """Create new KV caches, and discard the steps in flight.
+            adjustments = inputs.adjustments
+            if adjustments is not None:
+                adjustments = adjustments._replace(last=self._last_tokens)
+            outputs = self._sampler(
+                logits,
+                inputs.sampling,
+                num_generated,
+                adjustments,
+                num_logprobs=inputs.num_logprobs,
+                draft_ids=draft_ids,
+                num_drafts=inputs.num_drafts,
+            )
+            if inputs.drafts is None:  # A step with drafts is read before the next one starts.
+                self._last_tokens = outputs.token_ids
+            if inputs.prompt_next_ids is not None:
+                assert inputs.num_prompt_logprobs is not None
+                logprobs = prompt_logprobs(
+                    self._graphdef,
+                    self.weights.state,
+                    hidden,
+                    inputs.prompt_next_ids,
+                    num=inputs.num_prompt_logprobs,
+                )
+                outputs = outputs._replace(prompt_logprobs=logprobs)
+            self.num_steps += 1
+            self.num_cascade_steps += inputs.prefix_len > 0
+            self._runs[inputs.prefix_len > 0].num_runs[inputs.metadata.bucket] += 1
+            return outputs
 
-        A failed call has consumed the old caches.
-        """
-        self._broadcast("reset")
-        self._in_flight.clear()
-        free_caches(self._caches)  # There is no memory for both.
-        self._caches = self._new_caches()
-        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
-        if self._proposer is not None:
-            self._proposer.reset()
+    def read(self, outputs: StepOutputs) -> StepOutputs:
+        """Return a step's outputs as numpy arrays. Waits for the step; an interrupt loses nothing."""
+        with self._reports_failure(Exception):
+            return jax.device_get(outputs)
 
+    def _choose_bucket(self, step: Step, lens: np.ndarray, prefix_len: int) -> Bucket:
+        if self._config.batch_invariant:  # One bucket for generated tokens, and one for prompts.
+            return next(
+                bucket
+                for bucket in self.graphs.buckets
+                if (bucket.max_decodes if step.num_decodes else bucket.max_prefills)
+            )
+        graphs = self.graphs if self._cascades is None or not prefix_len else self._cascades.graphs
+        # With drafts the query length is explicit: a prompt of 1 + k tokens looks like a row with drafts.
+        query_len = None if self._proposer is None else 1 + step.num_draft_tokens
+        return graphs.choose_for(lens, step.block_tables.shape[1], query_len)
+
+    def _build_metadata(
+        self, step: Step, lens: np.ndarray, bucket: Bucket
+    ) -> tuple[BatchMetadata, SlidingWindowTables | None]:
+        """Return the metadata of a step as numpy arrays, and the tables of layers with their own blocks."""
+        seq_lens, sizes = np.asarray(step.seq_lens), (bucket, self.block_size)
+        metadata = arrange_batch(lens, seq_lens, step.block_tables, *sizes)
+        window_metadata = window_tables = None
+        if step.sliding_window_tables is not None:
+            window_metadata = arrange_batch(lens, seq_lens, step.sliding_window_tables, *sizes)
+            window_tables = SlidingWindowTables(window_metadata.block_table, window_metadata.slot_mapping)
+        if self._config.check_batches:
+            window_layers = self._config.window_layers
+            check_batch(metadata, self._cache_specs[window_layers.index(False) if window_layers else 0])
+            if window_metadata is not None:
+                check_batch(window_metadata, self._cache_specs[window_layers.index(True)])
+        return metadata, window_tables
+
+    # -------------------------------------------------------------------------------------- weights
     def have_weights_changed(self) -> bool:
         """Return whether the weights have changed since the last call, in whatever way."""
         old_leaves, self._leaves = self._leaves, self.graphs.leaves_of(self.weights.state)
         return self._leaves is not old_leaves
-
-    def explain(self) -> str:
-        """Return tables of the attention implementations; see `Engine.explain`."""
-        model = nnx.merge(self._graphdef, self.weights.refresh())
-        return explain(model, self._caches, self.graphs.buckets, self.block_size)
 
     def update_weights(self, state: Any) -> None:
         """Replace the model's weights; see `Engine.update_weights`."""
@@ -176,34 +336,17 @@ class Runner:
         if self._processes is not None and not self._processes.is_leader:
             self.have_weights_changed()
 
-    def cause_of(self, error: Exception) -> Exception:
-        """Return the remote error that caused this failure, or `error` itself."""
-        if self._processes is None or isinstance(error, ProcessError):
-            return error
-        text = self._processes.remote_failure()
-        return error if text is None else ProcessError(text)
+    # ------------------------------------------------------------------------------------ executables
+    @property
+    def num_compiles(self) -> int:
+        """Number of compiled executables, including cascade attention's and a draft model's."""
+        num_drafting = 0 if self._proposer is None else self._proposer.num_compiles
+        return num_drafting + sum([runs.graphs.num_compiles for runs in self._runs])
 
-    def follow(self) -> None:
-        """Run the commands of process 0's engine; see `Engine.follow`."""
-        assert self._processes is not None
-        running: collections.deque[Any] = collections.deque()
-        try:
-            for method, arguments in self._processes.receive_commands():
-                result = getattr(self, method)(*arguments)
-                if method == "start":
-                    running.append(result)
-                if len(running) > MAX_STEPS_IN_FLIGHT:
-                    jax.block_until_ready(running.popleft())
-        except BaseException as error:
-            self._processes.fail(error)
-            raise
-        finally:
-            self._processes.close()
-
-    def _broadcast(self, method: str, *arguments: Any) -> None:
-        """Make the other processes call the same method, if this process leads several."""
-        if self._processes is not None and self._processes.is_leader:
-            self._processes.send(method, *arguments)
+    def explain(self) -> str:
+        """Return tables of the attention implementations; see `Engine.explain`."""
+        model = nnx.merge(self._graphdef, self.weights.refresh())
+        return explain(model, self._caches, self.graphs.buckets, self.block_size)
 
     def precompile(self, progress: bool, wait: bool) -> None:
         """Compile all buckets; see `Engine.precompile`."""
@@ -222,7 +365,7 @@ class Runner:
             self._proposer.precompile(progress=progress, wait=wait)
 
         def sampler_size(bucket: Bucket) -> tuple[int, int]:
-            return self._sampler.rows_of(bucket), bucket.decode_query_len
+            return self._sampler.num_rows[bucket], bucket.decode_query_len
 
         first_sizes = {sampler_size(bucket) for runs in self._runs for bucket in runs.graphs.executables}
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
@@ -259,112 +402,45 @@ class Runner:
                 elif self._proposer is not None:
                     self._proposer.warm_up(graph_index - len(self._runs), bucket)
 
-    def prepare(self, step: Step, sequences: Sequence[SequenceState]) -> tuple[StepCall, PendingOutputs]:
-        """Return the arguments of `start` for a step; `sequences` has one entry per row."""
-        lens = np.asarray(step.query_lens)
-        # With drafts the query length is explicit: a prompt of 1 + k tokens looks like a row with drafts.
-        query_len = None if self._proposer is None else 1 + step.num_draft_tokens
-        prefix_len = 0 if self._cascades is None else self._cascades.prefix_len(step)
-        graphs = self.graphs if self._cascades is None or not prefix_len else self._cascades.graphs
-        if self._invariant is None:
-            num_blocks = step.block_tables.shape[1]
-            bucket = graphs.choose(lens, num_blocks=num_blocks, decode_query_len=query_len)
-        else:
-            bucket = self._invariant.bucket_of(step)
-        metadata = build_batch_metadata(
-            lens,
-            np.asarray(step.seq_lens),
-            step.block_tables,
-            block_size=self.block_size,
-            bucket=bucket,
-            to_device=False,
-        )
-        if self._checks_batches:
-            check_batch(metadata, self._cache_spec)
-        window_tables = sliding_window_tables(
-            step, metadata, self._sliding_window_spec, checks=self._checks_batches
-        )
-        num_rows, previous_rows = self._sampler.rows_of(bucket), self._previous_rows()
-        last_tokens = self._last_tokens
-        sampling, num_generated = self._sampling.get(step, sequences, num_rows)
-        adjustments = build_step_adjustments(
-            step,
-            sequences,
-            previous_rows,
-            last_tokens,
-            num_sampler_rows=num_rows,
-            vocab_size=self._vocab_size,
-        )
-        drafts = None
-        if step.num_draft_tokens and self._proposer is not None:
-            token_indices: Any = np.arange(bucket.max_tokens, dtype=np.int32)
-            placeholders = np.zeros_like(token_indices)  # The proposer's tokens replace them.
-            tokens = StepTokens(placeholders, np.full_like(token_indices, -1), last_tokens, token_indices)
-            num_drafts = [sequence.draft_state.num_drafted for sequence in sequences]
-            prepared = self._proposer.prepare(step, sequences, bucket, sampling, num_generated)
-            drafts = prepared, np.pad(np.asarray(num_drafts, np.int32), (0, num_rows - len(num_drafts)))
-        else:
-            tokens = build_step_tokens(step, sequences, bucket, previous_rows, last_tokens, num_rows)
-        num_logprobs = [sequence.sampling_params.logprobs for sequence in sequences]
-        ranges = prompt_logprobs_ranges(step, sequences, bucket)
-        call = StepCall(
-            block_copies=step.block_copies,
-            sliding_window_copies=step.sliding_window_copies,
-            metadata=metadata,
-            prefix_len=prefix_len,
-            tokens=tokens._replace(sliding_window=window_tables, num_generated=num_generated),
-            drafts=drafts,
-            sampling_inputs=(sampling, adjustments),
-            num_logprobs=max_num_logprobs(num_logprobs),
-            prompt=PromptLogprobsCall.from_ranges(ranges, bucket),
-        )
-        return call, PendingOutputs(step, num_logprobs, ranges)
+    # -------------------------------------------------------------------------- failures and processes
+    def reset(self) -> None:
+        """Create new KV caches. A failed call has consumed the old ones."""
+        self._broadcast("reset")
+        free_caches(self._caches)  # There is no memory for both.
+        self._caches = self._new_caches()
+        self._last_tokens = jnp.zeros(self._max_rows, jnp.int32)
+        if self._proposer is not None:
+            self._proposer.reset()
 
-    def start(self, call: StepCall, pending: PendingOutputs | None = None) -> Any:
-        """Start a step without waiting for it.
+    def cause_of(self, error: Exception) -> Exception:
+        """Return the remote error that caused this failure, or `error` itself."""
+        if self._processes is None or isinstance(error, ProcessError):
+            return error
+        text = self._processes.remote_failure()
+        return error if text is None else ProcessError(text)
 
-        Args:
-            call: The step, from `prepare`.
-            pending: The outputs to read later. None in a process that follows, which returns the new tokens.
-        """
-        if self._processes is not None and pending is not None:
-            call = call.to_host()
-            self._broadcast("start", call)
-        with self._reports_failure(BaseException):
-            call = call.with_last_tokens(self._last_tokens)
-            self._caches = self._copies(self._caches, call.block_copies, call.sliding_window_copies)
-            graphs = self.graphs if self._cascades is None or not call.prefix_len else self._cascades.graphs
-            prefix = [np.asarray(call.prefix_len, np.int32)] if call.prefix_len else []
-            tokens, drafts = self._start_drafts(call)
-            outputs, self._caches = graphs(self._leaves, self._caches, call.metadata, tokens, *prefix)
-            sampling_inputs = outputs.num_generated, *call.sampling_inputs
-            sampled = self._sampler(outputs.logits, drafts, *sampling_inputs, call.num_logprobs)
-            if isinstance(sampled, SampledTokens):
-                self._last_tokens = sampled.tokens  # A step with drafts is read before the next one starts.
-            prompt_results = None
-            if call.prompt is not None:
-                next_ids, num = call.prompt
-                state = self.weights.state
-                prompt_results = prompt_logprobs(self._graphdef, state, outputs.hidden, next_ids, num=num)
-            if pending is None:
-                return sampled
-            for array in jax.tree.leaves((sampled, prompt_results)):
-                array.copy_to_host_async()
-            self._in_flight.append(
-                InFlightStep(pending.step, sampled, pending.num_logprobs, pending.prompt, prompt_results)
-            )
-            self.num_steps += 1
-            self._runs[call.prefix_len > 0].num_runs[call.metadata.bucket] += 1
-            self.num_cascade_steps += call.prefix_len > 0
-            return None
+    def follow(self) -> None:
+        """Run the commands of process 0's engine; see `Engine.follow`."""
+        assert self._processes is not None
+        running: collections.deque[Any] = collections.deque()
+        try:
+            for method, arguments in self._processes.receive_commands():
+                result = getattr(self, method)(*arguments)
+                if method == "run":
+                    running.append(result)
+                if len(running) > MAX_STEPS_IN_FLIGHT:
+                    jax.block_until_ready(running.popleft())
+        except BaseException as error:
+            self._processes.fail(error)
+            raise
+        finally:
+            self._processes.close()
 
-    def read(self) -> Iterator[NewTokens]:
-        """Yield the new tokens of the oldest step in flight. Waits for it; an interrupt loses nothing."""
-        in_flight_step = self._in_flight[0]
-        with self._reports_failure(Exception):
-            yield from read_new_tokens(in_flight_step, self._in_flight.popleft)
+    def _broadcast(self, method: str, *arguments: Any) -> None:
+        """Make the other processes call the same method, if this process leads several."""
+        if self._processes is not None and self._processes.is_leader:
+            self._processes.send(method, *arguments)
 
-    # --------------------------------------------------------------------------------------- inside
     @contextlib.contextmanager
     def _reports_failure(self, kind: type[BaseException]) -> Iterator[None]:
         """Report an error to the other processes, which run the same step and would wait forever."""
@@ -375,25 +451,63 @@ class Runner:
                 self._processes.fail(error)
             raise
 
-    def _start_drafts(self, call: StepCall) -> tuple[StepTokens, tuple[Any, Any] | None]:
-        """Start drafting if the step has drafts.
 
-        Return the step's tokens, and the drafts with their numbers.
-        """
-        if self._proposer is None:
-            return call.tokens, None
-        if call.block_copies:
-            self._proposer.copy_blocks(call.block_copies)
-        if call.drafts is None:
-            return call.tokens, None
-        prepared, num_drafts = call.drafts
-        token_ids = self._proposer.start(prepared)
-        return call.tokens._replace(token_ids=token_ids), (token_ids, num_drafts)
+def arrange_tokens(
+    step: Step, sequences: Sequence[SequenceState], lens: np.ndarray, bucket: Bucket, num_rows: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return token_ids, source_rows and logits_indices of a step's `StepInputs`.
 
-    def _previous_rows(self) -> dict[int, int]:
-        """Return the sampler row of each request in the steps in flight."""
-        return {
-            request_id: row
-            for in_flight_step in self._in_flight
-            for row, request_id in enumerate(in_flight_step.step.request_ids)
-        }
+    Args:
+        step: Scheduled requests and tokens of the step.
+        sequences: Sequence of each row.
+        lens: Number of new tokens of each row.
+        bucket: Bucket of the step.
+        num_rows: Number of sampler rows.
+    """
+    starts = request_token_starts(lens, bucket)
+    last_ids, sources = [], []  # of the last token of each row
+    for sequence, end in zip(sequences, step.seq_lens, strict=True):
+        is_known = len(sequence.token_ids) >= end
+        last_ids.append(sequence.token_ids[end - 1] if is_known else 0)
+        sources.append(-1 if is_known else sequence.row)  # Only the device has the token.
+    token_ids = np.zeros(bucket.max_tokens, np.int32)
+    source_rows = np.full(bucket.max_tokens, -1, np.int32)
+    last_indices = starts + lens - 1
+    token_ids[last_indices], source_rows[last_indices] = last_ids, sources
+    for row in np.flatnonzero(lens > 1).tolist():
+        end = step.seq_lens[row] - 1
+        previous_tokens = sequences[row].token_ids[end + 1 - step.query_lens[row] : end]
+        token_ids[starts[row] : last_indices[row]] = previous_tokens
+    logits_indices = np.zeros(num_rows, np.int32)
+    logits_indices[: len(lens)] = last_indices
+    return token_ids, source_rows, logits_indices
+
+
+def next_prompt_tokens(step: Step, row: int, sequence: SequenceState) -> tuple[int, list[int]]:
+    """Return the prompt tokens that follow a row's tokens in a step, and the position of the first."""
+    end = step.seq_lens[row]
+    first = end - step.query_lens[row] + 1
+    return first, sequence.token_ids[first : min(end + 1, sequence.num_prompt_tokens)]
+
+
+def max_num_logprobs(requested: Sequence[int | None]) -> int | None:
+    """Return the largest requested number as a power of two or 0, so that few programs are compiled."""
+    numbers = [num for num in requested if num is not None]
+    if not numbers:
+        return None
+    return 1 << (max(numbers) - 1).bit_length() if max(numbers) else 0
+
+
+def _request_adjustments(sequence: SequenceState) -> RequestAdjustments:
+    """Return a sequence's adjustments. If its mask allows only stop tokens, min_tokens is ignored."""
+    allowed, end_ids = None if sequence.mask is None else sequence.mask.allowed_bitmask(), sequence.end_ids
+    if allowed is not None and end_ids and not without(allowed, end_ids).any():
+        end_ids = ()
+    return RequestAdjustments(
+        sequence.sampling_params,
+        *sequence.penalized_ids(),
+        end_ids=end_ids,
+        num_generated=sequence.num_generated,
+        pending_row=sequence.row if sequence.num_pending else -1,
+        allowed=allowed,
+    )

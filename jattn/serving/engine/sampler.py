@@ -1,16 +1,25 @@
-"""Sampling of the next token with vLLM's temperature, min_p, top_k and top_p, and one seed per request."""
+"""Sampling after a step: vLLM's temperature, min_p, top_k and top_p with one seed per request, and drafts.
 
+A draft is accepted if the model samples the same token.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
-from jattn.pytree import pytree, static
+from jattn.batch.bucket import Bucket
+from jattn.parallel import logits_sharding, replicated_sharding
+from jattn.pytree import pytree, replace, static
+from jattn.serving.engine.logits_processors import LogitsAdjustments, adjust_logits
+from jattn.serving.engine.logprobs import TokenLogprobs, compute_logprobs
 from jattn.serving.engine.sampling_params import GREEDY_BELOW, SamplingParams
+from jattn.serving.engine.served_model import ServedModel
 from pallas_kernels.checks import require
 
 GOLDEN_RATIO = 0x9E3779B9  # 2**32 / golden ratio: its multiples are evenly spread
@@ -75,7 +84,9 @@ def build_sampling_metadata(
         )
 
     def column(values: Sequence[float | int], dtype: Any, padding: float | int) -> Any:
-        return scatter_rows(values, rows, np.full(num_rows, padding, dtype))
+        padded = np.full(num_rows, padding, dtype)
+        padded[rows] = values
+        return padded
 
     arrays = {
         "temperature": column([request.temperature for request in params], np.float32, 0),
@@ -93,12 +104,6 @@ def build_sampling_metadata(
         has_filters=has_filters,
         has_top_k_or_top_p=has_top_k_or_top_p,
     )
-
-
-def scatter_rows(values: Sequence[float | int], rows: np.ndarray, padded: np.ndarray) -> Any:
-    """Write values to their rows of `padded` in place, and return it."""
-    padded[rows] = values
-    return padded
 
 
 def sample(
@@ -199,3 +204,288 @@ def _top_k_top_p(
     last = jnp.maximum(num_kept, 1) - 1  # top_p can round to 0: keep the most likely token.
     edge, edge_id = take(descending, last), take(order, last)
     return jnp.where((z > edge) | ((z == edge) & (ids <= edge_id)), z, -jnp.inf)
+
+
+class StepOutputs(NamedTuple):
+    """What comes back from a step.
+
+    Attributes:
+        token_ids: Sampled token of each row, padded to the sampler's maximum number of rows, as input of any
+            bucket's next step. In a step with drafts, [reqs, query_len]: the token that the model samples
+            after each of a row's tokens. The first `num_accepted + 1` of them are the row's new tokens: the
+            accepted drafts and one more. The rest follow a rejected draft and are invalid.
+        num_accepted: Number of leading drafts of each row that are accepted; None in a step without drafts.
+        logprobs: Log-probabilities at the positions `row * query_len + i`, if requested.
+        prompt_logprobs: Log-probabilities of the token after each token of the step, if requested.
+    """
+
+    token_ids: Int32[Array, " max_rows"] | Int32[Array, "reqs query_len"]
+    num_accepted: Int32[Array, " reqs"] | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+@functools.partial(jax.jit, static_argnames="num_logprobs")
+def rejection_sample(
+    logits: Float[Array, "positions vocab"],
+    token_ids: Int[Array, " positions"],
+    num_drafts: Int[Array, " reqs"],
+    sampling: SamplingMetadata,
+    num_generated: Int[Array, " reqs"],
+    adjustments: LogitsAdjustments | None = None,
+    *,
+    num_logprobs: int | None = None,
+) -> StepOutputs:
+    """Sample a token after each token of the rows, and accept the drafts that match.
+
+    A position is one of the `1 + drafts` tokens of a row. Each position samples with the noise that a step
+    without drafts would use, which depends on the request's seed and its number of tokens. Drafts therefore
+    change when tokens arrive but never which tokens: the result equals decoding token by token, greedy
+    or not. A draft is accepted with the probability that the model samples it, p(draft), as in rejection
+    sampling with a draft of probability one. A draft model that samples with the same noise agrees with
+    probability >= (1 - d) / (1 + d), where d is the total-variation distance of the two distributions;
+    rejection sampling by probabilities reaches 1 - d. In return, no draft probabilities [reqs, drafts, vocab]
+    are stored, and a seed has the same meaning as without drafts.
+
+    Args:
+        logits: Logits of each position.
+        token_ids: The step's tokens by position: a row's last token and its drafts, then any padding.
+        num_drafts: Number of drafts of each row.
+        sampling: Sampling parameters of the rows.
+        num_generated: Number of tokens that each row's request has generated before this step.
+        adjustments: Adjustments of the logits; earlier drafts count as generated.
+        num_logprobs: Number of most likely tokens to report; None: no log-probabilities. Static.
+
+    Source: vLLM V1 `RejectionSampler`, except for the noise, which follows Daliri et al., "Coupling without
+    communication and drafter-invariant speculative decoding" (2024).
+    """
+    num_rows = num_generated.shape[0]
+    query_len = logits.shape[0] // num_rows
+    drafts = token_ids.reshape(num_rows, query_len)[:, 1:]
+
+    def repeat_rows(rows: Array) -> Array:
+        return jnp.repeat(rows, query_len, axis=0)
+
+    offsets = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), num_rows)
+    counts = repeat_rows(num_generated) + offsets
+    logits = logits.astype(jnp.float32)
+    adjusted_logits = logits
+    if adjustments is not None:
+        adjusted_logits = adjust_logits(
+            logits, _adjustments_per_position(adjustments, drafts, offsets), counts
+        )
+    columns = {name: repeat_rows(getattr(sampling, name)) for name in _COLUMNS}
+    picked = sample(adjusted_logits, replace(sampling, **columns), counts)
+    tokens = picked.reshape(num_rows, query_len)
+    is_draft = jnp.arange(query_len - 1)[None, :] < num_drafts[:, None]
+    agrees = (tokens[:, :-1] == drafts) & is_draft
+    num_accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    logprobs = None if num_logprobs is None else compute_logprobs(logits, picked, num_logprobs)
+    return StepOutputs(tokens, num_accepted, logprobs)
+
+
+_COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+def _adjustments_per_position(
+    adjustments: LogitsAdjustments, drafts: Int[Array, "reqs drafts"], offsets: Int32[Array, " positions"]
+) -> LogitsAdjustments:
+    """Return the rows' adjustments for each position, with the drafts before it counted as generated."""
+    query_len = drafts.shape[1] + 1
+    repeated = jax.tree.map(lambda rows: jnp.repeat(rows, query_len, axis=0), adjustments)
+    no_token = jnp.iinfo(jnp.int32).max  # outside every vocabulary, so it is dropped
+    is_before = jnp.arange(query_len - 1, dtype=jnp.int32)[None, :] < offsets[:, None]
+    drafted = jnp.where(is_before, jnp.repeat(drafts, query_len, axis=0).astype(jnp.int32), no_token)
+    outputs = jnp.concatenate([repeated.output_ids, drafted], axis=1)
+    positions = jnp.tile(jnp.arange(query_len, dtype=jnp.int32), adjustments.bias_rows.shape[0])
+    bias_rows = repeated.bias_rows * query_len + positions
+    return repeated._replace(output_ids=outputs, last=adjustments.last, bias_rows=bias_rows)
+
+
+@functools.partial(jax.jit, static_argnames=("max_rows", "num_logprobs"))
+def next_tokens(
+    logits: Float[Array, "reqs vocab"],
+    sampling: SamplingMetadata,
+    num_generated: Int32[Array, " reqs"],
+    adjustments: LogitsAdjustments | None = None,
+    *,
+    max_rows: int,
+    num_logprobs: int | None = None,
+) -> StepOutputs:
+    """Sample from adjusted logits, and compute the log-probabilities of the model's unmodified logits.
+
+    This is not part of the step, so that the model is not compiled for each combination of sampling features.
+
+    Args:
+        logits: Logits of each row's last token.
+        sampling: Sampling parameters of the rows.
+        num_generated: Number of generated tokens of each row; see `sample`.
+        adjustments: Adjustments of the logits; None: no adjustments.
+        max_rows: Maximum number of sampler rows. Static.
+        num_logprobs: Number of most likely tokens to report; None: no log-probabilities. Static.
+    """
+    logits = logits.astype(jnp.float32)
+    adjusted_logits = logits if adjustments is None else adjust_logits(logits, adjustments, num_generated)
+    tokens = sample(adjusted_logits, sampling, num_generated)
+    logprobs = None if num_logprobs is None else compute_logprobs(logits, tokens, num_logprobs)
+    return StepOutputs(jnp.pad(tokens, (0, max_rows - tokens.shape[0])), logprobs=logprobs)
+
+
+def num_sampler_rows(bucket: Bucket, max_num_seqs: int) -> int:
+    """Return the number of sampler rows of a bucket: a power of two, or 1.5 times one.
+
+    These few sizes keep the compile time of all samplers at seconds. There are at least two rows, because for
+    one row XLA and cuBLAS convert the whole output matrix to f32 first (0.9 ms and 2.5 GB for 152k tokens of
+    an 8B model).
+    """
+    rows = max(min(bucket.max_reqs, max_num_seqs), 2)
+    power = 1 << (rows - 1).bit_length()
+    return 3 * power // 4 if power > 2 and 3 * power // 4 >= rows else power
+
+
+class Sampler:
+    """The samplers of an engine, in few sizes for many buckets.
+
+    Attributes:
+        num_rows: Number of sampler rows of each bucket. Steps with drafts have one per decode row; other
+            steps have one per request.
+        max_rows: Maximum number of rows of any bucket.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], max_num_seqs: int, model: ServedModel, *, is_on_mesh: bool
+    ) -> None:
+        """Prepare the samplers. Nothing is compiled yet.
+
+        Args:
+            buckets: Buckets of all steps.
+            max_num_seqs: Maximum number of requests per step.
+            model: Model that computes the logits.
+            is_on_mesh: Whether sampling metadata is placed on the model's mesh. False with several processes,
+                where that would be a collective operation: each step's message contains the metadata.
+        """
+        self._vocab_size = model.config.vocab_size
+        self._by_vocabulary, self._replicated = logits_sharding(model), replicated_sharding(model)
+        self._metadata_sharding = self._replicated if is_on_mesh else None
+        self._gather = jax.jit(lambda logits: logits, out_shardings=self._replicated)
+        self.num_rows = {
+            bucket: bucket.max_decodes
+            if bucket.decode_query_len > 1
+            else num_sampler_rows(bucket, max_num_seqs)
+            for bucket in buckets
+        }
+        self.max_rows = max(self.num_rows.values())
+        self._last_requests: tuple[tuple[int, ...], int] | None = None  # of _last_metadata
+        self._last_metadata: SamplingMetadata
+
+    def metadata(
+        self, request_ids: tuple[int, ...], params: Sequence[SamplingParams], num_rows: int
+    ) -> SamplingMetadata:
+        """Return the sampling metadata of a step, rebuilt only if the requests have changed.
+
+        Args:
+            request_ids: Request of each row.
+            params: Sampling parameters of each row.
+            num_rows: Number of sampler rows.
+        """
+        if self._last_requests != (request_ids, num_rows):
+            metadata = build_sampling_metadata(params, num_rows)
+            if self._metadata_sharding is not None:
+                metadata = jax.device_put(metadata, self._metadata_sharding)
+            self._last_requests, self._last_metadata = (request_ids, num_rows), metadata
+        return self._last_metadata
+
+    def compile(self, rows: int, query_len: int) -> None:
+        """Compile the samplers of one size, one executable for each combination of features.
+
+        Nothing runs: on several devices, this thread and the engine would have to start work in the same
+        order everywhere. jit caches the executables for later calls.
+        """
+        greedy, sampled_params = SamplingParams(), SamplingParams(temperature=1.0, seed=0)
+        filtered = (
+            dataclasses.replace(sampled_params, min_p=0.5),
+            dataclasses.replace(sampled_params, top_k=1),
+        )
+
+        def abstract(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        logits = abstract((rows * query_len, self._vocab_size), jnp.float32, self._by_vocabulary)
+        counts = abstract((rows,), jnp.int32, self._replicated)
+        ids = abstract((rows * query_len,), jnp.int32, self._replicated)
+        num_drafts = abstract((rows,), jnp.int32, None)
+        for params in (greedy, sampled_params, *filtered):
+            sampling = jax.tree.map(
+                lambda array: abstract(array.shape, array.dtype, self._metadata_sharding),
+                build_sampling_metadata([params], rows),
+            )
+            has_drafts, rows_logits = query_len > 1, logits
+            if self._replicated is not None and _needs_full_rows(sampling, has_others=has_drafts):
+                self._gather.lower(logits).compile()
+                rows_logits = abstract(logits.shape, logits.dtype, self._replicated)
+            if has_drafts:
+                lowered = rejection_sample.lower(
+                    rows_logits, ids, num_drafts, sampling, counts, None, num_logprobs=None
+                )
+            else:
+                lowered = next_tokens.lower(
+                    rows_logits, sampling, counts, None, max_rows=self.max_rows, num_logprobs=None
+                )
+            lowered.compile()
+
+    def __call__(
+        self,
+        logits: jax.Array,
+        sampling: SamplingMetadata,
+        num_generated: Any,
+        adjustments: LogitsAdjustments | None = None,
+        *,
+        num_logprobs: int | None = None,
+        draft_ids: Any = None,
+        num_drafts: Any = None,
+    ) -> StepOutputs:
+        """Sample the next token of each row.
+
+        Args:
+            logits: Logits of each row's last token, or of all tokens of a step with drafts.
+            sampling: Sampling parameters of the rows.
+            num_generated: Number of generated tokens of each row; see `sample`.
+            adjustments: Adjustments of the logits; None: no adjustments.
+            num_logprobs: Number of most likely tokens to report; None: no log-probabilities.
+            draft_ids: Tokens of a step with drafts, which are verified; None without drafts.
+            num_drafts: Number of drafts of each row; None without drafts.
+        """
+        has_others = draft_ids is not None or adjustments is not None or num_logprobs is not None
+        if self._replicated is not None and _needs_full_rows(sampling, has_others=has_others):
+            logits = self._gather(logits)
+        outputs: StepOutputs
+        if draft_ids is None:
+            outputs = next_tokens(
+                logits,
+                sampling,
+                num_generated,
+                adjustments,
+                max_rows=self.max_rows,
+                num_logprobs=num_logprobs,
+            )
+        else:
+            outputs = rejection_sample(
+                logits,
+                draft_ids,
+                num_drafts,
+                sampling,
+                num_generated,
+                adjustments,
+                num_logprobs=num_logprobs,
+            )
+        return outputs
+
+
+def _needs_full_rows(sampling: SamplingMetadata, *, has_others: bool) -> bool:
+    """Return whether the sampler reduces over rows that are sharded by vocabulary.
+
+    Such sums must run in the order of a single device, so the rows are gathered. Without them (drafts,
+    adjustments, log-probabilities, top_k or top_p), only the maximum of a row is needed, which the devices
+    compute together.
+    """
+    return sampling.has_top_k_or_top_p or has_others

@@ -5,7 +5,7 @@ from typing import Optional
 
 import numpy as np
 
-from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.block_manager import BlockHashes
 from pallas_kernels.checks import require
 
 

@@ -4,10 +4,9 @@ import bisect
 import itertools
 from collections.abc import Collection, Sequence
 
-from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.kv_cache_groups import LocalAttention
-from jattn.serving.engine.kv_cache_manager import KVCacheManager
-from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.block_manager import BlockHashes, BlockManager
+from jattn.serving.engine.config import ResolvedConfig
+from jattn.serving.engine.kv_cache_manager import KVCacheManager, LocalAttention
 from jattn.serving.engine.scheduled_step import ScheduledRequest, Step, by_arrival
 from pallas_kernels.checks import require, require_positive
 
@@ -193,8 +192,8 @@ class Scheduler:
             num_draft_tokens: Number of draft tokens per row. Ignored unless `can_draft` allows it.
         """
         num_drafts = num_draft_tokens if num_draft_tokens and self.can_draft(num_draft_tokens) else 0
-        if self._num_forks != self._blocks.num_forks:
-            self._num_forks = self._blocks.num_forks
+        if self._num_forks != self.block_manager.num_forks:
+            self._num_forks = self.block_manager.num_forks
             for request in self._running:  # Their last blocks may be shared now.
                 request.token_capacity = 0
         recomputed = self._blocks.crossing_threshold(self._running)
@@ -268,7 +267,7 @@ class Scheduler:
                     f"finished contains {sorted(set(finished) - sampled)}, for which the step samples no "
                     f"token. It samples for {sorted(sampled)}."
                 )
-        self._had_prompts = step.num_prefills > 0
+        self._had_prompts = step.num_decodes < len(step.request_ids)
         block_size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
             request = self._requests[request_id]
@@ -399,6 +398,22 @@ class Scheduler:
         return chunks
 
 
+def make_scheduler(config: ResolvedConfig) -> Scheduler:
+    """Create an engine's scheduler."""
+    window_manager = None
+    if config.num_window_blocks:
+        window_manager = BlockManager(config.num_window_blocks, config.block_size)
+    return Scheduler(
+        BlockManager(config.num_blocks, config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        local_attention=config.local_attention,
+        batch_invariant=config.batch_invariant,
+        longrope_threshold=config.longrope_threshold,
+        sliding_window_manager=window_manager,
+    )
+
+
 def build_step(
     chunks: list[tuple[ScheduledRequest, int]],
     blocks: KVCacheManager,
@@ -432,7 +447,12 @@ def build_step(
         seq_lens=tuple([request.num_computed + count for request, count in chunks]),
         block_tables=tables,
         block_copies=pending_copies,
-        samples=tuple([request.num_new + num_draft_tokens == count for request, count in chunks]),
+        samples=tuple(
+            [
+                request.num_tokens - request.num_computed + num_draft_tokens == count
+                for request, count in chunks
+            ]
+        ),
         num_decodes=sum(is_decode),
         preempted=tuple(preempted),
         num_draft_tokens=num_draft_tokens,

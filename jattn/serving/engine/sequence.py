@@ -1,17 +1,15 @@
 """The state of one completion while it is generated."""
 
-import collections
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from jattn.serving.engine.block_manager import BlockHashes
 from jattn.serving.engine.detokenizer import IncrementalDetokenizer, StopFilter
 from jattn.serving.engine.outputs import GenerationMetrics, GenerationResult, Logprobs, RequestOutput
-from jattn.serving.engine.prefix_cache import BlockHashes
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.structured_outputs import TokenMask
 
@@ -104,14 +102,6 @@ class DraftState:
         self.recent_accepted, self.num_rejections, self.paused_until = float(num_matching), 0, 0
 
 
-class NewToken(NamedTuple):
-    """A token that has not been returned yet, with its text and log-probabilities."""
-
-    token_id: int
-    text: str
-    logprobs: Logprobs | None
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SequenceState:
     """A completion that the engine generates.
@@ -129,10 +119,12 @@ class SequenceState:
         stop_reason: Stop string or token id that ended the completion.
         error: Error that ended the completion.
         num_pending: Number of tokens that the device generates and the host has not read.
+        row: Row of the latest step that generated a token, among its sampled tokens.
         draft_state: State of speculative decoding.
         logprobs: Log-probabilities of the new tokens, if requested.
         prompt_logprobs: Log-probabilities of the prompt tokens, if requested.
-        unread: New tokens that have not been returned.
+        texts: Text of each new token.
+        num_returned: Number of new tokens that have been returned to the caller.
         arrival_time: Arrival time (`time.perf_counter`).
         queue_time: Seconds from arrival to the first step; None before it.
         times: Seconds from arrival to each new token.
@@ -150,10 +142,12 @@ class SequenceState:
     stop_reason: int | str | None = None
     error: Exception | None = None
     num_pending: int = 0
+    row: int = -1
     draft_state: DraftState = dataclasses.field(default_factory=DraftState)
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=lambda: [None])
-    unread: collections.deque[NewToken] = dataclasses.field(default_factory=collections.deque)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    num_returned: int = 0
     arrival_time: float = dataclasses.field(default_factory=time.perf_counter)
     queue_time: float | None = None  # seconds from arrival to the first step
     times: list[float] = dataclasses.field(default_factory=list)
@@ -191,7 +185,7 @@ class SequenceState:
     @property
     def has_output(self) -> bool:
         """True if there are tokens or an error that `output` has not returned."""
-        return bool(self.unread) or (self.error is not None and not self._is_error_reported)
+        return self.num_returned < len(self.texts) or (self.error is not None and not self._is_error_reported)
 
     def fail(self, error: Exception) -> None:
         """End the completion with an error."""
@@ -224,7 +218,7 @@ class SequenceState:
             if self.finish_reason is None and (is_complete or num_generated == self.max_tokens):
                 self.finish_reason = "stop" if is_complete else "length"
                 piece += self._finish_text(self.text.flush())
-        self.unread.append(NewToken(token_id, piece, logprobs))
+        self.texts.append(piece)
 
     def _filter_stop(self, piece: str, *, may_stop: bool) -> str:
         """Return the part of a text piece that can be shown, and finish the completion at a stop string."""
@@ -243,24 +237,28 @@ class SequenceState:
             self.finish_reason, self.stop_reason = reason
         return visible_text + self._filter.flush()
 
+    def next_token(self) -> tuple[int, str] | None:
+        """Return the next token that has not been returned, with its text; None if there is none."""
+        index = self.num_returned
+        if index == len(self.texts):
+            return None
+        self.num_returned += 1
+        return self.token_ids[self.num_prompt_tokens + index], self.texts[index]
+
     def output(self, request_id: int | str, index: int) -> RequestOutput:
         """Return the new tokens since the last call."""
-        new, self.unread = self.unread, collections.deque()
-        self._is_error_reported = self.error is not None
-        params, is_first = self.sampling_params, self.num_generated == len(new)
+        first, end = self.num_returned, len(self.texts)
+        self.num_returned, self._is_error_reported = end, self.error is not None
+        params, num_prompt_tokens = self.sampling_params, self.num_prompt_tokens
         return RequestOutput(
             request_id=request_id,
             index=index,
-            new_token_ids=[token.token_id for token in new],
-            new_text="".join([token.text for token in new]),
+            new_token_ids=self.token_ids[num_prompt_tokens + first : num_prompt_tokens + end],
+            new_text="".join(self.texts[first:]),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=None
-            if params.logprobs is None
-            else [token.logprobs for token in new if token.logprobs is not None],
-            prompt_logprobs=None
-            if params.prompt_logprobs is None or not is_first
-            else list(self.prompt_logprobs),
+            logprobs=None if params.logprobs is None else self.logprobs[first:end],
+            prompt_logprobs=None if params.prompt_logprobs is None or first else list(self.prompt_logprobs),
             error=self.error,
         )
 

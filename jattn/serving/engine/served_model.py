@@ -13,6 +13,7 @@ from jattn.batch.metadata import BatchMetadata
 from jattn.cache import CacheSpec, PagedCache
 from jattn.models.kv_cache_groups import PerKVCacheGroup
 from jattn.models.loading.pretrained import load
+from jattn.nn import PagedAttention
 from jattn.planning import Plan
 from pallas_kernels.checks import require
 
@@ -122,3 +123,8 @@ def resolve_model(model: Any, mesh: Mesh | None = None) -> ServedModel:
     require(not missing, "model", rule, f"a {type(model).__name__}")
     require(isinstance(model, nnx.Module), "model", "be an nnx.Module", f"a {type(model).__name__}")
     return model
+
+
+def attention_layers(model: Any) -> list[PagedAttention]:
+    """Return the PagedAttention layers of a model."""
+    return [module for _, module in nnx.iter_modules(model) if isinstance(module, PagedAttention)]

@@ -1,20 +1,17 @@
-"""Speculative decoding: validate the draft method, and decide in each step whether to draft."""
+"""Speculative decoding: decide in each step whether to draft."""
 
 import math
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from jattn.serving.engine.config import StepLimits
+from jattn.serving.engine.config import ResolvedConfig
 from jattn.serving.engine.draft_model import DraftModel
-from jattn.serving.engine.ngram_proposer import NgramProposer
-from jattn.serving.engine.proposer import BALANCE_TOKENS, Proposer
+from jattn.serving.engine.proposer import NgramProposer, Proposer
 from jattn.serving.engine.sequence import SequenceState
-from jattn.serving.engine.served_model import MEMBERS, ServedModel, resolve_model
-from pallas_kernels.checks import require, require_int, require_positive, unsupported
+from jattn.serving.engine.served_model import ServedModel
+from jattn.serving.engine.step import BALANCE_TOKENS
 
 RESUME_HITS = 3  # drafts: a first step with drafts costs as much as 3 steps (see MAX_PAUSE)
 
@@ -125,136 +122,21 @@ class Speculation:
         return num_rows + num_accepted > num_rows * cost * OVERHEAD
 
 
-NGRAM = "ngram"
-
-
-# vLLM's other methods, which are not folder names.
-_UNSUPPORTED_METHODS = (
-    "eagle",
-    "eagle3",
-    "medusa",
-    "mlp_speculator",
-    "mtp",
-    "deepseek_mtp",
-    "suffix",
-    "draft_model",
-)
-
-
-class DraftConfig(NamedTuple):
-    """A validated draft method: a lookup, a model, or neither.
-
-    Attributes:
-        num_tokens: Number of drafts per row.
-        lookup: Proposer on the host.
-        model: Draft model on the device.
-    """
-
-    num_tokens: int
-    lookup: NgramProposer | None = None
-    model: ServedModel | None = None
-
-    @property
-    def description(self) -> str:
-        """Description of the values that must be equal in all processes."""
-        return f"{self.num_tokens} drafts{'' if self.model is None else ' of a model'}"
-
-
-def make_draft_config(
-    speculative: Any, num_tokens: int, model: ServedModel, limits: StepLimits
-) -> DraftConfig:
-    """Validate the draft method, and load the draft model if it is a folder.
+def make_speculation(model: ServedModel, config: ResolvedConfig) -> Speculation:
+    """Create the Speculation of an engine with a draft method.
 
     Args:
-        speculative: Draft method; see `Engine`.
-        num_tokens: Number of drafts per row.
         model: Model that verifies the drafts.
-        limits: Limits of the model's steps.
-
-    Raises:
-        ValueError: If num_tokens is not positive or does not fit a step, or the draft model has another
-            vocabulary, a shorter context or another mesh than the model.
-        NotImplementedError: If the method is one of vLLM's that jattn does not support.
-        FileNotFoundError: If the folder or one of its files does not exist.
+        config: Configuration of the engine.
     """
-    if speculative is None:
-        return DraftConfig(0)
-    require_int(num_speculative_tokens=num_tokens)
-    require_positive(num_speculative_tokens=num_tokens)
-    max_tokens_per_step = limits.max_num_batched_tokens
-    rule = f"be less than max_num_batched_tokens ({max_tokens_per_step})"
-    require(num_tokens < max_tokens_per_step, "num_speculative_tokens", rule, num_tokens)
-    if isinstance(speculative, NgramProposer):
-        return DraftConfig(num_tokens, lookup=speculative)
-    if isinstance(speculative, str) and speculative == NGRAM:
-        return DraftConfig(num_tokens, lookup=NgramProposer())
-    if (
-        isinstance(speculative, str)
-        and speculative in _UNSUPPORTED_METHODS
-        and not os.path.isdir(speculative)
-    ):
-        supported = 'Pass "ngram", an NgramProposer, a model or the folder of one'
-        raise unsupported(f"speculative={speculative!r}", "this draft method is not supported", supported)
-    is_model = isinstance(speculative, str | os.PathLike) or any(hasattr(speculative, n) for n in MEMBERS)
-    rule = 'be None, "ngram", an NgramProposer, a model or the folder of one'
-    require(is_model, "speculative", rule, repr(speculative))
-    mesh = getattr(model, "mesh", None)
-    draft = resolve_model(speculative, mesh)
-    draft_mesh = getattr(draft, "mesh", None)
-    if draft_mesh != mesh:
-        raise ValueError(
-            f"The draft model is on the mesh {draft_mesh}, but the model is on {mesh}. "
-            "Load the draft model on the model's mesh."
-        )
-    vocab, max_context_len = model.config.vocab_size, limits.max_context_len(model)
-    if draft.config.vocab_size != vocab:
-        raise ValueError(
-            f"The draft model has a vocabulary of {draft.config.vocab_size} tokens, but the model has "
-            f"{vocab}. Pass a draft model with the model's vocabulary."
-        )
-    draft_max_len = draft.config.max_position_embeddings
-    if draft_max_len < max_context_len:
-        raise ValueError(
-            f"The draft model has {draft_max_len} positions, but the engine has {max_context_len}. "
-            "Reduce max_model_len."
-        )
-    return DraftConfig(num_tokens, model=draft)
-
-
-def make_speculation(
-    draft_config: DraftConfig,
-    model: ServedModel,
-    limits: StepLimits,
-    *,
-    num_blocks: int,
-    implementation: str | Sequence[str] | None,
-) -> Speculation | None:
-    """Create the engine's Speculation; None without a draft method.
-
-    Args:
-        draft_config: Result of make_draft_config.
-        model: Model that verifies the drafts.
-        limits: Limits of the model's steps.
-        num_blocks: Number of blocks of each layer's cache.
-        implementation: Attention implementation of a draft model; see `attend`.
-    """
-    num_tokens, lookup, draft = draft_config
-    max_context_len = limits.max_context_len(model)
-    if lookup is not None:
-        return Speculation(lookup, num_tokens, max_model_len=max_context_len)
-    if draft is None:
-        return None
-    proposer = DraftModel(
-        draft,
-        num_tokens,
-        limits.draft_buckets(model, num_blocks, num_tokens),
-        limits.draft_prefill_buckets(model, num_blocks),
-        num_blocks=num_blocks,
-        block_size=limits.block_size,
-        implementation=implementation,
-    )
+    draft, num_tokens = config.speculative, config.num_speculative_tokens
+    assert draft is not None
+    if isinstance(draft, NgramProposer):
+        return Speculation(draft, num_tokens, max_model_len=config.max_model_len)
     cost = _num_bytes(draft) / max(_num_bytes(model), 1)
-    return Speculation(proposer, num_tokens, max_model_len=max_context_len, draft_cost=cost)
+    return Speculation(
+        DraftModel(draft, config), num_tokens, max_model_len=config.max_model_len, draft_cost=cost
+    )
 
 
 def _num_bytes(model: ServedModel) -> int:

@@ -1,24 +1,38 @@
-"""The jit-compiled step: a batch through the model to logits."""
+"""The compiled step: its function, the sizes it is compiled for, and its warm-up.
 
-from collections.abc import Iterable, Sequence
+The first run of an executable loads its kernels and the second records its CUDA graph: 33 and 14 ms for 36
+layers of an 8B model on an H200, for which a request would wait. They are run on empty batches beforehand,
+which write nothing, so the caches stay unchanged.
+
+Batch invariance: the rounding of a matrix product depends on its sizes and is the same for all of its rows.
+So prompt tokens always run in one executable and generated tokens in another, whatever their step holds, and
+cached keys are reused or recomputed by the executable that made them (`Scheduler`). Attention computes each
+row independently (`AttentionSpec.batch_invariant`).
+"""
+
+import collections
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jax.experimental.compilation_cache import compilation_cache
+from jaxtyping import Array, Int32
 
-from jattn.batch.bucket import Bucket
-from jattn.batch.check import check_batch
+from jattn.batch.bucket import Bucket, default_buckets
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
-from jattn.cache import CacheSpec
 from jattn.implementations.selection import as_static_arg, first_supported, requested_implementations
 from jattn.models.kv_cache_groups import PerKVCacheGroup
-from jattn.nn import PagedAttention
 from jattn.pytree import replace
-from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
-from jattn.serving.engine.scheduled_step import Step
+from jattn.runtime.decode_graphs import MAX_OVERSIZE, DecodeGraphs, GraphStep
+from jattn.serving.engine.served_model import attention_layers
 from pallas_kernels import support
+from pallas_kernels.checks import require_type, unsupported
 
 # From this number of tokens, a step's matrix products only use cuBLAS. XLA would also tune Triton kernels,
 # which raises the compile time from 3 to 15 CPU-seconds, and would choose, by a single timed run, some
@@ -27,6 +41,11 @@ from pallas_kernels import support
 # 16, 4.55 and 4.59 for 32, 4.46 and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58
 # for 256, 20.0 and 20.2 for 1024.
 CUBLAS_TOKENS = 32
+MIN_TABLE_WIDTH = 1024  # columns: 1 MB for 256 rows, a negligible transfer
+# Number of tokens from which a step's matrix products take longer than reading the weights: the ratio of
+# 16-bit operations to bytes per second of an H200, 990e12 / 4.8e12, at less than the full rate.
+BALANCE_TOKENS = 256
+RUNS = 2  # runs after which an executable reaches its full speed
 
 
 class SlidingWindowTables(NamedTuple):
@@ -40,95 +59,57 @@ class SlidingWindowTables(NamedTuple):
     block_table: Int32[Array, "reqs max_blocks"]
     slot_mapping: Int32[Array, " tokens"]
 
-    def combine_with(self, metadata: BatchMetadata) -> PerKVCacheGroup:
-        """Return the metadata of both groups of layers."""
-        return PerKVCacheGroup(metadata, replace(metadata, **self._asdict()))
-
-
-def sliding_window_tables(
-    step: Step, metadata: BatchMetadata, cache_spec: CacheSpec | None, *, checks: bool
-) -> SlidingWindowTables | None:
-    """Build the tables of a step's sliding-window layers as numpy arrays; None if all layers share theirs.
-
-    Args:
-        step: Scheduled requests and tokens of the step.
-        metadata: Metadata of the other layers.
-        cache_spec: Cache of the sliding-window layers.
-        checks: Whether to validate the metadata with `check_batch`.
-    """
-    if step.sliding_window_tables is None:
-        return None
-    window_metadata = build_batch_metadata(
-        step.query_lens,
-        step.seq_lens,
-        step.sliding_window_tables,
-        block_size=metadata.block_size,
-        bucket=metadata.bucket,
-        to_device=False,
-    )
-    if checks and cache_spec is not None:
-        check_batch(window_metadata, cache_spec)
-    return SlidingWindowTables(window_metadata.block_table, window_metadata.slot_mapping)
-
-
-class StepTokens(NamedTuple):
-    """The tokens of a step. The device takes those that the host does not know yet from the previous step.
-
-    Attributes:
-        token_ids: Token ids known to the host.
-        source_rows: Sampler row of the previous step that generated this token; -1 if `token_ids` holds it.
-        last_tokens: New tokens of the previous step, by sampler row.
-        logits_indices: Indices of the tokens whose logits are sampled, by sampler row, then
-            padding. In a step with drafts: all tokens.
-        sliding_window: Tables of layers with their own blocks. None: all layers share the metadata's tables.
-        num_generated: Number of generated tokens of each sampler row, as in `sample`. It passes through the
-            step so that it is transferred with the other inputs. None: the sampler gets it separately.
-    """
-
-    token_ids: Int32[Array, " tokens"]
-    source_rows: Int32[Array, " tokens"]
-    last_tokens: Int32[Array, " max_rows"]
-    logits_indices: Int32[Array, " positions"]
-    sliding_window: SlidingWindowTables | None = None
-    num_generated: Int32[Array, " reqs"] | None = None
-
-
-class StepOutputs(NamedTuple):
-    """The outputs of a step other than the KV caches.
-
-    Attributes:
-        logits: Logits of the tokens StepTokens.logits_indices.
-        hidden: Hidden states of all tokens after the final norm, for `model.logits`.
-        num_generated: StepTokens.num_generated, unchanged.
-    """
-
-    logits: Float32[Array, "positions vocab"]
-    hidden: Float[Array, "tokens hidden"]
-    num_generated: Int32[Array, " reqs"] | None
-
 
 def make_step(graphdef: Any) -> GraphStep:
     """Return the step function that is compiled for each bucket.
-
-    The function maps a batch to StepOutputs and the updated caches. Its optional last argument is the length
-    of a prefix shared by all rows, which is read once.
 
     Args:
         graphdef: Model structure from `nnx.split`; the step's params are the model's state.
     """
 
     def step(
-        params: Any, caches: Any, metadata: Any, tokens: StepTokens, common_prefix_len: Any = None
+        params: Any,
+        caches: Any,
+        metadata: Any,
+        token_ids: Array,
+        source_rows: Array,
+        last_tokens: Array,
+        logits_indices: Array,
+        num_generated: Array | None = None,
+        window_tables: SlidingWindowTables | None = None,
+        common_prefix_len: Array | None = None,
     ) -> tuple[Any, Any]:
+        """Run the model on a batch.
+
+        Args:
+            params: State of the model.
+            caches: KV caches of all layers; donated.
+            metadata: Metadata of the batch.
+            token_ids: Token ids known to the host [tokens].
+            source_rows: Sampler row of the previous step that generated a token [tokens]; -1 if `token_ids`
+                holds it.
+            last_tokens: New tokens of the previous step, by sampler row.
+            logits_indices: Indices of the tokens whose logits are sampled, by sampler row, then padding. In a
+                step with drafts: all tokens.
+            num_generated: Number of generated tokens of each sampler row. It passes through the step so that
+                it is transferred with the other inputs. None: the sampler gets it separately.
+            window_tables: Tables of layers with their own blocks. None: all layers share the metadata's.
+            common_prefix_len: Length of a prefix shared by all rows, which is read once. None: no prefix.
+
+        Returns:
+            Logits at logits_indices, hidden states of all tokens after the final norm, num_generated; and the
+            updated caches.
+        """
         model = nnx.merge(graphdef, params)
-        prefix = {} if common_prefix_len is None else {"common_prefix_len": common_prefix_len}
-        metadata = metadata if tokens.sliding_window is None else tokens.sliding_window.combine_with(metadata)
-        shared = model.plan(metadata, caches, **prefix)
-        token_ids = jnp.where(
-            tokens.source_rows >= 0, tokens.last_tokens[tokens.source_rows], tokens.token_ids
-        )
-        hidden, caches = model(token_ids, caches, metadata, plan=shared)
-        return StepOutputs(model.logits(hidden[tokens.logits_indices]), hidden, tokens.num_generated), caches
+        if window_tables is not None:
+            metadata = PerKVCacheGroup(metadata, replace(metadata, **window_tables._asdict()))
+        if common_prefix_len is None:
+            plan = model.plan(metadata, caches)
+        else:
+            plan = model.plan(metadata, caches, common_prefix_len=common_prefix_len)
+        token_ids = jnp.where(source_rows >= 0, last_tokens[source_rows], token_ids)
+        hidden, caches = model(token_ids, caches, metadata, plan=plan)
+        return (model.logits(hidden[logits_indices]), hidden, num_generated), caches
 
     return step
 
@@ -155,7 +136,286 @@ def with_implementation(model: Any, implementation: str | Sequence[str] | None) 
         requested_implementations(implementation), {"mosaic_gpu": support.why_not_on(nnx.state(model))}
     )
     model = nnx.merge(*nnx.split(model))
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, PagedAttention):
-            module.implementation = as_static_arg(implementation)
+    for layer in attention_layers(model):
+        layer.implementation = as_static_arg(implementation)
     return model
+
+
+def make_invariant(model: Any) -> Any:
+    """Return the model with batch-invariant attention. The arrays are shared, the given model unchanged.
+
+    Raises:
+        NotImplementedError: If the model has no PagedAttention layers, uses peer memory, or a layer only
+            allows the reference implementation.
+    """
+    if getattr(model, "peers", None) is not None:
+        reason = "small steps reduce in peer memory and round once, unlike XLA's all-reduce of larger steps"
+        raise unsupported(
+            "batch_invariant=True with peer memory",
+            reason,
+            "Pass a model on which use_peer_memory was not called",
+        )
+    model = nnx.merge(*nnx.split(model))
+    layers = attention_layers(model)
+    if not layers:
+        reason = f"a {type(model).__name__} has no PagedAttention layers"
+        way_out = "Pass a model with PagedAttention layers, or batch_invariant=False"
+        raise unsupported("batch_invariant=True", reason, way_out)
+    for layer in layers:
+        if set(requested_implementations(layer.implementation)) == {"reference"}:
+            reason = "its rounding depends on the bucket size"
+            raise unsupported(
+                'batch_invariant=True with implementation="reference"',
+                reason,
+                "Load the model with implementation=None",
+            )
+        layer.spec = dataclasses.replace(layer.spec, batch_invariant=True)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- sizes
+def step_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> list[Bucket]:
+    """Return the default buckets of steps without drafts.
+
+    No bucket has a single row: XLA would replace its matrix products by slower elementwise kernels. 32
+    attention layers of Llama 3 8B took 2,251 us for one row and 1,547 us for 8.
+
+    Args:
+        max_num_seqs: Maximum number of requests per step.
+        max_num_batched_tokens: Maximum number of new tokens per step.
+        max_blocks: Number of blocks of the longest request.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    chunks = (coarse_prefill_sizes if is_cpu else prefill_sizes)(max_num_batched_tokens)
+    buckets = [
+        bucket
+        for width in table_widths(max_blocks)
+        for bucket in default_buckets(max(max_num_seqs, 2), max_blocks=width, prefill_tokens=chunks)
+        if bucket.max_tokens > 1
+    ]
+    return reduce_buckets_for_cpu(buckets) if is_cpu else [*buckets, *_partial_decode_buckets(buckets)]
+
+
+def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return prefill sizes: the budget, 3/4, 1/2 and so on down to 256 tokens.
+
+    Then follows repeatedly a quarter of the previous size, down to 16.
+
+    A 1,024-token prompt in a 2,048-token step takes twice the time to its first token and delays the other
+    requests. Below 256 tokens, a step takes as long as reading the weights.
+    """
+    sizes = [max_num_batched_tokens]
+    while (last := sizes[-1]) >= 64:
+        sizes += [3 * last // 4, last // 2] if last > 256 else [last // 4]
+    return sizes
+
+
+def coarse_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return the budget, then repeatedly a quarter of the previous size, down to 16.
+
+    These are the sizes for devices where compiling costs more than padding.
+    """
+    sizes = [max_num_batched_tokens]
+    while sizes[-1] >= 64:
+        sizes.append(sizes[-1] // 4)
+    return sizes
+
+
+def table_widths(max_blocks: int) -> list[int]:
+    """Return the widths of block tables: `max_blocks`, then repeatedly an eighth of the previous width.
+
+    The smallest width is at least MIN_TABLE_WIDTH, unless max_blocks is smaller.
+
+    A step transfers its table to the device (rows x columns), and the maximum request length affects the
+    kernel choice, so short requests should not use the widest table.
+    """
+    widths = [max_blocks]
+    while widths[-1] > MIN_TABLE_WIDTH:
+        widths.append(max(widths[-1] // 8, MIN_TABLE_WIDTH))
+    return widths
+
+
+def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the default buckets that are worth compiling on a CPU.
+
+    XLA compiles every layer of every bucket there: 10 buckets with 6 layers of width 192 took 38 s of CPU
+    time, these 5 took 21 s. Extra rows are cheap, so prompts run beside all decode rows, and decode sizes
+    grow by a factor of four.
+    """
+    selected: list[Bucket] = []
+    max_decodes = max([bucket.max_decodes for bucket in buckets])
+    for bucket in sorted(buckets, key=lambda bucket: -bucket.max_decodes):
+        if bucket.max_prefill_tokens:
+            selected += [bucket] if bucket.max_decodes else []
+        elif bucket.max_decodes <= max_decodes:
+            selected, max_decodes = [*selected, bucket], bucket.max_decodes // MAX_OVERSIZE
+    return selected
+
+
+def _partial_decode_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return buckets with prompts beside a quarter of the decode rows, in addition to default_buckets.
+
+    In a simulation with measured step times (8B model, 1,024-token prompts at 16 per second, 256 rows) the
+    first token arrives after 30 ms, and after 35 ms without these buckets.
+    """
+    num_decodes = max([bucket.max_decodes for bucket in buckets]) // 4
+    prefill_only = [bucket for bucket in buckets if not bucket.max_decodes]
+    return [
+        dataclasses.replace(bucket, max_decodes=num_decodes) for bucket in prefill_only if num_decodes > 1
+    ]
+
+
+def invariant_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> list[Bucket]:
+    """Return the two buckets of a batch-invariant engine: generated tokens only, and prompt tokens only.
+
+    A single row would round differently, so there are two at least. Arguments: see `step_buckets`.
+    """
+    return [
+        Bucket(max_decodes=max(max_num_seqs, 2), max_blocks=max_blocks),
+        Bucket(
+            max_prefills=min(max_num_seqs, max_num_batched_tokens),
+            max_prefill_tokens=max_num_batched_tokens,
+            max_blocks=max_blocks,
+        ),
+    ]
+
+
+def draft_buckets(max_num_seqs: int, num_tokens: int, max_blocks: int) -> list[Bucket]:
+    """Return the buckets of steps with drafts: powers of two rows, as long as drafts can pay off.
+
+    Args:
+        max_num_seqs: Maximum number of requests per step.
+        num_tokens: Number of drafts per row.
+        max_blocks: Number of blocks of the longest request.
+    """
+    max_rows = min(max_num_seqs, BALANCE_TOKENS)
+    rows = [1 << i for i in range((max_rows - 1).bit_length() + 1)]
+    return [
+        Bucket(max_decodes=n, decode_query_len=1 + num_tokens, max_blocks=width)
+        for width in table_widths(max_blocks)
+        for n in rows
+    ]
+
+
+def draft_prefill_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> list[Bucket]:
+    """Return the buckets of a draft model's prefill steps, the largest last; see `step_buckets`."""
+    return [
+        Bucket(max_prefills=min(max_num_seqs, size), max_prefill_tokens=size, max_blocks=width)
+        for width in sorted(table_widths(max_blocks))
+        for size in sorted(coarse_prefill_sizes(max_num_batched_tokens))
+    ]
+
+
+# -------------------------------------------------------------------------------------------- warm-up
+class ColdExecutable(NamedTuple):
+    """An executable that has hardly run: a bucket of the graphs at index `graph_index` of a Runner's list."""
+
+    graph_index: int
+    bucket: Bucket
+
+
+class WarmupRuns:
+    """A record of which executables have run.
+
+    Attributes:
+        graphs: Compiled steps of the engine.
+        inputs: Function that returns a bucket's step inputs after the metadata, for an empty batch.
+        num_runs: Number of runs of each bucket's executable.
+    """
+
+    def __init__(
+        self, graphs: DecodeGraphs, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
+    ) -> None:
+        """Start without runs."""
+        self.graphs, self._block_size, self.inputs = graphs, block_size, inputs
+        self.num_runs: collections.Counter[Bucket] = collections.Counter()
+
+    def cold_executables(self, max_tokens: int | None = None) -> list[Bucket]:
+        """Return the compiled buckets that have hardly run, smallest first.
+
+        Buckets with more than `max_tokens` tokens are excluded.
+        """
+        graphs, ready = self.graphs, self.graphs.executables
+        return [
+            bucket
+            for bucket in graphs.buckets
+            if bucket in ready
+            and (max_tokens is None or bucket.max_tokens <= max_tokens)
+            and self.num_runs[bucket] < RUNS
+        ]
+
+    def run(self, bucket: Bucket, params: Any, caches: Any) -> Any:
+        """Run a bucket's executable on an empty batch, and return the caches, which are donated.
+
+        A failed run is not repeated.
+        """
+        self.num_runs[bucket] = RUNS
+        arguments = empty_metadata(bucket, self._block_size), *self.inputs(bucket)
+        for _ in range(RUNS):
+            _, caches = self.graphs(params, caches, *arguments)
+        return jax.block_until_ready(caches)
+
+
+def empty_metadata(bucket: Bucket, block_size: int) -> BatchMetadata:
+    """Return the metadata of an empty batch as numpy arrays."""
+    return build_batch_metadata([], [], [], block_size=block_size, bucket=bucket, to_device=False)
+
+
+def empty_step_inputs(
+    bucket: Bucket,
+    *,
+    block_size: int,
+    num_rows: Mapping[Bucket, int],
+    max_rows: int,
+    has_window_tables: bool,
+    has_prefix: bool,
+) -> list[Any]:
+    """Return a step's inputs after the metadata, for an empty batch.
+
+    They are numpy arrays, except for arrays that the device computes in real steps.
+
+    Args:
+        bucket: Bucket of the step.
+        block_size: Number of tokens per block.
+        num_rows: Number of sampler rows of each bucket.
+        max_rows: Maximum number of sampler rows of any bucket.
+        has_window_tables: Whether some layers have their own blocks.
+        has_prefix: Whether the step reads a shared prefix once.
+    """
+    # Rows of several tokens have drafts, which may come from the device.
+    token_ids: Any = (jnp.zeros if bucket.decode_query_len > 1 else np.zeros)(bucket.max_tokens, np.int32)
+    source_rows = np.full(bucket.max_tokens, -1, np.int32)
+    logits_indices = np.zeros(num_rows[bucket] * bucket.decode_query_len, np.int32)
+    window_tables = None
+    if has_window_tables:
+        metadata = empty_metadata(bucket, block_size)
+        window_tables = SlidingWindowTables(metadata.block_table, metadata.slot_mapping)
+    inputs = [
+        token_ids,
+        source_rows,
+        jnp.zeros(max_rows, jnp.int32),
+        logits_indices,
+        np.zeros(num_rows[bucket], np.int32),
+        window_tables,
+    ]
+    return [*inputs, np.zeros((), np.int32)] if has_prefix else inputs
+
+
+def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
+    """Make JAX store and look up this process's executables, and XLA's autotuning results, in a folder.
+
+    JAX has one such folder per process (`jax_compilation_cache_dir`).
+
+    Raises:
+        ValueError: If the value is not a path.
+        NotADirectoryError: If the path is a file.
+    """
+    require_type("cache_dir", folder, (str, os.PathLike), "a folder, or None")
+    path = pathlib.Path(folder).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"cache_dir must be a folder, got the file {path}.")
+    path.mkdir(parents=True, exist_ok=True)
+    compilation_cache.reset_cache()  # Otherwise JAX keeps using its previous folder.
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -43,12 +43,12 @@ def reading_fails(engine, call_number=1):
     runner, left = engine._runner, call_number
     read = runner.read
 
-    def failing():
+    def failing(outputs):
         nonlocal left
         left -= 1
         if left == 0:
             raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
-        return read()
+        return read(outputs)
 
     runner.read = failing
     try:

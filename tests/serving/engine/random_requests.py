@@ -19,7 +19,7 @@ from jattn.serving import Engine, SamplingParams
 from jattn.serving.engine.logits_processors import RequestAdjustments, adjust_logits, build_logits_adjustments
 from jattn.serving.engine.sampler import build_sampling_metadata, sample
 from tests.serving.engine.test_engine_requests import engine_of
-from tests.serving.engine.test_kv_cache_groups import TWO, gemma3
+from tests.serving.engine.test_kv_cache_manager import TWO, gemma3
 from tests.serving.tiny import one_layer_model, sized_model
 
 ROUNDING = 1e-5  # of a float32 logit: steps of other sizes round differently

@@ -16,7 +16,7 @@ from tests.serving.tiny import one_layer_model
 
 ROOT = pathlib.Path(__file__).parents[3]
 CALL_CHAIN = [
-    "serving/engine/runner.py: start",
+    "serving/engine/runner.py: run",
     "runtime/decode_graphs.py: __call__",
     "runtime/decode_graphs.py: _on_leaves",
     "serving/engine/step.py: step",

@@ -8,8 +8,8 @@ import pytest
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, SamplingParams
 from jattn.serving.engine.cascade_attention import CascadeAttention, num_common_prefix_blocks
+from jattn.serving.engine.sampler import next_tokens
 from jattn.serving.engine.scheduled_step import Step
-from jattn.serving.engine.step_sampler import next_tokens
 from jattn.spec import AttentionSpec
 from tests.assertions import record_compilations
 from tests.serving.tiny import one_layer_model

@@ -9,10 +9,9 @@ import pytest
 from jattn.batch.bucket import Bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine
-from jattn.serving.engine.config import MIN_TABLE_WIDTH, StepLimits, table_widths
-from jattn.serving.engine.engine_setup import SizeOptions
-from jattn.serving.engine.step import step_graphs
-from jattn.serving.engine.step_sampler import num_sampler_rows
+from jattn.serving.engine.config import EngineConfig, resolve, resolve_step_sizes
+from jattn.serving.engine.sampler import num_sampler_rows
+from jattn.serving.engine.step import MIN_TABLE_WIDTH, step_buckets, step_graphs, table_widths
 from tests.serving.tiny import one_layer_model
 
 
@@ -29,16 +28,8 @@ class TestDefaultBuckets:
     def _on_a_gpu(self, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
-    def graphs(self, **limits):
-        limits_with_defaults = {
-            "block_size": 16,
-            "max_num_seqs": 256,
-            "max_num_batched_tokens": 8192,
-        } | limits
-        model = one_layer_model()
-        most = MIN_TABLE_WIDTH * 8
-        object.__setattr__(model.config, "max_position_embeddings", 16 * most)
-        return StepLimits(**limits_with_defaults).graphs(model, lambda *_: None, None, most + 1)
+    def graphs(self):
+        return step_graphs(lambda *_: None, step_buckets(256, 8192, MIN_TABLE_WIDTH * 8))
 
     def test_buckets_contain_vllms_capture_sizes_for_each_width(self):
         graphs = self.graphs()
@@ -92,19 +83,15 @@ AMPERE = types.SimpleNamespace(platform="gpu", compute_capability="8.0")
 
 
 class TestDefaultStepSizes:
-    def limits(self, monkeypatch, device, buckets=None, **overrides):
+    def sizes(self, monkeypatch, device, **options):
         monkeypatch.setattr(jax, "local_devices", lambda: [device])
-        requested = (
-            dict.fromkeys(SizeOptions._fields) | {"block_size": 16, "batch_invariant": False} | overrides
-        )
-        limits = SizeOptions(**requested).limits(buckets)
-        return limits.max_num_seqs, limits.max_num_batched_tokens
+        return resolve_step_sizes(EngineConfig(**options))
 
     @pytest.mark.parametrize(
         ("device", "sizes"), [(CPU, (16, 512)), (AMPERE, (256, 2048)), (HOPPER, (256, 8192))]
     )
     def test_step_sizes_depend_on_the_device(self, monkeypatch, device, sizes):
-        assert self.limits(monkeypatch, device) == sizes
+        assert self.sizes(monkeypatch, device) == sizes
 
     @pytest.mark.parametrize(
         ("overrides", "sizes"),
@@ -114,18 +101,15 @@ class TestDefaultStepSizes:
             ({"max_num_batched_tokens": 1000}, (256, 1000)),
             ({"max_num_batched_tokens": 100}, (100, 100)),
             ({"max_num_seqs": 200, "max_num_batched_tokens": 100}, (200, 100)),
-            ({"max_num_seqs": 0, "max_num_batched_tokens": "x"}, (0, "x")),  # errors come later, by name
-            ({"max_num_batched_tokens": "x"}, (256, "x")),
-            ({"max_num_batched_tokens": 0}, (256, 0)),
         ],
     )
     def test_step_sizes_are_overridden_by_arguments(self, monkeypatch, overrides, sizes):
-        assert self.limits(monkeypatch, HOPPER, **overrides) == sizes
+        assert self.sizes(monkeypatch, HOPPER, **overrides) == sizes
 
     def test_step_sizes_are_the_cpus_if_every_step_costs_its_full_bucket(self, monkeypatch):
         buckets = [Bucket(max_decodes=16, max_prefills=16, max_prefill_tokens=512, max_blocks=4)]
-        assert self.limits(monkeypatch, HOPPER, buckets) == (16, 512)
-        assert self.limits(monkeypatch, HOPPER, batch_invariant=True) == (16, 512)
+        assert self.sizes(monkeypatch, HOPPER, buckets=buckets) == (16, 512)
+        assert self.sizes(monkeypatch, HOPPER, batch_invariant=True) == (16, 512)
 
     def test_engine_uses_the_default_step_sizes(self):
         scheduler = Engine(one_layer_model(), num_blocks=9).scheduler
@@ -133,13 +117,8 @@ class TestDefaultStepSizes:
 
 
 class TestFewBuckets:
-    def graphs(self, max_num_seqs, **limits):
-        limits_with_defaults = {
-            "block_size": 16,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": 512,
-        } | limits
-        return StepLimits(**limits_with_defaults).graphs(one_layer_model(), lambda *_: None, None, 33)
+    def graphs(self, max_num_seqs):
+        return step_graphs(lambda *_: None, step_buckets(max_num_seqs, 512, 32))
 
     def test_a_cpu_compiles_two_sizes_of_decodes_and_three_of_prompts_by_default(self):
         sizes = [(b.max_decodes, b.max_prefill_tokens) for b in self.graphs(16).buckets]
@@ -152,3 +131,41 @@ class TestFewBuckets:
             bucket = graphs.choose([1] * rows, num_blocks=32)
             assert rows <= bucket.max_decodes <= max(5 * rows, 8)
             assert not bucket.max_prefill_tokens
+
+
+class TestEngineConfig:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"block_size": 0}, "block_size must be positive, got 0"),
+            ({"max_num_seqs": 1.5}, "max_num_seqs must be an int"),
+            ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be positive"),
+            ({"num_blocks": 1}, "num_blocks must be at least 2"),
+            ({"num_blocks": 9, "cache_bytes": 1}, "cache_bytes must be None with num_blocks=9"),
+            ({"skip_layers": 1}, "skip_layers must be a list of ints"),
+            ({"check_batches": 1}, "check_batches must be"),
+            (
+                {"speculative": "ngram", "num_speculative_tokens": 0},
+                "num_speculative_tokens must be positive",
+            ),
+        ],
+    )
+    def test_invalid_values_are_rejected(self, options, message, types_unchecked):
+        with pytest.raises(ValueError, match=message):
+            EngineConfig(**options)
+
+    def test_resolve_derives_sizes_from_the_model(self):
+        config = resolve(EngineConfig(block_size=8, max_model_len=100), one_layer_model(), None)
+        assert (config.max_num_seqs, config.max_num_batched_tokens) == (16, 512)
+        assert config.max_blocks == 13
+        assert config.num_blocks == 16 * 13 + 1  # enough for the largest step
+        assert config.blocks_per_layer == config.num_blocks
+        assert (config.local_attention, config.longrope_threshold) == (None, None)
+        assert config.cascade_attention is False
+
+    def test_layers_with_sliding_windows_get_their_own_blocks(self):
+        model = one_layer_model(sliding_window=32)
+        config = resolve(EngineConfig(block_size=8, max_num_seqs=2, max_num_batched_tokens=16), model, None)
+        assert config.window_layers == ()  # All layers have one, so they share their blocks.
+        assert config.local_attention.max_lookback == 31
+        assert config.num_blocks == 2 * config.local_attention.max_blocks_per_request(16, 8) + 1

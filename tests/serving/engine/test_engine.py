@@ -17,6 +17,7 @@ from jattn.parallel import make_mesh
 from jattn.serving.engine.config import device_memory_bytes
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.input_processor import prompt_token_ids_of
+from jattn.serving.engine.sampler import StepOutputs
 from jattn.serving.engine.sampling_params import SamplingParams
 from tests.assertions import record_compilations
 from tests.conftest import GOLDEN
@@ -222,11 +223,11 @@ class TestSampling:
 @pytest.fixture
 def events(engine, monkeypatch):
     """Record the order in which the engine starts steps and reads their tokens."""
-    events, start, device_get = [], engine._runner.start, jax.device_get
-    monkeypatch.setattr(engine._runner, "start", lambda *step: (events.append("start"), start(*step)))
+    events, run, device_get = [], engine._runner.run, jax.device_get
+    monkeypatch.setattr(engine._runner, "run", lambda inputs: (events.append("start"), run(inputs))[1])
 
     def get(x):
-        if isinstance(x, jax.Array):  # a step's tokens; check_batch asks for metadata
+        if isinstance(x, StepOutputs):  # check_batch asks for metadata
             events.append("read")
         return device_get(x)
 
@@ -256,7 +257,7 @@ class TestSteps:
         first, device_get = [next(stream).token_id for _ in range(3)], jax.device_get
 
         def interrupted(x):
-            if not isinstance(x, jax.Array):
+            if not isinstance(x, StepOutputs):
                 return device_get(x)
             monkeypatch.setattr(jax, "device_get", device_get)
             raise KeyboardInterrupt

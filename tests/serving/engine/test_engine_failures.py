@@ -213,14 +213,13 @@ def test_a_deleted_engine_waits_for_its_step():
     """Otherwise JAX's transfer thread would abort the process at exit."""
     engine = engine_of()
     engine.add_request("abc", LONG)
-    while not engine._runner.num_in_flight:
+    while not engine._core._in_flight:
         engine.step()
     slow = jax.jit(lambda x: jnp.linalg.matrix_power(x, 2**40)[0, :2].astype(jnp.int32))
     tokens = slow(jnp.eye(800))
-    (in_flight_step,) = engine._runner._in_flight
-    engine._runner._in_flight[0] = in_flight_step._replace(
-        sampled=in_flight_step.sampled._replace(tokens=tokens)
-    )
+    ((step, inputs, outputs),) = engine._core._in_flight
+    engine._core._in_flight[0] = step, inputs, outputs._replace(token_ids=tokens)
+    del outputs
     assert not tokens.is_ready()
     del engine
     gc.collect()

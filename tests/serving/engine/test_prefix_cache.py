@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.block_manager import BlockHashes, BlockManager
 from jattn.serving.engine.scheduler import Scheduler
 
 BLOCK_SIZE = 4

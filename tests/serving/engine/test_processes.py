@@ -1,6 +1,5 @@
 """Several processes run one engine: process 0 leads, and none outlives the failure of another for long."""
 
-import collections
 import json
 import os
 import subprocess
@@ -19,9 +18,9 @@ from jattn.models.loading.pretrained import load_shapes
 from jattn.parallel import make_mesh
 from jattn.serving import Engine
 from jattn.serving.cli.main import main
-from jattn.serving.engine.engine_setup import model_options
+from jattn.serving.engine.config import model_options
 from jattn.serving.engine.processes import make_process_group, require_same_options
-from jattn.serving.engine.warmup import ColdExecutable, WarmupRuns
+from jattn.serving.engine.step import ColdExecutable, WarmupRuns
 from tests.serving.engine.process_requests import SIZES, request_results, scales_of, speculative_results
 from tests.serving.tiny import one_layer_model
 from tests.subprocesses import ROOT, free_port, run_processes
@@ -285,7 +284,7 @@ def runner():
     return engine._runner
 
 
-@pytest.mark.parametrize("operation", ["start", "warm_up", "read"])
+@pytest.mark.parametrize("operation", ["run", "warm_up", "read"])
 class TestFailuresOfProcess0:
     def failing(self, runner, operation, error, monkeypatch, elsewhere=None):
         """Return the error sent to the followers if a step fails with `error`."""
@@ -293,18 +292,16 @@ class TestFailuresOfProcess0:
         def fails(*_):
             raise error
 
-        followers, call = (
-            FakeProcesses(elsewhere),
-            types.SimpleNamespace(to_host=lambda: call, with_last_tokens=fails),
-        )
+        followers = FakeProcesses(elsewhere)
+        inputs = types.SimpleNamespace(block_copies=[(1, 2)], sliding_window_copies=())
         monkeypatch.setattr(runner, "_processes", followers)
-        monkeypatch.setattr(runner, "_in_flight", collections.deque([None]))
+        monkeypatch.setattr(runner, "_copies", fails)
         monkeypatch.setattr(WarmupRuns, "run", fails)
-        monkeypatch.setattr("jattn.serving.engine.runner.read_new_tokens", fails)
+        monkeypatch.setattr(jax, "device_get", fails)
         runs = {
-            "start": lambda: runner.start(call, object()),
+            "run": lambda: runner.run(inputs),
             "warm_up": lambda: runner.warm_up([ColdExecutable(0, runner.graphs.buckets[0])]),
-            "read": lambda: list(runner.read()),
+            "read": lambda: runner.read(None),
         }
         with pytest.raises(type(error)):
             runs[operation]()
@@ -327,7 +324,6 @@ class TestFailuresOfProcess0:
 
 class TestMeshProcesses:
     def test_single_process_has_no_process_group(self):
-        assert make_process_group(None) is None
         assert make_process_group(make_mesh()) is None
 
     def test_each_must_have_devices_of_the_mesh(self, monkeypatch):

@@ -11,8 +11,7 @@ import pytest
 
 from jattn.serving.engine.logits_processors import RequestAdjustments, adjust_logits, build_logits_adjustments
 from jattn.serving.engine.logprobs import compute_logprobs
-from jattn.serving.engine.rejection_sampler import rejection_sample
-from jattn.serving.engine.sampler import build_sampling_metadata, sample
+from jattn.serving.engine.sampler import build_sampling_metadata, rejection_sample, sample
 from jattn.serving.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.kernels

@@ -53,7 +53,7 @@ def test_finished_sequence_returns_all_its_text(token_ids, options, pieces, reas
     for token_id in token_ids:
         assert under_way.finish_reason is None
         under_way.append(token_id)
-    assert list(under_way.unread) == [(i, text, None) for i, text in zip(token_ids, pieces, strict=True)]
+    assert under_way.texts == pieces
     result = under_way.result()
     assert (result.token_ids, result.text) == (token_ids, "".join(pieces))
     assert (result.finish_reason, result.metrics.num_tokens) == (reason, 2)

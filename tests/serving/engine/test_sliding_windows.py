@@ -10,9 +10,9 @@ from flax import nnx
 
 import jattn
 from jattn.serving import SamplingParams
-from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.kv_cache_groups import LocalAttention, find_within_windows, local_attention_of
-from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.block_manager import BlockHashes, BlockManager
+from jattn.serving.engine.config import local_attention_of
+from jattn.serving.engine.kv_cache_manager import LocalAttention, find_within_windows
 from jattn.serving.engine.scheduler import Scheduler
 from tests.serving.engine.test_engine_requests import drained, engine_of
 from tests.serving.engine.test_prefix_cache import BLOCK_SIZE, Pool

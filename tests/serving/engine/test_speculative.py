@@ -6,9 +6,9 @@ import pytest
 
 from jattn.batch.bucket import Bucket
 from jattn.serving import Engine, NgramProposer, SamplingParams, StructuredOutputsParams
-from jattn.serving.engine.proposer import BALANCE_TOKENS, draft_buckets
 from jattn.serving.engine.sequence import MAX_PAUSE, DraftState
 from jattn.serving.engine.speculative import Speculation
+from jattn.serving.engine.step import BALANCE_TOKENS, draft_buckets
 from tests.assertions import record_compilations
 from tests.serving.tiny import one_layer_model
 
@@ -235,7 +235,7 @@ class TestInterruptions:
         stream = engine.stream(prompts, [params])
         ids, read = [next(stream).token_id for _ in range(4)], engine._runner.read
 
-        def interrupted():
+        def interrupted(outputs):
             monkeypatch.setattr(engine._runner, "read", read)
             raise KeyboardInterrupt
 
@@ -299,9 +299,9 @@ class TestPolicy:
 
     def test_sequences_without_lookups_do_not_wait(self, monkeypatch):
         engine, events = engine_of(speculative="ngram"), []
-        start, read = engine._runner.start, engine._runner.read
-        monkeypatch.setattr(engine._runner, "start", lambda *step: (events.append("start"), start(*step)))
-        monkeypatch.setattr(engine._runner, "read", lambda: (events.append("read"), read())[1])
+        run, read = engine._runner.run, engine._runner.read
+        monkeypatch.setattr(engine._runner, "run", lambda inputs: (events.append("start"), run(inputs))[1])
+        monkeypatch.setattr(engine._runner, "read", lambda out: (events.append("read"), read(out))[1])
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=12, temperature=50.0, seed=1))
         assert events == ["start", *["start", "read"] * 11, "read"]
 

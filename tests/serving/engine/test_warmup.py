@@ -61,7 +61,7 @@ class TestPrecompile:
         assert len(ran) == 4  # none is new any more
 
     def test_precompile_runs_models_with_kv_cache_groups(self):
-        from tests.serving.engine.test_kv_cache_groups import gemma3
+        from tests.serving.engine.test_kv_cache_manager import gemma3
 
         sizes = {"num_blocks": 33, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32}
         engine = Engine(gemma3(), buckets=BUCKETS[2:], max_model_len=128, **sizes)

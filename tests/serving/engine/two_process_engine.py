@@ -111,19 +111,19 @@ def follow(engine: Engine) -> None:
     except ValueError as error:
         print(error, flush=True)
     runner, steps = engine._runner, []
-    start = runner.start
+    run = runner.run
 
-    def fails_in_the_fifth(call: Any) -> Any:
-        steps.append(call)
+    def fails_in_the_fifth(inputs: Any) -> Any:
+        steps.append(inputs)
         if len(steps) == 5:
             if WHAT == "follower fails":
                 fail()
             print(json.dumps({"failed_at": time.time()}), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        return start(call)
+        return run(inputs)
 
     if WHAT.startswith("follower "):
-        runner.start = fails_in_the_fifth
+        runner.run = fails_in_the_fifth
     engine.follow()
     print("followed", flush=True)
 

@@ -12,9 +12,8 @@ from flax import nnx
 from jattn.models import Decoder, DecoderConfig
 from jattn.models.loading.pretrained import read_config
 from jattn.serving import Engine, SamplingParams
-from jattn.serving.engine.block_manager import BlockManager
-from jattn.serving.engine.kv_cache_groups import KVCacheGroup, LocalAttention, find_in_all_groups
-from jattn.serving.engine.prefix_cache import BlockHashes
+from jattn.serving.engine.block_manager import BlockHashes, BlockManager
+from jattn.serving.engine.kv_cache_manager import KVCacheGroup, LocalAttention, find_in_all_groups
 from jattn.serving.engine.scheduler import Scheduler
 from tests.conftest import GOLDEN
 from tests.serving.engine.test_engine_requests import engine_of

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jattn.serving.engine.ngram_proposer import NgramProposer
+from jattn.serving.engine.proposer import NgramProposer
 from jattn.serving.engine.sequence import TokenBuffer
 
 
