@@ -15,6 +15,7 @@ import numpy as np
 import jattn
 from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head, share_of_pairs
 from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
+from benchmarks.kernels.cases import PrefillCase
 from benchmarks.runner import Rows, kernel_times
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.backward_tile_lists import (
@@ -25,7 +26,6 @@ from jattn.implementations.mosaic_gpu.backward_tile_lists import (
 )
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
-from pallas_kernels.cases import PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
 from jattn import masks
-from pallas_kernels.cases import LLAMA_8B, PREFILL, PrefillCase, log_uniform
 from pallas_kernels.shared import Score
 
 BLOCK = 128  # queries and keys per block of a random block mask

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.cases import PrefillCase
 from jattn.masks import Pairs
-from pallas_kernels.cases import PrefillCase
 from pallas_kernels.shared import Score
 
 NUM_SAMPLES = 12  # sampled rows of queries and of keys

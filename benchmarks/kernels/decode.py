@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.cases import DECODE, DecodeCase
 from benchmarks.runner import Rows, kernel_times, read_ceiling, wall_time
 from jattn.cache.quantization import quantize_static, quantize_token_head
-from pallas_kernels.cases import DECODE, DecodeCase
 from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references
 from pallas_kernels.shared import Score

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head
+from benchmarks.kernels.cases import PrefillCase
 from benchmarks.runner import Rows
 from jattn import masks
-from pallas_kernels.cases import PrefillCase
 from pallas_kernels.checks import require
 
 TOLERANCE = 2e-2  # relative to the largest sampled value, as in `backward`

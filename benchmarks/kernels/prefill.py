@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.cases import PREFILL, PrefillCase
 from benchmarks.kernels.decode import QUANTIZATIONS, quantize_cache, random_table
 from benchmarks.runner import Rows, kernel_times
 from pallas_kernels.cache_read import cache_read, padded_len
-from pallas_kernels.cases import PREFILL, PrefillCase
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
 from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from benchmarks.kernels.cases import DecodeCase
 from benchmarks.kernels.decode import inputs
 from benchmarks.runner import Rows, kernel_times
 from jattn import masks
 from jattn.masks import Mask, Pairs
 from jattn.sparsity import KeyBounds, select_blocks
-from pallas_kernels.cases import DecodeCase
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 HEADS = Q_HEADS, KV_HEADS

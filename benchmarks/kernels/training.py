@@ -14,9 +14,9 @@ from flax import nnx
 
 import jattn
 from benchmarks.kernels.backward_cases import MASKS, document_lens, vertical_slash
+from benchmarks.kernels.cases import LLAMA_8B
 from benchmarks.runner import Rows, kernel_times
 from jattn import masks
-from pallas_kernels.cases import LLAMA_8B
 from pallas_kernels.checks import require
 
 # Limit of an error relative to that of XLA in 16 bits, both against float32: the rule of FlashAttention's

@@ -10,9 +10,9 @@ import os
 import pathlib
 from typing import Any
 
+from benchmarks.kernels.cases import PREFILL
 from benchmarks.kernels.prefill import Work, format_sizes, measure
 from benchmarks.runner import Rows
-from pallas_kernels.cases import PREFILL
 from pallas_kernels.varlen_prefill import SHARED_MEMORY, PrefillSizes
 
 KEYS_AND_STAGES = ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4))

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
+from benchmarks.kernels.cases import DecodeCase
 from benchmarks.kernels.decode import TOLERANCE, max_error, random_table, reference_outputs
 from benchmarks.mesh.processes import on_host, one_device_mesh
 from benchmarks.runner import wall_time
@@ -18,7 +19,6 @@ from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.parallel import TP
 from jattn.parallel.context_parallel import scale_rank_output
 from jattn.pytree import replace
-from pallas_kernels.cases import DecodeCase
 from pallas_kernels.collectives import PeerMemory, all_reduce, make_peer_memory
 
 BLOCK_SIZE, CHAIN = 16, 8

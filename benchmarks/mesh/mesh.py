@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks.kernels.cases import DecodeCase
 from benchmarks.mesh import processes
 from benchmarks.mesh.all_reduce import measure_sums
 from benchmarks.mesh.attention import measure_attention
@@ -22,7 +23,6 @@ from benchmarks.models.graphs import LLAMA_8B, flags
 from benchmarks.runner import Rows
 from benchmarks.serving.engine import QWEN3_8B
 from jattn.parallel import make_mesh
-from pallas_kernels.cases import DecodeCase
 
 CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "decode_loop", "nano", "large")
 MULTI_PROCESS_CASES = tuple(name for name in CASES if name != "nano")

@@ -12,13 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jattn
+from benchmarks.kernels.cases import DecodeCase
 from benchmarks.kernels.decode import TOLERANCE, max_error, random_table, reference_outputs
 from benchmarks.mesh.attention import COMBINE_TOLERANCE, random_normal
 from benchmarks.mesh.processes import on_host, one_device_mesh
 from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.parallel import TP
 from jattn.parallel.context_parallel import attend_on_rank
-from pallas_kernels.cases import DecodeCase
 
 RANK_BLOCK_SIZE, ROUNDS = 16, 3  # tokens per block on each rank; measurements, of which the fastest counts
 

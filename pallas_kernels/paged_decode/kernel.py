@@ -22,14 +22,13 @@ synchronize by barriers only:
                                                             complete request: out, lse     --> global memory
                                                             else O^T, row max, row sum     --> split output
                                                             arrive q_free[n % 2]
-    paged_decode_combine, the next kernel (combine.py): merges the split outputs of each request that was
-    split
+    paged_decode_combine, the next kernel (combine.py): merges the split outputs of each request that
+    was split
 
 A barrier `full` completes when all its TMA copies have arrived, a barrier `free` when the consumer arrives.
 WarpgroupMma: the whole warpgroup computes each product, and P^T passes through shared memory. 8-bit values
-are
-    dequantized through shared memory before the mask. In this case, the warpgroup waits for v_full before it
-    dequantizes, and arrives at v_free before the softmax.
+    are dequantized through shared memory before the mask. In this case, the warpgroup waits for v_full before
+    it dequantizes, and arrives at v_free before the softmax.
 WarpMma: each warp has 16 of a tile's 64 keys and computes a separate softmax, P^T stays in registers, and the
     four results are combined in shared memory after a segment's last tile. If values have a scale per token,
     the warps wait for v_full before the softmax, which uses the scales.
@@ -43,33 +42,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.epilogue import DecodeEpilogue
 from pallas_kernels.paged_decode.loader import DecodeLoader
-from pallas_kernels.paged_decode.masking import DecodeMask, has_masked_out_keys, where_visible
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
-from pallas_kernels.paged_decode.refs import (
+from pallas_kernels.paged_decode.span import Segment, Span, TileKeys, get_tile_keys, read_entries
+from pallas_kernels.paged_decode.spec import (
     DecodeBarriers,
     DecodeInputs,
     DecodeOutputs,
     DecodeSmem,
+    DecodeSpec,
     barrier_types,
+    has_token_scales,
     output_types,
     smem_types,
 )
-from pallas_kernels.paged_decode.softmax import (
-    load_static_scale,
-    load_token_scales,
-    online_softmax,
-    scale_output,
-)
-from pallas_kernels.paged_decode.span import Segment, Span
-from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.paged_decode.tile_keys import TileKeys, get_tile_keys, read_entries
-from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.shared.types import Columns, Scalar, Tile
+from pallas_kernels.ptx.stores import store_transposed
+from pallas_kernels.shared.call import load_head_scale
+from pallas_kernels.shared.memory import store_unoptimized
+from pallas_kernels.shared.softmax import LOG2E, finalize_softmax
+from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
 CONSUMER, PRODUCER = range(2)  # warpgroups
 W = plgpu.Layout.WGMMA
+SMALLEST_SCALE = 2.0**-60
 
 
 def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
@@ -77,12 +72,12 @@ def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
     kernel = plgpu.kernel(
         functools.partial(decode_body, spec=spec),
         out_type=(output_types(inputs, spec),),
-        scratch_types=(smem_types(inputs.cache, spec), barrier_types(inputs.cache, spec)),
+        scratch_types=(smem_types(inputs.kv, spec), barrier_types(inputs.kv, spec)),
         grid=(spec.num_spans, spec.shape.head_tiles),
         grid_names=("span", "head_tile"),
         num_threads=2,
         thread_name="warpgroup",
-        # Warps share only DecodeSmem.warp_outputs, whose barriers are in ptx/warp_outputs.py.
+        # Warps share only DecodeSmem.warp_outputs, whose barriers are in ptx/warp_mma.py.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=spec.sizes.per_warp_mma
         ),
@@ -106,22 +101,17 @@ def decode_body(
     The refs of `inputs` and `outputs` are in global memory.
     """
     index, head_tile = lax.axis_index("span"), lax.axis_index("head_tile")
-    cache = inputs.cache
-    span = Span(index, head_tile, cache.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
-
-    def produce() -> None:
-        DecodeLoader(inputs, smem, barriers, span).load_span()
-
-    def consume() -> None:
-        DecodeConsumer(inputs, outputs, smem, barriers, span).attend_span()
+    span = Span(index, head_tile, inputs.seq_lens, inputs.unit_ends, inputs.lists.counts, spec)
 
     @pl.when(lax.axis_index("warpgroup") == PRODUCER)
     def _() -> None:
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
-            pl.when(warp == 0)(produce)
+            pl.when(warp == 0)(DecodeLoader(inputs, smem, barriers, span).load_span)
 
-    pl.when(lax.axis_index("warpgroup") == CONSUMER)(consume)
+    @pl.when(lax.axis_index("warpgroup") == CONSUMER)
+    def _() -> None:
+        span.walk(DecodeConsumer(inputs, outputs, smem, barriers, span).attend_segment)
 
 
 class SegmentInputs(NamedTuple):
@@ -171,105 +161,208 @@ class DecodeConsumer:
         barriers: DecodeBarriers,
         span: Span,
     ):
-        self.inputs, self.smem, self.barriers, self.span, self.spec = inputs, smem, barriers, span, span.spec
-        make_mma = WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma
-        self.mma: TileMma = make_mma(smem, barriers, self.spec)
+        self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
+        self.head_tile, self.spec = span.head_tile, span.spec
+        self.mma: TileMma = (WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma)(smem, self.spec)
         self.mask = DecodeMask(self.spec, span.head_tile)
-        self.epilogue = DecodeEpilogue(outputs, inputs.sinks, span.head_tile, self.spec)
-
-    def attend_span(self) -> None:
-        """Process all segments of the span in order."""
-
-        def visit(segment: Segment, step: Scalar, segment_index: Scalar) -> None:
-            pl.when(segment.is_nonempty)(lambda: self.attend_segment(segment, step, segment_index))
-
-        self.span.walk(visit)
 
     def attend_segment(self, segment: Segment, step: Scalar, segment_index: Scalar) -> None:
-        """Process all tiles of a segment.
+        """Process all tiles of a segment, if it is not empty.
 
         Args:
-            segment: Segment with at least one unit.
+            segment: Segment.
             step: Number of tiles of the span before the segment.
             segment_index: Number of non-empty segments of the span before this one; selects the query buffer.
         """
-        buffer = lax.rem(segment_index, jnp.int32(2))
-        slopes, cache = self.inputs.slopes, self.inputs.cache
-        # Load the slopes and the static scales first: their latency passes while the first keys arrive.
-        if slopes is not None:
-            slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
-        k_scale = load_static_scale(cache.k_scale, segment)
-        v_scale = load_static_scale(cache.v_scale, segment)
-        # Wait for the segment's queries.
-        plgpu.barrier_wait(self.barriers.q_full.at[buffer])
-        start = *self.mma.init_state(), read_entries(segment, 0, self.inputs.lists.ids, self.spec), step
-        query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
-        common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
-        # Main loop: one tile of keys and values per iteration.
-        state = lax.fori_loop(
-            0, segment.num_tiles, functools.partial(self.attend_tile, common), TileState(*start)
-        )
-        # Epilogue: combine the warps, apply the static scale of the values, store.
-        accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)
-        accs = tuple(
-            scale_output(acc, chunk, segment, cache.v_scale, v_scale) for chunk, acc in enumerate(accs)
-        )
-        self.epilogue.store(segment, accs, row_max, row_sum)
-        # Free the query buffer only now: WarpgroupMma reads it for every tile.
-        plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
+
+        @pl.when(segment.is_nonempty)
+        def _() -> None:
+            buffer = lax.rem(segment_index, jnp.int32(2))
+            slopes, kv = self.inputs.slopes, self.inputs.kv
+            # Load the slopes and the static scales first: their latency passes while the first keys arrive.
+            if slopes is not None:
+                slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+            k_scale, v_scale = (
+                load_head_scale(scale, segment.kv_head) if scale is not None and scale.ndim == 1 else None
+                for scale in (kv.k_scale, kv.v_scale)
+            )
+            # Wait for the segment's queries.
+            plgpu.barrier_wait(self.barriers.q_full.at[buffer])
+            start = *self.mma.init_state(), read_entries(segment, 0, self.inputs.lists.ids, self.spec), step
+            query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
+            common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
+            # Main loop: one tile of keys and values per iteration.
+            attend_tile = functools.partial(self.attend_tile, common)
+            state = lax.fori_loop(0, segment.num_tiles, attend_tile, TileState(*start))
+            # Epilogue: combine the warps, apply the static scale of the values, store.
+            accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)
+            accs = tuple(self.scale_output(acc, n, segment, v_scale) for n, acc in enumerate(accs))
+            self.store(segment, accs, row_max, row_sum)
+            # Free the query buffer only now: WarpgroupMma reads it for every tile.
+            plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
 
     def attend_tile(self, common: SegmentInputs, tile_index: Scalar, state: TileState) -> TileState:
         """Add one tile of keys and values to a segment's attention."""
-        segment, stage = common.segment, lax.rem(state.step, jnp.int32(self.spec.sizes.stages))
-        keys = get_tile_keys(segment, tile_index, state.entries, self.spec)
+        spec, mma, smem, barriers, score = self.spec, self.mma, self.smem, self.barriers, self.spec.score
+        segment, stage = common.segment, lax.rem(state.step, jnp.int32(spec.sizes.stages))
+        keys = get_tile_keys(segment, tile_index, state.entries, spec)
         # Read the list entries of the next tile now, so that their latency passes during this one.
-        entries = read_entries(segment, tile_index + 1, self.inputs.lists.ids, self.spec)
+        entries = read_entries(segment, tile_index + 1, self.inputs.lists.ids, spec)
 
-        # Scores: wait for the keys, multiply, free their stage.
-        s = self.scores(stage, common)
-        # 8-bit values of WarpgroupMma: wait for them and dequantize before the mask, whose registers come
-        # after.
-        self.mma.dequantize_values(stage, segment, keys)
-        # ALiBi and mask.
-        s = self.mask.apply(s, segment, keys, common.slopes)
-        token_scales = self.load_value_scales(stage, segment, keys)
-
-        # Softmax, then P V: wait for the values (unless done above), multiply, free their stage.
-        p, alpha, row_max, row_sum = online_softmax(s, token_scales, state.row_max, state.row_sum, self.mma)
-        accs = self.mma.accumulate_pv(state.accs, alpha, p, stage, segment, keys)
-        return TileState(accs, row_max, row_sum, entries, state.step + 1)
-
-    def scores(self, stage: Scalar, common: SegmentInputs) -> Tile:
-        """Return S^T of a stage times log2(e), scaled and soft-capped, and free the stage's keys."""
-        score, k_scale_s = self.spec.score, self.smem.k_scale
-        # Wait until all copies of the keys, and of their scales, have arrived.
-        plgpu.barrier_wait(self.barriers.k_full.at[stage])
-        s = self.mma.qk(stage, common.query)
-        if k_scale_s is not None:
-            s = s * load_token_scales(k_scale_s, stage, self.spec.tile)
+        # Keys: wait until they and their scales have arrived, multiply, scale and cap.
+        plgpu.barrier_wait(barriers.k_full.at[stage])
+        s = mma.qk(stage, common.query)
+        if smem.k_scale is not None:
+            s = s * self.load_token_scales(smem.k_scale, stage)
         if score.soft_cap is None:
             s = s * (common.query_factor * (common.k_scale * (score.scale * LOG2E)))
         else:
             s = s * (common.query_factor * (common.k_scale * (score.scale / score.soft_cap)))
             s = jnp.tanh(s) * (score.soft_cap * LOG2E)
-        # Keys and scales have been read: the loader may refill the stage.
-        plgpu.barrier_arrive(self.barriers.k_free.at[stage])
+        # Release the keys: they and their scales have been read, so the loader may refill the stage.
+        plgpu.barrier_arrive(barriers.k_free.at[stage])
+
+        # 8-bit values of WarpgroupMma: wait for them and dequantize before the mask, whose registers come
+        # after.
+        if mma.dequantizes_values:
+            plgpu.barrier_wait(barriers.v_full.at[stage])
+            mma.dequantize_values(stage, segment, keys)
+
+        # ALiBi and mask: before the maximum, which must not see masked-out scores.
+        s = self.mask.apply(s, segment, keys, common.slopes)
+
+        # Scales per token arrive with the values; those of masked-out keys may be NaN.
+        v_scale = None
+        if smem.v_scale is not None:
+            if not mma.dequantizes_values:
+                plgpu.barrier_wait(barriers.v_full.at[stage])
+            loaded = self.load_token_scales(smem.v_scale, stage)
+            clear = functools.partial(keys.where_visible, loaded, segment, 1.0)
+            v_scale = lax.cond(keys.has_masked_out(segment), clear, lambda: loaded)
+        # Release dequantized values early: they and their scales have been read.
+        if mma.dequantizes_values:
+            plgpu.barrier_arrive(barriers.v_free.at[stage])
+
+        # Softmax, in powers of 2. f16 must hold the probability times the scale, so that the scale takes part
+        # in the maximum.
+        scaled = s
+        if v_scale is not None and mma.log2_headroom:
+            scaled = s + jnp.log2(jnp.maximum(v_scale, SMALLEST_SCALE))
+        tile_max = mma.row_max(scaled)
+        row_max = jnp.maximum(state.row_max, tile_max - mma.log2_headroom if mma.log2_headroom else tile_max)
+        # Without a visible key so far the maximum is -inf, and subtracting it would give NaN.
+        finite_max = row_max if mma.row_max_is_finite else jnp.where(row_max == -jnp.inf, 0.0, row_max)
+        alpha = jnp.exp2(state.row_max - finite_max)
+        p = jnp.exp2(s - mma.broadcast(finite_max))
+        row_sum = state.row_sum * mma.broadcast(alpha) + p
+        p = mma.store_probabilities(p if v_scale is None else p * v_scale)
+
+        # Values: wait for them, unless that is done, multiply, and release them.
+        if not mma.dequantizes_values and smem.v_scale is None:
+            plgpu.barrier_wait(barriers.v_full.at[stage])
+        accs = mma.pv(state.accs, alpha, p, stage, segment, keys)
+        if not mma.dequantizes_values:
+            plgpu.barrier_arrive(barriers.v_free.at[stage])
+        return TileState(accs, row_max, row_sum, entries, state.step + 1)
+
+    def load_token_scales(self, scale_s: Ref, stage: Scalar) -> Tile:
+        """Return the scale of each token of a stage, broadcast over the token's row of a tile."""
+        scale = plgpu.load(scale_s.at[stage], layout=W.reduce(1), optimized=False)
+        return lax.broadcast_in_dim(scale, self.spec.tile, [0])
+
+    def scale_output(self, acc: Tile, chunk: int, segment: Segment, static_scale: Scalar | None) -> Tile:
+        """Return a chunk of O^T times the values' scale, unless the scale is per token."""
+        v_scale_g = self.inputs.kv.v_scale
+        if v_scale_g is None or has_token_scales(v_scale_g):
+            return acc
+        if static_scale is not None:
+            return acc * static_scale
+        channels = plgpu.load(v_scale_g.at[segment.kv_head, chunk], layout=W.reduce(1), optimized=False)
+        return acc * lax.broadcast_in_dim(channels, acc.shape, [0])
+
+    def store(self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns) -> None:
+        """Store the result of a segment: an output, or a split output that the combine kernel merges.
+
+        Args:
+            segment: Segment of the result.
+            accs: O^T of each chunk, [width, tile_q], not normalized.
+            row_max: Maximum score of each query, times log2(e).
+            row_sum: Sum of the exponentials of each query.
+        """
+        outputs, sinks, head_tile = self.outputs, self.inputs.sinks, self.head_tile
+
+        @pl.when(segment.is_complete)
+        def _() -> None:
+            sink = None
+            if sinks is not None:
+                sink = plgpu.load(sinks.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+                # A padding row has no keys and no sink: its output is 0.
+                sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
+            factor, lse = finalize_softmax(row_max, row_sum, sink)
+            store_unoptimized(outputs.lse.at[segment.row, head_tile], lse)
+            for chunk, acc in enumerate(accs):
+                chunk_index = (chunk,) if self.spec.shape.head.is_padded else ()
+                out = outputs.out.at[(segment.row, head_tile, slice(None), *chunk_index)]
+                acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
+                store_transposed(out, acc, is_interpreted=self.spec.is_interpreted)
+
+        @pl.when(jnp.logical_not(segment.is_complete))
+        def _() -> None:
+            splits, index = outputs.splits, (segment.split_index, head_tile)
+            for chunk, acc in enumerate(accs):
+                splits.out[(*index, chunk)] = acc
+            store_unoptimized(splits.row_max.at[index], row_max)
+            store_unoptimized(splits.row_sum.at[index], row_sum)
+
+
+class DecodeMask:
+    """The mask and the bias of a layer, for one tile of query rows."""
+
+    def __init__(self, spec: DecodeSpec, head_tile: Scalar):
+        self.spec, self.score, self.shape = spec, spec.score, spec.shape
+        self.rows = plgpu.broadcasted_iota(jnp.int32, spec.tile, 0, layout=W)
+        self.first_query_row = lax.rem(head_tile, jnp.int32(self.shape.row_tiles)) * self.shape.tile_q
+
+    def apply(self, s: Tile, segment: Segment, keys: TileKeys, slopes: Columns | None) -> Tile:
+        """Return the scores with ALiBi's bias, and -inf where a query does not attend to a key.
+
+        Args:
+            s: Scores times log2(e), [tile_kv, tile_q].
+            segment: Segment of the tile.
+            keys: Key positions of the tile.
+            slopes: ALiBi slopes times log2(e), or None.
+        """
+        spec, shape, score, rows, seq_len = self.spec, self.shape, self.score, self.rows, segment.seq_len
+        # Position of each column's query; a scalar if all columns belong to one token.
+        position = seq_len - 1
+        if shape.query_len > 1:
+            query_rows = self.query_rows()
+            position = lax.div(query_rows, jnp.full_like(query_rows, shape.group)) + (
+                seq_len - shape.query_len
+            )
+        # ALiBi: minus the slope times the distance to the key, or its square root.
+        if slopes is not None:
+            distance = (position - keys.row_positions(rows)).astype(jnp.float32)
+            if score.sqrt_alibi:
+                distance = jnp.sqrt(jnp.maximum(distance, 0.0))
+            s = s - lax.broadcast_in_dim(slopes, spec.tile, [1]) * distance
+        # Causal, window and chunk masks, unless every query attends to every key of the tile.
+        first_key_for_all, _ = score.key_range(seq_len - 1, seq_len)
+        _, end_key_for_all = score.key_range(seq_len - shape.query_len, seq_len)
+
+        def mask_range() -> Tile:
+            key = keys.row_positions(rows)
+            first_key, end_key = score.key_range(position, seq_len)
+            return jnp.where((key >= first_key) & (key < end_key), s, -jnp.inf)
+
+        s = lax.cond(keys.has_key_outside(first_key_for_all, end_key_for_all), mask_range, lambda: s)
+        # Sparse blocks that a query head does not visit: each list entry has one bit per head of the group.
+        if shape.lists_have_head_bits:
+            query_rows = self.query_rows()
+            head = lax.rem(query_rows, jnp.full_like(query_rows, shape.group))
+            s = jnp.where(lax.shift_right_logical(keys.row_head_bits(rows), head) & 1 != 0, s, -jnp.inf)
         return s
 
-    def load_value_scales(self, stage: Scalar, segment: Segment, keys: TileKeys) -> Tile | None:
-        """Return the scale of each key's value over a tile, or None without scales per token.
-
-        If `dequantize_values` has read the values already, this frees their stage.
-        """
-        v_scale_s, scales = self.smem.v_scale, None
-        if v_scale_s is not None:
-            # The scales arrive with the values; dequantize_values has waited for both already.
-            if not self.mma.dequantizes_values:
-                plgpu.barrier_wait(self.barriers.v_full.at[stage])
-            loaded = load_token_scales(v_scale_s, stage, self.spec.tile)
-            # Scales of masked-out keys may be NaN.
-            clear = functools.partial(where_visible, loaded, segment, keys, 1.0)
-            scales = lax.cond(has_masked_out_keys(segment, keys), clear, lambda: loaded)
-        if self.mma.dequantizes_values:
-            plgpu.barrier_arrive(self.barriers.v_free.at[stage])
-        return scales
+    def query_rows(self) -> Tile:
+        """Return, for each column of the scores, the index of its query row among the rows of the KV head."""
+        return plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 1, layout=W) + self.first_query_row

@@ -4,7 +4,6 @@ A TMA copy moves `CacheTiling.tokens_per_copy` tokens of one cache block, for on
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -12,9 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.refs import DecodeBarriers, DecodeInputs, DecodeSmem, has_token_scales
-from pallas_kernels.paged_decode.span import Segment, Span
-from pallas_kernels.paged_decode.tile_keys import get_tile_keys, read_entries
+from pallas_kernels.paged_decode.span import Segment, Span, get_tile_keys, read_entries
+from pallas_kernels.paged_decode.spec import DecodeBarriers, DecodeInputs, DecodeSmem, has_token_scales
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
@@ -27,8 +25,8 @@ class KVStream(NamedTuple):
     """The path of keys or of values from the cache to the stages.
 
     Attributes:
-        cache_g: `DecodeCacheRefs.k` or `.v`.
-        scale_g: `DecodeCacheRefs.k_scale` or `.v_scale` if it has one scale per token and head, else None.
+        cache_g: `KvRefs.k` or `.v`.
+        scale_g: `KvRefs.k_scale` or `.v_scale` if it has one scale per token and head, else None.
         tile_s: Tiles of keys or values in SMEM, one per stage, [stages, num_chunks, tile_kv, width].
         scale_s: Scales of these tiles in SMEM, f32 [stages, tile_kv]; None without scales per token.
         full: One barrier per stage, at which each TMA copy into the stage arrives.
@@ -47,29 +45,20 @@ class DecodeLoader:
     """The warp that loads the queries of each segment, and the keys and values of each tile."""
 
     def __init__(self, inputs: DecodeInputs, smem: DecodeSmem, barriers: DecodeBarriers, span: Span):
-        cache = inputs.cache
-        k_scale_g = cache.k_scale if has_token_scales(cache.k_scale) else None
-        v_scale_g = cache.v_scale if has_token_scales(cache.v_scale) else None
+        kv = inputs.kv
+        k_scale_g = kv.k_scale if has_token_scales(kv.k_scale) else None
+        v_scale_g = kv.v_scale if has_token_scales(kv.v_scale) else None
         self.inputs, self.q_s, self.barriers, self.span, self.spec = inputs, smem.q, barriers, span, span.spec
         self.tiling = self.spec.cache_tiling
-        self.blocks = BlockTableRef(cache.block_table, self.spec.shape.block_size)
+        self.blocks = BlockTableRef(kv.block_table, self.spec.shape.block_size)
         self.streams = (
-            KVStream(cache.k, k_scale_g, smem.k, smem.k_scale, barriers.k_full, barriers.k_free),
-            KVStream(cache.v, v_scale_g, smem.v, smem.v_scale, barriers.v_full, barriers.v_free),
+            KVStream(kv.k, k_scale_g, smem.k, smem.k_scale, barriers.k_full, barriers.k_free),
+            KVStream(kv.v, v_scale_g, smem.v, smem.v_scale, barriers.v_full, barriers.v_free),
         )
 
     def load_span(self) -> None:
         """Load all segments of the span in order."""
-
-        def visit(segment: Segment, step: Scalar, segment_index: Scalar) -> None:
-            num_tiles = jnp.where(segment.is_nonempty, segment.num_tiles, 0)
-
-            def load_query() -> None:
-                pl.when(segment.is_nonempty)(lambda: self.load_query(segment, segment_index))
-
-            self.load_segment(segment, num_tiles, step, load_query)
-
-        num_steps, num_segments = self.span.walk(visit)
+        num_steps, num_segments = self.span.walk(self.load_segment)
         # Interpret mode requires that every completion of a barrier is awaited; the hardware does not.
         stages, barriers = self.spec.sizes.stages, self.barriers
         wait_until_released(num_steps, stages, (barriers.k_free, barriers.v_free))
@@ -89,17 +78,15 @@ class DecodeLoader:
                 self.inputs.query.at[index], self.q_s.at[buffer, chunk], barriers.q_full.at[buffer]
             )
 
-    def load_segment(
-        self, segment: Segment, num_tiles: Scalar, step: Scalar, load_query: Callable[[], None]
-    ) -> None:
-        """Load the tiles of a segment.
+    def load_segment(self, segment: Segment, step: Scalar, segment_index: Scalar) -> None:
+        """Load the queries and the tiles of a segment, if it is not empty.
 
         Args:
             segment: Segment to load.
-            num_tiles: Number of tiles of the segment; 0 if it is empty.
             step: Number of tiles of the span before the segment.
-            load_query: Function that loads the queries; called while the first block ids are being loaded.
+            segment_index: Number of non-empty segments of the span before this one.
         """
+        num_tiles = jnp.where(segment.is_nonempty, segment.num_tiles, 0)
         has_lists = self.spec.shape.list_block_size is not None
 
         def read_tile_entries(tile_index: Scalar) -> tuple[Scalar, ...]:
@@ -120,7 +107,8 @@ class DecodeLoader:
 
         entries = [read_tile_entries(jnp.int32(i)) for i in range(2)]
         first_copies = self.tile_copies(segment, jnp.int32(0), entries[0])
-        load_query()
+        # Load the queries while the first block ids are being loaded.
+        pl.when(segment.is_nonempty)(functools.partial(self.load_query, segment, segment_index))
         lax.fori_loop(0, num_tiles, load, (first_copies, entries[1]))
 
     def tile_copies(self, segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...]) -> TmaCopies:

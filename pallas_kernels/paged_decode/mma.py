@@ -14,14 +14,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.masking import has_masked_out_keys, where_visible
-from pallas_kernels.paged_decode.refs import DecodeBarriers, DecodeSmem
-from pallas_kernels.paged_decode.span import Segment
-from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.paged_decode.tile_keys import TileKeys
-from pallas_kernels.ptx.warp_mma import pv_mma, qk_mma, warp_row_max
-from pallas_kernels.ptx.warp_outputs import store_warp_outputs
-from pallas_kernels.ptx.warp_query import WARPS, WarpTile, load_query_fragments
+from pallas_kernels.paged_decode.span import Segment, TileKeys
+from pallas_kernels.paged_decode.spec import DecodeSmem, DecodeSpec
+from pallas_kernels.ptx.warp_mma import (
+    WARPS,
+    WarpTile,
+    load_query_fragments,
+    pv_mma,
+    qk_mma,
+    store_warp_outputs,
+    warp_row_max,
+)
 from pallas_kernels.shared.dequant import load_dequantized
 from pallas_kernels.shared.memory import swizzle_bytes
 from pallas_kernels.shared.paged_kv import clear_masked_out
@@ -38,17 +41,11 @@ LOG2_HEADROOM = 14
 class TileMma(Protocol):
     """K Q^T and V^T P of one tile, and the reductions between them; the caller keeps the state.
 
-    The caller calls `init_state` and `load_query` once per segment, then for every tile `qk`,
-    `dequantize_values`, `row_max` and `broadcast` (in the softmax) and `accumulate_pv`, and once after the
-    segment's last tile `combine_warps`. All threads of the warpgroup call with the same scalars.
-
-    Who waits for a stage to be full, and who frees it:
-        keys: the caller waits before `qk` and frees them after it.
-        values, if `dequantizes_values`: `dequantize_values` waits; the caller frees them once it has read
-        their
-            scales, before `row_max`.
-        other values with a scale per token: the caller waits, for the scales; `accumulate_pv` frees them.
-        other values: `accumulate_pv` waits for them and frees them.
+    The caller calls `init_state` and `load_query` once per segment, then for every tile `qk`, `row_max`,
+    `broadcast`, `store_probabilities` and `pv`, and once after the segment's last tile `combine_warps`. It
+    waits for the keys before `qk` and for the values before `pv`; if `dequantizes_values`, it waits for them
+    before `dequantize_values`, which it calls before `row_max`. All threads of the warpgroup call with the
+    same scalars.
 
     `init_state` chooses the shapes and layouts of accumulators, maxima and sums, which the caller carries
     through jax.lax.fori_loop. `combine_warps` converts them to the shapes of a segment's results.
@@ -85,7 +82,7 @@ class TileMma(Protocol):
         ...
 
     def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """Wait for the values and dequantize them if `dequantizes_values`, with zeros for masked-out keys."""
+        """Dequantize the values if `dequantizes_values`, with zeros for masked-out keys."""
         ...
 
     def row_max(self, s: Tile) -> Columns | Tile:
@@ -96,7 +93,11 @@ class TileMma(Protocol):
         """Broadcast one number per query, such as row_max, over a tile of scores."""
         ...
 
-    def accumulate_pv(
+    def store_probabilities(self, p: Tile) -> Tile:
+        """Return the probabilities in the form that `pv` takes, after storing them if it reads memory."""
+        ...
+
+    def pv(
         self,
         accs: tuple[Tile, ...],
         alpha: Columns | Tile,
@@ -123,8 +124,8 @@ class WarpgroupMma(TileMma):
     transposes 16-bit operands only.
     """
 
-    def __init__(self, smem: DecodeSmem, barriers: DecodeBarriers, spec: DecodeSpec):
-        self.smem, self.barriers, self.head, self.dtype = smem, barriers, spec.shape.head, spec.dtype
+    def __init__(self, smem: DecodeSmem, spec: DecodeSpec):
+        self.smem, self.head, self.dtype = smem, spec.shape.head, spec.dtype
         self.tile, self.is_interpreted = spec.tile, spec.is_interpreted
         needs_headroom = spec.dtype == jnp.float16 and smem.v_scale is not None
         self.log2_headroom = LOG2_HEADROOM if needs_headroom else 0
@@ -183,21 +184,17 @@ class WarpgroupMma(TileMma):
 
     def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
         """Convert the 8-bit values of a stage to 16 bits, through shared memory."""
-        if not self.dequantizes_values:
-            return
-        # Wait until the values have arrived; the caller frees the stage once it has read their scales, too.
-        plgpu.barrier_wait(self.barriers.v_full.at[stage])
         for chunk in range(self.head.num_chunks):
             for columns in swizzle_rows(self.head.width):
                 v = load_dequantized(self.smem.v.at[stage, chunk, :, columns], self.dtype)
-                clear = functools.partial(where_visible, v, segment, keys, 0.0)
-                v = lax.cond(has_masked_out_keys(segment, keys), clear, lambda v=v: v)
+                clear = functools.partial(keys.where_visible, v, segment, 0.0)
+                v = lax.cond(keys.has_masked_out(segment), clear, lambda v=v: v)
                 self.smem.dequantized[chunk, :, columns] = v
 
     def clear_masked_out_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
         """Overwrite values of masked-out keys with zeros: a probability of 0 does not remove a NaN."""
 
-        @pl.when(has_masked_out_keys(segment, keys))
+        @pl.when(keys.has_masked_out(segment))
         def _() -> None:
             rows = pl.ds(0, self.tile[0])
             clear_masked_out(
@@ -205,7 +202,13 @@ class WarpgroupMma(TileMma):
             )
             plgpu.commit_smem()
 
-    def accumulate_pv(
+    def store_probabilities(self, p: Tile) -> Tile:
+        """Store P in shared memory: wgmma reads it, and dequantized values, there."""
+        self.smem.p.T[...] = plgpu.layout_cast(p.astype(self.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        return p
+
+    def pv(
         self,
         accs: tuple[Tile, ...],
         alpha: Columns,
@@ -214,21 +217,13 @@ class WarpgroupMma(TileMma):
         segment: Segment,
         keys: TileKeys,
     ) -> tuple[Tile, ...]:
-        """Return accs * alpha + V^T P, with p passing through shared memory."""
-        # wgmma reads P (and dequantized values) from shared memory: commit before it is issued.
-        self.smem.p.T[...] = plgpu.layout_cast(p.astype(self.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
+        """Return accs * alpha + V^T P, with P from shared memory."""
         if not self.dequantizes_values:
-            plgpu.barrier_wait(self.barriers.v_full.at[stage])
             self.clear_masked_out_values(stage, segment, keys)
-        accs = tuple(
+        return tuple(
             self.accumulate_chunk(acc * lax.broadcast_in_dim(alpha, acc.shape, [1]), stage, chunk)
             for chunk, acc in enumerate(accs)
         )
-        # All chunks have been read: the loader may refill the stage.
-        if not self.dequantizes_values:
-            plgpu.barrier_arrive(self.barriers.v_free.at[stage])
-        return accs
 
     def accumulate_chunk(self, acc: Tile, stage: Scalar, chunk: int) -> Tile:
         """Return acc + V^T P for one chunk of a head."""
@@ -270,9 +265,8 @@ class WarpMma(TileMma):
     row_max_is_finite = False  # no query may attend to any of a warp's own keys
     dequantizes_values = False  # they are dequantized in registers on the way into the tensor core
 
-    def __init__(self, smem: DecodeSmem, barriers: DecodeBarriers, spec: DecodeSpec):
-        self.smem, self.barriers = smem, barriers
-        self.head, self.is_interpreted = spec.shape.head, spec.is_interpreted
+    def __init__(self, smem: DecodeSmem, spec: DecodeSpec):
+        self.smem, self.head, self.is_interpreted = smem, spec.shape.head, spec.is_interpreted
         dtypes = jnp.dtype(spec.dtype), smem.k.dtype, smem.v.dtype
         self.tile = WarpTile(spec.shape.tile_q, self.head, *dtypes)
         self.log2_headroom = LOG2_HEADROOM if self.tile.value_operand == jnp.float16 else 0
@@ -300,13 +294,17 @@ class WarpMma(TileMma):
         return qk_mma(k_s, query, tile=self.tile, is_interpreted=self.is_interpreted)
 
     def dequantize_values(self, stage: Scalar, segment: Segment, keys: TileKeys) -> None:
-        """Do nothing, because `accumulate_pv` dequantizes values in registers."""
+        """Do nothing, because `pv` dequantizes values in registers."""
 
     def row_max(self, s: Tile) -> Tile:
         """Return the maximum over each warp's rows, in all of its rows."""
         return warp_row_max(s, tile=self.tile, is_interpreted=self.is_interpreted)
 
-    def accumulate_pv(
+    def store_probabilities(self, p: Tile) -> Tile:
+        """Return the probabilities, which stay in registers."""
+        return p
+
+    def pv(
         self,
         accs: tuple[Tile, ...],
         alpha: Tile,
@@ -316,10 +314,7 @@ class WarpMma(TileMma):
         keys: TileKeys,
     ) -> tuple[Tile, ...]:
         """Return accs * alpha + V^T P of each warp's keys."""
-        # With scales per token the caller has waited for the values already.
-        if self.smem.v_scale is None:
-            plgpu.barrier_wait(self.barriers.v_full.at[stage])
-        accs = pv_mma(
+        return pv_mma(
             self.smem.v.at[stage],
             p,
             [acc * alpha for acc in accs],
@@ -330,8 +325,6 @@ class WarpMma(TileMma):
             tile=self.tile,
             is_interpreted=self.is_interpreted,
         )
-        plgpu.barrier_arrive(self.barriers.v_free.at[stage])
-        return accs
 
     def combine_warps(
         self, accs: tuple[Tile, ...], row_max: Tile, row_sum: Tile

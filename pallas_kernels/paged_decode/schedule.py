@@ -71,7 +71,7 @@ class DecodeSchedule:
     Attributes:
         unit_ends: One past the index of each row's last unit, where units are counted over all rows.
         num_spans: Static number of spans. A thread block searches `unit_ends` for the first row of its span
-            (find_span_start).
+            (span.find_span_start).
         built_for: Static sizes that the schedule was built for.
     """
 
@@ -159,17 +159,3 @@ def _unit_ends(
     else:
         unit_ends = jnp.cumsum(units)
     return unit_ends.astype(jnp.int32)
-
-
-def num_split_outputs(reqs: int, max_kv: int, *, sizes: DecodeSizes, num_spans: int) -> int:
-    """Return the maximum number of split outputs per tile of query rows.
-
-    Args:
-        reqs: Number of rows of the schedule.
-        max_kv: Maximum number of keys of a row.
-        sizes: Sizes of the kernel.
-        num_spans: Number of spans of the schedule.
-    """
-    if sizes.split_kv is None:
-        return reqs + num_spans
-    return reqs * (-(-max_kv // sizes.split_kv))

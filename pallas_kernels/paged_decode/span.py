@@ -2,20 +2,26 @@
 
 A **span** is the contiguous range of KV tokens of the batch that one thread block processes. The **segment**
 of a request is the part of the request that lies in one span. Spans and segments are counted in **units**: a
-unit is one KV tile or, with fixed splits, one split. See `schedule`.
+unit is one KV tile or, with fixed splits, one split. See `schedule`. The keys of a tile have consecutive
+positions, or are runs that a request's list of sparse blocks selects.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.paged_decode.spec import DecodeSpec
-from pallas_kernels.ptx.span_search import SpanStart, find_span_start
-from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.shared import paged_kv
+from pallas_kernels.shared.types import Ref, Scalar, Tile
+
+NO_KEY = 1 << 30  # a key position beyond the end of every request
+SEARCH_WAYS = 16  # number of rows that one step of the k-ary search compares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +63,66 @@ class Segment:
     def is_nonempty(self) -> Scalar:
         """Whether a part of the request lies in this span."""
         return self.num_units > 0
+
+
+class SpanStart(NamedTuple):
+    """Where a span begins; traced scalars.
+
+    Attributes:
+        total: Number of units of all spans together.
+        span: Number of units of each span.
+        unit: First unit of this span; may lie beyond the last unit.
+        row: Row of the schedule that contains `unit`; the number of rows if none does.
+        next_row: Row that contains the first unit of the next span; the number of rows if none does.
+        start: First unit of `row`; 0 for the first row.
+        end: One past the last unit of `row`.
+        value: Element of `values_g` of `row`.
+    """
+
+    total: Scalar
+    span: Scalar
+    unit: Scalar
+    row: Scalar
+    next_row: Scalar
+    start: Scalar
+    end: Scalar
+    value: Scalar
+
+
+def span_units(total: Scalar, num_spans: int) -> Scalar:
+    """Return the number of units of a span, at least 1."""
+    return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
+
+
+def find_span_start(ends_g: Ref, values_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanStart:
+    """Return where a span begins, by comparing SEARCH_WAYS rows of the schedule per step.
+
+    Args:
+        ends_g: One past the last unit of each row of the schedule, int32 [reqs].
+        values_g: A value of each row, int32 [reqs], not negative.
+        span_index: Index of the span, 0 to `num_spans`.
+        num_spans: Number of spans of the schedule.
+    """
+    rows = ends_g.shape[0]
+    total = ends_g[rows - 1]
+    span = span_units(total, num_spans)
+
+    def count_rows_before(unit: Scalar) -> Scalar:
+        first_row, size = span_index * 0, rows  # the row is one of [first_row, first_row + size]
+        while size:
+            step = -(-size // SEARCH_WAYS)
+            last_rows = [first_row + (i * step - 1) for i in range(1, -(-size // step) + 1)]
+            are_before = [(row < rows) & (ends_g[jnp.minimum(row, rows - 1)] <= unit) for row in last_rows]
+            first_row = first_row + step * sum(x.astype(jnp.int32) for x in are_before)
+            size = step - 1
+        return first_row
+
+    unit = span_index * span
+    row = count_rows_before(unit)
+    start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
+    clipped = jnp.minimum(row, rows - 1)
+    next_row = count_rows_before(unit + span)
+    return SpanStart(total, span, unit, row, next_row, start, ends_g[clipped], values_g[clipped])
 
 
 class ScheduleRow(NamedTuple):
@@ -123,7 +189,8 @@ class Span:
                 segments of the span before the segment).
         """
         last_row = self.unit_ends.shape[0] - 1
-        begin = self._begin()
+        row_values = self.seq_lens if self.counts is None else self.counts
+        begin = find_span_start(self.unit_ends, row_values, self.index, num_spans=self.spec.num_spans)
         stop = jnp.minimum(begin.unit + begin.span, begin.total)
         zero = self.index * 0
 
@@ -158,13 +225,6 @@ class Span:
         cursor = SpanCursor(begin.unit, first_row, begin.start, first, step=zero, segment_index=zero)
         cursor = lax.fori_loop(0, visits, visit_row, cursor)
         return cursor.step, cursor.segment_index
-
-    def _begin(self) -> SpanStart:
-        row_values = self.seq_lens if self.counts is None else self.counts
-        num_spans, is_interpreted = self.spec.num_spans, self.spec.is_interpreted
-        return find_span_start(
-            self.unit_ends, row_values, self.index, num_spans=num_spans, is_interpreted=is_interpreted
-        )
 
     def _read(self, row: Scalar) -> ScheduleRow:
         num_listed = None if self.counts is None else self.counts[row]
@@ -208,3 +268,114 @@ class Span:
             is_complete=is_complete,
             num_listed=num_listed,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TileKeys:
+    """Positions of a tile's keys in their request, as runs of consecutive positions.
+
+    Attributes:
+        run_starts: Position of the first key of each run, in ascending order.
+        head_bits: One number per run, whose bit g says whether query head g of the group visits the run.
+            Empty if all query heads visit all runs.
+        run_length: Static number of keys per run.
+    """
+
+    run_starts: tuple[Scalar, ...]
+    head_bits: tuple[Scalar, ...]
+    run_length: int
+
+    def row_positions(self, rows: Tile) -> Tile:
+        """Return the key position of each of the given rows of the tile."""
+        return rows + self._select(
+            rows, [first - i * self.run_length for i, first in enumerate(self.run_starts)]
+        )
+
+    def tile_positions(self, shape: tuple[int, ...]) -> Tile:
+        """Return the key position of each element of a tile [keys, ...], in the WGMMA layout."""
+        rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        return self.row_positions(rows)
+
+    def row_head_bits(self, rows: Tile) -> Tile:
+        """Return, for each of the given rows of the tile, the head bits of its run."""
+        return self._select(rows, self.head_bits)
+
+    def _select(self, rows: Tile, run_values: Sequence[Scalar]) -> Tile:
+        """Return the element of `run_values` for the run that each of the given rows belongs to."""
+        value = run_values[0]
+        for i, run_value in enumerate(run_values[1:], 1):
+            value = jnp.where(rows >= i * self.run_length, run_value, value)
+        return value
+
+    def where_visible(self, x: Tile, segment: Segment, fill: float) -> Tile:
+        """Return `x`, which has one row per key, with `fill` in the rows of keys that no query attends to."""
+        return paged_kv.where_visible(
+            x, self.tile_positions(x.shape), segment.first_key, segment.end_key, fill
+        )
+
+    def has_masked_out(self, segment: Segment) -> Scalar:
+        """Return whether the tile has keys that no query of the request attends to."""
+        return self.has_key_outside(segment.first_key, segment.end_key)
+
+    def has_key_outside(self, first_key: Scalar, end_key: Scalar) -> Scalar:
+        """Return whether any key position of the tile is outside of [first_key, end_key)."""
+        return (self.run_starts[0] < first_key) | (self.run_starts[-1] + self.run_length > end_key)
+
+
+def read_entries(
+    segment: Segment, tile_index: Scalar | int, ids: Ref, spec: DecodeSpec
+) -> tuple[Scalar, ...]:
+    """Return the list entries of a tile or, without lists, the position of the tile's first key.
+
+    Lists are in global memory. Callers read the entries at least one tile before they call `get_tile_keys`,
+    which hides the latency of the loads.
+
+    Args:
+        segment: Segment of the tile.
+        tile_index: Index of the tile in the segment; may exceed the number of tiles.
+        ids: Lists of sparse blocks, [reqs * kv_heads, max_listed]; unused without lists.
+        spec: Static description of the call.
+    """
+    if segment.num_listed is None:
+        return ((segment.first_tile + tile_index) * spec.sizes.tile_kv,)
+    last = jnp.maximum(segment.num_listed - 1, 0)
+    positions, _ = _list_positions(segment, tile_index, spec)
+    return tuple(ids[segment.row, jnp.minimum(position, last)] for position in positions)
+
+
+def get_tile_keys(
+    segment: Segment, tile_index: Scalar, entries: tuple[Scalar, ...], spec: DecodeSpec
+) -> TileKeys:
+    """Return the key positions of a tile of a segment.
+
+    Args:
+        segment: Segment of the tile.
+        tile_index: Index of the tile in the segment.
+        entries: Result of `read_entries` for the tile.
+        spec: Static description of the call.
+    """
+    shape = spec.shape
+    if segment.num_listed is None:
+        return TileKeys(entries, (), spec.run_length)
+    positions, offset = _list_positions(segment, tile_index, spec)
+    run_starts, head_bits = [], []
+    for position, entry in zip(positions, entries, strict=True):
+        if shape.lists_have_head_bits:
+            head_bits.append(lax.shift_right_logical(entry, jnp.int32(QUERY_BLOCK_SHIFT)))
+            entry = entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
+        is_valid = position < segment.num_listed
+        run_starts.append(jnp.where(is_valid, entry * (shape.list_block_size or 0) + offset, NO_KEY))
+    return TileKeys(tuple(run_starts), tuple(head_bits), spec.run_length)
+
+
+def _list_positions(
+    segment: Segment, tile_index: Scalar | int, spec: DecodeSpec
+) -> tuple[list[Scalar], Scalar]:
+    """Return the indices in the list of a tile's sparse blocks, and the offset of the tile in each block."""
+    size, tile_kv, run_length = spec.shape.list_block_size, spec.sizes.tile_kv, spec.run_length
+    assert size is not None
+    tile = segment.first_tile + tile_index
+    tiles_per_block, blocks_per_tile = max(size // tile_kv, 1), tile_kv // run_length
+    block = lax.div(tile, jnp.int32(tiles_per_block))
+    offset = lax.rem(tile, jnp.int32(tiles_per_block)) * run_length
+    return [block * blocks_per_tile + i for i in range(blocks_per_tile)], offset

@@ -1,16 +1,27 @@
-"""Static description of one call of the decode kernel: what recompiles the kernel when it changes."""
+"""What the decode kernel is compiled for: static sizes, arrays, shared memory and barriers.
+
+The order of the fields of a NamedTuple is the order of the kernel's arguments and of its shared memory.
+"""
 
 import dataclasses
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_kernels.paged_decode.sizes import DecodeSizes
+from pallas_kernels.ptx.warp_mma import WARPS
 from pallas_kernels.shared.head_dims import HeadChunks
-from pallas_kernels.shared.paged_kv import CacheTiling
+from pallas_kernels.shared.memory import swizzled_smem
+from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.types import Interpret, Scalar
+from pallas_kernels.shared.softmax import SplitOutputs
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, Scalar
+
+f32 = jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,3 +120,156 @@ class DecodeSpec:
         return CacheTiling(
             block_size=shape.block_size, tile_kv=self.run_length, is_hnd=shape.is_hnd, head=shape.head
         )
+
+
+class DecodeListRefs(NamedTuple):
+    """Lists of sparse blocks, one per schedule row. Both fields are None if there are no lists.
+
+    Attributes:
+        ids: Sparse block ids of each list, [reqs * kv_heads, max_listed].
+        counts: Length of each list, [reqs * kv_heads].
+    """
+
+    ids: Ref
+    counts: Ref
+
+
+class DecodeInputs(NamedTuple):
+    """Arrays that the kernel reads.
+
+    The axis `reqs` has one element per schedule row (with lists, reqs * kv_heads).
+
+    Attributes:
+        query: Queries [reqs, head_tiles, rows, head_dim], or [..., num_chunks, chunk_dim].
+        kv: Keys and values.
+        seq_lens: Number of keys of each request, [reqs].
+        unit_ends: `DecodeSchedule.unit_ends`, [reqs].
+        slopes: ALiBi slopes times log2(e), f32 [head_tiles, tile_q]; None without ALiBi.
+        sinks: Attention sinks times log2(e), f32 [head_tiles, tile_q]; None without sinks.
+        lists: Sparse blocks to visit.
+    """
+
+    query: Ref
+    kv: KvRefs
+    seq_lens: Ref
+    unit_ends: Ref
+    slopes: Ref
+    sinks: Ref
+    lists: DecodeListRefs
+
+
+class DecodeOutputs(NamedTuple):
+    """Arrays that the kernel writes.
+
+    Attributes:
+        out: Outputs of the requests that lie in one span, of the shape of the queries.
+        lse: Log-sum-exps of these requests, f32 [reqs, head_tiles, tile_q].
+        splits: Split outputs of the requests that lie in several spans; `tiles` are head_tiles, accumulators
+            O^T. Entries without a segment are not written.
+    """
+
+    out: Ref
+    lse: Ref
+    splits: SplitOutputs
+
+
+class DecodeSmem(NamedTuple):
+    """Shared memory of a thread block.
+
+    Attributes:
+        q: Queries of the current and the next segment, [2, num_chunks, tile_q, width].
+        k: Tiles of keys, [stages, num_chunks, tile_kv, width].
+        v: Tiles of values, [stages, num_chunks, tile_kv, width].
+        k_scale: Scales of the keys per token, f32 [stages, tile_kv]; None without scales per token.
+        v_scale: Scales of the values per token, f32 [stages, tile_kv]; None without scales per token.
+        dequantized: Values of one tile in 16 bits, [num_chunks, tile_kv, width]; in interpret mode also its
+            keys. None if values are not dequantized here.
+        p: Probabilities, [tile_q, tile_kv]; None with WarpMma, which keeps them in registers.
+        warp_outputs: Results of the four warps of WarpMma, f32 [warps, head_dim + 2, tile_q]; else None.
+    """
+
+    q: Ref
+    k: Ref
+    v: Ref
+    k_scale: Ref
+    v_scale: Ref
+    dequantized: Ref
+    p: Ref
+    warp_outputs: Ref
+
+
+class DecodeBarriers(NamedTuple):
+    """Barriers that say when a query buffer or a stage of keys or values is full, and when it is free."""
+
+    q_full: Barriers
+    q_free: Barriers
+    k_full: Barriers
+    v_full: Barriers
+    k_free: Barriers
+    v_free: Barriers
+
+
+def has_token_scales(scale: Any) -> bool:
+    """Return whether a scale of KvRefs has one element per token and head."""
+    return scale is not None and scale.ndim == 4
+
+
+def output_types(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
+    """Return the shapes and dtypes of the kernel's outputs."""
+    shape, head, tile_q = spec.shape, spec.shape.head, spec.shape.tile_q
+    reqs, ids = inputs.query.shape[0], inputs.lists.ids
+    max_kv = inputs.kv.block_table.shape[1] * shape.block_size
+    if ids is not None:
+        max_kv = ids.shape[1] * (shape.list_block_size or 0)
+    sizes = spec.sizes
+    splits = reqs + spec.num_spans if sizes.split_kv is None else reqs * (-(-max_kv // sizes.split_kv))
+    per_query = jax.ShapeDtypeStruct((splits, shape.head_tiles, tile_q), f32)
+    split_out = jax.ShapeDtypeStruct((splits, shape.head_tiles, head.num_chunks, head.width, tile_q), f32)
+    return DecodeOutputs(
+        out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype),
+        lse=jax.ShapeDtypeStruct((reqs, shape.head_tiles, tile_q), f32),
+        splits=SplitOutputs(split_out, per_query, per_query),
+    )
+
+
+def smem_types(kv: KvRefs, spec: DecodeSpec) -> DecodeSmem:
+    """Return the scratch shapes in shared memory for a cache of these dtypes and scales."""
+    sizes, head, tile_q = spec.sizes, spec.shape.head, spec.shape.tile_q
+    stage = head.num_chunks, sizes.tile_kv, head.width
+    # Interpret mode takes no operand from registers, so dequantized keys pass through shared memory there.
+    is_dequantized = kv.v.dtype != spec.dtype or (spec.is_interpreted and kv.k.dtype != spec.dtype)
+    scale_smem = plgpu.SMEM((sizes.stages, sizes.tile_kv), f32)
+    swizzle_width = head.width if sizes.per_warp_mma else 64
+    dequantized = swizzled_smem(stage, spec.dtype) if is_dequantized and not sizes.per_warp_mma else None
+    warp_outputs = plgpu.SMEM((WARPS, head.padded_dim + 2, tile_q), f32) if sizes.per_warp_mma else None
+    return DecodeSmem(
+        q=swizzled_smem((2, head.num_chunks, tile_q, head.width), spec.dtype),
+        k=swizzled_smem((sizes.stages, *stage), kv.k.dtype, width=swizzle_width),
+        v=swizzled_smem((sizes.stages, *stage), kv.v.dtype, width=swizzle_width),
+        k_scale=scale_smem if has_token_scales(kv.k_scale) else None,
+        v_scale=scale_smem if has_token_scales(kv.v_scale) else None,
+        dequantized=dequantized,
+        p=None if sizes.per_warp_mma else swizzled_smem((tile_q, sizes.tile_kv), spec.dtype),
+        warp_outputs=warp_outputs,
+    )
+
+
+def barrier_types(kv: KvRefs, spec: DecodeSpec) -> DecodeBarriers:
+    """Return the scratch shapes of the barriers.
+
+    Each TMA copy arrives once at the full barrier of its buffer.
+    """
+    stages, num_chunks = spec.sizes.stages, spec.shape.head.num_chunks
+    tokens_per_copy = spec.cache_tiling.tokens_per_copy
+
+    def num_copies(scale: Any) -> int:
+        return spec.sizes.tile_kv // tokens_per_copy * (num_chunks + has_token_scales(scale))
+
+    return DecodeBarriers(
+        q_full=plgpu.Barrier(num_arrivals=num_chunks, num_barriers=2),
+        q_free=plgpu.Barrier(num_barriers=2),
+        k_full=plgpu.Barrier(num_arrivals=num_copies(kv.k_scale), num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=num_copies(kv.v_scale), num_barriers=stages),
+        k_free=plgpu.Barrier(num_barriers=stages),
+        v_free=plgpu.Barrier(num_barriers=stages),
+    )

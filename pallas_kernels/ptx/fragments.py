@@ -8,13 +8,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_kernels.ptx import lanes
-from pallas_kernels.ptx.layouts import (
-    BY_THREAD_LAYOUT,
-    SCALAR_LAYOUT,
-    THREADS,
-    TILE_LAYOUT,
-    require_layout,
-)
+from pallas_kernels.ptx.layouts import SCALAR_LAYOUT, TILE_LAYOUT, require_layout
 
 type Fragment = list[ir.Value]
 """A lane's four f32 of an mma accumulator of 8 columns: row g, columns 2 t and 2 t + 1; then row g + 8."""
@@ -49,18 +43,6 @@ def array_from_registers(
     """Return the array with the given registers, which are in the layout's order."""
     in_order = np.asarray(registers, dtype=object).reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=in_order, _layout=layout, _is_signed=None)
-
-
-def array_by_thread(x: ir.Value) -> mgpu.FragmentedArray:
-    """Return the array [THREADS] of one f32 from each thread of a warpgroup."""
-    element = vector.from_elements(ir.VectorType.get((1,), lanes.f32()), [x])
-    return array_from_registers([element], BY_THREAD_LAYOUT, (THREADS,))
-
-
-def thread_value(array: mgpu.FragmentedArray) -> ir.Value:
-    """Return a thread's element of an array [THREADS]; the inverse of `array_by_thread`."""
-    require_layout(array.layout, BY_THREAD_LAYOUT)
-    return _element(array.registers.item(), 0)
 
 
 def scalar(x: mgpu.FragmentedArray) -> ir.Value:

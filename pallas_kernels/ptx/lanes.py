@@ -123,11 +123,6 @@ def shuffle(x: ir.Value, mode: str, lane: ir.Value) -> ir.Value:
     return ptx(f"shfl.sync.{mode}.b32 $0, $1, $2, 31, -1;", x, lane, result_type=x.type)
 
 
-def warp_reduce(x: ir.Value, op: str) -> ir.Value:
-    """Return the reduction of an int32 over the warp's lanes; `op` is "add", "min" or "max"."""
-    return ptx(f"redux.sync.{op}.s32 $0, $1, -1;", x)
-
-
 def load(ref: ir.Value, index: ir.Value, result_type: ir.Type | None = None) -> ir.Value:
     """Load a 32-bit element of a vector in global memory."""
     code = "{ .reg .b64 at; mad.wide.u32 at, $2, 4, $1; ld.global.b32 $0, [at]; }"

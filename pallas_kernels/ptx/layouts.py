@@ -19,7 +19,6 @@ TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 SCALAR = plgpu.Layout.WG_SPLAT(())
 THREADS = 128  # threads of a warpgroup
-BY_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 # TILE: for each 64 rows and 8 columns, lane 4 g + t of warp w has two registers: rows 16 w + g and 16 w + g +
 # 8, columns 2 t and 2 t + 1. Registers are ordered by 64 rows, then by 8 columns, then by these two.
@@ -36,8 +35,6 @@ ROW_LAYOUT = mgpu.TiledLayout(
 MMA_RHS_LAYOUT = mgpu.TiledLayout(
     Tiling(((16, 8), (8, 8), (2, 1))), warp_dims=(Replicated(4),), lane_dims=(-3, -4), vector_dim=-2
 )
-# BY_THREAD: thread i has element i.
-BY_THREAD_LAYOUT = mgpu.WGStridedFragLayout((THREADS,), vec_size=1)
 # SCALAR: every thread has the value.
 SCALAR_LAYOUT = mgpu.WGSplatFragLayout(())
 

@@ -1,10 +1,13 @@
 """Integer arithmetic that kernels and the schedules around them need and JAX or XLA do not do well."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
+
+from pallas_kernels.shared.types import Scalar
 
 
 def floor_div(position: Any, size: int) -> Any:
@@ -19,6 +22,29 @@ def floor_div(position: Any, size: int) -> Any:
         return lax.shift_right_arithmetic(position, jnp.full_like(position, size.bit_length() - 1))
     is_negative = lax.shift_right_arithmetic(position, jnp.full_like(position, 31))  # all bits set, or none
     return lax.div(position - (is_negative & (size - 1)), jnp.full_like(position, size))
+
+
+def alternating_rounds(
+    num_work_tiles: Scalar, worker: Scalar, workers: int
+) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
+    """Return the number of work tiles of a worker, and a function from round to work tile index.
+
+    In even rounds, workers take work tiles in ascending order, in odd rounds in descending order. This
+    balances their work, because work tiles are sorted by duration.
+
+    Args:
+        num_work_tiles: Number of work tiles of all workers.
+        worker: Index of the worker: a thread block, or a team of warpgroups of one.
+        workers: Number of workers. Static.
+    """
+    num_workers = jnp.int32(workers)
+    full_rounds = lax.div(num_work_tiles, num_workers)
+
+    def work_tile_index(r: Scalar) -> Scalar:
+        return r * num_workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, num_workers - 1 - worker)
+
+    rounds = full_rounds + (work_tile_index(full_rounds) < num_work_tiles).astype(jnp.int32)
+    return rounds, work_tile_index
 
 
 def sort_ranks(keys: Int32[Array, "sets lists"]) -> Int32[Array, "sets lists"]:

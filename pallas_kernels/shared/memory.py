@@ -14,6 +14,7 @@ from pallas_kernels.shared.types import Ref, Scalar, ScratchType, Slice
 # A copy of a contiguous range within bounds needs no tensor map: any length from 16 bytes works, without the
 # alignment to 128 bytes that a tensor map requires.
 BULK_COPY = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that are multiples of 8
 ALIGNED_BYTES = 256  # alignment that Mosaic GPU requires of a kernel's arrays
 
 

@@ -9,6 +9,7 @@ anything.
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,26 @@ def cache_dims(cache: jax.Array, *, is_hnd: bool) -> tuple[int, int, int, int]:
     """
     blocks, tokens, heads, head_dim = cache.shape
     return (blocks, heads, tokens, head_dim) if is_hnd else (blocks, tokens, heads, head_dim)
+
+
+class KvRefs(NamedTuple):
+    """Keys and values in global memory.
+
+    Attributes:
+        k: Packed keys [tokens, kv_heads, head_dim], or [..., chunks, chunk] if the head is chunked. Paged
+            keys as CacheTiling.tile_cache returns them.
+        v: Values, of the shape of `k`.
+        block_table: Block ids of each request [reqs, max_blocks]; None if keys are packed.
+        k_scale: Scale of 8-bit keys, f32: [1], [kv_heads], per channel [kv_heads, chunks, width], or per
+            token and head as CacheTiling.tile_scales returns them; None for 1.
+        v_scale: Scale of 8-bit values, like `k_scale`.
+    """
+
+    k: Ref
+    v: Ref
+    block_table: Ref
+    k_scale: Ref = None
+    v_scale: Ref = None
 
 
 # ------------------------------------------------------------------------------------- TMA copies

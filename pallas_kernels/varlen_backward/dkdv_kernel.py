@@ -46,9 +46,9 @@ an H200 it was 9 % slower at 1 x 16k and 10 % at 8 x 2k.
 
 With a dq kernel (dq_kernel.py) there is no dQ here and no dS in shared memory, and the warpgroups wait for
 each other only at the end of a work tile. Heads wider than 128 leave no registers for both dK and dV: then
-one kernel computes S, dP and dK, and another S and dV (DkMma and DvMma).
+one kernel computes S, dP and dK, and another S and dV (`compute_dk_step` and `compute_dv_step`).
 
-Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_mma, dkdv_scores and dkdv_epilogue;
+Modules: dkdv_loader (left) and dkdv_mainloop (right), which calls dkdv_scores;
 tile_scheduler assigns work tiles to thread blocks.
 """
 

@@ -5,7 +5,7 @@ If there is no dq kernel, each warpgroup also adds its blocks of each step's dQ 
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,21 +15,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
-from pallas_kernels.shared.types import Ref, Scalar, Tile
-from pallas_kernels.varlen_backward.dkdv_epilogue import store_valid_rows
-from pallas_kernels.varlen_backward.dkdv_mma import (
-    DkDvCallbacks,
-    DkDvSums,
-    DqTarget,
-    Panels,
-    mma_class,
-    store_panels,
-)
+from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
-from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, W
+from pallas_kernels.varlen_backward.spec import DS_BUFFERS, BackwardSpec, QueryStages, W, f32
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile, entry_tile
+from pallas_kernels.varlen_prefill.epilogue import ValidRows, store_valid_rows
+from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead
+
+type Panels = tuple[Tile, ...]
+
+
+class DkDvSums(NamedTuple):
+    """Accumulated gradients of a warpgroup's keys and values, one f32 [64, 64] tile per panel of the head.
+
+    Attributes:
+        dk: Gradient of the keys without the softmax scale, dS^T Q, summed over the steps so far.
+        dv: Gradient of the values, P^T dO, summed over the steps so far.
+    """
+
+    dk: Panels
+    dv: Panels
+
+
+class DqTarget(NamedTuple):
+    """Destination of a query tile's dq.
+
+    Attributes:
+        head: Query head.
+        row: First row of the tile; negative if there is no dq to add.
+    """
+
+    head: Scalar
+    row: Scalar
 
 
 class DkDvState(NamedTuple):
@@ -61,7 +80,6 @@ class DkDvMainloop:
         self.spec = spec
         columns_s = smem.stats_and_columns.at[wg * 0 + spec.dout_stages, wg]
         self.scores = DkDvScores(inputs.mask, columns_s, wg, spec)
-        self.mma = mma_class(spec)(smem, wg, spec)
 
     def run(self, scheduler: BackwardTileScheduler) -> None:
         """Compute all work tiles of the thread block."""
@@ -93,6 +111,11 @@ class DkDvMainloop:
         Returns:
             `step` plus the steps of this work tile, and dk and dv.
         """
+        computes, compute_step = self.spec.computes, self.compute_step
+        if self.spec.is_interpreted:
+            compute_step = self.compute_step_in_order
+        elif not (computes.dk and computes.dv):
+            compute_step = self.compute_dk_step if computes.dk else self.compute_dv_step
 
         def compute_head(index: Scalar, carry: tuple[Scalar, DkDvState]) -> tuple[Scalar, DkDvState]:
             step, state = carry
@@ -105,11 +128,11 @@ class DkDvMainloop:
                     tile_index = entry_tile(entry) if self.spec.has_warpgroup_bits else entry
                     tile = QueryTile(work_tile, head, tile_index, slope, is_masked)
                     if not self.spec.has_warpgroup_bits:
-                        return self.compute_step(tile, step + i, state)
+                        return compute_step(tile, step + i, state)
                     is_needed = lax.shift_right_logical(entry, QUERY_BLOCK_SHIFT + self.wg) & 1 != 0
                     return lax.cond(
                         is_needed,
-                        lambda: self.compute_step(tile, step + i, state),
+                        lambda: compute_step(tile, step + i, state),
                         lambda: self.skip_step(step + i, state),
                     )
 
@@ -125,7 +148,7 @@ class DkDvMainloop:
             no_target = DqTarget(work_tile.head(step * 0), step * 0 - 1)
             # The first step waits for the dS of a step before it; there is none, so arrive in its place.
             plgpu.barrier_arrive(self.barriers.ds_full.at[previous_buffer(step)])
-        start = DkDvState(self.mma.zeros(), no_target)
+        start = DkDvState(self.zeros(), no_target)
         step, (sums, last) = lax.fori_loop(0, self.spec.group, compute_head, (step, start))
         if last is not None:
             self.add_last_dq(work_tile, last, step)
@@ -145,108 +168,317 @@ class DkDvMainloop:
         return state
 
     def compute_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
-        """Add the contribution of a query tile to dk and dv, and compute the dq of the previous step."""
-        stages = self.spec.step_stages(step)
-        buffer = lax.rem(step, jnp.int32(DS_BUFFERS))
-        smem, barriers = self.smem, self.barriers
+        """Add a query tile to dk and dv, and the dq of the previous step to global memory: the main loop.
+
+        P is computed while dP is in flight, and dS while dV is. dQ belongs to the previous step and leaves
+        while dK is in flight.
+
+        Args:
+            tile: The query tile.
+            step: Its step.
+            state: State after the previous step.
+        """
+        spec, smem, barriers, scores, panels = (
+            self.spec,
+            self.smem,
+            self.barriers,
+            self.scores,
+            self.spec.num_head_panels,
+        )
+        stages, buffer = spec.step_stages(step), lax.rem(step, jnp.int32(DS_BUFFERS))
         # The mask's data comes from global memory, so load it before anything is awaited.
-        stats_s, loaded = smem.stats_and_columns.at[stages.dout], self.scores.load_mask(tile)
-        last = state.last
+        stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        # A 0 that is read from memory in each step, so that the compiler cannot treat it as a constant.
+        # Otherwise it would keep 24 addresses of keys and values in registers, and there are not enough.
+        zero = tile.work_tile["zero"]
+        wg = self.wg + zero
+        queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
+        # Load the row statistics early, so that the loads do not wait for the products; tiles of more queries
+        # have no registers for them while S is computed.
+        early = spec.num_query_panels == 1
 
-        def wait_and_clear(full: Ref, tile_s: Ref, stage: Scalar) -> None:
-            plgpu.barrier_wait(full.at[stage])
-            if tile.is_masked:
-                self.clear_queries(tile, tile_s.at[stage])
+        def overlap(sum_refs: Any) -> None:
+            def products(s_ref: Ref, dp_ref: Ref) -> Tile:
+                self.wait_for_queries(tile, stages)
+                if early:
+                    self.wait_for_dout(tile, stages)
+                    lse = scores.row_stats(stats_s, 0, tile)
+                self.issue_scores(s_ref, stages.query, wg)
+                # With late statistics dO is awaited only now, while S is in flight.
+                if not early:
+                    self.wait_for_dout(tile, stages)
+                self.issue_dp(dp_ref, stages.dout, wg)
+                # Wait until the previous dq has left shared memory. That is long before it is needed: all
+                # threads wait for each other here, as they do for S anyway.
+                if spec.adds_dq:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                # Wait for S but not for dP: P is computed meanwhile.
+                s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
+                if not early:
+                    lse = scores.row_stats(stats_s, 0, tile)
+                probabilities = scores.probabilities(s, lse, tile, loaded)
+                if early:
+                    delta = scores.row_stats(stats_s, 1, tile)
+                for panel, ref in enumerate(sum_refs.dv):
+                    plgpu.wgmma(ref, probabilities.p, dout.at[panel])
+                # Wait for dP but not for dV: dS is computed meanwhile.
+                dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=panels))
+                if not early:
+                    delta = scores.row_stats(stats_s, 1, tile)
+                return scores.gradients(probabilities, dp, delta).astype(spec.dtype)
 
-        def wait_for_dq_buffer() -> None:
-            if self.spec.adds_dq:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            ds = pl.run_scoped(products, *[plgpu.ACC(spec.s_shape, f32)] * 2)
+            self.exchange_ds(ds, buffer)
 
-        def exchange_ds(ds: Tile) -> None:
-            # The other warpgroup has then stored the previous dS, and multiplied the one that this replaces.
-            if last is not None:
-                plgpu.barrier_wait(barriers.ds_full.at[1 - buffer])
-            if smem.ds is not None:
-                store_panels(smem.ds.at[buffer, self.wg], ds, self.spec)
-                plgpu.commit_smem()
+            def gradients(*dq_refs: Ref) -> Panels:
+                # The previous step's dQ first, so that it can leave while dK is in flight.
+                for piece, ref in enumerate(dq_refs):
+                    self.issue_dq(ref, piece, 1 - buffer, zero)
+                for panel, ref in enumerate(sum_refs.dk):
+                    plgpu.wgmma(ref, ds, queries.at[panel])
+                if not dq_refs:
+                    plgpu.wgmma_wait(panels)
+                return tuple(plgpu.wgmma_accumulator_load(ref, wait_n=panels) for ref in dq_refs)
 
-        def add_dq(dq: Panels) -> None:
-            assert last is not None
-            # This step's dS is stored, and the previous step's has been multiplied.
-            plgpu.barrier_arrive(barriers.ds_full.at[buffer])
-            self.add_dq(last, dq)
+            num = spec.num_dq_blocks if spec.adds_dq else 0
+            dq = pl.run_scoped(gradients, *[plgpu.ACC((PANEL, PANEL), f32)] * num)
+            # Release dO: dV is complete, so it has been read for the last time.
+            plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
+            if state.last is not None:
+                dq = tuple(lax.optimization_barrier(dq))
+                # This step's dS is stored, and the previous step's has been multiplied.
+                plgpu.barrier_arrive(barriers.ds_full.at[buffer])
+                self.add_dq(state.last, dq)
 
-        callbacks = DkDvCallbacks(
-            zero=tile.work_tile["zero"],
-            wait_for_queries=lambda: wait_and_clear(barriers.q_full, smem.query, stages.query),
-            wait_for_dout=lambda: wait_and_clear(barriers.dout_full, smem.dout, stages.dout),
-            wait_for_dq_buffer=wait_for_dq_buffer,
-            row_stats=lambda index: self.scores.row_stats(stats_s, index, tile),
-            probabilities=lambda s, lse: self.scores.probabilities(s, lse, tile, loaded),
-            score_grads=self.scores.gradients,
-            exchange_ds=exchange_ds,
-            release_dout=lambda: plgpu.barrier_arrive(barriers.dout_free.at[stages.dout]),
-            add_dq=add_dq,
-        )
-        sums = self.mma.step(state.sums, stages, buffer, callbacks)
-        # dK is complete, so the queries have been read for the last time.
+        start = DkDvSums(*(tuple(plgpu.ACC.init(acc) for acc in panels) for panels in state.sums))
+        # Leaving run_state waits for dK.
+        sums = DkDvSums(*(tuple(panels) for panels in pl.run_state(overlap)(start)))
+        # Release the queries: dK has read them for the last time.
         plgpu.barrier_arrive(barriers.q_free.at[stages.query])
-        return DkDvState(
-            sums, None if last is None else DqTarget(tile.head, tile.work_tile.query_row(tile.tile_index))
+        return self.next_state(tile, sums, state)
+
+    def compute_dk_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
+        """Compute S, dP and dK of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
+        spec, barriers, scores, panels = self.spec, self.barriers, self.scores, self.spec.num_head_panels
+        stages = spec.step_stages(step)
+        stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        wg = self.wg + tile.work_tile["zero"]
+
+        def products(s_ref: Ref, dp_ref: Ref) -> Tile:
+            self.wait_for_queries(tile, stages)
+            self.issue_scores(s_ref, stages.query, wg)
+            self.wait_for_dout(tile, stages)
+            self.issue_dp(dp_ref, stages.dout, wg)
+            # Wait for S but not for dP: P is computed meanwhile.
+            s = lax.optimization_barrier(plgpu.wgmma_accumulator_load(s_ref, wait_n=panels))
+            probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
+            dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=0))
+            ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile)).astype(spec.dtype)
+            # Release dO early: dP alone reads it.
+            plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
+            return ds
+
+        ds = pl.run_scoped(products, *[plgpu.ACC(spec.s_shape, f32)] * 2)
+        dk = self.add_product(state.sums.dk, ds, self.smem.query.at[stages.query])
+        plgpu.barrier_arrive(barriers.q_free.at[stages.query])
+        return self.next_state(tile, DkDvSums(dk, ()), state)
+
+    def compute_dv_step(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
+        """Compute S and dV of wide heads, whose dk and dv have a kernel each; see `compute_step`."""
+        barriers, scores, stages = self.barriers, self.scores, self.spec.step_stages(step)
+        stats_s, loaded = self.smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        wg = self.wg + tile.work_tile["zero"]
+
+        def products(s_ref: Ref) -> Tile:
+            self.wait_for_queries(tile, stages)
+            self.issue_scores(s_ref, stages.query, wg)
+            return plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+
+        s = pl.run_scoped(products, plgpu.ACC(self.spec.s_shape, f32))
+        self.wait_for_dout(tile, stages)
+        s, lse = lax.optimization_barrier(s), scores.row_stats(stats_s, 0, tile)
+        p = scores.probabilities(s, lse, tile, loaded).p
+        dv = self.add_product(state.sums.dv, p, self.smem.dout.at[stages.dout])
+        plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
+        plgpu.barrier_arrive(barriers.q_free.at[stages.query])
+        return self.next_state(tile, DkDvSums((), dv), state)
+
+    def compute_step_in_order(self, tile: QueryTile, step: Scalar, state: DkDvState) -> DkDvState:
+        """Compute a step in interpret mode, which has no running accumulators and no register operands."""
+        spec, smem, barriers, scores, wg = self.spec, self.smem, self.barriers, self.scores, self.wg
+        stages, buffer = spec.step_stages(step), lax.rem(step, jnp.int32(DS_BUFFERS))
+        stats_s, loaded = smem.stats_and_columns.at[stages.dout], scores.load_mask(tile)
+        queries, dout = smem.query.at[stages.query], smem.dout.at[stages.dout]
+        self.wait_for_queries(tile, stages)
+        s = run_mma(spec.s_shape, lambda ref: self.issue_scores(ref, stages.query, wg))
+        self.wait_for_dout(tile, stages)
+        probabilities = scores.probabilities(s, scores.row_stats(stats_s, 0, tile), tile, loaded)
+        dk, dv = state.sums
+        dq: Panels = ()
+        if spec.computes.dv:
+            store_panels(smem.p.at[wg], probabilities.p, spec)
+            plgpu.commit_smem()
+            dv = tuple(acc + self.sum_over_queries(smem.p.at[wg], dout, n) for n, acc in enumerate(dv))
+        if spec.computes.dk:
+            dp = run_mma(spec.s_shape, lambda ref: self.issue_dp(ref, stages.dout, wg))
+            ds = scores.gradients(probabilities, dp, scores.row_stats(stats_s, 1, tile)).astype(spec.dtype)
+            self.exchange_ds(ds, buffer)
+            dq = self.dq(1 - buffer, tile.work_tile["zero"]) if spec.adds_dq else ()
+            ds_s = smem.ds.at[buffer, wg]
+            dk = tuple(acc + self.sum_over_queries(ds_s, queries, n) for n, acc in enumerate(dk))
+        plgpu.barrier_arrive(barriers.dout_free.at[stages.dout])
+        if state.last is not None:
+            plgpu.barrier_arrive(barriers.ds_full.at[buffer])
+            self.add_dq(state.last, dq)
+        plgpu.barrier_arrive(barriers.q_free.at[stages.query])
+        return self.next_state(tile, DkDvSums(dk, dv), state)
+
+    def next_state(self, tile: QueryTile, sums: DkDvSums, state: DkDvState) -> DkDvState:
+        """Return the state after a step."""
+        if state.last is None:
+            return DkDvState(sums, None)
+        return DkDvState(sums, DqTarget(tile.head, tile.work_tile.query_row(tile.tile_index)))
+
+    def wait_for_queries(self, tile: QueryTile, stages: QueryStages) -> None:
+        """Wait for a step's queries, and zero those outside of the request."""
+        plgpu.barrier_wait(self.barriers.q_full.at[stages.query])
+        if tile.is_masked:
+            self.clear_queries(tile, self.smem.query.at[stages.query])
+
+    def wait_for_dout(self, tile: QueryTile, stages: QueryStages) -> None:
+        """Wait for a step's dO and row statistics, which arrive together, and zero dO like the queries."""
+        plgpu.barrier_wait(self.barriers.dout_full.at[stages.dout])
+        if tile.is_masked:
+            self.clear_queries(tile, self.smem.dout.at[stages.dout])
+
+    def exchange_ds(self, ds: Tile, buffer: Scalar) -> None:
+        """Store dS in 16 bits, after the other warpgroup has read what it replaces."""
+        # The other warpgroup has then stored the previous dS, and multiplied the one that this replaces.
+        if self.spec.adds_dq:
+            plgpu.barrier_wait(self.barriers.ds_full.at[1 - buffer])
+        if self.smem.ds is not None:
+            store_panels(self.smem.ds.at[buffer, self.wg], ds, self.spec)
+            plgpu.commit_smem()
+
+    def issue_scores(self, s_ref: Ref, stage: Scalar, wg: Scalar) -> None:
+        """Issue S^T += K Q^T."""
+        for panel in range(self.spec.num_head_panels):
+            plgpu.wgmma(s_ref, self.smem.key.at[wg, panel], self.smem.query.at[stage, panel].T)
+
+    def issue_dp(self, dp_ref: Ref, stage: Scalar, wg: Scalar) -> None:
+        """Issue dP^T += V dO^T."""
+        for panel in range(self.spec.num_head_panels):
+            plgpu.wgmma(dp_ref, self.smem.value.at[wg, panel], self.smem.dout.at[stage, panel].T)
+
+    def issue_dq(self, dq_ref: Ref, index: int, buffer: Scalar, zero: Scalar) -> None:
+        """Issue dQ += dS K for the warpgroup's dQ block `index`, over the keys of both warpgroups."""
+        query_panel, panel = self.dq_block_indices(index)
+        for wg in range(WARPGROUPS):
+            ds = self.smem.ds.at[buffer, wg, query_panel]
+            plgpu.wgmma(dq_ref, ds.T, self.smem.key.at[zero + wg, panel])
+
+    def dq_block_indices(self, index: int) -> tuple[Scalar | int, Scalar | int]:
+        """Return the (query panel, head panel) of the warpgroup's dQ block `index`, which is [64, 64]."""
+        number = self.wg * self.spec.num_dq_blocks + index
+        if self.spec.num_query_panels == 1:
+            return 0, number
+        panels = jnp.int32(self.spec.num_head_panels)
+        return (
+            (number, 0)
+            if self.spec.num_head_panels == 1
+            else (lax.div(number, panels), lax.rem(number, panels))
         )
+
+    def dq(self, buffer: Scalar, zero: Scalar) -> Panels:
+        """Return the warpgroup's blocks of dQ = dS K for the step whose dS is in `buffer`."""
+
+        def compute_block(index: int) -> Tile:
+            return run_mma((PANEL, PANEL), lambda ref: self.issue_dq(ref, index, buffer, zero))
+
+        return tuple(compute_block(index) for index in range(self.spec.num_dq_blocks))
+
+    def zeros(self) -> DkDvSums:
+        """Return accumulators of zeros for the gradients that the kernel computes."""
+
+        def panels(is_computed: bool) -> tuple[Tile, ...]:
+            num_panels = self.spec.num_head_panels if is_computed else 0
+            return tuple(plgpu.layout_cast(jnp.zeros((PANEL, PANEL), f32), W) for _ in range(num_panels))
+
+        return DkDvSums(*map(panels, self.spec.computes))
+
+    def sum_over_queries(self, rows_s: Ref, queries_s: Ref, panel: int) -> Tile:
+        """Return [64, tile_q] in shared memory times one head panel of a query tile."""
+
+        def issue(ref: Ref) -> None:
+            for index in range(self.spec.num_query_panels):
+                plgpu.wgmma(ref, rows_s.at[index], queries_s.at[panel, pl.ds(index * PANEL, PANEL)])
+
+        return run_mma((PANEL, PANEL), issue)
+
+    def add_product(self, sums: tuple[Tile, ...], rows: Tile, queries_s: Ref) -> tuple[Tile, ...]:
+        """Return the sums plus `rows` times a tile of queries or of dO."""
+
+        def run(refs: Any) -> None:
+            for panel, ref in enumerate(refs):
+                plgpu.wgmma(ref, rows, queries_s.at[panel])
+
+        return tuple(pl.run_state(run)(tuple(plgpu.ACC.init(acc) for acc in sums)))
 
     def add_last_dq(self, work_tile: BackwardWorkTile, last: DqTarget, step: Scalar) -> None:
         """Add the dq of a work tile's last step to global memory; `step` is one past that step."""
         buffer = previous_buffer(step)
         plgpu.barrier_wait(self.barriers.ds_full.at[buffer])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.add_dq(last, self.mma.dq(buffer, work_tile["zero"]))
+        self.add_dq(last, self.dq(buffer, work_tile["zero"]))
 
     def add_dq(self, target: DqTarget, dq: Panels) -> None:
-        """Add the warpgroup's dQ blocks to global memory; rows outside of the request are 0."""
+        """Add the warpgroup's dQ blocks to global memory. They are 0 in rows outside of the request."""
         if not self.spec.is_interpreted:
-            for index, dq_block in enumerate(dq):
-                self.smem.dq[self.wg, index] = dq_block
+            for index, piece in enumerate(dq):
+                self.smem.dq[self.wg, index] = piece
             plgpu.commit_smem()
 
         @pl.when(target.row >= 0)
         def _() -> None:
-            for index, dq_block in enumerate(dq):
-                query_panel, panel = self.mma.dq_block_indices(index)
+            for index, piece in enumerate(dq):
+                query_panel, panel = self.dq_block_indices(index)
                 rows = pl.ds(pl.multiple_of(target.row + query_panel * PANEL, 8), PANEL)
                 to = self.inputs.dq.at[target.head, panel, rows]
                 if self.spec.is_interpreted:
-                    to[...] = plgpu.load(to, layout=W, optimized=False) + dq_block
+                    to[...] = plgpu.load(to, layout=W, optimized=False) + piece
                 else:
                     plgpu.copy_smem_to_gmem(self.smem.dq.at[self.wg, index], to, reduction_op="add")
 
     def store(self, work_tile: BackwardWorkTile, sums: DkDvSums) -> None:
-        """Store dk and dv to global memory through shared memory.
-
-        dk replaces the keys in shared memory, and dv the values. A kernel that computes only dv has no values
-        there, so dv replaces the keys.
-        """
+        """Store dk in place of the keys and dv in place of the values; one alone in place of the keys."""
         scale, dtype = self.spec.score.scale, self.spec.dtype
         dk = tuple((acc * scale).astype(dtype) for acc in sums.dk)
         dv = tuple(acc.astype(dtype) for acc in sums.dv)
 
         def store(grad_g: Ref, both_views: Ref, tiles: Panels) -> None:
             (swizzled,), (plain,) = both_views
-            store_valid_rows(
-                grad_g, work_tile, self.wg, swizzled.at[self.wg], plain.at[self.wg], tiles, spec=self.spec
+            first_row = work_tile["first_key_row"] + self.wg * PANEL
+            begin, end = (
+                jnp.clip(work_tile[name] - self.wg * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
             )
+
+            def to(rows: Slice, head: Scalar, panel: int) -> Ref:
+                return grad_g.at[(rows, head, *self.spec.gmem_panel_index(panel, first_row * 0))]
+
+            heads, valid = [PackedHead(work_tile.kv_head, 0)], ValidRows(first_row, begin, end)
+            store_valid_rows(to, heads, valid, swizzled.at[self.wg], plain.at[self.wg], tiles)
 
         computes, outputs = self.spec.computes, self.outputs
         if computes.dk and computes.dv:
             store(outputs.dv, self.smem.value_and_dv, dv)
-        # For dq, the other warpgroup also multiplies this warpgroup's keys: wait until it has done so.
+        # The other warpgroup multiplies this one's keys as well, for dq: wait until it is done with them.
         plgpu.barrier_arrive(self.barriers.kv_products_issued)
         plgpu.barrier_wait(self.barriers.kv_products_issued)
         last = (outputs.dk, dk) if computes.dk else (outputs.dv, dv)
         store(last[0], self.smem.key_and_dk, last[1])
 
     def _clear_keys(self, work_tile: BackwardWorkTile) -> None:
-        """Zero keys outside of the request in shared memory; a NaN there would spread, as 0 * NaN is NaN."""
+        """Zero keys outside of the request: a gradient of 0 does not hide a NaN."""
         begin, end = work_tile["begin"], work_tile["end"]
 
         @pl.when((begin > 0) | (end < WARPGROUPS * PANEL))
@@ -256,7 +488,7 @@ class DkDvMainloop:
             plgpu.commit_smem()
 
     def clear_queries(self, tile: QueryTile, *tiles_s: Ref) -> None:
-        """Zero rows of queries or dO outside of the request; both warpgroups zero the same rows."""
+        """Zero queries, or their dO, outside of the request; each warpgroup does it for itself."""
         begin, end = tile.valid_rows()
 
         @pl.when((begin > 0) | (end < self.spec.sizes.tile_q))
@@ -274,5 +506,21 @@ class DkDvMainloop:
 
 
 def previous_buffer(step: Scalar) -> Scalar:
-    """Return the index of the dS buffer of step `step - 1`."""
+    """Return the dS buffer of the step before."""
     return lax.rem(step + 1, jnp.int32(DS_BUFFERS))
+
+
+def store_panels(to_s: Ref, tile: Tile, spec: BackwardSpec) -> None:
+    """Store a tile [64, tile_q] in shared memory, one query panel after the other."""
+    for index in range(spec.num_query_panels):
+        to_s[index] = tile[:, index * PANEL : (index + 1) * PANEL]
+
+
+def run_mma(shape: tuple[int, int], issue: Callable[[Ref], None]) -> Tile:
+    """Return what `issue` adds to an accumulator of zeros."""
+
+    def run(ref: Ref) -> Tile:
+        issue(ref)
+        return ref[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, f32))

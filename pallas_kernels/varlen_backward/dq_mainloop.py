@@ -1,24 +1,58 @@
 """The main loop of a warpgroup of the dq kernel: 64 query rows of each work tile, over all of their keys."""
 
-from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_backward.dkdv_mainloop import run_mma
+from pallas_kernels.varlen_backward.dkdv_scores import apply_soft_cap
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
-from pallas_kernels.varlen_backward.dq_mma import DqCallbacks, DqOperands, DqState, mma_class
-from pallas_kernels.varlen_backward.dq_scores import DqScores, RowStats
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
+from pallas_kernels.varlen_backward.spec import ROW
 from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.epilogue import store_rows
+from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.masking import Masking, ValueTiles
 from pallas_kernels.varlen_prefill.pipeline import QueryBuffers
 from pallas_kernels.varlen_prefill.refs import PrefillBarriers
-from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
+
+
+class DqOperands(NamedTuple):
+    """A warpgroup's queries and dO in shared memory, [chunks, 64, width] each."""
+
+    query: Ref
+    dout: Ref
+
+
+class DqState(NamedTuple):
+    """State of a warpgroup between two KV tiles.
+
+    Attributes:
+        sums: Sum of dS K over all tiles before the last one, without the softmax scale; one per chunk.
+        ds: Score gradients of the last tile in 16 bits.
+    """
+
+    sums: tuple[Tile, ...]
+    ds: Tile
+
+
+class RowStats(NamedTuple):
+    """Statistics of each query row.
+
+    Attributes:
+        lse: Base-2 log-sum-exp.
+        delta: Row sum of O * dO, minus dLSE.
+    """
+
+    lse: Rows
+    delta: Rows
 
 
 class DqMainloop:
@@ -28,14 +62,10 @@ class DqMainloop:
         self.wg = wg = lax.axis_index("warpgroup")
         self.inputs, self.dq, self.smem, self.spec = inputs, dq, smem, spec
         self.queries = QueryBuffers(smem.attention, barriers, spec.sizes, wg)
-        self.pipeline, key_pipeline = (DqKvPipeline(smem.attention, barriers, spec) for _ in range(2))
+        self.pipeline = DqKvPipeline(smem.attention, barriers, spec)
         # dQ multiplies keys, as P V multiplies values: a gradient of 0 does not hide their NaNs.
-        key_pipeline.values = key_pipeline.keys
-        self.keys = ValueTiles(key_pipeline, spec)
-        masking = Masking(inputs.attention.mask, self.columns, spec)
-        self.scores = DqScores(inputs.row_stats, masking, spec)
-        ds_s = smem.attention.p.at[wg] if spec.is_interpreted else None
-        self.mma = mma_class(spec)(self.pipeline, ds_s, spec)
+        self.keys = ValueTiles(self.pipeline.keys, self.pipeline, spec)
+        self.masking = Masking(inputs.attention.mask, self.columns, spec)
 
     def columns(self) -> Tile:
         """Return the index of each key within its tile, f32."""
@@ -84,10 +114,7 @@ class DqMainloop:
             # No valid rows or no keys: release all of the work tile's stages.
             num_steps = rows.work_tile.num + self.inputs.num_output_steps
             self.pipeline.skip(step, jnp.int32(0), num_steps)
-            return tuple(
-                plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-                for _ in range(self.spec.shape.head.num_chunks)
-            )
+            return self.zeros()
 
         scale, dtype = self.spec.score.scale, self.spec.dtype
         dq = [(acc * scale).astype(dtype) for acc in lax.cond(rows.has_work(), compute, skip)]
@@ -110,40 +137,171 @@ class DqMainloop:
         """Return dq of the rows without the softmax scale; see compute_work_tile for the arguments."""
         begin, full_begin, full_end, end = rows.kv_tile_range()
         output_step, step = step, step + self.inputs.num_output_steps
-
-        def delta() -> Tile:
-            return self.compute_delta(self.operands(rows, buffer), output_step)
-
-        row_stats = self.scores.load_row_stats(rows, None if self.inputs.out is None else delta)
+        row_stats = self.load_row_stats(rows, buffer, output_step)
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
         # Release tiles that are only for the other warpgroup: first those before these rows' tiles.
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
-        first = rows.first_tile(begin)
-        callbacks = self.callbacks(first, row_stats, lambda: self.keys.wait_first(first, step + begin))
-        state = self.mma.first_step(self.operands(rows, buffer), step + begin, callbacks)
+        first, operands = rows.first_tile(begin), self.operands(rows, buffer)
+        ds = self.score_grads(first, operands, row_stats, step + begin, is_first=True)
+        state = DqState(self.zeros(), ds.astype(self.spec.dtype))
 
-        def compute_tile(masked_ends: MaskedEnds) -> Callable[[Scalar, DqState], DqState]:
-            def compute(i: Scalar, state: DqState) -> DqState:
-                tile = rows.tile(i, masked_ends)
-                callbacks = self.callbacks(tile, row_stats, lambda: self.keys.wait_next(tile, step + i))
-                return self.mma.step(self.operands(rows, buffer), step + i, callbacks, state)
-
-            return compute
+        def compute_tiles(first: Scalar, end: Scalar, ends: MaskedEnds, state: DqState) -> DqState:
+            compute_tile = functools.partial(self.compute_tile, rows, buffer, row_stats, step, ends)
+            return lax.fori_loop(first, end, compute_tile, state)
 
         # One loop per kind of tile, so that full tiles are computed without any mask.
         if has_window or has_lists:
-            state = lax.fori_loop(begin + 1, full_begin, compute_tile(MaskedEnds.BOTH), state)
-        state = lax.fori_loop(full_begin, full_end, compute_tile(MaskedEnds.NONE), state)
+            state = compute_tiles(begin + 1, full_begin, MaskedEnds.BOTH, state)
+        state = compute_tiles(full_begin, full_end, MaskedEnds.NONE, state)
         if not has_lists:
-            state = lax.fori_loop(full_end, end, compute_tile(MaskedEnds.HIGH), state)
+            state = compute_tiles(full_end, end, MaskedEnds.HIGH, state)
         # Zero keys after the request's end before dQ reads them.
         self.keys.clear_last(rows, end - 1, step + end - 1)
-        dq = self.mma.finish(step + end - 1, state)
+        dq = self.add_dq(state, step + end - 1)
         # Then release the tiles after these rows' tiles.
         if not has_lists:
             self.pipeline.skip(step, end, rows.work_tile.num)
         return dq
+
+    def compute_tile(
+        self,
+        rows: QueryRows,
+        buffer: Scalar,
+        row_stats: RowStats,
+        step: Scalar,
+        masked_ends: MaskedEnds,
+        i: Scalar,
+        state: DqState,
+    ) -> DqState:
+        """Compute dS of KV tile i, together with dQ of the previous tile.
+
+        Args:
+            rows: Query rows of the warpgroup.
+            buffer: Index of the buffer that holds their queries and dO.
+            row_stats: Their statistics.
+            step: Step of the work tile's first KV tile.
+            masked_ends: Which ends of the visible keys the tile may contain. Static.
+            i: Index of the KV tile in the work tile.
+            state: State after the previous tile.
+        """
+        spec, tile, operands = self.spec, rows.tile(i, masked_ends), self.operands(rows, buffer)
+        step = step + i
+        if spec.is_interpreted or spec.shape.head.padded_dim > 192:
+            # Heads of 256 leave no registers for dS beside the next S and dP: complete dQ before S.
+            sums = self.add_dq(state, step - 1)
+            ds = self.score_grads(tile, operands, row_stats, step)
+            return DqState(sums, ds.astype(spec.dtype))
+        previous = self.pipeline.stage(step - 1)
+
+        def overlap(refs: Any) -> None:
+            sum_refs, ds_ref = refs
+            ds_ref[...] = self.score_grads(
+                tile, operands, row_stats, step, sum_refs=sum_refs, last_ds=state.ds, last_stage=previous
+            )
+
+        start = tuple(plgpu.ACC.init(acc) for acc in state.sums)
+        # dS stays in f32 until the products are complete: they read the registers of the previous one in 16
+        # bits.
+        empty = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
+        sums, ds = pl.run_state(overlap)((start, empty))
+        # dQ of the previous tile is complete, so its keys have been read for the last time.
+        plgpu.barrier_arrive(self.pipeline.keys.free.at[previous])
+        return DqState(tuple(sums), ds.astype(spec.dtype))
+
+    def score_grads(
+        self,
+        tile: KvTile,
+        operands: DqOperands,
+        row_stats: RowStats,
+        step: Scalar,
+        *,
+        is_first: bool = False,
+        sum_refs: tuple[Ref, ...] = (),
+        last_ds: Tile | None = None,
+        last_stage: Scalar | None = None,
+    ) -> Tile:
+        """Return dS of a tile without the scale, and issue dQ += dS K of the previous tile.
+
+        Args:
+            tile: The tile.
+            operands: Queries and dO of the rows.
+            row_stats: Statistics of the rows.
+            step: Step of the tile.
+            is_first: Whether it is the rows' first tile. Static.
+            sum_refs: Accumulators of dQ; empty if the previous tile's dQ is complete.
+            last_ds: dS of the previous tile, if there are accumulators.
+            last_stage: Stage of its keys.
+        """
+        head, num_more = self.spec.shape.head, len(sum_refs)
+        stage, value_stage = self.pipeline.stage(step), self.pipeline.value_stage(step)
+        keys, values = self.pipeline.keys.tiles, self.pipeline.values
+        # Wait for the keys, and zero invisible ones: a gradient of 0 does not hide their NaNs from dQ.
+        self.keys.wait(tile, step, is_first=is_first)
+
+        def issue_scores(s_ref: Ref) -> None:
+            for chunk in range(head.num_chunks):
+                plgpu.wgmma(s_ref, operands.query.at[chunk], keys.at[stage, chunk].T)
+
+        def issue_dp(dp_ref: Ref) -> None:
+            for chunk in range(head.num_chunks):
+                plgpu.wgmma(dp_ref, operands.dout.at[chunk], values.tiles.at[value_stage, chunk].T)
+
+        def products(s_ref: Ref, dp_ref: Ref) -> Tile:
+            # S first, so that it runs while the values are awaited.
+            issue_scores(s_ref)
+            plgpu.barrier_wait(values.full.at[value_stage])
+            issue_dp(dp_ref)
+            # dQ of the previous tile last: nothing waits for it before the next step.
+            for chunk, ref in enumerate(sum_refs):
+                plgpu.wgmma(ref, last_ds, keys.at[last_stage, chunk])
+            # The mask's data comes from global memory: load it while the products are in flight.
+            loaded = self.masking.load(tile)
+            # Wait for S but neither for dP nor for dQ: P is computed meanwhile.
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=head.num_chunks + num_more)
+            weights = self.weights(lax.optimization_barrier(s), row_stats, tile, loaded)
+            # Wait for dP but not for dQ: dS is computed meanwhile.
+            dp = lax.optimization_barrier(plgpu.wgmma_accumulator_load(dp_ref, wait_n=num_more))
+            # Release the values: dP has read them.
+            plgpu.barrier_arrive(values.free.at[value_stage])
+            return self.gradients(weights, dp, row_stats, tile)
+
+        if not self.spec.is_interpreted:
+            return pl.run_scoped(products, *[plgpu.ACC(self.spec.s_shape, f32)] * 2)
+        s = run_mma(self.spec.s_shape, issue_scores)
+        weights = self.weights(s, row_stats, tile, self.masking.load(tile))
+        plgpu.barrier_wait(values.full.at[value_stage])
+        dp = run_mma(self.spec.s_shape, issue_dp)
+        plgpu.barrier_arrive(values.free.at[value_stage])
+        return self.gradients(weights, dp, row_stats, tile)
+
+    def add_dq(self, state: DqState, step: Scalar) -> tuple[Tile, ...]:
+        """Return the sums with dS K of the last tile, whose keys are those of `step`."""
+        stage, keys = self.pipeline.stage(step), self.pipeline.keys
+        if self.spec.is_interpreted:  # no running accumulators, and no operands in registers
+            ds_s = self.smem.attention.p.at[self.wg]
+            ds_s[...] = state.ds
+            plgpu.commit_smem()
+
+            def product(chunk: int, acc: Tile) -> Tile:
+                key_s = keys.tiles.at[stage, chunk]
+                return acc + run_mma(self.spec.acc_shape, lambda ref: plgpu.wgmma(ref, ds_s, key_s))
+
+            sums = tuple(product(chunk, acc) for chunk, acc in enumerate(state.sums))
+        else:
+
+            def issue(refs: tuple[Ref, ...]) -> None:
+                for chunk, ref in enumerate(refs):
+                    plgpu.wgmma(ref, state.ds, keys.tiles.at[stage, chunk])
+
+            sums = tuple(pl.run_state(issue)(tuple(plgpu.ACC.init(acc) for acc in state.sums)))
+        plgpu.barrier_arrive(keys.free.at[stage])
+        return sums
+
+    def zeros(self) -> tuple[Tile, ...]:
+        """Return accumulators of zeros, one per chunk of the head."""
+        shape, num_chunks = self.spec.acc_shape, self.spec.shape.head.num_chunks
+        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), W) for _ in range(num_chunks))
 
     def compute_delta(self, operands: DqOperands, step: Scalar) -> Tile:
         """Return the row sums of O * dO. Step `step` of the pipeline holds O in place of keys and values."""
@@ -167,11 +325,55 @@ class DqMainloop:
             plgpu.barrier_arrive(buffers.free.at[stage])
         return delta
 
-    def callbacks(self, tile: KvTile, row_stats: RowStats, wait_for_keys: Callable[[], None]) -> DqCallbacks:
-        """Return the functions that DqMma calls between the matrix products of a tile."""
-        return DqCallbacks(
-            wait_for_keys=wait_for_keys,
-            load_mask=lambda: self.scores.masking.load(tile),
-            weights=lambda s, loaded: self.scores.weights(s, row_stats, tile, loaded),
-            score_grads=lambda weights, dp: self.scores.gradients(weights, dp, row_stats, tile),
-        )
+    def load_row_stats(self, rows: QueryRows, buffer: Scalar, output_step: Scalar) -> RowStats:
+        """Return the row statistics of a work tile's rows, including rows of other requests or of none.
+
+        If delta is computed here, it is stored for the dk/dv kernel as well. Work tiles that share a row
+        store the same value.
+
+        Args:
+            rows: Query rows of the warpgroup.
+            buffer: Index of the buffer that holds their dO.
+            output_step: Step that carries their output, if delta is computed from it.
+        """
+        stats_g = self.inputs.row_stats
+        work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * M
+
+        def load(index: int) -> Rows:
+            stat_ref = stats_g.at[work_tile.head, index, pl.ds(first, M)]
+            return plgpu.load(stat_ref, layout=ROW, optimized=False)
+
+        lse = load(0)
+        if self.inputs.out is None:
+            return RowStats(lse, load(1))
+        # Load before computing delta, so that the loads are in flight meanwhile.
+        grad_lse = 0.0 if stats_g.shape[1] == 2 else load(2)
+        delta = self.compute_delta(self.operands(rows, buffer), output_step) - grad_lse
+        stats_g[work_tile.head, 1, pl.ds(first, M)] = delta
+        return RowStats(lse, delta)
+
+    def weights(self, s: Tile, row_stats: RowStats, tile: KvTile, loaded: LoadedMask) -> Tile:
+        """Return the probabilities of Q K^T times the derivative of the soft cap; invisible pairs are 0."""
+        y, tanh = apply_soft_cap(s, self.spec.score)
+        lse = row_stats.lse
+        if tile.rows.slope is not None:
+            y, lse = self._add_alibi(y, lse, tile, tile.rows.slope)
+        p = jnp.exp2(self.masking.apply(tile, loaded, y - self._broadcast_rows(lse)))
+        return p if tanh is None else p * (1.0 - tanh * tanh)
+
+    def gradients(self, weights: Tile, dp: Tile, row_stats: RowStats, tile: KvTile) -> Tile:
+        """Return dS without the scale; dP may be NaN for invisible keys."""
+        ds = weights * (dp - self._broadcast_rows(row_stats.delta))
+        return ds if tile.masked_ends is MaskedEnds.NONE else jnp.where(weights > 0.0, ds, 0.0)
+
+    def _add_alibi(self, y: Tile, lse: Rows, tile: KvTile, slope: Scalar) -> tuple[Tile, Rows]:
+        """Add the ALiBi bias; the row's part of a linear bias goes into the LSE."""
+        distance = (tile.rows.positions() - tile.first_key()).astype(jnp.float32)
+        if self.spec.score.sqrt_alibi:
+            return y - jnp.sqrt(
+                jnp.maximum(self._broadcast_rows(distance) - self.columns(), 0.0)
+            ) * slope, lse
+        return y + self.columns() * slope, lse + distance * slope
+
+    def _broadcast_rows(self, x: Rows) -> Tile:
+        return lax.broadcast_in_dim(x, self.spec.s_shape, [0])

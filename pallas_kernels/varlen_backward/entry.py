@@ -8,15 +8,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.checks import require_arrays, require_axes, require_built_for, require_shape
+from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.shared.call import check_heads, check_per_head, check_supported, in_log2, pad_tokens
+from pallas_kernels.shared.head_dims import PANEL, head_chunks
+from pallas_kernels.shared.memory import ALIGN
+from pallas_kernels.shared.paged_kv import KvRefs
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Interpret, Ref
-from pallas_kernels.varlen_backward.call import BackwardCall
+from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv
 from pallas_kernels.varlen_backward.dq_kernel import run_dq
-from pallas_kernels.varlen_backward.schedule import BackwardSchedule
-from pallas_kernels.varlen_backward.sizes import BackwardSizes
+from pallas_kernels.varlen_backward.refs import DkDvInputs, DkDvScheduleRefs, DqInputs, QueryListRefs
+from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_schedule, max_tiles, schedule_key
+from pallas_kernels.varlen_backward.sizes import BackwardSizes, default_layer_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_panels
 from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
+from pallas_kernels.varlen_prefill.refs import PrefillInputs
+from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, heads_per_l2_group
+from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec
+from pallas_kernels.varlen_prefill.tile_lists import schedule_refs
 
 
 def varlen_backward(
@@ -43,8 +55,9 @@ def varlen_backward(
     """Compute the gradients of the queries, keys and values of varlen_prefill with packed keys.
 
     Rows outside of all requests and keys after a request's last key may have any value, including NaN. Their
-    gradients are 0, and they do not affect other gradients. Sinks enter through `lse`; see BackwardCall for
-    their gradient.
+    gradients are 0, and they do not affect other gradients. Sinks enter through `lse`: the gradient of a
+    head's sink is the sum over its tokens of `exp(sink - lse) * (grad_lse - delta)`, where `delta` is a
+    token's sum of `out * grad_out`.
 
     Args:
         query: Tokens of all requests one after the other, optionally followed by padding.
@@ -60,7 +73,8 @@ def varlen_backward(
         grad_lse: Gradient of the log-sum-exp; None for 0.
         alibi_slopes: ALiBi slope of each head.
         schedule: Result of make_schedule for the same lengths, score and sizes; None to build it here.
-        lists: Lists of the query tiles that attend to each key tile; None for all tiles. See BackwardCall.
+        lists: Lists of the query tiles that attend to each key tile, for the call's schedule; None for all
+            tiles. All queries and keys of the tiles in the lists must be finite, even if the mask hides them.
         mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
         deterministic: Whether all gradients must be bitwise reproducible, including dq. Static.
         sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
@@ -73,70 +87,198 @@ def varlen_backward(
         ValueError: If the arguments do not fit together.
         NotImplementedError: If there is no kernel for the request, or if the call is differentiated.
     """
-    call = BackwardCall(
-        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse, mask=mask,
-        query_start_loc=query_start_loc, seq_lens=seq_lens, kv_start_loc=kv_start_loc, lists=lists,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
-    return run_backward(
-        call, schedule, score=score, deterministic=deterministic, sizes=sizes, interpret=interpret
+    # Check the arguments.
+    require_axes(3, query=query, key=key, value=value, out=out, grad_out=grad_out)
+    require_axes(2, lse=lse)
+    require_arrays(grad_lse=grad_lse, alibi_slopes=alibi_slopes)
+    require_axes(1, seq_lens=seq_lens, query_start_loc=query_start_loc, kv_start_loc=kv_start_loc)
+    (tokens, q_heads, head_dim), (kv_tokens, kv_heads, _), (reqs,) = query.shape, key.shape, seq_lens.shape
+    check_heads(q_heads, kv_heads)
+    require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
+    require_shape("value", value.shape, key.shape, "as key")
+    require_shape("out", out.shape, query.shape, "as query")
+    require_shape("grad_out", grad_out.shape, query.shape, "as query")
+    for name, stats in (("lse", lse), ("grad_lse", grad_lse)):
+        if stats is not None:
+            require_shape(name, stats.shape, (q_heads, tokens), "q_heads, tokens")
+    require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
+    require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
+    check_per_head(q_heads, alibi_slopes=alibi_slopes)
+    if lists is None and mask is not None:
+        raise ValueError("mask requires lists. Build them with make_tile_lists.")
+    named = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}
+    dtypes = {name: array.dtype for name, array in named.items()}
+    check_supported("varlen_backward", why_not_backward(dtypes=dtypes, head_dim=head_dim))
+    arrays = query, key, value, out, lse, grad_out, grad_lse, alibi_slopes
+    query, key, value, out, lse, grad_out, grad_lse, alibi_slopes = forbid_kernel_derivative(
+        arrays, "varlen_backward", "Call attend with implementation='reference'"
     )
-
-
-def run_backward(
-    call: BackwardCall,
-    schedule: BackwardSchedule | None,
-    *,
-    score: Score,
-    deterministic: bool,
-    sizes: BackwardSizes | None,
-    interpret: Interpret,
-) -> tuple[Array, Array, Array]:
-    """Validate a call, choose default sizes and the schedule if they are None, and run the kernels."""
-    call.check()
-    call = call.forbid_derivative()
-    query, key, value = call.query, call.key, call.value
-    if call.is_empty:
+    if 0 in (tokens, kv_tokens, reqs):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
-    sizes = call.default_sizes(schedule, score, deterministic=deterministic) if sizes is None else sizes
-    call.check_dq(sizes, deterministic=deterministic)
-    schedule = call.make_schedule(score, sizes) if schedule is None else schedule
-    call.check_schedule(schedule, score, sizes)
-    kv_heads, mask = key.shape[1], None if call.mask is None else call.mask.dkdv_mask
+
+    # Choose the sizes, and lay out the work.
+    prebuilt = schedule if lists is None else lists
+    if sizes is None and prebuilt is not None:
+        sizes = prebuilt.built_for.sizes
+    elif sizes is None:
+        sizes = default_layer_sizes(head_dim, score, mean_len=tokens // reqs, deterministic=deterministic)
+    check_dq(sizes, lists, mask, deterministic=deterministic)
+    if schedule is None:
+        schedule = make_schedule(
+            query_start_loc, seq_lens, kv_start_loc, kv_tokens=kv_tokens, kv_heads=kv_heads,
+            head_dim=head_dim, score=score, sizes=sizes, num_tokens=tokens,
+        )  # fmt: skip
+    needed = schedule_key(kv_tokens, kv_heads, score, sizes, tokens)
+    require_built_for("schedule", schedule.built_for, needed)
+    rows, meaning = max_tiles(kv_tokens, reqs), f"{kv_tokens} keys of {reqs} requests"
+    require_shape("schedule.table", schedule.table.shape, (rows, TABLE_WIDTH), meaning)
+    if lists is not None:
+        require_built_for("lists", lists.built_for, needed)
+        meaning = f"{rows} key tiles, {q_heads} query heads, {kv_heads} KV heads"
+        require_shape("lists.order", lists.order.shape, (rows * kv_heads,), meaning)
+        require_shape("lists.entries", lists.entries.shape[:1], (rows * q_heads,), meaning)
+        if lists.dq_lists is not None and schedule.dq_schedule is not None:
+            require_built_for("lists.dq_lists", lists.dq_lists.built_for, schedule.dq_schedule.built_for)
+            rows = schedule.dq_schedule.table.shape[0] * q_heads
+            meaning = f"tiles of {tokens} queries, {q_heads} heads"
+            require_shape("lists.dq_lists", lists.dq_lists.table.shape, (rows, TABLE_WIDTH), meaning)
     spec = BackwardSpec(
-        kv_heads=kv_heads, group=query.shape[1] // kv_heads, head=head_panels(query.shape[2]), score=score,
-        sizes=sizes, dtype=query.dtype, has_alibi=call.alibi_slopes is not None,
-        has_lists=call.lists is not None, mask=mask, computes=ComputedGrads(dk=True, dv=True),
+        kv_heads=kv_heads, group=q_heads // kv_heads, head=head_panels(head_dim), score=score, sizes=sizes,
+        dtype=query.dtype, has_alibi=alibi_slopes is not None, has_lists=lists is not None,
+        mask=None if mask is None else mask.dkdv_mask, computes=ComputedGrads(dk=True, dv=True),
         interpret=interpret,
     )  # fmt: skip
-    inputs = call.dkdv_inputs(schedule, spec)
 
+    # Reshape the arrays.
+    order, list_refs = schedule.order, None
+    if lists is not None:
+        order, list_refs = lists.order, QueryListRefs(lists.entries, lists.num_partial, lists.num_full)
+    dq_sum = None
+    if spec.adds_dq:
+        dq_rows = tokens + -tokens % ALIGN + sizes.tile_q
+        dq_sum = jnp.zeros((q_heads, spec.num_head_panels, dq_rows, PANEL), jnp.float32)
+
+    def by_panels(x: Array) -> Array:
+        return spec.head.split(pad_tokens(x))
+
+    inputs = DkDvInputs(
+        query=by_panels(query),
+        key=by_panels(key),
+        value=by_panels(value),
+        dout=by_panels(grad_out),
+        row_stats=make_row_stats(out, lse, grad_out, grad_lse, spec),
+        slopes=in_log2(alibi_slopes),
+        schedule=DkDvScheduleRefs(schedule.table, schedule.num_valid, order, list_refs),
+        mask=() if spec.mask is None else spec.mask.arrays,
+        dq=dq_sum,
+    )
+
+    # Run the kernels.
     def without_padding(x: Array, like: Array) -> Array:
         return x.reshape(-1, *like.shape[1:])[: like.shape[0]]
 
-    if spec.adds_dq:
+    if dq_sum is not None:
         # One kernel: dq is added up in f32 and converted afterwards.
 
         def run_fused(dq: Any) -> Any:
             return run_dkdv(inputs._replace(dq=dq), spec)
 
-        outputs, dq_sum = _run_with_ref(run_fused, inputs.dq, output_types(inputs, spec))
-        dq = call.dq_from_sum(dq_sum, spec)
+        outputs, dq_sum = _run_with_ref(run_fused, dq_sum, output_types(inputs, spec))
+        dq = (dq_sum[:, :, :tokens, : spec.head.chunk_dim] * score.scale).astype(query.dtype)
+        dq = dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
     else:
         # The dq kernel runs first if it computes delta, which the dk/dv kernel then reads.
-        dq_spec, row_stats = call.dq_spec(schedule, spec), inputs.row_stats
-        dq_inputs = call.dq_inputs(inputs, schedule, dq_spec, fuses_delta=sizes.fuses_delta)
+        assert schedule.dq_schedule is not None
+        assert sizes.dq_sizes is not None
+        group_heads = heads_per_l2_group(
+            q_heads, kv_heads, kv_bytes=4 * kv_tokens * head_dim, rows=len(schedule.dq_schedule.table),
+            sizes=sizes.dq_sizes,
+        )  # fmt: skip
+        head = head_chunks(head_dim)
+        shape = PrefillShape(
+            q_heads=q_heads, group=spec.group, head=head, cache_tiling=None, heads_per_l2_group=group_heads
+        )
+        dq_spec = PrefillSpec(
+            shape=shape, score=score, sizes=sizes.dq_sizes, dtype=spec.dtype,
+            mask=None if mask is None else mask.dq_mask, has_lists=spec.has_lists, has_alibi=spec.has_alibi,
+            returns_lse=False, interpret=interpret,
+        )  # fmt: skip
+
+        def by_chunks(x: Array) -> Array:
+            return head.split(pad_tokens(x))
+
+        attention = PrefillInputs(
+            query=by_chunks(query),
+            kv=KvRefs(by_chunks(key), by_chunks(value), None),
+            slopes=inputs.slopes,
+            sinks=None,
+            schedule=schedule_refs(schedule.dq_schedule, None if lists is None else lists.dq_lists),
+            mask=() if dq_spec.mask is None else dq_spec.mask.arrays,
+        )
+        dq_out = by_chunks(out) if sizes.fuses_delta else None
+        dq_inputs = DqInputs(attention, by_chunks(grad_out), inputs.row_stats, dq_out)
 
         def run(row_stats: Any) -> Any:
             return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec)
 
+        row_stats = inputs.row_stats
         if sizes.fuses_delta:
-            padded_dq, row_stats = _run_with_ref(run, row_stats, dq_inputs.attention.query)
+            padded_dq, row_stats = _run_with_ref(run, row_stats, attention.query)
         else:
             padded_dq = run(row_stats)
         dq = without_padding(padded_dq, query)
         outputs = run_dkdv(inputs._replace(row_stats=row_stats), spec)
     return dq, without_padding(outputs.dk, key), without_padding(outputs.dv, value)
+
+
+def check_dq(
+    sizes: BackwardSizes,
+    lists: BackwardTileLists | None,
+    mask: BackwardMask | None,
+    *,
+    deterministic: bool,
+) -> None:
+    """Raise ValueError if sizes.dq_sizes do not match `deterministic`, the lists or the mask."""
+    has_dq_kernel = sizes.dq_sizes is not None
+    if deterministic and not has_dq_kernel:
+        raise ValueError("deterministic=True requires a dq kernel. Set sizes.dq_sizes.")
+    if lists is None:
+        return
+    if not has_dq_kernel:  # these lists would have bits per warpgroup, which only the dq kernel allows
+        if lists.dq_lists is not None:
+            raise ValueError("lists.dq_lists requires a dq kernel. Set sizes.dq_sizes.")
+        return
+    if lists.dq_lists is None:
+        raise ValueError(
+            "sizes.dq_sizes is set, so lists.dq_lists is required. Build it for schedule.dq_schedule."
+        )
+    if mask is not None and mask.dq_mask is None:
+        raise ValueError(
+            "sizes.dq_sizes is set, so mask.dq_mask is required. Pass the mask for the dq kernel."
+        )
+
+
+def make_row_stats(
+    out: Array, lse: Array, grad_out: Array, grad_lse: Array | None, spec: BackwardSpec
+) -> Array:
+    """Return the base-2 LSE and delta of each row, f32 [q_heads, 2, tokens].
+
+    If the dq kernel computes delta, the second row is 0, and grad_lse is a third row if it is not None.
+    """
+    extra = 0 if spec.adds_dq else PANEL  # the dq kernel reads whole tiles
+    lse = lse.astype(jnp.float32)
+    # Rows without keys have probabilities of 0.
+    lse_log2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    if spec.sizes.fuses_delta:
+        rows = [lse_log2, jnp.zeros_like(lse_log2)] + (
+            [] if grad_lse is None else [grad_lse.astype(jnp.float32)]
+        )
+    else:
+        # A separate XLA kernel computes delta: fused with the stacking, each thread would read a whole head.
+        products = out.astype(jnp.float32) * grad_out.astype(jnp.float32)
+        delta = jax.lax.optimization_barrier(products.sum(axis=-1)).T
+        rows = [lse_log2, delta if grad_lse is None else delta - grad_lse.astype(jnp.float32)]
+    return pad_tokens(jnp.stack(rows, axis=1), axis=2, extra=extra)
 
 
 def _run_with_ref(run: Callable[[Ref], Any], array: Array, types: Any) -> tuple[Any, Array]:

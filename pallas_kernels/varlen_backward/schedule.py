@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.shared.arithmetic import sort_ranks
+from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward.sizes import TILE_KV, BackwardSizes
 from pallas_kernels.varlen_prefill import PrefillSchedule
 from pallas_kernels.varlen_prefill import make_schedule as make_prefill_schedule
-from pallas_kernels.varlen_prefill.schedule import ALIGN, TABLE_WIDTH
+from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 
 # Columns of a key tile in the table. Query tile i of a request starts at row `first_query_row + i * tile_q`.
 # Of the query tiles that attend to a key tile, those at both ends may be partial.
@@ -33,7 +34,7 @@ COLUMNS = (
     "num_partial_first",  # number of partial query tiles at the start
     "num_partial_last",  # number of partial query tiles at the end
     "num_query_tiles",
-    "zero",  # always 0; see DkDvCallbacks
+    "zero",  # always 0; see DkDvMainloop.compute_step
 )
 QUERY_BYTES = 2 + 2 + 4  # per element of a query: the query, dO and dq
 MAX_LENGTH, MAX_SETS = 2**17 - 1, 2**13  # largest values that the sort keys can hold

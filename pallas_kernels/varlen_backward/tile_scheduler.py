@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvScheduleRefs, QueryListRefs
@@ -93,18 +94,8 @@ class BackwardTileScheduler:
         self.num_work_tiles = schedule.num_valid[0] * spec.kv_heads
 
     def assignment(self) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """Return the number of work tiles of this thread block, and a function from iteration to work tile.
-
-        In each round, every thread block takes one work tile. The order of the thread blocks is reversed in
-        every other round, which balances their work: the work tiles are sorted, the longest first.
-        """
-        cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
-        full_rounds = lax.div(self.num_work_tiles, ctas)
-
-        def position(r: Scalar) -> Scalar:
-            return r * ctas + jnp.where(lax.rem(r, jnp.int32(2)) == 0, cta, ctas - 1 - cta)
-
-        rounds = full_rounds + (position(full_rounds) < self.num_work_tiles).astype(jnp.int32)
+        """Return the number of work tiles of this thread block, and a function from round to work tile."""
+        rounds, position = alternating_rounds(self.num_work_tiles, lax.axis_index("cta"), self.ctas)
         return rounds, lambda r: self.schedule.order[position(r)]
 
     def work_tile(self, number: Scalar, columns: Ref = None) -> BackwardWorkTile:

@@ -1,12 +1,14 @@
 """Varlen prefill on Hopper: packed prompts of many requests against their own keys, packed or paged."""
 
+from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
 from pallas_kernels.varlen_prefill.kernel_mask import WORD_BITS, KernelMask, PairTile, Words
-from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, PrefillSchedule, key_range, make_schedule
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, key_range, make_schedule
 from pallas_kernels.varlen_prefill.sizes import (
     SHARED_MEMORY,
     WARPGROUP_ROWS,
     CallBounds,
+    MaskBlocks,
     PrefillSizes,
     default_sizes,
     should_dequantize_in_kernel,

@@ -5,7 +5,6 @@ strips.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
+from pallas_kernels.shared.softmax import add_splits
+from pallas_kernels.shared.types import Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.epilogue import (
     output_scale_and_lse,
@@ -23,15 +23,14 @@ from pallas_kernels.varlen_prefill.epilogue import (
     valid_rows,
     warpgroup_rows,
 )
-from pallas_kernels.varlen_prefill.refs import CombineRefs, PrefillOutputs, SplitOutputs
-from pallas_kernels.varlen_prefill.softmax import broadcast_rows, finite_row_max, full_rows
-from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.refs import CombineRefs, PrefillOutputs
+from pallas_kernels.varlen_prefill.softmax import broadcast_rows
+from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
 from pallas_kernels.varlen_prefill.splits import SplitTiles
-from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, table_columns
+from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed_heads, table_columns
 
 CTAS_PER_SM = 2  # starting more of them takes longer than they save
 STRIP = 64  # columns of a head that a thread block combines
-SPLITS_AT_ONCE = 4  # splits whose loads are in flight together: 32 registers each
 
 
 def combine_splits(
@@ -116,43 +115,17 @@ class Combiner:
         @pl.when((first < work_tile["end"]) & (first + rows.tokens > work_tile["begin"]))
         def _() -> None:
             chunk, chunk_columns = (strip, pl.ds(0, STRIP)) if head_dims.is_padded else (strip * 0, columns)
-            acc, row_max, row_sum = self.reduce(rows, chunk, chunk_columns, refs.split_outputs)
+            slots = warpgroup_rows(rows)
+            acc, row_max, row_sum = add_splits(
+                refs.split_outputs, work_tile["split_output"], work_tile["num_splits"], work_tile.head,
+                queries=(slots,), strip=(chunk, slots, chunk_columns), axis=0,
+            )  # fmt: skip
             factor, lse = output_scale_and_lse(rows, row_max, row_sum, refs.sinks)
             # The first strip stores the log-sum-exp of its rows.
             if refs.lse is not None:
                 pl.when(strip == 0)(lambda: store_lse(refs.lse, rows, valid_rows(rows), lse))
             out = (acc * broadcast_rows(factor, acc)).astype(self.spec.dtype)
-            store_valid_rows(to, rows, swizzled_s, plain_s, [out])
+            heads = packed_heads(work_tile, self.spec)
+            store_valid_rows(to, heads, valid_rows(rows), swizzled_s, plain_s, [out])
             # The next strip reuses the same shared memory.
             plgpu.wait_smem_to_gmem(0)
-
-    def reduce(
-        self, rows: QueryRows, chunk: Scalar, columns: Slice, split_outputs: SplitOutputs
-    ) -> tuple[Tile, Rows, Rows]:
-        """Return P V, row_max and row_sum over all splits of a query tile, for `columns` of a chunk."""
-        work_tile, slots = rows.work_tile, warpgroup_rows(rows)
-        num = work_tile["num_splits"]
-        load = functools.partial(plgpu.load, optimized=False)
-
-        def add(i: Scalar, carry: tuple[Tile, Rows, Rows]) -> tuple[Tile, Rows, Rows]:
-            acc, row_max, row_sum = carry
-            indices = [i * SPLITS_AT_ONCE + j for j in range(SPLITS_AT_ONCE)]
-            splits = [(work_tile["split_output"] + jnp.minimum(n, num - 1), work_tile.head) for n in indices]
-            # Issue all loads of a round before their first use, so that their latencies overlap.
-            maxima = [load(split_outputs.row_max.at[(*split, slots)], layout=ROW) for split in splits]
-            sums = [load(split_outputs.row_sum.at[(*split, slots)], layout=ROW) for split in splits]
-            outs = [load(split_outputs.out.at[(*split, chunk, slots, columns)], layout=W) for split in splits]
-            # Splits past the last one get weight 0.
-            maxima = [x + jnp.where(n < num, 0.0, -jnp.inf) for n, x in zip(indices, maxima, strict=True)]
-            new_max = functools.reduce(jnp.maximum, maxima, row_max)
-            base = finite_row_max(new_max)
-            alpha = jnp.exp2(row_max - base)
-            acc, row_sum = acc * broadcast_rows(alpha, acc), row_sum * alpha
-            for split_max, split_sum, out in zip(maxima, sums, outs, strict=True):
-                weight = jnp.exp2(split_max - base)
-                acc, row_sum = acc + out * broadcast_rows(weight, out), row_sum + split_sum * weight
-            return acc, new_max, row_sum
-
-        zeros = plgpu.layout_cast(jnp.zeros((M, STRIP), f32), W)
-        rounds = lax.div(num + (SPLITS_AT_ONCE - 1), jnp.int32(SPLITS_AT_ONCE))
-        return lax.fori_loop(0, rounds, add, (zeros, full_rows(-jnp.inf), full_rows(0.0)))

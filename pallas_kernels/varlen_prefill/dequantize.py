@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.call import load_head_scale
 from pallas_kernels.shared.dequant import QUANTIZED_LAYOUT, dequantize
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE
@@ -75,7 +76,7 @@ class Dequantizer:
     def dequantize_work_tile(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
         """Dequantize all KV tiles of a work tile; `step` is the step of its first KV tile."""
         head, operand = work_tile.kv_head, self.operand
-        head_scale = operand.scale[head] if operand.granularity == "head" else None
+        head_scale = load_head_scale(operand.scale, head) if operand.granularity == "head" else None
 
         @pl.loop(0, work_tile.num)
         def _(i: Scalar) -> None:

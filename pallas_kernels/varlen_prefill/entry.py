@@ -1,19 +1,50 @@
 """varlen_prefill: attention of packed prompts over their own keys, packed or in a paged cache."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.checks import (
+    require,
+    require_arrays,
+    require_axes,
+    require_built_for,
+    require_one_of,
+    require_shape,
+)
 from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
+from pallas_kernels.shared.call import (
+    check_heads,
+    check_per_head,
+    check_scale,
+    check_supported,
+    in_log2,
+    pad_tokens,
+    tile_scale,
+)
+from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.varlen_prefill.call import PrefillCall
+from pallas_kernels.support import why_not_dequantize, why_not_prefill
 from pallas_kernels.varlen_prefill.combine import combine_splits
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
-from pallas_kernels.varlen_prefill.schedule import PrefillSchedule
-from pallas_kernels.varlen_prefill.sizes import PrefillSizes
-from pallas_kernels.varlen_prefill.spec import PrefillSpec
-from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists
+from pallas_kernels.varlen_prefill.refs import PrefillInputs
+from pallas_kernels.varlen_prefill.schedule import (
+    TABLE_WIDTH,
+    PrefillSchedule,
+    heads_per_l2_group,
+    make_schedule,
+    max_tiles,
+    schedule_key,
+)
+from pallas_kernels.varlen_prefill.sizes import CallBounds, PrefillSizes, check_quantized, default_sizes
+from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec, QuantizedKV
+from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, num_query_blocks, schedule_refs
 
 
 def varlen_prefill(
@@ -45,21 +76,28 @@ def varlen_prefill(
 
     Args:
         query: Tokens of all requests one after the other, optionally followed by padding.
-        key: Packed keys with kv_start_loc, or a paged cache with block_table; see PrefillCall for the shapes.
+        key: With kv_start_loc packed keys [kv_tokens, kv_heads, head_dim]. With block_table a paged cache,
+            NHD [blocks, block_size, kv_heads, head_dim] or HND [blocks, kv_heads, block_size, head_dim]. Keys
+            and values that no query attends to may have any value, including NaN.
         value: Values, like `key`.
         query_start_loc: First token of each request and one past the last; starts with 0.
-        seq_lens: Number of keys of each request, at most what the block table has room for.
+        seq_lens: Number of keys of each request; at most max_blocks * block_size.
         score: Scale, soft cap, causality, window and chunk size. Static.
         kv_start_loc: First key of each request if keys are packed.
-        block_table: Block ids of each request for a paged cache.
+        block_table: `block_table[r, i]` is the block of keys `i * block_size` onward of request r; None if
+            keys are packed. Entries of blocks without visible keys are never used.
         layout: Layout of a paged cache: "NHD" or "HND". Static.
-        k_scale: Scale of 8-bit keys, key = stored * k_scale; None for 1. See PrefillCall for the shapes.
+        k_scale: Scale of an 8-bit cache, key = stored * k_scale: a scalar, [kv_heads], [kv_heads, head_dim],
+            or per token and head [blocks, kv_heads, block_size]; None for 1.
         v_scale: Scale of 8-bit values, like `k_scale`.
         sinks: Attention sinks: an extra score per head without a value.
         alibi_slopes: ALiBi slope of each head.
         schedule: Result of make_schedule for the same lengths, mask and sizes; None to build it here.
-        lists: Tile lists, the KV tiles to visit; None for all. See PrefillCall.
-        block_q: Queries per query block that the tile lists distinguish, or None. Static.
+        lists: Tile lists for the call's schedule, or None for all KV tiles. Values in the tiles of the lists
+            must be finite, even if the mask hides them. This does not apply to values after the request's
+            last key, or outside of the window of all its queries.
+        block_q: Queries per query block that the tile lists distinguish, or None: the queries of a block
+            attend to the same keys of a tile, except for what `score` and `mask` hide. Static.
         mask: Mask that applies to the partial tiles of the lists, or None. Static except for its arrays.
         sizes: Tile sizes; None for those of the schedule or lists, or defaults for the shapes. Static.
         return_lse: Whether to return the log-sum-exp. Static.
@@ -73,46 +111,154 @@ def varlen_prefill(
         ValueError: If the arguments do not fit together.
         NotImplementedError: If there is no kernel for the request, or if the call is differentiated.
     """
-    call = PrefillCall(
-        query=query, key=key, value=value, query_start_loc=query_start_loc, seq_lens=seq_lens,
-        kv_start_loc=kv_start_loc, block_table=block_table, layout=layout, k_scale=k_scale, v_scale=v_scale,
-        sinks=sinks, alibi_slopes=alibi_slopes, lists=lists, block_q=block_q, mask=mask,
-    )  # fmt: skip
-    return run_prefill(call, schedule, score=score, sizes=sizes, return_lse=return_lse, interpret=interpret)
+    # Check the arguments.
+    require_arrays(
+        kv_start_loc=kv_start_loc, k_scale=k_scale, v_scale=v_scale, sinks=sinks, alibi_slopes=alibi_slopes
+    )
+    require_one_of("layout", layout, ("NHD", "HND"))
+    num_locations = (kv_start_loc is not None) + (block_table is not None)
+    if num_locations != 1:
+        raise ValueError(
+            "Pass either kv_start_loc (packed keys) or block_table (a paged cache), "
+            f"got {num_locations} of them."
+        )
+    require_axes(3 if block_table is None else 4, key=key, value=value)
+    require_axes(3, query=query)
+    require_axes(1, query_start_loc=query_start_loc, seq_lens=seq_lens)
+    (num_tokens, q_heads, head_dim), (reqs,) = query.shape, seq_lens.shape
+    is_hnd, is_packed, has_lists = layout == "HND", block_table is None, lists is not None
+    blocks, block_size, kv_heads, max_kv = 0, None, key.shape[1], key.shape[0]
+    if block_table is not None:
+        require_axes(2, block_table=block_table)
+        blocks, block_size, kv_heads, _ = cache_dims(key, is_hnd=is_hnd)
+        max_kv = block_table.shape[1] * block_size
+    check_heads(q_heads, kv_heads)
+    require_shape("value", value.shape, key.shape, "as key")
+    require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
+    require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
+    if kv_start_loc is not None:
+        require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
+    if block_table is not None:
+        require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
+    check_per_head(q_heads, sinks=sinks, alibi_slopes=alibi_slopes)
+    is_quantized = block_table is not None and 1 in (key.dtype.itemsize, value.dtype.itemsize)
+    kv_dtype = query.dtype if is_quantized else key.dtype
+    reason = why_not_prefill(dtype=query.dtype, kv_dtype=kv_dtype, head_dim=head_dim, block_size=block_size)
+    if is_quantized and reason is None:
+        reason = why_not_dequantize(kv_dtypes=(key.dtype, value.dtype), head_dim=head_dim)
+    check_supported("varlen_prefill", reason)
+    scale_shapes = ((), (kv_heads,), (kv_heads, head_dim), (blocks, kv_heads, block_size or 0))
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            require(is_quantized, name, f"be None with keys of {key.dtype.name}", jnp.shape(scale))
+            check_scale(name, scale, scale_shapes)
+    if is_quantized and has_lists:
+        raise ValueError(
+            f"lists (tile lists of a mask) require a 16-bit KV cache, but the cache has dtype "
+            f"{key.dtype.name}. Dequantize the cache first."
+        )
 
-
-def run_prefill(
-    call: PrefillCall,
-    schedule: PrefillSchedule | None,
-    *,
-    score: Score,
-    sizes: PrefillSizes | None,
-    return_lse: bool,
-    interpret: Interpret,
-) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
-    """Validate a call, choose what is None, and run the kernels; see varlen_prefill."""
-    call.check()
-    num_tokens, q_heads, head_dim = call.query.shape
+    # Choose the sizes, and lay out the work.
     if sizes is None:
-        prebuilt = call.lists if schedule is None else schedule
-        sizes = call.default_sizes(score) if prebuilt is None else prebuilt.built_for.sizes
-    call.check_lists(sizes)
-    call.check_heads(sizes)
-    call.check_quantized(sizes)
-    if call.is_empty:
+        prebuilt = lists if schedule is None else schedule
+        bounds = CallBounds(num_tokens, reqs, q_heads, kv_heads, max_kv).limited_by(score)
+        if prebuilt is not None:
+            sizes = prebuilt.built_for.sizes
+        else:
+            sizes = default_sizes(
+                head_dim, has_lists=has_lists, bounds=None if is_packed else bounds, is_quantized=is_quantized
+            )
+    check_sizes(sizes, group=q_heads // kv_heads, lists=lists, mask=mask, block_q=block_q)
+    head = head_chunks(head_dim)
+    if is_quantized:
+        check_quantized(sizes, head.padded_dim)
+    if 0 in (num_tokens, *key.shape, *(seq_lens.shape if block_table is None else block_table.shape)):
         lse = jnp.full((q_heads, num_tokens), -jnp.inf, jnp.float32)
-        return jnp.zeros_like(call.query), lse if return_lse else None
-    schedule = call.make_schedule(score, sizes) if schedule is None else schedule
-    call.check_schedule(schedule, score, sizes)
-    spec = PrefillSpec(
-        shape=call.shape(sizes), score=score, sizes=sizes, dtype=call.query.dtype, mask=call.mask,
-        has_lists=call.lists is not None, has_alibi=call.alibi_slopes is not None, returns_lse=return_lse,
-        quantized=call.quantized, interpret=interpret,
+        return jnp.zeros_like(query), lse if return_lse else None
+    if schedule is None:
+        # Never read past the end of the block table.
+        lens = seq_lens if is_packed else jnp.minimum(seq_lens.astype(jnp.int32), max_kv)
+        schedule = make_schedule(
+            query_start_loc, lens, kv_start_loc,
+            num_tokens=num_tokens, score=score, sizes=sizes, q_heads=q_heads, has_lists=has_lists,
+        )  # fmt: skip
+    require_shape("schedule.first_tiles", schedule.first_tiles.shape, (reqs + 1,), f"{reqs} requests")
+    needed = schedule_key(num_tokens, score, sizes, q_heads, has_lists=has_lists, is_packed=is_packed)
+    require_built_for("schedule", schedule.built_for, needed)
+    if lists is not None:
+        require_built_for("lists", lists.built_for, needed)
+        lists_needed = schedule.table.shape[0] * q_heads
+        meaning = f"{schedule.table.shape[0]} query tiles, {q_heads} heads"
+        require_shape("lists.table", lists.table.shape, (lists_needed, TABLE_WIDTH), meaning)
+        require_shape("lists.entries", lists.entries.shape[:1], (lists_needed,), meaning)
+    tiling, kv_tokens = None, key.shape[0]
+    if block_table is not None and block_size is not None:
+        tiling = CacheTiling(block_size=block_size, tile_kv=sizes.tile_kv, is_hnd=is_hnd, head=head)
+        kv_tokens = min(kv_tokens, math.prod(block_table.shape)) * block_size
+    group_heads = heads_per_l2_group(
+        q_heads, kv_heads, kv_bytes=4 * kv_tokens * head_dim,
+        rows=max_tiles(num_tokens, reqs, sizes.tile_tokens), sizes=sizes,
     )  # fmt: skip
+    shape = PrefillShape(
+        q_heads=q_heads, group=q_heads // kv_heads, head=head, cache_tiling=tiling,
+        heads_per_l2_group=group_heads, block_q=block_q,
+    )  # fmt: skip
+    quantized = None
+    if is_quantized:
+        granularities = "head", "head", "channel", "token"  # by the number of axes
+        k_granularity, v_granularity = (
+            None if scale is None else granularities[scale.ndim] for scale in (k_scale, v_scale)
+        )
+        quantized = QuantizedKV((key.dtype, value.dtype), (k_granularity, v_granularity))
+    spec = PrefillSpec(
+        shape=shape, score=score, sizes=sizes, dtype=query.dtype, mask=mask, has_lists=has_lists,
+        has_alibi=alibi_slopes is not None, returns_lse=return_lse, quantized=quantized, interpret=interpret,
+    )  # fmt: skip
+
+    # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
+    def kv_array(x: jax.Array) -> jax.Array:
+        return head.split(pad_tokens(x)) if tiling is None else tiling.tile_cache(x)
+
+    def kv_scale(scale: jax.Array | None) -> jax.Array | None:
+        return None if scale is None or tiling is None else tile_scale(scale.astype(jnp.float32), tiling)
+
+    inputs = PrefillInputs(
+        query=head.split(pad_tokens(query)),
+        kv=KvRefs(kv_array(key), kv_array(value), block_table, kv_scale(k_scale), kv_scale(v_scale)),
+        slopes=in_log2(alibi_slopes),
+        sinks=in_log2(sinks),
+        schedule=schedule_refs(schedule, lists),
+        mask=() if mask is None else mask.arrays,
+    )
     fix = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
-    inputs = forbid_kernel_derivative(call.inputs(schedule, spec), "varlen_prefill", fix)
+    inputs = forbid_kernel_derivative(inputs, "varlen_prefill", fix)
     outputs = prefill(inputs, spec)
     if schedule.split_tiles is not None:
         outputs = combine_splits(outputs, schedule.table, schedule.split_tiles, inputs.sinks, spec)
     out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
     return out, None if outputs.lse is None else outputs.lse[:, :num_tokens]
+
+
+def check_sizes(
+    sizes: PrefillSizes,
+    *,
+    group: int,
+    lists: PrefillTileLists | None,
+    mask: KernelMask | None,
+    block_q: int | None,
+) -> None:
+    """Raise ValueError if the mask lacks lists, or if blocks or heads do not fit the query tiles."""
+    if lists is None and not (mask is None and block_q is None):
+        raise ValueError(
+            "mask and block_q require tile lists. Build them with make_tile_lists and pass them as lists."
+        )
+    if block_q is not None:
+        num_blocks = num_query_blocks(sizes.tile_q, block_q)
+        if num_blocks > MAX_QUERY_BLOCKS:
+            raise ValueError(
+                f"block_q={block_q} splits a query tile of {sizes.tile_q} rows into {num_blocks} "
+                f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
+            )
+    pack_gqa = sizes.pack_gqa
+    require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
+    require(pack_gqa == 1 or lists is None, "pack_gqa", "be 1 with tile lists", pack_gqa)

@@ -10,13 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx.stores import store_tokens
 from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.softmax import finalize_softmax
+from pallas_kernels.shared.softmax import SplitOutputs, finalize_softmax
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.block_info import QueryRows
-from pallas_kernels.varlen_prefill.refs import PrefillOutputs, SplitOutputs
+from pallas_kernels.varlen_prefill.refs import PrefillOutputs
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
 from pallas_kernels.varlen_prefill.spec import M
-from pallas_kernels.varlen_prefill.tile_scheduler import align_row, packed_heads
+from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, align_row, packed_heads
 
 
 class RowResults(NamedTuple):
@@ -128,30 +128,43 @@ def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs:
     def to(tokens: Slice, head: Scalar, chunk: int) -> Ref:
         return out_g.at[(tokens, head, *head_dims.gmem_index(chunk, head * 0))]
 
-    store_valid_rows(to, rows, swizzled_s, plain_s, outs)
+    heads = packed_heads(rows.work_tile, rows.spec)
+    store_valid_rows(to, heads, valid_rows(rows), swizzled_s, plain_s, outs)
 
 
 def store_valid_rows(
     to: Callable[[Slice, Scalar, int], Ref],
-    rows: QueryRows,
+    heads: Sequence[PackedHead],
+    valid: ValidRows,
     swizzled_s: Ref,
     plain_s: Ref,
     outs: Sequence[Tile],
 ) -> None:
-    """Store a warpgroup's valid rows, outs[i] of a head to `to(tokens, head, i)`; see `store_rows`."""
-    tokens, heads = rows.tokens, packed_heads(rows.work_tile, rows.spec)
-    first, begin, end = valid_rows(rows)
+    """Store the valid rows of each head of a warpgroup: outs[i] of a head to `to(rows, head, i)`.
+
+    If all rows are valid, one copy stores a head's rows of each tile. Otherwise each copy stores a power of
+    two rows.
+
+    Args:
+        to: Function that returns the destination in global memory.
+        heads: Heads whose rows follow each other in the tiles.
+        valid: Valid rows of each head.
+        swizzled_s: Shared memory [tiles, 64, width].
+        plain_s: The same memory without swizzling.
+        outs: Tiles in 16 bits, of a chunk or a panel of the heads each.
+    """
+    (first, begin, end), tokens = valid, outs[0].shape[0] // len(heads)
     num = jnp.maximum(end - begin, 0)
 
     @pl.when(num == tokens)
     def _() -> None:
-        # All rows are valid: one swizzled copy per head and chunk.
+        # All rows are valid: one swizzled copy per head and tile.
         for index, out in enumerate(outs):
             swizzled_s[index] = out
         plgpu.commit_smem()
         for index, (head, row) in itertools.product(range(len(outs)), heads):
-            valid = pl.ds(align_row(first), tokens)
-            plgpu.copy_smem_to_gmem(swizzled_s.at[index, pl.ds(row, tokens)], to(valid, head, index))
+            all_rows = pl.ds(align_row(first), tokens)
+            plgpu.copy_smem_to_gmem(swizzled_s.at[index, pl.ds(row, tokens)], to(all_rows, head, index))
 
     @pl.when((num > 0) & (num < tokens))
     def _() -> None:

@@ -37,7 +37,7 @@ An 8-bit cache is loaded into stages of its own, and two more warpgroups, one fo
 between both sides (dequantize.py): they wait for an 8-bit stage and for a free stage of K or V, dequantize
 the one into the other, and arrive where TMA does otherwise.
 
-Modules: loader (left), pipeline (middle) and mainloop (right), which calls mma, bias, masking, softmax and
+Modules: loader (left), pipeline (middle) and mainloop (right), which calls bias, masking, softmax and
 epilogue; tile_scheduler and block_info say which tiles belong to whom, schedule and splits which there are.
 """
 
@@ -50,6 +50,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
+from pallas_kernels.shared.softmax import SplitOutputs
 from pallas_kernels.shared.types import Scalar, ScratchType
 from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
 from pallas_kernels.varlen_prefill.dequantize import Dequantizer
@@ -64,7 +65,6 @@ from pallas_kernels.varlen_prefill.refs import (
     PrefillSmem,
     QuantizedKvBarriers,
     QuantizedKvSmem,
-    SplitOutputs,
 )
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, QuantizedKV, f32

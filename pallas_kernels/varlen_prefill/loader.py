@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import BULK_COPY
-from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
+from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling, KvRefs
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages, QueryBuffers
-from pallas_kernels.varlen_prefill.refs import KvRefs, PrefillBarriers, PrefillInputs, PrefillSmem
+from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillSmem
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     PrefillTileScheduler,

@@ -1,28 +1,60 @@
 """The main loop of a computing warpgroup: 64 query rows of each work tile, over all of their keys.
 
 It issues S = Q K^T of a tile of keys together with O += P V of the previous tile, and computes the softmax of
-S while P V is in flight.
+S while P V is in flight: see `PrefillMainloop.attend_tile`.
 """
 
-from collections.abc import Callable
+import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.types import Ref, Scalar, Tile
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.bias import Bias
-from pallas_kernels.varlen_prefill.block_info import MaskedEnds, QueryRows
+from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
 from pallas_kernels.varlen_prefill.masking import Masking, ValueTiles
-from pallas_kernels.varlen_prefill.mma import InterpretedPrefillMma, PrefillMma
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, QueryBuffers
 from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillOutputs, PrefillSmem
-from pallas_kernels.varlen_prefill.softmax import Softmax, SoftmaxState, SoftmaxStep, full_rows
+from pallas_kernels.varlen_prefill.softmax import (
+    LANE_COLUMNS,
+    choose_row_max_policy,
+    full_rows,
+    probabilities,
+)
 from pallas_kernels.varlen_prefill.spec import COLUMN, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
+
+
+class TileState(NamedTuple):
+    """State of the online softmax, which does not yet include P V of the last tile.
+
+    Attributes:
+        accs: Accumulated P V, one per chunk of the head.
+        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
+        row_max: Number that is subtracted from the scores of each row.
+        p: Probabilities of the last tile in 16 bits.
+    """
+
+    accs: tuple[Tile, ...]
+    row_sum: Tile
+    row_max: Rows
+    p: Tile
+
+
+class TileSoftmax(NamedTuple):
+    """The softmax of one tile: its f32 probabilities and their sums, and the fields of ShiftedScores."""
+
+    p: Tile
+    row_sum: Tile
+    row_max: Rows
+    alpha: Rows
+    needs_rescale: Scalar | None
 
 
 class PrefillMainloop:
@@ -46,12 +78,8 @@ class PrefillMainloop:
         self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
         self.pipeline, self.queries = KvPipeline(smem, barriers, spec.sizes, self.team), queries
         self.bias = Bias(smem.alibi, self.columns, wg, spec)
-        self.masking, self.softmax = Masking(inputs.mask, self.columns, spec), Softmax(spec)
-        self.values = ValueTiles(self.pipeline, spec)
-        if spec.is_interpreted:
-            self.mma: PrefillMma = InterpretedPrefillMma(self.pipeline, smem.p.at[wg], spec)
-        else:
-            self.mma = PrefillMma(self.pipeline, self.bias.operands, spec)
+        self.masking, self.policy = Masking(inputs.mask, self.columns, spec), choose_row_max_policy(spec)
+        self.values = ValueTiles(self.pipeline.values, self.pipeline, spec)
 
     def columns(self) -> Tile:
         """Return the index of each key within its tile, f32."""
@@ -90,58 +118,45 @@ class PrefillMainloop:
             iteration: Number of work tiles that the team processed before.
             step: Step of the work tile's first KV tile.
         """
-        queries, work_tile = self.queries, rows.work_tile
-        num_chunks = self.spec.shape.head.num_chunks
+        queries = self.queries
         if rows.slope is not None:
             self.bias.store_slope(rows.slope)
 
-        def release_previous() -> None:
-            # With two buffers, the previous output leaves while this work tile's first scores are computed.
-            if queries.num > 1:
-                pl.when(iteration >= 1)(lambda: queries.release(iteration - 1))
-
         def attend() -> RowResults:
-            return self.attend(rows, queries.query.at[buffer], step, release_previous)
+            return self.attend(rows, queries.query.at[buffer], step, iteration)
 
         def skip() -> RowResults:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
-            release_previous()
-            self.pipeline.skip(step, jnp.int32(0), work_tile.num)
-            accs = tuple(plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W) for _ in range(num_chunks))
-            return RowResults(accs, full_rows(-jnp.inf), full_rows(0.0))
+            self.release_previous(iteration)
+            self.pipeline.skip(step, jnp.int32(0), rows.work_tile.num)
+            return RowResults(self.zeros(), full_rows(-jnp.inf), full_rows(0.0))
 
         self.store(rows, buffer, lax.cond(rows.has_work(), attend, skip))
         if queries.num == 1:
             # With one buffer, the next work tile's queries wait until this output has left.
             queries.release(iteration)
 
-    def attend(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, during_first_scores: Callable[[], None]
-    ) -> RowResults:
+    def attend(self, rows: QueryRows, q_s: Ref, step: Scalar, iteration: Scalar) -> RowResults:
         """Return the unnormalized results of rows over all of their keys.
 
         Args:
             rows: Query rows of the warpgroup.
             q_s: Queries of the rows in shared memory, [chunks, 64, width].
             step: Step of the work tile's first KV tile.
-            during_first_scores: Function that is called while the first scores are being computed.
+            iteration: Number of work tiles that the team processed before.
         """
         has_lists, has_window = self.spec.has_lists, self.spec.has_window
         begin, full_begin, full_end, end = rows.kv_tile_range()
         # Release tiles that are only for other warpgroups of the team: first those before these rows' tiles.
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
-        state = self.attend_first(rows, q_s, step, begin, during_first_scores)
+        state = self.attend_first(rows, q_s, step, begin, iteration)
 
         def attend_tiles(
-            first_tile: Scalar, end_tile: Scalar, ends: MaskedEnds, state: SoftmaxState
-        ) -> SoftmaxState:
-            return lax.fori_loop(
-                first_tile,
-                end_tile,
-                lambda i, state: self.attend_tile(rows, q_s, step, i, ends, state),
-                state,
-            )
+            first_tile: Scalar, end_tile: Scalar, ends: MaskedEnds, state: TileState
+        ) -> TileState:
+            attend_tile = functools.partial(self.attend_tile, rows, q_s, step, ends)
+            return lax.fori_loop(first_tile, end_tile, attend_tile, state)
 
         # One loop per kind of tile, so that full tiles are computed without any mask.
         if has_window or has_lists:
@@ -152,50 +167,174 @@ class PrefillMainloop:
         row_sum = state.row_sum.sum(axis=1)
         # The last tile's values have arrived; zero what follows the request's end before P V reads them.
         self.values.clear_last(rows, end - 1, step + end - 1)
-        accs = self.mma.add_values(state.accs, state.p, step + end - 1)
+        accs = self.add_values(state, step + end - 1)
         # Then release the tiles after these rows' tiles.
         if not has_lists:
             self.pipeline.skip(step, end, rows.work_tile.num)
         return RowResults(accs, state.row_max, row_sum)
 
     def attend_first(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, first_tile: Scalar, during_scores: Callable[[], None]
-    ) -> SoftmaxState:
-        """Compute the scores and the softmax of the rows' first KV tile."""
-        tile = rows.first_tile(first_tile)
+        self, rows: QueryRows, q_s: Ref, step: Scalar, begin: Scalar, iteration: Scalar
+    ) -> TileState:
+        """Compute S and the softmax of the rows' first KV tile, which has no P V beside it."""
+        tile, policy = rows.first_tile(begin), self.policy
+        # The mask's data comes from global memory: load it before the keys are awaited.
         loaded = self.masking.load(tile)
-        step = step + first_tile
-        s, row_term = self.bias.apply(tile, self.mma.scores(q_s, step, during_scores))
-        state = self.softmax.first_step(s, row_term, lambda s: self.masking.apply(tile, loaded, s))
+        step = step + begin
+        s = self.scores(q_s, step, iteration)
+        s, row_term = self.bias.apply(tile, s)
+        row_max = policy.initial_row_max()
+        s = self.masking.apply(tile, loaded, policy.prescale(s, row_term, row_max, is_first=True))
+        shifted = policy.shift_scores(s, row_term, row_max, is_first=True)
+        p, row_sum = probabilities(shifted.exponent)
+        state = TileState(self.zeros(), row_sum, shifted.row_max, p.astype(self.spec.dtype))
         # The next step issues P V with these values, so they must have arrived and been cleared.
-        self.values.wait_first(tile, step)
+        self.values.wait(tile, step, is_first=True)
         return state
 
     def attend_tile(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, i: Scalar, masked_ends: MaskedEnds, state: SoftmaxState
-    ) -> SoftmaxState:
-        """Compute the scores of KV tile i together with P V of the previous tile, and the softmax."""
-        step = step + i
+        self, rows: QueryRows, q_s: Ref, step: Scalar, masked_ends: MaskedEnds, i: Scalar, state: TileState
+    ) -> TileState:
+        """Add KV tile i: the main loop. P V of the previous tile runs during this tile's softmax.
+
+        Args:
+            rows: Query rows of the warpgroup.
+            q_s: Queries of the rows in shared memory, [chunks, 64, width].
+            step: Step of the work tile's first KV tile.
+            masked_ends: Which ends of the visible keys the tile may contain. Static.
+            i: Index of the KV tile in the work tile.
+            state: State after the previous tile.
+        """
+        spec, policy, step = self.spec, self.policy, step + i
         tile = rows.tile(i, masked_ends)
+        if spec.is_interpreted:
+            return self.attend_tile_in_order(tile, q_s, step, state)
+        zeros = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
+        empty = TileSoftmax(
+            zeros, zeros[:, :LANE_COLUMNS], state.row_max, state.row_max, policy.initial_needs_rescale()
+        )
+        stage, previous = self.pipeline.stage(step), self.pipeline.stage(step - 1)
+        keys, values = self.pipeline.keys, self.pipeline.values
+        # Wait for the keys only: the previous tile's values were awaited in the previous step.
+        plgpu.barrier_wait(keys.full.at[stage])
 
-        def softmax(s: Tile, loaded: LoadedMask, before_exponentials: Callable[[], None]) -> SoftmaxStep:
+        def overlap(refs: tuple[tuple[Ref, ...], TileSoftmax]) -> None:
+            acc_refs, softmax_refs = refs
+
+            def products(s_ref: Ref) -> tuple[Tile, LoadedMask]:
+                # QK before PV: products complete in order, and the softmax of S overlaps with P V.
+                self.issue_scores(s_ref, q_s, stage)
+                self.issue_values(acc_refs, state.p, previous)
+                # The mask's data comes from global memory: load it while both products are in flight.
+                loaded = self.masking.load(tile)
+                # Wait for S, but not for P V.
+                return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), loaded
+
+            s, loaded = pl.run_scoped(products, plgpu.ACC(spec.s_shape, f32))
+            s = lax.optimization_barrier(s)
+            # Release the keys as soon as S is complete: the loading warp may refill their stage.
+            plgpu.barrier_arrive(keys.free.at[stage])
+            # Mask: after the bias, whose row term the policy adds, and before the maximum.
             s, row_term = self.bias.apply(tile, s)
-            return self.softmax.step(
-                s,
-                row_term,
-                lambda s: self.masking.apply(tile, loaded, s),
-                state.row_max,
-                before_exponentials,
-            )
+            s = policy.prescale(s, row_term, state.row_max, is_first=False)
+            s = self.masking.apply(tile, loaded, s)
+            # Softmax: exponents first, because the vote on a new row_max is a branch.
+            shifted = policy.shift_scores(s, row_term, state.row_max, is_first=False)
+            if spec.waits_for_values_first:
+                self.values.wait(tile, step)
+                plgpu.wgmma_wait(0)
+            p, row_sum = probabilities(shifted.exponent)
+            softmax = TileSoftmax(p, row_sum, shifted.row_max, shifted.alpha, shifted.needs_rescale)
+            for ref, result in zip(jax.tree.leaves(softmax_refs), jax.tree.leaves(softmax), strict=True):
+                ref[...] = result
+            # Wait for this tile's values, which the next step multiplies. Not earlier: the branch of this
+            # wait keeps ptxas from waiting for P V before the softmax.
+            if not spec.waits_for_values_first:
+                self.values.wait(tile, step)
 
-        accs, new = self.mma.scores_and_values(
-            q_s, step, state, self.softmax.empty_step(state.row_max),
-            load_mask=lambda: self.masking.load(tile),
-            softmax=softmax,
-            wait_for_values=lambda: self.values.wait_next(tile, step),
-        )  # fmt: skip
-        # P V used the old row_max, so it is rescaled only now that it is complete.
-        return self.softmax.add_step(accs, state.row_sum, new)
+        # Leaving run_state waits for P V.
+        accs, softmax = pl.run_state(overlap)((tuple(plgpu.ACC.init(acc) for acc in state.accs), empty))
+        # Release the previous tile's values: P V has read them.
+        plgpu.barrier_arrive(values.free.at[previous])
+        return self.rescaled(tuple(accs), state.row_sum, softmax)
+
+    def attend_tile_in_order(self, tile: KvTile, q_s: Ref, step: Scalar, state: TileState) -> TileState:
+        """Compute the same as `attend_tile` in interpret mode, one product after the other."""
+        s = self.scores(q_s, step)
+        accs = self.add_values(state, step - 1)
+        s, row_term = self.bias.apply(tile, s)
+        s = self.policy.prescale(s, row_term, state.row_max, is_first=False)
+        s = self.masking.apply(tile, self.masking.load(tile), s)
+        shifted = self.policy.shift_scores(s, row_term, state.row_max, is_first=False)
+        p, row_sum = probabilities(shifted.exponent)
+        softmax = TileSoftmax(p, row_sum, shifted.row_max, shifted.alpha, shifted.needs_rescale)
+        self.values.wait(tile, step)
+        return self.rescaled(accs, state.row_sum, softmax)
+
+    def rescaled(self, accs: tuple[Tile, ...], row_sum: Tile, softmax: TileSoftmax) -> TileState:
+        """Return the state after a tile: earlier sums rescaled, which P V computed with the old row_max."""
+        sums = self.policy.rescale(softmax.alpha, softmax.needs_rescale, (*accs, row_sum))
+        *accs_rescaled, row_sum = sums
+        row_sum = row_sum + softmax.row_sum
+        return TileState(tuple(accs_rescaled), row_sum, softmax.row_max, softmax.p.astype(self.spec.dtype))
+
+    def issue_scores(self, s_ref: Ref, q_s: Ref, stage: Scalar) -> None:
+        """Issue S += Q K^T, and the ALiBi bias if the tensor core adds it."""
+        for chunk in range(self.spec.shape.head.num_chunks):
+            plgpu.wgmma(s_ref, q_s.at[chunk], self.pipeline.keys.tiles.at[stage, chunk].T)
+        if self.bias.operands is not None:
+            plgpu.wgmma(s_ref, self.bias.operands.slopes, self.bias.operands.columns.T)
+
+    def issue_values(self, acc_refs: tuple[Ref, ...], p: Ref, stage: Scalar) -> None:
+        """Issue O += P V; P is in registers or, in interpret mode, in shared memory."""
+        for chunk, acc_ref in enumerate(acc_refs):
+            plgpu.wgmma(acc_ref, p, self.pipeline.values.tiles.at[stage, chunk])
+
+    def scores(self, q_s: Ref, step: Scalar, iteration: Scalar | None = None) -> Tile:
+        """Return Q K^T of a step; the output before work tile `iteration` leaves while it is in flight."""
+        stage, keys = self.pipeline.stage(step), self.pipeline.keys
+        plgpu.barrier_wait(keys.full.at[stage])
+
+        def product(s_ref: Ref) -> Tile:
+            self.issue_scores(s_ref, q_s, stage)
+            if iteration is not None:
+                self.release_previous(iteration)
+            return s_ref[...]  # waits for the product
+
+        s = pl.run_scoped(product, plgpu.ACC(self.spec.s_shape, f32))
+        # The keys have been read: the loading warp may refill their stage.
+        plgpu.barrier_arrive(keys.free.at[stage])
+        return s
+
+    def add_values(self, state: TileState, step: Scalar) -> tuple[Tile, ...]:
+        """Return O + P V for the values of a step, which must have arrived and been cleared."""
+        stage, free = self.pipeline.stage(step), self.pipeline.values.free
+        if self.spec.is_interpreted:  # no running accumulators, and no operands in registers
+            p_s = self.smem.p.at[self.wg]
+            p_s[...] = state.p
+            plgpu.commit_smem()
+
+            def product(*refs: Ref) -> tuple[Tile, ...]:
+                self.issue_values(refs, p_s, stage)
+                return tuple(ref[...] for ref in refs)
+
+            products = pl.run_scoped(product, *[plgpu.ACC(self.spec.acc_shape, f32)] * len(state.accs))
+            accs = tuple(acc + x for acc, x in zip(state.accs, products, strict=True))
+        else:
+            start = tuple(plgpu.ACC.init(acc) for acc in state.accs)
+            accs = tuple(pl.run_state(lambda refs: self.issue_values(refs, state.p, stage))(start))
+        plgpu.barrier_arrive(free.at[stage])
+        return accs
+
+    def release_previous(self, iteration: Scalar) -> None:
+        """With two buffers, let the previous output leave; with one it has left already."""
+        if self.queries.num > 1:
+            pl.when(iteration >= 1)(lambda: self.queries.release(iteration - 1))
+
+    def zeros(self) -> tuple[Tile, ...]:
+        """Return accumulators of zeros, one per chunk of the head."""
+        shape, num_chunks = self.spec.acc_shape, self.spec.shape.head.num_chunks
+        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), W) for _ in range(num_chunks))
 
     def store(self, rows: QueryRows, buffer: Scalar, results: RowResults) -> None:
         """Store the output of rows, or their unnormalized results if they are a KV split."""

@@ -13,7 +13,7 @@ from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
-from pallas_kernels.varlen_prefill.pipeline import KvPipeline
+from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
@@ -118,38 +118,32 @@ class ValueTiles:
     end that kept NaNs of the high end would undo the zeros of another warpgroup.
     """
 
-    def __init__(self, pipeline: KvPipeline, spec: PrefillSpec):
-        self.pipeline, self.spec = pipeline, spec
+    def __init__(self, stages: KvStages, pipeline: KvPipeline, spec: PrefillSpec):
+        """Create the values; `stages` are those of `pipeline` that hold them."""
+        self.stages, self.pipeline, self.spec = stages, pipeline, spec
 
-    def wait_first(self, tile: KvTile, step: Scalar) -> None:
-        """Wait for the values of a work tile's first KV tile, and zero its invisible ends.
+    def wait(self, tile: KvTile, step: Scalar, *, is_first: bool = False) -> None:
+        """Wait for the values of a KV tile, and zero its invisible ends.
 
-        A tile list starts with the tile that contains the request's end, if that is listed. Without lists the
-        end is in the last tile, which `clear_last` handles.
+        With tile lists the first tile contains the request's end, if that is listed, and the visible keys may
+        start in any partial tile. Without lists they start in the first tile, later ones are not tested, to
+        save a comparison per tile, and the end is in the last tile, which `clear_last` handles.
         """
-        self._wait(tile, step, MaskedEnds.BOTH if self.spec.has_lists else MaskedEnds.LOW)
-
-    def wait_next(self, tile: KvTile, step: Scalar) -> None:
-        """Wait for the values of a KV tile that is not the work tile's first.
-
-        With tile lists, the visible keys may start in any partial tile. Without lists, they start in the
-        first tile, so this does not test later tiles.
-        """
-        has_lists = self.spec.has_lists
-        self._wait(tile, step, tile.masked_ends & MaskedEnds.LOW if has_lists else MaskedEnds.NONE)
+        stage = self.pipeline.stage(step)
+        plgpu.barrier_wait(self.stages.full.at[stage])
+        if self.spec.has_lists:
+            ends = MaskedEnds.BOTH if is_first else tile.masked_ends & MaskedEnds.LOW
+        else:
+            ends = MaskedEnds.LOW if is_first else MaskedEnds.NONE
+        if MaskedEnds.LOW in ends and self.spec.has_low_end:
+            self._clear(tile, stage, MaskedEnds.LOW)
+        if MaskedEnds.HIGH in ends:
+            self._clear(tile, stage, MaskedEnds.HIGH)
 
     def clear_last(self, rows: QueryRows, last: Scalar, step: Scalar) -> None:
         """Zero the values after the end of the request in the last KV tile, which has arrived."""
         if not self.spec.has_lists:
             self._clear(rows.tile(last, MaskedEnds.HIGH), self.pipeline.stage(step), MaskedEnds.HIGH)
-
-    def _wait(self, tile: KvTile, step: Scalar, ends: MaskedEnds) -> None:
-        stage = self.pipeline.stage(step)
-        plgpu.barrier_wait(self.pipeline.values.full.at[stage])
-        if MaskedEnds.LOW in ends and self.spec.has_low_end:
-            self._clear(tile, stage, MaskedEnds.LOW)
-        if MaskedEnds.HIGH in ends:
-            self._clear(tile, stage, MaskedEnds.HIGH)
 
     def _clear(self, tile: KvTile, stage: Scalar, end: MaskedEnds) -> None:
         """Zero the values before the request's first visible key (LOW), or after its last key (HIGH)."""
@@ -173,9 +167,7 @@ class ValueTiles:
             def _(n: Scalar) -> None:
                 rows = pl.ds(n * ROWS_AT_ONCE, ROWS_AT_ONCE)
                 row = plgpu.broadcasted_iota(jnp.int32, (M, ROWS_AT_ONCE), 0, layout=W) + n * ROWS_AT_ONCE
-                clear_masked_out(
-                    self.pipeline.values.tiles.at[stage], rows, lambda _: row, first_row, end_row
-                )
+                clear_masked_out(self.stages.tiles.at[stage], rows, lambda _: row, first_row, end_row)
 
             # The matrix product reads the zeros through the async proxy.
             plgpu.commit_smem()

@@ -5,27 +5,9 @@ The order of the fields is the order of the kernel's arguments, and of its share
 
 from typing import NamedTuple
 
+from pallas_kernels.shared.paged_kv import KvRefs
+from pallas_kernels.shared.softmax import SplitOutputs
 from pallas_kernels.shared.types import Barriers, Ref
-
-
-class KvRefs(NamedTuple):
-    """Keys and values in global memory.
-
-    Attributes:
-        k: Packed keys [tokens, kv_heads, head_dim], or [..., chunks, chunk] if the head is chunked. Paged
-            keys as CacheTiling.tile_cache returns them.
-        v: Values, of the shape of `k`.
-        block_table: Block ids of each request [reqs, max_blocks]; None if keys are packed.
-        k_scale: Scales of 8-bit keys, f32: [kv_heads], per channel [kv_heads, chunks, width], or per token as
-            CacheTiling.tile_scales returns them; None for 1.
-        v_scale: Scales of 8-bit values, like `k_scale`.
-    """
-
-    k: Ref
-    v: Ref
-    block_table: Ref
-    k_scale: Ref = None
-    v_scale: Ref = None
 
 
 class PrefillScheduleRefs(NamedTuple):
@@ -65,21 +47,6 @@ class PrefillInputs(NamedTuple):
     mask: tuple[Ref, ...]
 
 
-class SplitOutputs(NamedTuple):
-    """Unnormalized results of KV splits, f32.
-
-    Attributes:
-        out: P V [split_outputs, work_tiles_per_query_tile, chunks, tile_q, width].
-        row_max: Number that was subtracted from the scores of each row [split_outputs,
-            work_tiles_per_query_tile, tile_q].
-        row_sum: Sum of the probabilities of each row, of the shape of `row_max`.
-    """
-
-    out: Ref
-    row_max: Ref
-    row_sum: Ref
-
-
 class PrefillOutputs(NamedTuple):
     """Arrays that the kernel writes.
 
@@ -87,7 +54,7 @@ class PrefillOutputs(NamedTuple):
         out: Output, like the queries.
         lse: Log-sum-exp f32 [q_heads, tokens] with as many tokens as `out`, or None.
         split_outputs: Results of query tiles whose keys are split; the combine kernel completes `out` and
-            `lse` from them. None without KV splits.
+            `lse` from them. `tiles` are work_tiles_per_query_tile, accumulators P V. None without KV splits.
     """
 
     out: Ref

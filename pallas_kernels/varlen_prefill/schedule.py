@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.checks import require
 from pallas_kernels.shared.arithmetic import sort_ranks
+from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill.sizes import PrefillSizes
 from pallas_kernels.varlen_prefill.splits import (
@@ -19,8 +20,6 @@ from pallas_kernels.varlen_prefill.splits import (
     max_split_outputs,
     split_kv_tiles,
 )
-
-ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that are multiples of 8
 
 
 @jax.tree_util.register_static

@@ -7,7 +7,7 @@ rescale of the accumulators; the threads of a warp vote on whether a tile does. 
 that a soft cap keeps small.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from pallas_kernels.ptx import warp_votes
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.shared.types import Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.bias import score_factor
-from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, f32
 
 # A new row_max is this many powers of two above the row's largest score, and is kept until a score reaches
 # it. bf16 has the exponent range of f32; f16 probabilities must not fall below the range of f16.
@@ -53,25 +53,23 @@ class ShiftedScores(NamedTuple):
 class RowMaxPolicy(Protocol):
     """Interface of the policies that choose row_max.
 
-    Scores are passed without `score_factor`. `mask` replaces scores of invisible pairs by -inf, and
-    `row_term`, unless None, is a term per row that the policy adds to the scores.
+    The main loop calls `prescale`, masks the result, and passes it to `shift_scores`. Scores come without
+    `score_factor`; `row_term`, unless None, is a term per row that the policy adds to the
+    scores.
     """
 
     def initial_row_max(self) -> Rows:
         """Return the row_max of rows before their first tile."""
 
-    def shift_first_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
-        """Subtract a new row_max from the scores of a row's first tile.
+    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+        """Return the scores in the form in which invisible pairs are replaced by -inf."""
 
-        `row_max` is the result of `initial_row_max`. The alpha of the result has no meaning.
+    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+        """Subtract row_max, or a new row_max, from masked scores of `prescale`.
+
+        On a row's first tile `row_max` is the result of `initial_row_max`, and the resulting alpha has no
+        meaning.
         """
-
-    def shift_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
-        """Subtract row_max, or a new row_max, from the scores of a tile that is not the first."""
 
     def initial_needs_rescale(self) -> Scalar | None:
         """Return the initial `needs_rescale`: a traced False, or None if the policy does not test it."""
@@ -106,17 +104,13 @@ class NoRowMax:
         """Return zeros, which stay the row_max of all tiles."""
         return full_rows(0.0)
 
-    def shift_first_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
-        """Return the scores unchanged, as for every other tile."""
-        return self.shift_scores(s, row_term, mask, row_max)
+    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+        """Return the scaled scores."""
+        return s * self.factor
 
-    def shift_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
+    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Return the scores unchanged; row_max stays 0."""
-        return ShiftedScores(mask(s * self.factor), row_max, row_max)
+        return ShiftedScores(s, row_max, row_max)
 
     def initial_needs_rescale(self) -> Scalar | None:
         """Return None: this policy never rescales."""
@@ -138,14 +132,12 @@ class RunningRowMax(NoRowMax):
         """Return -inf for all rows."""
         return full_rows(-jnp.inf)
 
-    def shift_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
-        """Subtract row_max from the scores; first raise it to the row's largest score plus `headroom`."""
-        return self.shift_by_largest(mask(s), row_term, row_max)
+    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+        """Return the scores unchanged: their maximum comes first."""
+        return s
 
-    def shift_by_largest(self, s: Tile, row_term: Rows | None, row_max: Rows) -> ShiftedScores:
-        """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from masked scores."""
+    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+        """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from the scores."""
         tile_max = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
         new_max = jnp.maximum(row_max, tile_max + self.headroom)
         base = finite_row_max(new_max)
@@ -167,24 +159,23 @@ class LazyRescale(RunningRowMax):
         super().__init__(spec, headroom)
         self.is_interpreted = spec.is_interpreted
 
-    def shift_first_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
-        """Subtract a row_max from the scores: the largest score of each row plus `headroom`."""
-        return self.shift_by_largest(mask(s), row_term, row_max)
-
-    def shift_scores(
-        self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile], row_max: Rows
-    ) -> ShiftedScores:
-        """Subtract row_max from the scores; first raise row_max of the rows in which a score reaches it."""
+    def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
+        """Return the scores minus row_max, which most tiles keep."""
+        if is_first:
+            return s
         base = finite_row_max(row_max) if row_term is None else finite_row_max(row_max) - row_term
-        exponent = mask(s * self.factor - broadcast_rows(base, s))
-        needs_rescale = warp_votes.needs_rescale(exponent, row_max, is_interpreted=self.is_interpreted)
+        return s * self.factor - broadcast_rows(base, s)
+
+    def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
+        """Keep row_max unless a score of the warp reaches it; a first tile is like RunningRowMax's."""
+        if is_first:
+            return super().shift_scores(s, row_term, row_max, is_first=True)
+        needs_rescale = warp_votes.needs_rescale(s, row_max, is_interpreted=self.is_interpreted)
         exponent, row_max, alpha = lax.cond(
             needs_rescale,
             self.raise_row_max,
             lambda exponent, row_max: (exponent, row_max, row_max),
-            exponent,
+            s,
             row_max,
         )
         return ShiftedScores(exponent, row_max, alpha, needs_rescale)
@@ -227,94 +218,6 @@ def broadcast_rows(x: Rows, like: Tile) -> Tile:
 def finite_row_max(row_max: Rows) -> Rows:
     """Return row_max, or 0 for rows without a visible key so far, whose row_max is -inf."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
-
-
-# ---------------------------------------------------------------------------- the online softmax
-class SoftmaxStep(NamedTuple):
-    """Probabilities and statistics of one tile of keys, to be added to a SoftmaxState.
-
-    Attributes:
-        p: Unnormalized probabilities, f32.
-        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
-        row_max: Number that was subtracted from the scores of each row.
-        alpha: Factor for the earlier sums of each row; see ShiftedScores.
-        needs_rescale: Whether alpha differs from 1 in any row of the warp, or None; see ShiftedScores.
-    """
-
-    p: Tile
-    row_sum: Tile
-    row_max: Rows
-    alpha: Rows
-    needs_rescale: Scalar | None
-
-
-class SoftmaxState(NamedTuple):
-    """State of the online softmax, which does not yet include P V of the last tile.
-
-    Attributes:
-        accs: Accumulated P V, one per chunk of the head.
-        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
-        row_max: Number that is subtracted from the scores of each row.
-        p: Probabilities of the last tile in 16 bits.
-    """
-
-    accs: tuple[Tile, ...]
-    row_sum: Tile
-    row_max: Rows
-    p: Tile
-
-
-class Softmax:
-    """The online softmax of one warpgroup.
-
-    `s` and `row_term` are the results of Bias.apply. `mask` replaces scores of invisible pairs by -inf.
-    """
-
-    def __init__(self, spec: PrefillSpec):
-        self.policy, self.spec = choose_row_max_policy(spec), spec
-
-    def first_step(self, s: Tile, row_term: Rows | None, mask: Callable[[Tile], Tile]) -> SoftmaxState:
-        """Return the state after the scores of the first tile."""
-        exponent, row_max, _, _ = self.policy.shift_first_scores(
-            s, row_term, mask, self.policy.initial_row_max()
-        )
-        p, row_sum = probabilities(exponent)
-        accs = tuple(
-            plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
-            for _ in range(self.spec.shape.head.num_chunks)
-        )
-        return SoftmaxState(accs, row_sum, row_max, p.astype(self.spec.dtype))
-
-    def step(
-        self,
-        s: Tile,
-        row_term: Rows | None,
-        mask: Callable[[Tile], Tile],
-        row_max: Rows,
-        before_exponentials: Callable[[], None],
-    ) -> SoftmaxStep:
-        """Return the probabilities and statistics of a tile that is not the first.
-
-        `before_exponentials` is called before the exponentials are computed.
-        """
-        exponent, row_max, alpha, needs_rescale = self.policy.shift_scores(s, row_term, mask, row_max)
-        before_exponentials()
-        p, row_sum = probabilities(exponent)
-        return SoftmaxStep(p, row_sum, row_max, alpha, needs_rescale)
-
-    def empty_step(self, row_max: Rows) -> SoftmaxStep:
-        """Return a SoftmaxStep of zeros, which initializes the refs that will hold a step."""
-        zeros = plgpu.layout_cast(jnp.zeros(self.spec.s_shape, f32), W)
-        return SoftmaxStep(
-            zeros, zeros[:, :LANE_COLUMNS], row_max, row_max, self.policy.initial_needs_rescale()
-        )
-
-    def add_step(self, accs: tuple[Tile, ...], row_sum: Tile, step: SoftmaxStep) -> SoftmaxState:
-        """Return the state after a step: earlier sums rescaled, and the step's probabilities added."""
-        *accs_rescaled, row_sum = self.policy.rescale(step.alpha, step.needs_rescale, (*accs, row_sum))
-        return SoftmaxState(
-            tuple(accs_rescaled), row_sum + step.row_sum, step.row_max, step.p.astype(self.spec.dtype)
-        )
 
 
 def probabilities(exponent: Tile) -> tuple[Tile, Tile]:

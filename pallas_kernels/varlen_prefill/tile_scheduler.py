@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
+from pallas_kernels.shared.arithmetic import alternating_rounds
+from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_prefill.refs import PrefillScheduleRefs
-from pallas_kernels.varlen_prefill.schedule import ALIGN, COLUMNS, kv_tile_range, visible_key_range
+from pallas_kernels.varlen_prefill.schedule import COLUMNS, kv_tile_range, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.splits import SPLIT_COLUMNS
@@ -99,20 +101,10 @@ class PrefillTileScheduler:
         self.columns = table_columns(spec)
 
     def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
-        """Return the number of work tiles of a team, and a function from iteration to work tile index.
-
-        In even rounds, teams take work tiles in ascending order, in odd rounds in descending order. This
-        balances their work, because work tiles are sorted by duration.
-        """
+        """Return the number of work tiles of a team, and a function from iteration to work tile index."""
         sizes = self.spec.sizes
-        worker, workers = lax.axis_index("cta") * sizes.teams + team, jnp.int32(sizes.workers)
-        full_rounds = lax.div(self.num_work_tiles, workers)
-
-        def tile_index(r: Scalar) -> Scalar:
-            return r * workers + jnp.where(lax.rem(r, jnp.int32(2)) == 0, worker, workers - 1 - worker)
-
-        rounds = full_rounds + (tile_index(full_rounds) < self.num_work_tiles).astype(jnp.int32)
-        return rounds, tile_index
+        worker = lax.axis_index("cta") * sizes.teams + team
+        return alternating_rounds(self.num_work_tiles, worker, sizes.workers)
 
     def read_to_registers(self, index: Scalar) -> tuple[PrefillWorkTile, Scalar]:
         """Read all columns of a work tile to registers, and return the work tile and its row of the table."""

@@ -9,9 +9,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks.kernels import backward, backward_cases, flex_attention
+from benchmarks.kernels.cases import PrefillCase
 from jattn import masks
 from pallas_kernels import varlen_backward, varlen_prefill
-from pallas_kernels.cases import PrefillCase
 
 LENS = (150, 70)
 CASE = PrefillCase(

@@ -15,11 +15,11 @@ import pytest
 
 from benchmarks.__main__ import SUITES, main, suite
 from benchmarks.kernels import prefill
+from benchmarks.kernels.cases import PrefillCase
 from benchmarks.mesh import processes, scaling_model
 from benchmarks.mesh.steps import agreement
 from benchmarks.models import load
 from benchmarks.serving import serve
-from pallas_kernels.cases import PrefillCase
 from pallas_kernels.varlen_prefill import reference
 from tests.serving.server.live_server import small_engine
 

@@ -14,7 +14,7 @@ import jattn
 from jattn.implementations import mosaic_gpu
 from pallas_kernels import paged_decode, support, varlen_prefill
 from pallas_kernels.paged_decode import entry as decode_entry
-from pallas_kernels.varlen_prefill import call as prefill_call
+from pallas_kernels.varlen_prefill import entry as prefill_entry
 from tests.attention_problems import AttentionProblem, Setting
 from tests.fuzz import masks
 from tests.fuzz.draw import sizes_of, visibility_of
@@ -130,7 +130,7 @@ def as_on_a_gpu():
     interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())
     with contextlib.ExitStack() as stack:
         patch = lambda *target: stack.enter_context(mock.patch.object(*target))
-        for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_call, 3)):
+        for module, ctas in ((paged_decode, 6), (decode_entry, 6), (varlen_prefill, 3), (prefill_entry, 3)):
             patch(module, "default_sizes", few_ctas(module.default_sizes, ctas))
         patch(support, "why_not_on", lambda *_: None)
         patch(mosaic_gpu, "attend", interpret)

@@ -22,7 +22,7 @@ from pallas_kernels.varlen_backward import tile_lists as key_tile_lists
 from pallas_kernels.varlen_backward import tile_scheduler as backward_scheduler
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_prefill import block_info, tile_scheduler
-from pallas_kernels.varlen_prefill import call as prefill_call
+from pallas_kernels.varlen_prefill import entry as prefill_entry
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
 from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.dequantize import Dequantizer
@@ -139,9 +139,9 @@ def splits(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def wider_groups(patch: pytest.MonkeyPatch) -> None:
-    original = prefill_call.PrefillShape
+    original = prefill_entry.PrefillShape
     patch.setattr(
-        prefill_call, "PrefillShape", lambda **fields: original(**fields | {"group": 2 * fields["group"]})
+        prefill_entry, "PrefillShape", lambda **fields: original(**fields | {"group": 2 * fields["group"]})
     )
 
 

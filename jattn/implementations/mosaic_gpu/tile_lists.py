@@ -25,6 +25,7 @@ from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
     KernelMask,
+    MaskBlocks,
     PrefillSchedule,
     PrefillSizes,
     PrefillTileLists,
@@ -105,18 +106,12 @@ def max_kv_tiles(config: TileListConfig, sizes: PrefillSizes) -> int:
     return -(-(config.max_seq_len + (ALIGN - 1) * config.is_packed) // sizes.tile_kv)
 
 
-def has_narrow_blocks(mask: Mask, tile_kv: int) -> bool:
-    """Return whether KV blocks of the mask are smaller than a KV tile, so that tiles would waste work."""
-    sizes = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}
-    return any(
-        getattr(leaf, sizes[type(leaf)]) % tile_kv != 0 for leaf in leaves(mask) if type(leaf) in sizes
-    )
-
-
-def has_narrow_queries(mask: Mask, tile_q: int) -> bool:
-    """Return whether query blocks of the mask are smaller than a query tile."""
-    sizes = [leaf.block_q for leaf in leaves(mask) if isinstance(leaf, BlockMask)]
-    return any(size is not None and size % tile_q != 0 for size in sizes)
+def mask_blocks(mask: Mask) -> MaskBlocks:
+    """Return the blocks of queries and of keys of a mask, which tiles should not cut."""
+    names = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}
+    keys = tuple(getattr(leaf, names[type(leaf)]) for leaf in leaves(mask) if type(leaf) in names)
+    queries = [leaf.block_q for leaf in leaves(mask) if isinstance(leaf, BlockMask)]
+    return MaskBlocks(queries=tuple(size for size in queries if size is not None), keys=keys)
 
 
 def pair_mask(

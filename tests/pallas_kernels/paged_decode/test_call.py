@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_decode.call import from_rows, heads_to_rows, to_rows
+from pallas_kernels.paged_decode.entry import from_rows, heads_to_rows, to_rows
+from pallas_kernels.paged_decode.span import TileKeys
 from pallas_kernels.paged_decode.spec import DecodeShape
-from pallas_kernels.paged_decode.tile_keys import TileKeys
 from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.softmax import LOG2E
 

@@ -14,7 +14,7 @@ from jattn.implementations import xla
 from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.paged_decode import BlockList, DecodeSizes, make_schedule, paged_decode, reference
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
-from pallas_kernels.ptx.span_search import MAX_ROWS_PER_WARP, SpanStart, find_span_start, search_k_ary
+from pallas_kernels.paged_decode.span import find_span_start
 from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
@@ -279,7 +279,7 @@ class TestTileMma:
         protocol_methods = {
             name: f for name, f in vars(TileMma).items() if inspect.isfunction(f) and name[0] != "_"
         }
-        assert len(protocol_methods) == 8
+        assert len(protocol_methods) == 9
         for name, method in protocol_methods.items():
             own_method = vars(implementation)[name]
             assert [*inspect.signature(own_method).parameters] == [*inspect.signature(method).parameters], (
@@ -305,7 +305,7 @@ class TestSchedule:
             actual.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
         starts = [
-            search_k_ary(actual.unit_ends, actual.unit_ends, jnp.int32(number), num_spans=actual.num_spans)
+            find_span_start(actual.unit_ends, actual.unit_ends, jnp.int32(number), num_spans=actual.num_spans)
             for number in range(4)
         ]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
@@ -320,7 +320,7 @@ class TestSchedule:
     def test_span_starts_in_the_request_of_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
         for number in range(8):
-            actual = search_k_ary(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
+            actual = find_span_start(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
             row = np.searchsorted(ends, number * -(-ends[-1] // 7), side="right")
             assert (int(actual.row), int(actual.value)) == (row, min(row, reqs - 1))
 
@@ -344,27 +344,6 @@ class TestSchedule:
         lens = jnp.full(reqs, 1600, jnp.int32)
         actual = make_schedule(lens, score=Score(scale=1.0), **static, block_list=lists, list_block_size=16)
         np.testing.assert_array_equal(actual.unit_ends, np.cumsum(np.maximum(-(-counts.ravel() // 4), 1)))
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("reqs", [1, 31, 32, 33, 300, MAX_ROWS_PER_WARP, 1000])
-    def test_warp_search_finds_the_same_span_start(self, reqs):
-        ends = jnp.cumsum(jax.random.randint(jax.random.key(reqs), (reqs,), 1, 20), dtype=jnp.int32)
-        values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
-
-        def body(ends_g, values_g, found_g):
-            number = jax.lax.axis_index("span")
-            actual = find_span_start(ends_g, values_g, number, num_spans=num_spans, is_interpreted=False)
-            for i, x in enumerate(actual):
-                found_g[number, i] = x
-
-        shape = jax.ShapeDtypeStruct((num_spans + 1, len(SpanStart._fields)), jnp.int32)
-        find = plgpu.kernel(body, out_type=shape, grid=(num_spans + 1,), grid_names=("span",))
-        actual = SpanStart(*find(ends, values).T)
-        for number in range(num_spans + 1):
-            expected = search_k_ary(ends, values, jnp.int32(number), num_spans=num_spans)
-            assert int(actual.row[number]) == int(expected.row)
-            if expected.row < reqs:
-                assert [int(x[number]) for x in actual] == [int(x) for x in expected]
 
     def test_schedule_has_at_most_one_span_per_unit(self):
         assert self.schedule([70], DecodeSizes(tile_kv=64, ctas=264), max_kv=128).num_spans == 2

@@ -10,11 +10,17 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx import bit_mask, span_search, split_outputs, split_signs, stores, warp_votes
-from pallas_kernels.ptx.layouts import BY_THREAD, ROW, THREADS, TILE
-from pallas_kernels.ptx.warp_mma import pv_mma, qk_mma, warp_row_max
-from pallas_kernels.ptx.warp_outputs import store_warp_outputs
-from pallas_kernels.ptx.warp_query import WARPS, WarpTile, load_query_fragments
+from pallas_kernels.ptx import bit_mask, split_signs, stores, warp_votes
+from pallas_kernels.ptx.layouts import ROW, TILE
+from pallas_kernels.ptx.warp_mma import (
+    WARPS,
+    WarpTile,
+    load_query_fragments,
+    pv_mma,
+    qk_mma,
+    store_warp_outputs,
+    warp_row_max,
+)
 from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.memory import store_unoptimized, swizzled_smem
 
@@ -243,85 +249,6 @@ def split(rows: int, columns: int, dtype: Any) -> Case:
     return Case((x,), run, fallback, (split_signs.split_signs,))
 
 
-def combined(tile_q: int, rows: int, head_dim: int, columns: int, left: int) -> Case:
-    """Return the case of loading three split outputs and storing the sum of the valid ones."""
-    cut, at_once = head_chunks(head_dim), 3
-    combine_tile = split_outputs.CombineTile(
-        tile_q=tile_q, rows=rows, head_chunks=cut, columns=columns, head_tiles=2, splits_per_load=at_once
-    )
-    strips = cut.padded_dim // columns
-    o = jnp.asarray(drawn(4, 2, cut.padded_dim, tile_q))
-    row_max, row_sum = (jnp.asarray(drawn(4, 2, tile_q, seed=seed)) for seed in (1, 2))
-    lefts = jnp.asarray([left], jnp.int32)
-    out = (rows, cut.num_chunks, cut.chunk_dim) if cut.is_padded else (rows, head_dim)
-    expected = strips, at_once + at_once + 1, THREADS
-
-    def one(code: str, refs: Any, left: Any, strip: Any, write: Any, out_ref: Any, lse_ref: Any) -> None:
-        get = lambda piece: functools.partial(getattr(getattr(split_outputs, piece), code), tile=combine_tile)
-        row_maxes, row_sums, accs = get("load_split_outputs")(refs, 1, left, 1, strip)
-        query = get("load_per_query")(refs[1].at[0, 0] if code == "on_gpu" else jax.new_ref(refs[1][0, 0]))
-        for i, x in enumerate([*row_maxes, *row_sums, query]):
-            write(strip, i, x)
-        sums = [functools.reduce(jnp.add, column) for column in zip(*accs, strict=True)]
-        get("store_combined")(out_ref, lse_ref, sums, query, strip)
-
-    def body(o_g, top_g, total_g, left_g, found_g, out_g, lse_g):
-        def write(strip: Any, i: int, x: Any) -> None:
-            store_unoptimized(found_g.at[strip, i], plgpu.layout_cast(x, BY_THREAD))
-
-        strip = lax.axis_index("nth")
-        one("on_gpu", (o_g, top_g, total_g), left_g[0], strip, write, out_g, lse_g)
-
-    def fallback(o, row_max, row_sum, left):
-        refs = tuple(map(jax.new_ref, (o, row_max, row_sum)))
-        found_ref, out_ref, lse_ref = (
-            jax.new_ref(jnp.zeros(*x)) for x in ((expected, f32), (out, jnp.bfloat16), ((tile_q,), f32))
-        )
-
-        def write(strip: Any, i: int, x: Any) -> None:
-            found_ref[strip, i] = x
-
-        for strip in range(strips):
-            one("fallback", refs, left[0], strip, write, out_ref, lse_ref)
-        return found_ref[...], out_ref[...], lse_ref[...]
-
-    outs = (expected, f32), (out, jnp.bfloat16), ((tile_q,), f32)
-    codes = split_outputs.load_split_outputs, split_outputs.load_per_query, split_outputs.store_combined
-    return Case((o, row_max, row_sum, lefts), kernel(body, *outs, grid=strips), fallback, codes)
-
-
-def start_of_spans(reqs: int) -> Case:
-    """Return the case of span starts; past the last row only the first fields are defined."""
-    ends = jnp.asarray(np.random.default_rng(reqs).integers(1, 20, reqs).cumsum(), jnp.int32)
-    values, num_spans = jnp.arange(reqs, dtype=jnp.int32)[::-1], 7
-    num = len(span_search.SpanStart._fields)
-
-    def body(ends_g, values_g, found_g):
-        number = lax.axis_index("nth")
-        found = span_search.search_by_warp.on_gpu(ends_g, values_g, number, num_spans=num_spans)
-        for i, x in enumerate(found):
-            found_g[number, i] = x
-
-    def fallback(ends, values):
-        refs = jax.new_ref(ends), jax.new_ref(values)
-        spans = [
-            span_search.search_by_warp.fallback(*refs, jnp.int32(number), num_spans=num_spans)
-            for number in range(num_spans)
-        ]
-        return (meant(jnp.asarray([list(span) for span in spans])),)
-
-    def meant(found):
-        is_past = found[:, span_search.SpanStart._fields.index("row")] >= reqs
-        means_nothing = is_past[:, None] & (
-            jnp.arange(num)[None] >= span_search.SpanStart._fields.index("start")
-        )
-        return jnp.where(means_nothing, 0, found)
-
-    span_kernel = kernel(body, ((num_spans, num), jnp.int32), grid=num_spans)
-    run = lambda *arrays: tuple(map(meant, span_kernel(*arrays)))
-    return Case((ends, values), run, fallback, (span_search.search_by_warp,))
-
-
 def all_cases() -> dict[str, Case]:
     bf16, f16 = jnp.bfloat16, jnp.float16
     cases = {
@@ -354,9 +281,4 @@ def all_cases() -> dict[str, Case]:
         "tokens-none": tokens_out(60, 7, 3, 32),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
-        "merged-8": combined(8, 4, 128, 64, left=2),
-        "merged-24": combined(24, 24, 80, 64, left=3),
-        "spans-1": start_of_spans(1),
-        "spans-33": start_of_spans(33),
-        "spans-512": start_of_spans(512),
     }

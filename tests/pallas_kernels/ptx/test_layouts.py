@@ -14,7 +14,7 @@ from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, layouts
 from pallas_kernels.ptx.launch import BARRIER, THREADS
-from pallas_kernels.ptx.warp_query import mma_rhs_layout
+from pallas_kernels.ptx.warp_mma import mma_rhs_layout
 from tests import aot
 
 
@@ -24,7 +24,6 @@ from tests import aot
         (layouts.TILE, layouts.TILE_LAYOUT),
         (layouts.ROW, layouts.ROW_LAYOUT),
         (layouts.SCALAR, layouts.SCALAR_LAYOUT),
-        (layouts.BY_THREAD, layouts.BY_THREAD_LAYOUT),
         (mma_rhs_layout(jnp.bfloat16), layouts.MMA_RHS_LAYOUT),
         (mma_rhs_layout(jnp.float16), layouts.MMA_RHS_LAYOUT),
     ],
@@ -124,10 +123,7 @@ def test_a_tile_of_shared_memory_must_consist_of_pieces_of_8_rows(memory):
             layouts.require_tiles(memory(text), **sizes)
 
 
-def test_a_thread_holds_one_element_of_a_strided_array(memory):
-    layout = layouts.BY_THREAD_LAYOUT
-    assert (layout.shape, layout.vec_size, layout.registers_shape((128,))) == ((128,), 1, (1,))
-    assert layouts.THREADS == 128
+def test_all_threads_hold_a_scalar():
     assert isinstance(layouts.SCALAR_LAYOUT, mgpu.WGSplatFragLayout)
 
 

@@ -21,7 +21,6 @@ from pallas_kernels.varlen_backward import (
     reference,
     varlen_backward,
 )
-from pallas_kernels.varlen_backward.call import BackwardCall
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles, order_work_tiles
 from pallas_kernels.varlen_prefill import PrefillSizes
 from tests import aot, assertions
@@ -323,14 +322,9 @@ class TestRefusals:
             ({"alibi_slopes": jnp.zeros(3)}, r"alibi_slopes must have .* got \(3,\)"),
         ],
     )
-    def test_inconsistent_shapes_are_rejected(self, changes, message):
-        arguments = {
-            **dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")),
-            **plain_arguments(**changes),
-        }
-        arguments.pop("score")
+    def test_inconsistent_shapes_are_rejected(self, types_unchecked, changes, message):
         with pytest.raises(ValueError, match=message):
-            BackwardCall(**arguments).check()  # without the annotations, which tests execute
+            varlen_backward(**plain_arguments(**changes))
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -372,15 +366,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"schedule.table must have .* got \(2, 32\)"):
             varlen_backward(**arguments, schedule=schedule)
 
-    def test_schedule_determines_whether_a_query_kernel_runs(self):
-        arguments = plain_arguments()
-        arguments.pop("score")
-        call = BackwardCall(**dict.fromkeys(("grad_lse", "alibi_slopes", "lists", "mask")), **arguments)
-        fused, two = default_sizes(64), default_sizes(64, deterministic=True)
-        assert call.default_sizes(None, Score(scale=1.0), deterministic=False) == fused
-        for sizes in (fused, two):
-            schedule = call.make_schedule(Score(scale=1.0), sizes)
-            assert call.default_sizes(schedule, Score(scale=1.0), deterministic=False) == sizes
+    @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
+    def test_schedule_determines_whether_a_query_kernel_runs(self, sizes):
+        arrays = plain_arguments()
+        score = arrays.pop("score")
+        lens = [arrays[name] for name in ("query_start_loc", "seq_lens", "kv_start_loc")]
+        static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "num_tokens": 16, "score": score}
+        schedule = make_schedule(*lens, **static, sizes=sizes)
+        run = functools.partial(varlen_backward, score=score, schedule=schedule)
+        jax.eval_shape(lambda arrays: run(**arrays), arrays)  # refuses a schedule of other sizes
 
     def test_two_kernels_run_if_few_keys_are_visible(self):
         has_two = lambda keys: default_sizes(128, mean_keys=keys).dq_sizes is not None

@@ -30,7 +30,6 @@ from pallas_kernels.varlen_backward import (
     make_tile_lists,
     varlen_backward,
 )
-from pallas_kernels.varlen_backward.call import BackwardCall
 from pallas_kernels.varlen_backward.schedule import COLUMNS, max_tiles
 from tests import aot
 from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
@@ -251,9 +250,9 @@ class TestRefusals:
 
     @pytest.mark.parametrize("sizes", [default_sizes(64), default_sizes(64, deterministic=True)])
     def test_lists_determine_which_kernels_run(self, sizes):
-        arguments = plain_arguments(lists=lists_for(sizes), mask=None, grad_lse=None, alibi_slopes=None)
-        score = arguments.pop("score")
-        assert BackwardCall(**arguments).default_sizes(None, score, deterministic=False) == sizes
+        arrays = plain_arguments()
+        run = functools.partial(varlen_backward, score=arrays.pop("score"), lists=lists_for(sizes))
+        jax.eval_shape(lambda arrays: run(**arrays), arrays)  # refuses lists of other sizes
 
     def test_too_small_blocks_are_rejected(self):
         mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)

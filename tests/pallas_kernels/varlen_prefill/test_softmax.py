@@ -81,9 +81,9 @@ class TestSums:
         policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *headroom)
         row_max, row_sum = policy.initial_row_max(), jnp.zeros((64, 64), jnp.float32)
         for i, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
-            mask = lambda s, seen=seen: jnp.where(seen, s, -jnp.inf)
-            step = policy.next if i else policy.first
-            exponent, row_max, alpha, needs_rescale = step(jnp.asarray(s), term, mask, row_max)
+            s = policy.prescale(jnp.asarray(s), term, row_max, is_first=i == 0)
+            s = jnp.where(seen, s, -jnp.inf)
+            exponent, row_max, alpha, needs_rescale = policy.shift_scores(s, term, row_max, is_first=i == 0)
             if i:
                 (row_sum,) = policy.rescale(alpha, needs_rescale, (row_sum,))
             row_sum = row_sum + jnp.exp2(exponent)
@@ -98,17 +98,21 @@ class TestSums:
         """Each variant is one program, in which the compiler may fuse a product and a difference."""
         s = jnp.asarray(np.random.default_rng(1).standard_normal((64, 64)) * 3, jnp.float32)
         policy = policy(spec_of(sizes=INVARIANT, window=(9, 0)))
-        hidden = lambda s: jnp.full_like(s, -jnp.inf)
+
+        def shift(s, row_max, *, is_first, is_hidden=False):
+            s = policy.prescale(s, None, row_max, is_first=is_first)
+            s = jnp.full_like(s, -jnp.inf) if is_hidden else s
+            return policy.shift_scores(s, None, row_max, is_first=is_first)[:2]
 
         @jax.jit
         def first_tile(s):
-            exponent, row_max, *_ = policy.shift_first_scores(s, None, lambda s: s, policy.initial_row_max())
+            exponent, row_max = shift(s, policy.initial_row_max(), is_first=True)
             return jnp.exp2(exponent), row_max
 
         @jax.jit
         def second_tile(s):
-            _, row_max, *_ = policy.shift_first_scores(s + 1, None, hidden, policy.initial_row_max())
-            exponent, row_max, *_ = policy.shift_scores(s, None, lambda s: s, row_max)
+            _, row_max = shift(s + 1, policy.initial_row_max(), is_first=True, is_hidden=True)
+            exponent, row_max = shift(s, row_max, is_first=False)
             return jnp.exp2(exponent), row_max
 
         for actual, expected in zip(second_tile(s), first_tile(s), strict=True):

@@ -1,4 +1,4 @@
-"""Named workloads with the shapes of real models, which tests and benchmarks share."""
+"""Named workloads with the shapes of real models, which the suites and their tests share."""
 
 import dataclasses
 
