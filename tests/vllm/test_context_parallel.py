@@ -252,7 +252,7 @@ def test_rank_out_of_range_is_rejected_for_every_array_type(types_unchecked):
     for rank in (np.array(7), None):
         with pytest.raises(ValueError, match=rf"dcp_rank must lie in \[0, 2\), got {rank}"):
             slots_of(rank)
-    with pytest.raises(ValueError, match=r"dcp_rank must have shape \(\) \(one rank\), got \(1,\)"):
+    with pytest.raises(ValueError, match=r"dcp_rank must have shape \(\) \(a scalar\), got \(1,\)"):
         slots_of([0])
     with pytest.raises(ValueError, match=r"dcp_rank must lie in \[0, 2\), got 5"):
         get_dcp_local_seq_lens(jnp.array([10]), 2, np.array(5))

@@ -21,7 +21,7 @@ def test_200_concurrent_streams_all_end_correctly(engine):
 
 def test_wrong_response_is_detected(engine):
     crowd = Crowd(engine, seed=0, count=8)
-    crowd._want = ["something else"] * 8
+    crowd._expected = ["something else"] * 8
     with run_server(engine) as server:
         asyncio.run(crowd.send_all(server.url))
         server.wait_until(lambda: server.is_idle)
