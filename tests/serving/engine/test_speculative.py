@@ -319,7 +319,7 @@ class TestPolicy:
     )
     def test_drafts_pay_if_they_gain_more_tokens_than_time(self, rows, accepted, draft_cost, pays):
         speculation = Speculation(NgramProposer(), K, max_model_len=512, draft_cost=draft_cost)
-        assert speculation._pays(rows, float(accepted)) is pays
+        assert speculation._is_faster_with_drafts(rows, float(accepted)) is pays
 
     def test_no_drafts_are_looked_up_for_many_rows(self):
         speculation = Speculation(NgramProposer(), K, max_model_len=512)
