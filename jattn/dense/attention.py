@@ -20,7 +20,7 @@ from jattn.dense.auto_sharding import has_auto_sharding
 from jattn.dense.per_shard import (
     AttentionInputs,
     AttentionOutput,
-    StaticArgs,
+    DenseStaticArgs,
     attend_auto_sharded,
     attend_shard,
     partition_specs,
@@ -128,7 +128,7 @@ def attend_arrays(
         spec: Static: attention spec.
         implementation: Static: implementation name, tuple of names, or None.
     """
-    inputs, args = AttentionInputs(*arrays, per_head), StaticArgs(spec, implementation)
+    inputs, args = AttentionInputs(*arrays, per_head), DenseStaticArgs(spec, implementation)
     sharding = explicit_sharding(*arrays)
     if sharding is not None:
         input_specs, mask_specs, output_specs = partition_specs(sharding, inputs, mask_inputs)

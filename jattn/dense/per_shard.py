@@ -26,7 +26,7 @@ from jattn.planning import plan_layers
 from jattn.spec import AttentionSpec
 
 
-class StaticArgs(NamedTuple):
+class DenseStaticArgs(NamedTuple):
     """The static arguments of dense attention: the spec with global heads, and the implementation."""
 
     spec: AttentionSpec
@@ -69,7 +69,7 @@ def partition_specs(
 
 def attend_shard(
     sharding: AttentionSharding | None,
-    args: StaticArgs,
+    args: DenseStaticArgs,
     inputs: AttentionInputs,
     mask_inputs: MaskInputs,
     outputs: AttentionOutput | None = None,
@@ -93,7 +93,7 @@ def attend_shard(
     else:
         arrays = (q, k, v) if has_batch else (q[None], k[None], v[None])
         layout, implementation = _layout_batch(
-            arrays, mask_inputs, per_head, StaticArgs(spec, implementation)
+            arrays, mask_inputs, per_head, DenseStaticArgs(spec, implementation)
         )
     if outputs is None:
         options: Any = {"mask": layout.mask, "implementation": implementation, **per_head}
@@ -105,7 +105,7 @@ def attend_shard(
         if not is_packed:
             out, lse = repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T
         out, lse = _with_saved_output(
-            layout, StaticArgs(spec, implementation), per_head, AttentionOutput(out, lse)
+            layout, DenseStaticArgs(spec, implementation), per_head, AttentionOutput(out, lse)
         )
     if not is_packed:
         out, lse = unpad(layout, out), jnp.moveaxis(unpad(layout, lse.T), 1, 2)
@@ -117,7 +117,7 @@ def _layout_batch(
     arrays: tuple[Array, Array, Array],
     mask_inputs: MaskInputs,
     per_head: dict[str, Array | None],
-    args: StaticArgs,
+    args: DenseStaticArgs,
 ) -> tuple[DenseLayout, ImplementationArg]:
     """Lay out a batch; return its implementation too, if segment ids required selecting it here."""
     spec, implementation = args
@@ -143,14 +143,14 @@ def _layout_batch(
     return layout_with_segments(as_runs=False), choice.implementation
 
 
-def _select_implementation(layout: DenseLayout, args: StaticArgs) -> ImplementationChoice | None:
+def _select_implementation(layout: DenseLayout, args: DenseStaticArgs) -> ImplementationChoice | None:
     """Return the implementation that serves a layout; None if the batch has no tokens."""
     layer = layer_config(args.spec, None, layout.query.dtype)
     return plan_layers(layout.metadata, (layer,), layout.mask, implementation=args.implementation)[0].prefill
 
 
 def _with_saved_output(
-    layout: DenseLayout, args: StaticArgs, per_head: dict[str, Array | None], outputs: AttentionOutput
+    layout: DenseLayout, args: DenseStaticArgs, per_head: dict[str, Array | None], outputs: AttentionOutput
 ) -> AttentionOutput:
     """Attach the implementation's derivative to an output that is already known."""
     spec, choice = args.spec, _select_implementation(layout, args)
@@ -170,7 +170,7 @@ def _with_saved_output(
 
 
 def attend_auto_sharded(
-    args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
+    args: DenseStaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
 ) -> AttentionOutput:
     """Compute attention of arrays that XLA's partitioner may shard by batch and heads. Works inside jit."""
     per_head = jax.tree.map(
@@ -186,7 +186,7 @@ def attend_auto_sharded(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_auto_sharded(
-    args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
+    args: DenseStaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
 ) -> AttentionOutput:
     input_specs, mask_specs, output_specs = partition_specs(
         symbolic_sharding(inputs.q.ndim == 4), inputs, mask_inputs
@@ -218,7 +218,7 @@ class Residuals(NamedTuple):
 
 
 def _forward(
-    args: StaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
+    args: DenseStaticArgs, inputs: AttentionInputs, mask_inputs: MaskInputs
 ) -> tuple[AttentionOutput, Residuals]:
     """Run the forward pass; each array is a CustomVJPPrimal."""
     has_grad: Any = jax.tree.map(lambda primal: () if primal.perturbed else None, inputs)
@@ -227,7 +227,7 @@ def _forward(
     return outputs, Residuals(inputs, mask_inputs, outputs, has_grad)
 
 
-def _backward(args: StaticArgs, residuals: Residuals, grads: Any) -> tuple[AttentionInputs, None]:
+def _backward(args: DenseStaticArgs, residuals: Residuals, grads: Any) -> tuple[AttentionInputs, None]:
     inputs, mask_inputs, outputs, has_grad = residuals
     grads = tuple(None if isinstance(grad, SymbolicZero) else grad for grad in grads)
     inputs, outputs, grads = reject_second_derivative((inputs, outputs, grads))
@@ -255,7 +255,7 @@ def _backward(args: StaticArgs, residuals: Residuals, grads: Any) -> tuple[Atten
 
 def _gradients(
     sharding: AttentionSharding | None,
-    args: StaticArgs,
+    args: DenseStaticArgs,
     residuals: Residuals,
     grads: tuple[Array | None, ...],
 ) -> list[Array]:

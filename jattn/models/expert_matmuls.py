@@ -174,7 +174,7 @@ MIN_TILE, MAX_TILE = 16, 512  # number of rows per tile when XLA computes tiles
 MAX_COPIED_BYTES = 2**28  # maximum size of the weights that XLA copies at once
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Rows sorted into tiles of one expert each. A row is a token with one of its experts.
 
     Attributes:
@@ -203,7 +203,7 @@ class Tiles(NamedTuple):
         return jnp.sum(rows, axis=1, dtype=jnp.float32)
 
 
-def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile_rows: int, num_tiles: int) -> Tiles:
+def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile_rows: int, num_tiles: int) -> ExpertTiles:
     """Sort rows by expert, with each expert's rows starting at a tile boundary.
 
     Args:
@@ -223,7 +223,7 @@ def sort_rows_into_tiles(top_k: TopKExperts, num_experts: int, tile_rows: int, n
     tiles = jnp.arange(num_tiles, dtype=jnp.int32)
     expert = jnp.sum(tile_ends[None, :-1] <= tiles[:, None], axis=1, dtype=jnp.int32)
     row = jnp.full(num_tiles * tile_rows, len(experts), jnp.int32).at[position].set(order)
-    return Tiles(
+    return ExpertTiles(
         expert=jnp.where(tiles < tile_ends[-1], expert, -1),
         row=row.reshape(num_tiles, tile_rows),
         position=jnp.zeros_like(order).at[order].set(position),
@@ -321,7 +321,7 @@ def run_tiles_xla(
     at_once = min(num_tiles, max(1, MAX_COPIED_BYTES // expert_bytes))
     tiles = sort_rows_into_tiles(top_k, num_experts, tile, -(-num_tiles // at_once) * at_once)
 
-    def run(tiles: Tiles) -> Float[Array, "positions hidden"]:
+    def run(tiles: ExpertTiles) -> Float[Array, "positions hidden"]:
         tile_weights = weights.take(jnp.maximum(tiles.expert, 0))
         scores = tiles.scores(top_k).reshape(at_once, tile, -1)
         rows = tiles.gather(x, num_selected).reshape(at_once, tile, -1)
@@ -341,7 +341,9 @@ def run_tiles_xla(
         return out.astype(x.dtype).reshape(at_once * tile, -1)
 
     parts = (tiles.expert.reshape(-1, at_once), tiles.row.reshape(-1, at_once, tile))
-    out = jax.lax.map(lambda part: run(Tiles(expert=part[0], row=part[1], position=tiles.position)), parts)
+    out = jax.lax.map(
+        lambda part: run(ExpertTiles(expert=part[0], row=part[1], position=tiles.position)), parts
+    )
     return tiles.sum_rows(out.reshape(-1, out.shape[-1]), top_k)
 
 

@@ -132,7 +132,7 @@ class SegmentInputs(NamedTuple):
     slopes: Columns | None
 
 
-class TileState(NamedTuple):
+class DecodeTileState(NamedTuple):
     """Loop state of `attend_tile`.
 
     Attributes:
@@ -193,7 +193,7 @@ class DecodeConsumer:
             common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
             # Main loop: one tile of keys and values per iteration.
             attend_tile = functools.partial(self.attend_tile, common)
-            state = lax.fori_loop(0, segment.num_tiles, attend_tile, TileState(*start))
+            state = lax.fori_loop(0, segment.num_tiles, attend_tile, DecodeTileState(*start))
             # Epilogue: combine the warps, apply the static scale of the values, store.
             accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)
             accs = tuple(self.scale_output(acc, n, segment, v_scale) for n, acc in enumerate(accs))
@@ -201,7 +201,9 @@ class DecodeConsumer:
             # Free the query buffer only now: WarpgroupMma reads it for every tile.
             plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
 
-    def attend_tile(self, common: SegmentInputs, tile_index: Scalar, state: TileState) -> TileState:
+    def attend_tile(
+        self, common: SegmentInputs, tile_index: Scalar, state: DecodeTileState
+    ) -> DecodeTileState:
         """Add one tile of keys and values to a segment's attention."""
         spec, mma, smem, barriers, score = self.spec, self.mma, self.smem, self.barriers, self.spec.score
         segment, stage = common.segment, lax.rem(state.step, jnp.int32(spec.sizes.stages))
@@ -263,7 +265,7 @@ class DecodeConsumer:
         accs = mma.pv(state.accs, alpha, p, stage, segment, keys)
         if not mma.dequantizes_values:
             plgpu.barrier_arrive(barriers.v_free.at[stage])
-        return TileState(accs, row_max, row_sum, entries, state.step + 1)
+        return DecodeTileState(accs, row_max, row_sum, entries, state.step + 1)
 
     def load_token_scales(self, scale_s: Ref, stage: Scalar) -> Tile:
         """Return the scale of each token of a stage, broadcast over the token's row of a tile."""
