@@ -14,11 +14,10 @@ from pallas_kernels.paged_decode.span import find_span_start, span_units
 from pallas_kernels.paged_decode.spec import DecodeOutputs, DecodeSpec
 from pallas_kernels.ptx.stores import store_transposed
 from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.softmax import SplitOutputs, add_splits, finalize_softmax
+from pallas_kernels.shared.softmax import STRIP, SplitOutputs, add_splits, finalize_softmax
 from pallas_kernels.shared.types import Ref, Scalar
 
 W = plgpu.Layout.WGMMA
-STRIP = 64  # columns of a head that a thread block combines
 
 
 class DecodeCombineRefs(NamedTuple):

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.types import Columns, Index, Ref, Rows, Scalar, Tile
 
 SPLITS_AT_ONCE = 4  # split outputs whose loads are in flight together: 32 registers each for tiles of 64 x 64
+STRIP = 64  # columns of a head that a thread block of a combine kernel computes
 LOG2E = math.log2(math.e)  # scores times LOG2E are exponents of 2
 
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.softmax import add_splits
+from pallas_kernels.shared.softmax import STRIP, add_splits
 from pallas_kernels.shared.types import Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.epilogue import (
@@ -30,7 +30,6 @@ from pallas_kernels.varlen_prefill.splits import SplitTiles
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed_heads, table_columns
 
 CTAS_PER_SM = 2  # starting more of them takes longer than they save
-STRIP = 64  # columns of a head that a thread block combines
 
 
 def combine_splits(
