@@ -234,7 +234,7 @@ class TestKernels:
         prefill = prefill_kernel.PrefillSizes(stages=2, ctas=3, tile_kv=64)
         monkeypatch.setattr(decode_kernel, "default_sizes", lambda *args, **kwargs: decode)
         monkeypatch.setattr(prefill_kernel, "default_sizes", lambda *args, **kwargs: prefill)
-        in_entry = "pallas_kernels.varlen_prefill.call.default_sizes"
+        in_entry = "pallas_kernels.varlen_prefill.entry.default_sizes"
         monkeypatch.setattr(in_entry, lambda *args, **kwargs: prefill)
         monkeypatch.setattr(support, "why_not_on", lambda *_: None)
         interpret = functools.partial(mosaic_gpu.attend, interpret=plgpu.InterpretGPUParams())

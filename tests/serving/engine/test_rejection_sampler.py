@@ -90,7 +90,7 @@ def test_accepted_tokens_equal_those_without_drafts(data):
         accepted = int(actual.num_accepted[row])
         agree_on_num_blocks = [a == b for a, b in zip(expected[row], drafts[row], strict=False)]
         assert accepted == ([*agree_on_num_blocks, False]).index(False) >= right
-        assert actual.tokens[row, : accepted + 1].tolist() == expected[row][: accepted + 1]
+        assert actual.token_ids[row, : accepted + 1].tolist() == expected[row][: accepted + 1]
 
 
 def test_greedy_rows_accept_the_argmax_and_nothing_after_a_wrong_draft():
@@ -102,9 +102,9 @@ def test_greedy_rows_accept_the_argmax_and_nothing_after_a_wrong_draft():
     drafts = [chain[:K], [chain[0], wrong, chain[2]], [(chain[0] + 1) % VOCAB, chain[1], chain[2]]]
     actual = verified([SamplingParams()] * 3, [0] * 3, [[]] * 3, drafts)
     assert actual.num_accepted.tolist() == [3, 1, 0]
-    assert actual.tokens[0].tolist() == chain
-    assert actual.tokens[1, :2].tolist() == chain[:2]
-    assert actual.tokens[2, 0] == chain[0]
+    assert actual.token_ids[0].tolist() == chain
+    assert actual.token_ids[1, :2].tolist() == chain[:2]
+    assert actual.token_ids[2, 0] == chain[0]
     assert actual.logprobs is None
 
 
@@ -132,10 +132,10 @@ def pairs_drawn(drafts_of, accepts=None):
     drafts = np.asarray(drafts_of(np.arange(NUM_DRAWS)))
     first = verified(params, [0] * NUM_DRAWS, [[]] * NUM_DRAWS, drafts[:, None])
     num_accepted = np.asarray(first.num_accepted) if accepts is None else accepts(first, drafts)
-    tokens = np.asarray(first.tokens)
+    tokens = np.asarray(first.token_ids)
     accepted_tokens = np.where(num_accepted > 0, drafts, tokens[:, 0])
     next_steps = verified(params, accepted_tokens, [[0]] * NUM_DRAWS, np.zeros((NUM_DRAWS, 1), np.int32))
-    second = np.where(num_accepted > 0, tokens[:, 1], np.asarray(next_steps.tokens)[:, 0])
+    second = np.where(num_accepted > 0, tokens[:, 1], np.asarray(next_steps.token_ids)[:, 0])
     return accepted_tokens, second, num_accepted
 
 
@@ -184,7 +184,7 @@ def test_log_probabilities_are_per_position():
     drafts = [[3, 1, 2], [0, 0, 5]]
     actual = verified([SamplingParams()] * 2, [0, 4], [[], []], drafts, num_logprobs=2)
     ids = np.array([0, 3, 1, 2, 4, 0, 0, 5])
-    expected = compute_logprobs(jnp.asarray(TABLE[ids]), actual.tokens.reshape(-1), 2)
+    expected = compute_logprobs(jnp.asarray(TABLE[ids]), actual.token_ids.reshape(-1), 2)
     for actual_table, expected_table in zip(actual.logprobs, expected, strict=True):
         np.testing.assert_allclose(actual_table, expected_table, rtol=1e-6)
     assert actual.logprobs.chosen.shape == (8,)
