@@ -38,8 +38,11 @@ class StepMonitor(contextlib.ExitStack):
         super().__init__()
         self.waited, self.expected_ms, self.bucket, self._costs = 0.0, 0.0, Bucket(), costs
         graphs, scheduler = engine.graphs, engine.scheduler
-        for owner, name in ((graphs, "choose"), (scheduler, "schedule"), (jax, "device_get")):
-            wrap = getattr(self, f"_wrap_{name}")
+        for owner, name, wrap in (
+            (graphs, "choose_for", self._wrap_choose),
+            (scheduler, "schedule", self._wrap_schedule),
+            (jax, "device_get", self._wrap_device_get),
+        ):
             self.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
 
     def _wrap_schedule(self, schedule: Any) -> Any:
@@ -50,8 +53,8 @@ class StepMonitor(contextlib.ExitStack):
         return record_step
 
     def _wrap_choose(self, choose: Any) -> Any:
-        def record_bucket(*arguments: Any, **sizes: Any) -> Bucket:
-            self.bucket = choose(*arguments, **sizes)
+        def record_bucket(*arguments: Any) -> Bucket:
+            self.bucket = choose(*arguments)
             self.expected_ms = self._costs.step_ms(self._step, self.bucket)
             return self.bucket
 
