@@ -133,11 +133,8 @@ def paged_decode(
         return jnp.zeros_like(query), jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32)
 
     # Choose the sizes, and lay out the work.
-    kv_dtypes, rows, has_lists = (
-        (k_cache.dtype, v_cache.dtype),
-        group * decode_query_len,
-        block_list is not None,
-    )
+    kv_dtypes, has_lists = (k_cache.dtype, v_cache.dtype), block_list is not None
+    rows = group * decode_query_len
     if sizes is None:
         sizes = default_sizes(head_dim, rows=rows, kv_dtypes=kv_dtypes, has_lists=has_lists)
     if schedule is None:

@@ -66,7 +66,7 @@ class Segment:
 
 
 class SpanStart(NamedTuple):
-    """Where a span begins; traced scalars.
+    """Start of a span and the request that contains it, as traced scalars.
 
     Attributes:
         total: Number of units of all spans together.

@@ -16,7 +16,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed
 
 
 class MaskedEnds(enum.Flag):
-    """Which ends of the range of visible keys a KV tile may contain; a tile with neither needs no mask."""
+    """Ends of the range of visible keys that a KV tile may contain; a tile with neither needs no mask."""
 
     NONE = 0
     LOW = enum.auto()

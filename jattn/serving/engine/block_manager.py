@@ -391,7 +391,7 @@ class BlockHashes(Sequence[bytes]):
         self.extend(token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens."""
+        """Append tokens and hash the blocks that they fill."""
         num_before = len(self._rest)
         self._rest.extend(token_ids)
         self.num_tokens += len(self._rest) - num_before

@@ -205,8 +205,8 @@ def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | 
     draft_model = None if isinstance(draft, NgramProposer) else draft
     block_size = config.block_size * num_ranks(model)
     if block_size > config.block_size:
-        for one in (model, draft_model):
-            interleave = getattr(one, "cp_kv_cache_interleave_size", 1)
+        for served_model in (model, draft_model):
+            interleave = getattr(served_model, "cp_kv_cache_interleave_size", 1)
             rule = f"be a multiple of cp_kv_cache_interleave_size ({interleave})"
             require(config.block_size % interleave == 0, "block_size", rule, config.block_size)
 
@@ -391,8 +391,8 @@ def _resolve_longrope(
         raise unsupported("batch_invariant=True", reason, f"Set max_model_len={length}")
     if max_num_batched_tokens <= length:
         feature = f"max_num_batched_tokens={max_num_batched_tokens}"
-        way_out = f"Set it to at least {length + 1}, or set max_model_len={length}"
-        raise unsupported(feature, reason, way_out)
+        fix = f"Set it to at least {length + 1}, or set max_model_len={length}"
+        raise unsupported(feature, reason, fix)
     return length
 
 

@@ -55,7 +55,7 @@ MAX_STEPS_IN_FLIGHT = 2
 
 
 class StepInputs(NamedTuple):
-    """What the device gets for a step, in numpy arrays: it can be sent to other processes.
+    """Inputs of a step as numpy arrays, which can be sent to other processes.
 
     Attributes:
         block_copies: Block copies to make before the step; see `Step`.

@@ -207,7 +207,7 @@ def _top_k_top_p(
 
 
 class StepOutputs(NamedTuple):
-    """What comes back from a step.
+    """Results of a step, on the device until `Runner.read` fetches them.
 
     Attributes:
         token_ids: Sampled token of each row, padded to the sampler's maximum number of rows, as input of any

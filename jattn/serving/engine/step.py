@@ -159,8 +159,8 @@ def make_invariant(model: Any) -> Any:
     layers = attention_layers(model)
     if not layers:
         reason = f"a {type(model).__name__} has no PagedAttention layers"
-        way_out = "Pass a model with PagedAttention layers, or batch_invariant=False"
-        raise unsupported("batch_invariant=True", reason, way_out)
+        fix = "Pass a model with PagedAttention layers, or batch_invariant=False"
+        raise unsupported("batch_invariant=True", reason, fix)
     for layer in layers:
         if set(requested_implementations(layer.implementation)) == {"reference"}:
             reason = "its rounding depends on the bucket size"
