@@ -1,11 +1,10 @@
-"""Query rows and keys of the tiles of paged_decode."""
+"""Layout of query heads as the rows of paged_decode's tiles."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.paged_decode.entry import from_rows, heads_to_rows, to_rows
-from pallas_kernels.paged_decode.span import TileKeys
 from pallas_kernels.paged_decode.spec import DecodeShape
 from pallas_kernels.shared.head_dims import head_chunks
 from pallas_kernels.shared.softmax import LOG2E
@@ -53,18 +52,3 @@ class TestQueryRows:
         actual = heads_to_rows(jnp.asarray([1.0, 2.0]), shape_of(kv_heads=1, group=2, query_len=2))
         np.testing.assert_allclose(actual, [[LOG2E, 2 * LOG2E, LOG2E, 2 * LOG2E, 0, 0, 0, 0]])
         assert heads_to_rows(None, shape_of()) is None
-
-
-class TestTileKeys:
-    keys = TileKeys(
-        run_starts=(jnp.int32(32), jnp.int32(96)), head_bits=(jnp.int32(1), jnp.int32(2)), run_length=2
-    )
-    rows = jnp.arange(4)
-
-    def test_row_has_the_key_and_the_head_bits_of_its_run(self):
-        np.testing.assert_array_equal(self.keys.row_positions(self.rows), [32, 33, 96, 97])
-        np.testing.assert_array_equal(self.keys.row_head_bits(self.rows), [1, 1, 2, 2])
-
-    @pytest.mark.parametrize(("low", "high", "exceeds"), [(32, 98, False), (33, 98, True), (32, 97, True)])
-    def test_exceed_checks_the_first_and_the_last_key(self, low, high, exceeds):
-        assert bool(self.keys.has_key_outside(jnp.int32(low), jnp.int32(high))) == exceeds
