@@ -20,6 +20,8 @@ from benchmarks.mesh import processes, scaling_model
 from benchmarks.mesh.steps import agreement
 from benchmarks.models import load
 from benchmarks.serving import serve
+from benchmarks.serving.engine_steps import StepMonitor
+from jattn.serving import SamplingParams
 from pallas_kernels.varlen_prefill import reference
 from tests.serving.server.live_server import small_engine
 
@@ -60,6 +62,15 @@ def test_server_and_engine_rows_have_the_same_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*command, "--plot", str(tmp_path / "rows.svg")])
     main()
     assert (tmp_path / "rows.svg").stat().st_size > 1000
+
+
+def test_step_monitor_records_the_bucket_of_each_step():
+    engine = small_engine()
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    with StepMonitor(engine) as monitor:
+        engine.step()
+    assert [monitor.bucket] == list(engine.graphs.buckets)
+    assert monitor.expected_ms > 0
 
 
 @pytest.mark.skipif(not load.CLEAR.exists(), reason="writes /proc")
