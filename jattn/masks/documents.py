@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jattn.masks.base import And, Mask, Not, Or, leaves
+from jattn.masks.base import And, Mask, Not, Or
 from jattn.masks.checks import require_array
 from jattn.masks.pairs import Coverage, Pairs, Tiles, quotient
 from jattn.pytree import pytree
@@ -98,11 +98,6 @@ def documents_to_runs(mask: Mask) -> Mask:
     if isinstance(mask, Document) and not isinstance(mask, DocumentRuns):
         return document_runs(jnp.asarray(mask.ids))
     return mask
-
-
-def has_contiguous_documents(mask: Mask) -> bool:
-    """Return whether `documents_to_runs` does not change the mask; True for traced ids."""
-    return all(has_contiguous_ids(leaf.ids) for leaf in leaves(mask) if isinstance(leaf, Document))
 
 
 def has_contiguous_ids(ids: Any) -> bool:
