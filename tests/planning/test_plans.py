@@ -148,7 +148,9 @@ class TestWarning:
             warnings.simplefilter("default")
             for _ in range(3):
                 jattn.plan(batch([1], [9]), SPEC, packed)
-        assert len(caught) == 1
+        # Garbage of earlier tests may be collected here, whose ResourceWarning is recorded as well.
+        fallbacks = [warning for warning in caught if warning.category is jattn.KernelFallbackWarning]
+        assert len(fallbacks) == 1
 
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_requested_implementation_does_not_warn(self):
