@@ -12,17 +12,20 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from benchmarks.mesh.processes import on_host
 from benchmarks.mesh.steps import (
     BLOCK_SIZE,
     TOKEN_TOLERANCE,
     Steps,
     StepSize,
+    bytes_per_device,
     layouts,
     randomize,
     step_metadata,
     token_gap,
 )
 from benchmarks.models.random_decoder import random_decoder
+from benchmarks.runner import read_ceiling
 from jattn.models import use_peer_memory
 from jattn.parallel import TP
 from jattn.runtime.decode_loop import decode_loop
@@ -82,19 +85,11 @@ def measure_decode_loop(
     """
     logits, one_device_us = None, 0.0
     for layout, uses_peers in layouts([mesh], sums):
-        model = random_decoder(config, layout)
-        if uses_peers:
-            use_peer_memory(model, max_rows=max(size.reqs, 2))
-        loop = DeviceLoop(model, size, rounds)
-        del model
+        loop = DeviceLoop(_create_model(config, layout, size, uses_peers), size, rounds)
         if layout is None:
             logits = loop.first_logits()
         assert logits is not None
-        gap = token_gap(loop.tokens[: size.reqs, 0], logits)
-        if not gap <= TOKEN_TOLERANCE:
-            raise SystemExit(
-                f"first tokens are {gap} standard deviations below the best. No row is recorded."
-            )
+        columns = _first_run(loop, logits)
         us = loop.step_us()
         one_device_us = us if layout is None else one_device_us
         yield {
@@ -104,28 +99,82 @@ def measure_decode_loop(
             "rounds": rounds,
             "step_us": us,
             "of_one": us / one_device_us,
-            "token_gap": gap,
-            "first_run_s": loop.first_run_s,
+            **columns,
         }
         del loop
         gc.collect()  # one model and its caches at a time
 
 
-class DeviceLoop:
-    """A greedy decode_loop that always starts with the same tokens.
+def measure_large_loop(
+    config: dict[str, Any], size: StepSize, quantization: str, rounds: int, mesh: Mesh, sums: str
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of greedy decode_loop calls of a model that is too large for one device.
 
-    Attributes:
-        tokens: Tokens of the first run [rows, rounds].
-        first_run_s: Seconds of the first run, including compilation.
+    On a GPU, a second row has the read ceiling. The first tokens are compared with the logits of XLA's
+    attention on the mesh.
+
+    Args:
+        config: Contents of the model's config.json.
+        size: Size of the first step.
+        quantization: Format of the caches.
+        rounds: Number of steps per call.
+        mesh: Devices.
+        sums: Implementation of the all-reduce: "psum" or "all_reduce".
+
+    Raises:
+        SystemExit: Calls return different tokens, or the first tokens are far from the best ones.
     """
+    model = random_decoder(config, mesh, implementation="xla")
+    logits = DeviceLoop(model, size, rounds, quantization=quantization).first_logits()
+    del model
+    gc.collect()  # one model and its caches at a time
+    model = _create_model(config, mesh, size, sums == "all_reduce")
+    loop = DeviceLoop(model, size, rounds, quantization=quantization)
+    columns = _first_run(loop, logits)
+    us, num_bytes = loop.step_us(), loop.bytes_per_device
+    yield {
+        "name": f"large_loop_{size.name}",
+        "tp": mesh.shape[TP],
+        "sums": sums,
+        "rounds": rounds,
+        "step_us": us,
+        "gb_of_device": num_bytes / 1e9,
+        "gb_per_s": num_bytes / us / 1e3,
+        **columns,
+    }
+    if jax.default_backend() == "gpu":
+        yield {"name": "read_ceiling", "gb_per_s": read_ceiling()}
 
-    def __init__(self, model: Any, size: StepSize, rounds: int) -> None:
-        """Run the loop once.
+
+def _create_model(config: dict[str, Any], mesh: Mesh | None, size: StepSize, uses_peers: bool) -> Any:
+    model = random_decoder(config, mesh)
+    if uses_peers:
+        use_peer_memory(model, max_rows=max(size.reqs, 2))
+    return model
+
+
+def _first_run(loop: "DeviceLoop", logits: np.ndarray) -> dict[str, float]:
+    """Run a loop for the first time and compare its first tokens with the expected logits [reqs, vocab]."""
+    start = time.perf_counter()
+    tokens = loop.run()
+    seconds = time.perf_counter() - start
+    gap = token_gap(tokens[: len(logits), 0], logits)
+    if not gap <= TOKEN_TOLERANCE:
+        raise SystemExit(f"first tokens are {gap} standard deviations below the best. No row is recorded.")
+    return {"token_gap": gap, "first_run_s": seconds}
+
+
+class DeviceLoop:
+    """A greedy decode_loop that always starts with the same tokens."""
+
+    def __init__(self, model: Any, size: StepSize, rounds: int, *, quantization: str | None = None) -> None:
+        """Create the caches.
 
         Args:
             model: Model to run.
             size: Size of the first step.
             rounds: Number of steps per call.
+            quantization: Format of the caches; None stores 16 bits.
         """
         graphdef, self._params = nnx.split(model)
 
@@ -140,30 +189,45 @@ class DeviceLoop:
         self._metadata = step_metadata(size, extra_tokens=rounds)
         self._ids: Any = np.arange(1, self._metadata.bucket.max_decodes + 1, dtype=np.int32)
         num_blocks = self._metadata.block_table.size + 1
-        self._caches = randomize(model.create_caches(num_blocks, block_size=BLOCK_SIZE))
-        start = time.perf_counter()
-        self.tokens = np.asarray(self._run())
-        self.first_run_s = time.perf_counter() - start
+        self._caches = randomize(
+            model.create_caches(num_blocks, block_size=BLOCK_SIZE, quantization=quantization)
+        )
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Return the bytes of caches and weights on a device; the last step reads nearly all of them."""
+        return bytes_per_device(self._params, self._caches)
 
     def first_logits(self) -> np.ndarray:
-        """Return the logits of the first step [rows, vocab]."""
-        step = jax.jit(lambda *args: self._step(*args)[0])
-        rows = int(self._metadata.num_decodes)
-        return np.asarray(step(self._params, self._caches, self._metadata, self._ids), np.float32)[:rows]
+        """Return the logits of the first step [reqs, vocab]."""
+        step = jax.jit(self._step, donate_argnums=1)
+        logits, self._caches = step(self._params, self._caches, self._metadata, self._ids)
+        return on_host(logits).astype(np.float32)[: int(self._metadata.num_decodes)]
+
+    def run(self) -> np.ndarray:
+        """Run the loop and return its tokens [rows, rounds]."""
+        return on_host(self._start())
 
     def step_us(self) -> float:
-        """Return the microseconds per step, from the difference between one call in flight and three."""
-        seconds = [(self._seconds(3) - self._seconds(1)) / (2 * self._rounds) for _ in range(3)]
+        """Return the microseconds per step, from the difference between one call in flight and three.
+
+        Raises:
+            SystemExit: A call returned other tokens than another one.
+        """
+        expected = self.run()
+        seconds = [
+            (self._seconds(3, expected) - self._seconds(1, expected)) / (2 * self._rounds) for _ in range(3)
+        ]
         return 1e6 * statistics.median(seconds)
 
-    def _seconds(self, count: int) -> float:
+    def _seconds(self, count: int, expected: np.ndarray) -> float:
         start = time.perf_counter()
-        runs = [self._run() for _ in range(count)]
-        if not all(np.array_equal(tokens, self.tokens) for tokens in runs):
+        runs = [self._start() for _ in range(count)]
+        if not all(np.array_equal(on_host(tokens), expected) for tokens in runs):
             raise SystemExit("a call returned other tokens than the first one. No row is recorded.")
         return time.perf_counter() - start
 
-    def _run(self) -> jax.Array:
+    def _start(self) -> jax.Array:
         args = self._step, self._params, self._caches, self._metadata, self._ids
         out = decode_loop(*args, num_steps=self._rounds, sample=self._greedy)
         self._caches = out.caches

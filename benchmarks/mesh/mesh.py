@@ -15,7 +15,7 @@ from benchmarks.kernels.cases import DecodeCase
 from benchmarks.mesh import processes
 from benchmarks.mesh.all_reduce import measure_sums
 from benchmarks.mesh.attention import measure_attention
-from benchmarks.mesh.loop import measure_decode_loop, measure_loop
+from benchmarks.mesh.loop import measure_decode_loop, measure_large_loop, measure_loop
 from benchmarks.mesh.nano import NanoCase, measure_nano
 from benchmarks.mesh.prefill import PromptCase, measure_prompt
 from benchmarks.mesh.steps import StepSize, measure_large, measure_steps
@@ -24,7 +24,7 @@ from benchmarks.runner import Rows
 from benchmarks.serving.engine import QWEN3_8B
 from jattn.parallel import make_mesh
 
-CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "decode_loop", "nano", "large")
+CASES = ("attention", "long", "prompt", "sums", "steps", "loop", "decode_loop", "nano", "large", "large_loop")
 MULTI_PROCESS_CASES = tuple(name for name in CASES if name != "nano")
 
 
@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
         decode_loop: Step of a decode_loop with the model of `config`, and its number of rounds.
         nano: Part of nano-vllm's workload.
         large: Config of a model that is too large for one device, its step, and the format of its cache.
+        large_loop: Number of rounds of a decode_loop of this model.
     """
 
     attention: DecodeCase
@@ -54,6 +55,7 @@ class Sizes(NamedTuple):
     decode_loop: tuple[StepSize, int]
     nano: NanoCase
     large: tuple[dict[str, Any], StepSize, str]
+    large_loop: int
 
 
 LOOP = QWEN3_8B | {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
@@ -71,6 +73,7 @@ LARGE = Sizes(
     (StepSize(1, 1024), 64),
     NanoCase(QWEN3_8B, 256, 1024, (16, 32, 64, 96, 128, 160, 192, 224, 256), (512, 2048, 8192), 24_000),
     (LLAMA_70B, StepSize(64, 4096), "fp8_per_token_head"),
+    16,
 )
 TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
@@ -85,6 +88,7 @@ SMALL = Sizes(
     (StepSize(3, 48), 5),
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
     (TINY, StepSize(3, 64), "fp8_per_token_head"),
+    5,
 )
 
 
@@ -155,6 +159,7 @@ def main(arguments: argparse.Namespace) -> None:
         "decode_loop": lambda: measure_decode_loop(sizes.config, *sizes.decode_loop, mesh, sums),
         "nano": lambda: measure_nano(sizes.nano, mesh, uses_peers=uses_peers),
         "large": lambda: measure_large(*sizes.large, layouts, sums[-1:], lists_kernels=arguments.kernels),
+        "large_loop": lambda: measure_large_loop(*sizes.large, sizes.large_loop, mesh, sums[-1]),
     }
     start = time.perf_counter()
     for name in arguments.cases or cases:

@@ -262,12 +262,8 @@ class Steps:
 
     @property
     def bytes_per_device(self) -> int:
-        """Return the bytes that a step reads on a device if its batch fills the caches.
-
-        They are the caches and the weights, except an embedding that is only looked up.
-        """
-        embedding = self.params["embed_tokens"] if "lm_head" in self.params else ()
-        return _device_bytes((self.params, self._caches)) - _device_bytes(embedding)
+        """Return the bytes that a step reads on a device if its batch fills the caches."""
+        return bytes_per_device(self.params, self._caches)
 
     def call_times(self, size: StepSize) -> dict[str, float]:
         """Measure a step as `benchmarks.models.graphs.call_times` does."""
@@ -302,6 +298,12 @@ class Steps:
         ends: Any = np.arange(new - 1, rows * new, new, dtype=np.int32)
         counts: Any = np.zeros(rows, np.int32)
         return [ids, np.full_like(ids, -1), self._last_tokens, ends, counts]
+
+
+def bytes_per_device(params: Any, caches: Any) -> int:
+    """Return the bytes of caches and of weights on a device, without an embedding that is only looked up."""
+    embedding = params["embed_tokens"] if "lm_head" in params else ()
+    return _device_bytes((params, caches)) - _device_bytes(embedding)
 
 
 def _device_bytes(tree: Any) -> int:

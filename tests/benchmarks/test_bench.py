@@ -123,15 +123,18 @@ def test_mesh_suite_measures_a_mesh_and_one_device(tmp_path):
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
     settings = (1, "psum"), (2, "psum"), (2, "all_reduce")
     expected = [(name, *setting) for setting in settings for name in STEPS]
-    assert steps == expected + [("decode_loop_3x48", *setting) for setting in settings]
+    expected += [("decode_loop_3x48", *setting) for setting in settings]
+    assert steps == [*expected, ("large_loop_3x64", 2, "all_reduce")]
     loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
     assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
     assert all(row["error"] < 0.05 for row in rows if "error" in row)
     nano = [row["name"] for row in rows if row.get("tokens_per_s", 0) > 0]
     assert nano == ["nano_bench_first", "nano_bench", "nano_bench_again"]
-    (large,) = [row for row in rows if row["name"].startswith("large")]
+    large, loop = [row for row in rows if row["name"].startswith("large")]
     assert (large["name"], large["sums"], large["executables"]) == ("large_3x64", "all_reduce", 1)
     assert large["gb_per_s"] > 0
+    assert loop["rounds"] == 5
+    assert loop["gb_per_s"] > 0
 
 
 @pytest.mark.kernels
@@ -154,7 +157,8 @@ def test_mesh_suite_measures_steps_with_one_process_per_device(cp, tmp_path):
 @pytest.mark.slow
 def test_mesh_suite_measures_other_cases_with_one_process_per_device(tmp_path):
     """A model larger than one device is measured on several layouts."""
-    command = [sys.executable, "-m", "benchmarks", "mesh", "attention", "prompt", "loop", "large"]
+    command = [sys.executable, "-m", "benchmarks", "mesh", "attention", "prompt", "loop"]
+    command += ["large", "large_loop"]
     command += ["--small", "--peer-memory", "--stall", "600", "--processes", "2", "--cp", "1", "2"]
     subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=1200)
     (file,) = tmp_path.iterdir()
@@ -164,6 +168,7 @@ def test_mesh_suite_measures_other_cases_with_one_process_per_device(tmp_path):
     assert [row["steps"] for row in rows if row["name"] == "loop_3x48"] == list(range(2, 21, 2))
     large = [(row["tp"], row.get("cp"), row["sums"]) for row in rows if row["name"] == "large_3x64"]
     assert large == [(2, None, "all_reduce"), (1, 2, "all_reduce")]
+    assert [row["tp"] for row in rows if row["name"] == "large_loop_3x64"] == [2]
     assert all(row["processes"] == 2 for row in rows)
 
 
