@@ -4,19 +4,27 @@ Grammars are in Lark's syntax with llguidance's extensions.
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from jattn.serving.engine.structured_outputs import JSON_OPTIONS
 from jattn.serving.server.protocol import Tool
-from jattn.serving.server.tool_call_formats import ToolCallFormat
+from jattn.serving.server.tool_call_formats import (
+    ARGUMENTS_KEY,
+    SPACE,
+    ToolCallFormat,
+    call_head,
+    name_member,
+    quote,
+    quote_name,
+)
 
-ANY_TEXT, NO_CALL = r"/(.|\n)*/", r"/[^{](.|\n)*/"
+ANY_TEXT = r"(?:.|\n)*"
 
 
 def required_calls_grammar(
     call_format: ToolCallFormat,
     tools: Sequence[Tool],
-    special_tokens: Collection[str],
+    special_tokens: Mapping[str, bool],
     *,
     max_calls: int | None,
 ) -> str:
@@ -25,67 +33,83 @@ def required_calls_grammar(
     Args:
         call_format: Format of the calls.
         tools: Available tools; every call's arguments follow its schema.
-        special_tokens: Texts of the special tokens, which grammars distinguish from the same characters.
+        special_tokens: Texts of the added tokens, with whether each is special. Grammars distinguish these
+            tokens from the same characters.
         max_calls: Maximum number of calls: 1, or None for no limit.
     """
-    call = f"{_tag(call_format.start_tag, special_tokens)} {_call_body(call_format, tools, special_tokens)}"
-    functions = _function_rules(call_format, tools, only_strict=False)
-    return f"start: call {_more_calls(call_format, max_calls)}\ncall: {call}\n{functions}"
+    newline = json.dumps("\n") if call_format.start_tag else ""
+    start_tag, end_tag = (_tag(tag, special_tokens) for tag in (call_format.start_tag, call_format.end_tag))
+    more_calls = f"({json.dumps(call_format.separator)} call)*" if max_calls is None else ""
+    rules = [
+        f"start: call {more_calls}",
+        f"call: {start_tag} {newline} ({_alternatives(tools)}) {newline} {end_tag}",
+    ]
+    for i, tool in enumerate(tools):
+        head = f'{{"name": {json.dumps(tool.function.name)}, "{call_format.arguments_key}": '
+        rules.append(f'function_{i}: {json.dumps(head)} {_arguments(tool, only_strict=False)} "}}"')
+    return "\n".join(rules)
 
 
 def strict_calls_grammar(
     call_format: ToolCallFormat,
     tools: Sequence[Tool],
-    special_tokens: Collection[str],
+    special_tokens: Mapping[str, bool],
     *,
     max_calls: int | None,
 ) -> str:
     """Return the grammar of any text in which the calls of strict tools follow their schemas.
 
+    The text between calls is any text that the parser does not take for a call.
+
     Args:
         call_format: Format of the calls.
         tools: Available tools; calls of those that are not strict may have any arguments.
-        special_tokens: Texts of the special tokens, which grammars distinguish from the same characters.
+        special_tokens: Texts of the added tokens, with whether each is special. Grammars distinguish these
+            tokens from the same characters.
         max_calls: Maximum number of calls: 1, or None for no limit.
     """
-    call = _call_body(call_format, tools, special_tokens)
-    functions = _function_rules(call_format, tools, only_strict=True)
+    many = "*" if max_calls is None else "?"
+    rules = [f"functions: {_alternatives(tools)}"]
+    for i, tool in enumerate(tools):
+        head = call_format.lead + call_head(quote_name(tool.function.name))
+        rules += [f"function_{i}: HEAD_{i} {_arguments(tool, only_strict=True)} END", f"HEAD_{i}: /{head}/"]
+    rules.append(rf"END: /{SPACE}\}}/")
     if not call_format.start_tag:
-        start = f"start: (call {_more_calls(call_format, max_calls)} | NO_CALL)?"
-        return f"{start}\nNO_CALL: {NO_CALL}\ncall: {call}\n{functions}"
-    rules = [f"start: text_and_call{'*' if max_calls is None else '?'} TEXT", f"TEXT: {ANY_TEXT}"]
-    if call_format.start_tag in special_tokens:
-        rules.append(f"text_and_call: TEXT {call_format.start_tag} {call}")
-    else:  # Lazy matching ends the text at the first start tag.
-        rules += [
-            f"text_and_tag[lazy]: TEXT {json.dumps(call_format.start_tag)}",
-            f"text_and_call: text_and_tag {call}",
+        lead_token = call_format.lead_token
+        lead = f"{lead_token}?" if lead_token in special_tokens else ""
+        calls = "functions+" if max_calls is None else "functions"
+        names = "|".join(quote_name(tool.function.name) for tool in tools)
+        is_object_with_name = rf"{call_format.lead}\{{{ANY_TEXT}{name_member(f'(?:{names})')}{ANY_TEXT}"
+        has_arguments = f"{ANY_TEXT}{ARGUMENTS_KEY}{ANY_TEXT}"
+        no_call = f"/{ANY_TEXT}/ & (~/{is_object_with_name}/ | ~/{has_arguments}/)"
+        return "\n".join([f"start: {lead} ({calls} | NO_CALL)?", f"NO_CALL: {no_call}", *rules])
+    start_tag, end_tag = call_format.start_tag, _tag(call_format.end_tag, special_tokens)
+    text_and_tag = "spelled_tag"
+    if start_tag in special_tokens:
+        text_and_tag += f" | TEXT {start_tag}"
+    return "\n".join(
+        [
+            f"start: (text_and_tag SPACE functions SPACE {end_tag}){many} TEXT",
+            f"text_and_tag: {text_and_tag}",
+            # Lazy matching ends the text at the first start tag.
+            f"spelled_tag[lazy]: /{ANY_TEXT}{quote(start_tag)}/",
+            f"TEXT: /{ANY_TEXT}/ & ~/{ANY_TEXT}{quote(start_tag)}{ANY_TEXT}/",
+            f"SPACE: /{SPACE}/",
+            *rules,
         ]
-    return "\n".join([*rules, functions])
+    )
 
 
-def _tag(text: str, special_tokens: Collection[str]) -> str:
+def _tag(text: str, special_tokens: Mapping[str, bool]) -> str:
     return text if text in special_tokens else json.dumps(text) if text else ""
 
 
-def _more_calls(call_format: ToolCallFormat, max_calls: int | None) -> str:
-    return f"({json.dumps(call_format.separator)} call)*" if max_calls is None else ""
+def _alternatives(tools: Sequence[Tool]) -> str:
+    return " | ".join(f"function_{i}" for i in range(len(tools)))
 
 
-def _call_body(call_format: ToolCallFormat, tools: Sequence[Tool], special_tokens: Collection[str]) -> str:
-    """Return the rule for a call after its start tag."""
-    newline = json.dumps("\n") if call_format.start_tag else ""
-    functions = " | ".join(f"function_{i}" for i in range(len(tools)))
-    return f"{newline} ({functions}) {newline} {_tag(call_format.end_tag, special_tokens)}"
-
-
-def _function_rules(call_format: ToolCallFormat, tools: Sequence[Tool], *, only_strict: bool) -> str:
-    """Return one rule per tool: an object whose name precedes the arguments, so that it is known first."""
-    rules = []
-    for i, tool in enumerate(tools):
-        is_unconstrained = only_strict and not tool.function.strict
-        schema = {"type": "object"} | (tool.function.parameters or {} if not is_unconstrained else {})
-        schema["x-guidance"] = JSON_OPTIONS
-        head = f'{{"name": {json.dumps(tool.function.name)}, "{call_format.arguments_key}": '
-        rules.append(f'function_{i}: {json.dumps(head)} %json {json.dumps(schema)} "}}"')
-    return "\n".join(rules)
+def _arguments(tool: Tool, *, only_strict: bool) -> str:
+    """Return the grammar of a tool's arguments, which are any object if only strict tools are constrained."""
+    is_constrained = tool.function.strict or not only_strict
+    schema = {"type": "object"} | ((tool.function.parameters or {}) if is_constrained else {})
+    return f"%json {json.dumps(schema | {'x-guidance': JSON_OPTIONS})}"

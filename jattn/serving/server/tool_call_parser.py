@@ -3,14 +3,22 @@
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jattn.serving.server.tool_call_formats import ToolCallFormat
+from jattn.serving.server.tool_call_formats import (
+    ARGUMENTS_KEY,
+    HERMES,
+    LLAMA3_JSON,
+    STRING,
+    ToolCallFormat,
+    call_head,
+    name_member,
+    parse_arguments,
+    quote_name,
+)
 
-# The start of a call whose arguments can be streamed, because the name precedes them.
-CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-PYTHON_TAG = "<|python_tag|>"  # Llama writes it before a call.
+WHITESPACE, ARGUMENTS = " \t\r\n", re.compile(ARGUMENTS_KEY)
 
 
 class ParsedDelta(NamedTuple):
@@ -89,10 +97,9 @@ class BraceCounter:
 
 
 class JsonToolCallParser:
-    """Parser of tool calls in a `ToolCallFormat`. Text that is not a call is content, unchanged.
+    """Base class of the parsers. Text that is not a call is content, unchanged.
 
-    The parser is a state machine: each state method consumes what it can of the buffer and returns whether
-    another state has to look at the remaining text.
+    A parser is a generator that consumes the buffer and yields whenever it needs more text.
     """
 
     def __init__(
@@ -105,19 +112,20 @@ class JsonToolCallParser:
         """Start parsing one completion.
 
         Args:
-            call_format: Format of the calls. Without a start tag, an object with arguments is a call.
+            call_format: Format of the calls.
             function_names: Names of the available functions, or None for any name. Only checked if the
                 format has no start tag.
             max_calls: Maximum number of calls; further ones are dropped. None for no limit.
         """
         self._format, self._max_calls, self._num_calls = call_format, max_calls, 0
-        self._function_names = None if call_format.start_tag else function_names
-        self._buffer = ""  # Text that has not been returned yet.
+        self._names = None if call_format.start_tag else function_names
+        name = STRING if self._names is None else f"(?:{'|'.join(map(quote_name, self._names))})"
+        self._head = re.compile(call_head(f"({name})") + r"(?=\{)")
+        self._name_member = re.compile(name_member(name))
+        self._buffer, self._has_ended = "", False  # Text that has not been consumed yet.
         self._is_after_call = False  # Whether only whitespace has followed the last call.
-        self._state: Callable[[], bool] = self._outside if call_format.start_tag else self._at_start
         self._content, self._tool_calls = "", list[dict[str, Any]]()
-        self._braces, self._num_read = BraceCounter(), 0  # Characters of the buffer that _braces has counted.
-        self._is_accepted = True  # Whether the current call is within max_calls.
+        self._parsing = self._parse()
 
     @property
     def finish_reason(self) -> str:
@@ -128,127 +136,89 @@ class JsonToolCallParser:
         """Parse the next piece of the output."""
         self._buffer += text
         self._content, self._tool_calls = "", []
-        while self._state():
-            pass
+        next(self._parsing, None)
         return ParsedDelta(self._content, tuple(self._tool_calls))
 
     def end(self) -> ParsedDelta:
         """Return the buffered text as content, unless it belongs to the arguments of an unfinished call."""
-        self._content = ""
-        if self._state == self._after_arguments:
-            end = self._braces.find_end(self._buffer, 0)
-            tail = "" if end is None else self._buffer[end:].strip()
-            self._buffer = "" if self._format.end_tag.startswith(tail) else tail
-        if self._state != self._in_arguments:
-            self._emit_content(len(self._buffer))
-        return ParsedDelta(self._content)
+        self._has_ended = True
+        return self.feed("")
 
-    def _outside(self) -> bool:
-        """State: look for the start tag."""
-        start_tag = self._format.start_tag
-        index = self._buffer.find(start_tag)
-        if index < 0:
-            self._emit_content(len(self._buffer) - _overlap(self._buffer, start_tag))
+    def _parse(self) -> Generator[None]:
+        raise NotImplementedError
+
+    def _read_call(self, first: int) -> Generator[None, None, bool]:
+        """Read an object at an index of the buffer; return whether it was a call. If not, keep the buffer.
+
+        Arguments that follow the name are streamed. An object with another order of keys is read to its end.
+        """
+        braces, num_counted, end = BraceCounter(), first, None
+        while end is None:
+            new, num_counted = self._buffer[num_counted:], len(self._buffer)
+            if "{" in new and (head := self._head.match(self._buffer, first)):
+                name = _decode_name(head[1])
+                if name is None:
+                    return False
+                yield from self._stream_arguments(name, head)
+                return True
+            end = braces.find_end(new, 0)
+            if end is not None:
+                end += num_counted - len(new)
+            elif self._has_ended:
+                return False
+            else:
+                yield
+        call = self._parse_call(self._buffer[first:end])
+        if call is None:
             return False
-        self._emit_content(index)
-        self._enter_head()
+        if self._begin_call():
+            self._tool_calls.append(_new_call(self._num_calls - 1, *call))
+        self._buffer = self._buffer[end:]
         return True
 
-    def _at_start(self) -> bool:
-        """State: a brace begins a call, after whitespace and a tag, or after a call and a semicolon."""
-        text = self._buffer.lstrip(" \n;" if self._is_after_call else " \n")
-        text = text.removeprefix(PYTHON_TAG).lstrip()
-        if not text or (PYTHON_TAG.startswith(text) and text != PYTHON_TAG):
-            return False
-        self._state = self._plain
-        if text.startswith("{"):
-            self._buffer = text
-            self._enter_head()
-        return True
+    def _stream_arguments(self, name: str, head: re.Match[str]) -> Generator[None]:
+        """Read a call whose head has been found, to the end of the object."""
+        is_accepted = self._begin_call()
+        if is_accepted:
+            self._tool_calls.append(_new_call(self._num_calls - 1, name, ""))
+        braces = BraceCounter()
+        braces.find_end(head[0], 0)
+        self._buffer = self._buffer[head.end() :]
+        for depth in (1, 0):  # The end of the arguments and of the object.
+            while (end := braces.find_end(self._buffer, depth)) is None and not self._has_ended:
+                self._consume_arguments(len(self._buffer), is_accepted and depth == 1)
+                yield
+            self._consume_arguments(len(self._buffer) if end is None else end, is_accepted and depth == 1)
 
-    def _enter_head(self) -> None:
-        self._braces, self._num_read, self._state = BraceCounter(), 0, self._in_head
+    def _parse_call(self, text: str) -> tuple[str, str] | None:
+        """Return the name and arguments of a complete object, or None if it is not a call."""
+        if not self._format.start_tag and not (self._name_member.search(text) and ARGUMENTS.search(text)):
+            return None
+        try:
+            value = json.loads(text)
+            parsed = parse_arguments(value.get("arguments", value.get("parameters")))
+            arguments = json.dumps(parsed, ensure_ascii=False)
+            arguments.encode()  # Text with half a surrogate pair cannot be sent.
+        except (ValueError, RecursionError):
+            return None
+        name = _decode_name(json.dumps(value.get("name")))
+        return (
+            None
+            if name is None or (self._names is not None and name not in self._names)
+            else (name, arguments)
+        )
 
-    def _plain(self) -> bool:
-        """State: the output is content up to its end."""
-        self._emit_content(len(self._buffer))
-        return False
+    def _consume_arguments(self, count: int, is_accepted: bool) -> None:
+        if count and is_accepted:
+            self._tool_calls.append(_arguments_delta(self._num_calls - 1, self._buffer[:count]))
+        self._buffer = self._buffer[count:]
 
-    def _in_head(self) -> bool:
-        """State: read up to the arguments. An object with another order of keys is read to its end."""
-        start_len = len(self._format.start_tag)
-        first = len(self._buffer) - len(self._buffer[start_len:].lstrip())
-        self._num_read = max(self._num_read, first)
-        if self._buffer[first : first + 1] not in ("", "{"):
-            return self._reject_call()
-        new, self._num_read = self._buffer[self._num_read :], len(self._buffer)
-        if "{" in new and (match := CALL_HEAD.match(self._buffer, first)):
-            name = json.loads(match[1], strict=False)
-            if not self._is_available(name):
-                return self._reject_call()
-            self._begin_call(name, "")
-            self._enter_body(self._in_arguments, match[0], match.end())
-            return True
-        end = self._braces.find_end(new, 0)
-        if end is None:
-            return False
-        end += self._num_read - len(new)
-        call = _parse_call(self._buffer[first:end], needs_arguments=not start_len)
-        if call is None or not self._is_available(call[0]):
-            return self._reject_call()
-        self._begin_call(*call)
-        self._enter_body(self._after_arguments, self._buffer[first : end - 1], end - 1)
-        return True
-
-    def _enter_body(self, state: Callable[[], bool], read_text: str, index: int) -> None:
-        """Enter a state after part of the object has been read, which ends at an index of the buffer."""
-        self._braces = BraceCounter()
-        self._braces.find_end(read_text, 0)
-        self._buffer, self._state = self._buffer[index:], state
-
-    def _is_available(self, name: str) -> bool:
-        return self._function_names is None or name in self._function_names
-
-    def _reject_call(self) -> bool:
-        """Return to content: what looked like a call is none."""
-        self._emit_content(len(self._format.start_tag))
-        self._state = self._outside if self._format.start_tag else self._plain
-        return True
-
-    def _in_arguments(self) -> bool:
-        """State: stream the arguments."""
-        end = self._braces.find_end(self._buffer, 1)
-        text, self._buffer = self._buffer[:end], self._buffer[end:] if end is not None else ""
-        if text and self._is_accepted:
-            self._tool_calls.append(_arguments_delta(self._num_calls - 1, text))
-        if end is None:
-            return False
-        self._state = self._after_arguments
-        return True
-
-    def _after_arguments(self) -> bool:
-        """State: read to the end of the object, and to the end tag or the start tag of the next call."""
-        has_tags = bool(self._format.end_tag)
-        end = self._buffer.find(self._format.end_tag) if has_tags else self._braces.find_end(self._buffer, 0)
-        next_start = self._buffer.find(self._format.start_tag) if has_tags else -1
-        is_closed = end is not None and 0 <= end < next_start
-        if next_start >= 0 and not is_closed:
-            self._buffer, self._is_after_call = self._buffer[next_start:], True
-            self._state = self._outside
-            return True
-        if end is None or end < 0:
-            self._buffer = self._buffer if has_tags else ""
-            return False
-        self._buffer = self._buffer[end + len(self._format.end_tag) :]
+    def _begin_call(self) -> bool:
+        """Count a call; return False if it exceeds max_calls."""
+        is_accepted = self._max_calls is None or self._num_calls < self._max_calls
+        self._num_calls += is_accepted
         self._is_after_call = True
-        self._state = self._outside if self._format.start_tag else self._at_start
-        return True
-
-    def _begin_call(self, name: str, arguments: str) -> None:
-        self._is_accepted = self._max_calls is None or self._num_calls < self._max_calls
-        if self._is_accepted:
-            self._tool_calls.append(_new_call(self._num_calls, name, arguments))
-            self._num_calls += 1
+        return is_accepted
 
     def _emit_content(self, count: int) -> None:
         """Move characters from the buffer to the content, without whitespace that follows a call."""
@@ -256,6 +226,73 @@ class JsonToolCallParser:
         text = text.lstrip() if self._is_after_call else text
         self._is_after_call &= not text
         self._content += text
+
+
+class HermesParser(JsonToolCallParser):
+    """Parser of calls between tags. Every object with a name is a call; its arguments may be missing."""
+
+    def _parse(self) -> Generator[None]:
+        start_tag = self._format.start_tag
+        while True:
+            while (start := self._buffer.find(start_tag)) < 0:
+                num_held = 0 if self._has_ended else _overlap(self._buffer, start_tag)
+                self._emit_content(len(self._buffer) - num_held)
+                if self._has_ended:
+                    return
+                yield
+            self._emit_content(start)
+            while not (text := self._buffer[len(start_tag) :].lstrip(WHITESPACE)) and not self._has_ended:
+                yield
+            if text.startswith("{") and (yield from self._read_call(len(self._buffer) - len(text))):
+                yield from self._skip_end_tag()
+            else:
+                self._emit_content(len(start_tag))
+
+    def _skip_end_tag(self) -> Generator[None]:
+        """Skip the end tag, which small models omit, and superfluous braces before it."""
+        end_tag = self._format.end_tag
+        while not (text := self._buffer.lstrip(WHITESPACE + "}")).startswith(end_tag):
+            if not end_tag.startswith(text):
+                return
+            if self._has_ended:
+                self._buffer = ""
+                return
+            yield
+        self._buffer = text[len(end_tag) :]
+
+
+class Llama3JsonParser(JsonToolCallParser):
+    """Parser of outputs that begin with calls: objects with an available function's name and arguments."""
+
+    def _parse(self) -> Generator[None]:
+        is_call, lead = True, re.compile(self._format.lead)
+        while is_call:
+            while not self._has_ended and self._format.lead_token.startswith(self._after(lead)):
+                yield
+            text = self._after(lead)
+            is_call = text.startswith("{") and (yield from self._read_call(len(self._buffer) - len(text)))
+        while not self._has_ended:
+            self._emit_content(len(self._buffer))
+            yield
+        self._emit_content(len(self._buffer))
+
+    def _after(self, lead: re.Pattern[str]) -> str:
+        """Return the buffer after the text that may precede a call."""
+        match = lead.match(self._buffer)
+        return self._buffer[match.end() if match else 0 :]
+
+
+PARSERS = {HERMES.name: HermesParser, LLAMA3_JSON.name: Llama3JsonParser}
+
+
+def make_tool_call_parser(
+    call_format: ToolCallFormat,
+    *,
+    function_names: Collection[str] | None = None,
+    max_calls: int | None = None,
+) -> ToolCallParser:
+    """Return the parser of a format; the arguments are those of `JsonToolCallParser`."""
+    return PARSERS[call_format.name](call_format, function_names=function_names, max_calls=max_calls)
 
 
 def _new_call(index: int, name: str, arguments: str) -> dict[str, Any]:
@@ -267,18 +304,14 @@ def _arguments_delta(index: int, arguments: str) -> dict[str, Any]:
     return {"index": index, "function": {"arguments": arguments}}
 
 
-def _parse_call(text: str, *, needs_arguments: bool) -> tuple[str, str] | None:
-    """Return the name and arguments of a complete call, or None if the text is not a call."""
+def _decode_name(text: str) -> str | None:
+    """Return the name that a JSON string contains, or None if the text is no JSON string that can be sent."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        name = json.loads(text, strict=False)
+        name.encode()
+    except (ValueError, AttributeError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    if needs_arguments and not {"arguments", "parameters"} & value.keys():
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    return name
 
 
 def _overlap(text: str, tag: str) -> int:

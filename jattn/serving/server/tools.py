@@ -1,6 +1,5 @@
 """Resolution of a request's tools and tool_choice into a parser and an output constraint."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,9 +7,9 @@ from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice, Tool
 from jattn.serving.server.sampling_params import OutputConstraint
-from jattn.serving.server.tool_call_formats import LLAMA3_JSON, ToolCallFormat
+from jattn.serving.server.tool_call_formats import LLAMA3_JSON, ToolCallFormat, parse_arguments
 from jattn.serving.server.tool_call_grammar import required_calls_grammar, strict_calls_grammar
-from jattn.serving.server.tool_call_parser import JsonToolCallParser, NamedFunctionParser, ToolCallParser
+from jattn.serving.server.tool_call_parser import NamedFunctionParser, ToolCallParser, make_tool_call_parser
 
 
 class ToolCalling(NamedTuple):
@@ -76,7 +75,7 @@ def resolve_tool_calling(
     function_names = {tool.function.name for tool in tools}
 
     def make_parser() -> ToolCallParser:
-        return JsonToolCallParser(known_format, function_names=function_names, max_calls=max_calls)
+        return make_tool_call_parser(known_format, function_names=function_names, max_calls=max_calls)
 
     return ToolCalling(make_parser, constraint, special_tokens.get(known_format.start_tag, False))
 
@@ -106,7 +105,7 @@ def parse_call_arguments(param: str, calls: Any) -> list[dict[str, Any]]:
         calls: The message's "tool_calls".
 
     Raises:
-        ValueError: If an entry is not a function call, or its arguments are not JSON.
+        ValueError: If an entry is not a function call, or its arguments are not a JSON object.
     """
     if not isinstance(calls, list):
         raise ValueError(f"{param} must be a list of tool calls, got {calls!r}.")
@@ -115,11 +114,9 @@ def parse_call_arguments(param: str, calls: Any) -> list[dict[str, Any]]:
         if not (isinstance(call, dict) and isinstance(call.get("function"), dict)):
             raise ValueError(f"{param} must contain function calls, got {call!r}.")
         function: dict[str, Any] = call["function"]
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                raise ValueError(f"{param}.function.arguments must be JSON, got {arguments!r}.") from None
+        try:
+            arguments = parse_arguments(function.get("arguments"))
+        except ValueError as error:
+            raise ValueError(f"{param}.function.arguments {error}") from None
         parsed_calls.append(call | {"function": function | {"arguments": arguments}})
     return parsed_calls

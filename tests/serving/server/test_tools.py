@@ -6,8 +6,10 @@ import openai
 import pydantic
 import pytest
 
-from jattn.serving.server.tool_call_formats import LLAMA3_JSON
-from jattn.serving.server.tools import parse_call_arguments
+from jattn.serving.server.protocol import ChatCompletionBody
+from jattn.serving.server.tool_call_formats import HERMES, LLAMA3_JSON
+from jattn.serving.server.tool_call_grammar import strict_calls_grammar
+from jattn.serving.server.tools import parse_call_arguments, resolve_tool_calling
 from tests.serving.server.live_server import run_server
 from tests.serving.server.tool_cases import HERMES_CALL, OTHER, SCHEMA, TOOL, WEATHER_CALL
 
@@ -137,21 +139,16 @@ class TestChat:
         assert any("tool_calls" in choice["delta"] for choice in deltas)
         assert all(any(choice["delta"].values()) or choice["finish_reason"] for choice in deltas)
 
-    def test_strict_tool_is_called_with_valid_arguments(self, server, client):
-        """The grammar only constrains calls. A bias towards braces makes the model begin a Llama call."""
-        (brace,) = server.post("/tokenize", prompt="{")["tokens"]
-        service = server.server.service
+    @pytest.mark.parametrize("call_format", [HERMES, LLAMA3_JSON])
+    def test_strict_tool_constrains_the_output(self, server, call_format):
         tool = openai.pydantic_function_tool(Weather, name="weather")
         assert tool["function"]["strict"]
-        request_body = {"model": "tiny", "messages": [USER], "tools": [tool], "max_tokens": 240, "seed": 3}
-        request_body |= {"parallel_tool_calls": False, "logit_bias": {str(brace): 100}}
-        previous, service.tool_call_format = service.tool_call_format, LLAMA3_JSON
-        try:
-            (choice,) = client.chat.completions.create(**request_body).choices
-        finally:
-            service.tool_call_format = previous
-        (call,) = choice.message.tool_calls
-        assert json.loads(call.function.arguments) in ({"celsius": True}, {"celsius": False})
+        request_body = {"messages": [USER], "tools": [tool, OTHER], "parallel_tool_calls": False}
+        body = ChatCompletionBody.model_validate(request_body)
+        constraint = resolve_tool_calling(body, call_format, server.server.service.tokenizer).constraint
+        grammar = strict_calls_grammar(call_format, body.tools, {}, max_calls=1)
+        assert (constraint.param, constraint.structured_outputs.grammar) == ("tools", grammar)
+        assert server.post(CHAT, **request_body, max_tokens=9)["usage"]["completion_tokens"] == 9
 
     def test_template_receives_tools_and_previous_calls(self, server):
         template = server.server.service.chat_template
@@ -255,6 +252,20 @@ class TestChat:
                 400,
                 "messages",
                 r"messages\[0\].tool_calls.function.arguments must be JSON, got '{'",
+            ),
+            *(
+                (
+                    {
+                        "messages": [
+                            USER,
+                            {"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]},
+                        ]
+                    },
+                    400,
+                    "messages",
+                    r"messages\[1\].tool_calls.function.arguments must be a JSON object, got",
+                )
+                for arguments in ("[1, 2]", "3", [], [1, 2], 3)
             ),
         ],
     )
