@@ -8,10 +8,9 @@ import importlib.metadata
 
 from jattn import batch, masks, models, parallel, pytree, serving, sparsity, vllm
 from jattn.attending import attend, cascade_attend
-from jattn.batch.bucket import Bucket, default_buckets
+from jattn.batch.bucket import Bucket, default_buckets, pack_tokens, row_indices
 from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata, build_cross_attention_metadata
-from jattn.batch.requests import pack_tokens, row_indices
 from jattn.batch.transitions import advance, pad_to_bucket, update_block_table
 from jattn.cache import CacheSpec, PackedKV, PagedCache, blocks_of, copy_blocks, swap_blocks, write_kv
 from jattn.calibration import calibrate

@@ -5,24 +5,23 @@ All implementations satisfy the same contract (tests/contract.py).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.batch.metadata import BatchMetadata, RegionBatch, region_batch, rows_from
+from jattn.batch.metadata import BatchMetadata, region_batch, rows_from
 from jattn.cache import PackedKV, PagedCache, require_not_deleted
 from jattn.cascade import CascadeMetadata, check_causal_rows, why_not_cascade
 from jattn.implementations import differentiable_attention, mosaic_gpu, reference, xla
 from jattn.implementations.differentiable_attention import reject_gradient_over_cache
-from jattn.implementations.layer_config import LayerConfig, layer_config
-from jattn.implementations.mosaic_gpu import KernelPlan
-from jattn.implementations.selection import ImplementationArg, ImplementationChoice, requested_implementations
+from jattn.implementations.layer_config import layer_config
+from jattn.implementations.selection import ImplementationArg
 from jattn.masks import Mask
 from jattn.merge import merge_attention_outputs
-from jattn.planning import LayerPlan, Plan, build_plan, can_cascade, check_plan_matches, plan_layers
+from jattn.planning import CascadePlan, LayerPlan, Plan, RegionPlan, check_plan_matches, plan_of_layer
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_bool, require_shape, require_type, unsupported
@@ -106,257 +105,35 @@ def attend(
     Source: vLLM V1 attention backends' `forward`.
     """
     require_bool(return_lse=return_lse)
-    out, lse = validated_attend(
-        query,
-        cache,
-        metadata,
-        spec,
-        plan,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        mask=mask,
-        implementation=implementation,
-        return_lse=return_lse,
-    )()
+    sinks, alibi_slopes = check_attend(query, cache, metadata, spec, plan, sinks, alibi_slopes, mask)
+    cascade = None if plan is None else plan.cascade_of(cache, spec, alibi_slopes)
+    if plan is not None and cascade is not None:
+        check_plan_matches(plan, metadata)
+        out, lse = attend_cascade(query, cache, spec, cascade, sinks=sinks, implementation=implementation)
+    else:
+        config = layer_config(spec, cache, query.dtype)
+        layer, regions = plan_of_layer(plan, metadata, config, mask, implementation)
+        out, lse = attend_regions(
+            query, cache, metadata, regions, sinks, alibi_slopes, layer=layer, return_lse=return_lse
+        )
     return (out, lse.astype(jnp.float32)) if return_lse else out
 
 
-def validated_attend(
+def check_attend(
     query: Any,
     cache: Any,
     metadata: Any,
     spec: Any,
     plan: Any = None,
-    *,
-    sinks: Any,
-    alibi_slopes: Any,
-    mask: Any,
-    implementation: ImplementationArg,
-    return_lse: bool,
-) -> Callable[[], tuple[Array, Any]]:
-    """Validate the arguments of `attend` and return the call that computes it.
-
-    The call returns the output and the log-sum-exp or None. The log-sum-exp of f64 queries is f64.
-    """
-    _check_types(query, cache, metadata, spec, plan, mask)
-    per_head = PerHeadInputs(**spec.per_head(sinks, alibi_slopes))
-    _check(query, cache, metadata, spec, per_head)
-    if plan is not None and mask is not None:
-        raise ValueError("attend has both a mask and a plan. Pass the mask to plan() instead.")
-    has_prefix = plan is not None and plan.cascade is not None and isinstance(cache, PagedCache)
-    if has_prefix and can_cascade(spec, per_head.alibi_slopes):
-        check_plan_matches(plan, metadata)
-        cascade, plans = plan.cascade.metadata, (plan.cascade.prefix, plan.cascade.suffix)
-        return functools.partial(
-            attend_cascade, query, cache, cascade, spec, plans, sinks=sinks, implementation=implementation
-        )
-    layer_plan = _resolve_layer_plan(
-        layer_config(spec, cache, query.dtype), metadata, plan, mask, implementation
-    )
-    require_unsharded(layer_plan.choices, query, cache)
-    return functools.partial(
-        _attend_jitted, query, cache, metadata, plan, mask, per_head, layer=layer_plan, return_lse=return_lse
-    )
-
-
-def attend_cascade(
-    query: Array,
-    cache: PagedCache,
-    metadata: CascadeMetadata,
-    spec: AttentionSpec,
-    plans: tuple[Plan | None, Plan | None] = (None, None),
-    *,
-    sinks: Array | None = None,
-    implementation: ImplementationArg = None,
-) -> tuple[Array, Array]:
-    """Attend once to a prefix that all rows share and per row to the rest, and merge both results.
-
-    Returns the output and the log-sum-exp, which is f64 for f64 queries: the weights of the merge need it.
-
-    Args:
-        query: Queries of the step; see `attend`.
-        cache: Paged cache of the layer.
-        metadata: Prefix and suffix of the step, from build_cascade_metadata.
-        spec: Attention of the layer, for which `why_not_cascade` returns None.
-        plans: Plan of the prefix (not causal) and plan of the suffix; None plans here.
-        sinks: Attention sinks, f32 [q_heads]. They join the suffix, even if it has no keys.
-        implementation: Implementation to use; see `attend`.
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    mask: Any = None,
+) -> tuple[Array | None, Array | None]:
+    """Check the arguments of `attend`; return the sinks and the ALiBi slopes as arrays.
 
     Raises:
-        ValueError: If attention is causal and a query stands before the last token of the prefix.
+        ValueError: If the arguments do not fit together.
     """
-    if spec.causal:
-        check_causal_rows(metadata)
-    sinks = spec.per_head(sinks, None)["sinks"]
-
-    def attend_part(
-        part: BatchMetadata, spec: AttentionSpec, plan: Plan | None, sinks: Array | None
-    ) -> tuple[Array, Array]:
-        return validated_attend(
-            query,
-            cache,
-            part,
-            spec,
-            plan,
-            sinks=sinks,
-            alibi_slopes=None,
-            mask=None,
-            implementation=implementation,
-            return_lse=True,
-        )()
-
-    prefix = attend_part(metadata.prefix, dataclasses.replace(spec, causal=False), plans[0], None)
-    suffix = attend_part(metadata.suffix, spec, plans[1], sinks)
-    missing_sinks = None
-    if sinks is not None:  # `attend` takes a row without suffix keys for padding and leaves its sinks out
-        has_no_suffix = metadata.is_valid_token & ~metadata.suffix.is_valid_token
-        missing_sinks = jnp.where(has_no_suffix[None, :], sinks.astype(suffix[1].dtype)[:, None], -jnp.inf)
-    return _merge_cascade(prefix, suffix, missing_sinks, metadata.is_valid_token)
-
-
-type OutputAndLse = tuple[Array, Array]
-
-
-@jax.jit
-def _merge_cascade(
-    prefix: OutputAndLse, suffix: OutputAndLse, missing_sinks: Array | None, is_valid: Array
-) -> OutputAndLse:
-    """Merge prefix, suffix and the sinks that the suffix lacks; clear padding tokens."""
-    outs, lses = [prefix[0], suffix[0]], [prefix[1], suffix[1]]
-    if missing_sinks is not None:
-        outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, missing_sinks]
-    out, lse = merge_attention_outputs(outs, lses)
-    out = jnp.where(is_valid[:, None, None], out, jnp.zeros_like(out))
-    return out, jnp.where(is_valid[None, :], lse, -jnp.inf)
-
-
-class PerHeadInputs(NamedTuple):
-    """Per-head inputs of a layer, f32 [q_heads] or None."""
-
-    sinks: Array | None
-    alibi_slopes: Array | None
-
-
-def _resolve_layer_plan(
-    layer: LayerConfig,
-    metadata: BatchMetadata,
-    plan: Plan | None,
-    mask: Mask | None,
-    implementation: ImplementationArg,
-) -> LayerPlan:
-    """Return the plan of a layer; an implementation requested by name overrides the step's plan."""
-    if plan is None:
-        return plan_layers(metadata, (layer,), mask, implementation=implementation)[0]
-    check_plan_matches(plan, metadata)
-    layer_plan = plan.layer_plan(layer)
-    if implementation is None or _uses_requested(layer_plan, implementation):
-        return layer_plan
-    return plan_layers(metadata, (layer,), plan.mask, implementation=implementation)[0]
-
-
-def _attend(
-    query: Array,
-    cache: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    plan: Plan | None,
-    mask: Mask | None,
-    per_head: PerHeadInputs,
-    *,
-    layer: LayerPlan,
-    return_lse: bool,
-) -> tuple[Array, Any]:
-    """Attend in each region of the step with the implementation chosen for it."""
-    spec = layer.layer.spec
-    if plan is None:
-        plan = build_plan(metadata, (layer,), mask)
-        layer = plan.layers[0]
-    outs: list[Array] = []
-    lses: list[Any] = []  # None without return_lse
-    for region, choice in layer.choices:
-        batch = region_batch(metadata, region)
-        q, kv = region_queries(query, metadata, region), _region_kv(cache, batch)
-        static_args = differentiable_attention.make_static_args(
-            spec, choice, kv, batch.first_row, return_lse=return_lse
-        )
-        kernel_plan = plan.kernel_plan(layer, region)
-        out, lse = _bind_region(static_args, q, kv, batch, plan, kernel_plan, per_head)()
-        outs.append(out)
-        lses.append(lse)
-    if not outs:
-        return query, jnp.zeros((spec.num_q_heads, 0), jnp.float32)
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
-
-
-def _bind_region(
-    static_args: differentiable_attention.StaticArgs,
-    query: Array,
-    kv: PagedCache | PackedKV,
-    batch: RegionBatch,
-    plan: Plan,
-    kernel_plan: KernelPlan | None,
-    per_head: PerHeadInputs,
-) -> Callable[[], tuple[Array, Array | None]]:
-    """Return the call that attends in one region with the implementation chosen for it."""
-    spec, choice = static_args.spec, static_args.choice
-    mask = _region_mask(spec, plan.mask, batch)
-    options: dict[str, Any] = {"mask": mask, **per_head._asdict()}
-    if choice.implementation == "reference":
-        return functools.partial(reference.attend, query, kv, batch.metadata, spec, **options)
-    if isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
-        return functools.partial(
-            differentiable_attention.attend,
-            static_args,
-            differentiable_attention.DifferentiableArgs(query, kv.k, kv.v, *per_head),
-            differentiable_attention.NonDifferentiableArgs(
-                kv.kv_start_loc, batch.metadata, mask, plan.query_tiles, kernel_plan
-            ),
-        )
-    query, kv, per_head = reject_gradient_over_cache((query, kv, per_head), choice.implementation)
-    options = {"mask": mask, **per_head._asdict()}
-    if choice.kernel is None:
-        return functools.partial(
-            xla.attend, query, kv, batch.metadata, spec, tiles=plan.query_tiles, **options
-        )
-    return functools.partial(
-        mosaic_gpu.attend,
-        query,
-        kv,
-        batch.metadata,
-        spec,
-        choice.kernel,
-        kernel_plan,
-        return_lse=static_args.return_lse,
-        **options,
-    )
-
-
-# Layers with the same configuration share a trace, a lowering and a ptxas run. An eager call compiles once.
-_attend_jitted = jax.jit(_attend, static_argnames=("layer", "return_lse"))
-
-
-def region_queries(query: Array, metadata: BatchMetadata, region: str) -> Array:
-    """Return the queries of a region, one of REGIONS."""
-    tokens = metadata.bucket.max_decode_tokens
-    return query[:tokens] if region == "decode" else query[tokens:]
-
-
-def _region_kv(cache: PagedCache | PackedKV, batch: RegionBatch) -> PagedCache | PackedKV:
-    """Return the keys and values of a region's rows."""
-    if isinstance(cache, PagedCache):
-        return cache
-    end = batch.first_row + batch.metadata.bucket.max_reqs
-    return replace(cache, kv_start_loc=rows_from(cache.kv_start_loc, batch.first_row, end))
-
-
-def _region_mask(spec: AttentionSpec, mask: Mask | None, batch: RegionBatch) -> Mask | None:
-    """Return the mask of a region's rows in addition to the spec's window, chunk size and causality."""
-    combined = spec.mask_with(mask)
-    return None if combined is None else combined.slice_rows(batch.first_row)
-
-
-def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, mask: Any) -> None:
     require_type("metadata", metadata, BatchMetadata, "build_batch_metadata makes it")
     require_type("spec", spec, AttentionSpec, "the layer's")
     require_type("cache", cache, (PagedCache, PackedKV), "PagedCache.create makes one")
@@ -366,56 +143,135 @@ def _check_types(query: Any, cache: Any, metadata: Any, spec: Any, plan: Any, ma
     require(hasattr(query, "dtype"), "query", "be an array [tokens, q_heads, head_dim]", shape)
     is_float = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1
     require(is_float, "query", "have a floating-point dtype of 16 bits or more", query.dtype)
-
-
-def _uses_requested(layer_plan: LayerPlan, implementation: str | Sequence[str]) -> bool:
-    """Return whether a layer plan uses the requested implementations in all regions."""
-    return all(
-        choice.implementation in requested_implementations(implementation) for _, choice in layer_plan.choices
-    )
-
-
-def _check(
-    query: Array,
-    cache: PagedCache | PackedKV,
-    metadata: BatchMetadata,
-    spec: AttentionSpec,
-    per_head: PerHeadInputs,
-) -> None:
+    per_head = spec.per_head(sinks, alibi_slopes)
     expected = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
     require_shape("query", query.shape, expected, "tokens of the bucket, q_heads, head_dim")
     cache_shape = (cache.num_kv_heads, cache.head_dim)
     require_shape("cache's kv_heads and head_dim", cache_shape, (spec.num_kv_heads, spec.head_dim), "as spec")
-    has_slopes = per_head.alibi_slopes is not None or not spec.sqrt_alibi
-    if not has_slopes:
+    if alibi_slopes is None and spec.sqrt_alibi:
         raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
     spec.check_query_quantization(cache.k.dtype)
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)
         require_shape("cache.kv_start_loc", cache.kv_start_loc.shape, rows, "rows of the metadata")
         cache.check_rows(metadata.seq_lens, metadata.query_lens)
-        return
-    require_not_deleted(cache)
-    block_size, rule = metadata.block_size, f"equal the cache's block_size ({cache.block_size})"
-    require(block_size == cache.block_size, "metadata.block_size", rule, block_size)
-    shape, rule = metadata.block_table.shape, "have at least one column to attend over a paged cache"
-    require(shape[1] > 0, "metadata.block_table", rule, shape)
+    else:
+        require_not_deleted(cache)
+        block_size, rule = metadata.block_size, f"equal the cache's block_size ({cache.block_size})"
+        require(block_size == cache.block_size, "metadata.block_size", rule, block_size)
+        shape, rule = metadata.block_table.shape, "have at least one column to attend over a paged cache"
+        require(shape[1] > 0, "metadata.block_table", rule, shape)
+    if plan is not None and mask is not None:
+        raise ValueError("attend has both a mask and a plan. Pass the mask to plan() instead.")
+    return per_head["sinks"], per_head["alibi_slopes"]
 
 
-def require_unsharded(
-    choices: Iterable[tuple[str, ImplementationChoice]], query: Array, cache: PagedCache | PackedKV
-) -> None:
-    """Check that queries, keys and values are not sharded over Explicit mesh axes.
+# Layers with the same configuration share a trace, a lowering and a ptxas run. An eager call compiles once.
+@functools.partial(jax.jit, static_argnames=("layer", "return_lse"))
+def attend_regions(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    regions: Sequence[RegionPlan],
+    sinks: Array | None,
+    alibi_slopes: Array | None,
+    saved_outputs: tuple[Array, Array] | None = None,
+    *,
+    layer: LayerPlan,
+    return_lse: bool,
+) -> tuple[Array, Any]:
+    """Attend in each region of the step as planned; return the output and the log-sum-exp or None.
 
     Args:
-        choices: Implementation chosen for each region; "reference" alone supports sharded arrays.
         query: Queries of the step.
         cache: Keys and values of the layer.
+        metadata: Metadata of the step.
+        regions: Plan of each region that the step has.
+        sinks: Attention sinks, [q_heads].
+        alibi_slopes: ALiBi slopes, [q_heads].
+        saved_outputs: Output and log-sum-exp that an earlier call returned for packed keys of a step with one
+            region. They are returned with attention's gradient instead of being computed again.
+        layer: Plan of the layer (static).
+        return_lse: Return the log-sum-exp (static). That of f64 queries is f64.
+
+    Raises:
+        NotImplementedError: If an array is sharded over Explicit mesh axes.
+    """
+    spec, tokens = layer.layer.spec, metadata.bucket.max_decode_tokens
+    _require_unsharded(layer, query, cache)
+    outs: list[Array] = []
+    lses: list[Any] = []  # None without return_lse
+    for (name, choice), region in zip(layer.choices, regions, strict=True):
+        batch = region_batch(metadata, name)
+        q, kv = query[:tokens] if name == "decode" else query[tokens:], cache
+        if isinstance(kv, PackedKV):
+            end = batch.first_row + batch.metadata.bucket.max_reqs
+            starts = rows_from(kv.kv_start_loc, batch.first_row, end)
+            kv = replace(kv, kv_start_loc=starts, is_in_order=kv.is_in_order and batch.first_row == 0)
+        if choice.implementation == "reference":
+            lse: Array | None
+            out, lse = reference.attend(
+                q, kv, batch.metadata, spec, mask=region.mask, sinks=sinks, alibi_slopes=alibi_slopes
+            )
+        elif isinstance(kv, PackedKV) and kv.k.dtype.itemsize > 1 and kv.v.dtype.itemsize > 1:
+            out, lse = differentiable_attention.attend(
+                q,
+                kv,
+                batch.metadata,
+                spec,
+                choice,
+                mask=region.mask,
+                query_tiles=region.query_tiles,
+                kernel_plan=region.kernel_plan,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+                return_lse=return_lse,
+                saved_outputs=saved_outputs,
+            )
+        else:
+            q, kv, region_sinks, slopes = reject_gradient_over_cache(
+                (q, kv, sinks, alibi_slopes), choice.implementation
+            )
+            if choice.kernel is None:
+                out, lse = xla.attend(
+                    q,
+                    kv,
+                    batch.metadata,
+                    spec,
+                    tiles=region.query_tiles,
+                    mask=region.mask,
+                    sinks=region_sinks,
+                    alibi_slopes=slopes,
+                )
+            else:
+                out, lse = mosaic_gpu.attend(
+                    q,
+                    kv,
+                    batch.metadata,
+                    spec,
+                    choice.kernel,
+                    region.kernel_plan,
+                    mask=region.mask,
+                    sinks=region_sinks,
+                    alibi_slopes=slopes,
+                    return_lse=return_lse,
+                )
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        return query, jnp.zeros((spec.num_q_heads, 0), jnp.float32)
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    return jnp.concatenate(outs), jnp.concatenate(lses, axis=1) if return_lse else None
+
+
+def _require_unsharded(layer: LayerPlan, query: Array, cache: PagedCache | PackedKV) -> None:
+    """Check that queries, keys and values are not sharded over Explicit mesh axes; the reference may be.
 
     Raises:
         NotImplementedError: If one of the arrays is sharded over an Explicit axis.
     """
-    if all(choice.implementation == "reference" for _, choice in choices):
+    if {choice.implementation for _, choice in layer.choices} <= {"reference"}:
         return
     for name, array in {"query": query, "cache.k": cache.k, "cache.v": cache.v}.items():
         sharding = jax.typeof(array).sharding
@@ -484,5 +340,62 @@ def cascade_attend(
     require_type("cache", cache, PagedCache, "attend takes a PackedKV")
     if (reason := why_not_cascade(spec)) is not None:
         raise unsupported(*reason, "Call attend with the metadata of the whole step")
-    out, lse = attend_cascade(query, cache, metadata, spec, sinks=sinks, implementation=implementation)
+    sinks, _ = check_attend(query, cache, metadata.prefix, spec, sinks=sinks)
+    check_attend(query, cache, metadata.suffix, spec)
+    cascade = CascadePlan(metadata=metadata, prefix=None, suffix=None)
+    out, lse = attend_cascade(query, cache, spec, cascade, sinks=sinks, implementation=implementation)
     return (out, lse.astype(jnp.float32)) if return_lse else out
+
+
+def attend_cascade(
+    query: Array,
+    cache: PagedCache | PackedKV,
+    spec: AttentionSpec,
+    cascade: CascadePlan,
+    *,
+    sinks: Array | None,
+    implementation: ImplementationArg,
+) -> tuple[Array, Array]:
+    """Attend once to a prefix that all rows share and per row to the rest, and merge both results.
+
+    Returns the output and the log-sum-exp, which is f64 for f64 queries: the weights of the merge need it.
+
+    Args:
+        query: Queries of the step; see `attend`.
+        cache: Paged cache of the layer.
+        spec: Attention of the layer, for which `why_not_cascade` returns None.
+        cascade: Metadata of prefix and suffix, and their plans.
+        sinks: Attention sinks, [q_heads]. They join the suffix, even if it has no keys.
+        implementation: Implementation to use; see `attend`.
+
+    Raises:
+        ValueError: If attention is causal and a query stands before the last token of the prefix.
+    """
+    metadata = cascade.metadata
+    if spec.causal:
+        check_causal_rows(metadata)
+    suffix_config = layer_config(spec, cache, query.dtype)
+    prefix_config = dataclasses.replace(suffix_config, spec=dataclasses.replace(spec, causal=False))
+    layer, regions = plan_of_layer(cascade.prefix, metadata.prefix, prefix_config, None, implementation)
+    prefix = attend_regions(query, cache, metadata.prefix, regions, None, None, layer=layer, return_lse=True)
+    layer, regions = plan_of_layer(cascade.suffix, metadata.suffix, suffix_config, None, implementation)
+    suffix = attend_regions(query, cache, metadata.suffix, regions, sinks, None, layer=layer, return_lse=True)
+    return _merge_cascade(prefix, suffix, sinks, metadata)
+
+
+@jax.jit
+def _merge_cascade(
+    prefix: tuple[Array, Array],
+    suffix: tuple[Array, Array],
+    sinks: Array | None,
+    metadata: CascadeMetadata,
+) -> tuple[Array, Array]:
+    """Merge the outputs and log-sum-exps of prefix and suffix; clear padding tokens."""
+    outs, lses = [prefix[0], suffix[0]], [prefix[1], suffix[1]]
+    if sinks is not None:  # Attention takes a row without suffix keys for padding and leaves its sinks out.
+        has_no_suffix = metadata.is_valid_token & ~metadata.suffix.is_valid_token
+        sinks = jnp.where(has_no_suffix[None, :], sinks.astype(suffix[1].dtype)[:, None], -jnp.inf)
+        outs, lses = [*outs, jnp.zeros_like(suffix[0])], [*lses, sinks]
+    out, lse = merge_attention_outputs(outs, lses)
+    out = jnp.where(metadata.is_valid_token[:, None, None], out, jnp.zeros_like(out))
+    return out, jnp.where(metadata.is_valid_token[None, :], lse, -jnp.inf)

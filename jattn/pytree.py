@@ -30,11 +30,13 @@ def pytree[T](cls: type[T]) -> type[T]:
     static_names = tuple(field.name for field in fields if _STATIC in field.metadata)
     leaf_names = tuple(field.name for field in fields if _STATIC not in field.metadata)
 
-    def flatten_with_keys(tree: Any) -> tuple[Any, Any]:
-        leaves = [(jax.tree_util.GetAttrKey(name), getattr(tree, name)) for name in leaf_names]
-        return leaves, tuple(getattr(tree, name) for name in static_names)
-
     flatten, unflatten = _flatten_and_unflatten(cls, leaf_names, static_names)
+    keys = tuple(map(jax.tree_util.GetAttrKey, leaf_names))
+
+    def flatten_with_keys(tree: Any) -> tuple[Any, Any]:
+        leaves, structure = flatten(tree)
+        return tuple(zip(keys, leaves, strict=True)), structure
+
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
 

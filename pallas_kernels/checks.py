@@ -69,7 +69,7 @@ def require_positive(**values: int | float) -> None:
 
 def require_one_of(name: str, value: object, allowed: Collection[object]) -> None:
     """Require `value` to be one of `allowed`; the message lists them."""
-    listed = ", ".join(repr(choice) for choice in allowed)
+    listed = ", ".join(map(repr, allowed))
     require(value in allowed, name, f"be one of {listed}", repr(value))
 
 

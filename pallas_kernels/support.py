@@ -43,8 +43,10 @@ def device_of(*trees: object) -> jax.Device:
 
 def is_concrete(*trees: object) -> bool:
     """Return whether all arrays have values: none is traced or a ShapeDtypeStruct."""
-    leaves = jax.tree.leaves(trees)
-    return not any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves)
+    for leaf in jax.tree.leaves(trees):
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return False
+    return True
 
 
 def is_gpu(*trees: object) -> bool:

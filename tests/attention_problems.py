@@ -110,7 +110,7 @@ class AttentionProblem:
 
     def row_of_request(self):
         """Return the row of each request in the metadata."""
-        return jattn.batch.requests.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
+        return jattn.batch.bucket.row_indices(np.asarray(self.query_lens), self.metadata.bucket)
 
     def check(self, out, lse):
         """Assert that outputs and LSEs equal the oracle's and that padding is zeros and -inf."""
@@ -160,9 +160,7 @@ class AttentionProblem:
 
     def _step_without_keys(self, q: list[np.ndarray]) -> oracle.Step:
         nothing = [np.zeros((n, self.spec.num_kv_heads, self.spec.head_dim)) for n in self.seq_lens]
-        decodes = jattn.batch.requests.count_decodes(
-            np.asarray(self.query_lens), self.setting.decode_query_len
-        )
+        decodes = jattn.batch.bucket.count_decodes(np.asarray(self.query_lens), self.setting.decode_query_len)
         in_float64 = lambda x: None if x is None else x.astype(np.float64)
         return oracle.Step(
             q=[quantize_queries(x, self.spec.query_quantization) for x in q],
@@ -218,9 +216,8 @@ class AttentionProblem:
         is_cross = self.setting.is_cross
         build = jattn.build_cross_attention_metadata if is_cross else jattn.build_batch_metadata
         self.metadata = build(self.query_lens, self.seq_lens, table, bucket=self.setting.bucket, **sizes)
-        self.starts = jattn.batch.requests.request_token_starts(
-            np.asarray(self.query_lens), self.metadata.bucket
-        )
+        places = jattn.batch.bucket.place_requests(np.asarray(self.query_lens), self.metadata.bucket)
+        self.starts = places.first_tokens
 
     @functools.cached_property
     def kv(self) -> jattn.PagedCache | jattn.PackedKV:

@@ -108,7 +108,12 @@ def _retrace_attention_if_patched(request):
         yield
         return
     from jattn import attending
+    from jattn.dense import per_shard
+    from jattn.parallel import context_parallel
+    from jattn.planning import plans
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attending, "_attend_jitted", attending._attend)
+        for module in (attending, per_shard, context_parallel):
+            patch.setattr(module, "attend_regions", module.attend_regions.__wrapped__)
+        patch.setattr(plans, "plan_regions_jitted", plans.plan_regions)
         yield

@@ -107,7 +107,7 @@ class Problem(AttentionProblem):
         query_lens, seq_lens, decode_len = REGIONS[case["region"]]
         bucket = None
         if case["padded"]:
-            exact = jattn.batch.requests.exact_bucket(query_lens, decode_query_len=decode_len)
+            exact = jattn.batch.bucket.exact_bucket(query_lens, decode_query_len=decode_len)
             bucket = jattn.Bucket(
                 max_decodes=exact.max_decodes + 2,
                 max_prefills=exact.max_prefills + 1,

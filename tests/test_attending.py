@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jattn
 from jattn import masks
 from jattn.implementations import mosaic_gpu
-from jattn.implementations.mosaic_gpu import attention, block_lists, kernel_selection, tile_lists
+from jattn.implementations.mosaic_gpu import attention, block_lists, kernel_selection, prefill, tile_lists
 from jattn.implementations.selection import first_supported, requested_implementations
 from pallas_kernels import support
 from tests import oracle
@@ -254,7 +254,7 @@ class TestKernels:
         without = self.run(problem)
         problem.check(*without)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
-        assert len(plan.kernel_plans) == 2
+        assert len(plan.regions) == 2
         with_plan = self.run(problem, plan=plan)
         for a, b in zip(without, with_plan, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -320,8 +320,8 @@ class TestKernels:
             jattn.attend(*arguments, mask=mask)
             return tuple(list_arguments)
 
-        for name in ("paged_decode", "varlen_prefill"):
-            monkeypatch.setattr(attention, name, kernel)
+        monkeypatch.setattr(attention, "paged_decode", kernel)
+        monkeypatch.setattr(prefill, "varlen_prefill", kernel)
         without = jax.jit(taken)(None, mask)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
         for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
@@ -355,7 +355,7 @@ class TestKernels:
         windowed = dataclasses.replace(problem.spec, window=(7, 0))
         specs = [problem.spec, capped, windowed, problem.spec]
         plan = jattn.plan(problem.metadata, specs, problem.kv)
-        assert [layer_plan.kernel_plans for layer_plan in plan.layers] == [(0, 1), (0, 1), (2, 3)]
+        assert [layer_plan.regions for layer_plan in plan.layers] == [(0, 1), (0, 1), (2, 3)]
 
     def test_unsupported_features_use_xla_unless_a_kernel_is_requested(self):
         problem = Problem(self.case | {"dtype": "float32", "sinks": False, "alibi": None})
@@ -380,7 +380,7 @@ class TestBatchInvariance:
         metadata = jattn.build_batch_metadata(query_lens, seq_lens, table, block_size=4, bucket=bucket)
         query = np.full((metadata.bucket.max_tokens, 4, 16), np.nan, np.float32)
         starts = np.asarray(metadata.row_starts)[
-            jattn.batch.requests.row_indices(np.asarray(query_lens), metadata.bucket)
+            jattn.batch.bucket.row_indices(np.asarray(query_lens), metadata.bucket)
         ]
         for start, n, seed in zip(starts, query_lens, seed_of, strict=True):
             query[start : start + n] = jax.random.normal(jax.random.key(seed), (n, 4, 16))

@@ -220,7 +220,7 @@ def test_batch_invariant_request_has_the_same_bits_alone_and_in_a_batch():
     def outputs(query_lens, seq_lens, seeds, bucket=None):
         tables = [np.arange(seed, seed + -(-n // size)) for seed, n in zip(seeds, seq_lens, strict=True)]
         metadata = jattn.build_batch_metadata(query_lens, seq_lens, tables, block_size=size, bucket=bucket)
-        rows = jattn.batch.requests.row_indices(np.asarray(query_lens), metadata.bucket)
+        rows = jattn.batch.bucket.row_indices(np.asarray(query_lens), metadata.bucket)
         starts = np.asarray(metadata.row_starts)[rows]
         query = np.full((metadata.bucket.max_tokens, 8, 128), np.nan, jnp.bfloat16)
         for start, n, seed in zip(starts, query_lens, seeds, strict=True):

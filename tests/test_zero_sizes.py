@@ -244,21 +244,21 @@ def test_meaningless_zero_sizes_are_rejected_by_name(call, message):
             "query_lens must hold ints, got float64",
         ),
         (lambda: jattn.vllm.split_at_token([3], [2.5], 1), "query_lens must hold ints, got float64"),
-        (lambda: jattn.batch.requests.exact_bucket([1.5]), "query_lens must hold ints, got float64"),
+        (lambda: jattn.batch.bucket.exact_bucket([1.5]), "query_lens must hold ints, got float64"),
         (
-            lambda: jattn.batch.requests.pack_tokens([[1], [2.5]], BUCKET),
+            lambda: jattn.batch.bucket.pack_tokens([[1], [2.5]], BUCKET),
             r"tokens\[1\] must hold ints, got float64",
         ),
         (
-            lambda: jattn.batch.requests.pack_tokens([[1], [2**32 + 5]], BUCKET),
+            lambda: jattn.batch.bucket.pack_tokens([[1], [2**32 + 5]], BUCKET),
             r"tokens\[1\] must hold int32s, got 4294967301",
         ),
         (
-            lambda: jattn.batch.requests.pack_tokens([[1]], BUCKET, pad=2**40),
+            lambda: jattn.batch.bucket.pack_tokens([[1]], BUCKET, pad=2**40),
             r"pad must hold int32s, got 1099511627776",
         ),
         (
-            lambda: jattn.batch.requests.pack_tokens([[[1, 2]]], BUCKET),
+            lambda: jattn.batch.bucket.pack_tokens([[[1, 2]]], BUCKET),
             r"tokens\[0\] must be a list of token ids, got shape \(1, 2\)",
         ),
         (

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 import jattn
-from jattn.batch.requests import pack_tokens
+from jattn.batch.bucket import pack_tokens
 
 VOCAB, HIDDEN, BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 13, 16, 4, 24, 2
 SPEC = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.serving.nano_workload import nano_workload
-from jattn.batch.bucket import Bucket, default_buckets
-from jattn.batch.requests import exact_bucket
+from jattn.batch.bucket import Bucket, default_buckets, exact_bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.scheduled_step import Step

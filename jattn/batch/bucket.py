@@ -1,12 +1,20 @@
-"""Buckets: the static sizes of a step, each of which compiles once."""
+"""Buckets: the static sizes of a step, each of which compiles once, and the requests' places in them.
+
+The tokens of a step are `[decode tokens | prefill tokens]`, each region padded to its static size.
+"""
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from jattn.batch.int_arrays import python_ints
 from jattn.pytree import set_ints
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_int, require_int32s, require_positive, require_type
+
+REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,3 +137,125 @@ def default_buckets(
     ]
     buckets = {bucket(max_decodes=rows) for rows in decodes}.union(mixed)
     return tuple(sorted(buckets, key=lambda bucket: (bucket.max_tokens, bucket.max_reqs)))
+
+
+def exact_bucket(
+    query_lens: Sequence[int] | np.ndarray, *, decode_query_len: int = 1, max_blocks: int | None = None
+) -> Bucket:
+    """Return the bucket that these requests fill without padding."""
+    lens = np.asarray(query_lens).reshape(-1)
+    require(lens.size == 0 or lens.dtype.kind in "iu", "query_lens", "hold ints", lens.dtype)
+    lens = lens.astype(np.int64)
+    num_decodes = count_decodes(lens, decode_query_len)
+    return Bucket(
+        max_decodes=num_decodes,
+        max_prefills=len(lens) - num_decodes,
+        max_prefill_tokens=int(lens[num_decodes:].sum()),
+        decode_query_len=decode_query_len,
+        max_blocks=max_blocks,
+    )
+
+
+def count_decodes(query_lens: np.ndarray, decode_query_len: int) -> int:
+    """Count the leading requests that have exactly `decode_query_len` new tokens."""
+    prefills = np.flatnonzero(query_lens != decode_query_len)
+    return int(prefills[0]) if prefills.size else len(query_lens)
+
+
+class RequestPlaces(NamedTuple):
+    """Places of a step's requests in a bucket.
+
+    Attributes:
+        num_decodes: Number of leading requests in the decode region.
+        rows: Row of each request among the step's `bucket.max_reqs` rows.
+        first_tokens: Index of each request's first token among the step's `bucket.max_tokens` tokens.
+    """
+
+    num_decodes: int
+    rows: np.ndarray
+    first_tokens: np.ndarray
+
+
+def place_requests(query_lens: np.ndarray, bucket: Bucket) -> RequestPlaces:
+    """Place requests in a bucket: leading decodes in the decode region, the rest in the prefill region.
+
+    Args:
+        query_lens: Number of new tokens per request, ints [reqs].
+        bucket: Bucket of the step.
+
+    Raises:
+        ValueError: If the requests do not fit the bucket.
+    """
+    leading = count_decodes(query_lens, bucket.decode_query_len)
+    num_decodes = min(leading, bucket.max_decodes)
+    prefill_lens = query_lens[num_decodes:]
+    num_late = int((prefill_lens == bucket.decode_query_len).sum())
+    num_free = bucket.max_decodes - num_decodes
+    hint = ""
+    if num_late and num_free:
+        hint = f" ({num_late} decode rows come after the first prefill row: {REORDER})"
+    if leading > num_decodes:
+        excess = f"{leading - num_decodes} of {leading} decode rows"
+        hint = f" ({excess} exceed max_decodes={bucket.max_decodes} and count as prefills)"
+    for name, count, limit in (
+        ("prefill rows", len(prefill_lens), bucket.max_prefills),
+        ("prefill tokens", int(prefill_lens.sum()), bucket.max_prefill_tokens),
+    ):
+        if count > limit:
+            require(False, name, f"fit the bucket's {limit}{hint}", count)
+    rows = np.arange(len(query_lens))
+    first_tokens = rows * bucket.decode_query_len
+    first_tokens[num_decodes:] = bucket.max_decode_tokens + np.cumsum(prefill_lens) - prefill_lens
+    rows[num_decodes:] += bucket.max_decodes - num_decodes
+    return RequestPlaces(num_decodes, rows, first_tokens)
+
+
+def row_indices(query_lens: Sequence[int] | np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Return the row of each request among the step's `bucket.max_reqs` rows.
+
+    Args:
+        query_lens: Number of new tokens per request, as passed to build_batch_metadata.
+        bucket: Bucket of the step.
+
+    Returns:
+        Row indices, int [reqs]: decodes from row 0, prefills from row `max_decodes`.
+
+    Raises:
+        ValueError: If query_lens are not ints, or do not fit the bucket.
+    """
+    require_type("bucket", bucket, Bucket, "the bucket of the step")
+    query_lens = np.asarray(query_lens)
+    require(
+        query_lens.size == 0 or query_lens.dtype.kind in "iu", "query_lens", "hold ints", query_lens.dtype
+    )
+    return place_requests(query_lens, bucket).rows
+
+
+def pack_tokens(tokens: Sequence[Sequence[int] | np.ndarray], bucket: Bucket, *, pad: int = 0) -> np.ndarray:
+    """Concatenate the new tokens of all requests in the layout of a step.
+
+    Args:
+        tokens: New token ids of each request, in the order of the requests of build_batch_metadata.
+        bucket: Bucket of the step (`metadata.bucket`).
+        pad: Token id of padding tokens.
+
+    Returns:
+        Token ids, int32 [bucket.max_tokens]: decodes first, prefills from token `max_decode_tokens`.
+
+    Raises:
+        ValueError: If token ids are not int32, or the requests do not fit the bucket.
+    """
+    require_type("bucket", bucket, Bucket, "the bucket of the step")
+    require_int(pad=pad)
+    require_int32s("pad", np.asarray(pad))
+    packed = np.full(bucket.max_tokens, pad, np.int32)
+    for r, ids in enumerate(tokens):
+        require(hasattr(ids, "__len__"), f"tokens[{r}]", "be a list of token ids", repr(ids))
+    lens = np.asarray([len(ids) for ids in tokens], np.int64)
+    for r, (start, ids) in enumerate(zip(place_requests(lens, bucket).first_tokens, tokens, strict=True)):
+        row = np.asarray(ids)
+        require(row.size == 0 or row.dtype.kind in "iu", f"tokens[{r}]", "hold ints", row.dtype)
+        require(row.ndim == 1, f"tokens[{r}]", "be a list of token ids", f"shape {row.shape}")
+        require_int32s(f"tokens[{r}]", row)
+        packed[start : start + len(row)] = row
+    return packed

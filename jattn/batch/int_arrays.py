@@ -72,7 +72,13 @@ def parse_block_table(block_table: Any, num_reqs: int, *, block_size: int) -> Ho
     got = block_table.shape if is_array else f"{len(block_table)} rows"
     require(len(block_table) == num_reqs, "block_table", f"have one row per request ({num_reqs})", got)
     try:
-        table = _from_array(block_table) if is_array else _from_rows(block_table)
+        if is_array:
+            ids = np.asarray(block_table)
+            require(ids.size == 0 or ids.dtype.kind in "iu", "block_table", "hold ints", ids.dtype)
+            ids = ids if ids.dtype == np.int32 else ids.astype(np.int64)
+            table = HostBlockTable(ids, np.full(len(ids), ids.shape[1], np.int64))
+        else:
+            table = _from_rows(block_table)
     except jax.errors.TracerArrayConversionError as error:
         raise _traced_array_error("block_table") from error
     limit, rule = max_block_id(block_size)
@@ -164,14 +170,6 @@ def _traced_array_error(name: str) -> ValueError:
         f"{name} is a traced array, but its values must be known on the host. "
         "Build the metadata outside of jit and pass it in."
     )
-
-
-def _from_array(values: Any) -> HostBlockTable:
-    ids = np.asarray(values)
-    require(ids.size == 0 or ids.dtype.kind in "iu", "block_table", "hold ints", ids.dtype)
-    if ids.dtype != np.int32:
-        ids = ids.astype(np.int64)
-    return HostBlockTable(ids, np.full(len(ids), ids.shape[1], np.int64))
 
 
 def _from_rows(rows: Sequence[Any]) -> HostBlockTable:

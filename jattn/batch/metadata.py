@@ -1,6 +1,5 @@
 """Batch metadata of a step: built on the host, then passed through jit as a pytree."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
-from jattn.batch.bucket import Bucket
+from jattn.batch.bucket import Bucket, exact_bucket, place_requests
 from jattn.batch.int_arrays import (
     pad_columns,
     parse_block_table,
@@ -19,7 +18,6 @@ from jattn.batch.int_arrays import (
     python_ints,
     require_blocks,
 )
-from jattn.batch.requests import exact_bucket, num_bucket_decodes, request_token_starts
 from jattn.batch.slots import PAD_SLOT_ID
 from jattn.pytree import construct_unchecked, pytree, replace, static
 from pallas_kernels.checks import require, require_positive
@@ -122,7 +120,7 @@ class BatchMetadata:
             block_table=self.block_table[:rows],
             slot_mapping=self.slot_mapping[: bucket.max_decode_tokens],
             num_prefills=jnp.zeros_like(self.num_prefills),
-            bucket=dataclasses.replace(bucket, max_prefills=0, max_prefill_tokens=0),
+            bucket=replace(bucket, max_prefills=0, max_prefill_tokens=0),
         )
 
     @property
@@ -136,7 +134,7 @@ class BatchMetadata:
             block_table=rows_from(self.block_table, first),
             slot_mapping=rows_from(self.slot_mapping, bucket.max_decode_tokens),
             num_decodes=jnp.zeros_like(self.num_decodes),
-            bucket=dataclasses.replace(bucket, max_decodes=0),
+            bucket=replace(bucket, max_decodes=0),
         )
 
 
@@ -177,7 +175,8 @@ def build_batch_metadata(
     query_lens, seq_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("seq_lens", seq_lens)
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
-    _require_one_per_request("seq_lens", seq_lens, query_lens)
+    num_reqs = len(query_lens)
+    require(len(seq_lens) == num_reqs, "seq_lens", f"have one entry per request ({num_reqs})", len(seq_lens))
     for r in np.flatnonzero(seq_lens < query_lens)[:1]:
         raise ValueError(
             f"seq_lens[{r}] is {seq_lens[r]}, but request {r} has {query_lens[r]} query tokens, which "
@@ -219,16 +218,12 @@ def build_cross_attention_metadata(
     query_lens, kv_lens = parse_int_vector("query_lens", query_lens), parse_int_vector("kv_lens", kv_lens)
     (block_size,) = python_ints(block_size=block_size)
     require_positive(block_size=block_size)
-    _require_one_per_request("kv_lens", kv_lens, query_lens)
+    num_reqs = len(query_lens)
+    require(len(kv_lens) == num_reqs, "kv_lens", f"have one entry per request ({num_reqs})", len(kv_lens))
     table = _host_table(block_table, kv_lens, block_size, bucket)
     if bucket is None:
         bucket = exact_bucket(query_lens, decode_query_len=decode_query_len, max_blocks=table.shape[1])
     return jax.device_put(arrange_batch(query_lens, kv_lens, table, bucket, block_size, has_cache=False))
-
-
-def _require_one_per_request(name: str, lens: np.ndarray, query_lens: np.ndarray) -> None:
-    num_reqs = len(query_lens)
-    require(len(lens) == num_reqs, name, f"have one entry per request ({num_reqs})", len(lens))
 
 
 def _host_table(
@@ -264,9 +259,7 @@ def arrange_batch(
         block_size: Number of tokens per block.
         has_cache: Whether tokens have slots; see `build_batch_metadata`.
     """
-    num_decodes = num_bucket_decodes(query_lens, bucket)
-    rows, first_tokens = np.arange(len(query_lens)), request_token_starts(query_lens, bucket)
-    rows[num_decodes:] += bucket.max_decodes - num_decodes
+    num_decodes, rows, first_tokens = place_requests(query_lens, bucket)
     starts = np.full(bucket.max_reqs + 1, num_decodes * bucket.decode_query_len, np.int32)
     starts[:num_decodes] = np.arange(num_decodes) * bucket.decode_query_len
     if bucket.max_prefills:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from jattn.cache.types import PackedKV, PagedCache, has_token_axis
+from jattn.cache.types import PackedKV, PagedCache, has_token_axis, take_blocks
 from pallas_kernels.checks import require, require_int32s, require_type
 
 
@@ -27,13 +27,7 @@ def blocks_of(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple[A
     require(is_array, "ids", "be an array of block numbers", type(ids).__name__)
     require(jnp.issubdtype(ids.dtype, jnp.integer), "ids", "be ints", ids.dtype)
     require_int32s("ids", ids)
-    k, v = (jnp.take(array, ids, axis=0, mode="clip") for array in (cache.k, cache.v))
-    if cache.layout == "HND":
-        return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
-    if cache.layout == "packed":
-        k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
-        return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
-    return k, v
+    return take_blocks(cache, ids)
 
 
 def gather_tokens(

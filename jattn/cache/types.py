@@ -308,12 +308,12 @@ def require_not_deleted(cache: PagedCache) -> None:
     Raises:
         ValueError: If one was.
     """
-    arrays = (array for array in (cache.k, cache.v) if isinstance(array, jax.Array) and is_concrete(array))
-    if any(array.is_deleted() for array in arrays):
-        raise ValueError(
-            "The cache was donated to an earlier call, so that its arrays no longer exist. Use the cache "
-            "that write_kv, or the jitted function to which it was donated, returned."
-        )
+    for array in (cache.k, cache.v):
+        if isinstance(array, jax.Array) and is_concrete(array) and array.is_deleted():
+            raise ValueError(
+                "The cache was donated to an earlier call, so that its arrays no longer exist. Use the cache "
+                "that write_kv, or the jitted function to which it was donated, returned."
+            )
 
 
 def require_distinct_arrays(*caches: PagedCache) -> None:
@@ -337,3 +337,14 @@ def block_arrays(cache: PagedCache) -> dict[str, Any]:
     """Return the arrays whose first axis is the block, by attribute name."""
     scales = {"stored_k_scale": cache.stored_k_scale, "stored_v_scale": cache.stored_v_scale}
     return {"k": cache.k, "v": cache.v} | {name: s for name, s in scales.items() if has_token_axis(s)}
+
+
+def take_blocks(cache: PagedCache, ids: Int[Array, " *n"] | np.ndarray) -> tuple[Array, Array]:
+    """Return keys and values of blocks as `blocks_of` does, without checking the arguments."""
+    k, v = jnp.take(cache.k, ids, axis=0, mode="clip"), jnp.take(cache.v, ids, axis=0, mode="clip")
+    if cache.layout == "HND":
+        return jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
+    if cache.layout == "packed":
+        k = jnp.moveaxis(k, -2, -4)  # [..., block_size, kv_heads, head_dim / x, x]
+        return k.reshape(*k.shape[:-2], cache.head_dim), jnp.moveaxis(v, -1, -3)
+    return k, v

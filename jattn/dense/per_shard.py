@@ -10,19 +10,17 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jattn.attending import validated_attend
-from jattn.batch.metadata import region_batch
+from jattn.attending import attend_regions
 from jattn.dense.arguments import MaskInputs, max_lookahead
 from jattn.dense.auto_sharding import call_partitioned, sum_over_shards, symbolic_sharding
 from jattn.dense.layout import DenseLayout, layout_batch, layout_packed, repad, segment_mask, unpad
 from jattn.dense.sharding import AttentionSharding
-from jattn.implementations import differentiable_attention
 from jattn.implementations.differentiable_attention import reject_second_derivative
 from jattn.implementations.layer_config import layer_config
-from jattn.implementations.selection import ImplementationArg, ImplementationChoice
+from jattn.implementations.selection import ImplementationArg
 from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
-from jattn.planning import plan_layers
+from jattn.planning import plan_layers, plan_of_layer
 from jattn.spec import AttentionSpec
 
 
@@ -95,18 +93,22 @@ def attend_shard(
         layout, implementation = _layout_batch(
             arrays, mask_inputs, per_head, DenseStaticArgs(spec, implementation)
         )
-    if outputs is None:
-        options: Any = {"mask": layout.mask, "implementation": implementation, **per_head}
-        out, lse = validated_attend(
-            layout.query, layout.kv, layout.metadata, spec, return_lse=True, **options
-        )()
-    else:
-        out, lse = outputs if has_batch or is_packed else (x[None] for x in outputs)
-        if not is_packed:
-            out, lse = repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T
-        out, lse = _with_saved_output(
-            layout, DenseStaticArgs(spec, implementation), per_head, AttentionOutput(out, lse)
-        )
+    if outputs is not None and not is_packed:
+        out, lse = outputs if has_batch else (x[None] for x in outputs)
+        outputs = AttentionOutput(repad(layout, out, 0.0), repad(layout, jnp.moveaxis(lse, 1, 2), -jnp.inf).T)
+    config = layer_config(spec, None, q.dtype)
+    layer, regions = plan_of_layer(None, layout.metadata, config, layout.mask, implementation)
+    out, lse = attend_regions(
+        layout.query,
+        layout.kv,
+        layout.metadata,
+        regions,
+        per_head["sinks"],
+        per_head["alibi_slopes"],
+        outputs,
+        layer=layer,
+        return_lse=True,
+    )
     if not is_packed:
         out, lse = unpad(layout, out), jnp.moveaxis(unpad(layout, lse.T), 1, 2)
         out, lse = (out, lse) if has_batch else (out[0], lse[0])
@@ -137,36 +139,11 @@ def _layout_batch(
         return lay(mask if mask_inputs.mask is None else mask & mask_inputs.mask)
 
     layout = layout_with_segments(as_runs=True)
-    choice = _select_implementation(layout, args)
-    if choice is None or choice.implementation == "mosaic_gpu":
+    config = layer_config(spec, None, layout.query.dtype)
+    (layer,) = plan_layers(layout.metadata, (config,), layout.mask, implementation=implementation)
+    if layer.prefill is None or layer.prefill.implementation == "mosaic_gpu":
         return layout, implementation
-    return layout_with_segments(as_runs=False), choice.implementation
-
-
-def _select_implementation(layout: DenseLayout, args: DenseStaticArgs) -> ImplementationChoice | None:
-    """Return the implementation that serves a layout; None if the batch has no tokens."""
-    layer = layer_config(args.spec, None, layout.query.dtype)
-    return plan_layers(layout.metadata, (layer,), layout.mask, implementation=args.implementation)[0].prefill
-
-
-def _with_saved_output(
-    layout: DenseLayout, args: DenseStaticArgs, per_head: dict[str, Array | None], outputs: AttentionOutput
-) -> AttentionOutput:
-    """Attach the implementation's derivative to an output that is already known."""
-    spec, choice = args.spec, _select_implementation(layout, args)
-    if choice is None:  # There are no tokens.
-        return outputs
-    region, mask = region_batch(layout.metadata, "prefill"), spec.mask_with(layout.mask)
-    static_args = differentiable_attention.make_static_args(
-        spec, choice, layout.kv, region.first_row, return_lse=True
-    )
-    context = differentiable_attention.NonDifferentiableArgs(
-        layout.kv.kv_start_loc, region.metadata, mask, None, None
-    )
-    inputs = differentiable_attention.DifferentiableArgs(layout.query, layout.kv.k, layout.kv.v, **per_head)
-    return AttentionOutput(
-        *differentiable_attention.attach_gradient(static_args, inputs, context, tuple(outputs))
-    )
+    return layout_with_segments(as_runs=False), layer.prefill.implementation
 
 
 def attend_auto_sharded(

@@ -3,7 +3,6 @@
 The residuals are queries, keys, values, outputs and log-sum-exps; the backward pass recomputes the rest.
 """
 
-import dataclasses
 import functools
 import warnings
 from typing import Any, NamedTuple
@@ -11,16 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
-from jattn.cache import PackedKV, PagedCache
+from jattn.cache import PackedKV
 from jattn.implementations import mosaic_gpu, xla
 from jattn.implementations.mosaic_gpu import KernelPlan
 from jattn.implementations.selection import ImplementationChoice, KernelFallbackWarning
 from jattn.implementations.xla import QueryTiles, match_varying_axes
 from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
+from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 from pallas_kernels.derivatives import forbid_derivative
@@ -28,183 +28,192 @@ from pallas_kernels.derivatives import forbid_derivative
 type OutAndLse = tuple[Array, Array | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class StaticArgs:
-    """Static arguments of the forward and backward pass.
-
-    Attributes:
-        spec: Attention of the layer.
-        choice: Implementation of the region.
-        return_lse: Whether to return the log-sum-exp.
-        is_in_order: `PackedKV.is_in_order` of the region's rows.
-        max_seq_len: `PackedKV.max_seq_len`.
-    """
-
-    spec: AttentionSpec
-    choice: ImplementationChoice
-    return_lse: bool
-    is_in_order: bool
-    max_seq_len: int | None
-
-
-def make_static_args(
-    spec: AttentionSpec,
-    choice: ImplementationChoice,
-    kv: PagedCache | PackedKV,
-    first_row: int,
-    *,
-    return_lse: bool,
-) -> StaticArgs:
-    """Return the static arguments of a region that starts at row `first_row` of the step."""
-    if isinstance(kv, PagedCache):
-        return StaticArgs(spec, choice, return_lse, is_in_order=False, max_seq_len=None)
-    is_in_order = kv.is_in_order and first_row == 0
-    return StaticArgs(spec, choice, return_lse, is_in_order, kv.max_seq_len)
-
-
-class DifferentiableArgs(NamedTuple):
-    """Arguments that have a gradient."""
+class Inputs(NamedTuple):
+    """Arguments that have a gradient; keys and values are a PackedKV."""
 
     query: Float[Array, "tokens q_heads head_dim"]
-    k: Float[Array, "kv_tokens kv_heads head_dim"]
-    v: Float[Array, "kv_tokens kv_heads head_dim"]
+    kv: PackedKV
     sinks: Float[Array, " q_heads"] | None
     alibi_slopes: Float[Array, " q_heads"] | None
 
 
-class NonDifferentiableArgs(NamedTuple):
-    """Arguments without a gradient.
+class Context(NamedTuple):
+    """Arguments without a gradient; see `attend`."""
 
-    Attributes:
-        kv_start_loc: Index of the first key of each row.
-        metadata: Metadata of the region as a separate step.
-        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
-        tiles: Query tiles of the prefill region for XLA; None computes them here.
-        kernel_plan: Kernel plan of the region; None computes it here.
-    """
-
-    kv_start_loc: Int[Array, " reqs"]
     metadata: BatchMetadata
     mask: Mask | None
-    tiles: QueryTiles | None
+    query_tiles: QueryTiles | None
     kernel_plan: KernelPlan | None
+    saved_outputs: tuple[Array, Array] | None
 
 
-def attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
-    """Attend in a region; return the output and the log-sum-exp, in its accumulation dtype, or None."""
-    values = varying_together(values)
-    axes = sorted(jax.typeof(values.query).manual_axis_type.varying)
-    if static_args.choice.kernel is not None and axes:
+def attend(
+    query: Float[Array, "tokens q_heads head_dim"],
+    kv: PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    choice: ImplementationChoice,
+    *,
+    mask: Mask | None,
+    query_tiles: QueryTiles | None,
+    kernel_plan: KernelPlan | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    return_lse: bool,
+    saved_outputs: tuple[Array, Array] | None = None,
+) -> OutAndLse:
+    """Attend in a region; return the output and the log-sum-exp, in its accumulation dtype, or None.
+
+    Args:
+        query: Queries of the region.
+        kv: Keys and values of 16 bits or more.
+        metadata: Metadata of the region as a separate step.
+        spec: Attention of the layer.
+        choice: Implementation of the region: "mosaic_gpu" or "xla".
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        query_tiles: Query tiles of the prefill region for XLA; None computes them here.
+        kernel_plan: Kernel plan of the region; None computes it here.
+        sinks: Attention sinks per head.
+        alibi_slopes: ALiBi slope per head.
+        return_lse: Return the log-sum-exp.
+        saved_outputs: Output and log-sum-exp if they are known. They are returned with attention's gradient
+            instead of being computed.
+
+    Raises:
+        NotImplementedError: If a kernel is called under shard_map's check of varying axes.
+    """
+    k, v = kv.k, kv.v
+    # All vary over every device axis that one varies over. The broadcast happens here, so that its gradient's
+    # sum over devices does, too.
+    for like in (query, k, v, sinks, alibi_slopes):
+        if like is not None:
+            query, k, v, sinks, alibi_slopes = match_varying_axes(like, (query, k, v, sinks, alibi_slopes))
+    axes = sorted(jax.typeof(query).manual_axis_type.varying)
+    if choice.kernel is not None and axes:
         reason = "the kernels do not support shard_map's check of varying axes"
         fix = "Pass check_vma=False to jax.shard_map, or implementation='xla'"
         feature = f'implementation="mosaic_gpu" under shard_map over {", ".join(axes)}'
         raise unsupported(feature, reason, fix)
-    if static_args.choice.kernel is None and context.mask is not None:
-        context = context._replace(mask=lift_captured_arrays(context.mask))
-    return _attend(static_args, values, context)
+    if choice.kernel is None and mask is not None:
+        mask = lift_captured_arrays(mask)
+    inputs = Inputs(query, replace(kv, k=k, v=v), sinks, alibi_slopes)
+    context = Context(metadata, mask, query_tiles, kernel_plan, saved_outputs)
+    return _attend(spec, choice, return_lse, inputs, context)
 
 
-def varying_together(values: DifferentiableArgs) -> DifferentiableArgs:
-    """Make all arguments vary over every device axis that one of them varies over, under shard_map.
-
-    The broadcast happens here, so that its gradient's sum over devices does, too.
-    """
-    for like in values:
-        values = values if like is None else match_varying_axes(like, values)
-    return values
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> OutAndLse:
-    query, _, _, sinks, alibi_slopes = values
-    kv, metadata = _kv(static_args, values, context), context.metadata
-    spec, kernel = static_args.spec, static_args.choice.kernel
-    options: dict[str, Any] = {"mask": context.mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    if kernel is not None:
-        options["return_lse"] = static_args.return_lse
-        return mosaic_gpu.attend(query, kv, metadata, spec, kernel, context.kernel_plan, **options)
-    out, lse = xla.attend(query, kv, metadata, spec, tiles=context.tiles, **options)
-    return out, lse if static_args.return_lse else None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(
+    spec: AttentionSpec, choice: ImplementationChoice, return_lse: bool, inputs: Inputs, context: Context
+) -> OutAndLse:
+    """Attend, or return the saved outputs."""
+    if context.saved_outputs is not None:
+        out, lse = context.saved_outputs
+        return out, lse if return_lse else None
+    if choice.kernel is not None:
+        return mosaic_gpu.attend(
+            inputs.query,
+            inputs.kv,
+            context.metadata,
+            spec,
+            choice.kernel,
+            context.kernel_plan,
+            mask=context.mask,
+            sinks=inputs.sinks,
+            alibi_slopes=inputs.alibi_slopes,
+            return_lse=return_lse,
+        )
+    out, lse = xla.attend(
+        inputs.query,
+        inputs.kv,
+        context.metadata,
+        spec,
+        tiles=context.query_tiles,
+        mask=context.mask,
+        sinks=inputs.sinks,
+        alibi_slopes=inputs.alibi_slopes,
+    )
+    return out, lse if return_lse else None
 
 
 class _Residuals(NamedTuple):
     """Residuals of the forward pass.
 
     Attributes:
-        values: Differentiable arguments.
-        context: Arguments without a gradient.
+        inputs: Differentiable arguments.
+        metadata: Metadata of the region.
+        mask: Mask of the region.
         out: Output.
         lse: Log-sum-exp.
         needs_slope_gradient: () if ALiBi slopes need a gradient, else None: pytrees without leaves.
     """
 
-    values: DifferentiableArgs
-    context: NonDifferentiableArgs
+    inputs: Inputs
+    metadata: BatchMetadata
+    mask: Mask | None
     out: Array
     lse: Array
     needs_slope_gradient: tuple[()] | None
 
 
 def _forward(
-    static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs
+    spec: AttentionSpec, choice: ImplementationChoice, return_lse: bool, inputs: Inputs, context: Context
 ) -> tuple[OutAndLse, _Residuals]:
     """Run the forward pass; each array is a CustomVJPPrimal."""
-    needs_slope_gradient = _needs_slope_gradient(values)
-    values, context = jax.tree.map(lambda primal: primal.value, (values, context))
-    values = reject_second_derivative(values)
-    out, lse = _attend(dataclasses.replace(static_args, return_lse=True), values, context)
+    slopes: Any = inputs.alibi_slopes
+    needs_slope_gradient = () if slopes is not None and slopes.perturbed else None
+    inputs, context = jax.tree.map(lambda primal: primal.value, (inputs, context))
+    inputs = reject_second_derivative(inputs)
+    out, lse = _attend(spec, choice, True, inputs, context)
     assert lse is not None
-    return (out, lse if static_args.return_lse else None), _Residuals(
-        values, context, out, lse, needs_slope_gradient
-    )
-
-
-def _needs_slope_gradient(values: DifferentiableArgs) -> tuple[()] | None:
-    """Return `_Residuals.needs_slope_gradient`; arrays are CustomVJPPrimal."""
-    slopes = values.alibi_slopes
-    return () if slopes is not None and slopes.perturbed else None  # type: ignore[attr-defined]
+    residuals = _Residuals(inputs, context.metadata, context.mask, out, lse, needs_slope_gradient)
+    return (out, lse if return_lse else None), residuals
 
 
 def _backward(
-    static_args: StaticArgs, residuals: _Residuals, grads: tuple[Any, Any]
-) -> tuple[DifferentiableArgs, None]:
-    (values, context, out, lse, needs_slope_gradient) = residuals
-    is_zero = [isinstance(grad, SymbolicZero) for grad in grads]
-    grad_out = jnp.zeros_like(out) if is_zero[0] else grads[0]
-    grad_lse = None if is_zero[1] else grads[1]
-    values, out, lse, grad_out, grad_lse = reject_second_derivative((values, out, lse, grad_out, grad_lse))
-    outputs = xla.OutputGradients(out, lse, grad_out, grad_lse)
-    if static_args.choice.kernel is None or not _has_backward_kernel(
-        static_args, values, context, needs_slope_gradient is not None
+    spec: AttentionSpec,
+    choice: ImplementationChoice,
+    return_lse: bool,
+    residuals: _Residuals,
+    grads: tuple[Any, Any],
+) -> tuple[Inputs, None]:
+    inputs, metadata, mask, out, lse, needs_slope_gradient = residuals
+    grad_out = jnp.zeros_like(out) if isinstance(grads[0], SymbolicZero) else grads[0]
+    grad_lse = None if isinstance(grads[1], SymbolicZero) else grads[1]
+    inputs, out, lse, grad_out, grad_lse = reject_second_derivative((inputs, out, lse, grad_out, grad_lse))
+    (query, kv, sinks, slopes), outputs = inputs, xla.OutputGradients(out, lse, grad_out, grad_lse)
+    if choice.kernel is None or not _has_backward_kernel(
+        spec, choice, inputs, mask, needs_slope_gradient=needs_slope_gradient is not None
     ):
-        args = xla.AttentionArgs(
-            _kv(static_args, values, context),
-            context.metadata,
-            static_args.spec,
-            context.mask,
-            values.sinks,
-            values.alibi_slopes,
+        args = xla.AttentionArgs(kv, metadata, spec, mask, sinks, slopes)
+        grad_query, grad_k, grad_v, grad_sinks, grad_slopes = xla.gradients(query, args, outputs)
+    else:
+        grad_query, grad_k, grad_v = mosaic_gpu.gradients(
+            query,
+            kv,
+            metadata,
+            spec,
+            out=out,
+            lse=lse,
+            grad_out=grad_out,
+            grad_lse=grad_lse,
+            mask=mask,
+            alibi_slopes=slopes,
         )
-        return DifferentiableArgs(*xla.gradients(values.query, args, outputs)), None
-    options = {"mask": context.mask, "alibi_slopes": values.alibi_slopes, **outputs._asdict()}
-    kv, metadata = _kv(static_args, values, context), context.metadata
-    dq, dk, dv = mosaic_gpu.gradients(values.query, kv, metadata, static_args.spec, **options)
-    sinks, slopes = values.sinks, values.alibi_slopes
-    grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, outputs, metadata)
-    grad_slopes = None if slopes is None else jnp.zeros_like(slopes)
-    return DifferentiableArgs(dq, dk, dv, grad_sinks, grad_slopes), None
+        grad_sinks = None if sinks is None else xla.gradient_of_sinks(sinks, outputs, metadata)
+        grad_slopes = None if slopes is None else jnp.zeros_like(slopes)
+    grad_kv: Any = replace(kv, k=grad_k, v=grad_v, kv_start_loc=None)
+    return Inputs(grad_query, grad_kv, grad_sinks, grad_slopes), None
 
 
-def _kv(static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs) -> PackedKV:
-    return PackedKV(
-        k=values.k, v=values.v, kv_start_loc=context.kv_start_loc, max_seq_len=static_args.max_seq_len
-    )
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _has_backward_kernel(
-    static_args: StaticArgs,
-    values: DifferentiableArgs,
-    context: NonDifferentiableArgs,
+    spec: AttentionSpec,
+    choice: ImplementationChoice,
+    inputs: Inputs,
+    mask: Mask | None,
+    *,
     needs_slope_gradient: bool,
 ) -> bool:
     """Return whether a kernel computes the gradients; if not, XLA does.
@@ -214,53 +223,22 @@ def _has_backward_kernel(
             implementations.
     """
     reason = mosaic_gpu.why_not_gradients(
-        static_args.spec,
-        {"query": values.query.dtype, "key": values.k.dtype, "value": values.v.dtype},
-        context.mask,
-        is_in_order=static_args.is_in_order,
+        spec,
+        {"query": inputs.query.dtype, "key": inputs.kv.k.dtype, "value": inputs.kv.v.dtype},
+        mask,
+        is_in_order=inputs.kv.is_in_order,
         needs_slope_gradient=needs_slope_gradient,
     )
-    requested = static_args.choice.requested
     if reason is None:
         return True
-    if requested is not None and "xla" not in requested:
+    if choice.requested is not None and "xla" not in choice.requested:
         fix = "Pass implementation=None or ('mosaic_gpu', 'xla')"
         feature = 'Gradients of attention with implementation="mosaic_gpu"'
         raise unsupported(feature, reason, fix)
-    if requested is None:
+    if choice.requested is None:
         message = f"Gradients of attention fall back to xla on a GPU, which is slow: {reason}."
         warnings.warn(message, KernelFallbackWarning, stacklevel=2)
     return False
-
-
-_attend.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attach_gradient(
-    static_args: StaticArgs,
-    values: DifferentiableArgs,
-    context: NonDifferentiableArgs,
-    attended: tuple[Array, Array],
-) -> tuple[Array, Array]:
-    """Return a precomputed output and log-sum-exp with `attend`'s gradient."""
-    return attended
-
-
-def _recall_forward(
-    static_args: StaticArgs, values: DifferentiableArgs, context: NonDifferentiableArgs, attended: Any
-) -> tuple[tuple[Array, Array], _Residuals]:
-    """Run the forward pass; each array is a CustomVJPPrimal."""
-    needs_slope_gradient = _needs_slope_gradient(values)
-    values, context, (out, lse) = jax.tree.map(lambda primal: primal.value, (values, context, attended))
-    return (out, lse), _Residuals(values, context, out, lse, needs_slope_gradient)
-
-
-attach_gradient.defvjp(
-    _recall_forward,
-    lambda static_args, residuals, grads: (*_backward(static_args, residuals, grads), None),
-    symbolic_zeros=True,
-)
 
 
 def reject_gradient_over_cache[Tree](arrays: Tree, implementation: str) -> Tree:

@@ -1,7 +1,7 @@
 """Layer configurations: the static facts that the choice of an implementation depends on."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import REGIONS, BatchMetadata
 from jattn.cache import CacheSpec, PackedKV, PagedCache, has_token_axis
-from jattn.cache.spec import require_float_dtype
+from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 
 type CacheOrSpec = CacheSpec | PagedCache | PackedKV
@@ -83,17 +83,13 @@ class RegionSizes(NamedTuple):
 
 def region_sizes(metadata: BatchMetadata) -> tuple[RegionSizes, ...]:
     """Return the sizes of the step's regions that have room for tokens, from shapes alone."""
-    bucket = metadata.bucket
-    parts = (
-        dataclasses.replace(bucket, max_prefills=0, max_prefill_tokens=0),
-        dataclasses.replace(bucket, max_decodes=0),
-    )
-    max_blocks = metadata.block_table.shape[1]
-    regions = (
-        RegionSizes(name, part, max_blocks, metadata.block_size)
-        for name, part in zip(REGIONS, parts, strict=True)
-    )
-    return tuple(region for region in regions if region.bucket.max_tokens)
+    bucket, block_size = metadata.bucket, metadata.block_size
+    decode, prefill = replace(bucket, max_prefills=0, max_prefill_tokens=0), replace(bucket, max_decodes=0)
+    regions, max_blocks = [], metadata.block_table.shape[1]
+    for name, part in zip(REGIONS, (decode, prefill), strict=True):
+        if part.max_tokens:
+            regions.append(RegionSizes(name, part, max_blocks, block_size))
+    return tuple(regions)
 
 
 def layer_config(
@@ -106,7 +102,7 @@ def layer_config(
         cache: Cache or CacheSpec of the layer; None for keys outside a cache.
         query_dtype: Dtype of the queries; None uses the cache's compute dtype.
     """
-    dtype = require_float_dtype("query_dtype", _compute_dtype(cache) if query_dtype is None else query_dtype)
+    dtype = jnp.dtype(_compute_dtype(cache) if query_dtype is None else query_dtype)
     return LayerConfig(spec=spec, query_dtype=dtype, cache=cache_format(cache))
 
 
@@ -118,13 +114,12 @@ def cache_format(cache: CacheOrSpec | None) -> CacheFormat | None:
         kinds = {None: None, "static": "static", "channel": "static", "token_head": "token_head"}
         scales = (kinds[cache.storage_formats[0].scale], kinds[cache.storage_formats[1].scale])
         return CacheFormat(cache.layout, (cache.key_dtype, cache.value_dtype), scales)
-    scales = (_scale_kind(cache.stored_k_scale), _scale_kind(cache.stored_v_scale))
-    return CacheFormat(cache.layout, (jnp.dtype(cache.k.dtype), jnp.dtype(cache.v.dtype)), scales)
-
-
-def _scale_kind(scale: Any) -> str | None:
-    """Return the kind of a cache's scale; see CacheFormat."""
-    return None if scale is None else "token_head" if has_token_axis(scale) else "static"
+    k_scale, v_scale = [
+        None if scale is None else "token_head" if has_token_axis(scale) else "static"
+        for scale in (cache.stored_k_scale, cache.stored_v_scale)
+    ]
+    dtypes = jnp.dtype(cache.k.dtype), jnp.dtype(cache.v.dtype)
+    return CacheFormat(cache.layout, dtypes, (k_scale, v_scale))
 
 
 def _compute_dtype(cache: CacheOrSpec | None) -> DTypeLike:

@@ -15,11 +15,6 @@ from jattn.masks import Mask, Pairs
 from jattn.spec import QUERY_DTYPES, AttentionSpec
 
 
-def why_not(spec: AttentionSpec) -> str | None:
-    """Return why the reference does not support a layer; None if it does."""
-    return "its sums depend on the sizes of the bucket" if spec.batch_invariant else None
-
-
 def attend(
     query: Float[Array, "tokens q_heads head_dim"],
     kv: PagedCache | PackedKV,

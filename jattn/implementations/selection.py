@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from jattn.implementations import reference
 from jattn.implementations.layer_config import LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import KernelConfig, choose_kernel
 from jattn.masks import Mask
@@ -42,10 +41,10 @@ def requested_implementations(implementation: ImplementationArg) -> tuple[str, .
     Raises:
         ValueError: If a name is unknown, or the sequence is empty.
     """
-    static_arg = as_static_arg(implementation)
-    requested: tuple[str, ...] = IMPLEMENTATIONS
-    if static_arg is not None:
-        requested = (static_arg,) if isinstance(static_arg, str) else static_arg
+    if implementation is None:
+        return IMPLEMENTATIONS
+    requested = (implementation,) if isinstance(implementation, str) else as_static_arg(implementation)
+    assert isinstance(requested, tuple)
     if not requested:
         names = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"implementation is empty. Pass None, or at least one of {names}.")
@@ -66,7 +65,8 @@ def as_static_arg(implementation: ImplementationArg) -> str | tuple[str, ...] | 
 
 def unsupported_reasons(spec: AttentionSpec, no_kernels: str | None) -> dict[str, str | None]:
     """Return, for each implementation, the reason why it does not support a layer; None if it does."""
-    return {"mosaic_gpu": no_kernels, "reference": reference.why_not(spec)}
+    reason = "its sums depend on the sizes of the bucket" if spec.batch_invariant else None
+    return {"mosaic_gpu": no_kernels, "reference": reason}
 
 
 def first_supported(requested: Sequence[str], reasons: Mapping[str, str | None]) -> tuple[str, str | None]:
@@ -89,7 +89,8 @@ def choose_implementation(
     region: RegionSizes,
     mask: Mask | None,
     *,
-    implementation: ImplementationArg,
+    requested: tuple[str, ...],
+    is_named: bool,
     no_kernels: str | None,
 ) -> ImplementationChoice:
     """Choose the first requested implementation that supports a region, from static facts alone.
@@ -98,14 +99,13 @@ def choose_implementation(
         layer: Layer configuration.
         region: Static sizes of the region.
         mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
-        implementation: Requested implementations; None chooses the best.
+        requested: Requested implementations in order of preference.
+        is_named: Whether the caller named them.
         no_kernels: Reason why the kernels cannot run on the step's device; None if they can.
 
     Raises:
-        ValueError: If a name is unknown.
         NotImplementedError: If no requested implementation supports the region.
     """
-    requested = requested_implementations(implementation)
     kernel: KernelConfig | None = None
     reasons = unsupported_reasons(layer.spec, no_kernels)
     if no_kernels is None and "mosaic_gpu" in requested:
@@ -119,5 +119,5 @@ def choose_implementation(
         implementation=name,
         kernel=kernel if name == "mosaic_gpu" else None,
         reason=reason,
-        requested=None if implementation is None else requested,
+        requested=requested if is_named else None,
     )

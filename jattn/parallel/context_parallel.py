@@ -5,19 +5,20 @@ from these each rank computes the weight of its output, and the sum of the weigh
 the attention output.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jattn.attending import region_queries, validated_attend
+from jattn.attending import attend_cascade, attend_regions, check_attend
 from jattn.batch.context_parallel import ContextParallelAxis
 from jattn.batch.metadata import REGIONS, BatchMetadata, region_batch
 from jattn.cache import PagedCache
 from jattn.implementations.layer_config import LayerConfig, layer_config
 from jattn.implementations.selection import ImplementationArg
-from jattn.planning import ContextParallelRegion, Plan, plan_on_rank
+from jattn.planning import ContextParallelRegion, Plan, plan_of_layer, plan_on_rank
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import unsupported
 
@@ -69,23 +70,29 @@ def attend_on_rank(
         plan = plan_on_rank(
             metadata, (spec,), (cache,), ranks, implementation=implementation, query_dtype=query.dtype
         )
-    outs, lses = [], []
-    regions = _layer_regions(plan, layer_config(spec, cache, query.dtype))
-    for name, region in zip(REGIONS, regions, strict=True):
+    outs, lses, tokens = [], [], metadata.bucket.max_decode_tokens
+    config = layer_config(spec, cache, query.dtype)
+    for name, region in zip(REGIONS, _layer_regions(plan, config), strict=True):
         if region is not None:
+            q = query[:tokens] if name == "decode" else query[tokens:]
+            check_attend(q, cache, region.metadata, region.spec, region.plan, alibi_slopes=rank_slopes)
             # The log-sum-exp of float64 queries is float64.
-            out, lse = validated_attend(
-                region_queries(query, metadata, name),
-                cache,
-                region.metadata,
-                region.spec,
-                region.plan,
-                sinks=None,
-                alibi_slopes=rank_slopes,
-                mask=None,
-                implementation=implementation,
-                return_lse=True,
-            )()
+            cascade = region.plan.cascade_of(cache, region.spec, rank_slopes)
+            if cascade is not None:
+                out, lse = attend_cascade(
+                    q, cache, region.spec, cascade, sinks=None, implementation=implementation
+                )
+            else:
+                layer, regions = plan_of_layer(
+                    region.plan,
+                    region.metadata,
+                    dataclasses.replace(config, spec=region.spec),
+                    None,
+                    implementation,
+                )
+                out, lse = attend_regions(
+                    q, cache, region.metadata, regions, None, rank_slopes, layer=layer, return_lse=True
+                )
             if alibi_slopes is not None:
                 offset = _alibi_position_offset(region_batch(metadata, name).metadata, ranks)
                 lse = lse + alibi_slopes[:, None] * offset[None, :].astype(lse.dtype)

@@ -3,21 +3,39 @@
 from jattn.cascade import can_cascade
 from jattn.implementations.selection import KernelFallbackWarning
 from jattn.planning.context_parallel import plan_on_rank
-from jattn.planning.layer_plans import COLUMNS, LayerPlan, format_table, plan_layers, table_rows
-from jattn.planning.plans import ContextParallelRegion, Plan, build_plan, check_plan_matches, plan
+from jattn.planning.layer_plans import (
+    COLUMNS,
+    LayerPlan,
+    RegionPlan,
+    format_table,
+    plan_layers,
+    plan_regions,
+    table_rows,
+)
+from jattn.planning.plans import (
+    CascadePlan,
+    ContextParallelRegion,
+    Plan,
+    check_plan_matches,
+    plan,
+    plan_of_layer,
+)
 
 __all__ = [
     "COLUMNS",
+    "CascadePlan",
     "ContextParallelRegion",
     "KernelFallbackWarning",
     "LayerPlan",
     "Plan",
-    "build_plan",
+    "RegionPlan",
     "can_cascade",
     "check_plan_matches",
     "format_table",
     "plan",
     "plan_layers",
+    "plan_of_layer",
     "plan_on_rank",
+    "plan_regions",
     "table_rows",
 ]

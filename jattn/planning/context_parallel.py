@@ -78,8 +78,7 @@ def plan_on_rank(
         regions.append((decode, prefill))
         layers.append(_layer_plan(layer, decode, prefill))
     return Plan(
-        kernel_plans=(),
-        query_tiles=None,
+        regions=(),
         mask=None,
         seq_lens=metadata.seq_lens,
         context_parallel=ContextParallelPlan(regions=tuple(regions)),

@@ -1,12 +1,22 @@
-"""Plans of layer configurations, and their table."""
+"""Plans of layer configurations in the regions of a step, and their table."""
 
 import dataclasses
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
-from jattn.batch.metadata import REGIONS, BatchMetadata
+import jax
+
+from jattn.batch.metadata import REGIONS, BatchMetadata, region_batch
 from jattn.implementations.layer_config import LayerConfig, region_sizes
+from jattn.implementations.mosaic_gpu import (
+    DecodeKernelConfig,
+    KernelPlan,
+    kernel_plan_key,
+    plan_decode_kernel,
+    plan_prefill_kernel,
+)
 from jattn.implementations.selection import (
     ImplementationArg,
     ImplementationChoice,
@@ -14,7 +24,9 @@ from jattn.implementations.selection import (
     choose_implementation,
     requested_implementations,
 )
+from jattn.implementations.xla import QueryTiles, prefill_tiles
 from jattn.masks import Mask, check_batch_mask
+from jattn.pytree import pytree
 from pallas_kernels import support
 
 COLUMNS = ("layer", "region", "implementation", "tiles", "split", "reason")
@@ -29,15 +41,14 @@ class LayerPlan:
         is_for_any_cache: Whether the choice holds for any cache format, since no kernel was considered.
         decode: Implementation in the decode region; None without one.
         prefill: Implementation in the prefill region; None without one.
-        kernel_plans: Index into `Plan.kernel_plans` for the decode and the prefill region; None without a
-            shared kernel plan.
+        regions: Index of the RegionPlan for the decode and the prefill region; None without the region.
     """
 
     layer: LayerConfig
     is_for_any_cache: bool
     decode: ImplementationChoice | None
     prefill: ImplementationChoice | None
-    kernel_plans: tuple[int | None, int | None] = (None, None)
+    regions: tuple[int | None, int | None] = (None, None)
 
     def covers(self, layer: LayerConfig) -> bool:
         """Return whether this plan applies to a layer."""
@@ -46,8 +57,122 @@ class LayerPlan:
     @property
     def choices(self) -> tuple[tuple[str, ImplementationChoice], ...]:
         """Name and implementation of each region that the step has."""
-        pairs = zip(REGIONS, (self.decode, self.prefill), strict=True)
-        return tuple((name, choice) for name, choice in pairs if choice is not None)
+        decode = () if self.decode is None else (("decode", self.decode),)
+        return decode if self.prefill is None else (*decode, ("prefill", self.prefill))
+
+
+@pytree
+class RegionPlan:
+    """What is computed once per step for a region; shared by layers with equal masks and kernel sizes.
+
+    Attributes:
+        mask: Mask of the region's rows in addition to the spec's window, chunk size and causality: the spec's
+            sparsity and the step's mask. None adds none.
+        kernel_plan: Schedule and lists of the kernel; None without a kernel, or if they depend on where the
+            layer's keys are.
+        query_tiles: Query tiles of the prefill region for XLA; None otherwise.
+    """
+
+    mask: Mask | None
+    kernel_plan: KernelPlan | None
+    query_tiles: QueryTiles | None
+
+
+def plan_layers(
+    metadata: BatchMetadata,
+    layers: Sequence[LayerConfig],
+    mask: Mask | None,
+    *,
+    implementation: ImplementationArg,
+) -> tuple[LayerPlan, ...]:
+    """Choose the implementation of each layer configuration from shapes and the metadata's device.
+
+    Args:
+        metadata: Metadata of the step, or its shapes.
+        layers: Distinct layer configurations.
+        mask: Mask for every layer; see `plan`.
+        implementation: Requested implementations; see `plan`.
+
+    Raises:
+        ValueError: If the mask does not match the step or a layer.
+        NotImplementedError: If no requested implementation supports a layer.
+    """
+    no_kernels, requested = support.why_not_on(metadata), requested_implementations(implementation)
+    is_for_any = no_kernels is not None or "mosaic_gpu" not in requested
+    layer_plans: list[LayerPlan] = []
+    indices: dict[Hashable, int] = {}
+    for layer in layers:
+        spec = layer.spec
+        if mask is not None:
+            heads, has_cache = spec.num_q_heads, layer.cache is not None
+            check_batch_mask(mask, metadata, num_q_heads=heads, causal=spec.causal, has_cache=has_cache)
+        choices: dict[str, ImplementationChoice] = {}
+        numbers: dict[str, int] = {}
+        for region in region_sizes(metadata):
+            choice = choose_implementation(
+                layer,
+                region,
+                spec.mask_with(mask),
+                requested=requested,
+                is_named=implementation is not None,
+                no_kernels=no_kernels,
+            )
+            kernel_key = None if choice.kernel is None else kernel_plan_key(choice.kernel, spec)
+            key = region.name, spec.sparsity, choice.implementation, kernel_key
+            choices[region.name], numbers[region.name] = choice, indices.setdefault(key, len(indices))
+        layer_plan = LayerPlan(
+            layer=layer,
+            is_for_any_cache=is_for_any,
+            decode=choices.get("decode"),
+            prefill=choices.get("prefill"),
+            regions=(numbers.get("decode"), numbers.get("prefill")),
+        )
+        if implementation is None and support.is_gpu(metadata):
+            _warn_of_fallbacks(layer_plan)
+        layer_plans.append(layer_plan)
+    return tuple(layer_plans)
+
+
+def plan_regions(
+    metadata: BatchMetadata, mask: Mask | None, layers: tuple[LayerPlan, ...]
+) -> tuple[RegionPlan, ...]:
+    """Build the region plans that layer plans refer to. Traced.
+
+    Args:
+        metadata: Metadata of the step.
+        mask: Mask for every layer; see `plan`.
+        layers: Result of plan_layers for this step and mask.
+    """
+    plans: list[RegionPlan] = []
+    block_lists: dict[Hashable, Any] = {}
+    query_tiles: QueryTiles | None = None
+    for layer_plan in layers:
+        spec = layer_plan.layer.spec
+        for name, choice in layer_plan.choices:
+            if layer_plan.regions[REGIONS.index(name)] != len(plans):
+                continue  # An earlier layer has the same plan.
+            batch, kernel = region_batch(metadata, name), choice.kernel
+            region_mask = spec.mask_with(mask)
+            if region_mask is not None:
+                region_mask = region_mask.slice_rows(batch.first_row)
+            kernel_plan: KernelPlan | None = None
+            if isinstance(kernel, DecodeKernelConfig):
+                list_key = kernel.list_block_size, spec.num_q_heads, spec.num_kv_heads, spec.sparsity
+                kernel_plan = plan_decode_kernel(
+                    kernel, batch.metadata, spec, region_mask, block_list=block_lists.get(list_key)
+                )
+                block_lists[list_key] = kernel_plan.block_list
+            elif kernel is not None and kernel_plan_key(kernel, spec) is not None:
+                kernel_plan = plan_prefill_kernel(kernel, batch.metadata, spec, region_mask)
+            has_tiles = choice.implementation == "xla" and name == "prefill"
+            if has_tiles and query_tiles is None:
+                query_tiles = prefill_tiles(batch.metadata)
+            tiles = query_tiles if has_tiles else None
+            plans.append(RegionPlan(mask=region_mask, kernel_plan=kernel_plan, query_tiles=tiles))
+    return tuple(plans)
+
+
+plan_regions_jitted = jax.jit(plan_regions, static_argnames="layers")
 
 
 def table_rows(layers: Sequence[LayerPlan]) -> list[tuple[str, ...]]:
@@ -77,52 +202,6 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def plan_layers(
-    metadata: BatchMetadata,
-    layers: Sequence[LayerConfig],
-    mask: Mask | None,
-    *,
-    implementation: ImplementationArg,
-) -> tuple[LayerPlan, ...]:
-    """Choose the implementation of each layer configuration from shapes and the metadata's device.
-
-    Args:
-        metadata: Metadata of the step, or its shapes.
-        layers: Distinct layer configurations.
-        mask: Mask for every layer; see `plan`.
-        implementation: Requested implementations; see `plan`.
-
-    Raises:
-        ValueError: If the mask does not match the step or a layer.
-        NotImplementedError: If no requested implementation supports a layer.
-    """
-    regions, no_kernels = region_sizes(metadata), support.why_not_on(metadata)
-    is_for_any = no_kernels is not None or "mosaic_gpu" not in requested_implementations(implementation)
-    layer_plans = []
-    for layer in layers:
-        if mask is not None:
-            heads, causal = layer.spec.num_q_heads, layer.spec.causal
-            has_cache = layer.cache is not None
-            check_batch_mask(mask, metadata, num_q_heads=heads, causal=causal, has_cache=has_cache)
-        layer_mask = layer.spec.mask_with(mask)
-        choices = {
-            region.name: choose_implementation(
-                layer, region, layer_mask, implementation=implementation, no_kernels=no_kernels
-            )
-            for region in regions
-        }
-        layer_plan = LayerPlan(
-            layer=layer,
-            is_for_any_cache=is_for_any,
-            decode=choices.get("decode"),
-            prefill=choices.get("prefill"),
-        )
-        if implementation is None and support.is_gpu(metadata):
-            _warn_of_fallbacks(layer_plan)
-        layer_plans.append(layer_plan)
-    return tuple(layer_plans)
 
 
 def _warn_of_fallbacks(layer_plan: LayerPlan) -> None:

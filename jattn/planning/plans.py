@@ -9,20 +9,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Int32
 
 from jattn.batch.bucket import Bucket
-from jattn.batch.metadata import REGIONS, BatchMetadata
+from jattn.batch.metadata import BatchMetadata
+from jattn.cache import PackedKV, PagedCache
+from jattn.cache.spec import require_float_dtype
 from jattn.cascade import CascadeMetadata, build_cascade_metadata, can_cascade
 from jattn.implementations.layer_config import CacheOrSpec, LayerConfig, layer_config
-from jattn.implementations.mosaic_gpu import KernelPlan
-from jattn.implementations.selection import ImplementationArg
-from jattn.implementations.xla import QueryTiles
+from jattn.implementations.selection import ImplementationArg, requested_implementations
 from jattn.masks import Mask
-from jattn.planning.kernel_plans import (
-    make_kernel_plans,
-    make_kernel_plans_eagerly,
-    numbered,
-    shared_kernel_plans,
+from jattn.planning.layer_plans import (
+    LayerPlan,
+    RegionPlan,
+    plan_layers,
+    plan_regions,
+    plan_regions_jitted,
+    table,
 )
-from jattn.planning.layer_plans import LayerPlan, plan_layers, table
 from jattn.pytree import pytree, replace, static
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
@@ -34,8 +35,7 @@ class Plan:
     """Implementation choices, schedules and lists of a step. `print(plan)` shows a table.
 
     Attributes:
-        kernel_plans: Schedules and tile lists of the kernels, shared by layers with equal kernel plan keys.
-        query_tiles: Query tiles of the prefill region for XLA; None if no layer uses them.
+        regions: Masks, schedules and lists of the regions, which the layers refer to.
         mask: Mask of the step for every layer, in addition to the layers' specs; None adds none.
         seq_lens: Sequence lengths of the batch that the plan was built for.
         cascade: Plans of prefix and suffix for layers that use cascade attention; None if no layer does.
@@ -45,8 +45,7 @@ class Plan:
         bucket: Bucket that the plan was built for (static).
     """
 
-    kernel_plans: tuple[KernelPlan, ...]
-    query_tiles: QueryTiles | None
+    regions: tuple[RegionPlan, ...]
     mask: Mask | None
     seq_lens: Int32[Array, " reqs"]
     cascade: Optional["CascadePlan"] = None
@@ -69,10 +68,12 @@ class Plan:
             "Build the plan with the specs and cache_specs of all layers."
         )
 
-    def kernel_plan(self, layer: LayerPlan, region: str) -> KernelPlan | None:
-        """Return the kernel plan of a layer in a region, one of REGIONS; None if it has none."""
-        number = layer.kernel_plans[REGIONS.index(region)]
-        return None if number is None else self.kernel_plans[number]
+    def cascade_of(
+        self, cache: PagedCache | PackedKV, spec: AttentionSpec, alibi_slopes: Any
+    ) -> "CascadePlan | None":
+        """Return the plan of a layer that uses cascade attention; None for other layers."""
+        is_supported = isinstance(cache, PagedCache) and can_cascade(spec, alibi_slopes)
+        return self.cascade if is_supported else None
 
     def __str__(self) -> str:
         return table(self.layers)
@@ -84,13 +85,13 @@ class CascadePlan:
 
     Attributes:
         metadata: Metadata of prefix and suffix.
-        prefix: Plan of the prefix, for layers that are not causal.
-        suffix: Plan of the suffix.
+        prefix: Plan of the prefix, for layers that are not causal; None plans each layer by itself.
+        suffix: Plan of the suffix; None plans each layer by itself.
     """
 
     metadata: CascadeMetadata
-    prefix: Plan
-    suffix: Plan
+    prefix: Plan | None
+    suffix: Plan | None
 
 
 @pytree
@@ -182,20 +183,46 @@ def _cascade_plan(
     return CascadePlan(metadata=parts, prefix=prefix, suffix=suffix)
 
 
+def plan_of_layer(
+    plan: Plan | None,
+    metadata: BatchMetadata,
+    layer: LayerConfig,
+    mask: Mask | None,
+    implementation: ImplementationArg,
+) -> tuple[LayerPlan, tuple[RegionPlan, ...]]:
+    """Return the plan of a layer and of each region that the step has.
+
+    Args:
+        plan: Plan of the step; None plans the layer here.
+        metadata: Metadata of the step.
+        layer: Configuration of the layer.
+        mask: Mask of the step; None with a plan.
+        implementation: Requested implementations. If the plan uses others, the layer is planned here.
+
+    Raises:
+        ValueError: If the plan was built for another step or for other layers.
+        NotImplementedError: If no requested implementation supports the layer.
+    """
+    if plan is not None:
+        check_plan_matches(plan, metadata)
+        layer_plan, mask = plan.layer_plan(layer), plan.mask
+        requested = requested_implementations(implementation)
+        if implementation is None or all(
+            choice.implementation in requested for _, choice in layer_plan.choices
+        ):
+            return layer_plan, tuple(plan.regions[i] for i in layer_plan.regions if i is not None)
+    (layer_plan,) = plan_layers(metadata, (layer,), mask, implementation=implementation)
+    return layer_plan, plan_regions_jitted(metadata, mask, (layer_plan,))
+
+
 def build_plan(metadata: BatchMetadata, layers: tuple[LayerPlan, ...], mask: Mask | None) -> Plan:
     """Build the plan of a step from its layer plans; outside jit with one call of a compiled function."""
-    make = make_kernel_plans_eagerly if support.is_concrete(metadata, mask) else make_kernel_plans
-    shared = shared_kernel_plans(layers)
-    needs_query_tiles = any(
-        layer_plan.prefill is not None and layer_plan.prefill.implementation == "xla" for layer_plan in layers
-    )
-    kernel_plans, tiles = make(metadata, mask, shared, needs_query_tiles=needs_query_tiles)
+    build = plan_regions_jitted if support.is_concrete(metadata, mask) else plan_regions
     return Plan(
-        kernel_plans=kernel_plans,
-        query_tiles=tiles,
+        regions=build(metadata, mask, layers),
         mask=mask,
         seq_lens=metadata.seq_lens,
-        layers=numbered(layers, shared),
+        layers=layers,
         bucket=metadata.bucket,
     )
 
@@ -224,6 +251,8 @@ def _distinct_layer_configs(
         caches = (cache_specs,) * len(layer_specs)
     for spec, cache in zip(layer_specs, caches, strict=True):
         _check_cache(metadata, spec, cache)
+    if query_dtype is not None:
+        query_dtype = require_float_dtype("query_dtype", query_dtype)
     layers = (layer_config(spec, cache, query_dtype) for spec, cache in zip(layer_specs, caches, strict=True))
     return tuple(dict.fromkeys(layers))
 

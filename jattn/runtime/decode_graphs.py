@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jattn.batch.bucket import Bucket
+from jattn.batch.bucket import Bucket, count_decodes
 from jattn.batch.int_arrays import parse_int_vector, python_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
-from jattn.batch.requests import count_decodes
 from jattn.runtime.executables import ExecutableCache, Lower, progress_bar
 from jattn.runtime.host_transfer import TransferLayout
 from jattn.runtime.parameters import ParameterLeaves

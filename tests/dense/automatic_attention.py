@@ -16,8 +16,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jattn
-from jattn import attending, masks
-from jattn.dense import attention
+from jattn import masks
+from jattn.dense import attention, per_shard
 from jattn.implementations import mosaic_gpu, xla
 from pallas_kernels import support
 from tests.dense.explicit_attention import (
@@ -186,7 +186,8 @@ def check_kernels() -> None:
         stack.enter_context(mock.patch.object(support, "why_not_on", return_value=None))
         stack.enter_context(mock.patch.object(mosaic_gpu, "attend", kernel))
         stack.enter_context(mock.patch.object(mosaic_gpu, "gradients", gradients))
-        stack.enter_context(mock.patch.object(attending, "_attend_jitted", attending._attend))
+        unjitted = per_shard.attend_regions.__wrapped__
+        stack.enter_context(mock.patch.object(per_shard, "attend_regions", unjitted))
         for function, num_kernels in (
             (run, 1),
             (gradient, 2),

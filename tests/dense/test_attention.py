@@ -19,7 +19,7 @@ import jattn
 from jattn import masks
 from jattn.dense import attention
 from jattn.dense.arguments import JAX_ARGUMENT_NAMES
-from jattn.implementations.xla.scores import num_first_keys
+from jattn.implementations.xla.attention import num_first_keys
 
 ROOT = pathlib.Path(__file__).parents[2]
 

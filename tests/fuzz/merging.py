@@ -57,7 +57,7 @@ def cascade(case: dict, rng: np.random.Generator) -> None:
         seed=case["seed"],
     )
     if rng.random() < 0.5:
-        exact = jattn.batch.requests.exact_bucket(query_lens)
+        exact = jattn.batch.bucket.exact_bucket(query_lens)
         rows = {"max_decodes": exact.max_decodes + 2, "max_prefills": exact.max_prefills + 1}
         tokens, blocks = exact.max_prefill_tokens + 5, -(-int(seq_lens.max()) // size) + 1
         bucket = jattn.Bucket(**rows, max_prefill_tokens=tokens, max_blocks=blocks)

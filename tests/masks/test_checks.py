@@ -43,7 +43,7 @@ def per_request_masks():
 
 @pytest.mark.parametrize("to_device", [True, False])
 def test_per_request_mask_is_reordered_to_batch_rows(to_device):
-    assert jattn.batch.requests.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
+    assert jattn.batch.bucket.row_indices(np.asarray(LENS[0]), BUCKET).tolist() == ROWS
     for mask in per_request_masks():
         laid = mask.to_batch_rows(metadata(to_device=to_device))
         traced = jax.jit(lambda mask, step: mask.to_batch_rows(step))(mask, metadata())

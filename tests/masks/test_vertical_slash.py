@@ -14,7 +14,7 @@ import pytest
 import jattn
 from jattn import masks
 from jattn.cache import blocks_of, gather_tokens
-from jattn.implementations.mosaic_gpu import attention
+from jattn.implementations.mosaic_gpu import prefill
 from jattn.implementations.mosaic_gpu.gathered_columns import add_gathered_gradients, gather_kv
 from jattn.masks.vertical_slash import UNUSED_POSITION
 from tests.attention_problems import in_layout
@@ -200,7 +200,7 @@ SLOPES = jnp.ones(4)
 def test_columns_are_not_gathered_if_biases_depend_on_positions(monkeypatch, changes, slopes, calls):
     monkeypatch.setattr("pallas_kernels.support.why_not_on", lambda *_: None)  # as on a Hopper GPU
     kernel = mock.Mock(side_effect=lambda query, *_, **__: (query, jnp.zeros(query.shape[1::-1])))
-    monkeypatch.setattr(attention, "varlen_prefill", kernel)
+    monkeypatch.setattr(prefill, "varlen_prefill", kernel)
     heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     spec, mask = jattn.AttentionSpec(**heads, **changes), slashed(5, rows=1, tokens=40)
     metadata = jattn.build_batch_metadata([33], [33], [[1, 2, 3]], block_size=16)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.batch.bucket import exact_bucket
 from jattn.batch.context_parallel import ContextParallelAxis, slot_mapping_on_rank
-from jattn.batch.requests import exact_bucket
 from jattn.masks import Causal, Chunked, InterleavedMask, Window
 from jattn.masks.pairs import Pairs, Tiles
 from jattn.parallel.context_parallel import attend_on_rank

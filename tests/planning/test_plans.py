@@ -88,7 +88,7 @@ class TestChoice:
         in_8_bits = dataclasses.replace(CACHE, quantization="int8_token_head")
         plan = jattn.plan(batch([1], [9]), [SPEC, SPEC, SPEC], [CACHE, in_8_bits, CACHE])
         assert len(plan.layers) == 2
-        assert len(plan.kernel_plans) == len(
+        assert len(plan.regions) == len(
             {layer_plan.decode.kernel.sizes.schedule_sizes for layer_plan in plan.layers}
         )
 
@@ -108,7 +108,7 @@ class TestChoice:
     def test_a_plan_is_traced_once_for_all_batches_of_a_bucket(self, traced_once):
         bucket = jattn.Bucket(max_decodes=3, max_prefills=2, max_prefill_tokens=16, max_blocks=4)
         batches = batch(bucket=bucket), batch([1, 3], [9, 3], bucket=bucket)
-        traced_once(lambda metadata: jattn.plan(metadata, SPEC, CACHE).query_tiles, *[(x,) for x in batches])
+        traced_once(lambda metadata: jattn.plan(metadata, SPEC, CACHE).regions, *[(x,) for x in batches])
 
     def test_devices_of_the_arguments_determine_the_kernel(self, monkeypatch):
         arguments_checked = []

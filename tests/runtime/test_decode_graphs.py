@@ -18,9 +18,8 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
-from jattn.batch.bucket import Bucket, default_buckets
+from jattn.batch.bucket import Bucket, default_buckets, row_indices
 from jattn.batch.metadata import abstract_metadata
-from jattn.batch.requests import row_indices
 from jattn.runtime import decode_graphs as graphs_module
 from jattn.runtime.decode_graphs import DecodeGraphs
 from tests.assertions import record_compilations

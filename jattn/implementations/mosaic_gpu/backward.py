@@ -1,9 +1,5 @@
 """Gradients of attention over packed keys with the Mosaic GPU kernel varlen_backward."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -20,7 +16,7 @@ from jattn.implementations.mosaic_gpu.backward_tile_lists import (
 from jattn.implementations.mosaic_gpu.gathered_columns import (
     add_gathered_gradients,
     gather_kv,
-    gathered_columns_layer,
+    gathered_columns_spec,
 )
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
 from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
@@ -89,21 +85,42 @@ def gradients(
         alibi_slopes: ALiBi slope per head.
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
-    residuals: dict[str, Any] = {"out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse}
-    residuals |= {"alibi_slopes": alibi_slopes, "interpret": interpret}
-    compute: Callable[..., tuple[Array, Array, Array]] = functools.partial(_call_kernel, query, **residuals)
-    if not gathers_columns(mask, spec) or alibi_slopes is not None:
-        return compute(kv, metadata, spec, mask=mask)
-    columns, slashes = split_gathered(mask)
-    gathered, positions = gather_kv(kv, metadata, columns)
+    columns = None
+    if gathers_columns(mask, spec) and alibi_slopes is None:
+        columns, mask = split_gathered(mask)
+    dq, dk, dv = _call_kernel(
+        query,
+        kv,
+        metadata,
+        spec,
+        out=out,
+        lse=lse,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        interpret=interpret,
+    )
+    if columns is None:
+        return dq, dk, dv
     # `out` and `lse` cover all visible keys, so the gradients of both key sets simply add up.
-    dq, *dkv = compute(kv, metadata, spec, mask=slashes)
-    gathered_dq, *gathered_dkv = compute(
-        gathered, metadata, gathered_columns_layer(spec, columns).spec, mask=columns
+    gathered, positions = gather_kv(kv, metadata, columns)
+    gathered_dq, gathered_dk, gathered_dv = _call_kernel(
+        query,
+        gathered,
+        metadata,
+        gathered_columns_spec(spec),
+        out=out,
+        lse=lse,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+        mask=columns,
+        alibi_slopes=None,
+        interpret=interpret,
     )
     dq = (dq.astype(jnp.float32) + gathered_dq.astype(jnp.float32)).astype(dq.dtype)
-    pairs = zip(dkv, gathered_dkv, strict=True)
-    dk, dv = (add_gathered_gradients(*pair, positions, kv.kv_start_loc) for pair in pairs)
+    dk = add_gathered_gradients(dk, gathered_dk, positions, kv.kv_start_loc)
+    dv = add_gathered_gradients(dv, gathered_dv, positions, kv.kv_start_loc)
     return dq, dk, dv
 
 

@@ -4,7 +4,6 @@ The queries of a prompt share the cost of dequantizing. Only keys visible to the
 request after request, into a buffer of static size; requests that do not fit are processed in further passes.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +13,9 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.mosaic_gpu.kernel_config import score_of
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
+from jattn.implementations.mosaic_gpu.prefill import attend_prefill
+from jattn.masks import Mask
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
 from pallas_kernels import varlen_prefill as prefill_kernel
@@ -48,8 +49,11 @@ def attend_dequantized(
     cache: PagedCache,
     metadata: BatchMetadata,
     spec: AttentionSpec,
-    attend_packed: Callable[[PackedKV, BatchMetadata], tuple[Array, Array | None]],
+    kernel: PrefillKernelConfig,
     *,
+    mask: Mask | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
     return_lse: bool,
     interpret: Interpret = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
@@ -60,13 +64,34 @@ def attend_dequantized(
         cache: Cache with 8-bit keys or values.
         metadata: Metadata of the region as a separate step.
         spec: Attention of the layer.
-        attend_packed: Attends to 16-bit keys and values, called with `(kv, metadata)`; requests that are not
-            in kv have seq_len 0. It is traced once.
+        kernel: Kernel that attends to the dequantized keys.
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        sinks: Attention sinks per head.
+        alibi_slopes: ALiBi slope per head.
         return_lse: Whether to return the log-sum-exp.
         interpret: plgpu.InterpretGPUParams to run cache_read on a CPU.
     """
     key_ranges = _visible_key_ranges(metadata, spec)
     rows, reqs = buffer_len(metadata, spec), metadata.bucket.max_reqs
+
+    def attend_ranges(key_ranges: KeyRanges, begin: Array) -> tuple[Array, Array | None]:
+        """Attend in the requests with seq_len > 0; row `begin` of the concatenation is the buffer's first."""
+        return attend_prefill(
+            query,
+            _read(cache, metadata, key_ranges, begin, rows, query.dtype, interpret),
+            replace(metadata, seq_lens=key_ranges.seq_lens),
+            spec,
+            kernel,
+            None,
+            mask=mask,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_lse,
+            interpret=interpret,
+        )
+
+    if worst_buffer_len(metadata, spec) <= rows:
+        return attend_ranges(key_ranges, jnp.int32(0))
 
     def attend_chunk(first: Array) -> tuple[Array, Array, Array | None]:
         """Attend to as many requests, from `first` on, as fit the buffer."""
@@ -74,14 +99,8 @@ def attend_dequantized(
         next_request = (key_ranges.ends <= begin + rows).sum(dtype=jnp.int32)
         req = jnp.arange(reqs, dtype=jnp.int32)
         seq_lens = jnp.where((req >= first) & (req < next_request), key_ranges.seq_lens, 0)
-        chunk_ranges = key_ranges._replace(seq_lens=seq_lens)
-        kv = _read(cache, metadata, chunk_ranges, begin, rows, query.dtype, interpret)
-        out, lse = attend_packed(kv, replace(metadata, seq_lens=seq_lens))
+        out, lse = attend_ranges(key_ranges._replace(seq_lens=seq_lens), begin)
         return next_request, out, lse
-
-    if worst_buffer_len(metadata, spec) <= rows:
-        kv = _read(cache, metadata, key_ranges, jnp.int32(0), rows, query.dtype, interpret)
-        return attend_packed(kv, metadata)
 
     def next_chunk(state: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array | None]:
         first, out, lse = state

@@ -6,40 +6,28 @@ of one KV tile per column. MInference computes columns in the same way.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, gather_tokens
-from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig
-from jattn.implementations.mosaic_gpu.kernel_selection import sparse_sizes
 from jattn.masks import GatheredColumns
 from jattn.masks.vertical_slash import UNUSED_POSITION
 from jattn.spec import AttentionSpec
 
 
-class GatheredColumnsLayer(NamedTuple):
-    """Layer that attends to gathered keys, which differ between query heads, and its kernel."""
-
-    spec: AttentionSpec
-    kernel: PrefillKernelConfig
+def gathered_columns_spec(spec: AttentionSpec) -> AttentionSpec:
+    """Return the attention to the gathered keys of a layer, which differ between query heads."""
+    return dataclasses.replace(spec, num_kv_heads=spec.num_q_heads, causal=False, sparsity=None)
 
 
-def gathered_columns_layer(spec: AttentionSpec, columns: GatheredColumns) -> GatheredColumnsLayer:
-    """Return the layer that attends to the gathered keys of a layer."""
-    spec = dataclasses.replace(spec, num_kv_heads=spec.num_q_heads, causal=False, sparsity=None)
-    return GatheredColumnsLayer(
-        spec, PrefillKernelConfig(sizes=sparse_sizes(spec, columns), has_lists=True, is_packed=True)
-    )
-
-
-def gathered_kv_layout(columns: GatheredColumns, metadata: BatchMetadata) -> dict[str, Any]:
-    """Return PackedKV's kv_start_loc and max_seq_len for the gathered keys."""
+def gathered_kv_layout(
+    columns: GatheredColumns, metadata: BatchMetadata
+) -> tuple[Int32[Array, " reqs"], int]:
+    """Return the index of each row's first gathered key, and the room for keys per row."""
     room = columns.positions.shape[-1]
-    starts = jnp.arange(metadata.seq_lens.shape[0], dtype=jnp.int32) * room
-    return {"kv_start_loc": starts, "max_seq_len": room}
+    return jnp.arange(metadata.seq_lens.shape[0], dtype=jnp.int32) * room, room
 
 
 def gather_kv(
@@ -56,7 +44,8 @@ def gather_kv(
     positions = jnp.where(positions < lens[:, None, None], positions, UNUSED_POSITION)
     k, v = gather_tokens(kv, metadata.block_table, positions, positions < UNUSED_POSITION)
     k, v = (x.reshape(len(lens) * room, heads, x.shape[-1]) for x in (k, v))
-    return PackedKV(k=k, v=v, is_in_order=True, **gathered_kv_layout(columns, metadata)), positions
+    starts, _ = gathered_kv_layout(columns, metadata)
+    return PackedKV(k=k, v=v, kv_start_loc=starts, is_in_order=True, max_seq_len=room), positions
 
 
 def add_gathered_gradients(

@@ -47,6 +47,8 @@ class PrefillKernelConfig:
         is_packed: Whether keys are outside a paged cache.
         uses_cache_read: Whether cache_read dequantizes an 8-bit cache before the kernel runs.
         dequantizes: Whether the kernel itself dequantizes an 8-bit cache.
+        columns_sizes: Sizes of a second call of the kernel over gathered columns, see gathered_columns.py;
+            None if no columns are gathered.
     """
 
     sizes: varlen_prefill.PrefillSizes
@@ -54,6 +56,13 @@ class PrefillKernelConfig:
     is_packed: bool = False
     uses_cache_read: bool = False
     dequantizes: bool = False
+    columns_sizes: varlen_prefill.PrefillSizes | None = None
+
+    @property
+    def columns(self) -> "PrefillKernelConfig":
+        """Configuration of the call over gathered columns."""
+        assert self.columns_sizes is not None
+        return PrefillKernelConfig(sizes=self.columns_sizes, has_lists=True, is_packed=True)
 
     def __str__(self) -> str:
         first = "cache_read, " if self.uses_cache_read else ""

@@ -7,16 +7,15 @@ from jaxtyping import Array, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
-from jattn.implementations.mosaic_gpu.gathered_columns import gathered_columns_layer, gathered_kv_layout
+from jattn.implementations.mosaic_gpu.gathered_columns import gathered_columns_spec, gathered_kv_layout
 from jattn.implementations.mosaic_gpu.kernel_config import (
     DecodeKernelConfig,
     KernelConfig,
     PrefillKernelConfig,
     score_of,
 )
-from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
-from jattn.masks import Mask, split_gathered
-from jattn.pytree import pytree
+from jattn.masks import GatheredColumns, Mask, UngatheredVerticalSlash, VerticalSlash, split_gathered
+from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import varlen_prefill as prefill_kernel
@@ -43,13 +42,32 @@ class PrefillKernelPlan:
         schedule: Query tiles.
         lists: KV tiles that each query tile visits; None without a mask.
         mask_arrays: Arrays of the mask that the kernel evaluates in partial tiles.
-        columns_plan: Plan of the gathered columns, which this plan's mask then excludes; None without them.
+        columns: Gathered columns, which the lists and mask arrays then exclude; None without them.
+        list_config: Static configuration of the tile lists (static).
+        block_q: Queries per query block that the tile lists distinguish (static); None without query blocks.
     """
 
     schedule: prefill_kernel.PrefillSchedule
     lists: prefill_kernel.PrefillTileLists | None
     mask_arrays: tuple[Array, ...]
-    columns_plan: "PrefillKernelPlan | None" = None
+    columns: "ColumnsPlan | None"
+    list_config: tile_lists.TileListConfig = static()
+    block_q: int | None = static()
+
+
+@pytree
+class ColumnsPlan:
+    """Plan of a VerticalSlash mask whose columns are gathered.
+
+    Attributes:
+        mask: Mask of the gathered keys.
+        remainder: Mask of the other keys.
+        kernel_plan: Kernel plan over the gathered keys.
+    """
+
+    mask: GatheredColumns
+    remainder: UngatheredVerticalSlash
+    kernel_plan: PrefillKernelPlan
 
 
 type KernelPlan = DecodeKernelPlan | PrefillKernelPlan
@@ -145,26 +163,36 @@ def plan_prefill_kernel(
         q_heads=spec.num_q_heads,
         has_lists=kernel.has_lists,
     )
-    if mask is None:
-        return PrefillKernelPlan(schedule=schedule, lists=None, mask_arrays=())
-    columns_plan = None
-    if gathers_columns(mask, spec):
-        columns, mask = split_gathered(mask)
-        layer, layout = gathered_columns_layer(spec, columns), gathered_kv_layout(columns, metadata)
-        columns_plan = plan_prefill_kernel(layer.kernel, metadata, layer.spec, columns, **layout)
-    config = tile_list_config(kernel, metadata, max_seq_len)
-    lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, config)
-    pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, config)
-    arrays = () if pair_mask is None else pair_mask.arrays
-    return PrefillKernelPlan(schedule=schedule, lists=lists, mask_arrays=arrays, columns_plan=columns_plan)
-
-
-def tile_list_config(
-    kernel: PrefillKernelConfig, metadata: BatchMetadata, max_seq_len: int | None
-) -> tile_lists.TileListConfig:
-    """Return the static configuration of a call over tile lists."""
-    return tile_lists.TileListConfig(
+    config = tile_lists.TileListConfig(
         max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
         is_packed=kernel.is_packed,
         is_prefill=metadata.bucket.max_decodes == 0,
+    )
+    lists, columns, block_q = None, None, None
+    mask_arrays: tuple[Array, ...] = ()
+    if kernel.columns_sizes is not None:
+        assert isinstance(mask, VerticalSlash)
+        gathered, mask = split_gathered(mask)
+        starts, room = gathered_kv_layout(gathered, metadata)
+        columns_plan = plan_prefill_kernel(
+            kernel.columns,
+            metadata,
+            gathered_columns_spec(spec),
+            gathered,
+            kv_start_loc=starts,
+            max_seq_len=room,
+        )
+        columns = ColumnsPlan(mask=gathered, remainder=mask, kernel_plan=columns_plan)
+    if mask is not None:
+        block_q = tile_lists.split_mask_factors(mask, kernel.sizes, is_packed=kernel.is_packed).block_q
+        lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, config)
+        pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, config)
+        mask_arrays = () if pair_mask is None else pair_mask.arrays
+    return PrefillKernelPlan(
+        schedule=schedule,
+        lists=lists,
+        mask_arrays=mask_arrays,
+        columns=columns,
+        list_config=config,
+        block_q=block_q,
     )

@@ -102,8 +102,15 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
         reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed, max_seq_len=max_seq_len)
         if reason is not None:
             return reason
+        columns_sizes = None
+        if gathers_columns(mask, spec):
+            columns_sizes = prefill_kernel.default_sizes(spec.head_dim, has_lists=True)
         return PrefillKernelConfig(
-            sizes=sizes, has_lists=True, is_packed=is_packed, uses_cache_read=is_quantized
+            sizes=sizes,
+            has_lists=True,
+            is_packed=is_packed,
+            uses_cache_read=is_quantized,
+            columns_sizes=columns_sizes,
         )
     bounds = None if is_packed else _bounds(spec, region)
     dequantizes = bounds is not None and is_quantized and _should_dequantize_in_kernel(layer, bounds)

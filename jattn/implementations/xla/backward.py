@@ -14,18 +14,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
-from jattn.implementations.xla.kv_chunks import chunk_size, has_no_keys, load_chunk, static_scales
-from jattn.implementations.xla.online_softmax import precision
-from jattn.implementations.xla.query_tiles import group_tiles, prefill_tiles
-from jattn.implementations.xla.scores import alibi_bias
-from jattn.implementations.xla.tile_attention import (
+from jattn.implementations.xla.attention import (
+    PRECISION,
     AttentionArgs,
     TileQueries,
-    add_alibi_bias,
+    alibi_bias,
     capped_scores,
     chunk_range,
+    chunk_size,
+    group_tiles,
+    has_no_keys,
+    load_chunk,
     make_tile_queries,
     match_varying_axes,
+    prefill_tiles,
+    static_scales,
+    tile_alibi_bias,
 )
 from jattn.spec import AttentionSpec
 
@@ -82,9 +86,12 @@ def tile_gradients(
     grad_out, lse, delta = (_group_by_kv_head(x, args.spec) for x in tokens[1:])
     grad_out = grad_out.astype(matmul_dtype)
     matmul = functools.partial(
-        jnp.einsum, preferred_element_type=acc_dtype, precision=precision(matmul_dtype)
+        jnp.einsum, preferred_element_type=acc_dtype, precision=PRECISION[matmul_dtype.itemsize]
     )
-    s = jnp.where(visible, add_alibi_bias(capped, queries, key_positions, args), -jnp.inf)
+    s = capped
+    if args.alibi_slopes is not None:
+        s = s + tile_alibi_bias(queries, key_positions, args, s.dtype)
+    s = jnp.where(visible, s, -jnp.inf)
     p = jnp.exp(s - lse[..., None])
     dp = matmul("hgqd,khd->hgqk", grad_out, v)
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0.0)

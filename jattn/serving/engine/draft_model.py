@@ -11,9 +11,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int32
 
-from jattn.batch.bucket import Bucket
+from jattn.batch.bucket import Bucket, pack_tokens
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
-from jattn.batch.requests import pack_tokens
 from jattn.batch.transitions import advance, recompute_slot_mapping
 from jattn.pytree import replace
 from jattn.runtime.decode_graphs import GraphStep

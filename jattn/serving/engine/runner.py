@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.batch.bucket import Bucket
+from jattn.batch.bucket import Bucket, place_requests
 from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, arrange_batch
-from jattn.batch.requests import request_token_starts
 from jattn.cache import CacheSpec
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
@@ -464,7 +463,7 @@ def arrange_tokens(
         bucket: Bucket of the step.
         num_rows: Number of sampler rows.
     """
-    starts = request_token_starts(lens, bucket)
+    starts = place_requests(lens, bucket).first_tokens
     last_ids, sources = [], []  # of the last token of each row
     for sequence, end in zip(sequences, step.seq_lens, strict=True):
         is_known = len(sequence.token_ids) >= end

@@ -8,7 +8,7 @@ import pytest
 
 from jattn.implementations import selection
 from jattn.implementations.mosaic_gpu import DecodeKernelConfig, DecodeKernelPlan, attention
-from jattn.planning import kernel_plans, layer_plans
+from jattn.planning import layer_plans
 from jattn.pytree import construct_unchecked
 from jattn.serving import Engine
 from pallas_kernels.paged_decode import DecodeSizes
@@ -24,7 +24,7 @@ CALL_CHAIN = [
     "models/decoder_layer.py: __call__",
     "nn.py: __call__",
     "attending.py: attend",
-    "attending.py: _attend",
+    "attending.py: attend_regions",
     "implementations/mosaic_gpu/attention.py: attend",
 ]
 
@@ -42,7 +42,7 @@ def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatc
     monkeypatch.setattr(layer_plans, "support", on_a_gpu)
     monkeypatch.setattr(selection, "choose_kernel", lambda *_: DecodeKernelConfig(sizes=DecodeSizes()))
     nothing = construct_unchecked(DecodeKernelPlan, schedule=None, block_list=None)
-    monkeypatch.setattr(kernel_plans, "plan_decode_kernel", lambda *_, **__: nothing)
+    monkeypatch.setattr(layer_plans, "plan_decode_kernel", lambda *_, **__: nothing)
     monkeypatch.setattr(attention, "paged_decode", kernel_entry)
     engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2)
     with pytest.raises(ReachedError) as reached:

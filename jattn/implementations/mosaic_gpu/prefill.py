@@ -1,0 +1,137 @@
+"""Attention of a region with the kernel varlen_prefill, over a paged cache or packed keys."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.batch.metadata import BatchMetadata
+from jattn.cache import PackedKV, PagedCache
+from jattn.implementations.mosaic_gpu import tile_lists
+from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_spec
+from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
+from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
+from jattn.implementations.mosaic_gpu.slash_masks import without_gathering
+from jattn.masks import Mask
+from jattn.merge import merge_attention_outputs
+from jattn.spec import AttentionSpec
+from pallas_kernels.shared import Interpret
+from pallas_kernels.varlen_prefill import varlen_prefill
+
+
+def attend_prefill(
+    query: Float[Array, "tokens q_heads head_dim"],
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    kernel: PrefillKernelConfig,
+    kernel_plan: PrefillKernelPlan | None,
+    *,
+    mask: Mask | None,
+    sinks: Float[Array, " q_heads"] | None,
+    alibi_slopes: Float[Array, " q_heads"] | None,
+    return_lse: bool,
+    interpret: Interpret,
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads tokens"] | None]:
+    """Return output and log-sum-exp of a region; see `attend` of this package for the arguments.
+
+    Keys are in 16 bits, or in 8 bits if the kernel dequantizes them.
+    """
+    if kernel.columns_sizes is not None and alibi_slopes is not None:
+        # The kernel adds ALiBi by the index of a key, which is not the position of a gathered key.
+        kernel, kernel_plan = dataclasses.replace(kernel, columns_sizes=None), None
+        mask = without_gathering(mask)
+    if kernel_plan is None:
+        starts, max_seq_len = None, None
+        if isinstance(kv, PackedKV):
+            starts, max_seq_len = kv.kv_start_loc, kv.max_keys_per_row if kernel.is_packed else None
+        kernel_plan = plan_prefill_kernel(
+            kernel, metadata, spec, mask, kv_start_loc=starts, max_seq_len=max_seq_len
+        )
+    columns = kernel_plan.columns
+    out, lse = _call_kernel(
+        query,
+        kv,
+        metadata,
+        spec,
+        kernel,
+        kernel_plan,
+        mask=mask if columns is None else columns.remainder,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse or columns is not None,
+        interpret=interpret,
+    )
+    if columns is None:
+        return out, lse
+    gathered_kv, _ = gather_kv(kv, metadata, columns.mask)
+    columns_out, columns_lse = _call_kernel(
+        query,
+        gathered_kv,
+        metadata,
+        gathered_columns_spec(spec),
+        kernel.columns,
+        columns.kernel_plan,
+        mask=columns.mask,
+        sinks=None,
+        alibi_slopes=None,
+        return_lse=True,
+        interpret=interpret,
+    )
+    assert lse is not None
+    assert columns_lse is not None
+    out, lse = merge_attention_outputs([out, columns_out], [lse, columns_lse])
+    return out, lse if return_lse else None
+
+
+def _call_kernel(
+    query: Array,
+    kv: PagedCache | PackedKV,
+    metadata: BatchMetadata,
+    spec: AttentionSpec,
+    kernel: PrefillKernelConfig,
+    kernel_plan: PrefillKernelPlan,
+    *,
+    mask: Mask | None,
+    sinks: Array | None,
+    alibi_slopes: Array | None,
+    return_lse: bool,
+    interpret: Interpret,
+) -> tuple[Array, Array | None]:
+    """Call varlen_prefill once."""
+    kv_start_loc, block_table, layout, k_scale, v_scale = None, None, "NHD", None, None
+    if isinstance(kv, PackedKV):
+        kv_start_loc = kv.kv_start_loc
+    else:
+        block_table, layout = metadata.block_table, kv.layout
+        if kernel.dequantizes:
+            k_scale = None if kv.stored_k_scale is None else jnp.asarray(kv.stored_k_scale)
+            v_scale = None if kv.stored_v_scale is None else jnp.asarray(kv.stored_v_scale)
+    pair_mask = None
+    if mask is not None:
+        # Only its functions are needed: a function is no part of a plan, its arrays are.
+        pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, kernel_plan.list_config)
+        if pair_mask is not None:
+            pair_mask = pair_mask._replace(arrays=kernel_plan.mask_arrays)
+    return varlen_prefill(
+        query,
+        jnp.asarray(kv.k),
+        jnp.asarray(kv.v),
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        score=score_of(spec),
+        kv_start_loc=kv_start_loc,
+        block_table=block_table,
+        layout=layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        schedule=kernel_plan.schedule,
+        lists=kernel_plan.lists,
+        block_q=kernel_plan.block_q,
+        mask=pair_mask,
+        sizes=kernel.sizes,
+        return_lse=return_lse,
+        interpret=interpret,
+    )
