@@ -6,6 +6,7 @@ the tests fail. XLA's own kernels are not autotuned here, so only Pallas kernels
 """
 
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -134,6 +135,12 @@ def slices_read(module: str, names: list[str]) -> dict[str, list[int]]:
     return {name: list(map(int, text.splitlines()[-1].split()[1:])) for name, text in reports.items()}
 
 
+def copied_bytes(module: str, names: list[str]) -> dict[str, int]:
+    """Return the size in bytes of the largest array that XLA pads, copies or slices in each compiled case."""
+    reports = _run_alone("copies", module, names)
+    return {name: int(text.splitlines()[-1].split()[1]) for name, text in reports.items()}
+
+
 def _run_alone(task: str, module: str, names: list[str], **more: str) -> dict[str, str]:
     """Run `main` in a subprocess and return its output per case; `more` sets environment variables."""
     folder = plugin_folder()
@@ -188,6 +195,22 @@ def first_bytes(text: str) -> list[int]:
     return reports
 
 
+def largest_copy(text: str) -> int:
+    """Return the size in bytes of the largest array that a compiled program pads, copies or slices.
+
+    A slice in the fusion of a kernel is read in place.
+    """
+    found = [0]
+    for part in re.split(r"\n(?=%|ENTRY)", text):
+        if "custom_call_target=" in part and not part.startswith("ENTRY"):
+            continue
+        copies = re.findall(r" = [a-z]+(\d+)\[([\d,]*)\]\S* (?:pad|copy|slice|concatenate)\(", part)
+        found += [
+            math.prod(map(int, filter(None, sizes.split(",")))) * int(bits) // 8 for bits, sizes in copies
+        ]
+    return max(found)
+
+
 def partition(mesh, function, arguments, cut) -> None:
     """Compile for the mesh, and print the number of Pallas kernel calls and the names of collectives.
 
@@ -236,6 +259,8 @@ def main(task: str, module: str, names: list[str]) -> None:
             print(f"calls of Pallas kernels: {calls}", flush=True)
         if task == "slices":
             print("slices", *first_bytes(lowered.compile().as_text()), flush=True)
+        if task == "copies":
+            print("copies", largest_copy(lowered.compile().as_text()), flush=True)
         if task == "compile":
             memory = lowered.compile().memory_analysis()
             num_bytes = sum(x.size * x.dtype.itemsize for i in donated for x in jax.tree.leaves(arguments[i]))

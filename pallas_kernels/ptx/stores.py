@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
@@ -16,7 +17,8 @@ from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import with_fallback
 from pallas_kernels.ptx.layouts import ROW, ROW_LAYOUT, SCALAR, TILE, require_layout
 from pallas_kernels.ptx.mma import pack_16bit, transpose_8x8
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.shared.memory import swizzle_transforms
+from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Tile
 
 
 def _store_transposed(ref: Ref, acc: Tile) -> None:
@@ -175,3 +177,46 @@ def _lane_rows(values: mgpu.FragmentedArray) -> Iterator[tuple[ir.Value, ir.Valu
         # All four lanes with the same g hold the value: lane t = 0 stores row g, lane t = 1 row g + 8.
         is_writer = arith.cmpi(arith.CmpIPredicate.eq, t, lanes.const(half))
         yield lanes.add(lanes.times(warp, 16), g, 8 * half), value, is_writer
+
+
+def _store_tiles(ref: Ref, tiles_s: Ref, index: Index) -> None:
+    plgpu.copy_smem_to_gmem(tiles_s, ref.at[index])
+
+
+@with_fallback(_store_tiles)
+def store_tiles(ref: Ref, tiles_s: Ref, index: Index) -> None:
+    """Start to copy swizzled shared memory by TMA to an array whose number of rows is no multiple of 8.
+
+    `plgpu.copy_smem_to_gmem` refuses such an array. Here TMA leaves out the rows past the last multiple of 8,
+    to which no whole tile belongs.
+
+    Args:
+        ref: 16-bit array [rows, ...] of global memory.
+        tiles_s: [a multiple of 8, columns] of swizzled shared memory.
+        index: Where to store the tiles: slices of rows and columns, numbers between; the rows start at a
+            multiple of 8.
+    """
+    starts = [jnp.int32(place.start if isinstance(place, pl.Slice) else place) for place in index]
+    sizes = [int(place.size) if isinstance(place, pl.Slice) else None for place in index]
+    tiling, swizzle = swizzle_transforms(jnp.dtype(ref.dtype).itemsize)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType((tiling, swizzle)), *[SCALAR] * len(index)), return_type=()
+    )
+    def store(
+        ctx: mgpu.LaunchContext, ref: ir.Value, tiles_s: ir.Value, *starts: mgpu.FragmentedArray
+    ) -> None:
+        places = [arith.index_cast(ir.IndexType.get(), fragments.scalar(start)) for start in starts]
+        ctx.async_copy(
+            src_ref=tiles_s,
+            dst_ref=ref,
+            gmem_slice=tuple(
+                place if size is None else mgpu.ds(place, size)
+                for place, size in zip(places, sizes, strict=True)
+            ),
+            gmem_transform=mgpu.TileTransform(tiling.tiling, rounding=launch_context.Rounding.DOWN),
+            swizzle=swizzle.swizzle,
+            oob_mode=plgpu.OOBFillMode.UNDEFINED,
+        )
+
+    store(ref, tiles_s, *starts)

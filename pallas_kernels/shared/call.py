@@ -49,6 +49,31 @@ def pad_tokens(x: jax.Array, *, axis: int = 0, extra: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])
 
 
+def split_tail(x: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array | None]:
+    """Split an array into what TMA can read in place and a copy of its last rows; None if there is no need.
+
+    TMA fills shared memory in groups of 8 rows, and a group that exceeds the array reads past its memory.
+    Without the group the array is read in place, where padding would copy it: 95 us of a step of 700 us. The
+    copy serves tiles of `num_rows` rows, each of which is read either from the array or from the copy.
+
+    Args:
+        x: Array whose first axis is the tokens.
+        num_rows: Rows per copy by TMA, a multiple of 8. Static.
+
+    Returns:
+        All whole groups of the array, and the last `num_rows` rows of the array padded to groups.
+    """
+    num_missing = -x.shape[0] % ALIGN
+    tail_start = x.shape[0] + num_missing - num_rows
+    if num_missing and tail_start <= 0:
+        return pad_tokens(x), None
+    x = copy_if_unaligned(x)
+    if not num_missing:
+        return x, None
+    padding = ((0, num_missing), *[(0, 0)] * (x.ndim - 1))
+    return x[: x.shape[0] + num_missing - ALIGN], jnp.pad(x[tail_start:], padding)
+
+
 def tile_scale(scale: jax.Array | None, tiling: CacheTiling) -> jax.Array | None:
     """Return the scale of keys or values in the form of KvRefs."""
     if scale is None or scale.ndim == 1:

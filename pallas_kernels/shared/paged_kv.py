@@ -44,6 +44,8 @@ class KvRefs(NamedTuple):
         k_scale: Scale of 8-bit keys, f32: [1], [kv_heads], per channel [kv_heads, chunks, width], or per
             token and head as CacheTiling.tile_scales returns them; None for 1.
         v_scale: Scale of 8-bit values, like `k_scale`.
+        k_tail: Last rows of packed keys as `split_tail` returns them, or None.
+        v_tail: Last rows of packed values, like `k_tail`.
     """
 
     k: Ref
@@ -51,6 +53,8 @@ class KvRefs(NamedTuple):
     block_table: Ref
     k_scale: Ref = None
     v_scale: Ref = None
+    k_tail: Ref = None
+    v_tail: Ref = None
 
 
 # ------------------------------------------------------------------------------------- TMA copies

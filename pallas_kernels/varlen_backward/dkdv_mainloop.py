@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.head_dims import PANEL
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.tile_codes import QUERY_BLOCK_SHIFT
-from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_backward.dkdv_scores import DkDvScores, QueryTile
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvOutputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
@@ -462,11 +462,13 @@ class DkDvMainloop:
                 jnp.clip(work_tile[name] - self.wg * PANEL, 0, PANEL) for name in ("store_begin", "store_end")
             )
 
-            def to(rows: Slice, head: Scalar, panel: int) -> Ref:
-                return grad_g.at[(rows, head, *self.spec.gmem_panel_index(panel, first_row * 0))]
+            def index_of(rows: Slice, head: Scalar, panel: int) -> Index:
+                return (rows, head, *self.spec.gmem_panel_index(panel, first_row * 0))
 
-            heads, valid = [PackedHead(work_tile.kv_head, 0)], ValidRows(first_row, begin, end)
-            store_valid_rows(to, heads, valid, swizzled.at[self.wg], plain.at[self.wg], tiles)
+            store_valid_rows(
+                grad_g, index_of, [PackedHead(work_tile.kv_head, 0)], ValidRows(first_row, begin, end),
+                swizzled.at[self.wg], plain.at[self.wg], tiles, is_interpreted=self.spec.is_interpreted,
+            )  # fmt: skip
 
         computes, outputs = self.spec.computes, self.outputs
         if computes.dk and computes.dv:

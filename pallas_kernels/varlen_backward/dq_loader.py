@@ -121,7 +121,7 @@ class DqLoader(PrefillLoader):
         for index, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            self.copy(self.arrays[index], buffers, stage, copies)
+            self.copy(self.arrays[index], None, buffers, stage, copies)
             if after_keys is not None and index == 0:
                 after_keys()
 

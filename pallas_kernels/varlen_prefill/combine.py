@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.softmax import STRIP, add_splits
-from pallas_kernels.shared.types import Ref, Scalar, Slice
+from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.epilogue import (
     output_scale_and_lse,
@@ -106,10 +106,10 @@ class Combiner:
         columns = pl.ds(pl.multiple_of(strip * STRIP, STRIP), STRIP)
         (swizzled_s,), (plain_s,) = out_s
 
-        def to(tokens: Slice, head: Scalar, index: int) -> Ref:
+        def index_of(tokens: Slice, head: Scalar, index: int) -> Index:
             if head_dims.is_padded:
-                return refs.out.at[(tokens, head, strip, *head_dims.gmem_index(0, strip * 0)[1:])]
-            return refs.out.at[tokens, head, columns]
+                return (tokens, head, strip, *head_dims.gmem_index(0, strip * 0)[1:])
+            return tokens, head, columns
 
         @pl.when((first < work_tile["end"]) & (first + rows.tokens > work_tile["begin"]))
         def _() -> None:
@@ -124,7 +124,9 @@ class Combiner:
             if refs.lse is not None:
                 pl.when(strip == 0)(lambda: store_lse(refs.lse, rows, valid_rows(rows), lse))
             out = (acc * broadcast_rows(factor, acc)).astype(self.spec.dtype)
-            heads = packed_heads(work_tile, self.spec)
-            store_valid_rows(to, heads, valid_rows(rows), swizzled_s, plain_s, [out])
+            store_valid_rows(
+                refs.out, index_of, packed_heads(work_tile, self.spec), valid_rows(rows),
+                swizzled_s, plain_s, [out], is_interpreted=self.spec.is_interpreted,
+            )  # fmt: skip
             # The next strip reuses the same shared memory.
             plgpu.wait_smem_to_gmem(0)

@@ -22,7 +22,7 @@ from pallas_kernels.shared.call import (
     check_scale,
     check_supported,
     in_log2,
-    pad_tokens,
+    split_tail,
     tile_scale,
 )
 from pallas_kernels.shared.head_dims import head_chunks
@@ -216,27 +216,31 @@ def varlen_prefill(
     )  # fmt: skip
 
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
-    def kv_array(x: jax.Array) -> jax.Array:
-        return head.split(pad_tokens(x)) if tiling is None else tiling.tile_cache(x)
-
     def kv_scale(scale: jax.Array | None) -> jax.Array | None:
         return None if scale is None or tiling is None else tile_scale(scale.astype(jnp.float32), tiling)
 
+    q, query_tail = split_tail(head.split(query), sizes.warpgroup_tokens)
+    k_tail, v_tail = None, None
+    if tiling is None:
+        k, k_tail = split_tail(head.split(key), sizes.tile_kv)
+        v, v_tail = split_tail(head.split(value), sizes.tile_kv)
+    else:
+        k, v = tiling.tile_cache(key), tiling.tile_cache(value)
     inputs = PrefillInputs(
-        query=head.split(pad_tokens(query)),
-        kv=KvRefs(kv_array(key), kv_array(value), block_table, kv_scale(k_scale), kv_scale(v_scale)),
+        query=q,
+        kv=KvRefs(k, v, block_table, kv_scale(k_scale), kv_scale(v_scale), k_tail, v_tail),
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),
         schedule=schedule_refs(schedule, lists),
         mask=() if mask is None else mask.arrays,
+        query_tail=query_tail,
     )
     fix = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
     inputs = forbid_kernel_derivative(inputs, "varlen_prefill", fix)
-    outputs = prefill(inputs, spec)
+    outputs = prefill(inputs, spec, num_tokens)
     if schedule.split_tiles is not None:
         outputs = combine_splits(outputs, schedule.table, schedule.split_tiles, inputs.sinks, spec)
-    out = outputs.out.reshape(-1, q_heads, head_dim)[:num_tokens]
-    return out, None if outputs.lse is None else outputs.lse[:, :num_tokens]
+    return outputs.out.reshape(num_tokens, q_heads, head_dim), outputs.lse
 
 
 def check_sizes(

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ptx.stores import store_tokens
+from pallas_kernels.ptx.stores import store_tiles, store_tokens
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.softmax import SplitOutputs, finalize_softmax
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Slice, Tile
+from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.refs import PrefillOutputs
+from pallas_kernels.varlen_prefill.schedule import ALIGN
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
 from pallas_kernels.varlen_prefill.spec import M
 from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, align_row, packed_heads
@@ -125,33 +126,40 @@ def store_rows(out_g: Ref, rows: QueryRows, swizzled_s: Ref, plain_s: Ref, outs:
     """
     head_dims = rows.spec.shape.head
 
-    def to(tokens: Slice, head: Scalar, chunk: int) -> Ref:
-        return out_g.at[(tokens, head, *head_dims.gmem_index(chunk, head * 0))]
+    def index(tokens: Slice, head: Scalar, chunk: int) -> Index:
+        return (tokens, head, *head_dims.gmem_index(chunk, head * 0))
 
-    heads = packed_heads(rows.work_tile, rows.spec)
-    store_valid_rows(to, heads, valid_rows(rows), swizzled_s, plain_s, outs)
+    store_valid_rows(
+        out_g, index, packed_heads(rows.work_tile, rows.spec), valid_rows(rows),
+        swizzled_s, plain_s, outs, is_interpreted=rows.spec.is_interpreted,
+    )  # fmt: skip
 
 
 def store_valid_rows(
-    to: Callable[[Slice, Scalar, int], Ref],
+    out_g: Ref,
+    index_of: Callable[[Slice, Scalar, int], Index],
     heads: Sequence[PackedHead],
     valid: ValidRows,
     swizzled_s: Ref,
     plain_s: Ref,
     outs: Sequence[Tile],
+    *,
+    is_interpreted: bool,
 ) -> None:
-    """Store the valid rows of each head of a warpgroup: outs[i] of a head to `to(rows, head, i)`.
+    """Store the valid rows of each head of a warpgroup: outs[i] to `out_g[index_of(rows, head, i)]`.
 
     If all rows are valid, one copy stores a head's rows of each tile. Otherwise each copy stores a power of
     two rows.
 
     Args:
-        to: Function that returns the destination in global memory.
+        out_g: Array in global memory whose first axis is the rows.
+        index_of: Function that returns the index in `out_g`.
         heads: Heads whose rows follow each other in the tiles.
         valid: Valid rows of each head.
         swizzled_s: Shared memory [tiles, 64, width].
         plain_s: The same memory without swizzling.
         outs: Tiles in 16 bits, of a chunk or a panel of the heads each.
+        is_interpreted: Whether the kernel runs in interpret mode. Static.
     """
     (first, begin, end), tokens = valid, outs[0].shape[0] // len(heads)
     num = jnp.maximum(end - begin, 0)
@@ -163,8 +171,12 @@ def store_valid_rows(
             swizzled_s[index] = out
         plgpu.commit_smem()
         for index, (head, row) in itertools.product(range(len(outs)), heads):
-            all_rows = pl.ds(align_row(first), tokens)
-            plgpu.copy_smem_to_gmem(swizzled_s.at[index, pl.ds(row, tokens)], to(all_rows, head, index))
+            rows_s = swizzled_s.at[index, pl.ds(row, tokens)]
+            place = index_of(pl.ds(align_row(first), tokens), head, index)
+            if out_g.shape[0] % ALIGN == 0:
+                plgpu.copy_smem_to_gmem(rows_s, out_g.at[place])
+            else:
+                store_tiles(out_g, rows_s, place, is_interpreted=is_interpreted)
 
     @pl.when((num > 0) & (num < tokens))
     def _() -> None:
@@ -179,6 +191,7 @@ def store_valid_rows(
             def _(offset: Scalar = offset, size: int = size) -> None:
                 for index, (head, row) in itertools.product(range(len(outs)), heads):
                     rows_s = plain_s.at[index, pl.ds(row + offset, size)]
-                    plgpu.copy_smem_to_gmem(rows_s, to(pl.ds(first + offset, size), head, index))
+                    place = index_of(pl.ds(first + offset, size), head, index)
+                    plgpu.copy_smem_to_gmem(rows_s, out_g.at[place])
 
             offset, size = offset + (num & size), size // 2

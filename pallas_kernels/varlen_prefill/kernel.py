@@ -76,11 +76,11 @@ REGISTERS = 65536  # per SM
 DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
 
 
-def prefill(inputs: PrefillInputs, spec: PrefillSpec) -> PrefillOutputs:
-    """Run the prefill kernel."""
+def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
+    """Run the prefill kernel; `num_tokens` is the number of tokens without padding."""
     kernel = plgpu.kernel(
         functools.partial(prefill_body, spec=spec),
-        out_type=(output_types(inputs, spec),),
+        out_type=(output_types(inputs, spec, num_tokens),),
         scratch_types=(smem_types(spec), barrier_types(spec)),
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),
@@ -134,12 +134,11 @@ def prefill_body(
         PrefillMainloop(inputs, outputs, smem, barriers, spec=spec, queries=queries).run(scheduler)
 
 
-def output_types(inputs: PrefillInputs, spec: PrefillSpec) -> PrefillOutputs:
+def output_types(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
     """Return the types of the outputs."""
-    lse_shape = spec.shape.q_heads, inputs.query.shape[0]
-    lse = jax.ShapeDtypeStruct(lse_shape, f32) if spec.returns_lse else None
+    lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
     split_outputs = _split_output_types(spec) if spec.has_splits else None
-    out = jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype)
+    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.shape[1:]), spec.dtype)
     return PrefillOutputs(out=out, lse=lse, split_outputs=split_outputs)
 
 

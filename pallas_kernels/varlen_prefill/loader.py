@@ -14,6 +14,7 @@ from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling, KvRefs
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages, QueryBuffers
 from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillSmem
+from pallas_kernels.varlen_prefill.schedule import ALIGN
 from pallas_kernels.varlen_prefill.spec import PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     PrefillTileScheduler,
@@ -29,14 +30,43 @@ class KvCopy(NamedTuple):
     """Source and destination of one TMA copy.
 
     Attributes:
-        source: Index of the keys in global memory, to which the caller appends the index of the chunk.
+        source: Index of the keys in global memory, to which the caller appends the index of the chunk; for
+            packed keys without the rows.
         rows: Rows of the tile in shared memory that the copy fills.
         scales: Index of the scales per token in global memory; () without such scales.
+        first_row: First row of packed keys in global memory; None for a paged cache.
     """
 
     source: Index
     rows: Slice
     scales: Index = ()
+    first_row: Scalar | None = None
+
+
+def copy_rows(
+    rows_g: Ref, tail_g: Ref, first_row: Scalar, index: Index, to: Ref, barrier: Ref, *, num_rows: int
+) -> None:
+    """Start to copy rows of an array that `split_tail` returned, from the array or from its tail.
+
+    Args:
+        rows_g: Array in global memory.
+        tail_g: Its tail, or None.
+        first_row: First row, from align_row.
+        index: Index after the rows.
+        to: Destination in shared memory.
+        barrier: Barrier at which the copy arrives.
+        num_rows: Number of rows; those past the array's end become 0.
+    """
+
+    def copy(source_g: Ref, first: Scalar) -> None:
+        plgpu.copy_gmem_to_smem(source_g.at[(pl.ds(first, num_rows), *index)], to, barrier)
+
+    if tail_g is None:
+        copy(rows_g, first_row)
+        return
+    tail_start = rows_g.shape[0] + ALIGN - num_rows
+    pl.when(first_row < tail_start)(lambda: copy(rows_g, first_row))
+    pl.when(first_row >= tail_start)(lambda: copy(tail_g, align_row(first_row - tail_start)))
 
 
 class PackedKvCopies:
@@ -52,8 +82,7 @@ class PackedKvCopies:
     ) -> list[KvCopy]:
         """Return TMA copies `first` to `first + count - 1` of a KV tile."""
         first_row = work_tile["kv_start"] - work_tile.alignment_offset + tile * self.tile_kv
-        rows = pl.ds(align_row(first_row), self.tile_kv)
-        return [KvCopy((rows, kv_head), pl.ds(0, self.tile_kv))]
+        return [KvCopy((kv_head,), pl.ds(0, self.tile_kv), first_row=align_row(first_row))]
 
 
 class PagedKvCopies:
@@ -96,7 +125,8 @@ class PrefillLoader:
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
         keys, values = self.pipeline.loaded
-        self.streams = (inputs.kv.k, keys), (inputs.kv.v, values)
+        self.query_tail = inputs.query_tail
+        self.streams = (inputs.kv.k, inputs.kv.k_tail, keys), (inputs.kv.v, inputs.kv.v_tail, values)
         # Scales per token in global memory and their stages, of keys and of values.
         self.scales: list[tuple[Ref, Ref]] = [(None, None)] * 2
         if smem.quantized is not None:
@@ -179,31 +209,34 @@ class PrefillLoader:
         num_copies, at_once = self.copies.num_copies, min(self.copies.num_copies, MAX_COPIES_AT_ONCE)
         fits_registers = num_copies == at_once
         copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
-        for index, (kv_g, stream) in enumerate(self.streams):
+        for index, (kv_g, tail_g, stream) in enumerate(self.streams):
             # A stage is free once all warpgroups of the team have read the tile that it held.
             pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
             if fits_registers:
-                self.copy(kv_g, stream, stage, copies)
+                self.copy(kv_g, tail_g, stream, stage, copies)
                 self.copy_scales(index, stream, stage, copies)
             else:
                 # The bound is hidden from the compiler: unrolled, the ids would not fit in registers.
                 @pl.loop(0, num_copies // at_once + jnp.minimum(step, 0))
                 def _(n: Scalar, index: int = index, kv_g: Ref = kv_g, stream: KvStages = stream) -> None:
                     copies = self.copies.tile_copies(work_tile, tile, kv_head, n * at_once, at_once)
-                    self.copy(kv_g, stream, stage, copies)
+                    self.copy(kv_g, None, stream, stage, copies)
                     self.copy_scales(index, stream, stage, copies)
 
             if after_keys is not None and index == 0:
                 after_keys()
 
-    def copy(self, kv_g: Ref, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
+    def copy(self, kv_g: Ref, tail_g: Ref, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
         """Start to fill a stage with keys or values."""
-        head = self.spec.shape.head
+        head, tile_kv, full = self.spec.shape.head, self.spec.sizes.tile_kv, stream.full.at[stage]
         for copy in copies:
             for chunk in range(head.num_chunks):
-                source = kv_g.at[(*copy.source, *head.gmem_index(chunk, stage * 0))]
+                index = (*copy.source, *head.gmem_index(chunk, stage * 0))
                 to = stream.tiles.at[stage, chunk, copy.rows]
-                plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage])
+                if copy.first_row is None:
+                    plgpu.copy_gmem_to_smem(kv_g.at[index], to, full)
+                else:
+                    copy_rows(kv_g, tail_g, copy.first_row, index, to, full, num_rows=tile_kv)
 
     def copy_scales(self, index: int, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
         """Start to load the scales per token of keys (index 0) or values (1), if there are any."""
@@ -222,13 +255,12 @@ class PrefillLoader:
             # A buffer is free once the output that replaced its queries has left shared memory.
             pl.when(iteration >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
             # A warpgroup without valid rows may start before row 0.
-            first_token = jnp.maximum(work_tile["first_row"] + rank * tokens, 0)
-            rows = pl.ds(align_row(first_token), tokens)
+            first_row = align_row(jnp.maximum(work_tile["first_row"] + rank * tokens, 0))
             for head, first in packed_heads(work_tile, self.spec):
                 for chunk in range(head_dims.num_chunks):
-                    source = self.query.at[(rows, head, *head_dims.gmem_index(chunk, iteration * 0))]
-                    to = queries.query.at[buffer, chunk, pl.ds(first, tokens)]
-                    plgpu.copy_gmem_to_smem(source, to, queries.full.at[barrier])
+                    index = (head, *head_dims.gmem_index(chunk, iteration * 0))
+                    to, full = queries.query.at[buffer, chunk, pl.ds(first, tokens)], queries.full.at[barrier]
+                    copy_rows(self.query, self.query_tail, first_row, index, to, full, num_rows=tokens)
             plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
 
     def wait_for_queries(self, rounds: Scalar) -> None:

@@ -37,6 +37,7 @@ class PrefillInputs(NamedTuple):
         sinks: Attention sinks times log2(e), f32 [q_heads], or None.
         schedule: Work tiles of the step.
         mask: Arrays of the mask.
+        query_tail: Last rows of the queries as `split_tail` returns them, or None.
     """
 
     query: Ref
@@ -45,14 +46,15 @@ class PrefillInputs(NamedTuple):
     sinks: Ref
     schedule: PrefillScheduleRefs
     mask: tuple[Ref, ...]
+    query_tail: Ref = None
 
 
 class PrefillOutputs(NamedTuple):
     """Arrays that the kernel writes.
 
     Attributes:
-        out: Output, like the queries.
-        lse: Log-sum-exp f32 [q_heads, tokens] with as many tokens as `out`, or None.
+        out: Output [tokens, ...], otherwise like the queries.
+        lse: Log-sum-exp f32 [q_heads, tokens], or None.
         split_outputs: Results of query tiles whose keys are split; the combine kernel completes `out` and
             `lse` from them. `tiles` are work_tiles_per_query_tile, accumulators P V. None without KV splits.
     """
