@@ -148,8 +148,6 @@ def check_attend(
     require_shape("query", query.shape, expected, "tokens of the bucket, q_heads, head_dim")
     cache_shape = (cache.num_kv_heads, cache.head_dim)
     require_shape("cache's kv_heads and head_dim", cache_shape, (spec.num_kv_heads, spec.head_dim), "as spec")
-    if alibi_slopes is None and spec.sqrt_alibi:
-        raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
     spec.check_query_quantization(cache.k.dtype)
     if isinstance(cache, PackedKV):
         rows = (metadata.bucket.max_reqs,)

@@ -159,8 +159,11 @@ class AttentionSpec:
         """Return sinks and ALiBi slopes as arrays, by name.
 
         Raises:
-            ValueError: If they are not real numbers, or not one per query head.
+            ValueError: If they are not real numbers, or not one per query head, or if `sqrt_alibi` is set and
+                there are no slopes.
         """
+        if alibi_slopes is None and self.sqrt_alibi:
+            raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
         arrays: dict[str, Array | None] = {"sinks": None, "alibi_slopes": None}
         for name, values in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
             if values is None:

@@ -99,7 +99,8 @@ def attention_fn(
     _check_unsupported(0.0 if deterministic else dropout_rate, module)
     _check_arrays(query, key, value, bias=bias, mask=mask, input_positions=input_positions)
     spec = _spec_for(query, key, value, spec, is_causal)
-    per_head = _per_head(spec, sinks, alibi_slopes)
+    spec.check_query_quantization(key.dtype)
+    per_head = spec.per_head(sinks, alibi_slopes)
     _check_scores_shape(query, key, bias=bias, mask=mask)
     inputs = FlaxInputs(query, key, value, bias, mask, input_positions, **per_head)
     is_cut = explicit_sharding(query, key, value) is not None
@@ -144,7 +145,6 @@ def _attend(
     if not has_positions_or_bias and _can_use_attention(inputs, spec):
         return _attend_tiled(inputs, spec, is_causal, implementation)
     reason = "the kernels do not support a bias, input_positions, or queries at other positions than keys"
-    spec.check_query_quantization(inputs.key.dtype)
     first_supported(requested_implementations(implementation), unsupported_reasons(spec, reason))
     return attend_unfused(inputs, spec, is_causal)
 
@@ -254,13 +254,3 @@ def _spec_for(
             "Pass is_causal=False."
         )
     return spec
-
-
-def _per_head(
-    spec: AttentionSpec, sinks: Array | None, alibi_slopes: Array | None
-) -> dict[str, Array | None]:
-    per_head = spec.per_head(sinks, alibi_slopes)
-    has_slopes = alibi_slopes is not None or not spec.sqrt_alibi
-    if not has_slopes:
-        raise ValueError("spec.sqrt_alibi=True requires ALiBi slopes. Pass alibi_slopes.")
-    return per_head
