@@ -1,5 +1,6 @@
 """Shared measurement code: kernel times by CUPTI, wall times, the read ceiling, and result files."""
 
+import concurrent.futures
 import datetime
 import json
 import pathlib
@@ -46,30 +47,50 @@ def wall_time(f: Callable[..., Any], first: Any, *rest: Any, layers: int = 4, ro
     schedule, once per jitted function.
 
     Args:
-        f: Function to measure. Its result has the shape of its first argument.
+        f: Function to measure. Its result has the structure and shapes of its first argument.
         first: First argument of the first call.
         *rest: Other arguments, the same for every call.
         layers: Number of calls per jitted function.
         rounds: Number of jitted calls in flight.
     """
+    return wall_times({"": (f, first, *rest)}, layers=layers, rounds=rounds)[""]
 
-    @jax.jit
-    def chain(x: Any, *rest: Any) -> Any:
-        for _ in range(layers):
-            x = f(x, *rest)
-        return x
 
-    def seconds(count: int) -> float:
+def wall_times(calls: dict[str, tuple[Any, ...]], *, layers: int = 8, rounds: int = 8) -> dict[str, float]:
+    """Return the wall times of several functions as `wall_time` does, measured in turn.
+
+    Args:
+        calls: Name of a time -> the function and its arguments.
+        layers: Number of calls per jitted function.
+        rounds: Number of jitted calls in flight.
+    """
+
+    def chain_of(f: Callable[..., Any]) -> Any:
+        def chain(x: Any, *rest: Any) -> Any:
+            for _ in range(layers):
+                x = f(x, *rest)
+            return x
+
+        return jax.jit(chain)
+
+    def seconds(name: str, count: int) -> float:
+        _, x, *rest = calls[name]
         start = time.perf_counter()
-        x = first
         for _ in range(count):
-            x = chain(x, *rest)
-        x.block_until_ready()
+            x = programs[name](x, *rest)
+        jax.block_until_ready(x)
         return time.perf_counter() - start
 
-    seconds(1)
-    runs = [seconds(rounds + 1) - seconds(1) for _ in range(5)]
-    return 1e6 * statistics.median(runs) / rounds / layers
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        lowered = {name: chain_of(f).lower(*arguments) for name, (f, *arguments) in calls.items()}
+        programs = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+    for name in calls:
+        seconds(name, 1)
+    runs: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(5):
+        for name in calls:
+            runs[name].append(seconds(name, rounds + 1) - seconds(name, 1))
+    return {name: 1e6 * statistics.median(times) / rounds / layers for name, times in runs.items()}
 
 
 def read_ceiling() -> float:

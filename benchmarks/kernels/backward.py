@@ -16,7 +16,7 @@ import jattn
 from benchmarks.kernels.backward_cases import CASES, CHOICES, make_mask, make_score, per_head, share_of_pairs
 from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
 from benchmarks.kernels.cases import PrefillCase
-from benchmarks.runner import Rows, kernel_times
+from benchmarks.runner import Rows, kernel_times, wall_times
 from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.backward_tile_lists import (
     PackedLens,
@@ -199,6 +199,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = functools.partial(parser.add_argument, nargs="+")
     add("--modifier", default=["plain"], choices=CHOICES, help="Modifiers and masks. Default: plain.")
     add("--variant", default=["default"], choices=VARIANTS, help="Variants of the kernel's sizes.")
+    parser.add_argument(
+        "--wall",
+        action="store_true",
+        help="Also measure wall times in a chain of calls, forward and backward: the kernels and attention.",
+    )
     parser.add_argument("--no-peer", action="store_true", help="Do not measure cuDNN.")
     parser.add_argument("--out", help="Directory for the result rows.")
 
@@ -210,23 +215,26 @@ def main(arguments: argparse.Namespace) -> None:
         [Work(case=CASES[name], modifier=modifier, variant=variant) for variant in a.variant]
         for name, modifier in itertools.product(a.cases or CASES, a.modifier)
     ]
-    for row in measure_all(works, has_peer=not a.no_peer):
+    for row in measure_all(works, has_peer=not a.no_peer, has_wall_time=a.wall):
         rows.add(**row)
 
 
-def measure_all(works: list[list[Work]], *, has_peer: bool) -> Iterator[dict[str, Any]]:
+def measure_all(
+    works: list[list[Work]], *, has_peer: bool, has_wall_time: bool = False
+) -> Iterator[dict[str, Any]]:
     """Compile all programs in parallel, then yield the rows.
 
     Args:
         works: For each case and modifier, its variants.
         has_peer: Whether to measure cuDNN, too.
+        has_wall_time: Whether to measure the wall times of `wall_columns`, too.
     """
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiling = [_start_compiling(pool, variants) for variants in works]
     for variants, futures in zip(works, compiling, strict=True):
         try:
             runs = {name: future.result() for name, future in futures.items()}
-            yield from measure(variants, runs, has_peer=has_peer)
+            yield from measure(variants, runs, has_peer=has_peer, has_wall_time=has_wall_time)
         except Exception as error:  # continue with the other rows
             case = f"{variants[0].case.name} {variants[0].modifier}"
             print(f"{case}: {type(error).__name__}: {error}"[:500], flush=True)
@@ -270,7 +278,9 @@ def lower(works: list[Work]) -> dict[str, Any]:
     return programs
 
 
-def measure(works: list[Work], runs: dict[str, Any], *, has_peer: bool) -> Iterator[dict[str, Any]]:
+def measure(
+    works: list[Work], runs: dict[str, Any], *, has_peer: bool, has_wall_time: bool = False
+) -> Iterator[dict[str, Any]]:
     """Measure and check the variants of a case, and yield a row for each.
 
     The gradients of the first variant are compared with float32, those of the others with the first one's.
@@ -280,6 +290,7 @@ def measure(works: list[Work], runs: dict[str, Any], *, has_peer: bool) -> Itera
         works: Variants of the same case and modifier.
         runs: Compiled programs of `lower`.
         has_peer: Whether to measure cuDNN, too.
+        has_wall_time: Whether to measure the wall times of `wall_columns` of the first variant, too.
 
     Raises:
         ValueError: An error exceeds TOLERANCE.
@@ -307,6 +318,8 @@ def measure(works: list[Work], runs: dict[str, Any], *, has_peer: bool) -> Itera
         if first_grads is None:
             results = {"out": out, "lse": lse.T, **grads}
             errors, first_grads = max_errors(results, arrays, work.case, work.score), grads
+            if has_wall_time:
+                first_columns |= wall_columns(work, arrays, plan, schedule, grads)
         else:
             errors = {name: max_relative_difference(x, first_grads[name]) for name, x in grads.items()}
         for name, error in errors.items():
@@ -324,6 +337,61 @@ def measure(works: list[Work], runs: dict[str, Any], *, has_peer: bool) -> Itera
             "errors": {name: round(error, 5) for name, error in errors.items()},
             **(first_columns if work is first else {}),
         }
+
+
+def attend_gradients(work: Work, arrays: Arrays) -> tuple[jax.Array, ...]:
+    """Compute the gradients of queries, keys and values by `jattn.attention`, without padding tokens."""
+    num_tokens = sum(work.case.query_lens)
+    q, k, v, grad_out = (arrays[name][:num_tokens] for name in ("query", "key", "value", "grad_out"))
+    attention = functools.partial(
+        jattn.attention,
+        cu_seqlens=arrays["query_start_loc"],
+        causal=work.spec.causal,
+        window=work.spec.window,
+        soft_cap=work.spec.soft_cap,
+        mask=arrays.get("mask"),
+        sinks=arrays.get("sinks"),
+        alibi_slopes=arrays.get("alibi_slopes"),
+    )
+    _, pull = jax.vjp(attention, q, k, v)
+    gradients: tuple[jax.Array, ...] = pull(grad_out)
+    return gradients
+
+
+def wall_columns(
+    work: Work, arrays: Arrays, plan: Any, schedule: Any, expected: dict[str, jax.Array]
+) -> dict[str, float]:
+    """Return the wall times of forward and backward pass: the kernels with their schedules, and attention.
+
+    Args:
+        work: What to measure.
+        arrays: Inputs.
+        plan: Result of `Work.forward_schedule`.
+        schedule: Result of `Work.schedule`.
+        expected: Gradients of the kernels.
+
+    Raises:
+        ValueError: A gradient of `jattn.attention` differs from `expected` by more than TOLERANCE.
+    """
+    num_tokens = sum(work.case.query_lens)
+    names = ("query", "key", "value")
+    rest = {name: x for name, x in arrays.items() if name not in (*names, "out", "lse")}
+    inputs = tuple(arrays[name] for name in names)
+
+    def run(inputs: Any, rest: Arrays, plan: Any, schedule: Any) -> tuple[jax.Array, ...]:
+        arrays = rest | dict(zip(names, inputs, strict=True))
+        out, lse = work.forward(arrays, plan, return_lse=True)
+        return work.run(arrays | {"out": out, "lse": lse}, schedule)
+
+    def attend(inputs: Any, rest: Arrays) -> tuple[jax.Array, ...]:
+        return attend_gradients(work, rest | dict(zip(names, inputs, strict=True)))
+
+    cut_inputs = tuple(x[:num_tokens] for x in inputs)
+    for name, gradient in zip(GRADIENTS, jax.jit(attend)(cut_inputs, rest), strict=True):
+        error = max_relative_difference(gradient, expected[name][:num_tokens])
+        require(error < TOLERANCE, f"the difference of {name}'s gradient", f"be less than {TOLERANCE}", error)
+    calls = {"wall_us": (run, inputs, rest, plan, schedule), "attend_us": (attend, cut_inputs, rest)}
+    return wall_times(calls, layers=4, rounds=4)
 
 
 @jax.jit

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jattn
 from benchmarks.kernels.cases import DECODE, DecodeCase
-from benchmarks.runner import Rows, kernel_times, read_ceiling, wall_time
+from benchmarks.runner import Rows, kernel_times, read_ceiling, wall_times
 from jattn.cache.quantization import quantize_static, quantize_token_head
 from pallas_kernels.paged_decode import DecodeSizes, default_sizes, paged_decode
 from pallas_kernels.paged_decode import reference as references
@@ -46,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ctas-per-sm", type=int, default=[None], help="CTAs per SM. Default: the kernel's choice.")
     add("--split-kv", type=int, default=[None], help="Keys per split. Default: balanced over the CTAs.")
     add("--by", default=[None], choices=("warp", "warpgroup"), help="Matrix products per warp or warpgroup.")
-    parser.add_argument("--wall", action="store_true", help="Also measure the wall time in a chain of calls.")
+    parser.add_argument(
+        "--wall", action="store_true", help="Also measure wall times in a chain of calls: kernel and attend."
+    )
     parser.add_argument("--out", help="Directory for the result rows.")
 
 
@@ -189,7 +192,7 @@ def measure(
         inputs: Result of `inputs`.
         expected: Outputs of some requests, for the numerical check.
         size_options: Arguments of `kernel_sizes` after the dtypes.
-        has_wall_time: Whether to measure the wall time, too.
+        has_wall_time: Whether to measure the wall times of the kernel and of `jattn.attend`, too.
 
     Raises:
         AssertionError: The error of the kernel exceeds TOLERANCE.
@@ -205,6 +208,10 @@ def measure(
     out, time = kernel_times(run, *args, scales)
     error = max_error(out, expected)
     assert error < TOLERANCE, f"{error=}"
+    wall_columns = {}
+    if has_wall_time:
+        attend = attend_call(inputs, expected, block_size, layout)
+        wall_columns = wall_times({"wall_us": (run, *args, scales), "attend_us": attend})
     num_token_scales = sum(x is not None and x.ndim == 3 for x in scales.values())
     bytes_per_token = case.head_dim * sum(x.dtype.itemsize for x in kv) + 4 * num_token_scales
     gb_per_s = case.num_bytes(bytes_per_token) / time["us"] / 1e3
@@ -217,11 +224,48 @@ def measure(
         tiles=f"kv{sizes.tile_kv} stages{sizes.stages} ctas{sizes.ctas} split{sizes.split_kv}"
         + " by warp" * sizes.per_warp_mma,
         **time,
-        **({"wall_us": wall_time(run, *args, scales)} if has_wall_time else {}),
+        **wall_columns,
         gb_per_s=gb_per_s,
         of_ceiling=gb_per_s / ceiling,
         max_error=error,
     )
+
+
+def attend_call(
+    inputs: tuple[tuple[jax.Array, ...], dict[str, Any]],
+    expected: dict[int, jax.Array],
+    block_size: int,
+    layout: str,
+) -> tuple[Any, ...]:
+    """Return `jattn.attend` of the inputs, which plans the step, and its arguments.
+
+    Args:
+        inputs: Result of `inputs`.
+        expected: Outputs of some requests, for the numerical check.
+        block_size: Tokens per cache block.
+        layout: Layout of the cache.
+
+    Raises:
+        AssertionError: The error of its output exceeds TOLERANCE.
+    """
+    (query, k, v, table, lens), scales = inputs
+    # The constructor of a cache takes scales per token with the heads last.
+    scales = {
+        name: jnp.swapaxes(x, 1, 2) if x is not None and x.ndim == 3 else x for name, x in scales.items()
+    }
+    cache = jattn.PagedCache(k=k, v=v, **scales, layout=layout)
+    spec = jattn.AttentionSpec(
+        num_q_heads=query.shape[1], num_kv_heads=cache.num_kv_heads, head_dim=query.shape[2]
+    )
+    metadata = jattn.build_batch_metadata([1] * len(lens), np.asarray(lens), table, block_size=block_size)
+
+    def attend(query: jax.Array, cache: jattn.PagedCache, metadata: jattn.BatchMetadata) -> jax.Array:
+        return jattn.attend(query, cache, metadata, spec)
+
+    arguments = query, cache, metadata
+    error = max_error(jax.jit(attend)(*arguments), expected)
+    assert error < TOLERANCE, f"attend: {error=}"
+    return attend, *arguments
 
 
 def reference_outputs(case: DecodeCase, inputs: Any, layout: str) -> dict[int, jax.Array]:

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jattn
 from benchmarks.kernels.cases import PREFILL, PrefillCase
 from benchmarks.kernels.decode import QUANTIZATIONS, quantize_cache, random_table
-from benchmarks.runner import Rows, kernel_times
+from benchmarks.runner import Rows, kernel_times, wall_times
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
@@ -131,6 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="Also measure cases with few queries without splits of the keys."
     )
+    parser.add_argument(
+        "--wall", action="store_true", help="Also measure wall times in a chain of calls: kernel and attend."
+    )
     parser.add_argument("--out", help="Directory for the result rows.")
 
 
@@ -150,7 +154,7 @@ def main(arguments: argparse.Namespace) -> None:
             works.append(dataclasses.replace(default, sizes=sizes, dequantizes_in_kernel=False))
         for work in works:
             try:
-                rows.add(**measure(work))
+                rows.add(**measure(work, has_wall_time=a.wall and work is default))
             except Exception as error:  # continue with the other rows
                 print(f"{work}: {type(error).__name__}: {error}"[:500], flush=True)
 
@@ -240,12 +244,18 @@ def _start_locs(lens: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
 
 
-def measure(work: Work, device_lock: contextlib.AbstractContextManager[Any] | None = None) -> dict[str, Any]:
+def measure(
+    work: Work,
+    device_lock: contextlib.AbstractContextManager[Any] | None = None,
+    *,
+    has_wall_time: bool = False,
+) -> dict[str, Any]:
     """Compile and measure the kernel, check its output and return a row.
 
     Args:
         work: What to measure.
         device_lock: Lock to hold while the GPU is used.
+        has_wall_time: Whether to measure the wall times of the kernel and of `jattn.attend`, too.
 
     Raises:
         AssertionError: The error of the output exceeds TOLERANCE.
@@ -260,6 +270,14 @@ def measure(work: Work, device_lock: contextlib.AbstractContextManager[Any] | No
         out, time = kernel_times(run, arrays, schedule)
     error = max_error(out, arrays, work)
     assert error < TOLERANCE, f"{error=}"
+    wall_columns = {}
+    if has_wall_time:
+
+        def run_from(query: jax.Array, arrays: Any, schedule: Any) -> jax.Array:
+            return work.run(arrays | {"query": query}, schedule)
+
+        kernel = run_from, arrays["query"], arrays, schedule
+        wall_columns = wall_times({"wall_us": kernel, "attend_us": attend_call(work, arrays)})
     flops = work.case.num_flops(work.score.causal, work.score.window[0])
     cache_format = {"quantization": work.quantization, "widens": work.dequantizes_in_kernel}
     return {
@@ -269,10 +287,53 @@ def measure(work: Work, device_lock: contextlib.AbstractContextManager[Any] | No
         **({} if work.quantization == "none" else cache_format),
         "tiles": format_sizes(work.sizes),
         **time,
+        **wall_columns,
         "tflop_per_s": flops / time["us"] / 1e6,
         "schedule_us": schedule_time["us"],
         "max_error": error,
     }
+
+
+def attend_call(work: Work, arrays: dict[str, jax.Array]) -> tuple[Any, ...]:
+    """Return `jattn.attend` of the case's tokens, which plans the step, and its arguments.
+
+    Args:
+        work: What to measure.
+        arrays: Arrays from `inputs`, whose number of tokens is padded to a multiple of 8.
+
+    Raises:
+        AssertionError: The error of its output exceeds TOLERANCE.
+    """
+    case, score = work.case, work.score
+    cache: Any
+    table, block_size = arrays.get("block_table"), work.block_size or 16
+    if work.block_size is None:
+        k, v = (arrays[name][: sum(case.seq_lens)] for name in ("key", "value"))
+        cache = jattn.PackedKV(k=k, v=v, kv_start_loc=arrays["kv_start_loc"], is_in_order=True)
+        table, _ = random_table(case.seq_lens, block_size)
+    else:
+        scales = {f"{name[0]}_scale": arrays.get(f"{name}_scale") for name in ("key", "value")}
+        # The constructor of a cache takes scales per token with the heads last.
+        scales = {n: jnp.swapaxes(x, 1, 2) if x is not None and x.ndim == 3 else x for n, x in scales.items()}
+        cache = jattn.PagedCache(k=arrays["key"], v=arrays["value"], **scales)
+    metadata = jattn.build_batch_metadata(case.query_lens, case.seq_lens, table, block_size=block_size)
+    spec = jattn.AttentionSpec(
+        num_q_heads=case.q_heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        causal=score.causal,
+        window=None if score.window == (None, None) else score.window,
+        soft_cap=score.soft_cap,
+    )
+    per_head = {name: arrays.get(name) for name in ("sinks", "alibi_slopes")}
+
+    def attend(query: jax.Array, cache: Any, metadata: Any, per_head: Any) -> jax.Array:
+        return jattn.attend(query, cache, metadata, spec, **per_head)
+
+    arguments = arrays["query"][: sum(case.query_lens)], cache, metadata, per_head
+    error = max_error(jax.jit(attend)(*arguments), arrays, work)
+    assert error < TOLERANCE, f"attend: {error=}"
+    return attend, *arguments
 
 
 def max_error(out: jax.Array, arrays: dict[str, jax.Array], work: Work) -> float:

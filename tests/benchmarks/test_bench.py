@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jattn
 from benchmarks.__main__ import SUITES, main, suite
-from benchmarks.kernels import prefill
-from benchmarks.kernels.cases import PrefillCase
+from benchmarks.kernels import backward, decode, prefill
+from benchmarks.kernels.cases import DecodeCase, PrefillCase
 from benchmarks.mesh import processes, scaling_model
 from benchmarks.mesh.steps import agreement
 from benchmarks.models import load
@@ -224,3 +225,51 @@ def test_prefill_error_is_relative_to_each_tokens_output():
     exact = np.concatenate([attend_request(*request) for request in zip(queries, k, v, strict=True)])
     assert prefill.max_error(exact, arrays, work) < 1e-4
     assert prefill.max_error(np.zeros_like(exact), arrays, work) == 1
+
+
+@pytest.mark.parametrize(
+    ("block_size", "modifier", "quantization"),
+    [(None, "plain", "none"), (16, "window", "none"), (16, "sinks", "fp8_e4m3_token_head")],
+)
+def test_prefill_suite_times_attend_only_if_its_output_is_right(
+    block_size, modifier, quantization, monkeypatch
+):
+    case = PrefillCase(name="x", q_heads=4, kv_heads=2, head_dim=64, query_lens=(13, 7), context_lens=(20, 0))
+    work = prefill.default_work(case, block_size, modifier, quantization)
+    arrays = prefill.inputs(work)
+    _, query, *_ = prefill.attend_call(work, arrays)
+    assert query.shape == (20, 4, 64)  # the kernel's queries are padded to 24 tokens
+    monkeypatch.setattr(prefill.jattn, "attend", lambda query, *args, **kwargs: -query)
+    with pytest.raises(AssertionError, match="attend: error="):
+        prefill.attend_call(work, arrays)
+
+
+@pytest.mark.parametrize(("layout", "quantization"), [("NHD", "none"), ("HND", "int8_static_v")])
+def test_decode_suite_times_attend_only_if_its_output_is_right(layout, quantization):
+    case = DecodeCase(name="x", q_heads=4, kv_heads=2, head_dim=64, kv_lens=(40, 5))
+    inputs = decode.inputs(case, 16, layout, "bfloat16", quantization)
+    expected = decode.reference_outputs(case, inputs, layout)
+    decode.attend_call(inputs, expected, 16, layout)
+    with pytest.raises(AssertionError, match="attend: error="):
+        decode.attend_call(inputs, {r: -x for r, x in expected.items()}, 16, layout)
+
+
+@pytest.mark.parametrize("modifier", ["window", "sinks"])
+def test_backward_suite_times_the_gradients_of_attention(modifier):
+    case = PrefillCase(name="x", q_heads=4, kv_heads=2, head_dim=64, query_lens=(13, 7), context_lens=(0, 0))
+    work = backward.Work(case=case, modifier=modifier)
+    arrays = work.arrays()
+    gradients = dict(zip(backward.GRADIENTS, backward.attend_gradients(work, arrays), strict=True))
+    out, lse = jattn.attention(
+        *(arrays[name][:20] for name in ("query", "key", "value")),
+        cu_seqlens=arrays["query_start_loc"],
+        causal=True,
+        window=work.spec.window,
+        sinks=arrays.get("sinks"),
+        return_lse=True,
+    )
+    tokens = {name: arrays[name][:20] for name in ("query", "key", "value", "grad_out")}
+    arrays |= tokens | {"out": out, "lse": lse}
+    results = {"out": out, "lse": lse.T, **gradients}
+    errors = backward.max_errors(results, arrays, case, work.score)
+    assert max(errors.values()) < backward.TOLERANCE
