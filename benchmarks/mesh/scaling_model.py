@@ -1,8 +1,8 @@
-"""Calculated step times on more GPUs and hosts, from measurements on two GPUs.
+"""Calculated times of decode steps on layouts that are not measured, from measurements on one host.
 
-The time of a decode step is the sum of reading each GPU's part of the bytes at the read ceiling, of the
-all-reduces, and of a remainder for small kernels and the host, which is the measured time minus the other
-two.
+A step takes as long as the slower of the GPUs and of the host that launches their kernels. The time of the
+GPUs is the sum of reading each GPU's part of the bytes at the read ceiling, of the all-reduces, and of a
+remainder for small kernels.
 """
 
 import argparse
@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.runner import read_rows
-from pallas_kernels.collectives import LINK_BYTES_PER_US, WAIT_US, bytes_sent, default_shots
+from pallas_kernels.collectives import default_shots
 
-MEASURED = "mesh-later-nvidia-h200-2026-11-24.jsonl"
-SUM_PREFIXES = ("all_reduce_norm_", "sum_norm_")  # rows of the all-reduce by the kernel and by XLA
-STEP_LAYOUTS = {(1, "psum"), (2, "all_reduce")}  # tensor parallelism and all-reduce of the rows of steps
+# Rows of H200s with one process per GPU: all-reduces and steps.
+TWO_GPUS = tuple(f"mesh-{name}-nvidia-h200-2026-11-25.jsonl" for name in ("sums-processes", "processes"))
+EIGHT_GPUS = ("mesh-eight-nvidia-h200-2026-11-27.jsonl",) * 2
+GPU = "NVIDIA H200"
+PEER_SUMS, XLA_SUMS = ("all_reduce_norm_", "two_shots_norm_"), ("sum_norm_",)  # names of all-reduce rows
 REQUESTS = (
     (1, 1024),
     (1, 131_072),
@@ -30,89 +32,97 @@ REQUESTS = (
 GPUS, HOSTS, MEMORY = 8, 4, 135  # GPUs per host, hosts, GB per GPU
 SIZES = (1, 2, 4, 8)
 READ = 4.47e12  # bytes per second of summing 4 GiB on an H200
-H100_READ = 3.05e12  # bytes per second of decode attention over 8 x 128k on an H100
-H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-H100_ROWS = tuple(f"mesh-{name}-nvidia-h100-80gb-hbm3-2026-11-26.jsonl" for name in ("one-row", "prompts"))
-H200_ROWS = tuple(f"mesh-{name}-nvidia-h200-2026-11-25.jsonl" for name in ("sums-processes", "processes"))
-# (GPU, number of processes on two GPUs) -> (bytes per second, (file of all-reduces, file of steps)).
-SOURCES = {
-    (H200, 1): (READ, (MEASURED, MEASURED)),
-    (H200, 2): (READ, H200_ROWS),
-    (H100, 1): (H100_READ, H100_ROWS),
-    (H100, 2): (H100_READ, H100_ROWS),
-}
-LAYERS, ATTENTION = 36, 3.02e9  # layers; bytes of the attention weights, which the ranks of `cp` replicate
-WEIGHTS, KEYS, SUMS = 15.1e9, 147_456, 73  # bytes of weights; bytes per cached token; all-reduces per step
+LAYERS, SUMS = 36, 73  # layers; all-reduces per step
+WEIGHTS, KEYS = 15.1e9, 147_456  # bytes of weights; bytes per cached token
+WIDTH = 4096  # values per row of an all-reduce
 # Assumptions: 400 Gb/s per GPU between hosts, and the latency of a message.
 NETWORK, NETWORK_US = 50e9, 20.0
-WIDTH = 4096 * 2  # bytes per row of an all-reduce
 
 
 class Model(NamedTuple):
-    """Measurements on two GPUs of one host.
+    """Measurements on GPUs of one host, with one process per GPU.
 
     Attributes:
-        read: Bytes per second that a GPU reads.
-        sums_us: Rows -> microseconds of an all-reduce with residual and norm, by the kernel.
-        xla_sums_us: The same by XLA, which works across hosts.
+        sums_us: GPUs (2 or 8) -> rows -> microseconds of an all-reduce with residual and norm, by the kernel.
+        xla_sums_us: Rows -> microseconds of the same by XLA on eight GPUs. XLA works across hosts.
         remainders_us: GPUs (1 or 2) -> rows -> microseconds of a step besides reading and all-reduces.
+        host_us: Rows -> microseconds of a step on eight GPUs, which the host limits.
     """
 
-    read: float
-    sums_us: dict[int, float]
+    sums_us: dict[int, dict[int, float]]
     xla_sums_us: dict[int, float]
     remainders_us: dict[int, dict[int, float]]
+    host_us: dict[int, float]
 
     @classmethod
-    def measured(cls, gpu: str = H200, processes: int = 1) -> "Model":
-        """Read the measurements from rows of the suite `mesh`; of two rows of an all-reduce the faster.
-
-        Args:
-            gpu: Device name of the GPU.
-            processes: 1, or 2 for one process per GPU. docs/scaling.md uses one process on H200s.
-        """
-        read, (sums_file, steps_file) = SOURCES[gpu, processes]
-        sums: dict[int, float] = {}
-        xla_sums: dict[int, float] = {}
-        for row in read_rows(sums_file):
-            for prefix, times in zip(SUM_PREFIXES, (sums, xla_sums), strict=True):
-                if row["name"].startswith(prefix):
-                    num_rows, _ = _parse_size(row)
-                    times[num_rows] = min(times.get(num_rows, row["us"]), row["us"])
+    def measured(cls) -> "Model":
+        """Read the measurements from rows of the suite `mesh`."""
+        sums = {2: _sum_times(TWO_GPUS[0], PEER_SUMS), 8: _sum_times(EIGHT_GPUS[0], PEER_SUMS)}
+        steps = {
+            1: _step_times(EIGHT_GPUS[1], 1, "psum"),
+            2: _step_times(TWO_GPUS[1], 2, "all_reduce"),
+            8: _step_times(EIGHT_GPUS[1], 8, "all_reduce"),
+        }
         remainders: dict[int, dict[int, float]] = {1: {}, 2: {}}
-        for row in read_rows(steps_file):
-            is_used = _is_decode(row) and row.get("processes", 1) == processes
-            if is_used and (row["tp"], row["sums"]) in STEP_LAYOUTS:
-                requests, context = _parse_size(row)
-                us = _read_us(row["tp"], requests, context, read)
-                us += SUMS * _interpolate(sums, requests) * (row["tp"] > 1)
-                remainders[row["tp"]][requests] = row["step_us"] - us
-        return cls(read, sums, xla_sums, remainders)
+        for gpus in (1, 2):
+            for (requests, context), us in steps[gpus].items():
+                us -= _read_us(gpus, requests, context)
+                us -= SUMS * _interpolate(sums[2], requests) * (gpus > 1)
+                # The host limits a step of one request on two GPUs; its kernels take no longer than on one.
+                remainders[gpus][requests] = min(us, remainders[1].get(requests, us))
+        host = {requests: us for (requests, _), us in steps[8].items()}
+        return cls(sums, _sum_times(EIGHT_GPUS[0], XLA_SUMS), remainders, host)
 
-    def step_us(self, gpus: int, requests: int, context: int, *, hosts: int = 1, cp: int = 1) -> float:
+    def step_us(self, gpus: int, requests: int, context: int, *, hosts: int = 1) -> float:
         """Return the microseconds of a decode step.
 
         Args:
             gpus: Number of GPUs on all hosts together.
             requests: Number of requests.
             context: Cached tokens per request.
-            hosts: Number of hosts.
-            cp: Number of ranks over which keys are distributed, within a host.
+            hosts: Number of hosts. Tensor parallelism within hosts, context parallelism between them.
         """
         sums = 0.0
-        if gpus > 1:
+        if hosts > 1:  # each layer also exchanges its log-sum-exps, which takes as long as one row
+            sums = SUMS * (_interpolate(self.xla_sums_us, requests) + 1e6 * 4 * requests * WIDTH / NETWORK)
+            sums += LAYERS * _interpolate(self.xla_sums_us, 1) + (SUMS + LAYERS) * NETWORK_US
+        elif gpus > 1:
             sums = SUMS * self.sum_us(gpus, requests)
-        if cp > 1:  # log-sum-exps: one exchange per layer, which takes as long as an all-reduce of one row
-            sums += LAYERS * self.sum_us(2, 1) + 1e6 * ATTENTION * (cp - 1) / gpus / self.read
-        if hosts > 1:
-            sums = SUMS * _interpolate(self.xla_sums_us, requests)
-            sums += SUMS * (NETWORK_US + 1e6 * 2 * requests * WIDTH / NETWORK)
         remainder = _interpolate(self.remainders_us[min(gpus, 2)], requests)
-        return _read_us(gpus, requests, context, self.read) + sums + remainder
+        gpu_us = _read_us(gpus, requests, context) + sums + remainder
+        return max(gpu_us, _interpolate(self.host_us, requests) if gpus > 1 else 0.0)
 
     def sum_us(self, gpus: int, rows: int) -> float:
-        """Return the microseconds of an all-reduce through peer memory of `rows` rows of 4,096 values."""
-        return _interpolate(self.sums_us, rows) + _extra_sum_us(gpus, rows)
+        """Return the microseconds of an all-reduce of `rows` rows of 4,096 values on 2 to 8 GPUs.
+
+        Args:
+            gpus: Number of GPUs, whose logarithm is interpolated between two and eight.
+            rows: Number of rows.
+        """
+        two, eight = (_interpolate(self.sums_us[count], rows) for count in (2, 8))
+        return two + (eight - two) * float(np.log2(gpus / 2)) / 2
+
+
+def _sum_times(file: str, prefixes: tuple[str, ...]) -> dict[int, float]:
+    """Return rows -> microseconds of the fastest all-reduce of rows of 4,096 values."""
+    times: dict[int, float] = {}
+    for row in read_rows(file):
+        if row.get("name", "").startswith(prefixes) and row["processes"] == row["num_devices"]:
+            rows, width = _parse_size(row)
+            if width == WIDTH:
+                times[rows] = min(times.get(rows, row["us"]), row["us"])
+    return times
+
+
+def _step_times(file: str, tp: int, sums: str) -> dict[tuple[int, int], float]:
+    """Return (requests, context) -> microseconds of a step with one process per GPU."""
+    return {
+        _parse_size(row): row["step_us"]
+        for row in read_rows(file)
+        if row["name"].startswith("step_")
+        and row["processes"] == row["num_devices"]
+        and (row["tp"], row.get("cp", 1), row["sums"]) == (tp, 1, sums)
+    }
 
 
 def _parse_size(row: dict[str, Any]) -> tuple[int, int]:
@@ -121,19 +131,8 @@ def _parse_size(row: dict[str, Any]) -> tuple[int, int]:
     return int(rows), int(width)
 
 
-def _extra_sum_us(gpus: int, rows: int) -> float:
-    """Return the additional time of an all-reduce on more than two GPUs, for bytes and a second shot."""
-    shots = default_shots(rows, WIDTH // 2, gpus)
-    extra_bytes = bytes_sent(rows * WIDTH, gpus, shots) - bytes_sent(rows * WIDTH, 2, 1)
-    return (shots - 1) * WAIT_US + extra_bytes / LINK_BYTES_PER_US
-
-
-def _read_us(gpus: int, requests: int, context: int, read: float) -> float:
-    return 1e6 * (WEIGHTS + KEYS * requests * context) / gpus / read
-
-
-def _is_decode(row: dict[str, Any]) -> bool:
-    return row["name"].startswith("step_") and not row["name"].endswith("_prompt")
+def _read_us(gpus: int, requests: int, context: int) -> float:
+    return 1e6 * (WEIGHTS + KEYS * requests * context) / gpus / READ
 
 
 def _interpolate(measured: dict[int, float], rows: int) -> float:
@@ -148,7 +147,10 @@ def _interpolate(measured: dict[int, float], rows: int) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m benchmarks scaling-model`."""
     parser.add_argument(
-        "--compare", nargs="+", metavar="FILE", help="Files with rows of `mesh` to compare with the model."
+        "--compare",
+        nargs="+",
+        metavar="FILE",
+        help="Files with rows of `mesh` to compare with the model and with the targets.",
     )
     parser.add_argument("--out", help="Ignored: calculated numbers are not recorded.")
 
@@ -166,33 +168,31 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def comparison(rows: list[dict[str, Any]]) -> str:
-    """Return a table of measured decode steps and all-reduces beside the times that the model calculates."""
-    lines = []
+    """Return a table of measured decode steps and all-reduces beside the times that the model calculates.
+
+    It has the rows that the model covers: of H200s with one process per GPU, through peer memory, by heads.
+    """
+    model, lines = Model.measured(), []
     for row in rows:
-        in_processes = row["processes"] > 1
-        model = Model.measured(row["gpu"], 1 + in_processes)
-        if _is_decode(row) and row["sums"] == "all_reduce":
-            requests, context = _parse_size(row)
-            gpus, cp = row["tp"] * row.get("cp", 1), row.get("cp", 1)
-            layout, us = f"tp {row['tp']}, cp {cp}", row["step_us"]
-            calculated = model.step_us(gpus, requests, context, cp=cp)
-        elif row["name"].startswith(("all_reduce_norm_", "two_shots_norm_")):
-            (count, width), us = _parse_size(row), row["us"]
-            equivalent_rows = count * width * 2 // WIDTH  # rows of 4,096 values with the same number of bytes
-            shots = 2 if row["name"].startswith("two_shots") else 1
-            if shots != default_shots(count, width, row["num_devices"]):
+        if row["gpu"] != GPU or row["processes"] != row["num_devices"]:
+            continue
+        if row["name"].startswith("step_") and row["sums"] == "all_reduce" and "cp" not in row:
+            if row["name"].endswith("_prompt"):
                 continue
-            layout, calculated = (
-                f"{row['num_devices']} GPUs",
-                model.sum_us(row["num_devices"], equivalent_rows),
-            )
+            us, gpus = row["step_us"], row["tp"]
+            calculated = model.step_us(gpus, *_parse_size(row))
+        elif row["name"].startswith(PEER_SUMS):
+            (count, width), us, gpus = _parse_size(row), row["us"], row["num_devices"]
+            shots = 2 if row["name"].startswith("two_shots") else 1
+            if width != WIDTH or shots != default_shots(count, width, gpus):
+                continue
+            calculated = model.sum_us(gpus, count)
         else:
             continue
         ratio = us / calculated
         note = "off" if abs(ratio - 1) > 0.1 else ""
-        processes = "one per GPU" if in_processes else "one"
-        lines.append([row["name"], layout, processes, f"{us:.1f}", f"{calculated:.1f}", f"{ratio:.2f}", note])
-    head = ["row", "layout", "processes", "measured us", "calculated us", "ratio", "off by more than 10 %"]
+        lines.append([row["name"], str(gpus), f"{us:.1f}", f"{calculated:.1f}", f"{ratio:.2f}", note])
+    head = ["row", "GPUs", "measured us", "calculated us", "ratio", "off by more than 10 %"]
     return _markdown([head, *lines])
 
 
@@ -203,24 +203,21 @@ def targets(rows: list[dict[str, Any]]) -> str:
         values = [
             row[key]
             for row in rows
-            if row["name"].startswith(prefix) and all(row.get(k) == v for k, v in columns.items())
+            if row["name"].startswith(prefix)
+            and key in row
+            and all(row.get(column) == value for column, value in columns.items())
         ]
         return max(values, default=float("nan"))
 
-    share = best("large_", "gb_per_s", tp=8) / best("read_ceiling", "gb_per_s")
+    ceiling = best("read_ceiling", "gb_per_s")
     steps = min(best("loop_", "steps", sums=name) for name in ("psum", "all_reduce"))
+    heads, keys = (best("attention_8x128k", "speedup", split=split) for split in ("heads", "keys"))
+    step, loop = (ceiling / best(name, "gb_per_s", tp=8) for name in ("large_64x4096", "large_loop_"))
     lines = [
-        [
-            "attention, 8 x 128k, by heads",
-            ">= 7.5",
-            f"{best('attention_8x128k', 'speedup', split='heads'):.2f}",
-        ],
-        [
-            "attention, 8 x 128k, by keys",
-            ">= 7.2",
-            f"{best('attention_8x128k', 'speedup', split='keys'):.2f}",
-        ],
-        ["step of a model with 70B sizes relative to reading its bytes, tp 8", "<= 1.35", f"{1 / share:.2f}"],
+        ["attention, 8 x 128k, by heads", ">= 7.5", f"{heads:.2f}"],
+        ["attention, 8 x 128k, by keys", ">= 7.2", f"{keys:.2f}"],
+        ["step of a model with 70B sizes relative to reading its bytes, tp 8", "<= 1.35", f"{step:.2f}"],
+        ["the same in decode_loop", "<= 1.35", f"{loop:.2f}"],
         ["steps without a hang, NCCL and peer memory", "10,000", f"{steps:,.0f}"],
     ]
     return _markdown([["measurement", "target", "measured"], *lines])
@@ -228,7 +225,8 @@ def targets(rows: list[dict[str, Any]]) -> str:
 
 def table(model: Model) -> str:
     """Return the table of docs/scaling.md: replicas of 1 to 8 GPUs on a host, and one on four hosts."""
-    columns = ["requests per host", "context", "layout", "ms per step", "tokens/s per host", "GB per GPU"]
+    layouts = [f"{GPUS // size} x tp {size}" for size in SIZES]
+    columns = ["requests per host x context", *layouts, f"tp {GPUS}, cp {HOSTS}, {HOSTS} hosts"]
     return _markdown([columns, *_rows(model)])
 
 
@@ -239,20 +237,16 @@ def _markdown(lines: list[list[str]]) -> str:
 
 def _rows(model: Model) -> Iterator[list[str]]:
     for requests, context in REQUESTS:
-        for size in SIZES:
-            yield _row(model, requests, context, size)
-        yield _row(model, requests, context, HOSTS * GPUS, hosts=HOSTS)
+        cells = [_cell(model, requests, context, size) for size in SIZES]
+        cells.append(_cell(model, requests, context, HOSTS * GPUS, hosts=HOSTS))
+        yield [f"{requests} x {context:,}", *cells]
 
 
-def _row(model: Model, host_requests: int, context: int, size: int, *, hosts: int = 1) -> list[str]:
+def _cell(model: Model, host_requests: int, context: int, size: int, *, hosts: int = 1) -> str:
+    """Return the milliseconds per step and the tokens per second of a host."""
     engines = hosts * GPUS // size
     requests = -(-hosts * host_requests // engines)
-    layout = (
-        f"{engines} x tp {size}" if hosts == 1 else f"{engines} x tp {GPUS}, cp {hosts}, over {hosts} hosts"
-    )
-    gigabytes = (WEIGHTS + KEYS * requests * context) / size / 1e9
-    cells = [str(host_requests), str(context), layout]
-    if gigabytes > MEMORY:
-        return [*cells, "-", "-", f"{gigabytes:.0f} (too large)"]
+    if (WEIGHTS + KEYS * requests * context) / size / 1e9 > MEMORY:
+        return "too large"
     us = model.step_us(size, requests, context, hosts=hosts)
-    return [*cells, f"{us / 1e3:.1f}", f"{host_requests / us * 1e6:,.0f}", f"{gigabytes:.0f}"]
+    return f"{us / 1e3:.1f} ({host_requests / us * 1e6:,.0f})"

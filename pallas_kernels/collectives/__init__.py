@@ -1,11 +1,8 @@
 """Optional all-reduce and all-gather of few rows over GPUs of a host that write into each other's memory."""
 
-from pallas_kernels.collectives.entry import LINK_BYTES_PER_US as LINK_BYTES_PER_US
-from pallas_kernels.collectives.entry import WAIT_US as WAIT_US
 from pallas_kernels.collectives.entry import all_gather as all_gather
 from pallas_kernels.collectives.entry import all_reduce as all_reduce
 from pallas_kernels.collectives.entry import all_reduce_rms_norm as all_reduce_rms_norm
-from pallas_kernels.collectives.entry import bytes_sent as bytes_sent
 from pallas_kernels.collectives.entry import default_shots as default_shots
 from pallas_kernels.collectives.entry import why_not_all_gather as why_not_all_gather
 from pallas_kernels.collectives.entry import why_not_all_reduce as why_not_all_reduce

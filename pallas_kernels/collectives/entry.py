@@ -31,7 +31,9 @@ from pallas_kernels.derivatives import forbid_kernel_derivative
 ONE_SHOT_BYTES = 1 << 22
 # More than two devices send fewer bytes in two shots. The model: bytes take the time of NVLink's 450 GB/s,
 # the second wait up to 1 us. Four H100 (mesh-four) agree: 256 rows take 28.5 us in one shot and 13.8 in two,
-# 64 rows with the norm 13.4 and 9.9; for 8 rows, and for one, the host's time dominates.
+# 64 rows with the norm 13.4 and 9.9. So do eight H200, one process each (mesh-eight), with the norm: 64 rows
+# take 22.8 us in one shot and 7.9 in two, 8 rows 6.7 and 7.1. Where both take about as long, 8 rows of 8,192,
+# 9.8 and 10.5 (in one process 26.0 and 21.3).
 LINK_BYTES_PER_US, WAIT_US = 450_000, 1
 
 
