@@ -18,7 +18,7 @@ from benchmarks.tables.benchmarks_page import page as benchmarks_page
 from jattn.cache import write as cache_write
 from jattn.cache.spec import QUANTIZATIONS
 from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
-from jattn.serving.cli.main import VLLM_OPTIONS, build_parser
+from jattn.serving.cli.main import VLLM_DEFAULTS, VLLM_OPTIONS, build_parser
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
 from pallas_kernels.ptx import mma
@@ -149,7 +149,7 @@ def test_options_of_vllm_serve_are_on_its_page():
     page = (ROOT / "docs" / "vllm.md").read_text()
     (table,) = re.findall(r"\n## The engine and `vllm serve`\n(.*?)\n## ", page, re.DOTALL)
     vllm_options = [row.split(" | ")[0] for row in table.splitlines() if row.startswith("| ")]
-    assert set(re.findall(r"--[\w-]+", " ".join(vllm_options))) == set(VLLM_OPTIONS)
+    assert set(re.findall(r"--[\w-]+", " ".join(vllm_options))) == {*VLLM_OPTIONS, *VLLM_DEFAULTS}
     documented_options = {option for row in table.splitlines() for option in re.findall(r"`(--[\w-]+)", row)}
     (subparsers,) = build_parser()._subparsers._group_actions
     assert documented_options <= set(subparsers.choices["serve"]._option_string_actions)

@@ -36,8 +36,7 @@ def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
     parser.add_argument(
         "--url",
-        help="chat with the server at this URL (OpenAI API) instead of loading a model;"
-        " sampling options that are not set keep the server's defaults",
+        help="chat with the server at this URL (OpenAI API) instead of loading a model",
     )
     parser.add_argument("--api-key", metavar="KEY", help="API key of the server at --url")
     _add_template_option(parser)
@@ -48,7 +47,7 @@ def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="N",
         help="maximum number of tokens per reply (default: up to the context length)",
     )
-    add_sampling_options(parser)
+    add_sampling_options(parser, "; with --url, the server's")
     add_engine_options(parser)
     add_node_options(parser)
 

@@ -11,7 +11,7 @@ from jattn.serving.cli.doctor import add_doctor
 from jattn.serving.cli.generate import add_generate
 from jattn.serving.cli.nodes import follow, join_nodes
 from jattn.serving.cli.options import OneLineParser
-from jattn.serving.cli.serve import add_serve, expand_config
+from jattn.serving.cli.serve import VLLM_DEFAULTS, add_serve, expand_config
 from jattn.serving.engine.doctor import version_of
 from jattn.serving.engine.processes import ProcessError
 
@@ -24,10 +24,7 @@ VLLM_OPTIONS = {
     "--attention-backend": "use --implementation",
     "--speculative-config": "use --speculative and --num-speculative-tokens",
     "--enforce-eager": "every step is compiled",
-    "--enable-chunked-prefill": "chunked prefill is always enabled",
-    "--enable-auto-tool-choice": "automatic tool choice is always enabled",
     "--generation-config": "generation_config.json is always read",
-    "--trust-remote-code": "code in checkpoints is never run",
     "--download-dir": "models are not downloaded",
     "--tokenizer": "the model folder's tokenizer.json is used",
     "--data-parallel-size": "start one server per replica",
@@ -64,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; unknown ones are reported as an error of their command."""
     args, unknown = build_parser().parse_known_args(argv)
+    if args.command == "serve":
+        for option in [word for word in unknown if word in VLLM_DEFAULTS]:
+            unknown.remove(option)
+            print(f"jattn: {option} has no effect: {VLLM_DEFAULTS[option]}.", file=sys.stderr)
     if unknown:
         message = f"unrecognized arguments: {' '.join(unknown)}{vllm_option_hints(unknown)}"
         OneLineParser(prog=f"jattn {args.command}").error(message)

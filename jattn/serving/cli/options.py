@@ -157,33 +157,38 @@ def _add_parallel_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that configure sampling."""
+def add_sampling_options(parser: argparse.ArgumentParser, remote: str = "") -> None:
+    """Add the options that configure sampling.
+
+    Args:
+        parser: Parser of the command.
+        remote: Addition to the description of the defaults that the checkpoint sets.
+    """
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature; 0 is greedy (default: the checkpoint's, or 0)",
+        help=f"sampling temperature; 0 is greedy (default: the checkpoint's, else 0{remote})",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         metavar="K",
-        help="sample from the K most likely tokens (default: the checkpoint's, or all)",
+        help=f"sample from the K most likely tokens (default: the checkpoint's, else all{remote})",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
         help="sample from the most likely tokens whose probabilities add up to P"
-        " (default: the checkpoint's, or 1)",
+        f" (default: the checkpoint's, else 1{remote})",
     )
     parser.add_argument(
         "--min-p",
         type=float,
         metavar="P",
         help="minimum probability of a token, relative to the most likely one"
-        " (default: the checkpoint's, or 0)",
+        f" (default: the checkpoint's, else 0{remote})",
     )
     parser.add_argument(
         "--seed", type=int, metavar="N", help="random seed for reproducible sampling (default: none)"

@@ -15,7 +15,15 @@ from jattn.serving.cli.nodes import add_node_options
 from jattn.serving.cli.options import OneLineParser, add_engine_options, make_engine, option_name
 
 # Fields of ServerOptions that have an option of the same name.
-SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parser")
+SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parser", "reasoning_parser")
+# Switches of `vllm serve` that select what jattn does anyway.
+VLLM_DEFAULTS = {
+    "--disable-log-requests": "requests are not logged",
+    "--enable-auto-tool-choice": "automatic tool choice is always enabled",
+    "--enable-chunked-prefill": "chunked prefill is always enabled",
+    "--enable-prompt-tokens-details": "the usage always contains the cached tokens",
+    "--trust-remote-code": "code in checkpoints is never run",
+}
 
 
 def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -80,6 +88,12 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--tool-call-parser",
         metavar="NAME",
         help="format of tool calls: hermes or llama3_json (default: detected from the chat template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="format of the model's reasoning, which responses contain as reasoning_content: qwen3,"
+        " deepseek_r1 or openai_gptoss (default: reasoning is part of the content)",
     )
     add_engine_options(parser)
     add_node_options(parser)
@@ -148,6 +162,7 @@ def expand_config(argv: Sequence[str]) -> list[str]:
     }
     words = [word for name, value in options.items() for word in _to_arguments(str(name), value)]
     _, unknown = serve_parser.parse_known_args(["serve", "--model=", *words])
+    unknown = [word for word in unknown if word not in VLLM_DEFAULTS]
     unknown += [word for word in words if word.startswith("--config=")]
     if unknown:
         raise ValueError(

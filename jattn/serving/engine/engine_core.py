@@ -129,6 +129,7 @@ class EngineCore:
             if sequence.queue_time is None:
                 sequence.queue_time = time.perf_counter() - sequence.arrival_time
                 self.queue_times.add(sequence.queue_time)
+                sequence.num_cached_tokens = step.seq_lens[row] - step.query_lens[row]
             if step.samples[row]:
                 sequence.num_pending += 1
                 sequence.row = row

@@ -46,6 +46,7 @@ class RequestOutput:
         logprobs: Log-probabilities of each new token, if requested.
         prompt_logprobs: Log-probabilities of each prompt token, if requested; sent with the first new token.
             The first entry is None.
+        num_cached_tokens: Number of prompt tokens found in the prefix cache; sent with the first new token.
         error: The error, if finish_reason is "error".
     """
 
@@ -57,6 +58,7 @@ class RequestOutput:
     stop_reason: int | str | None = None
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
     error: Exception | None = None
 
     def extend(self, later: "RequestOutput") -> None:

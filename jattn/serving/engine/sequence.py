@@ -127,6 +127,7 @@ class SequenceState:
         num_returned: Number of new tokens that have been returned to the caller.
         arrival_time: Arrival time (`time.perf_counter`).
         queue_time: Seconds from arrival to the first step; None before it.
+        num_cached_tokens: Number of prompt tokens that were in the cache before the first step.
         times: Seconds from arrival to each new token.
     """
 
@@ -150,6 +151,7 @@ class SequenceState:
     num_returned: int = 0
     arrival_time: float = dataclasses.field(default_factory=time.perf_counter)
     queue_time: float | None = None  # seconds from arrival to the first step
+    num_cached_tokens: int = 0
     times: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -259,6 +261,7 @@ class SequenceState:
             stop_reason=self.stop_reason,
             logprobs=None if params.logprobs is None else self.logprobs[first:end],
             prompt_logprobs=None if params.prompt_logprobs is None or first else list(self.prompt_logprobs),
+            num_cached_tokens=0 if first else self.num_cached_tokens,
             error=self.error,
         )
 

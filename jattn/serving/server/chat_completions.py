@@ -1,5 +1,6 @@
 """The chat completions endpoint, `POST /v1/chat/completions`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from jattn.serving.engine.sampling_params import MAX_LOGPROBS
 from jattn.serving.server.chat_prompts import encode_chat
 from jattn.serving.server.logprobs import TokenFormatter
 from jattn.serving.server.protocol import ChatCompletionBody, read_body
+from jattn.serving.server.reasoning import NUM_TAIL_TOKENS
 from jattn.serving.server.responses import CompletionResponder
 from jattn.serving.server.sampling_params import (
     check_context_length,
@@ -20,7 +22,7 @@ from jattn.serving.server.sampling_params import (
     truncate_prompt,
 )
 from jattn.serving.server.service import Service
-from jattn.serving.server.tool_call_parser import ToolCallParser, merge_tool_call_deltas
+from jattn.serving.server.tool_call_parser import ParsedDelta, ToolCallParser, merge_tool_call_deltas
 from jattn.serving.server.tools import resolve_tool_calling
 from pallas_kernels.checks import require_positive
 
@@ -74,16 +76,19 @@ class ChatFormatter:
 
     def choice(self, index: int, output: RequestOutput, *, is_chunk: bool) -> dict[str, Any]:
         """Return the message or delta, its log-probabilities and the finish reason."""
-        content, tool_calls, finish_reason = self._parse(index, output)
-        message: dict[str, Any] = {} if tool_calls and not content and is_chunk else {"content": content}
-        if tool_calls:
-            message["tool_calls"] = tool_calls if is_chunk else [_without_index(call) for call in tool_calls]
+        (content, tool_calls, reasoning), finish_reason = self._parse(index, output)
+        message: dict[str, Any] = {}
         if not is_chunk:
-            message |= {
-                "role": "assistant",
-                "refusal": None,
-                "content": content if content or not tool_calls else None,
-            }
+            message = {"role": "assistant", "refusal": None}
+        if content or not (tool_calls or reasoning):
+            message["content"] = content
+        elif not is_chunk:
+            message["content"] = None
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if tool_calls:
+            calls = merge_tool_call_deltas(tool_calls)
+            message["tool_calls"] = calls if is_chunk else [_without_index(call) for call in calls]
         token_ids = {"token_ids": output.new_token_ids} if self._body.return_token_ids else {}
         return token_ids | {
             "index": index,
@@ -93,20 +98,22 @@ class ChatFormatter:
             "stop_reason": output.stop_reason,
         }
 
-    def _parse(self, index: int, output: RequestOutput) -> tuple[str, list[dict[str, Any]], str | None]:
-        """Return the content, tool calls and finish reason of an output."""
+    def _parse(self, index: int, output: RequestOutput) -> tuple[ParsedDelta, str | None]:
+        """Return the content, tool calls, reasoning and finish reason of an output."""
         if self._make_parser is None:
-            return output.new_text, [], output.finish_reason
+            return ParsedDelta(output.new_text), output.finish_reason
         if index not in self._parsers:
             self._parsers[index] = self._make_parser()
         parser = self._parsers[index]
-        content, tool_calls = parser.feed(output.new_text)
+        delta = parser.feed(output.new_text, output.new_token_ids)
         if output.finish_reason is None:
-            return content, merge_tool_call_deltas(tool_calls), None
-        last_content, last_calls = parser.end()
+            return delta, None
+        last = parser.end()
+        merged = ParsedDelta(
+            delta.content + last.content, delta.tool_calls + last.tool_calls, delta.reasoning + last.reasoning
+        )
         is_stop = output.finish_reason == "stop"
-        finish_reason = parser.finish_reason if is_stop else output.finish_reason
-        return content + last_content, merge_tool_call_deltas((*tool_calls, *last_calls)), finish_reason
+        return merged, parser.finish_reason if is_stop else output.finish_reason
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[Logprobs] | None) -> dict[str, Any] | None:
         if self._num_logprobs is None or logprobs is None:
@@ -125,7 +132,9 @@ async def create_chat_completion(request: Request) -> Response:
     body: ChatCompletionBody = await read_body(request, ChatCompletionBody)
     service.check_model(body.model)
     check_supported(body, CHAT_UNSUPPORTED)
-    tool_calling = resolve_tool_calling(body, service.tool_call_format, service.tokenizer)
+    tool_calling = resolve_tool_calling(
+        body, service.tool_call_format, service.tokenizer, service.reasoning_format
+    )
     max_tokens = _max_tokens(body)
     prompt = truncate_prompt(body, await encode_chat(service, body), service.info.longest, max_tokens)
     if not prompt:
@@ -135,10 +144,17 @@ async def create_chat_completion(request: Request) -> Response:
     overrides: dict[str, Any] = {"max_tokens": num_remaining if max_tokens is None else max_tokens}
     constraint = output_constraint(body, tool_calling.constraint)
     overrides["logprobs"] = num_top_logprobs(body)
-    if tool_calling.keeps_special_tokens:
+    make_parser, keeps_special_tokens = tool_calling.make_parser, tool_calling.keeps_special_tokens
+    reasoning = service.reasoning_format
+    # Constraints other than those of strict tools leave no room for reasoning.
+    if reasoning is not None and (constraint is None or constraint.param == "tools"):
+        keeps_special_tokens |= reasoning.keeps_special_tokens
+        tail = service.decode_tokens("messages", prompt[-NUM_TAIL_TOKENS:])
+        make_parser = functools.partial(reasoning.make_parser, tail, tool_calling.make_parser)
+    if keeps_special_tokens:
         overrides["skip_special_tokens"] = False
     params = to_sampling_params(body, service.default_sampling, constraint, **overrides)
-    formatter = ChatFormatter(service.token_formatter_for(body), body, prompt, tool_calling.make_parser)
+    formatter = ChatFormatter(service.token_formatter_for(body), body, prompt, make_parser)
     responder = CompletionResponder(service, body, [prompt], params, formatter, constraint)
     return await responder.respond(request)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+from jattn.serving.server.reasoning import check_reasoning_parser
 from jattn.serving.server.tool_call_formats import find_tool_call_format
 from pallas_kernels.checks import require_positive
 
@@ -17,6 +18,7 @@ class ServerOptions:
         chat_template: Jinja file that replaces the folder's chat template.
         tool_call_parser: Name of the model's tool-call format, as in vLLM; None detects the format from the
             chat template.
+        reasoning_parser: Name of the model's reasoning parser, as in vLLM; None does not separate reasoning.
         host: Address to listen on.
         port: Port to listen on; 0 picks a free port.
         api_keys: Accepted bearer keys; () disables authentication.
@@ -34,6 +36,7 @@ class ServerOptions:
     folder: pathlib.Path | None = None
     chat_template: pathlib.Path | None = None
     tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -54,6 +57,7 @@ class ServerOptions:
         if not all(self.api_keys):
             raise ValueError("api_keys must not contain an empty key.")
         find_tool_call_format(self.tool_call_parser, None)
+        check_reasoning_parser(self.reasoning_parser)
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ValueError(
                 f"chat_template {self.chat_template} is not a file. Pass the path of a Jinja file."

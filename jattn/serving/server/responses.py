@@ -70,7 +70,7 @@ class CompletionResponder:
     def __post_init__(self) -> None:
         self._id = f"{self.formatter.id_prefix}-{self.body.request_id or uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._num_generated = 0
+        self._num_generated = self._num_cached = 0
         # JSON that all chunks begin with, without its closing brace.
         self._chunk_head = to_json(self._envelope(self.formatter.chunk_object_name))[:-1]
 
@@ -103,6 +103,8 @@ class CompletionResponder:
         async with contextlib.aclosing(self.service.generate(self.prompts, self.params)) as outputs:
             async for index, output in outputs:
                 self._num_generated += len(output.new_token_ids)
+                if output.index == 0:  # The other completions of a prompt share what the first one computes.
+                    self._num_cached += output.num_cached_tokens
                 yield index, output
 
     async def _complete_response(self, outputs: AsyncGenerator[tuple[int, RequestOutput]]) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class CompletionResponder:
                 yield choice
 
     def _chunk(
-        self, choices: list[dict[str, Any]], *, usage: dict[str, int] | None = None, **extra_fields: Any
+        self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None = None, **extra_fields: Any
     ) -> bytes:
         chunk = {"choices": choices, **extra_fields}
         if self._has_stream_option("continuous_usage_stats"):
@@ -178,7 +180,7 @@ class CompletionResponder:
             "model": self.service.model_name,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         num_prompt = sum(map(len, self.prompts))
         # With max_tokens=0, one token is generated to score the prompt; it is not reported.
         num_new = 0 if self.body.max_tokens == 0 else self._num_generated
@@ -186,6 +188,7 @@ class CompletionResponder:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
 

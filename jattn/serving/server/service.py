@@ -16,6 +16,7 @@ from jattn.serving.server.logprobs import TokenFormatter
 from jattn.serving.server.metrics import RequestMetrics
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.protocol import GenerationBody
+from jattn.serving.server.reasoning import load_reasoning_format
 from jattn.serving.server.sampling_params import default_sampling
 from jattn.serving.server.tool_call_formats import find_tool_call_format
 
@@ -31,6 +32,7 @@ class Service:
         token_formatter: Formatter of tokens in responses.
         chat_template: The model's chat template, or None.
         tool_call_format: The model's tool-call format, or None if it is unknown.
+        reasoning_format: The way that the model separates reasoning from its answer; None: it does not.
         default_sampling: Sampling parameters of requests that do not set them.
         metrics: Metrics of requests.
         is_ready: Whether the first step's executables have been compiled.
@@ -58,6 +60,7 @@ class Service:
         self.chat_template = load_chat_template(options.folder, options.chat_template)
         template = None if self.chat_template is None else self.chat_template.source
         self.tool_call_format = find_tool_call_format(options.tool_call_parser, template)
+        self.reasoning_format = load_reasoning_format(options.reasoning_parser, self.tokenizer)
         self.default_sampling = default_sampling(self.info.default_sampling_params)
         self.metrics = RequestMetrics()
         self.is_ready = False

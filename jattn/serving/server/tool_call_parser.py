@@ -22,26 +22,28 @@ WHITESPACE, ARGUMENTS = " \t\r\n", re.compile(ARGUMENTS_KEY)
 
 
 class ParsedDelta(NamedTuple):
-    """The content and tool calls in a piece of the output.
+    """The content, tool calls and reasoning in a piece of the output.
 
     Attributes:
         content: Text for the user.
         tool_calls: New calls, or further arguments of the last one, in the format of stream chunks.
+        reasoning: Text that precedes the answer.
     """
 
     content: str = ""
     tool_calls: tuple[dict[str, Any], ...] = ()
+    reasoning: str = ""
 
 
 @runtime_checkable
 class ToolCallParser(Protocol):
-    """Parser that separates the tool calls of one completion from its content."""
+    """Parser that separates the tool calls, and the reasoning, of one completion from its content."""
 
     @property
     def finish_reason(self) -> str:
         """Finish reason of an output that ends by itself."""
 
-    def feed(self, text: str) -> ParsedDelta:
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta:
         """Parse the next piece of the output."""
 
     def end(self) -> ParsedDelta:
@@ -56,12 +58,12 @@ class NamedFunctionParser:
     def __init__(self, name: str) -> None:
         self._name, self._has_begun = name, False
 
-    def feed(self, text: str) -> ParsedDelta:
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta:
         """Return the text as arguments of the call."""
         if self._has_begun:
-            return ParsedDelta(tool_calls=(_arguments_delta(0, text),) if text else ())
+            return ParsedDelta(tool_calls=(arguments_delta(0, text),) if text else ())
         self._has_begun = True
-        return ParsedDelta(tool_calls=(_new_call(0, self._name, text),))
+        return ParsedDelta(tool_calls=(new_call(0, self._name, text),))
 
     def end(self) -> ParsedDelta:
         """Return an empty delta, because `feed` returns all text at once."""
@@ -132,7 +134,7 @@ class JsonToolCallParser:
         """Finish reason of an output that ends by itself: "tool_calls" if there was a call."""
         return "tool_calls" if self._num_calls else "stop"
 
-    def feed(self, text: str) -> ParsedDelta:
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> ParsedDelta:
         """Parse the next piece of the output."""
         self._buffer += text
         self._content, self._tool_calls = "", []
@@ -172,7 +174,7 @@ class JsonToolCallParser:
         if call is None:
             return False
         if self._begin_call():
-            self._tool_calls.append(_new_call(self._num_calls - 1, *call))
+            self._tool_calls.append(new_call(self._num_calls - 1, *call))
         self._buffer = self._buffer[end:]
         return True
 
@@ -180,7 +182,7 @@ class JsonToolCallParser:
         """Read a call whose head has been found, to the end of the object."""
         is_accepted = self._begin_call()
         if is_accepted:
-            self._tool_calls.append(_new_call(self._num_calls - 1, name, ""))
+            self._tool_calls.append(new_call(self._num_calls - 1, name, ""))
         braces = BraceCounter()
         braces.find_end(head[0], 0)
         self._buffer = self._buffer[head.end() :]
@@ -210,7 +212,7 @@ class JsonToolCallParser:
 
     def _consume_arguments(self, count: int, is_accepted: bool) -> None:
         if count and is_accepted:
-            self._tool_calls.append(_arguments_delta(self._num_calls - 1, self._buffer[:count]))
+            self._tool_calls.append(arguments_delta(self._num_calls - 1, self._buffer[:count]))
         self._buffer = self._buffer[count:]
 
     def _begin_call(self) -> bool:
@@ -235,7 +237,7 @@ class HermesParser(JsonToolCallParser):
         start_tag = self._format.start_tag
         while True:
             while (start := self._buffer.find(start_tag)) < 0:
-                num_held = 0 if self._has_ended else _overlap(self._buffer, start_tag)
+                num_held = 0 if self._has_ended else overlap(self._buffer, start_tag)
                 self._emit_content(len(self._buffer) - num_held)
                 if self._has_ended:
                     return
@@ -295,12 +297,14 @@ def make_tool_call_parser(
     return PARSERS[call_format.name](call_format, function_names=function_names, max_calls=max_calls)
 
 
-def _new_call(index: int, name: str, arguments: str) -> dict[str, Any]:
+def new_call(index: int, name: str, arguments: str) -> dict[str, Any]:
+    """Return the first delta of a call."""
     function = {"name": name, "arguments": arguments}
     return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
-def _arguments_delta(index: int, arguments: str) -> dict[str, Any]:
+def arguments_delta(index: int, arguments: str) -> dict[str, Any]:
+    """Return further arguments of a call."""
     return {"index": index, "function": {"arguments": arguments}}
 
 
@@ -314,7 +318,7 @@ def _decode_name(text: str) -> str | None:
     return name
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Return the number of last characters of the text that may be the beginning of the tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice, Tool
+from jattn.serving.server.reasoning import ReasoningFormat
 from jattn.serving.server.sampling_params import OutputConstraint
 from jattn.serving.server.tool_call_formats import LLAMA3_JSON, ToolCallFormat, parse_arguments
 from jattn.serving.server.tool_call_grammar import required_calls_grammar, strict_calls_grammar
@@ -28,7 +29,10 @@ class ToolCalling(NamedTuple):
 
 
 def resolve_tool_calling(
-    body: ChatCompletionBody, call_format: ToolCallFormat | None, tokenizer: Any
+    body: ChatCompletionBody,
+    call_format: ToolCallFormat | None,
+    tokenizer: Any,
+    reasoning_format: ReasoningFormat | None = None,
 ) -> ToolCalling:
     """Return how a request's tools are called.
 
@@ -36,6 +40,7 @@ def resolve_tool_calling(
         body: Parsed JSON body of the request.
         call_format: The model's tool-call format, or None if it is unknown.
         tokenizer: A `tokenizers.Tokenizer`.
+        reasoning_format: The model's reasoning format; gpt-oss's also finds the calls.
 
     Raises:
         ValueError: If tool_choice names a missing tool, or is "required" without tools.
@@ -52,7 +57,8 @@ def resolve_tool_calling(
     is_required = choice == "required"
     if is_required and not tools:
         raise ValueError('tool_choice="required" needs at least one tool in tools.')
-    if not tools or choice == "none":
+    finds_calls = reasoning_format is not None and reasoning_format.make_harmony_parser is not None
+    if not tools or choice == "none" or (finds_calls and not is_required):
         return ToolCalling()
     if call_format is None and not is_required:
         message = (

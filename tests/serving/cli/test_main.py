@@ -16,6 +16,16 @@ MODEL = ["generate", "--model", str(GOLDEN / "hf" / "llama")]
 
 
 class TestMain:
+    @pytest.mark.parametrize(
+        ("command", "default"),
+        [("generate", "else 0)"), ("chat", "else 0; with --url, the server's)")],
+    )
+    def test_help_states_the_default_temperature(self, capsys, command, default):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"(default: the checkpoint's, {default}" in text
+
     def test_missing_command_is_an_error(self, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([])

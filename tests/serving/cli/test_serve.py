@@ -208,6 +208,16 @@ class TestOptions:
         assert err.endswith(". See jattn serve --help.\n")
         assert err.count("\n") == 1
 
+    def test_switches_of_vllm_without_effect_are_accepted_with_a_notice(self, tmp_path, capsys):
+        config = tmp_path / "serve.yaml"
+        config.write_text("enable-auto-tool-choice: true\n")
+        words = ["--model=missing", "--trust-remote-code", "--port=0", f"--config={config}"]
+        assert main(["serve", *words]) == 1
+        first, second, error = capsys.readouterr().err.splitlines()
+        assert first.startswith("jattn: --enable-auto-tool-choice has no effect: automatic tool choice")
+        assert second.startswith("jattn: --trust-remote-code has no effect: code in checkpoints is never run")
+        assert "missing" in error
+
     def test_missing_config_file_is_an_error(self, capsys):
         assert main(["serve", "--config", "no/such.yaml"]) == 1
         assert "no/such.yaml" in capsys.readouterr().err

@@ -12,6 +12,9 @@ CHATML = (
 )
 
 
+NOT_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
 @pytest.fixture(scope="module")
 def server(engine, tmp_path_factory):
     file = tmp_path_factory.mktemp("template") / "template.jinja"
@@ -32,7 +35,12 @@ class TestCompletions:
         assert response["object"] == "text_completion"
         assert response["model"] == "tiny"
         assert response["id"].startswith("cmpl-")
-        assert response["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+        assert response["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 5,
+            "total_tokens": 8,
+            **NOT_CACHED,
+        }
         (choice,) = response["choices"]
         assert choice["finish_reason"] == "length"
         assert (choice["index"], choice["logprobs"]) == (0, None)
@@ -86,7 +94,19 @@ class TestCompletions:
         *events, last = server.events("/v1/completions", **request_body)
         assert all(event["usage"] is None for event in events)
         assert last["choices"] == []
-        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+        assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6} | NOT_CACHED
+
+    def test_usage_counts_the_cached_tokens_of_each_prompt_once(self, server):
+        prompts = [[number] * 50 for number in (81, 82)]
+        request_body = {"prompt": prompts, "max_tokens": 2, "n": 2, "temperature": 1}
+        details = [
+            server.post("/v1/completions", **request_body)["usage"]["prompt_tokens_details"] for _ in range(2)
+        ]
+        # Of the 49 tokens before the last one, 6 blocks of 8 are full.
+        assert details == [{"cached_tokens": 0}, {"cached_tokens": 96}]
+        options = {"stream_options": {"include_usage": True}}
+        *_, last = server.events("/v1/completions", **request_body | options)
+        assert last["usage"]["prompt_tokens_details"] == details[1]
 
     def test_usage_is_in_every_chunk_if_requested(self, server):
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -155,7 +175,12 @@ class TestCompletions:
         assert len(choice["logprobs"]["token_logprobs"]) == 3
         assert choice["logprobs"]["top_logprobs"] is None
         response = server.post("/v1/completions", **request_body, return_token_ids=True)
-        assert response["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+        assert response["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 0,
+            "total_tokens": 3,
+            **NOT_CACHED,
+        }
         assert response["choices"][0]["token_ids"] == []
         usage = {"include_usage": True}
         assert (
@@ -204,4 +229,4 @@ def test_empty_prompt_is_completed_from_the_bos(engine, prompt):
         server.server.service.tokenizer = tokenizer
         result = server.post("/v1/completions", prompt=prompt, max_tokens=2, echo=True, return_token_ids=True)
     assert result["choices"][0]["prompt_token_ids"] == [64]
-    assert result["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    assert result["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3} | NOT_CACHED
