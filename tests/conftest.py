@@ -25,6 +25,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests use no network
 jaxtyping.jaxtyped = jaxtyped
 jaxtyping.install_import_hook(["jattn", "pallas_kernels"], "beartype.beartype")
 

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 import jattn
 from jattn.models import Decoder, DecoderConfig, KVScales
-from jattn.models.kv_scales import LayerScales
+from jattn.models.kv_scales import LayerScales, is_kv_scale
 from jattn.models.loading.pretrained import read_config
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
@@ -108,6 +108,31 @@ class TestFiles:
         with pytest.warns(jattn.CalibrationWarning, match="layers 0, 2 have no scales"):
             first, second = model.create_caches(2, quantization="fp8_e4m3")[:2]
         assert (first.k_scale, second.k_scale, second.v_scale) == (1, 0.5, 0.25)
+
+    @pytest.mark.parametrize(
+        ("stored", "expected"),
+        [
+            ({"attn.k_scale": 0.5, "attn.v_scale": 0.25}, (0.5, 0.25)),
+            ({"k_proj.output_scale": 0.5, "v_proj.output_scale": 0.25}, (0.5, 0.25)),
+            ({"qkv_proj.k_scale": 0.5, "qkqkv_proj.v_scale": 0.25}, (0.5, 0.25)),
+            ({"kv_scale": 0.5}, (0.5, 0.5)),
+            ({"attn.kv_scale": 0.5, "v_scale": 0.25}, (0.5, 0.25)),
+            ({"v_scale": 0.25, "attn.kv_scale": 0.5, "attn.prob_scale": 1.0}, (0.5, 0.25)),
+            (
+                {"k_scale": 0.5, "q_scale": 2.0, "q_proj.output_scale": 3.0},
+                (0.5, None),
+            ),
+        ],
+    )
+    def test_scales_have_the_names_that_vllm_reads(self, tmp_path, stored, expected):
+        tensors = {
+            f"model.layers.0.self_attn.{name}": np.full(1, scale, np.float32)
+            for name, scale in stored.items()
+        }
+        assert all(map(is_kv_scale, tensors))
+        save_file(tensors, tmp_path / "scales.safetensors")
+        (layer,) = KVScales.load(tmp_path / "scales.safetensors", 1).layers
+        assert layer == expected
 
     def test_scales_file_takes_precedence_over_the_checkpoint(self, tmp_path):
         hf = CONFIGS["llama_biases"]

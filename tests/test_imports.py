@@ -20,7 +20,17 @@ PACKAGES = ("jattn", "pallas_kernels")
 FILES_OF = {package: sorted((ROOT / package).rglob("*.py")) for package in PACKAGES}
 FILES = [path for package in PACKAGES for path in FILES_OF[package]]
 # Optional dependencies: a file may import them only inside a function. The server's files may import SERVE.
-EXTRAS = {"safetensors", "tokenizers", "tqdm", "matplotlib", "optax", "pytest", "hypothesis"}
+EXTRAS = {
+    "huggingface_hub",
+    "safetensors",
+    "tokenizers",
+    "tqdm",
+    "transformers",
+    "matplotlib",
+    "optax",
+    "pytest",
+    "hypothesis",
+}
 SERVER = ROOT / "jattn" / "serving" / "server"
 SERVE = {"jinja2", "llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn", "yaml"}
 COLLECTIVES = ROOT / "pallas_kernels" / "collectives"
@@ -167,6 +177,45 @@ def run_python(code):
     """Run code in a fresh interpreter and return what it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.strip()
+
+
+# ------------------------------------------------------------------------------- imports on first use
+def test_importing_jattn_imports_no_dependency():
+    code = "import sys, jattn.serving; print(sorted({'jax', 'flax', 'numpy'} & sys.modules.keys()))"
+    assert run_python(code) == "[]"
+
+
+def test_the_help_of_the_command_line_does_not_import_jax():
+    code = (
+        "import sys\nfrom jattn.serving.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    )
+    help_text, imported = run_python(f"{code}\nprint('jax' in sys.modules)").rsplit("\n", 1)
+    assert "bench-serve" in help_text
+    assert imported == "False"
+
+
+def test_a_layer_does_not_import_the_packages_that_read_checkpoints():
+    code = """
+import sys, jax, jattn
+from flax import nnx
+spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
+layer = jattn.PagedAttention(16, spec, rngs=nnx.Rngs(0))
+metadata = jattn.build_batch_metadata([3, 5], [3, 5], None)
+x = jax.numpy.ones((8, 16))
+nnx.jit(lambda layer, x: layer(x, None, metadata, metadata.positions)[0])(layer, x)
+print(sorted({"transformers", "huggingface_hub", "tokenizers"} & sys.modules.keys()))"""
+    assert run_python(code) == "[]"
+
+
+@pytest.mark.parametrize("package", [jattn, jattn.serving], ids=lambda package: package.__name__)
+def test_names_that_are_imported_on_first_use_are_those_that_type_checkers_see(package):
+    (block,) = (node for node in parse(MODULES[package.__name__]).body if isinstance(node, ast.If))
+    names = {alias.name: node.module for node in block.body for alias in node.names}
+    packages = {name: "jattn" for name in getattr(package, "_PACKAGES", ())}
+    assert names == package._MODULES | packages
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
 
 
 # ------------------------------------------------------------------------------- optional collectives

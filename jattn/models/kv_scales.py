@@ -10,15 +10,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jattn.cache import CacheSpec
-from jattn.models.loading.checkpoint import float_dtype, optional_module
-from jattn.models.loading.files import as_path, require_exists
+from jattn.models.loading.checkpoint import float_dtype
+from jattn.models.loading.files import as_path, optional_module, require_exists
 from jattn.models.loading.safetensors_files import read_header
 from jattn.models.specs import require_one_per_layer
 from pallas_kernels.checks import require
 
-# vLLM reads the first form; checkpoints of ModelOpt have the second.
-NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:([kv])_scale|([kv])_proj\.\3_scale)")
-
+# The names of vLLM, ModelOpt (k_proj.k_scale), Quark and compressed-tensors (k_proj.output_scale).
+# kv_scale is the scale of both sides. Scales of queries and probabilities are not used.
+# Source: vLLM `maybe_remap_kv_scale_name`, `get_cache_scale`.
+NAME = re.compile(
+    r"model\.layers\.(\d+)\.self_attn\."
+    r"(?:(?:attn\.)?(kv|k|v|q|prob_output|prob)_scale|(?:qk)?qkv_proj\.([kv])_scale"
+    r"|([qkv])_proj\.(?:\4_scale|output_scale))"
+)
 
 PACKAGE = str(pathlib.Path(__file__).parents[1])  # warnings point at the caller outside this package
 
@@ -60,14 +65,16 @@ class KVScales:
         """
         scales_by_layer: list[dict[str, np.ndarray]] = [{} for _ in range(num_layers)]
         for name in filter(is_kv_scale, tensors):
-            layer, *sides = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+            layer, *matched = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+            (sides,) = filter(None, matched)
             require(int(layer) < num_layers, name, f"belong to one of {num_layers} layers", layer)
             float_dtype(tensors, name)
             scale = tensors[name].view().astype(np.float32)
             require(bool((np.isfinite(scale) & (scale > 0)).all()), name, "be positive and finite", scale)
-            scales_by_layer[int(layer)][sides[0] or sides[1]] = scale.reshape(
-                () if scale.size == 1 else scale.shape
-            )
+            scale = scale.reshape(() if scale.size == 1 else scale.shape)
+            for side in {"k", "v"} & {*sides}:  # none for queries and probabilities
+                if sides == side or side not in scales_by_layer[int(layer)]:
+                    scales_by_layer[int(layer)][side] = scale
         return (
             cls(tuple(LayerScales(**scales) for scales in scales_by_layer)) if any(scales_by_layer) else None
         )

@@ -1,6 +1,5 @@
 """The tensors of a checkpoint: opening, renaming and checking them."""
 
-import importlib
 import json
 import pathlib
 import re
@@ -125,22 +124,6 @@ def float_dtype(tensors: Mapping[str, Tensor], name: str) -> np.dtype:
     code = tensors[name].code
     require(code in FLOATS, f"{name}'s dtype", "be one of " + ", ".join(FLOATS), code)
     return DTYPES[code]
-
-
-def optional_module(name: str) -> Any:
-    """Import a module of the optional extra `models`.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        message = (
-            f"jattn.models needs {package} of the extra 'models': pip install '.[models]' in a checkout."
-        )
-        raise ImportError(message) from error
 
 
 _NUM_DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")

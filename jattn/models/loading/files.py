@@ -1,5 +1,6 @@
-"""Helpers for files: JSON objects, files that must exist, and path arguments."""
+"""Helpers for files: JSON objects, files that must exist, path arguments, and packages that read them."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -56,3 +57,19 @@ def as_path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
     """
     require_type(name, value, (str, os.PathLike), "a path")
     return pathlib.Path(value)
+
+
+def optional_module(name: str) -> Any:
+    """Import a module of the optional extra `models`.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        message = (
+            f"jattn.models needs {package} of the extra 'models': pip install '.[models]' in a checkout."
+        )
+        raise ImportError(message) from error

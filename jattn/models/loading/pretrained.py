@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,11 +28,11 @@ from jattn.models.loading.checkpoint import (
     find_tensor_mappings,
     float_dtype,
     open_tensors,
-    optional_module,
     rename_to_family_names,
 )
-from jattn.models.loading.files import as_path, read_json, require_exists
+from jattn.models.loading.files import as_path, optional_module, read_json
 from jattn.models.loading.generation_config import FILE, GenerationConfig
+from jattn.models.loading.hub import resolve_checkpoint
 from jattn.models.loading.placement import MeshPlacement, check_host, read_parameter
 from jattn.models.loading.quantized_weights import Tensor, dequantize_tensors
 from jattn.models.loading.safetensors_files import SCALES_FILE
@@ -52,8 +53,9 @@ _NUM_READERS = 2  # threads: one parameter is transferred while another one is a
 
 
 def load_shapes(
-    directory: str | pathlib.Path,
+    directory: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
@@ -62,7 +64,9 @@ def load_shapes(
     """Return the decoder that `load` returns, with abstract arrays instead of weights, to inspect it.
 
     Args:
-        directory: Folder of the checkpoint; see `load`. Only the headers and KV-cache scales are read.
+        directory: Folder or Hub name of the checkpoint; see `load`. Only the headers and KV-cache scales are
+            read.
+        revision: Branch, tag or commit on the Hub; see `load`.
         dtype: Dtype of parameters and computation; see `load`.
         implementation: Requested attention implementations; see `load`.
         mesh: Mesh to shard the model over; see `load`.
@@ -73,7 +77,7 @@ def load_shapes(
         ValueError: If a file or an argument is invalid.
         NotImplementedError: If the model or the mesh is not supported.
     """
-    directory = as_path("directory", directory)
+    directory = resolve_checkpoint(directory, revision)
     config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
     tensors = _open_float_tensors(directory, config)
     model = _make_abstract_model(config, tensors, dtype, implementation)
@@ -132,8 +136,9 @@ def _make_abstract_model(
 
 
 def load(
-    directory: str | pathlib.Path,
+    directory: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
     mesh: Mesh | None = None,
@@ -151,7 +156,9 @@ def load(
     dequantized.
 
     Args:
-        directory: Folder with config.json and *.safetensors files.
+        directory: Folder with config.json and *.safetensors files, or the name of a model on the Hugging Face
+            Hub, such as "org/name", which is downloaded to huggingface_hub's cache unless it is there.
+        revision: Branch, tag or commit on the Hub; None = the default branch.
         dtype: Dtype of parameters and computation; None = the config's, or the stored embedding's if it has
             none.
         implementation: Requested attention implementations; see `jattn.attend`.
@@ -159,10 +166,10 @@ def load(
             parameters are joined and dequantized on the host, so that no device holds more than its shard.
         cp_kv_cache_interleave_size: On a mesh with cp: number of consecutive positions whose keys are on the
             same device. Without cp it has no effect.
-        progress: Whether to show a progress bar on stderr.
+        progress: Whether to show a progress bar on stderr. Downloads have huggingface_hub's own.
 
     Raises:
-        FileNotFoundError: If a file is missing. The message names it.
+        FileNotFoundError: If a file is missing, or the Hub has no such model. The message names it.
         ValueError: If a tensor is missing, unexpected or misshapen, or a file is invalid; the message names
             it. Or if directory is not a path, dtype is not a float dtype, or the model cannot be sharded
             evenly.
@@ -170,8 +177,8 @@ def load(
             no CPU backend to assemble a mesh's parameters.
         ImportError: If tokenizers or tqdm is not installed.
     """
-    directory = as_path("directory", directory)
     check_host(mesh)
+    name, directory = as_path("directory", directory).name, resolve_checkpoint(directory, revision)
     config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
     generation_config = GenerationConfig.read(directory)
     tensors = _open_float_tensors(directory, config)
@@ -184,7 +191,7 @@ def load(
     tensors = {name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}
     check_tensors(tensors, shapes, _tied_copies(config))
     read = _make_reader(config, names, tensors, mesh)
-    bar = optional_module("tqdm").tqdm(None, f"Loading {directory.name}", len(flat), disable=not progress)
+    bar = optional_module("tqdm").tqdm(None, f"Loading {name}", len(flat), disable=not progress)
     with bar, ThreadPoolExecutor(_NUM_READERS) as readers:
         for path, array in zip(flat, readers.map(read, flat, list(flat.values())), strict=True):
             flat[path] = flat[path].replace(array)
@@ -256,15 +263,6 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
         model.tokenizer.save(str(directory / tokenizer.FILE))
 
 
-def _hint_missing_config(directory: pathlib.Path) -> str:
-    """Return a hint for a folder without config.json that is in the Hub's cache or a model's name."""
-    for config in sorted(directory.glob("snapshots/*/config.json"))[:1]:
-        return f"; {config.parent} has one"
-    if not directory.exists() and not directory.is_absolute() and len(directory.parts) == 2:
-        return f"; load does not download models: run `hf download {directory} --local-dir DIR` and load DIR"
-    return ""
-
-
 def read_config(directory: str | pathlib.Path) -> DecoderConfig:
     """Read the configuration of a Hugging Face folder.
 
@@ -277,7 +275,7 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
         NotImplementedError: If the model is not supported; see `DecoderConfig.from_hf`.
     """
     directory = as_path("directory", directory)
-    hf = read_json(require_exists(directory / "config.json", _hint_missing_config(directory)))
+    hf = read_json(directory / "config.json")
     overrides: dict[str, Any] = {}
     generation, tokenizer_eos = directory / FILE, tokenizer.read_eos_token_id(directory)
     if generation.exists():

@@ -3,8 +3,7 @@
 import pathlib
 from typing import Any
 
-from jattn.models.loading.checkpoint import optional_module
-from jattn.models.loading.files import read_json_if_exists
+from jattn.models.loading.files import optional_module, read_json_if_exists
 from pallas_kernels.checks import require
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -22,11 +22,8 @@ LATENCIES = ("time_to_first_token", "inter_token_latency", "end_to_end")
 PERCENTILES = (50, 90, 99)
 
 
-def add_bench_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `bench-serve` command and its options."""
-    parser = commands.add_parser(
-        "bench-serve", help="measure the latency and throughput of a server with the OpenAI API"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.set_defaults(run=bench_serve)
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"

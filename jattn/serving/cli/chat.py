@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jattn.models import load
-from jattn.serving.cli.nodes import add_node_options
+from jattn.models.loading.hub import resolve_checkpoint
+from jattn.serving.cli.nodes import add_node_options, runs_on_nodes
 from jattn.serving.cli.openai_client import parse_url, stream_events
 from jattn.serving.cli.options import (
+    MODEL_HELP,
     add_engine_options,
     add_sampling_options,
     make_engine,
@@ -27,13 +29,10 @@ type Message = dict[str, str]
 type StreamReply = Callable[[list[Message]], Iterator[str]]  # Conversation -> pieces of the reply.
 
 
-def add_chat(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `chat` command and its options."""
-    parser = commands.add_parser("chat", help="chat with a model (needs the extra jattn[serve])")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.set_defaults(run=chat)
-    parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face model folder; with --url, the server's model name"
-    )
+    parser.add_argument("--model", metavar="NAME", help=f"{MODEL_HELP}; with --url, the server's model name")
     parser.add_argument(
         "--url",
         help="chat with the server at this URL (OpenAI API) instead of loading a model",
@@ -58,13 +57,14 @@ def _add_template_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@runs_on_nodes
 def chat(args: argparse.Namespace) -> None:
     """Reply to stdin line by line until it ends.
 
     Ctrl-C during a reply ends the reply; at the prompt, it ends the conversation.
     """
     if args.url is None and args.model is None:
-        raise ValueError("Pass --model DIR to load a model, or --url URL to use a server.")
+        raise ValueError("Pass --model NAME to load a model, or --url URL to use a server.")
     if args.url is None:
         if args.api_key is not None:
             raise ValueError("--api-key requires --url.")
@@ -98,14 +98,11 @@ def _read_line() -> str | None:
 def _local_model(args: argparse.Namespace) -> StreamReply:
     """Load the model of a folder and return the function that replies with it."""
     templates: Any = importlib.import_module("jattn.serving.server.chat_template")
-    folder, file = pathlib.Path(args.model), args.chat_template and pathlib.Path(args.chat_template)
-    if not folder.is_dir():
-        raise ValueError(
-            f"--model {args.model} is not a folder. Pass the folder of a Hugging Face checkpoint."
-        )
+    folder, file = resolve_checkpoint(args.model), args.chat_template and pathlib.Path(args.chat_template)
     template = templates.load_chat_template(folder, file)
     if template is None:
         raise ValueError(f"{args.model} has no chat template. Pass --chat-template FILE.")
+    args.model = str(folder)
     requested = sampling_options(args) | {"max_tokens": args.max_tokens}
     SamplingParams(**requested)  # Report invalid values before loading the model.
     engine = make_engine(args, functools.partial(load, progress=sys.stderr.isatty()))

@@ -7,22 +7,27 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jattn.models import load
-from jattn.serving.cli.nodes import add_node_options
-from jattn.serving.cli.options import add_engine_options, add_sampling_options, make_engine, sampling_options
+from jattn.serving.cli.nodes import add_node_options, runs_on_nodes
+from jattn.serving.cli.options import (
+    add_engine_options,
+    add_model_option,
+    add_sampling_options,
+    make_engine,
+    sampling_options,
+)
 from jattn.serving.engine.outputs import GenerationResult
 from jattn.serving.engine.sampling_params import SamplingParams, describe_params
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `generate` command and its options."""
-    parser = commands.add_parser("generate", help="complete prompts, streaming the text")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.set_defaults(run=generate)
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="text to complete (default: all of stdin, as one prompt)"
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model folder")
+    add_model_option(parser)
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -35,6 +40,7 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_node_options(parser)
 
 
+@runs_on_nodes
 def generate(args: argparse.Namespace) -> None:
     """Complete the prompts and print each completion as it grows."""
     requested = sampling_options(args)

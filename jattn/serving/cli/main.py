@@ -1,20 +1,23 @@
 """The entry point of the `jattn` command line."""
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-from jattn.serving.cli.bench_serve import add_bench_serve
-from jattn.serving.cli.chat import add_chat
-from jattn.serving.cli.doctor import add_doctor
-from jattn.serving.cli.generate import add_generate
-from jattn.serving.cli.nodes import follow, join_nodes
-from jattn.serving.cli.options import OneLineParser
-from jattn.serving.cli.serve import VLLM_DEFAULTS, add_serve, expand_config
-from jattn.serving.engine.doctor import version_of
-from jattn.serving.engine.processes import ProcessError
+from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser
+from jattn.version import version_of
 
+# Help of each command. Its module, which may import JAX, is imported only to run it or to list its options.
+COMMANDS = {
+    "generate": "complete prompts, streaming the text",
+    "chat": "chat with a model (needs the extra jattn[serve])",
+    "serve": "serve a model over HTTP with the OpenAI API (needs the extra jattn[serve])",
+    "bench-serve": "measure the latency and throughput of a server with the OpenAI API",
+    "doctor": "show which attention implementation this machine uses, and why",
+}
 INTERRUPTED = 130  # Exit status after Ctrl-C, as in shells.
 
 # Options of `vllm serve` that have another name here, or are not needed or supported; see docs/vllm.md.
@@ -25,7 +28,7 @@ VLLM_OPTIONS = {
     "--speculative-config": "use --speculative and --num-speculative-tokens",
     "--enforce-eager": "every step is compiled",
     "--generation-config": "generation_config.json is always read",
-    "--download-dir": "models are not downloaded",
+    "--download-dir": "set the environment variable HF_HOME",
     "--tokenizer": "the model folder's tokenizer.json is used",
     "--data-parallel-size": "start one server per replica",
     "--pipeline-parallel-size": "use --tensor-parallel-size",
@@ -42,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 with a message on stderr, or 130 after Ctrl-C.
     """
     try:
-        args = _parse_args(expand_config(sys.argv[1:] if argv is None else argv))
-        join_nodes(args)
-        (follow if getattr(args, "node_rank", 0) else args.run)(args)
+        args = _parse_args(sys.argv[1:] if argv is None else argv)
+        args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has closed it.
         # Without this, Python reports the closed pipe again when it flushes stdout at exit.
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, NotImplementedError, OSError, ImportError, ProcessError) as error:
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
         print(f"jattn: {error}", file=sys.stderr)
         return 1
     return 0
@@ -60,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; unknown ones are reported as an error of their command."""
-    args, unknown = build_parser().parse_known_args(argv)
+    if argv and argv[0] == "serve":
+        argv = _command_module("serve").expand_config(argv)
+    args, unknown = build_parser(argv[:1]).parse_known_args(argv)
     if args.command == "serve":
         for option in [word for word in unknown if word in VLLM_DEFAULTS]:
             unknown.remove(option)
@@ -80,17 +84,27 @@ def vllm_option_hints(unknown: Iterable[str]) -> str:
     return f" ({'; '.join(hints)})" if hints else ""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands and their options."""
+def build_parser(commands: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Return the parser of all commands.
+
+    Args:
+        commands: Commands whose options the parser has.
+    """
     parser: argparse.ArgumentParser = OneLineParser(
         prog="jattn", description="LLM serving and attention tools for JAX on NVIDIA GPUs."
     )
     versions = [f"{name} {version_of(name)}" for name in ("jattn", "jax")]
     parser.add_argument("--version", action="version", version=", ".join(versions))
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add_command in (add_generate, add_chat, add_serve, add_bench_serve, add_doctor):
-        add_command(commands)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    for name, description in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=description)
+        if name in commands:
+            _command_module(name).add_options(subparser)
     return parser
+
+
+def _command_module(name: str) -> Any:
+    return importlib.import_module(f"jattn.serving.cli.{name.replace('-', '_')}")
 
 
 if __name__ == "__main__":

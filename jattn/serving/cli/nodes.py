@@ -1,12 +1,15 @@
 """Options and startup of an engine that spans several nodes: node 0 serves, and all other nodes follow it."""
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 
 import jax
 
 from jattn.models import load
 from jattn.serving.cli.options import make_engine
+from jattn.serving.engine.processes import ProcessError
 from pallas_kernels.checks import require_positive
 
 
@@ -38,6 +41,26 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def runs_on_nodes(
+    command: Callable[[argparse.Namespace], None],
+) -> Callable[[argparse.Namespace], None]:
+    """Make a command join the other nodes first, and run only on node 0; all other nodes follow it.
+
+    Raises:
+        ChildProcessError: If a process of the engine fails.
+    """
+
+    @functools.wraps(command)
+    def run(args: argparse.Namespace) -> None:
+        join_nodes(args)
+        try:
+            (follow if args.node_rank else command)(args)
+        except ProcessError as error:
+            raise ChildProcessError(str(error)) from error
+
+    return run
+
+
 def join_nodes(args: argparse.Namespace) -> None:
     """Connect to the processes of the other nodes, before JAX initializes its devices.
 
@@ -45,7 +68,7 @@ def join_nodes(args: argparse.Namespace) -> None:
         ValueError: If the node rank is out of range, or the tensor-parallel size is not the number of
             devices of all nodes.
     """
-    nnodes, rank = getattr(args, "nnodes", 1), getattr(args, "node_rank", 0)
+    nnodes, rank = args.nnodes, args.node_rank
     require_positive(nnodes=nnodes)
     if not 0 <= rank < nnodes:
         raise ValueError(f"--node-rank must be in [0, {nnodes - 1}] with --nnodes {nnodes}, got {rank}.")

@@ -1,11 +1,10 @@
 """Command-line options that several commands share."""
 
 import argparse
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
@@ -14,10 +13,12 @@ from jattn.implementations.selection import IMPLEMENTATIONS
 from jattn.models.collectives import use_peer_memory, why_not_peer_memory
 from jattn.models.kv_scales import CalibrationWarning
 from jattn.parallel import make_mesh
+from jattn.serving.cli.parser import OneLineParser
 from jattn.serving.engine.config import NGRAM
 from jattn.serving.engine.engine import Engine
 from pallas_kernels.checks import require_positive
 
+MODEL_HELP = "Hugging Face model: a folder, or a name on the Hub such as org/name"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # Arguments of Engine that have an option of the same name.
@@ -27,12 +28,9 @@ ENGINE_OPTIONS = (  # Arguments of Engine that have an option of the same name.
 )
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Argument parser that reports an error in one line, without the list of options."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}. See {self.prog} --help.\n")
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """Add the required option that selects the model."""
+    parser.add_argument("--model", required=True, metavar="NAME", help=MODEL_HELP)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +92,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative",
         metavar="METHOD",
-        help='source of draft tokens: "ngram" or the folder of a draft model (default: none)',
+        help='source of draft tokens: "ngram", or the folder or Hub name of a draft model (default: none)',
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -247,7 +245,7 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
         if allows_custom_all_reduce and why_not_peer_memory(model) is None:
             use_peer_memory(model)
         engine_options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
-        if args.speculative not in (None, NGRAM) and os.path.isdir(args.speculative):
+        if args.speculative not in (None, NGRAM):
             engine_options["speculative"] = load(args.speculative, **load_options)
         engine = Engine(model, **engine_options | {"skip_layers": tuple(args.skip_layers)})
     for warning in caught:

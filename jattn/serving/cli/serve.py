@@ -11,28 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from jattn.models import load
-from jattn.serving.cli.nodes import add_node_options
-from jattn.serving.cli.options import OneLineParser, add_engine_options, make_engine, option_name
+from jattn.models.loading.hub import resolve_checkpoint
+from jattn.serving.cli.nodes import add_node_options, runs_on_nodes
+from jattn.serving.cli.options import add_engine_options, add_model_option, make_engine, option_name
+from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser
 
 # Fields of ServerOptions that have an option of the same name.
 SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parser", "reasoning_parser")
-# Switches of `vllm serve` that select what jattn does anyway.
-VLLM_DEFAULTS = {
-    "--disable-log-requests": "requests are not logged",
-    "--enable-auto-tool-choice": "automatic tool choice is always enabled",
-    "--enable-chunked-prefill": "chunked prefill is always enabled",
-    "--enable-prompt-tokens-details": "the usage always contains the cached tokens",
-    "--trust-remote-code": "code in checkpoints is never run",
-}
 
 
-def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the `serve` command and its options."""
-    parser = commands.add_parser(
-        "serve", help="serve a model over HTTP with the OpenAI API (needs the extra jattn[serve])"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.set_defaults(run=serve)
-    parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model folder")
+    add_model_option(parser)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -50,7 +41,8 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="model name in the API; may be repeated, responses use the first (default: the folder's name)",
+        help="model name in the API; may be repeated, responses use the first"
+        " (default: the name of the folder, or of the model on the Hub)",
     )
     parser.add_argument(
         "--api-key",
@@ -99,12 +91,16 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add_node_options(parser)
 
 
+@runs_on_nodes
 def serve(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
     server: Any = _import_server()
-    folder = pathlib.Path(args.model)
+    folder = resolve_checkpoint(args.model)
+    is_local = folder == pathlib.Path(args.model)
+    default_name = folder.resolve().name if is_local else args.model
+    args.model = str(folder)
     options = server.ServerOptions(
-        served_model_names=tuple(args.served_model_name or [folder.resolve().name]),
+        served_model_names=tuple(args.served_model_name or [default_name]),
         folder=folder,
         chat_template=args.chat_template and pathlib.Path(args.chat_template),
         api_keys=tuple(args.api_key),
@@ -151,9 +147,9 @@ def expand_config(argv: Sequence[str]) -> list[str]:
     values = _read_yaml(pathlib.Path(parsed.config))
     if not isinstance(values, dict):
         raise ValueError(f"{parsed.config} must map option names to values, got {values!r}.")
-    serve_parser: argparse.ArgumentParser = OneLineParser(prog="jattn")
-    add_serve(serve_parser.add_subparsers())
-    defaults = vars(serve_parser.parse_args(["serve", "--model="]))
+    serve_parser: argparse.ArgumentParser = OneLineParser(prog="jattn serve")
+    add_options(serve_parser)
+    defaults = vars(serve_parser.parse_args(["--model="]))
     # A switch that is off by default has no --no- form, so `name: false` adds no argument.
     options = {
         name: value
@@ -161,7 +157,7 @@ def expand_config(argv: Sequence[str]) -> list[str]:
         if not (value is False and defaults.get(str(name).replace("-", "_")) is False)
     }
     words = [word for name, value in options.items() for word in _to_arguments(str(name), value)]
-    _, unknown = serve_parser.parse_known_args(["serve", "--model=", *words])
+    _, unknown = serve_parser.parse_known_args(["--model=", *words])
     unknown = [word for word in unknown if word not in VLLM_DEFAULTS]
     unknown += [word for word in words if word.startswith("--config=")]
     if unknown:

@@ -1,6 +1,5 @@
 """Diagnosis of this machine: the implementation of each attention feature, and why it is not a faster one."""
 
-import importlib.metadata
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +16,7 @@ from jattn.masks import Document, LocalStrided
 from jattn.planning import KernelFallbackWarning, format_table, plan_layers
 from jattn.runtime.decode_graphs import format_buckets
 from jattn.spec import AttentionSpec
+from jattn.version import version_of
 
 REGIONS = {
     "decode": Bucket(max_decodes=8, max_blocks=64),
@@ -93,7 +93,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
 
 def report() -> str:
     """Return versions, devices, a table of all features, and the reasons as notes."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax"))
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "flax"))
     devices = ", ".join(f"{device.device_kind} ({device.platform}:{device.id})" for device in jax.devices())
     notes: list[str] = []
     rows = [("feature", *REGIONS)]
@@ -118,11 +118,3 @@ def _cell(choice: ImplementationChoice, notes: list[str]) -> str:
     if choice.reason not in notes:
         notes.append(choice.reason)
     return f"{choice.implementation} [{notes.index(choice.reason) + 1}]"
-
-
-def version_of(package: str) -> str:
-    """Return the installed version of a package, or "of a checkout" if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of a checkout"

@@ -17,7 +17,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jattn.serving.engine.detokenizer import tokenize_async
-from jattn.serving.engine.doctor import version_of
 from jattn.serving.server.chat_completions import create_chat_completion
 from jattn.serving.server.chat_prompts import encode_chat
 from jattn.serving.server.completions import create_completion
@@ -32,6 +31,7 @@ from jattn.serving.server.protocol import (
 )
 from jattn.serving.server.sampling_params import check_unsupported
 from jattn.serving.server.service import Service
+from jattn.version import version_of
 
 type Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 

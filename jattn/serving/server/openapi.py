@@ -4,7 +4,6 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from jattn.serving.engine.doctor import version_of
 from jattn.serving.server.protocol import (
     ChatCompletionBody,
     CompletionBody,
@@ -12,6 +11,7 @@ from jattn.serving.server.protocol import (
     TokenizeChatBody,
     TokenizeCompletionBody,
 )
+from jattn.version import version_of
 
 # Body types of each POST endpoint.
 BODIES: dict[str, tuple[Any, ...]] = {

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from jattn.models import Decoder, load, save
-from jattn.models.loading import checkpoint
+from jattn.models.loading import files
 from tests.conftest import GOLDEN
 from tests.models.tiny_checkpoints import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
 
@@ -124,22 +124,11 @@ def test_a_wrong_tensor_is_named_before_anything_is_allocated(tmp_path, message,
         load(tmp_path, progress=False)
 
 
-def test_a_hub_name_that_is_not_a_folder_gives_a_hint(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"config.json does not exist; load does not .*hf download a/B-1\.5"
-    ):
-        load("a/B-1.5")
-    (tmp_path / "snapshots" / "5f").mkdir(parents=True)
-    (tmp_path / "snapshots" / "5f" / "config.json").write_text(json.dumps(TIED))
-    with pytest.raises(
-        FileNotFoundError, match=rf"config.json does not exist; {tmp_path}/snapshots/5f has one"
-    ):
-        load(tmp_path)
-
-
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere/config.json does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is not a folder, nor a name on the Hub"):
         load(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist"):
+        load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(TIED))
     with pytest.raises(FileNotFoundError, match=r"model.safetensors does not exist"):
         load(tmp_path)
@@ -200,7 +189,7 @@ def test_invalid_config_values_are_named_with_the_file(tmp_path, change, message
 
 def test_missing_packages_are_reported_with_the_extra():
     with pytest.raises(ImportError, match=r"needs not_there of .* pip install '\.\[models\]' in"):
-        checkpoint.optional_module("not_there.numpy")
+        files.optional_module("not_there.numpy")
 
 
 def test_eos_token_id_of_generation_config_takes_precedence(tmp_path):

@@ -77,8 +77,8 @@ class TestChat:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ([], "Pass --model DIR to load a model, or --url URL to use a server."),
-            (["--model=no/such"], "--model no/such is not a folder."),
+            ([], "Pass --model NAME to load a model, or --url URL to use a server."),
+            (["--model=/no/such"], "/no/such is not a folder, nor a name on the Hub such as org/name."),
             (["--url=http://x:99999"], "--url must have the form http://HOST:PORT, got http://x:99999"),
             (["--url=ftp://x"], "--url must have the form http://HOST:PORT, got ftp://x"),
             (["--url=http://127.0.0.1:1"], "Connect call failed"),

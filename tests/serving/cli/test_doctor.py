@@ -18,7 +18,7 @@ class TestDoctor:
     def test_engine_options_require_a_model(self, capsys):
         assert main(["doctor", "--quantization=fp8"]) == 1
         out, err = capsys.readouterr()
-        assert (out, err) == ("", "jattn: --quantization requires --model DIR.\n")
+        assert (out, err) == ("", "jattn: --quantization requires --model NAME.\n")
 
     def test_report_on_a_model_covers_every_bucket(self, capsys, monkeypatch):
         monkeypatch.setattr("jattn.models.loading.pretrained.load", None)  # No weights are loaded.
