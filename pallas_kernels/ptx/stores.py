@@ -207,16 +207,28 @@ def store_tiles(ref: Ref, tiles_s: Ref, index: Index) -> None:
         ctx: mgpu.LaunchContext, ref: ir.Value, tiles_s: ir.Value, *starts: mgpu.FragmentedArray
     ) -> None:
         places = [arith.index_cast(ir.IndexType.get(), fragments.scalar(start)) for start in starts]
+        slices = [
+            place if size is None else mgpu.ds(place, size) for place, size in zip(places, sizes, strict=True)
+        ]
+        array, batch_index = _split_batch_index(ref)
         ctx.async_copy(
             src_ref=tiles_s,
-            dst_ref=ref,
-            gmem_slice=tuple(
-                place if size is None else mgpu.ds(place, size)
-                for place, size in zip(places, sizes, strict=True)
-            ),
+            dst_ref=array,
+            gmem_slice=(*batch_index, *slices),
             gmem_transform=mgpu.TileTransform(tiling.tiling, rounding=launch_context.Rounding.DOWN),
             swizzle=swizzle.swizzle,
             oob_mode=plgpu.OOBFillMode.UNDEFINED,
         )
 
     store(ref, tiles_s, *starts)
+
+
+def _split_batch_index(ref: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
+    """Return the kernel's array and the index of `ref` in it; under jax.vmap `ref` is a part of the array."""
+    while isinstance(ref, ir.BlockArgument):
+        ref = ref.owner.owner.operands[ref.arg_number]
+    if ref.owner.name != "memref.subview":
+        return ref, []
+    array, *index = ref.owner.operands
+    assert len(index) == ir.MemRefType(array.type).rank - ir.MemRefType(ref.type).rank, ref.owner
+    return array, index

@@ -97,12 +97,15 @@ def test_vmapped_kernels_give_the_same_bits_as_single_calls_on_a_gpu(problem):
 
 
 def aot_cases():
-    """Return one kernel of each kind with all arguments mapped."""
+    """Return one kernel of each kind with all arguments mapped, and prefill of 30 tokens."""
     cases = {}
     for module in (decode_aot_cases, prefill_aot_cases, cache_read_tests, cache_write_tests):
         name, (run, arguments, *_) = next(iter(module.aot_cases().items()))
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), arguments)
         cases[f"{module.__name__}-{name}"] = (jax.vmap(run), stacked)
+    run, arguments, axes = prefill_problem(is_interpreted=False)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    cases["odd tokens"] = (jax.vmap(run, in_axes=axes), shapes)
     return cases
 
 
