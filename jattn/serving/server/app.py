@@ -29,6 +29,7 @@ from jattn.serving.server.protocol import (
     TokenizeCompletionBody,
     read_body,
 )
+from jattn.serving.server.responses import openai_response
 from jattn.serving.server.sampling_params import check_unsupported
 from jattn.serving.server.service import Service
 from jattn.version import version_of
@@ -134,7 +135,7 @@ async def get_model(request: Request) -> Response:
     service: Service = request.app.state.service
     name = request.path_params["name"]
     service.check_model(name)
-    return JSONResponse(_model_card(service, name))
+    return openai_response("Model", _model_card(service, name))
 
 
 def _model_card(service: Service, name: str) -> dict[str, Any]:

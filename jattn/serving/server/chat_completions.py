@@ -39,6 +39,7 @@ class ChatFormatter:
     """`ResponseFormatter` of chat completions."""
 
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    response_type = "ChatCompletion"
 
     def __init__(
         self,

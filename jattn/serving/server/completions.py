@@ -25,6 +25,7 @@ class CompletionFormatter:
     """`ResponseFormatter` of text completions."""
 
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
+    response_type = "Completion"
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from jattn.serving.server.event_stream import HttpConnection
 from jattn.serving.server.http_process import FORCED, HttpProcess
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.remote_engine import ENGINE_PROCESS_ENDED, RemoteEngine
+from jattn.serving.server.responses import openai_types
 from jattn.serving.server.service import Service
 
 LOG = logging.getLogger("jattn.server")
@@ -95,7 +96,8 @@ class Server(uvicorn.Server):
         """Compile what the first step may need; /health returns 503 until then."""
         progress = sys.stderr.isatty()
         try:
-            await self.service.engine.precompile(progress=progress)
+            imports = asyncio.to_thread(openai_types)
+            await asyncio.gather(self.service.engine.precompile(progress=progress), imports)
             self.service.is_ready = True
             LOG.info("The server is ready.")
         except Exception as error:
