@@ -1,10 +1,11 @@
-"""Rules that say which requests each kernel supports.
+"""What each kernel supports: the table KERNELS, and the functions that compare a request with it.
 
 Every `why_not_*` function looks at static facts only. It returns None if the kernel supports a request, or
 else a clause that says what is not supported and what is. The clause completes the kernels' errors, the table
 of a plan and the report of `jattn doctor`.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,100 @@ DTYPES = ("bfloat16", "float16")
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 LAYOUTS = ("NHD", "HND")
-BACKWARD_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
-# The prefill kernel holds a tile both quantized and dequantized: wider heads do not fit shared memory, and 80
-# is split into other chunks in 8 bits than in 16.
-DEQUANTIZED_HEAD_DIMS = (32, 64, 96, 128)
-MAX_GROUP = 64
-MAX_DECODE_QUERY_LEN = 8
-COMPUTE_CAPABILITY = "9.0"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSupport:
+    """What a kernel supports. An empty tuple means that the kernel does not depend on the property.
+
+    Attributes:
+        compute_capabilities: GPU architectures.
+        dtypes: Dtypes of queries, keys and values, or of the kernel's other inputs.
+        eight_bit_dtypes: Further dtypes of the cache.
+        head_dims: Elements per head.
+        eight_bit_head_dims: Elements per head with an 8-bit cache.
+        block_sizes: Tokens per cache block.
+        layouts: Cache layouts.
+        maxima: Name of a number -> its maximum.
+    """
+
+    compute_capabilities: tuple[str, ...] = ("9.0",)
+    dtypes: tuple[str, ...] = DTYPES
+    eight_bit_dtypes: tuple[str, ...] = ()
+    head_dims: tuple[int, ...] = ()
+    eight_bit_head_dims: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    layouts: tuple[str, ...] = ()
+    maxima: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def head_dim_rule(self, head_dim: int, kv_dtypes: Sequence[DTypeLike], condition: str = "") -> "Rule":
+        """Return the rule that the kernel supports a head_dim with these dtypes of keys and values."""
+        if all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes):
+            return must_be_one_of("head_dim", head_dim, self.head_dims, condition)
+        condition = condition or " for 8-bit keys or values"
+        return must_be_one_of("head_dim", head_dim, self.eight_bit_head_dims, condition)
+
+
+KERNELS = {
+    "paged_decode": KernelSupport(
+        eight_bit_dtypes=EIGHT_BIT_DTYPES,
+        head_dims=HEAD_DIMS,
+        eight_bit_head_dims=EIGHT_BIT_HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+        layouts=LAYOUTS,
+        maxima={"query heads per KV head": 64, "decode_query_len": 8},
+    ),
+    "varlen_prefill": KernelSupport(
+        eight_bit_dtypes=EIGHT_BIT_DTYPES,
+        head_dims=HEAD_DIMS,
+        # The kernel holds a tile both quantized and dequantized: wider heads do not fit shared memory, and 80
+        # is split into other chunks in 8 bits than in 16. cache_read dequantizes other head dims before.
+        eight_bit_head_dims=(32, 64, 96, 128),
+        block_sizes=BLOCK_SIZES,
+        layouts=LAYOUTS,
+    ),
+    "varlen_backward": KernelSupport(head_dims=(32, 64, 80, 96, 112, 128, 192, 256)),
+    "cache_read": KernelSupport(
+        eight_bit_dtypes=EIGHT_BIT_DTYPES,
+        head_dims=HEAD_DIMS,
+        eight_bit_head_dims=EIGHT_BIT_HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+        layouts=LAYOUTS,
+    ),
+    # Copies into a cache of the inputs' dtype depend on the bytes per token and head alone.
+    "cache_write": KernelSupport(
+        eight_bit_dtypes=("int8", "float8_e4m3fn"),
+        eight_bit_head_dims=HEAD_DIMS,
+        layouts=LAYOUTS,
+        maxima={"kv_heads with layout HND": 256, "head_dim with layout HND": 256},
+    ),
+    # Each lane holds a power of 2 of the elements of half a head, which the 60 of head_dim 120 do not allow.
+    "qkv_write": KernelSupport(head_dims=tuple(dim for dim in HEAD_DIMS if dim % 16 == 0), layouts=LAYOUTS),
+    "block_scores": KernelSupport(head_dims=(64, 128, 256), maxima={"query heads": 256}),
+    "add_norm": KernelSupport(maxima={"elements per row": 16384}),
+    "grouped_matmul": KernelSupport(),
+}
+
+
+def format_kernels() -> list[tuple[str, ...]]:
+    """Return KERNELS as rows of text; the first row is the header, and an empty cell is a free choice."""
+    columns = {
+        "GPU": "compute_capabilities",
+        "dtypes": "dtypes",
+        "8-bit caches": "eight_bit_dtypes",
+        "head_dim": "head_dims",
+        "head_dim, 8-bit caches": "eight_bit_head_dims",
+        "block size": "block_sizes",
+        "layouts": "layouts",
+    }
+    rows: list[tuple[str, ...]] = [("kernel", *columns, "at most")]
+    for name, kernel in KERNELS.items():
+        cells = (join_values(getattr(kernel, field)) for field in columns.values())
+        maxima = join_values(f"{maximum} {number}" for number, maximum in kernel.maxima.items())
+        rows.append((name, *cells, maxima))
+    return rows
+
+
 NUM_SMS = 132  # H100 SXM and H200
 GPU_PLATFORMS = ("gpu", "cuda")
 
@@ -64,8 +152,9 @@ def why_not_device(device: Any) -> str | None:
     if device.platform not in GPU_PLATFORMS:
         return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
     capability = getattr(device, "compute_capability", None)
-    if capability != COMPUTE_CAPABILITY:
-        required = f"the kernels are compiled for compute capability {COMPUTE_CAPABILITY}"
+    supported = sorted({x for kernel in KERNELS.values() for x in kernel.compute_capabilities})
+    if capability not in supported:
+        required = f"the kernels are compiled for compute capability {join_values(supported)}"
         return f"{required}, and this GPU has {capability}"
     return None
 
@@ -117,12 +206,6 @@ def join_values(values: Iterable[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def _head_dim_rule(head_dim: int, kv_dtypes: tuple[DTypeLike, ...]) -> Rule:
-    if all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes):
-        return must_be_one_of("head_dim", head_dim, HEAD_DIMS)
-    return must_be_one_of("head_dim", head_dim, EIGHT_BIT_HEAD_DIMS, " for 8-bit keys or values")
-
-
 def why_not_decode(
     *,
     dtype: DTypeLike,
@@ -148,30 +231,32 @@ def why_not_decode(
         layout: Cache layout, "NHD" or "HND".
         has_token_scales: Whether keys, and whether values, have a scale per token and head.
     """
+    kernel = KERNELS["paged_decode"]
+    max_group = kernel.maxima["query heads per KV head"]
+    max_query_len = kernel.maxima["decode_query_len"]
     dtype, kv_dtypes = jnp.dtype(dtype), {"keys": jnp.dtype(k_dtype), "values": jnp.dtype(v_dtype)}
     stored_rules: list[Rule] = []
     for (name, stored_dtype), has_scales in zip(kv_dtypes.items(), has_token_scales, strict=True):
-        is_known = stored_dtype == dtype or stored_dtype.name in EIGHT_BIT_DTYPES
-        supported = join_values((dtype.name, *EIGHT_BIT_DTYPES))
+        is_known = stored_dtype == dtype or stored_dtype.name in kernel.eight_bit_dtypes
+        supported = join_values((dtype.name, *kernel.eight_bit_dtypes))
         clause = f"{name} stored in {stored_dtype.name} are not supported with {dtype.name} queries"
         stored_rules.append((is_known, f"{clause}; supported: {supported}"))
         clause = f"a scale per token and head is not supported for {name} stored in {stored_dtype.name}"
         stored_rules.append((stored_dtype.itemsize == 1 or not has_scales, f"{clause}, only for 8-bit ones"))
     return first_reason(
         (
-            must_be_one_of("layout", layout, LAYOUTS),
-            must_be_one_of("query dtype", dtype.name, DTYPES),
+            must_be_one_of("layout", layout, kernel.layouts),
+            must_be_one_of("query dtype", dtype.name, kernel.dtypes),
             *stored_rules,
-            _head_dim_rule(head_dim, tuple(kv_dtypes.values())),
-            must_be_one_of("block_size", block_size, BLOCK_SIZES),
+            kernel.head_dim_rule(head_dim, tuple(kv_dtypes.values())),
+            must_be_one_of("block_size", block_size, kernel.block_sizes),
             (
-                group <= MAX_GROUP,
-                f"{group} query heads per KV head are not supported; the maximum is {MAX_GROUP}",
+                group <= max_group,
+                f"{group} query heads per KV head are not supported; the maximum is {max_group}",
             ),
             (
-                decode_query_len <= MAX_DECODE_QUERY_LEN,
-                f"decode_query_len={decode_query_len} is not supported; "
-                f"the maximum is {MAX_DECODE_QUERY_LEN}",
+                decode_query_len <= max_query_len,
+                f"decode_query_len={decode_query_len} is not supported; the maximum is {max_query_len}",
             ),
         )
     )
@@ -179,7 +264,7 @@ def why_not_decode(
 
 def why_not_head_dim(head_dim: int, kv_dtypes: tuple[DTypeLike, DTypeLike]) -> str | None:
     """Return why paged_decode does not support a head_dim with these dtypes of keys and values, or None."""
-    return first_reason([_head_dim_rule(head_dim, kv_dtypes)])
+    return first_reason([KERNELS["paged_decode"].head_dim_rule(head_dim, kv_dtypes)])
 
 
 def why_not_prefill(
@@ -199,28 +284,29 @@ def why_not_prefill(
         block_size: Tokens per cache block; None for packed keys.
         layout: Cache layout, "NHD" or "HND".
     """
+    kernel = KERNELS["varlen_prefill"]
     dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
     rules = [
-        must_be_one_of("layout", layout, LAYOUTS),
-        must_be_one_of("query dtype", dtype.name, DTYPES),
+        must_be_one_of("layout", layout, kernel.layouts),
+        must_be_one_of("query dtype", dtype.name, kernel.dtypes),
         (kv_dtype == dtype, f"keys of {kv_dtype.name} are not supported with {dtype.name} queries"),
-        must_be_one_of("head_dim", head_dim, HEAD_DIMS),
+        must_be_one_of("head_dim", head_dim, kernel.head_dims),
     ]
     if block_size is not None:
-        rules.append(must_be_one_of("block_size", block_size, BLOCK_SIZES))
+        rules.append(must_be_one_of("block_size", block_size, kernel.block_sizes))
     return first_reason(rules)
 
 
 def why_not_dequantize(*, kv_dtypes: tuple[DTypeLike, DTypeLike], head_dim: int) -> str | None:
     """Return why varlen_prefill cannot dequantize these keys and values of a paged cache, or None."""
+    kernel, condition = KERNELS["varlen_prefill"], " by the kernel's dequantization"
     rules = [
-        must_be_one_of("cache dtype", jnp.dtype(x).name, EIGHT_BIT_DTYPES, " by the kernel's dequantization")
+        must_be_one_of(
+            "cache dtype", jnp.dtype(x).name, kernel.eight_bit_dtypes, " by the kernel's dequantization"
+        )
         for x in kv_dtypes
     ]
-    head_dim_rule = must_be_one_of(
-        "head_dim", head_dim, DEQUANTIZED_HEAD_DIMS, " by the kernel's dequantization"
-    )
-    return first_reason([*rules, head_dim_rule])
+    return first_reason([*rules, kernel.head_dim_rule(head_dim, kv_dtypes, condition)])
 
 
 def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str | None:
@@ -230,16 +316,17 @@ def why_not_backward(*, dtypes: Mapping[str, DTypeLike], head_dim: int) -> str |
         dtypes: Dtype of each array by its name; `dtypes["query"]` is that of the queries.
         head_dim: Elements per head.
     """
+    kernel = KERNELS["varlen_backward"]
     named = {name: jnp.dtype(dtype).name for name, dtype in dtypes.items()}
     query = named["query"]
     return first_reason(
         (
-            must_be_one_of("query dtype", query, DTYPES),
+            must_be_one_of("query dtype", query, kernel.dtypes),
             *(
                 (dtype == query, f"{name} of {dtype} is not supported with {query} queries")
                 for name, dtype in named.items()
             ),
-            must_be_one_of("head_dim", head_dim, BACKWARD_HEAD_DIMS, " for gradients"),
+            must_be_one_of("head_dim", head_dim, kernel.head_dims, " for gradients"),
         )
     )
 
@@ -256,14 +343,15 @@ def why_not_read(
         block_size: Tokens per cache block.
         layout: Cache layout, "NHD" or "HND".
     """
+    kernel = KERNELS["cache_read"]
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     return first_reason(
         (
-            must_be_one_of("layout", layout, LAYOUTS),
-            must_be_one_of("dtype", dtype.name, DTYPES),
-            must_be_one_of("cache dtype", cache_dtype.name, (*EIGHT_BIT_DTYPES, dtype.name)),
-            _head_dim_rule(head_dim, (cache_dtype,)),
-            must_be_one_of("block_size", block_size, BLOCK_SIZES),
+            must_be_one_of("layout", layout, kernel.layouts),
+            must_be_one_of("dtype", dtype.name, kernel.dtypes),
+            must_be_one_of("cache dtype", cache_dtype.name, (*kernel.eight_bit_dtypes, dtype.name)),
+            kernel.head_dim_rule(head_dim, (cache_dtype,)),
+            must_be_one_of("block_size", block_size, kernel.block_sizes),
         )
     )
 
@@ -292,15 +380,16 @@ def why_not_write(
             keys have no scale.
         v_scale_ndim: Axes of the scale of the values; see `k_scale_ndim`.
     """
+    kernel = KERNELS["cache_write"]
     dtype = jnp.dtype(dtype)
     kv_dtypes = {name: jnp.dtype(x) for name, x in (("keys", k_dtype), ("values", v_dtype))}
     is_quantized = any(x != dtype for x in kv_dtypes.values())
     min_itemsize = min(x.itemsize for x in kv_dtypes.values())
     token_bytes, head_bytes = kv_heads * head_dim * min_itemsize, head_dim * min_itemsize
     needs_alignment = layout == "HND" or is_quantized
-    rules = [must_be_one_of("layout", layout, LAYOUTS)]
+    rules = [must_be_one_of("layout", layout, kernel.layouts)]
     for (name, stored_dtype), ndim in zip(kv_dtypes.items(), (k_scale_ndim, v_scale_ndim), strict=True):
-        can_quantize = dtype.name in DTYPES and stored_dtype.name in ("int8", "float8_e4m3fn")
+        can_quantize = dtype.name in kernel.dtypes and stored_dtype.name in kernel.eight_bit_dtypes
         is_plain = stored_dtype == dtype and ndim is None
         has_known_scale = stored_dtype != dtype and ndim in (None, 0, 3)
         clause = f"writing {name} of {dtype.name} into a cache of {stored_dtype.name}"
@@ -323,11 +412,12 @@ def why_not_write(
         ),
     ]
     if is_quantized:
-        rules.append(must_be_one_of("head_dim", head_dim, HEAD_DIMS, " for an 8-bit cache"))
+        rules.append(must_be_one_of("head_dim", head_dim, kernel.eight_bit_head_dims, " for an 8-bit cache"))
     if layout == "HND":
-        clause = "is not supported with layout=HND; the maximum is 256"
-        rules += [(kv_heads <= 256, f"kv_heads={kv_heads} {clause}")]
-        rules += [(head_dim <= 256, f"head_dim={head_dim} {clause}")]
+        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim)):
+            maximum = kernel.maxima[f"{name} with layout HND"]
+            clause = f"{name}={value} is not supported with layout=HND; the maximum is {maximum}"
+            rules.append((value <= maximum, clause))
     return first_reason(rules)
 
 
@@ -343,17 +433,16 @@ def why_not_qkv_write(
         layout: Cache layout, "NHD" or "HND".
         head_dim: Elements per head.
     """
+    kernel = KERNELS["qkv_write"]
     name = jnp.dtype(dtype).name
     names = jnp.dtype(k_dtype).name, jnp.dtype(v_dtype).name
-    # Each lane holds a power of 2 of the elements of half a head, which the 60 of head_dim 120 do not allow.
-    halved = tuple(dim for dim in HEAD_DIMS if dim % 16 == 0)
     caches = f"caches of {join_values(names)} are not supported with {name} inputs; both must be {name}"
     return first_reason(
         [
-            must_be_one_of("dtype", name, DTYPES),
-            must_be_one_of("layout", layout, LAYOUTS),
+            must_be_one_of("dtype", name, kernel.dtypes),
+            must_be_one_of("layout", layout, kernel.layouts),
             (names == (name, name), caches),
-            must_be_one_of("head_dim", head_dim, halved),
+            must_be_one_of("head_dim", head_dim, kernel.head_dims),
         ]
     )
 
@@ -366,18 +455,20 @@ def why_not_add_norm(*, dtype: DTypeLike, other_dtypes: Sequence[DTypeLike], wid
         other_dtypes: Dtypes of what is added to it and of the weight.
         width: Elements per row.
     """
+    kernel = KERNELS["add_norm"]
+    max_width = kernel.maxima["elements per row"]
     name = jnp.dtype(dtype).name
     different = sorted({jnp.dtype(x).name for x in other_dtypes} - {name})
     return first_reason(
         [
-            must_be_one_of("dtype", name, DTYPES),
+            must_be_one_of("dtype", name, kernel.dtypes),
             (
                 not different,
                 f"inputs of {name} and {join_values(different)} are not supported; use one dtype",
             ),
             (
-                width % 128 == 0 and 0 < width <= 16384,
-                f"rows of {width} elements are not supported; supported: multiples of 128 up to 16384",
+                width % 128 == 0 and 0 < width <= max_width,
+                f"rows of {width} elements are not supported; supported: multiples of 128 up to {max_width}",
             ),
         ]
     )
@@ -394,12 +485,13 @@ def why_not_grouped_matmul(
         inputs: Elements per row, which the product sums over.
         outputs: Columns of the result.
     """
+    kernel = KERNELS["grouped_matmul"]
     rows, weights = jnp.dtype(dtype).name, jnp.dtype(weights_dtype).name
     multiples = "is not supported; supported: multiples of 64"
     return first_reason(
         [
-            must_be_one_of("dtype", rows, DTYPES),
-            must_be_one_of("weights dtype", weights, DTYPES),
+            must_be_one_of("dtype", rows, kernel.dtypes),
+            must_be_one_of("weights dtype", weights, kernel.dtypes),
             (rows == weights, f"rows of {rows} are not supported with weights of {weights}; use one dtype"),
             (inputs % 64 == 0 and inputs > 0, f"inputs={inputs} {multiples}"),
             (outputs % 64 == 0 and outputs > 0, f"outputs={outputs} {multiples}"),

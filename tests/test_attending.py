@@ -264,7 +264,9 @@ class TestKernels:
         problem.check(*self.run(problem))
 
     def test_too_many_new_tokens_for_the_decode_kernel_use_the_prefill_kernel(self, monkeypatch):
-        monkeypatch.setattr(support, "MAX_DECODE_QUERY_LEN", 1)
+        maxima = {"query heads per KV head": 64, "decode_query_len": 1}
+        kernel = dataclasses.replace(support.KERNELS["paged_decode"], maxima=maxima)
+        monkeypatch.setitem(support.KERNELS, "paged_decode", kernel)
         problem = Problem(self.case | {"region": "speculative"})
         assert problem.metadata.bucket.decode_query_len > 1
         problem.check(*self.run(problem))

@@ -20,7 +20,7 @@ from benchmarks.runner import Rows, kernel_times, wall_times
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.checks import require
 from pallas_kernels.shared import Score
-from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS
+from pallas_kernels.support import KERNELS
 from pallas_kernels.varlen_prefill import (
     CallBounds,
     PrefillSizes,
@@ -176,7 +176,7 @@ def default_work(
     require(block_size is not None or quantization == "none", "block_size", "be given for an 8-bit cache", 0)
     bounds = call_bounds(case, Score(scale=1.0, **MODIFIERS[modifier]))
     kv_dtypes, granularities = zip(*QUANTIZATIONS[quantization], strict=True)
-    is_supported = case.head_dim in DEQUANTIZED_HEAD_DIMS and all(
+    is_supported = case.head_dim in KERNELS["varlen_prefill"].eight_bit_head_dims and all(
         jnp.dtype(dtype).itemsize == 1 for dtype in kv_dtypes
     )
     dequantizes_in_kernel = is_supported and should_dequantize_in_kernel(

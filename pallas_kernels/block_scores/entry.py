@@ -8,11 +8,9 @@ from pallas_kernels.block_scores.kernel import MAX_SMEM, TILE_ROWS, BlockScoresD
 from pallas_kernels.checks import require, require_axes, require_positive, require_shape, unsupported
 from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.types import Interpret
-from pallas_kernels.support import DTYPES, first_reason, must_be_one_of
+from pallas_kernels.support import KERNELS, first_reason, must_be_one_of
 
 KV_HEADS = (8, 16, 32, TILE_ROWS)  # heads are rows of a tile, which is laid out in groups of 8 rows
-MAX_Q_HEADS = 256
-HEAD_DIMS = (64, 128, 256)
 
 
 def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_dim: int) -> str | None:
@@ -24,16 +22,18 @@ def why_not_block_scores(*, dtype: DTypeLike, q_heads: int, kv_heads: int, head_
         kv_heads: Number of KV heads.
         head_dim: Number of elements per head.
     """
+    kernel = KERNELS["block_scores"]
+    max_q_heads = kernel.maxima["query heads"]
     heads = f"kv_heads={kv_heads} with q_heads={q_heads}"
     reason = first_reason(
         [
-            must_be_one_of("block bounds dtype", jnp.dtype(dtype).name, DTYPES),
+            must_be_one_of("block bounds dtype", jnp.dtype(dtype).name, kernel.dtypes),
             must_be_one_of("kv_heads", kv_heads, KV_HEADS, " for block scores"),
             (
-                q_heads <= MAX_Q_HEADS,
-                f"q_heads={q_heads} is not supported for block scores; the maximum is {MAX_Q_HEADS}",
+                q_heads <= max_q_heads,
+                f"q_heads={q_heads} is not supported for block scores; the maximum is {max_q_heads}",
             ),
-            must_be_one_of("head_dim", head_dim, HEAD_DIMS, " for block scores"),
+            must_be_one_of("head_dim", head_dim, kernel.head_dims, " for block scores"),
         ]
     )
     if reason is not None:

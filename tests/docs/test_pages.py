@@ -196,6 +196,12 @@ def test_walkthroughs_name_files_and_functions_that_exist():
         assert names <= names_in(ROOT / path), path
 
 
+def test_kernels_page_has_the_table_of_what_each_kernel_supports():
+    head, *rows = support.format_kernels()
+    lines = [head, ["---"] * len(head), *rows]
+    assert "".join(f"| {' | '.join(cells)} |\n" for cells in lines) in (ROOT / "docs/kernels.md").read_text()
+
+
 def test_every_list_of_8_bit_types_is_the_same():
     lists = cache_write.EIGHT_BIT, support.EIGHT_BIT_DTYPES, mma.EIGHT_BIT_NAMES
     stored = {side.dtype for sides in QUANTIZATIONS.values() for side in sides if side.dtype is not None}

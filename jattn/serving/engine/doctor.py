@@ -17,6 +17,7 @@ from jattn.planning import KernelFallbackWarning, format_table, plan_layers
 from jattn.runtime.decode_graphs import format_buckets
 from jattn.spec import AttentionSpec
 from jattn.version import version_of
+from pallas_kernels import support
 
 REGIONS = {
     "decode": Bucket(max_decodes=8, max_blocks=64),
@@ -92,7 +93,7 @@ def explain(model: Any, caches: Any, buckets: Iterable[Bucket], block_size: int)
 
 
 def report() -> str:
-    """Return versions, devices, a table of all features, and the reasons as notes."""
+    """Return versions, devices, a table of all features with the reasons, and what each kernel supports."""
     versions = ", ".join(f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "flax"))
     devices = ", ".join(f"{device.device_kind} ({device.platform}:{device.id})" for device in jax.devices())
     notes: list[str] = []
@@ -108,6 +109,7 @@ def report() -> str:
         "ALiBi and sinks use the same implementation as their layer.",
     ]
     lines += ["", *(f"[{i}] {note}" for i, note in enumerate(notes, 1))] if notes else []
+    lines += ["", format_table(support.format_kernels())]
     return "\n".join(lines)
 
 

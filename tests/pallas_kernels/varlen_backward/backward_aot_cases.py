@@ -11,7 +11,7 @@ import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu.backward_tile_lists import PackedLens, backward_lists, backward_mask
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import BACKWARD_HEAD_DIMS
+from pallas_kernels.support import KERNELS
 from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
 
 FEATURES = {
@@ -70,7 +70,9 @@ LISTED = {
 def aot_cases():
     """Return (function, abstract arguments) by the name of the case."""
     cases = {}
-    for i, (head_dim, feature) in enumerate(itertools.product(BACKWARD_HEAD_DIMS, FEATURES)):
+    for i, (head_dim, feature) in enumerate(
+        itertools.product(KERNELS["varlen_backward"].head_dims, FEATURES)
+    ):
         dtype = ("bfloat16", "float16")[(i + i // len(FEATURES)) % 2]
         cases[f"d{head_dim}-{feature}-{dtype}"] = case(head_dim, jnp.dtype(dtype), **FEATURES[feature])
     cases |= {f"d64-{name}": listed_case(64, mask) for name, mask in LISTED.items()}

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import BACKWARD_HEAD_DIMS
+from pallas_kernels.support import KERNELS
 from pallas_kernels.varlen_backward import (
     BackwardSizes,
     default_sizes,
@@ -46,7 +46,7 @@ FACTORS = {
     "sinks": [False, True],
     "grad_lse": [True, False],
     "heads": [(2, 2), (4, 1), (6, 2)],
-    "head_dim": list(BACKWARD_HEAD_DIMS),
+    "head_dim": list(KERNELS["varlen_backward"].head_dims),
     "dtype": ["bfloat16", "float16"],
 }
 FAST = FACTORS | {

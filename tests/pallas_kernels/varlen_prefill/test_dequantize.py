@@ -14,7 +14,7 @@ from jattn.implementations.layer_config import CacheFormat, LayerConfig, RegionS
 from jattn.implementations.mosaic_gpu import choose_kernel
 from jattn.implementations.mosaic_gpu.kernel_plans import kernel_plan_key
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS
+from pallas_kernels.support import KERNELS
 from pallas_kernels.varlen_prefill import PrefillSizes, default_sizes, varlen_prefill
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from tests import assertions, contract
@@ -29,7 +29,12 @@ STORED = [
     "fp8_scalar", "fp8_head", "int8_scalar", "int8_token_head", "fp8_token_head", "fp8e5_scalar",
     "int8_static_v",
 ]  # fmt: skip
-OF_8_BITS = {"stored": STORED, "kv": ["NHD", "HND"], "head_dim": list(DEQUANTIZED_HEAD_DIMS), "heads": HEADS}
+OF_8_BITS = {
+    "stored": STORED,
+    "kv": ["NHD", "HND"],
+    "head_dim": list(KERNELS["varlen_prefill"].eight_bit_head_dims),
+    "heads": HEADS,
+}
 FEW_FACTORS = FAST | OF_8_BITS | {"heads": [(2, 1), (4, 1), (3, 1)], "head_dim": [64, 96]}
 
 

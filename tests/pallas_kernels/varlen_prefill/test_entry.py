@@ -13,7 +13,7 @@ import jattn
 from jattn.implementations.mosaic_gpu import score_of
 from pallas_kernels.shared.head_dims import HEAD_DIMS
 from pallas_kernels.shared.score import Score
-from pallas_kernels.support import DEQUANTIZED_HEAD_DIMS, why_not_prefill
+from pallas_kernels.support import KERNELS, why_not_prefill
 from pallas_kernels.varlen_prefill import (
     PrefillSizes,
     default_sizes,
@@ -446,7 +446,7 @@ class TestRefusals:
 
         sizes, padded_dim = default_sizes(head_dim, has_lists=has_lists), head_chunks(head_dim).padded_dim
         assert sizes.shared_memory(padded_dim) <= SHARED_MEMORY
-        if head_dim in DEQUANTIZED_HEAD_DIMS:
+        if head_dim in KERNELS["varlen_prefill"].eight_bit_head_dims:
             widening = default_sizes(head_dim, is_quantized=True)
             assert widening.shared_memory(padded_dim, is_quantized=True) <= SHARED_MEMORY
 
