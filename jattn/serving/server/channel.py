@@ -1,27 +1,28 @@
 """Message channel between the engine's process and the HTTP process."""
 
+import collections
 import contextlib
 import logging
+import os
 import pickle
 import queue
+import select
 import socket
-import struct
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 LOG = logging.getLogger("jattn.server")
-LENGTH = struct.Struct("!Q")  # Header of a message: its length in bytes.
-READ_BUFFER_BYTES = 2**16
+MAX_DIRECT_BYTES = 2**16  # A socket that accepts data has room for more than this.
 
 
 class Channel:
     """One end of a socket pair that carries pickled messages.
 
-    `post` never blocks. The posting thread sends as much as the socket accepts, so that no other thread has
-    to be scheduled first. A background thread sends the remainder, together with the messages posted in the
-    meantime. The cost to an engine is one short call per step, whatever the number of its requests, and a
-    slow receiver catches up because it gets several messages at once.
+    `post` never blocks. The posting thread sends the message if the socket has room, so that no other thread
+    has to be scheduled first; otherwise a background thread sends it. A slow receiver catches up because it
+    gets several messages at once.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -30,26 +31,26 @@ class Channel:
         Args:
             sock: One end of a socket pair.
         """
-        self._socket, self._incoming = sock, sock.makefile("rb", READ_BUFFER_BYTES)
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._send_lock = threading.Lock()  # Guards the socket's sending side and the attributes below.
-        self._unsent = memoryview(b"")  # Remainder of the message that is being sent.
-        self._is_open = True  # Whether messages are still sent.
-        self._is_closed = False  # Whether `close` has been called.
+        self._socket, self._connection = sock, Connection(os.dup(sock.fileno()))
+        self._can_read, self._can_send = select.poll(), select.poll()
+        self._can_read.register(sock, select.POLLIN)
+        self._can_send.register(sock, select.POLLOUT)
+        self._outbox: collections.deque[bytes] = collections.deque()
+        self._lock = threading.Lock()  # Guards sending and the attributes below.
+        self._is_closed = False
         self._num_users = 1  # Users of the socket: the posting side and the reader thread.
         self._has_unsent: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the background thread.
         self._reader: threading.Thread | None = None
         threading.Thread(target=self._send_in_background, name="jattn channel, out", daemon=True).start()
 
     def read(self) -> Any:
-        """Block until messages arrive and return them. Use it only before `start`.
+        """Block until a message arrives and return it. Use it only before `start`.
 
         Raises:
             EOFError: If the other process has ended.
         """
         try:
-            (length,) = LENGTH.unpack(self._read_bytes(LENGTH.size))
-            return pickle.loads(self._read_bytes(length))
+            return self._connection.recv()
         except OSError as error:
             raise EOFError from error
 
@@ -68,12 +69,16 @@ class Channel:
             try:
                 with contextlib.suppress(EOFError):
                     while True:
-                        on_messages(self.read())
+                        messages = [self.read()]
+                        with contextlib.suppress(EOFError):  # The next read raises it again.
+                            while self._can_read.poll(0):
+                                messages.append(self.read())
+                        on_messages(messages)
             except Exception:
                 LOG.exception("Failed to handle a message of the other process")
-            self._shut_down_socket()
+            self._disconnect()
             on_disconnect()
-            self._release_socket()
+            self._release()
 
         self._num_users += 1
         self._reader = threading.Thread(target=receive, name="jattn channel, in", daemon=True)
@@ -93,80 +98,53 @@ class Channel:
 
     def post(self, message: Any) -> None:
         """Send a message, after those posted before it, without blocking."""
-        self._outbox.put(message)
-        if not self._send(blocks=False):
+        try:
+            self._outbox.append(pickle.dumps(message))
+        except Exception:
+            LOG.exception("Failed to send a message to the other process")
+            self._disconnect()
+            return
+        if self._lock.acquire(blocking=False):
+            try:
+                self._send(blocks=False)
+            finally:
+                self._lock.release()
+        if self._outbox:
             self._has_unsent.put(True)
 
     def close(self) -> None:
         """Send the messages that have been posted, and no further ones. Blocks until they are sent."""
-        with self._send_lock:
-            self._send_outbox(flags=0)
-            is_first, self._is_closed, self._is_open = not self._is_closed, True, False
+        with self._lock:
+            self._send(blocks=True)
+            is_first, self._is_closed = not self._is_closed, True
         if is_first:
             self._has_unsent.put(False)
-            self._release_socket()
+            self._release()
 
     def _send_in_background(self) -> None:
         while self._has_unsent.get():
-            self._send(blocks=True)
+            with self._lock:
+                self._send(blocks=True)
 
-    def _send(self, *, blocks: bool) -> bool:
-        """Send the posted messages, unless another thread is sending, which then sends them, too.
+    def _send(self, *, blocks: bool) -> None:
+        """Send the posted messages, as many as the socket has room for if the call must not block."""
+        with contextlib.suppress(OSError):  # The other end is closed, which the reader thread reports.
+            while self._outbox and not self._is_closed:
+                if not blocks and (len(self._outbox[0]) > MAX_DIRECT_BYTES or not self._can_send.poll(0)):
+                    return
+                self._connection.send_bytes(self._outbox.popleft())
+            return
+        self._outbox.clear()
 
-        Returns:
-            False if the socket accepts no more data now and the call does not block.
-        """
-        while self._is_open and self._has_data() and self._send_lock.acquire(blocking=blocks):
-            try:
-                if not self._send_outbox(0 if blocks else socket.MSG_DONTWAIT):
-                    return False
-            finally:
-                self._send_lock.release()
-        return True
-
-    def _send_outbox(self, flags: int) -> bool:
-        try:
-            while self._is_open and self._has_data():
-                self._unsent = self._unsent or self._encode_outbox()
-                num_sent = self._socket.send(self._unsent, flags)
-                self._unsent = self._unsent[num_sent:]
-        except BlockingIOError:
-            return False
-        except OSError:  # The other end is closed, which the reader thread reports.
-            self._is_open = False
-        except Exception:
-            LOG.exception("Failed to send a message to the other process")
-            self._is_open = False
-            self._shut_down_socket()
-        return True
-
-    def _has_data(self) -> bool:
-        return bool(self._unsent) or not self._outbox.empty()
-
-    def _encode_outbox(self) -> memoryview:
-        messages = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                messages.append(self._outbox.get_nowait())
-        data = pickle.dumps(messages)
-        return memoryview(LENGTH.pack(len(data)) + data)
-
-    def _release_socket(self) -> None:
-        """Close the socket if this was its last user."""
-        with self._send_lock:
-            self._num_users -= 1
-            is_last = not self._num_users
-        if is_last:
-            self._incoming.close()
-            self._socket.close()
-
-    def _read_bytes(self, count: int) -> bytes:
-        data = self._incoming.read(count)
-        if len(data) < count:
-            raise EOFError
-        return data
-
-    def _shut_down_socket(self) -> None:
+    def _disconnect(self) -> None:
         """Shut the socket down: the readers of both ends then reach the end of the data."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _release(self) -> None:
+        """Close the socket if this was its last user."""
+        with self._lock:
+            self._num_users -= 1
+            if not self._num_users:
+                self._connection.close()
+                self._socket.close()

@@ -15,14 +15,10 @@ from starlette.applications import Starlette
 
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.engine_client import EngineClient
-from jattn.serving.engine.outputs import RequestError
 from jattn.serving.server.app import PUBLIC_PATHS, build_app
-from jattn.serving.server.channel import Channel
-from jattn.serving.server.engine_host import freeze_gc_heap, short_switch_interval
 from jattn.serving.server.event_stream import HttpConnection
-from jattn.serving.server.http_process import FORCED, HttpProcess
+from jattn.serving.server.http_process import HttpProcess, short_switch_interval
 from jattn.serving.server.options import ServerOptions
-from jattn.serving.server.remote_engine import ENGINE_PROCESS_ENDED, RemoteEngine
 from jattn.serving.server.responses import openai_types
 from jattn.serving.server.service import Service
 
@@ -104,24 +100,6 @@ class Server(uvicorn.Server):
             self.failure, self.should_exit = error, True
 
 
-class HttpProcessServer(Server):
-    """Server in the HTTP process. A separate signal, FORCED, requests an immediate shutdown."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Handle SIGTERM, SIGINT and FORCED; ignore them after the server has stopped, until exit."""
-        signals = signal.SIGTERM, signal.SIGINT, FORCED
-        for sig in signals:
-            signal.signal(sig, self.handle_exit)
-        yield
-        for sig in signals:
-            signal.signal(sig, signal.SIG_IGN)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal; repeated SIGTERM or SIGINT have no further effect."""
-        self.should_exit, self.force_exit = True, self.force_exit or sig == FORCED
-
-
 def serve(make_engine: Callable[[], Engine], options: ServerOptions, sock: socket.socket) -> None:
     """Serve an engine until SIGTERM or SIGINT, with HTTP in a child process.
 
@@ -153,35 +131,6 @@ def forward_signal(http: HttpProcess, number: int) -> None:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
     http.signal(number)
-
-
-def run_http_process(channel_file: int, listening_file: int) -> None:
-    """Run the process that `HttpProcess` starts; its exit status is 0 after a requested shutdown.
-
-    Args:
-        channel_file: File descriptor of the channel to the engine's process.
-        listening_file: File descriptor of the listening socket.
-    """
-    channel = Channel(socket.socket(fileno=channel_file))
-    try:
-        ((info, options, log_level),) = channel.read()
-    except EOFError:  # The engine could not be created; its process prints the error.
-        sys.exit(1)
-
-    def on_disconnect() -> None:
-        server.failure, server.should_exit = RequestError(ENGINE_PROCESS_ENDED), True
-
-    try:
-        server = HttpProcessServer(RemoteEngine(channel, info, on_disconnect), options, log_level=log_level)
-    except ValueError as error:
-        channel.post(str(error))
-        channel.close()
-        sys.exit(1)
-    channel.post("")  # No error.
-    freeze_gc_heap()
-    server.run(sockets=[socket.socket(fileno=listening_file)])
-    if server.failure is not None:
-        sys.exit(1)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,13 @@
-"""Client of an engine in another process."""
+"""The HTTP process: a client of the engine in another process, and the server that it serves."""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator
+from types import FrameType
 from typing import Any
 
 from jattn.serving.engine.engine_client import EngineInfo
@@ -12,6 +17,8 @@ from jattn.serving.engine.outputs import RequestError, RequestOutput
 from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import EngineStats
 from jattn.serving.server.channel import Channel
+from jattn.serving.server.http_process import FORCED, freeze_gc_heap
+from jattn.serving.server.launcher import Server
 
 ENGINE_PROCESS_ENDED = "The engine process has ended."
 
@@ -140,6 +147,53 @@ class RemoteEngine:
         for number in list(self._results):
             self._set_result(number, None, RequestError(ENGINE_PROCESS_ENDED))
         self._on_disconnect()
+
+
+class HttpProcessServer(Server):
+    """Server in the HTTP process. A separate signal, FORCED, requests an immediate shutdown."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Handle SIGTERM, SIGINT and FORCED; ignore them after the server has stopped, until exit."""
+        signals = signal.SIGTERM, signal.SIGINT, FORCED
+        for sig in signals:
+            signal.signal(sig, self.handle_exit)
+        yield
+        for sig in signals:
+            signal.signal(sig, signal.SIG_IGN)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal; repeated SIGTERM or SIGINT have no further effect."""
+        self.should_exit, self.force_exit = True, self.force_exit or sig == FORCED
+
+
+def run_http_process(channel_file: int, listening_file: int) -> None:
+    """Run the process that `HttpProcess` starts; its exit status is 0 after a requested shutdown.
+
+    Args:
+        channel_file: File descriptor of the channel to the engine's process.
+        listening_file: File descriptor of the listening socket.
+    """
+    channel = Channel(socket.socket(fileno=channel_file))
+    try:
+        info, options, log_level = channel.read()
+    except EOFError:  # The engine could not be created; its process prints the error.
+        sys.exit(1)
+
+    def on_disconnect() -> None:
+        server.failure, server.should_exit = RequestError(ENGINE_PROCESS_ENDED), True
+
+    try:
+        server = HttpProcessServer(RemoteEngine(channel, info, on_disconnect), options, log_level=log_level)
+    except ValueError as error:
+        channel.post(str(error))
+        channel.close()
+        sys.exit(1)
+    channel.post("")  # No error.
+    freeze_gc_heap()
+    server.run(sockets=[socket.socket(fileno=listening_file)])
+    if server.failure is not None:
+        sys.exit(1)
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
