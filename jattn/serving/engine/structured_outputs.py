@@ -43,7 +43,7 @@ class TokenMask(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the generated text. Exactly one attribute must be set.
+    """A constraint on the generated text. Exactly one attribute besides `prefix` must be set.
 
     Attributes:
         json: JSON schema, as text or as a mapping.
@@ -51,6 +51,8 @@ class StructuredOutputsParams:
         choice: Texts, one of which is generated.
         grammar: Context-free grammar (Lark syntax, as supported by llguidance).
         json_object: Whether the text is any JSON object.
+        prefix: Grammar (Lark syntax) of the whole output, which refers to the constrained text as `@answer`:
+            it describes what precedes that text, such as a model's reasoning.
 
     Source: vLLM `StructuredOutputsParams`.
     """
@@ -60,9 +62,11 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    prefix: str | None = None
 
     def __post_init__(self) -> None:
-        specified = {name: value for name, value in vars(self).items() if value not in (None, False)}
+        fields = vars(self).items()
+        specified = {name for name, value in fields if name != "prefix" and value not in (None, False)}
         require(
             len(specified) == 1,
             "structured_outputs",
@@ -86,6 +90,14 @@ class StructuredOutputsParams:
         Raises:
             ValueError: If the schema is not valid JSON.
         """
+        grammar = self._answer_as_llguidance(matcher)
+        if self.prefix is None:
+            return grammar
+        is_lark = not grammar.lstrip().startswith("{")
+        answer = {"lark_grammar": grammar} if is_lark else json.loads(grammar)["grammars"][0]
+        return json.dumps({"grammars": [{"lark_grammar": self.prefix}, {**answer, "name": "answer"}]})
+
+    def _answer_as_llguidance(self, matcher: Any) -> str:
         if self.regex is not None:
             return matcher.grammar_from_regex(self.regex)
         if self.grammar is not None:

@@ -15,6 +15,7 @@ from jattn.serving.server.protocol import ChatCompletionBody, read_body
 from jattn.serving.server.reasoning import NUM_TAIL_TOKENS
 from jattn.serving.server.responses import CompletionResponder
 from jattn.serving.server.sampling_params import (
+    OutputConstraint,
     check_context_length,
     check_supported,
     output_constraint,
@@ -147,11 +148,15 @@ async def create_chat_completion(request: Request) -> Response:
     overrides["logprobs"] = num_top_logprobs(body)
     make_parser, keeps_special_tokens = tool_calling.make_parser, tool_calling.keeps_special_tokens
     reasoning = service.reasoning_format
-    # Constraints other than those of strict tools leave no room for reasoning.
-    if reasoning is not None and (constraint is None or constraint.param == "tools"):
+    # A constraint does not allow gpt-oss's channels.
+    if reasoning is not None and (constraint is None or reasoning.make_harmony_parser is None):
         keeps_special_tokens |= reasoning.keeps_special_tokens
         tail = service.decode_tokens("messages", prompt[-NUM_TAIL_TOKENS:])
         make_parser = functools.partial(reasoning.make_parser, tail, tool_calling.make_parser)
+        if constraint is not None:
+            constraint = OutputConstraint(
+                constraint.param, reasoning.constrain(tail, constraint.structured_outputs)
+            )
     if keeps_special_tokens:
         overrides["skip_special_tokens"] = False
     params = to_sampling_params(body, service.default_sampling, constraint, **overrides)

@@ -1,9 +1,12 @@
 """Parsers that separate the reasoning of a model from its answer (`--reasoning-parser`)."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from jattn.serving.engine.structured_outputs import StructuredOutputsParams
+from jattn.serving.server.tool_call_formats import ANY_TEXT, quote
 from jattn.serving.server.tool_call_parser import (
     ParsedDelta,
     ToolCallParser,
@@ -132,11 +135,13 @@ class ReasoningFormat(NamedTuple):
 
     Attributes:
         name: vLLM's name of the parser.
+        added_tags: Tags that are single tokens of the vocabulary.
         keeps_special_tokens: Whether the tags are special tokens, which the text must contain.
         make_harmony_parser: Function that makes gpt-oss's parser of one completion; None for other models.
     """
 
     name: str
+    added_tags: frozenset[str] = frozenset()
     keeps_special_tokens: bool = False
     make_harmony_parser: Callable[[], HarmonyParser] | None = None
 
@@ -152,10 +157,35 @@ class ReasoningFormat(NamedTuple):
         """
         if self.make_harmony_parser is not None:
             return self.make_harmony_parser()
-        tail = prompt_tail.rstrip()
-        is_open = tail.endswith(THINK) or (self.name == DEEPSEEK_R1 and not tail.endswith(END_THINK))
+        is_open = self._is_open(prompt_tail)
         content_parser = None if make_content_parser is None else make_content_parser()
         return ThinkParser(content_parser, is_reasoning=is_open)
+
+    def constrain(self, prompt_tail: str, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return a constraint that leaves the reasoning before the constrained text free.
+
+        Args:
+            prompt_tail: End of the prompt's text.
+            params: Constraint of the text after the reasoning.
+        """
+        # Grammars distinguish a tag that is one token from the same characters.
+        think = f'"{THINK}"' + (f" | {THINK}" if THINK in self.added_tags else "")
+        end = "spelled_end" + (f" | TEXT {END_THINK}" if END_THINK in self.added_tags else "")
+        is_open = self._is_open(prompt_tail)
+        rules = [
+            f"start: {'(SPACE think)? end' if is_open else '(SPACE think end)?'} @answer",
+            r"SPACE: /[ \t\r\n]*/",
+            f"think: {think}",
+            f"end: {end}",
+            f"spelled_end[lazy]: /{ANY_TEXT}{quote(END_THINK)}/",
+            f"TEXT: /{ANY_TEXT}/",
+        ]
+        return dataclasses.replace(params, prefix="\n".join(rules))
+
+    def _is_open(self, prompt_tail: str) -> bool:
+        """Return whether the output begins with reasoning even without its first tag."""
+        tail = prompt_tail.rstrip()
+        return tail.endswith(THINK) or (self.name == DEEPSEEK_R1 and not tail.endswith(END_THINK))
 
 
 def load_reasoning_format(name: str | None, tokenizer: Any) -> ReasoningFormat | None:
@@ -173,9 +203,8 @@ def load_reasoning_format(name: str | None, tokenizer: Any) -> ReasoningFormat |
     check_reasoning_parser(name)
     if name != GPT_OSS:
         added_tokens = tokenizer.get_added_tokens_decoder().values()
-        return ReasoningFormat(
-            name, any(token.special and token.content in (THINK, END_THINK) for token in added_tokens)
-        )
+        tags = {token.content: token.special for token in added_tokens if token.content in (THINK, END_THINK)}
+        return ReasoningFormat(name, frozenset(tags), any(tags.values()))
     try:
         harmony: Any = importlib.import_module("openai_harmony")
     except ModuleNotFoundError as error:

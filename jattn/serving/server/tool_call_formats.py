@@ -12,6 +12,7 @@ from typing import Any
 
 from pallas_kernels.checks import require_one_of
 
+ANY_TEXT = r"(?:.|\n)*"
 SPACE = r"[ \t\r\n]{0,40}"  # Whitespace between the parts of a call.
 STRING = r'"(?:[^"\\]|\\.)*"'
 ARGUMENTS_KEY = rf'"(?:arguments|parameters)"{SPACE}:'

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from jattn.serving.engine.structured_outputs import JSON_OPTIONS
 from jattn.serving.server.protocol import Tool
 from jattn.serving.server.tool_call_formats import (
+    ANY_TEXT,
     ARGUMENTS_KEY,
     SPACE,
     ToolCallFormat,
@@ -17,8 +18,6 @@ from jattn.serving.server.tool_call_formats import (
     quote,
     quote_name,
 )
-
-ANY_TEXT = r"(?:.|\n)*"
 
 
 def required_calls_grammar(

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from jattn.serving.engine.structured_outputs import Grammars, StructuredOutputsParams
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.reasoning import load_reasoning_format
 from jattn.serving.server.tool_call_formats import HERMES
@@ -92,10 +93,43 @@ class TestServer:
         message = server.post(CHAT, **body)["choices"][0]["message"]
         assert (message.get("reasoning_content"), message["content"]) == (None, "x" * 6)
 
-    def test_constrained_output_has_no_reasoning(self, server):
-        body = {"messages": [USER], "max_tokens": 9, "guided_choice": ["<think>a"]}
-        message = server.post(CHAT, **body, chat_template_kwargs={"end": "<think>"})["choices"][0]["message"]
-        assert message["content"] == "<think>a"
+    @pytest.mark.parametrize(("letter", "names"), [("y", ["content"]), ("<", ["reasoning_content"])])
+    def test_constraint_applies_after_the_reasoning(self, server, letter, names):
+        (token,) = server.post("/tokenize", prompt=letter)["tokens"]
+        body = {
+            "messages": [USER],
+            "max_tokens": 20,
+            "guided_choice": ["yes"],
+            "logit_bias": {str(token): 100},
+        }
+        message = server.post(CHAT, **body)["choices"][0]["message"]
+        assert [name for name in ("content", "reasoning_content") if message.get(name)] == names
+        assert message["content"] in ("yes", None)
+
+
+@pytest.mark.parametrize("is_special", [None, False, True])
+@pytest.mark.parametrize(
+    "text", ["yes", "<think>no</think>yes", "no</think>yes", "<think>no</think>no", "no"]
+)
+@pytest.mark.parametrize(("name", "tail"), [("qwen3", ""), ("qwen3", "<think>"), ("deepseek_r1", "")])
+def test_grammar_of_the_reasoning_allows_what_the_parser_separates(name, tail, text, is_special):
+    tokenizer = byte_tokenizer()
+    if is_special is not None:
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(["<think>", "</think>"])
+    reasoning_format = load_reasoning_format(name, tokenizer)
+    params = reasoning_format.constrain(tail, StructuredOutputsParams(choice=["yes"]))
+    _, content, _ = read(reasoning_format.make_parser(tail, None), text)
+    for ids in (tokenizer.encode(text).ids, BYTES.encode(text).ids):
+        mask = Grammars(tokenizer, 320, ()).mask(params)
+        accepted = all(is_allowed_next(mask, token) for token in ids)
+        assert (accepted and mask._matcher.is_accepting()) == (content == "yes")
+
+
+def is_allowed_next(mask, token):
+    is_allowed = bool(mask.allowed_bitmask()[token // 32] >> (token % 32) & 1)
+    if is_allowed:
+        mask.accept(token)
+    return is_allowed
 
 
 class TestHarmony:
