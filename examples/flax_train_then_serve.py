@@ -13,7 +13,7 @@ import jattn
 
 TEXT = b"how much wood would a woodchuck chuck if a woodchuck could chuck wood?"
 PROMPT, WIDTH, BLOCK_SIZE = b"how much wood", 64, 16
-SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, window=(31, 0))
+SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, causal=True, window=(31, 0))
 CACHE_SPEC = jattn.CacheSpec(
     num_blocks=8, block_size=BLOCK_SIZE, num_kv_heads=2, head_dim=16, dtype=jnp.float32
 )

@@ -47,6 +47,21 @@ def _as_array(name: str, values: Any) -> Array:
     return array
 
 
+# Names of other libraries (FlashAttention, FlashInfer, FlexAttention, vLLM, Flax) -> the spelling here.
+OTHER_NAMES = {
+    **dict.fromkeys(("sm_scale", "softmax_scale", "scaling"), "scale="),
+    **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logit_softcapping"), "soft_cap="),
+    **dict.fromkeys(("window_size", "local_window_size"), "window=(left, right)"),
+    "sliding_window": "window=(sliding_window - 1, 0)",
+    "is_causal": "causal=",
+}
+OTHER_FIELD_NAMES = OTHER_NAMES | {
+    **dict.fromkeys(("num_heads", "num_attention_heads", "num_query_heads"), "num_q_heads="),
+    **dict.fromkeys(("num_key_value_heads", "kv_heads"), "num_kv_heads="),
+    "head_size": "head_dim=",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Attention of one layer: how scores are computed and which keys a query attends to.
@@ -93,6 +108,18 @@ class AttentionSpec:
     batch_invariant: bool = False
     deterministic: bool = False
     query_quantization: str | None = None
+    # Whether the constructor got `causal`. attention_fn requires it, because Flax's default is not causal.
+    states_causality: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
+
+    def __new__(cls, **fields: Any) -> "AttentionSpec":
+        """Record whether `causal` is stated; suggest names for those of other libraries."""
+        for name in fields.keys() & OTHER_FIELD_NAMES.keys():
+            raise TypeError(
+                f"AttentionSpec got an unexpected argument {name!r}. Use {OTHER_FIELD_NAMES[name]}."
+            )
+        spec = super().__new__(cls)
+        object.__setattr__(spec, "states_causality", "causal" in fields)
+        return spec
 
     def __post_init__(self) -> None:
         set_ints(self, "num_q_heads", "num_kv_heads", "head_dim")

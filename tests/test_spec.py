@@ -184,3 +184,16 @@ class TestQuantizationNames:
             ValueError, match=f"='{name}' is unknown. Did you mean '{nearest}'.*'auto', 'fp8', "
         ):
             self.cache(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("num_heads", "num_q_heads="),
+        ("sliding_window", r"window=\(sliding_window - 1, 0\)"),
+        ("sm_scale", "scale="),
+    ],
+)
+def test_names_of_other_libraries_are_rejected_with_the_name_here(name, replacement):
+    with pytest.raises(TypeError, match=rf"unexpected argument '{name}'. Use {replacement}\."):
+        jattn.AttentionSpec(num_kv_heads=1, head_dim=8, **{name: 1})

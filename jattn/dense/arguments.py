@@ -12,18 +12,25 @@ from jattn.implementations.selection import ImplementationArg, as_static_arg, re
 from jattn.masks import BatchSizes, BlockMask, Document, Mask, check_mask
 from jattn.masks.base import leaves, num_rows_by_field
 from jattn.masks.documents import as_int32, has_contiguous_ids
-from jattn.spec import AttentionSpec
+from jattn.spec import OTHER_NAMES, AttentionSpec
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_shape, unsupported
 
-FLAX_ARGUMENT = "jattn.attention_fn, the function for Flax's attention_fn argument"
-# Replacements for the arguments of jax.nn.dot_product_attention and of Flax's attention_fn.
-JAX_ARGUMENT_NAMES = {
-    **{"query": "q", "key": "k", "value": "v", "is_causal": "causal=", "local_window_size": "window="},
-    **{"return_residual": "return_lse=", "bias": "jattn.attention_fn(q, k, v, bias)"},
-    "query_seq_lengths": "mask=jattn.masks.Prefix(length=)",
-    "key_value_seq_lengths": "mask=jattn.masks.Prefix(length=) or a bool array",
-    **dict.fromkeys(("dropout_rng", "dropout_rate", "broadcast_dropout", "module", "dtype"), FLAX_ARGUMENT),
+DROPOUT_ARGUMENTS = ("dropout_rng", "dropout_rate", "dropout_p", "broadcast_dropout")
+NO_DROPOUT = "dropout on attention weights is not supported"
+FLAX_ARGUMENT = "Use jattn.attention_fn, the function for Flax's attention_fn argument"
+# Hints for argument names of jax.nn.dot_product_attention, of Flax's attention_fn and of other libraries.
+ARGUMENT_HINTS = {
+    **{name: f"Use {replacement}" for name, replacement in OTHER_NAMES.items()},
+    **{"query": "Use q", "key": "Use k", "value": "Use v", "return_residual": "Use return_lse="},
+    "bias": "Use jattn.attention_fn(q, k, v, bias)",
+    "query_seq_lengths": "Use mask=jattn.masks.Prefix(length=)",
+    "key_value_seq_lengths": "Use mask=jattn.masks.Prefix(length=) or a bool array",
+    **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), "Use segment_ids="),
+    **dict.fromkeys(
+        ("dropout_rng", "dropout_rate", "dropout_p", "broadcast_dropout"), NO_DROPOUT.capitalize()
+    ),
+    **dict.fromkeys(("module", "dtype"), FLAX_ARGUMENT),
 }
 
 
@@ -145,8 +152,8 @@ def _batch_sizes(
     return BatchSizes(spec.num_q_heads, num_rows, max_len, max_seq_len=max_len, query_ends=lambda: lens)
 
 
-def suggest_jax_argument_names[F: Callable[..., Any]](attention: F) -> F:
-    """Make a function raise a helpful TypeError for argument names of jax.nn or Flax.
+def suggest_argument_names[F: Callable[..., Any]](attention: F) -> F:
+    """Make a function raise a helpful TypeError for argument names of jax.nn, Flax and other libraries.
 
     Args:
         attention: Function to wrap.
@@ -155,10 +162,8 @@ def suggest_jax_argument_names[F: Callable[..., Any]](attention: F) -> F:
     @functools.wraps(attention)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
-            if name in JAX_ARGUMENT_NAMES:
-                raise TypeError(
-                    f"attention() got an unexpected argument {name!r}. Use {JAX_ARGUMENT_NAMES[name]}."
-                )
+            if name in ARGUMENT_HINTS:
+                raise TypeError(f"attention() got an unexpected argument {name!r}. {ARGUMENT_HINTS[name]}.")
         return attention(*args, **kwargs)
 
     return cast(F, wrapper)

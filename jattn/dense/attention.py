@@ -14,7 +14,7 @@ from jattn.dense.arguments import (
     check_mask_inputs,
     implementations_for_documents,
     infer_spec,
-    suggest_jax_argument_names,
+    suggest_argument_names,
 )
 from jattn.dense.auto_sharding import has_auto_sharding
 from jattn.dense.per_shard import (
@@ -32,7 +32,7 @@ from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require_bool
 
 
-@suggest_jax_argument_names
+@suggest_argument_names
 def attention(
     q: Float[Array, "..."],
     k: Float[Array, "..."],

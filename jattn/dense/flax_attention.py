@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from jattn.dense.arguments import MaskInputs, mask_from_array
+from jattn.dense.arguments import NO_DROPOUT, MaskInputs, mask_from_array
 from jattn.dense.attention import attend_arrays
 from jattn.dense.sharding import explicit_sharding, run_sharded
 from jattn.dense.unfused_attention import FlaxInputs, attend_unfused, is_positional
@@ -72,7 +72,7 @@ def attention_fn(
         bias: Bias added to the scores, broadcastable to [*batch, q_heads, q_tokens, kv_tokens].
         mask: Additional mask, broadcastable to the scores: bool, or numbers as in Flax, where 0 hides a key.
             Rows with a negative number, which is probably a bias, become NaN.
-        spec: Attention spec; None = full attention with scale head_dim ** -0.5.
+        spec: Attention spec that states `causal=`; None = full attention with scale head_dim ** -0.5.
         sinks: Attention sinks [q_heads]; see `jattn.attend`.
         alibi_slopes: ALiBi slopes [q_heads]; see `jattn.attend`.
         dropout_rng: Ignored: dropout is not supported.
@@ -216,7 +216,9 @@ def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> Non
 def _check_unsupported(dropout_rate: float, module: Any) -> None:
     if dropout_rate > 0:
         raise unsupported(
-            f"dropout_rate={dropout_rate}", "attention_fn does not support dropout", "Pass dropout_rate=0"
+            f"dropout_rate={dropout_rate}",
+            NO_DROPOUT,
+            "Pass dropout_rate=0",
         )
     if module is not None:
         feature, reason = f"module={type(module).__name__}", "attention_fn cannot sow attention weights"
@@ -236,6 +238,11 @@ def _spec_for(
     if spec is None:
         return AttentionSpec(num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, causal=False)
     require_type("spec", spec, AttentionSpec, "or None for full attention")
+    if not spec.states_causality:
+        raise ValueError(
+            "spec does not state causality: an AttentionSpec is causal by default, but attention_fn is not. "
+            "Pass AttentionSpec(..., causal=True) for a decoder or causal=False for an encoder."
+        )
     expected = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
     actual = (q_heads, kv_heads, head_dim)
     if actual != expected:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -228,8 +227,8 @@ def _split_batch_index(ref: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
     """Return the kernel's array and the index of `ref` in it; under jax.vmap `ref` is a part of the array."""
     while isinstance(ref, ir.BlockArgument):
         ref = ref.owner.owner.operands[ref.arg_number]
-    operation: Any = ref.owner
-    if operation.name != "memref.subview":
+    operation = ref.owner
+    if isinstance(operation, ir.Block) or operation.name != "memref.subview":
         return ref, []
     array, *index = operation.operands
     assert len(index) == ir.MemRefType(array.type).rank - ir.MemRefType(ref.type).rank, operation

@@ -26,6 +26,7 @@ LENS = jnp.array([24, 9, 17, 1])
 SQUARE = jax.random.bernoulli(jax.random.key(9), 0.5, (4, 4, 24, 24)) | jnp.eye(24, dtype=bool)
 PER_HEAD = {"sinks": jnp.linspace(-1, 1, 4), "alibi_slopes": jnp.linspace(0.1, 0.4, 4)}
 SPARSE = jattn.AttentionSpec(
+    causal=True,
     num_q_heads=4,
     num_kv_heads=2,
     head_dim=16,

@@ -1,6 +1,8 @@
 """attention_fn in Flax layers and on its own: it does what Flax does, or reports what is unsupported."""
 
+import dataclasses
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from flax import linen, nnx
 import jattn
 
 HIDDEN, LENGTH = 24, 6
-SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+SPEC = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, causal=True)
 POSITIONAL = {
     "causal": {},
     "window": {"window": (2, 0)},
@@ -33,8 +35,22 @@ def flax_layer(**options):
 
 
 def with_spec(**fields):
-    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=4, head_dim=6, **fields)
+    spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=4, head_dim=6, **{"causal": True} | fields)
     return functools.partial(jattn.attention_fn, spec=spec)
+
+
+def test_spec_that_does_not_state_causality_is_rejected():
+    """An encoder with soft-capped scores must not become causal by the spec's default."""
+    q, spec = (
+        jnp.ones((1, 2, 1, 8)),
+        jattn.AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=8, soft_cap=9.0),
+    )
+    with pytest.raises(ValueError, match=r"Pass AttentionSpec\(..., causal=True\) .* or causal=False"):
+        jattn.attention_fn(q, q, q, spec=spec)
+    for causal in (True, False):
+        stated = dataclasses.replace(spec, causal=causal)
+        assert pickle.loads(pickle.dumps(stated)) == stated
+        jattn.attention_fn(q, q, q, spec=pickle.loads(pickle.dumps(stated)))
 
 
 def test_flax_layer_with_attention_fn_equals_flax_attention():
@@ -48,7 +64,7 @@ def test_flax_layer_with_attention_fn_equals_flax_attention():
 
 def test_spec_has_the_same_meaning_as_in_attend():
     spec = jattn.AttentionSpec(
-        num_q_heads=4, num_kv_heads=2, head_dim=8, window=(3, 0), soft_cap=2.0, sqrt_alibi=True
+        num_q_heads=4, num_kv_heads=2, head_dim=8, causal=True, window=(3, 0), soft_cap=2.0, sqrt_alibi=True
     )
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
@@ -76,9 +92,9 @@ def test_bias_is_added_to_the_scores():
 
 def test_dropout_is_rejected():
     q = jnp.ones((1, 2, 1, 8))
-    with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn does not support dropout"):
+    with pytest.raises(NotImplementedError, match=r"=0.5: dropout on attention weights is not supported"):
         jattn.attention_fn(q, q, q, dropout_rate=0.5, deterministic=False)
-    with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5: attention_fn does not support dropout"):
+    with pytest.raises(NotImplementedError, match=r"=0.5: dropout on attention weights is not supported"):
         jattn.attention_fn(
             q, q, q, dropout_rng=jax.random.key(0), dropout_rate=0.5
         )  # as Flax's function does
@@ -288,7 +304,9 @@ class TestMemory:
 
     @pytest.mark.kernels
     def test_memory_is_linear_in_tokens_without_a_bias(self):
-        spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, window=(99, 0), soft_cap=9.0)
+        spec = jattn.AttentionSpec(
+            num_q_heads=4, num_kv_heads=2, head_dim=32, causal=True, window=(99, 0), soft_cap=9.0
+        )
         run = functools.partial(jattn.attention_fn, spec=spec)
         used = [self.temporary_bytes(tokens, run) for tokens in (2048, 4096)]
         assert used[1] < 2.2 * used[0]

@@ -11,11 +11,15 @@ import numpy as np
 from flax import nnx
 
 import jattn
-import jattn.serving.cli.main  # before tests.conftest, which has the modules checked that come after it
 from jattn.serving import Engine, SamplingParams, StructuredOutputsParams
 from jattn.serving.engine.served_model import MEMBERS
-from tests.conftest import GOLDEN
-from tests.serving.tiny import one_layer_model
+
+# tests.conftest adds type checks to modules that are imported after it, and the public names import theirs on
+# first use.
+for name in jattn.__all__:
+    getattr(jattn, name)
+from tests.conftest import GOLDEN  # noqa: E402
+from tests.serving.tiny import one_layer_model  # noqa: E402
 
 
 class Mistakes:
