@@ -12,6 +12,7 @@ from jattn.models.families import (
     fill_defaults,
     find_family,
     normalize_config,
+    served_keys,
     token_ids,
 )
 from jattn.models.families.config_keys import check_types
@@ -119,15 +120,17 @@ class DecoderConfig:
         """Read a config.json dictionary of transformers 4 or 5, with transformers' defaults for missing keys.
 
         Raises:
-            ValueError: If a size is missing or invalid, or a value has the wrong type.
+            ValueError: If a size is invalid, or a value has the wrong type.
             NotImplementedError: If the architecture, activation, rope type or another part is not supported,
-                or a key is unknown. The message names it and what is supported.
+                or a key would change the result. The message names it and what is supported.
+            ImportError: If transformers is not installed.
         """
-        check_types(hf)
+        check_types(hf, ("model_type", "architectures"))
         hf = extract_text_config(hf)
         family = find_family(hf)
+        check_types(hf)
         hf = normalize_config(hf, family)
-        keys = fill_defaults(hf, family)
+        keys = fill_defaults(hf, family, served_keys())
         fields = {name: keys[name] for name in _COPIED_KEYS} | {"norm_placement": family.norm_placement}
         layers = tuple(family.build_layer(keys, layer) for layer in range(keys["num_hidden_layers"]))
         fields["max_position_embeddings"] = _max_context(keys["max_position_embeddings"], layers)

@@ -15,7 +15,7 @@ def test_a_config_survives_to_hf_and_from_hf(name):
 
 
 WRONG = {
-    r"config has no keys \['vocab_size'\]": {"vocab_size": None},
+    "vocab_size must be an int, got None": {"vocab_size": None},
     "hidden_size must be a multiple of num_attention_heads .6.*got 50": {"hidden_size": 50},
     "num_q_heads must be a multiple of num_kv_heads .4.*got 6": {"num_key_value_heads": 4},
     "head_dim must be even, got 5": {"head_dim": 5},

@@ -85,8 +85,24 @@ CONFIGS = {
     },
 }
 CONFIGS = {name: {**SIZES, **config} for name, config in CONFIGS.items()}
-# Of code that comes with checkpoints, not with transformers.
+# Of code that comes with checkpoints, and of transformers where another family's checkpoint tests the family.
 REMOTE_CONFIGS = {
+    "exaone": {"model_type": "exaone", "architectures": ["ExaoneForCausalLM"], "rope_theta": 300.0},
+    "mimo": {
+        "model_type": "mimo",
+        "architectures": ["MiMoForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
+        "attention_bias": True,
+        "num_nextn_predict_layers": 1,
+        "use_sliding_window": False,
+    },
+    "qwen3_vl_moe_text": {
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
     "internlm2": {
         "model_type": "internlm2",
         "architectures": ["InternLM2ForCausalLM"],

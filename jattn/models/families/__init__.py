@@ -5,10 +5,18 @@ A family is data: see `Family`. Families are grouped in modules by lineage. Regi
 """
 
 import re
+from collections.abc import Sequence
 
 from jattn.models.families.bloom_mpt_falcon import BLOOM, DBRX, FALCON, MPT
 from jattn.models.families.cohere import COHERE, COHERE2
-from jattn.models.families.config_keys import fill_defaults, normalize_config, token_ids
+from jattn.models.families.config_keys import (
+    class_defaults,
+    config_class,
+    config_types,
+    fill_defaults,
+    normalize_config,
+    token_ids,
+)
 from jattn.models.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
@@ -30,6 +38,7 @@ from jattn.models.families.llama_variants import (
     APERTUS,
     ARCEE,
     CWM,
+    EXAONE,
     EXAONE4,
     HELIUM,
     JAIS2,
@@ -44,7 +53,7 @@ from jattn.models.families.mistral import MINIMAX_M2, MINISTRAL, MINISTRAL3, MIS
 from jattn.models.families.multimodal import extract_text_config
 from jattn.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jattn.models.families.phi import PERSIMMON, PHI, PHI3, PHI3SMALL, PHIMOE
-from jattn.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jattn.models.families.qwen import MIMO, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL_MOE
 from pallas_kernels.checks import unsupported
 
 FAMILIES = {
@@ -66,8 +75,11 @@ FAMILIES = {
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_VL_MOE,
+        MIMO,
         COHERE,
         COHERE2,
+        EXAONE,
         EXAONE4,
         FALCON,
         GLM,
@@ -124,22 +136,23 @@ FAMILIES = {
 
 _LATENT = "multi-head latent attention is not supported"
 _STATES = "layers with recurrent state are not supported"
+_SHARED = "layers with shared keys and values are not supported"
 _CROSS = "cross attention is not supported"
 _BOTH = "encoder models with bidirectional attention are not supported"
-_MODEL_TYPES_BY_REASON = {
-    _LATENT: """deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 kimi_k2 kimi_k25 minicpm3 glm4_moe_lite
-        glm_moe_dsa longcat_flash youtu mistral4 axk1""",
-    _STATES: """qwen3_next qwen3_5 qwen3_5_moe mamba mamba2 falcon_mamba falcon_h1 jamba bamba recurrent_gemma
-        lfm2 lfm2_moe nemotron_h zamba zamba2 rwkv xlstm minimax kimi_linear olmo_hybrid bailing_hybrid
-        granite4_vision""",
-    _CROSS: """t5 mt5 umt5 t5gemma bart mbart pegasus marian whisper blenderbot m2m_100 nllb_moe prophetnet
-        encoder_decoder vision_encoder_decoder mllama moshi""",
-    _BOTH: "bert roberta xlm_roberta distilbert electra deberta deberta_v2 modernbert nomic_bert eurobert",
-    "layers with shared keys and values are not supported": "gemma3n gemma3n_text gemma4",
+# Why a model is not supported, by a field of its configuration class or, without such a field, by model_type.
+_REASONS = {
+    _STATES: "linear_conv_kernel_dim mamba_d_state state_size ssm_state_size conv_L_cache lru_width"
+    " attention_hidden_size",
+    _LATENT: "kv_lora_rank",
+    _SHARED: "num_kv_shared_layers",
+    _CROSS: "cross_attention_layers decoder_layers num_decoder_layers",
+    _BOTH: "type_vocab_size",
 }
-# Unsupported model types and the reason.
-UNSUPPORTED_MODEL_TYPES = {
-    name: reason for reason, names in _MODEL_TYPES_BY_REASON.items() for name in names.split()
+_REASONS_BY_TYPE = {
+    _LATENT: "deepseek_v4 kimi_k2",
+    _STATES: "bailing_hybrid granite4_vision minimax xlstm",
+    _CROSS: "encoder_decoder moshi nllb_moe t5gemma vision_encoder_decoder",
+    _BOTH: "deberta_v2 distilbert eurobert modernbert xlm_roberta",
 }
 
 __all__ = [
@@ -150,6 +163,7 @@ __all__ = [
     "fill_defaults",
     "find_family",
     "normalize_config",
+    "served_keys",
     "token_ids",
 ]
 
@@ -168,7 +182,7 @@ def find_family(hf: Keys) -> Family:
     family = FAMILIES.get(model_type) if model_type else by_name.get(next(iter(architectures), ""))
     supported = "Supported: " + ", ".join(family.architecture for family in FAMILIES.values())
     if family is None:
-        reason = UNSUPPORTED_MODEL_TYPES.get(str(model_type), "the model is not supported")
+        reason = _unsupported_reason([*([model_type] if model_type else ()), *architectures])
         raise unsupported(f"architecture {architectures or model_type}", reason, supported)
     class_names = _classes(family.architecture, *family.other_architectures)
     if architectures and not set(class_names) & set(architectures):
@@ -178,6 +192,31 @@ def find_family(hf: Keys) -> Family:
             "Supported: " + ", ".join(class_names),
         )
     return family
+
+
+def _unsupported_reason(names: Sequence[str]) -> str:
+    """Return why a model is not supported, by its model_type and its architectures."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"(For[A-Z]\w+|Model|_text)$", "", name).replace("_", "").lower()
+
+    wanted = set(map(plain, names))
+    for reason, types in _REASONS_BY_TYPE.items():
+        if wanted & {plain(name) for name in types.split()}:
+            return reason
+    for model_type in filter(lambda name: plain(name) in wanted, config_types()):
+        text = config_class(model_type).sub_configs_defaults.get("text_config")
+        fields = {*class_defaults(model_type), *(class_defaults(text.model_type) if text else ())}
+        for reason, names_of_fields in _REASONS.items():
+            if fields & {*names_of_fields.split()}:
+                return reason
+    return "the model is not supported"
+
+
+def served_keys() -> set[str]:
+    """Return the keys of config.json that any family reads."""
+    families = FAMILIES.values()
+    return {key for f in families for key in (*f.read_keys, *f.defaults, *f.aliases, *f.supported_values)}
 
 
 def _classes(*names: str) -> tuple[str, ...]:

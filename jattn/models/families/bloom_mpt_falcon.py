@@ -40,19 +40,8 @@ _BLOOM_BLOCK = "transformer.h.*"
 BLOOM = Family(
     model_type="bloom",
     architecture="BloomForCausalLM",
-    defaults={
-        "vocab_size": 250880,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "intermediate_size": lambda keys: 4 * keys["hidden_size"],
-        "max_position_embeddings": 2048,  # of the training; ALiBi has no limit
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "apply_residual_connection_post_layernorm": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    keys="apply_residual_connection_post_layernorm",
+    defaults={"intermediate_size": lambda keys: 4 * keys["hidden_size"], "max_position_embeddings": 2048},
     build_layer=_bloom_layer,
     config_fields=_bloom_model,
     norm="layer",
@@ -70,19 +59,10 @@ BLOOM = Family(
     },
     aliases={
         "n_embed": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
         "layer_norm_epsilon": "rms_norm_eps",
         "seq_length": "max_position_embeddings",
     },
-    ignored_keys=(
-        "slow_but_exact",
-        "attention_softmax_in_fp32",
-        "masked_softmax_fusion",
-        "offset_alibi",
-        "skip_bias_add",
-        "skip_bias_add_qkv",
-    ),
+    ignored_keys="slow_but_exact attention_softmax_in_fp32",
     prefix="transformer.",
 )
 
@@ -104,18 +84,10 @@ MPT = Family(
     architecture="MptForCausalLM",
     other_architectures=("MPTForCausalLM",),
     nested_keys=("attn_config",),
+    keys="attn_config.clip_qkv attn_config.softmax_scale",
     defaults={
-        "vocab_size": 50368,
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
         "intermediate_size": lambda keys: int(keys["expansion_ratio"] * keys["hidden_size"]),
         "expansion_ratio": 4.0,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "attn_config.clip_qkv": None,
-        "attn_config.softmax_scale": None,
         "attn_config.alibi_bias_max": 8.0,
     },
     build_layer=_mpt_layer,
@@ -132,9 +104,6 @@ MPT = Family(
         "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
-        "d_model": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
         "max_seq_len": "max_position_embeddings",
         "layer_norm_epsilon": "rms_norm_eps",
     },
@@ -147,14 +116,7 @@ MPT = Family(
         "attn_config.prefix_lm": ((False,), "decoders are causal"),
         "attn_config.qk_ln": ((False,), "queries and keys are not normalized"),
     },
-    ignored_keys=(
-        "embedding_fraction",
-        "learned_pos_emb",  # not used with ALiBi
-        "verbose",
-        "init_config",
-        "tokenizer_name",
-        "attn_config.attn_uses_sequence_id",  # only for packed training
-    ),
+    ignored_keys="embedding_fraction learned_pos_emb",
     prefix="transformer.",
 )
 
@@ -177,19 +139,13 @@ DBRX = Family(
     model_type="dbrx",
     architecture="DbrxForCausalLM",
     nested_keys=("attn_config", "ffn_config"),
+    keys="rope_theta attn_config.clip_qkv",
     defaults={
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
         "num_key_value_heads": 1,
         "intermediate_size": 3584,
-        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
         "num_experts": 4,
         "num_experts_per_tok": 1,
-        "attn_config.clip_qkv": None,
         "ffn_config.moe_normalize_expert_weights": 1.0,
     },
     build_layer=_dbrx_layer,
@@ -209,10 +165,6 @@ DBRX = Family(
         "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
-        "d_model": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "max_seq_len": "max_position_embeddings",
         "attn_config.kv_n_heads": "num_key_value_heads",
         "attn_config.rope_theta": "rope_theta",
         "ffn_config.ffn_hidden_size": "intermediate_size",
@@ -224,10 +176,7 @@ DBRX = Family(
         "ffn_config.ffn_act_fn": (({"name": "silu"},), "its experts are gated by silu"),
         "ffn_config.moe_normalize_expert_weights": ((1, 1.0), "scores are divided by their sum"),
     },
-    ignored_keys=(
-        *("rope_parameters", "ffn_config.hidden_size"),  # its own code reads attn_config.rope_theta
-        *("ffn_config.moe_jitter_eps", "ffn_config.moe_loss_weight"),
-    ),
+    ignored_keys="rope_parameters",
     prefix="transformer.",
 )
 
@@ -273,21 +222,8 @@ FALCON = Family(
     model_type="falcon",
     architecture="FalconForCausalLM",
     other_architectures=("RWForCausalLM",),
-    defaults={
-        **ROPE,
-        "intermediate_size": lambda keys: 4 * keys["hidden_size"],
-        "max_position_embeddings": 2048,
-        "hidden_act": "gelu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 11),
-        "alibi": False,
-        "new_decoder_architecture": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "num_ln_in_parallel_attn": None,
-        "bias": False,
-    },
+    keys=f"{ROPE} alibi new_decoder_architecture multi_query parallel_attn num_ln_in_parallel_attn bias",
+    defaults={"intermediate_size": lambda keys: 4 * keys["hidden_size"]},
     build_layer=_falcon_layer,
     config_fields=_falcon_model,
     norm="layer",
@@ -303,6 +239,6 @@ FALCON = Family(
         "ffn_hidden_size": "intermediate_size",
         "activation": "hidden_act",
     },
-    ignored_keys=("apply_residual_connection_post_layernorm",),  # its code ignores this key
+    ignored_keys="apply_residual_connection_post_layernorm",  # its code ignores this key
     prefix="transformer.",
 )

@@ -45,19 +45,7 @@ def _cohere_model(keys: Keys) -> Mapping[str, Any]:
 COHERE = Family(
     model_type="cohere",
     architecture="CohereForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 5,
-        "eos_token_id": 255001,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "logit_scale": 0.0625,
-        "model_max_length": None,
-    },
+    keys=f"{ROPE} attention_bias use_qk_norm logit_scale model_max_length",
     build_layer=_cohere_layer,
     config_fields=_cohere_model,
     norm="layer_no_bias",
@@ -86,13 +74,8 @@ def _cohere2_layer(keys: Keys, layer: int) -> LayerSpec:
 COHERE2 = Family(
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
-    defaults={
-        **COHERE.defaults,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "layer_types": None,
-    },
+    keys=f"{ROPE} attention_bias logit_scale model_max_length sliding_window layer_types",
+    defaults={"use_qk_norm": False, "sliding_window_pattern": 4},
     build_layer=_cohere2_layer,
     config_fields=COHERE.config_fields,
     norm=COHERE.norm,
@@ -107,5 +90,4 @@ COHERE2 = Family(
         "order_of_interleaved_layers": (("local_attn_first",), "windows come first"),
         "position_embedding_type": (("rope_gptj",), "pairs of its rotary embedding are adjacent elements"),
     },
-    ignored_keys=("use_parallel_embedding", "use_embedding_sharing", "_sliding_window_pattern"),
 )

@@ -1,10 +1,13 @@
 """The keys of a config.json: types, defaults, and which are ignored or refused."""
 
+import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jattn.models.families.family import Family, Keys
+from jattn.models.loading.files import optional_module
 from jattn.models.loading.quantized_weights import check_quantization
 from pallas_kernels.checks import require, require_number, require_positive, unsupported
 
@@ -22,52 +25,18 @@ COMMON: Keys = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-ROPE: Keys = {
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
-    "partial_rotary_factor": None,
-    "original_max_position_embeddings": None,
-}
-# Phi-3-small's block-sparse layers between dense ones.
-LOCAL_STRIDED: Keys = {
-    "blocksparse_block_size": 64,
-    "blocksparse_triton_kernel_block_size": 64,
-    "blocksparse_homo_head_pattern": False,
-    "blocksparse_num_local_blocks": 16,
-    "blocksparse_vert_stride": 8,
-    "dense_attention_every_n_layers": 2,
-}
-# Keys that do not change logits: how a model was initialized, trained, saved or served, sampling, other
-# heads.
+# Keys of several families; see `Family.keys`.
+ROPE = "rope_theta rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings"
+WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
+# Keys that do not change logits, although configuration classes have them or other families read them.
 _IGNORED = """
-model_type architectures quantization_config transformers_version transformers.js_config auto_map
-name_or_path _name_or_path _commit_hash custom_pipelines tokenizer_class tokenizer_type
-unsloth_fixed unsloth_version torchscript use_cache use_bfloat16 use_flash_attn use_flash_attention
-use_flash_attention_2 attn_implementation _attn_implementation _attn_implementation_autoset
-_attn_implementation_internal _experts_implementation _flash_attn_2_enabled is_llama_config
-attn_impl cache_implementation return_dict return_dict_in_generate output_attentions
-output_hidden_states output_router_logits output_scores is_decoder is_encoder_decoder
-add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward prefix
-finetuning_task problem_type task_specific_params id2label label2id num_labels
-decoder_start_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id
-forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids
-pruned_heads tf_legacy_loss do_sample temperature top_k top_p typical_p min_p repetition_penalty
-length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_beams num_beam_groups
-num_return_sequences diversity_penalty early_stopping max_length min_length max_new_tokens
-remove_invalid_values exponential_decay_length_penalty initializer_range initializer_factor
-init_device init_std layerdrop attention_softmax_in_fp32
-gradient_checkpointing pretraining_tp router_aux_loss_coef router_jitter_noise model_max_length
-seq_length max_sequence_length output_past _num_labels training_args kv_cache_dtype
-num_nextn_predict_layers num_mtp_layers num_mtp_modules
+add_cross_attention architectures chunk_size_feed_forward id2label init_device init_std initializer_range
+is_decoder is_encoder_decoder label2id layerdrop model_max_length num_nextn_predict_layers
+output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type return_dict
+router_aux_loss_coef router_jitter_noise seq_length transformers_version use_cache
 """
 IGNORED_KEYS = frozenset(_IGNORED.split())
-# A family without the feature accepts False. A checkpoint that has a bias nevertheless has unexpected
-# tensors.
-SWITCHES = (
-    *("attention_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias", "use_bias", "lm_head_bias"),
-    *("use_qk_norm", "qk_layernorm", "use_sliding_window", "use_bidirectional_attention"),
-)
+_OFF: tuple[Any, ...] = (False, 0, "", [], {})  # values of a key that switch its feature off
 ALWAYS_ON = ("is_causal",)  # keys whose value True describes every supported model
 # Keys whose null is a value: the model does not have the feature.
 NULLABLE = (
@@ -80,28 +49,92 @@ NULL_MEANS_DEFAULT = ("rope_theta", "partial_rotary_factor", "rope_local_base_fr
 REFUSED = {
     "dual_chunk_attention_config": "dual chunk attention is not supported",
     **dict.fromkeys(("is_causal", "use_bidirectional_attention"), "decoders are causal"),
+    "compression_config": "this format is not supported",
 }
 
 
-def fill_defaults(hf: Keys, family: Family) -> dict[str, Any]:
-    """Return a config.json's keys by the names that all families share, with transformers' defaults.
+def config_types() -> Any:
+    """Return transformers' mapping of model_type to configuration class.
 
     Raises:
-        ValueError: If a size is missing or invalid, or a value has the wrong type.
-        NotImplementedError: If a key is unknown or has an unsupported value.
+        ImportError: If transformers is not installed.
     """
-    hf, names = _rename_aliases(_flatten(hf, family), family)
+    return optional_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+
+
+@functools.cache
+def config_class(model_type: str) -> Any:
+    """Return the configuration class of a model type in transformers.
+
+    Raises:
+        ImportError: If transformers is not installed, or does not have the class.
+    """
+    classes = config_types()
+    if model_type not in classes:
+        raise ImportError(f"transformers has no configuration of {model_type}. Install a newer version.")
+    return classes[model_type]
+
+
+@functools.cache
+def class_defaults(model_type: str) -> dict[str, Any]:
+    """Return the default values of a configuration class in transformers by the names of its fields."""
+    cls = config_class(model_type)
+    required = dataclasses.MISSING
+    defaults = {
+        field.name: field.default for field in dataclasses.fields(cls) if field.default is not required
+    }
+    return defaults | ({"rope_theta": cls.default_theta} if "rope_parameters" in defaults else {})
+
+
+@functools.cache
+def key_names(family: Family) -> dict[str, str]:
+    """Return the family's and the class's names of keys, mapped to the names that all families share."""
+    shared = {*COMMON, *family.read_keys, *family.defaults}
+    synonyms = config_class(family.config_class or family.model_type).attribute_map
+    names = {
+        field if name in shared else name: name if name in shared else field
+        for name, field in synonyms.items()
+    }
+    return {**names, **family.aliases}
+
+
+@functools.cache
+def default_keys(family: Family) -> dict[str, Any]:
+    """Return the keys that a family reads, with default values or functions that compute them."""
+    names, read = key_names(family), {*COMMON, *family.read_keys}
+    stored = class_defaults(family.config_class or family.model_type)
+    stored = {names.get(field, field): value for field, value in stored.items()}
+    return {
+        **dict.fromkeys(family.read_keys),
+        **COMMON,
+        **{key: value for key, value in stored.items() if key in read},
+        **family.defaults,
+    }
+
+
+def fill_defaults(hf: Keys, family: Family, served_keys: Collection[str] = ()) -> dict[str, Any]:
+    """Return a config.json's keys by the names that all families share, with transformers' defaults.
+
+    Args:
+        hf: Keys of config.json.
+        family: The model's family.
+        served_keys: Keys that any family reads. One that this family does not read is refused, because it
+            would change the result in another family.
+
+    Raises:
+        ValueError: If a size is invalid, or a value has the wrong type.
+        NotImplementedError: If a key that would change the result is not read by the family, or has an
+            unsupported value.
+    """
+    hf, names = _rename_aliases(_flatten(hf, family), key_names(family))
     check_types(hf)
-    defaults = {**COMMON, **family.defaults}
-    _check_supported(hf, family, defaults)
+    defaults = default_keys(family)
+    _check_supported(hf, family, served_keys)
     values = {key: value for key, value in hf.items() if key in defaults}
     values = {key: value for key, value in values.items() if value is not None or not callable(defaults[key])}
     keys = defaults | {
         key: _convert(defaults[key], key, names.get(key, key), value) for key, value in values.items()
     }
-    missing = [names.get(key, key) for key in SIZES if keys[key] is None]
-    if missing:
-        raise ValueError(f"config has no keys {missing}. Required are {', '.join(SIZES)}.")
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
     require_positive(**{key: keys[key] for key in SIZES})
     require_number(rms_norm_eps=keys["rms_norm_eps"])
@@ -161,7 +194,7 @@ def _flatten(hf: Keys, family: Family) -> dict[str, Any]:
     return outer | inner
 
 
-def _rename_aliases(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[str, str]]:
+def _rename_aliases(flat: Keys, shared_names: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Rename keys to the names that all families share, and return the config's name of each as well.
 
     Raises:
@@ -170,7 +203,7 @@ def _rename_aliases(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[st
     hf: dict[str, Any] = {}
     names: dict[str, str] = {}
     for key, value in flat.items():
-        common = family.aliases.get(key, key)
+        common = shared_names.get(key, key)
         if hf.get(common) is not None:
             is_same = value is None or value == hf[common]
             require(is_same, f"{names[common]} and {key}", "be equal", f"{hf[common]!r} and {value!r}")
@@ -179,28 +212,27 @@ def _rename_aliases(flat: Keys, family: Family) -> tuple[dict[str, Any], dict[st
     return hf, names
 
 
-def _check_supported(hf: Keys, family: Family, defaults: Keys) -> None:
+def _check_supported(hf: Keys, family: Family, served_keys: Collection[str]) -> None:
+    """Refuse keys that would change the result and that the family does not read.
+
+    These are fields of the configuration class with another value than their default, keys of other families
+    that are not null, false, zero or empty, and REFUSED.
+    """
     for key, (values, reason) in family.supported_values.items():
         if hf.get(key) is not None and hf[key] not in values:
             supported = ", ".join(map(repr, values)) or "none"
             raise unsupported(f"{key} {hf[key]!r}", reason, f"Supported: {supported}")
+    defaults, fields = default_keys(family), class_defaults(family.config_class or family.model_type)
+    harmless = {*defaults, *family.supported_values, *family.ignored_keys.split(), *IGNORED_KEYS}
     for key, value in hf.items():
-        if key in defaults or key in family.supported_values or _is_switched_off(key, value):
+        if {key, key.rpartition(".")[2]} & harmless or "dropout" in key or key.endswith("pdrop"):
             continue
-        if not _is_ignored(key) and key not in family.ignored_keys:
+        unchanged = [fields[key]] if key in fields else [True] if key in ALWAYS_ON else list(_OFF)
+        is_served_elsewhere = key in fields or key in REFUSED or key in served_keys
+        if is_served_elsewhere and value is not None and value not in unchanged:
             reason = REFUSED.get(key, f"{family.architecture} does not support this key")
             raise unsupported(f"config key {key!r} ({hf[key]!r})", reason, "Remove it if it has no effect")
     _check_sliding_window_switch(hf, defaults)
-
-
-def _is_switched_off(key: str, value: Any) -> bool:
-    """Return whether a value means that the model does not have the key's feature."""
-    return value is None or (value is False and key in SWITCHES) or (value is True and key in ALWAYS_ON)
-
-
-def _is_ignored(key: str) -> bool:
-    names = {key, key.rpartition(".")[2]}
-    return bool(names & IGNORED_KEYS) or "dropout" in key or key.endswith("pdrop")
 
 
 def _check_sliding_window_switch(hf: Keys, defaults: Keys) -> None:
@@ -252,14 +284,18 @@ def are_token_ids(ids: Any) -> bool:
     return _is_int(ids) or _is_int_list(ids)
 
 
-def check_types(hf: Keys) -> None:
+def check_types(hf: Keys, keys: Collection[str] | None = None) -> None:
     """Require that the values of known keys have the right types; null is always accepted.
+
+    Args:
+        hf: Keys of config.json.
+        keys: Keys to check; None = all.
 
     Raises:
         ValueError: If a value has the wrong type.
     """
     for description, is_valid, names in VALUE_TYPES:
-        for key in names:
+        for key in names if keys is None else {*keys} & {*names}:
             require(hf.get(key) is None or is_valid(hf[key]), key, f"be {description}", repr(hf.get(key)))
 
 

@@ -21,21 +21,9 @@ ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     other_architectures=("Ernie4_5_ForCausalLM",),
-    defaults={
-        **ROPE,
-        "rope_theta": 500000.0,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "use_bias": False,
-    },
+    keys=f"{ROPE} use_bias",
     build_layer=_ernie4_5_layer,
     tensors=LLAMA_TENSORS,
-    ignored_keys=("compression_ratio", "fuse_rope", "use_rmsnorm", "micro_batch_size"),
 )
 
 
@@ -59,17 +47,10 @@ _ERNIE4_5_MOE_STATICS = "moe_statics.e_score_correction_bias"
 ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
-    defaults={
-        **{key: value for key, value in ERNIE4_5.defaults.items() if key not in ("head_dim", "use_bias")},
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 1536,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-    },
+    keys=(
+        f"{ROPE} moe_intermediate_size num_experts num_experts_per_tok moe_num_shared_experts "
+        "moe_layer_start_index moe_layer_end_index moe_layer_interval"
+    ),
     build_layer=_ernie4_5_moe_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -84,21 +65,10 @@ ERNIE4_5_MOE = Family(
             (f"model.layers.*.mlp.gate.{_ERNIE4_5_MOE_STATICS}",), "one_row"
         ),
     },
-    aliases={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
     supported_values={
         "use_bias": ((False,), "projections have no biases"),
         "moe_use_aux_free": ((True,), "scores have a correction bias"),
         "moe_gate": (("topk", "top2_fused"), "the best experts are selected"),
     },
-    ignored_keys=(
-        *ERNIE4_5.ignored_keys,
-        *("moe_norm_min", "moe_capacity", "moe_gate_act", "moe_group", "moe_orthogonal_loss_lambda"),
-        *(
-            "moe_aux_loss_lambda",
-            "moe_z_loss_lambda",
-            "moe_use_hard_gate",
-            "moe_multimodal_dispatch_use_allgather",
-        ),
-        *("multi_token_pred_lambda", "moe_statics"),
-    ),
+    ignored_keys=f"{ERNIE4_5.ignored_keys} moe_norm_min",
 )

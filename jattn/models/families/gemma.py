@@ -40,23 +40,13 @@ def _gemma_layer(keys: Keys, layer: int) -> LayerSpec:
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
-    defaults={
-        **ROPE,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "attention_bias": False,
-    },
+    keys=f"{ROPE} attention_bias",
     build_layer=_gemma_layer,
     config_fields=lambda keys: {"embedding_scale": keys["hidden_size"] ** 0.5},
     norm="rms_offset",
     tensors=LLAMA_TENSORS,
     supported_values=CAUSAL_ONLY,
-    ignored_keys=("hidden_activation",),
+    ignored_keys="hidden_activation",
 )
 
 
@@ -86,29 +76,18 @@ def _gemma2_model(keys: Keys) -> Mapping[str, Any]:
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    defaults={
-        **ROPE,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "attention_bias": False,
-        "query_pre_attn_scalar": 256.0,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    keys=(
+        f"{ROPE} hidden_activation sliding_window layer_types attention_bias attn_logit_softcapping "
+        "final_logit_softcapping"
+    ),
+    defaults={"query_pre_attn_scalar": 256.0},
     build_layer=_gemma2_layer,
     config_fields=_gemma2_model,
     tensors={**LLAMA_TENSORS, **GEMMA_NORM_TENSORS},
     norm="rms_offset",
     norm_placement="around",
     supported_values=CAUSAL_ONLY,
-    ignored_keys=("sliding_window_size", "hidden_act"),
+    ignored_keys="hidden_act",
 )
 
 
@@ -142,19 +121,13 @@ def _gemma3_model(keys: Keys) -> Mapping[str, Any]:
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
+    keys=f"{ROPE} hidden_activation sliding_window layer_types attention_bias final_logit_softcapping",
     defaults={
-        **GEMMA2.defaults,
-        **ROPE,
-        "vocab_size": 262208,  # older checkpoints' text_config has only values that differ
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
         "rope_theta": 1e6,
+        "query_pre_attn_scalar": 256.0,
+        "attn_logit_softcapping": 50.0,
         "rope_local_base_freq": 1e4,
-        "max_position_embeddings": 131072,
         "sliding_window_pattern": 6,
-        "final_logit_softcapping": None,
     },
     build_layer=_gemma3_layer,
     config_fields=_gemma3_model,
@@ -162,7 +135,7 @@ GEMMA3 = Family(
     norm_placement=GEMMA2.norm_placement,
     tensors={**GEMMA2.tensors, **QK_NORM_TENSORS},
     supported_values=CAUSAL_ONLY,
-    ignored_keys=(*GEMMA2.ignored_keys, "_sliding_window_pattern", "mm_tokens_per_image"),
+    ignored_keys=GEMMA2.ignored_keys,
 )
 
 

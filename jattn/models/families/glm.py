@@ -77,16 +77,8 @@ _GLM4_LAYER = "model.layers.*"
 GLM = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
-    defaults={
-        **ROPE,
-        "partial_rotary_factor": 0.5,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1.5625e-07,
-        "eos_token_id": [151329, 151336, 151338],
-        "attention_bias": True,
-    },
+    keys=f"{ROPE} attention_bias",
+    defaults={"partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338]},
     build_layer=_glm4_layer,
     tensors={**LLAMA_TENSORS, "layers.*.mlp.gate_up_proj": HFTensors((f"{_GLM4_LAYER}.mlp.gate_up_proj",))},
 )
@@ -119,20 +111,14 @@ def _glm4_moe_layer(keys: Keys, layer: int) -> LayerSpec:
 GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
-    defaults={
-        **ROPE,
-        **CORRECTED_KEYS,
-        "partial_rotary_factor": 0.5,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": False,
-        "use_qk_norm": False,
-    },
+    keys=(
+        f"{ROPE} moe_intermediate_size n_shared_experts num_experts_per_tok routed_scaling_factor "
+        "first_k_dense_replace norm_topk_prob attention_bias use_qk_norm"
+    ),
+    defaults={"partial_rotary_factor": 0.5, "n_routed_experts": 128},
     build_layer=_glm4_moe_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **CORRECTED_TENSORS},
     alternative_tensors=FUSED_EXPERT_TENSORS,
-    aliases={"num_local_experts": "n_routed_experts"},
     supported_values=ONE_GROUP,
 )
 
@@ -146,13 +132,15 @@ SOLAR_OPEN = dataclasses.replace(
     GLM4_MOE,
     model_type="solar_open",
     architecture="SolarOpenForCausalLM",
+    keys=(
+        f"{ROPE} moe_intermediate_size n_shared_experts num_experts_per_tok routed_scaling_factor "
+        "norm_topk_prob attention_bias"
+    ),
     defaults={
-        **GLM4_MOE.defaults,
-        "rope_theta": 1e6,
         "partial_rotary_factor": 1.0,
-        "head_dim": 128,
+        "n_routed_experts": 128,
         "first_k_dense_replace": 0,
-        "moe_intermediate_size": 1280,
+        "use_qk_norm": False,
         "intermediate_size": lambda keys: keys["moe_intermediate_size"],
     },
     build_layer=_solar_open_layer,
@@ -181,21 +169,13 @@ def _dots1_layer(keys: Keys, layer: int) -> LayerSpec:
 DOTS1 = Family(
     model_type="dots1",
     architecture="Dots1ForCausalLM",
-    defaults={
-        **ROPE,
-        **CORRECTED_KEYS,
-        "n_shared_experts": None,
-        "first_k_dense_replace": 0,
-        "norm_topk_prob": False,
-        "max_position_embeddings": 2048,
-        "attention_bias": False,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "layer_types": None,
-    },
+    keys=(
+        f"{ROPE} moe_intermediate_size n_shared_experts routed_scaling_factor first_k_dense_replace "
+        "norm_topk_prob attention_bias sliding_window max_window_layers layer_types"
+    ),
+    defaults={"n_routed_experts": 128, "num_experts_per_tok": 8},
     build_layer=_dots1_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **CORRECTED_TENSORS},
     alternative_tensors=FUSED_EXPERT_TENSORS,
-    aliases={"num_local_experts": "n_routed_experts"},
     supported_values=ONE_GROUP,
 )

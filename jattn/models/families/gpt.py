@@ -30,21 +30,8 @@ _GPT2_BLOCK = "transformer.h.*"
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    defaults={
-        "vocab_size": 50257,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": lambda keys: 4 * keys["hidden_size"],
-        "max_position_embeddings": 1024,
-        "hidden_act": "gelu_new",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-    },
+    keys="scale_attn_weights scale_attn_by_inverse_layer_idx",
+    defaults={"intermediate_size": lambda keys: 4 * keys["hidden_size"]},
     build_layer=_gpt2_layer,
     config_fields=lambda keys: {"position_offset": 0},
     norm="layer",
@@ -63,17 +50,12 @@ GPT2 = Family(
         "lm_head": HFTensors(("lm_head",)),
     },
     aliases={
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
         "n_inner": "intermediate_size",
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "rms_norm_eps",
     },
     ignored_keys=(
-        *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
-        *("summary_proj_to_labels", "n_special", "predict_special_tokens"),
+        "reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels"
     ),
     prefix="transformer.",
 )
@@ -90,23 +72,15 @@ GPT_BIGCODE = dataclasses.replace(
     GPT2,
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
-    defaults={
-        **{key: value for key, value in GPT2.defaults.items() if key != "scale_attn_by_inverse_layer_idx"},
-        "hidden_act": "gelu_pytorch_tanh",
-        "num_key_value_heads": 1,
-    },
+    keys="scale_attn_weights",
+    defaults={"intermediate_size": GPT2.defaults["intermediate_size"], "num_key_value_heads": 1},
     build_layer=_gpt_bigcode_layer,
     tensors={name: HFTensors(stored.names, stored.layout) for name, stored in GPT2.tensors.items()},
     supported_values={
         "multi_query": ((True,), "all query heads have the same keys"),
         "scale_attn_by_inverse_layer_idx": ((False,), "all layers scale scores alike"),
     },
-    ignored_keys=(
-        *GPT2.ignored_keys,
-        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner"),
-        *("max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache"),
-        *("validate_runner_input", "runner_max_sequence_length"),
-    ),
+    ignored_keys=f"{GPT2.ignored_keys} attention_softmax_in_fp32 scale_attention_softmax_in_fp32",
 )
 
 
@@ -136,15 +110,8 @@ _GPT_NEO_BLOCK = "transformer.h.*"
 GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
-    defaults={
-        **{key: value for key, value in GPT2.defaults.items() if not key.startswith("scale_")},
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 2048,
-        "attention_types": None,
-        "window_size": 256,
-    },
+    keys="attention_types window_size",
+    defaults={"intermediate_size": GPT2.defaults["intermediate_size"]},
     build_layer=_gpt_neo_layer,
     config_fields=GPT2.config_fields,
     norm="layer",
@@ -156,12 +123,10 @@ GPT_NEO = Family(
         "layers.*.self_attn.o_proj": HFTensors((f"{_GPT_NEO_BLOCK}.attn.attention.out_proj",)),
     },
     aliases={
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "rms_norm_eps",
     },
-    ignored_keys=(*GPT2.ignored_keys, "attention_layers"),
+    ignored_keys=GPT2.ignored_keys,
     prefix="transformer.",
 )
 
@@ -177,16 +142,8 @@ _GPTJ_BLOCK = "transformer.h.*"
 GPTJ = Family(
     model_type="gptj",
     architecture="GPTJForCausalLM",
-    defaults={
-        **{key: value for key, value in GPT2.defaults.items() if not key.startswith("scale_")},
-        "vocab_size": 50400,
-        "hidden_size": 4096,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "rotary_dim": 64,
-    },
+    keys="rotary_dim",
+    defaults={"intermediate_size": GPT2.defaults["intermediate_size"]},
     build_layer=_gptj_layer,
     config_fields=lambda keys: {"has_head_bias": True},
     norm="layer",
@@ -230,17 +187,8 @@ _GPT_NEOX_LAYER = "gpt_neox.layers.*"
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
-    defaults={
-        **ROPE,
-        "partial_rotary_factor": 0.25,
-        "max_position_embeddings": 2048,
-        "hidden_act": "gelu",
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "attention_bias": True,
-        "use_parallel_residual": True,
-    },
+    keys=f"{ROPE} attention_bias use_parallel_residual",
+    defaults={"partial_rotary_factor": 0.25},
     build_layer=_gpt_neox_layer,
     config_fields=lambda keys: {
         "norm_placement": "parallel_separate_norms" if keys["use_parallel_residual"] else "before"
@@ -288,21 +236,8 @@ _OPT_QKV = tuple(f"{_OPT_LAYER}.self_attn.{part}_proj" for part in "qkv")
 OPT = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
-    defaults={
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 2048,
-        "hidden_act": "relu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "enable_bias": True,
-        "word_embed_proj_dim": None,
-    },
+    keys="enable_bias word_embed_proj_dim",
+    defaults={"rms_norm_eps": 1e-5},
     build_layer=_opt_layer,
     config_fields=_opt_model,
     norm="layer",
@@ -343,18 +278,7 @@ _STARCODER2_MLP = "model.layers.*.mlp"
 STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
-    defaults={
-        **ROPE,
-        "num_key_value_heads": 2,
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-        "sliding_window": None,
-        "use_bias": True,
-    },
+    keys=f"{ROPE} sliding_window use_bias",
     build_layer=_starcoder2_layer,
     norm="layer",
     tensors={
@@ -367,5 +291,5 @@ STARCODER2 = Family(
         "mlp_type": (("default",), "its MLPs are plain"),
         "norm_type": (("layer_norm",), "its norms are LayerNorms"),
     },
-    ignored_keys=("layer_types",),
+    ignored_keys="layer_types",
 )

@@ -50,22 +50,11 @@ _YARN = {
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 150000.0,
-        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _YARN,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 128,
-        "layer_types": None,
-        "attention_bias": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-    },
+    keys=(
+        f"{ROPE} sliding_window layer_types attention_bias num_experts num_experts_per_tok swiglu_alpha "
+        "swiglu_limit"
+    ),
+    defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _YARN},
     build_layer=_layer,
     norm="rms_f32",
     tensors={
@@ -81,7 +70,5 @@ GPT_OSS = Family(
         "layers.*.mlp.down_proj.weight": HFTensors((f"{_MLP}.experts.down_proj",), "array"),
         "layers.*.mlp.down_proj.bias": HFTensors((f"{_MLP}.experts.down_proj_bias",), "array"),
     },
-    aliases={"num_local_experts": "num_experts"},
-    supported_values={"hidden_act": (("silu",), "its gates are clamped SwiGLU")},
-    ignored_keys=("experts_per_token", "initial_context_length"),  # duplicates of other keys
+    supported_values={"hidden_act": (("silu",), "its gates are clamped SwiGLU")},  # duplicates of other keys
 )

@@ -50,18 +50,10 @@ def multipliers(keys: Keys) -> Mapping[str, Any]:
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-    },
+    keys=(
+        f"{ROPE} attention_bias mlp_bias embedding_multiplier logits_scaling residual_multiplier "
+        "attention_multiplier"
+    ),
     build_layer=_granite_layer,
     config_fields=multipliers,
     tensors=LLAMA_TENSORS,
@@ -81,12 +73,11 @@ _GRANITEMOE_MLP, _GRANITEMOE_SHARED = "model.layers.*.block_sparse_moe", "model.
 GRANITEMOE = Family(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
-    defaults={
-        **GRANITE.defaults,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 0,
-    },
+    keys=(
+        f"{ROPE} attention_bias embedding_multiplier logits_scaling residual_multiplier "
+        "attention_multiplier num_experts num_experts_per_tok"
+    ),
+    defaults={"mlp_bias": False, "shared_intermediate_size": 0},
     build_layer=_granitemoe_layer,
     config_fields=multipliers,
     tensors={
@@ -133,23 +124,24 @@ GRANITEMOEHYBRID = dataclasses.replace(
     GRANITEMOESHARED,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    defaults={
-        **GRANITEMOESHARED.defaults,
-        "shared_intermediate_size": 1024,
-        "layer_types": None,
-        "position_embedding_type": None,
-    },
+    keys=(
+        f"{ROPE} attention_bias embedding_multiplier logits_scaling residual_multiplier "
+        "attention_multiplier num_experts num_experts_per_tok shared_intermediate_size layer_types "
+        "position_embedding_type"
+    ),
+    defaults={"mlp_bias": False},
     build_layer=_granitemoehybrid_layer,
     tensors={
         **GRANITEMOESHARED.tensors,
         "layers.*.mlp.gate_up_proj": HFTensors((f"{_GRANITEMOEHYBRID_SHARED}.input_linear",)),
         "layers.*.mlp.down_proj": HFTensors((f"{_GRANITEMOEHYBRID_SHARED}.output_linear",)),
     },
-    aliases={**GRANITEMOESHARED.aliases, "layers_block_type": "layer_types"},
+    aliases={
+        **GRANITEMOESHARED.aliases,
+    },
     ignored_keys=(
-        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
-        *("normalization_function", "init_method"),
+        "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand "
+        "mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit"
     ),
 )
 
@@ -183,18 +175,10 @@ GRANITE_SWA = dataclasses.replace(
     GRANITE,
     model_type="granite_swa",
     architecture="GraniteSWAForCausalLM",
-    defaults={
-        **GRANITE.defaults,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 100257,
-        "eos_token_id": 100257,
-        "tie_word_embeddings": True,
-        "sliding_window": 128,
-        "layer_types": None,
-        "layer_rope_theta": None,
-    },
+    keys=(
+        f"{ROPE} attention_bias mlp_bias embedding_multiplier logits_scaling residual_multiplier "
+        "attention_multiplier sliding_window layer_types layer_rope_theta"
+    ),
     build_layer=_granite_swa_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -215,11 +199,11 @@ HYPERCLOVAX = dataclasses.replace(
     GRANITE,
     model_type="hyperclovax",
     architecture="HyperCLOVAXForCausalLM",
+    keys=f"{ROPE} attention_bias mlp_bias embedding_multiplier logits_scaling residual_multiplier",
     defaults={
-        **GRANITE.defaults,
         "attention_multiplier": lambda keys: (
             (keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]) ** -0.5
-        ),
+        )
     },
     config_fields=_hyperclovax_model,
     norm_placement="around",

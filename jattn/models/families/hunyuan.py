@@ -48,14 +48,7 @@ _HUNYUAN_ATTENTION = "model.layers.*.self_attn"
 HUNYUAN_V1_DENSE = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-    },
+    keys=f"{ROPE} attention_bias",
     build_layer=_hunyuan_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -69,14 +62,7 @@ HUNYUAN_V1_DENSE = Family(
         "norm_type": (("rms",), "its norms are RMS norms"),
         "num_experts": ((1,), "its layers are dense"),
     },
-    ignored_keys=(
-        "eod_token_id",
-        "org_vocab_size",
-        "im_start_id",
-        "im_end_id",
-        "cla_share_factor",
-        "dense_list",
-    ),
+    ignored_keys="eod_token_id",
 )
 
 
@@ -113,11 +99,11 @@ HUNYUAN_V1_MOE = dataclasses.replace(
     HUNYUAN_V1_DENSE,
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
+    keys=f"{ROPE} attention_bias moe_intermediate_size",
     defaults={
-        **HUNYUAN_V1_DENSE.defaults,
-        "moe_intermediate_size": None,
-        # Defaults are functions because the values may be an int or a list of ints.
-        **dict.fromkeys(("num_experts", "num_experts_per_tok", "num_shared_expert"), lambda keys: 1),
+        "num_experts": lambda keys: 1,
+        "num_experts_per_tok": lambda keys: 1,
+        "num_shared_expert": lambda keys: 1,
     },
     build_layer=_hunyuan_moe_layer,
     tensors={
@@ -132,8 +118,6 @@ HUNYUAN_V1_MOE = dataclasses.replace(
     },
     aliases={
         **HUNYUAN_V1_DENSE.aliases,
-        "moe_topk": "num_experts_per_tok",
-        "num_local_experts": "num_experts",
     },
     supported_values={
         **{
@@ -147,8 +131,5 @@ HUNYUAN_V1_MOE = dataclasses.replace(
         "group_limited_greedy": ((False,), "experts are selected among all"),
         "routed_scaling_factor": ((1, 1.0), "experts are not scaled"),
     },
-    ignored_keys=(
-        *HUNYUAN_V1_DENSE.ignored_keys,
-        *("sep_token_id", "moe_drop_tokens", "moe_random_routing_dropped_token", "capacity_factor"),
-    ),
+    ignored_keys=f"{HUNYUAN_V1_DENSE.ignored_keys} sep_token_id",
 )

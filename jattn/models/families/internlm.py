@@ -21,13 +21,9 @@ _INTERNLM2_MLP = f"{_INTERNLM2_LAYER}.feed_forward"
 INTERNLM2 = Family(
     model_type="internlm2",
     architecture="InternLM2ForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "bias": True,
-    },
+    config_class="llama",
+    keys=f"{ROPE}",
+    defaults={"bias": True},
     build_layer=_internlm2_layer,
     tensors={
         "embed_tokens": HFTensors(("model.tok_embeddings",)),
@@ -42,7 +38,6 @@ INTERNLM2 = Family(
         "norm": HFTensors(("model.norm",)),
         "lm_head": HFTensors(("output",)),
     },
-    ignored_keys=("attn_implementation",),
 )
 
 
@@ -59,27 +54,15 @@ INTERNLM3 = dataclasses.replace(
     model_type="internlm3",
     architecture="InternLM3ForCausalLM",
     other_architectures=("LlamaForCausalLM",),
-    defaults={
-        **LLAMA.defaults,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-    },
+    keys=f"{ROPE}",
+    defaults={"attention_bias": False, "mlp_bias": False},
     build_layer=_internlm3_layer,
-    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
 )
 IQUESTCODER = dataclasses.replace(
     LLAMA,
     model_type="iquestcoder",
     architecture="IQuestCoderForCausalLM",
     other_architectures=("LlamaForCausalLM",),
-    defaults={
-        **LLAMA.defaults,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias",
     supported_values={**LLAMA.supported_values, "clip_qkv": ((), "no checkpoint has it")},
 )

@@ -33,21 +33,14 @@ def _llama_layer(keys: Keys, layer: int) -> LayerSpec:
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias",
     build_layer=_llama_layer,
     tensors=LLAMA_TENSORS,
     supported_values={
         "activation": (("swiglu",), "its MLPs are gated"),
         "rope_interleaved": ((False,), "pairs are elements of a head's halves"),
     },
-    ignored_keys=("sliding_window", "layer_types", "max_window_layers", "use_sliding_window"),
+    ignored_keys="sliding_window layer_types max_window_layers use_sliding_window",
 )
 
 
@@ -92,31 +85,12 @@ _LLAMA4_FFN, _LLAMA4_EXPERTS = "model.layers.*.feed_forward", "model.layers.*.fe
 LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 500000.0,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "layer_types": None,
-        "attention_bias": False,
-        "attention_chunk_size": 8192,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "use_qk_norm": True,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192.0,
-        "attn_scale": 0.1,
-        "num_experts": 16,
-        "num_experts_per_tok": 1,
-        "moe_layers": None,
-        "interleave_moe_layer_step": 1,
-    },
+    keys=(
+        f"{ROPE} intermediate_size_mlp layer_types attention_bias attention_chunk_size no_rope_layers "
+        "no_rope_layer_interval use_qk_norm attn_temperature_tuning attn_scale num_experts "
+        "num_experts_per_tok moe_layers interleave_moe_layer_step"
+    ),
+    defaults={"floor_scale": 8192.0},
     build_layer=_llama4_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -129,5 +103,4 @@ LLAMA4 = Family(
         "layers.*.mlp.down_proj.weight": HFTensors((f"{_LLAMA4_EXPERTS}.down_proj",), "array"),
     },
     aliases={"num_local_experts": "num_experts"},
-    ignored_keys=("for_llm_compressor",),
 )

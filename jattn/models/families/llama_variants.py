@@ -37,14 +37,7 @@ def _arcee_layer(keys: Keys, layer: int) -> LayerSpec:
 ARCEE = Family(
     model_type="arcee",
     architecture="ArceeForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "hidden_act": "relu2",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias",
     build_layer=_arcee_layer,
     tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
 )
@@ -55,14 +48,7 @@ JAIS2 = dataclasses.replace(
     ARCEE,
     model_type="jais2",
     architecture="Jais2ForCausalLM",
-    defaults={
-        **ARCEE.defaults,
-        "max_position_embeddings": 8192,
-        "bos_token_id": 0,
-        "eos_token_id": 150024,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias",
     norm="layer",
     aliases={"layer_norm_eps": "rms_norm_eps"},
 )
@@ -78,13 +64,7 @@ HELIUM = dataclasses.replace(
     LLAMA,
     model_type="helium",
     architecture="HeliumForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "rope_theta": 100000.0,
-        "head_dim": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-8,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias",
     build_layer=_helium_layer,
     norm="rms_f32",
 )
@@ -112,19 +92,8 @@ def _cwm_layer(keys: Keys, layer: int) -> LayerSpec:
 CWM = Family(
     model_type="cwm",
     architecture="CwmForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 1e6,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": 8192,
-        "layer_types": None,
-        "bos_token_id": 128000,
-        "eos_token_id": lambda keys: [128001, 128008, 128009],
-        "mlp_bias": False,
-    },
+    keys=f"{ROPE} sliding_window layer_types mlp_bias",
+    defaults={"eos_token_id": lambda keys: [128001, 128008, 128009]},
     build_layer=_cwm_layer,
     tensors=LLAMA_TENSORS,
 )
@@ -148,25 +117,13 @@ def _smollm3_layer(keys: Keys, layer: int) -> LayerSpec:
 SMOLLM3 = Family(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 2e6,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "layer_types": None,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
+    keys=(
+        f"{ROPE} use_sliding_window sliding_window layer_types no_rope_layers no_rope_layer_interval "
+        "attention_bias mlp_bias"
+    ),
     build_layer=_smollm3_layer,
     tensors=LLAMA_TENSORS,
-    ignored_keys=("max_window_layers",),
+    ignored_keys="max_window_layers",
 )
 
 
@@ -183,15 +140,7 @@ def _seed_oss_layer(keys: Keys, layer: int) -> LayerSpec:
 SEED_OSS = Family(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
-    defaults={
-        **LLAMA.defaults,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 524288,
-        "bos_token_id": 0,
-        "attention_bias": True,
-        "attention_out_bias": False,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias attention_out_bias",
     build_layer=_seed_oss_layer,
     tensors=LLAMA_TENSORS,
 )
@@ -212,17 +161,8 @@ def _nemotron_layer(keys: Keys, layer: int) -> LayerSpec:
 NEMOTRON = Family(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
-    defaults={
-        **ROPE,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 4096,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 2,
-        "eos_token_id": 3,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
+    keys=f"{ROPE} attention_bias mlp_bias",
+    defaults={"partial_rotary_factor": 0.5},
     aliases={"norm_eps": "rms_norm_eps"},
     build_layer=_nemotron_layer,
     norm="layer_offset",
@@ -247,21 +187,39 @@ def _minicpm_model(keys: Keys) -> Mapping[str, Any]:
 MINICPM = Family(
     model_type="minicpm",
     architecture="MiniCPMForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-        "scale_emb": 1.0,
-        "dim_model_base": 1,
-        "scale_depth": 1.0,
-    },
+    config_class="llama",
+    keys=f"{ROPE} attention_bias",
+    defaults={"tie_word_embeddings": True, "scale_emb": 1.0, "dim_model_base": 1, "scale_depth": 1.0},
     build_layer=_minicpm_layer,
     config_fields=_minicpm_model,
     tensors=LLAMA_TENSORS,
-    ignored_keys=("mup_denominator",),
+)
+
+
+# EXAONE 3 and 3.5: a Llama with GPT-2's names of tensors.
+_EXAONE_BLOCK = "transformer.h.*"
+EXAONE = dataclasses.replace(
+    LLAMA,
+    model_type="exaone",
+    architecture="ExaoneForCausalLM",
+    supported_values={},
+    ignored_keys="",
+    tensors={
+        "embed_tokens": HFTensors(("transformer.wte",)),
+        "layers.*.input_layernorm": HFTensors((f"{_EXAONE_BLOCK}.ln_1",)),
+        "layers.*.self_attn.qkv_proj": HFTensors(
+            tuple(f"{_EXAONE_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_separate"
+        ),
+        "layers.*.self_attn.o_proj": HFTensors((f"{_EXAONE_BLOCK}.attn.attention.out_proj",)),
+        "layers.*.post_attention_layernorm": HFTensors((f"{_EXAONE_BLOCK}.ln_2",)),
+        "layers.*.mlp.gate_up_proj": HFTensors(
+            (f"{_EXAONE_BLOCK}.mlp.c_fc_0", f"{_EXAONE_BLOCK}.mlp.c_fc_1"), "gates_separate"
+        ),
+        "layers.*.mlp.down_proj": HFTensors((f"{_EXAONE_BLOCK}.mlp.c_proj",)),
+        "norm": HFTensors(("transformer.ln_f",)),
+        "lm_head": HFTensors(("lm_head",)),
+    },
+    prefix="transformer.",
 )
 
 
@@ -296,17 +254,8 @@ def _exaone4_layer(keys: Keys, layer: int) -> LayerSpec:
 EXAONE4 = Family(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    defaults={
-        **ROPE,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "sliding_window": 4096,
-        "sliding_window_pattern": None,
-        "layer_types": None,
-    },
+    keys=f"{ROPE} sliding_window layer_types",
+    defaults={"sliding_window_pattern": None},
     build_layer=_exaone4_layer,
     norm_placement="after",
     tensors={**NORMS_AFTER_TENSORS, **QK_NORM_TENSORS},
@@ -331,16 +280,7 @@ _NANOCHAT_MLP = "model.layers.*.mlp"
 NANOCHAT = Family(
     model_type="nanochat",
     architecture="NanoChatForCausalLM",
-    defaults={
-        **ROPE,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "final_logit_softcapping": 15.0,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "attention_bias": False,
-    },
+    keys=f"{ROPE} final_logit_softcapping attention_bias",
     build_layer=_nanochat_layer,
     config_fields=lambda keys: {
         "has_embedding_norm": True,
@@ -385,17 +325,8 @@ _APERTUS_LAYER = "model.layers.*"
 APERTUS = Family(
     model_type="apertus",
     architecture="ApertusForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 12e6,
-        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _APERTUS_LLAMA3,
-        "hidden_act": "xielu",
-        "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attention_bias": False,
-    },
+    keys=f"{ROPE} attention_bias",
+    defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _APERTUS_LLAMA3},
     build_layer=_apertus_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -432,18 +363,8 @@ STABLELM = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     other_architectures=("StableLMEpochForCausalLM",),
-    defaults={
-        **ROPE,
-        "partial_rotary_factor": 0.25,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "use_qkv_bias": False,
-        "qk_layernorm": False,
-        "use_parallel_residual": False,
-    },
+    keys=f"{ROPE} use_qkv_bias qk_layernorm use_parallel_residual",
+    defaults={"partial_rotary_factor": 0.25},
     build_layer=_stablelm_layer,
     config_fields=lambda keys: {"norm_placement": "parallel" if keys["use_parallel_residual"] else "before"},
     norm="layer",

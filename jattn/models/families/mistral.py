@@ -15,17 +15,10 @@ from pallas_kernels.checks import require_number
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    defaults={
-        **ROPE,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    keys=f"{ROPE} sliding_window",
     build_layer=lambda keys, layer: llama_layer(keys, window=keys["sliding_window"]),
     tensors=LLAMA_TENSORS,
-    ignored_keys=("layer_types", "attention_bias", "mlp_bias"),
+    ignored_keys="layer_types attention_bias mlp_bias",
 )
 
 
@@ -64,27 +57,18 @@ _MINISTRAL_YARN = {
 MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
-    defaults={**MISTRAL.defaults, "layer_types": None},
+    keys=f"{ROPE} sliding_window layer_types",
     build_layer=_ministral,
     tensors=LLAMA_TENSORS,
 )
 MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _MINISTRAL_YARN,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    keys=f"{ROPE} sliding_window",
+    defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _MINISTRAL_YARN},
     build_layer=_ministral3,
     tensors=LLAMA_TENSORS,
-    ignored_keys=("layer_types",),
+    ignored_keys="layer_types",
 )
 
 
@@ -97,18 +81,7 @@ _MIXTRAL_MOE, _MIXTRAL_EXPERT = "model.layers.*.block_sparse_moe", "model.layers
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 1e6,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    keys=f"{ROPE} sliding_window num_experts num_experts_per_tok",
     build_layer=_mixtral_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -121,8 +94,7 @@ MIXTRAL = Family(
         ),
     },
     alternative_tensors=FUSED_EXPERT_TENSORS,
-    aliases={"num_local_experts": "num_experts"},
-    ignored_keys=("layer_types", "attention_bias"),
+    ignored_keys="layer_types attention_bias",
 )
 
 
@@ -143,18 +115,7 @@ _MINIMAX_M2_MLP = "model.layers.*.block_sparse_moe"
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
-    defaults={
-        **ROPE,
-        "rope_theta": 5e6,
-        "rotary_dim": None,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 196608,
-        "bos_token_id": 200034,
-        "eos_token_id": 200020,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-    },
+    keys=f"{ROPE} rotary_dim num_experts num_experts_per_tok",
     build_layer=_minimax_m2_layer,
     tensors={
         **MIXTRAL.tensors,
@@ -165,7 +126,6 @@ MINIMAX_M2 = Family(
         **FUSED_EXPERT_TENSORS,
         "layers.*.mlp.router_correction": HFTensors(("model.layers.*.mlp.e_score_correction_bias",), "array"),
     },
-    aliases={"num_local_experts": "num_experts"},
     supported_values={
         "scoring_func": (("sigmoid",), "scores are sigmoids"),
         "use_qk_norm": ((True,), "queries and keys are normalized"),
@@ -173,9 +133,4 @@ MINIMAX_M2 = Family(
         "shared_intermediate_size": ((0,), "there is no shared expert"),
         "use_routing_bias": ((True,), "scores have a correction bias"),
     },
-    ignored_keys=(
-        *("attn_type_list", "use_mtp", "mtp_transformer_layers"),
-        "mlp_intermediate_size",  # width of dense layers, which it does not have
-        *("layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta"),
-    ),
 )

@@ -3,47 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families.config_keys import NULL_MEANS_DEFAULT, SIZES, check_types
+from jattn.models.families.config_keys import NULL_MEANS_DEFAULT, check_types, class_defaults, config_class
 from jattn.models.families.family import Keys
 from pallas_kernels.checks import require
 
-# model_type and architecture, mapped to the text model's model_type if text_config has none.
+# Architecture of each supported model_type.
 MULTIMODAL_MODELS = {
-    ("gemma3", "Gemma3ForConditionalGeneration"): "gemma3_text",
-    ("llama4", "Llama4ForConditionalGeneration"): "llama4_text",
-    ("mistral3", "Mistral3ForConditionalGeneration"): "mistral",
-    ("llava", "LlavaForConditionalGeneration"): "llama",
-    ("llava_next", "LlavaNextForConditionalGeneration"): "llama",
-    ("internvl", "InternVLForConditionalGeneration"): "qwen2",
-    ("aya_vision", "AyaVisionForConditionalGeneration"): "cohere2",
-    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): "qwen2",
-    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"): "qwen2",
-    ("qwen3_vl", "Qwen3VLForConditionalGeneration"): "qwen3",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "internvl": "InternVLForConditionalGeneration",
+    "aya_vision": "AyaVisionForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "glm4v": "Glm4vForConditionalGeneration",
 }
-_QWEN2_VL: Keys = {
-    "model_type": "qwen2",
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-5,
-    "num_key_value_heads": 8,
-    "max_window_layers": 80,
-}
-# model_type of text_config, mapped to the family's keys: its model_type, and defaults that differ.
+# model_type of text_config, mapped to the keys of its family that the text model's class does not have.
 _TEXT_TYPES: Mapping[str, Keys] = {
-    "qwen2_vl_text": _QWEN2_VL,
-    "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen3_vl_text": {"model_type": "qwen3", "rope_theta": 500000.0, "max_position_embeddings": 128000},
-}
-# Default SIZES by model_type: transformers may write only the values of text_config that differ (LLaVA 1.5).
-_DEFAULT_SIZES = {
-    "llama": (32000, 4096, 11008, 32, 32),
-    "mistral": (32000, 4096, 14336, 32, 32),
-    "qwen2": (151936, 4096, 22016, 32, 32),
-    "qwen3": (151936, 4096, 22016, 32, 32),
-    "cohere2": (256000, 8192, 22528, 40, 64),
-    "llama4_text": (202048, 5120, 8192, 48, 40),
-    "qwen2_vl_text": (152064, 8192, 29568, 80, 64),
-    "qwen2_5_vl_text": (152064, 8192, 29568, 80, 64),
-    "qwen3_vl_text": (151936, 4096, 22016, 32, 32),
+    "qwen2_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+    "qwen3_vl_moe_text": {},  # a family of its own
+    "glm4v_text": {"model_type": "glm4", "partial_rotary_factor": 1.0, "attention_bias": True},
 }
 # Keys of older config.json files without text_config that do not belong to the text model.
 _VISION_KEYS = (
@@ -75,9 +60,10 @@ def extract_text_config(hf: Keys) -> Keys:
     text = hf.get("text_config") or {}
     require(isinstance(text, Mapping), "text_config", "be an object", repr(text))
     check_types(text)
-    own_type = f"{hf.get('model_type')}_text"
-    if not text and own_type in _TEXT_TYPES:
-        text = {key: value for key, value in hf.items() if key not in _VISION_KEYS} | {"model_type": own_type}
+    if not text and text_type in _TEXT_TYPES:
+        text = {key: value for key, value in hf.items() if key not in _VISION_KEYS} | {
+            "model_type": text_type
+        }
     outer = {key: hf[key] for key in _OUTER_KEYS if hf.get(key) is not None}
     hidden = {
         "architectures",
@@ -86,27 +72,28 @@ def extract_text_config(hf: Keys) -> Keys:
     values = {key: value for key, value in text.items() if key not in hidden}
     if "tie_word_embeddings" in outer:  # the outer model has the output projection, but either may tie it
         outer["tie_word_embeddings"] = bool(outer["tie_word_embeddings"] or text.get("tie_word_embeddings"))
-    text_type = own_type if own_type in _TEXT_TYPES else text_type
     return _as_family_config({"model_type": text_type, **values, **outer})
 
 
 def _as_family_config(text: Keys) -> Keys:
-    """Return a text_config with its family's model_type and a plain rope.
+    """Return a text_config with its family's model_type, its class's defaults and a plain rope.
 
     For text, all sections of a multimodal rope (mrope) rotate alike, as a plain rope does.
     """
-    text = dict(zip(SIZES, _DEFAULT_SIZES.get(text["model_type"], ()), strict=False)) | {**text}
-    if text["model_type"] not in _TEXT_TYPES:
+    family_keys = _TEXT_TYPES.get(text["model_type"])
+    if family_keys is None:
         return text
     values = {key: value for key, value in text.items() if value is not None or key not in NULL_MEANS_DEFAULT}
-    keys = {**_TEXT_TYPES[text["model_type"]], **values}
+    defaults = class_defaults(text["model_type"]) if family_keys else {}
+    defaults = {key: value for key, value in defaults.items() if value is not None}
+    keys = {**defaults, **family_keys, **values}
     for key in ("rope_scaling", "rope_parameters"):
         rope = keys.get(key)
         if isinstance(rope, Mapping):
             types = {name: "default" for name in ("type", "rope_type") if rope.get(name) == "mrope"}
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
             keys[key] = plain | types
-    return keys | {"model_type": _TEXT_TYPES[text["model_type"]]["model_type"]}
+    return keys | {"model_type": family_keys.get("model_type", text["model_type"])}
 
 
 def drop_non_text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,5 +102,9 @@ def drop_non_text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_type(hf: Keys) -> str | None:
+    """Return the model_type of a multimodal model's text_config if it has none; None for other models."""
     names = {hf.get("model_type"), *(hf.get("architectures") or ())}
-    return next((text_type for keys, text_type in MULTIMODAL_MODELS.items() if names & {*keys}), None)
+    for outer, architecture in MULTIMODAL_MODELS.items():
+        if names & {outer, architecture}:
+            return config_class(outer).sub_configs_defaults["text_config"].model_type
+    return None

@@ -23,14 +23,8 @@ def _olmo_layer(keys: Keys, layer: int) -> LayerSpec:
 OLMO = Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 50279,
-        "attention_bias": False,
-        "clip_qkv": None,
-    },
+    keys=f"{ROPE} attention_bias clip_qkv",
+    defaults={"rms_norm_eps": 1e-5},
     build_layer=_olmo_layer,
     norm="layer_no_weight",
     tensors=LLAMA_TENSORS,
@@ -51,13 +45,7 @@ def _olmo2_layer(keys: Keys, layer: int) -> LayerSpec:
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 50279,
-        "attention_bias": False,
-    },
+    keys=f"{ROPE} attention_bias",
     build_layer=_olmo2_layer,
     norm="rms_f32",
     norm_placement="after",
@@ -82,7 +70,7 @@ def _olmo3_layer(keys: Keys, layer: int) -> LayerSpec:
 OLMO3 = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    defaults={**OLMO2.defaults, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
+    keys=f"{ROPE} attention_bias sliding_window layer_types",
     build_layer=_olmo3_layer,
     norm=OLMO2.norm,
     norm_placement=OLMO2.norm_placement,
@@ -100,21 +88,12 @@ def _olmoe_layer(keys: Keys, layer: int) -> LayerSpec:
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 50279,
-        "attention_bias": False,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    },
+    keys=f"{ROPE} attention_bias num_experts_per_tok norm_topk_prob",
+    defaults={"num_experts": 64},
     build_layer=_olmoe_layer,
     norm="rms_f32",
     tensors={**LLAMA_TENSORS, **ALL_HEADS_TENSORS, **EXPERT_TENSORS},
     supported_values={"clip_qkv": ((), "clipping after a norm is not supported")},
-    aliases={"num_local_experts": "num_experts"},
     alternative_tensors=FUSED_EXPERT_TENSORS,
 )
 
@@ -123,14 +102,8 @@ OLMOE = Family(
 FLEX_OLMO = Family(
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
-    defaults={
-        **OLMOE.defaults,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-6,
-        "eos_token_id": 100257,
-        "num_experts": 7,
-        "num_experts_per_tok": 5,
-    },
+    keys=f"{ROPE} attention_bias num_experts_per_tok norm_topk_prob",
+    defaults={"num_experts": 7},
     build_layer=OLMOE.build_layer,
     norm=OLMO2.norm,
     norm_placement=OLMO2.norm_placement,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families.config_keys import LOCAL_STRIDED, ROPE
+from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import (
     attention,
@@ -38,16 +38,8 @@ _PHI_LAYER = "model.layers.*"
 PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
-    defaults={
-        **ROPE,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 2048,
-        "hidden_act": "gelu_new",
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "qk_layernorm": False,
-    },
+    keys=f"{ROPE} qk_layernorm",
+    defaults={"partial_rotary_factor": 0.5},
     build_layer=_phi_layer,
     config_fields=lambda keys: {"has_head_bias": True},
     norm="layer",
@@ -87,15 +79,7 @@ def _phi3_layer(keys: Keys, layer: int) -> LayerSpec:
 PHI3 = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    defaults={
-        **ROPE,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "bos_token_id": 1,
-        "eos_token_id": 32000,
-    },
+    keys=f"{ROPE} sliding_window",
     build_layer=_phi3_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -141,10 +125,16 @@ def _phi3small_model(keys: Keys) -> Mapping[str, Any]:
 PHI3SMALL = Family(
     model_type="phi3small",
     architecture="Phi3SmallForCausalLM",
+    config_class="llama",
+    keys=f"{ROPE} dummy_token_indices",
     defaults={
-        **ROPE,
-        **LOCAL_STRIDED,
         "rope_theta": 1e6,
+        "blocksparse_block_size": 64,
+        "blocksparse_triton_kernel_block_size": 64,
+        "blocksparse_homo_head_pattern": False,
+        "blocksparse_num_local_blocks": 16,
+        "blocksparse_vert_stride": 8,
+        "dense_attention_every_n_layers": 2,
         "rope_position_scale": 1.0,
         "num_key_value_heads": 8,
         "max_position_embeddings": 8192,
@@ -156,8 +146,8 @@ PHI3SMALL = Family(
         "mup_width_multiplier": 8.0,
         "mup_embedding_multiplier": 10.0,
         "mup_attn_multiplier": 1.0,
-        "dummy_token_indices": None,
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 100257),
+        "bos_token_id": 100257,
+        "eos_token_id": 100257,
     },
     build_layer=_phi3small_layer,
     config_fields=_phi3small_model,
@@ -174,10 +164,7 @@ PHI3SMALL = Family(
         "layer_norm_epsilon": "rms_norm_eps",
         "rope_embedding_base": "rope_theta",
     },
-    ignored_keys=(  # its projections always have biases
-        *("attention_bias", "gegelu_pad_to_256"),
-        *("pad_sequence_to_multiple_of_64", "reorder_and_upcast_attn"),
-    ),
+    ignored_keys="attention_bias reorder_and_upcast_attn",
 )
 
 
@@ -199,21 +186,10 @@ PHIMOE = Family(
     model_type="phimoe",
     architecture="PhimoeForCausalLM",
     other_architectures=("PhiMoEForCausalLM",),
-    defaults={
-        **ROPE,
-        "rope_theta": 1e6,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "sliding_window": None,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
-        "router_jitter_noise": 0.01,
-        "attention_bias": False,
-        "lm_head_bias": False,
-    },
+    keys=(
+        f"{ROPE} sliding_window num_experts num_experts_per_tok router_jitter_noise attention_bias "
+        "lm_head_bias"
+    ),
     build_layer=_phimoe_layer,
     config_fields=lambda keys: {"has_head_bias": bool(keys["lm_head_bias"])},
     norm="layer",
@@ -224,7 +200,7 @@ PHIMOE = Family(
     },
     aliases={"num_local_experts": "num_experts"},
     supported_values={"num_experts_per_tok": ((2,), "its router supports two experts per token")},
-    ignored_keys=("input_jitter_noise",),
+    ignored_keys="input_jitter_noise",
 )
 
 
@@ -233,16 +209,8 @@ _PERSIMMON_LAYER = "model.layers.*"
 PERSIMMON = Family(
     model_type="persimmon",
     architecture="PersimmonForCausalLM",
-    defaults={
-        **ROPE,
-        "partial_rotary_factor": 0.5,
-        "max_position_embeddings": 16384,
-        "hidden_act": "relu2",
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "qk_layernorm": True,
-    },
+    keys=f"{ROPE} qk_layernorm",
+    defaults={"partial_rotary_factor": 0.5},
     build_layer=PHI.build_layer,
     norm="layer",
     tensors={

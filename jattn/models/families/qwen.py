@@ -1,6 +1,8 @@
-"""Qwen2 and Qwen3, dense and with experts."""
+"""Qwen2 and Qwen3, dense and with experts, and MiMo."""
 
-from jattn.models.families.config_keys import ROPE
+import dataclasses
+
+from jattn.models.families.config_keys import ROPE, WINDOWS
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import (
     FULL,
@@ -22,14 +24,6 @@ from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
 from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
 
-# Qwen2 and Qwen2.5: biases; a sliding window from some layer on if it is enabled.
-WINDOWS: Keys = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-
 
 def qwen_layer_type(keys: Keys, layer: int) -> str:
     """Return a layer's attention type."""
@@ -43,6 +37,7 @@ def qwen_window(keys: Keys, layer: int) -> int | None:
     return keys["sliding_window"] if is_sliding else None
 
 
+# Qwen2 and Qwen2.5: biases; a sliding window from some layer on if it is enabled.
 def _qwen2_layer(keys: Keys, layer: int) -> LayerSpec:
     attention_type = qwen_layer_type(keys, layer)
     return llama_layer(keys, window=qwen_window(keys, layer), rope=rope(keys, attention_type), qkv_bias=True)
@@ -51,10 +46,10 @@ def _qwen2_layer(keys: Keys, layer: int) -> LayerSpec:
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    defaults={**ROPE, **WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+    keys=f"{ROPE} {WINDOWS}",
     build_layer=_qwen2_layer,
     tensors=LLAMA_TENSORS,
-    ignored_keys=("attention_bias", "qkv_bias", "mlp_bias", "use_mrope"),
+    ignored_keys="attention_bias qkv_bias mlp_bias",
 )
 
 
@@ -74,26 +69,13 @@ def _qwen3_layer(keys: Keys, layer: int) -> LayerSpec:
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    defaults={
-        **ROPE,
-        **WINDOWS,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "attention_bias": False,
-    },
+    keys=f"{ROPE} {WINDOWS} attention_bias",
     build_layer=_qwen3_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS},
-    ignored_keys=("use_mrope",),
 )
 
 
 # Qwen2-MoE (Qwen1.5-MoE): experts, a gated shared expert, dense layers in between.
-EXPERTS = {
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "norm_topk_prob": False,
-}
 _QWEN2_MOE_MLP = "model.layers.*.mlp"
 
 
@@ -124,18 +106,10 @@ def _qwen2_moe_layer(keys: Keys, layer: int) -> LayerSpec:
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    defaults={
-        **ROPE,
-        **WINDOWS,
-        **EXPERTS,
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 32768,
-        "qkv_bias": True,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts_per_tok": 4,
-        "num_experts": 60,
-    },
+    keys=(
+        f"{ROPE} {WINDOWS} decoder_sparse_step mlp_only_layers norm_topk_prob qkv_bias "
+        "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok num_experts"
+    ),
     build_layer=_qwen2_moe_layer,
     tensors={
         **LLAMA_TENSORS,
@@ -143,7 +117,7 @@ QWEN2_MOE = Family(
         **gated_tensors("layers.*.mlp.shared_expert", f"{_QWEN2_MOE_MLP}.shared_expert"),
         "layers.*.mlp.shared_expert_gate": HFTensors((f"{_QWEN2_MOE_MLP}.shared_expert_gate",)),
     },
-    ignored_keys=("attention_bias",),
+    ignored_keys="attention_bias",
     alternative_tensors=FUSED_EXPERT_TENSORS,
 )
 
@@ -164,19 +138,27 @@ def _qwen3_moe_layer(keys: Keys, layer: int) -> LayerSpec:
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    defaults={
-        **ROPE,
-        **WINDOWS,
-        **EXPERTS,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "attention_bias": False,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "num_experts": 128,
-    },
+    keys=(
+        f"{ROPE} use_sliding_window sliding_window layer_types decoder_sparse_step mlp_only_layers "
+        "norm_topk_prob attention_bias moe_intermediate_size num_experts_per_tok num_experts"
+    ),
+    defaults={"max_window_layers": 28},
     build_layer=_qwen3_moe_layer,
     tensors={**LLAMA_TENSORS, **QK_NORM_TENSORS, **EXPERT_TENSORS},
-    aliases={"num_local_experts": "num_experts"},
     alternative_tensors=FUSED_EXPERT_TENSORS,
 )
+# Qwen3-VL-MoE's text model: matrices of experts stored as [in, out].
+QWEN3_VL_MOE = dataclasses.replace(
+    QWEN3_MOE,
+    model_type="qwen3_vl_moe_text",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    alternative_tensors={
+        **FUSED_EXPERT_TENSORS,
+        "layers.*.mlp.gate_up_proj.weight": HFTensors(
+            (f"{_QWEN2_MOE_MLP}.experts.gate_up_proj",), "experts_stacked"
+        ),
+        "layers.*.mlp.down_proj.weight": HFTensors((f"{_QWEN2_MOE_MLP}.experts.down_proj",), "array"),
+    },
+)
+# MiMo: a Qwen2 that predicts draft tokens with further layers, which are not loaded.
+MIMO = dataclasses.replace(QWEN2, model_type="mimo", architecture="MiMoForCausalLM", config_class="qwen2")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 import pathlib
 from typing import Any
@@ -65,6 +66,7 @@ def optional_module(name: str) -> Any:
     Raises:
         ImportError: If it is not installed.
     """
+    logging.getLogger("transformers").addFilter(_is_not_about_torch)
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -73,3 +75,8 @@ def optional_module(name: str) -> Any:
             f"jattn.models needs {package} of the extra 'models': pip install '.[models]' in a checkout."
         )
         raise ImportError(message) from error
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    """Return whether a message of transformers is not that it lacks PyTorch, which is not used."""
+    return "PyTorch was not found" not in record.getMessage()

@@ -433,3 +433,16 @@ QWEN25_7B_1M = {
     "vocab_size": 152064,
     "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192},
 }
+# Keys of HunYuan-7B's and MiniMax-M2's config.json that change nothing.
+HUNYUAN_7B_KEYS = {
+    "add_classification_head": False,
+    "class_num": 0,
+    "im_newline_id": 11,
+    "mask_init_id": 12,
+    "pad_id": 127961,
+    "pool_type": "last",
+    "text_end_id": 7,
+    "text_start_id": 6,
+    "use_rotary_pos_emb": True,
+}
+MINIMAX_M2_KEYS = {"shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"}

@@ -10,8 +10,8 @@ from flax import nnx
 import jattn
 from jattn.models import DecoderConfig, load
 from jattn.models.families import FAMILIES, find_family
-from jattn.models.families.config_keys import COMMON
 from jattn.models.families.config_keys import SIZES as SIZES_OF_ALL
+from jattn.models.families.config_keys import default_keys, key_names
 from tests.conftest import GOLDEN
 from tests.models import numpy_decoder
 from tests.models.tiny_checkpoints import BFLOAT16, CONFIGS, REMOTE_CONFIGS, random_tensors, write_checkpoint
@@ -111,6 +111,24 @@ REFUSED = {
     },
     "architecture bert: encoder models": {"model_type": "bert"},
     "architecture gemma3n: layers with shared keys and values": {"model_type": "gemma3n"},
+    r"\['Gemma3nForCausalLM'\]: layers with shared keys and values": {
+        "model_type": "gemma3n_text",
+        "architectures": ["Gemma3nForCausalLM"],
+        "intermediate_size": [16384, 16384],
+    },
+    r"\['Gemma3nForConditionalGeneration'\]: layers with shared keys and values": {
+        "model_type": None,
+        "architectures": ["Gemma3nForConditionalGeneration"],
+    },
+    "architecture gemma4_text: layers with shared keys and values": {"model_type": "gemma4_text"},
+    "architecture qwen3_5: layers with recurrent state": {"model_type": "qwen3_5"},
+    r"\['Qwen3_5MoeForCausalLM'\]: layers with recurrent state": {
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+    },
+    "architecture kimi_k2: multi-head latent attention": {"model_type": "kimi_k2"},
+    "architecture deberta_v2: encoder models": {"model_type": "deberta_v2"},
+    "architecture unheard_of: the model is not supported": {"model_type": "unheard_of"},
     "MambaForCausalLM": {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
     "LlamaForSequenceClassification": {"architectures": ["LlamaForSequenceClassification"]},
     "'xielu'.*gelu_pytorch_tanh": {"hidden_act": "xielu"},
@@ -139,9 +157,9 @@ GOLDEN_CONFIGS = REMOTE_CONFIGS | {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_null_is_accepted_or_refused_with_its_key(model_type):
     family, hf = FAMILIES[model_type], GOLDEN_CONFIGS[model_type]
-    hf_names = {config_key: name for name, config_key in family.aliases.items()}
+    hf_names = {config_key: name for name, config_key in key_names(family).items()}
     messages = {}
-    for key in {**COMMON, **family.defaults}:
+    for key in default_keys(family):
         name = hf_names.get(key, key)
         outer, _, inner = name.partition(".")
         rest = {
@@ -163,7 +181,7 @@ DEFAULT_ROPES = {key: {"rope_type": "default"} for key in ("full_attention", "sl
     [
         ("granite", {"logits_scaling": None}, "logits_scaling must be a number, got None"),
         ("bloom", {"n_layer": None}, "n_layer must be an int, got None"),
-        ("llama", {"hidden_size": None}, r"config has no keys \['hidden_size'\]"),
+        ("llama", {"hidden_size": None}, "hidden_size must be an int, got None"),
         ("qwen2_moe", {"decoder_sparse_step": 1.5}, "decoder_sparse_step must be an int, got 1.5"),
         ("llama", {"max_position_embeddings": None}, "max_position_embeddings must be an int, got None"),
         (
@@ -254,7 +272,7 @@ def test_null_rope_bases_mean_the_family_s_default():
     assert null.ropes[0].rope_theta == 1e6
 
 
-def test_unknown_keys_are_refused_by_name():
+def test_keys_that_would_change_the_result_are_refused_by_name():
     hf = CONFIGS["llama_old_keys"]
     message = r"config key 'residual_multiplier' \(0.5\): LlamaForCausalLM does not support this key"
     with pytest.raises(NotImplementedError, match=message):

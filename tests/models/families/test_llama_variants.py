@@ -1,10 +1,10 @@
-"""Families that transformers lacks match a Llama with equivalent weights."""
+"""Families without a recorded checkpoint match a Llama or a Qwen2 with equivalent weights."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.models import load, save
+from jattn.models import DecoderConfig, load, save
 from tests.models.families.test_families import logits_of
 from tests.models.tiny_checkpoints import REMOTE_CONFIGS, SIZES, random_tensors, write_checkpoint
 
@@ -75,3 +75,42 @@ def test_minicpm_matches_a_llama_with_scaled_weights(tmp_path, is_tied):
     _, actual = logits(tmp_path / "minicpm", config, tensors)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
     assert np.abs(expected).max() > 1e-2
+
+
+EXAONE_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "model.layers": "transformer.h",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "self_attn.o_proj": "attn.attention.out_proj",
+    "self_attn": "attn.attention",
+    "mlp.gate_proj": "mlp.c_fc_0",
+    "mlp.up_proj": "mlp.c_fc_1",
+    "mlp.down_proj": "mlp.c_proj",
+}
+
+
+def test_exaone_matches_a_llama_with_renamed_tensors(tmp_path):
+    tensors = random_tensors(LLAMA)
+    renamed = {}
+    for name, tensor in tensors.items():
+        for llama_name, exaone_name in EXAONE_NAMES.items():
+            name = name.replace(llama_name, exaone_name)
+        renamed[name] = tensor
+    _, expected = logits(tmp_path / "llama", LLAMA, tensors)
+    model, actual = logits(tmp_path / "exaone", REMOTE_CONFIGS["exaone"], renamed)
+    np.testing.assert_array_equal(actual, expected)
+    published_names = {"num_layers": 3, "layer_norm_epsilon": 1e-5, "activation_function": "silu"}
+    hf = {key: value for key, value in REMOTE_CONFIGS["exaone"].items() if key != "num_hidden_layers"}
+    del hf["rms_norm_eps"]
+    assert DecoderConfig.from_hf(hf | published_names).layers == model.config.layers
+
+
+def test_mimo_matches_a_qwen2_and_drops_its_draft_layers(tmp_path):
+    hf = {**SIZES, "model_type": "qwen2"}
+    tensors = random_tensors(hf)
+    drafts = {"model.mtp_layers.0.input_proj.weight": np.ones((48, 96), np.float32)}
+    _, expected = logits(tmp_path / "qwen2", hf, tensors)
+    _, actual = logits(tmp_path / "mimo", REMOTE_CONFIGS["mimo"], tensors | drafts)
+    np.testing.assert_array_equal(actual, expected)

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jattn.models import DecoderConfig, load
+from jattn.models import DecoderConfig, load, save
 from jattn.models.families import FAMILIES
 from jattn.models.families.multimodal import MULTIMODAL_MODELS
 from tests.conftest import GOLDEN
@@ -63,12 +63,26 @@ RENAMES = {  # as transformers 4 and 5 write them
 }
 
 
-@pytest.mark.parametrize(
-    "wrapper", MULTIMODAL_MODELS, ids=[model_type for model_type, _ in MULTIMODAL_MODELS]
-)
+FAMILY_OF = {  # of the text model
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "llava": "llama",
+    "llava_next": "llama",
+    "internvl": "qwen2",
+    "aya_vision": "cohere2",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "glm4v": "glm4",
+}
+
+
+@pytest.mark.parametrize("wrapper", MULTIMODAL_MODELS.items(), ids=list(MULTIMODAL_MODELS))
 @pytest.mark.parametrize("body", RENAMES)
 def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, wrapper, body):
-    name = MULTIMODAL_MODELS[wrapper]
+    name = FAMILY_OF[wrapper[0]]
     folder = GOLDEN / "hf" / GOLDEN_OF[name]
     head = "language_model.lm_head." if body.startswith("language_model.") else "lm_head."
     rename = lambda key: body + key.removeprefix("model.") if key.startswith("model.") else head + key[8:]
@@ -79,6 +93,36 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, wrapper, 
     save_file(tensors | {"audio.x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tensors that its config.json does not require: audio.x"):
         load(tmp_path, progress=False)
+
+
+def test_matrices_of_qwen3_vl_moe_are_stored_transposed(tmp_path):
+    folder = GOLDEN / "hf" / "qwen3_moe"
+    model = load(folder, progress=False)
+    tensors, experts = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        name = name.replace("model.", "model.language_model.", 1)
+        module, is_expert, rest = name.partition(".mlp.experts.")
+        if is_expert:
+            number, part, _ = rest.split(".")
+            experts.setdefault(module, {}).setdefault(part, {})[int(number)] = tensor.T.copy("C")
+        else:
+            tensors[name] = tensor
+    for module, parts in experts.items():
+        gate, up, down = (
+            np.stack([matrices[i] for i in range(len(matrices))])
+            for matrices in (parts[f"{part}_proj"] for part in ("gate", "up", "down"))
+        )
+        tensors[f"{module}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], axis=2)
+        tensors[f"{module}.mlp.experts.down_proj"] = down
+    hf = wrapped("qwen3_moe", ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"), text_type=True)
+    hf["text_config"] |= {"model_type": "qwen3_vl_moe_text"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    loaded = load(tmp_path, progress=False)
+    assert loaded.config.layers == model.config.layers
+    assert same(loaded, model)
+    save(loaded, tmp_path / "again")
+    assert same(load(tmp_path / "again", progress=False), model)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +137,5 @@ def test_mrope_becomes_a_plain_rope_for_text(model_type, family, theta):
         nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
         assert (nested.model_type, nested.layers) == (family, expected.layers)
         flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
-        flat["architectures"] = [
-            architecture for name, architecture in MULTIMODAL_MODELS if name == model_type
-        ]
+        flat["architectures"] = [MULTIMODAL_MODELS[model_type]]
         assert DecoderConfig.from_hf(flat).layers == expected.layers

@@ -1,5 +1,6 @@
 """Published checkpoints: config keys, tensor names, and refusals by name."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedConfig
 
 from jattn.masks import LocalStrided
 from jattn.models import DecoderConfig, load
 from jattn.models.families import FAMILIES
+from jattn.models.families.config_keys import IGNORED_KEYS, class_defaults, default_keys, key_names
 from jattn.models.loading.pretrained import read_config
 from tests.conftest import GOLDEN
 from tests.models.families import published_configs as published
@@ -100,7 +103,7 @@ def test_missing_keys_of_text_config_get_the_defaults_of_its_class():
         assert (config.num_hidden_layers, config.num_key_value_heads, layer.rope.rope_theta) == (80, 8, 1e6)
     config, _, _ = read({"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": 1}})
     assert (config.max_position_embeddings, config.head_dim) == (128000, 128)
-    with pytest.raises(ValueError, match=r"config has no keys \['hidden_size'\]"):
+    with pytest.raises(ValueError, match=r"hidden_size must be an int, got None"):
         read({"model_type": "llava", "text_config": {"hidden_size": None}})
 
 
@@ -175,12 +178,39 @@ def test_unsupported_values_are_refused_with_the_supported_ones(name, key):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_names_unknown_keys(name):
-    with pytest.raises(
-        NotImplementedError,
-        match=r"config key 'rope_twist' \(0.5\): \w+(ForCausalLM|LMHeadModel) does not",
-    ):
-        DecoderConfig.from_hf(hf_of(name) | {"rope_twist": 0.5})
+def test_every_family_refuses_keys_of_other_families_and_ignores_unknown_ones(name):
+    other_keys = {"residual_multiplier", "query_pre_attn_scalar"} - default_keys(FAMILIES[name]).keys()
+    key, hf = min(other_keys), hf_of(name)
+    with pytest.raises(NotImplementedError, match=rf"config key '{key}' \(0.5\): \w+ does not support this"):
+        DecoderConfig.from_hf(hf | {key: 0.5})
+    without_effect = {"rope_twist": 0.5, key: 0}
+    assert DecoderConfig.from_hf(hf | without_effect).layers == DecoderConfig.from_hf(hf).layers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_of_a_configuration_class_is_read_or_known_to_have_no_effect(name):
+    """A field that this list lacks, such as one of a newer transformers, may change logits."""
+    family, common = FAMILIES[name], {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    names, fields = key_names(family), class_defaults(family.config_class or name)
+    known = {*default_keys(family), *family.supported_values, *family.ignored_keys.split(), *IGNORED_KEYS}
+    known |= {"attention_bias", "mlp_bias"} if family.config_class else set(family.nested_keys)
+    unknown = {names.get(field, field) for field in fields} - known - common
+    assert {key for key in unknown if "dropout" not in key and not key.endswith("pdrop")} == set()
+
+
+def test_a_field_of_the_configuration_class_that_is_not_served_is_refused():
+    hf = hf_of("minicpm")  # its class is Llama's, whose MLPs may have biases
+    assert DecoderConfig.from_hf(hf | {"mlp_bias": False}).layers == DecoderConfig.from_hf(hf).layers
+    with pytest.raises(NotImplementedError, match=r"config key 'mlp_bias' \(True\): MiniCPM"):
+        DecoderConfig.from_hf(hf | {"mlp_bias": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("hunyuan_v1_dense", published.HUNYUAN_7B_KEYS), ("minimax_m2", published.MINIMAX_M2_KEYS)],
+)
+def test_keys_of_published_configs_that_change_nothing_are_ignored(name, keys):
+    assert DecoderConfig.from_hf(hf_of(name) | keys).layers == DecoderConfig.from_hf(hf_of(name)).layers
 
 
 SILENT = dict.fromkeys(("layer_types", "moe_layers", "no_rope_layers"))
