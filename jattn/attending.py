@@ -20,6 +20,7 @@ from jattn.implementations.differentiable_attention import reject_gradient_over_
 from jattn.implementations.layer_config import layer_config
 from jattn.implementations.selection import ImplementationArg
 from jattn.masks import Mask
+from jattn.masks.base import check_is_mask
 from jattn.merge import merge_attention_outputs
 from jattn.planning import CascadePlan, LayerPlan, Plan, RegionPlan, check_plan_matches, plan_of_layer
 from jattn.pytree import replace
@@ -138,7 +139,8 @@ def check_attend(
     require_type("spec", spec, AttentionSpec, "the layer's")
     require_type("cache", cache, (PagedCache, PackedKV), "PagedCache.create makes one")
     require_type("plan", plan, (Plan, type(None)), "plan makes it; a mask is given as mask=")
-    require_type("mask", mask, (Mask, type(None)), "of jattn.masks: MaskFunction(f), BlockMask(blocks=)")
+    if mask is not None:
+        check_is_mask("mask", mask)
     shape = getattr(query, "shape", type(query).__name__)
     require(hasattr(query, "dtype"), "query", "be an array [tokens, q_heads, head_dim]", shape)
     is_float = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1

@@ -156,6 +156,8 @@ class Mask(abc.ABC):
 
 def check_is_mask(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a mask that JAX can flatten."""
+    if isinstance(value, type) and issubclass(value, Mask):
+        raise ValueError(f"{name} is the class {value.__name__}. Pass a mask, such as {value.__name__}(...).")
     if not isinstance(value, Mask):
         raise ValueError(
             f"{name} must be a mask of jattn.masks, got a {type(value).__name__}. Wrap a function in "

@@ -104,9 +104,12 @@ class BlockMask(Mask):
             ("q_blocks", q_blocks, self.block_q, max_query),
         ):
             if size is not None and num_positions is not None and num_blocks * size < num_positions:
+                needed = f"Pass at least {-(-num_positions // size)} {axis}"
+                if axis == "q_blocks" and self.first_q_block is None:
+                    needed += ", or for decode block_q=None (one row per request) or first_q_block"
                 raise ValueError(
                     f"BlockMask has {num_blocks} {axis} of {size} positions, but a request may have "
-                    f"{num_positions} positions. Pass at least {-(-num_positions // size)} {axis}."
+                    f"{num_positions} positions. {needed}."
                 )
         self._check_rows_cover_queries(sizes)
 

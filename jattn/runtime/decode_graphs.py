@@ -209,7 +209,7 @@ class DecodeGraphs:
         num_decodes: int = 0,
         num_prefills: int = 0,
         num_prefill_tokens: int = 0,
-        num_blocks: int = 0,
+        num_blocks: int | None = None,
         decode_query_len: int | None = None,
     ) -> Bucket:
         """Return the smallest bucket that fits a batch: fewest tokens, then rows, then block columns.
@@ -227,13 +227,18 @@ class DecodeGraphs:
             num_decodes: Number of requests with decode_query_len new tokens.
             num_prefills: Number of the other requests.
             num_prefill_tokens: Total number of new tokens of the prefills.
-            num_blocks: Number of blocks of the longest request.
+            num_blocks: Number of blocks of the longest request; required if the buckets have different
+                max_blocks.
             decode_query_len: Number of tokens per decode row of the bucket; None allows any.
 
         Raises:
-            ValueError: If no bucket fits the batch (the message lists the buckets), or lengths are not ints
-                of at least 0.
+            ValueError: If no bucket fits the batch (the message lists the buckets), lengths are not ints of
+                at least 0, or num_blocks is missing.
         """
+        if num_blocks is None:
+            widths = sorted({bucket.max_blocks or 0 for bucket in self.buckets})
+            require(len(widths) == 1, "num_blocks", f"be given for buckets with max_blocks {widths}", None)
+            num_blocks = 0
         lens = sorted({bucket.decode_query_len for bucket in self.buckets})
         is_available = decode_query_len is None or decode_query_len in lens
         rule = f"be the decode_query_len of a bucket, one of {lens}"

@@ -170,7 +170,7 @@ def block_mask(q_blocks, kv_blocks, first=None):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (block_mask(3, 2), "has 3 q_blocks of 8 positions, .* 32 positions. Pass at least 4"),
+        (block_mask(3, 2), "has 3 q_blocks of 8 .* Pass at least 4 q_blocks, or for decode block_q=None"),
         (block_mask(4, 1), "has 1 kv_blocks of 16 positions, .* 32 positions. Pass at least 2"),
         (
             block_mask(2, 2, np.zeros(8, np.int32)),

@@ -144,6 +144,7 @@ class TestWarning:
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_warning_is_shown_once_by_default(self):
         packed = dataclasses.replace(CACHE, layout="packed")
+        jattn.plan(batch([1], [9]), SPEC, packed, implementation="xla")  # imports may reset the registry
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             for _ in range(3):
@@ -297,7 +298,11 @@ class TestRefusals:
         ("change", "message"),
         [
             ({"plan": masks.Sinks(1)}, "plan must be a Plan .*mask is given as mask=.*got Sinks"),
-            ({"mask": np.ones((3, 3), bool)}, "mask must be a Mask or None .*BlockMask.*got ndarray: shape"),
+            ({"mask": np.ones((3, 3), bool)}, "mask must be a mask of jattn.masks, got a ndarray.*BlockMask"),
+            (
+                {"mask": jattn.masks.Causal},
+                r"mask is the class Causal\. Pass a mask, such as Causal\(\.\.\.\)\.",
+            ),
             ({"metadata": "plan"}, "metadata must be a BatchMetadata .*build_batch_metadata.*got str"),
             ({"spec": None}, "spec must be a AttentionSpec"),
             ({"cache": CACHE}, r"cache must be a PagedCache or PackedKV .*PagedCache.create.*got CacheSpec"),

@@ -529,10 +529,10 @@ class TestChoose:
         key = lambda b: (b.max_tokens, b.max_reqs, b.max_blocks)
         fitting = sorted(filter(fits, self.BUCKETS), key=key)
         if fitting:
-            assert self.graphs.choose(query_lens) == fitting[0]
+            assert self.graphs.choose(query_lens, num_blocks=0) == fitting[0]
         else:
             with pytest.raises(ValueError, match=r"The batch .* does not fit any of the buckets"):
-                self.graphs.choose(query_lens)
+                self.graphs.choose(query_lens, num_blocks=0)
 
     @pytest.mark.parametrize("query_lens", [[], [1, 1, 1], [1, 1, 3], [4, 1, 1], [16]])
     def test_choose_accepts_counts_instead_of_lengths(self, query_lens):
@@ -542,7 +542,12 @@ class TestChoose:
             "num_prefills": len(query_lens) - first,
             "num_prefill_tokens": sum(query_lens[first:]),
         }
-        assert self.graphs.choose(**counts) == self.graphs.choose(query_lens)
+        assert self.graphs.choose(**counts, num_blocks=0) == self.graphs.choose(query_lens, num_blocks=0)
+
+    def test_choose_requires_the_number_of_blocks_if_the_buckets_differ(self):
+        """A bucket with too few columns would only fail when the metadata is built."""
+        with pytest.raises(ValueError, match=r"num_blocks must be given .* max_blocks \[4, 8\], got None"):
+            self.graphs.choose([1])
 
     def test_decode_rows_require_the_buckets_decode_query_len(self):
         single, triple = (Bucket(max_decodes=4, decode_query_len=q, max_blocks=4) for q in (1, 3))
@@ -564,9 +569,9 @@ class TestChoose:
     @pytest.mark.usefixtures("types_unchecked")
     def test_lengths_must_be_ints(self):
         with pytest.raises(ValueError, match="query_lens must be a list of ints, got float64"):
-            self.graphs.choose([1.9, 5.5])
+            self.graphs.choose([1.9, 5.5], num_blocks=0)
         with pytest.raises(ValueError, match=r"query_lens must be at least 0, got \[-1\]"):
-            self.graphs.choose([1, -1])
+            self.graphs.choose([1, -1], num_blocks=0)
 
     def test_buckets_must_not_be_empty_and_must_have_max_blocks(self):
         with pytest.raises(ValueError, match=r"bucket.max_blocks must be set .*got Bucket\(max_decodes=2"):
