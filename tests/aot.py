@@ -93,15 +93,17 @@ def compile_all(module: str, names: list[str]) -> dict[str, list[Kernel]]:
     Raises:
         AssertionError: If something does not compile; the message contains the output.
     """
-    return {name: kernels_in(text) for name, text in _run_alone("compile", module, names).items()}
+    return {name: kernels_in(text) for name, text in reports(module, names).items()}
+
+
+def reports(module: str, names: list[str]) -> dict[str, str]:
+    """Return ptxas's report of each `module.aot_cases()[name]`, compiled as `compile_all` does."""
+    return _run_alone("compile", module, names)
 
 
 def apart_reports(module: str, names: list[str]) -> dict[str, str]:
     """Return ptxas's report of each `module.aot_cases()[name]`, each compiled in its own process."""
-    reports: dict[str, str] = {}
-    for name in names:
-        reports |= _run_alone("compile", module, [name])
-    return reports
+    return {name: reports(module, [name])[name] for name in names}
 
 
 def lower_all(module: str, names: list[str]) -> dict[str, str]:
@@ -124,15 +126,15 @@ def exchanges_of(module: str, names: list[str]) -> dict[str, tuple[set[str], int
 
     Instead of donated indices a case has the PartitionSpec of its arguments over the axis "x".
     """
-    reports = _run_alone("partition", module, names)
-    words = {name: text.splitlines()[-1].split() for name, text in reports.items()}  # ptxas reports first
+    texts = _run_alone("partition", module, names)
+    words = {name: text.splitlines()[-1].split() for name, text in texts.items()}  # ptxas reports first
     return {name: (set(fields[1:]), int(fields[0])) for name, fields in words.items()}
 
 
 def slices_read(module: str, names: list[str]) -> dict[str, list[int]]:
     """Return the byte offsets of slices that the kernels of each case read inside their arrays."""
-    reports = _run_alone("slices", module, names)
-    return {name: list(map(int, text.splitlines()[-1].split()[1:])) for name, text in reports.items()}
+    texts = _run_alone("slices", module, names)
+    return {name: list(map(int, text.splitlines()[-1].split()[1:])) for name, text in texts.items()}
 
 
 def copied_bytes(module: str, names: list[str]) -> dict[str, int]:
@@ -181,7 +183,7 @@ def kernels_in(report: str) -> list[Kernel]:
 
 def first_bytes(text: str) -> list[int]:
     """Return the byte offsets of slices that a compiled program passes to kernels without a copy."""
-    reports = []
+    offsets = []
     for part in re.split(r"\n(?=%|ENTRY)", text):
         if "custom_call_target=" not in part or part.startswith("ENTRY"):
             continue
@@ -191,8 +193,8 @@ def first_bytes(text: str) -> list[int]:
             first = 0
             for size, begin in zip(sizes.split(","), re.findall(r"\[(\d+):", locations), strict=True):
                 first = first * int(size) + int(begin)
-            reports.append(first * int(bits) // 8)
-    return reports
+            offsets.append(first * int(bits) // 8)
+    return offsets
 
 
 def largest_copy(text: str) -> int:
