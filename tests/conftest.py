@@ -18,9 +18,11 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_PLATFORMS", "cuda" if os.environ.get("JATTN_TEST_GPU") else "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Programs are compiled and run once, on small inputs. LLVM's passes took a third of the time, and
-    # lowering fusions through MLIR two fifths of the rest, so both are disabled.
+    # lowering fusions through MLIR two fifths of the rest, so both are disabled. Splitting a program into
+    # parts that are compiled in parallel costs a fifth of its compile time; there is one core per worker.
     straight = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=0 {straight}")
+    whole = "--xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", f"--xla_backend_optimization_level=0 {straight} {whole}")
 # Many tests, workers and subprocesses build the same programs, which are compiled once.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(EXECUTABLES))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

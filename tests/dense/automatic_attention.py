@@ -31,6 +31,7 @@ from tests.dense.explicit_attention import (
     arrays,
     attend,
     exchanges,
+    output_and_gradients,
 )
 
 AXES = {"axis_types": (AxisType.Auto,) * 2}
@@ -74,7 +75,6 @@ def check(
     partitions: tuple[P, ...],
     *,
     inputs: Sequence[jax.Array] | None = None,
-    output_collectives: tuple[int, int] = (0, 0),
     gradient_collectives: tuple[int, int] = (0, 0),
     mesh: Any = MESH,
 ) -> None:
@@ -84,18 +84,17 @@ def check(
         (partitions[0],) + (partitions[1],) * 2 + partitions[2:] if len(partitions) == 2 else partitions
     )
     placed = place(inputs, partitions, mesh)
-    gradient = jax.grad(loss_of(run), argnums=tuple(range(len(inputs))))
-    for function, expected, like in (
-        (run, output_collectives, placed[:1]),
-        (gradient, gradient_collectives, placed),
-    ):
-        step = jax.jit(function).lower(*placed).compile()
-        assert exchanges(step) == expected, f"{name}: {exchanges(step)} exchanges, not {expected}"
-        actual = step(*placed)
-        jax.tree.map(close, actual, jax.jit(function)(*inputs))
-        for x, placed_array in zip(jax.tree.leaves(actual), like, strict=True):
-            sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, placed_array)]
-            assert sizes[0] <= sizes[1] or x.shape != placed_array.shape, f"{name}: {x.sharding}"
+    step = jax.jit(output_and_gradients(run))
+    on_mesh = step.lower(*placed).compile()
+    actual_collectives = exchanges(on_mesh)
+    assert actual_collectives == gradient_collectives, (
+        f"{name}: {actual_collectives} exchanges, not {gradient_collectives}"
+    )
+    actual = on_mesh(*placed)
+    jax.tree.map(close, actual, step(*inputs))
+    for x, placed_array in zip(jax.tree.leaves(actual), [placed[0], *placed], strict=True):
+        sizes = [math.prod(array.sharding.shard_shape(array.shape)) for array in (x, placed_array)]
+        assert sizes[0] <= sizes[1] or x.shape != placed_array.shape, f"{name}: {x.sharding}"
     print(name)
 
 

@@ -110,7 +110,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["sinks and slopes", "segments", "gathered columns"])
 def test_kernel_gradients_equal_xla(name):
     qkv, run = arrays(), functools.partial(jattn.attention, return_lse=True, **CASES[name])
     expected = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="xla"))))(qkv)

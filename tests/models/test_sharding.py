@@ -57,8 +57,7 @@ def changed(**changes):
         (
             "features",
             [
-                "fp8 cache on 2",
-                "int8 cache, scales per channel on 2",
+                "int8 cache, scales per token and head on 2",
                 "batch_invariant on 2",
                 "saved and",
                 "without caches",

@@ -38,8 +38,8 @@ def mesh_of(tp, cp):
         (
             "features",
             [
-                *("fp8 cache", "int8 cache, scales per token", "preempted", "drafts", "found", "four"),
-                *("cascades", "groups", "scales"),
+                *("int8 cache, scales per token", "int8 cache, scales per channel", "preempted", "drafts"),
+                *("four", "cascades", "groups", "scales"),
             ],
         ),
     ],

@@ -58,8 +58,7 @@ FAST = FACTORS | {
 }
 
 
-def cases(factors):
-    return covering_array(factors, lambda case: True)
+CASES, FAST_CASES = (covering_array(factors, lambda case: True) for factors in (FACTORS, FAST))
 
 
 def case_id(case):
@@ -114,12 +113,12 @@ def two_blocks(sizes):
 
 
 class TestContract:
-    @pytest.mark.parametrize("case", cases(FAST), ids=case_id)
+    @pytest.mark.parametrize("case", mark_every_second_slow(FAST_CASES), ids=case_id)
     def test_gradients_equal_float64_for_combinations_of_features(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_ctas(case["head_dim"])))
 
-    @pytest.mark.parametrize("case", mark_every_second_slow(cases(FAST)[1::2]), ids=case_id)
+    @pytest.mark.parametrize("case", mark_every_second_slow(FAST_CASES[1::2]), ids=case_id)
     def test_query_kernel_equals_float64(self, case):
         problem = problem_of(case)
         interpret, sizes = plgpu.InterpretGPUParams(), two_kernels(case["head_dim"])
@@ -148,7 +147,7 @@ class TestContract:
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_ctas(head_dim)))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    @pytest.mark.parametrize("case", CASES, ids=case_id)
     def test_gradients_equal_float64_for_every_head_dim(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, plgpu.InterpretGPUParams(), few_ctas(case["head_dim"])))
@@ -475,7 +474,7 @@ class TestAheadOfTime:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    @pytest.mark.parametrize("case", CASES, ids=case_id)
     def test_gradients_equal_float64(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, sizes=default_sizes(case["head_dim"])))
@@ -494,7 +493,7 @@ class TestOnGpu:
             sizes = default_sizes(head_dim, deterministic=deterministic)
             problem.check(grads_of(problem, sizes=sizes, deterministic=deterministic))
 
-    @pytest.mark.parametrize("case", cases(FACTORS), ids=case_id)
+    @pytest.mark.parametrize("case", CASES, ids=case_id)
     def test_query_kernel_equals_float64(self, case):
         problem = problem_of(case)
         problem.check(grads_of(problem, deterministic=True))
