@@ -35,7 +35,7 @@ import jax  # noqa: E402  (after the platform is chosen)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-hypothesis.settings.register_profile("jattn", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.register_profile("jattn", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("jattn")
 
 DAY = 24 * 3600

@@ -179,15 +179,14 @@ class TestStops:
         biases |= {5: -100.0, 9: 100.0}
         assert drained(engine)[0][name, 0] == [5] * 3
 
-    @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
-    def test_numpy_ints_are_accepted(self, types_unchecked, engine, dtype):
+    def test_numpy_ints_are_accepted(self, types_unchecked, engine):
         def results(kind):
             counts = {"max_tokens": kind(100), "min_tokens": kind(3), "top_k": kind(9), "seed": kind(5)}
             more = {"n": kind(2), "logprobs": kind(1), "prompt_logprobs": kind(1)}
             (result,) = engine.generate([[7] * 100], SamplingParams(temperature=1.0, **counts, **more))
             return [(one.token_ids, one.logprobs, one.prompt_logprobs) for one in result.outputs]
 
-        assert results(dtype) == results(int)
+        assert results(np.int8) == results(np.int64) == results(int)
 
     def test_min_tokens_beyond_int32_last_until_the_end(self, engine):
         (plain,) = engine.generate(["q"], max_tokens=8)
@@ -234,7 +233,7 @@ class TestLogprobs:
             assert list(table) == [token]
             assert abs(table[token].logprob - expected[token]) < 1e-4
 
-    @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (65, 5), (8, 7)])
+    @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (8, 7)])
     def test_prompt_logprobs_are_correct_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
         engine = engine_of(num_blocks, budget)
         prompts = [random.Random(i).choices(range(320), k=18 + i) for i in range(4)]
