@@ -5,8 +5,10 @@ else a clause that says what is not supported and what is. The clause completes 
 of a plan and the report of `jattn doctor`.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,26 +139,60 @@ def is_concrete(*trees: object) -> bool:
     return True
 
 
+# Compute capability of GPUs that `target` knows by name.
+GPUS = {
+    **{"a100": "8.0", "a10": "8.6", "rtx3090": "8.6", "l4": "8.9", "l40s": "8.9", "rtx4090": "8.9"},
+    **{"h100": "9.0", "h200": "9.0", "b200": "10.0", "b300": "10.3", "rtx5090": "12.0"},
+}
+_TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def target(gpu: str) -> Iterator[None]:
+    """Choose implementations for another GPU than the one that JAX uses, as a context manager.
+
+    Plans show what a layer would get there, and a function that is lowered for it contains its kernels.
+    Arrays stay where they are, so functions that run a kernel still need the GPU.
+
+    Args:
+        gpu: Compute capability such as "9.0", or the name of a GPU in GPUS such as "h100".
+
+    Raises:
+        ValueError: If the GPU is unknown.
+    """
+    if gpu not in GPUS.values():
+        require_one_of("gpu", gpu.lower(), (*GPUS, *dict.fromkeys(GPUS.values())))
+    token = _TARGET.set(GPUS.get(gpu.lower(), gpu))
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
 def is_gpu(*trees: object) -> bool:
-    """Return whether these arrays are on a GPU of any vendor and generation."""
-    return device_of(*trees).platform in GPU_PLATFORMS
+    """Return whether these arrays are on a GPU of any vendor and generation, or `target` names one."""
+    return _TARGET.get() is not None or device_of(*trees).platform in GPU_PLATFORMS
 
 
 def why_not_on(*trees: object) -> str | None:
-    """Return why the kernels cannot run on the device of these arrays, or None if they can."""
-    return why_not_device(device_of(*trees))
+    """Return why the kernels cannot run on the device of these arrays or of `target`, or None if they can."""
+    capability = _TARGET.get()
+    return why_not_device(device_of(*trees)) if capability is None else _why_not_capability(capability)
 
 
 def why_not_device(device: Any) -> str | None:
     """Return why the kernels cannot run on a device, or None if they can."""
     if device.platform not in GPU_PLATFORMS:
         return f"the kernels need an NVIDIA GPU, and JAX's platform here is {device.platform!r}"
-    capability = getattr(device, "compute_capability", None)
+    return _why_not_capability(getattr(device, "compute_capability", None))
+
+
+def _why_not_capability(capability: str | None) -> str | None:
     supported = sorted({x for kernel in KERNELS.values() for x in kernel.compute_capabilities})
-    if capability not in supported:
-        required = f"the kernels are compiled for compute capability {join_values(supported)}"
-        return f"{required}, and this GPU has {capability}"
-    return None
+    if capability in supported:
+        return None
+    required = f"the kernels are compiled for compute capability {join_values(supported)}"
+    return f"{required}, and this GPU has {capability}"
 
 
 def should_use_kernel(call: str, implementation: str | None, reason: str | None) -> bool:

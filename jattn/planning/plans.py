@@ -1,5 +1,6 @@
 """The plan of a step: the implementation of each layer configuration and what is computed once per step."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -129,6 +130,7 @@ def plan(
     implementation: ImplementationArg = None,
     query_dtype: DTypeLike | None = None,
     common_prefix_len: int | Int[Array, ""] | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Choose the implementation of each layer of a step and compute what the layers share. Works inside jit.
 
@@ -148,22 +150,26 @@ def plan(
         common_prefix_len: Number of leading tokens that all rows share in the same blocks, see
             build_cascade_metadata; may be traced. Layers over a paged cache without window, chunks, sparsity
             and ALiBi attend to them once.
+        device: GPU to plan for, such as "h100" or a compute capability such as "9.0". Print the plan to see
+            what layers would get there. None plans for the metadata's device.
 
     Raises:
-        ValueError: If specs, cache specs and metadata do not match.
+        ValueError: If specs, cache specs and metadata do not match, or the device is unknown.
         NotImplementedError: If no requested implementation supports a layer, or both a common prefix and a
             mask are passed; the message has the reason.
     """
     layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype)
-    layer_plans = plan_layers(metadata, layers, mask, implementation=implementation)
-    full_plan = build_plan(metadata, layer_plans, mask)
-    if common_prefix_len is None:
-        return full_plan
-    if mask is not None:
-        reason = "masks are not supported over a shared prefix"
-        raise unsupported("common_prefix_len with a mask", reason, "Pass common_prefix_len=None or mask=None")
-    parts = build_cascade_metadata(metadata, common_prefix_len)
-    return replace(full_plan, cascade=_cascade_plan(parts, layers, implementation))
+    with contextlib.nullcontext() if device is None else support.target(device):
+        full_plan = build_plan(
+            metadata, plan_layers(metadata, layers, mask, implementation=implementation), mask
+        )
+        if common_prefix_len is None:
+            return full_plan
+        if mask is not None:
+            reason, fix = "masks are not supported over a shared prefix", "Pass one of them"
+            raise unsupported("common_prefix_len with a mask", reason, fix)
+        parts = build_cascade_metadata(metadata, common_prefix_len)
+        return replace(full_plan, cascade=_cascade_plan(parts, layers, implementation))
 
 
 def _cascade_plan(

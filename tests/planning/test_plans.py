@@ -121,6 +121,26 @@ class TestChoice:
             assert support.device_of().platform == "cpu"
 
 
+class TestDevice:
+    """Plans for a GPU that this machine need not have."""
+
+    def test_plan_for_a_gpu_chooses_its_kernels(self):
+        for device in ("h100", "H200", "9.0"):
+            text = str(jattn.plan(batch([1], [9]), SPEC, CACHE, device=device))
+            assert "mosaic_gpu" in text
+            assert "xla" not in text
+
+    def test_plan_for_a_gpu_without_kernels_has_the_reason(self):
+        with pytest.warns(jattn.KernelFallbackWarning, match=r"compute capability 9.0, and this GPU has 8.0"):
+            text = str(jattn.plan(batch([1], [9]), SPEC, CACHE, device="a100"))
+        assert "mosaic_gpu: the kernels are compiled for compute capability 9.0" in text
+
+    def test_unknown_device_is_rejected_and_the_target_ends_with_the_call(self):
+        with pytest.raises(ValueError, match=r"gpu must be one of 'a100', .*, got 'tpu'"):
+            jattn.plan(batch([1], [9]), SPEC, CACHE, device="tpu")
+        assert support.why_not_on(jnp.ones(1)) == support.why_not_device(jax.devices()[0])
+
+
 class TestWarning:
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_fallback_to_xla_on_a_gpu_warns_with_the_reason_and_a_fix(self):

@@ -15,6 +15,11 @@ class TestDoctor:
         for feature in doctor.FEATURES:
             assert any(line.startswith(feature + "  ") for line in out.splitlines())
 
+    def test_report_for_another_gpu_lists_its_kernels(self, capsys):
+        assert main(["doctor", "--device", "h100"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fp8 cache  ")]
+        assert line.split()[2:] == ["mosaic_gpu", "mosaic_gpu"]
+
     def test_engine_options_require_a_model(self, capsys):
         assert main(["doctor", "--quantization=fp8"]) == 1
         out, err = capsys.readouterr()
