@@ -175,7 +175,7 @@ def load(
             evenly.
         NotImplementedError: If config.json or the mesh requires something that is not supported, or JAX has
             no CPU backend to assemble a mesh's parameters.
-        ImportError: If tokenizers or tqdm is not installed.
+        ImportError: If a package of the extra `models` is not installed.
     """
     check_host(mesh)
     name, directory = as_path("directory", directory).name, resolve_checkpoint(directory, revision)
@@ -285,7 +285,9 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
         overrides = {} if eos is None else {"eos_token_id": eos}
     try:
         config = DecoderConfig.from_hf({**extract_text_config(hf), **overrides})
-        if tokenizer_eos is not None and tokenizer_eos not in config.eos_token_ids:
+        # transformers adds an eos_token that the tokenizer lacks.
+        exists = tokenizer_eos is not None and tokenizer_eos < config.vocab_size
+        if exists and tokenizer_eos not in config.eos_token_ids:
             ids = [*config.eos_token_ids, tokenizer_eos]
             config = DecoderConfig.from_hf({**extract_text_config(hf), "eos_token_id": ids})
         return config

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: tokenizer.json and its special tokens."""
+"""A checkpoint's tokenizer, read by transformers, and its special tokens."""
 
 import pathlib
 from typing import Any
@@ -8,7 +8,23 @@ from pallas_kernels.checks import require
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SWITCHES = ("single_word", "lstrip", "rstrip", "normalized", "special")  # attributes of an added token
+
+
+def read_hf_tokenizer(folder: pathlib.Path) -> Any | None:
+    """Return the folder's `transformers.PreTrainedTokenizerFast`, or None if it has no tokenizer.json.
+
+    Raises:
+        ImportError: If transformers is not installed.
+        ValueError: If tokenizer.json or tokenizer_config.json is invalid. The message names the folder.
+    """
+    if not (folder / FILE).exists():
+        return None
+    read_json_if_exists(folder / CONFIG)
+    try:
+        return optional_module("transformers").PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises only plain Exceptions
+        rule = f"must be a tokenizer that transformers can read, with {CONFIG}"
+        raise ValueError(f"{folder / FILE} {rule}, got {type(error).__name__}: {error}.") from error
 
 
 def read_tokenizer(folder: pathlib.Path) -> Any | None:
@@ -17,74 +33,15 @@ def read_tokenizer(folder: pathlib.Path) -> Any | None:
     Truncation and padding are switched off: some files are saved with the settings of the training.
 
     Raises:
-        ImportError: If tokenizers is not installed.
-        ValueError: If tokenizer.json or tokenizer_config.json is invalid. The message names the file.
+        ImportError: If transformers is not installed.
+        ValueError: If tokenizer.json or tokenizer_config.json is invalid.
     """
-    path = folder / FILE
-    if not path.exists():
+    tokenizer = read_hf_tokenizer(folder)
+    if tokenizer is None:
         return None
-    tokenizers = optional_module("tokenizers")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises only plain Exceptions
-        raise ValueError(f"{path} must be a tokenizer of the tokenizers package, got {error}.") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    _add_tokens(tokenizer, folder)
-    return tokenizer
-
-
-def _add_tokens(tokenizer: Any, folder: pathlib.Path) -> None:
-    """Add the tokens that only tokenizer_config.json lists as added or special, as transformers does.
-
-    In tokenizer.json they may be ordinary tokens of the vocabulary, missing, or added but not special.
-
-    Source: transformers `TokenizersBackend.__init__`, `_post_init`.
-    """
-    added_tokens, num_vocab = (
-        tokenizer.get_added_tokens_decoder(),
-        tokenizer.get_vocab_size(with_added_tokens=False),
-    )
-    tokens_by_text = {token.content: token for token in added_tokens.values()}
-    next_id = max([*added_tokens, num_vocab - 1]) + 1
-    new_tokens: dict[str, Any] = {}
-    for token_id, attributes in sorted(_added_tokens(folder).items()):
-        token = optional_module("tokenizers").AddedToken(**attributes)
-        vocab_id = tokenizer.token_to_id(token.content)
-        if token_id == (next_id if vocab_id is None else vocab_id):
-            new_tokens[token.content], next_id = token, max(next_id, token_id + 1)
-    tokenizer.add_tokens(
-        [token for text, token in new_tokens.items() if repr(tokens_by_text.get(text)) != repr(token)]
-    )
-    special_texts = [
-        text for text in read_special_tokens(folder).values() if tokenizer.token_to_id(text) is not None
-    ]
-    special = {text: (new_tokens or tokens_by_text).get(text) for text in special_texts}
-    tokenizer.add_special_tokens(
-        [token or text for text, token in special.items() if token or text not in tokens_by_text]
-    )
-
-
-def _added_tokens(folder: pathlib.Path) -> dict[int, dict[str, Any]]:
-    """Return the attributes of tokenizer_config.json's added tokens by token id.
-
-    Raises:
-        ValueError: If the entry is invalid. The message names the file.
-    """
-    path = folder / CONFIG
-    entries = read_json_if_exists(path).get("added_tokens_decoder") or {}
-    require(isinstance(entries, dict), f"{path}: added_tokens_decoder", "be an object", repr(entries)[:60])
-    tokens: dict[int, dict[str, Any]] = {}
-    for key, token in entries.items():
-        is_token = key.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
-        if not is_token:
-            raise ValueError(
-                f"{path}: added_tokens_decoder has the invalid entry {repr({key: token})[:60]}. An entry "
-                "maps a token id to an object with the token's text as content."
-            )
-        attributes = {name: token[name] for name in _SWITCHES if isinstance(token.get(name), bool)}
-        tokens[int(key)] = {"content": token["content"], **attributes}
-    return tokens
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer.backend_tokenizer
 
 
 def read_special_tokens(folder: pathlib.Path) -> dict[str, str]:
@@ -110,31 +67,10 @@ def read_eos_token_id(folder: pathlib.Path) -> int | None:
     """Return the id of the tokenizer's eos_token, or None if the folder does not define one.
 
     Raises:
-        ValueError: If a file is invalid. The message names it.
+        ValueError: If tokenizer.json or tokenizer_config.json is invalid.
     """
-    text = read_special_tokens(folder).get("eos_token")
-    if text is None:
-        return None
-    content = read_json_if_exists(folder / FILE)
-    added = content.get("added_tokens") or []
-    require(isinstance(added, list), f"{folder / FILE}: added_tokens", "be a list", repr(added)[:60])
-    for token in added:
-        is_token = isinstance(token, dict) and isinstance(token.get("id"), int) and "content" in token
-        if not is_token:
-            raise ValueError(
-                f"{folder / FILE}: added_tokens has the invalid entry {repr(token)[:60]}. An entry is an "
-                "object with the keys id and content."
-            )
-        if token["content"] == text:
-            return token["id"]
-    # transformers also accepts a special token that is only in the model's vocabulary.
-    vocab = content["model"].get("vocab") if isinstance(content.get("model"), dict) else None
-    if isinstance(vocab, dict) and text in vocab:
-        return vocab[text]
-    pieces = vocab if isinstance(vocab, list) else ()  # a Unigram vocabulary lists tokens with scores
-    ids = [i for i, piece in enumerate(pieces) if isinstance(piece, list) and piece[:1] == [text]]
-    ids += [i for i, token in _added_tokens(folder).items() if token["content"] == text]
-    return ids[0] if ids else None
+    tokenizer = read_hf_tokenizer(folder)
+    return None if tokenizer is None else tokenizer.eos_token_id
 
 
 def _token_text(token: Any) -> Any:
