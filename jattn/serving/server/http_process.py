@@ -78,34 +78,18 @@ class RemoteReader:
     """A request whose reader is in the HTTP process.
 
     Attributes:
-        mailbox: Outbox that delivers the request's outputs.
+        mailbox: Host that sends the request's outputs.
         number: Number of the request in both processes.
         request_id: The same number once the engine has added the request; None before.
         unfinished: Indices of the completions that are not finished.
         is_dropped: Whether the reader needs no further outputs.
     """
 
-    def __init__(self, mailbox: "Outbox", number: int, num_completions: int) -> None:
+    def __init__(self, mailbox: "EngineHost", number: int, num_completions: int) -> None:
         self.mailbox, self.number = mailbox, number
         self.request_id: int | str | None = None
         self.unfinished = set(range(num_completions))
         self.is_dropped = False
-
-
-class Outbox:
-    """Sender of the outputs of a step, as one message."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def post(self, pieces: list[OutputItem]) -> None:
-        """Send outputs to their readers; may be called from any thread.
-
-        Args:
-            pieces: Pairs of a reader and its output or error.
-        """
-        outputs = [(reader.number, _picklable(output)) for reader, output in pieces]
-        self._channel.post(("outputs", outputs))
 
 
 class EngineHost:
@@ -126,7 +110,7 @@ class EngineHost:
         self._exit_stack = contextlib.ExitStack()
         self._exit_stack.enter_context(short_switch_interval())
         self._engine, self._channel = engine, channel
-        self._thread, self._outbox = EngineThread(engine), Outbox(channel)
+        self._thread = EngineThread(engine)
         self._readers: dict[int, RemoteReader] = {}  # Used by the channel's thread only.
         self._lock = threading.Lock()  # Guards is_dropped: grammars are compiled in other threads.
         self._pool = concurrent.futures.ThreadPoolExecutor(2, "jattn grammars")
@@ -140,6 +124,14 @@ class EngineHost:
         self._exit_stack.close()
         gc.unfreeze()
 
+    def post(self, pieces: list[OutputItem]) -> None:
+        """Send the outputs of a step as one message; may be called from any thread.
+
+        Args:
+            pieces: Pairs of a reader and its output or error.
+        """
+        self._channel.post(("outputs", [(reader.number, _picklable(output)) for reader, output in pieces]))
+
     # The methods below run in the channel's thread.
 
     def _handle_messages(self, messages: list[Any]) -> None:
@@ -151,7 +143,7 @@ class EngineHost:
                 return
 
     def _add(self, number: int, prompt: Prompt, params: SamplingParams) -> None:
-        reader = self._readers[number] = RemoteReader(self._outbox, number, params.n)
+        reader = self._readers[number] = RemoteReader(self, number, params.n)
 
         def add() -> None:
             with self._lock:

@@ -1,11 +1,11 @@
 """Resolution of a request's tools and tool_choice into a parser and an output constraint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
-from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice, Tool
+from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice
 from jattn.serving.server.reasoning import ReasoningFormat
 from jattn.serving.server.sampling_params import OutputConstraint
 from jattn.serving.server.tool_call_formats import LLAMA3_JSON, ToolCallFormat, parse_arguments
@@ -48,7 +48,13 @@ def resolve_tool_calling(
     """
     choice, tools = body.tool_choice, body.tools or []
     if isinstance(choice, NamedToolChoice):
-        function = find_tool(tools, choice).function
+        functions = {tool.function.name: tool.function for tool in tools}
+        function = functions.get(choice.function.name)
+        if function is None:
+            raise ValueError(
+                f"tool_choice names the function {choice.function.name!r}, which is not in tools: "
+                f"{sorted(functions)}."
+            )
         # Arguments are an object, even if the schema only lists properties.
         schema = StructuredOutputsParams(json={"type": "object"} | (function.parameters or {}))
         return ToolCalling(
@@ -66,9 +72,8 @@ def resolve_tool_calling(
             '"required", or start the server with --tool-call-parser.'
         )
         raise ApiError(422, message, "tools", "unsupported")
-    known_format = (
-        call_format or LLAMA3_JSON
-    )  # The grammar enforces a format that the template does not mention.
+    # A grammar enforces a format that the template does not mention.
+    known_format = call_format or LLAMA3_JSON
     max_calls = 1 if body.parallel_tool_calls is False else None
     special_tokens = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     constraint: OutputConstraint | None = None
@@ -84,21 +89,6 @@ def resolve_tool_calling(
         return make_tool_call_parser(known_format, function_names=function_names, max_calls=max_calls)
 
     return ToolCalling(make_parser, constraint, special_tokens.get(known_format.start_tag, False))
-
-
-def find_tool(tools: Sequence[Tool], choice: NamedToolChoice) -> Tool:
-    """Return the tool that tool_choice names.
-
-    Raises:
-        ValueError: If no tool has that name.
-    """
-    for tool in tools:
-        if tool.function.name == choice.function.name:
-            return tool
-    names = sorted(tool.function.name for tool in tools)
-    raise ValueError(
-        f"tool_choice names the function {choice.function.name!r}, which is not in tools: {names}."
-    )
 
 
 def parse_call_arguments(param: str, calls: Any) -> list[dict[str, Any]]:
