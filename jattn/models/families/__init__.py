@@ -205,8 +205,8 @@ def _unsupported_reason(names: Sequence[str]) -> str:
         if wanted & {plain(name) for name in types.split()}:
             return reason
     for model_type in filter(lambda name: plain(name) in wanted, config_types()):
-        text = config_class(model_type).sub_configs_defaults.get("text_config")
-        fields = {*class_defaults(model_type), *(class_defaults(text.model_type) if text else ())}
+        text_type = getattr(config_class(model_type).sub_configs.get("text_config"), "model_type", "")
+        fields = {*class_defaults(model_type), *(class_defaults(text_type) if text_type else ())}
         for reason, names_of_fields in _REASONS.items():
             if fields & {*names_of_fields.split()}:
                 return reason

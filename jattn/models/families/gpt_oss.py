@@ -50,11 +50,12 @@ _YARN = {
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    keys=(
-        f"{ROPE} sliding_window layer_types attention_bias num_experts num_experts_per_tok swiglu_alpha "
-        "swiglu_limit"
-    ),
-    defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _YARN},
+    keys=f"{ROPE} sliding_window layer_types attention_bias num_experts num_experts_per_tok",
+    defaults={
+        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _YARN,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     build_layer=_layer,
     norm="rms_f32",
     tensors={

@@ -54,8 +54,17 @@ INTERNLM3 = dataclasses.replace(
     model_type="internlm3",
     architecture="InternLM3ForCausalLM",
     other_architectures=("LlamaForCausalLM",),
-    keys=f"{ROPE}",
-    defaults={"attention_bias": False, "mlp_bias": False},
+    config_class="llama",
+    keys=ROPE,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     build_layer=_internlm3_layer,
 )
 IQUESTCODER = dataclasses.replace(
@@ -63,6 +72,13 @@ IQUESTCODER = dataclasses.replace(
     model_type="iquestcoder",
     architecture="IQuestCoderForCausalLM",
     other_architectures=("LlamaForCausalLM",),
+    config_class="llama",
     keys=f"{ROPE} attention_bias mlp_bias",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
     supported_values={**LLAMA.supported_values, "clip_qkv": ((), "no checkpoint has it")},
 )

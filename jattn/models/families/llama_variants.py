@@ -202,6 +202,19 @@ EXAONE = dataclasses.replace(
     LLAMA,
     model_type="exaone",
     architecture="ExaoneForCausalLM",
+    config_class="llama",
+    defaults={
+        "rope_theta": 500000.0,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 361,
+    },
+    aliases={
+        "num_layers": "num_hidden_layers",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "activation_function": "hidden_act",
+    },
     supported_values={},
     ignored_keys="",
     tensors={

@@ -3,24 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families.config_keys import NULL_MEANS_DEFAULT, check_types, class_defaults, config_class
+from jattn.models.families.config_keys import NULL_MEANS_DEFAULT, check_types, class_defaults
 from jattn.models.families.family import Keys
 from pallas_kernels.checks import require
 
-# Architecture of each supported model_type.
+# Architecture of each supported model_type, and model_type of its text_config if that has none.
 MULTIMODAL_MODELS = {
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "llama4": "Llama4ForConditionalGeneration",
-    "mistral3": "Mistral3ForConditionalGeneration",
-    "llava": "LlavaForConditionalGeneration",
-    "llava_next": "LlavaNextForConditionalGeneration",
-    "internvl": "InternVLForConditionalGeneration",
-    "aya_vision": "AyaVisionForConditionalGeneration",
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "glm4v": "Glm4vForConditionalGeneration",
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "llama4": ("Llama4ForConditionalGeneration", "llama4_text"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
+    "llava": ("LlavaForConditionalGeneration", "llama"),
+    "llava_next": ("LlavaNextForConditionalGeneration", "llama"),
+    "internvl": ("InternVLForConditionalGeneration", "qwen2"),
+    "aya_vision": ("AyaVisionForConditionalGeneration", "cohere2"),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
+    "glm4v": ("Glm4vForConditionalGeneration", "glm4v_text"),
 }
 # model_type of text_config, mapped to the keys of its family that the text model's class does not have.
 _TEXT_TYPES: Mapping[str, Keys] = {
@@ -104,7 +104,7 @@ def drop_non_text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _text_type(hf: Keys) -> str | None:
     """Return the model_type of a multimodal model's text_config if it has none; None for other models."""
     names = {hf.get("model_type"), *(hf.get("architectures") or ())}
-    for outer, architecture in MULTIMODAL_MODELS.items():
+    for outer, (architecture, text_type) in MULTIMODAL_MODELS.items():
         if names & {outer, architecture}:
-            return config_class(outer).sub_configs_defaults["text_config"].model_type
+            return text_type
     return None

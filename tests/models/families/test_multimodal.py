@@ -79,7 +79,9 @@ FAMILY_OF = {  # of the text model
 }
 
 
-@pytest.mark.parametrize("wrapper", MULTIMODAL_MODELS.items(), ids=list(MULTIMODAL_MODELS))
+@pytest.mark.parametrize(
+    "wrapper", [(name, names[0]) for name, names in MULTIMODAL_MODELS.items()], ids=MULTIMODAL_MODELS
+)
 @pytest.mark.parametrize("body", RENAMES)
 def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, wrapper, body):
     name = FAMILY_OF[wrapper[0]]
@@ -137,5 +139,5 @@ def test_mrope_becomes_a_plain_rope_for_text(model_type, family, theta):
         nested = DecoderConfig.from_hf({"model_type": model_type, "text_config": text | rope})
         assert (nested.model_type, nested.layers) == (family, expected.layers)
         flat = plain | {"model_type": model_type, "vision_config": {"depth": 2}, "image_token_id": 5} | rope
-        flat["architectures"] = [MULTIMODAL_MODELS[model_type]]
+        flat["architectures"] = [MULTIMODAL_MODELS[model_type][0]]
         assert DecoderConfig.from_hf(flat).layers == expected.layers
