@@ -401,7 +401,7 @@ class TestFolders:
         golden.agrees(engine.generate(golden.prompts[:1], max_tokens=NUM_TOKENS, ignore_eos=True), [0])
 
     def test_missing_folder_is_reported(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"meta-llama/Llama-3/config.json does not exist"):
+        with pytest.raises(FileNotFoundError, match=r"Llama-3 is not a folder, and the Hub has no such"):
             Engine("meta-llama/Llama-3")
 
 

@@ -417,7 +417,7 @@ class TestRefusals:
             engine_of(**{"speculative": "ngram"} | options)
 
     def test_missing_folder_is_reported(self):
-        with pytest.raises(FileNotFoundError, match=r"nowhere/config.json does not exist"):
+        with pytest.raises(FileNotFoundError, match=r"nowhere is not a folder, nor a name on the Hub"):
             engine_of(speculative="nowhere")
 
     def test_draft_models_of_another_vocabulary_or_shorter_contexts_are_rejected(self):
