@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ptx import bit_mask, split_signs, stores, warp_votes
@@ -228,6 +229,27 @@ def tokens_out(token: int, begin: int, end: int, tokens_per_head: int) -> Case:
     return Case(arrays, kernel(body, (shape, f32)), fallback, (stores.store_tokens,))
 
 
+def tiles_out(dtype: Any) -> Case:
+    """Return the case of an array of 30 rows, whose last 6 rows no tile contains."""
+    tiles, last_rows = jnp.asarray(drawn(2, 24, 64), dtype), jnp.asarray(drawn(6, 2, 64, seed=1), dtype)
+
+    def body(tiles_g, last_rows_g, out_g, tiles_s, loaded):
+        plgpu.copy_gmem_to_smem(tiles_g, tiles_s, loaded)
+        plgpu.barrier_wait(loaded)
+        out_g[pl.ds(24, 6)] = last_rows_g[...]
+        for head in range(2):
+            index = pl.ds(0, 24), head, pl.ds(0, 64)
+            stores.store_tiles.on_gpu(out_g, tiles_s.at[head], index)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fallback(tiles, last_rows):  # that of store_tiles only works in a kernel
+        return (jnp.concatenate([jnp.swapaxes(tiles, 0, 1), last_rows]),)
+
+    scratch = swizzled_smem((2, 24, 64), dtype), plgpu.Barrier()
+    run = kernel(body, ((30, 2, 64), dtype), scratch=scratch)
+    return Case((tiles, last_rows), run, fallback, (stores.store_tiles,))
+
+
 def split(rows: int, columns: int, dtype: Any) -> Case:
     x = jnp.asarray(drawn(rows, columns), dtype)
 
@@ -279,6 +301,7 @@ def all_cases() -> dict[str, Case]:
         "tokens-whole": tokens_out(0, 0, 64, 64),
         "tokens-16": tokens_out(-3, 5, 14, 16),
         "tokens-none": tokens_out(60, 7, 3, 32),
+        "tiles": tiles_out(bf16),
         "signs": split(16, 128, bf16),
         "signs-f16": split(40, 64, f16),
     }
