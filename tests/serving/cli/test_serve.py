@@ -86,7 +86,7 @@ def test_http_process_ends_if_the_engine_process_is_killed(folder):
     pid = process.popen.pid
     (http_pid,) = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     process.popen.kill()
-    process.popen.communicate(timeout=10)  # Until the HTTP process has closed the shared stderr, too.
+    process.popen.communicate(timeout=60)  # Until the HTTP process has closed the shared stderr, too.
     end = time.monotonic() + 10
     while pathlib.Path(f"/proc/{http_pid}").exists():
         assert time.monotonic() < end
