@@ -465,7 +465,7 @@ class TestAheadOfTime:
         """
         aot.require_plugin()
         plain = "d128-plain-float16"
-        names = [plain, "d128-cap_alibi-float16", "d128-two_kernels", "d64-two_kernels"]
+        names = [plain, "d64-plain-float16", "d128-cap_alibi-float16", "d128-two_kernels", "d64-two_kernels"]
         reports = aot.reports("tests.pallas_kernels.varlen_backward.backward_aot_cases", names)
         assert [name for name in names if "serialized" in reports[name]] == []
         (kernel,) = aot.kernels_in(reports[plain])
