@@ -26,7 +26,7 @@ LAYOUTS = ("NHD", "HND")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSupport:
-    """What a kernel supports. An empty tuple means that the kernel does not depend on the property.
+    """Capabilities of a kernel. An empty tuple means that the kernel does not depend on the property.
 
     Attributes:
         compute_capabilities: GPU architectures.
@@ -148,18 +148,22 @@ _TARGET: contextvars.ContextVar[str | None] = contextvars.ContextVar("target", d
 
 
 @contextlib.contextmanager
-def target(gpu: str) -> Iterator[None]:
+def target(gpu: str | None) -> Iterator[None]:
     """Choose implementations for another GPU than the one that JAX uses, as a context manager.
 
     Plans show what a layer would get there, and a function that is lowered for it contains its kernels.
     Arrays stay where they are, so functions that run a kernel still need the GPU.
 
     Args:
-        gpu: Compute capability such as "9.0", or the name of a GPU in GPUS such as "h100".
+        gpu: Compute capability such as "9.0", or the name of a GPU in GPUS such as "h100"; None keeps the
+            GPU of an enclosing `target`, or that of JAX.
 
     Raises:
         ValueError: If the GPU is unknown.
     """
+    if gpu is None:
+        yield
+        return
     if gpu not in GPUS.values():
         require_one_of("gpu", gpu.lower(), (*GPUS, *dict.fromkeys(GPUS.values())))
     token = _TARGET.set(GPUS.get(gpu.lower(), gpu))

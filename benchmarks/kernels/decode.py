@@ -231,6 +231,16 @@ def measure(
     )
 
 
+def paged_cache(
+    k: jax.Array, v: jax.Array, *, k_scale: jax.Array | None, v_scale: jax.Array | None, layout: str = "NHD"
+) -> jattn.PagedCache:
+    """Return a cache of the kernels' arrays, whose scales per token have the heads before the tokens."""
+    k_scale, v_scale = (
+        jnp.swapaxes(x, 1, 2) if x is not None and x.ndim == 3 else x for x in (k_scale, v_scale)
+    )
+    return jattn.PagedCache(k=k, v=v, k_scale=k_scale, v_scale=v_scale, layout=layout)
+
+
 def attend_call(
     inputs: tuple[tuple[jax.Array, ...], dict[str, Any]],
     expected: dict[int, jax.Array],
@@ -249,11 +259,7 @@ def attend_call(
         AssertionError: The error of its output exceeds TOLERANCE.
     """
     (query, k, v, table, lens), scales = inputs
-    # The constructor of a cache takes scales per token with the heads last.
-    scales = {
-        name: jnp.swapaxes(x, 1, 2) if x is not None and x.ndim == 3 else x for name, x in scales.items()
-    }
-    cache = jattn.PagedCache(k=k, v=v, **scales, layout=layout)
+    cache = paged_cache(k, v, **scales, layout=layout)
     spec = jattn.AttentionSpec(
         num_q_heads=query.shape[1], num_kv_heads=cache.num_kv_heads, head_dim=query.shape[2]
     )

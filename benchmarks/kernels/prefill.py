@@ -15,7 +15,7 @@ import numpy as np
 
 import jattn
 from benchmarks.kernels.cases import PREFILL, PrefillCase
-from benchmarks.kernels.decode import QUANTIZATIONS, quantize_cache, random_table
+from benchmarks.kernels.decode import QUANTIZATIONS, paged_cache, quantize_cache, random_table
 from benchmarks.runner import Rows, kernel_times, wall_times
 from pallas_kernels.cache_read import cache_read, padded_len
 from pallas_kernels.checks import require
@@ -313,9 +313,7 @@ def attend_call(work: Work, arrays: dict[str, jax.Array]) -> tuple[Any, ...]:
         table, _ = random_table(case.seq_lens, block_size)
     else:
         scales = {f"{name[0]}_scale": arrays.get(f"{name}_scale") for name in ("key", "value")}
-        # The constructor of a cache takes scales per token with the heads last.
-        scales = {n: jnp.swapaxes(x, 1, 2) if x is not None and x.ndim == 3 else x for n, x in scales.items()}
-        cache = jattn.PagedCache(k=arrays["key"], v=arrays["value"], **scales)
+        cache = paged_cache(arrays["key"], arrays["value"], **scales)
     metadata = jattn.build_batch_metadata(case.query_lens, case.seq_lens, table, block_size=block_size)
     spec = jattn.AttentionSpec(
         num_q_heads=case.q_heads,

@@ -27,9 +27,7 @@ ARGUMENT_HINTS = {
     "query_seq_lengths": "Use mask=jattn.masks.Prefix(length=)",
     "key_value_seq_lengths": "Use mask=jattn.masks.Prefix(length=) or a bool array",
     **dict.fromkeys(("q_segment_ids", "kv_segment_ids"), "Use segment_ids="),
-    **dict.fromkeys(
-        ("dropout_rng", "dropout_rate", "dropout_p", "broadcast_dropout"), NO_DROPOUT.capitalize()
-    ),
+    **dict.fromkeys(DROPOUT_ARGUMENTS, NO_DROPOUT.capitalize()),
     **dict.fromkeys(("module", "dtype"), FLAX_ARGUMENT),
 }
 

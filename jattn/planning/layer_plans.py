@@ -63,7 +63,7 @@ class LayerPlan:
 
 @pytree
 class RegionPlan:
-    """What is computed once per step for a region; shared by layers with equal masks and kernel sizes.
+    """Per-step values of a region, which layers with equal masks and kernel sizes share.
 
     Attributes:
         mask: Mask of the region's rows in addition to the spec's window, chunk size and causality: the spec's

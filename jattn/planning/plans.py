@@ -1,6 +1,5 @@
 """The plan of a step: the implementation of each layer configuration and what is computed once per step."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Optional
@@ -159,7 +158,7 @@ def plan(
             mask are passed; the message has the reason.
     """
     layers = _distinct_layer_configs(metadata, specs, cache_specs, query_dtype)
-    with contextlib.nullcontext() if device is None else support.target(device):
+    with support.target(device):
         full_plan = build_plan(
             metadata, plan_layers(metadata, layers, mask, implementation=implementation), mask
         )

@@ -1,7 +1,6 @@
 """`jattn doctor`: report which attention implementation this machine uses, and why."""
 
 import argparse
-import contextlib
 
 import pallas_kernels
 from jattn.models.loading.pretrained import load_shapes
@@ -23,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def doctor(args: argparse.Namespace) -> None:
     """Print the report for this machine, or for a model on it."""
-    with contextlib.nullcontext() if args.device is None else pallas_kernels.target(args.device):
+    with pallas_kernels.target(args.device):
         if args.model is None:
             require_defaults(args, [add_engine_options], "requires --model NAME.")
             print(report())
