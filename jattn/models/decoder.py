@@ -23,7 +23,6 @@ from jattn.models.decoder_layer import DecoderLayer
 from jattn.models.kv_cache_groups import PerKVCacheGroup, for_layer, uses_sliding_window
 from jattn.models.kv_scales import KVScales, make_static_scales
 from jattn.models.layers import make_norm, matmul_precision, take_rows
-from jattn.models.loading.generation_config import GenerationConfig
 from jattn.models.mesh_padding import pad_to_mesh, unpadded_shape
 from jattn.models.sharding import (
     create_caches_on_mesh,
@@ -75,7 +74,7 @@ class Decoder(nnx.Module):
         self.peers: Peers | None = None
         self.tokenizer: Any = None
         self.kv_scales: KVScales | None = None
-        self.generation_config = GenerationConfig()
+        self.generation_config = "{}"  # JSON of generation_config.json
         self.embed_tokens = nnx.Embed(
             config.padded_vocab_size,
             config.hidden_size,

@@ -22,7 +22,6 @@ from jattn.models.decoder import Decoder
 from jattn.models.families.config_keys import are_token_ids
 from jattn.models.families.multimodal import extract_text_config, is_multimodal
 from jattn.models.kv_scales import KVScales, is_kv_scale
-from jattn.models.loading import tokenizer
 from jattn.models.loading.checkpoint import (
     check_tensors,
     find_tensor_mappings,
@@ -30,8 +29,12 @@ from jattn.models.loading.checkpoint import (
     open_tensors,
     rename_to_family_names,
 )
-from jattn.models.loading.files import as_path, optional_module, read_json
-from jattn.models.loading.generation_config import FILE, GenerationConfig
+from jattn.models.loading.files import (
+    as_path,
+    optional_module,
+    read_json,
+    read_json_if_exists,
+)
 from jattn.models.loading.hub import resolve_checkpoint
 from jattn.models.loading.placement import MeshPlacement, check_host, read_parameter
 from jattn.models.loading.quantized_weights import Tensor, dequantize_tensors
@@ -44,11 +47,14 @@ from jattn.models.loading.tensor_layouts import (
     make_join,
     to_hf,
 )
+from jattn.models.loading.tokenizer import FILE as TOKENIZER_FILE
+from jattn.models.loading.tokenizer import read_tokenizer
 from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_shape
 from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import CP, TP
 from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
 
+_GENERATION_FILE = "generation_config.json"
 _NUM_READERS = 2  # threads: one parameter is transferred while another one is assembled or compiled for
 
 
@@ -83,7 +89,7 @@ def load_shapes(
     model = _make_abstract_model(config, tensors, dtype, implementation)
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
-    model.generation_config = GenerationConfig.read(directory)
+    model.generation_config = json.dumps(read_json_if_exists(directory / _GENERATION_FILE), indent=2)
     return model
 
 
@@ -179,8 +185,8 @@ def load(
     """
     check_host(mesh)
     name, directory = as_path("directory", directory).name, resolve_checkpoint(directory, revision)
-    config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
-    generation_config = GenerationConfig.read(directory)
+    tokenizer = read_tokenizer(directory)
+    config = _config_on_mesh(_read_config(directory, tokenizer), mesh, cp_kv_cache_interleave_size)
     tensors = _open_float_tensors(directory, config)
     graph, state = nnx.split(_make_abstract_model(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), find_tensor_mappings(config.family, tensors)
@@ -198,8 +204,9 @@ def load(
             bar.update()
     model = nnx.merge(graph, nnx.from_flat_state(flat))
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
-    model.kv_scales, model.generation_config = kv_scales, generation_config
-    model.tokenizer = tokenizer.read_tokenizer(directory)
+    model.kv_scales = kv_scales
+    model.generation_config = json.dumps(read_json_if_exists(directory / _GENERATION_FILE), indent=2)
+    model.tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
     return model
 
 
@@ -258,9 +265,10 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
     )
     hf = model.config.to_hf() | {"torch_dtype": str(model.dtype)}
     (directory / "config.json").write_text(json.dumps(hf, indent=2, sort_keys=True) + "\n")
-    model.generation_config.write(directory)
+    if model.generation_config != "{}":
+        (directory / _GENERATION_FILE).write_text(model.generation_config + "\n")
     if model.tokenizer is not None:
-        model.tokenizer.save(str(directory / tokenizer.FILE))
+        model.tokenizer.save(str(directory / TOKENIZER_FILE))
 
 
 def read_config(directory: str | pathlib.Path) -> DecoderConfig:
@@ -275,14 +283,17 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
         NotImplementedError: If the model is not supported; see `DecoderConfig.from_hf`.
     """
     directory = as_path("directory", directory)
-    hf = read_json(directory / "config.json")
-    overrides: dict[str, Any] = {}
-    generation, tokenizer_eos = directory / FILE, tokenizer.read_eos_token_id(directory)
-    if generation.exists():
-        eos = read_json(generation).get("eos_token_id")
-        rule = "be an int or a list of ints"
-        require(eos is None or are_token_ids(eos), f"{generation}: eos_token_id", rule, repr(eos))
-        overrides = {} if eos is None else {"eos_token_id": eos}
+    return _read_config(directory, read_tokenizer(directory))
+
+
+def _read_config(directory: pathlib.Path, tokenizer: Any | None) -> DecoderConfig:
+    """Read the configuration of a folder whose tokenizer has been read; see `read_config`."""
+    hf, generation = read_json(directory / "config.json"), directory / _GENERATION_FILE
+    eos = read_json_if_exists(generation).get("eos_token_id")
+    rule = "be an int or a list of ints"
+    require(eos is None or are_token_ids(eos), f"{generation}: eos_token_id", rule, repr(eos))
+    overrides = {} if eos is None else {"eos_token_id": eos}
+    tokenizer_eos = None if tokenizer is None else tokenizer.eos_token_id
     try:
         config = DecoderConfig.from_hf({**extract_text_config(hf), **overrides})
         # transformers adds an eos_token that the tokenizer lacks.

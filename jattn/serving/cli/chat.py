@@ -98,7 +98,8 @@ def _read_line() -> str | None:
 def _local_model(args: argparse.Namespace) -> StreamReply:
     """Load the model of a folder and return the function that replies with it."""
     templates: Any = importlib.import_module("jattn.serving.server.chat_template")
-    folder, file = resolve_checkpoint(args.model), args.chat_template and pathlib.Path(args.chat_template)
+    folder = resolve_checkpoint(args.model, args.revision)
+    file = args.chat_template and pathlib.Path(args.chat_template)
     template = templates.load_chat_template(folder, file)
     if template is None:
         raise ValueError(f"{args.model} has no chat template. Pass --chat-template FILE.")

@@ -36,6 +36,11 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that configure the engine."""
     parser.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model on the Hub (default: the Hub's default branch)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=DTYPES,
         help="data type of weights and activations (default: the checkpoint's)",
@@ -239,7 +244,7 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CalibrationWarning)
         load_options = {"dtype": args.dtype, **_mesh_options(args)}
-        model = load(args.model, **load_options)
+        model = load(args.model, revision=args.revision, **load_options)
         # The custom all-reduce requires that one engine at a time runs on the devices, as it does here.
         allows_custom_all_reduce = not (args.disable_custom_all_reduce or args.batch_invariant)
         if allows_custom_all_reduce and why_not_peer_memory(model) is None:

@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def serve(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
     server: Any = _import_server()
-    folder = resolve_checkpoint(args.model)
+    folder = resolve_checkpoint(args.model, args.revision)
     is_local = folder == pathlib.Path(args.model)
     default_name = folder.resolve().name if is_local else args.model
     args.model = str(folder)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import math
 import numbers
 import secrets
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jattn.models.loading.generation_config import FILE, GenerationConfig
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from pallas_kernels.checks import require, require_int, require_positive
 
@@ -239,16 +239,16 @@ def default_sampling_params_of(model: Any) -> SamplingParams:
 
     Source: vLLM `ModelConfig.get_diff_sampling_param`, which ignores do_sample.
     """
-    config = getattr(model, "generation_config", None) or GenerationConfig()
-    values = config.sampling_defaults()
-    if config.do_sample:
-        values = {"temperature": 1.0} | values
-    else:
-        values = {name: value for name, value in values.items() if name == "repetition_penalty"}
+    config: dict[str, Any] = json.loads(getattr(model, "generation_config", "{}"))
+    do_sample, file = config.get("do_sample") or False, "generation_config.json"
+    require(isinstance(do_sample, bool), f"{file}: do_sample", "be true or false", do_sample)
+    names = ("temperature", "top_p", "top_k", "min_p") if do_sample else ()
+    names = (*names, "repetition_penalty")
+    values = {name: config[name] for name in names if config.get(name) is not None}
     try:
-        return SamplingParams(**values)
+        return SamplingParams(**({"temperature": 1.0} if do_sample else {}) | values)
     except ValueError as error:
-        raise ValueError(f"{FILE}: {error}") from error
+        raise ValueError(f"{file}: {error}") from error
 
 
 def describe_params(params: SamplingParams) -> str:

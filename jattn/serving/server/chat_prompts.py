@@ -8,7 +8,10 @@ from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, 
 from jattn.serving.server.service import Service
 from jattn.serving.server.tools import parse_call_arguments
 
-CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # The mark that transformers uses.
+RESERVED = (  # Arguments of transformers' `render_jinja_template` that are not variables, and messages.
+    *("messages", "conversations", "add_generation_prompt", "continue_final_message", "chat_template"),
+    "return_assistant_tokens_mask",
+)
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # Types of content parts that are text.
 
 
@@ -30,16 +33,22 @@ async def encode_chat(service: Service, body: ChatTemplateBody) -> list[int]:
     if "developer" not in template.source:  # OpenAI's newer name of the system role.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
     variables, kwargs = _template_variables(service, body), dict(body.chat_template_kwargs or {})
-    reserved = sorted({"messages", "add_generation_prompt", *variables} & kwargs.keys())
+    reserved = sorted({*RESERVED, *variables} & kwargs.keys())
     if reserved:
         raise ValueError(f"chat_template_kwargs cannot contain {reserved}. Use the request's own parameters.")
     if body.continue_final_message and body.add_generation_prompt:
         raise ValueError("continue_final_message requires add_generation_prompt=false.")
     if body.continue_final_message:
-        messages[-1] = _mark_end(messages[-1])
-    text = template.render(messages, add_generation_prompt=body.add_generation_prompt, **variables, **kwargs)
-    if body.continue_final_message:
-        text = _cut_at_mark(text)
+        content = messages[-1].get("content") or ""
+        if not (content[-1] if isinstance(content, list) else content).strip():
+            raise ValueError("continue_final_message requires a last message that is not empty.")
+    text = template.render(
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        **variables,
+        **kwargs,
+    )
     (ids,) = await tokenize_async(service.tokenizer, [text], add_special_tokens=body.add_special_tokens)
     return ids
 
@@ -60,44 +69,10 @@ def _template_variables(service: Service, body: ChatTemplateBody) -> dict[str, A
     for name, value in optional.items():
         if value is not None:
             assert service.chat_template is not None
-            if name not in service.chat_template.variables:
+            if name not in service.chat_template.source:
                 raise ValueError(f"{name} is not supported by this model's chat template. Omit it.")
             variables[name] = value
     return variables
-
-
-def _mark_end(message: dict[str, Any]) -> dict[str, Any]:
-    """Append a mark to the last message, which the model continues.
-
-    Raises:
-        ValueError: If the message is empty.
-    """
-    content = message.get("content") or ""
-    *earlier_parts, last = content if isinstance(content, list) else [content]
-    if not last.strip():
-        raise ValueError("continue_final_message requires a last message that is not empty.")
-    marked = last + CONTINUE_MARK
-    return message | {"content": [*earlier_parts, marked] if earlier_parts else marked}
-
-
-def _cut_at_mark(text: str) -> str:
-    """Return the text before the mark.
-
-    A search for the message itself could match elsewhere: a last "d" also occurs in "<|im_end|>".
-
-    Raises:
-        ValueError: If the template did not render the message unchanged.
-
-    Source: transformers `apply_chat_template(continue_final_message=True)`.
-    """
-    index = text.rfind(CONTINUE_MARK.strip())
-    if index < 0:
-        raise ValueError(
-            "continue_final_message is not supported by this chat template, which does not render the last "
-            "message unchanged. Omit it."
-        )
-    keeps_whitespace = text.startswith(CONTINUE_MARK, index)  # Otherwise the template strips messages.
-    return text[:index] if keeps_whitespace else text[:index].rstrip()
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:

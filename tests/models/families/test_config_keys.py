@@ -5,7 +5,6 @@ import json
 import pytest
 
 from jattn.models import DecoderConfig
-from jattn.models.loading.generation_config import GenerationConfig
 from jattn.models.loading.pretrained import read_config
 from tests.models.tiny_checkpoints import CONFIGS, SIZES
 
@@ -173,7 +172,6 @@ def test_a_byte_order_mark_is_ignored(tmp_path):
     config = read_config(write(tmp_path, mark + text, generation_config=generation))
     assert config.eos_token_ids == (7, 8)
     assert config.layers == DecoderConfig.from_hf(LLAMA).layers
-    assert GenerationConfig.read(tmp_path) == GenerationConfig(top_k=0)
 
 
 @pytest.mark.parametrize(

@@ -63,5 +63,7 @@ def test_a_missing_name_is_one_clear_error(name, revision, message):
 def test_the_command_line_takes_names(capsys):
     assert main(["generate", "--model", NAME, "--max-tokens=2", "--temperature=0", "a"]) == 0
     assert capsys.readouterr().out.startswith("> a\n")
+    assert main(["generate", "--model", NAME, "--revision=v2", "a"]) == 1
+    assert "has no such model at revision v2" in capsys.readouterr().err
     assert main(["generate", "--model", "org/nothing", "a"]) == 1
     assert capsys.readouterr().err.startswith("jattn: org/nothing is not a folder, and the Hub has no")

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from jattn.models import load, save
-from jattn.models.loading.tokenizer import read_eos_token_id, read_tokenizer
+from jattn.models.loading.tokenizer import read_tokenizer
 from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 
@@ -14,7 +14,7 @@ def write_unlisted(folder, config):
     vocab = {"<b>": 0, "/": 1, "s": 2, "<": 3, ">": 4, "a": 5, "b": 6, "</s>": 7}
     Tokenizer(models.BPE(vocab, [])).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return read_tokenizer(folder)
+    return read_tokenizer(folder).backend_tokenizer
 
 
 def test_special_tokens_may_be_only_in_the_vocabulary(tmp_path):
@@ -35,7 +35,7 @@ def test_added_tokens_of_tokenizer_config_are_single_tokens(tmp_path):
     assert tokenizer.encode("<b><new>a<newer>").ids == [0, 8, 5, 9]
     assert tokenizer.decode([0, 8, 5, 9]) == "<b> a"
     write_unlisted(tmp_path, {"added_tokens_decoder": listed, "eos_token": "<newer>"})
-    assert read_eos_token_id(tmp_path) == 9
+    assert read_tokenizer(tmp_path).eos_token_id == 9
 
 
 LISTED = {"content": "<b>", "special": False}
@@ -57,7 +57,7 @@ def test_special_flags_of_added_tokens_match_transformers(tmp_path, config, show
     tokenizer = Tokenizer(models.BPE(tokenizer.get_vocab(), []))
     tokenizer.add_tokens(["<b>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert read_tokenizer(tmp_path).decode([5, 0]) == shown
+    assert read_tokenizer(tmp_path).backend_tokenizer.decode([5, 0]) == shown
 
 
 @pytest.mark.parametrize("config", [5, [1], {"x": {"content": "a"}}, {"1": "a"}])

@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 from jattn.models import load, save
-from jattn.models.loading.generation_config import GenerationConfig
 from jattn.models.loading.pretrained import load_shapes, read_config
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.cli.main import main
@@ -103,7 +102,7 @@ def test_the_defaults_are_saved_with_a_model(folder, tmp_path):
     model = load(folder(LLAMA3), progress=False)
     save(model, tmp_path / "again")
     assert load(tmp_path / "again", progress=False).generation_config == model.generation_config
-    model.generation_config = GenerationConfig()
+    model.generation_config = "{}"
     save(model, tmp_path / "silent")
     assert not (tmp_path / "silent" / "generation_config.json").exists()
 
@@ -111,9 +110,9 @@ def test_the_defaults_are_saved_with_a_model(folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"temperature": "hot"}, r"generation_config.json: temperature must be a number, got 'hot'\."),
+        (r"generation_config.json: temperature must be .*, got 'hot'\.",),
         ({"do_sample": 1}, r"generation_config.json: do_sample must be true or false, got 1\."),
-        ({"top_k": True}, r"generation_config.json: top_k must be a number, got True\."),
+        ({"do_sample": True, "top_k": True}, r"generation_config.json: top_k must be an int, got True\."),
         (
             {"do_sample": True, "top_p": 1.5},
             r"generation_config.json: top_p must be in \(0, 1\] .*, got 1.5\.",

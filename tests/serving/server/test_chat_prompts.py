@@ -80,30 +80,27 @@ class TestConversations:
         assert "requires a last message that is not empty" in error["message"]
 
     @pytest.mark.parametrize("content", ["d", "end", "<|", "a", "a\n"])
-    def test_continued_message_excludes_the_text_after_it(self, server, content):
+    def test_continued_message_excludes_the_text_after_it(self, server, monkeypatch, content):
         template = server.server.service.chat_template
-        template.render = lambda messages, **options: f"<|a|>{messages[-1]['content']}<|im_end|>\n"
-        try:
-            request_body = {"add_generation_prompt": False, "continue_final_message": True}
-            assert (
-                render_prompt(server, messages=[USER | {"content": content}], **request_body)
-                == f"<|a|>{content}"
-            )
-            template.render = lambda messages, **options: "<|a|>"
-            status, error = server.error(CHAT, messages=[USER], **request_body)
-            assert (status, error["param"]) == (400, "continue_final_message")
-            assert "does not render the last message unchanged" in error["message"]
-        finally:
-            del template.render
+        monkeypatch.setattr(template, "_template", "<|a|>{{ messages[-1].content }}<|im_end|>\n")
+        request_body = {"add_generation_prompt": False, "continue_final_message": True}
+        messages = [USER | {"content": content}]
+        assert render_prompt(server, messages=messages, **request_body) == f"<|a|>{content}"
+        monkeypatch.setattr(template, "_template", "<|a|>{# content #}")
+        status, error = server.error(CHAT, messages=[USER], **request_body)
+        assert (status, error["param"]) == (400, "continue_final_message")
+        assert "does not render the last message unchanged" in error["message"]
 
-    def test_continued_message_may_be_stripped(self, server):
+    def test_continued_message_may_be_stripped(self, server, monkeypatch):
         template = server.server.service.chat_template
-        template.render = lambda messages, **options: f"<{messages[-1]['content'].strip()}>"
-        try:
-            request_body = {"add_generation_prompt": False, "continue_final_message": True}
-            assert render_prompt(server, messages=[USER | {"content": " a b "}], **request_body) == "<a b"
-        finally:
-            del template.render
+        monkeypatch.setattr(template, "_template", "<{{ messages[-1].content | trim }}>")
+        request_body = {"add_generation_prompt": False, "continue_final_message": True}
+        assert render_prompt(server, messages=[USER | {"content": " a b "}], **request_body) == "<a b"
+
+    def test_template_variables_are_not_arguments_of_its_renderer(self, server):
+        for name in ("chat_template", "return_assistant_tokens_mask", "continue_final_message"):
+            status, error = server.error(CHAT, messages=[USER], chat_template_kwargs={name: "x"})
+            assert (status, error["param"]) == (400, "chat_template_kwargs")
 
     def test_template_receives_its_variables(self, server):
         tools = [{"type": "function", "function": {"name": "f"}}]
@@ -114,10 +111,10 @@ class TestConversations:
         )
         assert BYTES.decode(response["prompt_token_ids"]) == "[user]hi;<low>>"
         template = server.server.service.chat_template
-        previous, template.variables = template.variables, {"messages"}
+        previous, template.source = template.source, "{{ messages }}"
         try:
             status, error = server.error(CHAT, messages=[USER], reasoning_effort="low")
         finally:
-            template.variables = previous
+            template.source = previous
         assert (status, error["param"]) == (400, "reasoning_effort")
         assert "reasoning_effort is not supported by this model's chat template" in error["message"]
