@@ -1,9 +1,10 @@
 """Argument checks whose errors name the argument, the rule it breaks and its value."""
 
 import dataclasses
+import functools
 import numbers
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
 
 import numpy as np
 
@@ -102,6 +103,27 @@ def require_type(name: str, value: object, types: type | tuple[type, ...], hint:
     shape = getattr(value, "shape", None)  # an array is described by its shape, not by its numbers
     got = repr(value)[:80] if shape is None else f"shape {shape}"
     require(False, name, f"be a {names} ({hint})", f"{type(value).__name__}: {got}")
+
+
+def suggest_argument_names[F: Callable[..., Any]](name: str, hints: Mapping[str, str]) -> Callable[[F], F]:
+    """Return a decorator that makes a function raise a helpful TypeError for names of other libraries.
+
+    Args:
+        name: Name of the function in the message.
+        hints: Sentence without a final period for each unknown argument name.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for argument in kwargs:
+                if argument in hints:
+                    raise TypeError(f"{name}() got an unexpected argument {argument!r}. {hints[argument]}.")
+            return function(*args, **kwargs)
+
+        return cast(F, wrapper)
+
+    return decorate
 
 
 def unsupported(feature: str, reason: str, fix: str) -> NotImplementedError:

@@ -162,6 +162,7 @@ class TestQuantizationNames:
             ("fp8", "fp8_e4m3"),
             ("fp8_e4m3", "fp8_e4m3"),
             ("fp8_e5m2", "fp8_e5m2"),
+            ("int8", "int8_token_head"),
             ("fp8_per_token_head", "fp8_e4m3_token_head"),
             ("int8_per_token_head", "int8_token_head"),
         ],
@@ -175,7 +176,7 @@ class TestQuantizationNames:
         [
             ("int4_per_token_head", "int8_token_head"),
             ("fp8_inc", "fp8_e5m2"),
-            ("int8", "int8_k_only"),
+            ("int8_k", "int8_k_only"),
             ("fp8-e4m3", "fp8_e4m3"),
         ],
     )

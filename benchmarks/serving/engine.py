@@ -86,7 +86,11 @@ def main(arguments: argparse.Namespace) -> None:
         gc.collect()
     if "fp8" in cases:
         engine = make_engine(
-            model, arguments.cache_dir, quantization="fp8_per_token_head", num_blocks=40_000, max_num_seqs=64
+            model,
+            arguments.cache_dir,
+            kv_cache_dtype="fp8_per_token_head",
+            num_blocks=40_000,
+            max_num_seqs=64,
         )
         rows.add(
             name="decode_fp8_64x4096", **kernels(engine, 64, 4096), logprob_error=logprob_error(engine, model)
@@ -164,7 +168,7 @@ def make_engine(
     model: Any,
     cache_dir: str | None,
     *,
-    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     num_blocks: int = 24_000,
     max_num_seqs: int | None = None,
 ) -> Engine:
@@ -173,7 +177,7 @@ def make_engine(
     Args:
         model: Model to serve.
         cache_dir: Directory of the compilation cache; None disables the cache.
-        quantization: Format of the KV cache; None stores 16 bits.
+        kv_cache_dtype: Format of the KV cache; "auto" stores 16 bits.
         num_blocks: Number of KV-cache blocks.
         max_num_seqs: Batch size of a case with a single batch: the engine has only the three buckets that the
             case needs. None creates the default buckets for 256 requests, nano-vllm's limit.
@@ -181,7 +185,7 @@ def make_engine(
     return Engine(
         model,
         num_blocks=num_blocks,
-        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         max_num_seqs=max_num_seqs or 256,
         max_num_batched_tokens=8192,
         buckets=None if max_num_seqs is None else single_batch_buckets(max_num_seqs),
@@ -355,9 +359,9 @@ def fp8_and_bf16_steps(batch: int, context: int, cache_dir: str | None) -> dict[
     """Return milliseconds per decode step of FP8_LAYERS layers, with a cache in fp8 and in bf16."""
     model, row = random_decoder(QWEN3_8B | {"num_hidden_layers": FP8_LAYERS}), {"layers": FP8_LAYERS}
     num_blocks = batch * (context // 16 + 16)
-    for key, quantization in (("step_ms_bf16", None), ("step_ms", "fp8_per_token_head")):
+    for key, kv_cache_dtype in (("step_ms_bf16", "auto"), ("step_ms", "fp8_per_token_head")):
         engine = make_engine(
-            model, cache_dir, quantization=quantization, num_blocks=num_blocks, max_num_seqs=batch
+            model, cache_dir, kv_cache_dtype=kv_cache_dtype, num_blocks=num_blocks, max_num_seqs=batch
         )
         errors = checked_tokens(engine, model)
         request_ids = start_decoding(engine, batch, context)

@@ -57,6 +57,7 @@ QUANTIZATION_ALIASES = {
     "auto": None,
     "fp8": "fp8_e4m3",
     "fp8_per_token_head": "fp8_e4m3_token_head",
+    "int8": "int8_token_head",
     "int8_per_token_head": "int8_token_head",
 }
 
@@ -77,6 +78,28 @@ def resolve_quantization(name: str | None) -> str | None:
             f"quantization={name!r} is unknown. Did you mean {nearest!r}? It must be one of {names}."
         )
     return name
+
+
+def resolve_kv_cache_dtype(kv_cache_dtype: Any) -> tuple[DTypeLike | None, str | None]:
+    """Return the dtype (None: the model's) and the quantization of the caches for vLLM's kv_cache_dtype.
+
+    Raises:
+        ValueError: If it is neither a float dtype nor the name of a quantization.
+    """
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in QUANTIZATION_ALIASES:
+        return None, QUANTIZATION_ALIASES[kv_cache_dtype]
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype in QUANTIZATIONS:
+        return None, kv_cache_dtype
+    names = ", ".join(map(repr, [*QUANTIZATION_ALIASES, *filter(None, QUANTIZATIONS)]))
+    rule = f"be a float dtype such as 'bfloat16', or one of {names}"
+    try:
+        dtype = jnp.dtype(kv_cache_dtype)
+    except TypeError:
+        require(False, "kv_cache_dtype", rule, repr(kv_cache_dtype))
+        raise
+    is_float = kv_cache_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    require(is_float, "kv_cache_dtype", rule, repr(kv_cache_dtype))
+    return dtype, None
 
 
 def require_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
@@ -107,7 +130,7 @@ class CacheSpec:
         quantization: None; "fp8_e4m3" or "fp8_e5m2" (static scales, one in all or one per KV head);
             "fp8_e4m3_token_head" or "int8_token_head" (one scale per token and head, computed when written);
             "int8_static_v" (keys as int8_token_head, int8 values with a static scale per channel);
-            "int8_k_only" (keys as int8_token_head, values not quantized). vLLM's names "auto", "fp8",
+            "int8_k_only" (keys as int8_token_head, values not quantized). vLLM's names "auto", "fp8", "int8",
             "fp8_per_token_head" and "int8_per_token_head" are accepted, too.
     """
 

@@ -1,8 +1,6 @@
 """Validation and conversion of the arguments of `attention`."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -148,23 +146,6 @@ def _batch_sizes(
     lens = np.diff(np.asarray(cu_seqlens))
     max_len = int(lens.max())
     return BatchSizes(spec.num_q_heads, num_rows, max_len, max_seq_len=max_len, query_ends=lambda: lens)
-
-
-def suggest_argument_names[F: Callable[..., Any]](attention: F) -> F:
-    """Make a function raise a helpful TypeError for argument names of jax.nn, Flax and other libraries.
-
-    Args:
-        attention: Function to wrap.
-    """
-
-    @functools.wraps(attention)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name in ARGUMENT_HINTS:
-                raise TypeError(f"attention() got an unexpected argument {name!r}. {ARGUMENT_HINTS[name]}.")
-        return attention(*args, **kwargs)
-
-    return cast(F, wrapper)
 
 
 def max_lookahead(spec: AttentionSpec) -> int | None:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.dense.arguments import (
+    ARGUMENT_HINTS,
     MaskInputs,
     check_mask_inputs,
     implementations_for_documents,
     infer_spec,
-    suggest_argument_names,
 )
 from jattn.dense.auto_sharding import has_auto_sharding
 from jattn.dense.per_shard import (
@@ -29,10 +29,10 @@ from jattn.dense.sharding import explicit_sharding, run_sharded
 from jattn.implementations.selection import ImplementationArg, requested_implementations
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require_bool
+from pallas_kernels.checks import require_bool, suggest_argument_names
 
 
-@suggest_argument_names
+@suggest_argument_names("attention", ARGUMENT_HINTS)
 def attention(
     q: Float[Array, "..."],
     k: Float[Array, "..."],

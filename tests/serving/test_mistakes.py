@@ -110,7 +110,9 @@ WANT = {
     "Engine(m.model, cache_bytes=1e9)": r"cache_bytes must be an int, got 1000000000\.0\.",
     "Engine(m.model, skip_layers=0)": r"skip_layers must be a list of ints, got 0\.",
     "Engine(m.model, buckets=[8])": r"buckets\[0\] must be a Bucket, got 8\.",
-    "Engine(m.model, quantization='int4')": r"quantization='int4' is unknown. Did you mean ",
+    "Engine(m.model, kv_cache_dtype='int4')": r"kv_cache_dtype must be a float dtype .*'fp8', .*, got 'int4'",
+    "Engine(m.model, kv_cache_dtype=jnp.int8)": r"kv_cache_dtype must be .* one of 'auto', .* got .*int8",
+    "Engine(m.model, kv_cache_dtype=None)": r"kv_cache_dtype must be .*, got None\.",
     "Engine(m.model, cascade_attention=1)": r"cascade_attention must be a bool or None .*, got int: 1\.",
     "Engine(m.model, check_batches='no')": r"check_batches must be a bool .*, got str: 'no'\.",
     "Engine(m.model, cache_dir=3)": r"cache_dir must be a str or PathLike \(a folder, or None\), got int: 3",
@@ -193,15 +195,31 @@ WANT = {
 }
 
 
+HINTS = {  # arguments of other libraries: TypeErrors
+    "Engine(m.model, quantization='fp8')": r"weights is read from the checkpoint.* use kv_cache_dtype=\.",
+    "Engine(m.model, gpu_memory_utilization=0.9)": r"Engine\(\) got .* Use cache_bytes= or num_blocks=\.",
+    "Engine(m.model, tensor_parallel_size=2)": r"Load the model with mesh=jattn.parallel.make_mesh\(tp=\)\.",
+    "Engine(m.model, enable_lora=True)": r"'enable_lora'. LoRA is not supported\.",
+    "Engine(m.model, cache_size=2)": r"unexpected keyword argument 'cache_size'",
+    "ask(['a'], temperature=0.5)": r"generate\(\) got .* Use .*SamplingParams\(temperature=\)\.",
+    "ask(prompt_token_ids=[[1]])": r"Pass lists of token ids as prompts\.",
+}
+
+
 @pytest.fixture(scope="module")
 def errors():
     """Return the error of each expression, in a process without the type checks."""
-    command = [sys.executable, "-W", "error", "-m", "tests.serving.mistakes", *WANT]
+    command = [sys.executable, "-W", "error", "-m", "tests.serving.mistakes", *WANT, *HINTS]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr
-    return dict(zip(WANT, json.loads(done.stdout), strict=True))
+    return dict(zip([*WANT, *HINTS], json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("mistake", WANT)
 def test_a_mistake_is_reported_by_argument_and_value(errors, mistake):
     assert re.match("ValueError: " + WANT[mistake], errors[mistake]), errors[mistake]
+
+
+@pytest.mark.parametrize("mistake", HINTS)
+def test_an_argument_of_another_library_is_reported_with_its_equivalent(errors, mistake):
+    assert re.match(f"TypeError: .*{HINTS[mistake]}", errors[mistake]), errors[mistake]

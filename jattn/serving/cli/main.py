@@ -23,7 +23,9 @@ INTERRUPTED = 130  # Exit status after Ctrl-C, as in shells.
 # Options of `vllm serve` that have another name here, or are not needed or supported; see docs/vllm.md.
 VLLM_OPTIONS = {
     "--gpu-memory-utilization": "set the size of the cache with --num-blocks",
-    "--kv-cache-dtype": "use --quantization",
+    "--quantization": (
+        "the quantization of weights is read from the checkpoint; for the KV cache, use --kv-cache-dtype"
+    ),
     "--attention-backend": "use --implementation",
     "--speculative-config": "use --speculative and --num-speculative-tokens",
     "--enforce-eager": "every step is compiled",

@@ -22,7 +22,7 @@ MODEL_HELP = "Hugging Face model: a folder, or a name on the Hub such as org/nam
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
 ENGINE_OPTIONS = (  # Arguments of Engine that have an option of the same name.
-    *("implementation", "quantization", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
+    *("implementation", "kv_cache_dtype", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
     *("speculative", "num_speculative_tokens", "cascade_attention", "batch_invariant"),
 )
@@ -51,9 +51,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="attention implementation (default: the fastest one that supports the model)",
     )
     parser.add_argument(
-        "--quantization",
-        choices=[*filter(None, QUANTIZATIONS), *QUANTIZATION_ALIASES],
-        help="KV-cache quantization; weights are not quantized (default: none)",
+        "--kv-cache-dtype",
+        choices=[*QUANTIZATION_ALIASES, *filter(None, QUANTIZATIONS), *DTYPES],
+        default="auto",
+        help="storage of the KV cache; auto is the model's data type (default: %(default)s)",
     )
     parser.add_argument(
         "--skip-layers",

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jattn.batch.bucket import Bucket
 from jattn.cache import CacheSpec
+from jattn.cache.spec import resolve_kv_cache_dtype
 from jattn.parallel import num_local_mesh_devices, num_mesh_devices, num_ranks
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.engine.kv_cache_manager import LocalAttention
@@ -64,8 +65,7 @@ class EngineConfig:
         max_num_batched_tokens: Maximum number of new tokens per step.
         max_model_len: Maximum context length in tokens.
         enable_prefix_caching: Whether requests reuse cached prefixes.
-        cache_dtype: Dtype of the cached keys and values. None: the model's dtype.
-        quantization: KV-cache quantization; see `CacheSpec`.
+        kv_cache_dtype: "auto" (the model's dtype), a float dtype, or a quantization of `CacheSpec`.
         skip_layers: Indices of layers whose KV cache is not quantized.
         speculative: Draft method: None, "ngram", an NgramProposer, a draft model, or the path of one.
         num_speculative_tokens: Number of draft tokens per request and step.
@@ -84,8 +84,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     enable_prefix_caching: bool = True
-    cache_dtype: DTypeLike | None = None
-    quantization: str | None = None
+    kv_cache_dtype: DTypeLike = "auto"
     skip_layers: Sequence[int] = ()
     speculative: Any = None
     num_speculative_tokens: int = 4
@@ -98,6 +97,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_list_of_ints("skip_layers", self.skip_layers)
+        resolve_kv_cache_dtype(self.kv_cache_dtype)  # Raises if it is unknown.
         for name in ("batch_invariant", "enable_prefix_caching", "check_batches"):
             require_type(name, getattr(self, name), bool, "True or False")
         require_type(
@@ -252,8 +252,7 @@ def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | 
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
-        cache_dtype=config.cache_dtype,
-        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         skip_layers=config.skip_layers,
         speculative=draft,
         num_speculative_tokens=config.num_speculative_tokens,
@@ -453,11 +452,12 @@ def cache_specs(
     config: EngineConfig, model: ServedModel, num_blocks: int | Sequence[int], block_size: int
 ) -> tuple[CacheSpec, ...]:
     """Return the specs of a model's KV caches, one per layer."""
+    dtype, quantization = resolve_kv_cache_dtype(config.kv_cache_dtype)
     return model.cache_specs(
         num_blocks,
         block_size=block_size,
-        dtype=config.cache_dtype,
-        quantization=config.quantization,
+        dtype=dtype,
+        quantization=quantization,
         skip_layers=config.skip_layers,
     )
 
@@ -497,9 +497,8 @@ def shared_options(
         **sizes._asdict(),
         "max_model_len": config.max_model_len,
         "batch_invariant": config.batch_invariant,
-        "cache's dtype": config.cache_dtype,
-        "cache's quantization": config.quantization,
-        "cache's skip_layers": config.skip_layers,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "skip_layers": config.skip_layers,
         "buckets": config.buckets,
         "implementation": config.implementation,
         "cascade_attention": config.cascade_attention,

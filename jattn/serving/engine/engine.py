@@ -1,6 +1,7 @@
 """The offline inference engine: batch prompts, run steps, and return the generated tokens."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,7 +30,31 @@ from jattn.serving.engine.speculative import make_speculation
 from jattn.serving.engine.stats import EngineStats
 from jattn.serving.engine.step import use_compilation_cache
 from jattn.serving.engine.structured_outputs import Grammars
-from pallas_kernels.checks import require, require_type
+from pallas_kernels.checks import require, require_type, suggest_argument_names
+
+ENGINE_HINTS = {  # for arguments of vLLM's LLM
+    "quantization": (
+        "The quantization of weights is read from the checkpoint. For the KV cache, use kv_cache_dtype="
+    ),
+    **dict.fromkeys(("gpu_memory_utilization", "kv_cache_memory_bytes"), "Use cache_bytes= or num_blocks="),
+    "tensor_parallel_size": "Load the model with mesh=jattn.parallel.make_mesh(tp=)",
+    "pipeline_parallel_size": "Load the model with mesh=jattn.parallel.make_mesh(tp=)",
+    "dtype": "Use jattn.models.load(model, dtype=)",
+    "seed": "Use SamplingParams(seed=)",
+    "speculative_config": "Use speculative= and num_speculative_tokens=",
+    "enforce_eager": "Steps are always compiled",
+    "trust_remote_code": "Code in checkpoints is never run",
+    "enable_lora": "LoRA is not supported",
+}
+GENERATE_HINTS = {  # for fields of SamplingParams, and arguments of vLLM's LLM.generate
+    **{
+        field.name: f"Use sampling_params=SamplingParams({field.name}=)"
+        for field in dataclasses.fields(SamplingParams)
+        if field.name not in ("max_tokens", "ignore_eos")
+    },
+    "prompt_token_ids": "Pass lists of token ids as prompts",
+    "lora_request": "LoRA is not supported",
+}
 
 
 class Engine:
@@ -46,6 +71,7 @@ class Engine:
             always greedy.
     """
 
+    @suggest_argument_names("Engine", ENGINE_HINTS)
     def __init__(
         self,
         model: Any,
@@ -57,8 +83,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
-        cache_dtype: DTypeLike | None = None,
-        quantization: str | None = None,
+        kv_cache_dtype: DTypeLike = "auto",
         skip_layers: Sequence[int] = (),
         speculative: Any = None,
         num_speculative_tokens: int = 4,
@@ -85,9 +110,9 @@ class Engine:
                 in vLLM and in jattn's server. None: the model's maximum.
             enable_prefix_caching: Whether requests reuse the cached blocks of a prefix that an earlier
                 request has computed.
-            cache_dtype: Dtype of the cached keys and values. None: the model's dtype.
-            quantization: KV-cache quantization (not of the weights); see `CacheSpec`. Static scales come from
-                the model's kv_scales.
+            kv_cache_dtype: Storage of keys and values: "auto" (the model's dtype), a float dtype, or a
+                quantization: "fp8", "fp8_e4m3", "fp8_e5m2", "int8" or another name of `CacheSpec`. Static
+                scales come from the model's kv_scales.
             skip_layers: Indices of layers whose KV cache is not quantized; negative indices count from the
                 last layer.
             speculative: Draft method: None, "ngram", an NgramProposer, a draft model, or the path of one.
@@ -119,8 +144,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
-            cache_dtype=cache_dtype,
-            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             skip_layers=skip_layers,
             speculative=speculative,
             num_speculative_tokens=num_speculative_tokens,
@@ -358,6 +382,7 @@ class Engine:
         return bool(self._open)
 
     # --------------------------------------------------------------------------------- prompts at once
+    @suggest_argument_names("generate", GENERATE_HINTS)
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -400,6 +425,7 @@ class Engine:
                     on_token(*token)
         return [request.result() for request in requests]
 
+    @suggest_argument_names("stream", GENERATE_HINTS)
     def stream(
         self,
         prompts: Sequence[Prompt],

@@ -21,6 +21,7 @@ from jattn.batch.bucket import Bucket, place_requests
 from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, arrange_batch
 from jattn.cache import CacheSpec
+from jattn.cache.spec import resolve_kv_cache_dtype
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
 from jattn.serving.engine.config import ResolvedConfig, cache_specs
@@ -129,12 +130,13 @@ class Runner:
         self._leaves = self.graphs.leaves_of(self.weights.state)
 
         blocks = config.blocks_per_layer
+        dtype, quantization = resolve_kv_cache_dtype(config.kv_cache_dtype)
         self._new_caches = functools.partial(
             model.create_caches,
             blocks,
             block_size=config.block_size,
-            dtype=config.cache_dtype,
-            quantization=config.quantization,
+            dtype=dtype,
+            quantization=quantization,
             skip_layers=config.skip_layers,
         )
         self._caches: Any = self._new_caches()

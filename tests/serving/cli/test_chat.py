@@ -83,8 +83,8 @@ class TestChat:
             (["--url=ftp://x"], "--url must have the form http://HOST:PORT, got ftp://x"),
             (["--url=http://127.0.0.1:1"], "Connect call failed"),
             (
-                ["--url=http://x", "--quantization=fp8"],
-                "--quantization cannot be combined with --url; set it on the server.",
+                ["--url=http://x", "--kv-cache-dtype=fp8"],
+                "--kv-cache-dtype cannot be combined with --url; set it on the server.",
             ),
             (["--url=http://x", "--skip-layers=0"], "--skip-layers cannot be combined with --url"),
             (["--url=http://x", "--chat-template=a"], "--chat-template cannot be combined with --url"),

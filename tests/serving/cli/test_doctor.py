@@ -21,13 +21,13 @@ class TestDoctor:
         assert line.split()[2:] == ["mosaic_gpu", "mosaic_gpu"]
 
     def test_engine_options_require_a_model(self, capsys):
-        assert main(["doctor", "--quantization=fp8"]) == 1
+        assert main(["doctor", "--kv-cache-dtype=fp8"]) == 1
         out, err = capsys.readouterr()
-        assert (out, err) == ("", "jattn: --quantization requires --model NAME.\n")
+        assert (out, err) == ("", "jattn: --kv-cache-dtype requires --model NAME.\n")
 
     def test_report_on_a_model_covers_every_bucket(self, capsys, monkeypatch):
         monkeypatch.setattr("jattn.models.loading.pretrained.load", None)  # No weights are loaded.
-        options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--quantization", "fp8_e4m3"]
+        options = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--kv-cache-dtype", "fp8_e4m3"]
         assert main(["doctor", "--model", str(GOLDEN / "hf" / "mistral"), *options]) == 0
         out = capsys.readouterr().out
         for bucket in ("4+0/0x32", "4+4/64x32"):

@@ -42,7 +42,7 @@ class TestGenerate:
             "--stop=x",
             "--stop=yz",
         ]
-        options += ["--implementation=xla", "--quantization=int8_token_head", "--skip-layers=0,-1"]
+        options += ["--implementation=xla", "--kv-cache-dtype=int8_token_head", "--skip-layers=0,-1"]
         options += ["--max-num-seqs=3", "--max-num-batched-tokens=40", "--block-size=8"]
         options += ["--num-blocks=9", "--max-model-len=99", "--no-enable-prefix-caching"]
         options += ["--speculative=ngram", "--num-speculative-tokens=2", "--no-cascade-attention"]
@@ -53,7 +53,7 @@ class TestGenerate:
         )
         assert recording_engine.options == {
             "implementation": "xla",
-            "quantization": "int8_token_head",
+            "kv_cache_dtype": "int8_token_head",
             "skip_layers": (0, -1),
             "max_num_seqs": 3,
             "max_num_batched_tokens": 40,
@@ -126,7 +126,7 @@ class TestGenerate:
             "generate",
             "--model",
             str(tmp_path),
-            "--quantization",
+            "--kv-cache-dtype",
             "fp8_e4m3",
             "--max-tokens",
             "1",

@@ -195,8 +195,9 @@ class TestOptions:
             ([], "the following arguments are required: --model"),
             (["--model=m", "--prot=1"], "unrecognized arguments: --prot=1. See"),
             (
-                ["--model=m", "--kv-cache-dtype", "fp8"],
-                "unrecognized arguments: --kv-cache-dtype fp8 (--kv-cache-dtype is a vLLM option; in",
+                ["--model=m", "--quantization", "fp8"],
+                "unrecognized arguments: --quantization fp8 (--quantization is a vLLM option; in jattn, the "
+                "quantization of weights is read from the checkpoint; for the KV cache, use --kv-cache-dtype",
             ),
         ],
     )

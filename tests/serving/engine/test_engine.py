@@ -538,10 +538,10 @@ class TestCacheSize:
     def test_cache_bytes_hold_twice_the_blocks_at_half_the_dtype_size(self, golden):
         per_block = 3 * 2 * 16 * 2 * 32 * 4  # layers, k and v, tokens, heads, head_dim, f32
         sizes = [
-            Engine(golden.model, cache_bytes=10 * per_block + 1, cache_dtype=dtype).stats.num_blocks
-            for dtype in (None, jnp.bfloat16)
+            Engine(golden.model, cache_bytes=10 * per_block + 1, kv_cache_dtype=dtype).stats.num_blocks
+            for dtype in ("auto", jnp.bfloat16, "bfloat16")
         ]
-        assert sizes == [10 - 1, 20 - 1]
+        assert sizes == [10 - 1, 20 - 1, 20 - 1]
 
     def test_the_devices_free_memory_limits_the_default(self, golden, monkeypatch):
         per_block = 3 * 2 * 16 * 2 * 32 * 4

@@ -96,7 +96,7 @@ def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
     model, expected = golden(name)
     prompt = expected["prompt3"].tolist()
     model.kv_scales = jattn.calibrate(model, [prompt]) if quantization == "fp8_e4m3" else None
-    (result,) = generated(engine_of(model, quantization=quantization), expected, [3])
+    (result,) = generated(engine_of(model, kv_cache_dtype=quantization), expected, [3])
     model.kv_scales = None
     last = expected["logits3"][-1]
     finite_logits = last[last > np.finfo(np.float32).min]
