@@ -12,8 +12,6 @@ from typing import Any, dataclass_transform
 
 import jax
 
-from pallas_kernels.checks import require_bool, require_int, require_number
-
 _STATIC = "jattn_static"
 
 
@@ -86,25 +84,3 @@ def replace[T](tree: T, **changes: Any) -> T:
     """Return a copy with changed fields, as `dataclasses.replace`, without validation: for traced values."""
     fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}  # type: ignore[arg-type]
     return construct_unchecked(type(tree), **{**fields, **changes})
-
-
-def set_ints(spec: Any, *names: str) -> None:
-    """Check that fields are ints and convert numpy ints to Python ints."""
-    for name in names:
-        require_int(**{name: getattr(spec, name)})
-        object.__setattr__(spec, name, int(getattr(spec, name)))
-
-
-def set_bools(spec: Any, *names: str) -> None:
-    """Check that fields are bools and convert numpy bools to Python bools."""
-    for name in names:
-        require_bool(**{name: getattr(spec, name)})
-        object.__setattr__(spec, name, bool(getattr(spec, name)))
-
-
-def set_floats(spec: Any, *names: str) -> None:
-    """Check that fields are real numbers or None and convert numbers to Python floats."""
-    for name in names:
-        if getattr(spec, name) is not None:
-            require_number(**{name: getattr(spec, name)})
-            object.__setattr__(spec, name, float(getattr(spec, name)))

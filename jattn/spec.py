@@ -11,8 +11,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jattn.masks import BatchSizes, Causal, Chunked, Mask, Window, check_causal_mask
-from jattn.pytree import set_bools, set_floats, set_ints
-from pallas_kernels.checks import require, require_one_of, require_positive, require_shape
+from pallas_kernels.checks import (
+    require,
+    require_one_of,
+    require_positive,
+    require_shape,
+    set_bools,
+    set_floats,
+    set_ints,
+)
 from pallas_kernels.shared import MAX_CHUNK_SIZE, normalize_window_side
 
 # Dtype that each AttentionSpec.query_quantization rounds queries to.

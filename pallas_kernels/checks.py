@@ -45,6 +45,28 @@ def require_number(**values: object) -> None:
         require(is_number, name, "be a number", repr(value))
 
 
+def set_ints(spec: Any, *names: str) -> None:
+    """Check that fields are ints and convert numpy ints to Python ints."""
+    for name in names:
+        require_int(**{name: getattr(spec, name)})
+        object.__setattr__(spec, name, int(getattr(spec, name)))
+
+
+def set_bools(spec: Any, *names: str) -> None:
+    """Check that fields are bools and convert numpy bools to Python bools."""
+    for name in names:
+        require_bool(**{name: getattr(spec, name)})
+        object.__setattr__(spec, name, bool(getattr(spec, name)))
+
+
+def set_floats(spec: Any, *names: str) -> None:
+    """Check that fields are real numbers or None and convert numbers to Python floats."""
+    for name in names:
+        if getattr(spec, name) is not None:
+            require_number(**{name: getattr(spec, name)})
+            object.__setattr__(spec, name, float(getattr(spec, name)))
+
+
 def require_built_for(name: str, built_for: Any, expected: Any) -> None:
     """Raise ValueError unless `name` was built for the static sizes of this call.
 

@@ -5,14 +5,20 @@ The tokens of a step are `[decode tokens | prefill tokens]`, each region padded 
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jattn.batch.int_arrays import python_ints
-from jattn.pytree import set_ints
-from pallas_kernels.checks import require, require_int, require_int32s, require_positive, require_type
+from pallas_kernels.checks import (
+    require,
+    require_int,
+    require_int32s,
+    require_positive,
+    require_type,
+    set_ints,
+)
 
 REORDER = "sort the rows with jattn.vllm.reorder_batch_to_split_decodes_and_prefills"
 
@@ -85,14 +91,13 @@ def default_capture_sizes(
     Source: vLLM `VllmConfig._set_cudagraph_sizes`.
     """
     if max_capture_size is None:
-        (max_reqs,) = python_ints(
-            max_num_seqs=DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs
-        )
-        max_capture_size = min(2 * max_reqs, DEFAULT_MAX_CAPTURE_SIZE)
-    (largest,) = python_ints(max_capture_size=max_capture_size)
-    require_positive(max_capture_size=largest)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
-    return tuple([size for size in sizes if size <= largest])
+        max_num_seqs = DEFAULT_MAX_CAPTURE_SIZE if max_num_seqs is None else max_num_seqs
+        require_int(max_num_seqs=max_num_seqs)
+        max_capture_size = min(2 * int(max_num_seqs), DEFAULT_MAX_CAPTURE_SIZE)
+    require_int(max_capture_size=max_capture_size)
+    require_positive(max_capture_size=max_capture_size)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_capture_size + 1, 16)]
+    return tuple([size for size in sizes if size <= max_capture_size])
 
 
 def default_buckets(
@@ -120,14 +125,15 @@ def default_buckets(
     Source: vLLM `cudagraph_capture_sizes`, where larger decode batches run eagerly.
     """
     sizes_of = {"max_num_seqs": max_num_seqs, "max_blocks": max_blocks, "decode_query_len": decode_query_len}
-    max_num_seqs, max_blocks, decode_query_len = python_ints(**sizes_of)
+    require_int(**sizes_of)
     require_positive(**sizes_of)
     is_list = isinstance(prefill_tokens, Iterable)
     require(is_list, "prefill_tokens", "be a list of sizes", repr(prefill_tokens))
     for tokens in prefill_tokens:
-        python_ints(prefill_tokens=tokens)
+        require_int(prefill_tokens=tokens)
         require_positive(prefill_tokens=tokens)
     sizes = default_capture_sizes(max_num_seqs)
+    max_num_seqs = int(max_num_seqs)  # a small numpy int would overflow
     decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}
     bucket = functools.partial(Bucket, decode_query_len=decode_query_len, max_blocks=max_blocks)
     mixed = [
@@ -136,7 +142,7 @@ def default_buckets(
         for rows in (0, max_num_seqs)
     ]
     buckets = {bucket(max_decodes=rows) for rows in decodes}.union(mixed)
-    return tuple(sorted(buckets, key=lambda bucket: (bucket.max_tokens, bucket.max_reqs)))
+    return tuple(sorted(buckets, key=operator.attrgetter("max_tokens", "max_reqs")))
 
 
 def exact_bucket(

@@ -9,8 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jattn.pytree import set_ints
-from pallas_kernels.checks import require, require_int, require_number, require_one_of, require_positive
+from pallas_kernels.checks import (
+    require,
+    require_int,
+    require_number,
+    require_one_of,
+    require_positive,
+    set_ints,
+)
 
 LAYOUTS = ("NHD", "HND", "packed")
 
@@ -186,11 +192,9 @@ class CacheSpec:
     def key_shape(self) -> tuple[int, ...]:
         """Shape of the key array."""
         blocks, size, heads, dim = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
-        return {
-            "NHD": (blocks, size, heads, dim),
-            "HND": (blocks, heads, size, dim),
-            "packed": (blocks, heads, dim // self.pack_width, size, self.pack_width),
-        }[self.layout]
+        if self.layout == "packed":
+            return (blocks, heads, dim // self.pack_width, size, self.pack_width)
+        return (blocks, size, heads, dim) if self.layout == "NHD" else (blocks, heads, size, dim)
 
     @property
     def value_shape(self) -> tuple[int, ...]:
@@ -203,7 +207,7 @@ class CacheSpec:
     def bytes_per_block(self) -> int:
         """Number of bytes per block: keys, values and per-token scales."""
         heads = self.block_size * self.num_kv_heads
-        num_scales = sum(side.scale == "token_head" for side in self.storage_formats)
+        num_scales = sum([side.scale == "token_head" for side in self.storage_formats])
         return heads * (
             self.head_dim * (self.key_dtype.itemsize + self.value_dtype.itemsize) + 4 * num_scales
         )

@@ -72,21 +72,20 @@ class PagedCache:
             _check_stored(name, value, scale)
         rank = 5 if layout == "packed" else 4
         require(k.ndim == rank, "k", f"have {rank} axes in the {layout} layout", f"shape {k.shape}")
-        require_shape("v", v.shape, self._value_shape(), f"as k {k.shape}, {layout}")
-        heads = self.num_kv_heads
-        shapes = ((), (heads,), (self.num_blocks, self.block_size, heads))
+        value_shape = k.shape
+        if layout == "packed":
+            blocks, heads, groups, size, x = k.shape
+            value_shape = (blocks, heads, groups * x, size)
+        require_shape("v", v.shape, value_shape, f"as k {k.shape}, {layout}")
         for name, scale in (("k", k_scale), ("v", v_scale)):
             if scale is not None:
+                heads = self.num_kv_heads
+                shapes = ((), (heads,), (self.num_blocks, self.block_size, heads))
                 scale = _as_scale(f"{name}_scale", scale)
                 allowed = (*shapes, (heads, self.head_dim)) if name == "v" else shapes
                 require_one_of(f"{name}_scale's shape", tuple(jnp.shape(scale)), allowed)
-            object.__setattr__(self, f"stored_{name}_scale", _swap_token_and_head(scale))
-
-    def _value_shape(self) -> tuple[int, ...]:
-        if self.layout != "packed":
-            return self.k.shape
-        blocks, heads, groups, size, x = self.k.shape
-        return (blocks, heads, groups * x, size)
+                scale = _swap_token_and_head(scale)
+            object.__setattr__(self, f"stored_{name}_scale", scale)
 
     @classmethod
     def create(

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jattn.masks.base import Mask
 from jattn.masks.checks import normalize_ints
 from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
-from jattn.pytree import set_bools
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require, require_positive, set_bools
 
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:

@@ -335,8 +335,11 @@ class Decoder(nnx.Module):
         if ranks is not None:
             ranks.local_block_size(block_size)
         skipped = {layer % count for layer in skip_layers}
-        blocks = tuple(num_blocks) if isinstance(num_blocks, Sequence) else (num_blocks,) * count
-        require_one_per_layer("num_blocks", blocks, count)
+        if isinstance(num_blocks, Sequence):
+            blocks = tuple(num_blocks)
+            require_one_per_layer("num_blocks", blocks, count)
+        else:
+            blocks = (num_blocks,) * count
         spec = CacheSpec(
             num_blocks=blocks[0],
             block_size=block_size,

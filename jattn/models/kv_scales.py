@@ -129,8 +129,11 @@ def make_static_scales(
     Warns:
         CalibrationWarning: A static scale per tensor is missing.
     """
-    layers = (LayerScales(),) * len(specs) if kv_scales is None else kv_scales.layers
-    require_one_per_layer("kv_scales", layers, len(specs))
+    if kv_scales is None:
+        layers: Sequence[LayerScales] = (LayerScales(),) * len(specs)
+    else:
+        layers = kv_scales.layers
+        require_one_per_layer("kv_scales", layers, len(specs))
     scales: list[dict[str, Any]] = []
     unmeasured: dict[int, str | None] = {}
     for layer, (layer_scales, spec) in enumerate(zip(layers, specs, strict=True)):

@@ -1,6 +1,7 @@
 """Rotary position embedding (RoPE), with the scaling methods that checkpoints use."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -138,7 +139,7 @@ class Rope:
         """Whether the rotation depends on the request's length as well as on the position."""
         return self.rope_type in ("dynamic", "longrope")
 
-    @property
+    @functools.cached_property
     def longrope_threshold(self) -> int | None:
         """Request length in tokens beyond which all its tokens use other frequencies; None = there is none.
 

@@ -54,13 +54,13 @@ def check_mesh(mesh: Any) -> None:
 
 def num_mesh_devices(model: Any) -> int:
     """Return the number of devices over which a model and its caches are sharded; 1 without a mesh."""
-    mesh = _model_mesh(model)
+    mesh: Mesh | None = getattr(model, "mesh", None)
     return 1 if mesh is None else mesh.size
 
 
 def num_local_mesh_devices(model: Any) -> int:
     """Return how many devices of a model's mesh belong to this process; 1 without a mesh."""
-    mesh = _model_mesh(model)
+    mesh: Mesh | None = getattr(model, "mesh", None)
     if mesh is None:
         return 1
     return sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
@@ -68,25 +68,25 @@ def num_local_mesh_devices(model: Any) -> int:
 
 def num_ranks(model: Any) -> int:
     """Return the number of ranks over which the keys of a request are distributed; 1 without a mesh."""
-    mesh = _model_mesh(model)
+    mesh: Mesh | None = getattr(model, "mesh", None)
     return 1 if mesh is None else mesh.shape[CP]
 
 
 def replicated_sharding(model: Any) -> NamedSharding | None:
     """Return the sharding of an array that is replicated on a model's mesh; None without a mesh."""
-    mesh = _model_mesh(model)
+    mesh: Mesh | None = getattr(model, "mesh", None)
     return None if mesh is None else NamedSharding(mesh, P())
 
 
 def has_sharded_logits(model: Any) -> bool:
     """Return whether logits are sharded over the vocabulary, which requires shards of equal size."""
-    mesh = _model_mesh(model)
+    mesh: Mesh | None = getattr(model, "mesh", None)
     return mesh is not None and model.config.vocab_size % mesh.size == 0
 
 
 def logits_sharding(model: Any) -> NamedSharding | None:
     """Return the sharding of a model's logits [tokens, vocab]; None without a mesh."""
-    mesh = _model_mesh(model)
+    mesh: Mesh | None = getattr(model, "mesh", None)
     if mesh is None:
         return None
     return NamedSharding(mesh, P(None, ALL_AXES) if has_sharded_logits(model) else P())
@@ -107,8 +107,3 @@ def cache_partition_specs(cache: PagedCache) -> PagedCache:
 
     partition_specs: PagedCache = jax.tree_util.tree_map_with_path(partition_spec, cache)
     return partition_specs
-
-
-def _model_mesh(model: Any) -> Mesh | None:
-    mesh: Mesh | None = getattr(model, "mesh", None)
-    return mesh

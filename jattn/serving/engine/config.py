@@ -201,7 +201,9 @@ def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | 
                 f"max_model_len={config.max_model_len} exceeds the model's maximum of {max_model_len}."
             )
         max_model_len = config.max_model_len
-    draft = _resolve_draft(config, model, max_num_batched_tokens, max_model_len)
+    draft = None
+    if config.speculative is not None:
+        draft = _resolve_draft(config, model, max_num_batched_tokens, max_model_len)
     draft_model = None if isinstance(draft, NgramProposer) else draft
     block_size = config.block_size * num_ranks(model)
     if block_size > config.block_size:
@@ -286,7 +288,7 @@ def resolve_step_sizes(config: EngineConfig) -> StepSizes:
 
 def _resolve_draft(
     config: EngineConfig, model: ServedModel, max_num_batched_tokens: int, max_model_len: int
-) -> NgramProposer | ServedModel | None:
+) -> NgramProposer | ServedModel:
     """Return the draft method, with the draft model loaded if it is a folder.
 
     Raises:
@@ -296,8 +298,6 @@ def _resolve_draft(
         FileNotFoundError: If the folder or one of its files does not exist.
     """
     speculative, num_tokens = config.speculative, config.num_speculative_tokens
-    if speculative is None:
-        return None
     rule = f"be less than max_num_batched_tokens ({max_num_batched_tokens})"
     require(num_tokens < max_num_batched_tokens, "num_speculative_tokens", rule, num_tokens)
     if isinstance(speculative, NgramProposer):

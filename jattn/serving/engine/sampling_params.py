@@ -139,7 +139,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        are_texts = isinstance(stop, Sequence) and all(isinstance(text, str) for text in stop)
+        are_texts = isinstance(stop, Sequence) and all([isinstance(text, str) for text in stop])
         require(are_texts, "stop", "be a string or a list of strings", repr(self.stop))
         require(all(stop), "stop", "hold no empty string", repr(self.stop))
         ids = () if self.stop_token_ids is None else self.stop_token_ids
@@ -165,7 +165,7 @@ class SamplingParams:
         words, ids = () if self.bad_words is None else self.bad_words, self.allowed_token_ids
         # A generator is not a Collection; the words are read twice.
         is_collection = isinstance(words, Collection) and not isinstance(words, str)
-        are_texts = is_collection and all(isinstance(word, str) and word.strip() for word in words)
+        are_texts = is_collection and all([isinstance(word, str) and word.strip() for word in words])
         require(are_texts, "bad_words", "be a list of words", repr(words))
         object.__setattr__(self, "bad_words", tuple(words))
         if ids is not None:

@@ -12,6 +12,7 @@ row independently (`AttentionSpec.batch_invariant`).
 
 import collections
 import dataclasses
+import operator
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -244,7 +245,7 @@ def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
     """
     selected: list[Bucket] = []
     max_decodes = max([bucket.max_decodes for bucket in buckets])
-    for bucket in sorted(buckets, key=lambda bucket: -bucket.max_decodes):
+    for bucket in sorted(buckets, key=operator.attrgetter("max_decodes"), reverse=True):
         if bucket.max_prefill_tokens:
             selected += [bucket] if bucket.max_decodes else []
         elif bucket.max_decodes <= max_decodes:

@@ -1,11 +1,14 @@
-"""The call chain of a block table from the engine to the kernel."""
+"""How many functions construct an engine, and lead a block table from the engine to the kernel."""
 
 import pathlib
+import sys
 import traceback
 import types
 
 import pytest
 
+import jattn
+from examples.demo import TINY_MODEL
 from jattn.implementations import selection
 from jattn.implementations.mosaic_gpu import DecodeKernelConfig, DecodeKernelPlan, attention
 from jattn.planning import layer_plans
@@ -59,3 +62,23 @@ def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatc
     calls = [call for call in calls if not any(name in call for name in compiling)]
     assert calls == CALL_CHAIN
     assert len(calls) + 1 <= 11  # with the kernel's entry
+
+
+def test_at_most_100_functions_in_26_files_construct_an_engine():
+    model = jattn.models.load(TINY_MODEL, progress=False)
+    first = Engine(model, max_num_seqs=2)  # imports modules, and is alive while the second one is constructed
+    functions = set()
+
+    def profile(frame, event, _):
+        file, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        if event == "call" and file.startswith((str(ROOT / "jattn"), str(ROOT / "pallas_kernels"))):
+            functions.add((file, name))
+
+    sys.setprofile(profile)
+    try:
+        Engine(model, max_num_seqs=2)
+    finally:
+        sys.setprofile(None)
+    assert first.stats.num_steps == 0
+    assert len(functions) <= 100, sorted(functions)
+    assert len({file for file, _ in functions}) <= 26
