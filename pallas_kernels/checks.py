@@ -1,4 +1,4 @@
-"""Argument checks whose errors name the argument, the rule it breaks and its value."""
+"""Argument checks whose errors name the argument, the rule it breaks and its value; errors of derivatives."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
+import jax
 import numpy as np
 
 
@@ -157,3 +158,66 @@ def unsupported(feature: str, reason: str, fix: str) -> NotImplementedError:
         fix: Instruction that makes the request work, without a final period, such as "Pass cp=1".
     """
     return NotImplementedError(f"{feature}: {reason}. {fix}.")
+
+
+# ------------------------------------------------------------------------------------- attention kernels
+def check_heads(q_heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless the query heads form groups, one per KV head."""
+    require(kv_heads > 0, "kv_heads", "be positive", kv_heads)
+    require(q_heads > 0, "q_heads", "be positive", q_heads)
+    require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
+
+
+def check_per_head(q_heads: int, **arrays: jax.Array | None) -> None:
+    """Raise ValueError unless the named arrays are None or have one number per query head."""
+    for name, array in arrays.items():
+        require_shape(name, (q_heads,) if array is None else array.shape, (q_heads,), "q_heads")
+
+
+def check_scale(name: str, scale: jax.Array | None, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Raise ValueError unless a scale is None or has one of these shapes."""
+    if scale is not None:
+        require_one_of(f"{name}'s shape", tuple(np.shape(scale)), shapes)
+
+
+def check_supported(kernel: str, reason: str | None) -> None:
+    """Raise NotImplementedError if there is a reason why a kernel does not support a call."""
+    if reason is not None:
+        raise unsupported(kernel, reason, "Call jattn.attend with implementation='xla'")
+
+
+# ------------------------------------------------------------------------------------- derivatives
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def forbid_derivative[Tree](arrays: Tree, derivative: str, reason: str, fix: str) -> Tree:
+    """Return `arrays` unchanged, such that differentiating anything computed from them raises.
+
+    Args:
+        arrays: Tree of arrays.
+        derivative: Derivative that does not exist, such as "a derivative of paged_decode".
+        reason: Clause that says why it does not exist.
+        fix: Instruction that says what to do instead, without a final period.
+
+    Raises:
+        NotImplementedError: If the result is differentiated, in forward or reverse mode.
+    """
+    return arrays
+
+
+@forbid_derivative.defjvp
+def _raise_unsupported(derivative: str, reason: str, fix: str, primals: Any, tangents: Any) -> Any:
+    raise unsupported(derivative, reason, fix)
+
+
+def forbid_kernel_derivative[Tree](arrays: Tree, kernel: str, fix: str) -> Tree:
+    """Return the inputs of a kernel without a derivative; differentiating the kernel then raises.
+
+    Args:
+        arrays: Tree of all arrays that the kernel reads.
+        kernel: Name of the kernel's public function.
+        fix: Instruction that names a function with a derivative, without a final period.
+
+    Raises:
+        NotImplementedError: If the result is differentiated.
+    """
+    fix = f"{fix}, or apply jax.lax.stop_gradient to the inputs"
+    return forbid_derivative(arrays, f"a derivative of {kernel}", "the kernel has none", fix)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require_one_of, unsupported
-from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
+from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS
 
 DTYPES = ("bfloat16", "float16")
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -50,7 +50,7 @@ class KernelSupport:
 
     def head_dim_rule(self, head_dim: int, kv_dtypes: Sequence[DTypeLike], condition: str = "") -> "Rule":
         """Return the rule that the kernel supports a head_dim with these dtypes of keys and values."""
-        if all(jnp.dtype(dtype).itemsize == 2 for dtype in kv_dtypes):
+        if {jnp.dtype(dtype).itemsize for dtype in kv_dtypes} == {2}:
             return must_be_one_of("head_dim", head_dim, self.head_dims, condition)
         condition = condition or " for 8-bit keys or values"
         return must_be_one_of("head_dim", head_dim, self.eight_bit_head_dims, condition)
@@ -225,7 +225,10 @@ type Rule = tuple[bool, str]
 
 def first_reason(rules: Iterable[Rule]) -> str | None:
     """Return the clause of the first rule that does not hold, or None."""
-    return next((reason for holds, reason in rules if not holds), None)
+    for holds, reason in rules:
+        if not holds:
+            return reason
+    return None
 
 
 def must_be_one_of(name: str, value: object, supported: Sequence[object], condition: str = "") -> Rule:

@@ -22,8 +22,7 @@ from jattn.masks import Mask
 from jattn.masks.functions import lift_captured_arrays
 from jattn.pytree import replace
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import unsupported
-from pallas_kernels.derivatives import forbid_derivative
+from pallas_kernels.checks import forbid_derivative, unsupported
 
 type OutAndLse = tuple[Array, Array | None]
 

@@ -3,8 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.add_norm.kernel import AddNormRefs, NormOptions, add_and_norm
-from pallas_kernels.checks import require_axes, require_shape, unsupported
-from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.checks import forbid_kernel_derivative, require_axes, require_shape, unsupported
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_add_norm
 

@@ -5,8 +5,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_scores.kernel import MAX_SMEM, TILE_ROWS, BlockScoresDims, score_tiles
-from pallas_kernels.checks import require, require_axes, require_positive, require_shape, unsupported
-from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.checks import (
+    forbid_kernel_derivative,
+    require,
+    require_axes,
+    require_positive,
+    require_shape,
+    unsupported,
+)
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import KERNELS, first_reason, must_be_one_of
 

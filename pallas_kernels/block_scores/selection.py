@@ -5,8 +5,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.checks import require, require_axes, require_positive, require_shape
-from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.checks import (
+    forbid_kernel_derivative,
+    require,
+    require_axes,
+    require_positive,
+    require_shape,
+)
 from pallas_kernels.ptx.top_k_blocks import MAX_LEN
 from pallas_kernels.ptx.top_k_blocks import top_k_blocks as kernel
 

@@ -10,8 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.checks import require, require_axes
-from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.checks import forbid_kernel_derivative, require, require_axes
 from pallas_kernels.shared.types import Interpret, Layout, Ref, Rows, Scalar, Tile
 
 WIDTH = 128  # threads per warpgroup

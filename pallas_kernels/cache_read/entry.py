@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.cache_read.kernel import TILE, CacheReadDims, CacheReadInputs, read_tiles
 from pallas_kernels.checks import (
+    forbid_kernel_derivative,
     require,
     require_axes,
     require_one_of,
@@ -13,8 +14,7 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import forbid_kernel_derivative
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.paged_kv import CacheTiling, cache_dims
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_read
@@ -141,12 +141,12 @@ def _scales(scale: Array | None, tiling: CacheTiling, kv_heads: int) -> tuple[Ar
     if scale is None:
         return None, None
     if jnp.ndim(scale) == 3:
-        return tiling.tile_scales(scale.astype(jnp.float32)), None
+        return tiling.tile_scale(scale.astype(jnp.float32)), None
     head = tiling.head
     scale = jnp.asarray(scale, jnp.float32)
     per_head = scale if scale.ndim == 2 else scale.reshape(-1, 1)
     shape = kv_heads, head.num_chunks * head.chunk_dim
-    return None, tiling.tile_channel_scales(jnp.broadcast_to(per_head, shape))
+    return None, tiling.tile_scale(jnp.broadcast_to(per_head, shape))
 
 
 def _tiles(starts: Array, firsts: Array, lens: Array, num_rows: int) -> Array:

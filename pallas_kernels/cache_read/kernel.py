@@ -57,7 +57,7 @@ class CacheReadInputs(NamedTuple):
 
     Attributes:
         cache: Keys or values of the cache, reshaped by CacheTiling.tile_cache.
-        token_scales: Scale of each token and head, f32, reshaped by CacheTiling.tile_scales; or None.
+        token_scales: Scale of each token and head, f32, reshaped by CacheTiling.tile_scale; or None.
         channel_scales: Scale of each element of a head, f32 [kv_heads, num_chunks, width], or None.
         tiles: Request of each tile of rows (-1 for none), and position of the tile's first key, a multiple of
             TILE: int32 [rows / TILE, 2].
@@ -137,8 +137,8 @@ def read_body(inputs: CacheReadInputs, out: Ref, smem: CacheReadSmem, *, dims: C
     def load() -> None:
         table = BlockTableRef(inputs.block_table, tiling.block_size)
         blocks = table.visible_blocks(req, inputs.first_keys[req], inputs.seq_lens[req])
-        copy = tiling.tma_copy_index(first_key)
-        for j, block in enumerate(blocks.ids(tiling.table_column(first_key), tiling.num_copies)):
+        column, copy = tiling.locate(first_key)
+        for j, block in enumerate(blocks.ids(column, tiling.num_copies)):
             rows, index = (
                 pl.ds(j * tiling.tokens_per_copy, tiling.tokens_per_copy),
                 tiling.gmem_index(block, copy, head),

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from pallas_kernels.cache_write.kernel import CacheWriteDims, CacheWriteRefs, SideOptions, write_rows
 from pallas_kernels.cache_write.sizes import CacheWriteSizes, default_sizes
 from pallas_kernels.checks import (
+    forbid_kernel_derivative,
     require_arrays,
     require_axes,
     require_one_of,
@@ -14,7 +15,6 @@ from pallas_kernels.checks import (
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_write

@@ -56,7 +56,7 @@ def combine_splits(
     kernel = plgpu.kernel(
         functools.partial(combine_body, spec=spec, by_request=by_request),
         out_type=jax.ShapeDtypeStruct((1,), jnp.int32),  # a kernel must have an output; nothing writes it
-        grid=(candidates, spec.shape.head_tiles, spec.shape.head.padded_dim // STRIP),
+        grid=(candidates, spec.head_tiles, spec.shape.head.padded_dim // STRIP),
         grid_names=("candidate", "head_tile", "strip"),
         # There is no shared memory that barriers would have to guard.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -77,14 +77,18 @@ def combine_body(refs: DecodeCombineRefs, unused_g: Ref, *, spec: DecodeSpec, by
         spec: Static description of the call.
         by_request: Whether there is a thread block for each request, instead of for the end of each span.
     """
-    index, head_tile, strip = (lax.axis_index(name) for name in ("candidate", "head_tile", "strip"))
+    index, head_tile, strip = (
+        lax.axis_index("candidate"),
+        lax.axis_index("head_tile"),
+        lax.axis_index("strip"),
+    )
     unit_ends, last, num_spans = refs.unit_ends, refs.unit_ends.shape[0] - 1, spec.num_spans
     # The candidate: request `index`, or the request that lies across the end of span `index`.
     if by_request:
         row, total = index, unit_ends[last]
         start, end = jnp.where(row > 0, unit_ends[jnp.maximum(row - 1, 0)], 0), unit_ends[row]
     else:
-        next_span = find_span_start(unit_ends, unit_ends, index + 1, num_spans=num_spans)
+        next_span = find_span_start(unit_ends, index + 1, num_spans=num_spans)
         row, total = jnp.minimum(next_span.row, last), next_span.total
         start, end = next_span.start, next_span.end
     first, count, first_span = row_splits(row, start, end, span_units(total, num_spans), spec.sizes)
@@ -106,7 +110,7 @@ def combine_body(refs: DecodeCombineRefs, unused_g: Ref, *, spec: DecodeSpec, by
             _, request_head_tile = spec.shape.row_request(row, head_tile)
             sink = plgpu.load(refs.sinks.at[request_head_tile], layout=W.reduce(0), optimized=False)
         factor, lse = finalize_softmax(row_max, row_sum, sink)
-        pl.when(strip == 0)(lambda: store_unoptimized(refs.lse.at[row, head_tile], lse))
+        pl.when(strip == 0)(functools.partial(store_unoptimized, refs.lse.at[row, head_tile], lse))
         out = refs.out.at[(row, head_tile, slice(None), strip if head.is_padded else columns)]
         acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
         store_transposed(out, acc, is_interpreted=spec.is_interpreted)

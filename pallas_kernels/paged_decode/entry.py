@@ -5,32 +5,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.checks import (
+    check_heads,
+    check_per_head,
+    check_scale,
+    check_supported,
+    forbid_kernel_derivative,
     require,
     require_arrays,
     require_axes,
     require_built_for,
     require_one_of,
-    require_positive,
     require_shape,
 )
-from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
 from pallas_kernels.paged_decode.combine import combine_splits
 from pallas_kernels.paged_decode.kernel import run_decode_kernel
 from pallas_kernels.paged_decode.schedule import BlockList, DecodeSchedule, make_schedule, schedule_key
 from pallas_kernels.paged_decode.sizes import DecodeSizes, default_sizes
 from pallas_kernels.paged_decode.spec import DecodeInputs, DecodeListRefs, DecodeShape, DecodeSpec
-from pallas_kernels.shared.call import (
-    check_heads,
-    check_per_head,
-    check_scale,
-    check_supported,
-    in_log2,
-    tile_scale,
-)
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.paged_kv import KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_decode
 
@@ -107,7 +103,7 @@ def paged_decode(
     expected = reqs * decode_query_len, q_heads, cache_dim
     require_shape("query", query.shape, expected, "reqs * decode_query_len, q_heads, head_dim")
     require_shape("v_cache", v_cache.shape, k_cache.shape, "the shape of k_cache")
-    require_positive(decode_query_len=decode_query_len)
+    require(decode_query_len > 0, "decode_query_len", "be positive", decode_query_len)
     check_heads(q_heads, kv_heads)
     check_per_head(q_heads, sinks=sinks, alibi_slopes=alibi_slopes)
     scale_shapes = ((), (kv_heads,), (blocks, kv_heads, block_size))
@@ -123,10 +119,11 @@ def paged_decode(
         kv_heads=kv_heads,
         group=group,
     )
+    has_token_scales = getattr(k_scale, "ndim", 0) == 3, getattr(v_scale, "ndim", 0) == 3
     reason = why_not_decode(
         dtype=query.dtype, k_dtype=k_cache.dtype, v_dtype=v_cache.dtype, head_dim=head_dim,
         block_size=block_size, group=group, decode_query_len=decode_query_len,
-        has_token_scales=(getattr(k_scale, "ndim", 0) == 3, getattr(v_scale, "ndim", 0) == 3),
+        has_token_scales=has_token_scales,
     )  # fmt: skip
     check_supported("paged_decode", reason)
     if 0 in (*k_cache.shape, *block_table.shape):
@@ -148,17 +145,18 @@ def paged_decode(
     require_shape("schedule.unit_ends", schedule.unit_ends.shape, (schedule_rows,), meaning)
     needed = schedule_key(score, sizes, decode_query_len, list_block_size, kv_heads)
     require_built_for("schedule", schedule.built_for, needed)
-    tile_q, row_tiles = sizes.row_tile(rows), sizes.row_tiles(rows)
+    row_tiles, tile_q = sizes.row_tiles(rows)
     needs_padding = row_tiles > 1 or (rows > 8 and rows % 8 != 0)
     shape = DecodeShape(
         kv_heads=kv_heads, row_tiles=row_tiles, rows=tile_q if needs_padding else rows, group=group,
         query_len=decode_query_len, block_size=block_size, is_hnd=is_hnd,
-        head=head_chunks(cache_dim, itemsize=min(dtype.itemsize for dtype in kv_dtypes)), tile_q=tile_q,
+        head=head_chunks(cache_dim, itemsize=min(k_cache.dtype.itemsize, v_cache.dtype.itemsize)),
+        tile_q=tile_q,
         list_block_size=list_block_size, lists_have_head_bits=lists_have_head_bits,
     )  # fmt: skip
     spec = DecodeSpec(
         shape=shape, score=score, sizes=sizes, num_spans=schedule.num_spans, dtype=query.dtype,
-        interpret=interpret,
+        has_token_scales=has_token_scales, interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays, run the kernel, and combine the requests that it split.
@@ -169,7 +167,7 @@ def paged_decode(
     k_tiles, v_tiles = tiling.tile_cache(k_cache), tiling.tile_cache(v_cache)
     inputs = DecodeInputs(
         query=shape.head.split(query_rows),
-        kv=KvRefs(k_tiles, v_tiles, block_table, tile_scale(k_scale, tiling), tile_scale(v_scale, tiling)),
+        kv=KvRefs(k_tiles, v_tiles, block_table, tiling.tile_scale(k_scale), tiling.tile_scale(v_scale)),
         seq_lens=seq_lens,
         unit_ends=schedule.unit_ends,
         slopes=heads_to_rows(alibi_slopes, shape),

@@ -44,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_decode.loader import DecodeLoader
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
-from pallas_kernels.paged_decode.span import Segment, Span, TileKeys, get_tile_keys, read_entries
+from pallas_kernels.paged_decode.span import Segment, Span, SpanCursor, TileKeys, get_tile_keys, read_entries
 from pallas_kernels.paged_decode.spec import (
     DecodeBarriers,
     DecodeInputs,
@@ -52,13 +52,12 @@ from pallas_kernels.paged_decode.spec import (
     DecodeSmem,
     DecodeSpec,
     barrier_types,
-    has_token_scales,
     output_types,
     smem_types,
 )
 from pallas_kernels.ptx.stores import store_transposed
-from pallas_kernels.shared.call import load_head_scale
 from pallas_kernels.shared.memory import store_unoptimized
+from pallas_kernels.shared.paged_kv import load_head_scale
 from pallas_kernels.shared.softmax import LOG2E, finalize_softmax
 from pallas_kernels.shared.types import Columns, Ref, Scalar, Tile
 
@@ -72,8 +71,8 @@ def run_decode_kernel(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
     kernel = plgpu.kernel(
         functools.partial(decode_body, spec=spec),
         out_type=(output_types(inputs, spec),),
-        scratch_types=(smem_types(inputs.kv, spec), barrier_types(inputs.kv, spec)),
-        grid=(spec.num_spans, spec.shape.head_tiles),
+        scratch_types=(smem_types(inputs.kv, spec), barrier_types(spec)),
+        grid=(spec.num_spans, spec.head_tiles),
         grid_names=("span", "head_tile"),
         num_threads=2,
         thread_name="warpgroup",
@@ -111,7 +110,7 @@ def decode_body(
 
     @pl.when(lax.axis_index("warpgroup") == CONSUMER)
     def _() -> None:
-        span.walk(DecodeConsumer(inputs, outputs, smem, barriers, span).attend_segment)
+        DecodeConsumer(inputs, outputs, smem, barriers, span).attend_span()
 
 
 class SegmentInputs(NamedTuple):
@@ -162,44 +161,95 @@ class DecodeConsumer:
         span: Span,
     ):
         self.inputs, self.outputs, self.smem, self.barriers = inputs, outputs, smem, barriers
-        self.head_tile, self.spec = span.head_tile, span.spec
+        self.span, self.head_tile, self.spec = span, span.head_tile, span.spec
         self.mma: TileMma = (WarpMma if self.spec.sizes.per_warp_mma else WarpgroupMma)(smem, self.spec)
-        self.mask = DecodeMask(self.spec, span.head_tile)
+        # For each element of a tile of scores its row, and the query row of the tile's first column.
+        shape = self.spec.shape
+        self.rows = plgpu.broadcasted_iota(jnp.int32, self.spec.tile, 0, layout=W)
+        self.first_query_row = lax.rem(span.head_tile, jnp.int32(shape.row_tiles)) * shape.tile_q
+
+    def attend_span(self) -> None:
+        """Process the segments of the span in order."""
+        span, loop = self.span, self.span.loop()
+
+        def attend(_: Scalar, cursor: SpanCursor) -> SpanCursor:
+            # Read one row ahead, so that the latency passes during the segment.
+            next_row = span.read_row(cursor.row.number + 1, start=cursor.row.end)
+            segment = span.segment(cursor, loop.stop)
+            attend_segment = functools.partial(
+                self.attend_segment, segment, cursor.step, cursor.segment_index
+            )
+            pl.when(segment.is_nonempty)(attend_segment)
+            return span.advance(cursor, segment, next_row)
+
+        lax.fori_loop(0, loop.num_segments, attend, loop.first)
 
     def attend_segment(self, segment: Segment, step: Scalar, segment_index: Scalar) -> None:
-        """Process all tiles of a segment, if it is not empty.
+        """Process all tiles of a segment that is not empty.
 
         Args:
             segment: Segment.
             step: Number of tiles of the span before the segment.
             segment_index: Number of non-empty segments of the span before this one; selects the query buffer.
         """
+        buffer = lax.rem(segment_index, jnp.int32(2))
+        slopes, kv = self.inputs.slopes, self.inputs.kv
+        # Load the slopes and the static scales first: their latency passes while the first keys arrive.
+        if slopes is not None:
+            slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+        k_scale, v_scale = [
+            load_head_scale(scale, segment.kv_head) if scale is not None and scale.ndim == 1 else None
+            for scale in (kv.k_scale, kv.v_scale)
+        ]
+        # Wait for the segment's queries.
+        plgpu.barrier_wait(self.barriers.q_full.at[buffer])
+        start = *self.mma.init_state(), read_entries(segment, 0, self.inputs.lists.ids, self.spec), step
+        query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
+        common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
+        # Main loop: one tile of keys and values per iteration.
+        attend_tile = functools.partial(self.attend_tile, common)
+        state = lax.fori_loop(0, segment.num_tiles, attend_tile, DecodeTileState(*start))
+        # Epilogue: combine the warps, and apply the scale of the values unless it is per token. The results
+        # are O^T of each chunk, [width, tile_q], not normalized, and row_max is times log2(e).
+        accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)
+        if v_scale is not None:
+            accs = tuple([acc * v_scale for acc in accs])
+        elif kv.v_scale is not None and not self.spec.has_token_scales[1]:  # one scale per channel
+            scaled = []
+            for chunk, acc in enumerate(accs):
+                scale_g = kv.v_scale.at[segment.kv_head, chunk]
+                scale = plgpu.load(scale_g, layout=W.reduce(1), optimized=False)
+                scaled.append(acc * lax.broadcast_in_dim(scale, acc.shape, [0]))
+            accs = tuple(scaled)
+        outputs, sinks, head_tile = self.outputs, self.inputs.sinks, self.head_tile
 
-        @pl.when(segment.is_nonempty)
+        # A complete request: normalize and store its output.
+        @pl.when(segment.is_complete)
         def _() -> None:
-            buffer = lax.rem(segment_index, jnp.int32(2))
-            slopes, kv = self.inputs.slopes, self.inputs.kv
-            # Load the slopes and the static scales first: their latency passes while the first keys arrive.
-            if slopes is not None:
-                slopes = plgpu.load(slopes.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
-            k_scale, v_scale = (
-                load_head_scale(scale, segment.kv_head) if scale is not None and scale.ndim == 1 else None
-                for scale in (kv.k_scale, kv.v_scale)
-            )
-            # Wait for the segment's queries.
-            plgpu.barrier_wait(self.barriers.q_full.at[buffer])
-            start = *self.mma.init_state(), read_entries(segment, 0, self.inputs.lists.ids, self.spec), step
-            query, query_factor = self.mma.load_query(self.smem.q.at[buffer])
-            common = SegmentInputs(segment, query, query_factor, 1.0 if k_scale is None else k_scale, slopes)
-            # Main loop: one tile of keys and values per iteration.
-            attend_tile = functools.partial(self.attend_tile, common)
-            state = lax.fori_loop(0, segment.num_tiles, attend_tile, DecodeTileState(*start))
-            # Epilogue: combine the warps, apply the static scale of the values, store.
-            accs, row_max, row_sum = self.mma.combine_warps(state.accs, state.row_max, state.row_sum)
-            accs = tuple(self.scale_output(acc, n, segment, v_scale) for n, acc in enumerate(accs))
-            self.store(segment, accs, row_max, row_sum)
-            # Free the query buffer only now: WarpgroupMma reads it for every tile.
-            plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
+            sink = None
+            if sinks is not None:
+                sink = plgpu.load(sinks.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
+                # A padding row has no keys and no sink: its output is 0.
+                sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
+            factor, lse = finalize_softmax(row_max, row_sum, sink)
+            store_unoptimized(outputs.lse.at[segment.row, head_tile], lse)
+            for chunk, acc in enumerate(accs):
+                chunk_index = (chunk,) if self.spec.shape.head.is_padded else ()
+                out = outputs.out.at[(segment.row, head_tile, slice(None), *chunk_index)]
+                acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
+                store_transposed(out, acc, is_interpreted=self.spec.is_interpreted)
+
+        # A part of a request: store a split output, which the combine kernel merges with the others.
+        @pl.when(jnp.logical_not(segment.is_complete))
+        def _() -> None:
+            splits, index = outputs.splits, (segment.split_index, head_tile)
+            for chunk, acc in enumerate(accs):
+                splits.out[(*index, chunk)] = acc
+            store_unoptimized(splits.row_max.at[index], row_max)
+            store_unoptimized(splits.row_sum.at[index], row_sum)
+
+        # Free the query buffer only now: WarpgroupMma reads it for every tile.
+        plgpu.barrier_arrive(self.barriers.q_free.at[buffer])
 
     def attend_tile(
         self, common: SegmentInputs, tile_index: Scalar, state: DecodeTileState
@@ -231,7 +281,7 @@ class DecodeConsumer:
             mma.dequantize_values(stage, segment, keys)
 
         # ALiBi and mask: before the maximum, which must not see masked-out scores.
-        s = self.mask.apply(s, segment, keys, common.slopes)
+        s = self.mask_scores(s, segment, keys, common.slopes)
 
         # Scales per token arrive with the values; those of masked-out keys may be NaN.
         v_scale = None
@@ -272,60 +322,7 @@ class DecodeConsumer:
         scale = plgpu.load(scale_s.at[stage], layout=W.reduce(1), optimized=False)
         return lax.broadcast_in_dim(scale, self.spec.tile, [0])
 
-    def scale_output(self, acc: Tile, chunk: int, segment: Segment, static_scale: Scalar | None) -> Tile:
-        """Return a chunk of O^T times the values' scale, unless the scale is per token."""
-        v_scale_g = self.inputs.kv.v_scale
-        if v_scale_g is None or has_token_scales(v_scale_g):
-            return acc
-        if static_scale is not None:
-            return acc * static_scale
-        channels = plgpu.load(v_scale_g.at[segment.kv_head, chunk], layout=W.reduce(1), optimized=False)
-        return acc * lax.broadcast_in_dim(channels, acc.shape, [0])
-
-    def store(self, segment: Segment, accs: tuple[Tile, ...], row_max: Columns, row_sum: Columns) -> None:
-        """Store the result of a segment: an output, or a split output that the combine kernel merges.
-
-        Args:
-            segment: Segment of the result.
-            accs: O^T of each chunk, [width, tile_q], not normalized.
-            row_max: Maximum score of each query, times log2(e).
-            row_sum: Sum of the exponentials of each query.
-        """
-        outputs, sinks, head_tile = self.outputs, self.inputs.sinks, self.head_tile
-
-        @pl.when(segment.is_complete)
-        def _() -> None:
-            sink = None
-            if sinks is not None:
-                sink = plgpu.load(sinks.at[segment.request_head_tile], layout=W.reduce(0), optimized=False)
-                # A padding row has no keys and no sink: its output is 0.
-                sink = jnp.minimum(sink, jnp.where(segment.seq_len > 0, jnp.inf, -jnp.inf))
-            factor, lse = finalize_softmax(row_max, row_sum, sink)
-            store_unoptimized(outputs.lse.at[segment.row, head_tile], lse)
-            for chunk, acc in enumerate(accs):
-                chunk_index = (chunk,) if self.spec.shape.head.is_padded else ()
-                out = outputs.out.at[(segment.row, head_tile, slice(None), *chunk_index)]
-                acc = acc * lax.broadcast_in_dim(factor, acc.shape, [1])
-                store_transposed(out, acc, is_interpreted=self.spec.is_interpreted)
-
-        @pl.when(jnp.logical_not(segment.is_complete))
-        def _() -> None:
-            splits, index = outputs.splits, (segment.split_index, head_tile)
-            for chunk, acc in enumerate(accs):
-                splits.out[(*index, chunk)] = acc
-            store_unoptimized(splits.row_max.at[index], row_max)
-            store_unoptimized(splits.row_sum.at[index], row_sum)
-
-
-class DecodeMask:
-    """The mask and the bias of a layer, for one tile of query rows."""
-
-    def __init__(self, spec: DecodeSpec, head_tile: Scalar):
-        self.spec, self.score, self.shape = spec, spec.score, spec.shape
-        self.rows = plgpu.broadcasted_iota(jnp.int32, spec.tile, 0, layout=W)
-        self.first_query_row = lax.rem(head_tile, jnp.int32(self.shape.row_tiles)) * self.shape.tile_q
-
-    def apply(self, s: Tile, segment: Segment, keys: TileKeys, slopes: Columns | None) -> Tile:
+    def mask_scores(self, s: Tile, segment: Segment, keys: TileKeys, slopes: Columns | None) -> Tile:
         """Return the scores with ALiBi's bias, and -inf where a query does not attend to a key.
 
         Args:
@@ -334,7 +331,8 @@ class DecodeMask:
             keys: Key positions of the tile.
             slopes: ALiBi slopes times log2(e), or None.
         """
-        spec, shape, score, rows, seq_len = self.spec, self.shape, self.score, self.rows, segment.seq_len
+        spec, shape, score, rows = self.spec, self.spec.shape, self.spec.score, self.rows
+        seq_len = segment.seq_len
         # Position of each column's query; a scalar if all columns belong to one token.
         position = seq_len - 1
         if shape.query_len > 1:

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_decode.span import Segment, Span, get_tile_keys, read_entries
-from pallas_kernels.paged_decode.spec import DecodeBarriers, DecodeInputs, DecodeSmem, has_token_scales
+from pallas_kernels.paged_decode.span import Segment, Span, SpanCursor, get_tile_keys, read_entries
+from pallas_kernels.paged_decode.spec import DecodeBarriers, DecodeInputs, DecodeSmem
 from pallas_kernels.shared.memory import BULK_COPY, padded_slice
 from pallas_kernels.shared.paged_kv import BlockTableRef
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
@@ -46,9 +46,9 @@ class DecodeLoader:
 
     def __init__(self, inputs: DecodeInputs, smem: DecodeSmem, barriers: DecodeBarriers, span: Span):
         kv = inputs.kv
-        k_scale_g = kv.k_scale if has_token_scales(kv.k_scale) else None
-        v_scale_g = kv.v_scale if has_token_scales(kv.v_scale) else None
         self.inputs, self.q_s, self.barriers, self.span, self.spec = inputs, smem.q, barriers, span, span.spec
+        has_k_scales, has_v_scales = self.spec.has_token_scales
+        k_scale_g, v_scale_g = kv.k_scale if has_k_scales else None, kv.v_scale if has_v_scales else None
         self.tiling = self.spec.cache_tiling
         self.blocks = BlockTableRef(kv.block_table, self.spec.shape.block_size)
         self.streams = (
@@ -58,11 +58,27 @@ class DecodeLoader:
 
     def load_span(self) -> None:
         """Load all segments of the span in order."""
-        num_steps, num_segments = self.span.walk(self.load_segment)
+        span, stages, barriers = self.span, self.spec.sizes.stages, self.barriers
+        loop = span.loop()
+
+        def load(_: Scalar, cursor: SpanCursor) -> SpanCursor:
+            # Read one row ahead, so that the latency passes during the segment.
+            next_row = span.read_row(cursor.row.number + 1, start=cursor.row.end)
+            segment = span.segment(cursor, loop.stop)
+            self.load_segment(segment, cursor.step, cursor.segment_index)
+            return span.advance(cursor, segment, next_row)
+
+        end = lax.fori_loop(0, loop.num_segments, load, loop.first)
         # Interpret mode requires that every completion of a barrier is awaited; the hardware does not.
-        stages, barriers = self.spec.sizes.stages, self.barriers
-        wait_until_released(num_steps, stages, (barriers.k_free, barriers.v_free))
-        wait_until_released(num_segments, 2, (barriers.q_free,))
+        for count, num_buffers, free in (
+            (end.step, stages, (barriers.k_free, barriers.v_free)),
+            (end.segment_index, 2, (barriers.q_free,)),
+        ):
+
+            @pl.loop(jnp.maximum(count - num_buffers, 0), count)
+            def _(i: Scalar, num_buffers: int = num_buffers, free: tuple[Barriers, ...] = free) -> None:
+                for stage_barriers in free:
+                    plgpu.barrier_wait(stage_barriers.at[lax.rem(i, jnp.int32(num_buffers))])
 
     def load_query(self, segment: Segment, segment_index: Scalar) -> None:
         """Load the queries of a segment into buffer `segment_index % 2`."""
@@ -87,12 +103,7 @@ class DecodeLoader:
             segment_index: Number of non-empty segments of the span before this one.
         """
         num_tiles = jnp.where(segment.is_nonempty, segment.num_tiles, 0)
-        has_lists = self.spec.shape.list_block_size is not None
-
-        def read_tile_entries(tile_index: Scalar) -> tuple[Scalar, ...]:
-            if not has_lists:
-                return ()
-            return read_entries(segment, tile_index, self.inputs.lists.ids, self.spec)
+        has_lists, ids = self.spec.shape.list_block_size is not None, self.inputs.lists.ids
 
         def load(
             i: Scalar, ahead: tuple[TmaCopies, tuple[Scalar, ...]]
@@ -100,12 +111,14 @@ class DecodeLoader:
             # The block table is read one tile ahead, and a list, which selects its columns, two tiles ahead:
             # their latencies pass while this warp waits for a free stage.
             copies, next_entries = ahead
-            entries_after_next = read_tile_entries(i + 2)
+            entries_after_next = read_entries(segment, i + 2, ids, self.spec) if has_lists else ()
             next_copies = self.tile_copies(segment, i + 1, next_entries)
             self.load_tile(segment, step + i, copies)
             return next_copies, entries_after_next
 
-        entries = [read_tile_entries(jnp.int32(i)) for i in range(2)]
+        entries: list[tuple[Scalar, ...]] = [(), ()]
+        if has_lists:
+            entries = [read_entries(segment, jnp.int32(i), ids, self.spec) for i in range(2)]
         first_copies = self.tile_copies(segment, jnp.int32(0), entries[0])
         # Load the queries while the first block ids are being loaded.
         pl.when(segment.is_nonempty)(functools.partial(self.load_query, segment, segment_index))
@@ -126,7 +139,7 @@ class DecodeLoader:
         blocks = self.blocks.visible_blocks(segment.request, segment.first_key, segment.end_key)
         copies = []
         for first in keys.run_starts:
-            column, copy = self.tiling.table_column(first), self.tiling.tma_copy_index(first)
+            column, copy = self.tiling.locate(first)
             copies += [(block, copy) for block in blocks.ids(column, self.tiling.num_copies)]
         return copies
 
@@ -155,18 +168,3 @@ class DecodeLoader:
                         full,
                         oob_mode=BULK_COPY,
                     )
-
-
-def wait_until_released(count: Scalar, num_buffers: int, free: tuple[Barriers, ...]) -> None:
-    """Wait until the consumer has freed all buffers of a ring.
-
-    Args:
-        count: Number of times that the loader filled a buffer.
-        num_buffers: Number of buffers of the ring.
-        free: For each stream, the barriers at which the consumer arrives when it frees a buffer.
-    """
-
-    @pl.loop(jnp.maximum(count - num_buffers, 0), count)
-    def _(i: Scalar) -> None:
-        for barriers in free:
-            plgpu.barrier_wait(barriers.at[lax.rem(i, jnp.int32(num_buffers))])

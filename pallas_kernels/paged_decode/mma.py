@@ -275,14 +275,11 @@ class WarpMma(TileMma):
         """Return `x`: here row_max and alpha have the shape of a tile."""
         return x
 
-    def zeros(self) -> Tile:
-        """Return a tile of zeros."""
-        return plgpu.layout_cast(jnp.zeros(self.tile.shape, f32), W)
-
     def init_state(self) -> tuple[tuple[Tile, ...], Tile, Tile]:
         """Return one accumulator for every 16 columns of a head, row maxima of -inf and row sums of 0."""
         row_max = plgpu.layout_cast(jnp.full(self.tile.shape, -jnp.inf, f32), W)
-        return tuple(self.zeros() for _ in range(self.tile.num_accs)), row_max, self.zeros()
+        zeros = plgpu.layout_cast(jnp.zeros(self.tile.shape, f32), W)
+        return (zeros,) * self.tile.num_accs, row_max, zeros
 
     def load_query(self, q_s: Ref) -> tuple[Tile, Tile]:
         """Return the queries in registers, as right operands of mma.sync, and the factor for their scores."""
@@ -334,16 +331,15 @@ class WarpMma(TileMma):
         store_warp_outputs(
             outputs_s, accs, row_max, row_sum, tile=self.tile, is_interpreted=self.is_interpreted
         )
-
-        def load_row(warp: int, row: int) -> Columns:
-            return plgpu.load(outputs_s.at[warp, row], layout=W.reduce(0), optimized=False)
-
         # Rows of a warp's output: O^T [dim], then the row maxima, then the row sums.
-        warp_max = [load_row(w, dim) for w in range(WARPS)]
+        load_row = functools.partial(plgpu.load, layout=W.reduce(0), optimized=False)
+        warp_max = [load_row(outputs_s.at[w, dim]) for w in range(WARPS)]
         total_max = functools.reduce(jnp.maximum, warp_max)
         finite_max = jnp.where(total_max == -jnp.inf, 0.0, total_max)
         alphas = [jnp.exp2(row_max - finite_max) for row_max in warp_max]
-        total_sum = functools.reduce(jnp.add, [alphas[w] * load_row(w, dim + 1) for w in range(WARPS)])
+        total_sum = functools.reduce(
+            jnp.add, [alphas[w] * load_row(outputs_s.at[w, dim + 1]) for w in range(WARPS)]
+        )
         outs = []
         for chunk in range(self.head.num_chunks):
             rows = slice(chunk * self.head.width, (chunk + 1) * self.head.width)

@@ -118,44 +118,31 @@ def make_schedule(
         max_kv: Maximum number of keys of a request; limits the number of thread blocks. None = no maximum.
     """
     rows = seq_lens.shape[0] if block_list is None else block_list.counts.size
-    num_spans = sizes.num_spans(1 if block_list is not None else kv_heads, group * decode_query_len)
+    row_tiles, _ = sizes.row_tiles(group * decode_query_len)
+    num_spans = max(sizes.ctas // (row_tiles if block_list is not None else kv_heads * row_tiles), 1)
     if max_kv is not None:
         num_spans = min(num_spans, rows * -(-max_kv // sizes.keys_per_unit))
     list_heads = None if block_list is None else block_list.counts.shape[1]
     built_for = schedule_key(score, sizes, decode_query_len, list_block_size, list_heads)
-    unit_ends = _unit_ends(
-        seq_lens, score, sizes.keys_per_unit, decode_query_len, block_list, list_block_size
-    )
-    return DecodeSchedule(unit_ends, num_spans, built_for)
 
-
-def _unit_ends(
-    seq_lens: jax.Array,
-    score: Score,
-    unit: int,
-    decode_query_len: int,
-    block_list: BlockList | None,
-    list_block_size: int | None,
-) -> jax.Array:
-    """Return the cumulative sum of the number of units of each row."""
-
-    def divide(x: jax.Array) -> jax.Array:
-        return lax.div(x, jnp.full_like(x, unit))
-
+    # Count the units of each row, and sum them up.
+    unit = sizes.keys_per_unit
     if block_list is not None:
         assert list_block_size is not None
         counts = block_list.counts.reshape(-1)
         if counts.size > MAX_PAIRWISE_ROWS:
-            return cumulative_units.by_platform(counts, listed=list_block_size, unit=unit)
-        units = divide(counts * list_block_size + (unit - 1))
+            unit_ends = cumulative_units.by_platform(counts, listed=list_block_size, unit=unit)
+            return DecodeSchedule(unit_ends, num_spans, built_for)
+        units = lax.div(counts * list_block_size + (unit - 1), jnp.full_like(counts, unit))
     else:
         first_key, end_key = score.request_key_range(seq_lens, decode_query_len)
-        units = divide(end_key + (unit - 1)) - divide(first_key)
+        keys_per_unit = jnp.full_like(end_key, unit)
+        units = lax.div(end_key + (unit - 1), keys_per_unit) - lax.div(first_key, keys_per_unit)
     # A row without visible keys has one unit, too, so that the thread block of its span writes its zeros.
     units = jnp.maximum(units, 1)
     if units.size <= MAX_PAIRWISE_ROWS:
-        rows = jnp.arange(units.size, dtype=jnp.int32)
-        unit_ends = jnp.where(rows[None, :] <= rows[:, None], units[None, :], 0).sum(axis=1)
+        index = jnp.arange(units.size, dtype=jnp.int32)
+        unit_ends = jnp.where(index[None, :] <= index[:, None], units[None, :], 0).sum(axis=1)
     else:
         unit_ends = jnp.cumsum(units)
-    return unit_ends.astype(jnp.int32)
+    return DecodeSchedule(unit_ends.astype(jnp.int32), num_spans, built_for)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive, unsupported
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.support import NUM_SMS, why_not_head_dim
 
 MAX_ROWS = 64
@@ -28,6 +28,7 @@ class DecodeSizes:
             balance the load.
         per_warp_mma: Whether each warp computes separate matrix products (WarpMma) instead of one product per
             warpgroup (WarpgroupMma). Requires tile_kv=64.
+        keys_per_unit: Number of keys per unit of the schedule: those of a fixed split, or of a tile.
     """
 
     tile_kv: int = 64
@@ -36,6 +37,7 @@ class DecodeSizes:
     max_rows: int = MAX_ROWS
     split_kv: int | None = None
     per_warp_mma: bool = False
+    keys_per_unit: int = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
@@ -47,28 +49,17 @@ class DecodeSizes:
             not self.per_warp_mma or self.tile_kv == 64, "tile_kv", "be 64 with per_warp_mma", self.tile_kv
         )
         require(is_split_kv_valid, "split_kv", f"be a multiple of tile_kv ({self.tile_kv})", self.split_kv)
+        vars(self).update(keys_per_unit=self.split_kv or self.tile_kv)
 
     @property
     def schedule_sizes(self) -> tuple[int, ...]:
         """Sizes that a schedule depends on. Calls with equal values can share a schedule."""
         return self.tile_kv, self.split_kv or 0, self.ctas, self.max_rows
 
-    @property
-    def keys_per_unit(self) -> int:
-        """Number of keys per unit of the schedule: those of a fixed split, or of a tile."""
-        return self.split_kv or self.tile_kv
-
-    def row_tile(self, rows: int) -> int:
-        """Return the number of query rows per tile, rounded up to a multiple of 8 for the tensor core."""
-        return min(-(-rows // 8) * 8, self.max_rows)
-
-    def row_tiles(self, rows: int) -> int:
-        """Return the number of tiles that hold `rows` query rows."""
-        return -(-rows // self.row_tile(rows))
-
-    def num_spans(self, kv_heads: int, rows: int) -> int:
-        """Return the number of thread blocks for each tile of query rows."""
-        return max(self.ctas // (kv_heads * self.row_tiles(rows)), 1)
+    def row_tiles(self, rows: int) -> tuple[int, int]:
+        """Return the number of tiles that hold `rows` query rows, and the rows of a tile, a multiple of 8."""
+        tile_q = min(-(-rows // 8) * 8, self.max_rows)
+        return -(-rows // tile_q), tile_q
 
 
 # (head width, query rows per tile): rows for heads up to this width.

@@ -7,7 +7,8 @@ positions, or are runs that a request's list of sparse blocks selects.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class Segment:
         num_tiles: Number of KV tiles of the segment.
         split_index: Index of the split output that the segment writes if it is not complete.
         num_units: Number of units of the segment; 0 if no part of the request lies in the span.
+        is_nonempty: Whether the segment has units.
         is_complete: Whether the segment is the whole request.
         num_listed: Number of sparse blocks in the request's list; None without lists.
     """
@@ -56,13 +58,9 @@ class Segment:
     num_tiles: Scalar
     split_index: Scalar
     num_units: Scalar
+    is_nonempty: Scalar
     is_complete: Scalar
     num_listed: Scalar | None
-
-    @property
-    def is_nonempty(self) -> Scalar:
-        """Whether a part of the request lies in this span."""
-        return self.num_units > 0
 
 
 class SpanStart(NamedTuple):
@@ -76,7 +74,6 @@ class SpanStart(NamedTuple):
         next_row: Row that contains the first unit of the next span; the number of rows if none does.
         start: First unit of `row`; 0 for the first row.
         end: One past the last unit of `row`.
-        value: Element of `values_g` of `row`.
     """
 
     total: Scalar
@@ -86,7 +83,6 @@ class SpanStart(NamedTuple):
     next_row: Scalar
     start: Scalar
     end: Scalar
-    value: Scalar
 
 
 def span_units(total: Scalar, num_spans: int) -> Scalar:
@@ -94,12 +90,11 @@ def span_units(total: Scalar, num_spans: int) -> Scalar:
     return jnp.maximum(lax.div(total + (num_spans - 1), jnp.int32(num_spans)), 1)
 
 
-def find_span_start(ends_g: Ref, values_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanStart:
+def find_span_start(ends_g: Ref, span_index: Scalar, *, num_spans: int) -> SpanStart:
     """Return where a span begins, by comparing SEARCH_WAYS rows of the schedule per step.
 
     Args:
         ends_g: One past the last unit of each row of the schedule, int32 [reqs].
-        values_g: A value of each row, int32 [reqs], not negative.
         span_index: Index of the span, 0 to `num_spans`.
         num_spans: Number of spans of the schedule.
     """
@@ -113,55 +108,83 @@ def find_span_start(ends_g: Ref, values_g: Ref, span_index: Scalar, *, num_spans
             step = -(-size // SEARCH_WAYS)
             last_rows = [first_row + (i * step - 1) for i in range(1, -(-size // step) + 1)]
             are_before = [(row < rows) & (ends_g[jnp.minimum(row, rows - 1)] <= unit) for row in last_rows]
-            first_row = first_row + step * sum(x.astype(jnp.int32) for x in are_before)
+            num_before: Scalar | int = 0
+            for is_before in are_before:
+                num_before = num_before + is_before.astype(jnp.int32)
+            first_row = first_row + step * num_before
             size = step - 1
         return first_row
 
     unit = span_index * span
     row = count_rows_before(unit)
     start = jnp.where(row > 0, ends_g[jnp.maximum(row - 1, 0)], 0)
-    clipped = jnp.minimum(row, rows - 1)
-    next_row = count_rows_before(unit + span)
-    return SpanStart(total, span, unit, row, next_row, start, ends_g[clipped], values_g[clipped])
+    end = ends_g[jnp.minimum(row, rows - 1)]
+    return SpanStart(total, span, unit, row, count_rows_before(unit + span), start, end)
 
 
 class ScheduleRow(NamedTuple):
-    """The values that a thread block reads for a row of the schedule.
+    """A row of the schedule, with the values that a thread block reads for it.
 
     Attributes:
-        end: One past the index of the row's last unit, counted over all rows.
+        number: Index of the row.
+        start: Index of the row's first unit, counted over all rows.
+        end: One past the index of the row's last unit.
         seq_len: Number of keys of the request.
         num_listed: Length of the row's list; None without lists.
     """
 
+    number: Scalar
+    start: Scalar
     end: Scalar
     seq_len: Scalar
     num_listed: Scalar | None
 
 
 class SpanCursor(NamedTuple):
-    """Position of the loop over a span.
+    """Position of a loop over a span.
 
     Attributes:
         unit: Index of the next unit, counted over all schedule rows.
         row: Schedule row of this unit.
-        start: Index of the first unit of the row.
-        current: Values of the row.
-        step: Number of KV tiles visited so far.
-        segment_index: Number of non-empty segments visited so far.
+        step: Number of KV tiles of the span before this unit.
+        segment_index: Number of non-empty segments of the span before this unit; selects the query buffer.
     """
 
     unit: Scalar
-    row: Scalar
-    start: Scalar
-    current: ScheduleRow
+    row: ScheduleRow
     step: Scalar
     segment_index: Scalar
+
+
+class SpanLoop(NamedTuple):
+    """The loop over the segments of a span; see `Span.loop`.
+
+    Attributes:
+        num_segments: Number of iterations.
+        first: Position of the first iteration.
+        stop: One past the last unit of the span.
+    """
+
+    num_segments: Scalar
+    first: SpanCursor
+    stop: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
     """The span of a thread block, for one tile of query rows.
+
+    The loader and the consumer loop over the same segments in the same order, so they need no messages::
+
+        def visit(_, cursor):
+            # Read one row ahead, so that the latency passes during the segment.
+            next_row = span.read_row(cursor.row.number + 1, start=cursor.row.end)
+            segment = span.segment(cursor, loop.stop)
+            ...
+            return span.advance(cursor, segment, next_row)
+
+        loop = span.loop()
+        jax.lax.fori_loop(0, loop.num_segments, visit, loop.first)
 
     Attributes:
         index: Index of the span.
@@ -179,62 +202,42 @@ class Span:
     counts: Ref
     spec: DecodeSpec
 
-    def walk(self, visit: Callable[[Segment, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
-        """Call `visit` for each segment, and return the number of tiles and of non-empty segments.
+    def loop(self) -> SpanLoop:
+        """Return the loop over the segments; its length is known, since a warp has no while loop."""
+        last_row, zero = self.unit_ends.shape[0] - 1, self.index * 0
+        begin = find_span_start(self.unit_ends, self.index, num_spans=self.spec.num_spans)
+        stop = jnp.minimum(begin.unit + begin.span, begin.total)
+        row = self.read_row(begin.row, begin.start)
+        num_segments = jnp.minimum(begin.next_row, last_row) - row.number + 1
+        if self.spec.sizes.split_kv is not None:
+            num_segments = num_segments + jnp.maximum(stop - begin.unit, 0)
+        return SpanLoop(num_segments, SpanCursor(begin.unit, row, step=zero, segment_index=zero), stop)
 
-        The loader and the consumer visit the same segments in the same order, so they need no messages.
+    def read_row(self, number: Scalar, start: Scalar) -> ScheduleRow:
+        """Read a row of the schedule, or the last row if there is no such row.
 
         Args:
-            visit: Function of (segment, number of tiles of the span before the segment, number of non-empty
-                segments of the span before the segment).
+            number: Index of the row.
+            start: Index of the row's first unit.
         """
-        last_row = self.unit_ends.shape[0] - 1
-        row_values = self.seq_lens if self.counts is None else self.counts
-        begin = find_span_start(self.unit_ends, row_values, self.index, num_spans=self.spec.num_spans)
-        stop = jnp.minimum(begin.unit + begin.span, begin.total)
-        zero = self.index * 0
+        number = jnp.minimum(number, self.unit_ends.shape[0] - 1)
+        num_listed = None if self.counts is None else self.counts[number]
+        end, (request, _) = self.unit_ends[number], self.spec.shape.row_request(number, self.head_tile)
+        return ScheduleRow(number, start, end, self.seq_lens[request], num_listed)
 
-        def visit_row(_: Scalar, cursor: SpanCursor) -> SpanCursor:
-            # Read the next row now, one row ahead, so that the latency passes during the visit.
-            next_row = jnp.minimum(cursor.row + 1, last_row)
-            next_read = self._read(next_row)
-            segment = self.segment(cursor, stop)
-            visit(segment, cursor.step, cursor.segment_index)
-            # Advance to the next row only if the span goes beyond the end of this one.
-            step = cursor.step + jnp.where(segment.is_nonempty, segment.num_tiles, 0)
-            segment_index = cursor.segment_index + segment.is_nonempty.astype(jnp.int32)
-            unit = cursor.unit + segment.num_units
-            advances = (unit >= cursor.current.end) & (next_row > cursor.row)
-
-            def select(new: Scalar, old: Scalar) -> Scalar:
-                return jnp.where(advances, new, old)
-
-            current = jax.tree.map(select, next_read, cursor.current)
-            row, start = select(next_row, cursor.row), select(cursor.current.end, cursor.start)
-            return SpanCursor(unit, row, start, current, step, segment_index)
-
-        # The number of visits is computed ahead, because a warp of the loader cannot run a while loop.
-        first_row = jnp.minimum(begin.row, last_row)
-        visits = jnp.minimum(begin.next_row, last_row) - first_row + 1
-        if self.spec.sizes.split_kv is not None:
-            visits = visits + jnp.maximum(stop - begin.unit, 0)
-        first = ScheduleRow(begin.end, begin.value, None)
-        if self.counts is not None:
-            request, _ = self.spec.shape.row_request(first_row, self.head_tile)
-            first = ScheduleRow(begin.end, self.seq_lens[request], begin.value)
-        cursor = SpanCursor(begin.unit, first_row, begin.start, first, step=zero, segment_index=zero)
-        cursor = lax.fori_loop(0, visits, visit_row, cursor)
-        return cursor.step, cursor.segment_index
-
-    def _read(self, row: Scalar) -> ScheduleRow:
-        num_listed = None if self.counts is None else self.counts[row]
-        end, (request, _) = self.unit_ends[row], self.spec.shape.row_request(row, self.head_tile)
-        return ScheduleRow(end, self.seq_lens[request], num_listed)
+    def advance(self, cursor: SpanCursor, segment: Segment, next_row: ScheduleRow) -> SpanCursor:
+        """Return the position after a segment; the row changes only if the span goes beyond its end."""
+        step = cursor.step + jnp.where(segment.is_nonempty, segment.num_tiles, 0)
+        segment_index = cursor.segment_index + segment.is_nonempty.astype(jnp.int32)
+        unit = cursor.unit + segment.num_units
+        advances = (unit >= cursor.row.end) & (next_row.number > cursor.row.number)
+        row = jax.tree.map(functools.partial(jnp.where, advances), next_row, cursor.row)
+        return SpanCursor(unit, row, step, segment_index)
 
     def segment(self, cursor: SpanCursor, stop: Scalar) -> Segment:
         """Return the part of the cursor's row from the cursor's unit up to unit `stop`."""
         shape, score, sizes = self.spec.shape, self.spec.score, self.spec.sizes
-        (end, seq_len, num_listed), row, unit, start = cursor.current, cursor.row, cursor.unit, cursor.start
+        (row, start, end, seq_len, num_listed), unit = cursor.row, cursor.unit
         tiles_per_unit = sizes.keys_per_unit // sizes.tile_kv
         request, request_head_tile = shape.row_request(row, self.head_tile)
         first_key, end_key = score.request_key_range(seq_len, shape.query_len)
@@ -265,6 +268,7 @@ class Span:
             num_tiles=num_tiles,
             split_index=split_index,
             num_units=units,
+            is_nonempty=units > 0,
             is_complete=is_complete,
             num_listed=num_listed,
         )

@@ -4,7 +4,7 @@ The order of the fields of a NamedTuple is the order of the kernel's arguments a
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.paged_decode.sizes import DecodeSizes
 from pallas_kernels.ptx.warp_mma import WARPS
-from pallas_kernels.shared.head_dims import HeadChunks
-from pallas_kernels.shared.memory import swizzled_smem
+from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import SplitOutputs
@@ -59,11 +58,6 @@ class DecodeShape:
     list_block_size: int | None
     lists_have_head_bits: bool = False
 
-    @property
-    def head_tiles(self) -> int:
-        """Number of tiles of query rows per row of the schedule."""
-        return self.row_tiles if self.list_block_size else self.kv_heads * self.row_tiles
-
     def row_request(self, row: Scalar, head_tile: Scalar) -> tuple[Scalar, Scalar]:
         """Return the request of a schedule row, and the index of a tile among the request's query tiles.
 
@@ -88,7 +82,13 @@ class DecodeSpec:
         num_spans: Number of spans of the schedule. For each span, there is one thread block per tile of query
             rows.
         dtype: 16-bit dtype of the queries, in which the tensor core multiplies.
+        has_token_scales: Whether keys, and whether values, have a scale per token and head.
         interpret: Parameters of interpret mode, or None for a GPU.
+        is_interpreted: Whether the kernel runs in interpret mode, which has no PTX.
+        tile: Shape of a tile of scores: keys by query rows.
+        head_tiles: Number of tiles of query rows per row of the schedule.
+        run_length: Number of consecutive keys in a tile: the size of a sparse block, at most that of a tile.
+        cache_tiling: TMA copies that load a run of consecutive keys from the cache.
     """
 
     shape: DecodeShape
@@ -96,29 +96,25 @@ class DecodeSpec:
     sizes: DecodeSizes
     num_spans: int
     dtype: DTypeLike
+    has_token_scales: tuple[bool, bool]
     interpret: Interpret = None
+    is_interpreted: bool = dataclasses.field(init=False)
+    tile: tuple[int, int] = dataclasses.field(init=False)
+    head_tiles: int = dataclasses.field(init=False)
+    run_length: int = dataclasses.field(init=False)
+    cache_tiling: CacheTiling = dataclasses.field(init=False)
 
-    @property
-    def is_interpreted(self) -> bool:
-        """Whether the kernel runs in interpret mode, which has no PTX."""
-        return bool(self.interpret)
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Shape of a tile of scores: keys by query rows."""
-        return self.sizes.tile_kv, self.shape.tile_q
-
-    @property
-    def run_length(self) -> int:
-        """Number of consecutive keys in a tile: the size of a sparse block, at most the size of the tile."""
-        return min(self.shape.list_block_size or self.sizes.tile_kv, self.sizes.tile_kv)
-
-    @property
-    def cache_tiling(self) -> CacheTiling:
-        """TMA copies that load a run of consecutive keys from the cache."""
-        shape = self.shape
-        return CacheTiling(
-            block_size=shape.block_size, tile_kv=self.run_length, is_hnd=shape.is_hnd, head=shape.head
+    def __post_init__(self) -> None:
+        shape, tile_kv = self.shape, self.sizes.tile_kv
+        run_length = min(shape.list_block_size or tile_kv, tile_kv)
+        vars(self).update(
+            is_interpreted=bool(self.interpret),
+            tile=(tile_kv, shape.tile_q),
+            head_tiles=shape.row_tiles if shape.list_block_size else shape.kv_heads * shape.row_tiles,
+            run_length=run_length,
+            cache_tiling=CacheTiling(
+                block_size=shape.block_size, tile_kv=run_length, is_hnd=shape.is_hnd, head=shape.head
+            ),
         )
 
 
@@ -209,11 +205,6 @@ class DecodeBarriers(NamedTuple):
     v_free: Barriers
 
 
-def has_token_scales(scale: Any) -> bool:
-    """Return whether a scale of KvRefs has one element per token and head."""
-    return scale is not None and scale.ndim == 4
-
-
 def output_types(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
     """Return the shapes and dtypes of the kernel's outputs."""
     shape, head, tile_q = spec.shape, spec.shape.head, spec.shape.tile_q
@@ -223,11 +214,11 @@ def output_types(inputs: DecodeInputs, spec: DecodeSpec) -> DecodeOutputs:
         max_kv = ids.shape[1] * (shape.list_block_size or 0)
     sizes = spec.sizes
     splits = reqs + spec.num_spans if sizes.split_kv is None else reqs * (-(-max_kv // sizes.split_kv))
-    per_query = jax.ShapeDtypeStruct((splits, shape.head_tiles, tile_q), f32)
-    split_out = jax.ShapeDtypeStruct((splits, shape.head_tiles, head.num_chunks, head.width, tile_q), f32)
+    per_query = jax.ShapeDtypeStruct((splits, spec.head_tiles, tile_q), f32)
+    split_out = jax.ShapeDtypeStruct((splits, spec.head_tiles, head.num_chunks, head.width, tile_q), f32)
     return DecodeOutputs(
         out=jax.ShapeDtypeStruct(inputs.query.shape, spec.dtype),
-        lse=jax.ShapeDtypeStruct((reqs, shape.head_tiles, tile_q), f32),
+        lse=jax.ShapeDtypeStruct((reqs, spec.head_tiles, tile_q), f32),
         splits=SplitOutputs(split_out, per_query, per_query),
     )
 
@@ -246,30 +237,27 @@ def smem_types(kv: KvRefs, spec: DecodeSpec) -> DecodeSmem:
         q=swizzled_smem((2, head.num_chunks, tile_q, head.width), spec.dtype),
         k=swizzled_smem((sizes.stages, *stage), kv.k.dtype, width=swizzle_width),
         v=swizzled_smem((sizes.stages, *stage), kv.v.dtype, width=swizzle_width),
-        k_scale=scale_smem if has_token_scales(kv.k_scale) else None,
-        v_scale=scale_smem if has_token_scales(kv.v_scale) else None,
+        k_scale=scale_smem if spec.has_token_scales[0] else None,
+        v_scale=scale_smem if spec.has_token_scales[1] else None,
         dequantized=dequantized,
         p=None if sizes.per_warp_mma else swizzled_smem((tile_q, sizes.tile_kv), spec.dtype),
         warp_outputs=warp_outputs,
     )
 
 
-def barrier_types(kv: KvRefs, spec: DecodeSpec) -> DecodeBarriers:
+def barrier_types(spec: DecodeSpec) -> DecodeBarriers:
     """Return the scratch shapes of the barriers.
 
     Each TMA copy arrives once at the full barrier of its buffer.
     """
     stages, num_chunks = spec.sizes.stages, spec.shape.head.num_chunks
-    tokens_per_copy = spec.cache_tiling.tokens_per_copy
-
-    def num_copies(scale: Any) -> int:
-        return spec.sizes.tile_kv // tokens_per_copy * (num_chunks + has_token_scales(scale))
-
+    copies = spec.sizes.tile_kv // spec.cache_tiling.tokens_per_copy
+    k_copies, v_copies = [copies * (num_chunks + has_scales) for has_scales in spec.has_token_scales]
     return DecodeBarriers(
         q_full=plgpu.Barrier(num_arrivals=num_chunks, num_barriers=2),
         q_free=plgpu.Barrier(num_barriers=2),
-        k_full=plgpu.Barrier(num_arrivals=num_copies(kv.k_scale), num_barriers=stages),
-        v_full=plgpu.Barrier(num_arrivals=num_copies(kv.v_scale), num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=k_copies, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=v_copies, num_barriers=stages),
         k_free=plgpu.Barrier(num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
     )

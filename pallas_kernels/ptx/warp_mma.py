@@ -8,9 +8,9 @@ registers. Values are transposed by ldmatrix, which moves 16-bit units: 8-bit va
 adjacent columns and are separated afterwards, as FlashAttention-3 does on its way through shared memory.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
-from jax.typing import DTypeLike
 
 from pallas_kernels.ptx import fragments, lanes
 from pallas_kernels.ptx.fallback import round_to, with_fallback
@@ -41,8 +40,7 @@ from pallas_kernels.ptx.mma import (
     pack_16bit,
     transpose_8x8,
 )
-from pallas_kernels.shared.head_dims import HeadChunks
-from pallas_kernels.shared.memory import swizzle_bytes, swizzle_transforms
+from pallas_kernels.shared.memory import HeadChunks, swizzle_bytes, swizzle_transforms
 from pallas_kernels.shared.types import Layout, Ref, Scalar, Tile
 
 WARP_KEYS = 16  # keys of a tile that one warp processes
@@ -54,8 +52,9 @@ type Operand = jax.Array
 """A request's queries as a B operand of the tensor core; in the fallback f32 [chunks, tile_q, width]."""
 
 
-class WarpTile(NamedTuple):
-    """Static sizes and dtypes of a tile of 64 keys, 16 for each warp, and a request's queries.
+@dataclasses.dataclass(frozen=True)
+class WarpTile:
+    """Static sizes and types of a tile of 64 keys, 16 for each warp, and a request's queries.
 
     Attributes:
         tile_q: Number of query rows.
@@ -63,6 +62,12 @@ class WarpTile(NamedTuple):
         dtype: Dtype of the queries.
         k_dtype: Stored dtype of the keys.
         v_dtype: Stored dtype of the values.
+        shape: Shape of a tile of scores.
+        scores_type: Type of a tile of scores and of an accumulator.
+        num_accs: Number of accumulators: one for each 16 columns of a head.
+        key_operand: Dtype in which the tensor core multiplies keys; 8-bit dtypes are exact in f16.
+        value_operand: Dtype in which the tensor core multiplies values.
+        query_layout: Layout of the queries as a B operand that every warp holds completely.
     """
 
     tile_q: int
@@ -70,46 +75,29 @@ class WarpTile(NamedTuple):
     dtype: np.dtype
     k_dtype: np.dtype
     v_dtype: np.dtype
+    shape: tuple[int, int] = dataclasses.field(init=False)
+    scores_type: plgpu.ShapeDtypeStruct = dataclasses.field(init=False)
+    num_accs: int = dataclasses.field(init=False)
+    key_operand: np.dtype = dataclasses.field(init=False)
+    value_operand: np.dtype = dataclasses.field(init=False)
+    query_layout: Layout = dataclasses.field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of a tile of scores."""
-        return WARPS * WARP_KEYS, self.tile_q
-
-    @property
-    def key_operand(self) -> np.dtype:
-        """Dtype in which the tensor core multiplies keys."""
-        return operand_dtype(self.k_dtype, self.dtype)
-
-    @property
-    def value_operand(self) -> np.dtype:
-        """Dtype in which the tensor core multiplies values."""
-        return operand_dtype(self.v_dtype, self.dtype)
-
-    @property
-    def num_accs(self) -> int:
-        """Number of accumulators: one for each 16 columns of a head."""
-        return self.head_chunks.padded_dim // 16
-
-    @property
-    def scores_type(self) -> plgpu.ShapeDtypeStruct:
-        """Type of a tile of scores and of an accumulator."""
-        return plgpu.ShapeDtypeStruct(self.shape, f32, TILE)
-
-
-def operand_dtype(stored: np.dtype, dtype: np.dtype) -> np.dtype:
-    """Return the dtype that the tensor core multiplies; every 8-bit dtype is converted exactly to f16."""
-    return jnp.dtype(dtype) if stored.itemsize == 2 else jnp.dtype(jnp.float16)
+    def __post_init__(self) -> None:
+        f16, shape = jnp.dtype(jnp.float16), (WARPS * WARP_KEYS, self.tile_q)
+        key_operand = self.dtype if self.k_dtype.itemsize == 2 else f16
+        vars(self).update(
+            shape=shape,
+            scores_type=plgpu.ShapeDtypeStruct(shape, f32, TILE),
+            num_accs=self.head_chunks.padded_dim // 16,
+            key_operand=key_operand,
+            value_operand=self.dtype if self.v_dtype.itemsize == 2 else f16,
+            query_layout=plgpu.Layout.MMA_RHS(key_operand, m_warps=4),
+        )
 
 
 def ref_type(itemsize: int, width: int = 64) -> plgpu.RefType:
     """Return the reference type of a tile of `swizzled_smem`."""
     return plgpu.RefType(swizzle_transforms(itemsize, width))
-
-
-def mma_rhs_layout(dtype: DTypeLike) -> Layout:
-    """Return the layout of a B operand that every warp holds completely."""
-    return plgpu.Layout.MMA_RHS(dtype, m_warps=4)
 
 
 # ------------------------------------------------------------------------------------- queries
@@ -133,7 +121,7 @@ def load_query_fragments(q_s: Ref, *, tile: WarpTile) -> tuple[Operand, Tile]:
         q_s: [chunks, tile_q, width] in SMEM.
         tile: Static sizes.
     """
-    layout = mma_rhs_layout(tile.key_operand)
+    layout = tile.query_layout
     operand_type = plgpu.ShapeDtypeStruct(
         (tile.head_chunks.padded_dim, tile.tile_q), tile.key_operand, layout
     )
@@ -234,7 +222,7 @@ def qk_mma(k_s: Ref, query: Operand, *, tile: WarpTile) -> Tile:
         query: Operand from `load_query_fragments`.
         tile: Static sizes.
     """
-    types = ref_type(tile.k_dtype.itemsize, tile.head_chunks.width), mma_rhs_layout(tile.key_operand)
+    types = ref_type(tile.k_dtype.itemsize, tile.head_chunks.width), tile.query_layout
     run = plgpu.inline_mgpu(arg_types=types, return_type=tile.scores_type)
     return run(functools.partial(_qk_mma_by_lanes, tile=tile))(k_s, query)
 

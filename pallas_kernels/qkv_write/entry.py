@@ -5,13 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.checks import (
+    forbid_kernel_derivative,
     require_arrays,
     require_axes,
     require_one_of,
     require_shape,
     unsupported,
 )
-from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.qkv_write.kernel import QkvWriteDims, QkvWriteRefs, write_tokens
 from pallas_kernels.shared.paged_kv import cache_dims
 from pallas_kernels.shared.types import Interpret

@@ -1,6 +1,12 @@
-"""Memory of a kernel: the alignment of its arrays, slices for TMA, swizzled shared memory and stores."""
+"""Memory of a kernel: the chunks of a head, the alignment of arrays, slices for TMA, swizzled tiles, stores.
+
+The tensor core takes the head_dim of values in multiples of 64. A head_dim that is not a multiple of 64 is
+divided into equal chunks of at most 64 elements, and TMA pads each to 64 with zeros on the way into shared
+memory: no extra byte is read, and the caller pads nothing.
+"""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +15,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.shared.types import Ref, Scalar, ScratchType, Slice
+from pallas_kernels.checks import require
+from pallas_kernels.shared.types import Index, Ref, Scalar, ScratchType, Slice
 
 # A copy of a contiguous range within bounds needs no tensor map: any length from 16 bytes works, without the
 # alignment to 128 bytes that a tensor map requires.
 BULK_COPY = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 ALIGN = 8  # TMA fills shared memory in units of 8 rows, so tiles start at rows that are multiples of 8
 ALIGNED_BYTES = 256  # alignment that Mosaic GPU requires of a kernel's arrays
+HEAD_DIMS = (32, 64, 80, 96, 112, 120, 128, 192, 256)
+# In 8 bits a head of 120 has no rows of a multiple of 16 bytes, which TMA requires, and 112 would need 7
+# chunks.
+EIGHT_BIT_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
+PANEL = 64  # rows or columns of one operand tile of a backward product; see varlen_backward.refs
 
 
+# ------------------------------------------------------------------------------------- arrays
 def copy_if_unaligned(x: jax.Array) -> jax.Array:
     """Return `x`, copied if it may be a slice that starts at an address a kernel does not accept.
 
@@ -27,6 +40,91 @@ def copy_if_unaligned(x: jax.Array) -> jax.Array:
     """
     row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
     return x if row_bytes % ALIGNED_BYTES == 0 else lax.optimization_barrier(x)
+
+
+def pad_tokens(x: jax.Array, *, axis: int = 0, extra: int = 0) -> jax.Array:
+    """Pad an axis of tokens to a multiple of 8, which TMA needs, and by `extra` tokens."""
+    missing = -x.shape[axis] % ALIGN + extra
+    if not missing:
+        return copy_if_unaligned(x)
+    return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])
+
+
+def split_tail(x: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array | None]:
+    """Split an array into what TMA can read in place and a copy of its last rows; None if there is no need.
+
+    TMA fills shared memory in groups of 8 rows, and a group that exceeds the array reads past its memory.
+    Without the group the array is read in place, where padding would copy it: 95 us of a step of 700 us. The
+    copy serves tiles of `num_rows` rows, each of which is read either from the array or from the copy.
+
+    Args:
+        x: Array whose first axis is the tokens.
+        num_rows: Rows per copy by TMA, a multiple of 8. Static.
+
+    Returns:
+        All whole groups of the array, and the last `num_rows` rows of the array padded to groups.
+    """
+    num_missing = -x.shape[0] % ALIGN
+    tail_start = x.shape[0] + num_missing - num_rows
+    if num_missing and tail_start <= 0:
+        return pad_tokens(x), None
+    x = copy_if_unaligned(x)
+    if not num_missing:
+        return x, None
+    padding = ((0, num_missing), *[(0, 0)] * (x.ndim - 1))
+    return x[: x.shape[0] + num_missing - ALIGN], jnp.pad(x[tail_start:], padding)
+
+
+# ------------------------------------------------------------------------------------- heads and tiles
+class HeadChunks(NamedTuple):
+    """The division of a head into chunks.
+
+    Attributes:
+        num_chunks: Number of chunks per head.
+        chunk_dim: Number of elements of a chunk in global memory.
+        width: Number of elements of a chunk in shared memory, at least `chunk_dim`.
+        padded_dim: Number of elements of a head in shared memory: those of all chunks.
+        is_padded: Whether a chunk is larger in shared memory than in global memory.
+    """
+
+    num_chunks: int
+    chunk_dim: int
+    width: int
+    padded_dim: int
+    is_padded: bool
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Reshape [..., head_dim] to [..., num_chunks, chunk_dim] if TMA pads the chunks."""
+        return x.reshape(*x.shape[:-1], self.num_chunks, self.chunk_dim) if self.is_padded else x
+
+    def gmem_index(self, chunk: int, zero: Scalar) -> Index:
+        """Return the last indices of a chunk in an array that `split` returned; its size is `width`.
+
+        Args:
+            chunk: Static index of the chunk.
+            zero: Traced int32 that is 0.
+        """
+        return (chunk, padded_slice(self.width, self.chunk_dim, zero)) if self.is_padded else ()
+
+
+def head_chunks(head_dim: int, *, itemsize: int = 2) -> HeadChunks:
+    """Return the chunks of a head; one chunk if 64 divides head_dim.
+
+    Args:
+        head_dim: Elements per head.
+        itemsize: Bytes per element: 2, or 1 for 8-bit keys or values.
+
+    Raises:
+        ValueError: If head_dim is not supported.
+    """
+    supported = HEAD_DIMS if itemsize == 2 else EIGHT_BIT_HEAD_DIMS
+    require(head_dim in supported, "head_dim", f"be one of {supported}", head_dim)
+    if head_dim % PANEL == 0:
+        return HeadChunks(1, head_dim, head_dim, head_dim, is_padded=False)
+    count = -(-head_dim // PANEL)
+    while head_dim % (16 // itemsize * count):  # TMA requires strides of a multiple of 16 bytes
+        count += 1
+    return HeadChunks(count, head_dim // count, PANEL, count * PANEL, is_padded=head_dim != count * PANEL)
 
 
 def padded_slice(size: int, length: int, zero: Scalar) -> Slice:

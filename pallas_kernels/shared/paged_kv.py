@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import HeadChunks
+from pallas_kernels.shared.memory import HeadChunks
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice, Tile
 
 W = plgpu.Layout.WGMMA
@@ -42,7 +42,7 @@ class KvRefs(NamedTuple):
         v: Values, of the shape of `k`.
         block_table: Block ids of each request [reqs, max_blocks]; None if keys are packed.
         k_scale: Scale of 8-bit keys, f32: [1], [kv_heads], per channel [kv_heads, chunks, width], or per
-            token and head as CacheTiling.tile_scales returns them; None for 1.
+            token and head [blocks, kv_heads, copies, tokens_per_copy]; None for 1.
         v_scale: Scale of 8-bit values, like `k_scale`.
         k_tail: Last rows of packed keys as `split_tail` returns them, or None.
         v_tail: Last rows of packed values, like `k_tail`.
@@ -68,22 +68,21 @@ class CacheTiling:
         is_hnd: Whether blocks are [kv_heads, block_size, head_dim] instead of [block_size, kv_heads,
             head_dim].
         head: Division of a head into chunks.
+        tokens_per_copy: Number of tokens that a TMA copy moves: the tokens of a block, or of a tile if that
+            is smaller.
+        num_copies: Number of TMA copies that load `tile_kv` tokens of one chunk of a head.
     """
 
     block_size: int
     tile_kv: int
     is_hnd: bool
     head: HeadChunks
+    tokens_per_copy: int = dataclasses.field(init=False)
+    num_copies: int = dataclasses.field(init=False)
 
-    @property
-    def tokens_per_copy(self) -> int:
-        """Number of tokens that a TMA copy moves: the tokens of a block, or of a tile if that is smaller."""
-        return min(self.block_size, self.tile_kv)
-
-    @property
-    def num_copies(self) -> int:
-        """Number of TMA copies that load `tile_kv` tokens of one chunk of a head."""
-        return self.tile_kv // self.tokens_per_copy
+    def __post_init__(self) -> None:
+        tokens_per_copy = min(self.block_size, self.tile_kv)
+        vars(self).update(tokens_per_copy=tokens_per_copy, num_copies=self.tile_kv // tokens_per_copy)
 
     def tile_cache(self, cache: jax.Array) -> jax.Array:
         """Reshape a cache to [blocks, copies, tokens_per_copy, kv_heads, ...].
@@ -96,23 +95,27 @@ class CacheTiling:
             cache.reshape(*cache.shape[:axis], -1, self.tokens_per_copy, *cache.shape[axis + 1 :])
         )
 
-    def tile_scales(self, scales: jax.Array) -> jax.Array:
-        """Reshape scales [blocks, kv_heads, block_size] to [blocks, kv_heads, copies, tokens_per_copy]."""
-        return scales.reshape(*scales.shape[:2], -1, self.tokens_per_copy)
+    def tile_scale(self, scale: jax.Array | None) -> jax.Array | None:
+        """Return the scale of keys or values in the form of KvRefs.
 
-    def tile_channel_scales(self, scales: jax.Array) -> jax.Array:
-        """Reshape scales [kv_heads, head_dim] to [kv_heads, num_chunks, width], padded with zeros."""
+        Args:
+            scale: [], [kv_heads], per channel [kv_heads, head_dim], or per token and head [blocks, kv_heads,
+                block_size]; None for 1.
+        """
+        if scale is None or scale.ndim == 1:
+            return scale
+        if scale.ndim == 0:
+            return scale.reshape(1)
+        if scale.ndim == 3:
+            return scale.reshape(*scale.shape[:2], -1, self.tokens_per_copy)
         head = self.head
-        chunks = scales.reshape(-1, head.num_chunks, head.chunk_dim)
+        chunks = scale.reshape(-1, head.num_chunks, head.chunk_dim)
         return jnp.pad(chunks, ((0, 0), (0, 0), (0, head.width - head.chunk_dim)))
 
-    def table_column(self, key: Scalar) -> Scalar:
-        """Return the block-table column of the block that holds the key at position `key`."""
-        return lax.div(key, jnp.int32(self.block_size))
-
-    def tma_copy_index(self, key: Scalar) -> Scalar:
-        """Return which TMA copy of its block holds the key at position `key`."""
-        return lax.div(lax.rem(key, jnp.int32(self.block_size)), jnp.int32(self.tokens_per_copy))
+    def locate(self, key: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the block-table column of a key's block, and which TMA copy of the block holds the key."""
+        column, offset = lax.div(key, jnp.int32(self.block_size)), lax.rem(key, jnp.int32(self.block_size))
+        return column, lax.div(offset, jnp.int32(self.tokens_per_copy))
 
     def gmem_index(self, block: Scalar, copy: Scalar, kv_head: Scalar) -> Index:
         """Return the leading indices that select a TMA copy in an array that `tile_cache` returned.
@@ -124,15 +127,15 @@ class CacheTiling:
 
 
 # ------------------------------------------------------------------------------------- blocks
+@dataclasses.dataclass(frozen=True)
 class BlockTableRef:
     """A block table in global memory; column i of a row is the block of keys `i * block_size` onward.
 
     The entries are only accessible through `VisibleBlocks`.
     """
 
-    def __init__(self, table_g: Ref, block_size: int):
-        """Wrap a table [reqs, max_blocks]."""
-        self._table_g, self._block_size = table_g, block_size
+    _table_g: Ref  # [reqs, max_blocks]
+    _block_size: int
 
     def visible_blocks(
         self, req: Scalar, first_key: Scalar, end_key: Scalar, *, is_checked: bool = False
@@ -162,27 +165,30 @@ class BlockTableRef:
         return VisibleBlocks(self._table_g, req, None, jnp.maximum(num_blocks - 1, 0))
 
 
+@dataclasses.dataclass(frozen=True)
 class VisibleBlocks:
-    """Block ids of a request between two columns of the block table.
+    """Block ids of row `_req` of the block table between columns `_first` and `_last`.
 
-    Columns outside are clamped to this range.
+    Columns outside are clamped to this range. With `_first` None, only the upper bound is applied, and
+    callers must not pass negative columns.
     """
 
-    def __init__(self, table_g: Ref, req: Scalar, first: Scalar | None, last: Scalar):
-        """Restrict row `req` of a table to columns `first` to `last`.
-
-        With `first` None, only the upper bound is applied, and callers must not pass negative columns.
-        """
-        self._table_g, self._req, self._first, self._last = table_g, req, first, last
+    _table_g: Ref
+    _req: Scalar
+    _first: Scalar | None
+    _last: Scalar
 
     def ids(self, column: Scalar, count: int) -> list[Scalar]:
         """Return the block ids of `count` columns from `column` on, each clamped."""
-        return [self._id(column + j) for j in range(count)]
+        table_g, req, first, last = self._table_g, self._req, self._first, self._last
+        if first is None:
+            return [table_g[req, jnp.minimum(column + j, last)] for j in range(count)]
+        return [table_g[req, jnp.clip(column + j, first, last)] for j in range(count)]
 
-    def _id(self, column: Scalar) -> Scalar:
-        if self._first is None:
-            return self._table_g[self._req, jnp.minimum(column, self._last)]
-        return self._table_g[self._req, jnp.clip(column, self._first, self._last)]
+
+def load_head_scale(scale_g: Ref, kv_head: Scalar) -> Scalar:
+    """Load the scale of a KV head from a scale with one axis: one for all heads, or one per head."""
+    return scale_g[kv_head if scale_g.shape[0] > 1 else 0]
 
 
 def split_slot(slot: Scalar, block_size: int) -> tuple[Scalar, Scalar]:

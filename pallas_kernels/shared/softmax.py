@@ -11,9 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Columns, Index, Ref, Rows, Scalar, Tile
 
-SPLITS_AT_ONCE = 4  # split outputs whose loads are in flight together: 32 registers each for tiles of 64 x 64
+# Split outputs whose loads are in flight together: a tile of 64 x 64 takes 32 registers for each of them.
+# If a tile of fewer queries has more splits, QUERIES_AT_ONCE // queries of them are loaded at once.
+SPLITS_AT_ONCE, QUERIES_AT_ONCE = 4, 128
 STRIP = 64  # columns of a head that a thread block of a combine kernel computes
 LOG2E = math.log2(math.e)  # scores times LOG2E are exponents of 2
+
+
+def in_log2(x: jax.Array | None) -> jax.Array | None:
+    """Return slopes or sinks in f32, times log2(e)."""
+    return None if x is None else x.astype(jnp.float32) * LOG2E
 
 
 def finalize_softmax(
@@ -52,9 +59,13 @@ class SplitOutputs(NamedTuple):
     row_sum: Ref
 
 
+type SplitSums = tuple[Tile, Rows | Columns, Rows | Columns]
+"""Accumulator, maximum and sum of the queries of a tile."""
+
+
 def add_splits(
     splits: SplitOutputs, first: Scalar, num: Scalar, tile: Scalar, *, queries: Index, strip: Index, axis: int
-) -> tuple[Tile, Rows | Columns, Rows | Columns]:
+) -> SplitSums:
     """Return the accumulator, maximum and sum of a tile of queries over all of its split outputs.
 
     Args:
@@ -69,15 +80,12 @@ def add_splits(
     layout = plgpu.Layout.WGMMA
     load = functools.partial(plgpu.load, optimized=False)
     load_stats = functools.partial(load, layout=layout.reduce(1 - axis))
+    shape = splits.out.at[(first, tile, *strip)].shape
+    over_tile = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=[axis])
 
-    def over_tile(x: Rows | Columns, like: Tile) -> Tile:
-        return lax.broadcast_in_dim(x, like.shape, [axis])
-
-    def add(
-        i: Scalar, carry: tuple[Tile, Rows | Columns, Rows | Columns]
-    ) -> tuple[Tile, Rows | Columns, Rows | Columns]:
+    def add(at_once: int, i: Scalar, carry: SplitSums) -> SplitSums:
         acc, row_max, row_sum = carry
-        indices = [i * SPLITS_AT_ONCE + j for j in range(SPLITS_AT_ONCE)]
+        indices = [i * at_once + j for j in range(at_once)]
         outputs = [(first + jnp.minimum(n, num - 1), tile) for n in indices]
         # Issue all loads of a round before their first use, so that their latencies overlap.
         maxima = [load_stats(splits.row_max.at[(*output, *queries)]) for output in outputs]
@@ -88,17 +96,26 @@ def add_splits(
         new_max = functools.reduce(jnp.maximum, maxima, row_max)
         base = jnp.where(new_max == -jnp.inf, 0.0, new_max)
         alpha = jnp.exp2(row_max - base)
-        acc, row_sum = acc * over_tile(alpha, acc), row_sum * alpha
+        acc, row_sum = acc * over_tile(alpha), row_sum * alpha
         for split_max, split_sum, out in zip(maxima, sums, outs, strict=True):
             weight = jnp.exp2(split_max - base)
-            acc, row_sum = acc + out * over_tile(weight, out), row_sum + split_sum * weight
+            acc, row_sum = acc + out * over_tile(weight), row_sum + split_sum * weight
         return acc, new_max, row_sum
 
-    shape = splits.out.at[(first, tile, *strip)].shape
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+    def add_all(at_once: int) -> SplitSums:
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        row_max, row_sum = [
+            plgpu.layout_cast(jnp.full((shape[axis],), value, jnp.float32), layout.reduce(1 - axis))
+            for value in (-jnp.inf, 0.0)
+        ]
+        rounds = lax.div(num + (at_once - 1), jnp.int32(at_once))
+        return lax.fori_loop(0, rounds, functools.partial(add, at_once), (zeros, row_max, row_sum))
 
-    def full(value: float) -> Rows | Columns:
-        return plgpu.layout_cast(jnp.full((shape[axis],), value, jnp.float32), layout.reduce(1 - axis))
-
-    rounds = lax.div(num + (SPLITS_AT_ONCE - 1), jnp.int32(SPLITS_AT_ONCE))
-    return lax.fori_loop(0, rounds, add, (zeros, full(-jnp.inf), full(0.0)))
+    many_at_once = QUERIES_AT_ONCE // shape[axis]
+    if many_at_once <= SPLITS_AT_ONCE:
+        return add_all(SPLITS_AT_ONCE)
+    return lax.cond(
+        num > SPLITS_AT_ONCE,
+        functools.partial(add_all, many_at_once),
+        functools.partial(add_all, SPLITS_AT_ONCE),
+    )

@@ -61,8 +61,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import PANEL
-from pallas_kernels.shared.memory import swizzled_smem
+from pallas_kernels.shared.memory import PANEL, swizzled_smem
 from pallas_kernels.shared.types import Scalar, ScratchType
 from pallas_kernels.varlen_backward.dkdv_loader import DkDvLoader
 from pallas_kernels.varlen_backward.dkdv_mainloop import DkDvMainloop

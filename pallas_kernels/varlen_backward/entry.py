@@ -8,14 +8,20 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.checks import require_arrays, require_axes, require_built_for, require_shape
-from pallas_kernels.derivatives import forbid_kernel_derivative
-from pallas_kernels.shared.call import check_heads, check_per_head, check_supported, in_log2, pad_tokens
-from pallas_kernels.shared.head_dims import PANEL, head_chunks
-from pallas_kernels.shared.memory import ALIGN
+from pallas_kernels.checks import (
+    check_heads,
+    check_per_head,
+    check_supported,
+    forbid_kernel_derivative,
+    require_arrays,
+    require_axes,
+    require_built_for,
+    require_shape,
+)
+from pallas_kernels.shared.memory import ALIGN, PANEL, head_chunks, pad_tokens
 from pallas_kernels.shared.paged_kv import KvRefs
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.softmax import LOG2E
+from pallas_kernels.shared.softmax import LOG2E, in_log2
 from pallas_kernels.shared.types import Interpret, Ref
 from pallas_kernels.support import why_not_backward
 from pallas_kernels.varlen_backward.dkdv_kernel import output_types, run_dkdv

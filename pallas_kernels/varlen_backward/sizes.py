@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.head_dims import PANEL
+from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import PrefillSizes
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import PANEL, HeadChunks, head_chunks
+from pallas_kernels.shared.memory import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
@@ -25,7 +25,9 @@ DS_BUFFERS = 2
 
 def head_panels(head_dim: int) -> HeadChunks:
     """Return the chunks of a head, each one panel (64 elements) wide in shared memory."""
-    return HeadChunks(head_dim // PANEL, PANEL, PANEL) if head_dim % PANEL == 0 else head_chunks(head_dim)
+    if head_dim % PANEL == 0:
+        return HeadChunks(head_dim // PANEL, PANEL, PANEL, head_dim, is_padded=False)
+    return head_chunks(head_dim)
 
 
 class ComputedGrads(NamedTuple):

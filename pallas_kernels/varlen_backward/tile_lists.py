@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
-from pallas_kernels.shared.head_dims import PANEL
+from pallas_kernels.shared.memory import PANEL
 from pallas_kernels.shared.tile_codes import FULL_BIT, VISIBLE_BIT, encode_tiles
 from pallas_kernels.varlen_backward.schedule import (
     COLUMNS,

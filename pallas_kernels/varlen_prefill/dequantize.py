@@ -7,10 +7,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.call import load_head_scale
 from pallas_kernels.shared.dequant import QUANTIZED_LAYOUT, dequantize
 from pallas_kernels.shared.memory import store_unoptimized
-from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE
+from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, load_head_scale
 from pallas_kernels.shared.types import Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillSmem

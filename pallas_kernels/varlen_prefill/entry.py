@@ -7,6 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.checks import (
+    check_heads,
+    check_per_head,
+    check_scale,
+    check_supported,
+    forbid_kernel_derivative,
     require,
     require_arrays,
     require_axes,
@@ -14,20 +19,11 @@ from pallas_kernels.checks import (
     require_one_of,
     require_shape,
 )
-from pallas_kernels.derivatives import forbid_kernel_derivative
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS
-from pallas_kernels.shared.call import (
-    check_heads,
-    check_per_head,
-    check_scale,
-    check_supported,
-    in_log2,
-    split_tail,
-    tile_scale,
-)
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks, split_tail
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs, cache_dims
 from pallas_kernels.shared.score import Score
+from pallas_kernels.shared.softmax import in_log2
 from pallas_kernels.shared.types import Interpret
 from pallas_kernels.support import why_not_dequantize, why_not_prefill
 from pallas_kernels.varlen_prefill.combine import combine_splits
@@ -217,7 +213,7 @@ def varlen_prefill(
 
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
     def kv_scale(scale: jax.Array | None) -> jax.Array | None:
-        return None if scale is None or tiling is None else tile_scale(scale.astype(jnp.float32), tiling)
+        return None if scale is None or tiling is None else tiling.tile_scale(scale.astype(jnp.float32))
 
     q, query_tail = split_tail(head.split(query), sizes.warpgroup_tokens)
     k_tail, v_tail = None, None

@@ -102,8 +102,8 @@ class PagedKvCopies:
         tiling, first_key = self.cache_tiling, tile * self.tile_kv
         first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
         visible = self.table.visible_blocks(work_tile["req"], first_block_key, end_block_key, is_checked=True)
-        blocks = visible.ids(tiling.table_column(first_key) + first, count)
-        copy = tiling.tma_copy_index(first_key)
+        column, copy = tiling.locate(first_key)
+        blocks = visible.ids(column + first, count)
         rows = [pl.ds((first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy) for j in range(count)]
         return [
             KvCopy(tiling.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.checks import require, require_one_of, require_positive
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import NUM_SMS
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.head_dims import HeadChunks
+from pallas_kernels.shared.memory import HeadChunks
 from pallas_kernels.shared.paged_kv import CacheTiling
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Interpret

@@ -28,7 +28,7 @@ from jattn.models.experts import Experts
 from jattn.models.layers import MLP
 from jattn.models.routing import Routing
 from jattn.models.specs import MLPSpec
-from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.checks import forbid_kernel_derivative
 
 HIDDEN, INTERMEDIATE = 24, 40
 # Tokens that make each way of computing the products: fewer rows than experts, all experts, tiles.

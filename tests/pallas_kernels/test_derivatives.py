@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn.sparsity import KeyBounds, select_blocks, select_prefill_blocks
 from pallas_kernels.add_norm import add_norm
-from pallas_kernels.derivatives import forbid_kernel_derivative
+from pallas_kernels.checks import forbid_kernel_derivative
 from tests.pallas_kernels.entry_points import ENTRIES, half
 
 

@@ -15,7 +15,7 @@ from jattn.implementations.mosaic_gpu import kernel_selection
 from pallas_kernels.paged_decode import BlockList, DecodeSizes, make_schedule, paged_decode, reference
 from pallas_kernels.paged_decode.mma import TileMma, WarpgroupMma, WarpMma
 from pallas_kernels.paged_decode.span import find_span_start
-from pallas_kernels.shared.head_dims import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
+from pallas_kernels.shared.memory import EIGHT_BIT_HEAD_DIMS, HEAD_DIMS, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import why_not_decode, why_not_on
 from tests import aot, assertions
@@ -305,7 +305,7 @@ class TestSchedule:
             actual.unit_ends, [3, 4, 5, 10]
         )  # 3 spans of 4 units; an empty request is 1
         starts = [
-            find_span_start(actual.unit_ends, actual.unit_ends, jnp.int32(number), num_spans=actual.num_spans)
+            find_span_start(actual.unit_ends, jnp.int32(number), num_spans=actual.num_spans)
             for number in range(4)
         ]
         assert [(int(x.unit), int(x.row), int(x.start), int(x.end)) for x in starts[:3]] == [
@@ -320,9 +320,9 @@ class TestSchedule:
     def test_span_starts_in_the_request_of_its_first_unit(self, reqs):
         ends = np.cumsum(np.random.default_rng(reqs).integers(1, 20, reqs)).astype(np.int32)
         for number in range(8):
-            actual = find_span_start(jnp.asarray(ends), jnp.arange(reqs), jnp.int32(number), num_spans=7)
+            actual = find_span_start(jnp.asarray(ends), jnp.int32(number), num_spans=7)
             row = np.searchsorted(ends, number * -(-ends[-1] // 7), side="right")
-            assert (int(actual.row), int(actual.value)) == (row, min(row, reqs - 1))
+            assert int(actual.row) == row
 
     def test_schedule_of_a_window_skips_tiles_before_it(self):
         actual = self.schedule([1000, 64], DecodeSizes(tile_kv=64, ctas=4), window=(63, 0))
@@ -356,6 +356,15 @@ class TestSchedule:
         alone = interpreted(query[:1], k, v, table[:1], lens[:1], **kwargs, sizes=sizes)[0]
         np.testing.assert_array_equal(together[:1], alone)
 
+    @pytest.mark.parametrize("num_splits", [4, 5, 17])
+    def test_combine_adds_any_number_of_splits(self, num_splits):
+        args, kwargs = random_step([64 * num_splits], 4, 2, 64, 16)
+        expected, expected_lse = reference.paged_decode(*args, scale=kwargs["score"].scale)
+        sizes = DecodeSizes(tile_kv=64, stages=2, ctas=6, split_kv=64)
+        out, lse = interpreted(*args, **kwargs, sizes=sizes)
+        np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=2e-2)
+        np.testing.assert_allclose(lse, expected_lse, atol=1e-2)
+
     def test_precomputed_schedule_gives_identical_bits(self):
         args, kwargs = random_step([130, 40], 4, 2, 64, 16)
         kwargs["sizes"] = DecodeSizes(tile_kv=64, stages=2, ctas=4)
@@ -383,7 +392,9 @@ class TestHeadChunks:
         ("head_dim", "cut"), [(32, (1, 32, 64)), (80, (2, 40, 64)), (120, (3, 40, 64)), (192, (1, 192, 192))]
     )
     def test_chunks_are_equal_and_padded_to_a_multiple_of_64(self, head_dim, cut):
-        assert head_chunks(head_dim) == cut
+        actual = head_chunks(head_dim)
+        assert actual[:3] == cut
+        assert actual.padded_dim == actual.num_chunks * actual.width
 
 
 class TestRefusals:

@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.paged_decode.entry import from_rows, heads_to_rows, to_rows
 from pallas_kernels.paged_decode.spec import DecodeShape
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.softmax import LOG2E
 
 

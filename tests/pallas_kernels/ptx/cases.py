@@ -22,8 +22,7 @@ from pallas_kernels.ptx.warp_mma import (
     store_warp_outputs,
     warp_row_max,
 )
-from pallas_kernels.shared.head_dims import head_chunks
-from pallas_kernels.shared.memory import store_unoptimized, swizzled_smem
+from pallas_kernels.shared.memory import head_chunks, store_unoptimized, swizzled_smem
 
 f32 = jnp.float32
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.cache_write.kernel import row_layout
 from pallas_kernels.qkv_write import qkv_write, reference
-from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.shared.memory import HEAD_DIMS
 from pallas_kernels.support import why_not_qkv_write
 from tests import aot
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared import paged_kv
-from pallas_kernels.shared.head_dims import head_chunks
+from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling
 
 SIZE, WIDTH = 16, 7
@@ -81,8 +81,9 @@ def fetch_tile(cache, table, first_key, tiling):
             jnp.int32(1), jnp.int32(0), jnp.int32(100)
         )
         key = jax.lax.axis_index("cta") + first_key
-        for j, block in enumerate(seen.ids(tiling.table_column(key), tiling.num_copies)):
-            index = tiling.gmem_index(block, tiling.tma_copy_index(key), jnp.int32(1))
+        column, copy = tiling.locate(key)
+        for j, block in enumerate(seen.ids(column, tiling.num_copies)):
+            index = tiling.gmem_index(block, copy, jnp.int32(1))
             for chunk in range(head.num_chunks):
                 source = cache_g.at[(*index, *head.gmem_index(chunk, key * 0))]
                 plgpu.copy_gmem_to_smem(
@@ -138,7 +139,7 @@ class TestCopies:
     def test_scales_are_tiled_as_the_cache(self):
         tiling = CacheTiling(block_size=256, tile_kv=64, is_hnd=False, head=head_chunks(64))
         scales = jnp.arange(2 * 3 * 256).reshape(2, 3, 256)
-        np.testing.assert_array_equal(tiling.tile_scales(scales)[1, 2, 3], scales[1, 2, 192:])
+        np.testing.assert_array_equal(tiling.tile_scale(scales)[1, 2, 3], scales[1, 2, 192:])
 
 
 class TestMaskedOutTokens:

@@ -6,7 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.shared.memory import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_prefill import varlen_prefill
 

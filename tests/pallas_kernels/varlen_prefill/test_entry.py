@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn.implementations.mosaic_gpu import score_of
-from pallas_kernels.shared.head_dims import HEAD_DIMS
+from pallas_kernels.shared.memory import HEAD_DIMS
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import KERNELS, why_not_prefill
 from pallas_kernels.varlen_prefill import (
@@ -441,7 +441,7 @@ class TestRefusals:
     @pytest.mark.parametrize("has_lists", [False, True])
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     def test_default_sizes_fit_shared_memory(self, head_dim, has_lists):
-        from pallas_kernels.shared.head_dims import head_chunks
+        from pallas_kernels.shared.memory import head_chunks
         from pallas_kernels.varlen_prefill.sizes import SHARED_MEMORY
 
         sizes, padded_dim = default_sizes(head_dim, has_lists=has_lists), head_chunks(head_dim).padded_dim

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.shared.call import split_tail
+from pallas_kernels.shared.memory import split_tail
 from tests import aot
 from tests.pallas_kernels.varlen_prefill.odd_aot_cases import TOKENS, aot_cases
 
