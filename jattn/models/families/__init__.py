@@ -1,9 +1,11 @@
 """The registry of supported model families.
 
 A family is data: see `Family`. Families are grouped in modules by lineage. Register one of your own with
-`FAMILIES["my_model_type"] = Family(...)`.
+`FAMILIES["my_model_type"] = Family(...)`, in a module that an entry point of the group `jattn.plugins` names.
 """
 
+import functools
+import importlib.metadata
 import re
 from collections.abc import Sequence
 
@@ -162,10 +164,25 @@ __all__ = [
     "extract_text_config",
     "fill_defaults",
     "find_family",
+    "load_plugins",
     "normalize_config",
     "served_keys",
     "token_ids",
 ]
+
+
+@functools.cache
+def load_plugins() -> None:
+    """Import the modules that the installed packages name as entry points of the group `jattn.plugins`, once.
+
+    Raises:
+        ImportError: If one cannot be imported. The message names it.
+    """
+    for plugin in importlib.metadata.entry_points(group="jattn.plugins"):
+        try:
+            plugin.load()
+        except Exception as error:
+            raise ImportError(f"The plugin {plugin.name!r} ({plugin.value}) failed: {error}") from error
 
 
 def find_family(hf: Keys) -> Family:
@@ -174,6 +191,7 @@ def find_family(hf: Keys) -> Family:
     Raises:
         NotImplementedError: If the family is not supported. The message lists the supported ones.
     """
+    load_plugins()
     architectures = list(hf.get("architectures") or [])
     families = FAMILIES.values()  # an architecture of several families belongs to the one named after it
     by_name = {name: family for family in families for name in _classes(*family.other_architectures)}

@@ -5,11 +5,13 @@ import pathlib
 
 from jattn.models.loading.files import as_path, optional_module
 
-_FILES = ("*.json", "*.safetensors", "*.jinja")
+_FILES, _WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
 _OTHER_FORMATS = ("*/*.safetensors", "consolidated*")  # the same weights in other formats
 
 
-def resolve_checkpoint(name: str | os.PathLike[str], revision: str | None = None) -> pathlib.Path:
+def resolve_checkpoint(
+    name: str | os.PathLike[str], revision: str | None = None, *, has_weights: bool = True
+) -> pathlib.Path:
     """Return the folder of a checkpoint, after downloading a name on the Hub that is not in the Hub's cache.
 
     huggingface_hub determines the cache, the offline mode and the access token, also by its environment
@@ -18,6 +20,7 @@ def resolve_checkpoint(name: str | os.PathLike[str], revision: str | None = None
     Args:
         name: A folder, or the name of a model on the Hub, such as "org/name". A folder takes precedence.
         revision: Branch, tag or commit on the Hub; None = the default branch.
+        has_weights: Whether to download the weights, too.
 
     Raises:
         FileNotFoundError: If it is neither a folder nor a model on the Hub that can be downloaded.
@@ -35,7 +38,7 @@ def resolve_checkpoint(name: str | os.PathLike[str], revision: str | None = None
             hub.snapshot_download(
                 path.as_posix(),
                 revision=revision,
-                allow_patterns=list(_FILES),
+                allow_patterns=[*_FILES, *([_WEIGHTS] if has_weights else [])],
                 ignore_patterns=list(_OTHER_FORMATS),
             )
         )

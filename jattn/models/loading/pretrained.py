@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -52,7 +53,14 @@ from jattn.models.loading.tokenizer import read_tokenizer
 from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_shape
 from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import CP, TP
-from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
+from pallas_kernels.checks import (
+    require,
+    require_int,
+    require_one_of,
+    require_positive,
+    require_type,
+    unsupported,
+)
 
 _GENERATION_FILE = "generation_config.json"
 _NUM_READERS = 2  # threads: one parameter is transferred while another one is assembled or compiled for
@@ -64,6 +72,7 @@ def load_shapes(
     revision: str | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
+    load_format: str = "auto",
     mesh: Mesh | None = None,
     cp_kv_cache_interleave_size: int = 1,
 ) -> Decoder:
@@ -75,6 +84,7 @@ def load_shapes(
         revision: Branch, tag or commit on the Hub; see `load`.
         dtype: Dtype of parameters and computation; see `load`.
         implementation: Requested attention implementations; see `load`.
+        load_format: "auto" or "dummy"; see `load`.
         mesh: Mesh to shard the model over; see `load`.
         cp_kv_cache_interleave_size: Number of consecutive positions per rank; see `load`.
 
@@ -83,14 +93,20 @@ def load_shapes(
         ValueError: If a file or an argument is invalid.
         NotImplementedError: If the model or the mesh is not supported.
     """
-    directory = resolve_checkpoint(directory, revision)
+    directory = _resolve(directory, revision, load_format)
     config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
-    tensors = _open_float_tensors(directory, config)
+    tensors = {} if load_format == "dummy" else _open_float_tensors(directory, config)
     model = _make_abstract_model(config, tensors, dtype, implementation)
     model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
     model.kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = json.dumps(read_json_if_exists(directory / _GENERATION_FILE), indent=2)
     return model
+
+
+def _resolve(directory: str | os.PathLike[str], revision: str | None, load_format: str) -> pathlib.Path:
+    """Return the folder of a checkpoint after checking `load_format`; see `load`."""
+    require_one_of("load_format", load_format, ("auto", "dummy"))
+    return resolve_checkpoint(directory, revision, has_weights=load_format != "dummy")
 
 
 def _config_on_mesh(config: DecoderConfig, mesh: Mesh | None, interleave: int) -> DecoderConfig:
@@ -132,7 +148,9 @@ def _make_abstract_model(
     dtype: DTypeLike | None,
     implementation: str | Sequence[str] | None,
 ) -> Decoder:
-    if dtype is None:
+    if dtype is None and not tensors:
+        dtype = config.dtype or jnp.float32
+    elif dtype is None:
         (embedding,) = hf_tensor_names(config.family.tensors, ("embed_tokens", "embedding"), ())
         dtype = config.dtype or float_dtype(tensors, embedding)
     dtype = require_float_dtype("dtype", dtype)
@@ -147,6 +165,7 @@ def load(
     revision: str | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | Sequence[str] | None = None,
+    load_format: str = "auto",
     mesh: Mesh | None = None,
     cp_kv_cache_interleave_size: int = 1,
     progress: bool = True,
@@ -168,6 +187,7 @@ def load(
         dtype: Dtype of parameters and computation; None = the config's, or the stored embedding's if it has
             none.
         implementation: Requested attention implementations; see `jattn.attend`.
+        load_format: "auto", or "dummy" for random weights: only the configuration and the tokenizer are read.
         mesh: Mesh to shard the model over (`jattn.parallel.make_mesh`); None = one device. With a mesh,
             parameters are joined and dequantized on the host, so that no device holds more than its shard.
         cp_kv_cache_interleave_size: On a mesh with cp: number of consecutive positions whose keys are on the
@@ -184,10 +204,10 @@ def load(
         ImportError: If a package of the extra `models` is not installed.
     """
     check_host(mesh)
-    name, directory = as_path("directory", directory).name, resolve_checkpoint(directory, revision)
+    name, directory = as_path("directory", directory).name, _resolve(directory, revision, load_format)
     tokenizer = read_tokenizer(directory)
     config = _config_on_mesh(_read_config(directory, tokenizer), mesh, cp_kv_cache_interleave_size)
-    tensors = _open_float_tensors(directory, config)
+    tensors = {} if load_format == "dummy" else _open_float_tensors(directory, config)
     graph, state = nnx.split(_make_abstract_model(config, tensors, dtype, implementation))
     flat, names = dict(nnx.to_flat_state(state)), find_tensor_mappings(config.family, tensors)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -195,8 +215,11 @@ def load(
         shapes |= hf_tensor_shapes(names, path, unpadded_shape(config, path, value.shape))
     kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
     tensors = {name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}
-    check_tensors(tensors, shapes, _tied_copies(config))
-    read = _make_reader(config, names, tensors, mesh)
+    if load_format == "dummy":
+        read = _make_random_reader(mesh)
+    else:
+        check_tensors(tensors, shapes, _tied_copies(config))
+        read = _make_reader(config, names, tensors, mesh)
     bar = optional_module("tqdm").tqdm(None, f"Loading {name}", len(flat), disable=not progress)
     with bar, ThreadPoolExecutor(_NUM_READERS) as readers:
         for path, array in zip(flat, readers.map(read, flat, list(flat.values())), strict=True):
@@ -230,6 +253,26 @@ def _make_reader(
                 mesh_placement=placement,
                 is_on_host=device.platform == "cpu",
             )
+
+    return read
+
+
+def _make_random_reader(mesh: Mesh | None) -> Callable[[Path, Any], jax.Array]:
+    """Return a function that draws the parameter of an nnx path, in any thread; see `_make_reader`."""
+    device = next(iter(jnp.zeros(()).devices()))
+
+    @functools.cache
+    def compiled(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+        def draw(key: jax.Array) -> jax.Array:  # the distribution of vLLM's dummy weights
+            return jax.random.uniform(key, shape, jnp.float32, -1e-3, 1e-3).astype(dtype)
+
+        return jax.jit(draw, out_shardings=sharding)
+
+    def read(path: Path, variable: Any) -> jax.Array:
+        sharding = None if mesh is None else parameter_sharding(mesh, path, len(variable.shape))
+        with jax.default_device(device):
+            key = jax.random.key(zlib.crc32(repr(path).encode()))
+            return compiled(variable.shape, variable.dtype, sharding)(key)
 
     return read
 

@@ -301,6 +301,11 @@ def _find(tensors: Tensors, path: Path, shape: tuple[int, ...]) -> tuple[HFTenso
     *modules, leaf = ("*" if isinstance(part, int) else part for part in path)
     module, suffix = ".".join(modules), f".{_LEAVES.get(leaf, leaf)}"
     array = tensors.get(f"{module}.{leaf}")
+    if array is None and module not in tensors:
+        raise ValueError(
+            f"The model's family has no tensors for the module {module!r}. Add it to Family(tensors=), as in "
+            "jattn.models.families.tensor_mappings.LLAMA_TENSORS."
+        )
     stored, suffix = (tensors[module], suffix) if array is None else (array, "")
     layer_names = [name.replace("*", "".join(numbers[:1])) + suffix for name in stored.names]
     if not any("#" in name for name in layer_names):

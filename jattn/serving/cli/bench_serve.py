@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the results to this JSON file")
     parser.add_argument(
-        "--plot", metavar="FILE", help="plot the results to this file (needs the extra jattn[plot])"
+        "--plot", metavar="FILE", help="plot the results to this file (needs the extra 'plot')"
     )
 
 

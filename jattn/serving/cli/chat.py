@@ -18,6 +18,7 @@ from jattn.serving.cli.options import (
     MODEL_HELP,
     add_engine_options,
     add_sampling_options,
+    import_extra,
     make_engine,
     require_defaults,
     sampling_options,
@@ -97,8 +98,8 @@ def _read_line() -> str | None:
 
 def _local_model(args: argparse.Namespace) -> StreamReply:
     """Load the model of a folder and return the function that replies with it."""
-    templates: Any = importlib.import_module("jattn.serving.server.chat_template")
-    folder = resolve_checkpoint(args.model, args.revision)
+    templates = import_extra("chat", "jattn.serving.server.chat_template")
+    folder = resolve_checkpoint(args.model, args.revision, has_weights=args.load_format != "dummy")
     file = args.chat_template and pathlib.Path(args.chat_template)
     template = templates.load_chat_template(folder, file)
     if template is None:

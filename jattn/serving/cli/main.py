@@ -7,14 +7,14 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser
+from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser, normalize_options
 from jattn.version import version_of
 
 # Help of each command. Its module, which may import JAX, is imported only to run it or to list its options.
 COMMANDS = {
     "generate": "complete prompts, streaming the text",
-    "chat": "chat with a model (needs the extra jattn[serve])",
-    "serve": "serve a model over HTTP with the OpenAI API (needs the extra jattn[serve])",
+    "chat": "chat with a model (needs the extra 'serve')",
+    "serve": "serve a model over HTTP with the OpenAI API (needs the extra 'serve')",
     "bench-serve": "measure the latency and throughput of a server with the OpenAI API",
     "doctor": "show which attention implementation this machine uses, and why",
 }
@@ -34,6 +34,11 @@ VLLM_OPTIONS = {
     "--tokenizer": "the model folder's tokenizer.json is used",
     "--data-parallel-size": "start one server per replica",
     "--pipeline-parallel-size": "use --tensor-parallel-size",
+    "--enable-expert-parallel": "use --tensor-parallel-size, which shards every expert",
+    "--enable-lora": "LoRA is not supported",
+    "--swap-space": "preempted requests are recomputed, not swapped to the host",
+    "--no-enable-chunked-prefill": "chunked prefill is always enabled; increase --max-num-batched-tokens",
+    "--kv-cache-memory-bytes": "set the size of the cache with --num-blocks",
 }
 
 
@@ -48,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse_args(sys.argv[1:] if argv is None else argv)
+        _import_plugins(getattr(args, "plugin", []))
         args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:  # The reader of a pipe, such as `head`, has closed it.
@@ -64,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments; unknown ones are reported as an error of their command."""
-    if argv and argv[0] == "serve":
+    argv = normalize_options(argv)
+    if argv[:1] == ["serve"]:
         argv = _command_module("serve").expand_config(argv)
     args, unknown = build_parser(argv[:1]).parse_known_args(argv)
     if args.command == "serve":
@@ -75,6 +82,21 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
         message = f"unrecognized arguments: {' '.join(unknown)}{vllm_option_hints(unknown)}"
         OneLineParser(prog=f"jattn {args.command}").error(message)
     return args
+
+
+def _import_plugins(modules: Iterable[str]) -> None:
+    """Import modules that are installed or in the current folder.
+
+    Raises:
+        ImportError: If a module cannot be imported.
+    """
+    for module in modules:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise ImportError(f"--plugin {module}: {type(error).__name__}: {error}") from error
 
 
 def vllm_option_hints(unknown: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """Command-line options that several commands share."""
 
 import argparse
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from pallas_kernels.checks import require_positive
 MODEL_HELP = "Hugging Face model: a folder, or a name on the Hub such as org/name"
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
 DTYPES = ("bfloat16", "float16", "float32")
+VLLM_DTYPES = {"auto": None, "half": "float16", "float": "float32"}  # further values of vLLM's --dtype
 ENGINE_OPTIONS = (  # Arguments of Engine that have an option of the same name.
     *("implementation", "kv_cache_dtype", "skip_layers", "max_num_seqs", "max_num_batched_tokens"),
     *("block_size", "num_blocks", "max_model_len", "enable_prefix_caching", "cache_dir"),
@@ -41,9 +43,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="branch, tag or commit of a model on the Hub (default: the Hub's default branch)",
     )
     parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="module to import first, such as one that registers a model family; may be repeated",
+    )
+    parser.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        default="auto",
+        help="dummy: random weights, for benchmarks; only the configuration is read (default: %(default)s)",
+    )
+    parser.add_argument(
         "--dtype",
-        choices=DTYPES,
-        help="data type of weights and activations (default: the checkpoint's)",
+        choices=[*VLLM_DTYPES, *DTYPES],
+        default="auto",
+        help="data type of weights and activations; auto is the checkpoint's (default: %(default)s)",
     )
     parser.add_argument(
         "--implementation",
@@ -135,6 +151,7 @@ def _add_parallel_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for several devices, named as in vLLM."""
     parser.add_argument(
         "--tensor-parallel-size",
+        "-tp",
         type=int,
         default=1,
         metavar="N",
@@ -142,6 +159,7 @@ def _add_parallel_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--decode-context-parallel-size",
+        "-dcp",
         type=int,
         default=1,
         metavar="N",
@@ -206,6 +224,20 @@ def add_sampling_options(parser: argparse.ArgumentParser, remote: str = "") -> N
     )
 
 
+def import_extra(command: str, module: str) -> Any:
+    """Import a module that needs the extra 'serve'.
+
+    Raises:
+        ImportError: If the extra is not installed. The message says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"jattn {command} needs {error.name} of the extra 'serve': pip install '.[serve]' in a checkout."
+        ) from error
+
+
 def option_name(name: str) -> str:
     """Return the command-line spelling of an attribute of the parsed arguments."""
     return f"--{name.replace('_', '-')}"
@@ -235,16 +267,18 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in SAMPLING_OPTIONS if (value := getattr(args, name)) is not None}
 
 
-def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
+def make_engine(args: argparse.Namespace, load: Callable[..., Any], *, seed: int | None = None) -> Any:
     """Return the Engine that the options describe; print warnings about missing cache scales to stderr.
 
     Args:
         args: Parsed arguments of the command.
         load: Function that loads a model, such as `jattn.models.load`.
+        seed: Random seed of requests without a seed; see `Engine`.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", CalibrationWarning)
-        load_options = {"dtype": args.dtype, **_mesh_options(args)}
+        dtype = VLLM_DTYPES.get(args.dtype, args.dtype)
+        load_options = {"dtype": dtype, "load_format": args.load_format, **_mesh_options(args)}
         model = load(args.model, revision=args.revision, **load_options)
         # The custom all-reduce requires that one engine at a time runs on the devices, as it does here.
         allows_custom_all_reduce = not (args.disable_custom_all_reduce or args.batch_invariant)
@@ -253,7 +287,7 @@ def make_engine(args: argparse.Namespace, load: Callable[..., Any]) -> Any:
         engine_options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
         if args.speculative not in (None, NGRAM):
             engine_options["speculative"] = load(args.speculative, **load_options)
-        engine = Engine(model, **engine_options | {"skip_layers": tuple(args.skip_layers)})
+        engine = Engine(model, **engine_options | {"skip_layers": tuple(args.skip_layers)}, seed=seed)
     for warning in caught:
         print(f"jattn: {warning.message}", file=sys.stderr)
     return engine

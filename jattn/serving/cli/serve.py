@@ -13,7 +13,13 @@ from typing import Any
 from jattn.models import load
 from jattn.models.loading.hub import resolve_checkpoint
 from jattn.serving.cli.nodes import add_node_options, runs_on_nodes
-from jattn.serving.cli.options import add_engine_options, add_model_option, make_engine, option_name
+from jattn.serving.cli.options import (
+    MODEL_HELP,
+    add_engine_options,
+    import_extra,
+    make_engine,
+    option_name,
+)
 from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser
 
 # Fields of ServerOptions that have an option of the same name.
@@ -23,7 +29,8 @@ SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parse
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.set_defaults(run=serve)
-    add_model_option(parser)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", help="the same")
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -87,6 +94,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="format of the model's reasoning, which responses contain as reasoning_content: qwen3,"
         " deepseek_r1 or openai_gptoss (default: reasoning is part of the content)",
     )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="random seed of requests that have none (default: another seed in each process)",
+    )
     add_engine_options(parser)
     add_node_options(parser)
 
@@ -94,8 +107,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @runs_on_nodes
 def serve(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
-    server: Any = _import_server()
-    folder = resolve_checkpoint(args.model, args.revision)
+    server = import_extra("serve", "jattn.serving.server")
+    if args.model is None:
+        raise ValueError("No model given. Pass MODEL: a folder, or a name on the Hub such as org/name.")
+    folder = resolve_checkpoint(args.model, args.revision, has_weights=args.load_format != "dummy")
     is_local = folder == pathlib.Path(args.model)
     default_name = folder.resolve().name if is_local else args.model
     args.model = str(folder)
@@ -109,22 +124,11 @@ def serve(args: argparse.Namespace) -> None:
     )
     load_model = functools.partial(load, progress=sys.stderr.isatty())
     with server.create_server_socket(options) as sock:
-        server.serve(functools.partial(make_engine, args, load_model), options, sock)
+        server.serve(functools.partial(make_engine, args, load_model, seed=args.seed), options, sock)
     # The process now waits for running compilations before it exits. Restore the default handler, since a
     # KeyboardInterrupt at this point would abort with a traceback.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _import_server() -> Any:
-    try:
-        return importlib.import_module("jattn.serving.server")
-    except ModuleNotFoundError as error:
-        message = (
-            f"jattn serve needs the package {error.name}. Install the extra: pip install 'jattn[serve]',"
-            " or pip install '.[serve]' in a checkout."
-        )
-        raise ImportError(message) from error
 
 
 def expand_config(argv: Sequence[str]) -> list[str]:
@@ -149,7 +153,7 @@ def expand_config(argv: Sequence[str]) -> list[str]:
         raise ValueError(f"{parsed.config} must map option names to values, got {values!r}.")
     serve_parser: argparse.ArgumentParser = OneLineParser(prog="jattn serve")
     add_options(serve_parser)
-    defaults = vars(serve_parser.parse_args(["--model="]))
+    defaults = vars(serve_parser.parse_args([]))
     # A switch that is off by default has no --no- form, so `name: false` adds no argument.
     options = {
         name: value
@@ -157,7 +161,7 @@ def expand_config(argv: Sequence[str]) -> list[str]:
         if not (value is False and defaults.get(str(name).replace("-", "_")) is False)
     }
     words = [word for name, value in options.items() for word in _to_arguments(str(name), value)]
-    _, unknown = serve_parser.parse_known_args(["--model=", *words])
+    _, unknown = serve_parser.parse_known_args(words)
     unknown = [word for word in unknown if word not in VLLM_DEFAULTS]
     unknown += [word for word in words if word.startswith("--config=")]
     if unknown:

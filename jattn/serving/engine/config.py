@@ -73,6 +73,7 @@ class EngineConfig:
         batch_invariant: Whether results are bitwise independent of the batch and of the cache.
         buckets: Step sizes to compile.
         implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
+        seed: Random seed of requests without a seed of their own. None: another seed in each process.
         cache_dir: Folder of compiled executables. None: JAX's own configuration.
         check_batches: Whether each step's metadata is validated with `jattn.check_batch`.
     """
@@ -92,6 +93,7 @@ class EngineConfig:
     batch_invariant: bool = False
     buckets: Sequence[Bucket] | None = None
     implementation: str | Sequence[str] | None = None
+    seed: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     check_batches: bool = False
 
@@ -107,7 +109,7 @@ class EngineConfig:
             if (value := getattr(self, name)) is not None or name == "block_size":
                 require_int(**{name: value})
                 require_positive(**{name: value})
-        for name in ("num_blocks", "cache_bytes"):
+        for name in ("num_blocks", "cache_bytes", "seed"):
             if (value := getattr(self, name)) is not None:
                 require_int(**{name: value})
         if self.num_blocks is not None:
@@ -262,6 +264,7 @@ def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | 
         batch_invariant=config.batch_invariant,
         buckets=buckets,
         implementation=config.implementation,
+        seed=config.seed,
         check_batches=config.check_batches,
         max_blocks=max_blocks,
         window_layers=window_layers,

@@ -40,7 +40,6 @@ ENGINE_HINTS = {  # for arguments of vLLM's LLM
     "tensor_parallel_size": "Load the model with mesh=jattn.parallel.make_mesh(tp=)",
     "pipeline_parallel_size": "Load the model with mesh=jattn.parallel.make_mesh(tp=)",
     "dtype": "Use jattn.models.load(model, dtype=)",
-    "seed": "Use SamplingParams(seed=)",
     "speculative_config": "Use speculative= and num_speculative_tokens=",
     "enforce_eager": "Steps are always compiled",
     "trust_remote_code": "Code in checkpoints is never run",
@@ -91,6 +90,7 @@ class Engine:
         batch_invariant: bool = False,
         buckets: Sequence[Bucket] | None = None,
         implementation: str | Sequence[str] | None = None,
+        seed: int | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         check_batches: bool = False,
     ) -> None:
@@ -124,6 +124,7 @@ class Engine:
             buckets: Step sizes to compile; one of them must fit the largest step. None: vLLM's CUDA-graph
                 capture sizes and a few more.
             implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
+            seed: Random seed of requests without a seed of their own. None: another seed in each process.
             cache_dir: Folder in which JAX keeps compiled executables for later processes. None: JAX's own
                 configuration.
             check_batches: Whether each step's metadata is validated with `jattn.check_batch`. For tests; this
@@ -152,6 +153,7 @@ class Engine:
             batch_invariant=batch_invariant,
             buckets=buckets,
             implementation=implementation,
+            seed=seed,
             cache_dir=cache_dir,
             check_batches=check_batches,
         )

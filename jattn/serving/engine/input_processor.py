@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -120,6 +121,7 @@ class InputProcessor:
         self._capacity_tokens = capacity_tokens
         self._vocab_size = model.config.vocab_size
         self._tokenizer = model.tokenizer
+        self._seeds = random.Random(config.seed)  # of requests without a seed
 
     @property
     def tokenizer(self) -> Any:
@@ -207,7 +209,7 @@ class InputProcessor:
                 f"stop={params.stop!r} requires a tokenizer, but the model has no tokenizer.json. "
                 "Pass stop_token_ids instead."
             )
-        params = params.with_seed()
+        params = params.with_seed(self._seeds.getrandbits(32))
         max_new_tokens = self._max_new_tokens(name, len(token_ids), params.max_tokens)
         new_mask = token_masks(params, tokenizer=tokenizer, vocab_size=vocab_size, grammars=self.grammars)
         eos_ids = frozenset() if params.ignore_eos else frozenset(self._model.config.eos_token_ids)

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import numbers
-import secrets
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -203,9 +202,9 @@ class SamplingParams:
         """True if penalties, biases or min_tokens may change the logits."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 
-    def with_seed(self) -> "SamplingParams":
-        """Return a copy with a random seed if there is none. Call it once per request, not per step."""
-        return self if self.seed is not None else self._with(seed=secrets.randbits(32))
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """Return a copy with this seed if there is none. Call it once per request, not per step."""
+        return self if self.seed is not None else self._with(seed=seed)
 
     def of_completion(self, index: int) -> "SamplingParams":
         """Return the parameters of one of the n completions, with its own seed."""

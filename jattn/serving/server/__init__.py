@@ -1,4 +1,4 @@
-"""An HTTP server with the OpenAI API (extra `jattn[serve]`)."""
+"""An HTTP server with the OpenAI API (extra 'serve')."""
 
 from jattn.serving.server.app import build_app
 from jattn.serving.server.http_process import HttpProcess

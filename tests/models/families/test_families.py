@@ -1,5 +1,6 @@
 """Each family, with every notation of its config, matches a numpy decoder in float64."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jattn
-from jattn.models import DecoderConfig, load
+from jattn.models import Decoder, DecoderConfig, load, save
 from jattn.models.families import FAMILIES, find_family
 from jattn.models.families.config_keys import SIZES as SIZES_OF_ALL
 from jattn.models.families.config_keys import default_keys, key_names
@@ -295,3 +296,13 @@ def test_a_feature_that_a_family_lacks_may_be_false_but_not_true(key):
         NotImplementedError, match=rf"config key '{key}' \(True\): LlamaForCausalLM does not support"
     ):
         DecoderConfig.from_hf(hf | {key: True})
+
+
+def test_a_family_without_the_tensors_of_a_module_cannot_be_saved(tmp_path, monkeypatch):
+    family = dataclasses.replace(FAMILIES["mistral"], model_type="mine", config_class="mistral", tensors={})
+    monkeypatch.setitem(FAMILIES, "mine", family)
+    model = Decoder(DecoderConfig.from_hf(CONFIGS["mistral"] | {"model_type": "mine"}), rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"family has no tensors for the module '.*'. Add it to Family\(tens"
+    ):
+        save(model, tmp_path)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from jattn.models import Decoder, load, save
 from jattn.models.loading import files
+from jattn.models.loading.pretrained import load_shapes
 from tests.conftest import GOLDEN
 from tests.models.tiny_checkpoints import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
 
@@ -224,3 +225,24 @@ def test_save_may_overwrite_the_loaded_folder(tmp_path):
     save_file({"x": np.zeros(1000)}, tmp_path / "model.safetensors")
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
     assert isinstance(model, Decoder)
+
+
+class TestDummyWeights:
+    def test_only_the_configuration_is_read(self, tmp_path):
+        write_checkpoint(tmp_path, CONFIGS["mistral"], random_tensors(CONFIGS["mistral"]))
+        expected = load(tmp_path, progress=False)
+        (tmp_path / "model.safetensors").unlink()
+        first, second = (load(tmp_path, load_format="dummy", progress=False) for _ in range(2))
+        shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(m)) for m in (expected, first)]
+        assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+        values, same_values = (jax.tree.leaves(nnx.state(model, nnx.Param)) for model in (first, second))
+        for value, same in zip(values, same_values, strict=True):
+            np.testing.assert_array_equal(value, same)
+            assert 0 < np.abs(value).max() <= 1e-3
+        assert jax.tree.leaves(nnx.state(load_shapes(tmp_path, load_format="dummy")))[0].shape
+
+    def test_formats_of_vllm_without_a_meaning_here_are_refused(self, tmp_path):
+        with pytest.raises(
+            ValueError, match="load_format must be one of 'auto', 'dummy', got 'bitsandbytes'"
+        ):
+            load(tmp_path, load_format="bitsandbytes")

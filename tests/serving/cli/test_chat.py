@@ -1,5 +1,7 @@
 """`jattn chat` with a server and with a local model."""
 
+import sys
+
 import pytest
 
 from jattn.models import save
@@ -111,3 +113,9 @@ class TestChat:
         set_stdin("hi\n")
         assert main([*self.WORDS, f"--url={server.url}", "--api-key=wrong"]) == 1
         assert "jattn: HTTP 401: Invalid API key." in capsys.readouterr().err
+
+
+def test_missing_extra_names_the_command_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jattn.serving.server.chat_template", None)
+    assert main(["chat", "--model=m"]) == 1
+    assert "of the extra 'serve': pip install '.[serve]' in a checkout" in capsys.readouterr().err

@@ -66,6 +66,7 @@ class TestGenerate:
             "num_speculative_tokens": 2,
             "cascade_attention": False,
             "batch_invariant": True,
+            "seed": None,
         }
 
     @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -6,7 +7,7 @@ import sys
 import jax
 import pytest
 
-from jattn.models import save
+from jattn.models import families, load, save
 from jattn.serving.cli.main import main
 from tests.conftest import GOLDEN
 from tests.serving.cli.conftest import RecordingEngine
@@ -86,3 +87,66 @@ def test_closed_output_pipe_is_not_an_error():
     os.close(writer)
     assert process.returncode == 0
     assert "Error" not in process.stderr
+
+
+PLUGIN = """
+import dataclasses
+from jattn.models.families import FAMILIES
+
+FAMILIES["{name}"] = dataclasses.replace(FAMILIES["llama"], model_type="{name}", config_class="llama")
+"""
+
+
+class TestPlugins:
+    @pytest.fixture(autouse=True)
+    def _other_families(self, tmp_path, monkeypatch):
+        known = dict(families.FAMILIES)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.chdir(tmp_path)
+        yield
+        families.FAMILIES.clear()
+        families.FAMILIES.update(known)
+        families.load_plugins.cache_clear()
+
+    def save_checkpoint(self, folder, model_type):
+        save(one_layer_model(), folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+
+    def test_a_module_of_the_current_folder_registers_a_family(self, tmp_path, recording_engine, capsys):
+        (tmp_path / "cli_plugin.py").write_text(PLUGIN.format(name="of_a_module"))
+        self.save_checkpoint(tmp_path / "model", "of_a_module")
+        command = ["generate", "--model=model", "--max-tokens=1", "a"]
+        assert main(command) == 1
+        assert "the model is not supported" in capsys.readouterr().err
+        assert main([*command, "--plugin=cli_plugin"]) == 0
+
+    def test_a_missing_module_is_an_error_of_one_line(self, capsys):
+        assert main(["generate", "--model=m", "--plugin=no_such_plugin", "a"]) == 1
+        err = capsys.readouterr().err
+        assert (
+            err == "jattn: --plugin no_such_plugin: ModuleNotFoundError: No module named 'no_such_plugin'\n"
+        )
+
+    def install(self, folder, value):
+        """Write the metadata of an installed package with a plugin."""
+        info = folder / "a_package-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: a-package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[jattn.plugins]\nmine = {value}\n")
+        sys.path.insert(0, str(folder))
+        families.load_plugins.cache_clear()
+
+    def test_an_entry_point_registers_a_family(self, tmp_path):
+        (tmp_path / "installed_plugin.py").write_text(PLUGIN.format(name="of_an_entry_point"))
+        self.save_checkpoint(tmp_path / "model", "of_an_entry_point")
+        self.install(tmp_path, "installed_plugin")
+        assert load(tmp_path / "model", progress=False).config.family.model_type == "of_an_entry_point"
+
+    def test_an_entry_point_that_fails_is_named(self, tmp_path):
+        self.save_checkpoint(tmp_path / "model", "llama")
+        self.install(tmp_path, "no_such_module")
+        with pytest.raises(
+            ImportError, match=r"The plugin 'mine' \(no_such_module\) failed: No module named"
+        ):
+            load(tmp_path / "model", progress=False)

@@ -16,6 +16,7 @@ import pytest
 
 from jattn.models import save
 from jattn.serving.cli.main import build_parser, main
+from jattn.serving.cli.parser import normalize_options
 from jattn.serving.cli.serve import expand_config
 from jattn.serving.server import launcher
 from tests.conftest import GOLDEN
@@ -192,10 +193,9 @@ class TestOptions:
             (["--port=abc"], "argument --port: invalid int value: 'abc'"),
             (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
             (["--config"], "argument --config: expected one argument"),
-            ([], "the following arguments are required: --model"),
             (["--model=m", "--prot=1"], "unrecognized arguments: --prot=1. See"),
             (
-                ["--model=m", "--quantization", "fp8"],
+                ["m", "--quantization", "fp8"],
                 "unrecognized arguments: --quantization fp8 (--quantization is a vLLM option; in jattn, the "
                 "quantization of weights is read from the checkpoint; for the KV cache, use --kv-cache-dtype",
             ),
@@ -212,10 +212,11 @@ class TestOptions:
     def test_switches_of_vllm_without_effect_are_accepted_with_a_notice(self, tmp_path, capsys):
         config = tmp_path / "serve.yaml"
         config.write_text("enable-auto-tool-choice: true\n")
-        words = ["--model=missing", "--trust-remote-code", "--port=0", f"--config={config}"]
+        words = ["missing", "--async-scheduling", "--trust-remote-code", "--port=0", f"--config={config}"]
         assert main(["serve", *words]) == 1
-        first, second, error = capsys.readouterr().err.splitlines()
+        first, notice, second, error = capsys.readouterr().err.splitlines()
         assert first.startswith("jattn: --enable-auto-tool-choice has no effect: automatic tool choice")
+        assert notice.startswith("jattn: --async-scheduling has no effect: a step is always prepared")
         assert second.startswith("jattn: --trust-remote-code has no effect: code in checkpoints is never run")
         assert "missing" in error
 
@@ -261,4 +262,40 @@ class TestOptions:
     def test_missing_extra_names_the_command_that_installs_it(self, folder, capsys, monkeypatch):
         monkeypatch.setitem(sys.modules, "jattn.serving.server", None)
         assert main(["serve", f"--model={folder}"]) == 1
-        assert "pip install '.[serve]' in a checkout" in capsys.readouterr().err
+        assert "of the extra 'serve': pip install '.[serve]' in a checkout" in capsys.readouterr().err
+
+    def test_model_is_required(self, capsys):
+        assert main(["serve"]) == 1
+        assert capsys.readouterr().err.startswith("jattn: No model given. Pass MODEL: a folder, or a name on")
+
+    @pytest.mark.parametrize("words", [["missing"], ["--model=missing"], ["--model", "missing"]])
+    def test_model_is_positional_or_an_option(self, capsys, words):
+        assert main(["serve", *words, "--port=0"]) == 1
+        assert capsys.readouterr().err.startswith("jattn: missing is not a folder")
+
+    def test_options_have_the_spellings_of_vllm(self):
+        words = ["m", "--max_num_seqs=3", "--kv_cache_dtype", "fp8", "-tp", "2", "-dcp", "1", "--dtype=half"]
+        words += ["--load_format=dummy", "--seed=7", "--api-key=a_b", "--served-model-name", "--", "c_d"]
+        args, unknown = build_parser(["serve"]).parse_known_args(normalize_options(["serve", *words[:-3]]))
+        assert not unknown
+        assert (args.model, args.max_num_seqs, args.kv_cache_dtype) == ("m", 3, "fp8")
+        assert (args.tensor_parallel_size, args.decode_context_parallel_size, args.dtype) == (2, 1, "half")
+        assert (args.load_format, args.seed, args.api_key) == ("dummy", 7, ["a_b"])
+        assert normalize_options(words)[-2:] == ["--", "c_d"]
+
+    @pytest.mark.parametrize(
+        ("words", "hint"),
+        [
+            (["--enable-lora"], "in jattn, LoRA is not supported"),
+            (["--swap_space", "4"], "preempted requests are recomputed, not swapped to the host"),
+            (["--enable-expert-parallel"], "use --tensor-parallel-size, which shards every expert"),
+            (["--no-enable-chunked-prefill"], "chunked prefill is always enabled"),
+            (["--kv-cache-memory-bytes=100"], "set the size of the cache with --num-blocks"),
+        ],
+    )
+    def test_options_of_vllm_that_are_refused_have_a_hint_of_one_line(self, capsys, words, hint):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", "m", *words])
+        err = capsys.readouterr().err
+        assert hint in err
+        assert err.count("\n") == 1

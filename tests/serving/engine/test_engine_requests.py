@@ -81,7 +81,7 @@ class TestSteps:
         monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: pytest.fail("looked at again"))
         results = engine.generate([[1, 2], [3]], params)
         assert [len(result.outputs) for result in results] == [3, 3]
-        completion_params = params.with_seed().of_completion(2)
+        completion_params = params.with_seed(5).of_completion(2)
         assert (
             completion_params.n,
             completion_params.seed is None,
@@ -373,3 +373,16 @@ def test_results_contain_their_prompt(engine):
     assert (ids.prompt, ids.prompt_token_ids) == (None, [99, 100])
     assert [completion.index for completion in text.outputs] == [0, 1]
     assert text.outputs[1].prompt == "ab"
+
+
+def test_the_engines_seed_decides_the_samples_of_requests_without_a_seed():
+    params = SamplingParams(max_tokens=4, temperature=1.0)
+
+    def samples(seed):
+        engine = Engine(one_layer_model(), num_blocks=9, max_num_seqs=2, seed=seed)
+        return [result.token_ids for result in engine.generate([[1, 2], [1, 2]], params)]
+
+    first, second = samples(3)
+    assert samples(3) == [first, second]
+    assert first != second
+    assert samples(4) != [first, second]
