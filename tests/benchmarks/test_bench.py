@@ -104,13 +104,27 @@ def test_step_on_a_mesh_must_agree_with_one_device():
         agreement_of(lambda expected: expected[::-1])  # swaps the requests
 
 
+def mesh_rows(folder, *cases):
+    """Run cases of the suite `mesh` with small sizes on two devices of one process and return its rows."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "mesh",
+        *cases,
+        "--small",
+        "--peer-memory",
+        "--out",
+        folder,
+    ]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"JAX_NUM_CPU_DEVICES": "2"}, check=True)
+    (file,) = folder.iterdir()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @pytest.mark.kernels
 def test_mesh_suite_measures_a_mesh_and_one_device(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "mesh", "--small", "--peer-memory", "--out", str(tmp_path)]
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    (file,) = tmp_path.iterdir()
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = mesh_rows(tmp_path, "attention", "long", "prompt", "sums", "steps", "large")
     splits = [(row["name"], row["split"], row.get("merge")) for row in rows if "split" in row]
     merges = [("keys", merge) for merge in ("all_gather", "all_reduce", "reduce_scatter", "peer_memory")]
     decode, whole = ("attention_2x128", "attention_1x256"), [("none", None), ("heads", None)]
@@ -123,17 +137,25 @@ def test_mesh_suite_measures_a_mesh_and_one_device(tmp_path):
     assert [row["name"] for row in rows if "bytes" in row] == expected
     steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
     settings = (1, "psum"), (2, "psum"), (2, "all_reduce")
-    expected = [(name, *setting) for setting in settings for name in STEPS]
-    expected += [("decode_loop_3x48", *setting) for setting in settings]
+    assert steps == [(name, *setting) for setting in settings for name in STEPS]
+    assert all(row["error"] < 0.05 for row in rows if "error" in row)
+    (large,) = [row for row in rows if row["name"] == "large_3x64"]
+    assert (large["sums"], large["executables"]) == ("all_reduce", 1)
+    assert large["gb_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_mesh_suite_measures_loops_and_an_engine(tmp_path):
+    rows = mesh_rows(tmp_path, "loop", "decode_loop", "nano", "large_loop")
+    steps = [(row["name"], row["tp"], row["sums"]) for row in rows if "step_us" in row and "tp" in row]
+    settings = (1, "psum"), (2, "psum"), (2, "all_reduce")
+    expected = [("decode_loop_3x48", *setting) for setting in settings]
     assert steps == [*expected, ("large_loop_3x64", 2, "all_reduce")]
     loops = [(row["steps"], row["sums"]) for row in rows if row["name"] == "loop_3x48"]
     assert loops == [(2 * part, "all_reduce") for part in range(1, 11)]
-    assert all(row["error"] < 0.05 for row in rows if "error" in row)
     nano = [row["name"] for row in rows if row.get("tokens_per_s", 0) > 0]
     assert nano == ["nano_bench_first", "nano_bench", "nano_bench_again"]
-    large, loop = [row for row in rows if row["name"].startswith("large")]
-    assert (large["name"], large["sums"], large["executables"]) == ("large_3x64", "all_reduce", 1)
-    assert large["gb_per_s"] > 0
+    (loop,) = [row for row in rows if row["name"] == "large_loop_3x64"]
     assert loop["rounds"] == 5
     assert loop["gb_per_s"] > 0
 

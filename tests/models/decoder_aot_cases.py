@@ -13,11 +13,8 @@ from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
 from jattn.serving.engine.step import make_step
 
-BUCKETS = {
-    "decode": Bucket(max_decodes=8, max_prefills=0, max_prefill_tokens=0, max_blocks=64),
-    "mixed": Bucket(max_decodes=8, max_prefills=4, max_prefill_tokens=256, max_blocks=64),
-}
-NUM_LAYERS = (2, 6)
+BUCKET = Bucket(max_decodes=8, max_prefills=4, max_prefill_tokens=256, max_blocks=64)
+NUM_LAYERS = (2, 4)
 BLOCK_SIZE = 16
 
 
@@ -41,12 +38,12 @@ def config(num_layers, family):
     return DecoderConfig.from_hf(sizes | (gemma if family == "gemma2" else {}))
 
 
-def case(num_layers, family, bucket):
+def case(num_layers, family):
     model = nnx.eval_shape(lambda: Decoder(config(num_layers, family), rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model)
     caches = jax.eval_shape(lambda: model.create_caches(1000, block_size=BLOCK_SIZE))
-    metadata = abstract_metadata(bucket, BLOCK_SIZE)
-    sizes = bucket.max_tokens, bucket.max_tokens, 16, bucket.max_reqs
+    metadata = abstract_metadata(BUCKET, BLOCK_SIZE)
+    sizes = BUCKET.max_tokens, BUCKET.max_tokens, 16, BUCKET.max_reqs
     inputs = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
 
     def run(params, caches, metadata, *inputs):
@@ -60,8 +57,7 @@ def case(num_layers, family, bucket):
 def aot_cases():
     """Return the function and abstract arguments by the name of the case."""
     return {
-        f"{family}-{name}-{num_layers}": case(num_layers, family, bucket)
+        f"{family}-{num_layers}": case(num_layers, family)
         for family in ("qwen3", "gemma2")
-        for name, bucket in BUCKETS.items()
         for num_layers in NUM_LAYERS
     }

@@ -51,7 +51,7 @@ def changed(**changes):
         pytest.param(
             "replicas",
             ["new weights of replicas", "saved and", "fp8 cache on 4", "cascades on 4"],
-            marks=pytest.mark.kernels,
+            marks=pytest.mark.slow,
         ),
         ("engine", ["tp 2: 2 executables", "tp 4: 2 executables", "drafts: ", "2/1 heads of 32"]),
         (
