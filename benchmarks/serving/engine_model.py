@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.serving.nano_workload import nano_workload
-from jattn.batch.bucket import Bucket, default_buckets, exact_bucket
+from jattn.batch.bucket import Bucket, exact_bucket
 from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.step import prefill_sizes
+from jattn.serving.engine.step import gpu_step_sizes
 
 NUM_BLOCKS, MAX_BLOCKS, MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 24_000, 512, 256, 8192
 
@@ -93,11 +93,14 @@ def bucket_chooser(budget: int, decode_rows: Sequence[int] | None = None) -> Cho
         decode_rows: Sizes of the buckets for decodes only; None keeps all default buckets.
     """
     buckets = [
-        bucket
-        for bucket in default_buckets(
-            MAX_NUM_SEQS, max_blocks=MAX_BLOCKS, prefill_tokens=prefill_sizes(budget)
+        Bucket(
+            max_decodes=rows,
+            max_prefills=min(MAX_NUM_SEQS, tokens),
+            max_prefill_tokens=tokens,
+            max_blocks=MAX_BLOCKS,
         )
-        if decode_rows is None or bucket.max_prefill_tokens or bucket.max_decodes in decode_rows
+        for rows, tokens in gpu_step_sizes(MAX_NUM_SEQS, budget)
+        if decode_rows is None or tokens or rows in decode_rows
     ]
     graphs = DecodeGraphs(_never_run, buckets)
     return lambda step: graphs.choose(step.query_lens, num_blocks=step.block_tables.shape[1])

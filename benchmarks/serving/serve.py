@@ -29,7 +29,6 @@ from benchmarks.serving.engine import QWEN3_8B, TOLERANCE, logprob_error
 from jattn.serving import AsyncEngine, Engine, SamplingParams
 from jattn.serving.cli.bench_serve import PERCENTILES, RequestTimes, random_prompts, send_at_rate, summarize
 from jattn.serving.cli.openai_client import stream_events
-from jattn.serving.engine.step import prefill_sizes
 
 RATES = (4.0, 16.0, 32.0)  # requests per second
 LENS = {"input_len": 1024, "output_len": 256}
@@ -97,9 +96,8 @@ def make_engine(model: Any, cache_dir: str | None, *, small: bool = False) -> En
     max_num_seqs = 32 if small else 256
     decodes = (max_num_seqs,) if small else (8, 16, 32, 64, 96, 128, 192, 256)
     sizes: list[dict[str, int]] = [{"max_decodes": count} for count in decodes]
-    for tokens in (
-        (512,) if small else prefill_sizes(8192)[:7]
-    ):  # the smallest has the 1,024 tokens of a prompt
+    # The smallest holds a prompt of 1,024 tokens.
+    for tokens in (512,) if small else (8192, 6144, 4096, 3072, 2048, 1024):
         prefills = {"max_prefills": max_num_seqs, "max_prefill_tokens": tokens}
         sizes += [{"max_decodes": count, **prefills} for count in (0, max_num_seqs // 4, max_num_seqs)]
     return Engine(

@@ -121,8 +121,8 @@ class Engine:
                 None: where that is expected to be faster.
             batch_invariant: Whether a request's results are bitwise independent of the other requests and of
                 the cache. This is slower.
-            buckets: Step sizes to compile; one of them must fit the largest step. None: vLLM's CUDA-graph
-                capture sizes and a few more.
+            buckets: Step sizes to compile; one of them must fit the largest step. None: as many as keep
+                padding small (`jattn.serving.engine.step.step_buckets`).
             implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
             seed: Random seed of requests without a seed of their own. None: another seed in each process.
             cache_dir: Folder in which JAX keeps compiled executables for later processes. None: JAX's own

@@ -8,6 +8,7 @@ from jattn.serving.engine.block_manager import BlockHashes, BlockManager
 from jattn.serving.engine.config import ResolvedConfig
 from jattn.serving.engine.kv_cache_manager import KVCacheManager, LocalAttention
 from jattn.serving.engine.scheduled_step import ScheduledRequest, Step, by_arrival
+from jattn.serving.engine.step import BALANCE_TOKENS
 from pallas_kernels.checks import require, require_positive
 
 
@@ -44,6 +45,7 @@ class Scheduler:
         batch_invariant: bool = False,
         longrope_threshold: int | None = None,
         sliding_window_manager: BlockManager | None = None,
+        prefill_sizes: Sequence[int] = (),
     ) -> None:
         """Start without requests.
 
@@ -58,6 +60,9 @@ class Scheduler:
                 exceeds it is recomputed. None: no such length.
             sliding_window_manager: Block manager of the layers with a window or chunks. None: all layers
                 share block_manager.
+            prefill_sizes: Numbers of prompt tokens that compiled steps are padded to. A prompt is split if
+                two smaller steps take less time than one padded step. Empty: prompts are split only by the
+                token budget.
 
         Raises:
             ValueError: If a limit is not positive, or sliding_window_manager has another block size or no
@@ -77,6 +82,7 @@ class Scheduler:
         )
         self._blocks = KVCacheManager(block_manager, *options)
         self._separates_prompts, self._had_prompts = batch_invariant, False
+        self._prefill_sizes = sorted(prefill_sizes)
         # Each queue is in order of arrival. Requests with blocks arrived before all waiting requests.
         self._waiting: list[ScheduledRequest] = []
         self._forked: list[ScheduledRequest] = []  # waiting requests that share a prompt's blocks
@@ -217,7 +223,10 @@ class Scheduler:
     def _chunks(self, num_drafts: int, preempted: list[int]) -> list[tuple[ScheduledRequest, int]]:
         """Choose requests and their numbers of tokens. Preempted requests are appended to `preempted`."""
         if not self._separates_prompts:
-            return self._phase_chunks(None, num_drafts, preempted)
+            chunks = self._phase_chunks(None, num_drafts, preempted)
+            if chunks and chunks[-1][1] > 1 and not num_drafts:
+                self._split_last_prompt(chunks)
+            return chunks
         for prompts_only in (not self._had_prompts, self._had_prompts):
             if chunks := self._phase_chunks(prompts_only, num_drafts, preempted):
                 return chunks
@@ -246,6 +255,18 @@ class Scheduler:
         if len(chunks) + num_others == len(self._running) and not num_drafts and prompts_only is not False:
             chunks += self._admit(budget)
         return chunks
+
+    def _split_last_prompt(self, chunks: list[tuple[ScheduledRequest, int]]) -> None:
+        """Shorten the last prompt's chunk if two smaller steps take less time than one padded step."""
+        request, count = chunks[-1]
+        num_tokens, sizes = sum([count for _, count in chunks if count > 1]), self._prefill_sizes
+        index = bisect.bisect_left(sizes, num_tokens)
+        if not 0 < index < len(sizes):
+            return
+        rest = num_tokens - sizes[index - 1]
+        rest_size = sizes[bisect.bisect_left(sizes, rest)]
+        if rest < count and sizes[index - 1] + max(rest_size, BALANCE_TOKENS) < sizes[index]:
+            chunks[-1] = request, count - rest
 
     def update_after_start(self, step: Step, finished: Collection[int] = ()) -> None:
         """Record that a step has been started: each row that samples gains a token, unless it is finished.
@@ -403,6 +424,11 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
     window_manager = None
     if config.num_window_blocks:
         window_manager = BlockManager(config.num_window_blocks, config.block_size)
+    max_decodes = max([bucket.max_decodes for bucket in config.buckets])
+    # Sizes for any number of decodes.
+    prefill_sizes = {
+        bucket.max_prefill_tokens for bucket in config.buckets if bucket.max_decodes == max_decodes
+    }
     return Scheduler(
         BlockManager(config.num_blocks, config.block_size),
         max_num_seqs=config.max_num_seqs,
@@ -411,6 +437,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         batch_invariant=config.batch_invariant,
         longrope_threshold=config.longrope_threshold,
         sliding_window_manager=window_manager,
+        prefill_sizes=sorted(prefill_sizes - {0}),
     )
 
 

@@ -12,7 +12,6 @@ row independently (`AttentionSpec.batch_invariant`).
 
 import collections
 import dataclasses
-import operator
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,12 +24,12 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import Array, Int32
 
-from jattn.batch.bucket import Bucket, default_buckets
+from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata, build_batch_metadata
 from jattn.implementations.selection import as_static_arg, first_supported, requested_implementations
 from jattn.models.kv_cache_groups import PerKVCacheGroup
 from jattn.pytree import replace
-from jattn.runtime.decode_graphs import MAX_OVERSIZE, DecodeGraphs, GraphStep
+from jattn.runtime.decode_graphs import DecodeGraphs, GraphStep
 from jattn.serving.engine.served_model import attention_layers
 from pallas_kernels import support
 from pallas_kernels.checks import require_type, unsupported
@@ -186,36 +185,59 @@ def step_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int
         max_num_batched_tokens: Maximum number of new tokens per step.
         max_blocks: Number of blocks of the longest request.
     """
-    is_cpu = jax.default_backend() == "cpu"
-    chunks = (coarse_prefill_sizes if is_cpu else prefill_sizes)(max_num_batched_tokens)
-    buckets = [
-        bucket
+    sizes_of = cpu_step_sizes if jax.default_backend() == "cpu" else gpu_step_sizes
+    return [
+        Bucket(
+            max_decodes=rows,
+            max_prefills=min(max_num_seqs, tokens),
+            max_prefill_tokens=tokens,
+            max_blocks=width,
+        )
         for width in table_widths(max_blocks)
-        for bucket in default_buckets(max(max_num_seqs, 2), max_blocks=width, prefill_tokens=chunks)
-        if bucket.max_tokens > 1
+        for rows, tokens in sizes_of(max(max_num_seqs, 2), max_num_batched_tokens)
     ]
-    return reduce_buckets_for_cpu(buckets) if is_cpu else [*buckets, *_partial_decode_buckets(buckets)]
+
+
+def gpu_step_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return the default sizes on a GPU as (decode rows, prefill tokens).
+
+    Each size takes seconds to compile, so there are only as many as keep nano-vllm's workload within 1 % of
+    its time with 73 sizes (`benchmarks engine-model`). Up to 64 rows the time of a decode step is that of
+    reading the weights; above, 32 rows of padding cost 0.3 ms of about 8 ms. Prompts run without decodes,
+    with up to `max_rows`, and, if they are short, with up to a quarter of that. A prompt whose length lies
+    between two sizes is split (`Scheduler`).
+    """
+    tokens = [max_tokens]
+    while tokens[-1] > BALANCE_TOKENS:
+        tokens.append(tokens[-1] // 2)
+    tokens += [tokens[-1] // 4] if tokens[-1] >= 64 else []
+    between = [3 * size // 4 for size in tokens if size > 2048]
+    quarter = max_rows // 4
+    few_rows_tokens = [size for size in tokens if BALANCE_TOKENS <= size <= 1024] if quarter > 1 else []
+    decode_rows = [rows for rows in (2, 8, 16, *range(32, max_rows, 32)) if rows < max_rows]
+    return [
+        *((rows, 0) for rows in (*decode_rows, max_rows)),
+        *((0, size) for size in (*tokens, *between)),
+        *((quarter, size) for size in few_rows_tokens),
+        *((max_rows, size) for size in tokens),
+    ]
+
+
+def cpu_step_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Return the default sizes on a CPU as (decode rows, prefill tokens).
+
+    XLA compiles every layer of every bucket there: 10 buckets with 6 layers of width 192 took 38 s of CPU
+    time, these 5 took 21 s. Extra rows are cheap, so prompts run beside all decode rows, and sizes grow by a
+    factor of four.
+    """
+    decode_rows = [max_rows]
+    while decode_rows[-1] >= 8:
+        decode_rows.append(decode_rows[-1] // 4)
+    return [(rows, 0) for rows in decode_rows] + [(max_rows, size) for size in prefill_sizes(max_tokens)]
 
 
 def prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return prefill sizes: the budget, 3/4, 1/2 and so on down to 256 tokens.
-
-    Then follows repeatedly a quarter of the previous size, down to 16.
-
-    A 1,024-token prompt in a 2,048-token step takes twice the time to its first token and delays the other
-    requests. Below 256 tokens, a step takes as long as reading the weights.
-    """
-    sizes = [max_num_batched_tokens]
-    while (last := sizes[-1]) >= 64:
-        sizes += [3 * last // 4, last // 2] if last > 256 else [last // 4]
-    return sizes
-
-
-def coarse_prefill_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Return the budget, then repeatedly a quarter of the previous size, down to 16.
-
-    These are the sizes for devices where compiling costs more than padding.
-    """
+    """Return the budget, then repeatedly a quarter of the previous size, down to 16."""
     sizes = [max_num_batched_tokens]
     while sizes[-1] >= 64:
         sizes.append(sizes[-1] // 4)
@@ -234,36 +256,6 @@ def table_widths(max_blocks: int) -> list[int]:
     while widths[-1] > MIN_TABLE_WIDTH:
         widths.append(max(widths[-1] // 8, MIN_TABLE_WIDTH))
     return widths
-
-
-def reduce_buckets_for_cpu(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return the default buckets that are worth compiling on a CPU.
-
-    XLA compiles every layer of every bucket there: 10 buckets with 6 layers of width 192 took 38 s of CPU
-    time, these 5 took 21 s. Extra rows are cheap, so prompts run beside all decode rows, and decode sizes
-    grow by a factor of four.
-    """
-    selected: list[Bucket] = []
-    max_decodes = max([bucket.max_decodes for bucket in buckets])
-    for bucket in sorted(buckets, key=operator.attrgetter("max_decodes"), reverse=True):
-        if bucket.max_prefill_tokens:
-            selected += [bucket] if bucket.max_decodes else []
-        elif bucket.max_decodes <= max_decodes:
-            selected, max_decodes = [*selected, bucket], bucket.max_decodes // MAX_OVERSIZE
-    return selected
-
-
-def _partial_decode_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return buckets with prompts beside a quarter of the decode rows, in addition to default_buckets.
-
-    In a simulation with measured step times (8B model, 1,024-token prompts at 16 per second, 256 rows) the
-    first token arrives after 30 ms, and after 35 ms without these buckets.
-    """
-    num_decodes = max([bucket.max_decodes for bucket in buckets]) // 4
-    prefill_only = [bucket for bucket in buckets if not bucket.max_decodes]
-    return [
-        dataclasses.replace(bucket, max_decodes=num_decodes) for bucket in prefill_only if num_decodes > 1
-    ]
 
 
 def invariant_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int) -> list[Bucket]:
@@ -303,7 +295,7 @@ def draft_prefill_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_bl
     return [
         Bucket(max_prefills=min(max_num_seqs, size), max_prefill_tokens=size, max_blocks=width)
         for width in sorted(table_widths(max_blocks))
-        for size in sorted(coarse_prefill_sizes(max_num_batched_tokens))
+        for size in sorted(prefill_sizes(max_num_batched_tokens))
     ]
 
 

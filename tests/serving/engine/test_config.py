@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from jattn.batch.bucket import Bucket
-from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving import Engine
 from jattn.serving.engine.config import EngineConfig, resolve, resolve_step_sizes
 from jattn.serving.engine.sampler import num_sampler_rows
@@ -31,22 +30,24 @@ class TestDefaultBuckets:
     def graphs(self):
         return step_graphs(lambda *_: None, step_buckets(256, 8192, MIN_TABLE_WIDTH * 8))
 
-    def test_buckets_contain_vllms_capture_sizes_for_each_width(self):
-        graphs = self.graphs()
-        assert isinstance(graphs, DecodeGraphs)
-        buckets_of_width = lambda width: [
-            b.max_decodes for b in graphs.buckets if not b.max_prefill_tokens and b.max_blocks == width
-        ]
-        sizes = [2, 4, *range(8, 257, 8)]
-        assert buckets_of_width(8192) == buckets_of_width(1024) == sizes
+    def test_each_width_has_30_buckets(self):
+        buckets = self.graphs().buckets
+        for width in (1024, 8192):
+            assert len([bucket for bucket in buckets if bucket.max_blocks == width]) == 30
 
-    def test_a_prompt_is_padded_by_at_most_half_as_many_tokens_again(self):
+    @pytest.mark.parametrize("num_decodes", [0, 200])
+    def test_a_prompt_is_padded_to_less_than_twice_its_tokens(self, num_decodes):
         graphs = self.graphs()
         for length in range(256, 8193, 64):
-            bucket = graphs.choose([length], num_blocks=512)
-            assert length <= bucket.max_tokens <= 1.5 * length
-            chosen = graphs.choose([1] * 200 + [length], num_blocks=512)
-            assert chosen.max_prefill_tokens <= 1.5 * length
+            bucket = graphs.choose([1] * num_decodes + [length], num_blocks=512)
+            assert length <= bucket.max_prefill_tokens < 2 * length
+
+    def test_decodes_are_padded_by_at_most_32_rows(self):
+        graphs = self.graphs()
+        for rows in range(1, 257):
+            bucket = graphs.choose([1] * rows, num_blocks=512)
+            assert rows <= bucket.max_decodes < max(rows + 32, 64)
+            assert not bucket.max_prefill_tokens
 
     def test_prompts_with_few_decodes_use_a_partial_decode_bucket(self):
         graphs = self.graphs()

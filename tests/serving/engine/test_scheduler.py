@@ -86,7 +86,8 @@ def check_limits(step, scheduler):
 
 def simulate(arrivals, num_blocks, max_num_seqs, budget):
     manager = BlockManager(num_blocks, BLOCK_SIZE)
-    scheduler = Scheduler(manager, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    scheduler = Scheduler(manager, **limits, prefill_sizes=(3, 9, budget))
     model = FakeModel(scheduler)
     expected = {i: a.prompt_len + a.max_tokens for i, a in enumerate(arrivals)}
     limit = sum(expected.values()) + max((a.at_step for a in arrivals), default=0) + 1
@@ -163,6 +164,27 @@ def test_decodes_come_first_then_the_running_prompt_then_the_waiting_one():
         ({0: 1, 1: 5}, 1, (True, True)),
         ({0: 1, 1: 1, 2: 3}, 2, (True, True, True)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("prompt_lens", "chunks"),
+    [
+        ([700], [{0: 512}, {0: 188}]),  # 512 + 256 padded tokens instead of 1,024
+        ([800], [{0: 800}]),
+        ([300], [{0: 300}]),  # a step of 44 tokens takes as long as one of 256
+        ([400, 300], [{0: 400, 1: 112}, {0: 1, 1: 188}]),
+        ([600, 100], [{0: 600, 1: 100}]),  # the last prompt is shorter than what is too much
+        ([1500], [{0: 1024}, {0: 476}]),  # the budget
+    ],
+)
+def test_a_prompt_between_two_sizes_is_split(prompt_lens, chunks):
+    scheduler = scheduler_of(600, max_num_batched_tokens=1024, prefill_sizes=(64, 256, 512, 1024))
+    for request, length in enumerate(prompt_lens):
+        scheduler.add(request, length, 2)
+    for chunk in chunks:
+        step = scheduler.schedule()
+        assert rows(step) == chunk
+        scheduler.update_after_start(step)
 
 
 def test_a_prompts_last_token_is_laid_out_as_a_decode():
