@@ -3,8 +3,10 @@ JAX ?= 0.11.2
 CUDA ?= 13.0.88
 JOBS ?= 4
 VENV ?= .venv
+comma = ,
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.installed-jax-$(JAX)
+DEMO_STAMP = $(VENV)/.installed-demo-jax-$(JAX)
 DOCS_STAMP = $(VENV)/.installed-docs
 LATEST = .venv-latest
 # The compiler of jax's CUDA plugin needs no GPU: with it and the ptxas of these wheels, tests compile the kernels
@@ -27,12 +29,20 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 # --no-compile: most of what is installed is never imported; Python compiles the rest on first import.
-$(STAMP): pyproject.toml
+define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  { echo "jattn needs Python >= 3.12, but $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-compile -e '.[models,plot,serve,test,dev]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
+	$(BIN)/pip install -q --no-compile -e '.[$(1)]' $(if $(filter latest,$(JAX)),'jax<0.13',jax==$(JAX))
 	@touch $@
+endef
+
+$(STAMP): pyproject.toml
+	$(call INSTALL,models$(comma)plot$(comma)serve$(comma)test$(comma)dev)
+
+# The demo needs few packages: it is what a newcomer runs first.
+$(DEMO_STAMP): pyproject.toml
+	$(call INSTALL,models)
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/pip install -q --no-compile -e '.[docs]'
@@ -43,8 +53,9 @@ $(PLUGIN_STAMP): $(STAMP)
 	$(BIN)/pip install -q --no-compile --target $(PLUGIN) --no-deps $(PLUGIN_WHEELS)
 	@touch $@
 
-demo: $(STAMP)  ## complete a few prompts with the model in examples/tiny_model
+demo: $(or $(wildcard $(STAMP)),$(DEMO_STAMP))  ## complete a few prompts with the model in examples/tiny_model
 	$(BIN)/python -m examples.demo
+	@echo 'The command line is $(BIN)/jattn: try $(BIN)/jattn generate --model examples/tiny_model "def fib(n):"'
 
 test: $(STAMP)  ## run the fast tests on the CPU
 	$(PYTEST) -m 'not kernels and not gpu and not slow' --ignore=tests/pallas_kernels

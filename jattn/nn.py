@@ -280,7 +280,7 @@ class PagedAttention(nnx.Module):
         for name, value, expected_type, description in expected_types:
             require(isinstance(value, expected_type), name, f"be {description}", type(value).__name__)
         tokens, width = metadata.bucket.max_tokens, self.hidden_size
-        meaning = "max_tokens of the metadata's bucket, hidden_size; all requests share the tokens axis"
+        meaning = "the bucket's tokens (see jattn.pack_tokens), hidden_size; requests share the tokens axis"
         require_shape("x", jnp.shape(x), (tokens, width), meaning)
         require_shape("positions", jnp.shape(positions), (tokens,), "max_tokens of the metadata's bucket")
         if cache is None:

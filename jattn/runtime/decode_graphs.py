@@ -91,8 +91,9 @@ class DecodeGraphs:
             `(outputs, caches)`. The caches passed in are donated: use the returned ones.
 
         Raises:
-            ValueError: If the metadata's bucket is not one of `buckets`, or the structure of the parameters
-                has changed.
+            ValueError: If the metadata's bucket is not one of `buckets`, the structure of the parameters has
+                changed, or the caches were donated to an earlier step.
+            TypeError: If an argument has another shape or dtype than at compilation.
         """
         if not isinstance(metadata, BatchMetadata):
             require(False, "metadata", "be a BatchMetadata", type(metadata).__name__)
@@ -106,7 +107,21 @@ class DecodeGraphs:
                 return self._lower(leaves.structure, leaves.values, caches, metadata, *inputs)
 
             executable = self._executables.get(bucket, lower)
-        return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
+        try:
+            return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
+        except (TypeError, RuntimeError) as error:
+            if "has been deleted" in str(error):
+                raise ValueError(
+                    "The caches were donated to an earlier step. Pass the caches that it returned: "
+                    "outputs, caches = graphs(params, caches, metadata, ...)."
+                ) from error
+            if isinstance(error, TypeError):
+                raise TypeError(
+                    "An argument has another shape or dtype than those for which the bucket's step was "
+                    "compiled. Lay out tokens with jattn.pack_tokens(tokens, metadata.bucket), and other "
+                    f"inputs by the bucket's sizes. {error}"
+                ) from error
+            raise
 
     def leaves_of(self, params: Any) -> ParameterLeaves:
         """Return the current leaves of the parameters; the previous object if nothing has changed.

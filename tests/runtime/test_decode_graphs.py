@@ -348,6 +348,15 @@ class TestRuns:
         caches = new_caches()
         compiled_graphs(PARAMS, caches, metadata, tokens)
         assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in caches)
+        with pytest.raises(ValueError, match="donated to an earlier step"):
+            compiled_graphs(PARAMS, caches, metadata, tokens)
+
+    def test_tokens_without_padding_are_an_error_that_names_pack_tokens(self, compiled_graphs):
+        metadata, tokens = batch([[3]], [1], [[5]], DECODES)
+        with pytest.raises(
+            TypeError, match=r"Lay out tokens with jattn.pack_tokens\(tokens, metadata.bucket"
+        ):
+            compiled_graphs(PARAMS, new_caches(), metadata, tokens[:1])
 
     def test_the_copy_finder_finds_a_copy(self):
         keeps_the_old = lambda params, caches, metadata, tokens: (
