@@ -9,8 +9,21 @@ import importlib.metadata
 import re
 from collections.abc import Sequence
 
-from jattn.models.families.bloom_mpt_falcon import BLOOM, DBRX, FALCON, MPT
-from jattn.models.families.cohere import COHERE, COHERE2
+from jattn.models.families import (
+    bloom_mpt_falcon,
+    cohere,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    hunyuan,
+    llama,
+    llama_variants,
+    mistral,
+    olmo,
+    phi,
+    qwen,
+)
 from jattn.models.families.config_keys import (
     class_defaults,
     config_class,
@@ -19,121 +32,19 @@ from jattn.models.families.config_keys import (
     normalize_config,
     token_ids,
 )
-from jattn.models.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULTGEMMA
-from jattn.models.families.glm import DOTS1, GLM, GLM4, GLM4_MOE, SOLAR_OPEN
-from jattn.models.families.gpt import GPT2, GPT_BIGCODE, GPT_NEO, GPT_NEOX, GPTJ, OPT, STARCODER2
-from jattn.models.families.gpt_oss import GPT_OSS
-from jattn.models.families.granite import (
-    GRANITE,
-    GRANITE_SWA,
-    GRANITEMOE,
-    GRANITEMOEHYBRID,
-    GRANITEMOESHARED,
-    HYPERCLOVAX,
-)
-from jattn.models.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
-from jattn.models.families.internlm import INTERNLM2, INTERNLM3, IQUESTCODER
-from jattn.models.families.llama import LLAMA, LLAMA4
-from jattn.models.families.llama_variants import (
-    APERTUS,
-    ARCEE,
-    CWM,
-    EXAONE,
-    EXAONE4,
-    HELIUM,
-    JAIS2,
-    MINICPM,
-    NANOCHAT,
-    NEMOTRON,
-    SEED_OSS,
-    SMOLLM3,
-    STABLELM,
-)
-from jattn.models.families.mistral import MINIMAX_M2, MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from jattn.models.families.multimodal import extract_text_config
-from jattn.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
-from jattn.models.families.phi import PERSIMMON, PHI, PHI3, PHI3SMALL, PHIMOE
-from jattn.models.families.qwen import MIMO, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL_MOE
 from pallas_kernels.checks import unsupported
 
+_MODULES = (
+    *(llama, llama_variants, mistral, qwen, gemma, phi, gpt, bloom_mpt_falcon, glm),
+    *(hunyuan, granite, olmo, cohere),
+)
 FAMILIES = {
     family.model_type: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        PHI3,
-        PHI3SMALL,
-        BLOOM,
-        MPT,
-        GPT_OSS,
-        LLAMA4,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        QWEN3_VL_MOE,
-        MIMO,
-        COHERE,
-        COHERE2,
-        EXAONE,
-        EXAONE4,
-        FALCON,
-        GLM,
-        GLM4,
-        GPT2,
-        GPT_NEOX,
-        GRANITE,
-        GRANITEMOE,
-        GRANITEMOESHARED,
-        MINISTRAL,
-        MINISTRAL3,
-        OLMO,
-        OLMO2,
-        OLMO3,
-        OLMOE,
-        FLEX_OLMO,
-        NANOCHAT,
-        HELIUM,
-        HYPERCLOVAX,
-        INTERNLM3,
-        IQUESTCODER,
-        JAIS2,
-        GRANITE_SWA,
-        SOLAR_OPEN,
-        OPT,
-        PHI,
-        SMOLLM3,
-        STABLELM,
-        STARCODER2,
-        HUNYUAN_V1_DENSE,
-        HUNYUAN_V1_MOE,
-        PHIMOE,
-        DBRX,
-        DOTS1,
-        ERNIE4_5_MOE,
-        GLM4_MOE,
-        MINIMAX_M2,
-        APERTUS,
-        ARCEE,
-        CWM,
-        ERNIE4_5,
-        GPT_BIGCODE,
-        GPT_NEO,
-        GPTJ,
-        GRANITEMOEHYBRID,
-        NEMOTRON,
-        PERSIMMON,
-        SEED_OSS,
-        VAULTGEMMA,
-        INTERNLM2,
-        MINICPM,
-    )
+    for module in _MODULES
+    for family in vars(module).values()
+    if isinstance(family, Family)
 }
 
 _LATENT = "multi-head latent attention is not supported"

@@ -7,25 +7,25 @@ from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import (
     alibi_slopes,
-    attention,
     experts,
     llama_layer,
     plain_mlp,
     rope,
 )
+from jattn.models.families.tensor_mappings import map_tensors
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, MLPSpec
+from jattn.models.specs import LayerSpec
 
 
 # BLOOM: ALiBi, LayerNorm, a norm after the embedding.
 def _bloom_layer(keys: Keys, layer: int) -> LayerSpec:
-    size = keys["intermediate_size"]
-    return LayerSpec(
-        attention=attention(keys),
+    return llama_layer(
+        keys,
+        rope=None,
         alibi_slopes=alibi_slopes(keys["num_attention_heads"]),
-        mlp=MLPSpec(intermediate_size=size, hidden_act="gelu_pytorch_tanh", kind="plain", has_bias=True),
+        mlp=plain_mlp(keys, hidden_act="gelu_pytorch_tanh", has_bias=True),
         qkv_bias=True,
         out_bias=True,
     )
@@ -36,7 +36,6 @@ def _bloom_model(keys: Keys) -> Mapping[str, Any]:
     return {"has_embedding_norm": True, "residual_after_norm": residual_after_norm}
 
 
-_BLOOM_BLOCK = "transformer.h.*"
 BLOOM = Family(
     model_type="bloom",
     architecture="BloomForCausalLM",
@@ -45,18 +44,21 @@ BLOOM = Family(
     build_layer=_bloom_layer,
     config_fields=_bloom_model,
     norm="layer",
-    tensors={
-        "embed_tokens": HFTensors(("transformer.word_embeddings",)),
-        "embedding_norm": HFTensors(("transformer.word_embeddings_layernorm",)),
-        "layers.*.input_layernorm": HFTensors((f"{_BLOOM_BLOCK}.input_layernorm",)),
-        "layers.*.self_attn.qkv_proj": HFTensors((f"{_BLOOM_BLOCK}.self_attention.query_key_value",)),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_BLOOM_BLOCK}.self_attention.dense",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_BLOOM_BLOCK}.post_attention_layernorm",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_BLOOM_BLOCK}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_BLOOM_BLOCK}.mlp.dense_4h_to_h",)),
-        "norm": HFTensors(("transformer.ln_f",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
+    tensors=map_tensors(
+        "transformer.h.*",
+        {
+            "embed_tokens": "transformer.word_embeddings",
+            "embedding_norm": "transformer.word_embeddings_layernorm",
+            ".input_layernorm": ".input_layernorm",
+            ".self_attn.qkv_proj": ".self_attention.query_key_value",
+            ".self_attn.o_proj": ".self_attention.dense",
+            ".post_attention_layernorm": ".post_attention_layernorm",
+            ".mlp.up_proj": ".mlp.dense_h_to_4h",
+            ".mlp.down_proj": ".mlp.dense_4h_to_h",
+            "norm": "transformer.ln_f",
+            "lm_head": "lm_head",
+        },
+    ),
     aliases={
         "n_embed": "hidden_size",
         "layer_norm_epsilon": "rms_norm_eps",
@@ -70,15 +72,16 @@ BLOOM = Family(
 # MPT: ALiBi, LayerNorm without biases, a plain MLP.
 def _mpt_layer(keys: Keys, layer: int) -> LayerSpec:
     clip_qkv, scale = keys["attn_config.clip_qkv"], keys["attn_config.softmax_scale"]
-    return LayerSpec(
-        attention=attention(keys, scale=float(scale or keys["head_dim"] ** -0.5)),
+    return llama_layer(
+        keys,
+        scale=float(scale or keys["head_dim"] ** -0.5),
+        rope=None,
         alibi_slopes=alibi_slopes(keys["num_attention_heads"], keys["attn_config.alibi_bias_max"]),
         clip_qkv=float(clip_qkv) if clip_qkv else None,
-        mlp=MLPSpec(intermediate_size=keys["intermediate_size"], hidden_act="gelu", kind="plain"),
+        mlp=plain_mlp(keys, hidden_act="gelu"),
     )
 
 
-_MPT_BLOCK = "transformer.blocks.*"
 MPT = Family(
     model_type="mpt",
     architecture="MptForCausalLM",
@@ -92,17 +95,20 @@ MPT = Family(
     },
     build_layer=_mpt_layer,
     norm="layer_no_bias",
-    tensors={
-        "embed_tokens": HFTensors(("transformer.wte",)),
-        "layers.*.input_layernorm": HFTensors((f"{_MPT_BLOCK}.norm_1",)),
-        "layers.*.self_attn.qkv_proj": HFTensors((f"{_MPT_BLOCK}.attn.Wqkv",), "heads_stacked"),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_MPT_BLOCK}.attn.out_proj",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_MPT_BLOCK}.norm_2",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_MPT_BLOCK}.ffn.up_proj",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_MPT_BLOCK}.ffn.down_proj",)),
-        "norm": HFTensors(("transformer.norm_f",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
+    tensors=map_tensors(
+        "transformer.blocks.*",
+        {
+            "embed_tokens": "transformer.wte",
+            ".input_layernorm": ".norm_1",
+            ".self_attn.qkv_proj": HFTensors((".attn.Wqkv",), "heads_stacked"),
+            ".self_attn.o_proj": ".attn.out_proj",
+            ".post_attention_layernorm": ".norm_2",
+            ".mlp.up_proj": ".ffn.up_proj",
+            ".mlp.down_proj": ".ffn.down_proj",
+            "norm": "transformer.norm_f",
+            "lm_head": "lm_head",
+        },
+    ),
     aliases={
         "max_seq_len": "max_position_embeddings",
         "layer_norm_epsilon": "rms_norm_eps",
@@ -125,16 +131,14 @@ MPT = Family(
 def _dbrx_layer(keys: Keys, layer: int) -> LayerSpec:
     clip_qkv, norm = keys["attn_config.clip_qkv"], keys["ffn_config.moe_normalize_expert_weights"]
     routing = Routing(scores="softmax", renormalize=norm is not None)
-    return LayerSpec(
-        attention=attention(keys),
+    return llama_layer(
+        keys,
         rope=Rope(head_dim=keys["head_dim"], rope_theta=keys["rope_theta"]),
         clip_qkv=float(clip_qkv) if clip_qkv else None,
         mlp=experts(keys, routing),
     )
 
 
-_DBRX_BLOCK = "transformer.blocks.*"
-_DBRX_ATTENTION, _DBRX_EXPERTS = f"{_DBRX_BLOCK}.norm_attn_norm", f"{_DBRX_BLOCK}.ffn.experts.mlp"
 DBRX = Family(
     model_type="dbrx",
     architecture="DbrxForCausalLM",
@@ -150,20 +154,23 @@ DBRX = Family(
     },
     build_layer=_dbrx_layer,
     norm="layer_no_bias",
-    tensors={
-        "embed_tokens": HFTensors(("transformer.wte",)),
-        "layers.*.input_layernorm": HFTensors((f"{_DBRX_ATTENTION}.norm_1",)),
-        "layers.*.self_attn.qkv_proj": HFTensors((f"{_DBRX_ATTENTION}.attn.Wqkv",), "heads_stacked"),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_DBRX_ATTENTION}.attn.out_proj",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_DBRX_ATTENTION}.norm_2",)),
-        "layers.*.mlp.router": HFTensors((f"{_DBRX_BLOCK}.ffn.router.layer",)),
-        "layers.*.mlp.gate_up_proj.weight": HFTensors(
-            (f"{_DBRX_EXPERTS}.w1", f"{_DBRX_EXPERTS}.v1"), "experts_flattened"
-        ),
-        "layers.*.mlp.down_proj.weight": HFTensors((f"{_DBRX_EXPERTS}.w2",), "experts_down_below"),
-        "norm": HFTensors(("transformer.norm_f",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
+    tensors=map_tensors(
+        "transformer.blocks.*",
+        {
+            "embed_tokens": "transformer.wte",
+            ".input_layernorm": ".norm_attn_norm.norm_1",
+            ".self_attn.qkv_proj": HFTensors((".norm_attn_norm.attn.Wqkv",), "heads_stacked"),
+            ".self_attn.o_proj": ".norm_attn_norm.attn.out_proj",
+            ".post_attention_layernorm": ".norm_attn_norm.norm_2",
+            ".mlp.router": ".ffn.router.layer",
+            ".mlp.gate_up_proj.weight": HFTensors(
+                (".ffn.experts.mlp.w1", ".ffn.experts.mlp.v1"), "experts_flattened"
+            ),
+            ".mlp.down_proj.weight": HFTensors((".ffn.experts.mlp.w2",), "experts_down_below"),
+            "norm": "transformer.norm_f",
+            "lm_head": "lm_head",
+        },
+    ),
     aliases={
         "attn_config.kv_n_heads": "num_key_value_heads",
         "attn_config.rope_theta": "rope_theta",
@@ -190,12 +197,11 @@ def _falcon_num_kv_heads(keys: Keys) -> int:
 
 def _falcon_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias, scale = bool(keys["bias"]), keys["head_dim"] ** -0.5
-    slopes = tuple(
-        slope * scale for slope in alibi_slopes(keys["num_attention_heads"])
-    )  # ALiBi is added before the scale
+    # ALiBi is added before the scale.
+    slopes = tuple(slope * scale for slope in alibi_slopes(keys["num_attention_heads"]))
     return llama_layer(
         keys,
-        attention=attention(keys, num_kv_heads=_falcon_num_kv_heads(keys)),
+        num_kv_heads=_falcon_num_kv_heads(keys),
         rope=None if keys["alibi"] else rope(keys),
         alibi_slopes=slopes if keys["alibi"] else None,
         mlp=plain_mlp(keys, has_bias=has_bias),
@@ -217,7 +223,6 @@ def _falcon_model(keys: Keys) -> Mapping[str, Any]:
     return {"num_key_value_heads": _falcon_num_kv_heads(keys), "norm_placement": placement}
 
 
-_FALCON_BLOCK = "transformer.h.*"
 FALCON = Family(
     model_type="falcon",
     architecture="FalconForCausalLM",
@@ -229,8 +234,7 @@ FALCON = Family(
     norm="layer",
     tensors={
         **BLOOM.tensors,
-        "layers.*.attention_layernorm": HFTensors((f"{_FALCON_BLOCK}.ln_attn",)),
-        "layers.*.mlp_layernorm": HFTensors((f"{_FALCON_BLOCK}.ln_mlp",)),
+        **map_tensors("transformer.h.*", {".attention_layernorm": ".ln_attn", ".mlp_layernorm": ".ln_mlp"}),
     },
     aliases={
         **BLOOM.aliases,

@@ -1,32 +1,47 @@
-"""GPT-2, StarCoder, GPT-Neo, GPT-J, GPT-NeoX, OPT and StarCoder2."""
+"""GPT-2, StarCoder, GPT-Neo, GPT-J, GPT-NeoX, OPT, StarCoder2 and gpt-oss."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.models.activations import ClampedSwiGLU
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.layer_builders import attention, llama_layer, plain_mlp, rope, window_bounds
-from jattn.models.families.tensor_mappings import LLAMA_TENSORS
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    experts,
+    layer_type,
+    llama_layer,
+    plain_mlp,
+    rope,
+    typed_layer,
+)
+from jattn.models.families.tensor_mappings import (
+    SINKS_TENSORS,
+    llama_tensors,
+    map_tensors,
+    separate_heads,
+)
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
+from jattn.models.routing import Routing
 from jattn.models.specs import LayerSpec, require_one_per_layer
 from pallas_kernels.checks import require, require_one_of, unsupported
+
+
+def _biased_layer(keys: Keys, **changes: Any) -> LayerSpec:
+    """Return a layer with a plain MLP and biases in all projections, without a rotary embedding."""
+    fields = {"rope": None, "mlp": plain_mlp(keys, has_bias=True), "qkv_bias": True, "out_bias": True}
+    return llama_layer(keys, **fields | changes)
 
 
 # GPT-2: learned positions, LayerNorm, matrices stored as [in, out].
 def _gpt2_layer(keys: Keys, layer: int) -> LayerSpec:
     scale = keys["head_dim"] ** -0.5 if keys["scale_attn_weights"] else 1.0
-    by_layer = layer + 1 if keys["scale_attn_by_inverse_layer_idx"] else 1
-    return LayerSpec(
-        attention=attention(keys, scale=scale / by_layer),
-        mlp=plain_mlp(keys, has_bias=True),
-        qkv_bias=True,
-        out_bias=True,
-    )
+    return _biased_layer(keys, scale=scale / (layer + 1 if keys["scale_attn_by_inverse_layer_idx"] else 1))
 
 
-_GPT2_BLOCK = "transformer.h.*"
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
@@ -35,20 +50,21 @@ GPT2 = Family(
     build_layer=_gpt2_layer,
     config_fields=lambda keys: {"position_offset": 0},
     norm="layer",
-    tensors={
-        "embed_tokens": HFTensors(("transformer.wte",)),
-        "embed_positions": HFTensors(("transformer.wpe",)),
-        "layers.*.input_layernorm": HFTensors((f"{_GPT2_BLOCK}.ln_1",)),
-        "layers.*.self_attn.qkv_proj": HFTensors(
-            (f"{_GPT2_BLOCK}.attn.c_attn",), "heads_stacked", is_transposed=True
-        ),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_GPT2_BLOCK}.attn.c_proj",), is_transposed=True),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_GPT2_BLOCK}.ln_2",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_GPT2_BLOCK}.mlp.c_fc",), is_transposed=True),
-        "layers.*.mlp.down_proj": HFTensors((f"{_GPT2_BLOCK}.mlp.c_proj",), is_transposed=True),
-        "norm": HFTensors(("transformer.ln_f",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
+    tensors=map_tensors(
+        "transformer.h.*",
+        {
+            "embed_tokens": "transformer.wte",
+            "embed_positions": "transformer.wpe",
+            ".input_layernorm": ".ln_1",
+            ".self_attn.qkv_proj": HFTensors((".attn.c_attn",), "heads_stacked", is_transposed=True),
+            ".self_attn.o_proj": HFTensors((".attn.c_proj",), is_transposed=True),
+            ".post_attention_layernorm": ".ln_2",
+            ".mlp.up_proj": HFTensors((".mlp.c_fc",), is_transposed=True),
+            ".mlp.down_proj": HFTensors((".mlp.c_proj",), is_transposed=True),
+            "norm": "transformer.ln_f",
+            "lm_head": "lm_head",
+        },
+    ),
     aliases={
         "n_inner": "intermediate_size",
         "activation_function": "hidden_act",
@@ -64,8 +80,7 @@ GPT2 = Family(
 # StarCoder, SantaCoder: GPT-2 with one kv head.
 def _gpt_bigcode_layer(keys: Keys, layer: int) -> LayerSpec:
     scale = keys["head_dim"] ** -0.5 if keys["scale_attn_weights"] else 1.0
-    multi_query = attention(keys, num_kv_heads=1, scale=scale)
-    return LayerSpec(attention=multi_query, mlp=plain_mlp(keys, has_bias=True), qkv_bias=True, out_bias=True)
+    return _biased_layer(keys, num_kv_heads=1, scale=scale)
 
 
 GPT_BIGCODE = dataclasses.replace(
@@ -73,9 +88,9 @@ GPT_BIGCODE = dataclasses.replace(
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     keys="scale_attn_weights",
-    defaults={"intermediate_size": GPT2.defaults["intermediate_size"], "num_key_value_heads": 1},
+    defaults={**GPT2.defaults, "num_key_value_heads": 1},
     build_layer=_gpt_bigcode_layer,
-    tensors={name: HFTensors(stored.names, stored.layout) for name, stored in GPT2.tensors.items()},
+    tensors={name: dataclasses.replace(stored, is_transposed=False) for name, stored in GPT2.tensors.items()},
     supported_values={
         "multi_query": ((True,), "all query heads have the same keys"),
         "scale_attn_by_inverse_layer_idx": ((False,), "all layers scale scores alike"),
@@ -101,33 +116,27 @@ def _gpt_neo_layer(keys: Keys, layer: int) -> LayerSpec:
     kinds = [kind for cycle, count in attention_types for kind in list(cycle) * count]
     require_one_per_layer("attention_types", kinds, keys["num_hidden_layers"])
     require_one_of("attention_types", kinds[layer], _GPT_NEO_KINDS)
-    window = window_bounds(keys["window_size"]) if kinds[layer] == "local" else None
-    mlp = plain_mlp(keys, has_bias=True)
-    return LayerSpec(attention=attention(keys, window=window, scale=1.0), mlp=mlp, out_bias=True)
+    window = keys["window_size"] if kinds[layer] == "local" else None
+    return _biased_layer(keys, window=window, scale=1.0, qkv_bias=False)
 
 
-_GPT_NEO_BLOCK = "transformer.h.*"
-GPT_NEO = Family(
+GPT_NEO = dataclasses.replace(
+    GPT2,
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     keys="attention_types window_size",
-    defaults={"intermediate_size": GPT2.defaults["intermediate_size"]},
     build_layer=_gpt_neo_layer,
-    config_fields=GPT2.config_fields,
-    norm="layer",
     tensors={
         **{name: HFTensors(stored.names) for name, stored in GPT2.tensors.items()},
-        "layers.*.self_attn.qkv_proj": HFTensors(
-            tuple(f"{_GPT_NEO_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_separate"
+        **map_tensors(
+            "transformer.h.*",
+            {
+                ".self_attn.qkv_proj": separate_heads(*(f".attn.attention.{part}_proj" for part in "qkv")),
+                ".self_attn.o_proj": ".attn.attention.out_proj",
+            },
         ),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_GPT_NEO_BLOCK}.attn.attention.out_proj",)),
     },
-    aliases={
-        "activation_function": "hidden_act",
-        "layer_norm_epsilon": "rms_norm_eps",
-    },
-    ignored_keys=GPT2.ignored_keys,
-    prefix="transformer.",
+    aliases={"activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
 )
 
 
@@ -135,55 +144,43 @@ GPT_NEO = Family(
 def _gptj_layer(keys: Keys, layer: int) -> LayerSpec:
     part = (keys["rotary_dim"] or keys["head_dim"]) / keys["head_dim"]
     pairs = Rope(head_dim=keys["head_dim"], partial_rotary_factor=part, interleaved=True)
-    return llama_layer(keys, rope=pairs, mlp=plain_mlp(keys, has_bias=True))
+    return _biased_layer(keys, rope=pairs, qkv_bias=False, out_bias=False)
 
 
-_GPTJ_BLOCK = "transformer.h.*"
-GPTJ = Family(
+GPTJ = dataclasses.replace(
+    GPT2,
     model_type="gptj",
     architecture="GPTJForCausalLM",
     keys="rotary_dim",
-    defaults={"intermediate_size": GPT2.defaults["intermediate_size"]},
     build_layer=_gptj_layer,
     config_fields=lambda keys: {"has_head_bias": True},
-    norm="layer",
     norm_placement="parallel",
-    tensors={
-        "embed_tokens": HFTensors(("transformer.wte",)),
-        "layers.*.input_layernorm": HFTensors((f"{_GPTJ_BLOCK}.ln_1",)),
-        "layers.*.self_attn.qkv_proj": HFTensors(
-            tuple(f"{_GPTJ_BLOCK}.attn.{part}_proj" for part in "qkv"), "heads_separate"
-        ),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_GPTJ_BLOCK}.attn.out_proj",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_GPTJ_BLOCK}.mlp.fc_in",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_GPTJ_BLOCK}.mlp.fc_out",)),
-        "norm": HFTensors(("transformer.ln_f",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
-    aliases=GPT2.aliases,
+    tensors=map_tensors(
+        "transformer.h.*",
+        {
+            "embed_tokens": "transformer.wte",
+            ".input_layernorm": ".ln_1",
+            ".self_attn.qkv_proj": separate_heads(*(f".attn.{part}_proj" for part in "qkv")),
+            ".self_attn.o_proj": ".attn.out_proj",
+            ".mlp.up_proj": ".mlp.fc_in",
+            ".mlp.down_proj": ".mlp.fc_out",
+            "norm": "transformer.ln_f",
+            "lm_head": "lm_head",
+        },
+    ),
     supported_values={
         "tie_word_embeddings": ((False,), "its output projection has a bias"),
         "rotary": ((True,), "positions use rotary embeddings"),
         "scale_attn_weights": ((True,), "scores are scaled"),
     },
-    ignored_keys=GPT2.ignored_keys,
-    prefix="transformer.",
 )
 
 
 # GPT-NeoX, Pythia: parallel attention and MLP, each with its own LayerNorm; partial RoPE.
 def _gpt_neox_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
-    return llama_layer(
-        keys,
-        rope=rope(keys, is_partial=True),
-        mlp=plain_mlp(keys, has_bias=True),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
+    return llama_layer(keys, rope=rope(keys, is_partial=True), mlp=plain_mlp(keys, has_bias=True))
 
 
-_GPT_NEOX_LAYER = "gpt_neox.layers.*"
 GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
@@ -194,19 +191,22 @@ GPT_NEOX = Family(
         "norm_placement": "parallel_separate_norms" if keys["use_parallel_residual"] else "before"
     },
     norm="layer",
-    tensors={
-        "embed_tokens": HFTensors(("gpt_neox.embed_in",)),
-        "layers.*.input_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
-        "layers.*.attention_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.input_layernorm",)),
-        "layers.*.mlp_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
-        "layers.*.self_attn.qkv_proj": HFTensors((f"{_GPT_NEOX_LAYER}.attention.query_key_value",)),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_GPT_NEOX_LAYER}.attention.dense",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_GPT_NEOX_LAYER}.post_attention_layernorm",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_GPT_NEOX_LAYER}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_GPT_NEOX_LAYER}.mlp.dense_4h_to_h",)),
-        "norm": HFTensors(("gpt_neox.final_layer_norm",)),
-        "lm_head": HFTensors(("embed_out",)),
-    },
+    tensors=map_tensors(
+        "gpt_neox.layers.*",
+        {
+            "embed_tokens": "gpt_neox.embed_in",
+            ".input_layernorm": ".input_layernorm",
+            ".attention_layernorm": ".input_layernorm",
+            ".mlp_layernorm": ".post_attention_layernorm",
+            ".self_attn.qkv_proj": ".attention.query_key_value",
+            ".self_attn.o_proj": ".attention.dense",
+            ".post_attention_layernorm": ".post_attention_layernorm",
+            ".mlp.up_proj": ".mlp.dense_h_to_4h",
+            ".mlp.down_proj": ".mlp.dense_4h_to_h",
+            "norm": "gpt_neox.final_layer_norm",
+            "lm_head": "embed_out",
+        },
+    ),
     aliases={
         "layer_norm_eps": "rms_norm_eps",
         "rotary_pct": "partial_rotary_factor",
@@ -220,7 +220,7 @@ GPT_NEOX = Family(
 def _opt_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["enable_bias"])
     mlp = plain_mlp(keys, has_bias=has_bias)
-    return LayerSpec(attention=attention(keys), mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
+    return llama_layer(keys, rope=None, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
 
 
 def _opt_model(keys: Keys) -> Mapping[str, Any]:
@@ -231,8 +231,6 @@ def _opt_model(keys: Keys) -> Mapping[str, Any]:
     return {"position_offset": 2}
 
 
-_OPT_DECODER, _OPT_LAYER = "model.decoder", "model.decoder.layers.*"
-_OPT_QKV = tuple(f"{_OPT_LAYER}.self_attn.{part}_proj" for part in "qkv")
 OPT = Family(
     model_type="opt",
     architecture="OPTForCausalLM",
@@ -241,18 +239,21 @@ OPT = Family(
     build_layer=_opt_layer,
     config_fields=_opt_model,
     norm="layer",
-    tensors={
-        "embed_tokens": HFTensors((f"{_OPT_DECODER}.embed_tokens",)),
-        "embed_positions": HFTensors((f"{_OPT_DECODER}.embed_positions",)),
-        "layers.*.input_layernorm": HFTensors((f"{_OPT_LAYER}.self_attn_layer_norm",)),
-        "layers.*.self_attn.qkv_proj": HFTensors(_OPT_QKV, "heads_separate"),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_OPT_LAYER}.self_attn.out_proj",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_OPT_LAYER}.final_layer_norm",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_OPT_LAYER}.fc1",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_OPT_LAYER}.fc2",)),
-        "norm": HFTensors((f"{_OPT_DECODER}.final_layer_norm",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
+    tensors=map_tensors(
+        "model.decoder.layers.*",
+        {
+            "embed_tokens": "model.decoder.embed_tokens",
+            "embed_positions": "model.decoder.embed_positions",
+            ".input_layernorm": ".self_attn_layer_norm",
+            ".self_attn.qkv_proj": separate_heads(*(f".self_attn.{part}_proj" for part in "qkv")),
+            ".self_attn.o_proj": ".self_attn.out_proj",
+            ".post_attention_layernorm": ".final_layer_norm",
+            ".mlp.up_proj": ".fc1",
+            ".mlp.down_proj": ".fc2",
+            "norm": "model.decoder.final_layer_norm",
+            "lm_head": "lm_head",
+        },
+    ),
     aliases={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
     supported_values={
         "do_layer_norm_before": ((True,), "norms come before attention and MLP"),
@@ -265,31 +266,66 @@ OPT = Family(
 # StarCoder2: LayerNorm, plain MLPs, biases, an optional sliding window in every layer.
 def _starcoder2_layer(keys: Keys, layer: int) -> LayerSpec:
     has_bias = bool(keys["use_bias"])
-    return llama_layer(
-        keys,
-        window=keys["sliding_window"],
-        mlp=plain_mlp(keys, has_bias=has_bias),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
+    mlp = plain_mlp(keys, has_bias=has_bias)
+    return llama_layer(keys, window=keys["sliding_window"], mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
 
 
-_STARCODER2_MLP = "model.layers.*.mlp"
 STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     keys=f"{ROPE} sliding_window use_bias",
     build_layer=_starcoder2_layer,
     norm="layer",
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.mlp.up_proj": HFTensors((f"{_STARCODER2_MLP}.c_fc",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_STARCODER2_MLP}.c_proj",)),
-    },
+    tensors=llama_tensors({".mlp.up_proj": ".mlp.c_fc", ".mlp.down_proj": ".mlp.c_proj"}),
     aliases={"norm_epsilon": "rms_norm_eps"},
     supported_values={
         "mlp_type": (("default",), "its MLPs are plain"),
         "norm_type": (("layer_norm",), "its norms are LayerNorms"),
     },
     ignored_keys="layer_types",
+)
+
+
+# gpt-oss: sinks, alternating windows, YaRN, biases, experts with clamped gates.
+def _gpt_oss_layer(keys: Keys, layer: int) -> LayerSpec:
+    clamped = ClampedSwiGLU(alpha=keys["swiglu_alpha"], limit=keys["swiglu_limit"])
+    routing = Routing(scores="softmax_of_top_k", has_bias=True)
+    return typed_layer(
+        keys,
+        layer_type(keys, layer, FULL if layer % 2 else SLIDING),
+        mlp=experts(keys, routing, activation=clamped, has_bias=True),
+        has_sinks=True,
+    )
+
+
+_GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    keys=f"{ROPE} sliding_window layer_types attention_bias num_experts num_experts_per_tok",
+    defaults={
+        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _GPT_OSS_YARN,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    build_layer=_gpt_oss_layer,
+    norm="rms_f32",
+    tensors=llama_tensors(
+        {
+            **SINKS_TENSORS,
+            ".mlp.router": ".mlp.router",
+            ".mlp.gate_up_proj.weight": HFTensors((".mlp.experts.gate_up_proj",), "experts_interleaved"),
+            ".mlp.gate_up_proj.bias": HFTensors((".mlp.experts.gate_up_proj_bias",), "experts_interleaved"),
+            ".mlp.down_proj.weight": HFTensors((".mlp.experts.down_proj",), "array"),
+            ".mlp.down_proj.bias": HFTensors((".mlp.experts.down_proj_bias",), "array"),
+        }
+    ),
+    supported_values={"hidden_act": (("silu",), "its gates are clamped SwiGLU")},
 )

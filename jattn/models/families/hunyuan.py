@@ -5,17 +5,18 @@ from typing import Any
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.layer_builders import experts, gated_mlp, llama_layer, rope
+from jattn.models.families.layer_builders import experts, gated_mlp, llama_layer, qk_norm, rope
 from jattn.models.families.tensor_mappings import (
     EXPERT_TENSORS,
     FUSED_EXPERT_TENSORS,
-    LLAMA_TENSORS,
-    gated_tensors,
+    LLAMA_BLOCK,
+    gated_mlp_tensors,
+    llama_tensors,
+    map_tensors,
 )
-from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, NormSpec, QKNorm, require_one_per_layer
+from jattn.models.specs import LayerSpec, require_one_per_layer
 from pallas_kernels.checks import require_int, require_number, require_positive
 
 
@@ -33,35 +34,27 @@ def _hunyuan_rope(keys: Keys) -> Rope:
 
 
 def _hunyuan_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
-    return llama_layer(
-        keys,
-        rope=_hunyuan_rope(keys),
-        mlp=gated_mlp(keys),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True),
-    )
+    return llama_layer(keys, rope=_hunyuan_rope(keys), qk_norm=qk_norm(keys, comes_after_rope=True))
 
 
-_HUNYUAN_ATTENTION = "model.layers.*.self_attn"
+_DENSE_VALUES = {
+    "use_qk_norm": ((True,), "queries and keys are normalized"),
+    "use_cla": ((False,), "layers do not share keys and values"),
+    "norm_type": (("rms",), "its norms are RMS norms"),
+}
 HUNYUAN_V1_DENSE = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
     keys=f"{ROPE} attention_bias",
     build_layer=_hunyuan_layer,
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.self_attn.q_norm.norm": HFTensors((f"{_HUNYUAN_ATTENTION}.query_layernorm",)),
-        "layers.*.self_attn.k_norm.norm": HFTensors((f"{_HUNYUAN_ATTENTION}.key_layernorm",)),
-    },
+    tensors=llama_tensors(
+        {
+            ".self_attn.q_norm.norm": ".self_attn.query_layernorm",
+            ".self_attn.k_norm.norm": ".self_attn.key_layernorm",
+        }
+    ),
     aliases={"attention_head_dim": "head_dim"},
-    supported_values={
-        "use_qk_norm": ((True,), "queries and keys are normalized"),
-        "use_cla": ((False,), "layers do not share keys and values"),
-        "norm_type": (("rms",), "its norms are RMS norms"),
-        "num_experts": ((1,), "its layers are dense"),
-    },
+    supported_values={**_DENSE_VALUES, "num_experts": ((1,), "its layers are dense")},
     ignored_keys="eod_token_id",
 )
 
@@ -88,48 +81,38 @@ def _hunyuan_moe_layer_value(keys: Keys, name: str, layer: int) -> Any:
 def _hunyuan_moe_layer(keys: Keys, layer: int) -> LayerSpec:
     layer_keys = {name: _hunyuan_moe_layer_value(keys, name, layer) for name in _HUNYUAN_MOE_LISTS}
     size = layer_keys["moe_intermediate_size"] or keys["intermediate_size"]
-    shared = gated_mlp({**keys, "intermediate_size": size * layer_keys["num_shared_expert"]})
+    shared = gated_mlp(keys, size * layer_keys["num_shared_expert"])
     routing = Routing(scores="softmax", renormalize=True)
     mlp = experts({**keys, **layer_keys}, routing, intermediate_size=size, shared=shared)
-    return dataclasses.replace(HUNYUAN_V1_DENSE.build_layer(keys, layer), mlp=mlp)
+    return dataclasses.replace(_hunyuan_layer(keys, layer), mlp=mlp)
 
 
-_HUNYUAN_MOE_MLP = "model.layers.*.mlp"
 HUNYUAN_V1_MOE = dataclasses.replace(
     HUNYUAN_V1_DENSE,
     model_type="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
     keys=f"{ROPE} attention_bias moe_intermediate_size",
-    defaults={
-        "num_experts": lambda keys: 1,
-        "num_experts_per_tok": lambda keys: 1,
-        "num_shared_expert": lambda keys: 1,
-    },
+    defaults={name: lambda keys: 1 for name in ("num_experts", "num_experts_per_tok", "num_shared_expert")},
     build_layer=_hunyuan_moe_layer,
     tensors={
         **HUNYUAN_V1_DENSE.tensors,
-        **EXPERT_TENSORS,
-        **gated_tensors("layers.*.mlp.shared_expert", f"{_HUNYUAN_MOE_MLP}.shared_mlp"),
-        "layers.*.mlp.router": HFTensors((f"{_HUNYUAN_MOE_MLP}.gate.wg",)),
+        **map_tensors(
+            LLAMA_BLOCK,
+            {
+                **EXPERT_TENSORS,
+                **gated_mlp_tensors(".mlp.shared_expert", ".mlp.shared_mlp"),
+                ".mlp.router": ".mlp.gate.wg",
+            },
+        ),
     },
-    alternative_tensors={
-        **FUSED_EXPERT_TENSORS,
-        "layers.*.mlp.router": HFTensors((f"{_HUNYUAN_MOE_MLP}.gate.wg",)),
-    },
-    aliases={
-        **HUNYUAN_V1_DENSE.aliases,
-    },
+    alternative_tensors={**FUSED_EXPERT_TENSORS, **map_tensors(LLAMA_BLOCK, {".mlp.router": ".mlp.gate.wg"})},
     supported_values={
-        **{
-            name: values
-            for name, values in HUNYUAN_V1_DENSE.supported_values.items()
-            if name != "num_experts"
-        },
+        **_DENSE_VALUES,
         "use_mixed_mlp_moe": ((True,), "all tokens share an MLP beside the experts"),
         "norm_topk_prob": ((True,), "scores of the selected experts are divided by their sum"),
         "moe_layer_num_skipped": ((0,), "all layers have experts"),
         "group_limited_greedy": ((False,), "experts are selected among all"),
         "routed_scaling_factor": ((1, 1.0), "experts are not scaled"),
     },
-    ignored_keys=f"{HUNYUAN_V1_DENSE.ignored_keys} sep_token_id",
+    ignored_keys="eod_token_id sep_token_id",
 )

@@ -7,7 +7,7 @@ from jattn.masks import LocalStrided
 from jattn.models.families.family import Keys
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, require_one_per_layer
+from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm, require_one_per_layer
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_positive, unsupported
 
@@ -25,15 +25,26 @@ def attention(keys: Keys, **changes: Any) -> AttentionSpec:
     return AttentionSpec(**fields | changes)
 
 
+_ATTENTION_FIELDS = ("num_kv_heads", "scale", "soft_cap", "chunk_size", "sparsity")
+
+
 def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> LayerSpec:
     """Return a Llama layer: a gated MLP, and the same rotary embedding in all layers.
+
+    Projections have biases if the family reads the keys `attention_bias` and `mlp_bias` and they are set.
 
     Args:
         keys: Keys of config.json.
         window: Number of tokens that a query attends to, including its own; None = all preceding.
-        **changes: Fields of `LayerSpec` that differ.
+        **changes: Fields of `LayerSpec` and its `AttentionSpec` that differ.
     """
-    fields: dict[str, Any] = {"attention": attention(keys, window=window_bounds(window))}
+    has_bias = bool(keys.get("attention_bias"))
+    spec = {name: changes.pop(name) for name in _ATTENTION_FIELDS if name in changes}
+    fields: dict[str, Any] = {
+        "attention": attention(keys, window=window_bounds(window), **spec),
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+    }
     if "mlp" not in changes:
         fields["mlp"] = gated_mlp(keys)
     if "rope" not in changes:
@@ -41,16 +52,40 @@ def llama_layer(keys: Keys, *, window: int | None = None, **changes: Any) -> Lay
     return LayerSpec(**fields | changes)
 
 
-def gated_mlp(keys: Keys, *, has_bias: bool = False) -> MLPSpec:
-    """Return the specification of Llama's gated MLP."""
-    size = keys["intermediate_size"]
-    return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], has_bias=has_bias)
+def typed_layer(keys: Keys, attention_type: str, **changes: Any) -> LayerSpec:
+    """Return a Llama layer with the rotary embedding of its type, and a window if the type is SLIDING.
+
+    Args:
+        keys: Keys of config.json.
+        attention_type: Type of the layer, FULL or SLIDING.
+        **changes: See `llama_layer`.
+    """
+    if "rope" not in changes:
+        changes["rope"] = rope(keys, attention_type)
+    window = keys["sliding_window"] if attention_type == SLIDING else None
+    return llama_layer(keys, window=window, **changes)
 
 
-def plain_mlp(keys: Keys, *, has_bias: bool) -> MLPSpec:
-    """Return the specification of an MLP without a gate."""
-    size = keys["intermediate_size"]
-    return MLPSpec(intermediate_size=size, hidden_act=keys["hidden_act"], kind="plain", has_bias=has_bias)
+def qk_norm(keys: Keys, kind: str = "rms", **fields: Any) -> QKNorm:
+    """Return the norm of queries and keys per head; `fields` are fields of `QKNorm`."""
+    return QKNorm(norm=NormSpec(kind, keys["rms_norm_eps"]), **fields)
+
+
+def gated_mlp(keys: Keys, size: int | None = None, **fields: Any) -> MLPSpec:
+    """Return the specification of Llama's gated MLP; `fields` are fields of `MLPSpec`.
+
+    Args:
+        keys: Keys of config.json.
+        size: Width; None = intermediate_size.
+        **fields: Fields of `MLPSpec` that differ.
+    """
+    default = {"hidden_act": keys["hidden_act"], "has_bias": bool(keys.get("mlp_bias"))}
+    return MLPSpec(intermediate_size=keys["intermediate_size"] if size is None else size, **default | fields)
+
+
+def plain_mlp(keys: Keys, **fields: Any) -> MLPSpec:
+    """Return the specification of an MLP without a gate; `fields` are fields of `MLPSpec`."""
+    return gated_mlp(keys, kind="plain", **fields)
 
 
 def experts(keys: Keys, routing: Routing, **changes: Any) -> ExpertsSpec:

@@ -4,37 +4,25 @@ from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import (
     FULL,
-    attention,
     experts,
     gated_mlp,
     is_nth_layer,
     layer_has_rope,
     layer_type,
     llama_layer,
+    qk_norm,
     rope,
 )
-from jattn.models.families.tensor_mappings import LLAMA_TENSORS, gated_tensors
+from jattn.models.families.tensor_mappings import LLAMA_TENSORS, gated_mlp_tensors, llama_tensors
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
-from jattn.models.specs import AttentionTemperature, ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
-
-
-# Llama 1 to 3.
-def _llama_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
-    return llama_layer(
-        keys,
-        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-
+from jattn.models.specs import AttentionTemperature, ExpertsSpec, LayerSpec, MLPSpec
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     keys=f"{ROPE} attention_bias mlp_bias",
-    build_layer=_llama_layer,
+    build_layer=lambda keys, layer: llama_layer(keys),
     tensors=LLAMA_TENSORS,
     supported_values={
         "activation": (("swiglu",), "its MLPs are gated"),
@@ -49,39 +37,27 @@ CHUNKED = "chunked_attention"
 
 
 def _llama4_mlp(keys: Keys, layer: int) -> MLPSpec | ExpertsSpec:
-    moe_layers = keys["moe_layers"]
-
-    def dense(size_key: str) -> MLPSpec:
-        return MLPSpec(intermediate_size=keys[size_key], hidden_act=keys["hidden_act"])
-
-    if not (
-        layer in moe_layers
-        if moe_layers is not None
-        else is_nth_layer(keys, "interleave_moe_layer_step", layer)
-    ):
-        return dense("intermediate_size_mlp")
-    return experts(keys, Routing(scores="sigmoid", scale_target="input"), shared=dense("intermediate_size"))
+    moe_layers, step = keys["moe_layers"], "interleave_moe_layer_step"
+    if layer in moe_layers if moe_layers is not None else is_nth_layer(keys, step, layer):
+        return experts(keys, Routing(scores="sigmoid", scale_target="input"), shared=gated_mlp(keys))
+    return gated_mlp(keys, keys["intermediate_size_mlp"])
 
 
 def _llama4_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_rope, has_bias = layer_has_rope(keys, layer), bool(keys["attention_bias"])
+    has_rope = layer_has_rope(keys, layer)
     attention_type = layer_type(keys, layer, CHUNKED if has_rope else FULL, (CHUNKED, FULL))
     tuned = AttentionTemperature(floor_scale=keys["floor_scale"], attn_scale=keys["attn_scale"])
-    normed = QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), comes_after_rope=True, has_weight=False)
-    return LayerSpec(
-        attention=attention(
-            keys, chunk_size=keys["attention_chunk_size"] if attention_type == CHUNKED else None
-        ),
+    normed = qk_norm(keys, comes_after_rope=True, has_weight=False)
+    return llama_layer(
+        keys,
+        chunk_size=keys["attention_chunk_size"] if attention_type == CHUNKED else None,
         rope=rope(keys, interleaved=True) if has_rope else None,
         mlp=_llama4_mlp(keys, layer),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
         qk_norm=normed if has_rope and keys["use_qk_norm"] else None,
         temperature=None if has_rope or not keys["attn_temperature_tuning"] else tuned,
     )
 
 
-_LLAMA4_FFN, _LLAMA4_EXPERTS = "model.layers.*.feed_forward", "model.layers.*.feed_forward.experts"
 LLAMA4 = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
@@ -92,15 +68,14 @@ LLAMA4 = Family(
     ),
     defaults={"floor_scale": 8192.0},
     build_layer=_llama4_layer,
-    tensors={
-        **LLAMA_TENSORS,
-        **gated_tensors("layers.*.mlp", _LLAMA4_FFN),
-        **gated_tensors("layers.*.mlp.shared_expert", f"{_LLAMA4_FFN}.shared_expert"),
-        "layers.*.mlp.router": HFTensors((f"{_LLAMA4_FFN}.router",)),
-        "layers.*.mlp.gate_up_proj.weight": HFTensors(
-            (f"{_LLAMA4_EXPERTS}.gate_up_proj",), "experts_stacked"
-        ),
-        "layers.*.mlp.down_proj.weight": HFTensors((f"{_LLAMA4_EXPERTS}.down_proj",), "array"),
-    },
+    tensors=llama_tensors(
+        {
+            **gated_mlp_tensors(".mlp", ".feed_forward"),
+            **gated_mlp_tensors(".mlp.shared_expert", ".feed_forward.shared_expert"),
+            ".mlp.router": ".feed_forward.router",
+            ".mlp.gate_up_proj.weight": HFTensors((".feed_forward.experts.gate_up_proj",), "experts_stacked"),
+            ".mlp.down_proj.weight": HFTensors((".feed_forward.experts.down_proj",), "array"),
+        }
+    ),
     aliases={"num_local_experts": "num_experts"},
 )

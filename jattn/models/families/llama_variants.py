@@ -1,4 +1,4 @@
-"""Families derived from Llama, such as Arcee, Helium, SmolLM3, Seed-OSS, Nemotron and MiniCPM."""
+"""Families derived from Llama, such as Arcee, Helium, SmolLM3, Seed-OSS, Nemotron, InternLM and MiniCPM."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,84 +9,86 @@ from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import (
     FULL,
     SLIDING,
-    gated_mlp,
     layer_has_rope,
     layer_type,
     llama_layer,
     plain_mlp,
+    qk_norm,
     rope,
+    typed_layer,
 )
 from jattn.models.families.llama import LLAMA
 from jattn.models.families.tensor_mappings import (
+    AFTER_NORM_TENSORS,
+    LLAMA_BLOCK,
     LLAMA_TENSORS,
-    NORMS_AFTER_TENSORS,
     PLAIN_MLP_TENSORS,
     QK_NORM_TENSORS,
+    llama_tensors,
+    map_tensors,
+    separate_gates,
+    separate_heads,
 )
 from jattn.models.loading.tensor_layouts import HFTensors
-from jattn.models.specs import LayerSpec, NormSpec, QKNorm
+from jattn.models.specs import LayerSpec
 from pallas_kernels.checks import require, require_int
 
-
-# Arcee's AFM: a Llama whose MLPs have no gates.
-def _arcee_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias, mlp = bool(keys["attention_bias"]), plain_mlp(keys, has_bias=bool(keys["mlp_bias"]))
-    return llama_layer(keys, mlp=mlp, qkv_bias=has_bias, out_bias=has_bias)
-
-
+# Arcee's AFM: a Llama whose MLPs have no gates. Jais 2: LayerNorm as well.
 ARCEE = Family(
     model_type="arcee",
     architecture="ArceeForCausalLM",
     keys=f"{ROPE} attention_bias mlp_bias",
-    build_layer=_arcee_layer,
-    tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
+    build_layer=lambda keys, layer: llama_layer(keys, mlp=plain_mlp(keys)),
+    tensors=llama_tensors(PLAIN_MLP_TENSORS),
 )
-
-
-# Jais 2: a Llama with LayerNorm and MLPs without gates.
 JAIS2 = dataclasses.replace(
     ARCEE,
     model_type="jais2",
     architecture="Jais2ForCausalLM",
-    keys=f"{ROPE} attention_bias mlp_bias",
     norm="layer",
     aliases={"layer_norm_eps": "rms_norm_eps"},
 )
-
-
+# Nemotron, Minitron: LayerNorm scaled by 1 + weight, MLPs without gates, RoPE in half of each head.
+NEMOTRON = dataclasses.replace(
+    ARCEE,
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    defaults={"partial_rotary_factor": 0.5},
+    aliases={"norm_eps": "rms_norm_eps"},
+    build_layer=lambda keys, layer: llama_layer(keys, rope=rope(keys, is_partial=True), mlp=plain_mlp(keys)),
+    norm="layer_offset",
+)
 # Helium: a Llama with interleaved RoPE, whose norms round once.
-def _helium_layer(keys: Keys, layer: int) -> LayerSpec:
-    mlp, pairs = gated_mlp(keys, has_bias=bool(keys["mlp_bias"])), rope(keys, interleaved=True)
-    return llama_layer(keys, rope=pairs, mlp=mlp, qkv_bias=bool(keys["attention_bias"]))
-
-
 HELIUM = dataclasses.replace(
     LLAMA,
     model_type="helium",
     architecture="HeliumForCausalLM",
-    keys=f"{ROPE} attention_bias mlp_bias",
-    build_layer=_helium_layer,
+    build_layer=lambda keys, layer: llama_layer(keys, rope=rope(keys, interleaved=True), out_bias=False),
     norm="rms_f32",
 )
-
+# Seed-OSS: a Llama with biases for queries, keys and values.
+SEED_OSS = Family(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    keys=f"{ROPE} attention_bias mlp_bias attention_out_bias",
+    build_layer=lambda keys, layer: llama_layer(keys, out_bias=bool(keys["attention_out_bias"])),
+    tensors=LLAMA_TENSORS,
+)
 
 # CWM: a Llama with a sliding window in three of four layers.
-_CWM_LLAMA3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_CWM_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def _cwm_layer(keys: Keys, layer: int) -> LayerSpec:
-    attention_type = layer_type(keys, layer, SLIDING if layer % 4 else FULL)
-    parameters = keys["rope_parameters"] or keys["rope_scaling"]
-    rope_keys = {
-        **keys,
-        "rope_parameters": parameters or {**_CWM_LLAMA3, "original_max_position_embeddings": 8192},
-    }
-    return llama_layer(
-        keys,
-        window=keys["sliding_window"] if attention_type == SLIDING else None,
-        rope=rope({**rope_keys, "rope_scaling": None}, attention_type),
-        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
-    )
+    parameters = keys["rope_parameters"] or keys["rope_scaling"] or _CWM_LLAMA3
+    rope_keys = {**keys, "rope_parameters": parameters, "rope_scaling": None}
+    return typed_layer(rope_keys, layer_type(keys, layer, SLIDING if layer % 4 else FULL), out_bias=False)
 
 
 CWM = Family(
@@ -101,16 +103,13 @@ CWM = Family(
 
 # SmolLM3: every fourth layer has no RoPE, and a sliding window if it is enabled.
 def _smollm3_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_rope, has_bias = layer_has_rope(keys, layer), bool(keys["attention_bias"])
+    has_rope = layer_has_rope(keys, layer)
     has_window = bool(keys["use_sliding_window"]) and keys["sliding_window"] is not None
     attention_type = layer_type(keys, layer, SLIDING if has_window and not has_rope else FULL)
     return llama_layer(
         keys,
         window=keys["sliding_window"] if has_window and attention_type == SLIDING else None,
         rope=rope(keys, attention_type) if has_rope else None,
-        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
     )
 
 
@@ -127,55 +126,7 @@ SMOLLM3 = Family(
 )
 
 
-# Seed-OSS: a Llama with biases for queries, keys and values.
-def _seed_oss_layer(keys: Keys, layer: int) -> LayerSpec:
-    return llama_layer(
-        keys,
-        mlp=gated_mlp(keys, has_bias=bool(keys["mlp_bias"])),
-        qkv_bias=bool(keys["attention_bias"]),
-        out_bias=bool(keys["attention_out_bias"]),
-    )
-
-
-SEED_OSS = Family(
-    model_type="seed_oss",
-    architecture="SeedOssForCausalLM",
-    keys=f"{ROPE} attention_bias mlp_bias attention_out_bias",
-    build_layer=_seed_oss_layer,
-    tensors=LLAMA_TENSORS,
-)
-
-
-# Nemotron, Minitron: LayerNorm scaled by 1 + weight, MLPs without gates, RoPE in half of each head.
-def _nemotron_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
-    return llama_layer(
-        keys,
-        rope=rope(keys, is_partial=True),
-        mlp=plain_mlp(keys, has_bias=bool(keys["mlp_bias"])),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
-
-
-NEMOTRON = Family(
-    model_type="nemotron",
-    architecture="NemotronForCausalLM",
-    keys=f"{ROPE} attention_bias mlp_bias",
-    defaults={"partial_rotary_factor": 0.5},
-    aliases={"norm_eps": "rms_norm_eps"},
-    build_layer=_nemotron_layer,
-    norm="layer_offset",
-    tensors={**LLAMA_TENSORS, **PLAIN_MLP_TENSORS},
-)
-
-
 # MiniCPM: a Llama with scaled embeddings, residuals and logits.
-def _minicpm_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
-    return llama_layer(keys, qkv_bias=has_bias, out_bias=has_bias)
-
-
 def _minicpm_model(keys: Keys) -> Mapping[str, Any]:
     return {
         "embedding_scale": keys["scale_emb"],
@@ -190,14 +141,12 @@ MINICPM = Family(
     config_class="llama",
     keys=f"{ROPE} attention_bias",
     defaults={"tie_word_embeddings": True, "scale_emb": 1.0, "dim_model_base": 1, "scale_depth": 1.0},
-    build_layer=_minicpm_layer,
+    build_layer=LLAMA.build_layer,
     config_fields=_minicpm_model,
     tensors=LLAMA_TENSORS,
 )
 
-
 # EXAONE 3 and 3.5: a Llama with GPT-2's names of tensors.
-_EXAONE_BLOCK = "transformer.h.*"
 EXAONE = dataclasses.replace(
     LLAMA,
     model_type="exaone",
@@ -217,21 +166,20 @@ EXAONE = dataclasses.replace(
     },
     supported_values={},
     ignored_keys="",
-    tensors={
-        "embed_tokens": HFTensors(("transformer.wte",)),
-        "layers.*.input_layernorm": HFTensors((f"{_EXAONE_BLOCK}.ln_1",)),
-        "layers.*.self_attn.qkv_proj": HFTensors(
-            tuple(f"{_EXAONE_BLOCK}.attn.attention.{part}_proj" for part in "qkv"), "heads_separate"
-        ),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_EXAONE_BLOCK}.attn.attention.out_proj",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_EXAONE_BLOCK}.ln_2",)),
-        "layers.*.mlp.gate_up_proj": HFTensors(
-            (f"{_EXAONE_BLOCK}.mlp.c_fc_0", f"{_EXAONE_BLOCK}.mlp.c_fc_1"), "gates_separate"
-        ),
-        "layers.*.mlp.down_proj": HFTensors((f"{_EXAONE_BLOCK}.mlp.c_proj",)),
-        "norm": HFTensors(("transformer.ln_f",)),
-        "lm_head": HFTensors(("lm_head",)),
-    },
+    tensors=map_tensors(
+        "transformer.h.*",
+        {
+            "embed_tokens": "transformer.wte",
+            ".input_layernorm": ".ln_1",
+            ".self_attn.qkv_proj": separate_heads(*(f".attn.attention.{part}_proj" for part in "qkv")),
+            ".self_attn.o_proj": ".attn.attention.out_proj",
+            ".post_attention_layernorm": ".ln_2",
+            ".mlp.gate_up_proj": separate_gates(".mlp.c_fc_0", ".mlp.c_fc_1"),
+            ".mlp.down_proj": ".mlp.c_proj",
+            "norm": "transformer.ln_f",
+            "lm_head": "lm_head",
+        },
+    ),
     prefix="transformer.",
 )
 
@@ -255,13 +203,9 @@ def _exaone4_pattern(keys: Keys, layer: int) -> str:
 
 
 def _exaone4_layer(keys: Keys, layer: int) -> LayerSpec:
-    kind, window = layer_type(keys, layer, _exaone4_pattern(keys, layer)), keys["sliding_window"]
-    return llama_layer(
-        keys,
-        window=window if kind == SLIDING else None,
-        rope=rope(keys, kind) if window is None or kind == SLIDING else None,
-        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
-    )
+    kind = layer_type(keys, layer, _exaone4_pattern(keys, layer))
+    has_rope = keys["sliding_window"] is None or kind == SLIDING
+    return typed_layer(keys, kind, rope=rope(keys, kind) if has_rope else None, qk_norm=qk_norm(keys))
 
 
 EXAONE4 = Family(
@@ -271,25 +215,20 @@ EXAONE4 = Family(
     defaults={"sliding_window_pattern": None},
     build_layer=_exaone4_layer,
     norm_placement="after",
-    tensors={**NORMS_AFTER_TENSORS, **QK_NORM_TENSORS},
+    tensors=llama_tensors({**AFTER_NORM_TENSORS, **QK_NORM_TENSORS}),
 )
 
 
 # nanochat: norms without weights, also after the embedding and after RoPE, which is reversed.
 def _nanochat_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias, norm = bool(keys["attention_bias"]), NormSpec("rms_no_weight", keys["rms_norm_eps"])
     return llama_layer(
         keys,
         rope=dataclasses.replace(rope(keys), is_reversed=True),
-        mlp=plain_mlp(keys, has_bias=False),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        qk_norm=QKNorm(norm=norm, comes_after_rope=True, has_weight=False),
+        mlp=plain_mlp(keys),
+        qk_norm=qk_norm(keys, "rms_no_weight", comes_after_rope=True, has_weight=False),
     )
 
 
-_NANOCHAT_ATTENTION = ("qkv_proj", "o_proj")
-_NANOCHAT_MLP = "model.layers.*.mlp"
 NANOCHAT = Family(
     model_type="nanochat",
     architecture="NanoChatForCausalLM",
@@ -300,17 +239,8 @@ NANOCHAT = Family(
         "final_logit_softcapping": keys["final_logit_softcapping"] and float(keys["final_logit_softcapping"]),
     },
     norm="rms_no_weight",
-    tensors={
-        **{name: LLAMA_TENSORS[name] for name in ("embed_tokens", "lm_head")},
-        **{
-            f"layers.*.self_attn.{name}": LLAMA_TENSORS[f"layers.*.self_attn.{name}"]
-            for name in _NANOCHAT_ATTENTION
-        },
-        "layers.*.mlp.up_proj": HFTensors((f"{_NANOCHAT_MLP}.fc1",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_NANOCHAT_MLP}.fc2",)),
-    },
+    tensors=llama_tensors({".mlp.up_proj": ".mlp.fc1", ".mlp.down_proj": ".mlp.fc2"}),
 )
-
 
 # Apertus: MLPs without gates, a learned activation (xIELU), norms of queries and keys.
 _APERTUS_LLAMA3 = {
@@ -321,37 +251,24 @@ _APERTUS_LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-
-
-def _apertus_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
-    return llama_layer(
-        keys,
-        mlp=plain_mlp(keys, has_bias=False),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"])),
-    )
-
-
-_APERTUS_LAYER = "model.layers.*"
 APERTUS = Family(
     model_type="apertus",
     architecture="ApertusForCausalLM",
     keys=f"{ROPE} attention_bias",
     defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _APERTUS_LLAMA3},
-    build_layer=_apertus_layer,
-    tensors={
-        **LLAMA_TENSORS,
-        **QK_NORM_TENSORS,
-        **PLAIN_MLP_TENSORS,
-        "layers.*.input_layernorm": HFTensors((f"{_APERTUS_LAYER}.attention_layernorm",)),
-        "layers.*.post_attention_layernorm": HFTensors((f"{_APERTUS_LAYER}.feedforward_layernorm",)),
-        **{
-            f"layers.*.mlp.activation.{name}": HFTensors((f"{_APERTUS_LAYER}.mlp.act_fn.{name}",), "array")
-            for name in ("alpha_p", "alpha_n", "beta", "eps")
-        },
-    },
+    build_layer=lambda keys, layer: llama_layer(keys, mlp=plain_mlp(keys), qk_norm=qk_norm(keys)),
+    tensors=llama_tensors(
+        {
+            **QK_NORM_TENSORS,
+            **PLAIN_MLP_TENSORS,
+            ".input_layernorm": ".attention_layernorm",
+            ".post_attention_layernorm": ".feedforward_layernorm",
+            **{
+                f".mlp.activation.{name}": HFTensors((f".mlp.act_fn.{name}",), "array")
+                for name in ("alpha_p", "alpha_n", "beta", "eps")
+            },
+        }
+    ),
     supported_values={
         "mlp_bias": ((False,), "MLPs have no biases"),
         "post_norm": ((False,), "norms come before attention and MLP"),
@@ -362,16 +279,11 @@ APERTUS = Family(
 
 # StableLM: a Llama with LayerNorm and RoPE in a quarter of each head.
 def _stablelm_layer(keys: Keys, layer: int) -> LayerSpec:
-    norm = QKNorm(norm=NormSpec("layer_no_bias", keys["rms_norm_eps"]), over="own_head")
-    return llama_layer(
-        keys,
-        rope=rope(keys, is_partial=True),
-        qkv_bias=bool(keys["use_qkv_bias"]),
-        qk_norm=norm if keys["qk_layernorm"] else None,
-    )
+    norm = qk_norm(keys, "layer_no_bias", over="own_head") if keys["qk_layernorm"] else None
+    has_bias = bool(keys["use_qkv_bias"])
+    return llama_layer(keys, rope=rope(keys, is_partial=True), qkv_bias=has_bias, qk_norm=norm)
 
 
-_STABLELM_ATTENTION = "model.layers.*.self_attn"
 STABLELM = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
@@ -381,14 +293,72 @@ STABLELM = Family(
     build_layer=_stablelm_layer,
     config_fields=lambda keys: {"norm_placement": "parallel" if keys["use_parallel_residual"] else "before"},
     norm="layer",
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.self_attn.q_norm.weight": HFTensors(
-            (f"{_STABLELM_ATTENTION}.q_layernorm.norms.#.weight",), "rows_separate"
-        ),
-        "layers.*.self_attn.k_norm.weight": HFTensors(
-            (f"{_STABLELM_ATTENTION}.k_layernorm.norms.#.weight",), "rows_separate"
-        ),
-    },
+    tensors=llama_tensors(
+        {
+            f".self_attn.{part}_norm.weight": HFTensors(
+                (f".self_attn.{part}_layernorm.norms.#.weight",), "rows_separate"
+            )
+            for part in "qk"
+        }
+    ),
     aliases={"layer_norm_eps": "rms_norm_eps"},
+)
+
+# InternLM2 and 2.5: a Llama with other tensor names; queries, keys and values in one matrix.
+INTERNLM2 = Family(
+    model_type="internlm2",
+    architecture="InternLM2ForCausalLM",
+    config_class="llama",
+    keys=ROPE,
+    defaults={"bias": True},
+    build_layer=lambda keys, layer: llama_layer(
+        keys, qkv_bias=bool(keys["bias"]), out_bias=bool(keys["bias"])
+    ),
+    tensors=map_tensors(
+        LLAMA_BLOCK,
+        {
+            "embed_tokens": "model.tok_embeddings",
+            ".input_layernorm": ".attention_norm",
+            ".self_attn.qkv_proj": ".attention.wqkv",
+            ".self_attn.o_proj": ".attention.wo",
+            ".post_attention_layernorm": ".ffn_norm",
+            ".mlp.gate_up_proj": separate_gates(".feed_forward.w1", ".feed_forward.w3"),
+            ".mlp.down_proj": ".feed_forward.w2",
+            "norm": "model.norm",
+            "lm_head": "output",
+        },
+    ),
+)
+# InternLM3 and IQuest-Coder: a Llama with other defaults. The former's `bias` is not for Q, K and V.
+INTERNLM3 = dataclasses.replace(
+    LLAMA,
+    model_type="internlm3",
+    architecture="InternLM3ForCausalLM",
+    other_architectures=("LlamaForCausalLM",),
+    config_class="llama",
+    keys=ROPE,
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    build_layer=lambda keys, layer: llama_layer(keys, out_bias=bool(keys["mlp_bias"])),
+)
+IQUESTCODER = dataclasses.replace(
+    LLAMA,
+    model_type="iquestcoder",
+    architecture="IQuestCoderForCausalLM",
+    other_architectures=("LlamaForCausalLM",),
+    config_class="llama",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
+    supported_values={**LLAMA.supported_values, "clip_qkv": ((), "no checkpoint has it")},
 )

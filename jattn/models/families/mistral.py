@@ -4,11 +4,28 @@ from typing import Any
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
-from jattn.models.families.layer_builders import FULL, SLIDING, experts, layer_type, llama_layer, rope
-from jattn.models.families.tensor_mappings import ALL_HEADS_TENSORS, FUSED_EXPERT_TENSORS, LLAMA_TENSORS
+from jattn.models.families.layer_builders import (
+    FULL,
+    SLIDING,
+    experts,
+    layer_type,
+    llama_layer,
+    qk_norm,
+    rope,
+    typed_layer,
+)
+from jattn.models.families.tensor_mappings import (
+    ALL_HEADS_TENSORS,
+    FUSED_EXPERT_TENSORS,
+    LLAMA_BLOCK,
+    LLAMA_TENSORS,
+    llama_tensors,
+    map_tensors,
+    separate_experts,
+)
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
-from jattn.models.specs import AttentionTemperature, LayerSpec, NormSpec, QKNorm
+from jattn.models.specs import AttentionTemperature, LayerSpec
 from pallas_kernels.checks import require_number
 
 # Mistral: a sliding window in every layer, unless it is null.
@@ -24,9 +41,7 @@ MISTRAL = Family(
 
 # Ministral: sliding windows in some layers. Ministral 3: YaRN, and an attention temperature by position.
 def _ministral(keys: Keys, layer: int) -> LayerSpec:
-    attention_type = layer_type(keys, layer, FULL if keys["sliding_window"] is None else SLIDING)
-    window = keys["sliding_window"] if attention_type == SLIDING else None
-    return llama_layer(keys, window=window, rope=rope(keys, attention_type))
+    return typed_layer(keys, layer_type(keys, layer, FULL if keys["sliding_window"] is None else SLIDING))
 
 
 def _ministral3(keys: Keys, layer: int) -> LayerSpec:
@@ -77,22 +92,15 @@ def _mixtral_layer(keys: Keys, layer: int) -> LayerSpec:
     return llama_layer(keys, window=keys["sliding_window"], mlp=experts(keys, Routing(renormalize=True)))
 
 
-_MIXTRAL_MOE, _MIXTRAL_EXPERT = "model.layers.*.block_sparse_moe", "model.layers.*.block_sparse_moe.experts.#"
+MIXTRAL_TENSORS = separate_experts(
+    ".block_sparse_moe.gate", *(f".block_sparse_moe.experts.#.{name}" for name in ("w1", "w3", "w2"))
+)
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     keys=f"{ROPE} sliding_window num_experts num_experts_per_tok",
     build_layer=_mixtral_layer,
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.mlp.router": HFTensors((f"{_MIXTRAL_MOE}.gate",)),
-        "layers.*.mlp.gate_up_proj.weight": HFTensors(
-            (f"{_MIXTRAL_EXPERT}.w1.weight", f"{_MIXTRAL_EXPERT}.w3.weight"), "experts_separate"
-        ),
-        "layers.*.mlp.down_proj.weight": HFTensors(
-            (f"{_MIXTRAL_EXPERT}.w2.weight",), "experts_down_separate"
-        ),
-    },
+    tensors=llama_tensors(MIXTRAL_TENSORS),
     alternative_tensors=FUSED_EXPERT_TENSORS,
     ignored_keys="layer_types attention_bias",
 )
@@ -107,25 +115,21 @@ def _minimax_m2_layer(keys: Keys, layer: int) -> LayerSpec:
         keys,
         rope=rope({**keys, "partial_rotary_factor": part}, is_partial=True),
         mlp=experts(keys, Routing(scores="sigmoid", renormalize=True, has_correction_bias=True)),
-        qk_norm=QKNorm(norm=NormSpec("rms", keys["rms_norm_eps"]), over="all_heads"),
+        qk_norm=qk_norm(keys, over="all_heads"),
     )
 
 
-_MINIMAX_M2_MLP = "model.layers.*.block_sparse_moe"
+def _correction(module: str) -> dict[str, str | HFTensors]:
+    return {".mlp.router_correction": HFTensors((f"{module}.e_score_correction_bias",), "array")}
+
+
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     keys=f"{ROPE} rotary_dim num_experts num_experts_per_tok",
     build_layer=_minimax_m2_layer,
-    tensors={
-        **MIXTRAL.tensors,
-        **ALL_HEADS_TENSORS,
-        "layers.*.mlp.router_correction": HFTensors((f"{_MINIMAX_M2_MLP}.e_score_correction_bias",), "array"),
-    },
-    alternative_tensors={
-        **FUSED_EXPERT_TENSORS,
-        "layers.*.mlp.router_correction": HFTensors(("model.layers.*.mlp.e_score_correction_bias",), "array"),
-    },
+    tensors=llama_tensors({**MIXTRAL_TENSORS, **ALL_HEADS_TENSORS, **_correction(".block_sparse_moe")}),
+    alternative_tensors={**FUSED_EXPERT_TENSORS, **map_tensors(LLAMA_BLOCK, _correction(".mlp"))},
     supported_values={
         "scoring_func": (("sigmoid",), "scores are sigmoids"),
         "use_qk_norm": ((True,), "queries and keys are normalized"),

@@ -1,40 +1,50 @@
 """Phi-1 to Phi-4-mini, Phi-3-small, Phi-3.5-MoE and Persimmon."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
 from jattn.models.families.layer_builders import (
-    attention,
     experts,
+    gated_mlp,
     llama_layer,
     local_strided,
     plain_mlp,
+    qk_norm,
     rope,
 )
 from jattn.models.families.mistral import MIXTRAL
-from jattn.models.families.tensor_mappings import FUSED_EXPERT_TENSORS, LLAMA_TENSORS
+from jattn.models.families.tensor_mappings import (
+    FUSED_EXPERT_TENSORS,
+    LLAMA_BLOCK,
+    llama_tensors,
+    map_tensors,
+)
 from jattn.models.loading.tensor_layouts import HFTensors
-from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, MLPSpec, NormSpec, QKNorm
+from jattn.models.specs import LayerSpec
 
 
 # Phi-1, Phi-1.5, Phi-2: parallel attention and MLP, LayerNorm, partial RoPE, biases everywhere.
 def _phi_layer(keys: Keys, layer: int) -> LayerSpec:
-    norm = QKNorm(norm=NormSpec("layer", keys["rms_norm_eps"]))
     return llama_layer(
         keys,
         rope=rope(keys, is_partial=True),
         mlp=plain_mlp(keys, has_bias=True),
         qkv_bias=True,
         out_bias=True,
-        qk_norm=norm if keys["qk_layernorm"] else None,
+        qk_norm=qk_norm(keys, "layer") if keys["qk_layernorm"] else None,
     )
 
 
-_PHI_LAYER = "model.layers.*"
+_PHI_TENSORS: dict[str, str | HFTensors] = {
+    ".self_attn.q_norm": ".self_attn.q_layernorm",
+    ".self_attn.k_norm": ".self_attn.k_layernorm",
+    ".self_attn.o_proj": ".self_attn.dense",
+    "norm": "model.final_layernorm",
+}
 PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
@@ -44,36 +54,38 @@ PHI = Family(
     config_fields=lambda keys: {"has_head_bias": True},
     norm="layer",
     norm_placement="parallel",
-    tensors={
-        "embed_tokens": LLAMA_TENSORS["embed_tokens"],
-        "layers.*.input_layernorm": LLAMA_TENSORS["layers.*.input_layernorm"],
-        "layers.*.self_attn.qkv_proj": LLAMA_TENSORS["layers.*.self_attn.qkv_proj"],
-        "layers.*.self_attn.q_norm": HFTensors((f"{_PHI_LAYER}.self_attn.q_layernorm",)),
-        "layers.*.self_attn.k_norm": HFTensors((f"{_PHI_LAYER}.self_attn.k_layernorm",)),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_PHI_LAYER}.self_attn.dense",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_PHI_LAYER}.mlp.fc1",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_PHI_LAYER}.mlp.fc2",)),
-        "norm": HFTensors(("model.final_layernorm",)),
-        "lm_head": LLAMA_TENSORS["lm_head"],
-    },
+    tensors=llama_tensors({**_PHI_TENSORS, ".mlp.up_proj": ".mlp.fc1", ".mlp.down_proj": ".mlp.fc2"}),
     aliases={"layer_norm_eps": "rms_norm_eps"},
     supported_values={"tie_word_embeddings": ((False,), "its output projection has a bias")},
+)
+# Persimmon: norms before attention and MLP, one matrix of queries, keys and values per head.
+PERSIMMON = dataclasses.replace(
+    PHI,
+    model_type="persimmon",
+    architecture="PersimmonForCausalLM",
+    config_fields=lambda keys: {},
+    norm_placement="before",
+    tensors=llama_tensors(
+        {
+            **_PHI_TENSORS,
+            ".self_attn.qkv_proj": ".self_attn.query_key_value",
+            ".mlp.up_proj": ".mlp.dense_h_to_4h",
+            ".mlp.down_proj": ".mlp.dense_4h_to_h",
+        }
+    ),
+    supported_values={},
 )
 
 
 # Phi-3, Phi-3.5, Phi-4-mini: a Llama with fused projections, longrope and partial RoPE.
-def _phi3_rope(keys: Keys) -> Rope:
-    """Return the rotary embedding, accepting older names of longrope."""
+def _phi3_layer(keys: Keys, layer: int) -> LayerSpec:
     parameters = dict(keys["rope_scaling"] or keys["rope_parameters"] or {})
     kind = parameters.pop("type", None)
     parameters["rope_type"] = parameters.get("rope_type", kind)
-    if parameters["rope_type"] in ("su", "yarn"):
+    if parameters["rope_type"] in ("su", "yarn"):  # older names of longrope
         parameters["rope_type"] = "longrope"
-    return rope({**keys, "rope_scaling": None, "rope_parameters": parameters}, is_partial=True)
-
-
-def _phi3_layer(keys: Keys, layer: int) -> LayerSpec:
-    return llama_layer(keys, window=keys["sliding_window"], rope=_phi3_rope(keys))
+    rotary = rope({**keys, "rope_scaling": None, "rope_parameters": parameters}, is_partial=True)
+    return llama_layer(keys, window=keys["sliding_window"], rope=rotary)
 
 
 PHI3 = Family(
@@ -81,11 +93,12 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     keys=f"{ROPE} sliding_window",
     build_layer=_phi3_layer,
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.self_attn.qkv_proj": HFTensors(("model.layers.*.self_attn.qkv_proj",), "heads_stacked"),
-        "layers.*.mlp.gate_up_proj": HFTensors(("model.layers.*.mlp.gate_up_proj",)),
-    },
+    tensors=llama_tensors(
+        {
+            ".self_attn.qkv_proj": HFTensors((".self_attn.qkv_proj",), "heads_stacked"),
+            ".mlp.gate_up_proj": ".mlp.gate_up_proj",
+        }
+    ),
     supported_values={
         **dict.fromkeys(
             ("attention_bias", "mlp_bias", "lm_head_bias"), ((False,), "its layers have no biases")
@@ -101,13 +114,12 @@ def _phi3small_layer(keys: Keys, layer: int) -> LayerSpec:
     head_dim, scaling = keys["head_dim"], keys["rope_scaling"]
     if scaling is None and keys["rope_position_scale"] != 1:
         scaling = {"rope_type": "linear", "factor": keys["rope_position_scale"]}
-    scale = keys["mup_attn_multiplier"] / head_dim if keys["mup_use_scaling"] else head_dim**-0.5
-    size, act, limit = keys["intermediate_size"], keys["hidden_act"], keys["gegelu_limit"]
-    gegelu = MLPSpec(intermediate_size=size, hidden_act=act, kind="gegelu", has_bias=True, limit=limit)
-    return LayerSpec(
-        attention=attention(keys, scale=scale, sparsity=local_strided(keys, layer)),
+    return llama_layer(
+        keys,
+        scale=keys["mup_attn_multiplier"] / head_dim if keys["mup_use_scaling"] else head_dim**-0.5,
+        sparsity=local_strided(keys, layer),
         rope=rope({**keys, "rope_scaling": scaling}),
-        mlp=gegelu,
+        mlp=gated_mlp(keys, kind="gegelu", has_bias=True, limit=keys["gegelu_limit"]),
         qkv_bias=True,
         out_bias=True,
     )
@@ -152,13 +164,14 @@ PHI3SMALL = Family(
     build_layer=_phi3small_layer,
     config_fields=_phi3small_model,
     norm="layer",
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.self_attn.qkv_proj": HFTensors(("model.layers.*.self_attn.query_key_value",)),
-        "layers.*.self_attn.o_proj": HFTensors(("model.layers.*.self_attn.dense",)),
-        "layers.*.mlp.gate_up_proj": HFTensors(("model.layers.*.mlp.up_proj",), "gates_interleaved"),
-        "norm": HFTensors(("model.final_layernorm",)),
-    },
+    tensors=llama_tensors(
+        {
+            ".self_attn.qkv_proj": ".self_attn.query_key_value",
+            ".self_attn.o_proj": ".self_attn.dense",
+            ".mlp.gate_up_proj": HFTensors((".mlp.up_proj",), "gates_interleaved"),
+            "norm": "model.final_layernorm",
+        }
+    ),
     aliases={
         "ff_intermediate_size": "intermediate_size",
         "layer_norm_epsilon": "rms_norm_eps",
@@ -170,16 +183,8 @@ PHI3SMALL = Family(
 
 # Phi-3.5-MoE: two experts per token, weighted by sparsemixer; LayerNorm, longrope, biases.
 def _phimoe_layer(keys: Keys, layer: int) -> LayerSpec:
-    has_bias = bool(keys["attention_bias"])
     routing = Routing(scores="sparsemixer", margin=2 * keys["router_jitter_noise"])
-    return llama_layer(
-        keys,
-        window=keys["sliding_window"],
-        rope=rope(keys),
-        mlp=experts(keys, routing),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-    )
+    return llama_layer(keys, window=keys["sliding_window"], mlp=experts(keys, routing))
 
 
 PHIMOE = Family(
@@ -194,34 +199,8 @@ PHIMOE = Family(
     config_fields=lambda keys: {"has_head_bias": bool(keys["lm_head_bias"])},
     norm="layer",
     tensors=MIXTRAL.tensors,
-    alternative_tensors={
-        **FUSED_EXPERT_TENSORS,
-        "layers.*.mlp.router": HFTensors(("model.layers.*.mlp.router",)),
-    },
+    alternative_tensors={**FUSED_EXPERT_TENSORS, **map_tensors(LLAMA_BLOCK, {".mlp.router": ".mlp.router"})},
     aliases={"num_local_experts": "num_experts"},
     supported_values={"num_experts_per_tok": ((2,), "its router supports two experts per token")},
     ignored_keys="input_jitter_noise",
-)
-
-
-# Persimmon: LayerNorm, also of queries and keys; MLPs without gates; RoPE in half of each head.
-_PERSIMMON_LAYER = "model.layers.*"
-PERSIMMON = Family(
-    model_type="persimmon",
-    architecture="PersimmonForCausalLM",
-    keys=f"{ROPE} qk_layernorm",
-    defaults={"partial_rotary_factor": 0.5},
-    build_layer=PHI.build_layer,
-    norm="layer",
-    tensors={
-        **LLAMA_TENSORS,
-        "layers.*.self_attn.qkv_proj": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.query_key_value",)),
-        "layers.*.self_attn.o_proj": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.dense",)),
-        "layers.*.self_attn.q_norm": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.q_layernorm",)),
-        "layers.*.self_attn.k_norm": HFTensors((f"{_PERSIMMON_LAYER}.self_attn.k_layernorm",)),
-        "layers.*.mlp.up_proj": HFTensors((f"{_PERSIMMON_LAYER}.mlp.dense_h_to_4h",)),
-        "layers.*.mlp.down_proj": HFTensors((f"{_PERSIMMON_LAYER}.mlp.dense_4h_to_h",)),
-        "norm": HFTensors(("model.final_layernorm",)),
-    },
-    aliases={"layer_norm_eps": "rms_norm_eps"},
 )
