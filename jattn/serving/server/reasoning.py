@@ -17,6 +17,8 @@ from jattn.serving.server.tool_call_parser import (
 from pallas_kernels.checks import require_one_of
 
 THINK, END_THINK = "<think>", "</think>"
+WHITESPACE = " \t\r\n"  # Characters that may precede the first tag.
+REASONING_START = rf"[ \t\r\n]*{quote(THINK)}"  # Pattern of WHITESPACE and the first tag.
 QWEN3, DEEPSEEK_R1, GPT_OSS = "qwen3", "deepseek_r1", "openai_gptoss"
 NAMES = (QWEN3, DEEPSEEK_R1, GPT_OSS)
 NUM_TAIL_TOKENS = 8  # Last tokens of a prompt, which may open or close the reasoning.
@@ -74,7 +76,7 @@ class ThinkParser:
 
     def _begin(self) -> bool:
         """Skip the first tag; return False if more text is needed to recognize it."""
-        text = self._buffer.lstrip()
+        text = self._buffer.lstrip(WHITESPACE)
         if THINK.startswith(text) and text != THINK:
             return False
         self._has_begun = True
@@ -169,16 +171,17 @@ class ReasoningFormat(NamedTuple):
             params: Constraint of the text after the reasoning.
         """
         # Grammars distinguish a tag that is one token from the same characters.
-        think = f'"{THINK}"' + (f" | {THINK}" if THINK in self.added_tags else "")
+        think = "SPELLED_THINK" + (f" | SPACE {THINK}" if THINK in self.added_tags else "")
         end = "spelled_end" + (f" | TEXT {END_THINK}" if END_THINK in self.added_tags else "")
         is_open = self._is_open(prompt_tail)
         rules = [
-            f"start: {'(SPACE think)? end' if is_open else '(SPACE think end)?'} @answer",
+            f"start: {'think? end' if is_open else '(think end)?'} @answer",
             r"SPACE: /[ \t\r\n]*/",
+            f"SPELLED_THINK: /{REASONING_START}/",
             f"think: {think}",
             f"end: {end}",
             f"spelled_end[lazy]: /{ANY_TEXT}{quote(END_THINK)}/",
-            f"TEXT: /{ANY_TEXT}/",
+            f"TEXT: /{ANY_TEXT}/ & ~/{ANY_TEXT}{quote(END_THINK)}{ANY_TEXT}/",
         ]
         return dataclasses.replace(params, prefix="\n".join(rules))
 

@@ -55,6 +55,7 @@ def strict_calls_grammar(
     special_tokens: Mapping[str, bool],
     *,
     max_calls: int | None,
+    excluded_start: str | None = None,
 ) -> str:
     """Return the grammar of any text in which the calls of strict tools follow their schemas.
 
@@ -66,6 +67,8 @@ def strict_calls_grammar(
         special_tokens: Texts of the added tokens, with whether each is special. Grammars distinguish these
             tokens from the same characters.
         max_calls: Maximum number of calls: 1, or None for no limit.
+        excluded_start: Pattern that a text without calls must not start with, because the rest of the text is
+            parsed alone; None = there is none. Calls behind a start tag follow the grammar in any case.
     """
     many = "*" if max_calls is None else "?"
     rules = [f"functions: {_alternatives(tools)}"]
@@ -81,6 +84,8 @@ def strict_calls_grammar(
         is_object_with_name = rf"{call_format.lead}\{{{ANY_TEXT}{name_member(f'(?:{names})')}{ANY_TEXT}"
         has_arguments = f"{ANY_TEXT}{ARGUMENTS_KEY}{ANY_TEXT}"
         no_call = f"/{ANY_TEXT}/ & (~/{is_object_with_name}/ | ~/{has_arguments}/)"
+        if excluded_start is not None:
+            no_call += f" & ~/{excluded_start}{ANY_TEXT}/"
         return "\n".join([f"start: {lead} ({calls} | NO_CALL)?", f"NO_CALL: {no_call}", *rules])
     start_tag, end_tag = call_format.start_tag, _tag(call_format.end_tag, special_tokens)
     text_and_tag = "spelled_tag"

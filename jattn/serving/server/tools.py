@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, NamedToolChoice
-from jattn.serving.server.reasoning import ReasoningFormat
+from jattn.serving.server.reasoning import REASONING_START, ReasoningFormat
 from jattn.serving.server.sampling_params import OutputConstraint
 from jattn.serving.server.tool_call_formats import LLAMA3_JSON, ToolCallFormat, parse_arguments
 from jattn.serving.server.tool_call_grammar import required_calls_grammar, strict_calls_grammar
@@ -81,7 +81,13 @@ def resolve_tool_calling(
         grammar = required_calls_grammar(known_format, tools, special_tokens, max_calls=max_calls)
         constraint = OutputConstraint("tool_choice", StructuredOutputsParams(grammar=grammar))
     elif any(tool.function.strict for tool in tools):
-        grammar = strict_calls_grammar(known_format, tools, special_tokens, max_calls=max_calls)
+        grammar = strict_calls_grammar(
+            known_format,
+            tools,
+            special_tokens,
+            max_calls=max_calls,
+            excluded_start=None if reasoning_format is None else REASONING_START,
+        )
         constraint = OutputConstraint("tools", StructuredOutputsParams(grammar=grammar))
     function_names = {tool.function.name for tool in tools}
 

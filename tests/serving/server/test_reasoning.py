@@ -8,9 +8,11 @@ import pytest
 
 from jattn.serving.engine.structured_outputs import Grammars, StructuredOutputsParams
 from jattn.serving.server.options import ServerOptions
+from jattn.serving.server.protocol import ChatCompletionBody
 from jattn.serving.server.reasoning import load_reasoning_format
-from jattn.serving.server.tool_call_formats import HERMES
+from jattn.serving.server.tool_call_formats import HERMES, LLAMA3_JSON
 from jattn.serving.server.tool_call_parser import make_tool_call_parser, merge_tool_call_deltas
+from jattn.serving.server.tools import resolve_tool_calling
 from tests.serving.server.live_server import run_server
 from tests.serving.server.tool_cases import HERMES_CALL, TOOL, WEATHER_CALL
 from tests.serving.tiny import BYTES, byte_tokenizer
@@ -123,6 +125,35 @@ def test_grammar_of_the_reasoning_allows_what_the_parser_separates(name, tail, t
         mask = Grammars(tokenizer, 320, ()).mask(params)
         accepted = all(is_allowed_next(mask, token) for token in ids)
         assert (accepted and mask._matcher.is_accepting()) == (content == "yes")
+
+
+BAD_CALL = '{"name": "h", "parameters": {"a": "x"}}'
+
+
+@pytest.mark.parametrize("is_special", [None, False, True])
+@pytest.mark.parametrize(
+    "lead", ["", "<think>no</think>", " \n<think></think>\n", "<think>a</think>\n;", "a</think>"]
+)
+@pytest.mark.parametrize(("name", "tail"), [("qwen3", ""), ("qwen3", "<think>"), ("deepseek_r1", "")])
+def test_strict_calls_behind_the_reasoning_follow_their_schema(name, tail, lead, is_special):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    function = {"name": "h", "strict": True, "parameters": schema}
+    body = {"messages": [USER], "tools": [{"type": "function", "function": function}]}
+    tokenizer = byte_tokenizer()
+    if is_special is not None:
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(["<think>", "</think>"])
+    reasoning_format = load_reasoning_format(name, tokenizer)
+    calling = resolve_tool_calling(
+        ChatCompletionBody.model_validate(body), LLAMA3_JSON, tokenizer, reasoning_format
+    )
+    params = reasoning_format.constrain(tail, calling.constraint.structured_outputs)
+    for text in (lead + BAD_CALL, f"</think>{lead}{BAD_CALL}", lead + BAD_CALL.replace('"x"', "1")):
+        _, _, calls = read(reasoning_format.make_parser(tail, calling.make_parser), text)
+        for ids in (tokenizer.encode(text).ids, BYTES.encode(text).ids):
+            mask = Grammars(tokenizer, 320, ()).mask(params)
+            accepted = all(is_allowed_next(mask, token) for token in ids) and mask._matcher.is_accepting()
+            assert not (accepted and calls and BAD_CALL in text), text
+            assert accepted or not calls or BAD_CALL in text, text
 
 
 def is_allowed_next(mask, token):
