@@ -6,6 +6,13 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.conftest import GOLDEN
+
+GOLDEN_TEXT_MODELS = sorted(
+    path.parent.name
+    for path in (GOLDEN / "hf").glob("*/config.json")
+    if "text_config" not in json.loads(path.read_text())
+)
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 48,

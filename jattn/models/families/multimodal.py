@@ -28,7 +28,12 @@ _TEXT_TYPES: Mapping[str, Keys] = {
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen3_vl_text": {"model_type": "qwen3"},
     "qwen3_vl_moe_text": {},  # a family of its own
-    "glm4v_text": {"model_type": "glm4", "partial_rotary_factor": 1.0, "attention_bias": True},
+    "glm4v_text": {
+        "model_type": "glm4",
+        "partial_rotary_factor": 1.0,
+        "attention_bias": True,
+        "head_dim": None,
+    },
 }
 # Keys of older config.json files without text_config that do not belong to the text model.
 _VISION_KEYS = (

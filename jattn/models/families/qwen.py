@@ -132,5 +132,7 @@ QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_MOE,
     model_type="qwen3_vl_moe_text",
     architecture="Qwen3VLMoeForConditionalGeneration",
+    defaults={**QWEN3_MOE.defaults, "norm_topk_prob": True},
+    supported_values={"norm_topk_prob": ((True,), "scores of the selected experts are divided by their sum")},
     alternative_tensors={**FUSED_EXPERT_TENSORS, **map_tensors(LLAMA_BLOCK, _VL_EXPERTS)},
 )

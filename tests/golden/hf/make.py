@@ -1,6 +1,6 @@
 """Create tiny random checkpoints, and their logits and greedy tokens by transformers in float32.
 
-The tests do not run this script: it needs torch and transformers (these files come from 2.13.0 and 5.23.0).
+The tests do not run this script: it needs torch 2.13.0 and transformers 5.23.0 (multimodal models: 5.24.0).
 
 python make.py DIR [NAME ...]
 """
@@ -9,6 +9,7 @@ import pathlib
 import sys
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 
@@ -244,6 +245,25 @@ CHECKPOINTS = {
         },
     ),
 }
+MROPE = {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [4, 2, 2]}
+VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32}
+MULTIMODAL = {  # text models of multimodal ones: keys of text_config and of vision_config
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {**SMALL, **EXPERTS, "rope_parameters": MROPE, "mlp_only_layers": [0]},
+        VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 4},
+    ),
+    "glm4v": (
+        "Glm4v",
+        {
+            **SMALL,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        },
+        VISION | {"image_size": 28, "patch_size": 14},
+    ),
+}
 GQA = ("num_key_value_heads", "head_dim")
 LACKS = {  # keys that a family names differently or lacks
     "Mpt": (
@@ -255,6 +275,7 @@ LACKS = {  # keys that a family names differently or lacks
         *(*GQA, "max_position_embeddings"),
     ),
     "StableLm": ("head_dim",),
+    "Glm4v": ("head_dim",),
     "Cohere2": ("head_dim",),
     "Falcon": (*GQA, "intermediate_size"),
     "GPTNeoX": GQA,
@@ -272,11 +293,14 @@ PROMPT_LENS, NUM_TOKENS = (1, 7, 33, 100), 24
 
 def make(name: str, directory: pathlib.Path) -> None:
     """Write one checkpoint and its expected.npz."""
-    family, options = CHECKPOINTS[name]
+    family, options, *vision = (CHECKPOINTS | MULTIMODAL)[name]
     config_keys = {key: value for key, value in (SIZES | options).items() if key not in LACKS.get(family, ())}
+    if vision:
+        config_keys = {"text_config": config_keys, "vision_config": vision[0], "tie_word_embeddings": False}
     config = getattr(transformers, f"{family}Config")(**config_keys, dtype="float32")
     torch.manual_seed(0)
-    name_of_class = CLASSES.get(family, f"{family}ForCausalLM")
+    suffix = "ForConditionalGeneration" if vision else "ForCausalLM"
+    name_of_class = CLASSES.get(family, f"{family}{suffix}")
     model = getattr(transformers, name_of_class)(config).to(torch.float32).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():  # large enough that every part matters
@@ -293,9 +317,18 @@ def make(name: str, directory: pathlib.Path) -> None:
     expected: dict[str, np.ndarray] = {}
     rng = np.random.default_rng(0)
     for i, length in enumerate(PROMPT_LENS):
-        prompt = rng.integers(3, config.vocab_size, length)
+        prompt = rng.integers(3, config.get_text_config().vocab_size, length)
         expected |= {f"{key}{i}": value for key, value in outputs_of(model, prompt).items()}
     model.save_pretrained(directory / name)
+    if (
+        family == "Qwen3VLMoe"
+    ):  # published checkpoints have [experts, in, out], which from_pretrained transposes
+        file = directory / name / "model.safetensors"
+        tensors = safetensors.torch.load_file(file)
+        experts = {key: value.mT.contiguous() for key, value in tensors.items() if ".experts." in key}
+        safetensors.torch.save_file(tensors | experts, file, metadata={"format": "pt"})
+        again = getattr(transformers, name_of_class).from_pretrained(directory / name)
+        np.testing.assert_allclose(outputs_of(again, prompt)["logits"], expected[f"logits{i}"], atol=1e-4)
     np.savez_compressed(directory / name / "expected.npz", **expected)
 
 
@@ -322,5 +355,5 @@ def outputs_of(model: torch.nn.Module, prompt: np.ndarray) -> dict[str, np.ndarr
 
 if __name__ == "__main__":
     folder, *names = sys.argv[1:]
-    for name in names or CHECKPOINTS:
+    for name in names or [*CHECKPOINTS, *MULTIMODAL]:
         make(name, pathlib.Path(folder))

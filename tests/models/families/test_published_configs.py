@@ -172,7 +172,7 @@ def test_unsupported_values_are_refused_with_the_supported_ones(name, key):
     value = {bool: True, int: 7}.get(type((*supported, 7)[0]), "other")
     value = not supported[0] if isinstance(value, bool) else value
     outer, _, inner = key.partition(".")
-    hf |= {outer: hf[outer] | {inner: value}} if inner else {key: value}
+    hf = hf | ({outer: hf[outer] | {inner: value}} if inner else {key: value})
     with pytest.raises(NotImplementedError, match=rf"^{key} {value!r}: .*Supported: "):
         DecoderConfig.from_hf(hf)
 

@@ -13,11 +13,10 @@ from jattn.models.loading import safetensors_files
 from jattn.models.loading.checkpoint import rename_to_family_names
 from jattn.models.loading.safetensors_files import is_same_bytes, read_header
 from tests.conftest import GOLDEN
-from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
+from tests.models.tiny_checkpoints import CONFIGS, GOLDEN_TEXT_MODELS, random_tensors, write_checkpoint
 
 TIED = CONFIGS["llama3_rope"]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FOLDERS = sorted(path.parent.name for path in (GOLDEN / "hf").glob("*/config.json"))
 
 
 def config_of(name):
@@ -45,7 +44,7 @@ WRAPS = {
 }
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", GOLDEN_TEXT_MODELS)
 def test_tensors_with_any_prefix_get_the_family_s_names(name):
     config = config_of(name)
     tensors = read_header(GOLDEN / "hf" / name / "model.safetensors")

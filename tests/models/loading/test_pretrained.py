@@ -15,13 +15,19 @@ from jattn.models import Decoder, load, save
 from jattn.models.loading import files
 from jattn.models.loading.pretrained import load_shapes
 from tests.conftest import GOLDEN
-from tests.models.tiny_checkpoints import BFLOAT16, CONFIGS, random_tensors, write_checkpoint
+from tests.models.tiny_checkpoints import (
+    BFLOAT16,
+    CONFIGS,
+    GOLDEN_TEXT_MODELS,
+    random_tensors,
+    write_checkpoint,
+)
 
 TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
 EMBEDDING, PROJECTION = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"
 
 
-@pytest.mark.parametrize("name", sorted(path.parent.name for path in (GOLDEN / "hf").glob("*/config.json")))
+@pytest.mark.parametrize("name", GOLDEN_TEXT_MODELS)
 def test_golden_checkpoints_survive_load_and_save_bit_by_bit(tmp_path, name):
     save(load(GOLDEN / "hf" / name, progress=False), tmp_path)
     file = "model.safetensors"
