@@ -1,6 +1,7 @@
 """The examples run and print correct results."""
 
 import dataclasses
+import json
 import pathlib
 import re
 
@@ -204,3 +205,17 @@ def test_short_example_has_at_most_40_lines(name):
 def test_demo_with_the_tiny_model(capsys):
     demo.main([])
     assert capsys.readouterr().out.count("--- request ") == len(demo.PROMPTS)
+
+
+def test_the_notebook_runs():
+    pytest.importorskip("matplotlib").use("Agg")
+    notebook, names = json.loads((EXAMPLES / "research.ipynb").read_text()), {}
+    assert notebook["nbformat"] == 4
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [], "The notebook is stored without outputs."
+            exec(compile("".join(cell["source"]), f"research.ipynb, {cell['id']}", "exec"), names)
+    assert names["errors"]["causal"] == 0
+    assert all(0 < density <= 1 for density in names["density"].values())
+    assert all(np.isfinite(norm) and norm > 0 for norm in names["norms"].values())
+    assert names["decode_errors"][8] < 1e-5 < names["decode_errors"][2]

@@ -38,6 +38,8 @@ SLOW = (
     "models.md",
     "training.md",
     "troubleshooting.md",
+    "scheduler.md",
+    "gallery.md",
 )  # train, serve or load models
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -64,6 +66,30 @@ def test_the_step_of_the_readme_updates_its_cache_in_place():
     assert_updates_in_place(
         names["step"], names["cache_spec"], lambda cache: (*rows, cache, names["metadata"])
     )
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "docs" / "api").glob("*.md"))], ids=str)
+def test_a_page_with_several_examples_says_that_they_continue_one_another(page):
+    text = " ".join(page.read_text().split())
+    assert len(examples(page.read_text())) < 2 or "continue one another" in text.partition("```python")[0]
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in [*DOCS, *(ROOT / "docs" / "api").glob("*.md")]:
+        assert (
+            f": {page.relative_to(ROOT / 'docs')}\n" in navigation
+            or f"- {page.relative_to(ROOT / 'docs')}\n" in navigation
+        )
+
+
+@pytest.mark.parametrize("word", ["LoRA", "dropout", "linen", "A100"])
+def test_a_word_that_newcomers_search_for_is_on_a_page(word):
+    assert any(word in page.read_text() for page in (README, *DOCS))
+
+
+def test_the_readme_installs_what_its_examples_use():
+    assert re.search(r"from a checkout with `pip install '\.\[serve\]'`", README.read_text())
 
 
 @every_page
