@@ -5,6 +5,7 @@ import dataclasses
 import pathlib
 import re
 import shlex
+import subprocess
 import urllib.parse
 
 import jax
@@ -90,6 +91,13 @@ def test_a_word_that_newcomers_search_for_is_on_a_page(word):
 
 def test_the_readme_installs_what_its_examples_use():
     assert re.search(r"from a checkout with `pip install '\.\[serve\]'`", README.read_text())
+
+
+def test_make_demo_installs_only_what_it_needs_and_says_where_jattn_is(tmp_path):
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "-e '.[models]' jax==" in out
+    assert f"The command line is {tmp_path / 'venv'}/bin/jattn" in out
 
 
 @every_page
