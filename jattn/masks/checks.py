@@ -87,7 +87,7 @@ def check_causal_mask(name: str, mask: Mask, *, causal: bool) -> None:
     if causal and mask.allows_future_keys:
         raise ValueError(
             f"{name} lets queries attend to later keys, but the layer is causal: {_format(mask)}. "
-            "Pass AttentionSpec(causal=False), and combine the mask with Causal() where needed."
+            "Pass causal=False, and combine the mask with Causal() where needed."
         )
 
 

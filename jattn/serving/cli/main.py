@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except (ValueError, NotImplementedError, OSError, ImportError) as error:
-        print(f"jattn: {error}", file=sys.stderr)
+        message = str(error).replace("Pass implementation=None or 'xla'", "Omit --implementation, or use xla")
+        print(f"jattn: {message}", file=sys.stderr)
         return 1
     return 0
 

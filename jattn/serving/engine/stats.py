@@ -29,7 +29,8 @@ class Histogram:
         self.bounds, self._counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
 
     def __repr__(self) -> str:
-        return f"{self.count} of {self.sum:.3g} in all"
+        count = self.count
+        return f"mean {self.sum / count:.3g} (n={count})" if count else "(n=0)"
 
     def add(self, value: float) -> None:
         """Count one value."""

@@ -50,6 +50,13 @@ class TestMain:
             main(["--version"])
         assert capsys.readouterr().out == f"jattn of a checkout, jax {jax.__version__}\n"
 
+    @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU may have the kernels")
+    def test_an_unsupported_implementation_names_the_option(self, tmp_path, capsys):
+        save(one_layer_model(), tmp_path)
+        assert main(["generate", f"--model={tmp_path}", "--implementation=mosaic_gpu", "a"]) == 1
+        err = capsys.readouterr().err
+        assert err.endswith("here is 'cpu'. Omit --implementation, or use xla.\n")
+
     def test_dtype_option_sets_the_models_dtype(self, tmp_path, monkeypatch, recording_engine):
         dtypes = []
         monkeypatch.setattr(
