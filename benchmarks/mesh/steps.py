@@ -24,7 +24,7 @@ from jattn.models import use_peer_memory
 from jattn.parallel import CP, TP, replicated_sharding
 from jattn.serving.engine.sampler import build_sampling_metadata, next_tokens
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import make_step, step_graphs
+from jattn.serving.engine.step import ModelStep, step_graphs
 
 BLOCK_SIZE = 16
 # Limits in standard deviations of a request's logits. With random bf16 weights, the mean difference between
@@ -241,7 +241,7 @@ class Steps:
         caches = model.create_caches(num_blocks, block_size=block_size, quantization=quantization)
         self._caches = randomize(caches)
         del caches
-        self._graphs = step_graphs(make_step(graphdef), buckets)
+        self._graphs = step_graphs(ModelStep(graphdef), buckets)
         start = time.perf_counter()
         self._graphs.precompile(
             self.params, self._caches, block_size=block_size, inputs=self._inputs, progress=False

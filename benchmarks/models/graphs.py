@@ -30,7 +30,7 @@ from jattn.models.layers import RMSNorm
 from jattn.serving import Engine
 from jattn.serving.engine.sampler import build_sampling_metadata, next_tokens
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import make_step
+from jattn.serving.engine.step import ModelStep
 
 TINY = pathlib.Path(__file__).parents[2] / "examples" / "tiny_model"
 LLAMA_8B = {
@@ -201,7 +201,7 @@ def measure_graphs(rows: Rows, name: str, model: Decoder, batches: list[int]) ->
     metadata = {batch: batch_metadata(batch) for batch in batches}
     num_blocks = max(step.block_table.size for step in metadata.values()) + 1
     caches = model.create_caches(num_blocks, block_size=BLOCK_SIZE)
-    graphs = jattn.DecodeGraphs(make_step(graphdef), [step.bucket for step in metadata.values()])
+    graphs = jattn.DecodeGraphs(ModelStep(graphdef), [step.bucket for step in metadata.values()])
     max_batch = max(batches)
 
     def inputs(batch: int) -> list[Any]:

@@ -5,6 +5,7 @@ XLA.
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import pathlib
@@ -48,7 +49,8 @@ SAMPLED = SamplingParams(temperature=0.6, ignore_eos=True)
 # Limit of the mean difference of log-probabilities. Between bf16 and float32 with these weights the mean is
 # 0.05 and the maximum 0.3; if a request reads the keys of another one, the mean is above 1.
 TOLERANCE = 0.15
-READY = "ready"  # like "start", but without waiting for the background compilation; run it alone
+# Cases that start engines of their own, each in a process of its own (`benchmarks starts`).
+SEPARATE_CASES = ("ready", "full_speed", "first_minute")
 SHARED_ENGINE_CASES = ("start", "decode", "host", "prefill", "first_token", "nano", "steps")
 CASES = (*SHARED_ENGINE_CASES, "kernels", "prefix", "fp8", "fp8_beside")
 FP8_LAYERS = 12  # with so many layers, 256 requests of 4,096 tokens fit in memory in bf16, too
@@ -57,7 +59,9 @@ FP8_LAYERS = 12  # with so many layers, 256 requests of 4,096 tokens fit in memo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m benchmarks engine`."""
     parser.add_argument(
-        "cases", nargs="*", help=f"Cases to run, of {', '.join(CASES)}, or {READY}. Default: all but {READY}."
+        "cases",
+        nargs="*",
+        help=f"Cases to run, of {', '.join(CASES)} (default: all), or one of {', '.join(SEPARATE_CASES)}.",
     )
     parser.add_argument("--cache-dir", help="Directory of the compilation cache. Default: none.")
     parser.add_argument("--out", help="Directory for the result rows.")
@@ -68,7 +72,12 @@ def main(arguments: argparse.Namespace) -> None:
     rows, cases = Rows("engine", arguments.out), arguments.cases or CASES
     model = random_decoder(QWEN3_8B)
     jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
-    if set(cases) & {READY, *SHARED_ENGINE_CASES}:
+    if cases[0] in SEPARATE_CASES:
+        measure = first_minute if cases[0] == "first_minute" else measure_start
+        row = measure(model, arguments.cache_dir, wait=cases[0] == "full_speed")
+        rows.add(name=cases[0], cache_dir=arguments.cache_dir is not None, **row)
+        return
+    if set(cases) & {*SHARED_ENGINE_CASES}:
         run_shared_engine_cases(model, cases, arguments.cache_dir, rows)
     gc.collect()
     if "kernels" in cases:
@@ -103,10 +112,10 @@ def main(arguments: argparse.Namespace) -> None:
 
 def run_shared_engine_cases(model: Any, cases: Sequence[str], cache_dir: str | None, rows: Rows) -> None:
     """Run the requested cases of SHARED_ENGINE_CASES on one engine, after a check of its tokens."""
-    engine, start_times = start_engine(model, cache_dir, wait=READY not in cases)
+    engine, start_times = start_engine(model, cache_dir, wait=True)
     checked = checked_tokens(engine, model)
-    for name in {"start", READY}.intersection(cases):
-        rows.add(name=name, cache_dir=cache_dir is not None, **start_times, **checked)
+    if "start" in cases:
+        rows.add(name="start", cache_dir=cache_dir is not None, **start_times, **checked)
     if "decode" in cases:
         for batch, context in DECODES:
             rows.add(name=f"decode_{batch}x{context}", **decode_step(engine, batch, context), **checked)
@@ -162,6 +171,50 @@ def start_engine(model: Any, cache_dir: str | None, *, wait: bool) -> tuple[Engi
         engine.warm_up()
         times |= {"all_s": time.perf_counter() - start, "executables": engine.stats.num_compiles}
     return engine, times
+
+
+def measure_start(model: Any, cache_dir: str | None, *, wait: bool) -> dict[str, Any]:
+    """Return the times of `start_engine`; `full_speed_s` is the time until every bucket is compiled."""
+    engine, times = start_engine(model, cache_dir, wait=wait)
+    if "all_s" in times:
+        times["full_speed_s"] = times.pop("all_s")
+    return times | checked_tokens(engine, model)
+
+
+def first_minute(
+    model: Any, cache_dir: str | None, *, wait: bool = False, seconds: float = 60.0
+) -> dict[str, Any]:
+    """Serve nano-vllm's requests from the moment that the engine is ready, and again at full speed.
+
+    Returns:
+        The times of `start_engine`, the tokens generated in the first `seconds` and in as many at full speed,
+        and their ratio `first_minute_share`.
+    """
+    engine, times = start_engine(model, cache_dir, wait=wait)
+    first = tokens_within(engine, seconds)
+    engine.graphs.wait()
+    engine.warm_up()
+    full = tokens_within(engine, seconds)
+    times |= {"first_minute_tokens": first, "full_speed_tokens": full, "first_minute_share": first / full}
+    return times | checked_tokens(engine, model)
+
+
+def tokens_within(engine: Engine, seconds: float) -> int:
+    """Return how many tokens an unending supply of nano-vllm's requests gets in some seconds."""
+    prompts, lens = nano_workload()
+    supply = itertools.cycle(zip(prompts, lens, strict=True))
+    deadline, count = time.perf_counter() + seconds, 0
+    unfinished: set[int | str] = set()
+    while time.perf_counter() < deadline:
+        while len(unfinished) < 2 * engine.scheduler.max_num_seqs:
+            prompt, max_tokens = next(supply)
+            unfinished.add(engine.add_request(prompt, dataclasses.replace(SAMPLED, max_tokens=max_tokens)))
+        for output in engine.step():
+            count += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                unfinished.discard(output.request_id)
+    abort_all(engine, list(unfinished))
+    return count
 
 
 def make_engine(

@@ -1,4 +1,4 @@
-"""Time until an engine is ready, with an empty compilation cache and with the cache of the first start."""
+"""Time until an engine is ready and at full speed, with an empty cache and with that of the first start."""
 
 import argparse
 import subprocess
@@ -9,18 +9,20 @@ import tempfile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m benchmarks starts`."""
     parser.add_argument(
-        "--all",
+        "--first-minute",
         action="store_true",
-        help="Wait until every bucket is compiled, which takes minutes instead of seconds.",
+        help="Also count the tokens in the first minute of an engine with an empty cache.",
     )
     parser.add_argument("--out", help="Directory for the result rows.")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Start an engine in two processes, one after the other. This process does not use the GPU."""
+    """Start engines in processes, one after the other. This process does not use the GPU."""
     out = [] if arguments.out is None else ["--out", arguments.out]
+    command = [sys.executable, "-m", "benchmarks", "engine"]
     with tempfile.TemporaryDirectory() as folder:
-        case = "start" if arguments.all else "ready"
         for _ in ("empty cache", "cache of the first process"):
-            command = [sys.executable, "-m", "benchmarks", "engine", case, "--cache-dir", folder, *out]
-            subprocess.run(command, check=True)
+            subprocess.run([*command, "full_speed", "--cache-dir", folder, *out], check=True)
+    if arguments.first_minute:
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([*command, "first_minute", "--cache-dir", folder, *out], check=True)

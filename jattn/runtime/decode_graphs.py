@@ -14,6 +14,7 @@ from jattn.batch.int_arrays import parse_int_vector, python_ints
 from jattn.batch.metadata import BatchMetadata, abstract_metadata
 from jattn.runtime.executables import ExecutableCache, Lower, progress_bar
 from jattn.runtime.host_transfer import TransferLayout
+from jattn.runtime.lowering import ModuleCache, StepCall
 from jattn.runtime.parameters import ParameterLeaves
 from pallas_kernels.checks import require
 
@@ -69,7 +70,7 @@ class DecodeGraphs:
         self.buckets = tuple(ordered)
         self._sizes = [(bucket, _max_blocks(bucket), bucket.decode_query_len) for bucket in ordered]
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=(0, 1), donate_argnums=3)
-        self._from_host = from_host
+        self._graph_step, self._from_host = step, from_host
         self._layouts: dict[Bucket, TransferLayout] = {}  # of what is compiled, or being
         self._leaves: ParameterLeaves | None = None  # of the last step's parameters
         self._executables = ExecutableCache(compiler_options)
@@ -154,6 +155,7 @@ class DecodeGraphs:
         progress: bool = True,
         wait: bool = True,
         serves_all: bool = True,
+        modules: ModuleCache | None = None,
     ) -> None:
         """Compile the buckets that are not compiled yet, in parallel.
 
@@ -172,18 +174,29 @@ class DecodeGraphs:
                 `wait`.
             serves_all: False, with wait=False, returns at once: batches without a compiled bucket must run
                 elsewhere.
+            modules: Cache that lowers steps in other processes, where context managers do not apply. None:
+                this process lowers them.
         """
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
-        lower = self._lower_with(params, caches, block_size, inputs)
+        lower = self._lower_with(params, caches, block_size, inputs, modules)
+        lowers_in_threads = modules is not None
         first = (
             missing
             if wait
             else [bucket for bucket in missing if serves_all and not _is_covered(bucket, missing)]
         )
         with progress_bar(len(first), progress) as on_ready:
-            self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, on_ready=on_ready)
+            self._executables.compile_all(
+                first,
+                lower,
+                lowers_in_threads=lowers_in_threads,
+                workers=os.cpu_count() or 1,
+                on_ready=on_ready,
+            )
         if remaining := sorted(set(missing) - set(first), key=_usefulness):
-            self._executables.compile_in_background(remaining, lower, progress=progress)
+            self._executables.compile_in_background(
+                remaining, lower, lowers_in_threads=lowers_in_threads, progress=progress
+            )
 
     @property
     def is_compiling(self) -> bool:
@@ -195,7 +208,12 @@ class DecodeGraphs:
         self._executables.wait()
 
     def _lower_with(
-        self, params: Any, caches: Any, block_size: int, inputs: Callable[[Bucket], Sequence[Any]]
+        self,
+        params: Any,
+        caches: Any,
+        block_size: int,
+        inputs: Callable[[Bucket], Sequence[Any]],
+        modules: ModuleCache | None,
     ) -> Lower:
         """Return a function that lowers a bucket for arguments of these shapes.
 
@@ -208,14 +226,26 @@ class DecodeGraphs:
             metadata = abstract_metadata(bucket, block_size)
             if self._from_host:
                 metadata = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), metadata)
-            return self._lower(structure, *arguments, metadata, *inputs(bucket))
+            step_inputs = (metadata, *inputs(bucket))
+            if modules is not None:
+                leaf_shapes, cache_shapes = arguments
+                param_shapes = jax.tree.unflatten(structure, leaf_shapes)
+                call = StepCall(self._graph_step, param_shapes, cache_shapes, step_inputs, self._from_host)
+                if (module := modules.find(call)) is not None:
+                    return module.lower(*arguments, *self._layout_of(step_inputs).pack(step_inputs))
+            return self._lower(structure, *arguments, *step_inputs)
 
         return lower
 
     def _lower(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
-        layout = TransferLayout.of(brought, from_host=self._from_host)
-        self._layouts[brought[0].bucket] = layout
+        layout = self._layout_of(brought)
         return self._step.lower(structure, layout, leaves, caches, *layout.pack(brought))
+
+    def _layout_of(self, step_inputs: Sequence[Any]) -> TransferLayout:
+        """Return the layout of a step's metadata and inputs, and keep it for the bucket's calls."""
+        layout = TransferLayout.of(step_inputs, from_host=self._from_host)
+        self._layouts[step_inputs[0].bucket] = layout
+        return layout
 
     def choose(
         self,

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -41,21 +42,28 @@ class ExecutableCache:
         return future.result()
 
     def compile_all(
-        self, buckets: Sequence[Bucket], lower: Lower, *, workers: int, on_ready: Callable[[], Any]
+        self,
+        buckets: Sequence[Bucket],
+        lower: Lower,
+        *,
+        lowers_in_threads: bool = False,
+        workers: int,
+        on_ready: Callable[[], Any],
     ) -> None:
-        """Lower the buckets that no thread compiles yet in this thread and compile them in other threads.
+        """Lower the buckets that no thread compiles yet, and compile them in other threads.
 
         Args:
             buckets: Buckets to compile.
             lower: Function that lowers a bucket.
+            lowers_in_threads: Whether each thread lowers its bucket. False: this thread lowers them all.
             workers: Number of compiling threads; at most this many are lowered ahead.
             on_ready: Function to call when an executable is ready.
         """
         slots = threading.Semaphore(workers)
 
-        def compile(bucket: Bucket, future: Any, lowered: jax.stages.Lowered) -> None:
+        def compile(bucket: Bucket, future: Any, lower: Callable[[], jax.stages.Lowered]) -> None:
             try:
-                self._compile(bucket, future, lambda: lowered)
+                self._compile(bucket, future, lower)
             finally:
                 slots.release()
             on_ready()
@@ -68,21 +76,32 @@ class ExecutableCache:
                     return
                 future, is_mine = self._claim(bucket)
                 running.append(future)
-                if is_mine:
-                    pool.submit(compile, bucket, future, self._lower(bucket, future, lower))
-                else:
+                if not is_mine:
                     slots.release()
+                elif lowers_in_threads:
+                    pool.submit(compile, bucket, future, functools.partial(lower, bucket))
+                else:
+                    lowered = self._lower(bucket, future, lower)
+                    pool.submit(compile, bucket, future, functools.partial(lambda result: result, lowered))
         for future in running:
             future.result()
 
-    def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
+    def compile_in_background(
+        self, buckets: Sequence[Bucket], lower: Lower, *, lowers_in_threads: bool = False, progress: bool
+    ) -> None:
         """Run `compile_all` in a background thread, on half of the cores."""
         workers = max((os.cpu_count() or 2) // 2, 1)
 
         def run() -> None:
             try:
                 with progress_bar(len(buckets), progress) as on_ready:
-                    self.compile_all(buckets, lower, workers=workers, on_ready=on_ready)
+                    self.compile_all(
+                        buckets,
+                        lower,
+                        lowers_in_threads=lowers_in_threads,
+                        workers=workers,
+                        on_ready=on_ready,
+                    )
             except BaseException as error:
                 self.error = error
 

@@ -11,7 +11,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.serving.engine.step import make_step
+from jattn.serving.engine.step import ModelStep
 
 BUCKET = Bucket(max_decodes=8, max_prefills=4, max_prefill_tokens=256, max_blocks=64)
 NUM_LAYERS = (2, 4)
@@ -48,7 +48,7 @@ def case(num_layers, family):
 
     def run(params, caches, metadata, *inputs):
         with mock.patch("pallas_kernels.support.why_not_on", return_value=None):  # there is no GPU here
-            return make_step(graphdef)(params, caches, metadata, *inputs)
+            return ModelStep(graphdef)(params, caches, metadata, *inputs)
 
     return run, (params, caches, metadata, *inputs)
 

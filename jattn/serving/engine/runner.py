@@ -22,6 +22,7 @@ from jattn.batch.check import check_batch
 from jattn.batch.metadata import BatchMetadata, arrange_batch
 from jattn.cache import CacheSpec
 from jattn.cache.spec import resolve_kv_cache_dtype
+from jattn.runtime.lowering import ModuleCache
 from jattn.serving.engine.block_copies import BlockCopier, free_caches
 from jattn.serving.engine.cascade_attention import make_cascade_attention
 from jattn.serving.engine.config import ResolvedConfig, cache_specs
@@ -41,17 +42,18 @@ from jattn.serving.engine.served_model import ServedModel
 from jattn.serving.engine.speculative import Speculation
 from jattn.serving.engine.step import (
     ColdExecutable,
+    ModelStep,
     SlidingWindowTables,
     WarmupRuns,
     empty_step_inputs,
     make_invariant,
-    make_step,
     step_graphs,
     with_implementation,
 )
 from jattn.serving.engine.weights import Weights, host_tree
 
 MAX_STEPS_IN_FLIGHT = 2
+MAX_LOWERING_PROCESSES = 8
 
 
 class StepInputs(NamedTuple):
@@ -122,7 +124,7 @@ class Runner:
         served = with_implementation(model, config.implementation)
         self._graphdef = nnx.graphdef(make_invariant(served) if config.batch_invariant else served)
         self._proposer = None if speculation is None else speculation.proposer
-        step = make_step(self._graphdef)
+        step = ModelStep(self._graphdef)
         self.graphs = step_graphs(step, config.buckets)
         self._cascades = (
             None if config.cascade_attention is False else make_cascade_attention(model, step, config)
@@ -352,6 +354,11 @@ class Runner:
     def precompile(self, progress: bool, wait: bool) -> None:
         """Compile all buckets; see `Engine.precompile`."""
         self._broadcast("precompile", False, wait)
+        # On a mesh and on a CPU, steps are lowered in this process.
+        num_processes, modules = min((os.cpu_count() or 1) // 2, MAX_LOWERING_PROCESSES), None
+        devices = jax.tree.leaves(self._caches)[0].devices()
+        if num_processes > 1 and jax.default_backend() == "gpu" and len(devices) == 1:
+            modules = ModuleCache(num_processes, jax.config.jax_compilation_cache_dir)
         for runs in self._runs:
             runs.graphs.precompile(
                 self.weights.refresh(),
@@ -361,6 +368,7 @@ class Runner:
                 progress=progress,
                 wait=wait,
                 serves_all=runs.graphs is self.graphs,
+                modules=modules,
             )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)

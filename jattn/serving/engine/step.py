@@ -60,14 +60,18 @@ class SlidingWindowTables(NamedTuple):
     slot_mapping: Int32[Array, " tokens"]
 
 
-def make_step(graphdef: Any) -> GraphStep:
-    """Return the step function that is compiled for each bucket.
+@dataclasses.dataclass(frozen=True)
+class ModelStep:
+    """The step function that is compiled for each bucket.
 
-    Args:
+    Attributes:
         graphdef: Model structure from `nnx.split`; the step's params are the model's state.
     """
 
-    def step(
+    graphdef: Any
+
+    def __call__(
+        self,
         params: Any,
         caches: Any,
         metadata: Any,
@@ -100,7 +104,7 @@ def make_step(graphdef: Any) -> GraphStep:
             Logits at logits_indices, hidden states of all tokens after the final norm, num_generated; and the
             updated caches.
         """
-        model = nnx.merge(graphdef, params)
+        model = nnx.merge(self.graphdef, params)
         if window_tables is not None:
             metadata = PerKVCacheGroup(metadata, replace(metadata, **window_tables._asdict()))
         if common_prefix_len is None:
@@ -110,8 +114,6 @@ def make_step(graphdef: Any) -> GraphStep:
         token_ids = jnp.where(source_rows >= 0, last_tokens[source_rows], token_ids)
         hidden, caches = model(token_ids, caches, metadata, plan=plan)
         return (model.logits(hidden[logits_indices]), hidden, num_generated), caches
-
-    return step
 
 
 def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:

@@ -13,7 +13,7 @@ from jattn.models.decoder import Decoder
 from jattn.serving.engine.draft_model import FIRST_TOKENS, make_draft_step
 from jattn.serving.engine.sampler import build_sampling_metadata
 from jattn.serving.engine.sampling_params import SamplingParams
-from jattn.serving.engine.step import make_step
+from jattn.serving.engine.step import ModelStep
 from tests.models.decoder_aot_cases import BLOCK_SIZE, config
 
 ROWS, NUM_DRAFTS = 8, 4
@@ -45,8 +45,8 @@ def aot_cases():
     sampling = jax.eval_shape(lambda: build_sampling_metadata([warm], num_rows=ROWS))
     draft = functools.partial(make_draft_step, num_tokens=NUM_DRAFTS)
     return {
-        "plain": case(make_step, 1, padded_step_tokens(1)),
-        "drafts": case(make_step, 1 + NUM_DRAFTS, padded_step_tokens(1 + NUM_DRAFTS)),
-        "cascade": case(make_step, 1, [*padded_step_tokens(1), None, None, ints()]),
+        "plain": case(ModelStep, 1, padded_step_tokens(1)),
+        "drafts": case(ModelStep, 1 + NUM_DRAFTS, padded_step_tokens(1 + NUM_DRAFTS)),
+        "cascade": case(ModelStep, 1, [*padded_step_tokens(1), None, None, ints()]),
         "draft model": case(draft, FIRST_TOKENS, [ints(ROWS * FIRST_TOKENS), sampling, ints(ROWS)]),
     }

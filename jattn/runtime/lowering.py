@@ -1,0 +1,292 @@
+"""Tracing and lowering steps in other processes, and keeping the lowered modules in files.
+
+Tracing and lowering a step takes seconds of Python, most of them for its Pallas kernels, while XLA compiles
+without holding the interpreter lock. So a large number of steps is lowered in processes that import jattn and
+use no GPU. They return modules of `jax.export`, which this process lowers again in a twentieth of the time
+and compiles. In a folder, the modules serve later processes, too.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pathlib
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn.runtime.host_transfer import TransferLayout
+from pallas_kernels import support
+
+# JAX options that tracing and lowering depend on.
+OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # which jax.export allows only by name
+FOLDER = "jattn-modules"
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCall:
+    """A step with the shapes of its arguments.
+
+    Attributes:
+        step: Function `(params, caches, *inputs) -> (outputs, caches)`.
+        params: Parameters, as ShapeDtypeStructs.
+        caches: Caches, as ShapeDtypeStructs.
+        inputs: Metadata and the other inputs, as ShapeDtypeStructs; with `from_host`, numpy arrays are packed
+            into one (`TransferLayout`).
+        from_host: Whether numpy arrays among the inputs are packed.
+    """
+
+    step: Callable[..., tuple[Any, Any]]
+    params: Any
+    caches: Any
+    inputs: tuple[Any, ...]
+    from_host: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredModule:
+    """An exported step over the leaves of its arguments, and the structure of its results.
+
+    Attributes:
+        exported: Exported function `(parameter leaves, cache leaves, packed, unpacked) -> result leaves`.
+        results: Outputs and caches, as ShapeDtypeStructs.
+    """
+
+    exported: jax.export.Exported
+    results: tuple[Any, Any]
+
+    def lower(self, *arguments: Any) -> jax.stages.Lowered:
+        """Lower the module in this process for (parameter leaves, caches, packed, unpacked).
+
+        The caches are donated.
+        """
+
+        def step(leaves: Any, caches: Any, packed: Any, unpacked: Any) -> Any:
+            results = self.exported.call(leaves, jax.tree.leaves(caches), packed, unpacked)
+            return jax.tree.unflatten(jax.tree.structure(self.results), results)
+
+        return jax.jit(step, donate_argnums=1).lower(*arguments)
+
+
+def export(call: StepCall, platform: str) -> LoweredModule:
+    """Trace and lower a step for a platform, which this process need not have."""
+    layout = TransferLayout.of(call.inputs, from_host=call.from_host)
+    packed, unpacked = layout.pack(call.inputs)
+    leaves, structure = jax.tree.flatten(call.params)
+    cache_leaves, cache_structure = jax.tree.flatten(call.caches)
+    result_structures: list[Any] = []
+
+    def step(leaves: Any, cache_leaves: Any, packed: Any, unpacked: Any) -> list[Any]:
+        params, caches = (
+            jax.tree.unflatten(*tree) for tree in ((structure, leaves), (cache_structure, cache_leaves))
+        )
+        results, result_structure = jax.tree.flatten(
+            call.step(params, caches, *layout.unpack(packed, unpacked))
+        )
+        result_structures.append(result_structure)
+        return results
+
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in KERNEL_CALLS]
+    exported = jax.export.export(
+        jax.jit(step, donate_argnums=1), platforms=[platform], disabled_checks=checks
+    )(leaves, cache_leaves, packed, unpacked)
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.out_avals]
+    return LoweredModule(
+        dataclasses.replace(exported, _get_vjp=None), jax.tree.unflatten(result_structures[0], shapes)
+    )
+
+
+class ModuleCache:
+    """Lowered modules of steps: from files, or from processes that lower them.
+
+    Methods may be called from several threads, each of which waits for its own module. The processes end
+    with this object.
+    """
+
+    def __init__(self, num_processes: int, folder: str | os.PathLike[str] | None) -> None:
+        """Start no process yet.
+
+        Args:
+            num_processes: Maximum number of processes, each of which takes about 0.5 GB of host memory. 0:
+                modules come from files only.
+            folder: Folder of the files, usually that of JAX's compilation cache. Processes may share it, and
+                whoever can write to it can run code in them. None: no files.
+        """
+        self._num_processes = num_processes
+        self._folder = None if folder is None else pathlib.Path(folder) / FOLDER
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
+        if not num_processes:
+            self._idle.put(None)
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        weakref.finalize(self, _end, self._processes)
+
+    def find(self, call: StepCall) -> LoweredModule | None:
+        """Return the lowered module of a step; None if it must be lowered in this process.
+
+        This is so for functions and models that cannot be pickled or are defined in `__main__`, for sharded
+        arrays, and for devices other than CPUs and the GPUs of `pallas_kernels.target`.
+        """
+        if (request := _request(call)) is None:
+            return None
+        file = None
+        if self._folder is not None:
+            file = self._folder / hashlib.sha256(_versions() + request).hexdigest()
+        if file is not None and (module := _read(file)) is not None:
+            return module
+        answer = self._ask(request)
+        if isinstance(answer, str):
+            log.info("A step is lowered in the process that runs it: %s", answer)
+            return None
+        if file is not None:
+            _write(file, answer)
+        return _load(answer)
+
+    def _ask(self, request: bytes) -> bytes | str:
+        """Return the pickled module from a process, or the reason why there is none."""
+        with self._lock:
+            if self._idle.empty() and len(self._processes) < self._num_processes:
+                self._processes.append(_start())
+                self._idle.put(self._processes[-1])
+        process = self._idle.get()
+        answer: bytes | str = "there is no lowering process, or it has ended"
+        if process is not None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                pickle.dump(request, process.stdin)
+                process.stdin.flush()
+                answer = pickle.load(process.stdout)
+            except (OSError, EOFError, pickle.UnpicklingError):
+                process = None
+        self._idle.put(process)  # None tells the other threads not to wait for it
+        return answer
+
+
+def serve() -> None:
+    """Lower the calls that arrive on standard input, in a process of a ModuleCache."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that nothing else is written between the answers
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: bytes | str
+        try:
+            call, platform, gpu, options = pickle.loads(request)
+            for name, value in options.items():
+                jax.config.update(name, value)
+            with support.target(gpu):
+                answer = pickle.dumps(export(call, platform))
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _request(call: StepCall) -> bytes | None:
+    """Return the pickled call with the options that lowering depends on; None if there cannot be one."""
+    leaves = jax.tree.leaves((call.params, call.caches, call.inputs))
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
+    device = min(devices, default=support.device_of(), key=lambda device: device.id)
+    is_gpu = device.platform in support.GPU_PLATFORMS
+    gpu = getattr(device, "compute_capability", None) if is_gpu else None
+    if len(devices) > 1 or device.platform not in ("cpu", *support.GPU_PLATFORMS):
+        return None
+    if is_gpu and gpu not in support.GPUS.values():
+        return None
+    options = {name: getattr(jax.config, name) for name in OPTIONS}
+    try:
+        return pickle.dumps((_without_shardings(call), "cuda" if is_gpu else "cpu", gpu, options))
+    except Exception as error:  # whatever __reduce__ of the step or the model raises
+        log.info("A step is lowered in the process that runs it: %s", error)
+        return None
+
+
+def _without_shardings(call: StepCall) -> StepCall:
+    def abstract(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+
+    params, caches, inputs = jax.tree.map(abstract, (call.params, call.caches, call.inputs))
+    return dataclasses.replace(call, params=params, caches=caches, inputs=inputs)
+
+
+# ---------------------------------------------------------------------------------------- processes
+def _start() -> subprocess.Popen[bytes]:
+    """Start a process that lowers calls. It finds the modules that this process finds, except `__main__`."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path}; "
+        "import jax; jax.config.update('jax_platforms', 'cpu'); "
+        f"from {__name__} import serve; serve()"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+# -------------------------------------------------------------------------------------------- files
+@functools.cache
+def _versions() -> bytes:
+    """Return the versions of the packages that a module depends on, and the hash of jattn's sources."""
+    digest = hashlib.sha256()
+    for folder in (pathlib.Path(__file__).parents[1], pathlib.Path(support.__file__).parent):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(file.read_bytes())
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")]
+    return repr((sys.version, versions, digest.digest())).encode()
+
+
+def _read(file: pathlib.Path) -> LoweredModule | None:
+    """Return the module in a file; None if there is no file, or it is damaged."""
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, data = content[: hashlib.sha256().digest_size], content[hashlib.sha256().digest_size :]
+    if hashlib.sha256(data).digest() != digest:
+        warnings.warn(f"The file {file} is damaged and will be replaced.", stacklevel=2)
+        return None
+    return _load(data)
+
+
+def _write(file: pathlib.Path, data: bytes) -> None:
+    """Write a module so that other processes see the whole file or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+        temporary.write(hashlib.sha256(data).digest() + data)
+    os.replace(temporary.name, file)
+
+
+def _load(data: bytes) -> LoweredModule:
+    module: LoweredModule = pickle.loads(data)
+    return module

@@ -1,0 +1,105 @@
+"""Steps that other processes lower give the results of steps lowered here, also from files."""
+
+import gc
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.batch.bucket import Bucket
+from jattn.batch.metadata import build_batch_metadata
+from jattn.models.decoder import Decoder
+from jattn.runtime import lowering
+from jattn.runtime.decode_graphs import DecodeGraphs
+from jattn.runtime.lowering import ModuleCache, StepCall
+from jattn.serving.engine.step import ModelStep
+from tests.serving.tiny import one_layer_model
+
+BUCKET = Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=8, max_blocks=3)
+BLOCK_SIZE = 4
+
+
+def failing_step(params, caches):
+    raise RuntimeError("this step fails")
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = one_layer_model()
+    assert isinstance(model, Decoder)
+    return model
+
+
+def run(model, modules):
+    """Run a prompt with an engine's step that `modules` lowers; return the logits and the caches."""
+    graphdef, state = nnx.split(model)
+    graphs = DecodeGraphs(ModelStep(graphdef), [BUCKET], from_host=True)
+    caches = model.create_caches(5, block_size=BLOCK_SIZE)
+    tokens = np.arange(BUCKET.max_tokens, dtype=np.int32)
+    inputs = (
+        tokens,
+        np.full(BUCKET.max_tokens, -1, np.int32),
+        jnp.zeros(2, jnp.int32),
+        np.asarray([6, 0], np.int32),
+    )
+    graphs.precompile(
+        state, caches, block_size=BLOCK_SIZE, inputs=lambda bucket: inputs, progress=False, modules=modules
+    )
+    metadata = build_batch_metadata([5], [5], [[1, 2]], bucket=BUCKET, block_size=BLOCK_SIZE, to_device=False)
+    (logits, _, _), caches = graphs(state, caches, metadata, *inputs)
+    assert graphs.num_compiles == 1
+    return jax.tree.map(np.asarray, (logits, caches))
+
+
+def test_a_step_lowered_elsewhere_gives_the_same_results_and_is_read_from_its_file(model, tmp_path):
+    expected = run(model, None)
+    jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(1, tmp_path)), expected)
+    (file,) = (tmp_path / lowering.FOLDER).iterdir()
+    content = file.read_bytes()
+    # Without processes, the step can come from the file only.
+    jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(0, tmp_path)), expected)
+    file.write_bytes(content[:-1])
+    with pytest.warns(UserWarning, match="is damaged and will be replaced"):
+        jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(1, tmp_path)), expected)
+    assert file.read_bytes() == content
+
+
+def call_of(step):
+    """Return the call of a step with one parameter and no caches."""
+    return StepCall(step, jax.ShapeDtypeStruct((2,), jnp.float32), (), (), from_host=False)
+
+
+class TestStepsThatThisProcessMustLower:
+    @pytest.mark.parametrize(
+        ("step", "reason"),
+        [(lambda *_: None, "pickle"), (failing_step, "RuntimeError: this step fails")],
+        ids=["unpicklable", "failing"],
+    )
+    def test_there_is_no_module_and_the_reason_is_logged(self, step, reason, caplog):
+        with caplog.at_level("INFO", logger=lowering.__name__):
+            assert ModuleCache(1, None).find(call_of(step)) is None
+        assert reason in caplog.text
+
+    def test_a_process_that_ends_leaves_the_steps_to_this_one(self, caplog, monkeypatch):
+        command = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(1)"]
+        started = lambda: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        monkeypatch.setattr(lowering, "_start", started)
+        modules = ModuleCache(1, None)
+        with caplog.at_level("INFO", logger=lowering.__name__):
+            assert modules.find(call_of(failing_step)) is None
+            assert modules.find(call_of(failing_step)) is None
+        assert caplog.text.count("there is no lowering process") == 2
+
+    def test_processes_end_with_the_cache(self, monkeypatch):
+        process = lowering._start()
+        monkeypatch.setattr(lowering, "_start", lambda: process)
+        modules = ModuleCache(1, None)
+        modules.find(call_of(failing_step))
+        assert process.poll() is None
+        del modules
+        gc.collect()
+        assert process.poll() is not None
