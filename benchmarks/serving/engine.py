@@ -162,7 +162,8 @@ def start_engine(model: Any, cache_dir: str | None, *, wait: bool) -> tuple[Engi
     """
     num_files = 0 if cache_dir is None else sum(path.is_file() for path in pathlib.Path(cache_dir).rglob("*"))
     start = time.perf_counter()
-    engine = make_engine(model, cache_dir)
+    has_80_gb = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) < 80e9  # or less
+    engine = make_engine(model, cache_dir, num_blocks=10_000 if has_80_gb else 24_000)
     engine.precompile(progress=False, wait=False)
     times: dict[str, Any] = {"kept": num_files, "ready_s": time.perf_counter() - start}
     times["executables_when_ready"] = engine.stats.num_compiles
