@@ -1,7 +1,5 @@
 """Tables of whole models: engine, server, speculative decoding, cascade attention, decode graphs, quantization, experts."""
 
-from typing import Any
-
 from benchmarks.runner import read_rows
 from benchmarks.tables.markdown import measured_on, table
 
@@ -164,7 +162,8 @@ def experts_table(file: str) -> str:
 
 
 def start_table(file: str) -> str:
-    """Return the time until an engine serves, without and with the executables of an earlier start."""
-    rows: list[dict[str, Any]] = read_rows(file)
-    lines = [[f"{row['kept']:,}", f"{row['ready_s']:.1f}"] for row in rows]
-    return measured_on(rows, file) + "\n" + table(("cached executables", "seconds until ready"), lines)
+    """Return the times until an engine is ready and at full speed, by the number of cached files."""
+    rows = read_rows(file)
+    lines = [[str(row["kept"]), *(f"{row[key]:.1f}" for key in ("ready_s", "full_speed_s"))] for row in rows]
+    columns = ("cached files", "seconds until ready", "seconds until full speed")
+    return measured_on(rows, file) + "\n" + table(columns, lines)

@@ -89,8 +89,12 @@ class ExecutableCache:
     def compile_in_background(
         self, buckets: Sequence[Bucket], lower: Lower, *, lowers_in_threads: bool = False, progress: bool
     ) -> None:
-        """Run `compile_all` in a background thread, on half of the cores."""
-        workers = max((os.cpu_count() or 2) // 2, 1)
+        """Run `compile_all` in a background thread, on half of the cores.
+
+        If this process lowers nothing, all cores but two are used.
+        """
+        num_cores = os.cpu_count() or 2
+        workers = max(num_cores - 2 if lowers_in_threads else num_cores // 2, 1)
 
         def run() -> None:
             try:

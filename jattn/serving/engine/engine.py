@@ -125,8 +125,8 @@ class Engine:
                 padding small (`jattn.serving.engine.step.step_buckets`).
             implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
             seed: Random seed of requests without a seed of their own. None: another seed in each process.
-            cache_dir: Folder in which JAX keeps compiled executables for later processes. None: JAX's own
-                configuration.
+            cache_dir: Folder that keeps lowered and compiled steps for later processes. Its files are code
+                that these processes run. None: JAX's own configuration.
             check_batches: Whether each step's metadata is validated with `jattn.check_batch`. For tests; this
                 is slow.
 
