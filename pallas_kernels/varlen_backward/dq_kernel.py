@@ -27,9 +27,14 @@ from pallas_kernels.shared.types import Ref, Scalar
 from pallas_kernels.varlen_backward.dq_loader import DqLoader, num_value_stages
 from pallas_kernels.varlen_backward.dq_mainloop import DqMainloop
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
-from pallas_kernels.varlen_prefill.kernel import barrier_types, register_counts, smem_types
-from pallas_kernels.varlen_prefill.refs import PrefillBarriers
-from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import (
+    M,
+    PrefillBarriers,
+    PrefillSpec,
+    barrier_types,
+    register_counts,
+    smem_types,
+)
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 

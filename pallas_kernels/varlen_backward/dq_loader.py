@@ -10,10 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Scalar
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
-from pallas_kernels.varlen_prefill.loader import PrefillLoader
-from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
-from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillSmem
-from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
+from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages, PrefillLoader
+from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSmem, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile, align_row
 
 

@@ -14,14 +14,12 @@ from pallas_kernels.varlen_backward.dkdv_scores import apply_soft_cap
 from pallas_kernels.varlen_backward.dq_loader import DqKvPipeline, has_wide_heads
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
 from pallas_kernels.varlen_backward.spec import ROW
-from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.epilogue import store_rows
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
+from pallas_kernels.varlen_prefill.loader import QueryBuffers
 from pallas_kernels.varlen_prefill.masking import Masking, ValueTiles
-from pallas_kernels.varlen_prefill.pipeline import QueryBuffers
-from pallas_kernels.varlen_prefill.refs import PrefillBarriers
-from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillSpec, W, f32
-from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
+from pallas_kernels.varlen_prefill.spec import COLUMN, M, PrefillBarriers, PrefillSpec, W, f32
+from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
 
 
 class DqOperands(NamedTuple):

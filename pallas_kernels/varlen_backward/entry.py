@@ -31,9 +31,8 @@ from pallas_kernels.varlen_backward.schedule import BackwardSchedule, make_sched
 from pallas_kernels.varlen_backward.sizes import BackwardSizes, default_layer_sizes
 from pallas_kernels.varlen_backward.spec import BackwardSpec, ComputedGrads, head_panels
 from pallas_kernels.varlen_backward.tile_lists import BackwardMask, BackwardTileLists
-from pallas_kernels.varlen_prefill.refs import PrefillInputs
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, heads_per_l2_group
-from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import PrefillInputs, PrefillShape, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_lists import schedule_refs
 
 

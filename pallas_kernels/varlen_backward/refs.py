@@ -7,7 +7,7 @@ elements of a head, or 64 rows.
 from typing import NamedTuple
 
 from pallas_kernels.shared.types import Barriers, Ref
-from pallas_kernels.varlen_prefill import refs as prefill
+from pallas_kernels.varlen_prefill import spec as prefill
 
 
 class QueryListRefs(NamedTuple):

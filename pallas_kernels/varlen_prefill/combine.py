@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import swizzled_smem
 from pallas_kernels.shared.softmax import STRIP, add_splits
 from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
-from pallas_kernels.varlen_prefill.block_info import QueryRows
 from pallas_kernels.varlen_prefill.epilogue import (
     output_scale_and_lse,
     store_lse,
@@ -23,11 +22,15 @@ from pallas_kernels.varlen_prefill.epilogue import (
     valid_rows,
     warpgroup_rows,
 )
-from pallas_kernels.varlen_prefill.refs import CombineRefs, PrefillOutputs
+from pallas_kernels.varlen_prefill.schedule import SplitTiles
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
-from pallas_kernels.varlen_prefill.spec import M, PrefillSpec
-from pallas_kernels.varlen_prefill.splits import SplitTiles
-from pallas_kernels.varlen_prefill.tile_scheduler import PrefillWorkTile, packed_heads, table_columns
+from pallas_kernels.varlen_prefill.spec import CombineRefs, M, PrefillOutputs, PrefillSpec
+from pallas_kernels.varlen_prefill.tile_scheduler import (
+    PrefillWorkTile,
+    QueryRows,
+    packed_heads,
+    table_columns,
+)
 
 CTAS_PER_SM = 2  # starting more of them takes longer than they save
 

@@ -29,7 +29,6 @@ from pallas_kernels.support import why_not_dequantize, why_not_prefill
 from pallas_kernels.varlen_prefill.combine import combine_splits
 from pallas_kernels.varlen_prefill.kernel import prefill
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
-from pallas_kernels.varlen_prefill.refs import PrefillInputs
 from pallas_kernels.varlen_prefill.schedule import (
     TABLE_WIDTH,
     PrefillSchedule,
@@ -39,7 +38,7 @@ from pallas_kernels.varlen_prefill.schedule import (
     schedule_key,
 )
 from pallas_kernels.varlen_prefill.sizes import CallBounds, PrefillSizes, check_quantized, default_sizes
-from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec, QuantizedKV
+from pallas_kernels.varlen_prefill.spec import PrefillInputs, PrefillShape, PrefillSpec, QuantizedKV
 from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, num_query_blocks, schedule_refs
 
 

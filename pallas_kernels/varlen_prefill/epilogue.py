@@ -12,12 +12,10 @@ from pallas_kernels.ptx.stores import store_tiles, store_tokens
 from pallas_kernels.shared.memory import store_unoptimized
 from pallas_kernels.shared.softmax import SplitOutputs, finalize_softmax
 from pallas_kernels.shared.types import Index, Ref, Rows, Scalar, Slice, Tile
-from pallas_kernels.varlen_prefill.block_info import QueryRows
-from pallas_kernels.varlen_prefill.refs import PrefillOutputs
 from pallas_kernels.varlen_prefill.schedule import ALIGN
 from pallas_kernels.varlen_prefill.softmax import broadcast_rows
-from pallas_kernels.varlen_prefill.spec import M
-from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, align_row, packed_heads
+from pallas_kernels.varlen_prefill.spec import M, PrefillOutputs
+from pallas_kernels.varlen_prefill.tile_scheduler import PackedHead, QueryRows, align_row, packed_heads
 
 
 class RowResults(NamedTuple):

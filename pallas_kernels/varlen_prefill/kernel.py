@@ -34,14 +34,15 @@ result of a KV split goes from registers to global memory unnormalized, and comb
 query tile. Making the warpgroups issue in turn measured 1 to 5 % slower on an H200, so they do not.
 
 An 8-bit cache is loaded into stages of its own, and two more warpgroups, one for keys and one for values, sit
-between both sides (dequantize.py): they wait for an 8-bit stage and for a free stage of K or V, dequantize
+between both sides: they wait for an 8-bit stage and for a free stage of K or V, dequantize
 the one into the other, and arrive where TMA does otherwise.
 
-Modules: loader (left), pipeline (middle) and mainloop (right), which calls bias, masking, softmax and
-epilogue; tile_scheduler and block_info say which tiles belong to whom, schedule and splits which there are.
+Modules: loader (left and middle, and the warpgroups that dequantize), this one (right), which calls softmax,
+masking and epilogue. tile_scheduler says which tiles belong to whom, schedule which there are.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,31 +50,34 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import swizzled_smem
-from pallas_kernels.shared.softmax import SplitOutputs
-from pallas_kernels.shared.types import Scalar, ScratchType
-from pallas_kernels.varlen_prefill.bias import SLOPE_WIDTH
-from pallas_kernels.varlen_prefill.dequantize import Dequantizer
-from pallas_kernels.varlen_prefill.loader import MAX_COPIES_AT_ONCE, PrefillLoader
-from pallas_kernels.varlen_prefill.mainloop import PrefillMainloop
-from pallas_kernels.varlen_prefill.pipeline import QueryBuffers
-from pallas_kernels.varlen_prefill.refs import (
-    AlibiOperands,
+from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
+from pallas_kernels.varlen_prefill.epilogue import RowResults, store_output, store_split_output
+from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
+from pallas_kernels.varlen_prefill.loader import Dequantizer, KvPipeline, PrefillLoader, QueryBuffers
+from pallas_kernels.varlen_prefill.masking import Masking, ValueTiles
+from pallas_kernels.varlen_prefill.softmax import (
+    LANE_COLUMNS,
+    Bias,
+    choose_row_max_policy,
+    full_rows,
+    probabilities,
+)
+from pallas_kernels.varlen_prefill.spec import (
+    COLUMN,
+    DEQUANTIZE_REGISTERS,
     PrefillBarriers,
     PrefillInputs,
     PrefillOutputs,
     PrefillSmem,
-    QuantizedKvBarriers,
-    QuantizedKvSmem,
+    PrefillSpec,
+    W,
+    barrier_types,
+    f32,
+    output_types,
+    register_counts,
+    smem_types,
 )
-from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
-from pallas_kernels.varlen_prefill.spec import M, PrefillSpec, QuantizedKV, f32
-from pallas_kernels.varlen_prefill.splits import max_split_outputs
-from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
-
-REGISTERS = 65536  # per SM
-# Registers of a thread that dequantizes, and of one that loads and one that computes beside it.
-DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
+from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
 
 
 def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
@@ -134,107 +138,321 @@ def prefill_body(
         PrefillMainloop(inputs, outputs, smem, barriers, spec=spec, queries=queries).run(scheduler)
 
 
-def output_types(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
-    """Return the types of the outputs."""
-    lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
-    split_outputs = _split_output_types(spec) if spec.has_splits else None
-    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.shape[1:]), spec.dtype)
-    return PrefillOutputs(out=out, lse=lse, split_outputs=split_outputs)
+class TileState(NamedTuple):
+    """State of the online softmax, which does not yet include P V of the last tile.
+
+    Attributes:
+        accs: Accumulated P V, one per chunk of the head.
+        row_sum: Partial sums of the probabilities of each row, one per thread: [64, LANE_COLUMNS].
+        row_max: Number that is subtracted from the scores of each row.
+        p: Probabilities of the last tile in 16 bits.
+    """
+
+    accs: tuple[Tile, ...]
+    row_sum: Tile
+    row_max: Rows
+    p: Tile
 
 
-def _split_output_types(spec: PrefillSpec) -> SplitOutputs:
-    sizes, head, work_tiles = spec.sizes, spec.shape.head, spec.work_tiles_per_query_tile
-    num = max_split_outputs(spec.shape.q_heads, sizes)
-    row_type = jax.ShapeDtypeStruct((num, work_tiles, sizes.tile_q), f32)
-    out = jax.ShapeDtypeStruct((num, work_tiles, head.num_chunks, sizes.tile_q, head.width), f32)
-    return SplitOutputs(out=out, row_max=row_type, row_sum=row_type)
+class TileSoftmax(NamedTuple):
+    """The softmax of one tile: its f32 probabilities and their sums, and the fields of ShiftedScores."""
+
+    p: Tile
+    row_sum: Tile
+    row_max: Rows
+    alpha: Rows
+    needs_rescale: Scalar | None
 
 
-def smem_types(spec: PrefillSpec) -> PrefillSmem:
-    """Return the types of the shared memory; see PrefillSmem."""
-    sizes, head, dtype = spec.sizes, spec.shape.head, spec.dtype
-    wgs = sizes.warpgroups
-    queries = (wgs, sizes.query_buffers, head.num_chunks, M, head.width)
-    keys = (sizes.teams * sizes.stages, head.num_chunks, sizes.tile_kv, head.width)
-    return PrefillSmem(
-        query_and_out=plgpu.RefUnion((swizzled_smem(queries, dtype),), (plgpu.SMEM(queries, dtype),)),
-        tile_columns=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
-        k=swizzled_smem(keys, dtype),
-        v=swizzled_smem(keys, dtype),
-        p=swizzled_smem((wgs, M, sizes.tile_kv), dtype) if spec.is_interpreted else None,
-        columns=plgpu.SMEM((wgs, sizes.tile_kv), f32),
-        alibi=_alibi_types(spec) if spec.adds_alibi_by_mma else None,
-        quantized=None if spec.quantized is None else _quantized_types(spec.quantized, keys),
-    )
+class PrefillMainloop:
+    """Attention of one computing warpgroup: 64 query rows of each work tile of its team."""
 
+    def __init__(
+        self,
+        inputs: PrefillInputs,
+        outputs: PrefillOutputs,
+        smem: PrefillSmem,
+        barriers: PrefillBarriers,
+        *,
+        spec: PrefillSpec,
+        queries: QueryBuffers,
+    ):
+        # The same number as in `queries`, read again: sharing it would change the addresses that were
+        # measured.
+        self.wg = wg = lax.axis_index("warpgroup")
+        # The warpgroups of a team share a work tile: 64 rows each, from rank * 64 on.
+        self.team, self.rank = (wg * 0, wg) if spec.sizes.teams == 1 else (wg, wg * 0)
+        self.inputs, self.outputs, self.smem, self.spec = inputs, outputs, smem, spec
+        self.pipeline, self.queries = KvPipeline(smem, barriers, spec.sizes, self.team), queries
+        self.bias = Bias(smem.alibi, self.columns, wg, spec)
+        self.masking, self.policy = Masking(inputs.mask, self.columns, spec), choose_row_max_policy(spec)
+        self.values = ValueTiles(self.pipeline.values, self.pipeline, spec)
 
-def _quantized_types(quantized: QuantizedKV, keys: tuple[int, ...]) -> QuantizedKvSmem:
-    stages, _, tile_kv, _ = keys
-    token_scale = plgpu.SMEM((stages, tile_kv), f32)
-    k_scale, v_scale = (token_scale if scale == "token" else None for scale in quantized.scales)
-    k, v = (swizzled_smem(keys, dtype) for dtype in quantized.dtypes)
-    return QuantizedKvSmem(k, v, k_scale, v_scale)
+    def columns(self) -> Tile:
+        """Return the index of each key within its tile, f32."""
+        # Loaded at each use; otherwise the compiler keeps all of them in registers.
+        column = plgpu.load(self.smem.columns.at[self.wg], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(column, self.spec.s_shape, [1])
 
+    def run(self, scheduler: PrefillTileScheduler) -> None:
+        """Compute all work tiles of the team."""
+        rounds, tile_index = scheduler.assignment(self.team)
+        # Column indices and the ALiBi operand are the same for all work tiles.
+        columns = plgpu.broadcasted_iota(jnp.int32, (self.spec.sizes.tile_kv,), 0, layout=COLUMN)
+        self.smem.columns[self.queries.wg] = columns.astype(f32)
+        self.bias.store_columns(self.queries.wg)
+        plgpu.commit_smem()
 
-def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
-    def operand(rows: int) -> ScratchType:
-        return swizzled_smem((spec.sizes.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH)
+        def compute(iteration: Scalar, step: Scalar) -> Scalar:
+            # Wait for the queries, with which the work tile's columns arrive.
+            buffer = self.queries.buffer(iteration)
+            plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
+            work_tile = scheduler.read_from_smem(tile_index(iteration), self.queries.columns.at[buffer])
+            rows = QueryRows(work_tile, self.rank, self.inputs.slopes, self.spec)
+            self.compute_work_tile(rows, buffer, iteration, step)
+            return step + work_tile.num
 
-    return AlibiOperands(slopes=operand(M), columns=operand(spec.sizes.tile_kv))
+        lax.fori_loop(0, rounds, compute, jnp.int32(0) * rounds)
+        # Shared memory must not be given up before the last outputs have left it.
+        plgpu.wait_smem_to_gmem(0)
 
+    def compute_work_tile(self, rows: QueryRows, buffer: Scalar, iteration: Scalar, step: Scalar) -> None:
+        """Compute and store the rows of a work tile.
 
-def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
-    """Return the types of the barriers; see PrefillBarriers."""
-    sizes = spec.sizes
-    stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
+        Args:
+            rows: Query rows of the warpgroup: positions, tile and row offsets.
+            buffer: Index of the buffer that holds the queries.
+            iteration: Number of work tiles that the team processed before.
+            step: Step of the work tile's first KV tile.
+        """
+        queries = self.queries
+        if rows.slope is not None:
+            self.bias.store_slope(rows.slope)
 
-    def stage_barriers(arrivals: int) -> ScratchType:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+        def attend() -> RowResults:
+            return self.attend(rows, queries.query.at[buffer], step, iteration)
 
-    q_arrivals = spec.shape.head.num_chunks * sizes.pack_gqa + 1
-    # With an 8-bit cache K and V are filled by a dequantizing warpgroup, which arrives once.
-    kv_arrivals = spec.num_copies if spec.quantized is None else 1
-    quantized = None
-    if spec.quantized is not None:
-        quantized = QuantizedKvBarriers(*map(stage_barriers, _quantized_arrivals(spec)))
-    return PrefillBarriers(
-        q_full=plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=buffers),
-        q_free=plgpu.Barrier(num_barriers=buffers),
-        k_full=stage_barriers(kv_arrivals),
-        v_full=stage_barriers(kv_arrivals),
-        k_free=stage_barriers(sizes.team_size),
-        v_free=stage_barriers(sizes.team_size),
-        quantized=quantized,
-    )
+        def skip() -> RowResults:
+            # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
+            self.release_previous(iteration)
+            self.pipeline.skip(step, jnp.int32(0), rows.work_tile.num)
+            return RowResults(self.zeros(), full_rows(-jnp.inf), full_rows(0.0))
 
+        self.store(rows, buffer, lax.cond(rows.has_work(), attend, skip))
+        if queries.num == 1:
+            # With one buffer, the next work tile's queries wait until this output has left.
+            queries.release(iteration)
 
-def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
-    """Return the numbers of arrivals at the barriers of QuantizedKvBarriers."""
-    assert spec.quantized is not None
-    assert spec.shape.cache_tiling is not None
-    scale_copies = [
-        spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
-    ]
-    return *(spec.num_copies + count for count in scale_copies), 1, 1
+    def attend(self, rows: QueryRows, q_s: Ref, step: Scalar, iteration: Scalar) -> RowResults:
+        """Return the unnormalized results of rows over all of their keys.
 
+        Args:
+            rows: Query rows of the warpgroup.
+            q_s: Queries of the rows in shared memory, [chunks, 64, width].
+            step: Step of the work tile's first KV tile.
+            iteration: Number of work tiles that the team processed before.
+        """
+        has_lists, has_window = self.spec.has_lists, self.spec.has_window
+        begin, full_begin, full_end, end = rows.kv_tile_range()
+        # Release tiles that are only for other warpgroups of the team: first those before these rows' tiles.
+        if has_window and not has_lists:
+            self.pipeline.skip(step, jnp.int32(0), begin)
+        state = self.attend_first(rows, q_s, step, begin, iteration)
 
-def register_counts(spec: PrefillSpec) -> tuple[int, int]:
-    """Return the registers per thread that loads, and per thread that computes."""
-    shape, wgs = spec.shape, spec.sizes.warpgroups
-    # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for computing.
-    # With the columns of a split besides, eight copies are many: with 24 registers the loading warp spilled
-    # 28 bytes.
-    needs_few_registers = spec.num_copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
-    has_head_groups = shape.heads_per_l2_group != shape.q_heads
-    has_many_copies = spec.has_splits and spec.num_copies == MAX_COPIES_AT_ONCE
-    loads_more = spec.has_lists or has_many_copies or has_head_groups
-    load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
-    dequantizing = 0 if spec.quantized is None else 2 * DEQUANTIZE_REGISTERS
-    if wgs == 3:
-        load, compute = 32, 160
-    if dequantizing:
-        load, compute = QUANTIZED_REGISTERS
-    # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
-    at_launch = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
-    assert load + dequantizing + wgs * compute <= spec.num_warpgroups * at_launch
-    return load, compute
+        def attend_tiles(
+            first_tile: Scalar, end_tile: Scalar, ends: MaskedEnds, state: TileState
+        ) -> TileState:
+            attend_tile = functools.partial(self.attend_tile, rows, q_s, step, ends)
+            return lax.fori_loop(first_tile, end_tile, attend_tile, state)
+
+        # One loop per kind of tile, so that full tiles are computed without any mask.
+        if has_window or has_lists:
+            state = attend_tiles(begin + 1, full_begin, MaskedEnds.BOTH, state)
+        state = attend_tiles(full_begin, full_end, MaskedEnds.NONE, state)
+        if not has_lists:
+            state = attend_tiles(full_end, end, MaskedEnds.HIGH, state)
+        row_sum = state.row_sum.sum(axis=1)
+        # The last tile's values have arrived; zero what follows the request's end before P V reads them.
+        self.values.clear_last(rows, end - 1, step + end - 1)
+        accs = self.add_values(state, step + end - 1)
+        # Then release the tiles after these rows' tiles.
+        if not has_lists:
+            self.pipeline.skip(step, end, rows.work_tile.num)
+        return RowResults(accs, state.row_max, row_sum)
+
+    def attend_first(
+        self, rows: QueryRows, q_s: Ref, step: Scalar, begin: Scalar, iteration: Scalar
+    ) -> TileState:
+        """Compute S and the softmax of the rows' first KV tile, which has no P V beside it."""
+        tile, policy = rows.first_tile(begin), self.policy
+        # The mask's data comes from global memory: load it before the keys are awaited.
+        loaded = self.masking.load(tile)
+        step = step + begin
+        s = self.scores(q_s, step, iteration)
+        s, row_term = self.bias.apply(tile, s)
+        row_max = policy.initial_row_max()
+        s = self.masking.apply(tile, loaded, policy.prescale(s, row_term, row_max, is_first=True))
+        shifted = policy.shift_scores(s, row_term, row_max, is_first=True)
+        p, row_sum = probabilities(shifted.exponent)
+        state = TileState(self.zeros(), row_sum, shifted.row_max, p.astype(self.spec.dtype))
+        # The next step issues P V with these values, so they must have arrived and been cleared.
+        self.values.wait(tile, step, is_first=True)
+        return state
+
+    def attend_tile(
+        self, rows: QueryRows, q_s: Ref, step: Scalar, masked_ends: MaskedEnds, i: Scalar, state: TileState
+    ) -> TileState:
+        """Add KV tile i: the main loop. P V of the previous tile runs during this tile's softmax.
+
+        Args:
+            rows: Query rows of the warpgroup.
+            q_s: Queries of the rows in shared memory, [chunks, 64, width].
+            step: Step of the work tile's first KV tile.
+            masked_ends: Which ends of the visible keys the tile may contain. Static.
+            i: Index of the KV tile in the work tile.
+            state: State after the previous tile.
+        """
+        spec, policy, step = self.spec, self.policy, step + i
+        tile = rows.tile(i, masked_ends)
+        if spec.is_interpreted:
+            return self.attend_tile_in_order(tile, q_s, step, state)
+        zeros = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
+        empty = TileSoftmax(
+            zeros, zeros[:, :LANE_COLUMNS], state.row_max, state.row_max, policy.initial_needs_rescale()
+        )
+        stage, previous = self.pipeline.stage(step), self.pipeline.stage(step - 1)
+        keys, values = self.pipeline.keys, self.pipeline.values
+        # Wait for the keys only: the previous tile's values were awaited in the previous step.
+        plgpu.barrier_wait(keys.full.at[stage])
+
+        def overlap(refs: tuple[tuple[Ref, ...], TileSoftmax]) -> None:
+            acc_refs, softmax_refs = refs
+
+            def products(s_ref: Ref) -> tuple[Tile, LoadedMask]:
+                # QK before PV: products complete in order, and the softmax of S overlaps with P V.
+                self.issue_scores(s_ref, q_s, stage)
+                self.issue_values(acc_refs, state.p, previous)
+                # The mask's data comes from global memory: load it while both products are in flight.
+                loaded = self.masking.load(tile)
+                # Wait for S, but not for P V.
+                return plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs)), loaded
+
+            s, loaded = pl.run_scoped(products, plgpu.ACC(spec.s_shape, f32))
+            s = lax.optimization_barrier(s)
+            # Release the keys as soon as S is complete: the loading warp may refill their stage.
+            plgpu.barrier_arrive(keys.free.at[stage])
+            # Mask: after the bias, whose row term the policy adds, and before the maximum.
+            s, row_term = self.bias.apply(tile, s)
+            s = policy.prescale(s, row_term, state.row_max, is_first=False)
+            s = self.masking.apply(tile, loaded, s)
+            # Softmax: exponents first, because the vote on a new row_max is a branch.
+            shifted = policy.shift_scores(s, row_term, state.row_max, is_first=False)
+            if spec.waits_for_values_first:
+                self.values.wait(tile, step)
+                plgpu.wgmma_wait(0)
+            p, row_sum = probabilities(shifted.exponent)
+            softmax = TileSoftmax(p, row_sum, shifted.row_max, shifted.alpha, shifted.needs_rescale)
+            for ref, result in zip(jax.tree.leaves(softmax_refs), jax.tree.leaves(softmax), strict=True):
+                ref[...] = result
+            # Wait for this tile's values, which the next step multiplies. Not earlier: the branch of this
+            # wait keeps ptxas from waiting for P V before the softmax.
+            if not spec.waits_for_values_first:
+                self.values.wait(tile, step)
+
+        # Leaving run_state waits for P V.
+        accs, softmax = pl.run_state(overlap)((tuple(plgpu.ACC.init(acc) for acc in state.accs), empty))
+        # Release the previous tile's values: P V has read them.
+        plgpu.barrier_arrive(values.free.at[previous])
+        return self.rescaled(tuple(accs), state.row_sum, softmax)
+
+    def attend_tile_in_order(self, tile: KvTile, q_s: Ref, step: Scalar, state: TileState) -> TileState:
+        """Compute the same as `attend_tile` in interpret mode, one product after the other."""
+        s = self.scores(q_s, step)
+        accs = self.add_values(state, step - 1)
+        s, row_term = self.bias.apply(tile, s)
+        s = self.policy.prescale(s, row_term, state.row_max, is_first=False)
+        s = self.masking.apply(tile, self.masking.load(tile), s)
+        shifted = self.policy.shift_scores(s, row_term, state.row_max, is_first=False)
+        p, row_sum = probabilities(shifted.exponent)
+        softmax = TileSoftmax(p, row_sum, shifted.row_max, shifted.alpha, shifted.needs_rescale)
+        self.values.wait(tile, step)
+        return self.rescaled(accs, state.row_sum, softmax)
+
+    def rescaled(self, accs: tuple[Tile, ...], row_sum: Tile, softmax: TileSoftmax) -> TileState:
+        """Return the state after a tile: earlier sums rescaled, which P V computed with the old row_max."""
+        sums = self.policy.rescale(softmax.alpha, softmax.needs_rescale, (*accs, row_sum))
+        *accs_rescaled, row_sum = sums
+        row_sum = row_sum + softmax.row_sum
+        return TileState(tuple(accs_rescaled), row_sum, softmax.row_max, softmax.p.astype(self.spec.dtype))
+
+    def issue_scores(self, s_ref: Ref, q_s: Ref, stage: Scalar) -> None:
+        """Issue S += Q K^T, and the ALiBi bias if the tensor core adds it."""
+        for chunk in range(self.spec.shape.head.num_chunks):
+            plgpu.wgmma(s_ref, q_s.at[chunk], self.pipeline.keys.tiles.at[stage, chunk].T)
+        if self.bias.operands is not None:
+            plgpu.wgmma(s_ref, self.bias.operands.slopes, self.bias.operands.columns.T)
+
+    def issue_values(self, acc_refs: tuple[Ref, ...], p: Ref, stage: Scalar) -> None:
+        """Issue O += P V; P is in registers or, in interpret mode, in shared memory."""
+        for chunk, acc_ref in enumerate(acc_refs):
+            plgpu.wgmma(acc_ref, p, self.pipeline.values.tiles.at[stage, chunk])
+
+    def scores(self, q_s: Ref, step: Scalar, iteration: Scalar | None = None) -> Tile:
+        """Return Q K^T of a step; the output before work tile `iteration` leaves while it is in flight."""
+        stage, keys = self.pipeline.stage(step), self.pipeline.keys
+        plgpu.barrier_wait(keys.full.at[stage])
+
+        def product(s_ref: Ref) -> Tile:
+            self.issue_scores(s_ref, q_s, stage)
+            if iteration is not None:
+                self.release_previous(iteration)
+            return s_ref[...]  # waits for the product
+
+        s = pl.run_scoped(product, plgpu.ACC(self.spec.s_shape, f32))
+        # The keys have been read: the loading warp may refill their stage.
+        plgpu.barrier_arrive(keys.free.at[stage])
+        return s
+
+    def add_values(self, state: TileState, step: Scalar) -> tuple[Tile, ...]:
+        """Return O + P V for the values of a step, which must have arrived and been cleared."""
+        stage, free = self.pipeline.stage(step), self.pipeline.values.free
+        if self.spec.is_interpreted:  # no running accumulators, and no operands in registers
+            p_s = self.smem.p.at[self.wg]
+            p_s[...] = state.p
+            plgpu.commit_smem()
+
+            def product(*refs: Ref) -> tuple[Tile, ...]:
+                self.issue_values(refs, p_s, stage)
+                return tuple(ref[...] for ref in refs)
+
+            products = pl.run_scoped(product, *[plgpu.ACC(self.spec.acc_shape, f32)] * len(state.accs))
+            accs = tuple(acc + x for acc, x in zip(state.accs, products, strict=True))
+        else:
+            start = tuple(plgpu.ACC.init(acc) for acc in state.accs)
+            accs = tuple(pl.run_state(lambda refs: self.issue_values(refs, state.p, stage))(start))
+        plgpu.barrier_arrive(free.at[stage])
+        return accs
+
+    def release_previous(self, iteration: Scalar) -> None:
+        """With two buffers, let the previous output leave; with one it has left already."""
+        if self.queries.num > 1:
+            pl.when(iteration >= 1)(lambda: self.queries.release(iteration - 1))
+
+    def zeros(self) -> tuple[Tile, ...]:
+        """Return accumulators of zeros, one per chunk of the head."""
+        shape, num_chunks = self.spec.acc_shape, self.spec.shape.head.num_chunks
+        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), W) for _ in range(num_chunks))
+
+    def store(self, rows: QueryRows, buffer: Scalar, results: RowResults) -> None:
+        """Store the output of rows, or their unnormalized results if they are a KV split."""
+        buffers = self.queries.query.at[buffer], self.queries.out.at[buffer]
+
+        def store_final() -> None:
+            store_output(self.outputs, self.inputs.sinks, rows, results, *buffers)
+
+        split_outputs = self.outputs.split_outputs
+        if split_outputs is None:
+            store_final()
+        else:
+            index = rows.work_tile["split_output"]
+            lax.cond(index < 0, store_final, lambda: store_split_output(split_outputs, index, rows, results))

@@ -1,4 +1,8 @@
-"""The loading warp of a team: fills the pipeline with keys and values, and the query buffers."""
+"""The pipeline of keys and values, and what fills it: loading warps, and warpgroups that dequantize.
+
+A loading warp per team fills the pipeline and the query buffers. With an 8-bit cache it fills stages of 8-bit
+keys and values, which one warpgroup each converts to 16 bits.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,13 +13,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import BULK_COPY
-from pallas_kernels.shared.paged_kv import BlockTableRef, CacheTiling, KvRefs
-from pallas_kernels.shared.types import Index, Ref, Scalar, Slice
-from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages, QueryBuffers
-from pallas_kernels.varlen_prefill.refs import PrefillBarriers, PrefillInputs, PrefillSmem
+from pallas_kernels.shared.dequant import QUANTIZED_LAYOUT, dequantize
+from pallas_kernels.shared.memory import BULK_COPY, store_unoptimized
+from pallas_kernels.shared.paged_kv import (
+    COLUMNS_AT_ONCE,
+    BlockTableRef,
+    CacheTiling,
+    KvRefs,
+    load_head_scale,
+)
+from pallas_kernels.shared.types import Barriers, Index, Ref, Scalar, Slice, Tile
 from pallas_kernels.varlen_prefill.schedule import ALIGN
-from pallas_kernels.varlen_prefill.spec import PrefillSpec
+from pallas_kernels.varlen_prefill.sizes import PrefillSizes
+from pallas_kernels.varlen_prefill.spec import (
+    MAX_COPIES_AT_ONCE,
+    PrefillBarriers,
+    PrefillInputs,
+    PrefillSmem,
+    PrefillSpec,
+)
 from pallas_kernels.varlen_prefill.tile_scheduler import (
     PrefillTileScheduler,
     PrefillWorkTile,
@@ -23,7 +39,108 @@ from pallas_kernels.varlen_prefill.tile_scheduler import (
     packed_heads,
 )
 
-MAX_COPIES_AT_ONCE = 8
+
+# ------------------------------------------------------------------------------------- pipeline
+class KvStages(NamedTuple):
+    """A circular buffer of key tiles or value tiles.
+
+    Attributes:
+        tiles: Tiles [stages, chunks, tile_kv, width] in shared memory.
+        full: Barriers that complete when a stage has been filled.
+        free: Barriers that complete when a stage has been read.
+    """
+
+    tiles: Ref
+    full: Barriers
+    free: Barriers
+
+
+class KvPipeline:
+    """The pipeline stages of a team. A **step** is one KV tile, counted over all work tiles of the team.
+
+    Attributes:
+        keys: Stages of 16-bit keys, which the matrix products read.
+        values: Stages of 16-bit values, which the matrix products read.
+        loaded: Stages that TMA fills: `keys` and `values`, or the stages of 8-bit keys and values.
+    """
+
+    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, team: Scalar | int):
+        self.keys = KvStages(smem.k, barriers.k_full, barriers.k_free)
+        self.values = KvStages(smem.v, barriers.v_full, barriers.v_free)
+        self.loaded = self.keys, self.values
+        quantized_s, quantized = smem.quantized, barriers.quantized
+        if quantized_s is not None and quantized is not None:
+            self.loaded = (
+                KvStages(quantized_s.k, quantized.k_full, quantized.k_free),
+                KvStages(quantized_s.v, quantized.v_full, quantized.v_free),
+            )
+        self.sizes, self.team = sizes, team
+
+    def stage(self, step: Scalar) -> Scalar:
+        """Return the index of the stage that holds the keys and values of a step."""
+        # Matrix products are issued after this: a remainder costs up to 1 % with tile lists.
+        stages = self.sizes.stages
+        stage = step & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(step, jnp.int32(stages))
+        return stage if self.sizes.teams == 1 else stage + self.team * stages
+
+    def skip(self, step: Scalar, first: Scalar, end: Scalar) -> None:
+        """Release the KV tiles [first, end) of a work tile without reading them.
+
+        Args:
+            step: Step of the work tile's first KV tile.
+            first: Index of the first KV tile to skip.
+            end: One past the index of the last KV tile to skip.
+        """
+
+        @pl.loop(first, end)
+        def _(i: Scalar) -> None:
+            stage = self.stage(step + i)
+            for stages in (self.keys, self.values):
+                plgpu.barrier_wait(stages.full.at[stage])
+                plgpu.barrier_arrive(stages.free.at[stage])
+
+    def drain(self, steps: Scalar) -> None:
+        """Wait until all tiles of the `steps` steps of the team have been read.
+
+        Only interpret mode needs this, because it requires that every barrier completion is awaited.
+        """
+        for stages in self.loaded:
+            self.drain_stages(stages, steps)
+
+    def drain_stages(self, stages: KvStages, steps: Scalar) -> None:
+        """Wait until `stages` have been read; see `drain`."""
+
+        @pl.loop(jnp.maximum(steps - self.sizes.stages, 0), steps)
+        def _(step: Scalar) -> None:
+            plgpu.barrier_wait(stages.free.at[self.stage(step)])
+
+
+class QueryBuffers:
+    """A warpgroup's buffers for the queries, outputs and schedule rows of work tiles.
+
+    `iteration` is the number of work tiles that the team processed before.
+    """
+
+    def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
+        self.query, self.out, self.columns = (ref.at[wg] for ref in (smem.query, smem.out, smem.tile_columns))
+        self.full, self.free = barriers.q_full, barriers.q_free
+        self.num, self.wg = sizes.query_buffers, wg
+
+    def buffer(self, iteration: Scalar) -> Scalar:
+        """Return the index of the buffer that a work tile uses."""
+        return lax.rem(iteration, jnp.int32(self.num))
+
+    def barrier(self, buffer: Scalar) -> Scalar:
+        """Return the index of a buffer's barriers."""
+        return self.wg * self.num + buffer
+
+    def release(self, iteration: Scalar) -> None:
+        """Wait until a work tile's output is in global memory, then release its buffer."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.free.at[self.barrier(self.buffer(iteration))])
+
+
+# ------------------------------------------------------------------------------------- loading warp
 
 
 class KvCopy(NamedTuple):
@@ -277,3 +394,107 @@ def make_kv_copies(kv: KvRefs, spec: PrefillSpec) -> PackedKvCopies | PagedKvCop
     """Return the object that makes the TMA copies of packed or paged keys."""
     cache_tiling = spec.shape.cache_tiling
     return PackedKvCopies(spec) if cache_tiling is None else PagedKvCopies(kv.block_table, cache_tiling, spec)
+
+
+# ------------------------------------------------------------------------------------- dequantizing warpgroups
+class DequantizeOperand(NamedTuple):
+    """Pipeline stages and scales of the operand that a warpgroup dequantizes: keys or values.
+
+    Attributes:
+        source: Stages of 8-bit tiles, which TMA fills.
+        target: Stages of 16-bit tiles, which the matrix products read.
+        granularity: What has a scale: `QuantizedKV.scales` of the operand.
+        scale: `KvRefs.k_scale` or `.v_scale`, in global memory.
+        token_scale: `QuantizedKvSmem.k_scale` or `.v_scale`; None without scales per token.
+    """
+
+    source: KvStages
+    target: KvStages
+    granularity: str | None
+    scale: Ref
+    token_scale: Ref
+
+
+class Dequantizer:
+    """One warpgroup that follows the loading warp through the work tiles and dequantizes keys or values."""
+
+    def __init__(
+        self,
+        inputs: PrefillInputs,
+        smem: PrefillSmem,
+        barriers: PrefillBarriers,
+        spec: PrefillSpec,
+        index: int,
+    ):
+        """Create the dequantizer of keys (index 0) or of values (1)."""
+        self.spec, self.pipeline = spec, KvPipeline(smem, barriers, spec.sizes, 0)
+        kv, quantized_s = inputs.kv, smem.quantized
+        assert spec.quantized is not None
+        assert quantized_s is not None
+        self.operand = DequantizeOperand(
+            source=self.pipeline.loaded[index],
+            target=(self.pipeline.keys, self.pipeline.values)[index],
+            granularity=spec.quantized.scales[index],
+            scale=(kv.k_scale, kv.v_scale)[index],
+            token_scale=(quantized_s.k_scale, quantized_s.v_scale)[index],
+        )
+
+    def run(self, scheduler: PrefillTileScheduler) -> None:
+        """Dequantize all work tiles of the thread block."""
+        rounds, tile_index = scheduler.assignment(0)
+
+        def convert(iteration: Scalar, step: Scalar) -> Scalar:
+            work_tile, _ = scheduler.read_to_registers(tile_index(iteration))
+            self.dequantize_work_tile(work_tile, step)
+            return step + work_tile.num
+
+        steps = lax.fori_loop(0, rounds, convert, rounds * 0)
+        if self.spec.is_interpreted:
+            self.pipeline.drain_stages(self.operand.target, steps)
+
+    def dequantize_work_tile(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
+        """Dequantize all KV tiles of a work tile; `step` is the step of its first KV tile."""
+        head, operand = work_tile.kv_head, self.operand
+        head_scale = load_head_scale(operand.scale, head) if operand.granularity == "head" else None
+
+        @pl.loop(0, work_tile.num)
+        def _(i: Scalar) -> None:
+            # Wait for the 8-bit tile, then for a 16-bit stage that the computing warpgroups have read.
+            stage = self.pipeline.stage(step + i)
+            plgpu.barrier_wait(operand.source.full.at[stage])
+            is_reused = step + i >= self.spec.sizes.stages
+            pl.when(is_reused)(functools.partial(plgpu.barrier_wait, operand.target.free.at[stage]))
+            self.dequantize_stage(head, head_scale, stage)
+            # Commit before either stage is passed on: results were wrong when the 8-bit one was released
+            # before.
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(operand.target.full.at[stage])
+            plgpu.barrier_arrive(operand.source.free.at[stage])
+
+    def dequantize_stage(self, head: Scalar, head_scale: Scalar | None, stage: Scalar) -> None:
+        """Dequantize a stage, COLUMNS_AT_ONCE columns at a time."""
+        head_dims, operand = self.spec.shape.head, self.operand
+
+        def apply_scale(x: Tile, columns: tuple[int, Slice]) -> Tile:
+            if operand.granularity == "token":
+                scale = plgpu.load(
+                    operand.token_scale.at[stage], layout=QUANTIZED_LAYOUT.reduce(1), optimized=False
+                )
+                return x * lax.broadcast_in_dim(scale, x.shape, [0])
+            if operand.granularity == "channel":
+                channel_scale = operand.scale.at[(head, *columns)]
+                scale = plgpu.load(channel_scale, layout=QUANTIZED_LAYOUT.reduce(0), optimized=False)
+                return x * lax.broadcast_in_dim(scale, x.shape, [1])
+            assert head_scale is not None
+            return x * head_scale
+
+        for chunk in range(head_dims.num_chunks):
+            for first in range(0, head_dims.width, COLUMNS_AT_ONCE):
+                columns = chunk, pl.ds(first, COLUMNS_AT_ONCE)
+                index = (stage, chunk, slice(None), columns[1])
+                scaled = None
+                if operand.granularity is not None:
+                    scaled = functools.partial(apply_scale, columns=columns)
+                quantized = plgpu.load(operand.source.tiles.at[index], layout=QUANTIZED_LAYOUT)
+                tile = dequantize(quantized, self.spec.dtype, scaled)
+                store_unoptimized(operand.target.tiles.at[index], tile)

@@ -11,12 +11,12 @@ from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.paged_kv import clear_masked_out
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.block_info import KvTile, MaskedEnds, QueryRows
 from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
-from pallas_kernels.varlen_prefill.pipeline import KvPipeline, KvStages
+from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
+from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
 
 type ColumnBound = Scalar | Rows
 ROWS_AT_ONCE = 64

@@ -1,17 +1,23 @@
-"""The static description that one prefill kernel is compiled from."""
+"""What a prefill kernel is compiled for: static sizes, arrays, shared memory and barriers.
+
+The order of the fields of a NamedTuple is the order of the kernel's arguments and of its shared memory.
+"""
 
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import HeadChunks
-from pallas_kernels.shared.paged_kv import CacheTiling
+from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
+from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.types import Interpret
+from pallas_kernels.shared.softmax import SplitOutputs
+from pallas_kernels.shared.types import Barriers, Interpret, Ref, ScratchType
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
+from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, max_split_outputs
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, PrefillSizes
 
 W = plgpu.Layout.WGMMA
@@ -151,3 +157,299 @@ class PrefillSpec:
         score = self.score
         is_linear = self.has_alibi and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
         return is_linear and not self.is_interpreted
+
+
+# ------------------------------------------------------------------------------------- arrays
+class PrefillScheduleRefs(NamedTuple):
+    """The work tiles of a step.
+
+    Attributes:
+        table: One row per query tile [tiles, columns] with schedule.COLUMNS; with KV splits one row per
+            split, extended by schedule.SPLIT_COLUMNS; with tile lists one row per work tile, extended by
+            tile_lists.LIST_COLUMNS.
+        num_valid: Number of valid rows of the table, [1].
+        entries: Lists of KV tiles [lists, max_list]; None if every KV tile that the score leaves is visited.
+    """
+
+    table: Ref
+    num_valid: Ref
+    entries: Ref
+
+
+class PrefillInputs(NamedTuple):
+    """Arrays that the kernel reads.
+
+    Attributes:
+        query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if the head is chunked. The number
+            of tokens is a multiple of 8.
+        kv: Keys and values.
+        slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
+        sinks: Attention sinks times log2(e), f32 [q_heads], or None.
+        schedule: Work tiles of the step.
+        mask: Arrays of the mask.
+        query_tail: Last rows of the queries as `split_tail` returns them, or None.
+    """
+
+    query: Ref
+    kv: KvRefs
+    slopes: Ref
+    sinks: Ref
+    schedule: PrefillScheduleRefs
+    mask: tuple[Ref, ...]
+    query_tail: Ref = None
+
+
+class PrefillOutputs(NamedTuple):
+    """Arrays that the kernel writes.
+
+    Attributes:
+        out: Output [tokens, ...], otherwise like the queries.
+        lse: Log-sum-exp f32 [q_heads, tokens], or None.
+        split_outputs: Results of query tiles whose keys are split; the combine kernel completes `out` and
+            `lse` from them. `tiles` are work_tiles_per_query_tile, accumulators P V. None without KV splits.
+    """
+
+    out: Ref
+    lse: Ref
+    split_outputs: SplitOutputs | None
+
+
+class CombineRefs(NamedTuple):
+    """Arrays that the combine kernel reads, and the output and LSE that it updates in place.
+
+    Attributes:
+        split_outputs: Results of the splits.
+        table: Table of the schedule, like PrefillScheduleRefs.table.
+        num_valid: Number of split query tiles, [1].
+        rows: Row in the table of each split query tile's first split.
+        sinks: Attention sinks, like PrefillInputs.sinks.
+        out: Output, like PrefillOutputs.out.
+        lse: Log-sum-exp, like PrefillOutputs.lse.
+    """
+
+    split_outputs: SplitOutputs
+    table: Ref
+    num_valid: Ref
+    rows: Ref
+    sinks: Ref
+    out: Ref
+    lse: Ref
+
+
+class AlibiOperands(NamedTuple):
+    """Operands of a matrix product that adds ALiBi to the scores.
+
+    Its K axis has 16 columns, most of them zero.
+
+    Attributes:
+        slopes: Slope of each row as 16-bit terms that add up to it, [warpgroups, 64, 16].
+        columns: Index of each key within its tile, [warpgroups, tile_kv, 16].
+    """
+
+    slopes: Ref
+    columns: Ref
+
+
+class QuantizedKvSmem(NamedTuple):
+    """Stages of 8-bit keys and values, as the cache stores them.
+
+    Attributes:
+        k: Keys [stages, chunks, tile_kv, width], swizzled.
+        v: Values, like `k`.
+        k_scale: Scale of each key, f32 [stages, tile_kv], or None.
+        v_scale: Scale of each value, like `k_scale`.
+    """
+
+    k: Ref
+    v: Ref
+    k_scale: Ref
+    v_scale: Ref
+
+
+class PrefillSmem(NamedTuple):
+    """Shared memory of a thread block.
+
+    The warpgroups of a team share the stages of `k`, `v` and `quantized`. All other arrays have one slice per
+    warpgroup.
+
+    Attributes:
+        query_and_out: Memory of `query` and `out`, which overlap.
+        tile_columns: Row of the schedule's table for each buffered work tile [warpgroups, query_buffers,
+            columns].
+        k: Stages of keys [teams * stages, chunks, tile_kv, width], swizzled.
+        v: Stages of values, like `k`.
+        p: Probabilities [warpgroups, 64, tile_kv] if the matrix product cannot read registers; else None.
+        columns: Column indices 0, 1, 2 ... f32 [warpgroups, tile_kv].
+        alibi: Operands of the ALiBi product, or None.
+        quantized: Stages of an 8-bit cache, from which `k` and `v` are dequantized; else None.
+    """
+
+    query_and_out: Ref
+    tile_columns: Ref
+    k: Ref
+    v: Ref
+    p: Ref
+    columns: Ref
+    alibi: AlibiOperands | None
+    quantized: QuantizedKvSmem | None
+
+    @property
+    def query(self) -> Ref:
+        """Queries [warpgroups, query_buffers, chunks, 64, width], swizzled; the output replaces them."""
+        (query,), _ = self.query_and_out
+        return query
+
+    @property
+    def out(self) -> Ref:
+        """The memory of `query` without swizzling, for an output of which only some rows are valid."""
+        _, (out,) = self.query_and_out
+        return out
+
+
+class QuantizedKvBarriers(NamedTuple):
+    """Barriers between the loading warp and the dequantizing warpgroups, [stages] each.
+
+    Their meaning is that of `k_full`, `v_full`, `k_free` and `v_free` in PrefillBarriers.
+    """
+
+    k_full: Barriers
+    v_full: Barriers
+    k_free: Barriers
+    v_free: Barriers
+
+
+class PrefillBarriers(NamedTuple):
+    """Barriers between the loading warps and the computing warpgroups; see the figure in kernel.py.
+
+    Attributes:
+        q_full: Queries and table columns of a work tile have arrived [warpgroups * query_buffers].
+        q_free: Queries and table columns have been read, and the output that replaced the queries has been
+            copied to global memory [warpgroups * query_buffers].
+        k_full: Keys have arrived, or have been dequantized [teams * stages].
+        v_full: Values have arrived, or have been dequantized [teams * stages].
+        k_free: All warpgroups of a team have read the keys [teams * stages].
+        v_free: All warpgroups of a team have read the values [teams * stages].
+        quantized: Barriers of an 8-bit cache, or None.
+    """
+
+    q_full: Barriers
+    q_free: Barriers
+    k_full: Barriers
+    v_full: Barriers
+    k_free: Barriers
+    v_free: Barriers
+    quantized: QuantizedKvBarriers | None
+
+
+# ------------------------------------------------------------------------------------- types
+REGISTERS = 65536  # per SM
+MAX_COPIES_AT_ONCE = 8  # TMA copies of a tile whose block ids the loading warp keeps in registers
+SLOPE_WIDTH = 16  # K of one wgmma instruction
+# Registers of a thread that dequantizes, and of one that loads and one that computes beside it.
+DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
+
+
+def output_types(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
+    """Return the types of the outputs."""
+    lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
+    split_outputs = _split_output_types(spec) if spec.has_splits else None
+    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.shape[1:]), spec.dtype)
+    return PrefillOutputs(out=out, lse=lse, split_outputs=split_outputs)
+
+
+def _split_output_types(spec: PrefillSpec) -> SplitOutputs:
+    sizes, head, work_tiles = spec.sizes, spec.shape.head, spec.work_tiles_per_query_tile
+    num = max_split_outputs(spec.shape.q_heads, sizes)
+    row_type = jax.ShapeDtypeStruct((num, work_tiles, sizes.tile_q), f32)
+    out = jax.ShapeDtypeStruct((num, work_tiles, head.num_chunks, sizes.tile_q, head.width), f32)
+    return SplitOutputs(out=out, row_max=row_type, row_sum=row_type)
+
+
+def smem_types(spec: PrefillSpec) -> PrefillSmem:
+    """Return the types of the shared memory; see PrefillSmem."""
+    sizes, head, dtype = spec.sizes, spec.shape.head, spec.dtype
+    wgs = sizes.warpgroups
+    queries = (wgs, sizes.query_buffers, head.num_chunks, M, head.width)
+    keys = (sizes.teams * sizes.stages, head.num_chunks, sizes.tile_kv, head.width)
+    return PrefillSmem(
+        query_and_out=plgpu.RefUnion((swizzled_smem(queries, dtype),), (plgpu.SMEM(queries, dtype),)),
+        tile_columns=plgpu.SMEM((wgs, sizes.query_buffers, TABLE_WIDTH), jnp.int32),
+        k=swizzled_smem(keys, dtype),
+        v=swizzled_smem(keys, dtype),
+        p=swizzled_smem((wgs, M, sizes.tile_kv), dtype) if spec.is_interpreted else None,
+        columns=plgpu.SMEM((wgs, sizes.tile_kv), f32),
+        alibi=_alibi_types(spec) if spec.adds_alibi_by_mma else None,
+        quantized=None if spec.quantized is None else _quantized_types(spec.quantized, keys),
+    )
+
+
+def _quantized_types(quantized: QuantizedKV, keys: tuple[int, ...]) -> QuantizedKvSmem:
+    stages, _, tile_kv, _ = keys
+    token_scale = plgpu.SMEM((stages, tile_kv), f32)
+    k_scale, v_scale = (token_scale if scale == "token" else None for scale in quantized.scales)
+    k, v = (swizzled_smem(keys, dtype) for dtype in quantized.dtypes)
+    return QuantizedKvSmem(k, v, k_scale, v_scale)
+
+
+def _alibi_types(spec: PrefillSpec) -> AlibiOperands:
+    def operand(rows: int) -> ScratchType:
+        return swizzled_smem((spec.sizes.warpgroups, rows, SLOPE_WIDTH), spec.dtype, width=SLOPE_WIDTH)
+
+    return AlibiOperands(slopes=operand(M), columns=operand(spec.sizes.tile_kv))
+
+
+def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
+    """Return the types of the barriers; see PrefillBarriers."""
+    sizes = spec.sizes
+    stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
+
+    def stage_barriers(arrivals: int) -> ScratchType:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+
+    q_arrivals = spec.shape.head.num_chunks * sizes.pack_gqa + 1
+    # With an 8-bit cache K and V are filled by a dequantizing warpgroup, which arrives once.
+    kv_arrivals = spec.num_copies if spec.quantized is None else 1
+    quantized = None
+    if spec.quantized is not None:
+        quantized = QuantizedKvBarriers(*map(stage_barriers, _quantized_arrivals(spec)))
+    return PrefillBarriers(
+        q_full=plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=buffers),
+        q_free=plgpu.Barrier(num_barriers=buffers),
+        k_full=stage_barriers(kv_arrivals),
+        v_full=stage_barriers(kv_arrivals),
+        k_free=stage_barriers(sizes.team_size),
+        v_free=stage_barriers(sizes.team_size),
+        quantized=quantized,
+    )
+
+
+def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
+    """Return the numbers of arrivals at the barriers of QuantizedKvBarriers."""
+    assert spec.quantized is not None
+    assert spec.shape.cache_tiling is not None
+    scale_copies = [
+        spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
+    ]
+    return *(spec.num_copies + count for count in scale_copies), 1, 1
+
+
+def register_counts(spec: PrefillSpec) -> tuple[int, int]:
+    """Return the registers per thread that loads, and per thread that computes."""
+    shape, wgs = spec.shape, spec.sizes.warpgroups
+    # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for computing.
+    # With the columns of a split besides, eight copies are many: with 24 registers the loading warp spilled
+    # 28 bytes.
+    needs_few_registers = spec.num_copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+    has_head_groups = shape.heads_per_l2_group != shape.q_heads
+    has_many_copies = spec.has_splits and spec.num_copies == MAX_COPIES_AT_ONCE
+    loads_more = spec.has_lists or has_many_copies or has_head_groups
+    load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
+    dequantizing = 0 if spec.quantized is None else 2 * DEQUANTIZE_REGISTERS
+    if wgs == 3:
+        load, compute = 32, 160
+    if dequantizing:
+        load, compute = QUANTIZED_REGISTERS
+    # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
+    at_launch = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
+    assert load + dequantizing + wgs * compute <= spec.num_warpgroups * at_launch
+    return load, compute

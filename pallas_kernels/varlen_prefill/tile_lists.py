@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32, UInt
 
 from pallas_kernels.list_tiles import list_tiles
 from pallas_kernels.ptx import tile_order
-from pallas_kernels.varlen_prefill.refs import PrefillScheduleRefs
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, PrefillScheduleKey
+from pallas_kernels.varlen_prefill.spec import PrefillScheduleRefs
 
 # Columns of a work tile in the table, after the columns of its query tile:
 LIST_COLUMNS = (

@@ -21,12 +21,12 @@ from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import tile_lists as key_tile_lists
 from pallas_kernels.varlen_backward import tile_scheduler as backward_scheduler
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
-from pallas_kernels.varlen_prefill import block_info, tile_scheduler
 from pallas_kernels.varlen_prefill import entry as prefill_entry
 from pallas_kernels.varlen_prefill import schedule as prefill_schedule
-from pallas_kernels.varlen_prefill.block_info import QueryRows
-from pallas_kernels.varlen_prefill.dequantize import Dequantizer
+from pallas_kernels.varlen_prefill import tile_scheduler
+from pallas_kernels.varlen_prefill.loader import Dequantizer
 from pallas_kernels.varlen_prefill.spec import ROW, M
+from pallas_kernels.varlen_prefill.tile_scheduler import QueryRows
 from tests.mutations import kernels
 
 README = pathlib.Path(__file__).parent / "README.md"
@@ -151,13 +151,13 @@ def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
 
 
 def first_head_for_all(patch: pytest.MonkeyPatch) -> None:
-    original = block_info.packed_heads
+    original = tile_scheduler.packed_heads
 
     def mutated(work_tile, spec):
         first, *remaining = original(work_tile, spec)
         return [first, *(tile._replace(head=first.head) for tile in remaining)]
 
-    patch.setattr(block_info, "packed_heads", mutated)
+    patch.setattr(tile_scheduler, "packed_heads", mutated)
 
 
 def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:

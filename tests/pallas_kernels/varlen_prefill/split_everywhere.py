@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.varlen_prefill import schedule, sizes, splits
+from pallas_kernels.varlen_prefill import schedule, sizes
 
 MOST = 3  # splits of a tile
 
@@ -20,6 +20,6 @@ def split_every_tile(monkeypatch):
         return jnp.where(is_live, jnp.clip(kv_tiles, 1, MOST), 0)
 
     monkeypatch.setattr(schedule, "choose_num_splits", num_splits)
-    monkeypatch.setattr(splits, "SPLIT_OUTPUTS_PER_CTA", 40)
+    monkeypatch.setattr(schedule, "SPLIT_OUTPUTS_PER_CTA", 40)
     monkeypatch.setattr(sizes, "MIN_KV_TO_SPLIT", 0)
     return schedules

@@ -26,8 +26,8 @@ from pallas_kernels.varlen_prefill import (
     make_schedule,
     varlen_prefill,
 )
-from pallas_kernels.varlen_prefill import splits as splits_module
-from pallas_kernels.varlen_prefill.splits import (
+from pallas_kernels.varlen_prefill import schedule as schedule_module
+from pallas_kernels.varlen_prefill.schedule import (
     NUM_SPLITS_CANDIDATES,
     SPLIT_COLUMNS,
     TILE_OVERHEAD_KEYS,
@@ -150,14 +150,14 @@ class TestSchedule:
             heads, count = int(draw.choice([4, 8, 16, 32])), int(draw.integers(1, 9))
             lens = np.exp(draw.uniform(np.log(64), np.log(65536), count)).astype(int)
             tiles = -(-lens // 64)
-            chosen = splits_module.choose_num_splits(
+            chosen = schedule_module.choose_num_splits(
                 jnp.asarray(tiles, jnp.int32), jnp.ones(count, bool), q_heads=heads, sizes=sizes
             )
             end = functools.partial(simulated, tiles, heads=heads, sizes=sizes)
             longest = [-(-max(tiles) // n) for n in NUM_SPLITS_CANDIDATES]
             other_splits = [np.maximum(-(-tiles // length), 1) for length in longest]
             allowed = [n for n in other_splits if n[n > 1].sum() <= max_split_outputs(heads, sizes)]
-            ends = [end(n) + splits_module.COMBINE_OVERHEAD_KEYS * (n > 1).any() for n in allowed]
+            ends = [end(n) + schedule_module.COMBINE_OVERHEAD_KEYS * (n > 1).any() for n in allowed]
             np.testing.assert_array_equal(chosen, allowed[int(np.argmin(ends))])
             gained.append(end(np.ones(count, int)) / end(np.asarray(chosen)))
         assert np.median(gained) > 1.5  # or there would be no point in it
