@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.types import Scalar
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
-from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages, PrefillLoader
+from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages, KvStream, PrefillLoader
 from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSmem, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile, align_row
 
@@ -115,11 +115,11 @@ class DqLoader(PrefillLoader):
     ) -> None:
         """Load the keys and values of a KV tile into stages whose indices may differ; see PrefillLoader."""
         kv_head = lax.div(work_tile.head, jnp.int32(self.spec.shape.group))
-        copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, 1)
+        copies = self.tile_copies(work_tile, tile, kv_head, 0, 1)
         for index, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            self.copy(self.arrays[index], None, buffers, stage, copies)
+            self.copy(KvStream(self.arrays[index], buffers), stage, copies)
             if after_keys is not None and index == 0:
                 after_keys()
 

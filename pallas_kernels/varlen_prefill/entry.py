@@ -38,8 +38,14 @@ from pallas_kernels.varlen_prefill.schedule import (
     schedule_key,
 )
 from pallas_kernels.varlen_prefill.sizes import CallBounds, PrefillSizes, check_quantized, default_sizes
-from pallas_kernels.varlen_prefill.spec import PrefillInputs, PrefillShape, PrefillSpec, QuantizedKV
-from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, num_query_blocks, schedule_refs
+from pallas_kernels.varlen_prefill.spec import (
+    PrefillInputs,
+    PrefillScheduleRefs,
+    PrefillShape,
+    PrefillSpec,
+    QuantizedKV,
+)
+from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists, num_query_blocks
 
 
 def varlen_prefill(
@@ -211,9 +217,7 @@ def varlen_prefill(
     )  # fmt: skip
 
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
-    def kv_scale(scale: jax.Array | None) -> jax.Array | None:
-        return None if scale is None or tiling is None else tiling.tile_scale(scale.astype(jnp.float32))
-
+    scales: list[jax.Array | None] = [None, None]
     q, query_tail = split_tail(head.split(query), sizes.warpgroup_tokens)
     k_tail, v_tail = None, None
     if tiling is None:
@@ -221,12 +225,18 @@ def varlen_prefill(
         v, v_tail = split_tail(head.split(value), sizes.tile_kv)
     else:
         k, v = tiling.tile_cache(key), tiling.tile_cache(value)
+        scales = [
+            None if scale is None else tiling.tile_scale(scale.astype(jnp.float32))
+            for scale in (k_scale, v_scale)
+        ]
+    work_tiles = schedule if lists is None else lists
+    entries = None if lists is None else lists.entries
     inputs = PrefillInputs(
         query=q,
-        kv=KvRefs(k, v, block_table, kv_scale(k_scale), kv_scale(v_scale), k_tail, v_tail),
+        kv=KvRefs(k, v, block_table, scales[0], scales[1], k_tail, v_tail),
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),
-        schedule=schedule_refs(schedule, lists),
+        schedule=PrefillScheduleRefs(work_tiles.table, work_tiles.num_valid, entries),
         mask=() if mask is None else mask.arrays,
         query_tail=query_tail,
     )

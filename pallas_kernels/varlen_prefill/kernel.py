@@ -229,16 +229,26 @@ class PrefillMainloop:
         if rows.slope is not None:
             self.bias.store_slope(rows.slope)
 
-        def attend() -> RowResults:
-            return self.attend(rows, queries.query.at[buffer], step, iteration)
-
         def skip() -> RowResults:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
             self.release_previous(iteration)
             self.pipeline.skip(step, jnp.int32(0), rows.work_tile.num)
             return RowResults(self.zeros(), full_rows(-jnp.inf), full_rows(0.0))
 
-        self.store(rows, buffer, lax.cond(rows.has_work(), attend, skip))
+        q_s, out_s = queries.query.at[buffer], queries.out.at[buffer]
+        attend = functools.partial(self.attend, rows, q_s, step, iteration)
+        results = lax.cond(rows.has_work(), attend, skip)
+        # Store the output, in place of the queries, or the unnormalized results of a KV split.
+        outputs = self.outputs
+        store_final = functools.partial(
+            store_output, outputs, self.inputs.sinks, rows, results, swizzled_s=q_s, plain_s=out_s
+        )
+        if outputs.split_outputs is None:
+            store_final()
+        else:
+            index = rows.work_tile["split_output"]
+            store_split = functools.partial(store_split_output, outputs.split_outputs, index, rows, results)
+            lax.cond(index < 0, store_final, store_split)
         if queries.num == 1:
             # With one buffer, the next work tile's queries wait until this output has left.
             queries.release(iteration)
@@ -258,19 +268,14 @@ class PrefillMainloop:
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
         state = self.attend_first(rows, q_s, step, begin, iteration)
-
-        def attend_tiles(
-            first_tile: Scalar, end_tile: Scalar, ends: MaskedEnds, state: TileState
-        ) -> TileState:
-            attend_tile = functools.partial(self.attend_tile, rows, q_s, step, ends)
-            return lax.fori_loop(first_tile, end_tile, attend_tile, state)
-
         # One loop per kind of tile, so that full tiles are computed without any mask.
+        attend_tile = functools.partial(self.attend_tile, rows, q_s, step)
         if has_window or has_lists:
-            state = attend_tiles(begin + 1, full_begin, MaskedEnds.BOTH, state)
-        state = attend_tiles(full_begin, full_end, MaskedEnds.NONE, state)
+            attend_masked = functools.partial(attend_tile, MaskedEnds.BOTH)
+            state = lax.fori_loop(begin + 1, full_begin, attend_masked, state)
+        state = lax.fori_loop(full_begin, full_end, functools.partial(attend_tile, MaskedEnds.NONE), state)
         if not has_lists:
-            state = attend_tiles(full_end, end, MaskedEnds.HIGH, state)
+            state = lax.fori_loop(full_end, end, functools.partial(attend_tile, MaskedEnds.HIGH), state)
         row_sum = state.row_sum.sum(axis=1)
         # The last tile's values have arrived; zero what follows the request's end before P V reads them.
         self.values.clear_last(rows, end - 1, step + end - 1)
@@ -360,7 +365,7 @@ class PrefillMainloop:
                 self.values.wait(tile, step)
 
         # Leaving run_state waits for P V.
-        accs, softmax = pl.run_state(overlap)((tuple(plgpu.ACC.init(acc) for acc in state.accs), empty))
+        accs, softmax = pl.run_state(overlap)((tuple([plgpu.ACC.init(acc) for acc in state.accs]), empty))
         # Release the previous tile's values: P V has read them.
         plgpu.barrier_arrive(values.free.at[previous])
         return self.rescaled(tuple(accs), state.row_sum, softmax)
@@ -426,33 +431,20 @@ class PrefillMainloop:
                 return tuple(ref[...] for ref in refs)
 
             products = pl.run_scoped(product, *[plgpu.ACC(self.spec.acc_shape, f32)] * len(state.accs))
-            accs = tuple(acc + x for acc, x in zip(state.accs, products, strict=True))
+            accs = tuple([acc + x for acc, x in zip(state.accs, products, strict=True)])
         else:
-            start = tuple(plgpu.ACC.init(acc) for acc in state.accs)
-            accs = tuple(pl.run_state(lambda refs: self.issue_values(refs, state.p, stage))(start))
+            start = tuple([plgpu.ACC.init(acc) for acc in state.accs])
+            add_product = functools.partial(self.issue_values, p=state.p, stage=stage)
+            accs = tuple(pl.run_state(add_product)(start))
         plgpu.barrier_arrive(free.at[stage])
         return accs
 
     def release_previous(self, iteration: Scalar) -> None:
         """With two buffers, let the previous output leave; with one it has left already."""
         if self.queries.num > 1:
-            pl.when(iteration >= 1)(lambda: self.queries.release(iteration - 1))
+            pl.when(iteration >= 1)(functools.partial(self.queries.release, iteration - 1))
 
     def zeros(self) -> tuple[Tile, ...]:
         """Return accumulators of zeros, one per chunk of the head."""
-        shape, num_chunks = self.spec.acc_shape, self.spec.shape.head.num_chunks
-        return tuple(plgpu.layout_cast(jnp.zeros(shape, f32), W) for _ in range(num_chunks))
-
-    def store(self, rows: QueryRows, buffer: Scalar, results: RowResults) -> None:
-        """Store the output of rows, or their unnormalized results if they are a KV split."""
-        buffers = self.queries.query.at[buffer], self.queries.out.at[buffer]
-
-        def store_final() -> None:
-            store_output(self.outputs, self.inputs.sinks, rows, results, *buffers)
-
-        split_outputs = self.outputs.split_outputs
-        if split_outputs is None:
-            store_final()
-        else:
-            index = rows.work_tile["split_output"]
-            lax.cond(index < 0, store_final, lambda: store_split_output(split_outputs, index, rows, results))
+        zeros = plgpu.layout_cast(jnp.zeros(self.spec.acc_shape, f32), W)
+        return (zeros,) * self.spec.shape.head.num_chunks

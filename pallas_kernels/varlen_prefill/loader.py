@@ -18,8 +18,6 @@ from pallas_kernels.shared.memory import BULK_COPY, store_unoptimized
 from pallas_kernels.shared.paged_kv import (
     COLUMNS_AT_ONCE,
     BlockTableRef,
-    CacheTiling,
-    KvRefs,
     load_head_scale,
 )
 from pallas_kernels.shared.types import Barriers, Index, Ref, Scalar, Slice, Tile
@@ -122,7 +120,8 @@ class QueryBuffers:
     """
 
     def __init__(self, smem: PrefillSmem, barriers: PrefillBarriers, sizes: PrefillSizes, wg: Scalar | int):
-        self.query, self.out, self.columns = (ref.at[wg] for ref in (smem.query, smem.out, smem.tile_columns))
+        (query,), (out,) = smem.query_and_out
+        self.query, self.out, self.columns = query.at[wg], out.at[wg], smem.tile_columns.at[wg]
         self.full, self.free = barriers.q_full, barriers.q_free
         self.num, self.wg = sizes.query_buffers, wg
 
@@ -174,58 +173,38 @@ def copy_rows(
         barrier: Barrier at which the copy arrives.
         num_rows: Number of rows; those past the array's end become 0.
     """
-
-    def copy(source_g: Ref, first: Scalar) -> None:
-        plgpu.copy_gmem_to_smem(source_g.at[(pl.ds(first, num_rows), *index)], to, barrier)
-
+    source_g = rows_g.at[(pl.ds(first_row, num_rows), *index)]
     if tail_g is None:
-        copy(rows_g, first_row)
+        plgpu.copy_gmem_to_smem(source_g, to, barrier)
         return
     tail_start = rows_g.shape[0] + ALIGN - num_rows
-    pl.when(first_row < tail_start)(lambda: copy(rows_g, first_row))
-    pl.when(first_row >= tail_start)(lambda: copy(tail_g, align_row(first_row - tail_start)))
+
+    @pl.when(first_row < tail_start)
+    def _() -> None:
+        plgpu.copy_gmem_to_smem(source_g, to, barrier)
+
+    @pl.when(first_row >= tail_start)
+    def _() -> None:
+        tail_row = align_row(first_row - tail_start)
+        plgpu.copy_gmem_to_smem(tail_g.at[(pl.ds(tail_row, num_rows), *index)], to, barrier)
 
 
-class PackedKvCopies:
-    """TMA copies of packed keys: one per tile. TMA writes zeros for rows past the end of the array."""
+class KvStream(NamedTuple):
+    """The path of keys or of values from global memory to the pipeline.
 
-    num_copies = 1
+    Attributes:
+        kv_g: `KvRefs.k` or `.v`.
+        stages: Stages that TMA fills.
+        tail_g: `KvRefs.k_tail` or `.v_tail`.
+        scales_g: `KvRefs.k_scale` or `.v_scale`; only read if there are scales per token.
+        scales_s: Stages of the scales per token in shared memory; None without such scales.
+    """
 
-    def __init__(self, spec: PrefillSpec):
-        self.tile_kv = spec.sizes.tile_kv
-
-    def tile_copies(
-        self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
-    ) -> list[KvCopy]:
-        """Return TMA copies `first` to `first + count - 1` of a KV tile."""
-        first_row = work_tile["kv_start"] - work_tile.alignment_offset + tile * self.tile_kv
-        return [KvCopy((kv_head,), pl.ds(0, self.tile_kv), first_row=align_row(first_row))]
-
-
-class PagedKvCopies:
-    """TMA copies of a paged cache: one per block, or one per tile if a block holds several tiles."""
-
-    def __init__(self, table: Ref, cache_tiling: CacheTiling, spec: PrefillSpec):
-        self.table, self.cache_tiling = BlockTableRef(table, cache_tiling.block_size), cache_tiling
-        self.tile_kv, self.num_copies = spec.sizes.tile_kv, cache_tiling.num_copies
-
-    def tile_copies(
-        self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
-    ) -> list[KvCopy]:
-        """Return TMA copies `first` to `first + count - 1` of a KV tile.
-
-        Keys that no query attends to may have no block; another block is loaded instead.
-        """
-        tiling, first_key = self.cache_tiling, tile * self.tile_kv
-        first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
-        visible = self.table.visible_blocks(work_tile["req"], first_block_key, end_block_key, is_checked=True)
-        column, copy = tiling.locate(first_key)
-        blocks = visible.ids(column + first, count)
-        rows = [pl.ds((first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy) for j in range(count)]
-        return [
-            KvCopy(tiling.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
-            for block, to in zip(blocks, rows, strict=True)
-        ]
+    kv_g: Ref
+    stages: KvStages
+    tail_g: Ref = None
+    scales_g: Ref = None
+    scales_s: Ref = None
 
 
 class PrefillLoader:
@@ -241,15 +220,18 @@ class PrefillLoader:
     ):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
-        keys, values = self.pipeline.loaded
-        self.query_tail = inputs.query_tail
-        self.streams = (inputs.kv.k, inputs.kv.k_tail, keys), (inputs.kv.v, inputs.kv.v_tail, values)
-        # Scales per token in global memory and their stages, of keys and of values.
-        self.scales: list[tuple[Ref, Ref]] = [(None, None)] * 2
+        self.query_tail, self.tile_kv = inputs.query_tail, spec.sizes.tile_kv
+        kv, (keys, values) = inputs.kv, self.pipeline.loaded
+        k_scales_s, v_scales_s = None, None
         if smem.quantized is not None:
-            quantized = smem.quantized
-            self.scales = [(inputs.kv.k_scale, quantized.k_scale), (inputs.kv.v_scale, quantized.v_scale)]
-        self.copies = make_kv_copies(inputs.kv, spec)
+            k_scales_s, v_scales_s = smem.quantized.k_scale, smem.quantized.v_scale
+        self.streams = (
+            KvStream(kv.k, keys, kv.k_tail, kv.k_scale, k_scales_s),
+            KvStream(kv.v, values, kv.v_tail, kv.v_scale, v_scales_s),
+        )
+        self.tiling = tiling = spec.shape.cache_tiling
+        self.blocks = None if tiling is None else BlockTableRef(kv.block_table, tiling.block_size)
+        self.num_copies = 1 if tiling is None else tiling.num_copies  # TMA copies per tile and chunk
         team_size = spec.sizes.team_size
         self.queries = [
             QueryBuffers(smem, barriers, spec.sizes, team * team_size + rank) for rank in range(team_size)
@@ -286,6 +268,7 @@ class PrefillLoader:
             return work_tile.kv_tile_index(work_tile.entry(i))
 
         first = work_tile.kv_tile_index(work_tile.first_entry())
+        load_queries = functools.partial(self.load_queries, work_tile, row, iteration)
 
         def load_and_prefetch(i: Scalar, index: Scalar) -> Scalar:
             next_index = tile(jnp.minimum(i + 1, work_tile.num - 1))
@@ -295,14 +278,14 @@ class PrefillLoader:
         @pl.when(work_tile.num > 0)
         def _() -> None:
             # Keys before queries: stages are free while the previous work tile's queries are still in use.
-            self.load_tile(work_tile, first, step, lambda: self.load_queries(work_tile, row, iteration))
+            self.load_tile(work_tile, first, step, load_queries)
             if self.spec.has_lists and self.spec.num_copies < MAX_COPIES_AT_ONCE:
                 # A list is in global memory, so read entries one step ahead if registers allow it.
                 lax.fori_loop(1, work_tile.num, load_and_prefetch, tile(jnp.minimum(1, work_tile.num - 1)))
             else:
                 pl.loop(1, work_tile.num)(lambda i: self.load_tile(work_tile, tile(i), step + i))
 
-        pl.when(work_tile.num == 0)(lambda: self.load_queries(work_tile, row, iteration))
+        pl.when(work_tile.num == 0)(load_queries)
 
     def load_tile(
         self,
@@ -323,45 +306,64 @@ class PrefillLoader:
         kv_head = work_tile.kv_head
         # Read the block ids together and before the wait, so that their latencies overlap; as many as fit in
         # registers.
-        num_copies, at_once = self.copies.num_copies, min(self.copies.num_copies, MAX_COPIES_AT_ONCE)
+        num_copies, at_once = self.num_copies, min(self.num_copies, MAX_COPIES_AT_ONCE)
         fits_registers = num_copies == at_once
-        copies = self.copies.tile_copies(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
-        for index, (kv_g, tail_g, stream) in enumerate(self.streams):
+        copies = self.tile_copies(work_tile, tile, kv_head, 0, at_once) if fits_registers else []
+        for index, stream in enumerate(self.streams):
             # A stage is free once all warpgroups of the team have read the tile that it held.
-            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.free.at[stage]))
+            pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, stream.stages.free.at[stage]))
             if fits_registers:
-                self.copy(kv_g, tail_g, stream, stage, copies)
-                self.copy_scales(index, stream, stage, copies)
+                self.copy(stream, stage, copies)
             else:
                 # The bound is hidden from the compiler: unrolled, the ids would not fit in registers.
                 @pl.loop(0, num_copies // at_once + jnp.minimum(step, 0))
-                def _(n: Scalar, index: int = index, kv_g: Ref = kv_g, stream: KvStages = stream) -> None:
-                    copies = self.copies.tile_copies(work_tile, tile, kv_head, n * at_once, at_once)
-                    self.copy(kv_g, None, stream, stage, copies)
-                    self.copy_scales(index, stream, stage, copies)
+                def _(n: Scalar, stream: KvStream = stream) -> None:
+                    self.copy(stream, stage, self.tile_copies(work_tile, tile, kv_head, n * at_once, at_once))
 
             if after_keys is not None and index == 0:
                 after_keys()
 
-    def copy(self, kv_g: Ref, tail_g: Ref, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
-        """Start to fill a stage with keys or values."""
-        head, tile_kv, full = self.spec.shape.head, self.spec.sizes.tile_kv, stream.full.at[stage]
+    def tile_copies(
+        self, work_tile: PrefillWorkTile, tile: Scalar, kv_head: Scalar, first: Scalar | int, count: int
+    ) -> list[KvCopy]:
+        """Return TMA copies `first` to `first + count - 1` of a KV tile.
+
+        A tile of packed keys is one copy. In a paged cache there is one copy per block, or one per tile if a
+        block holds several tiles. Keys that no query attends to may have no block; another block is loaded
+        instead.
+        """
+        tiling, first_key = self.tiling, tile * self.tile_kv
+        if tiling is None or self.blocks is None:
+            first_row = work_tile["kv_start"] - work_tile.alignment_offset + first_key
+            return [KvCopy((kv_head,), pl.ds(0, self.tile_kv), first_row=align_row(first_row))]
+        first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
+        visible = self.blocks.visible_blocks(
+            work_tile["req"], first_block_key, end_block_key, is_checked=True
+        )
+        column, copy = tiling.locate(first_key)
+        blocks = visible.ids(column + first, count)
+        rows = [pl.ds((first + j) * tiling.tokens_per_copy, tiling.tokens_per_copy) for j in range(count)]
+        return [
+            KvCopy(tiling.gmem_index(block, copy, kv_head), to, (block, kv_head, copy))
+            for block, to in zip(blocks, rows, strict=True)
+        ]
+
+    def copy(self, stream: KvStream, stage: Scalar, copies: list[KvCopy]) -> None:
+        """Start to fill a stage with keys or values, and with their scales if there is one per token."""
+        head, full = self.spec.shape.head, stream.stages.full.at[stage]
         for copy in copies:
             for chunk in range(head.num_chunks):
                 index = (*copy.source, *head.gmem_index(chunk, stage * 0))
-                to = stream.tiles.at[stage, chunk, copy.rows]
+                to = stream.stages.tiles.at[stage, chunk, copy.rows]
                 if copy.first_row is None:
-                    plgpu.copy_gmem_to_smem(kv_g.at[index], to, full)
+                    plgpu.copy_gmem_to_smem(stream.kv_g.at[index], to, full)
                 else:
-                    copy_rows(kv_g, tail_g, copy.first_row, index, to, full, num_rows=tile_kv)
-
-    def copy_scales(self, index: int, stream: KvStages, stage: Scalar, copies: list[KvCopy]) -> None:
-        """Start to load the scales per token of keys (index 0) or values (1), if there are any."""
-        scales_g, scales_s = self.scales[index]
-        if scales_s is not None:
+                    tail_g, num_rows = stream.tail_g, self.tile_kv
+                    copy_rows(stream.kv_g, tail_g, copy.first_row, index, to, full, num_rows=num_rows)
+        if stream.scales_s is not None:
             for copy in copies:
-                source, to = scales_g.at[copy.scales], scales_s.at[stage, copy.rows]
-                plgpu.copy_gmem_to_smem(source, to, stream.full.at[stage], oob_mode=BULK_COPY)
+                source, to = stream.scales_g.at[copy.scales], stream.scales_s.at[stage, copy.rows]
+                plgpu.copy_gmem_to_smem(source, to, full, oob_mode=BULK_COPY)
 
     def load_queries(self, work_tile: PrefillWorkTile, row: Scalar, iteration: Scalar) -> None:
         """Load each warpgroup's queries, and the work tile's row of the table."""
@@ -390,13 +392,7 @@ class PrefillLoader:
                 plgpu.barrier_wait(queries.free.at[queries.barrier(queries.buffer(iteration))])
 
 
-def make_kv_copies(kv: KvRefs, spec: PrefillSpec) -> PackedKvCopies | PagedKvCopies:
-    """Return the object that makes the TMA copies of packed or paged keys."""
-    cache_tiling = spec.shape.cache_tiling
-    return PackedKvCopies(spec) if cache_tiling is None else PagedKvCopies(kv.block_table, cache_tiling, spec)
-
-
-# ------------------------------------------------------------------------------------- dequantizing warpgroups
+# ------------------------------------------------------------------------------------- dequantization
 class DequantizeOperand(NamedTuple):
     """Pipeline stages and scales of the operand that a warpgroup dequantizes: keys or values.
 

@@ -244,7 +244,13 @@ def _query_tiles(
         warpgroup = sizes.warpgroup_tokens
         first_rows = aligned - (counts * tile - (ends - aligned)) // warpgroup * warpgroup
     number = jnp.arange(max_tiles(num_tokens, reqs, tile), dtype=jnp.int32)
-    req = _request_per_tile(number, last_tiles)
+    # The request of each tile: the number of requests whose tiles end before it.
+    if reqs <= FEW_REQUESTS:  # unrolled, the sum needs no separate kernel
+        req = functools.reduce(
+            jnp.add, [(last_tiles[i] <= number).astype(jnp.int32) for i in range(reqs + 1)]
+        )
+    else:
+        req = (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
     is_valid = req <= reqs
     req = jnp.minimum(req, reqs)
     first_row = first_rows[req] + (number - first_tiles[req]) * tile
@@ -265,17 +271,6 @@ def _table(columns: list[Int32[Array, " rows"]], is_valid: Array) -> Int32[Array
     zero = jnp.zeros_like(columns[0])
     table = jnp.stack([*columns, *[zero] * (TABLE_WIDTH - len(columns))], axis=1)
     return jnp.where(is_valid[:, None], table, 0)
-
-
-def _request_per_tile(
-    number: Int32[Array, " tiles"], last_tiles: Int32[Array, " bounds"]
-) -> Int32[Array, " tiles"]:
-    """Return the request of each tile: the number of requests whose tiles end before it."""
-    if len(last_tiles) <= FEW_REQUESTS + 1:  # unrolled, the sum needs no separate kernel
-        return functools.reduce(
-            jnp.add, [(last_tiles[i] <= number).astype(jnp.int32) for i in range(len(last_tiles))]
-        )
-    return (last_tiles[None, :] <= number[:, None]).sum(axis=1, dtype=jnp.int32)
 
 
 def _longest_first(

@@ -38,6 +38,12 @@ class PrefillSizes:
         max_splits: Maximum number of KV splits per query tile (FlashAttention's num_splits), at most
             MAX_SPLITS. Splits keep all thread blocks busy when few query tiles attend to many keys. Must be 1
             with tile lists. The number chosen, and so a row's last bits, depends on all rows of a step.
+        team_size: Number of warpgroups that share one query tile.
+        tile_q: Number of query rows per tile.
+        tile_tokens: Number of tokens per tile: its rows divided by the number of packed heads.
+        warpgroup_tokens: Number of tokens per warpgroup, whose rows hold the tokens of one packed head after
+            the other.
+        workers: Number of teams in the grid.
     """
 
     tile_kv: int = 128
@@ -49,6 +55,11 @@ class PrefillSizes:
     batch_invariant: bool = False
     pack_gqa: int = 1
     max_splits: int = 1
+    team_size: int = dataclasses.field(init=False, repr=False)
+    tile_q: int = dataclasses.field(init=False, repr=False)
+    tile_tokens: int = dataclasses.field(init=False, repr=False)
+    warpgroup_tokens: int = dataclasses.field(init=False, repr=False)
+    workers: int = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         require_one_of("tile_kv", self.tile_kv, (64, 128))
@@ -61,31 +72,14 @@ class PrefillSizes:
         require(self.stages >= 2, "stages", "be at least 2", self.stages)
         is_invariant = self.max_splits == 1 or not self.batch_invariant
         require(is_invariant, "max_splits", "be 1 with batch_invariant", self.max_splits)
-
-    @property
-    def team_size(self) -> int:
-        """Number of warpgroups that share one query tile."""
-        return self.warpgroups // self.teams
-
-    @property
-    def tile_q(self) -> int:
-        """Number of query rows per tile."""
-        return self.team_size * WARPGROUP_ROWS
-
-    @property
-    def tile_tokens(self) -> int:
-        """Number of tokens per tile: its rows divided by the number of packed heads."""
-        return self.tile_q // self.pack_gqa
-
-    @property
-    def warpgroup_tokens(self) -> int:
-        """Number of tokens per warpgroup, whose rows hold the tokens of one packed head after the other."""
-        return WARPGROUP_ROWS // self.pack_gqa
-
-    @property
-    def workers(self) -> int:
-        """Number of teams in the grid."""
-        return self.ctas * self.teams
+        team_size = self.warpgroups // self.teams
+        vars(self).update(
+            team_size=team_size,
+            tile_q=team_size * WARPGROUP_ROWS,
+            tile_tokens=team_size * WARPGROUP_ROWS // self.pack_gqa,
+            warpgroup_tokens=WARPGROUP_ROWS // self.pack_gqa,
+            workers=self.ctas * self.teams,
+        )
 
     def shared_memory(self, width: int, *, is_quantized: bool = False) -> int:
         """Return the bytes of shared memory that heads of `width` elements need.

@@ -7,6 +7,7 @@ rescale of the accumulators; the threads of a warp vote on whether a tile does. 
 that a soft cap keeps small.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -28,7 +29,7 @@ class Bias:
     """Soft cap and ALiBi bias of one warpgroup.
 
     Attributes:
-        factor: Factor that the softmax multiplies the scores by; see score_factor.
+        factor: Factor that the softmax multiplies the scores by; see PrefillSpec.score_factor.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Bias:
         self.columns, self.spec, self.wg = columns, spec, wg
         self.all_operands = operands
         self.operands = None if operands is None else AlibiOperands(*(ref.at[wg] for ref in operands))
-        self.factor = score_factor(spec)
+        self.factor = spec.score_factor
 
     def store_columns(self, wg: Scalar | int) -> None:
         """Store the right operand of the ALiBi product, which is the same for all heads."""
@@ -105,13 +106,6 @@ def broadcast_to_keys(x: Scalar | Rows, tile: Tile) -> Scalar | Tile:
     return x if x.ndim == 0 else lax.broadcast_in_dim(x, tile.shape, [0])
 
 
-def score_factor(spec: PrefillSpec) -> float:
-    """Return the factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them."""
-    score = spec.score
-    is_positive = score.soft_cap is not None or score.scale > 0
-    return (score.soft_cap or score.scale) * LOG2E if is_positive else 1.0
-
-
 # A new row_max is this many powers of two above the row's largest score, and is kept until a score reaches
 # it. bf16 has the exponent range of f32; f16 probabilities must not fall below the range of f16.
 HEADROOM = {jnp.dtype(jnp.bfloat16): 80.0, jnp.dtype(jnp.float16): 4.0}
@@ -146,7 +140,7 @@ class RowMaxPolicy(Protocol):
     """Interface of the policies that choose row_max.
 
     The main loop calls `prescale`, masks the result, and passes it to `shift_scores`. Scores come without
-    `score_factor`; `row_term`, unless None, is a term per row that the policy adds to the
+    `PrefillSpec.score_factor`; `row_term`, unless None, is a term per row that the policy adds to the
     scores.
     """
 
@@ -190,7 +184,7 @@ class NoRowMax:
     """Policy for small scores: row_max is 0."""
 
     def __init__(self, spec: PrefillSpec):
-        self.factor = score_factor(spec)
+        self.factor = spec.score_factor
 
     def initial_row_max(self) -> Rows:
         """Return zeros, which stay the row_max of all tiles."""
@@ -218,7 +212,7 @@ class RunningRowMax(NoRowMax):
 
     def __init__(self, spec: PrefillSpec, headroom: float = 0.0):
         super().__init__(spec)
-        self.headroom = headroom
+        self.headroom, self.is_interpreted = headroom, spec.is_interpreted
 
     def initial_row_max(self) -> Rows:
         """Return -inf for all rows."""
@@ -238,7 +232,7 @@ class RunningRowMax(NoRowMax):
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Multiply the sums by alpha in every tile."""
-        return tuple(x * broadcast_rows(alpha, x) for x in sums)
+        return tuple([x * broadcast_rows(alpha, x) for x in sums])
 
 
 class LazyRescale(RunningRowMax):
@@ -246,10 +240,6 @@ class LazyRescale(RunningRowMax):
 
     The new row_max is the largest score plus `headroom`. Only warps with such a row compute it.
     """
-
-    def __init__(self, spec: PrefillSpec, headroom: float = 0.0):
-        super().__init__(spec, headroom)
-        self.is_interpreted = spec.is_interpreted
 
     def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores minus row_max, which most tiles keep."""
@@ -290,11 +280,8 @@ class LazyRescale(RunningRowMax):
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Multiply the sums by alpha, but only in warps where alpha differs from 1."""
-
-        def rescaled(*sums: Tile) -> Sequence[Tile]:
-            return super(LazyRescale, self).rescale(alpha, needs_rescale, sums)
-
-        return lax.cond(needs_rescale, rescaled, lambda *sums: sums, *sums)
+        rescale = functools.partial(super().rescale, alpha, needs_rescale)
+        return lax.cond(needs_rescale, rescale, lambda sums: sums, tuple(sums))
 
 
 def full_rows(value: float) -> Rows:

@@ -4,6 +4,7 @@ The order of the fields of a NamedTuple is the order of the kernel's arguments a
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
-from pallas_kernels.shared.softmax import SplitOutputs
+from pallas_kernels.shared.softmax import LOG2E, SplitOutputs
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, ScratchType
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
 from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, max_split_outputs
@@ -77,6 +78,28 @@ class PrefillSpec:
         returns_lse: Whether the kernel writes the log-sum-exp.
         quantized: Storage of an 8-bit cache, which the kernel dequantizes; None for a 16-bit cache.
         interpret: Interpret-mode parameters, or None for a GPU.
+        is_interpreted: Whether the kernel runs in interpret mode: no lanes, register operands or running
+            accumulators.
+        s_shape: Shape of a warpgroup's scores: its rows and a tile of keys.
+        acc_shape: Shape of one chunk of a warpgroup's output.
+        num_warpgroups: Number of warpgroups: the computing ones, the loading one and, for 8 bits, two that
+            dequantize.
+        num_copies: Number of TMA copies that fill a stage of keys, or of values.
+        work_tiles_per_query_tile: Number of work tiles per query tile: one per head, or per group of packed
+            heads.
+        has_splits: Whether a work tile may be one of several KV splits.
+        has_window: Whether the first keys of a request may be masked out for a row.
+        has_low_end: Whether a tile may start before the first visible key; tiles of packed keys may start too
+            early.
+        adds_alibi_by_mma: Whether the tensor core adds the ALiBi bias to the scores. A bias that a soft cap
+            would cap as well, or that is not linear in the column, is added afterwards. So is every bias in
+            interpret mode, which runs short of threads if warpgroups do more between barriers.
+        waits_for_values_first: Whether P V of the previous tile is awaited before, instead of after, the
+            exponentials. Then no branch separates the exponentials from their sums, and ptxas adds each as it
+            is computed. Heads of 64 at 8 x 2k take 616 to 619 us instead of 676 to 679 with packed keys, and
+            630 either way with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes
+            705 us instead of 700. Tile lists were not measured.
+        score_factor: Factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them.
     """
 
     shape: PrefillShape
@@ -89,74 +112,38 @@ class PrefillSpec:
     returns_lse: bool
     quantized: QuantizedKV | None = None
     interpret: Interpret = None
+    is_interpreted: bool = dataclasses.field(init=False)
+    s_shape: tuple[int, int] = dataclasses.field(init=False)
+    acc_shape: tuple[int, int] = dataclasses.field(init=False)
+    num_warpgroups: int = dataclasses.field(init=False)
+    num_copies: int = dataclasses.field(init=False)
+    work_tiles_per_query_tile: int = dataclasses.field(init=False)
+    has_splits: bool = dataclasses.field(init=False)
+    has_window: bool = dataclasses.field(init=False)
+    has_low_end: bool = dataclasses.field(init=False)
+    adds_alibi_by_mma: bool = dataclasses.field(init=False)
+    waits_for_values_first: bool = dataclasses.field(init=False)
+    score_factor: float = dataclasses.field(init=False)
 
-    @property
-    def is_interpreted(self) -> bool:
-        """Whether the kernel runs in interpret mode: no lanes, register operands or running accumulators."""
-        return bool(self.interpret)
-
-    @property
-    def s_shape(self) -> tuple[int, int]:
-        """Shape of a warpgroup's scores: its rows and a tile of keys."""
-        return M, self.sizes.tile_kv
-
-    @property
-    def acc_shape(self) -> tuple[int, int]:
-        """Shape of one chunk of a warpgroup's output."""
-        return M, self.shape.head.width
-
-    @property
-    def waits_for_values_first(self) -> bool:
-        """Whether P V of the previous tile is awaited before, instead of after, the exponentials.
-
-        Then no branch separates the exponentials from their sums, and ptxas adds each as it is computed.
-        Heads of 64 at 8 x 2k take 616 to 619 us instead of 676 to 679 with packed keys, and 630 either way
-        with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes 705 us instead of
-        700. Tile lists were not measured.
-        """
-        return self.shape.head.padded_dim == M and not self.has_lists
-
-    @property
-    def has_splits(self) -> bool:
-        """Whether a work tile may be one of several KV splits."""
-        return self.sizes.max_splits > 1
-
-    @property
-    def num_warpgroups(self) -> int:
-        """Number of warpgroups: the computing ones, the loading one and, for 8 bits, two that dequantize."""
-        return self.sizes.warpgroups + (1 if self.quantized is None else 3)
-
-    @property
-    def work_tiles_per_query_tile(self) -> int:
-        """Number of work tiles per query tile: one per head, or per group of packed heads."""
-        return self.shape.q_heads // self.sizes.pack_gqa
-
-    @property
-    def num_copies(self) -> int:
-        """Number of TMA copies that fill a stage of keys, or of values."""
-        cache_tiling = self.shape.cache_tiling
-        return (1 if cache_tiling is None else cache_tiling.num_copies) * self.shape.head.num_chunks
-
-    @property
-    def has_window(self) -> bool:
-        """Whether the first keys of a request may be masked out for a row."""
-        return self.score.window[0] is not None or self.score.chunk_size is not None
-
-    @property
-    def has_low_end(self) -> bool:
-        """Whether a tile may start before the first visible key; tiles of packed keys may start too early."""
-        return self.has_window or self.shape.cache_tiling is None
-
-    @property
-    def adds_alibi_by_mma(self) -> bool:
-        """Whether the tensor core adds the ALiBi bias to the scores.
-
-        A bias that a soft cap would cap as well, or that is not linear in the column, is added afterwards. So
-        is every bias in interpret mode, which runs short of threads if warpgroups do more between barriers.
-        """
-        score = self.score
+    def __post_init__(self) -> None:
+        score, sizes, shape, tiling = self.score, self.sizes, self.shape, self.shape.cache_tiling
+        is_interpreted, score_scale = bool(self.interpret), score.soft_cap or score.scale
+        has_window = score.window[0] is not None or score.chunk_size is not None
         is_linear = self.has_alibi and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
-        return is_linear and not self.is_interpreted
+        vars(self).update(
+            is_interpreted=is_interpreted,
+            s_shape=(M, sizes.tile_kv),
+            acc_shape=(M, shape.head.width),
+            num_warpgroups=sizes.warpgroups + (1 if self.quantized is None else 3),
+            num_copies=(1 if tiling is None else tiling.num_copies) * shape.head.num_chunks,
+            work_tiles_per_query_tile=shape.q_heads // sizes.pack_gqa,
+            has_splits=sizes.max_splits > 1,
+            has_window=has_window,
+            has_low_end=has_window or tiling is None,
+            adds_alibi_by_mma=is_linear and not is_interpreted,
+            waits_for_values_first=shape.head.padded_dim == M and not self.has_lists,
+            score_factor=score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0,
+        )
 
 
 # ------------------------------------------------------------------------------------- arrays
@@ -273,7 +260,9 @@ class PrefillSmem(NamedTuple):
     warpgroup.
 
     Attributes:
-        query_and_out: Memory of `query` and `out`, which overlap.
+        query_and_out: Two views of the same memory: ((queries,), (out,)). Queries [warpgroups, query_buffers,
+            chunks, 64, width], swizzled, which the output replaces; and the memory without swizzling, for an
+            output of which only some rows are valid.
         tile_columns: Row of the schedule's table for each buffered work tile [warpgroups, query_buffers,
             columns].
         k: Stages of keys [teams * stages, chunks, tile_kv, width], swizzled.
@@ -292,18 +281,6 @@ class PrefillSmem(NamedTuple):
     columns: Ref
     alibi: AlibiOperands | None
     quantized: QuantizedKvSmem | None
-
-    @property
-    def query(self) -> Ref:
-        """Queries [warpgroups, query_buffers, chunks, 64, width], swizzled; the output replaces them."""
-        (query,), _ = self.query_and_out
-        return query
-
-    @property
-    def out(self) -> Ref:
-        """The memory of `query` without swizzling, for an output of which only some rows are valid."""
-        _, (out,) = self.query_and_out
-        return out
 
 
 class QuantizedKvBarriers(NamedTuple):
@@ -402,23 +379,22 @@ def barrier_types(spec: PrefillSpec) -> PrefillBarriers:
     """Return the types of the barriers; see PrefillBarriers."""
     sizes = spec.sizes
     stages, buffers = sizes.teams * sizes.stages, sizes.warpgroups * sizes.query_buffers
-
-    def stage_barriers(arrivals: int) -> ScratchType:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-
+    stage_barriers = functools.partial(plgpu.Barrier, num_barriers=stages)
     q_arrivals = spec.shape.head.num_chunks * sizes.pack_gqa + 1
     # With an 8-bit cache K and V are filled by a dequantizing warpgroup, which arrives once.
     kv_arrivals = spec.num_copies if spec.quantized is None else 1
     quantized = None
     if spec.quantized is not None:
-        quantized = QuantizedKvBarriers(*map(stage_barriers, _quantized_arrivals(spec)))
+        quantized = QuantizedKvBarriers(
+            *[stage_barriers(num_arrivals=count) for count in _quantized_arrivals(spec)]
+        )
     return PrefillBarriers(
         q_full=plgpu.Barrier(num_arrivals=q_arrivals, num_barriers=buffers),
         q_free=plgpu.Barrier(num_barriers=buffers),
-        k_full=stage_barriers(kv_arrivals),
-        v_full=stage_barriers(kv_arrivals),
-        k_free=stage_barriers(sizes.team_size),
-        v_free=stage_barriers(sizes.team_size),
+        k_full=stage_barriers(num_arrivals=kv_arrivals),
+        v_full=stage_barriers(num_arrivals=kv_arrivals),
+        k_free=stage_barriers(num_arrivals=sizes.team_size),
+        v_free=stage_barriers(num_arrivals=sizes.team_size),
         quantized=quantized,
     )
 

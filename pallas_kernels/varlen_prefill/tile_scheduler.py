@@ -117,7 +117,8 @@ class PrefillTileScheduler:
         """Read all columns of a work tile to registers, and return the work tile and its row of the table."""
         row, head = (index, None) if self.spec.has_lists else self._row_and_head(index)
         columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.columns)}
-        return self._work_tile(columns["head"] if head is None else head, columns.__getitem__), row
+        head = columns["head"] if head is None else head
+        return PrefillWorkTile(head, columns.__getitem__, self.schedule.entries, self.spec), row
 
     def read_from_smem(self, index: Scalar, columns_s: Ref) -> PrefillWorkTile:
         """Return a work tile whose row of the table is in shared memory; columns are read at each use."""
@@ -126,9 +127,6 @@ class PrefillTileScheduler:
             return columns_s[self.columns.index(name)]
 
         head = column("head") if self.spec.has_lists else self._row_and_head(index)[1]
-        return self._work_tile(head, column)
-
-    def _work_tile(self, head: Scalar, column: Callable[[str], Scalar]) -> PrefillWorkTile:
         return PrefillWorkTile(head, column, self.schedule.entries, self.spec)
 
     def _row_and_head(self, index: Scalar) -> tuple[Scalar, Scalar]:
@@ -143,7 +141,9 @@ class PrefillTileScheduler:
         if shape.heads_per_l2_group == shape.q_heads:
             return lax.div(index, group_heads), lax.rem(index, group_heads)
         tiles_per_group, num_groups = num_rows * group_heads, shape.q_heads // shape.heads_per_l2_group
-        group = sum((index >= n * tiles_per_group).astype(jnp.int32) for n in range(1, num_groups))
+        group: Scalar | int = 0
+        for n in range(1, num_groups):
+            group = group + (index >= n * tiles_per_group).astype(jnp.int32)
         in_group = index - group * tiles_per_group
         row, is_reversed = (
             lax.div(in_group, group_heads),
@@ -189,7 +189,7 @@ def align_row(row: Scalar) -> Scalar:
     return lax.div(row, jnp.int32(ALIGN)) * ALIGN
 
 
-# ------------------------------------------------------------------------------------- rows and KV tiles of a warpgroup
+# ------------------------------------------------------------------------------------- rows and KV tiles
 class MaskedEnds(enum.Flag):
     """Ends of the range of visible keys that a KV tile may contain; a tile with neither needs no mask."""
 
@@ -280,12 +280,11 @@ class QueryRows:
             full_begin = jnp.maximum(jnp.minimum(work_tile["num_partial"], work_tile.num), 1)
             return KvTileRange(jnp.int32(0), full_begin, work_tile.num, work_tile.num)
         score, tile, offset = self.spec.score, jnp.int32(self.spec.sizes.tile_kv), work_tile.alignment_offset
-
-        def position_of_nearest_valid_row(row: Scalar) -> Scalar:
-            return work_tile["position"] + jnp.clip(row, work_tile["begin"], work_tile["end"] - 1)
-
-        first = position_of_nearest_valid_row(self.rank * self.tokens)
-        last = position_of_nearest_valid_row(self.rank * self.tokens + (self.tokens - 1))
+        # Positions of the first and of the last row, or of the nearest valid rows.
+        first, last = [
+            work_tile["position"] + jnp.clip(row, work_tile["begin"], work_tile["end"] - 1)
+            for row in (self.rank * self.tokens, self.rank * self.tokens + (self.tokens - 1))
+        ]
         # Keys in [full_first_key, full_end_key) are visible to all rows.
         full_first_key, _ = key_range(score, last, work_tile["seq_len"])
         _, full_end_key = key_range(score, first, work_tile["seq_len"])

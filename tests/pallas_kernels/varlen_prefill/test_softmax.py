@@ -9,9 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.shared.memory import head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
-from pallas_kernels.varlen_prefill import kernel, softmax
+from pallas_kernels.varlen_prefill import softmax
 from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, PrefillSizes
-from pallas_kernels.varlen_prefill.spec import PrefillShape, PrefillSpec
+from pallas_kernels.varlen_prefill.spec import REGISTERS, PrefillShape, PrefillSpec, register_counts
 
 INVARIANT = PrefillSizes(tile_kv=64, batch_invariant=True)
 
@@ -131,7 +131,7 @@ def test_register_requests_fit_the_register_file(table, heads_per_l2_group):
             heads_per_l2_group=heads_per_l2_group,
         )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
-        load, compute = kernel.register_counts(spec)
-        assert (load + sizes.warpgroups * compute) * 128 <= kernel.REGISTERS
+        load, compute = register_counts(spec)
+        assert (load + sizes.warpgroups * compute) * 128 <= REGISTERS
         assert load % 8 == 0
         assert compute % 8 == 0
