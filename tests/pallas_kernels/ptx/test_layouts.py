@@ -14,8 +14,8 @@ from jax.extend.mlir import ir
 
 from pallas_kernels.ptx import fragments, layouts
 from pallas_kernels.ptx.launch import BARRIER, THREADS
-from pallas_kernels.ptx.warp_mma import mma_rhs_layout
 from tests import aot
+from tests.pallas_kernels.ptx.cases import tile_of
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ from tests import aot
         (layouts.TILE, layouts.TILE_LAYOUT),
         (layouts.ROW, layouts.ROW_LAYOUT),
         (layouts.SCALAR, layouts.SCALAR_LAYOUT),
-        (mma_rhs_layout(jnp.bfloat16), layouts.MMA_RHS_LAYOUT),
-        (mma_rhs_layout(jnp.float16), layouts.MMA_RHS_LAYOUT),
+        (tile_of(8, 64, "bfloat16", "bfloat16").query_layout, layouts.MMA_RHS_LAYOUT),
+        (tile_of(8, 64, "float16", "float16").query_layout, layouts.MMA_RHS_LAYOUT),
     ],
 )
 def test_jax_describes_the_layouts_as_expected(layout, expected):
