@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Float64, Int
 
-from jattn.models.rope_parameters import ROPE_TYPES, read_hf, write_hf
+from jattn.models.rope_parameters import ROPE_TYPES, read_hf
 from pallas_kernels.checks import require, require_positive, unsupported
 
 
@@ -122,10 +122,6 @@ class Rope:
         max_context = default_context if max_context is None else max_context
         parameters = read_hf(hf, default_context=default_context, max_context=max_context)
         return cls(head_dim=head_dim, interleaved=interleaved, **parameters)
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return the rope dictionary for `from_hf` and transformers, which has no key for `interleaved`."""
-        return write_hf({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @property
     def rotary_dim(self) -> int:

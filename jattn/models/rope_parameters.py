@@ -1,4 +1,4 @@
-"""Reading and writing the rope dictionaries of config.json."""
+"""Reading the rope dictionaries of config.json."""
 
 import math
 from collections.abc import Mapping
@@ -68,19 +68,6 @@ def read_hf(hf: Mapping[str, Any], *, default_context: int, max_context: int) ->
         fields |= {key: tuple(map(float, parameters[key])) for key in ("short_factor", "long_factor")}
         fields |= _longrope_attention_factors(parameters, max_context, original)
     return fields
-
-
-def write_hf(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope dictionary for the fields of a `Rope`."""
-    read = ROPE_TYPES[fields["rope_type"]]
-    hf = {key: fields[key] for key in ("rope_type", "rope_theta", *read)}
-    if fields["partial_rotary_factor"] != 1.0:
-        hf["partial_rotary_factor"] = fields["partial_rotary_factor"]
-    if fields["rope_type"] == "longrope":
-        hf |= {key: list(hf[key]) for key in ("short_factor", "long_factor")}
-        short, long = fields["attention_factor"], fields["long_attention_factor"]
-        hf |= {"attention_factor": short} if long is None else {"short_mscale": short, "long_mscale": long}
-    return hf
 
 
 def _check(parameters: Mapping[str, Any], rope_type: str) -> None:

@@ -83,7 +83,17 @@ def class_defaults(model_type: str) -> dict[str, Any]:
     defaults = {
         field.name: field.default for field in dataclasses.fields(cls) if field.default is not required
     }
-    return defaults | ({"rope_theta": cls.default_theta} if "rope_parameters" in defaults else {})
+    unset = 1.0  # a base that no class has
+    rope = cls(rope_theta=unset).rope_parameters if "rope_parameters" in defaults else None
+    if rope is None:
+        return defaults
+    if isinstance(rope.get("rope_type"), str):  # not one dictionary per layer type
+        if "partial_rotary_factor" in rope:
+            defaults["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        if rope["rope_theta"] == unset:
+            del rope["rope_theta"]
+        defaults["rope_parameters"] = rope if rope["rope_type"] != "default" else None
+    return defaults | {"rope_theta": cls.default_theta}
 
 
 @functools.cache
@@ -104,6 +114,8 @@ def default_keys(family: Family) -> dict[str, Any]:
     names, read = key_names(family), {*COMMON, *family.read_keys}
     stored = class_defaults(family.config_class or family.model_type)
     stored = {names.get(field, field): value for field, value in stored.items()}
+    if rope := stored.get("rope_parameters"):
+        stored["rope_parameters"] = lambda keys: None if keys["rope_scaling"] else rope
     return {
         **dict.fromkeys(family.read_keys),
         **COMMON,

@@ -40,7 +40,7 @@ GLM = Family(
     model_type="glm",
     architecture="GlmForCausalLM",
     keys=f"{ROPE} attention_bias",
-    defaults={"partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338]},
+    defaults={"eos_token_id": [151329, 151336, 151338]},
     build_layer=_glm4_layer,
     tensors=llama_tensors({".mlp.gate_up_proj": ".mlp.gate_up_proj"}),
 )
@@ -106,7 +106,7 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     keys=f"{ROPE} {_CORRECTED_KEYS} num_experts_per_tok first_k_dense_replace attention_bias use_qk_norm",
-    defaults={"partial_rotary_factor": 0.5, "n_routed_experts": 128},
+    defaults={"n_routed_experts": 128},
     build_layer=_glm4_moe_layer,
     tensors=llama_tensors({**QK_NORM_TENSORS, **_CORRECTED_TENSORS}),
     alternative_tensors=FUSED_EXPERT_TENSORS,

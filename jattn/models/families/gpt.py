@@ -185,7 +185,6 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     keys=f"{ROPE} attention_bias use_parallel_residual",
-    defaults={"partial_rotary_factor": 0.25},
     build_layer=_gpt_neox_layer,
     config_fields=lambda keys: {
         "norm_placement": "parallel_separate_norms" if keys["use_parallel_residual"] else "before"
@@ -298,20 +297,11 @@ def _gpt_oss_layer(keys: Keys, layer: int) -> LayerSpec:
     )
 
 
-_GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     keys=f"{ROPE} sliding_window layer_types attention_bias num_experts num_experts_per_tok",
     defaults={
-        "rope_parameters": lambda keys: None if keys["rope_scaling"] else _GPT_OSS_YARN,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },

@@ -53,7 +53,6 @@ NEMOTRON = dataclasses.replace(
     ARCEE,
     model_type="nemotron",
     architecture="NemotronForCausalLM",
-    defaults={"partial_rotary_factor": 0.5},
     aliases={"norm_eps": "rms_norm_eps"},
     build_layer=lambda keys, layer: llama_layer(keys, rope=rope(keys, is_partial=True), mlp=plain_mlp(keys)),
     norm="layer_offset",
@@ -75,20 +74,10 @@ SEED_OSS = Family(
     tensors=LLAMA_TENSORS,
 )
 
+
 # CWM: a Llama with a sliding window in three of four layers.
-_CWM_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
 def _cwm_layer(keys: Keys, layer: int) -> LayerSpec:
-    parameters = keys["rope_parameters"] or keys["rope_scaling"] or _CWM_LLAMA3
-    rope_keys = {**keys, "rope_parameters": parameters, "rope_scaling": None}
-    return typed_layer(rope_keys, layer_type(keys, layer, SLIDING if layer % 4 else FULL), out_bias=False)
+    return typed_layer(keys, layer_type(keys, layer, SLIDING if layer % 4 else FULL), out_bias=False)
 
 
 CWM = Family(
@@ -243,19 +232,10 @@ NANOCHAT = Family(
 )
 
 # Apertus: MLPs without gates, a learned activation (xIELU), norms of queries and keys.
-_APERTUS_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 12e6,
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
 APERTUS = Family(
     model_type="apertus",
     architecture="ApertusForCausalLM",
     keys=f"{ROPE} attention_bias",
-    defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _APERTUS_LLAMA3},
     build_layer=lambda keys, layer: llama_layer(keys, mlp=plain_mlp(keys), qk_norm=qk_norm(keys)),
     tensors=llama_tensors(
         {
@@ -289,7 +269,6 @@ STABLELM = Family(
     architecture="StableLmForCausalLM",
     other_architectures=("StableLMEpochForCausalLM",),
     keys=f"{ROPE} use_qkv_bias qk_layernorm use_parallel_residual",
-    defaults={"partial_rotary_factor": 0.25},
     build_layer=_stablelm_layer,
     config_fields=lambda keys: {"norm_placement": "parallel" if keys["use_parallel_residual"] else "before"},
     norm="layer",

@@ -58,17 +58,6 @@ def _ministral3(keys: Keys, layer: int) -> LayerSpec:
     return llama_layer(keys, window=keys["sliding_window"], rope=rotary, temperature=tuned)
 
 
-_MINISTRAL_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
 MINISTRAL = Family(
     model_type="ministral",
     architecture="MinistralForCausalLM",
@@ -80,7 +69,6 @@ MINISTRAL3 = Family(
     model_type="ministral3",
     architecture="Ministral3ForCausalLM",
     keys=f"{ROPE} sliding_window",
-    defaults={"rope_parameters": lambda keys: None if keys["rope_scaling"] else _MINISTRAL_YARN},
     build_layer=_ministral3,
     tensors=LLAMA_TENSORS,
     ignored_keys="layer_types",

@@ -49,7 +49,6 @@ PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
     keys=f"{ROPE} qk_layernorm",
-    defaults={"partial_rotary_factor": 0.5},
     build_layer=_phi_layer,
     config_fields=lambda keys: {"has_head_bias": True},
     norm="layer",
