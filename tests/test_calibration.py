@@ -70,7 +70,12 @@ def test_engine_uses_the_models_scales(quantization):
     caches = model.create_caches(3, quantization=quantization, skip_layers=[0])
     assert caches[0].v_scale is None
     np.testing.assert_array_equal(caches[1].v_scale, model.kv_scales.layers[1].v)
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 5, "quantization": quantization}
+    options = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+        "num_blocks": 5,
+        "kv_cache_dtype": quantization,
+    }
     ids = lambda engine: [r.token_ids for r in engine.generate(PROMPTS[:2], max_tokens=4)]
     expected = ids(Engine(model, implementation="reference", **options))
     assert ids(Engine(model, implementation="xla", **options)) == expected

@@ -115,8 +115,8 @@ def check_executable(executable, bucket, engine: Engine, tp: int, cp: int, cache
 DRAFTS = {"speculative": "ngram", "num_speculative_tokens": 3, "buckets": None}
 # Other engine features, and the counters that show their use.
 FEATURES = {
-    "int8 cache, scales per token and head": ({"quantization": "int8_token_head"}, []),
-    "int8 cache, scales per channel": ({"quantization": "int8_static_v"}, []),
+    "int8 cache, scales per token and head": ({"kv_cache_dtype": "int8_token_head"}, []),
+    "int8 cache, scales per channel": ({"kv_cache_dtype": "int8_static_v"}, []),
     "batch_invariant": ({"batch_invariant": True, "buckets": None}, []),
     "preempted": ({"num_blocks": 27}, ["num_preemptions"]),
     "drafts of ngrams": (DRAFTS, ["num_accepted_tokens"]),
@@ -133,8 +133,8 @@ def check_feature(folder: pathlib.Path, name: str) -> None:
         options = dict(options)
         if name == "preempted" and "mesh" in mesh:
             options["num_blocks"] = 14  # as much room, as far as blocks of twice the size go
-        if options.get("quantization") == "int8_static_v":  # static scales
-            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=options["quantization"])
+        if options.get("kv_cache_dtype") == "int8_static_v":  # static scales
+            model.kv_scales = jattn.calibrate(model, PROMPTS, quantization=options["kv_cache_dtype"])
         engine = Engine(model, **{**SIZES, "buckets": BUCKETS, **options}, check_batches=True)
         prompts = [PROMPTS[2] + prompt for prompt in PROMPTS]
         if name == "preempted":  # they begin together, and there is no room for what becomes of them

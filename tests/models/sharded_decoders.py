@@ -181,9 +181,9 @@ def check_drafts(folder: pathlib.Path, expected: list[list[int]]) -> None:
 
 # Other engine features; each must give one device's tokens. `check_replicas` checks those of OF_REPLICAS.
 FEATURES = {
-    "fp8 cache": {"quantization": "fp8_e4m3"},
-    "int8 cache, scales per token and head": {"quantization": "int8_token_head"},
-    "int8 cache, scales per channel": {"quantization": "int8_static_v"},
+    "fp8 cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "int8 cache, scales per token and head": {"kv_cache_dtype": "int8_token_head"},
+    "int8 cache, scales per channel": {"kv_cache_dtype": "int8_static_v"},
     "cascades": {"cascade_attention": True, "block_size": 8},
     "batch_invariant": {"batch_invariant": True},
 }
@@ -231,8 +231,8 @@ def check_feature(
     found, scales = [], []
     for mesh in (None, jattn.parallel.make_mesh(tp=tp)):
         model = load(folder, mesh=mesh, progress=False)
-        if FEATURES[name].get("quantization") in ("fp8_e4m3", "int8_static_v"):  # static scales
-            load_options = {"quantization": FEATURES[name]["quantization"], **(calibration or {})}
+        if FEATURES[name].get("kv_cache_dtype") in ("fp8_e4m3", "int8_static_v"):  # static scales
+            load_options = {"quantization": FEATURES[name]["kv_cache_dtype"], **(calibration or {})}
             model.kv_scales = jattn.calibrate(model, PROMPTS, **load_options)
             scales.append(jax.tree.map(np.shape, model.kv_scales.layers))
         engine = Engine(model, **SIZES | FEATURES[name])
