@@ -326,7 +326,7 @@ class TestKernels:
         monkeypatch.setattr(prefill, "varlen_prefill", kernel)
         without = jax.jit(taken)(None, mask)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
-        for module, makes in ((tile_lists, "tile_lists"), (block_lists, "block_list")):
+        for module, makes in ((tile_lists, "plan_mask"), (block_lists, "block_list")):
             monkeypatch.delattr(module, makes)
         (_, *in_decode), (_, *in_prefill) = planned = jax.jit(taken)(plan, None)
         assert [x is None for x in (*in_decode, *in_prefill)] == [is_of_blocks, not is_of_blocks, False, True]

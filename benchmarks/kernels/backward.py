@@ -18,12 +18,7 @@ from benchmarks.kernels.backward_checks import GRADIENTS, max_errors
 from benchmarks.kernels.cases import PrefillCase
 from benchmarks.runner import Rows, kernel_times, wall_times
 from jattn.implementations.mosaic_gpu import tile_lists
-from jattn.implementations.mosaic_gpu.backward_tile_lists import (
-    PackedLens,
-    backward_lists,
-    backward_mask,
-    backward_sizes,
-)
+from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, backward_sizes, plan_backward_mask
 from pallas_kernels import varlen_backward as backward
 from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.checks import require
@@ -116,8 +111,8 @@ class Work:
         schedule = make_schedule(score=self.score, sizes=sizes, has_lists=has_lists)
         if not has_lists:
             return schedule, None
-        config = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
-        return schedule, tile_lists.tile_lists(arrays["mask"], self.spec, schedule, sizes, config)
+        bounds = tile_lists.MaskBounds(self.max_seq_len, is_packed=True)
+        return schedule, tile_lists.plan_mask(arrays["mask"], self.spec, schedule, sizes, bounds)
 
     def forward(self, arrays: Arrays, plan: Any, *, return_lse: bool) -> tuple[jax.Array, Any]:
         """Run the forward kernel and return the output, and the log-sum-exps if requested.
@@ -127,19 +122,16 @@ class Work:
             plan: Result of `forward_schedule`.
             return_lse: Whether to return the log-sum-exps.
         """
-        (schedule, lists), mask = plan, None
-        sizes = prefill.default_sizes(self.case.head_dim, has_lists=lists is not None)
-        if lists is not None:
-            config = tile_lists.TileListConfig(self.max_seq_len, is_packed=True)
-            mask = tile_lists.pair_mask(arrays["mask"], self.spec, sizes, config)
+        schedule, mask_plan = plan
+        sizes = prefill.default_sizes(self.case.head_dim, has_lists=mask_plan is not None)
         inputs = {name: x for name, x in arrays.items() if name not in ("mask", "grad_out")}
         return prefill.varlen_prefill(
             **inputs,
             score=self.score,
             sizes=sizes,
             schedule=schedule,
-            lists=lists,
-            mask=mask,
+            lists=None if mask_plan is None else mask_plan.lists,
+            mask=None if mask_plan is None else mask_plan.pair_mask,
             return_lse=return_lse,
         )
 
@@ -160,8 +152,8 @@ class Work:
             sizes=self.sizes,
         )
         if "mask" not in arrays:
-            return schedule, None
-        return schedule, backward_lists(
+            return schedule, None, None
+        return schedule, *plan_backward_mask(
             arrays["mask"],
             self.spec,
             lens,
@@ -180,9 +172,7 @@ class Work:
             arrays: Inputs, the output and the log-sum-exps.
             plan: Result of `schedule`.
         """
-        (schedule, lists), mask = plan, None
-        if lists is not None:
-            mask = backward_mask(arrays["mask"], self.spec, self.sizes, max_seq_len=self.max_seq_len)
+        schedule, lists, mask = plan
         inputs = {name: x for name, x in arrays.items() if name not in ("mask", "sinks")}
         return backward.varlen_backward(
             **inputs, score=self.score, sizes=self.sizes, schedule=schedule, lists=lists, mask=mask

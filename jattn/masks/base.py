@@ -13,32 +13,109 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.batch.metadata import BatchMetadata, rows_from
+from jattn.masks.in_kernel import Formula, KernelTiling, why_not_formula
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
 from jattn.pytree import replace
 from pallas_kernels import support
 from pallas_kernels.checks import require
+from pallas_kernels.varlen_prefill import Inverted, Joined, KernelMask
 
 
 class Mask(abc.ABC):
     """A rule for which keys each query attends to.
 
     Combine masks with &, | and ~. To define your own mask, subclass Mask and register the class: with
-    `jax.tree_util.register_static` if it holds no arrays, else as a pytree.
+    `jax.tree_util.register_static` if it holds no arrays, else as a pytree. `visible` and `coverage` serve
+    all implementations. Kernels evaluate `visible` in partial tiles, unless a class overrides `kernel_mask`
+    with a faster form.
 
     Attributes:
         row_axes: For each array field that may have a leading axis of requests, the number of axes the array
             has with it. Required for masks that hold arrays; {} if none of them is per request.
+        num_gathered: Maximum number of keys per head that kernels copy into contiguous tiles. A class that
+            sets it defines `split_gathered`.
     """
 
     row_axes: ClassVar[Mapping[str, int] | None] = None
+    num_gathered: int = 0
 
     @abc.abstractmethod
     def visible(self, pairs: Pairs) -> Any:
-        """Return whether each query attends to its key: bool, broadcastable to the shape of `pairs`."""
+        """Return whether each query attends to its key: bool, broadcastable to the shape of `pairs`.
 
-    @abc.abstractmethod
+        Kernels read arrays through `pairs.at_query`, `pairs.at_key` and `pairs.at_row` alone.
+        """
+
     def coverage(self, tiles: Tiles) -> Coverage:
-        """Return whether any and whether all pairs of each tile are visible."""
+        """Return whether any and whether all pairs of each tile are visible.
+
+        By default every pair is evaluated, which is slow for long sequences. `tiles.at_queries` and
+        `tiles.at_keys` bound the arrays' entries in a tile.
+        """
+
+        def add_pair_axes(x: Any) -> Any:
+            return jnp.asarray(x)[..., None, None]
+
+        def positions(first: Any, size: int, axis: int) -> Any:
+            offset = np.arange(size, dtype=np.int32).reshape([-1 if i == axis else 1 for i in (-2, -1)])
+            return add_pair_axes(first) + np.expand_dims(offset, tuple(range(jnp.ndim(first))))
+
+        query = positions(tiles.first_query, tiles.size[0], -2)
+        key = positions(tiles.first_key, tiles.size[1], -1)
+        is_inside = (query <= add_pair_axes(tiles.last_query)) & (key <= add_pair_axes(tiles.last_key))
+        head, row = add_pair_axes(tiles.head), add_pair_axes(tiles.row)
+        visible = self.visible(Pairs(head, row, query, key, tiles.num_heads, tiles.is_prefill))
+        any_visible = (visible & is_inside).any(axis=(-2, -1))
+        return Coverage(any_visible, (visible | ~is_inside).all(axis=(-2, -1)))
+
+    @property
+    def block_shape(self) -> tuple[int | None, int] | None:
+        """Numbers of queries and keys per block if the mask is constant within blocks; None otherwise.
+
+        The number of queries is None if all queries of a request attend to the same keys.
+        """
+        return None
+
+    @property
+    def skips_most_tiles(self) -> bool:
+        """Whether a query of a long request typically attends to few of its tiles of keys."""
+        return False
+
+    def key_range(self, query: Any) -> tuple[Any | None, Any | None] | None:
+        """Return the visible keys of queries at positions from 0 on, as a range of positions [begin, end).
+
+        None if they are no range that follows from the position alone; an end is None if it has no bound.
+        """
+        return None
+
+    def is_equal_within_groups(self, num_heads: tuple[int, int]) -> bool:
+        """Return whether all query heads of a kv head attend to the same keys."""
+        q_heads, kv_heads = num_heads
+        period, _ = self.num_heads
+        return q_heads == kv_heads or (period is not None and kv_heads % period == 0)
+
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        """Return why kernels cannot evaluate the mask in tiles of these sizes; None if they can."""
+        return None if self.is_static else why_not_formula(self, tiling)
+
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        """Return the mask as kernels evaluate it in partial tiles; why_no_kernel must be None.
+
+        By default they evaluate the formula `visible` of each pair. Works inside jit.
+        """
+        return Formula.of(self, tiling)
+
+    def for_kernels(self) -> "Mask":
+        """Return the mask that kernels compute in place of this one."""
+        return self
+
+    def split_gathered(self) -> tuple[Any, "Mask"]:
+        """Return the mask of the gathered keys, a GatheredColumns, and the mask of the other keys."""
+        raise NotImplementedError
+
+    def map_leaves(self, function: Callable[["Mask"], "Mask"]) -> "Mask":
+        """Return the composition with `function` applied to each mask that is not composed."""
+        return function(self)
 
     def __and__(self, other: "Mask") -> "Mask":
         return And(masks=(*_operands(self, And), *_operands(other, And)))
@@ -180,6 +257,11 @@ def leaves(mask: Mask) -> Iterator[Mask]:
         yield mask
 
 
+def factors(mask: Mask) -> tuple[Mask, ...]:
+    """Return the masks whose intersection a mask is."""
+    return mask.masks if isinstance(mask, And) else (mask,)
+
+
 def per_request_arrays(mask: Mask) -> dict[str, Any]:
     """Return the arrays of a mask, excluding those of its operands, that have one row per request."""
     if mask.is_static:
@@ -211,6 +293,30 @@ class _Joined(Mask):
 
     masks: tuple[Mask, ...]
 
+    @override
+    def map_leaves(self, function: Callable[[Mask], Mask]) -> Mask:
+        return type(self)(masks=tuple(mask.map_leaves(function) for mask in self.masks))
+
+    @override
+    def for_kernels(self) -> Mask:
+        return self.map_leaves(lambda leaf: leaf.for_kernels())
+
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        reasons = (mask.why_no_kernel(tiling) for mask in self.masks)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        if self.is_static:
+            return Formula.of(self, tiling)
+        operands = tuple(mask.kernel_mask(tiling) for mask in self.masks)
+        return (
+            Inverted(operand=operands[0])
+            if isinstance(self, Not)
+            else Joined(operands=operands, is_union=isinstance(self, Or))
+        )
+
     def __post_init__(self) -> None:
         is_valid = isinstance(self.masks, tuple) and all(isinstance(mask, Mask) for mask in self.masks)
         is_valid = is_valid and (len(self.masks) == 1 if isinstance(self, Not) else len(self.masks) > 0)
@@ -221,7 +327,7 @@ class _Joined(Mask):
 
     @override
     def map_rows(self, function: Callable[[Any], Any]) -> Mask:
-        return type(self)(masks=tuple(mask.map_rows(function) for mask in self.masks))
+        return self.map_leaves(lambda leaf: leaf.map_rows(function))
 
     @override
     def check(self, sizes: BatchSizes) -> None:
@@ -267,6 +373,11 @@ class And(_Joined):
     def allows_future_keys(self) -> bool:
         return not self.is_causal and any(mask.allows_future_keys for mask in self.masks)
 
+    @property
+    @override
+    def skips_most_tiles(self) -> bool:
+        return any(mask.skips_most_tiles for mask in self.masks)
+
     @override
     def visible(self, pairs: Pairs) -> Any:
         return functools.reduce(operator.and_, (mask.visible(pairs) for mask in self.masks))
@@ -297,6 +408,11 @@ class Or(_Joined):
             any(mask.is_causal and mask.allows_all_past_keys for mask in self.masks) and not self.is_causal
         )
         return is_more or any(mask.allows_future_keys for mask in self.masks)
+
+    @property
+    @override
+    def skips_most_tiles(self) -> bool:
+        return all(mask.skips_most_tiles for mask in self.masks)
 
     @override
     def visible(self, pairs: Pairs) -> Any:

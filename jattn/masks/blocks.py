@@ -11,10 +11,12 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import normalize_ints, require_array
+from jattn.masks.in_kernel import KernelTiling
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree, static
 from pallas_kernels import support
 from pallas_kernels.checks import require, require_int
+from pallas_kernels.varlen_prefill import MAX_KEY_BLOCKS, MAX_QUERY_WORDS, BlockBits, KernelMask
 
 NUM_HASHES = 32749  # A prime: number of values of the hash that draws random blocks.
 MAX_FLAT_INDEX = 2**31 - 1  # Largest int32 index.
@@ -87,10 +89,17 @@ class BlockMask(Mask):
             normalize_ints(self, 1, "block_q")
         require(0 not in shape[-3:], "blocks", "have at least one head and one block", shape)
 
+    skips_most_tiles = True
+
     @property
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
         return self.blocks.shape[-3], 1
+
+    @property
+    @override
+    def block_shape(self) -> tuple[int | None, int] | None:
+        return self.block_q, self.block_kv
 
     @override
     def check(self, sizes: BatchSizes) -> None:
@@ -184,6 +193,30 @@ class BlockMask(Mask):
             lookup, queries, keys, (num_q, max_blocks_per_tile(tiles.size[1], self.block_kv))
         )
 
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        for name, size, block, limit in (
+            ("queries", tiling.queries, self.block_q, MAX_QUERY_WORDS),
+            ("keys", tiling.keys, self.block_kv, MAX_KEY_BLOCKS),
+        ):
+            if block is not None and max_blocks_per_tile(size, block) > limit:
+                reason = f"a tile of {size} {name} touches more than {limit}"
+                return f"there is no kernel for blocks of {block} {name} ({reason})"
+        return None
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        first, fits = self.first_q_block, tiling.keys % self.block_kv == 0 or self.block_kv % tiling.keys == 0
+        blocks = jnp.asarray(self.blocks)
+        return BlockBits(
+            words=BlockBits.pack(blocks.reshape(-1, *blocks.shape[-3:])),
+            first_q_block=None if first is None else jnp.asarray(first).astype(jnp.int32),
+            block_q=self.block_q,
+            block_kv=self.block_kv,
+            group=tiling.num_heads[0] // blocks.shape[-3],
+            is_aligned=fits and not tiling.is_packed,
+        )
+
 
 @pytree
 class ListedBlocks(BlockMask):
@@ -228,10 +261,17 @@ class BigBird(Mask):
         require_int(seed=self.seed)
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
 
+    skips_most_tiles = True
+
     @property
     @override
     def num_heads(self) -> tuple[int | None, int | None]:
         return (None if self.random_blocks else 1), 1
+
+    @property
+    @override
+    def block_shape(self) -> tuple[int | None, int] | None:
+        return self.block_size, self.block_size
 
     def _block_visible(self, head: Any, a: Any, b: Any) -> Any:
         is_global = (b < self.global_blocks) | ((a >= 0) & (a < self.global_blocks))

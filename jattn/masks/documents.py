@@ -1,6 +1,5 @@
 """Document masks: queries attend to the keys of their own document, given by an id per position."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, override
 
 import jax.numpy as jnp
@@ -8,21 +7,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jattn.masks.base import And, Mask, Not, Or
+from jattn.masks.base import Mask
 from jattn.masks.checks import require_array
-from jattn.masks.pairs import Coverage, Pairs, Tiles, quotient
+from jattn.masks.in_kernel import KernelTiling
+from jattn.masks.pairs import Coverage, Pairs, Tiles, entry
 from jattn.pytree import pytree
 from pallas_kernels import support
 from pallas_kernels.checks import require
+from pallas_kernels.varlen_prefill import MAX_ROWS, KernelMask, Lines, RowRanges
 
-
-def entry(table: Any, row: Any, position: Any) -> Any:
-    """Return `table[row, position]`, or `table[position]` for all rows; positions are clamped."""
-    table = jnp.asarray(table)
-    position = jnp.clip(position, 0, table.shape[-1] - 1)
-    if table.ndim == 1:
-        return table[position]
-    return table[jnp.minimum(row, table.shape[0] - 1), position]
+BEFORE_ALL = -(2**30)  # start of the first document: query positions may be negative
 
 
 def as_int32(ids: Any) -> Any:
@@ -58,18 +52,45 @@ class Document(Mask):
         require(self.ids.shape[-1] > 0, "ids", "have at least one position", self.ids.shape)
         object.__setattr__(self, "ids", as_int32(self.ids))
 
+    skips_most_tiles = True
+
     @override
     def visible(self, pairs: Pairs) -> Any:
-        return entry(self.ids, pairs.row, pairs.query) == entry(self.ids, pairs.row, pairs.key)
+        return pairs.at_query(self.ids) == pairs.at_key(self.ids)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         """Return coverage from the range of ids in each tile: exact for ascending ids, else conservative."""
-        bounds = _id_range_function(self.ids, max(tiles.size))
-        low_q, high_q = bounds(tiles.row, tiles.first_query, tiles.last_query)
-        low_k, high_k = bounds(tiles.row, tiles.first_key, tiles.last_key)
+        (low_q, high_q), (low_k, high_k) = tiles.at_queries(self.ids), tiles.at_keys(self.ids)
         any_visible = (low_q <= high_k) & (low_k <= high_q)
         return Coverage(any_visible, (low_q == high_q) & (low_k == high_k) & (low_q == low_k))
+
+    @override
+    def for_kernels(self) -> Mask:
+        return document_runs(jnp.asarray(self.ids))
+
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        reason = "there is no kernel for a Document whose ids are not contiguous"
+        return None if has_contiguous_ids(self.ids) else reason
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        """Store the first position of each position's document, and one past the last."""
+        ids = jnp.atleast_2d(jnp.asarray(self.ids))
+        past_end = tiling.max_seq_len + MAX_ROWS  # a tile's first key may be as low as -MAX_ROWS
+        position = jnp.arange(-MAX_ROWS, past_end, dtype=jnp.int32)
+
+        def id_at(position: Any) -> Any:
+            return ids[:, jnp.clip(position, 0, ids.shape[1] - 1)]
+
+        begins, ends = id_at(position) != id_at(position - 1), id_at(position) != id_at(position + 1)
+        return RowRanges(
+            first=lax.cummax(jnp.where(begins, position, BEFORE_ALL), axis=1),
+            end=lax.cummin(jnp.where(ends, position + 1, past_end), axis=1, reverse=True),
+            lines=Lines(ids.shape[0], None),
+            num_positions=None,
+        )
 
 
 @pytree
@@ -78,10 +99,15 @@ class DocumentRuns(Document):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        first_q, last_q = (entry(self.ids, tiles.row, x) for x in (tiles.first_query, tiles.last_query))
-        first_k, last_k = (entry(self.ids, tiles.row, x) for x in (tiles.first_key, tiles.last_key))
+        queries, keys = (tiles.first_query, tiles.last_query), (tiles.first_key, tiles.last_key)
+        first_q, last_q = (entry(self.ids, tiles.row, None, x) for x in queries)
+        first_k, last_k = (entry(self.ids, tiles.row, None, x) for x in keys)
         any_visible = (first_q <= last_k) & (first_k <= last_q)
         return Coverage(any_visible, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
+
+    @override
+    def for_kernels(self) -> Mask:
+        return self
 
 
 def document_runs(ids: Int[Array, "*reqs positions"]) -> DocumentRuns:
@@ -89,15 +115,6 @@ def document_runs(ids: Int[Array, "*reqs positions"]) -> DocumentRuns:
     is_first = ids[..., 1:] != ids[..., :-1]
     pad_widths = [(0, 0)] * (ids.ndim - 1) + [(1, 0)]
     return DocumentRuns(ids=jnp.pad(jnp.cumsum(is_first, axis=-1, dtype=jnp.int32), pad_widths))
-
-
-def documents_to_runs(mask: Mask) -> Mask:
-    """Return the mask with each run of equal ids as a separate document, as the kernels compute it."""
-    if isinstance(mask, And | Or | Not):
-        return type(mask)(masks=tuple(map(documents_to_runs, mask.masks)))
-    if isinstance(mask, Document) and not isinstance(mask, DocumentRuns):
-        return document_runs(jnp.asarray(mask.ids))
-    return mask
 
 
 def has_contiguous_ids(ids: Any) -> bool:
@@ -109,36 +126,3 @@ def has_contiguous_ids(ids: Any) -> bool:
         return True
     num_runs = 1 + (ids[:, 1:] != ids[:, :-1]).sum(axis=1)
     return all(len(np.unique(row)) == runs for row, runs in zip(ids, num_runs, strict=True))
-
-
-def _id_range_function(ids: Any, size: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Return a function `id_range(row, first, last)` that bounds the ids from first to last inclusive.
-
-    Rows are cut into pieces of `size`, and the running minimum and maximum from the start and from the end of
-    each piece are precomputed. A range has at most `size` positions. If it spans two pieces, combining both
-    sides is exact. If it lies in one piece, both sides are bounds and the tighter one is returned, which is
-    exact for ids that ascend or descend.
-    """
-    ids = jnp.asarray(ids)
-    num_positions = ids.shape[-1]
-    pad_widths = [(0, 0)] * (ids.ndim - 1) + [(0, -num_positions % size)]
-    pieces = jnp.pad(ids, pad_widths, mode="edge").reshape(*ids.shape[:-1], -1, size)
-
-    def running(extreme: Callable[..., Array], *, reverse: bool) -> Array:
-        return extreme(pieces, pieces.ndim - 1, reverse=reverse).reshape(*ids.shape[:-1], -1)
-
-    min_before, min_after = (running(lax.cummin, reverse=reverse) for reverse in (False, True))
-    max_before, max_after = (running(lax.cummax, reverse=reverse) for reverse in (False, True))
-
-    def id_range(row: Any, first: Any, last: Any) -> tuple[Any, Any]:
-        first, last = (jnp.clip(position, 0, num_positions - 1) for position in (first, last))
-        is_one_piece = quotient(first, size) == quotient(last, size)
-        low_before, low_after = entry(min_before, row, last), entry(min_after, row, first)
-        high_before, high_after = entry(max_before, row, last), entry(max_after, row, first)
-        low = jnp.where(is_one_piece, jnp.maximum(low_before, low_after), jnp.minimum(low_before, low_after))
-        high = jnp.where(
-            is_one_piece, jnp.minimum(high_before, high_after), jnp.maximum(high_before, high_after)
-        )
-        return low, high
-
-    return id_range

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.masks.base import And, Mask, Not, Or
-from jattn.masks.pairs import Coverage, Pairs, Tiles
-from jattn.masks.sharded import ShardedMask
+from jattn.masks.base import Mask
+from jattn.masks.in_kernel import KernelTiling
+from jattn.masks.pairs import Pairs
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require
+
+NO_CAPTURED_ARRAYS = "there is no kernel for a mask function that closes over arrays"
 
 
 @contextlib.contextmanager
@@ -75,22 +77,9 @@ class MaskFunction(Mask):
         return self._call(pairs.head, pairs.query, pairs.key)
 
     @override
-    def coverage(self, tiles: Tiles) -> Coverage:
-        """Evaluate the function on every pair of each tile."""
-
-        def add_pair_axes(x: Any) -> Any:
-            return jnp.asarray(x)[..., None, None]
-
-        query = add_pair_axes(tiles.first_query) + jnp.arange(tiles.size[0], dtype=jnp.int32).reshape(
-            *[1] * jnp.ndim(tiles.first_query), -1, 1
-        )
-        key = add_pair_axes(tiles.first_key) + jnp.arange(tiles.size[1], dtype=jnp.int32).reshape(
-            *[1] * jnp.ndim(tiles.first_key), 1, -1
-        )
-        is_inside = (query <= add_pair_axes(tiles.last_query)) & (key <= add_pair_axes(tiles.last_key))
-        visible = self._call(add_pair_axes(tiles.head), query, key)
-        any_visible = (visible & is_inside).any(axis=(-2, -1))
-        return Coverage(any_visible, (visible | ~is_inside).all(axis=(-2, -1)))
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        has_arrays = any(np.ndim(array) for array in mask_function_jaxpr(self).consts)
+        return NO_CAPTURED_ARRAYS if has_arrays else None
 
 
 @pytree
@@ -123,8 +112,8 @@ class LiftedMaskFunction(Mask):
         return self._function.visible(pairs)
 
     @override
-    def coverage(self, tiles: Tiles) -> Coverage:
-        return self._function.coverage(tiles)
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        return NO_CAPTURED_ARRAYS
 
 
 def lift_captured_arrays(mask: Mask) -> Mask:
@@ -132,14 +121,7 @@ def lift_captured_arrays(mask: Mask) -> Mask:
 
     jax.custom_vjp does not see arrays that a static function captures.
     """
-    match mask:
-        case And() | Or() | Not():
-            return type(mask)(masks=tuple(map(lift_captured_arrays, mask.masks)))
-        case ShardedMask():
-            return dataclasses.replace(mask, mask=lift_captured_arrays(mask.mask))
-        case MaskFunction():
-            return _lift(mask)
-    return mask
+    return mask.map_leaves(lambda leaf: _lift(leaf) if isinstance(leaf, MaskFunction) else leaf)
 
 
 def mask_function_jaxpr(mask: MaskFunction) -> Any:

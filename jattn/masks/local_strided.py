@@ -67,6 +67,17 @@ class LocalStrided(Mask):
             return 1, 1
         return None, None if self.homo_head_group else 1
 
+    skips_most_tiles = True
+
+    @property
+    @override
+    def block_shape(self) -> tuple[int | None, int] | None:
+        return self.block_size, self.block_size
+
+    @override
+    def is_equal_within_groups(self, num_heads: tuple[int, int]) -> bool:
+        return self.homo_head_group or super().is_equal_within_groups(num_heads)
+
     def head_sliding_step(self, num_q_heads: int, num_kv_heads: int) -> int:
         """Return vLLM's head_sliding_step for per-device numbers of heads; negative if in kv heads."""
         if self.homo_head:

@@ -30,6 +30,29 @@ class Pairs(NamedTuple):
     num_heads: tuple[int, int]
     is_prefill: bool = True
 
+    def at_query(self, array: Any, *, per_head: bool = False) -> Any:
+        """Return the entry of an array for the query of each pair, inside kernels as well.
+
+        Args:
+            array: Array field of the mask: [positions] for all requests or [reqs, positions]. Positions
+                beyond the array have the nearest entry.
+            per_head: Static: whether the array has an axis of query heads before the positions.
+        """
+        return self.look_up(array, "query", per_head=per_head)
+
+    def at_key(self, array: Any, *, per_head: bool = False) -> Any:
+        """Return the entry of an array for the key of each pair; see `at_query`."""
+        return self.look_up(array, "key", per_head=per_head)
+
+    def at_row(self, array: Any, *, per_head: bool = False) -> Any:
+        """Return the entry of an array without positions, [] or [reqs]; see `at_query`."""
+        return self.look_up(array, "row", per_head=per_head)
+
+    def look_up(self, array: Any, axis: str, *, per_head: bool = False) -> Any:
+        """Return the entry of an array at the position named by `axis`: "query", "key" or "row"."""
+        position = None if axis == "row" else self.query if axis == "query" else self.key
+        return entry(array, self.row, self.head if per_head else None, position)
+
 
 class Tiles(NamedTuple):
     """Tiles of pairs: each pairs the queries first_query..last_query with the keys first_key..last_key.
@@ -57,6 +80,52 @@ class Tiles(NamedTuple):
     num_heads: tuple[int, int]
     size: tuple[int, int]
     is_prefill: bool = True
+
+    def at_queries(self, array: Any, *, per_head: bool = False) -> tuple[Any, Any]:
+        """Return bounds of an array's entries for the queries of each tile: a minimum and a maximum.
+
+        The bounds are exact for entries that ascend or descend; others may get wider bounds. See
+        `Pairs.at_query` for the arguments.
+        """
+        return self._bounds(array, self.first_query, self.last_query, per_head)
+
+    def at_keys(self, array: Any, *, per_head: bool = False) -> tuple[Any, Any]:
+        """Return bounds of an array's entries for the keys of each tile; see `at_queries`."""
+        return self._bounds(array, self.first_key, self.last_key, per_head)
+
+    def at_row(self, array: Any, *, per_head: bool = False) -> Any:
+        """Return the entry of an array for the request of each tile; see `Pairs.at_row`."""
+        return entry(array, self.row, self.head if per_head else None, None)
+
+    def _bounds(self, array: Any, first: Any, last: Any, per_head: bool) -> tuple[Any, Any]:
+        """Return bounds of the entries from `first` to `last`.
+
+        Rows are cut into pieces of the tile's size, and the running minimum and maximum from the start and
+        from the end of each piece are computed. If a range spans two pieces, combining both sides is exact.
+        If it lies in one piece, both sides are bounds and the tighter one is returned.
+        """
+        array, size = jnp.asarray(array), max(self.size)
+        array = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+        num_positions = array.shape[-1]
+        pad_widths = [(0, 0)] * (array.ndim - 1) + [(0, -num_positions % size)]
+        pieces = jnp.pad(array, pad_widths, mode="edge").reshape(*array.shape[:-1], -1, size)
+        first, last = (jnp.clip(position, 0, num_positions - 1) for position in (first, last))
+        is_one_piece = quotient(first, size) == quotient(last, size)
+
+        def bound(running: Any, wider: Any, tighter: Any) -> Any:
+            before, after = (
+                entry(
+                    running(pieces, pieces.ndim - 1, reverse=reverse).reshape(*array.shape[:-1], -1),
+                    self.row,
+                    self.head if per_head else None,
+                    position,
+                )
+                for reverse, position in ((False, last), (True, first))
+            )
+            return jnp.where(is_one_piece, tighter(before, after), wider(before, after))
+
+        low = bound(jax.lax.cummin, jnp.minimum, jnp.maximum)
+        return low, bound(jax.lax.cummax, jnp.maximum, jnp.minimum)
 
 
 class Coverage(NamedTuple):
@@ -94,6 +163,23 @@ class BatchSizes(NamedTuple):
     max_seq_len: int | None = None
     max_query_end: int | None = None
     query_ends: Callable[[], np.ndarray] | None = None
+
+
+def entry(array: Any, row: Any, head: Any, position: Any) -> Any:
+    """Return the entry of an array, with clamped row and position.
+
+    Args:
+        array: Array with an optional leading axis of requests, then axes of heads and of positions.
+        row: Row of the batch.
+        head: Query head; None if the array has no such axis.
+        position: Position in the request; None if the array has no such axis.
+    """
+    array, index = jnp.asarray(array), () if head is None else (head,)
+    if position is not None:
+        index = (*index, jnp.clip(position, 0, array.shape[-1] - 1))
+    if array.ndim > len(index):
+        index = (jnp.minimum(row, array.shape[0] - 1), *index)
+    return array[index]
 
 
 def quotient(x: Any, size: int) -> Any:

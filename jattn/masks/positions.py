@@ -11,9 +11,12 @@ from jaxtyping import Array, Int
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import MAX_INT, normalize_ints, require_array
+from jattn.masks.in_kernel import Formula, KernelTiling
 from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
 from jattn.pytree import pytree
 from pallas_kernels.checks import require
+from pallas_kernels.shared import normalize_window_side
+from pallas_kernels.varlen_prefill import KernelMask, PrefixWords, WindowWords
 
 
 def distances(tiles: Tiles) -> tuple[Any, Any]:
@@ -35,6 +38,14 @@ class Causal(Mask):
     @override
     def allows_all_past_keys(self) -> bool:
         return True
+
+    @override
+    def key_range(self, query: Any) -> tuple[Any, Any]:
+        return None, query + 1
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        return WindowWords(left=None, right=0)
 
     @override
     def visible(self, pairs: Pairs) -> Any:
@@ -79,6 +90,21 @@ class Window(Mask):
     def allows_future_keys(self) -> bool:
         return bool(self.right)
 
+    @property
+    @override
+    def skips_most_tiles(self) -> bool:
+        return self.left is not None
+
+    @override
+    def key_range(self, query: Any) -> tuple[Any, Any]:
+        right = normalize_window_side(self.right)
+        low = None if self.left is None else jnp.maximum(query - self.left, 0)
+        return low, None if right is None else query + (right + 1)
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        return Formula.of(self, tiling) if self == Window() else WindowWords(left=self.left, right=self.right)
+
     @override
     def visible(self, pairs: Pairs) -> Any:
         offset = pairs.key - pairs.query
@@ -119,6 +145,8 @@ class Sinks(Mask):
     def __post_init__(self) -> None:
         normalize_ints(self, 1, "num")
 
+    skips_most_tiles = True
+
     @override
     def visible(self, pairs: Pairs) -> Any:
         return pairs.key < self.num
@@ -137,6 +165,13 @@ class Chunked(Mask):
 
     def __post_init__(self) -> None:
         normalize_ints(self, 1, "size")
+
+    skips_most_tiles = True
+
+    @override
+    def key_range(self, query: Any) -> tuple[Any, Any]:
+        first = quotient(query, self.size) * self.size
+        return first, first + self.size
 
     @override
     def visible(self, pairs: Pairs) -> Any:
@@ -215,16 +250,16 @@ class Prefix(Mask):
     def allows_future_keys(self) -> bool:
         return True
 
-    def _length(self, row: Any) -> Any:
-        lengths = jnp.asarray(self.length)
-        return lengths if lengths.ndim == 0 else lengths[jnp.minimum(row, lengths.shape[0] - 1)]
-
     @override
     def visible(self, pairs: Pairs) -> Any:
-        return jnp.maximum(pairs.query, pairs.key) < self._length(pairs.row)
+        return jnp.maximum(pairs.query, pairs.key) < pairs.at_row(self.length)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        length = self._length(tiles.row)
+        length = tiles.at_row(self.length)
         any_visible = jnp.maximum(tiles.first_query, tiles.first_key) < length
         return Coverage(any_visible, jnp.maximum(tiles.last_query, tiles.last_key) < length)
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        return PrefixWords(lengths=jnp.atleast_1d(jnp.asarray(self.length)).astype(jnp.int32))

@@ -1,16 +1,20 @@
 """Masks over several devices: heads sharded over a mesh axis, or keys interleaved over ranks."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, override
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jattn.masks.base import Mask, leaves, per_request_arrays
+from jattn.masks.base import Mask, factors, leaves, per_request_arrays
+from jattn.masks.in_kernel import KernelTiling
 from jattn.masks.local_strided import LocalStrided
 from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, quotient, remainder
 from jattn.pytree import pytree, static
+from pallas_kernels.varlen_prefill import KernelMask, PairTile, Words
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +59,16 @@ class ShardedMask(Mask):
         self.mask.check(sizes._replace(num_q_heads=self.num_global_heads[0]))
 
     @override
+    def map_leaves(self, function: Callable[[Mask], Mask]) -> Mask:
+        return dataclasses.replace(self, mask=self.mask.map_leaves(function))
+
+    @override
     def map_rows(self, function: Callable[[Any], Any]) -> Mask:
         return dataclasses.replace(self, mask=self.mask.map_rows(function))
+
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        return "there is no kernel for masks that differ between devices"
 
     @override
     def visible(self, pairs: Pairs) -> Any:
@@ -134,6 +146,25 @@ class InterleavedMask(Mask):
         super().check(sizes)
         self.mask.check(BatchSizes(num_q_heads=sizes.num_q_heads))
 
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        if tiling.has_key_rows:
+            return "there is no kernel for gradients over keys on several devices"
+        for factor in factors(self.mask):
+            if factor.key_range(0) is None:
+                return f"there is no kernel for a {type(factor).__name__} over keys on several devices"
+        return None
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        return RankRanges(
+            shift=jnp.asarray(self.shift).astype(jnp.int32),
+            rank=jnp.asarray(self.rank).astype(jnp.int32).reshape(1),
+            mask=self.mask,
+            num_ranks=self.num_ranks,
+            interleave=self.interleave,
+        )
+
     def position(self, key: Any) -> Any:
         """Return the position in the request of the rank's `key`-th key."""
         cycle, offset = quotient(key, self.interleave), remainder(key, self.interleave)
@@ -156,3 +187,44 @@ class InterleavedMask(Mask):
             size=(queries, (keys + self.interleave) * self.num_ranks),
         )
         return self.mask.coverage(global_tiles)
+
+
+@pytree
+class RankRanges(KernelMask):
+    """The range of a rank's keys that is visible to each query; the fields are those of InterleavedMask."""
+
+    shift: Int32[Array, " reqs"]
+    rank: Int32[Array, " 1"]
+    mask: Mask = static()
+    num_ranks: int = static()
+    interleave: int = static()
+
+    @override
+    def load(self, tile: PairTile, row: Any) -> tuple[Any, Any]:
+        return self.shift[jnp.minimum(row, self.shift.shape[0] - 1)], self.rank[0]
+
+    @override
+    def visible(self, tile: PairTile, loaded: tuple[Any, Any]) -> Words:
+        shift, rank = loaded
+        begin, end = visible_range(self.mask, jnp.maximum(tile.query_positions + shift, 0))
+        all_columns = tile.fill_rows(jnp.int32(tile.shape[1]))
+        return tile.words_in_range(
+            None if begin is None else self._num_keys(rank, begin) - tile.first_key,
+            all_columns if end is None else self._num_keys(rank, end) - tile.first_key,
+        )
+
+    def _num_keys(self, rank: Any, num_positions: Any) -> Any:
+        """Return how many of the first `num_positions` positions the rank stores."""
+        size = self.interleave * self.num_ranks
+        rounds = quotient(num_positions, size)
+        remaining = num_positions - rounds * size - rank * self.interleave
+        return rounds * self.interleave + jnp.clip(remaining, 0, self.interleave)
+
+
+def visible_range(mask: Mask, query: Any) -> tuple[Any | None, Any | None]:
+    """Return the intersection of the key ranges of a mask's factors."""
+    begins, ends = zip(*(factor.key_range(query) or (None, None) for factor in factors(mask)), strict=True)
+    low, high = ([x for x in bounds if x is not None] for bounds in (begins, ends))
+    return (functools.reduce(jnp.maximum, low) if low else None), (
+        functools.reduce(jnp.minimum, high) if high else None
+    )

@@ -1,6 +1,6 @@
 """VerticalSlash masks, and their split into gathered columns and the remainder.
 
-Kernels may gather the keys of a mask's columns into contiguous tiles. `split_gathered` therefore splits a
+Kernels may gather the keys of a mask's columns into contiguous tiles. `split_gathered` splits a
 VerticalSlash mask into a GatheredColumns mask over the gathered keys and an UngatheredVerticalSlash mask over
 the other keys in place.
 """
@@ -14,10 +14,12 @@ from jaxtyping import Array, Bool, Int32
 
 from jattn.masks.base import Mask
 from jattn.masks.checks import normalize_ints, require_array, require_ints
-from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles
+from jattn.masks.in_kernel import KernelTiling
+from jattn.masks.pairs import BatchSizes, Coverage, Pairs, Tiles, entry
 from jattn.masks.positions import distances
 from jattn.pytree import pytree, static
 from pallas_kernels.checks import require, require_bool
+from pallas_kernels.varlen_prefill import MAX_ROWS, KernelMask, Lines, RowRanges, SlashWords
 
 
 @pytree
@@ -122,17 +124,56 @@ class VerticalSlash(Mask):
         all_visible = (columns == tiles.last_key - tiles.first_key + 1) | (slashes == farthest - nearest + 1)
         return Coverage((columns > 0) | (slashes > 0), all_visible)
 
+    @override
+    def why_no_kernel(self, tiling: KernelTiling) -> str | None:
+        return None
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        return self._slash_words(None, tiling)
+
+    def _slash_words(self, hidden: Any, tiling: KernelTiling) -> SlashWords:
+        return SlashWords.make(
+            flatten_lines(self.columns),
+            flatten_lines(self.slashes),
+            None if hidden is None else flatten_lines(hidden),
+            lines=(lines_of(self.columns), lines_of(self.slashes)),
+            has_key_rows=tiling.has_key_rows,
+        )
+
+    def split_gathered(self) -> "VerticalSlashParts":
+        """Split a mask with num_gathered > 0. Works inside jit.
+
+        Columns beyond num_gathered stay in the remainder.
+        """
+        marks = jnp.asarray(self.columns)
+        num_gathered = min(self.num_gathered, marks.shape[-1])
+        counts = jnp.cumsum(marks, axis=-1, dtype=jnp.int32)
+        gathered = marks & (counts <= num_gathered)
+        capacity = math.ceil(num_gathered / GATHER_ALIGNMENT) * GATHER_ALIGNMENT
+        index = flatten_lines(jnp.where(gathered, counts - 1, capacity))
+        line, position = (jnp.arange(size, dtype=jnp.int32) for size in index.shape)
+        positions = jnp.full((index.shape[0], capacity), UNUSED_POSITION, jnp.int32)
+        positions = positions.at[line[:, None], index].set(position[None], mode="drop")
+        columns = GatheredColumns(
+            positions=positions.reshape(*marks.shape[:-1], capacity), counts=jnp.minimum(counts, num_gathered)
+        )
+        remainder = UngatheredVerticalSlash(
+            columns=marks & ~gathered, slashes=jnp.asarray(self.slashes), gathered=gathered
+        )
+        return VerticalSlashParts(columns, remainder)
+
 
 def lookup_marks(marks: Any, pairs: Pairs, index: Any) -> Any:
     """Return the entries of `marks` at `index` for the pairs' rows and heads; False out of range."""
-    line, marks = line_index(marks, pairs.row, pairs.head), flatten_lines(marks)
+    line, marks = lines_of(marks).line_of(pairs.row, pairs.head), flatten_lines(marks)
     is_inside = (index >= 0) & (index < marks.shape[1])
     return marks[line, jnp.clip(index, 0, marks.shape[1] - 1)] & is_inside
 
 
 def count_marks(marks: Any, tiles: Tiles, first: Any, last: Any) -> Any:
     """Return the number of True entries from `first` to `last` for the tiles' rows and heads."""
-    line, marks = line_index(marks, tiles.row, tiles.head), flatten_lines(marks)
+    line, marks = lines_of(marks).line_of(tiles.row, tiles.head), flatten_lines(marks)
     prefix_sums = jnp.pad(jnp.cumsum(marks, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     end, start = (prefix_sums[line, jnp.clip(index, 0, marks.shape[1])] for index in (last + 1, first))
     return end - start
@@ -143,10 +184,10 @@ def flatten_lines(marks: Any) -> Array:
     return jnp.asarray(marks).reshape(-1, marks.shape[-1])
 
 
-def line_index(marks: Any, row: Any, head: Any) -> Any:
-    """Return the index of a row and head among the lines of `flatten_lines`."""
+def lines_of(marks: Any) -> Lines:
+    """Return the description of the lines of `flatten_lines`."""
     *rows, heads, _ = marks.shape
-    return jnp.minimum(row, rows[0] - 1) * heads + head if rows else head
+    return Lines(rows[0] if rows else None, heads)
 
 
 GATHER_ALIGNMENT = 128  # Keys of the widest tile: each row's gathered keys start at a tile boundary.
@@ -173,23 +214,33 @@ class GatheredColumns(Mask):
     def num_heads(self) -> tuple[int | None, int | None]:
         return self.positions.shape[-2], 1
 
-    def _position(self, row: Any, head: Any, key: Any) -> Any:
-        positions = flatten_lines(self.positions)
-        return positions[line_index(self.positions, row, head), jnp.minimum(key, positions.shape[1] - 1)]
+    skips_most_tiles = True
 
     @override
     def visible(self, pairs: Pairs) -> Any:
         is_inside = pairs.key < self.positions.shape[-1]
-        return is_inside & (self._position(pairs.row, pairs.head, pairs.key) <= pairs.query)
+        return is_inside & (pairs.at_key(self.positions, per_head=True) <= pairs.query)
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         num_keys = self.positions.shape[-1]  # Keys from here on belong to the next request.
         first, last = (
-            self._position(tiles.row, tiles.head, key) for key in (tiles.first_key, tiles.last_key)
+            entry(self.positions, tiles.row, tiles.head, key) for key in (tiles.first_key, tiles.last_key)
         )
         any_visible = (tiles.first_key < num_keys) & (first <= tiles.last_query)
         return Coverage(any_visible, (tiles.last_key < num_keys) & (last <= tiles.first_query))
+
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        """Store for each query how many keys it attends to, or for each key the first query that does."""
+        ends = (0, 0), (MAX_ROWS, MAX_ROWS)
+        if tiling.has_key_rows:
+            first = jnp.pad(flatten_lines(self.positions), ends, constant_values=UNUSED_POSITION)
+            end, array = None, self.positions
+        else:
+            padded = jnp.pad(flatten_lines(self.counts), ((0, 0), (0, MAX_ROWS)), mode="edge")
+            end, first, array = jnp.pad(padded, ((0, 0), (MAX_ROWS, 0))), None, self.counts
+        return RowRanges(first=first, end=end, lines=lines_of(array), num_positions=array.shape[-1])
 
 
 @pytree
@@ -218,32 +269,13 @@ class UngatheredVerticalSlash(VerticalSlash):
             all_visible & (count_marks(self.gathered, tiles, tiles.first_key, tiles.last_key) == 0),
         )
 
+    @override
+    def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
+        return self._slash_words(self.gathered, tiling)
+
 
 class VerticalSlashParts(NamedTuple):
     """The parts of a causal VerticalSlash mask; each visible pair is visible in exactly one of them."""
 
     columns: GatheredColumns
     remainder: UngatheredVerticalSlash
-
-
-def split_gathered(mask: VerticalSlash) -> VerticalSlashParts:
-    """Split a mask with num_gathered > 0. Works inside jit.
-
-    Columns beyond num_gathered stay in the remainder.
-    """
-    marks = jnp.asarray(mask.columns)
-    num_gathered = min(mask.num_gathered, marks.shape[-1])
-    counts = jnp.cumsum(marks, axis=-1, dtype=jnp.int32)
-    gathered = marks & (counts <= num_gathered)
-    capacity = math.ceil(num_gathered / GATHER_ALIGNMENT) * GATHER_ALIGNMENT
-    index = flatten_lines(jnp.where(gathered, counts - 1, capacity))
-    line, position = (jnp.arange(size, dtype=jnp.int32) for size in index.shape)
-    positions = jnp.full((index.shape[0], capacity), UNUSED_POSITION, jnp.int32)
-    positions = positions.at[line[:, None], index].set(position[None], mode="drop")
-    columns = GatheredColumns(
-        positions=positions.reshape(*marks.shape[:-1], capacity), counts=jnp.minimum(counts, num_gathered)
-    )
-    remainder = UngatheredVerticalSlash(
-        columns=marks & ~gathered, slashes=jnp.asarray(mask.slashes), gathered=gathered
-    )
-    return VerticalSlashParts(columns, remainder)

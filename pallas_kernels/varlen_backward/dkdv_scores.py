@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,7 +16,7 @@ from pallas_kernels.varlen_backward.schedule import visible_query_range
 from pallas_kernels.varlen_backward.spec import COLUMN, ROW, BackwardSpec, f32
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardWorkTile
 from pallas_kernels.varlen_prefill import PairTile
-from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
 
 
 def apply_soft_cap(s: Tile, score: Score) -> tuple[Tile, Tile | None]:
@@ -59,10 +60,6 @@ class TransposedPairTile(PairTile):
     def fill_queries(self, x: Scalar) -> Columns:
         """Return a value per query, all equal to `x`."""
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape[1:], []), COLUMN)
-
-    def broadcast_queries(self, x: Columns) -> Tile:
-        """Broadcast a value per query to a value per pair."""
-        return lax.broadcast_in_dim(x, self.shape, [1])
 
     @property
     def query(self) -> Tile:
@@ -115,16 +112,16 @@ class TileProbabilities(NamedTuple):
 class DkDvScores:
     """Functions that compute the probabilities and score gradients of one warpgroup."""
 
-    def __init__(self, arrays: tuple[Ref, ...], columns_s: Ref, wg: Scalar, spec: BackwardSpec):
+    def __init__(self, mask: KernelMask | None, columns_s: Ref, wg: Scalar, spec: BackwardSpec):
         """Create the functions of a warpgroup.
 
         Args:
-            arrays: Arrays of the mask.
+            mask: Mask of partial tiles, with references to its arrays, or None.
             columns_s: Shared memory for the indices of the queries within a tile, f32 [tile_q].
             wg: Index of the warpgroup.
             spec: Static description of the kernel.
         """
-        self.arrays, self.columns_s, self.wg, self.spec = arrays, columns_s, wg, spec
+        self.mask, self.columns_s, self.wg, self.spec = mask, columns_s, wg, spec
 
     def store_columns(self) -> None:
         """Store the column indices in shared memory."""
@@ -134,10 +131,10 @@ class DkDvScores:
 
     def load_mask(self, tile: QueryTile) -> LoadedMask:
         """Load the mask's data for a tile. Call it early, because the data is in global memory."""
-        if not tile.is_masked or not self.arrays:
+        if not tile.is_masked or not jax.tree.leaves(self.mask):
             return ()
-        assert self.spec.mask is not None
-        return self.spec.mask.load(self._pairs(tile), tile.work_tile["req"], self.arrays)
+        assert self.mask is not None
+        return self.mask.load(self._pairs(tile), tile.work_tile["req"])
 
     def row_stats(self, stats_s: Ref, index: int, tile: QueryTile) -> Columns:
         """Return the LSE (index 0) or delta (1) of each query, from shared memory [2, tile_q].
@@ -195,7 +192,7 @@ class DkDvScores:
         end_query = jnp.where(is_valid, end_query, first_query)
         position = work_tile.position(tile.tile_index)
         first_query, end_query = first_query - position, end_query - position
-        pairs, mask = self._pairs(tile), self.spec.mask
+        pairs, mask = self._pairs(tile), self.mask
         words = pairs.words_in_range(first_query, end_query)
         if mask is None:
             return pairs.masked(y, words)

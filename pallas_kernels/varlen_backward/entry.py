@@ -150,8 +150,7 @@ def varlen_backward(
     spec = BackwardSpec(
         kv_heads=kv_heads, group=q_heads // kv_heads, head=head_panels(head_dim), score=score, sizes=sizes,
         dtype=query.dtype, has_alibi=alibi_slopes is not None, has_lists=lists is not None,
-        mask=None if mask is None else mask.dkdv_mask, computes=ComputedGrads(dk=True, dv=True),
-        interpret=interpret,
+        computes=ComputedGrads(dk=True, dv=True), interpret=interpret,
     )  # fmt: skip
 
     # Reshape the arrays.
@@ -174,7 +173,7 @@ def varlen_backward(
         row_stats=make_row_stats(out, lse, grad_out, grad_lse, spec),
         slopes=in_log2(alibi_slopes),
         schedule=DkDvScheduleRefs(schedule.table, schedule.num_valid, order, list_refs),
-        mask=() if spec.mask is None else spec.mask.arrays,
+        mask=None if mask is None else mask.dkdv_mask,
         dq=dq_sum,
     )
 
@@ -205,7 +204,7 @@ def varlen_backward(
         )
         dq_spec = PrefillSpec(
             shape=shape, score=score, sizes=sizes.dq_sizes, dtype=spec.dtype,
-            mask=None if mask is None else mask.dq_mask, has_lists=spec.has_lists, has_alibi=spec.has_alibi,
+            has_lists=spec.has_lists, has_alibi=spec.has_alibi,
             returns_lse=False, interpret=interpret,
         )  # fmt: skip
 
@@ -218,7 +217,7 @@ def varlen_backward(
             slopes=inputs.slopes,
             sinks=None,
             schedule=schedule_refs(schedule.dq_schedule, None if lists is None else lists.dq_lists),
-            mask=() if dq_spec.mask is None else dq_spec.mask.arrays,
+            mask=None if mask is None else mask.dq_mask,
         )
         dq_out = by_chunks(out) if sizes.fuses_delta else None
         dq_inputs = DqInputs(attention, by_chunks(grad_out), inputs.row_stats, dq_out)

@@ -7,6 +7,7 @@ elements of a head, or 64 rows.
 from typing import NamedTuple
 
 from pallas_kernels.shared.types import Barriers, Ref
+from pallas_kernels.varlen_prefill import KernelMask
 from pallas_kernels.varlen_prefill import spec as prefill
 
 
@@ -46,7 +47,7 @@ class DkDvInputs(NamedTuple):
         row_stats: Base-2 LSE, and delta (the row sum of O * dO, minus dLSE), f32 [q_heads, 2, tokens].
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         schedule: Work tiles, built by make_schedule.
-        mask: Arrays of the mask; empty for a mask without arrays.
+        mask: Mask of the partial tiles of the tile lists, or None.
         dq: Reference f32 [q_heads, panels, rows, 64]. The kernel adds dq without the softmax scale to it.
             None if the dq kernel computes dq.
     """
@@ -58,7 +59,7 @@ class DkDvInputs(NamedTuple):
     row_stats: Ref
     slopes: Ref
     schedule: DkDvScheduleRefs
-    mask: tuple[Ref, ...]
+    mask: KernelMask | None
     dq: Ref
 
 

@@ -13,7 +13,6 @@ from pallas_kernels.shared.memory import PANEL, HeadChunks, head_chunks
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.types import Index, Interpret, Scalar
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS, BackwardSizes
-from pallas_kernels.varlen_prefill import KernelMask
 
 W = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -69,7 +68,6 @@ class BackwardSpec:
         has_alibi: Whether scores have an ALiBi bias.
         has_lists: Whether work tiles follow tile lists, instead of all query tiles that `score` leaves
             visible.
-        mask: Mask that applies to partial tiles of the tile lists, or None.
         interpret: Interpret-mode parameters, or None for a GPU.
     """
 
@@ -82,7 +80,6 @@ class BackwardSpec:
     computes: ComputedGrads
     has_alibi: bool
     has_lists: bool
-    mask: KernelMask | None
     interpret: Interpret = None
 
     @property

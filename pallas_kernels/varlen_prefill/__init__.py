@@ -2,7 +2,19 @@
 
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.varlen_prefill.entry import varlen_prefill
-from pallas_kernels.varlen_prefill.kernel_mask import WORD_BITS, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, KernelMask, PairTile, Words
+from pallas_kernels.varlen_prefill.mask_policies import (
+    MAX_KEY_BLOCKS,
+    MAX_QUERY_WORDS,
+    BlockBits,
+    Inverted,
+    Joined,
+    Lines,
+    PrefixWords,
+    RowRanges,
+    SlashWords,
+    WindowWords,
+)
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, key_range, make_schedule
 from pallas_kernels.varlen_prefill.sizes import (
     SHARED_MEMORY,

@@ -212,7 +212,7 @@ def varlen_prefill(
         )
         quantized = QuantizedKV((key.dtype, value.dtype), (k_granularity, v_granularity))
     spec = PrefillSpec(
-        shape=shape, score=score, sizes=sizes, dtype=query.dtype, mask=mask, has_lists=has_lists,
+        shape=shape, score=score, sizes=sizes, dtype=query.dtype, has_lists=has_lists,
         has_alibi=alibi_slopes is not None, returns_lse=return_lse, quantized=quantized, interpret=interpret,
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def varlen_prefill(
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),
         schedule=PrefillScheduleRefs(work_tiles.table, work_tiles.num_valid, entries),
-        mask=() if mask is None else mask.arrays,
+        mask=mask,
         query_tail=query_tail,
     )
     fix = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"

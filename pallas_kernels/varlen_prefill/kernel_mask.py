@@ -1,10 +1,10 @@
 """The interface between masks and kernels: a mask's arrays, and the visible pairs of a tile."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,7 +14,8 @@ from pallas_kernels.ptx.bit_mask import WORD_BITS, apply_bit_mask, unpack_bit_ma
 from pallas_kernels.shared.types import Columns, Index, Interpret, Ref, Rows, Scalar, Tile
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
-
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+MAX_ROWS = 128  # Maximum number of queries or keys per tile.
 
 # One bit per element of a tile: word w of a row is an int32 whose bit i belongs to column 32 w + i.
 type Words = tuple[Rows, ...]
@@ -29,23 +30,28 @@ def lowest_bits(num: Rows) -> Rows:
     return jnp.where(num == WORD_BITS, -1, (jnp.int32(1) << (num & (WORD_BITS - 1))) - 1)
 
 
-class KernelMask(NamedTuple):
-    """Functions with which a kernel evaluates a mask: which keys of a tile each query attends to.
+class KernelMask(abc.ABC):
+    """The mask of a tile's pairs as a kernel evaluates it; `mask_policies` has the classes.
 
-    Attributes:
-        arrays: Arrays of 32-bit elements, which stay in global memory.
-        load: Function (tile, request index, arrays) that loads the elements of the arrays that a tile needs.
-            Kernels call it before the tile's scores are ready. Without arrays they do not call it, and pass
-            () to `visible`.
-        visible: Function (tile, result of `load`) that returns the visible pairs: Words, or a bool array of
-            the tile's shape.
-        is_words: Whether `visible` returns Words. Static.
+    A subclass is a pytree whose leaves are arrays of 32-bit elements. They stay in global memory: in a kernel
+    the leaves are references.
     """
 
-    arrays: tuple[jax.Array, ...]
-    load: Callable[["PairTile", Scalar, tuple[Ref, ...]], LoadedMask]
-    visible: Callable[["PairTile", LoadedMask], VisiblePairs]
-    is_words: bool
+    @property
+    def is_words(self) -> bool:
+        """Whether `visible` returns Words."""
+        return True
+
+    def load(self, tile: "PairTile", row: Scalar) -> LoadedMask:
+        """Load the elements of the arrays that a tile of the request `row` needs.
+
+        Kernels call it before the tile's scores are ready; without arrays they pass () to `visible` instead.
+        """
+        return ()
+
+    @abc.abstractmethod
+    def visible(self, tile: "PairTile", loaded: LoadedMask) -> VisiblePairs:
+        """Return the visible pairs, from the result of `load`: Words, or bools that broadcast to the tile."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +108,11 @@ class PairTile:
 
     def broadcast_queries(self, x: Rows | Columns) -> Tile:
         """Broadcast a value per query to a value per pair."""
-        return self.broadcast_rows(x)
+        return lax.broadcast_in_dim(x, self.shape, [1 if self.has_key_rows else 0])
+
+    def broadcast_keys(self, x: Rows | Columns) -> Tile:
+        """Broadcast a value per key to a value per pair."""
+        return lax.broadcast_in_dim(x, self.shape, [0 if self.has_key_rows else 1])
 
     @property
     def query(self) -> Tile:
@@ -126,6 +136,18 @@ class PairTile:
     def load_rows(self, ref: Ref, index: Index, first: Scalar) -> Rows:
         """Load a value per row: `ref[*index, first + row]`."""
         return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[0]))], layout=ROW, optimized=False)
+
+    def load_queries(self, ref: Ref, index: Index, first: Scalar) -> Rows | Columns:
+        """Load a value per query: `ref[*index, first + query]`."""
+        return (self.load_columns if self.has_key_rows else self.load_rows)(ref, index, first)
+
+    def load_keys(self, ref: Ref, index: Index, first: Scalar) -> Rows | Columns:
+        """Load a value per key: `ref[*index, first + key]`."""
+        return (self.load_rows if self.has_key_rows else self.load_columns)(ref, index, first)
+
+    def load_columns(self, ref: Ref, index: Index, first: Scalar) -> Columns:
+        """Load a value per column: `ref[*index, first + column]`."""
+        return plgpu.load(ref.at[(*index, pl.ds(first, self.shape[1]))], layout=COLUMN, optimized=False)
 
     def words_in_range(self, low: Rows | None, high: Rows) -> Words:
         """Return bit words in which the bits of each row's columns [low, high) are set; low=None means 0."""

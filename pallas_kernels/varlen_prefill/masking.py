@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -10,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.list_tiles import QUERY_BLOCK_SHIFT
 from pallas_kernels.shared import floor_div
 from pallas_kernels.shared.paged_kv import clear_masked_out
-from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
-from pallas_kernels.varlen_prefill.kernel_mask import LoadedMask
+from pallas_kernels.shared.types import Rows, Scalar, Tile
+from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
@@ -25,15 +26,15 @@ ROWS_AT_ONCE = 64
 class Masking:
     """Replaces the scores of invisible pairs by -inf."""
 
-    def __init__(self, arrays: tuple[Ref, ...], columns: Callable[[], Tile], spec: PrefillSpec):
+    def __init__(self, mask: KernelMask | None, columns: Callable[[], Tile], spec: PrefillSpec):
         """Create the masking.
 
         Args:
-            arrays: Arrays of the mask in global memory.
+            mask: Mask of partial tiles, with references to its arrays, or None.
             columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
             spec: Static description of the kernel.
         """
-        self.mask, self.arrays, self.columns, self.spec = spec.mask, arrays, columns, spec
+        self.mask, self.columns, self.spec = mask, columns, spec
         score = spec.score
         self.has_row_end = score.causal or score.window[1] is not None or score.chunk_size is not None
         self.has_query_blocks = spec.shape.block_q is not None
@@ -43,10 +44,10 @@ class Masking:
 
         Callers load early, because the arrays are in global memory.
         """
-        if tile.masked_ends is MaskedEnds.NONE or not self.arrays:
+        if tile.masked_ends is MaskedEnds.NONE or not jax.tree.leaves(self.mask):
             return ()
         assert self.mask is not None
-        return self.mask.load(tile.pairs(self.columns), tile.rows.work_tile["req"], self.arrays)
+        return self.mask.load(tile.pairs(self.columns), tile.rows.work_tile["req"])
 
     def apply(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
         """Return the scores with -inf for invisible pairs."""

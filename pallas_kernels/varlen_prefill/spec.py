@@ -72,7 +72,6 @@ class PrefillSpec:
         score: Scale, soft cap, causality, window and chunk size of the layer.
         sizes: Tile sizes of the kernel.
         dtype: Dtype of queries and output, and of keys and values unless these are quantized.
-        mask: Functions of the mask that applies to partial tiles of the tile lists, or None.
         has_lists: Whether work tiles follow tile lists, instead of all KV tiles that `score` leaves visible.
         has_alibi: Whether scores have an ALiBi bias.
         returns_lse: Whether the kernel writes the log-sum-exp.
@@ -106,7 +105,6 @@ class PrefillSpec:
     score: Score
     sizes: PrefillSizes
     dtype: np.dtype
-    mask: KernelMask | None
     has_lists: bool
     has_alibi: bool
     returns_lse: bool
@@ -173,7 +171,7 @@ class PrefillInputs(NamedTuple):
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         sinks: Attention sinks times log2(e), f32 [q_heads], or None.
         schedule: Work tiles of the step.
-        mask: Arrays of the mask.
+        mask: Mask of the partial tiles of the tile lists, or None.
         query_tail: Last rows of the queries as `split_tail` returns them, or None.
     """
 
@@ -182,7 +180,7 @@ class PrefillInputs(NamedTuple):
     slopes: Ref
     sinks: Ref
     schedule: PrefillScheduleRefs
-    mask: tuple[Ref, ...]
+    mask: KernelMask | None
     query_tail: Ref = None
 
 

@@ -332,7 +332,7 @@ class KvTile(NamedTuple):
             columns: Function that returns the index of each key within the tile, f32 [64, tile_kv].
         """
         spec = self.rows.spec
-        assert spec.sizes.pack_gqa == 1 or spec.mask is None  # masks are evaluated for one head
+        assert spec.sizes.pack_gqa == 1 or not spec.has_lists  # Masks are evaluated for one head.
         return PairTile(
             head=self.rows.work_tile.head,
             first_query=self.rows.first_query,

@@ -18,12 +18,12 @@ from benchmarks.tables import bars, pages
 from benchmarks.tables.benchmarks_page import page as benchmarks_page
 from jattn.cache import write as cache_write
 from jattn.cache.spec import QUANTIZATIONS
-from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.serving.cli.main import VLLM_DEFAULTS, VLLM_OPTIONS, build_parser
 from jattn.serving.server.app import ROUTES
 from pallas_kernels import support
 from pallas_kernels.ptx import mma
 from tests.assertions import assert_updates_in_place
+from tests.masks.mask_rules import tiling
 from tests.readme import Block, blocks, examples, run, run_all
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -261,8 +261,8 @@ def test_a_mask_of_a_user_needs_kernel_support_only_if_it_has_arrays():
     static, with_array = (type("Multiples", (Multiples,), {}) for _ in range(2))
     jax.tree_util.register_static(static)
     jax.tree_util.register_dataclass(with_array, data_fields=["step"], meta_fields=[])
-    assert why_not_kernel_mask(static(3), 128) is None
-    assert "Multiples" in why_not_kernel_mask(with_array(jnp.int32(3)), 128)
+    assert static(3).why_no_kernel(tiling()) is None
+    assert "Multiples" in with_array(jnp.int32(3)).why_no_kernel(tiling())
 
 
 def test_tables_and_pictures_match_the_raw_rows():

@@ -12,6 +12,11 @@ Q_HEADS, KV_HEADS = 4, 2
 MAX_LEN = 41
 
 
+def tiling(queries: int = 64, keys: int = 128) -> masks.KernelTiling:
+    """Return tiles in which kernels evaluate masks."""
+    return masks.KernelTiling((Q_HEADS, KV_HEADS), queries, keys, max_seq_len=MAX_LEN, is_packed=False)
+
+
 @dataclasses.dataclass
 class Ruled:
     """Mask, and its definition as a predicate over (row, head, query position, key position).

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import jattn
 from jattn import masks
 from jattn.implementations.mosaic_gpu import tile_lists
-from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks.base import leaves
-from jattn.masks.documents import DocumentRuns, document_runs, documents_to_runs, has_contiguous_ids
+from jattn.masks.documents import DocumentRuns, document_runs, has_contiguous_ids
 from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import PrefillSizes, make_schedule
+from tests.masks.mask_rules import tiling
 
 rows = st.lists(
     st.lists(st.integers(-2, 4), min_size=12, max_size=12).map(lambda ids: np.asarray(ids, np.int32)),
@@ -37,10 +37,10 @@ def test_runs_are_documents_with_unique_ids(ids):
 
 def test_document_masks_become_runs():
     document = masks.Document(ids=np.asarray([5, 5, 2, 2, 0]))
-    mask = documents_to_runs((~document | masks.Sinks(2)) & masks.Causal() & document)
+    mask = ((~document | masks.Sinks(2)) & masks.Causal() & document).for_kernels()
     assert [type(leaf) for leaf in leaves(mask)] == [DocumentRuns, masks.Sinks, masks.Causal, DocumentRuns]
     assert [ids.tolist() for ids in jax.tree.leaves(mask)] == [[0, 0, 1, 1, 2]] * 2
-    assert documents_to_runs(mask.masks[-1]) is mask.masks[-1]
+    assert mask.masks[-1].for_kernels() is mask.masks[-1]
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_document_masks_become_runs():
 def test_kernels_reject_repeated_document_ids_if_they_are_concrete(ids, is_right):
     mask = masks.Causal() & masks.Document(ids=np.asarray([[7] * len(ids), ids]))
     message = "there is no kernel for a Document whose ids are not contiguous"
-    assert why_not_kernel_mask(mask, 64) == (None if is_right else message)
+    assert mask.why_no_kernel(tiling()) == (None if is_right else message)
     assert (
-        why_not_kernel_mask(jax.eval_shape(lambda: mask), 64) is None
+        jax.eval_shape(lambda: mask).why_no_kernel(tiling()) is None
     )  # the values of traced ids are unknown
 
 
@@ -65,8 +65,8 @@ def test_kernel_tile_lists_are_exact_for_descending_document_ids():
     schedule = make_schedule(
         *lens, num_tokens=tokens, score=Score(scale=1.0, causal=False), sizes=sizes, has_lists=True
     )
-    call = tile_lists.TileListConfig(tokens, is_packed=True)
-    codes = np.asarray(tile_lists.packed_codes(masks.Document(ids=ids), spec, schedule, sizes, call))[:, 0]
+    bounds, mask = tile_lists.MaskBounds(tokens, is_packed=True), masks.Document(ids=ids).for_kernels()
+    codes = np.asarray(tile_lists.packed_codes(mask, spec, schedule, sizes, bounds))[:, 0]
     seen = ids[:, None] == ids[None, :]
     any_visible = seen.reshape(-1, sizes.tile_q, tokens // 64, 64).any(axis=(1, 3))
     np.testing.assert_array_equal((codes != 0)[: len(any_visible), : any_visible.shape[1]], any_visible)

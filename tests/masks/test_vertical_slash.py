@@ -41,7 +41,7 @@ def pairs_of(keys):
 @pytest.mark.parametrize("num_gathered", [1, 7, TOKENS, 10 * TOKENS])
 def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
     mask = slashed(num_gathered)
-    columns, rest = masks.split_gathered(mask)
+    columns, rest = mask.split_gathered()
     causal = np.tri(TOKENS, dtype=bool)
     in_rest = np.asarray(rest.visible(pairs_of(TOKENS))) & causal
     positions = np.asarray(columns.positions)
@@ -63,7 +63,7 @@ def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
     mask = slashed(40, density=0.3)
     every_key = np.arange(TOKENS) >= 100  # after the gathered keys
     mask = dataclasses.replace(mask, columns=mask.columns | every_key, slashes=mask.slashes & every_key)
-    part_mask = getattr(masks.split_gathered(mask), part)
+    part_mask = getattr(mask.split_gathered(), part)
     num = part_mask.positions.shape[-1] if part == "columns" else TOKENS
     first = np.arange(0, TOKENS, size[0], dtype=np.int32)
     any_visible, all_visible = (
@@ -91,7 +91,7 @@ def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
 
 def test_keys_after_the_gathered_ones_are_masked_out():
     """The keys of the next row follow; a NaN in them would reach the product."""
-    columns, _ = masks.split_gathered(slashed(128, density=0.95))
+    columns, _ = slashed(128, density=0.95).split_gathered()
     assert (np.asarray(columns.positions) < UNUSED_POSITION).all()
     any_visible, all_visible = masks.tile_coverage(
         columns,
@@ -110,7 +110,7 @@ def test_keys_after_the_gathered_ones_are_masked_out():
 @pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
 def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_key):
-    for part in masks.split_gathered(slashed(25)):
+    for part in slashed(25).split_gathered():
         tile_start = {"row": 1, "head": 3, "first_query": first_query, "first_key": first_key}
         actual, queries, keys = seen_in_kernel(part, TOKENS, num_columns=128, tile_of=tile_of, **tile_start)
         i, j = jnp.asarray(queries)[:, None], jnp.asarray(keys)[None, :]
@@ -152,7 +152,7 @@ def test_each_region_gathers_the_columns_of_its_rows():
     k = jnp.broadcast_to(jnp.arange(8 * 16.0).reshape(8, 16, 1, 1), (8, 16, HEADS[1], 8))  # a key is its slot
     cache, rows = jattn.PagedCache(k=k, v=k), iter(zip((20, 45, 30), table, marks[0], strict=True))
     for part, first in ((metadata.decode_region, 0), (metadata.prefill_region, 2)):
-        columns, _ = masks.split_gathered(mask.slice_rows(first))
+        columns, _ = mask.slice_rows(first).split_gathered()
         gathered, _ = gather_kv(cache, part, columns)
         for keys_of_row in gathered.k.reshape(part.bucket.max_reqs, -1, *gathered.k.shape[1:]):
             seq_len, blocks, its = next(rows)

@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jattn
-from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
 from jattn.masks import shard_mask
 from jattn.models import DecoderConfig, load, save
 from jattn.models.loading.pretrained import load_shapes, read_config
@@ -18,6 +17,7 @@ from jattn.models.sharding import check_divides, partition_spec
 from jattn.parallel import check_mesh, make_mesh
 from jattn.serving import Engine
 from tests.conftest import GOLDEN
+from tests.masks.mask_rules import tiling
 
 HF = GOLDEN / "hf"
 LLAMA = HF / "llama"  # 6 query heads, 2 kv heads, 192 wide inside, 320 tokens
@@ -155,8 +155,8 @@ class TestRefusals:
 
     def test_patterns_per_device_have_no_kernel(self):
         mask = shard_mask(jattn.LocalStrided(), "tp", 8, (32, 8))
-        assert "masks that differ between devices" in why_not_kernel_mask(mask, 64)
-        assert why_not_kernel_mask(shard_mask(jattn.LocalStrided(), "tp", 4, (32, 8)), 64) is None
+        assert "masks that differ between devices" in mask.why_no_kernel(tiling())
+        assert shard_mask(jattn.LocalStrided(), "tp", 4, (32, 8)).why_no_kernel(tiling()) is None
 
     def test_a_pattern_shared_by_all_devices_is_a_single_device_s(self):
         phi = jattn.LocalStrided()  # its shifts are 1, and stripes 8 blocks apart

@@ -96,12 +96,12 @@ def check_lists() -> None:
     def kernel(query, key, value, query_start_loc, seq_lens, block_table, **options):
         make = functools.partial(varlen_prefill.make_schedule, num_tokens=query.shape[0], has_lists=True)
         schedule = make(query_start_loc, seq_lens, score=options["score"], sizes=sizes)
-        call = tile_lists.TileListConfig(block_table.shape[1] * metadata.block_size)
+        bounds = tile_lists.MaskBounds(block_table.shape[1] * metadata.block_size)
+        planned = tile_lists.plan_mask(mask, spec, schedule, sizes, bounds)
         return varlen_prefill.varlen_prefill(
             query, key, value, query_start_loc, seq_lens, block_table=block_table, sizes=sizes,
-            schedule=schedule, lists=tile_lists.tile_lists(mask, spec, schedule, sizes, call),
-            block_q=tile_lists.split_mask_factors(mask, sizes, is_packed=False).block_q,
-            mask=tile_lists.pair_mask(mask, spec, sizes, call), return_lse=True, **options,
+            schedule=schedule, lists=planned.lists, block_q=planned.block_q, mask=planned.pair_mask,
+            return_lse=True, **options,
         )  # fmt: skip
 
     lens = {"query_start_loc": metadata.query_start_loc, "seq_lens": metadata.seq_lens}

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jattn.implementations.mosaic_gpu import backward_tile_lists as backward_lists_of
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.span import Span
@@ -243,14 +242,14 @@ def rows_from(change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def queries_codes(patch: pytest.MonkeyPatch) -> None:
-    original = backward_lists_of.tile_lists
+    original = tile_lists.plan_mask
 
     def mutated(*args, **kwargs):
         with pytest.MonkeyPatch.context() as inner:
             codes(without_a_seen_tile)(inner)
             return original(*args, **kwargs)
 
-    patch.setattr(backward_lists_of, "tile_lists", mutated)
+    patch.setattr(tile_lists, "plan_mask", mutated)
 
 
 def fewer(first, low, high, num):

@@ -6,21 +6,20 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV
-from jattn.implementations.mosaic_gpu.backward_tile_lists import (
-    PackedLens,
-    backward_lists,
-    backward_mask,
-    backward_sizes,
-    why_not_backward_lists,
-)
 from jattn.implementations.mosaic_gpu.gathered_columns import (
     add_gathered_gradients,
     gather_kv,
     gathered_columns_spec,
+    gathers_columns,
 )
 from jattn.implementations.mosaic_gpu.kernel_config import score_of
-from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
-from jattn.masks import Mask, split_gathered
+from jattn.implementations.mosaic_gpu.tile_lists import (
+    PackedLens,
+    backward_sizes,
+    plan_backward_mask,
+    why_not_backward_lists,
+)
+from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels import support
 from pallas_kernels import varlen_backward as kernel
@@ -53,7 +52,8 @@ def why_not_gradients(
         return "there is no kernel for the gradient of ALiBi slopes"
     if mask is None:
         return None
-    return why_not_backward_lists(mask, kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic))
+    sizes = kernel.default_sizes(spec.head_dim, deterministic=spec.deterministic)
+    return why_not_backward_lists(mask, spec, sizes)
 
 
 def gradients(
@@ -86,8 +86,8 @@ def gradients(
         interpret: plgpu.InterpretGPUParams to run the kernel on a CPU, for tests.
     """
     columns = None
-    if gathers_columns(mask, spec) and alibi_slopes is None:
-        columns, mask = split_gathered(mask)
+    if mask is not None and gathers_columns(mask, spec) and alibi_slopes is None:
+        columns, mask = mask.split_gathered()
     dq, dk, dv = _call_kernel(
         query,
         kv,
@@ -151,9 +151,10 @@ def _call_kernel(
     lists: kernel.BackwardTileLists | None = None
     pair_mask: kernel.BackwardMask | None = None
     if mask is not None:
-        bounds = {"num_tokens": query.shape[0], "max_seq_len": kv.max_keys_per_row}
-        lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, **bounds)
-        pair_mask = backward_mask(mask, spec, sizes, max_seq_len=kv.max_keys_per_row)
+        lists, pair_mask = plan_backward_mask(
+            mask, spec, lens, schedule,
+            sizes=sizes, num_tokens=query.shape[0], max_seq_len=kv.max_keys_per_row,
+        )  # fmt: skip
     if grad_lse is not None:  # the gradient of a row without keys may hold NaN
         grad_lse = jnp.where(jnp.isneginf(lse), 0.0, grad_lse)
     return kernel.varlen_backward(

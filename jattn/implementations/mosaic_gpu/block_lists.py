@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.implementations.layer_config import RegionSizes
-from jattn.masks import And, BlockMask, ListedBlocks, LocalStrided, Mask, ShardedMask, tile_coverage
+from jattn.masks import ListedBlocks, Mask, tile_coverage
+from jattn.masks.base import factors
 from jattn.spec import AttentionSpec
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles, list_tiles
 from pallas_kernels.paged_decode import LIST_BLOCK_SIZES, BlockList
@@ -27,16 +28,10 @@ def list_block_size(mask: Mask, spec: AttentionSpec, region: RegionSizes) -> int
     """
     if region.bucket.decode_query_len > 1:
         return "block lists support one query per request"
-    sizes = []
-    for factor in _factors(mask):
-        if isinstance(factor, BlockMask):
-            sizes.append(factor.block_kv)
-        elif isinstance(factor, LocalStrided):
-            sizes.append(factor.block_size)
-        elif isinstance(factor, ShardedMask):
-            return "block lists do not support masks that differ between devices"
-        else:
-            return "block lists support masks of full blocks only"
+    shapes = [factor.block_shape for factor in factors(mask)]
+    sizes = [shape[1] for shape in shapes if shape is not None]
+    if len(sizes) < len(shapes):
+        return "block lists support masks of full blocks only"
     if needs_head_bits(mask, spec) and spec.q_heads_per_kv_head > MAX_QUERY_BLOCKS:
         return f"block lists support at most {MAX_QUERY_BLOCKS} query heads with different blocks per KV head"
     size = math.gcd(*sizes)
@@ -56,19 +51,8 @@ def num_blocks(max_kv: int, size: int) -> int:
 
 def needs_head_bits(mask: Mask, spec: AttentionSpec) -> bool:
     """Return whether query heads of a KV head visit different blocks, so that lists need a bit per head."""
-    return not all(_is_equal_within_groups(factor, spec) for factor in _factors(mask))
-
-
-def _factors(mask: Mask) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, And) else (mask,)
-
-
-def _is_equal_within_groups(mask: Mask, spec: AttentionSpec) -> bool:
-    """Return whether the mask is the same for all query heads of a KV head."""
-    if isinstance(mask, BlockMask):
-        return spec.num_kv_heads % mask.blocks.shape[-3] == 0
-    assert isinstance(mask, LocalStrided)
-    return mask.homo_head or mask.homo_head_group or spec.q_heads_per_kv_head == 1
+    num_heads = spec.num_q_heads, spec.num_kv_heads
+    return not all(factor.is_equal_within_groups(num_heads) for factor in factors(mask))
 
 
 def block_list(mask: Mask, spec: AttentionSpec, metadata: BatchMetadata, size: int) -> BlockList:

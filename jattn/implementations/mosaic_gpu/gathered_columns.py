@@ -12,9 +12,15 @@ from jaxtyping import Array, Float, Int32
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache, gather_tokens
-from jattn.masks import GatheredColumns
+from jattn.masks import GatheredColumns, Mask
 from jattn.masks.vertical_slash import UNUSED_POSITION
 from jattn.spec import AttentionSpec
+
+
+def gathers_columns(mask: Mask, spec: AttentionSpec) -> bool:
+    """Return whether a layer gathers columns, which requires that visibility follows from positions alone."""
+    is_plain = spec.causal and spec.window is None and spec.chunk_size is None and not spec.batch_invariant
+    return mask.num_gathered > 0 and is_plain
 
 
 def gathered_columns_spec(spec: AttentionSpec) -> AttentionSpec:

@@ -14,8 +14,8 @@ from jattn.implementations.mosaic_gpu.kernel_config import (
     PrefillKernelConfig,
     score_of,
 )
-from jattn.masks import GatheredColumns, Mask, UngatheredVerticalSlash, VerticalSlash, split_gathered
-from jattn.pytree import pytree, static
+from jattn.masks import GatheredColumns, Mask
+from jattn.pytree import pytree
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
 from pallas_kernels import varlen_prefill as prefill_kernel
@@ -40,33 +40,25 @@ class PrefillKernelPlan:
 
     Attributes:
         schedule: Query tiles.
-        lists: KV tiles that each query tile visits; None without a mask.
-        mask_arrays: Arrays of the mask that the kernel evaluates in partial tiles.
-        columns: Gathered columns, which the lists and mask arrays then exclude; None without them.
-        list_config: Static configuration of the tile lists (static).
-        block_q: Queries per query block that the tile lists distinguish (static); None without query blocks.
+        mask: Tile lists, and the mask of the pairs in partial tiles; None without a mask.
+        columns: Gathered keys, which `mask` then excludes; None without them.
     """
 
     schedule: prefill_kernel.PrefillSchedule
-    lists: prefill_kernel.PrefillTileLists | None
-    mask_arrays: tuple[Array, ...]
+    mask: tile_lists.MaskPlan | None
     columns: "ColumnsPlan | None"
-    list_config: tile_lists.TileListConfig = static()
-    block_q: int | None = static()
 
 
 @pytree
 class ColumnsPlan:
-    """Plan of a VerticalSlash mask whose columns are gathered.
+    """Plan of a mask whose columns are gathered.
 
     Attributes:
         mask: Mask of the gathered keys.
-        remainder: Mask of the other keys.
         kernel_plan: Kernel plan over the gathered keys.
     """
 
     mask: GatheredColumns
-    remainder: UngatheredVerticalSlash
     kernel_plan: PrefillKernelPlan
 
 
@@ -163,16 +155,10 @@ def plan_prefill_kernel(
         q_heads=spec.num_q_heads,
         has_lists=kernel.has_lists,
     )
-    config = tile_lists.TileListConfig(
-        max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
-        is_packed=kernel.is_packed,
-        is_prefill=metadata.bucket.max_decodes == 0,
-    )
-    lists, columns, block_q = None, None, None
-    mask_arrays: tuple[Array, ...] = ()
+    columns, mask_plan = None, None
     if kernel.columns_sizes is not None:
-        assert isinstance(mask, VerticalSlash)
-        gathered, mask = split_gathered(mask)
+        assert mask is not None
+        gathered, mask = mask.split_gathered()
         starts, room = gathered_kv_layout(gathered, metadata)
         columns_plan = plan_prefill_kernel(
             kernel.columns,
@@ -182,17 +168,12 @@ def plan_prefill_kernel(
             kv_start_loc=starts,
             max_seq_len=room,
         )
-        columns = ColumnsPlan(mask=gathered, remainder=mask, kernel_plan=columns_plan)
+        columns = ColumnsPlan(mask=gathered, kernel_plan=columns_plan)
     if mask is not None:
-        block_q = tile_lists.split_mask_factors(mask, kernel.sizes, is_packed=kernel.is_packed).block_q
-        lists = tile_lists.tile_lists(mask, spec, schedule, kernel.sizes, config)
-        pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, config)
-        mask_arrays = () if pair_mask is None else pair_mask.arrays
-    return PrefillKernelPlan(
-        schedule=schedule,
-        lists=lists,
-        mask_arrays=mask_arrays,
-        columns=columns,
-        list_config=config,
-        block_q=block_q,
-    )
+        bounds = tile_lists.MaskBounds(
+            max_seq_len=max_seq_len or metadata.block_table.shape[1] * metadata.block_size,
+            is_packed=kernel.is_packed,
+            is_prefill=metadata.bucket.max_decodes == 0,
+        )
+        mask_plan = tile_lists.plan_mask(mask, spec, schedule, kernel.sizes, bounds)
+    return PrefillKernelPlan(schedule=schedule, mask=mask_plan, columns=columns)

@@ -2,13 +2,13 @@
 
 from jattn.implementations.layer_config import LayerConfig, RegionSizes
 from jattn.implementations.mosaic_gpu import block_lists, tile_lists
+from jattn.implementations.mosaic_gpu.gathered_columns import gathers_columns
 from jattn.implementations.mosaic_gpu.kernel_config import (
     DecodeKernelConfig,
     KernelConfig,
     PrefillKernelConfig,
     score_of,
 )
-from jattn.implementations.mosaic_gpu.slash_masks import gathers_columns
 from jattn.masks import Mask
 from jattn.spec import AttentionSpec
 from pallas_kernels import paged_decode as decode_kernel
@@ -99,7 +99,8 @@ def _choose_prefill(layer: LayerConfig, region: RegionSizes, mask: Mask | None) 
     if mask is not None:
         sizes = sparse_sizes(spec, mask)
         max_seq_len = 0 if is_packed else region.max_blocks * region.block_size
-        reason = tile_lists.why_not_lists(mask, sizes, is_packed=is_packed, max_seq_len=max_seq_len)
+        list_bounds = tile_lists.MaskBounds(max_seq_len, is_packed=is_packed)
+        reason = tile_lists.why_not_lists(mask, spec, sizes, list_bounds)
         if reason is not None:
             return reason
         columns_sizes = None

@@ -7,11 +7,9 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.implementations.mosaic_gpu import tile_lists
 from jattn.implementations.mosaic_gpu.gathered_columns import gather_kv, gathered_columns_spec
 from jattn.implementations.mosaic_gpu.kernel_config import PrefillKernelConfig, score_of
 from jattn.implementations.mosaic_gpu.kernel_plans import PrefillKernelPlan, plan_prefill_kernel
-from jattn.implementations.mosaic_gpu.slash_masks import without_gathering
 from jattn.masks import Mask
 from jattn.merge import merge_attention_outputs
 from jattn.spec import AttentionSpec
@@ -40,7 +38,6 @@ def attend_prefill(
     if kernel.columns_sizes is not None and alibi_slopes is not None:
         # The kernel adds ALiBi by the index of a key, which is not the position of a gathered key.
         kernel, kernel_plan = dataclasses.replace(kernel, columns_sizes=None), None
-        mask = without_gathering(mask)
     if kernel_plan is None:
         starts, max_seq_len = None, None
         if isinstance(kv, PackedKV):
@@ -56,7 +53,6 @@ def attend_prefill(
         spec,
         kernel,
         kernel_plan,
-        mask=mask if columns is None else columns.remainder,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         return_lse=return_lse or columns is not None,
@@ -72,7 +68,6 @@ def attend_prefill(
         gathered_columns_spec(spec),
         kernel.columns,
         columns.kernel_plan,
-        mask=columns.mask,
         sinks=None,
         alibi_slopes=None,
         return_lse=True,
@@ -92,7 +87,6 @@ def _call_kernel(
     kernel: PrefillKernelConfig,
     kernel_plan: PrefillKernelPlan,
     *,
-    mask: Mask | None,
     sinks: Array | None,
     alibi_slopes: Array | None,
     return_lse: bool,
@@ -107,12 +101,7 @@ def _call_kernel(
         if kernel.dequantizes:
             k_scale = None if kv.stored_k_scale is None else jnp.asarray(kv.stored_k_scale)
             v_scale = None if kv.stored_v_scale is None else jnp.asarray(kv.stored_v_scale)
-    pair_mask = None
-    if mask is not None:
-        # Only its functions are needed: a function is no part of a plan, its arrays are.
-        pair_mask = tile_lists.pair_mask(mask, spec, kernel.sizes, kernel_plan.list_config)
-        if pair_mask is not None:
-            pair_mask = pair_mask._replace(arrays=kernel_plan.mask_arrays)
+    mask = kernel_plan.mask
     return varlen_prefill(
         query,
         jnp.asarray(kv.k),
@@ -128,9 +117,9 @@ def _call_kernel(
         sinks=sinks,
         alibi_slopes=alibi_slopes,
         schedule=kernel_plan.schedule,
-        lists=kernel_plan.lists,
-        block_q=kernel_plan.block_q,
-        mask=pair_mask,
+        lists=None if mask is None else mask.lists,
+        block_q=None if mask is None else mask.block_q,
+        mask=None if mask is None else mask.pair_mask,
         sizes=kernel.sizes,
         return_lse=return_lse,
         interpret=interpret,

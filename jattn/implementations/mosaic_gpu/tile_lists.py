@@ -1,26 +1,23 @@
-"""Tile lists of varlen_prefill: the KV tiles that each query tile visits under a mask."""
+"""Masks of a kernel call: the tiles that a mask leaves, and the mask of the pairs in partial tiles."""
 
 import functools
 import operator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt
 
-from jattn.implementations.mosaic_gpu.kernel_masks import KernelMaskConfig, kernel_mask, why_not_kernel_mask
-from jattn.masks import (
-    And,
-    BigBird,
-    BlockMask,
-    Coverage,
-    LocalStrided,
-    Mask,
-    tile_coverage,
-)
-from jattn.masks.base import leaves
-from jattn.masks.documents import documents_to_runs
+from jattn.implementations.mosaic_gpu.kernel_config import score_of
+from jattn.masks import Coverage, KernelTiling, Mask, tile_coverage
+from jattn.masks.base import factors, leaves
+from jattn.masks.in_kernel import Formula
+from jattn.pytree import pytree, static
 from jattn.spec import AttentionSpec
+from pallas_kernels import varlen_backward as backward
+from pallas_kernels import varlen_prefill as prefill
 from pallas_kernels.list_tiles import MAX_QUERY_BLOCKS, MAX_TILES, encode_tiles
+from pallas_kernels.shared import Score
 from pallas_kernels.varlen_prefill import (
     ALIGN,
     COLUMNS,
@@ -33,12 +30,14 @@ from pallas_kernels.varlen_prefill import (
     num_query_blocks,
 )
 
+WARPGROUP_KEYS = backward.TILE_KV // backward.WARPGROUPS  # Keys that varlen_backward masks at once.
 
-class TileListConfig(NamedTuple):
-    """Static configuration of a call of varlen_prefill over tile lists.
+
+class MaskBounds(NamedTuple):
+    """Static bounds of the call of a kernel over tile lists.
 
     Attributes:
-        max_seq_len: Maximum number of tokens per request.
+        max_seq_len: Maximum number of tokens per request; 0 if unknown.
         is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
         is_prefill: Whether the queries are in the prefill region.
     """
@@ -47,112 +46,121 @@ class TileListConfig(NamedTuple):
     is_packed: bool = False
     is_prefill: bool = True
 
+    def max_kv_tiles(self, sizes: PrefillSizes) -> int:
+        """Return the maximum number of KV tiles per request."""
+        return -(-(self.max_seq_len + (ALIGN - 1) * self.is_packed) // sizes.tile_kv)
+
+
+@pytree
+class MaskPlan:
+    """A mask in the form that varlen_prefill takes.
+
+    Attributes:
+        lists: KV tiles that each query tile visits.
+        pair_mask: Mask that the kernel evaluates pair by pair in partial tiles; None if there is none.
+        block_q: Queries per query block that the lists distinguish (static); None without query blocks.
+    """
+
+    lists: PrefillTileLists
+    pair_mask: KernelMask | None
+    block_q: int | None = static()
+
 
 class MaskFactors(NamedTuple):
     """A mask as the intersection of a part evaluated pair by pair and of block masks.
 
     Attributes:
         pairs: Mask that the kernel evaluates pair by pair in partial tiles; None if there is none.
-        blocks: Block masks that are full or empty for each block of queries and KV tile.
-        block_q: Queries per block of the block masks; None if one block holds all queries.
+        blocks: Masks with arrays that are full or empty for each block of queries and KV tile; None without.
+        block_q: Queries per block of `blocks`; None if one block holds all queries.
     """
 
     pairs: Mask | None
-    blocks: tuple[BlockMask, ...]
+    blocks: Mask | None
     block_q: int | None
 
 
-def split_mask_factors(mask: Mask, sizes: PrefillSizes, *, is_packed: bool) -> MaskFactors:
-    """Split a mask into a part evaluated pair by pair and block masks.
-
-    Args:
-        mask: Mask in addition to the spec's window, chunk size and causality.
-        sizes: Sizes of the kernel.
-        is_packed: Whether keys are outside a paged cache, so that KV tiles may begin at any position.
-    """
+def split_factors(mask: Mask, sizes: PrefillSizes, bounds: MaskBounds) -> MaskFactors:
+    """Split a mask into a part evaluated pair by pair and masks of blocks that KV tiles do not cut."""
     pairs: list[Mask] = []
-    blocks: list[BlockMask] = []
+    blocks: list[Mask] = []
     block_q: int | None = None
-    for factor in mask.masks if isinstance(mask, And) else (mask,):
+    for factor in factors(mask):
+        queries, keys = factor.block_shape or (None, 0)
         if (
-            isinstance(factor, BlockMask)
-            and not is_packed
-            and factor.block_kv % sizes.tile_kv == 0
-            and (block_q is None or factor.block_q in (None, block_q))
-            and (factor.block_q is None or num_query_blocks(sizes.tile_q, factor.block_q) <= MAX_QUERY_BLOCKS)
+            keys
+            and keys % sizes.tile_kv == 0
+            and not (factor.is_static or bounds.is_packed)
+            and (block_q is None or queries in (None, block_q))
+            and (queries is None or num_query_blocks(sizes.tile_q, queries) <= MAX_QUERY_BLOCKS)
         ):
             blocks.append(factor)
-            block_q = block_q or factor.block_q
+            block_q = block_q or queries
         else:
             pairs.append(factor)
-    return MaskFactors(functools.reduce(operator.and_, pairs) if pairs else None, tuple(blocks), block_q)
-
-
-def why_not_lists(mask: Mask, sizes: PrefillSizes, *, is_packed: bool, max_seq_len: int = 0) -> str | None:
-    """Return why varlen_prefill does not support a mask; None if it does.
-
-    `max_seq_len` is the maximum number of tokens per request, 0 if unknown; see split_mask_factors for the
-    other arguments.
-    """
-    num = max_kv_tiles(TileListConfig(max_seq_len, is_packed), sizes)
-    if num > MAX_TILES:
-        return f"tile lists of {num} tiles of {sizes.tile_kv} keys exceed the maximum of {MAX_TILES} tiles"
-    pairs = split_mask_factors(mask, sizes, is_packed=is_packed).pairs
-    return None if pairs is None else why_not_kernel_mask(pairs, sizes.tile_kv)
-
-
-def max_kv_tiles(config: TileListConfig, sizes: PrefillSizes) -> int:
-    """Return the maximum number of KV tiles per request."""
-    return -(-(config.max_seq_len + (ALIGN - 1) * config.is_packed) // sizes.tile_kv)
+    pair_part, block_part = (
+        functools.reduce(operator.and_, part) if part else None for part in (pairs, blocks)
+    )
+    return MaskFactors(pair_part, block_part, block_q)
 
 
 def mask_blocks(mask: Mask) -> MaskBlocks:
     """Return the blocks of queries and of keys of a mask, which tiles should not cut."""
-    names = {BlockMask: "block_kv", LocalStrided: "block_size", BigBird: "block_size"}
-    keys = tuple(getattr(leaf, names[type(leaf)]) for leaf in leaves(mask) if type(leaf) in names)
-    queries = [leaf.block_q for leaf in leaves(mask) if isinstance(leaf, BlockMask)]
-    return MaskBlocks(queries=tuple(size for size in queries if size is not None), keys=keys)
+    shapes = [(leaf, *leaf.block_shape) for leaf in leaves(mask) if leaf.block_shape is not None]
+    # A formula is evaluated pair by pair anyway, so tiles of queries may cut its blocks.
+    queries = tuple(size for leaf, size, _ in shapes if size is not None and not leaf.is_static)
+    return MaskBlocks(queries=queries, keys=tuple(size for _, _, size in shapes))
 
 
-def pair_mask(
-    mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, config: TileListConfig
-) -> KernelMask | None:
-    """Return the mask that varlen_prefill evaluates pair by pair in partial tiles; None if none.
+def kernel_tiling(spec: AttentionSpec, keys: int, bounds: MaskBounds) -> KernelTiling:
+    """Return the tiles in which a warpgroup of varlen_prefill, or of the dq kernel, evaluates a mask."""
+    num_heads = spec.num_q_heads, spec.num_kv_heads
+    return KernelTiling(num_heads, prefill.WARPGROUP_ROWS, keys, *bounds)
 
-    Works inside jit. See tile_lists for the arguments.
-    """
-    pairs = split_mask_factors(mask, sizes, is_packed=config.is_packed).pairs
-    if pairs is None:
-        return None
-    num_heads = (spec.num_q_heads, spec.num_kv_heads)
-    mask_config = KernelMaskConfig(
-        num_heads, config.is_prefill, config.is_packed, config.max_seq_len, sizes.tile_kv
+
+def backward_tiling(spec: AttentionSpec, sizes: backward.BackwardSizes, max_seq_len: int) -> KernelTiling:
+    """Return the tiles in which a warpgroup of the dk/dv kernel evaluates a mask."""
+    num_heads = spec.num_q_heads, spec.num_kv_heads
+    return KernelTiling(
+        num_heads, sizes.tile_q, WARPGROUP_KEYS, max_seq_len, is_packed=True, has_key_rows=True
     )
-    return kernel_mask(pairs, mask_config)
 
 
-def tile_lists(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
-) -> PrefillTileLists:
-    """Build the KV tile lists of a step's query tiles under a mask and the spec. Works inside jit.
+def kernel_mask(mask: Mask, tiling: KernelTiling) -> KernelMask:
+    """Return the mask that a kernel evaluates pair by pair: of a mask without arrays, its formula."""
+    return Formula.of(mask, tiling) if mask.is_static else mask.kernel_mask(tiling)
+
+
+def why_not_lists(mask: Mask, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds) -> str | None:
+    """Return why varlen_prefill does not support a mask; None if it does."""
+    num = bounds.max_kv_tiles(sizes)
+    if num > MAX_TILES:
+        return f"tile lists of {num} tiles of {sizes.tile_kv} keys exceed the maximum of {MAX_TILES} tiles"
+    pairs = split_factors(mask, sizes, bounds).pairs
+    return None if pairs is None else pairs.why_no_kernel(kernel_tiling(spec, sizes.tile_kv, bounds))
+
+
+def plan_mask(
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, bounds: MaskBounds
+) -> MaskPlan:
+    """Build the tile lists and the pair mask of a call of varlen_prefill. Works inside jit.
 
     Args:
         mask: Mask in addition to the spec's window, chunk size and causality; why_not_lists must be None.
         spec: Attention of the layer.
         schedule: Schedule with the query tiles.
         sizes: Sizes of the kernel.
-        config: Static configuration of the call.
+        bounds: Static bounds of the call.
     """
-    factors = split_mask_factors(documents_to_runs(mask), sizes, is_packed=config.is_packed)
-    query_tiles = _QueryTilePositions(schedule, spec, sizes, config)
-    numbers = spec.mask_of_numbers if factors.pairs is None else spec.mask_of_numbers & factors.pairs
+    parts = split_factors(mask.for_kernels(), sizes, bounds)
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, bounds)
+    numbers = spec.mask_of_numbers if parts.pairs is None else spec.mask_of_numbers & parts.pairs
     any_visible, all_visible = query_tiles.coverage(numbers, query_tiles.first, query_tiles.last)
     all_visible &= query_tiles.is_inside()[:, None, :]
     visible_by_block = []
-    if factors.blocks:
-        blocks = functools.reduce(operator.and_, factors.blocks)
-        for ends in query_tiles.blocks_of_queries(factors.block_q):
-            block_visible = query_tiles.coverage(blocks, *ends, is_inside_blocks=True).any_visible
+    if parts.blocks is not None:
+        for ends in query_tiles.blocks_of_queries(parts.block_q):
+            block_visible = query_tiles.coverage(parts.blocks, *ends, is_inside_blocks=True).any_visible
             all_visible &= block_visible | (ends[1] < ends[0])[:, None, None]
             visible_by_block.append(block_visible)
         any_visible &= functools.reduce(operator.or_, visible_by_block)
@@ -160,19 +168,89 @@ def tile_lists(
     # query tiles remain to keep all SMs busy.
     per_kv_head = schedule.table.shape[0] * spec.q_heads_per_kv_head
     sets = spec.num_kv_heads if per_kv_head >= 2 * sizes.workers else 1
-    return make_tile_lists(schedule, encode_tiles(any_visible, all_visible, visible_by_block), sets=sets)
+    lists = make_tile_lists(schedule, encode_tiles(any_visible, all_visible, visible_by_block), sets=sets)
+    tiling = kernel_tiling(spec, sizes.tile_kv, bounds)
+    pair_mask = None if parts.pairs is None else kernel_mask(parts.pairs, tiling)
+    return MaskPlan(lists=lists, pair_mask=pair_mask, block_q=parts.block_q)
+
+
+class PackedLens(NamedTuple):
+    """Location of the requests' queries and packed keys: arguments of varlen_backward."""
+
+    query_start_loc: jax.Array
+    seq_lens: jax.Array
+    kv_start_loc: jax.Array
+
+
+def why_not_backward_lists(mask: Mask, spec: AttentionSpec, sizes: backward.BackwardSizes) -> str | None:
+    """Return why varlen_backward does not support a mask; None if it does."""
+    reason, dq_sizes = mask.why_no_kernel(backward_tiling(spec, sizes, 0)), sizes.dq_sizes
+    if reason is not None or dq_sizes is None:
+        return reason
+    return mask.why_no_kernel(kernel_tiling(spec, dq_sizes.tile_kv, MaskBounds(0, is_packed=True)))
+
+
+def backward_sizes(mask: Mask | None, spec: AttentionSpec, *, mean_len: int) -> backward.BackwardSizes:
+    """Return the sizes of varlen_backward for a layer.
+
+    Args:
+        mask: Mask in addition to the spec's window, chunk size and causality; None adds none.
+        spec: Attention of the layer.
+        mean_len: Mean number of queries per request.
+    """
+    mean_len = 0 if mask is not None and mask.skips_most_tiles else mean_len
+    score, deterministic = score_of(spec), spec.deterministic
+    return backward.default_layer_sizes(spec.head_dim, score, mean_len=mean_len, deterministic=deterministic)
+
+
+def plan_backward_mask(
+    mask: Mask,
+    spec: AttentionSpec,
+    lens: PackedLens,
+    schedule: backward.BackwardSchedule,
+    *,
+    sizes: backward.BackwardSizes,
+    num_tokens: int,
+    max_seq_len: int,
+) -> tuple[backward.BackwardTileLists, backward.BackwardMask]:
+    """Build the tile lists and the pair masks of a call of varlen_backward. Works inside jit.
+
+    The query tiles of each KV tile are the transpose of the KV tiles of each query tile.
+
+    Args:
+        mask: Mask in addition to the spec's numbers; why_not_backward_lists must be None.
+        spec: Attention of the layer.
+        lens: Location of the requests' queries and keys.
+        schedule: Schedule with the KV tiles.
+        sizes: Sizes of the kernel (static).
+        num_tokens: Number of queries including padding (static).
+        max_seq_len: Maximum number of tokens per request (static).
+    """
+    mask, bounds = mask.for_kernels(), MaskBounds(max_seq_len, is_packed=True)
+    teams = 2 * prefill.WARPGROUP_ROWS // sizes.tile_q
+    query_sizes = PrefillSizes(tile_kv=backward.keys_per_code(sizes), warpgroups=2, teams=teams)
+    score = Score(scale=1.0, causal=spec.causal)  # the query tiles do not depend on it
+    tiles = prefill.make_schedule(
+        *lens, num_tokens=num_tokens, score=score, sizes=query_sizes, has_lists=True
+    )
+    codes = packed_codes(mask, spec, tiles, query_sizes, bounds)
+    begins, ends = (tiles.table[:, COLUMNS.index(name)] for name in ("begin", "end"))
+    query_tiles = backward.QueryTiles(tiles.first_tiles, begins, ends)
+    lists = backward.make_tile_lists(schedule, query_tiles, codes, kv_heads=spec.num_kv_heads, sizes=sizes)
+    dkdv_mask, dq_mask = kernel_mask(mask, backward_tiling(spec, sizes, max_seq_len)), None
+    if sizes.dq_sizes is not None and schedule.dq_schedule is not None:
+        dq_plan = plan_mask(mask, spec, schedule.dq_schedule, sizes.dq_sizes, bounds)
+        lists, dq_mask = lists._replace(dq_lists=dq_plan.lists), dq_plan.pair_mask
+    return lists, backward.BackwardMask(dkdv_mask, dq_mask)
 
 
 def packed_codes(
-    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, config: TileListConfig
+    mask: Mask, spec: AttentionSpec, schedule: PrefillSchedule, sizes: PrefillSizes, bounds: MaskBounds
 ) -> UInt[Array, "q_tiles q_heads kv_tiles"]:
-    """Return the bits of `encode_tiles` for each query tile and packed KV tile. Works inside jit.
-
-    See tile_lists for the arguments; here the whole mask may be evaluated pair by pair.
-    """
-    query_tiles = _QueryTilePositions(schedule, spec, sizes, config)
+    """Return the bits of `encode_tiles` for each query tile and packed KV tile; see plan_mask."""
+    query_tiles = _QueryTilePositions(schedule, spec, sizes, bounds)
     any_visible, all_visible = query_tiles.coverage(
-        spec.mask_of_numbers & documents_to_runs(mask), query_tiles.first, query_tiles.last
+        spec.mask_of_numbers & mask, query_tiles.first, query_tiles.last
     )
     return encode_tiles(any_visible, all_visible & query_tiles.is_inside()[:, None, :])
 
@@ -184,15 +262,15 @@ class _QueryTilePositions:
     """
 
     def __init__(
-        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, config: TileListConfig
+        self, schedule: PrefillSchedule, spec: AttentionSpec, sizes: PrefillSizes, bounds: MaskBounds
     ) -> None:
         column = {name: schedule.table[:, i] for i, name in enumerate(COLUMNS)}
         self.first = column["position"] + column["begin"]
         self.last = column["position"] + column["end"] - 1
         self._rows, self._seq_lens = column["req"], column["seq_len"]
-        self._alignment_offset = column["kv_start"] % ALIGN if config.is_packed else None
-        self._max_kv_tiles = max_kv_tiles(config, sizes)
-        self._spec, self._sizes, self._is_prefill = spec, sizes, config.is_prefill
+        self._alignment_offset = column["kv_start"] % ALIGN if bounds.is_packed else None
+        self._max_kv_tiles = bounds.max_kv_tiles(sizes)
+        self._spec, self._sizes, self._is_prefill = spec, sizes, bounds.is_prefill
 
     def coverage(self, mask: Mask, first: Any, last: Any, *, is_inside_blocks: bool = False) -> Coverage:
         """Return how much of each KV tile is visible to the queries from first to last."""

@@ -13,12 +13,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.kernel_masks import KernelMaskConfig, kernel_mask, why_not_kernel_mask
-from jattn.implementations.mosaic_gpu.slash_masks import pack_words
-from jattn.implementations.mosaic_gpu.tile_lists import split_mask_factors
+from jattn.implementations.mosaic_gpu.tile_lists import MaskBounds, kernel_mask, split_factors
 from pallas_kernels.varlen_backward.dkdv_scores import TransposedPairTile
 from pallas_kernels.varlen_prefill import PairTile, PrefillSizes
+from pallas_kernels.varlen_prefill.mask_policies import pack_words
 from tests.masks import mask_rules
+from tests.masks.mask_rules import tiling
 
 pytestmark = pytest.mark.kernels  # minutes, together
 
@@ -38,6 +38,10 @@ class ArrayTile:
     def load_rows(self, ref, index, first):
         assert 0 <= int(first) <= ref.shape[-1] - self.shape[0]
         return ref[(*index, slice(int(first), int(first) + self.shape[0]))]
+
+    def load_columns(self, ref, index, first):
+        assert 0 <= int(first) <= ref.shape[-1] - self.shape[1]
+        return ref[(*index, slice(int(first), int(first) + self.shape[1]))]
 
 
 class QueryMajorTile(ArrayTile, PairTile):
@@ -62,19 +66,18 @@ def visible_in_kernel(
     is_key_major = tile_of.has_key_rows
     (num_queries, num_keys) = (num_columns, 64) if is_key_major else (64, num_columns)
     is_packed = is_key_major or first_key % num_columns != 0
-    in_kernel_mask = kernel_mask(
-        mask, KernelMaskConfig(HEADS, True, is_packed, seq_len, num_keys, is_key_major)
+    sizes = masks.KernelTiling(
+        HEADS, num_queries, num_keys, seq_len, is_packed=is_packed, has_key_rows=is_key_major
     )
+    in_kernel_mask = kernel_mask(mask, sizes)
     columns = jnp.broadcast_to(jnp.arange(num_columns, dtype=jnp.float32)[None], (64, num_columns))
     tile_start = {"head": head, "first_query": first_query, "first_key": first_key}
     tile = tile_of(
         **{name: jnp.int32(value) for name, value in tile_start.items()},
         columns=lambda: columns, shape=columns.shape, interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
-    visible = in_kernel_mask.visible(
-        tile,
-        in_kernel_mask.load(tile, jnp.int32(row), in_kernel_mask.arrays) if in_kernel_mask.arrays else (),
-    )
+    loaded = in_kernel_mask.load(tile, jnp.int32(row)) if jax.tree.leaves(in_kernel_mask) else ()
+    visible = in_kernel_mask.visible(tile, loaded)
     queries = [i for i in range(first_query, first_query + num_queries) if least_query <= i < seq_len]
     keys = [j for j in range(first_key, first_key + num_keys) if 0 <= j < seq_len]
     visible = np.broadcast_to(
@@ -100,7 +103,7 @@ tiles = st.fixed_dictionaries(
 @given(mask_rules.SINGLE | mask_rules.compositions(), tiles, st.booleans())
 def test_kernel_masks_equal_their_definition(ruled, tile, is_second_row):
     is_key_major = tile["tile_of"] is KeyMajorTile
-    if why_not_kernel_mask(ruled.mask, 128, rows=128 if is_key_major else 64) is not None:
+    if ruled.mask.why_no_kernel(tiling(128 if is_key_major else 64)) is not None:
         return
     mask = ruled.mask
     if is_second_row:  # of a mixed step, whose prefill rows follow its decode rows
@@ -142,7 +145,7 @@ def test_kernel_masks_are_exact_for_queries_before_position_0(first_query, tile_
     by_blocks = [masks.BlockMask(blocks=blocks, block_q=size, block_kv=16) for size in (16, 24)]
     documents = masks.Document(ids=np.arange(150)[None] // 20)
     tile_start = {"row": 0, "head": 2, "first_query": first_query, "first_key": 0, "num_columns": 128}
-    for mask in (slashed, *masks.split_gathered(slashed), *by_blocks, ~by_blocks[0], documents):
+    for mask in (slashed, *slashed.split_gathered(), *by_blocks, ~by_blocks[0], documents):
         actual, queries, keys = visible_in_kernel(
             mask, 150, tile_of=tile_of, least_query=first_query, **tile_start
         )
@@ -174,7 +177,7 @@ def test_32_marks_are_read_from_any_offset():
 
 def test_changing_mask_arrays_does_not_retrace(traced_once):
     def stored(mask):
-        return kernel_mask(mask, KernelMaskConfig(HEADS, True, False, 64, 64)).arrays
+        return jax.tree.leaves(kernel_mask(mask, tiling()))
 
     arrays_of_seed = lambda n: (
         (masks.Causal() | masks.Prefix(length=jnp.asarray(n))) & masks.Document(ids=jnp.arange(9) // n)
@@ -217,19 +220,19 @@ BLOCKS = np.ones((4, 6, 6), bool)
 )
 def test_masks_without_kernel_support_are_named(mask, message):
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(why_not_kernel_mask(mask, 128))
+        raise AssertionError(mask.why_no_kernel(tiling()))
 
 
 def test_block_masks_that_fit_the_tiles_are_separated_from_other_factors():
     block = masks.BlockMask(blocks=BLOCKS, block_q=64, block_kv=64)
     fine, coarse = (masks.BlockMask(blocks=BLOCKS, block_q=q, block_kv=kv) for q, kv in ((64, 32), (128, 64)))
     sizes, strided = PrefillSizes(tile_kv=64), jattn.LocalStrided()
-    parts = split_mask_factors(strided & block & fine & coarse & masks.Sinks(9), sizes, is_packed=False)
+    parts = split_factors(strided & block & fine & coarse & masks.Sinks(9), sizes, MaskBounds(256))
     assert parts.pairs == strided & fine & coarse & masks.Sinks(9)
-    assert parts.blocks == (block,)
+    assert parts.blocks == block
     assert parts.block_q == 64
-    assert split_mask_factors(block, sizes, is_packed=True).pairs == block
-    assert split_mask_factors(block, PrefillSizes(tile_kv=128), is_packed=False).pairs == block
+    assert split_factors(block, sizes, MaskBounds(256, is_packed=True)).pairs == block
+    assert split_factors(block, PrefillSizes(tile_kv=128), MaskBounds(256)).pairs == block
 
 
 @pytest.mark.parametrize("key_array", [jnp.int32(2), jnp.arange(8) % 3], ids=["number", "array"])
@@ -240,7 +243,7 @@ def test_kernels_decline_functions_that_close_over_arrays(key_array):
         visible = lambda head, query, key: (
             (key_array if key_array.ndim == 0 else key_array[key]) + query > key
         )
-        return why_not_kernel_mask(masks.Causal() & masks.MaskFunction(visible), 64)
+        return (masks.Causal() & masks.MaskFunction(visible)).why_no_kernel(tiling())
 
     closes = "there is no kernel for a mask function that closes over arrays" if key_array.ndim else None
     assert reason(key_array) == closes

@@ -9,10 +9,11 @@ import numpy as np
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.backward_tile_lists import PackedLens, backward_lists, backward_mask
+from jattn.implementations.mosaic_gpu.tile_lists import PackedLens, plan_backward_mask
 from pallas_kernels.shared.score import Score
 from pallas_kernels.support import KERNELS
 from pallas_kernels.varlen_backward import default_sizes, make_schedule, varlen_backward
+from tests.masks.custom_masks import KeyRanges
 
 FEATURES = {
     "plain": {},
@@ -51,9 +52,9 @@ def listed_case(head_dim, mask, *, deterministic=False):
         lens = PackedLens(*(arrays[name] for name in PackedLens._fields))
         schedule = make_schedule(*lens, **static, num_tokens=8192, **layer_options)
         bounds = {"num_tokens": 8192, "max_seq_len": 8192, "sizes": layer_options["sizes"]}
-        listed = {"lists": backward_lists(mask, spec, lens, schedule, **bounds), "schedule": schedule}
-        mask_in_kernel = backward_mask(mask, spec, layer_options["sizes"], max_seq_len=8192)
-        return varlen_backward(**arrays, **layer_options, **listed, mask=mask_in_kernel)
+        lists, mask_in_kernel = plan_backward_mask(mask, spec, lens, schedule, **bounds)
+        listed = {"lists": lists, "mask": mask_in_kernel, "schedule": schedule}
+        return varlen_backward(**arrays, **layer_options, **listed)
 
     return run, (arrays, mask)  # as an argument: XLA would fold what it makes of stored numbers
 
@@ -81,5 +82,7 @@ def aot_cases():
         for head_dim in (64, 128, 256)
         for name, mask in LISTED.items()
     }
+    ranges = KeyRanges(begin=np.arange(8192, dtype=np.int32), end=np.arange(8192, dtype=np.int32) + 900)
     two = lambda dim: case(dim, jnp.dtype("bfloat16"), sizes=default_sizes(dim, deterministic=True))
-    return cases | {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}
+    cases |= {f"d{dim}-two_kernels": two(dim) for dim in (64, 128)}
+    return cases | {f"d{dim}-key_ranges": listed_case(dim, ranges) for dim in (64, 128)}

@@ -12,11 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
 from jattn import masks
-from jattn.implementations.mosaic_gpu.backward_tile_lists import (
+from jattn.implementations.mosaic_gpu.tile_lists import (
     PackedLens,
-    backward_lists,
-    backward_mask,
     backward_sizes,
+    plan_backward_mask,
     why_not_backward_lists,
 )
 from pallas_kernels.list_tiles import encode_tiles
@@ -71,7 +70,7 @@ def jitted(problem, *, sizes=None, interpret=None):
         num_q_heads=setting.heads[0], num_kv_heads=setting.heads[1], head_dim=setting.head_dim,
         causal=setting.score.causal, window=window,
     )  # fmt: skip
-    assert why_not_backward_lists(setting.mask, sizes) is None
+    assert why_not_backward_lists(setting.mask, spec, sizes) is None
 
     @jax.jit
     def run(mask, arguments):
@@ -80,9 +79,9 @@ def jitted(problem, *, sizes=None, interpret=None):
         head_options = {"kv_heads": setting.heads[1], "head_dim": setting.head_dim}
         layer_options = {**head_options, "score": setting.score, "sizes": sizes}
         schedule = make_schedule(*lens, kv_tokens=kv_tokens, num_tokens=tokens, **layer_options)
-        static = {"max_seq_len": max(setting.seq_lens)}
-        lists = backward_lists(mask, spec, lens, schedule, sizes=sizes, num_tokens=tokens, **static)
-        options = {"lists": lists, "mask": backward_mask(mask, spec, sizes, **static)}
+        bounds = {"num_tokens": tokens, "max_seq_len": max(setting.seq_lens)}
+        lists, pair_mask = plan_backward_mask(mask, spec, lens, schedule, sizes=sizes, **bounds)
+        options = {"lists": lists, "mask": pair_mask}
         call_options = {"score": setting.score, "sizes": sizes, "interpret": interpret}
         return varlen_backward(**arguments, schedule=schedule, **options, **call_options)
 
@@ -187,21 +186,25 @@ class TestLists:
         assert entries_by_number == {0: ([(0b01, 2), (0b11, 1), (0b10, 0)], 2), 1: ([(0b01, 0)], 0)}
 
 
-def lists_for(sizes):
+def lists_for(sizes, name="strided"):
     """Return lists for `plain_arguments`."""
+    return planned_for(sizes, name)[0]
+
+
+def planned_for(sizes, name):
+    """Return the lists and the pair masks for `plain_arguments`."""
     arguments, score = plain_arguments(), Score(scale=1.0)
     lens = PackedLens(*(arguments[field] for field in PackedLens._fields))
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=64)
     static = {"kv_tokens": 16, "kv_heads": 2, "head_dim": 64, "score": score, "sizes": sizes}
     schedule = make_schedule(*lens, **static, num_tokens=16)
     bounds = {"num_tokens": 16, "max_seq_len": 16, "sizes": sizes}
-    return backward_lists(MASKS["strided"], spec, lens, schedule, **bounds)
+    return plan_backward_mask(MASKS[name], spec, lens, schedule, **bounds)
 
 
 class TestRefusals:
     def test_mask_without_lists_is_rejected(self):
-        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
-        mask = backward_mask(MASKS["formula"], spec, BackwardSizes(), max_seq_len=16)
+        _, mask = planned_for(default_sizes(64), "formula")
         with pytest.raises(ValueError, match="mask requires lists"):
             varlen_backward(**plain_arguments(mask=mask))
 
@@ -254,7 +257,8 @@ class TestRefusals:
 
     def test_too_small_blocks_are_rejected(self):
         mask = masks.BlockMask(blocks=np.ones((1, 64, 64), bool), block_q=8, block_kv=64)
-        reason = why_not_backward_lists(mask, BackwardSizes(tile_q=128))
+        spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+        reason = why_not_backward_lists(mask, spec, BackwardSizes(tile_q=128))
         assert "blocks of 8 queries (a tile of 128 queries touches more than 10)" in reason
 
 

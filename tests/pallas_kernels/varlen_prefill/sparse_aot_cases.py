@@ -10,6 +10,7 @@ from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import abstract_metadata
 from jattn.cache import CacheSpec, PagedCache
 from jattn.spec import AttentionSpec
+from tests.masks.custom_masks import KeyRanges
 from tests.regions import attend_region
 
 
@@ -58,6 +59,11 @@ MASKS = {
         )
     ),
 }
+USER_MASKS = {
+    "key_ranges": lambda: jax.eval_shape(
+        lambda: KeyRanges(begin=jnp.zeros((2, 16384), jnp.int32), end=jnp.zeros((2, 16384), jnp.int32))
+    )
+}
 SPECS = {
     "plain": {},
     "window_sinks": {"window": (4095, 0), "has_sinks": True},
@@ -77,7 +83,7 @@ def case(mask_name, block_size, head_dim, *, has_sinks=False, has_alibi=False, *
         "query": jax.ShapeDtypeStruct((8192, 32, head_dim), jnp.bfloat16),
         "kv": cache,
         "metadata": metadata,
-        "mask": MASKS[mask_name](),
+        "mask": (MASKS | USER_MASKS)[mask_name](),
         "sinks": per_head if has_sinks else None,
         "alibi_slopes": per_head if has_alibi else None,
     }
@@ -90,6 +96,7 @@ def aot_cases():
     every = [(mask, "plain", 16, 128) for mask in MASKS] + [(mask, "encoder", 64, 64) for mask in MASKS]
     every += [("blocks_128", spec, 16, 128) for spec in SPECS]
     every += [(mask, spec, 64, 64) for mask in ("local_strided", "vertical_slash") for spec in SPECS]
+    every += [("key_ranges", "plain", 16, 128), ("key_ranges", "encoder", 64, 64)]
     return {
         f"{mask}-{spec}-{block_size}-{head_dim}": case(mask, block_size, head_dim, **SPECS[spec])
         for mask, spec, block_size, head_dim in every

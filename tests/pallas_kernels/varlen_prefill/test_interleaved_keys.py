@@ -11,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jattn
 from jattn import masks
 from jattn.batch.context_parallel import get_dcp_local_seq_lens
-from jattn.implementations.mosaic_gpu import interleaved_mask
-from jattn.implementations.mosaic_gpu.kernel_masks import why_not_kernel_mask
+from jattn.masks.sharded import visible_range
 from jattn.pytree import replace
 from pallas_kernels.varlen_prefill import sizes as sizes_module
+from tests.masks.mask_rules import tiling
 from tests.regions import attend_region
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 2, 1, 64, 16
@@ -97,11 +97,11 @@ def test_unsupported_features_are_rejected_by_name():
     mask = masks.InterleavedMask(
         mask=masks.LocalStrided() & masks.Causal(), **arrays, num_ranks=2, interleave=1
     )
-    assert "no kernel for a LocalStrided over keys on several devices" in str(why_not_kernel_mask(mask, 128))
+    assert "no kernel for a LocalStrided over keys on several devices" in str(mask.why_no_kernel(tiling()))
 
 
 def test_windows_longer_than_any_request_hide_no_key():
     query = jnp.asarray([0, 7, 300])
-    low, high = interleaved_mask._visible_range(masks.Window(2**31 - 1, 2**31 - 1), query)
+    low, high = visible_range(masks.Window(2**31 - 1, 2**31 - 1), query)
     assert low.tolist() == [0, 0, 0]
     assert high is None

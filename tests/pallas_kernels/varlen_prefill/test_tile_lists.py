@@ -17,7 +17,6 @@ from jattn.implementations.layer_config import layer_config, region_sizes
 from jattn.implementations.mosaic_gpu import (
     block_lists,
     choose_kernel,
-    kernel_masks,
     score_of,
     sparse_sizes,
     tile_lists,
@@ -34,6 +33,7 @@ from pallas_kernels.varlen_prefill import (
     varlen_prefill,
 )
 from pallas_kernels.varlen_prefill import sizes as sizes_module
+from pallas_kernels.varlen_prefill.mask_policies import WindowWords
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, PrefillScheduleKey, make_schedule
 from pallas_kernels.varlen_prefill.tile_lists import LIST_COLUMNS, PrefillTileLists
 from tests import aot, assertions, contract
@@ -273,7 +273,7 @@ def test_list_entry_tells_which_query_blocks_see_the_tile():
         sizes=sizes,
         has_lists=True,
     )
-    lists = tile_lists.tile_lists(mask, spec, schedule, sizes, tile_lists.TileListConfig(192))
+    lists = tile_lists.plan_mask(mask, spec, schedule, sizes, tile_lists.MaskBounds(192)).lists
     column = len(COLUMNS) + LIST_COLUMNS.index("list")
     entries = np.asarray(lists.entries)[np.asarray(lists.table)[:2, column]]
     # Queries 0 to 127 see tile 0, in the diagonal block only in part, and their second half tile 1.
@@ -390,7 +390,7 @@ class PlainTile(PairTile):
 )
 def test_windows_longer_than_any_request_hide_no_key(left, right, has_key_rows):
     tile = PlainTile(has_key_rows)
-    window = kernel_masks._window(masks.Window(left, right))
+    window = WindowWords(left=left, right=right)
     words = np.stack(window.visible(tile, ()), axis=1).astype(np.uint32)
     seen = (words[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(64, 128) != 0
     ahead = 100 + np.arange(128)[None, :] - np.arange(150, 214)[:, None]

@@ -1,0 +1,360 @@
+"""The ways in which kernels mask the pairs of a tile: the subclasses of KernelMask."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any, NamedTuple, dataclass_transform, override
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int32
+
+from pallas_kernels.shared import floor_div, normalize_window_side
+from pallas_kernels.shared.types import Ref, Scalar
+from pallas_kernels.varlen_prefill.kernel_mask import MAX_ROWS, WORD_BITS, KernelMask, PairTile, Words
+
+HALF = WORD_BITS // 2
+MAX_KEY_BLOCKS = HALF + 1  # Block bits in a word, from any position of its first half on.
+MAX_QUERY_WORDS = 10  # Maximum number of query blocks per tile, since one word is read for each.
+
+
+def static() -> Any:
+    """Declare a hashable field of a policy's structure: changing it recompiles."""
+    return dataclasses.field(metadata={"static": True})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static, dataclasses.field))
+def policy[T](cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass and a pytree; fields made by `static()` are structure."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
+class Lines(NamedTuple):
+    """The lines of an array: one per request and head, per head, or per request; None for an absent axis."""
+
+    num_rows: int | None
+    num_heads: int | None
+
+    def line_of(self, row: Any, head: Any) -> Any:
+        """Return the index of a request's and a query head's line. Rows from the last on share its line."""
+        if self.num_rows is None:
+            return jnp.int32(0) if self.num_heads is None else head
+        row = jnp.minimum(row, self.num_rows - 1)
+        return row if self.num_heads is None else row * self.num_heads + head
+
+
+@policy
+class WindowWords(KernelMask):
+    """A sliding window.
+
+    Attributes:
+        left: Number of visible keys before the query; None = unlimited.
+        right: Number of visible keys after the query; None = unlimited.
+    """
+
+    left: int | None = static()
+    right: int | None = static()
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Words:
+        left, right = normalize_window_side(self.left), normalize_window_side(self.right)
+        diagonal = tile.row_positions - tile.first_column
+        before, after = (right, left) if tile.has_key_rows else (left, right)
+        high = tile.fill_rows(jnp.int32(tile.shape[1])) if after is None else diagonal + (after + 1)
+        return tile.words_in_range(None if before is None else diagonal - before, high)
+
+
+@policy
+class RowRanges(KernelMask):
+    """One range of visible columns per row, read from arrays that start at position -MAX_ROWS.
+
+    Attributes:
+        first: Position of the first visible column for the row at each position, [lines, positions]; None =
+            the tile's first column.
+        end: One past the last visible column; None = all columns.
+        lines: Lines of the arrays. Static.
+        num_positions: Position from which on all rows are alike; None if the arrays hold all rows. Static.
+    """
+
+    first: Ref
+    end: Ref
+    lines: Lines = static()
+    num_positions: int | None = static()
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Any:
+        line = (self.lines.line_of(row, tile.head),)
+        start = jnp.maximum(tile.first_row, -MAX_ROWS)  # All rows before position 0 are alike.
+        if self.num_positions is not None:
+            start = jnp.clip(tile.first_row, -MAX_ROWS, self.num_positions)
+        start = start + MAX_ROWS
+        return tuple(
+            None if ref is None else tile.load_rows(ref, line, start) for ref in (self.first, self.end)
+        )
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Words:
+        low, high = (None if x is None else x - tile.first_column for x in loaded)
+        return tile.words_in_range(low, tile.fill_rows(jnp.int32(tile.shape[1])) if high is None else high)
+
+
+@policy
+class PrefixWords(KernelMask):
+    """All pairs among the first positions of a request; `lengths` [reqs] or [1] is their number."""
+
+    lengths: Ref
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Any:
+        return self.lengths[jnp.minimum(row, self.lengths.shape[0] - 1)]
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Words:
+        high = jnp.where(tile.row_positions < loaded, loaded - tile.first_column, 0)
+        return tile.words_in_range(None, high)
+
+
+def pack_words(marks: Bool[Array, "*rows n"]) -> Int32[Array, "*rows words"]:
+    """Pack marks into n + 31 overlapping words: bit j of word i is mark `i - 31 + j`."""
+    ends = [(0, 0)] * (marks.ndim - 1) + [(WORD_BITS - 1, WORD_BITS - 1)]
+    words, bits = jnp.pad(marks, ends).astype(jnp.uint32), 1
+    while bits < WORD_BITS:
+        words, bits = words[..., :-bits] | (words[..., bits:] << bits), 2 * bits
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+@policy
+class SlashWords(KernelMask):
+    """Visible keys and visible distances from a query to a key.
+
+    Attributes:
+        columns: Words of the visible keys, see `make`.
+        slashes: Words of the visible distances.
+        hidden: Words of the keys that distances do not make visible, stored like `columns`; None for none.
+        column_lines: Lines of `columns` and `hidden`. Static.
+        slash_lines: Lines of `slashes`. Static.
+        num_columns: Number of positions of the keys. Static.
+        num_slashes: Number of distances. Static.
+    """
+
+    columns: Ref
+    slashes: Ref
+    hidden: Ref
+    column_lines: Lines = static()
+    slash_lines: Lines = static()
+    num_columns: int = static()
+    num_slashes: int = static()
+
+    @classmethod
+    def make(
+        cls,
+        columns: Bool[Array, "lines positions"],
+        slashes: Bool[Array, "lines distances"],
+        hidden: Bool[Array, "lines positions"] | None,
+        *,
+        lines: tuple[Lines, Lines],
+        has_key_rows: bool,
+    ) -> "SlashWords":
+        """Pack the marks of keys and distances for tiles whose rows are keys, or queries.
+
+        With queries as rows, a word per key holds whether it and the 31 keys after it are marked, and a word
+        per distance whether it and the 31 smaller ones are, the smallest in the highest bit. With keys as
+        rows, a word per key holds its mark in all bits, and a word per distance those of it and the 31
+        greater ones.
+        """
+
+        def key_words(marks: Array) -> Array:
+            if has_key_rows:
+                return jnp.pad(0 - marks.astype(jnp.int32), ((0, 0), (MAX_ROWS, MAX_ROWS)))
+            return jnp.pad(pack_words(marks), ((0, 0), (1, 1)))  # an empty word at either end
+
+        # Words of key rows are stored from the greatest distance down: the next key's distance is smaller.
+        words = pack_words(slashes)[:, ::-1] if has_key_rows else pack_words(slashes[:, ::-1])[:, ::-1]
+        return cls(
+            columns=key_words(columns),
+            slashes=jnp.pad(words, ((0, 0), (MAX_ROWS, MAX_ROWS))),
+            hidden=None if hidden is None else key_words(hidden),
+            column_lines=lines[0],
+            slash_lines=lines[1],
+            num_columns=columns.shape[1],
+            num_slashes=slashes.shape[1],
+        )
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Words:
+        column_line, slash_line = (
+            lines.line_of(row, tile.head) for lines in (self.column_lines, self.slash_lines)
+        )
+        max_start = self.num_slashes + WORD_BITS - 1
+        index: tuple[Any, ...] = ()
+        column: Any = None
+        hidden: Any = None
+        if tile.has_key_rows:
+            first = jnp.clip(tile.first_key, -MAX_ROWS, self.num_columns) + MAX_ROWS
+            column = tile.load_rows(self.columns, (column_line,), first)
+            if self.hidden is not None:
+                hidden = tile.load_rows(self.hidden, (column_line,), first)
+        words = []
+        for begin in range(0, tile.shape[1], WORD_BITS):
+            if tile.has_key_rows:
+                distance = self.num_slashes - 1 - (tile.first_query + begin - tile.first_key)
+                start = jnp.clip(distance, -MAX_ROWS, max_start)
+            else:
+                key = tile.first_key + begin
+                index = column_line, jnp.clip(key, -WORD_BITS, self.num_columns) + WORD_BITS
+                start = jnp.clip(tile.first_query - key, -MAX_ROWS, max_start)
+                column = self.columns[index]
+            word = tile.load_rows(self.slashes, (slash_line,), start + MAX_ROWS)
+            if self.hidden is not None:
+                word = word & ~(hidden if tile.has_key_rows else self.hidden[index])
+            words.append(word | column)
+        return tuple(words)
+
+    @override
+    def visible(self, tile: PairTile, loaded: Words) -> Words:
+        return loaded
+
+
+@policy
+class BlockBits(KernelMask):
+    """A bit per block of queries and block of keys.
+
+    Attributes:
+        words: Bits of 32 key blocks from every 16th on, [reqs, heads, q_blocks, words], so that one word
+            holds the 17 blocks from any position on.
+        first_q_block: First query block of the array, [reqs]; None = 0.
+        block_q: Number of queries per block; None = all queries share one block. Static.
+        block_kv: Number of keys per block. Static.
+        group: Number of query heads that share an entry. Static.
+        is_aligned: Whether tiles begin with a block or lie within one, so that the keys of a tile that a bit
+            covers are static. Static.
+    """
+
+    words: Ref
+    first_q_block: Ref
+    block_q: int | None = static()
+    block_kv: int = static()
+    group: int = static()
+    is_aligned: bool = static()
+
+    @property
+    @override
+    def is_words(self) -> bool:
+        return self.is_aligned
+
+    @staticmethod
+    def pack(blocks: Bool[Array, "reqs heads q_blocks kv_blocks"]) -> Int32[Array, "reqs heads q_blocks _"]:
+        """Return `words` for an array of blocks."""
+        num_halves = -(-blocks.shape[-1] // HALF)
+        padded = jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, (num_halves + 2) * HALF - blocks.shape[-1])))
+        bits = padded.reshape(*blocks.shape[:-1], -1, HALF).astype(jnp.int32)
+        halves = (bits << lax.broadcasted_iota(jnp.int32, bits.shape, 4)).sum(axis=-1, dtype=jnp.int32)
+        return halves[..., :-1] | (halves[..., 1:] << HALF)
+
+    def _first_block(self, tile: PairTile) -> Scalar:
+        return _quotient(jnp.maximum(tile.first_key, 0), self.block_kv)
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Any:
+        reqs, _, q_blocks, num_words = self.words.shape
+        head, begin = _quotient(tile.head, self.group), self._first_block(tile)
+        half = jnp.minimum(_quotient(begin, HALF), num_words - 1)
+
+        def word(q_block: Any) -> Any:
+            is_inside = (q_block >= 0) & (q_block < q_blocks)
+            index = jnp.minimum(row, reqs - 1), head, jnp.clip(q_block, 0, q_blocks - 1), half
+            bits_from_begin = lax.shift_right_logical(
+                self.words[index], lax.rem(begin, jnp.full_like(begin, HALF))
+            )
+            return jnp.where(is_inside, bits_from_begin, 0)
+
+        if self.block_q is None:
+            return tile.fill_queries(word(jnp.int32(0)))
+        queries, first, ahead = tile.query_positions, floor_div(tile.first_query, self.block_q), jnp.int32(0)
+        if self.first_q_block is not None:
+            ahead = self.first_q_block[jnp.minimum(row, self.first_q_block.shape[0] - 1)]
+        bits = tile.fill_queries(word(first - ahead))
+        for index in range(1, (tile.num_queries + self.block_q - 2) // self.block_q + 1):
+            is_reached = queries >= (first + index) * self.block_q
+            bits = jnp.where(is_reached, word(first + index - ahead), bits)
+        return bits
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Any:
+        if self.is_aligned:
+            return self._expand(tile, loaded)
+        index = _quotient(tile.key, self.block_kv) - self._first_block(tile)
+        return lax.shift_right_logical(tile.broadcast_queries(loaded), index) & 1 != 0
+
+    def _expand(self, tile: PairTile, bits: Any) -> Words:
+        """Expand bits of key blocks to bits of keys."""
+        words = [jnp.zeros_like(bits)] * (tile.shape[1] // WORD_BITS)
+        for index, begin in enumerate(range(0, tile.shape[1], self.block_kv)):
+            is_visible = 0 - (lax.shift_right_logical(bits, jnp.int32(index)) & 1)  # all bits or none
+            for n in range(len(words)):
+                low, high = (
+                    min(max(end - n * WORD_BITS, 0), WORD_BITS) for end in (begin, begin + self.block_kv)
+                )
+                if low < high:
+                    key_bits = (1 << high) - (1 << low)
+                    words[n] = words[n] | (is_visible & np.uint32(key_bits).astype(np.int32))
+        return tuple(words)
+
+
+def _quotient(x: Any, size: int) -> Any:
+    """Return `x // size` for x >= 0."""
+    return lax.div(x, jnp.full_like(x, size))
+
+
+@policy
+class Joined(KernelMask):
+    """The intersection of masks, or their union; as words where all of them are."""
+
+    operands: tuple[KernelMask, ...]
+    is_union: bool = static()
+
+    @property
+    @override
+    def is_words(self) -> bool:
+        return all(operand.is_words for operand in self.operands)
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Any:
+        return tuple(operand.load(tile, row) for operand in self.operands)
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Any:
+        join = operator.or_ if self.is_union else operator.and_
+        words: list[Words] = []
+        pairs: list[Any] = []
+        for operand, x in zip(self.operands, loaded, strict=True):
+            (words if operand.is_words else pairs).append(operand.visible(tile, x))
+        if words:
+            joined = tuple(functools.reduce(join, column) for column in zip(*words, strict=True))
+            if not pairs:
+                return joined
+            pairs.append(tile.unpack_bit_mask(joined))
+        return functools.reduce(join, pairs)
+
+
+@policy
+class Inverted(KernelMask):
+    """The complement of a mask."""
+
+    operand: KernelMask
+
+    @property
+    @override
+    def is_words(self) -> bool:
+        return self.operand.is_words
+
+    @override
+    def load(self, tile: PairTile, row: Scalar) -> Any:
+        return self.operand.load(tile, row)
+
+    @override
+    def visible(self, tile: PairTile, loaded: Any) -> Any:
+        inverse = self.operand.visible(tile, loaded)
+        return tuple(~word for word in inverse) if self.is_words else ~inverse
