@@ -302,6 +302,21 @@ class TestKernels:
         problem.check(*self.run(problem))
         assert listed == [16]
 
+    @pytest.mark.parametrize("random_blocks", [0, 1])
+    def test_decode_under_big_bird_uses_block_lists(self, random_blocks):
+        """Random blocks differ between the query heads of a KV head."""
+        sparsity = masks.BigBird(block_size=16, local_blocks=1, random_blocks=random_blocks)
+        problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
+        problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
+        plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
+        assert "paged_decode over lists of blocks of 16" in str(plan)
+        contract = AttentionContract()
+        contract.implementation = "xla"
+        for actual, expected in zip(self.run(problem, plan=plan), contract.attend(problem), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(actual, np.float32), np.asarray(expected, np.float32), atol=0.02
+            )
+
     @pytest.mark.parametrize(
         ("sparsity", "mask", "is_of_blocks"),
         [(STRIDED, None, True), (None, BLOCKS, True), (masks.Sinks(3), BLOCKS, False)],
