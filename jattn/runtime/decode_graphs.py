@@ -294,6 +294,14 @@ class DecodeGraphs:
             num_prefill_tokens=num_prefill_tokens,
             num_blocks=num_blocks,
         )
+        sizes = {
+            "num_decodes": counts[0],
+            "num_prefills": counts[1],
+            "num_prefill_tokens": counts[2],
+            "num_blocks": num_blocks,
+        }
+        for name, size in sizes.items():
+            require(size >= 0, name, "be at least 0", size)
         if query_lens is not None:
             return self.choose_for(parse_int_vector("query_lens", query_lens), num_blocks, decode_query_len)
         return self._choose(dict.fromkeys(lens, tuple(counts)), num_blocks, decode_query_len)

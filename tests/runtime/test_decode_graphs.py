@@ -576,9 +576,12 @@ class TestChoose:
             graphs.choose([1, 9], num_blocks=2)
 
     @pytest.mark.usefixtures("types_unchecked")
-    def test_lengths_must_be_ints(self):
+    def test_counts_must_be_ints_of_at_least_0(self):
         with pytest.raises(ValueError, match="query_lens must be a list of ints, got float64"):
             self.graphs.choose([1.9, 5.5], num_blocks=0)
+        for name in ("num_decodes", "num_prefills", "num_prefill_tokens", "num_blocks"):
+            with pytest.raises(ValueError, match=f"{name} must be at least 0, got -2"):
+                self.graphs.choose(**{"num_blocks": 0, name: -2})
         with pytest.raises(ValueError, match=r"query_lens must be at least 0, got \[-1\]"):
             self.graphs.choose([1, -1], num_blocks=0)
 

@@ -45,7 +45,7 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         """Number of blocks without an owner, including cached ones."""
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
@@ -141,6 +141,7 @@ class BlockManager:
         free = self.num_free_without(shared)
         _require_free(num_new_blocks, free)
         self._share(shared)
+        self._num_found.update(shared)
         self._tables.add(request_id, [*shared, *self._take(num_new_blocks)])
         self._num_skipped[request_id] = sum(block == NULL_BLOCK for block in shared)
         return self.block_table(request_id)
@@ -228,7 +229,7 @@ class BlockManager:
         owned, num_skipped = self._owned(request_id), self._num_skipped.get(request_id, 0)
         end = min(num_tokens // self.block_size, len(owned))
         for index in reversed(range(num_skipped, end)):
-            self._drop(owned[index])
+            self._drop(owned[index], is_skipped=True)
             self._tables.replace(request_id, index, NULL_BLOCK)
         self._num_skipped[request_id] = max(num_skipped, end)
 
@@ -248,14 +249,16 @@ class BlockManager:
 
     def free_all(self) -> None:
         """Free all blocks and forget all digests, also after an interrupted change."""
-        self._free = collections.OrderedDict.fromkeys(
-            range(NULL_BLOCK + 1, self.num_blocks)
-        )  # in order of reuse
+        # Free blocks in order of reuse. Those in `_kept` are used last: a later request may continue after
+        # them. Those that a request has left behind its window are not, unless several requests shared them.
+        self._free = collections.OrderedDict.fromkeys(range(NULL_BLOCK + 1, self.num_blocks))
+        self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._ref_counts = [0] * self.num_blocks
         self._tables = BlockTables()
         self._num_skipped: dict[int, int] = {}
         self._cached_blocks: dict[bytes, int] = {}  # digest -> block
         self._digests: dict[int, bytes] = {}  # block -> digest
+        self._num_found: collections.Counter[int] = collections.Counter()  # uses of cached blocks
 
     # --------------------------------------------------------------------------------------- inside
     def _owned(self, request_id: int) -> list[int]:
@@ -278,23 +281,30 @@ class BlockManager:
         for block in blocks:
             if block != NULL_BLOCK:
                 self._free.pop(block, None)
+                self._kept.pop(block, None)
                 self._ref_counts[block] += 1
 
-    def _drop(self, block: int) -> None:
+    def _drop(self, block: int, *, is_skipped: bool = False) -> None:
         """Decrement the reference count of a block, and free it at 0."""
         self._ref_counts[block] -= 1
-        if not self._ref_counts[block]:
+        if self._ref_counts[block]:
+            return
+        is_cached = block in self._digests
+        if is_cached and (not is_skipped or self._num_found[block] > 1):
+            self._kept[block] = None
+        else:
             self._free[block] = None
-            self._free.move_to_end(block, last=block in self._digests)
+            self._free.move_to_end(block, last=is_cached)
 
     def _uncache(self, block: int) -> None:
         """Remove a block from the prefix cache."""
         if block in self._digests:
             del self._cached_blocks[self._digests.pop(block)]
+            del self._num_found[block]
 
     def _take(self, num_new_blocks: int) -> list[int]:
         _require_free(num_new_blocks, self.num_free)
-        new_blocks = [self._free.popitem(last=False)[0] for _ in range(num_new_blocks)]
+        new_blocks = [(self._free or self._kept).popitem(last=False)[0] for _ in range(num_new_blocks)]
         for block in new_blocks:
             self._ref_counts[block] = 1
             self._uncache(block)

@@ -1,5 +1,7 @@
 """Models in which all layers have a window free the blocks that they no longer read."""
 
+import collections
+import itertools
 import random
 import sys
 
@@ -103,6 +105,47 @@ def test_a_prefix_is_found_if_the_next_tokens_window_is_cached():
     )  # 20 sees 15 onward
     assert find_within_windows(local_attention, manager, hashes[:3]) == table[:2]
     assert find_within_windows(local_attention, manager, hashes[:0]) == ()
+
+
+class TestPrefixesOfManyRequests:
+    """Requests find as many prompt tokens as in a model without windows, in a cache of 72 window blocks."""
+
+    def num_found(self, window, prompts_by_turn):
+        """Run turns of requests one by one; a turn's prompt i continues the tokens of the turn before."""
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
+        if window is not None:
+            options["local_attention"] = LocalAttention(frozenset([(window - 1, None)]))
+            options["sliding_window_manager"] = BlockManager(73, 4)
+        scheduler, ids = Scheduler(BlockManager(401, 4), **options), itertools.count()
+        tokens: dict[int, list[int]] = collections.defaultdict(list)
+        for prompts in prompts_by_turn:
+            for i, prompt in enumerate(prompts):
+                request, num_tokens = next(ids), 6
+                tokens[i] += prompt
+                hashes = BlockHashes(4, tokens[i])
+                scheduler.add(request, len(tokens[i]), num_tokens, hashes)
+                while num_tokens:
+                    step = scheduler.schedule()
+                    num_tokens -= any(step.samples)
+                    scheduler.update_after_start(step, () if num_tokens else [request])
+                    if any(step.samples):
+                        tokens[i].append(num_tokens)
+                        if num_tokens:
+                            hashes.extend([num_tokens])
+        return scheduler.num_prefix_hit_tokens
+
+    @pytest.mark.parametrize("num_sessions", [3, 4, 6, 8])
+    def test_sessions_that_take_turns(self, num_sessions):
+        draw = random.Random(0)
+        turns = [[draw.choices(range(999), k=k) for _ in range(num_sessions)] for k in (100, 10, 10)]
+        assert self.num_found(24, turns) == self.num_found(None, turns) > 200 * num_sessions
+
+    @pytest.mark.parametrize("num_prompts", [3, 6, 12])
+    def test_a_shared_beginning(self, num_prompts):
+        draw = random.Random(0)
+        shared = draw.choices(range(999), k=60)
+        turns = [[shared + draw.choices(range(999), k=40) for _ in range(num_prompts)]]
+        assert self.num_found(24, turns) == self.num_found(None, turns) == 60 * (num_prompts - 1)
 
 
 def test_without_room_for_a_window_a_request_must_fit_the_cache():
