@@ -289,9 +289,24 @@ def _operands(mask: Mask, operator_class: "type[_Joined]") -> tuple[Mask, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Joined(Mask):
-    """A composition of masks with &, | or ~."""
+    """A composition of masks with &, | or ~.
+
+    Attributes:
+        masks: The composed masks.
+        join: Function that composes the results of two masks; unused for ~.
+    """
 
     masks: tuple[Mask, ...]
+    join: ClassVar[Callable[..., Any]]
+
+    @override
+    def visible(self, pairs: Pairs) -> Any:
+        return functools.reduce(self.join, (mask.visible(pairs) for mask in self.masks))
+
+    @override
+    def coverage(self, tiles: Tiles) -> Coverage:
+        coverages = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
+        return Coverage(*(functools.reduce(self.join, x) for x in coverages))
 
     @override
     def map_leaves(self, function: Callable[[Mask], Mask]) -> Mask:
@@ -363,6 +378,8 @@ def _common_multiple(nums: Sequence[int | None]) -> int | None:
 class And(_Joined):
     """The intersection of `masks`: pairs that are visible under all of them."""
 
+    join = staticmethod(operator.and_)
+
     @property
     @override
     def is_causal(self) -> bool:
@@ -378,22 +395,13 @@ class And(_Joined):
     def skips_most_tiles(self) -> bool:
         return any(mask.skips_most_tiles for mask in self.masks)
 
-    @override
-    def visible(self, pairs: Pairs) -> Any:
-        return functools.reduce(operator.and_, (mask.visible(pairs) for mask in self.masks))
-
-    @override
-    def coverage(self, tiles: Tiles) -> Coverage:
-        any_visible, all_visible = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
-        return Coverage(
-            functools.reduce(operator.and_, any_visible), functools.reduce(operator.and_, all_visible)
-        )
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Or(_Joined):
     """The union of `masks`: pairs that are visible under at least one of them."""
+
+    join = staticmethod(operator.or_)
 
     @property
     @override
@@ -413,17 +421,6 @@ class Or(_Joined):
     @override
     def skips_most_tiles(self) -> bool:
         return all(mask.skips_most_tiles for mask in self.masks)
-
-    @override
-    def visible(self, pairs: Pairs) -> Any:
-        return functools.reduce(operator.or_, (mask.visible(pairs) for mask in self.masks))
-
-    @override
-    def coverage(self, tiles: Tiles) -> Coverage:
-        any_visible, all_visible = zip(*(mask.coverage(tiles) for mask in self.masks), strict=True)
-        return Coverage(
-            functools.reduce(operator.or_, any_visible), functools.reduce(operator.or_, all_visible)
-        )
 
 
 @jax.tree_util.register_dataclass

@@ -329,6 +329,7 @@ class Joined(KernelMask):
         join = operator.or_ if self.is_union else operator.and_
         words: list[Words] = []
         pairs: list[Any] = []
+        loaded = loaded or ((),) * len(self.operands)  # () without arrays
         for operand, x in zip(self.operands, loaded, strict=True):
             (words if operand.is_words else pairs).append(operand.visible(tile, x))
         if words:

@@ -1,4 +1,4 @@
-"""Masks with arrays that a user defines: the example of docs/sparsity.md, and one with every lookup."""
+"""Masks with arrays that a user defines: that of docs/sparsity.md, and ones with every lookup and none."""
 
 import dataclasses
 import pathlib
@@ -32,3 +32,15 @@ class EveryLookup(masks.Mask):
         )
         is_early = pairs.key < pairs.at_row(self.limit) + pairs.at_row(self.by_head, per_head=True)
         return (is_near | pairs.at_key(self.is_shown)) & is_early
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NoLookup(masks.Mask):
+    """A causal mask with an array that it does not read."""
+
+    unread: jax.Array  # int [reqs, positions]
+    row_axes = {"unread": 2}  # noqa: RUF012
+
+    def visible(self, pairs):
+        return pairs.key <= pairs.query

@@ -17,7 +17,7 @@ from tests.implementations.mosaic_gpu.test_kernel_masks import (
     QueryMajorTile,
     visible_in_kernel,
 )
-from tests.masks.custom_masks import EveryLookup, KeyRanges
+from tests.masks.custom_masks import EveryLookup, KeyRanges, NoLookup
 from tests.regions import attend_region
 
 pytestmark = pytest.mark.kernels
@@ -37,7 +37,9 @@ def every_lookup():
 @pytest.mark.parametrize(("first_query", "first_key"), [(-20, 0), (0, -7), (70, 64), (128, 100)])
 def test_kernels_evaluate_the_formula_of_a_mask_with_arrays(tile_of, first_query, first_key):
     tile_start = {"row": 1, "head": 2, "first_query": first_query, "first_key": first_key, "num_columns": 128}
-    for mask in (RANGES, every_lookup(), ~every_lookup() | masks.Window(left=9) & RANGES):
+    composed = ~every_lookup() | masks.Window(left=9) & RANGES
+    unread = ~(NoLookup(jnp.zeros((2, 9), jnp.int32)) & masks.Window(left=90))
+    for mask in (RANGES, every_lookup(), composed, unread):
         actual, queries, keys = visible_in_kernel(
             mask, 300, tile_of=tile_of, least_query=first_query, **tile_start
         )
