@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from jattn.masks.base import Mask
 from jattn.masks.checks import require_array
 from jattn.masks.in_kernel import KernelTiling
-from jattn.masks.pairs import Coverage, Pairs, Tiles, entry
+from jattn.masks.pairs import Coverage, Pairs, Tiles, coverage_of_ids, entry
 from jattn.pytree import pytree
 from pallas_kernels import support
 from pallas_kernels.checks import require
@@ -61,9 +61,7 @@ class Document(Mask):
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
         """Return coverage from the range of ids in each tile: exact for ascending ids, else conservative."""
-        (low_q, high_q), (low_k, high_k) = tiles.at_queries(self.ids), tiles.at_keys(self.ids)
-        any_visible = (low_q <= high_k) & (low_k <= high_q)
-        return Coverage(any_visible, (low_q == high_q) & (low_k == high_k) & (low_q == low_k))
+        return coverage_of_ids(tiles.at_queries(self.ids), tiles.at_keys(self.ids))
 
     @override
     def for_kernels(self) -> Mask:
@@ -99,11 +97,9 @@ class DocumentRuns(Document):
 
     @override
     def coverage(self, tiles: Tiles) -> Coverage:
-        queries, keys = (tiles.first_query, tiles.last_query), (tiles.first_key, tiles.last_key)
-        first_q, last_q = (entry(self.ids, tiles.row, None, x) for x in queries)
-        first_k, last_k = (entry(self.ids, tiles.row, None, x) for x in keys)
-        any_visible = (first_q <= last_k) & (first_k <= last_q)
-        return Coverage(any_visible, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
+        ends = tiles.first_query, tiles.last_query, tiles.first_key, tiles.last_key
+        first_q, last_q, first_k, last_k = (entry(self.ids, tiles.row, None, x) for x in ends)
+        return coverage_of_ids((first_q, last_q), (first_k, last_k))
 
     @override
     def for_kernels(self) -> Mask:

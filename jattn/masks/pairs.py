@@ -144,6 +144,13 @@ class Coverage(NamedTuple):
     all_visible: Any
 
 
+def coverage_of_ids(query_ids: tuple[Any, Any], key_ids: tuple[Any, Any]) -> Coverage:
+    """Return the coverage of tiles whose visible pairs have equal ids, from the lowest and highest ids."""
+    (low_q, high_q), (low_k, high_k) = query_ids, key_ids
+    any_visible = (low_q <= high_k) & (low_k <= high_q)
+    return Coverage(any_visible, (low_q == high_q) & (low_k == high_k) & (low_q == low_k))
+
+
 class BatchSizes(NamedTuple):
     """The static sizes of a batch that a mask must fit; None = unknown.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jattn.masks.base import Mask
 from jattn.masks.checks import MAX_INT, normalize_ints, require_array
 from jattn.masks.in_kernel import Formula, KernelTiling
-from jattn.masks.pairs import Coverage, Pairs, Tiles, floor_div, quotient, remainder
+from jattn.masks.pairs import Coverage, Pairs, Tiles, coverage_of_ids, floor_div, quotient, remainder
 from jattn.pytree import pytree
 from pallas_kernels.checks import require
 from pallas_kernels.shared import normalize_window_side
@@ -181,8 +181,7 @@ class Chunked(Mask):
     def coverage(self, tiles: Tiles) -> Coverage:
         first_q, last_q = (floor_div(x, self.size) for x in (tiles.first_query, tiles.last_query))
         first_k, last_k = (quotient(x, self.size) for x in (tiles.first_key, tiles.last_key))
-        any_visible = (first_q <= last_k) & (first_k <= last_q)
-        return Coverage(any_visible, (first_q == last_q) & (first_k == last_k) & (first_q == first_k))
+        return coverage_of_ids((first_q, last_q), (first_k, last_k))
 
 
 @jax.tree_util.register_static

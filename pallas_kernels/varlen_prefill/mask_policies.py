@@ -1,4 +1,4 @@
-"""The ways in which kernels mask the pairs of a tile: the subclasses of KernelMask."""
+"""The subclasses of KernelMask: windows, ranges, bits of blocks, columns and slashes, and compositions."""
 
 import dataclasses
 import functools

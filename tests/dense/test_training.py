@@ -51,20 +51,17 @@ def as_on_a_gpu():
     def few_ctas(default_sizes):
         def sizes_with_few_ctas(*args, **kwargs):
             sizes = dataclasses.replace(default_sizes(*args, **kwargs), ctas=3)
-            query_kernel_sizes = getattr(sizes, "of_queries", None)
-            changes = (
-                {}
-                if query_kernel_sizes is None
-                else {"of_queries": dataclasses.replace(query_kernel_sizes, ctas=3)}
-            )
-            return dataclasses.replace(sizes, **changes)
+            dq_sizes = getattr(sizes, "dq_sizes", None)
+            if dq_sizes is None:
+                return sizes
+            return dataclasses.replace(sizes, dq_sizes=dataclasses.replace(dq_sizes, ctas=3))
 
         return sizes_with_few_ctas
 
     with contextlib.ExitStack() as stack:
         patch = lambda *target: stack.enter_context(mock.patch.object(*target))
-        for module in (varlen_prefill, varlen_backward):
-            patch(module, "default_sizes", few_ctas(module.default_sizes))
+        for module, name in ((varlen_prefill, "default_sizes"), (varlen_backward, "default_layer_sizes")):
+            patch(module, name, few_ctas(getattr(module, name)))
         patch(support, "why_not_on", lambda *_: None)
         for name in ("attend", "gradients"):
             patch(mosaic_gpu, name, interpreted(name, getattr(mosaic_gpu, name)))
