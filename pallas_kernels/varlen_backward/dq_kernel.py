@@ -32,7 +32,6 @@ from pallas_kernels.varlen_prefill.spec import (
     PrefillBarriers,
     PrefillSpec,
     barrier_types,
-    register_counts,
     smem_types,
 )
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
@@ -75,12 +74,11 @@ def dq_body(inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, 
     """Run one thread block: its last warpgroup loads, the others compute."""
     wg, num_computing = lax.axis_index("warpgroup"), spec.sizes.warpgroups
     scheduler = PrefillTileScheduler(inputs.attention.schedule, spec)
-    load_registers, compute_registers = register_counts(spec)
 
     @pl.when(wg == num_computing)
     def _() -> None:
         # The computing warpgroups wait for these registers before they can take more.
-        plgpu.set_max_registers(load_registers, action="decrease")
+        plgpu.set_max_registers(spec.load_registers, action="decrease")
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
@@ -89,5 +87,5 @@ def dq_body(inputs: DqInputs, dq: Ref, smem: DqSmem, barriers: PrefillBarriers, 
 
     @pl.when(wg < num_computing)
     def _() -> None:
-        plgpu.set_max_registers(compute_registers, action="increase")
+        plgpu.set_max_registers(spec.compute_registers, action="increase")
         DqMainloop(inputs, dq, smem, barriers, spec).run(scheduler)

@@ -101,7 +101,7 @@ class DqLoader(PrefillLoader):
         head = self.spec.shape.head
         for rank, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            rows = pl.ds(align_row(jnp.maximum(work_tile["first_row"] + rank * M, 0)), M)
+            rows = pl.ds(align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0)), M)
             for chunk in range(head.num_chunks):
                 source = self.out_g.at[(rows, work_tile.head, *head.gmem_index(chunk, step * 0))]
                 plgpu.copy_gmem_to_smem(source, buffers.tiles.at[stage, chunk], buffers.full.at[stage])
@@ -128,7 +128,7 @@ class DqLoader(PrefillLoader):
         super().load_queries(work_tile, row, iteration)
         head, buffer = self.spec.shape.head, self.queries[0].buffer(iteration)
         for rank, queries in enumerate(self.queries):
-            rows = pl.ds(align_row(jnp.maximum(work_tile["first_row"] + rank * M, 0)), M)
+            rows = pl.ds(align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0)), M)
             for chunk in range(head.num_chunks):
                 source = self.dout_g.at[(rows, work_tile.head, *head.gmem_index(chunk, iteration * 0))]
                 to = self.dout_s.at[rank, buffer, chunk]

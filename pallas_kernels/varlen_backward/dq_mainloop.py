@@ -128,7 +128,7 @@ class DqMainloop:
         each step, because they depend on a 0 that it cannot treat as a constant.
         """
         if has_wide_heads(self.spec):
-            buffer = buffer + lax.shift_right_logical(rows.work_tile["seq_len"], jnp.int32(31))
+            buffer = buffer + lax.shift_right_logical(rows.work_tile.column("seq_len"), jnp.int32(31))
         return DqOperands(self.queries.query.at[buffer], self.smem.dout.at[self.wg, buffer])
 
     def compute_dq(self, rows: QueryRows, buffer: Scalar, step: Scalar) -> tuple[Tile, ...]:
@@ -140,7 +140,7 @@ class DqMainloop:
         # Release tiles that are only for the other warpgroup: first those before these rows' tiles.
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
-        first, operands = rows.first_tile(begin), self.operands(rows, buffer)
+        first, operands = rows.tile(begin, MaskedEnds.BOTH, is_first=True), self.operands(rows, buffer)
         ds = self.score_grads(first, operands, row_stats, step + begin, is_first=True)
         state = DqState(self.zeros(), ds.astype(self.spec.dtype))
 
@@ -155,8 +155,11 @@ class DqMainloop:
         if not has_lists:
             state = compute_tiles(full_end, end, MaskedEnds.HIGH, state)
         # Zero keys after the request's end before dQ reads them.
-        self.keys.clear_last(rows, end - 1, step + end - 1)
-        dq = self.add_dq(state, step + end - 1)
+        last, last_step = end - 1, step + end - 1
+        if not has_lists:
+            last_tile, stage = rows.tile(last, MaskedEnds.HIGH), self.pipeline.stage(last_step)
+            self.keys.clear(last_tile, stage, MaskedEnds.HIGH)
+        dq = self.add_dq(state, last_step)
         # Then release the tiles after these rows' tiles.
         if not has_lists:
             self.pipeline.skip(step, end, rows.work_tile.num)
@@ -335,7 +338,7 @@ class DqMainloop:
             output_step: Step that carries their output, if delta is computed from it.
         """
         stats_g = self.inputs.row_stats
-        work_tile, first = rows.work_tile, rows.work_tile["first_row"] + rows.rank * M
+        work_tile, first = rows.work_tile, rows.work_tile.column("first_row") + rows.rank * M
 
         def load(index: int) -> Rows:
             stat_ref = stats_g.at[work_tile.head, index, pl.ds(first, M)]

@@ -29,7 +29,6 @@ from pallas_kernels.varlen_prefill.tile_scheduler import (
     PrefillWorkTile,
     QueryRows,
     packed_heads,
-    table_columns,
 )
 
 CTAS_PER_SM = 2  # starting more of them takes longer than they save
@@ -97,7 +96,7 @@ class Combiner:
             rank_index = lax.div(index, strips)
             head_index = lax.div(rank_index, ranks)
             row, head = refs.rows[lax.div(head_index, heads)], lax.rem(head_index, heads)
-            columns = {name: refs.table[row, i] for i, name in enumerate(table_columns(self.spec))}
+            columns = {name: refs.table[row, i] for i, name in enumerate(self.spec.table_columns)}
             work_tile = PrefillWorkTile(head, columns.__getitem__, None, self.spec)
             rows = QueryRows(work_tile, lax.rem(rank_index, ranks), None, self.spec)
             self.combine(rows, lax.rem(index, strips), refs, out_s)
@@ -114,12 +113,13 @@ class Combiner:
                 return (tokens, head, strip, *head_dims.gmem_index(0, strip * 0)[1:])
             return tokens, head, columns
 
-        @pl.when((first < work_tile["end"]) & (first + rows.tokens > work_tile["begin"]))
+        @pl.when((first < work_tile.column("end")) & (first + rows.tokens > work_tile.column("begin")))
         def _() -> None:
             chunk, chunk_columns = (strip, pl.ds(0, STRIP)) if head_dims.is_padded else (strip * 0, columns)
             slots = warpgroup_rows(rows)
             acc, row_max, row_sum = add_splits(
-                refs.split_outputs, work_tile["split_output"], work_tile["num_splits"], work_tile.head,
+                refs.split_outputs, work_tile.column("split_output"), work_tile.column("num_splits"),
+                work_tile.head,
                 queries=(slots,), strip=(chunk, slots, chunk_columns), axis=0,
             )  # fmt: skip
             factor, lse = output_scale_and_lse(rows, row_max, row_sum, refs.sinks)

@@ -42,6 +42,7 @@ masking and epilogue. tile_scheduler says which tiles belong to whom, schedule w
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -73,18 +74,20 @@ from pallas_kernels.varlen_prefill.spec import (
     W,
     barrier_types,
     f32,
-    output_types,
-    register_counts,
     smem_types,
+    split_output_types,
 )
 from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, PrefillTileScheduler, QueryRows
 
 
 def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
     """Run the prefill kernel; `num_tokens` is the number of tokens without padding."""
+    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.shape[1:]), spec.dtype)
+    lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
+    split_outputs = split_output_types(spec) if spec.has_splits else None
     kernel = plgpu.kernel(
         functools.partial(prefill_body, spec=spec),
-        out_type=(output_types(inputs, spec, num_tokens),),
+        out_type=(PrefillOutputs(out, lse, split_outputs),),
         scratch_types=(smem_types(spec), barrier_types(spec)),
         grid=(spec.sizes.ctas,),
         grid_names=("cta",),
@@ -109,12 +112,11 @@ def prefill_body(
     """Run one thread block: the first warpgroups compute, the next one loads, two more dequantize."""
     wg, num_computing = lax.axis_index("warpgroup"), spec.sizes.warpgroups
     scheduler = PrefillTileScheduler(inputs.schedule, spec)
-    load_registers, compute_registers = register_counts(spec)
 
     @pl.when(wg == num_computing)
     def _() -> None:
         # The other warpgroups wait for these registers before they can take more.
-        plgpu.set_max_registers(load_registers, action="decrease")
+        plgpu.set_max_registers(spec.load_registers, action="decrease")
 
         @plgpu.warp_map
         def _(warp: Scalar) -> None:
@@ -133,7 +135,7 @@ def prefill_body(
 
     @pl.when(wg < num_computing)
     def _() -> None:
-        plgpu.set_max_registers(compute_registers, action="increase")
+        plgpu.set_max_registers(spec.compute_registers, action="increase")
         queries = QueryBuffers(smem, barriers, spec.sizes, wg)
         PrefillMainloop(inputs, outputs, smem, barriers, spec=spec, queries=queries).run(scheduler)
 
@@ -202,37 +204,39 @@ class PrefillMainloop:
         self.smem.columns[self.queries.wg] = columns.astype(f32)
         self.bias.store_columns(self.queries.wg)
         plgpu.commit_smem()
-
-        def compute(iteration: Scalar, step: Scalar) -> Scalar:
-            # Wait for the queries, with which the work tile's columns arrive.
-            buffer = self.queries.buffer(iteration)
-            plgpu.barrier_wait(self.queries.full.at[self.queries.barrier(buffer)])
-            work_tile = scheduler.read_from_smem(tile_index(iteration), self.queries.columns.at[buffer])
-            rows = QueryRows(work_tile, self.rank, self.inputs.slopes, self.spec)
-            self.compute_work_tile(rows, buffer, iteration, step)
-            return step + work_tile.num
-
-        lax.fori_loop(0, rounds, compute, jnp.int32(0) * rounds)
+        compute_work_tile = functools.partial(self.compute_work_tile, scheduler, tile_index)
+        lax.fori_loop(0, rounds, compute_work_tile, jnp.int32(0) * rounds)
         # Shared memory must not be given up before the last outputs have left it.
         plgpu.wait_smem_to_gmem(0)
 
-    def compute_work_tile(self, rows: QueryRows, buffer: Scalar, iteration: Scalar, step: Scalar) -> None:
-        """Compute and store the rows of a work tile.
+    def compute_work_tile(
+        self,
+        scheduler: PrefillTileScheduler,
+        tile_index: Callable[[Scalar], Scalar],
+        iteration: Scalar,
+        step: Scalar,
+    ) -> Scalar:
+        """Compute and store the rows of a work tile, and return the step of the next work tile.
 
         Args:
-            rows: Query rows of the warpgroup: positions, tile and row offsets.
-            buffer: Index of the buffer that holds the queries.
+            scheduler: Scheduler of the step.
+            tile_index: Function that returns the index of a work tile of the team, see `assignment`.
             iteration: Number of work tiles that the team processed before.
             step: Step of the work tile's first KV tile.
         """
         queries = self.queries
+        # Wait for the queries, with which the work tile's columns arrive.
+        buffer = queries.buffer(iteration)
+        plgpu.barrier_wait(queries.full.at[queries.barrier(buffer)])
+        work_tile = scheduler.read_from_smem(tile_index(iteration), queries.columns.at[buffer])
+        rows = QueryRows(work_tile, self.rank, self.inputs.slopes, self.spec)
         if rows.slope is not None:
             self.bias.store_slope(rows.slope)
 
         def skip() -> RowResults:
             # No valid rows or no keys: release all of the work tile's stages, as the team's barriers expect.
             self.release_previous(iteration)
-            self.pipeline.skip(step, jnp.int32(0), rows.work_tile.num)
+            self.pipeline.skip(step, jnp.int32(0), work_tile.num)
             return RowResults(self.zeros(), full_rows(-jnp.inf), full_rows(0.0))
 
         q_s, out_s = queries.query.at[buffer], queries.out.at[buffer]
@@ -246,12 +250,13 @@ class PrefillMainloop:
         if outputs.split_outputs is None:
             store_final()
         else:
-            index = rows.work_tile["split_output"]
+            index = work_tile.column("split_output")
             store_split = functools.partial(store_split_output, outputs.split_outputs, index, rows, results)
             lax.cond(index < 0, store_final, store_split)
         if queries.num == 1:
             # With one buffer, the next work tile's queries wait until this output has left.
             queries.release(iteration)
+        return step + work_tile.num
 
     def attend(self, rows: QueryRows, q_s: Ref, step: Scalar, iteration: Scalar) -> RowResults:
         """Return the unnormalized results of rows over all of their keys.
@@ -267,7 +272,19 @@ class PrefillMainloop:
         # Release tiles that are only for other warpgroups of the team: first those before these rows' tiles.
         if has_window and not has_lists:
             self.pipeline.skip(step, jnp.int32(0), begin)
-        state = self.attend_first(rows, q_s, step, begin, iteration)
+        # The rows' first KV tile, which has no P V beside it. It may contain both ends of the visible keys.
+        tile, policy, first_step = rows.tile(begin, MaskedEnds.BOTH, is_first=True), self.policy, step + begin
+        # The mask's data comes from global memory: load it before the keys are awaited.
+        loaded = self.masking.load(tile)
+        s = self.scores(q_s, first_step, iteration)
+        s, row_term = self.bias.apply(tile, s)
+        row_max = full_rows(policy.initial_row_max)
+        s = self.masking.apply(tile, loaded, policy.prescale(s, row_term, row_max, is_first=True))
+        shifted = policy.shift_scores(s, row_term, row_max, is_first=True)
+        p, row_sum = probabilities(shifted.exponent)
+        state = TileState(self.zeros(), row_sum, shifted.row_max, p.astype(self.spec.dtype))
+        # The next step issues P V with these values, so they must have arrived and been cleared.
+        self.values.wait(tile, first_step, is_first=True)
         # One loop per kind of tile, so that full tiles are computed without any mask.
         attend_tile = functools.partial(self.attend_tile, rows, q_s, step)
         if has_window or has_lists:
@@ -278,31 +295,15 @@ class PrefillMainloop:
             state = lax.fori_loop(full_end, end, functools.partial(attend_tile, MaskedEnds.HIGH), state)
         row_sum = state.row_sum.sum(axis=1)
         # The last tile's values have arrived; zero what follows the request's end before P V reads them.
-        self.values.clear_last(rows, end - 1, step + end - 1)
-        accs = self.add_values(state, step + end - 1)
+        last, last_step = end - 1, step + end - 1
+        if not has_lists:
+            last_tile, stage = rows.tile(last, MaskedEnds.HIGH), self.pipeline.stage(last_step)
+            self.values.clear(last_tile, stage, MaskedEnds.HIGH)
+        accs = self.add_values(state, last_step)
         # Then release the tiles after these rows' tiles.
         if not has_lists:
             self.pipeline.skip(step, end, rows.work_tile.num)
         return RowResults(accs, state.row_max, row_sum)
-
-    def attend_first(
-        self, rows: QueryRows, q_s: Ref, step: Scalar, begin: Scalar, iteration: Scalar
-    ) -> TileState:
-        """Compute S and the softmax of the rows' first KV tile, which has no P V beside it."""
-        tile, policy = rows.first_tile(begin), self.policy
-        # The mask's data comes from global memory: load it before the keys are awaited.
-        loaded = self.masking.load(tile)
-        step = step + begin
-        s = self.scores(q_s, step, iteration)
-        s, row_term = self.bias.apply(tile, s)
-        row_max = policy.initial_row_max()
-        s = self.masking.apply(tile, loaded, policy.prescale(s, row_term, row_max, is_first=True))
-        shifted = policy.shift_scores(s, row_term, row_max, is_first=True)
-        p, row_sum = probabilities(shifted.exponent)
-        state = TileState(self.zeros(), row_sum, shifted.row_max, p.astype(self.spec.dtype))
-        # The next step issues P V with these values, so they must have arrived and been cleared.
-        self.values.wait(tile, step, is_first=True)
-        return state
 
     def attend_tile(
         self, rows: QueryRows, q_s: Ref, step: Scalar, masked_ends: MaskedEnds, i: Scalar, state: TileState
@@ -323,7 +324,11 @@ class PrefillMainloop:
             return self.attend_tile_in_order(tile, q_s, step, state)
         zeros = plgpu.layout_cast(jnp.zeros(spec.s_shape, f32), W)
         empty = TileSoftmax(
-            zeros, zeros[:, :LANE_COLUMNS], state.row_max, state.row_max, policy.initial_needs_rescale()
+            zeros,
+            zeros[:, :LANE_COLUMNS],
+            state.row_max,
+            state.row_max,
+            jnp.bool_(False) if policy.tests_rescale else None,
         )
         stage, previous = self.pipeline.stage(step), self.pipeline.stage(step - 1)
         keys, values = self.pipeline.keys, self.pipeline.values

@@ -263,15 +263,11 @@ class PrefillLoader:
             iteration: Its number among the team's work tiles.
             step: Step of its first KV tile.
         """
-
-        def tile(i: Scalar) -> Scalar:
-            return work_tile.kv_tile_index(work_tile.entry(i))
-
         first = work_tile.kv_tile_index(work_tile.first_entry())
         load_queries = functools.partial(self.load_queries, work_tile, row, iteration)
 
         def load_and_prefetch(i: Scalar, index: Scalar) -> Scalar:
-            next_index = tile(jnp.minimum(i + 1, work_tile.num - 1))
+            next_index = work_tile.kv_tile_index(work_tile.entry(jnp.minimum(i + 1, work_tile.num - 1)))
             self.load_tile(work_tile, index, step + i)
             return next_index
 
@@ -281,9 +277,13 @@ class PrefillLoader:
             self.load_tile(work_tile, first, step, load_queries)
             if self.spec.has_lists and self.spec.num_copies < MAX_COPIES_AT_ONCE:
                 # A list is in global memory, so read entries one step ahead if registers allow it.
-                lax.fori_loop(1, work_tile.num, load_and_prefetch, tile(jnp.minimum(1, work_tile.num - 1)))
+                second = work_tile.kv_tile_index(work_tile.entry(jnp.minimum(1, work_tile.num - 1)))
+                lax.fori_loop(1, work_tile.num, load_and_prefetch, second)
             else:
-                pl.loop(1, work_tile.num)(lambda i: self.load_tile(work_tile, tile(i), step + i))
+
+                @pl.loop(1, work_tile.num)
+                def _(i: Scalar) -> None:
+                    self.load_tile(work_tile, work_tile.kv_tile_index(work_tile.entry(i)), step + i)
 
         pl.when(work_tile.num == 0)(load_queries)
 
@@ -303,7 +303,7 @@ class PrefillLoader:
             after_keys: Function that is called after the copies of keys and before the copies of values.
         """
         stage, stages = self.pipeline.stage(step), self.spec.sizes.stages
-        kv_head = work_tile.kv_head
+        kv_head = lax.div(work_tile.head, jnp.int32(work_tile.work_tiles_per_kv_head))
         # Read the block ids together and before the wait, so that their latencies overlap; as many as fit in
         # registers.
         num_copies, at_once = self.num_copies, min(self.num_copies, MAX_COPIES_AT_ONCE)
@@ -334,11 +334,11 @@ class PrefillLoader:
         """
         tiling, first_key = self.tiling, tile * self.tile_kv
         if tiling is None or self.blocks is None:
-            first_row = work_tile["kv_start"] - work_tile.alignment_offset + first_key
+            first_row = work_tile.column("kv_start") - work_tile.alignment_offset + first_key
             return [KvCopy((kv_head,), pl.ds(0, self.tile_kv), first_row=align_row(first_row))]
         first_block_key, end_block_key = work_tile.first_key_with_block, work_tile.end_key_with_block
         visible = self.blocks.visible_blocks(
-            work_tile["req"], first_block_key, end_block_key, is_checked=True
+            work_tile.column("req"), first_block_key, end_block_key, is_checked=True
         )
         column, copy = tiling.locate(first_key)
         blocks = visible.ids(column + first, count)
@@ -374,7 +374,7 @@ class PrefillLoader:
             # A buffer is free once the output that replaced its queries has left shared memory.
             pl.when(iteration >= queries.num)(functools.partial(plgpu.barrier_wait, queries.free.at[barrier]))
             # A warpgroup without valid rows may start before row 0.
-            first_row = align_row(jnp.maximum(work_tile["first_row"] + rank * tokens, 0))
+            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * tokens, 0))
             for head, first in packed_heads(work_tile, self.spec):
                 for chunk in range(head_dims.num_chunks):
                     index = (head, *head_dims.gmem_index(chunk, iteration * 0))
@@ -450,7 +450,8 @@ class Dequantizer:
 
     def dequantize_work_tile(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
         """Dequantize all KV tiles of a work tile; `step` is the step of its first KV tile."""
-        head, operand = work_tile.kv_head, self.operand
+        operand = self.operand
+        head = lax.div(work_tile.head, jnp.int32(work_tile.work_tiles_per_kv_head))
         head_scale = load_head_scale(operand.scale, head) if operand.granularity == "head" else None
 
         @pl.loop(0, work_tile.num)

@@ -1,5 +1,6 @@
 """Masking of a warpgroup's tiles: -inf for scores of invisible pairs, zeros for invisible values."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -15,29 +16,27 @@ from pallas_kernels.shared.types import Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask, LoadedMask
 from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages
 from pallas_kernels.varlen_prefill.schedule import key_range
+from pallas_kernels.varlen_prefill.softmax import broadcast_rows
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillSpec, W, f32
 from pallas_kernels.varlen_prefill.tile_lists import num_query_blocks
-from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, QueryRows
+from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds
 
-type ColumnBound = Scalar | Rows
 ROWS_AT_ONCE = 64
 
 
+@dataclasses.dataclass(frozen=True)
 class Masking:
-    """Replaces the scores of invisible pairs by -inf."""
+    """Replaces the scores of invisible pairs by -inf.
 
-    def __init__(self, mask: KernelMask | None, columns: Callable[[], Tile], spec: PrefillSpec):
-        """Create the masking.
+    Attributes:
+        mask: Mask of partial tiles, with references to its arrays, or None.
+        columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
+        spec: Static description of the kernel.
+    """
 
-        Args:
-            mask: Mask of partial tiles, with references to its arrays, or None.
-            columns: Function that returns the index of each key within its tile, f32 [64, tile_kv].
-            spec: Static description of the kernel.
-        """
-        self.mask, self.columns, self.spec = mask, columns, spec
-        score = spec.score
-        self.has_row_end = score.causal or score.window[1] is not None or score.chunk_size is not None
-        self.has_query_blocks = spec.shape.block_q is not None
+    mask: KernelMask | None
+    columns: Callable[[], Tile]
+    spec: PrefillSpec
 
     def load(self, tile: KvTile) -> LoadedMask:
         """Load the elements of the mask's arrays that a tile needs.
@@ -47,55 +46,49 @@ class Masking:
         if tile.masked_ends is MaskedEnds.NONE or not jax.tree.leaves(self.mask):
             return ()
         assert self.mask is not None
-        return self.mask.load(tile.pairs(self.columns), tile.rows.work_tile["req"])
+        return self.mask.load(tile.pairs(self.columns), tile.rows.work_tile.column("req"))
 
     def apply(self, tile: KvTile, loaded: LoadedMask, s: Tile) -> Tile:
         """Return the scores with -inf for invisible pairs."""
         if tile.masked_ends is MaskedEnds.NONE:
             return s
-        first_key = tile.first_key()
+        score, mask, first_key = self.spec.score, self.mask, tile.first_key()
+        # The range [begin, end) of the tile's visible columns: scalars, or one range per row. Positions of
+        # rows are computed only if the ranges differ: Pallas cannot assign a layout to an unused array.
         has_begin = self.spec.has_low_end and MaskedEnds.LOW in tile.masked_ends
-        begin, end = self._column_range(tile, first_key, has_begin=has_begin)
-        pairs, mask = tile.pairs(self.columns), self.mask
+        has_row_begin = self.spec.has_window and has_begin
+        has_query_blocks = self.spec.shape.block_q is not None
+        has_row_end = (
+            score.causal or score.window[1] is not None or score.chunk_size is not None or has_query_blocks
+        )
+        work_tile = tile.rows.work_tile
+        begin, end = 0 - first_key, work_tile.column("seq_len") - first_key
+        if has_row_begin or has_row_end:
+            positions = tile.rows.positions()
+            row_begin, row_end = key_range(score, positions, work_tile.column("seq_len"))
+            row_begin, row_end = row_begin - first_key, row_end - first_key
+            if has_query_blocks:
+                row_end = jnp.where(self._is_tile_visible(tile, positions), row_end, 0)
+            begin, end = row_begin if has_row_begin else begin, row_end if has_row_end else end
         if mask is not None and mask.is_words:
+            pairs = tile.pairs(self.columns)
             words = mask.visible(pairs, loaded)
             in_range = pairs.words_in_range(jnp.maximum(begin, 0 - first_key) if has_begin else None, end)
             return pairs.masked(s, tuple(a & b for a, b in zip(words, in_range, strict=True)))
-
-        def broadcast(bound: ColumnBound) -> Tile | Scalar:
-            if bound.ndim == 0:
-                return bound.astype(f32)
-            return pairs.broadcast_rows(plgpu.layout_cast(bound, ROW).astype(f32))
-
-        begin, end = broadcast(begin), broadcast(end)
+        # Without words, compare the column indices, which are f32, with bounds of all pairs.
+        begin, end = [
+            bound.astype(f32)
+            if bound.ndim == 0
+            else broadcast_rows(plgpu.layout_cast(bound, ROW).astype(f32), s)
+            for bound in (begin, end)
+        ]
         columns = self.columns()
         is_visible = columns < end
         if has_begin:
             is_visible = is_visible & (columns >= begin)
         if mask is not None:
-            is_visible = is_visible & mask.visible(pairs, loaded)
+            is_visible = is_visible & mask.visible(tile.pairs(self.columns), loaded)
         return jnp.where(is_visible, s, -jnp.inf)
-
-    def _column_range(
-        self, tile: KvTile, first_key: Scalar, *, has_begin: bool
-    ) -> tuple[ColumnBound, ColumnBound]:
-        """Return the range [begin, end) of visible columns of a tile: scalars, or one range per row.
-
-        Positions of rows are computed only if the ranges of rows differ: Pallas cannot assign a layout to an
-        unused array. `has_begin` is whether the tile may contain the begin of the visible range.
-        """
-        rows, work_tile = tile.rows, tile.rows.work_tile
-        has_row_begin = self.spec.has_window and has_begin
-        has_row_end = self.has_row_end or self.has_query_blocks
-        begin, end = 0 - first_key, work_tile["seq_len"] - first_key
-        if has_row_begin or has_row_end:
-            positions = rows.positions()
-            bounds = key_range(self.spec.score, positions, work_tile["seq_len"])
-            row_begin, row_end = (x - first_key for x in bounds)
-            if self.has_query_blocks:
-                row_end = jnp.where(self._is_tile_visible(tile, positions), row_end, 0)
-            begin, end = row_begin if has_row_begin else begin, row_end if has_row_end else end
-        return begin, end
 
     def _is_tile_visible(self, tile: KvTile, positions: Rows) -> Rows:
         """Return whether the query block of each position attends to any key of the tile."""
@@ -103,7 +96,7 @@ class Masking:
         assert tile.entry is not None
         assert block is not None
         bits = lax.shift_right_logical(tile.entry, jnp.int32(QUERY_BLOCK_SHIFT))
-        first = floor_div(work_tile["position"] + work_tile["begin"], block)
+        first = floor_div(work_tile.column("position") + work_tile.column("begin"), block)
         is_visible = positions * 0 + (bits & 1)
         for index in range(1, num_query_blocks(self.spec.sizes.tile_q, block)):
             bit = lax.shift_right_logical(bits, jnp.int32(index)) & 1
@@ -111,24 +104,30 @@ class Masking:
         return is_visible > 0
 
 
+@dataclasses.dataclass(frozen=True)
 class ValueTiles:
     """Waits for value tiles, and zeroes values that no query of the request attends to.
 
     Masking is not enough, because 0 times NaN is NaN. The warpgroups of a team zero the same memory
     concurrently, so each store must write correct values: if both ends lie in one tile, a store for the low
     end that kept NaNs of the high end would undo the zeros of another warpgroup.
+
+    Attributes:
+        stages: Stages of `pipeline` that hold the values.
+        pipeline: Pipeline of the team.
+        spec: Static description of the kernel.
     """
 
-    def __init__(self, stages: KvStages, pipeline: KvPipeline, spec: PrefillSpec):
-        """Create the values; `stages` are those of `pipeline` that hold them."""
-        self.stages, self.pipeline, self.spec = stages, pipeline, spec
+    stages: KvStages
+    pipeline: KvPipeline
+    spec: PrefillSpec
 
     def wait(self, tile: KvTile, step: Scalar, *, is_first: bool = False) -> None:
         """Wait for the values of a KV tile, and zero its invisible ends.
 
         With tile lists the first tile contains the request's end, if that is listed, and the visible keys may
         start in any partial tile. Without lists they start in the first tile, later ones are not tested, to
-        save a comparison per tile, and the end is in the last tile, which `clear_last` handles.
+        save a comparison per tile, and the end is in the last tile, for which the caller calls `clear`.
         """
         stage = self.pipeline.stage(step)
         plgpu.barrier_wait(self.stages.full.at[stage])
@@ -137,20 +136,21 @@ class ValueTiles:
         else:
             ends = MaskedEnds.LOW if is_first else MaskedEnds.NONE
         if MaskedEnds.LOW in ends and self.spec.has_low_end:
-            self._clear(tile, stage, MaskedEnds.LOW)
+            self.clear(tile, stage, MaskedEnds.LOW)
         if MaskedEnds.HIGH in ends:
-            self._clear(tile, stage, MaskedEnds.HIGH)
+            self.clear(tile, stage, MaskedEnds.HIGH)
 
-    def clear_last(self, rows: QueryRows, last: Scalar, step: Scalar) -> None:
-        """Zero the values after the end of the request in the last KV tile, which has arrived."""
-        if not self.spec.has_lists:
-            self._clear(rows.tile(last, MaskedEnds.HIGH), self.pipeline.stage(step), MaskedEnds.HIGH)
+    def clear(self, tile: KvTile, stage: Scalar, end: MaskedEnds) -> None:
+        """Zero a tile's values before the request's first visible key (LOW) or after its last key (HIGH).
 
-    def _clear(self, tile: KvTile, stage: Scalar, end: MaskedEnds) -> None:
-        """Zero the values before the request's first visible key (LOW), or after its last key (HIGH)."""
+        The values must have arrived.
+        """
         tile_kv, work_tile = self.spec.sizes.tile_kv, tile.rows.work_tile
         first_key = tile.first_key()
-        first_row, end_row = work_tile["first_visible_key"] - first_key, work_tile["seq_len"] - first_key
+        first_row, end_row = (
+            work_tile.column("first_visible_key") - first_key,
+            work_tile.column("seq_len") - first_key,
+        )
         is_low = end is MaskedEnds.LOW
         has_invisible = first_row > 0 if is_low else end_row < tile_kv
 

@@ -96,6 +96,14 @@ COLUMNS = (
     "first_visible_key",  # first key that any query of the request attends to
     "kv_start",  # row of the request's first key if keys are packed
 )
+# Columns of a work tile in the table of tile lists, after the columns of its query tile:
+LIST_COLUMNS = (
+    "head",
+    "list",  # row of `entries` that holds the work tile's list
+    "first_entry",  # first entry of the list
+    "num",  # number of tiles in the list
+    "num_partial",  # number of partial tiles, which come first
+)
 TABLE_WIDTH = 32  # 128 bytes, the alignment that TMA needs
 
 

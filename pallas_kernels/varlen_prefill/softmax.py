@@ -7,9 +7,11 @@ rescale of the accumulators; the threads of a warp vote on whether a tile does. 
 that a soft cap keeps small.
 """
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -144,8 +146,13 @@ class RowMaxPolicy(Protocol):
     scores.
     """
 
-    def initial_row_max(self) -> Rows:
-        """Return the row_max of rows before their first tile."""
+    @property
+    def initial_row_max(self) -> float:
+        """The row_max of rows before their first tile."""
+
+    @property
+    def tests_rescale(self) -> bool:
+        """Whether the policy tests `needs_rescale`."""
 
     def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores in the form in which invisible pairs are replaced by -inf."""
@@ -153,12 +160,8 @@ class RowMaxPolicy(Protocol):
     def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Subtract row_max, or a new row_max, from masked scores of `prescale`.
 
-        On a row's first tile `row_max` is the result of `initial_row_max`, and the resulting alpha has no
-        meaning.
+        On a row's first tile `row_max` is `initial_row_max`, and the resulting alpha has no meaning.
         """
-
-    def initial_needs_rescale(self) -> Scalar | None:
-        """Return the initial `needs_rescale`: a traced False, or None if the policy does not test it."""
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Return the sums and accumulators of the earlier tiles multiplied by alpha."""
@@ -180,43 +183,35 @@ def choose_row_max_policy(spec: PrefillSpec) -> RowMaxPolicy:
     return LazyRescale(spec, headroom)
 
 
+@dataclasses.dataclass(frozen=True)
 class NoRowMax:
     """Policy for small scores: row_max is 0."""
 
-    def __init__(self, spec: PrefillSpec):
-        self.factor = spec.score_factor
+    initial_row_max: ClassVar[float] = 0.0  # stays the row_max of all tiles
+    tests_rescale: ClassVar[bool] = False
 
-    def initial_row_max(self) -> Rows:
-        """Return zeros, which stay the row_max of all tiles."""
-        return full_rows(0.0)
+    spec: PrefillSpec
 
     def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scaled scores."""
-        return s * self.factor
+        return s * self.spec.score_factor
 
     def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Return the scores unchanged; row_max stays 0."""
         return ShiftedScores(s, row_max, row_max)
-
-    def initial_needs_rescale(self) -> Scalar | None:
-        """Return None: this policy never rescales."""
-        return None
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Return the sums unchanged."""
         return sums
 
 
+@dataclasses.dataclass(frozen=True)
 class RunningRowMax(NoRowMax):
     """Policy whose row_max is the largest score of the row so far plus `headroom`."""
 
-    def __init__(self, spec: PrefillSpec, headroom: float = 0.0):
-        super().__init__(spec)
-        self.headroom, self.is_interpreted = headroom, spec.is_interpreted
+    initial_row_max: ClassVar[float] = -math.inf
 
-    def initial_row_max(self) -> Rows:
-        """Return -inf for all rows."""
-        return full_rows(-jnp.inf)
+    headroom: float = 0.0
 
     def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores unchanged: their maximum comes first."""
@@ -224,10 +219,11 @@ class RunningRowMax(NoRowMax):
 
     def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Subtract the larger of row_max and (maximum of the tile's scores + headroom) from the scores."""
-        tile_max = s.max(axis=1) * self.factor + (0.0 if row_term is None else row_term)
+        factor = self.spec.score_factor
+        tile_max = s.max(axis=1) * factor + (0.0 if row_term is None else row_term)
         new_max = jnp.maximum(row_max, tile_max + self.headroom)
         base = finite_row_max(new_max)
-        exponent = s * self.factor - broadcast_rows(base if row_term is None else base - row_term, s)
+        exponent = s * factor - broadcast_rows(base if row_term is None else base - row_term, s)
         return ShiftedScores(exponent, new_max, jnp.exp2(row_max - base))
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
@@ -235,24 +231,27 @@ class RunningRowMax(NoRowMax):
         return tuple([x * broadcast_rows(alpha, x) for x in sums])
 
 
+@dataclasses.dataclass(frozen=True)
 class LazyRescale(RunningRowMax):
     """Policy that keeps row_max until one of the row's scores reaches it.
 
     The new row_max is the largest score plus `headroom`. Only warps with such a row compute it.
     """
 
+    tests_rescale: ClassVar[bool] = True
+
     def prescale(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> Tile:
         """Return the scores minus row_max, which most tiles keep."""
         if is_first:
             return s
         base = finite_row_max(row_max) if row_term is None else finite_row_max(row_max) - row_term
-        return s * self.factor - broadcast_rows(base, s)
+        return s * self.spec.score_factor - broadcast_rows(base, s)
 
     def shift_scores(self, s: Tile, row_term: Rows | None, row_max: Rows, *, is_first: bool) -> ShiftedScores:
         """Keep row_max unless a score of the warp reaches it; a first tile is like RunningRowMax's."""
         if is_first:
             return super().shift_scores(s, row_term, row_max, is_first=True)
-        needs_rescale = warp_votes.needs_rescale(s, row_max, is_interpreted=self.is_interpreted)
+        needs_rescale = warp_votes.needs_rescale(s, row_max, is_interpreted=self.spec.is_interpreted)
         exponent, row_max, alpha = lax.cond(
             needs_rescale,
             self.raise_row_max,
@@ -273,10 +272,6 @@ class LazyRescale(RunningRowMax):
         new_max = jnp.where(needs_new, tile_max + base + self.headroom, row_max)
         new_base = finite_row_max(new_max)
         return exponent - broadcast_rows(new_base - base, exponent), new_max, jnp.exp2(row_max - new_base)
-
-    def initial_needs_rescale(self) -> Scalar | None:
-        """Return a traced False."""
-        return jnp.bool_(False)
 
     def rescale(self, alpha: Rows, needs_rescale: Scalar | None, sums: Sequence[Tile]) -> Sequence[Tile]:
         """Multiply the sums by alpha, but only in warps where alpha differs from 1."""

@@ -18,7 +18,13 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, SplitOutputs
 from pallas_kernels.shared.types import Barriers, Interpret, Ref, ScratchType
 from pallas_kernels.varlen_prefill.kernel_mask import KernelMask
-from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH, max_split_outputs
+from pallas_kernels.varlen_prefill.schedule import (
+    COLUMNS,
+    LIST_COLUMNS,
+    SPLIT_COLUMNS,
+    TABLE_WIDTH,
+    max_split_outputs,
+)
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS, PrefillSizes
 
 W = plgpu.Layout.WGMMA
@@ -99,6 +105,9 @@ class PrefillSpec:
             630 either way with a paged cache. Heads of 128, whose P V takes twice as long, lose: 1 x 8k takes
             705 us instead of 700. Tile lists were not measured.
         score_factor: Factor that converts biased scores to base-2 exponents; 1.0 if `Bias.apply` scales them.
+        table_columns: Names of the columns of the schedule's table.
+        load_registers: Registers per thread that loads.
+        compute_registers: Registers per thread that computes.
     """
 
     shape: PrefillShape
@@ -122,18 +131,40 @@ class PrefillSpec:
     adds_alibi_by_mma: bool = dataclasses.field(init=False)
     waits_for_values_first: bool = dataclasses.field(init=False)
     score_factor: float = dataclasses.field(init=False)
+    table_columns: tuple[str, ...] = dataclasses.field(init=False)
+    load_registers: int = dataclasses.field(init=False)
+    compute_registers: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         score, sizes, shape, tiling = self.score, self.sizes, self.shape, self.shape.cache_tiling
         is_interpreted, score_scale = bool(self.interpret), score.soft_cap or score.scale
         has_window = score.window[0] is not None or score.chunk_size is not None
         is_linear = self.has_alibi and score.soft_cap is None and score.scale > 0 and not score.sqrt_alibi
+        more_columns = SPLIT_COLUMNS if sizes.max_splits > 1 else ()
+        num_copies = (1 if tiling is None else tiling.num_copies) * shape.head.num_chunks
+        num_warpgroups = sizes.warpgroups + (1 if self.quantized is None else 3)
+        # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for
+        # computing. With the columns of a split besides, eight copies are many: with 24 registers the
+        # loading warp spilled 28 bytes.
+        needs_few_registers = num_copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
+        has_head_groups = shape.heads_per_l2_group != shape.q_heads
+        has_many_copies = sizes.max_splits > 1 and num_copies == MAX_COPIES_AT_ONCE
+        loads_more = self.has_lists or has_many_copies or has_head_groups
+        load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
+        dequantizing = 0 if self.quantized is None else 2 * DEQUANTIZE_REGISTERS
+        if sizes.warpgroups == 3:
+            load, compute = 32, 160
+        if dequantizing:
+            load, compute = QUANTIZED_REGISTERS
+        # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
+        at_launch = REGISTERS // (128 * num_warpgroups) // 8 * 8
+        assert load + dequantizing + sizes.warpgroups * compute <= num_warpgroups * at_launch
         vars(self).update(
             is_interpreted=is_interpreted,
             s_shape=(M, sizes.tile_kv),
             acc_shape=(M, shape.head.width),
-            num_warpgroups=sizes.warpgroups + (1 if self.quantized is None else 3),
-            num_copies=(1 if tiling is None else tiling.num_copies) * shape.head.num_chunks,
+            num_warpgroups=num_warpgroups,
+            num_copies=num_copies,
             work_tiles_per_query_tile=shape.q_heads // sizes.pack_gqa,
             has_splits=sizes.max_splits > 1,
             has_window=has_window,
@@ -141,6 +172,9 @@ class PrefillSpec:
             adds_alibi_by_mma=is_linear and not is_interpreted,
             waits_for_values_first=shape.head.padded_dim == M and not self.has_lists,
             score_factor=score_scale * LOG2E if score.soft_cap is not None or score.scale > 0 else 1.0,
+            table_columns=(*COLUMNS, *(LIST_COLUMNS if self.has_lists else more_columns)),
+            load_registers=load,
+            compute_registers=compute,
         )
 
 
@@ -151,7 +185,7 @@ class PrefillScheduleRefs(NamedTuple):
     Attributes:
         table: One row per query tile [tiles, columns] with schedule.COLUMNS; with KV splits one row per
             split, extended by schedule.SPLIT_COLUMNS; with tile lists one row per work tile, extended by
-            tile_lists.LIST_COLUMNS.
+            schedule.LIST_COLUMNS.
         num_valid: Number of valid rows of the table, [1].
         entries: Lists of KV tiles [lists, max_list]; None if every KV tile that the score leaves is visited.
     """
@@ -324,15 +358,8 @@ SLOPE_WIDTH = 16  # K of one wgmma instruction
 DEQUANTIZE_REGISTERS, QUANTIZED_REGISTERS = 64, (32, 160)
 
 
-def output_types(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
-    """Return the types of the outputs."""
-    lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
-    split_outputs = _split_output_types(spec) if spec.has_splits else None
-    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.shape[1:]), spec.dtype)
-    return PrefillOutputs(out=out, lse=lse, split_outputs=split_outputs)
-
-
-def _split_output_types(spec: PrefillSpec) -> SplitOutputs:
+def split_output_types(spec: PrefillSpec) -> SplitOutputs:
+    """Return the types of the split outputs."""
     sizes, head, work_tiles = spec.sizes, spec.shape.head, spec.work_tiles_per_query_tile
     num = max_split_outputs(spec.shape.q_heads, sizes)
     row_type = jax.ShapeDtypeStruct((num, work_tiles, sizes.tile_q), f32)
@@ -405,25 +432,3 @@ def _quantized_arrivals(spec: PrefillSpec) -> tuple[int, ...]:
         spec.shape.cache_tiling.num_copies * (scale == "token") for scale in spec.quantized.scales
     ]
     return *(spec.num_copies + count for count in scale_copies), 1, 1
-
-
-def register_counts(spec: PrefillSpec) -> tuple[int, int]:
-    """Return the registers per thread that loads, and per thread that computes."""
-    shape, wgs = spec.shape, spec.sizes.warpgroups
-    # Of 65536 registers, many copies per stage need more for loading, and small heads fewer for computing.
-    # With the columns of a split besides, eight copies are many: with 24 registers the loading warp spilled
-    # 28 bytes.
-    needs_few_registers = spec.num_copies > MAX_COPIES_AT_ONCE or shape.head.padded_dim <= 64
-    has_head_groups = shape.heads_per_l2_group != shape.q_heads
-    has_many_copies = spec.has_splits and spec.num_copies == MAX_COPIES_AT_ONCE
-    loads_more = spec.has_lists or has_many_copies or has_head_groups
-    load, compute = (40, 232) if needs_few_registers or loads_more else (24, 240)
-    dequantizing = 0 if spec.quantized is None else 2 * DEQUANTIZE_REGISTERS
-    if wgs == 3:
-        load, compute = 32, 160
-    if dequantizing:
-        load, compute = QUANTIZED_REGISTERS
-    # Registers per thread at launch. If more were requested in total, the warpgroups would wait forever.
-    at_launch = REGISTERS // (128 * spec.num_warpgroups) // 8 * 8
-    assert load + dequantizing + wgs * compute <= spec.num_warpgroups * at_launch
-    return load, compute

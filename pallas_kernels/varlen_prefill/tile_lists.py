@@ -16,15 +16,6 @@ from pallas_kernels.ptx import tile_order
 from pallas_kernels.varlen_prefill.schedule import COLUMNS, PrefillSchedule, PrefillScheduleKey
 from pallas_kernels.varlen_prefill.spec import PrefillScheduleRefs
 
-# Columns of a work tile in the table, after the columns of its query tile:
-LIST_COLUMNS = (
-    "head",
-    "list",  # row of `entries` that holds the work tile's list
-    "first_entry",  # first entry of the list
-    "num",  # number of tiles in the list
-    "num_partial",  # number of partial tiles, which come first
-)
-
 
 def num_query_blocks(tile_q: int, block_q: int) -> int:
     """Return the maximum number of query blocks that a query tile overlaps."""

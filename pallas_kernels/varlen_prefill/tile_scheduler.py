@@ -13,16 +13,9 @@ from pallas_kernels.shared.arithmetic import alternating_rounds
 from pallas_kernels.shared.memory import ALIGN
 from pallas_kernels.shared.types import Ref, Rows, Scalar, Tile
 from pallas_kernels.varlen_prefill.kernel_mask import PairTile
-from pallas_kernels.varlen_prefill.schedule import (
-    COLUMNS,
-    SPLIT_COLUMNS,
-    key_range,
-    kv_tile_range,
-    visible_key_range,
-)
+from pallas_kernels.varlen_prefill.schedule import key_range, kv_tile_range, visible_key_range
 from pallas_kernels.varlen_prefill.sizes import WARPGROUP_ROWS
 from pallas_kernels.varlen_prefill.spec import ROW, M, PrefillScheduleRefs, PrefillSpec
-from pallas_kernels.varlen_prefill.tile_lists import LIST_COLUMNS
 
 
 class PrefillWorkTile:
@@ -30,11 +23,12 @@ class PrefillWorkTile:
 
     Its scalars are traced. Keys of KV tile i start at position `i * tile_kv - alignment_offset`.
 
-    `work_tile["position"]` is a column of the schedule's table. A work tile from `read_to_registers` holds it
-    in a register; a work tile from `read_from_smem` loads it from shared memory at each use.
-
     Attributes:
+        column: Function that returns a column of the schedule's table, such as `column("position")`. A work
+            tile from `read_to_registers` holds the columns in registers; a work tile from `read_from_smem`
+            loads a column from shared memory at each use.
         head: Query head, or index of the group of packed heads: heads `head * pack_gqa` onward.
+        work_tiles_per_kv_head: Number of values of `head` per KV head. Static.
         first_key_with_block: Position of the first key whose block is certain to exist. Its block is loaded
             in place of earlier blocks, so it must not hold keys that are neither visible nor zeroed.
         end_key_with_block: One past the position of the last key whose block is certain to exist.
@@ -46,8 +40,7 @@ class PrefillWorkTile:
 
     def __init__(self, head: Scalar, column: Callable[[str], Scalar], entries: Ref, spec: PrefillSpec):
         self.column, self.entries, self.tile_kv = column, entries, spec.sizes.tile_kv
-        self.work_tiles_per_kv_head = spec.shape.group // spec.sizes.pack_gqa
-        self.head = head
+        self.head, self.work_tiles_per_kv_head = head, spec.shape.group // spec.sizes.pack_gqa
         position = column("position")
         first, last = position + column("begin"), position + (column("end") - 1)
         self.first_key_with_block, self.end_key_with_block = low, high = visible_key_range(
@@ -73,11 +66,6 @@ class PrefillWorkTile:
                 jnp.clip(self.num - skipped, 0, column("split_tiles")),
             )
 
-    @property
-    def kv_head(self) -> Scalar:
-        """KV head of the query heads."""
-        return lax.div(self.head, jnp.int32(self.work_tiles_per_kv_head))
-
     def entry(self, i: Scalar) -> Scalar:
         """Return the i-th entry of the tile list or, without lists, the index of the i-th KV tile."""
         return self.first + i if self.entries is None else self.entries[self.column("list"), i]
@@ -90,13 +78,6 @@ class PrefillWorkTile:
         """Return the index of an entry's KV tile."""
         return entry if self.entries is None else entry & ((1 << QUERY_BLOCK_SHIFT) - 1)
 
-    def first_key(self, entry: Scalar) -> Scalar:
-        """Return the position of the first key of an entry's KV tile."""
-        return self.kv_tile_index(entry) * self.tile_kv - self.alignment_offset
-
-    def __getitem__(self, name: str) -> Scalar:
-        return self.column(name)
-
 
 class PrefillTileScheduler:
     """Assigns the work tiles of a step to the teams, the longest work tiles first."""
@@ -105,7 +86,6 @@ class PrefillTileScheduler:
         self.schedule, self.spec = schedule, spec
         self.num_rows = schedule.num_valid[0]
         self.num_work_tiles = self.num_rows * (1 if spec.has_lists else spec.work_tiles_per_query_tile)
-        self.columns = table_columns(spec)
 
     def assignment(self, team: Scalar | int) -> tuple[Scalar, Callable[[Scalar], Scalar]]:
         """Return the number of work tiles of a team, and a function from iteration to work tile index."""
@@ -116,7 +96,7 @@ class PrefillTileScheduler:
     def read_to_registers(self, index: Scalar) -> tuple[PrefillWorkTile, Scalar]:
         """Read all columns of a work tile to registers, and return the work tile and its row of the table."""
         row, head = (index, None) if self.spec.has_lists else self._row_and_head(index)
-        columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.columns)}
+        columns = {name: self.schedule.table[row, i] for i, name in enumerate(self.spec.table_columns)}
         head = columns["head"] if head is None else head
         return PrefillWorkTile(head, columns.__getitem__, self.schedule.entries, self.spec), row
 
@@ -124,7 +104,7 @@ class PrefillTileScheduler:
         """Return a work tile whose row of the table is in shared memory; columns are read at each use."""
 
         def column(name: str) -> Scalar:
-            return columns_s[self.columns.index(name)]
+            return columns_s[self.spec.table_columns.index(name)]
 
         head = column("head") if self.spec.has_lists else self._row_and_head(index)[1]
         return PrefillWorkTile(head, column, self.schedule.entries, self.spec)
@@ -172,13 +152,6 @@ def packed_heads(work_tile: PrefillWorkTile, spec: PrefillSpec) -> list[PackedHe
         return [PackedHead(work_tile.head, 0)]
     tokens = spec.sizes.warpgroup_tokens
     return [PackedHead(work_tile.head * num + index, index * tokens) for index in range(num)]
-
-
-def table_columns(spec: PrefillSpec) -> tuple[str, ...]:
-    """Return the names of the table's columns."""
-    if spec.has_lists:
-        return *COLUMNS, *LIST_COLUMNS
-    return (*COLUMNS, *SPLIT_COLUMNS) if spec.has_splits else COLUMNS
 
 
 def align_row(row: Scalar) -> Scalar:
@@ -242,33 +215,31 @@ class QueryRows:
             values = jnp.where(row >= first_row, head_value(head), values)
         return values
 
-    @property
-    def first_query(self) -> Scalar:
-        """Position of the query in the first row."""
-        return self.work_tile["position"] + self.rank * self.tokens
-
     def positions(self) -> Rows:
         """Return the position of the query in each row."""
-        first, row = self.first_query, plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
+        first = self.work_tile.column("position") + self.rank * self.tokens
+        row = plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW)
         return (row if self.tokens == M else row & (self.tokens - 1)) + first
 
     def has_work(self) -> Scalar:
         """Return whether at least one of these rows is valid and the work tile has keys."""
         first, work_tile = self.rank * self.tokens, self.work_tile
-        return (work_tile.num > 0) & (first < work_tile["end"]) & (first + self.tokens > work_tile["begin"])
+        return (
+            (work_tile.num > 0)
+            & (first < work_tile.column("end"))
+            & (first + self.tokens > work_tile.column("begin"))
+        )
 
-    def first_tile(self, tile_index: Scalar) -> "KvTile":
-        """Return the first KV tile that the rows attend to.
-
-        It may contain both ends of the visible range of keys.
+    def tile(self, i: Scalar, masked_ends: MaskedEnds, *, is_first: bool = False) -> "KvTile":
+        """Return the i-th KV tile of the work tile.
 
         Args:
-            tile_index: Index of the KV tile among those of the work tile; 0 with tile lists.
+            i: Index of the KV tile among those of the work tile.
+            masked_ends: Ends of the visible keys that the tile may contain. Static.
+            is_first: Whether it is the rows' first tile, which is entry 0 of a tile list. Static.
         """
-        return KvTile(self, self.work_tile.first_entry() + tile_index, MaskedEnds.BOTH)
-
-    def tile(self, i: Scalar, masked_ends: MaskedEnds) -> "KvTile":
-        """Return the i-th KV tile of the work tile; it may contain the `masked_ends` of the key range."""
+        if is_first:
+            return KvTile(self, self.work_tile.first_entry() + i, masked_ends)
         # Read the entry early, and only if it is used: it comes from global memory.
         is_used = masked_ends is not MaskedEnds.NONE or self.spec.has_alibi
         return KvTile(self, self.work_tile.entry(i) if is_used else None, masked_ends)
@@ -277,25 +248,27 @@ class QueryRows:
         """Return the range of KV tiles that the rows attend to, and the range of those that need no mask."""
         work_tile = self.work_tile
         if self.spec.has_lists:
-            full_begin = jnp.maximum(jnp.minimum(work_tile["num_partial"], work_tile.num), 1)
+            full_begin = jnp.maximum(jnp.minimum(work_tile.column("num_partial"), work_tile.num), 1)
             return KvTileRange(jnp.int32(0), full_begin, work_tile.num, work_tile.num)
         score, tile, offset = self.spec.score, jnp.int32(self.spec.sizes.tile_kv), work_tile.alignment_offset
         # Positions of the first and of the last row, or of the nearest valid rows.
         first, last = [
-            work_tile["position"] + jnp.clip(row, work_tile["begin"], work_tile["end"] - 1)
+            work_tile.column("position")
+            + jnp.clip(row, work_tile.column("begin"), work_tile.column("end") - 1)
             for row in (self.rank * self.tokens, self.rank * self.tokens + (self.tokens - 1))
         ]
         # Keys in [full_first_key, full_end_key) are visible to all rows.
-        full_first_key, _ = key_range(score, last, work_tile["seq_len"])
-        _, full_end_key = key_range(score, first, work_tile["seq_len"])
+        full_first_key, _ = key_range(score, last, work_tile.column("seq_len"))
+        _, full_end_key = key_range(score, first, work_tile.column("seq_len"))
         full_first_key = jnp.maximum(full_first_key, 0)
-        full_end_key = jnp.minimum(full_end_key, work_tile["seq_len"])
+        full_end_key = jnp.minimum(full_end_key, work_tile.column("seq_len"))
         # The work tile has more KV tiles at the end, for the rows of later warpgroups, and with a window at
         # the start, for the rows of earlier warpgroups.
-        first_key, _ = key_range(score, first, work_tile["seq_len"])
-        _, end_key = key_range(score, last, work_tile["seq_len"])
+        first_key, _ = key_range(score, first, work_tile.column("seq_len"))
+        _, end_key = key_range(score, last, work_tile.column("seq_len"))
         end = (
-            lax.div(jnp.clip(end_key, 0, work_tile["seq_len"]) + offset + (tile - 1), tile) - work_tile.first
+            lax.div(jnp.clip(end_key, 0, work_tile.column("seq_len")) + offset + (tile - 1), tile)
+            - work_tile.first
         )
         end = jnp.clip(end, 1, work_tile.num)
         begin, full_begin = jnp.int32(0), jnp.int32(1)
@@ -323,7 +296,8 @@ class KvTile(NamedTuple):
     def first_key(self) -> Scalar:
         """Return the position of the tile's first key."""
         assert self.entry is not None
-        return self.rows.work_tile.first_key(self.entry)
+        work_tile = self.rows.work_tile
+        return work_tile.kv_tile_index(self.entry) * work_tile.tile_kv - work_tile.alignment_offset
 
     def pairs(self, columns: Callable[[], Tile]) -> PairTile:
         """Return the (query, key) pairs of the tile, which mask functions take.
@@ -331,13 +305,13 @@ class KvTile(NamedTuple):
         Args:
             columns: Function that returns the index of each key within the tile, f32 [64, tile_kv].
         """
-        spec = self.rows.spec
+        rows, spec = self.rows, self.rows.spec
         assert spec.sizes.pack_gqa == 1 or not spec.has_lists  # Masks are evaluated for one head.
         return PairTile(
-            head=self.rows.work_tile.head,
-            first_query=self.rows.first_query,
+            head=rows.work_tile.head,
+            first_query=rows.work_tile.column("position") + rows.rank * rows.tokens,
             first_key=self.first_key(),
             columns=columns,
-            shape=self.rows.spec.s_shape,
-            interpret=self.rows.spec.interpret,
+            shape=spec.s_shape,
+            interpret=spec.interpret,
         )

@@ -145,7 +145,10 @@ def wider_groups(patch: pytest.MonkeyPatch) -> None:
 
 
 def rows_as_tokens(patch: pytest.MonkeyPatch) -> None:
-    mutated = lambda rows: plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + rows.first_query
+    def mutated(rows):
+        first = rows.work_tile.column("position") + rows.rank * rows.tokens
+        return plgpu.broadcasted_iota(jnp.int32, (M,), 0, layout=ROW) + first
+
     patch.setattr(QueryRows, "positions", mutated)
 
 

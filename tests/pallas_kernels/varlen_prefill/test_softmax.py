@@ -11,7 +11,7 @@ from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E
 from pallas_kernels.varlen_prefill import softmax
 from pallas_kernels.varlen_prefill.sizes import LIST_TABLE, TABLE, PrefillSizes
-from pallas_kernels.varlen_prefill.spec import REGISTERS, PrefillShape, PrefillSpec, register_counts
+from pallas_kernels.varlen_prefill.spec import REGISTERS, PrefillShape, PrefillSpec
 
 INVARIANT = PrefillSizes(tile_kv=64, batch_invariant=True)
 
@@ -22,7 +22,7 @@ def spec_of(
     shape = PrefillShape(q_heads=2, group=1, head=head_chunks(64), cache_tiling=None, heads_per_l2_group=2)
     fields = {"sizes": PrefillSizes(tile_kv=tile_kv), "has_lists": False, "shape": shape} | fields
     score = Score(scale=1.0, soft_cap=soft_cap, window=window or (None, None))
-    call = {"mask": None, "has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
+    call = {"has_alibi": has_alibi, "returns_lse": True, "interpret": interpret}
     return PrefillSpec(score=score, dtype=jnp.dtype(dtype), **fields, **call)
 
 
@@ -79,7 +79,7 @@ class TestSums:
         is_seen[0, :7] = False
         headroom = () if policy is not softmax.LazyRescale else (8.0,)
         policy = policy(spec_of(interpret=plgpu.InterpretGPUParams()), *headroom)
-        row_max, row_sum = policy.initial_row_max(), jnp.zeros((64, 64), jnp.float32)
+        row_max, row_sum = softmax.full_rows(policy.initial_row_max), jnp.zeros((64, 64), jnp.float32)
         for i, (s, seen) in enumerate(zip(tiles_of_s, is_seen, strict=True)):
             s = policy.prescale(jnp.asarray(s), term, row_max, is_first=i == 0)
             s = jnp.where(seen, s, -jnp.inf)
@@ -106,12 +106,13 @@ class TestSums:
 
         @jax.jit
         def first_tile(s):
-            exponent, row_max = shift(s, policy.initial_row_max(), is_first=True)
+            exponent, row_max = shift(s, softmax.full_rows(policy.initial_row_max), is_first=True)
             return jnp.exp2(exponent), row_max
 
         @jax.jit
         def second_tile(s):
-            _, row_max = shift(s + 1, policy.initial_row_max(), is_first=True, is_hidden=True)
+            row_max = softmax.full_rows(policy.initial_row_max)
+            _, row_max = shift(s + 1, row_max, is_first=True, is_hidden=True)
             exponent, row_max = shift(s, row_max, is_first=False)
             return jnp.exp2(exponent), row_max
 
@@ -131,7 +132,7 @@ def test_register_requests_fit_the_register_file(table, heads_per_l2_group):
             heads_per_l2_group=heads_per_l2_group,
         )
         spec = spec_of(shape=shape, sizes=sizes, has_lists=table is LIST_TABLE)
-        load, compute = register_counts(spec)
+        load, compute = spec.load_registers, spec.compute_registers
         assert (load + sizes.warpgroups * compute) * 128 <= REGISTERS
         assert load % 8 == 0
         assert compute % 8 == 0

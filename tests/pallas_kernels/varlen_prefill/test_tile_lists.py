@@ -34,8 +34,14 @@ from pallas_kernels.varlen_prefill import (
 )
 from pallas_kernels.varlen_prefill import sizes as sizes_module
 from pallas_kernels.varlen_prefill.mask_policies import WindowWords
-from pallas_kernels.varlen_prefill.schedule import COLUMNS, TABLE_WIDTH, PrefillScheduleKey, make_schedule
-from pallas_kernels.varlen_prefill.tile_lists import LIST_COLUMNS, PrefillTileLists
+from pallas_kernels.varlen_prefill.schedule import (
+    COLUMNS,
+    LIST_COLUMNS,
+    TABLE_WIDTH,
+    PrefillScheduleKey,
+    make_schedule,
+)
+from pallas_kernels.varlen_prefill.tile_lists import PrefillTileLists
 from tests import aot, assertions, contract
 from tests.contract import FACTORS
 from tests.covering_array import covering_array
