@@ -133,7 +133,7 @@ def default_buckets(
         require_int(prefill_tokens=tokens)
         require_positive(prefill_tokens=tokens)
     sizes = default_capture_sizes(max_num_seqs)
-    max_num_seqs = int(max_num_seqs)  # a small numpy int would overflow
+    max_num_seqs, decode_query_len = int(max_num_seqs), int(decode_query_len)  # small numpy ints overflow
     decodes = {min(-(-size // decode_query_len), max_num_seqs) for size in sizes} | {max_num_seqs}
     bucket = functools.partial(Bucket, decode_query_len=decode_query_len, max_blocks=max_blocks)
     mixed = [

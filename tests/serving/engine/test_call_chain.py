@@ -22,7 +22,7 @@ CALL_CHAIN = [
     "serving/engine/runner.py: run",
     "runtime/decode_graphs.py: __call__",
     "runtime/decode_graphs.py: _on_leaves",
-    "serving/engine/step.py: step",
+    "serving/engine/step.py: __call__",
     "models/decoder.py: __call__",
     "models/decoder_layer.py: __call__",
     "nn.py: __call__",
