@@ -63,10 +63,13 @@ class Plan:
             if layer_plan.covers(layer):
                 return layer_plan
         planned = " or ".join(f"({layer_plan.layer})" for layer_plan in self.layers)
-        raise ValueError(
-            f"The plan was built for {planned}, but the layer is ({layer}). "
-            "Build the plan with the specs and cache_specs of all layers."
-        )
+        fix = "Build the plan with the specs and cache_specs of all layers."
+        others = [
+            dataclasses.replace(layer_plan.layer, query_dtype=layer.query_dtype) for layer_plan in self.layers
+        ]
+        if layer in others:
+            fix = f"Pass query_dtype={layer.query_dtype} to plan."
+        raise ValueError(f"The plan was built for {planned}, but the layer is ({layer}). {fix}")
 
     def cascade_of(
         self, cache: PagedCache | PackedKV, spec: AttentionSpec, alibi_slopes: Any
@@ -145,7 +148,8 @@ def plan(
             lists are computed once here, and `attend` takes the mask from the plan.
         implementation: "mosaic_gpu", "xla" or "reference", or a sequence of them in order of preference; None
             uses the best one that device and layer support.
-        query_dtype: Dtype of the layers' queries; None uses the dtype of their caches or CacheSpecs.
+        query_dtype: Dtype of the layers' queries; None uses the dtype of their caches or CacheSpecs, and
+            bfloat16 for a PagedCache with 8 bits, whose queries may have another dtype.
         common_prefix_len: Number of leading tokens that all rows share in the same blocks, see
             build_cascade_metadata; may be traced. Layers over a paged cache without window, chunks, sparsity
             and ALiBi attend to them once.

@@ -272,6 +272,14 @@ class TestPlanInAttend:
             self.attend(problem, plan, spec=other_spec)
 
     @pytest.mark.usefixtures("as_on_a_gpu")
+    def test_queries_of_another_dtype_are_rejected(self):
+        spec = dataclasses.replace(CACHE, dtype=jnp.float16, quantization="int8_token_head")
+        metadata, cache = batch([1], [9]), jattn.PagedCache.create(spec)
+        plan = jattn.plan(metadata, SPEC, cache)  # The cache does not have the dtype of the queries.
+        with pytest.raises(ValueError, match=r"\(4/2.*bfloat16 queries.* Pass query_dtype=float16 to plan\."):
+            jattn.attend(jnp.zeros((1, 4, 64), jnp.float16), cache, metadata, SPEC, plan)
+
+    @pytest.mark.usefixtures("as_on_a_gpu")
     def test_cache_of_another_format_is_rejected(self, monkeypatch):
         monkeypatch.setattr(mosaic_gpu, "attend", lambda query, *_, **__: (query, None))
         metadata, query = batch([1], [9]), jnp.zeros((1, 4, 64), jnp.bfloat16)

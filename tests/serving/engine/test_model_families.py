@@ -64,7 +64,7 @@ def assert_greedy(results, expected, numbers=range(4)):
 
 def test_every_family_is_tested():
     types = {json.loads((folder / "config.json").read_text())["model_type"] for folder in FOLDERS}
-    assert types | set(REMOTE_CONFIGS) == set(FAMILIES)
+    assert types >= set(FAMILIES) - set(REMOTE_CONFIGS)
 
 
 @per_family
