@@ -151,7 +151,9 @@ def make_static_scales(
         message = (
             f"{set(unmeasured.values()).pop()} cache: layers {layer_list} have no scales and use 1, which "
             "clips large keys and values and rounds small ones to 0. "
-            "Calibrate with model.kv_scales = jattn.calibrate(model, prompts)."
+            "Set model.kv_scales = jattn.calibrate(model, prompts), or save these scales as "
+            "kv_scales.safetensors in the model folder, where jattn serve finds them. "
+            "The cache format fp8_per_token_head needs no scales."
         )
         warnings.warn(message, CalibrationWarning, skip_file_prefixes=(PACKAGE,))
     return scales

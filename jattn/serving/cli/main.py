@@ -2,7 +2,9 @@
 
 import argparse
 import importlib
+import importlib.util
 import os
+import pathlib
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -22,6 +24,7 @@ INTERRUPTED = 130  # Exit status after Ctrl-C, as in shells.
 
 # Options of `vllm serve` that have another name here, or are not needed or supported; see docs/vllm.md.
 VLLM_OPTIONS = {
+    "--num-gpu-blocks-override": "use --num-blocks",
     "--gpu-memory-utilization": "set the size of the cache with --num-blocks",
     "--quantization": (
         "the quantization of weights is read from the checkpoint; for the KV cache, use --kv-cache-dtype"
@@ -29,6 +32,10 @@ VLLM_OPTIONS = {
     "--attention-backend": "use --implementation",
     "--speculative-config": "use --speculative and --num-speculative-tokens",
     "--enforce-eager": "every step is compiled",
+    "--compilation-config": "every step is compiled, and there are no compilation options",
+    "--hf-overrides": "edit config.json in the model folder",
+    "--max-logprobs": "the maximum is always 20",
+    "--uvicorn-log-level": "the level is always info",
     "--generation-config": "generation_config.json is always read",
     "--download-dir": "set the environment variable HF_HOME",
     "--tokenizer": "the model folder's tokenizer.json is used",
@@ -86,7 +93,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _import_plugins(modules: Iterable[str]) -> None:
-    """Import modules that are installed or in the current folder.
+    """Import modules that are installed or in the current folder, or whose .py files are given.
 
     Raises:
         ImportError: If a module cannot be imported.
@@ -95,9 +102,22 @@ def _import_plugins(modules: Iterable[str]) -> None:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         try:
-            importlib.import_module(module)
+            if module.endswith(".py"):
+                _import_file(pathlib.Path(module))
+            else:
+                importlib.import_module(module)
         except Exception as error:
             raise ImportError(f"--plugin {module}: {type(error).__name__}: {error}") from error
+
+
+def _import_file(file: pathlib.Path) -> None:
+    """Import a Python file as the module of its name."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
 
 
 def vllm_option_hints(unknown: Iterable[str]) -> str:

@@ -47,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="module to import first, such as one that registers a model family; may be repeated",
+        help="module or .py file to import first, such as one that registers a model family; may be repeated",
     )
     parser.add_argument(
         "--load-format",
@@ -107,9 +107,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-model-len",
-        type=int,
+        type=_parse_num_tokens,
         metavar="N",
-        help="maximum context length, in tokens (default: the model's)",
+        help="maximum context length, in tokens; 4k is 4000, 4K is 4096 (default: the model's)",
     )
     parser.add_argument(
         "--speculative",
@@ -312,6 +312,16 @@ def _mesh_options(args: argparse.Namespace) -> dict[str, Any]:
         )
     mesh = None if size == 1 else make_mesh(tp=size // cp, cp=cp)
     return {"mesh": mesh, "cp_kv_cache_interleave_size": args.cp_kv_cache_interleave_size}
+
+
+def _parse_num_tokens(text: str) -> int:
+    """Return a number of tokens; as in vLLM, the suffix k stands for 1000, and K for 1024."""
+    factor = {"k": 1000, "K": 1024}.get(text[-1:], 1)
+    try:
+        return int(text if factor == 1 else text[:-1]) * factor
+    except ValueError:
+        message = f"must be a number of tokens such as 4096, 4k or 4K, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _parse_layers(text: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, override
 
 from jattn.models import load
 from jattn.models.loading.hub import resolve_checkpoint
@@ -26,11 +26,31 @@ from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser
 SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parser", "reasoning_parser")
 
 
+class _ModelAction(argparse.Action):
+    """Store the model, which is a positional argument or an option, and reject a second, different one."""
+
+    @override
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        previous = getattr(namespace, self.dest, None)
+        if previous not in (None, values):
+            parser.error(f"got two models, {previous} and {values}; pass one of them")
+        setattr(namespace, self.dest, values)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.set_defaults(run=serve)
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--model", metavar="MODEL", help="the same")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        action=_ModelAction,
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help=MODEL_HELP,
+    )
+    parser.add_argument("--model", action=_ModelAction, metavar="MODEL", help="the same")
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -169,6 +189,8 @@ def expand_config(argv: Sequence[str]) -> list[str]:
             f"{parsed.config} has entries that are not options of jattn serve: {unknown}. Remove them."
         )
     on_command_line = {word.partition("=")[0] for word in argv}
+    if serve_parser.parse_known_args(argv[1:])[0].model is not None:
+        on_command_line.add("--model")
     from_file = [word for word in words if word.partition("=")[0] not in on_command_line]
     return [argv[0], *from_file, *argv[1:]]
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jattn.serving.engine.outputs import Logprobs, RequestOutput
 from jattn.serving.engine.sampling_params import MAX_LOGPROBS
-from jattn.serving.server.chat_prompts import encode_chat
+from jattn.serving.server.chat_prompts import encode_chat, require_chat_template
 from jattn.serving.server.logprobs import TokenFormatter
 from jattn.serving.server.protocol import ChatCompletionBody, read_body
 from jattn.serving.server.reasoning import NUM_TAIL_TOKENS
@@ -134,6 +134,7 @@ async def create_chat_completion(request: Request) -> Response:
     body: ChatCompletionBody = await read_body(request, ChatCompletionBody)
     service.check_model(body.model)
     check_supported(body, CHAT_UNSUPPORTED)
+    require_chat_template(service)
     tool_calling = resolve_tool_calling(
         body, service.tool_call_format, service.tokenizer, service.reasoning_format
     )

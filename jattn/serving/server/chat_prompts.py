@@ -3,6 +3,7 @@
 from typing import Any
 
 from jattn.serving.engine.detokenizer import tokenize_async
+from jattn.serving.server.chat_template import ChatTemplate
 from jattn.serving.server.errors import ApiError
 from jattn.serving.server.protocol import ChatCompletionBody, ChatTemplateBody, Message
 from jattn.serving.server.service import Service
@@ -15,6 +16,18 @@ RESERVED = (  # Arguments of transformers' `render_jinja_template` that are not 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")  # Types of content parts that are text.
 
 
+def require_chat_template(service: Service) -> ChatTemplate:
+    """Return the model's chat template.
+
+    Raises:
+        ApiError: If the model has none.
+    """
+    if service.chat_template is None:
+        message = "The model has no chat template. Start the server with --chat-template FILE."
+        raise ApiError(422, message, "messages", "unsupported")
+    return service.chat_template
+
+
 async def encode_chat(service: Service, body: ChatTemplateBody) -> list[int]:
     """Return the prompt tokens of a conversation.
 
@@ -25,10 +38,7 @@ async def encode_chat(service: Service, body: ChatTemplateBody) -> list[int]:
         ValueError: If the template does not support a parameter, or parameters contradict each other.
         jinja2.TemplateError: If the template rejects the messages.
     """
-    template = service.chat_template
-    if template is None:
-        message = "The model has no chat template. Start the server with --chat-template FILE."
-        raise ApiError(422, message, "messages", "unsupported")
+    template = require_chat_template(service)
     messages = [_template_message(message, i) for i, message in enumerate(body.messages)]
     if "developer" not in template.source:  # OpenAI's newer name of the system role.
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]

@@ -128,6 +128,15 @@ class TestPlugins:
         assert "the model is not supported" in capsys.readouterr().err
         assert main([*command, "--plugin=cli_plugin"]) == 0
 
+    def test_a_file_registers_a_family(self, tmp_path, recording_engine, capsys):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "file_plugin.py").write_text(PLUGIN.format(name="of_a_file"))
+        self.save_checkpoint(tmp_path / "model", "of_a_file")
+        words = ["generate", "--model=model", "--max-tokens=1", "a"]
+        assert main([*words, "--plugin=./folder/file_plugin.py"]) == 0
+        assert main([*words, "--plugin=folder/missing.py"]) == 1
+        assert "--plugin folder/missing.py: FileNotFoundError" in capsys.readouterr().err
+
     def test_a_missing_module_is_an_error_of_one_line(self, capsys):
         assert main(["generate", "--model=m", "--plugin=no_such_plugin", "a"]) == 1
         err = capsys.readouterr().err

@@ -18,6 +18,7 @@ from jattn.models import save
 from jattn.serving.cli.main import build_parser, main
 from jattn.serving.cli.parser import normalize_options
 from jattn.serving.cli.serve import expand_config
+from jattn.serving.engine.sampling_params import MAX_LOGPROBS
 from jattn.serving.server import launcher
 from tests.conftest import GOLDEN
 from tests.serving.tiny import BYTES, one_layer_model
@@ -191,6 +192,7 @@ class TestOptions:
         ("words", "message"),
         [
             (["--port=abc"], "argument --port: invalid int value: 'abc'"),
+            (["--max-model-len=4x"], "argument --max-model-len: must be a number of tokens such as 4096, 4k"),
             (["--dtype=int3"], "argument --dtype: invalid choice: 'int3'"),
             (["--config"], "argument --config: expected one argument"),
             (["--model=m", "--prot=1"], "unrecognized arguments: --prot=1. See"),
@@ -220,6 +222,21 @@ class TestOptions:
         assert second.startswith("jattn: --trust-remote-code has no effect: code in checkpoints is never run")
         assert "missing" in error
 
+    @pytest.mark.parametrize(
+        ("words", "notice"),
+        [
+            (["--disable-log-stats"], "--disable-log-stats has no effect: statistics are not logged"),
+            (["-pp", "1"], "--pipeline-parallel-size=1 has no effect: every device runs all layers"),
+            (["-dp=1"], "--data-parallel-size=1 has no effect: one server is one replica"),
+            (["--data_parallel_size", "1"], "--data-parallel-size=1 has no effect"),
+        ],
+    )
+    def test_sizes_of_one_and_disabled_logs_are_accepted_with_a_notice(self, capsys, words, notice):
+        assert main(["serve", *words, "missing", "--port=0"]) == 1
+        first, error = capsys.readouterr().err.splitlines()
+        assert first.startswith(f"jattn: {notice}")
+        assert error.startswith("jattn: missing is not a folder")
+
     def test_missing_config_file_is_an_error(self, capsys):
         assert main(["serve", "--config", "no/such.yaml"]) == 1
         assert "no/such.yaml" in capsys.readouterr().err
@@ -232,7 +249,6 @@ class TestOptions:
             (["--served-model-name="], r"served_model_names must not contain an empty name"),
             (["--max-queue=-1"], "max_queue must be at least 0, got -1"),
             (["--drain-seconds=-1"], "drain_seconds must be at least 0, got -1"),
-            (["--model=no/such/folder"], "no/such/folder"),
             (["--chat-template=no/such.jinja"], "chat_template no/such.jinja is not a file"),
         ],
     )
@@ -268,10 +284,30 @@ class TestOptions:
         assert main(["serve"]) == 1
         assert capsys.readouterr().err.startswith("jattn: No model given. Pass MODEL: a folder, or a name on")
 
-    @pytest.mark.parametrize("words", [["missing"], ["--model=missing"], ["--model", "missing"]])
+    @pytest.mark.parametrize(
+        "words", [["missing"], ["--model=missing"], ["--model", "missing"], ["missing", "--model=missing"]]
+    )
     def test_model_is_positional_or_an_option(self, capsys, words):
         assert main(["serve", *words, "--port=0"]) == 1
         assert capsys.readouterr().err.startswith("jattn: missing is not a folder")
+
+    @pytest.mark.parametrize("words", [["a", "--model=b"], ["--model=a", "b"]])
+    def test_two_different_models_are_an_error(self, capsys, words):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", *words])
+        message = "jattn serve: got two models, a and b; pass one of them. See jattn serve --help.\n"
+        assert capsys.readouterr().err == message
+
+    @pytest.mark.parametrize("words", [["other"], ["--model=other"]])
+    def test_model_on_the_command_line_replaces_the_files(self, tmp_path, words):
+        config = tmp_path / "serve.yaml"
+        config.write_text("model: DIR\nport: 1\n")
+        args = build_parser().parse_args(expand_config(["serve", f"--config={config}", *words]))
+        assert (args.model, args.port) == ("other", 1)
+
+    @pytest.mark.parametrize(("text", "length"), [("4096", 4096), ("4k", 4000), ("4K", 4096)])
+    def test_maximum_context_length_has_the_suffixes_of_vllm(self, text, length):
+        assert build_parser().parse_args(["serve", "m", "--max-model-len", text]).max_model_len == length
 
     def test_options_have_the_spellings_of_vllm(self):
         words = ["m", "--max_num_seqs=3", "--kv_cache_dtype", "fp8", "-tp", "2", "-dcp", "1", "--dtype=half"]
@@ -291,6 +327,13 @@ class TestOptions:
             (["--enable-expert-parallel"], "use --tensor-parallel-size, which shards every expert"),
             (["--no-enable-chunked-prefill"], "chunked prefill is always enabled"),
             (["--kv-cache-memory-bytes=100"], "set the size of the cache with --num-blocks"),
+            (["--num-gpu-blocks-override=9"], "in jattn, use --num-blocks"),
+            (["-pp", "2"], "--pipeline-parallel-size is a vLLM option; in jattn, use --tensor-parallel-size"),
+            (["-dp", "2"], "in jattn, start one server per replica"),
+            (["--hf-overrides", "{}"], "edit config.json in the model folder"),
+            (["--compilation-config=3"], "every step is compiled, and there are no compilation options"),
+            (["--max-logprobs=5"], f"the maximum is always {MAX_LOGPROBS}"),
+            (["--uvicorn-log-level=error"], "the level is always info"),
         ],
     )
     def test_options_of_vllm_that_are_refused_have_a_hint_of_one_line(self, capsys, words, hint):

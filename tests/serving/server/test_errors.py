@@ -185,6 +185,14 @@ def test_invalid_request_names_its_parameter(server, path, body, status, param, 
         assert server.error(path, **body, stream=True) == (response_status, error)
 
 
+@pytest.mark.parametrize("options", [{}, {"tools": [{"type": "function", "function": {"name": "f"}}]}])
+def test_chat_without_a_template_names_the_option(engine, options):
+    with run_server(engine) as server:
+        status, error = server.error(CHAT, messages=[{"role": "user", "content": "a"}], **options)
+    assert (status, error["param"]) == (422, "messages")
+    assert error["message"] == "The model has no chat template. Start the server with --chat-template FILE."
+
+
 class TestEngineFailures:
     @pytest.mark.parametrize("failure", [device_fails, reading_fails])
     def test_failed_step_is_a_500_without_a_traceback(self, server, engine, failure):
