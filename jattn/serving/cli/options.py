@@ -107,9 +107,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-model-len",
-        type=_parse_num_tokens,
+        type=_parse_max_model_len,
         metavar="N",
-        help="maximum context length, in tokens; 4k is 4000, 4K is 4096 (default: the model's)",
+        help="maximum context length, in tokens; 4k is 4000, 4K is 4096 (default, or -1: the model's)",
     )
     parser.add_argument(
         "--speculative",
@@ -314,8 +314,10 @@ def _mesh_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"mesh": mesh, "cp_kv_cache_interleave_size": args.cp_kv_cache_interleave_size}
 
 
-def _parse_num_tokens(text: str) -> int:
-    """Return a number of tokens; as in vLLM, the suffix k stands for 1000, and K for 1024."""
+def _parse_max_model_len(text: str) -> int | None:
+    """Return a number of tokens; as in vLLM, k stands for 1000 and K for 1024. -1 is the default, None."""
+    if text == "-1":
+        return None
     factor = {"k": 1000, "K": 1024}.get(text[-1:], 1)
     try:
         return int(text if factor == 1 else text[:-1]) * factor

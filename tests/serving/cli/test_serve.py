@@ -305,8 +305,8 @@ class TestOptions:
         args = build_parser().parse_args(expand_config(["serve", f"--config={config}", *words]))
         assert (args.model, args.port) == ("other", 1)
 
-    @pytest.mark.parametrize(("text", "length"), [("4096", 4096), ("4k", 4000), ("4K", 4096)])
-    def test_maximum_context_length_has_the_suffixes_of_vllm(self, text, length):
+    @pytest.mark.parametrize(("text", "length"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("-1", None)])
+    def test_maximum_context_length_has_the_spellings_of_vllm(self, text, length):
         assert build_parser().parse_args(["serve", "m", "--max-model-len", text]).max_model_len == length
 
     def test_options_have_the_spellings_of_vllm(self):
