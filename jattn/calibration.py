@@ -48,7 +48,9 @@ def calibrate(
     of prompt length.
 
     Args:
-        model: A `jattn.models.Decoder`, or a module with the same methods.
+        model: A `jattn.models.Decoder`, or an nnx.Module with `create_caches(num_blocks, block_size=)`,
+            `__call__(token_ids, caches, metadata)`, `tokenizer` (None if the prompts are token ids),
+            `config.vocab_size` and `config.max_position_embeddings`.
         prompts: Text or lists of token ids, as the engine takes them.
         quantization: Quantization of the cache that has static scales; see CacheSpec.
         per_head: Compute one static scale per KV head instead of one per layer.

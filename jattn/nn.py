@@ -47,6 +47,11 @@ def _check_config(
 class PagedAttention(nnx.Module):
     """Self-attention layer with a paged cache: projections, RoPE, cache write and attention.
 
+    The parameters are `q_proj.kernel` [hidden, q_heads * head_dim], `k_proj.kernel` and `v_proj.kernel`
+    [hidden, kv_heads * head_dim] and `o_proj.kernel` [q_heads * head_dim, hidden], with all dimensions of
+    head 0 first, then those of head 1, and so on. A kernel of nnx.MultiHeadAttention, [hidden, heads,
+    head_dim] or [heads, head_dim, hidden], becomes one of these by a reshape.
+
     Attributes:
         ranks: Context-parallel mesh axis over which the cached keys are distributed, for use inside
             shard_map. The layer then returns a partial output; the sum over the ranks is the layer's output.

@@ -40,6 +40,7 @@ from jattn.implementations.selection import (
 from jattn.masks.checks import require_floats
 from jattn.spec import AttentionSpec
 from pallas_kernels.checks import require, require_arrays, require_shape, require_type, unsupported
+from pallas_kernels.support import is_concrete
 
 
 def attention_fn(
@@ -71,7 +72,8 @@ def attention_fn(
         value: Values with the shape of key.
         bias: Bias added to the scores, broadcastable to [*batch, q_heads, q_tokens, kv_tokens].
         mask: Additional mask, broadcastable to the scores: bool, or numbers as in Flax, where 0 hides a key.
-            Rows with a negative number, which is probably a bias, become NaN.
+            A mask with a negative number, which is probably a bias, raises ValueError. If it is traced, its
+            rows with a negative number become NaN instead.
         spec: Attention spec that states `causal=`; None = full attention with scale head_dim ** -0.5.
         sinks: Attention sinks [q_heads]; see `jattn.attend`.
         alibi_slopes: ALiBi slopes [q_heads]; see `jattn.attend`.
@@ -93,8 +95,8 @@ def attention_fn(
     Raises:
         NotImplementedError: If dropout or sown weights are requested, or no requested implementation supports
             the call.
-        ValueError: If shapes, dtypes or is_causal do not match, or the positions of the queries are
-            ambiguous.
+        ValueError: If shapes, dtypes or is_causal do not match, the mask has negative numbers, or the
+            positions of the queries are ambiguous.
     """
     _check_unsupported(0.0 if deterministic else dropout_rate, module)
     _check_arrays(query, key, value, bias=bias, mask=mask, input_positions=input_positions)
@@ -197,6 +199,15 @@ def _check_arrays(query: Any, key: Any, value: Any, **optional_arrays: Any) -> N
     if (bias := optional_arrays["bias"]) is not None:
         is_real = bias.dtype != jnp.bool_ and not jnp.issubdtype(bias.dtype, jnp.complexfloating)
         require(is_real, "bias", "have a real dtype (pass a bool array as mask=)", bias.dtype)
+    mask = optional_arrays["mask"]
+    if mask is not None and mask.dtype != bool and is_concrete(mask):
+        with jax.ensure_compile_time_eval():  # The mask may be a constant of a traced function.
+            is_additive = bool((mask < 0).any())
+        if is_additive:
+            raise ValueError(
+                "mask has negative numbers, so it is an additive mask, but attention_fn hides the keys whose "
+                "number is 0. Pass it as bias=, or pass the boolean array mask == 0."
+            )
 
 
 def _check_scores_shape(query: Array, key: Array, **arrays: Array | None) -> None:

@@ -145,11 +145,14 @@ class TestFlaxArguments:
         loss_and_gradients = jax.value_and_grad(attend, argnums=(0, 1, 2))
         jax.tree.map(np.testing.assert_array_equal, loss_and_gradients(*spoiled), loss_and_gradients(*inputs))
 
-    def test_bias_passed_as_mask_is_rejected(self):
+    @pytest.mark.parametrize("hidden", [-jnp.inf, -1e9])
+    def test_bias_passed_as_mask_is_rejected(self, hidden):
         """Flax interprets -inf as visible and 0 as masked; here the call is an error."""
-        mask = jnp.where(nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool), 0.0, -jnp.inf)
-        out = jax.jit(flax_layer(attention_fn=jattn.attention_fn).__call__)(texts(), mask=mask)
-        assert jnp.isnan(out[:, :-1]).all()
+        mask = jnp.where(nnx.make_causal_mask(jnp.ones((2, LENGTH)), dtype=bool), 0.0, hidden)
+        layer = flax_layer(attention_fn=jattn.attention_fn)
+        with pytest.raises(ValueError, match=r"mask has negative numbers, .* Pass it as bias="):
+            layer(texts(), mask=mask)
+        assert jnp.isnan(jax.jit(layer.__call__)(texts(), mask=mask)[:, :-1]).all()
 
     @pytest.mark.parametrize(
         ("name", "says_position"), [*((name, False) for name in POSITIONAL), ("window", True)]

@@ -22,7 +22,7 @@ type Caches = tuple[PagedCache, ...]
 
 @runtime_checkable
 class ModelSizes(Protocol):
-    """The configuration values of a model that the engine reads.
+    """The configuration values of a model that the engine and `jattn.calibrate` read.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -57,7 +57,7 @@ class ServedModel(Protocol):
 
     @property
     def config(self) -> ModelSizes:
-        """The model's sizes."""
+        """An object with `vocab_size`, `max_position_embeddings` and `eos_token_ids`."""
 
     def cache_specs(
         self,
