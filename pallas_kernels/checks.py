@@ -161,17 +161,20 @@ def unsupported(feature: str, reason: str, fix: str) -> NotImplementedError:
 
 
 # ------------------------------------------------------------------------------------- attention kernels
-def check_heads(q_heads: int, kv_heads: int) -> None:
-    """Raise ValueError unless the query heads form groups, one per KV head."""
+def check_heads(q_heads: int, kv_heads: int, **per_head: jax.Array | None) -> None:
+    """Raise ValueError unless the query heads form groups, one per KV head.
+
+    Args:
+        q_heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        **per_head: Named arrays that must have one number per query head, or be None.
+    """
     require(kv_heads > 0, "kv_heads", "be positive", kv_heads)
     require(q_heads > 0, "q_heads", "be positive", q_heads)
     require(q_heads % kv_heads == 0, "q_heads", f"be a multiple of kv_heads ({kv_heads})", q_heads)
-
-
-def check_per_head(q_heads: int, **arrays: jax.Array | None) -> None:
-    """Raise ValueError unless the named arrays are None or have one number per query head."""
-    for name, array in arrays.items():
-        require_shape(name, (q_heads,) if array is None else array.shape, (q_heads,), "q_heads")
+    for name, array in per_head.items():
+        if array is not None:
+            require_shape(name, array.shape, (q_heads,), "q_heads")
 
 
 def check_scale(name: str, scale: jax.Array | None, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -193,7 +196,7 @@ def forbid_derivative[Tree](arrays: Tree, derivative: str, reason: str, fix: str
 
     Args:
         arrays: Tree of arrays.
-        derivative: Derivative that does not exist, such as "a derivative of paged_decode".
+        derivative: Derivative that does not exist, such as "second derivatives of attention".
         reason: Clause that says why it does not exist.
         fix: Instruction that says what to do instead, without a final period.
 
@@ -208,6 +211,7 @@ def _raise_unsupported(derivative: str, reason: str, fix: str, primals: Any, tan
     raise unsupported(derivative, reason, fix)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def forbid_kernel_derivative[Tree](arrays: Tree, kernel: str, fix: str) -> Tree:
     """Return the inputs of a kernel without a derivative; differentiating the kernel then raises.
 
@@ -217,7 +221,12 @@ def forbid_kernel_derivative[Tree](arrays: Tree, kernel: str, fix: str) -> Tree:
         fix: Instruction that names a function with a derivative, without a final period.
 
     Raises:
-        NotImplementedError: If the result is differentiated.
+        NotImplementedError: If the result is differentiated, in forward or reverse mode.
     """
+    return arrays
+
+
+@forbid_kernel_derivative.defjvp
+def _raise_kernel_unsupported(kernel: str, fix: str, primals: Any, tangents: Any) -> Any:
     fix = f"{fix}, or apply jax.lax.stop_gradient to the inputs"
-    return forbid_derivative(arrays, f"a derivative of {kernel}", "the kernel has none", fix)
+    raise unsupported(f"a derivative of {kernel}", "the kernel has none", fix)

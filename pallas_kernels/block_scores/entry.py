@@ -107,6 +107,6 @@ def block_scores(
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, max_blocks=max_blocks, block_size=block_size
     )
     arrays = query.astype(low.dtype), low, high
-    arrays = forbid_kernel_derivative(arrays, "block_scores", "Use jattn.sparsity.block_scores")
-    scores = score_tiles(*arrays, block_table, seq_lens, dims=dims, interpret=interpret)
+    query, low, high = forbid_kernel_derivative(arrays, "block_scores", "Use jattn.sparsity.block_scores")
+    scores = score_tiles(query, low, high, block_table, seq_lens, dims=dims, interpret=interpret)
     return scores[:, :, :max_blocks]

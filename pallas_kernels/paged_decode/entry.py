@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.checks import (
     check_heads,
-    check_per_head,
     check_scale,
     check_supported,
     forbid_kernel_derivative,
@@ -104,8 +103,7 @@ def paged_decode(
     require_shape("query", query.shape, expected, "reqs * decode_query_len, q_heads, head_dim")
     require_shape("v_cache", v_cache.shape, k_cache.shape, "the shape of k_cache")
     require(decode_query_len > 0, "decode_query_len", "be positive", decode_query_len)
-    check_heads(q_heads, kv_heads)
-    check_per_head(q_heads, sinks=sinks, alibi_slopes=alibi_slopes)
+    check_heads(q_heads, kv_heads, sinks=sinks, alibi_slopes=alibi_slopes)
     scale_shapes = ((), (kv_heads,), (blocks, kv_heads, block_size))
     check_scale("k_scale", k_scale, scale_shapes)
     check_scale("v_scale", v_scale, (*scale_shapes, (kv_heads, head_dim)))

@@ -27,7 +27,8 @@ class Score:
     """The function `scale * q.k`, soft-capped, masked and with ALiBi's bias.
 
     The fields have the meaning of AttentionSpec's fields of the same names, but a window side that masks
-    nothing must be None: values from 2**30 on raise ValueError.
+    nothing must be None: values from 2**30 on raise ValueError. `mask` holds the fields that decide which
+    keys a query attends to; layers with equal values can share a schedule.
     """
 
     scale: float
@@ -36,6 +37,9 @@ class Score:
     chunk_size: int | None = None
     soft_cap: float | None = None
     sqrt_alibi: bool = False
+    mask: tuple[bool, tuple[int | None, int | None], int | None] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for side, width in zip(("left", "right"), self.window, strict=True):
@@ -43,11 +47,7 @@ class Score:
             require(is_in_range, f"window's {side} side", f"be None or lie in [0, {UNLIMITED})", width)
         is_in_range = self.chunk_size is None or 0 < self.chunk_size <= MAX_CHUNK_SIZE
         require(is_in_range, "chunk_size", f"be None or lie in [1, {MAX_CHUNK_SIZE}]", self.chunk_size)
-
-    @property
-    def mask(self) -> tuple[bool, tuple[int | None, int | None], int | None]:
-        """Fields that decide which keys a query attends to. Layers with equal values can share a schedule."""
-        return self.causal, self.window, self.chunk_size
+        vars(self).update(mask=(self.causal, self.window, self.chunk_size))
 
     def max_visible_keys(self, num_queries: int) -> int | None:
         """Return the maximum number of keys that `num_queries` adjacent queries attend to, or None."""

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import (
     check_heads,
-    check_per_head,
     check_supported,
     forbid_kernel_derivative,
     require_arrays,
@@ -98,7 +97,7 @@ def varlen_backward(
     require_arrays(grad_lse=grad_lse, alibi_slopes=alibi_slopes)
     require_axes(1, seq_lens=seq_lens, query_start_loc=query_start_loc, kv_start_loc=kv_start_loc)
     (tokens, q_heads, head_dim), (kv_tokens, kv_heads, _), (reqs,) = query.shape, key.shape, seq_lens.shape
-    check_heads(q_heads, kv_heads)
+    check_heads(q_heads, kv_heads, alibi_slopes=alibi_slopes)
     require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
     require_shape("value", value.shape, key.shape, "as key")
     require_shape("out", out.shape, query.shape, "as query")
@@ -108,7 +107,6 @@ def varlen_backward(
             require_shape(name, stats.shape, (q_heads, tokens), "q_heads, tokens")
     require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
     require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
-    check_per_head(q_heads, alibi_slopes=alibi_slopes)
     if lists is None and mask is not None:
         raise ValueError("mask requires lists. Build them with make_tile_lists.")
     named = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out}

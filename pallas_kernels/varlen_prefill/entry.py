@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.checks import (
     check_heads,
-    check_per_head,
     check_scale,
     check_supported,
     forbid_kernel_derivative,
@@ -133,7 +132,7 @@ def varlen_prefill(
         require_axes(2, block_table=block_table)
         blocks, block_size, kv_heads, _ = cache_dims(key, is_hnd=is_hnd)
         max_kv = block_table.shape[1] * block_size
-    check_heads(q_heads, kv_heads)
+    check_heads(q_heads, kv_heads, sinks=sinks, alibi_slopes=alibi_slopes)
     require_shape("value", value.shape, key.shape, "as key")
     require_shape("key's head_dim", key.shape[-1:], (head_dim,), "as query")
     require_shape("query_start_loc", query_start_loc.shape, (reqs + 1,), "reqs + 1")
@@ -141,7 +140,6 @@ def varlen_prefill(
         require_shape("kv_start_loc", kv_start_loc.shape, (reqs,), "reqs")
     if block_table is not None:
         require_shape("block_table", block_table.shape, (reqs, block_table.shape[1]), "reqs, max_blocks")
-    check_per_head(q_heads, sinks=sinks, alibi_slopes=alibi_slopes)
     is_quantized = block_table is not None and 1 in (key.dtype.itemsize, value.dtype.itemsize)
     kv_dtype = query.dtype if is_quantized else key.dtype
     reason = why_not_prefill(dtype=query.dtype, kv_dtype=kv_dtype, head_dim=head_dim, block_size=block_size)
@@ -153,6 +151,10 @@ def varlen_prefill(
         if scale is not None:
             require(is_quantized, name, f"be None with keys of {key.dtype.name}", jnp.shape(scale))
             check_scale(name, scale, scale_shapes)
+    if not has_lists and not (mask is None and block_q is None):
+        raise ValueError(
+            "mask and block_q require tile lists. Build them with make_tile_lists and pass them as lists."
+        )
     if is_quantized and has_lists:
         raise ValueError(
             f"lists (tile lists of a mask) require a 16-bit KV cache, but the cache has dtype "
@@ -169,7 +171,15 @@ def varlen_prefill(
             sizes = default_sizes(
                 head_dim, has_lists=has_lists, bounds=None if is_packed else bounds, is_quantized=is_quantized
             )
-    check_sizes(sizes, group=q_heads // kv_heads, lists=lists, mask=mask, block_q=block_q)
+    group, pack_gqa = q_heads // kv_heads, sizes.pack_gqa
+    require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
+    require(pack_gqa == 1 or not has_lists, "pack_gqa", "be 1 with tile lists", pack_gqa)
+    num_blocks = 1 if block_q is None else num_query_blocks(sizes.tile_q, block_q)
+    if num_blocks > MAX_QUERY_BLOCKS:
+        raise ValueError(
+            f"block_q={block_q} splits a query tile of {sizes.tile_q} rows into {num_blocks} "
+            f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
+        )
     head = head_chunks(head_dim)
     if is_quantized:
         check_quantized(sizes, head.padded_dim)
@@ -201,7 +211,7 @@ def varlen_prefill(
         rows=max_tiles(num_tokens, reqs, sizes.tile_tokens), sizes=sizes,
     )  # fmt: skip
     shape = PrefillShape(
-        q_heads=q_heads, group=q_heads // kv_heads, head=head, cache_tiling=tiling,
+        q_heads=q_heads, group=group, head=head, cache_tiling=tiling,
         heads_per_l2_group=group_heads, block_q=block_q,
     )  # fmt: skip
     quantized = None
@@ -246,28 +256,3 @@ def varlen_prefill(
     if schedule.split_tiles is not None:
         outputs = combine_splits(outputs, schedule.table, schedule.split_tiles, inputs.sinks, spec)
     return outputs.out.reshape(num_tokens, q_heads, head_dim), outputs.lse
-
-
-def check_sizes(
-    sizes: PrefillSizes,
-    *,
-    group: int,
-    lists: PrefillTileLists | None,
-    mask: KernelMask | None,
-    block_q: int | None,
-) -> None:
-    """Raise ValueError if the mask lacks lists, or if blocks or heads do not fit the query tiles."""
-    if lists is None and not (mask is None and block_q is None):
-        raise ValueError(
-            "mask and block_q require tile lists. Build them with make_tile_lists and pass them as lists."
-        )
-    if block_q is not None:
-        num_blocks = num_query_blocks(sizes.tile_q, block_q)
-        if num_blocks > MAX_QUERY_BLOCKS:
-            raise ValueError(
-                f"block_q={block_q} splits a query tile of {sizes.tile_q} rows into {num_blocks} "
-                f"blocks, but at most {MAX_QUERY_BLOCKS} are supported. Use larger blocks."
-            )
-    pack_gqa = sizes.pack_gqa
-    require(group % pack_gqa == 0, "pack_gqa", f"divide the {group} query heads per KV head", pack_gqa)
-    require(pack_gqa == 1 or lists is None, "pack_gqa", "be 1 with tile lists", pack_gqa)

@@ -194,14 +194,12 @@ def make_schedule(
         splits = choose_num_splits(tiles.kv_tiles, tiles.is_valid, q_heads=q_heads, sizes=sizes)
         rows = max_table_rows(num_tokens, seq_lens.shape[0], q_heads=q_heads, sizes=sizes)
         cut = split_kv_tiles(tiles.kv_tiles, splits, rows=rows)
-        table = _table([*[column[cut.tile] for column in tiles.columns], *cut.columns], cut.is_valid)
-        table, table_rows = _longest_first(table, jnp.where(cut.is_valid, -cut.num_tiles, 1))
+        columns = [*[column[cut.tile] for column in tiles.columns], *cut.columns]
+        table, table_rows = _table(columns, cut.is_valid, cut.num_tiles)
         split_tiles = find_split_tiles(cut, table_rows, max_tiles=max_split_outputs(q_heads, sizes) // 2)
         num_valid = splits.sum(dtype=jnp.int32)[None]
         return PrefillSchedule(table, num_valid, tiles.first_tiles, split_tiles, built_for)
-    table = _table(tiles.columns, tiles.is_valid)
-    if not has_lists:
-        table, _ = _longest_first(table, jnp.where(tiles.is_valid, -tiles.kv_tiles, 1))
+    table, _ = _table(tiles.columns, tiles.is_valid, None if has_lists else tiles.kv_tiles)
     return PrefillSchedule(table, tiles.num_valid, tiles.first_tiles, None, built_for)
 
 
@@ -274,18 +272,25 @@ def _query_tiles(
     return QueryTileTable(columns, is_valid, last_tiles[-1:], kv_tiles, first_tiles)
 
 
-def _table(columns: list[Int32[Array, " rows"]], is_valid: Array) -> Int32[Array, "rows columns"]:
-    """Stack columns into a table that is TABLE_WIDTH wide; invalid rows are 0."""
+def _table(
+    columns: list[Int32[Array, " rows"]],
+    is_valid: Bool[Array, " rows"],
+    durations: Int32[Array, " rows"] | None,
+) -> tuple[Int32[Array, "rows columns"], Int32[Array, " rows"]]:
+    """Return a table that is TABLE_WIDTH wide, and the row of each input row. Invalid rows are 0.
+
+    Args:
+        columns: Columns of the table.
+        is_valid: Whether each row is valid.
+        durations: Values by which the rows are sorted, the longest first and invalid rows last; None to keep
+            the order.
+    """
     zero = jnp.zeros_like(columns[0])
     table = jnp.stack([*columns, *[zero] * (TABLE_WIDTH - len(columns))], axis=1)
-    return jnp.where(is_valid[:, None], table, 0)
-
-
-def _longest_first(
-    table: Int32[Array, "tiles columns"], keys: Int32[Array, " tiles"]
-) -> tuple[Int32[Array, "tiles columns"], Int32[Array, " tiles"]]:
-    """Return the table sorted by its keys, and the new row of each old row."""
-    ranks = sort_ranks(keys[None])[0]
+    table = jnp.where(is_valid[:, None], table, 0)
+    if durations is None:
+        return table, jnp.arange(len(table), dtype=jnp.int32)
+    ranks = sort_ranks(jnp.where(is_valid, -durations, 1)[None])[0]
     if len(table) > MAX_RECOMPUTED_ROWS:
         ranks = jax.lax.optimization_barrier(ranks)
     return jnp.zeros_like(table).at[ranks].set(table), ranks
