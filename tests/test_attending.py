@@ -212,6 +212,7 @@ class TestExplicitAxes:
         with pytest.raises(NotImplementedError, match=f"cache.k{reason}"):
             jax.eval_shape(lambda cache: jattn.attend(query, cache, metadata, self.SPEC), cut_keys)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("is_packed", [True, False])
     def test_explicit_arrays_are_accepted_in_a_shard_map(self, is_packed):
         query, cache, metadata = self.given(is_packed)
@@ -405,6 +406,7 @@ class TestBatchInvariance:
         out = jax.jit(attention)(jnp.asarray(query), jattn.PagedCache(k=k, v=v), metadata)
         return [np.asarray(out[start : start + n]) for start, n in zip(starts, query_lens, strict=True)]
 
+    @pytest.mark.kernels
     def test_request_has_the_same_bits_in_any_batch_and_bucket(self):
         short, long = [3, 1, 9, 7, 30], [12, 2, 31, 18, 6]
         alone = self.rows([1], [18], [short], None, [1]) + self.rows([5], [19], [long], None, [2])
@@ -459,6 +461,7 @@ class TestMemory:
         assert larger <= 1.25 * small
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_float64_queries_are_computed_in_float64(implementation):
     with jax.enable_x64(True):

@@ -42,6 +42,7 @@ def measured():
     return model, peaks(model)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("options", "key_factor", "value_factor"),
     [
@@ -99,6 +100,7 @@ class TestFiles:
         (loaded,) = KVScales.load(tmp_path / "scales.safetensors", 1).layers
         np.testing.assert_array_equal(loaded.v, scale)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("form", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
     def test_scales_of_a_checkpoint_are_loaded_and_saved(self, tmp_path, form):
         hf = CONFIGS["llama_biases"]

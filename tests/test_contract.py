@@ -47,6 +47,7 @@ def test_a_lost_tile_of_keys_costs_more_than_rounding(case):
     assert min(costs.values()) > 3
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("region", LONG)
 @pytest.mark.parametrize("change", [{}, {"soft_cap": 5.0}, {"alibi": "linear", "sinks": True}], ids=str)
 def test_a_lost_tile_of_a_long_prompt_costs_more_than_rounding(monkeypatch, region, change):

@@ -120,6 +120,7 @@ def test_private_names_are_imported_only_within_their_package():
     assert violations == []
 
 
+@pytest.mark.kernels
 def test_kernel_packages_export_every_name_that_other_packages_use():
     users = [path for folder in ("jattn", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     violations = [
@@ -167,6 +168,7 @@ def test_the_reference_implementation_runs_only_when_requested_by_name():
     assert importers_of("jattn.implementations.reference") == {"jattn.attending"}
 
 
+@pytest.mark.kernels
 def test_importing_jattn_starts_no_backend_and_reads_no_environment_variable():
     code = "import jattn, jax; from jax.extend import backend; print(len(jax._src.xla_bridge._backends))"
     assert run_python(code) == "0"
@@ -194,6 +196,7 @@ def test_the_help_of_the_command_line_does_not_import_jax():
     assert imported == "False"
 
 
+@pytest.mark.kernels
 def test_a_layer_does_not_import_the_packages_that_read_checkpoints():
     code = """
 import sys, jax, jattn
@@ -219,6 +222,7 @@ def test_names_that_are_imported_on_first_use_are_those_that_type_checkers_see(p
 
 
 # ------------------------------------------------------------------------------- optional collectives
+@pytest.mark.kernels
 def test_importing_jattn_does_not_import_the_collectives():
     code = (
         "import sys, jattn, jattn.models, jattn.serving; "

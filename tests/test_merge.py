@@ -44,6 +44,7 @@ def test_two_empty_states_give_the_prefix_and_minus_infinity():
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.kernels
 def test_states_without_keys_do_not_affect_gradients():
     out, lse = jax.random.normal(jax.random.key(0), (2, 3, 2, 4)), jnp.zeros((2, 2, 3))
     lse = lse.at[:, 0, 0].set(-jnp.inf).at[1, 1, 1].set(-jnp.inf)  # both sides, and the suffix alone
@@ -139,6 +140,7 @@ def test_cascade_rejects_masks_that_depend_on_distance(change):
         jattn.cascade_attend(jnp.zeros((1, 4, 8)), cache, jattn.build_cascade_metadata(metadata, 4), spec)
 
 
+@pytest.mark.kernels
 def test_causal_rows_start_at_or_after_the_last_token_of_a_prefix():
     """The prefix is attended to without a causal mask, so queries inside it would see future keys."""
     bucket = jattn.Bucket(max_decodes=4, max_prefills=3, max_prefill_tokens=12, max_blocks=3)
@@ -254,6 +256,7 @@ def test_other_prefix_lengths_do_not_retrace(traced_once):
     np.testing.assert_allclose(four, eight, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("sinks", [None, jnp.asarray([0.3, -1.0, 2.0, 0.0])], ids=["plain", "sinks"])
 def test_row_may_have_no_key_after_the_prefix(sinks):
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
@@ -330,6 +333,7 @@ def test_cascade_over_packed_keys_is_rejected():
         jattn.cascade_attend(jnp.ones((1, 2, 8)), kv, parts, None)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_float64_cascades_are_combined_in_float64(implementation):
     """Float32 log-sum-exps would limit the result to seven digits."""

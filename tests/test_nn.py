@@ -71,6 +71,7 @@ def test_chunked_prefill_and_decode_equal_the_full_prompt_without_a_cache(name):
         np.testing.assert_allclose(out, expected[jnp.asarray(tokens)], atol=2e-6)
 
 
+@pytest.mark.kernels
 def test_context_without_a_cache_is_rejected():
     """Without a cache, the missing keys would be read from another request or from padding."""
     attention, bucket = layer(), jattn.Bucket(max_prefills=1, max_prefill_tokens=16, max_blocks=2)
@@ -188,6 +189,7 @@ class TestTransformations:
         assert out.shape == (4, HIDDEN)
         assert new_cache.k.shape == cache.k.shape
 
+    @pytest.mark.kernels
     def test_layer_runs_under_a_mesh(self):
         x, cache, metadata = self.inputs()
         attention = layer()
@@ -200,6 +202,7 @@ class TestTransformations:
             )
         np.testing.assert_allclose(out, expected, atol=1e-6)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("implementation", ["reference", "xla"])
     def test_gradients_without_a_cache_equal_finite_differences(self, implementation):
         attention = layer(implementation=implementation, has_sinks=True, rope=rope)

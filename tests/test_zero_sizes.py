@@ -34,6 +34,7 @@ def build(name):
 
 @pytest.mark.parametrize("name", BATCHES)
 class TestBatches:
+    @pytest.mark.kernels
     @pytest.mark.parametrize("implementation", ["reference", "xla", None])
     def test_attention_without_tokens_returns_empty_arrays(self, name, implementation):
         metadata = build(name)
@@ -62,6 +63,7 @@ class TestBatches:
         np.testing.assert_array_equal(moved.slot_mapping, metadata.slot_mapping)
         jattn.check_batch(metadata, cache_spec())
 
+    @pytest.mark.kernels
     def test_cascades_without_tokens_return_empty_arrays(self, name):
         metadata = build(name)
         query = jnp.ones((metadata.bucket.max_tokens, 4, 16))

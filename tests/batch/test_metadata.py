@@ -99,6 +99,7 @@ def assert_equals_a_loop(metadata, batch):
 
 
 class TestBuild:
+    @pytest.mark.kernels
     @hypothesis.settings(max_examples=25)
     @hypothesis.given(batches())
     def test_every_token_has_its_row_position_and_slot(self, batch):
@@ -296,6 +297,7 @@ class TestRefusals:
 
 
 class TestDeviceSide:
+    @pytest.mark.kernels
     @hypothesis.settings(max_examples=20)
     @hypothesis.given(batches(decode_query_len=1))
     def test_advance_equals_building_the_next_step(self, batch):
@@ -334,6 +336,7 @@ class TestDeviceSide:
         expected = jattn.build_batch_metadata([1, 3], [6, 3], [[8, 9], [5]], block_size=4)
         jax.tree.map(np.testing.assert_array_equal, moved, expected)
 
+    @pytest.mark.kernels
     @hypothesis.settings(max_examples=20)
     @hypothesis.given(batches(), st.booleans())
     def test_pad_to_bucket_equals_building_with_the_bucket(self, batch, more_prefill):

@@ -79,6 +79,7 @@ def test_kernel_that_ignores_a_modifier_gets_no_row(rows, monkeypatch, capsys, m
     assert re.search(message, capsys.readouterr().out)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("modifier", backward_cases.MASKS)
 def test_fraction_of_pairs_equals_the_dense_mask(small, modifier):
     mask = backward_cases.make_mask(CASE, modifier)
@@ -96,6 +97,7 @@ def test_fraction_of_pairs_is_relative_to_causal_pairs(modifier, fraction):
     assert backward_cases.share_of_pairs(case, modifier, None) == pytest.approx(fraction, rel=1e-12)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("modifier", ["plain", "full", *backward_cases.MASKS])
 @pytest.mark.parametrize("lens", [(160,), (90, 70)], ids=str)
 def test_flex_attention_mask_equals_that_of_the_kernels(small, modifier, lens):

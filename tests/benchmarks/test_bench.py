@@ -272,6 +272,7 @@ def test_decode_suite_times_attend_only_if_its_output_is_right(layout, quantizat
         decode.attend_call(inputs, {r: -x for r, x in expected.items()}, 16, layout)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("modifier", ["window", "sinks"])
 def test_backward_suite_times_the_gradients_of_attention(modifier):
     case = PrefillCase(name="x", q_heads=4, kv_heads=2, head_dim=64, query_lens=(13, 7), context_lens=(0, 0))

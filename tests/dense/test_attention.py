@@ -90,6 +90,7 @@ class TestAgreementWithJaxNN:
         close(jattn.attention(*qkv, mask=mask), expected)
         close(jattn.attention(*qkv, mask=mask[:1]), jax.nn.dot_product_attention(*qkv, mask=mask[:1]))
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("shape", [(2, 1, 1, 10), (2, 4, 7, 1), (1, 4, 1, 1)])
     def test_broadcast_mask_equals_the_full_mask(self, shape):
         qkv, mask = arrays(7, 10), jax.random.bernoulli(jax.random.key(3), 0.7, shape)
@@ -115,6 +116,7 @@ class TestAgreementWithJaxNN:
             used = jax.jit(run).lower(x, padding_mask).compile().memory_analysis().temp_size_in_bytes
             assert used < tokens**2 / 4
 
+    @pytest.mark.kernels
     def test_float64_gradients_have_float64_accuracy(self):
         has_float64_s_gradients()
 
@@ -197,6 +199,7 @@ class TestDocuments:
         expected = jax.nn.dot_product_attention(*qkv, mask=mask, is_causal=True)
         close(jattn.attention(*qkv, segment_ids=ids, causal=True), expected)
 
+    @pytest.mark.kernels
     @pytest.mark.usefixtures("types_unchecked")
     def test_64_bit_segment_ids_are_distinguished(self):
         """Equal in their last 32 bits, as JAX would cut them."""
@@ -209,6 +212,7 @@ class TestDocuments:
         with jax.enable_x64(True):
             close(jattn.attention(*qkv, segment_ids=jnp.asarray(large), implementation="xla"), expected)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
     @pytest.mark.parametrize("is_packed", [False, True])
     def test_nan_in_one_document_does_not_reach_gradients_of_others(self, implementation, is_packed):
@@ -284,6 +288,7 @@ class TestMasks:
         expected = jax.nn.dot_product_attention(*qkv, mask=jnp.asarray(visible)[None, None])
         close(jattn.attention(*qkv, mask=mask), expected)
 
+    @pytest.mark.kernels
     def test_mask_functions_over_traced_arrays_have_gradients(self):
         check_gradients_equal_a_boolean_mask(arrays(9, head_dim=24))
 
@@ -435,6 +440,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=message):
             jattn.attention(*qkv, mask=mask, **change)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize(
         ("lens", "options"),
         [
@@ -596,6 +602,7 @@ class TestAutoMesh:
     def test_float64_gradients_have_float64_accuracy(self):
         has_float64_s_gradients()
 
+    @pytest.mark.kernels
     def test_only_requested_gradients_are_computed(self):
         q, k, v = arrays(7, head_dim=24)
         slopes = jnp.linspace(0.1, 0.4, 4)
@@ -622,6 +629,7 @@ class TestAutoMesh:
             jax.grad(lambda q: first(q, None).sum())(q)
         assert bool(jnp.isfinite(jax.grad(lambda q: first(q, "reference").sum())(q)).all())
 
+    @pytest.mark.kernels
     def test_vmap_and_mask_functions_over_arrays(self):
         qkv, ids = arrays(8, batch=3, head_dim=24), jnp.arange(8) // 3
 

@@ -107,6 +107,7 @@ def test_heads_that_differ_from_the_spec_are_rejected():
 
 
 class TestFlaxArguments:
+    @pytest.mark.kernels
     @pytest.mark.parametrize("length", [LENGTH, 4])
     def test_is_causal_masks_what_flax_masks(self, length):
         """Also for fewer queries than keys: Flax aligns the first query with the first key."""
@@ -134,6 +135,7 @@ class TestFlaxArguments:
         jattn_layer, flax = flax_layer(attention_fn=jattn.attention_fn), flax_layer()
         np.testing.assert_allclose(jattn_layer(texts(), mask=mask), flax(texts(), mask=mask), atol=1e-6)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("num_queries", [1, 3])
     def test_nan_in_masked_keys_does_not_reach_the_output(self, num_queries):
         """The masked keys are like unwritten cache slots; one query, or a bias, uses the dense code path."""
@@ -154,6 +156,7 @@ class TestFlaxArguments:
             layer(texts(), mask=mask)
         assert jnp.isnan(jax.jit(layer.__call__)(texts(), mask=mask)[:, :-1]).all()
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize(
         ("name", "says_position"), [*((name, False) for name in POSITIONAL), ("window", True)]
     )
@@ -186,6 +189,7 @@ class TestFlaxArguments:
             with_spec()(q, kv, kv, mask=mask)
         with_spec(causal=False)(q, kv, kv, mask=mask)  # does not depend on positions
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("name", POSITIONAL)
     def test_more_queries_than_keys_require_positions(self, name):
         q, kv = texts().reshape(2, LENGTH, 4, 6), texts()[:, :4].reshape(2, 4, 4, 6)
@@ -280,6 +284,7 @@ class TestShapes:
         ):
             with_spec(sqrt_alibi=True)(q, q, q)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("lens", [(3, 0), (0, 3), (0, 0)])
     def test_without_keys_or_tokens_outputs_are_zero(self, lens):
         q, k = (jnp.ones((2, 3, n, 1, 8)) for n in lens)

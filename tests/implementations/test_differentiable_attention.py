@@ -80,6 +80,7 @@ def test_gradients_equal_float64_for_every_pair_of_features(case):
     oracle_gradients.check(problem, loss_weights, gradients(problem, mask, loss_weights))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "case",
     [
@@ -157,6 +158,7 @@ def test_gradients_are_bit_identical_when_run_twice():
         np.testing.assert_array_equal(first_run, second_run)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("outer", ["backward", "forward"])
 def test_second_derivatives_are_refused_by_name(outer):
     spec, metadata, arrays = packed_problem([5])

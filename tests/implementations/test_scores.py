@@ -36,6 +36,7 @@ class TestScores:
                 np.log(probs[0, 0] / probs[0, 1]), case["expected"], rtol=1e-4, atol=1e-6
             )
 
+    @pytest.mark.kernels
     def test_sliding_windows_equal_vllm(self, metadata_cases, implementation):
         for case in metadata_cases["sliding_window_mask"]:
             w, keys = case["sliding_window"], case["kv_len"]
@@ -52,6 +53,7 @@ class TestScores:
             )
             assert [np.flatnonzero(row).tolist() for row in probs] == case["attended"]
 
+    @pytest.mark.kernels
     def test_alibi_equals_vllm(self, metadata_cases, implementation):
         case = metadata_cases["alibi_bias"][0]
         context, new = case["context_len"], case["query_len"]
@@ -92,6 +94,7 @@ class TestScores:
         np.testing.assert_allclose(out[0, 0, 0], expected, rtol=1e-6)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_local_strided_blocks_equal_vllm(metadata_cases, is_prefill):
     """The mask of attention contains the block lists that the pattern functions return."""

@@ -85,6 +85,7 @@ def test_masks_of_spec_and_call_are_both_applied():
     problem.check(*contract.attend(problem, mask=mask))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("order", ["as_built", "padded"])
 def test_prefix_lm_mask_is_bidirectional_in_the_prefix_for_any_row_order(implementation, order):

@@ -101,6 +101,7 @@ def test_dilated_window_may_cover_all_positions(mask):
     np.testing.assert_array_equal(schedule.num_full[:, 0], [2 * (mask.step == 1)] * 2)
 
 
+@pytest.mark.kernels
 @settings(max_examples=15)
 @given(mask_rules.SINGLE | mask_rules.compositions(), st.integers(1, 40), st.integers(0, 1), st.data())
 def test_mask_equals_its_definition_for_every_pair(ruled, seq_len, row, data):
@@ -147,6 +148,7 @@ def test_density_is_relative_to_causal_attention():
     assert masks.density(masks.OnlyHeads((0,)), 3, 9, num_q_heads=4) == 0.25
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "mask",
     [
@@ -305,6 +307,7 @@ BEFORE_0 = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [4, 5])
 @pytest.mark.parametrize("name", BEFORE_0)
 def test_queries_before_position_0_belong_to_negative_blocks(name, size):

@@ -38,6 +38,7 @@ def pairs_of(keys):
     return masks.Pairs(head, row, query, key, HEADS)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("num_gathered", [1, 7, TOKENS, 10 * TOKENS])
 def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
     mask = slashed(num_gathered)
@@ -57,6 +58,7 @@ def test_each_visible_pair_is_in_exactly_one_pass(num_gathered):
     np.testing.assert_array_equal(columns.counts, counts)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("size", [(16, 16), (48, 20)])
 @pytest.mark.parametrize("part", ["columns", "remainder"])
 def test_tile_coverage_of_a_pass_equals_its_pairs(part, size):
@@ -107,6 +109,7 @@ def test_keys_after_the_gathered_ones_are_masked_out():
     assert not all_visible[..., 2].any()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("tile_of", [QueryMajorTile, KeyMajorTile])
 @pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (-15, 0), (70, 64), (128, 100)])
 def test_kernel_masks_equal_the_mask_of_each_pass(tile_of, first_query, first_key):
@@ -143,6 +146,7 @@ def test_gathered_tokens_are_read_from_their_blocks(layout):
             np.testing.assert_array_equal(actual_array[row, i, head], keys_of_row)
 
 
+@pytest.mark.kernels
 def test_each_region_gathers_the_columns_of_its_rows():
     bucket = jattn.Bucket(max_decodes=2, max_prefills=1, max_prefill_tokens=16, max_blocks=3)
     table = [[1, 2], [3, 4, 5], [6, 7]]
@@ -186,6 +190,7 @@ CACHE = jattn.PagedCache(k=jnp.zeros((4, 16, 2, 64), jnp.bfloat16), v=jnp.zeros(
 SLOPES = jnp.ones(4)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("changes", "slopes", "calls"),
     [

@@ -36,6 +36,7 @@ def test_a_decoder_can_be_created_abstractly(eval_shape):
     assert (model.dtype, model.max_len, model.tokenizer) == (jnp.bfloat16, 256, None)
 
 
+@pytest.mark.kernels
 def test_jit_split_and_eval_shape_give_the_same_structure():
     model = make()
     run = lambda model, tokens: model.logits(model(tokens, None, METADATA)[0])
@@ -47,6 +48,7 @@ def test_jit_split_and_eval_shape_give_the_same_structure():
     assert (shape.shape, shape.dtype) == (expected.shape, jnp.float32)
 
 
+@pytest.mark.kernels
 def test_a_step_compiles_once_per_bucket():
     model, traces = make(), []
 
@@ -93,6 +95,7 @@ def test_a_decoder_accepts_positions():
     assert np.abs(hidden - scaled).max() > 1e-3
 
 
+@pytest.mark.kernels
 def test_a_plan_does_not_change_the_result():
     model = make()
     metadata = jattn.build_batch_metadata([11], [11], [[1, 2, 3]], block_size=4)
@@ -111,6 +114,7 @@ def test_a_decoder_requires_one_cache_per_layer():
         model(TOKENS[0], model.create_caches(9)[:1], METADATA)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("options", "tolerance"), [({"layout": "packed"}, 1e-5), ({"quantization": "int8_token_head"}, 0.1)]
 )

@@ -199,6 +199,7 @@ def assert_close(actual, expected, tolerance=2e-5):
     assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("token_case", TOKENS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_each_family_match_transformers(family, token_case):
@@ -257,6 +258,7 @@ def test_layers_with_equal_configurations_share_a_jit_trace(family):
     assert hash(first) == hash(second)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("token_case", TOKENS)
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "llama4"])
 def test_16_bit_error_is_at_most_twice_that_of_rounding(family, token_case):
@@ -303,6 +305,7 @@ def test_kernel_tile_error_is_at_most_twice_that_of_rounding_to_16_bits(family, 
     assert float(jnp.abs(out - expected).max()) <= 2 * 2**-8 * float(jnp.abs(expected).max())
 
 
+@pytest.mark.kernels
 def test_kernel_tiles_have_the_gradients_of_xla_tiles(monkeypatch):
     def product(x, weights, group_of_tile, *, outputs_first=False, interpret=None):
         x = forbid_kernel_derivative(

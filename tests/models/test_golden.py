@@ -92,6 +92,7 @@ def test_whole_prompt_matches_transformers(name, has_cache):
     assert (caches is not None) == has_cache
 
 
+@pytest.mark.kernels
 def test_prompt_in_uneven_chunks_matches_transformers(golden):
     number, lengths = (2, (1, 20, 2, 9, 1)) if golden.is_whole else (3, (1, 30, 2, 17, 1, 49))
     prompt, done = golden.prompt(number), 0
@@ -139,6 +140,7 @@ def test_greedy_decoding_matches_transformers(golden):
         (logits,) = golden.run([(1, [token], len(prompt) + n)])
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -128,6 +128,7 @@ def test_rotation_matches_transformers(name, interleaved):
         np.testing.assert_allclose(actual[:4], expected[:4], atol=2e-5)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_default_to_position_plus_one(name):
     rope = make(name)
@@ -171,6 +172,7 @@ def attend(rope, query_lens, seq_lens):
     return out
 
 
+@pytest.mark.kernels
 def test_a_layer_rotates_each_request_by_its_own_length():
     """All tokens of a long prompt use the long factors; those of a short prompt in the same step do not."""
     rope = make("longrope")

@@ -73,6 +73,7 @@ def test_decoders_match_across_meshes(check, lines):
     assert [line for line in lines if line not in done.stdout] == []
 
 
+@pytest.mark.kernels
 def test_a_mesh_of_one_device_serves_the_same_tokens():
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 17}
     buckets = [jattn.Bucket(max_decodes=2, max_prefills=2, max_prefill_tokens=16, max_blocks=4)]
@@ -177,6 +178,7 @@ class TestRefusals:
 SMALL = ("router", "shared_expert_gate", "embed_positions")  # matrices that every device has
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "name", sorted(path.name for path in HF.iterdir() if (path / "config.json").exists())
 )

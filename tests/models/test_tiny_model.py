@@ -155,6 +155,7 @@ def test_the_model_predicts_python(model):
     assert float(num_bits.mean()) < 1.2
 
 
+@pytest.mark.kernels
 def test_training_computes_the_bits_that_the_model_needs():
     """The batched training code uses jax.nn's attention and one-hot products, but is the same function."""
     config = DecoderConfig.from_hf(train_tiny.HF_CONFIG | {"num_hidden_layers": 1})

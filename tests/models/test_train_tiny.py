@@ -14,6 +14,7 @@ from examples import python_sources, train_tiny
 from jattn.models import Decoder, DecoderConfig, load, save
 
 
+@pytest.mark.kernels
 @given(st.text().filter(lambda text: "<|endoftext|>" not in text))
 def test_ids_are_the_bytes_of_the_text(text):
     tokenizer = python_sources.byte_tokenizer()
@@ -40,6 +41,7 @@ def test_the_rate_rises_and_falls():
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
+@pytest.mark.kernels
 def test_an_untrained_model_needs_eight_bits_a_byte(tmp_path, monkeypatch):
     """257 equal probabilities cost log2(257) bits per token; windows and padding must not change that."""
     monkeypatch.setattr(python_sources, "CONTEXT", 8)

@@ -202,6 +202,7 @@ def test_every_cache_layout_and_dtype_equals_one_device(cache):
     np.testing.assert_allclose(actual, expected, atol=3e-6)
 
 
+@pytest.mark.kernels
 def test_sliding_window_with_sinks_equals_one_device():
     """Runs without the kernels marker; the reference computes the visible keys independently."""
     expected, actual = both(ranks_of(3, 2), spec_of(window=(20, 0)), implementation="reference", sinks=SINKS)
@@ -213,6 +214,7 @@ class TestInterleaved:
 
     MASKS = (Causal(), Window(5, 2) & Causal(), Window(3, None), Chunked(6), Chunked(5) & Causal())
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("mask", MASKS, ids=repr)
     @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (3, 2), (2, 4)])
     def test_mask_uses_global_positions(self, mask, size, interleave):
@@ -289,6 +291,7 @@ class TestRefusals:
             both(ranks_of(2, interleave), spec_of(**changes), alibi_slopes=SLOPES)
 
 
+@pytest.mark.kernels
 def test_float64_queries_are_combined_in_float64():
     """Float32 log-sum-exps would limit the result to seven digits."""
     with jax.enable_x64(True):

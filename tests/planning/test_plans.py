@@ -39,6 +39,7 @@ def choices_of(plan, layer=0):
 
 
 class TestChoice:
+    @pytest.mark.kernels
     @pytest.mark.parametrize(
         ("spec", "cache", "decode", "prefill"),
         [
@@ -213,6 +214,7 @@ class TestPlanInAttend:
         arguments = {"cache": problem.kv, "metadata": problem.metadata, "spec": problem.spec}
         return jattn.attend(jnp.asarray(problem.query), **(arguments | changes), plan=plan)
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("implementation", ["xla", "reference"])
     def test_attend_uses_the_plans_implementation(self, monkeypatch, implementation):
         problem, unused_implementation = (
@@ -253,6 +255,7 @@ class TestPlanInAttend:
         with pytest.raises(ValueError, match=message):
             jattn.attend(*arguments, jattn.plan(other_metadata, spec, cache))
 
+    @pytest.mark.kernels
     def test_mask_of_the_plan_applies_to_every_layer(self):
         problem, mask = self.problem(), masks.Sinks(2)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv, mask=mask)
@@ -375,6 +378,7 @@ class TestEager:
             jattn.attend(*arguments, return_lse=True)
         assert [record for record in caplog.records if "Compiling" in record.getMessage()]
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("argument", ["query", "keys", "sinks"])
     def test_derivative_of_xla_is_refused_with_the_implementation_that_has_one(self, argument):
         problem = Problem(AttentionContract().plain_case(sinks=True))

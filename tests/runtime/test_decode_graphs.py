@@ -326,6 +326,7 @@ class TestBackgroundCompilation:
 
 
 class TestRuns:
+    @pytest.mark.kernels
     @pytest.mark.parametrize("query_lens", [[1, 1, 1], [1, 3, 2], [4]])
     def test_rows_equal_an_unpadded_step_and_padding_writes_nothing(self, compiled_graphs, query_lens):
         rng, lens = np.random.default_rng(1), np.array(query_lens)

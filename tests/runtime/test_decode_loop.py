@@ -89,6 +89,7 @@ def host_path(params_of_requests, stop_ids=(), max_lens=(99, 99, 99)):
 
 
 class TestAgainstTheHostPath:
+    @pytest.mark.kernels
     @pytest.mark.parametrize("requests", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     @pytest.mark.parametrize(
         ("stop_ids", "max_lens"), [((), (99, 99, 99)), ((2, 5, 10), (99, 99, 99)), ((), (8, 99, 11))]

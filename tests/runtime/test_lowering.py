@@ -55,6 +55,7 @@ def run(model, modules):
     return jax.tree.map(np.asarray, (logits, caches))
 
 
+@pytest.mark.kernels
 def test_a_step_lowered_elsewhere_gives_the_same_results_and_is_read_from_its_file(model, tmp_path):
     expected = run(model, None)
     jax.tree.map(np.testing.assert_array_equal, run(model, ModuleCache(1, tmp_path)), expected)
@@ -74,6 +75,7 @@ def call_of(step):
 
 
 class TestStepsThatThisProcessMustLower:
+    @pytest.mark.kernels
     @pytest.mark.parametrize(
         ("step", "reason"),
         [(lambda *_: None, "pickle"), (failing_step, "RuntimeError: this step fails")],
@@ -94,6 +96,7 @@ class TestStepsThatThisProcessMustLower:
             assert modules.find(call_of(failing_step)) is None
         assert caplog.text.count("there is no lowering process") == 2
 
+    @pytest.mark.kernels
     def test_processes_end_with_the_cache(self, monkeypatch):
         process = lowering._start()
         monkeypatch.setattr(lowering, "_start", lambda: process)

@@ -70,6 +70,7 @@ def test_best_and_recent_blocks_are_selected():
     assert not chosen[2].any()
 
 
+@pytest.mark.kernels
 def test_step_writes_selects_and_attends_in_one_trace():
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
     traces = []
@@ -97,6 +98,7 @@ def test_step_writes_selects_and_attends_in_one_trace():
     assert len(traces) == 1
 
 
+@pytest.mark.kernels
 def test_selected_lists_are_reused_for_the_same_requests():
     spec = jattn.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
     metadata = jattn.build_batch_metadata([1, 1], [40, 33], np.arange(6).reshape(2, 3), block_size=16)

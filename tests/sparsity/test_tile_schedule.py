@@ -77,6 +77,7 @@ def test_composed_masks_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled,
         assert not (any_visible & ~(partial | full)).any()
 
 
+@pytest.mark.kernels
 @settings(max_examples=25)
 @given(mask_rules.documents_in_any_order(), lengths, sizes)
 def test_documents_in_any_order_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled, lens, size):
@@ -93,6 +94,7 @@ def test_ascending_documents_have_exact_tiles(ruled, lens, size):
         np.testing.assert_array_equal(partial, any_visible & ~all_visible)
 
 
+@pytest.mark.kernels
 def test_padding_after_the_documents_adds_only_its_first_tile():
     """Ids 1, 2, ..., 6 of 32 positions each, then zeros: no tile is missing, and one is superfluous."""
     ids = np.r_[np.repeat(np.arange(1, 7), 32), np.zeros(64, int)].astype(np.int32)
@@ -139,6 +141,7 @@ def make(mask, seq_lens, **options):
     return schedule(mask, jnp.asarray(seq_lens), **sizes | options)
 
 
+@pytest.mark.kernels
 def test_lists_start_with_partial_tiles_and_are_sorted_by_length():
     tile_schedule = make(masks.Causal() & (masks.Window(left=20) | masks.OnlyHeads((1,))), [64])
     np.testing.assert_array_equal(tile_schedule.num_partial, [[1, 1], [2, 1], [3, 1], [3, 1]])
@@ -171,6 +174,7 @@ def test_changing_a_traced_mask_does_not_recompile(traced_once):
         np.testing.assert_array_equal(full[: -(-int(lens[0]) // 16)], blocks[: -(-int(lens[0]) // 16)])
 
 
+@pytest.mark.kernels
 def test_empty_batch_has_no_lists():
     tile_schedule = make(masks.Causal(), np.zeros(0, np.int32))
     assert tile_schedule.kv_tiles.shape == (0, 2, 4)

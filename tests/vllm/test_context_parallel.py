@@ -157,6 +157,7 @@ def test_output_without_any_keys_is_zero():
     assert actual.lse.tolist() == [[-INF]]
 
 
+@pytest.mark.kernels
 def test_gradients_of_ranks_and_tokens_without_keys_are_0():
     out = jnp.array([[[[1.0, 2.0]], [[jnp.nan, 1.0]]], [[[jnp.nan, 7.0]], [[5.0, jnp.nan]]]])
     lse = jnp.array([[[0.5], [-jnp.inf]], [[-jnp.inf], [-jnp.inf]]])  # the second token has no key anywhere

@@ -30,6 +30,7 @@ def logits_of(model):
     return np.asarray(score(model, jnp.asarray(TOKENS, jnp.int32), metadata))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_match_a_numpy_decoder(tmp_path, name):
     tensors = random_tensors(CONFIGS[name])

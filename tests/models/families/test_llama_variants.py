@@ -46,6 +46,7 @@ def as_internlm2(name, tensors):
     return name, tensor
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_internlm2_matches_a_llama_with_renamed_tensors(tmp_path, has_bias):
     hf = LLAMA | {"attention_bias": has_bias, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
@@ -59,6 +60,7 @@ def test_internlm2_matches_a_llama_with_renamed_tensors(tmp_path, has_bias):
     np.testing.assert_array_equal(logits_of(load(tmp_path / "again", progress=False)), actual)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_minicpm_matches_a_llama_with_scaled_weights(tmp_path, is_tied):
     config = REMOTE_CONFIGS["minicpm"] | {"tie_word_embeddings": is_tied}

@@ -79,6 +79,7 @@ FAMILY_OF = {  # of the text model
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "wrapper", [(name, names[0]) for name, names in MULTIMODAL_MODELS.items()], ids=MULTIMODAL_MODELS
 )

@@ -57,6 +57,7 @@ LONGEST = {  # as vLLM reckons it, but for dynamic ones and factors that would s
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", LONGEST)
 def test_max_context_is_what_ropes_are_scaled_for(name):
     hf, changes, longest = LONGEST[name]
@@ -267,6 +268,7 @@ def same(first, second):
     return True
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_checkpoints_of_the_base_model_may_lack_the_prefix(tmp_path, name):
     folder = GOLDEN / "hf" / name

@@ -60,6 +60,7 @@ def test_a_missing_name_is_one_clear_error(name, revision, message):
         load(name, revision=revision)
 
 
+@pytest.mark.kernels
 def test_the_command_line_takes_names(capsys):
     assert main(["generate", "--model", NAME, "--max-tokens=2", "--temperature=0", "a"]) == 0
     assert capsys.readouterr().out.startswith("> a\n")

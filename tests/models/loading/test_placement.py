@@ -19,6 +19,7 @@ from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpo
 TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", jnp.bfloat16), ("phi3small", jnp.float32)])
 def test_host_and_device_placement_give_the_same_parameters(monkeypatch, name, dtype):
     """A host parameter is written in pieces; a device receives the pieces and joins them."""

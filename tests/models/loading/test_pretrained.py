@@ -27,6 +27,7 @@ TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
 EMBEDDING, PROJECTION = "model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", GOLDEN_TEXT_MODELS)
 def test_golden_checkpoints_survive_load_and_save_bit_by_bit(tmp_path, name):
     save(load(GOLDEN / "hf" / name, progress=False), tmp_path)
@@ -40,6 +41,7 @@ def test_golden_checkpoints_survive_load_and_save_bit_by_bit(tmp_path, name):
         assert opened.metadata() == {"format": "pt"}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 @pytest.mark.parametrize("hf", [TIED, UNTIED], ids=["tied", "untied"])
 def test_round_trip_in_every_dtype(tmp_path, hf, dtype):

@@ -81,6 +81,7 @@ def write(directory, hf, tensors, quantization=None):
     )
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", CASES)
 def test_float8_weights_are_dequantized(tmp_path, name):
     config, suffix, block_of, shape_of = CASES[name]
@@ -103,6 +104,7 @@ def test_float8_weights_may_be_dequantized_to_16_bits(tmp_path):
     np.testing.assert_array_equal(np.asarray(kernel)[:, :, -2].reshape(len(kernel), -1).T, expected)
 
 
+@pytest.mark.kernels
 def test_float8_experts_are_dequantized(tmp_path):
     """The experts of a mixture are separate matrices with separate scales."""
     hf = {

@@ -70,6 +70,7 @@ def test_invalid_added_tokens_are_reported_with_their_files(tmp_path, config):
 TIED, UNTIED = CONFIGS["llama3_rope"], CONFIGS["llama_biases"]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("named", ["<end>", {"__type": "AddedToken", "content": "<end>", "special": True}])
 def test_the_tokenizer_s_eos_token_ends_sequences_as_well(tmp_path, named):
     write_checkpoint(tmp_path, TIED | {"eos_token_id": None}, random_tensors(TIED))

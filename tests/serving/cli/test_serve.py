@@ -264,6 +264,7 @@ class TestOptions:
             assert main(["serve", f"--model={folder}", *SIZES, f"--port={sock.getsockname()[1]}"]) == 1
         assert "in use" in capsys.readouterr().err
 
+    @pytest.mark.kernels
     def test_invalid_chat_template_is_an_error(self, folder, tmp_path, capsys):
         template = tmp_path / "template.jinja"
         template.write_text("a\n{% if %}")
@@ -271,6 +272,7 @@ class TestOptions:
         err = capsys.readouterr().err
         assert re.search("chat_template is not a valid Jinja template: line 2: Expected", err)
 
+    @pytest.mark.kernels
     def test_model_without_tokenizer_is_an_error(self, capsys):
         assert main(["serve", f"--model={GOLDEN / 'hf' / 'llama'}", *SIZES, "--port=0"]) == 1
         assert "The model folder has no tokenizer.json" in capsys.readouterr().err

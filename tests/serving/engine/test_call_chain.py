@@ -64,6 +64,7 @@ def test_a_block_table_reaches_the_kernel_in_at_most_eleven_functions(monkeypatc
     assert len(calls) + 1 <= 11  # with the kernel's entry
 
 
+@pytest.mark.kernels
 def test_at_most_100_functions_in_26_files_construct_an_engine():
     model = jattn.models.load(TINY_MODEL, progress=False)
     first = Engine(model, max_num_seqs=2)  # imports modules, and is alive while the second one is constructed

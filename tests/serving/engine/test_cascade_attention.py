@@ -61,6 +61,7 @@ def test_requests_with_a_shared_prefix_read_it_once(plain, engine):
     assert plain.stats.num_cascade_steps == 0
 
 
+@pytest.mark.kernels
 def test_completions_of_one_prompt_share_the_prefix(plain, engine):
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3)
     (expected,), (actual,) = (result.generate([[7] * 20], params) for result in (plain, engine))

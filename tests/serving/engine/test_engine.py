@@ -281,6 +281,7 @@ class TestSteps:
             assert (joined.dtype, last.shape) == (jnp.int32, (engine._runner._max_rows,))
             assert len(before) == weights + len(jax.tree.leaves(engine._runner._caches))
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("max_num_seqs", [1, 3])
     def test_no_step_has_a_single_row(self, golden, max_num_seqs):
         engine = Engine(golden.model, num_blocks=8, max_num_seqs=max_num_seqs)
@@ -431,6 +432,7 @@ def expected_after_update():
 class TestWeights:
     """Updates of the model's weights by any means reach the engine."""
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize(
         ("update_method", "implementation"),
         [

@@ -192,6 +192,7 @@ def poisoned():
 
 
 class TestFailedRequest:
+    @pytest.mark.kernels
     def test_failed_request_does_not_affect_others(self, poisoned):
         (expected,) = poisoned.generate([[7, 8]], max_tokens=5)
         bad = poisoned.add_request("abc", LONG)

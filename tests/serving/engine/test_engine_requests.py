@@ -233,6 +233,7 @@ class TestLogprobs:
             assert list(table) == [token]
             assert abs(table[token].logprob - expected[token]) < 1e-4
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize(("num_blocks", "budget"), [(65, 64), (8, 7)])
     def test_prompt_logprobs_are_correct_in_chunks_and_after_preemption(self, forward, num_blocks, budget):
         engine = engine_of(num_blocks, budget)
@@ -375,6 +376,7 @@ def test_results_contain_their_prompt(engine):
     assert text.outputs[1].prompt == "ab"
 
 
+@pytest.mark.kernels
 def test_the_engines_seed_decides_the_samples_of_requests_without_a_seed():
     params = SamplingParams(max_tokens=4, temperature=1.0)
 

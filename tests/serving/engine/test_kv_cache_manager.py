@@ -44,6 +44,7 @@ class TwoGroups(Pool):
         ]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize(("num_blocks", "num_near_blocks"), [(20, 6), (9, 20), (40, 14)])
 def test_random_requests_read_their_own_keys_in_both_groups(num_blocks, num_near_blocks, layers):

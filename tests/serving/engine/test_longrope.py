@@ -89,6 +89,7 @@ def test_completions_and_drafts_cross_the_threshold(engine):
     assert draft_state.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.kernels
 def test_conflicting_limits_are_refused():
     message = r"max_num_batched_tokens=64: .*more than 64 tokens .*at least 65, or set max_model_len=64"
     with pytest.raises(NotImplementedError, match=message):

@@ -67,6 +67,7 @@ def test_every_family_is_tested():
     assert types >= set(FAMILIES) - set(REMOTE_CONFIGS)
 
 
+@pytest.mark.kernels
 @per_family
 def test_batched_prompts_and_prompts_with_cached_prefixes(name):
     model, expected = golden(name)

@@ -191,6 +191,7 @@ def test_single_waiting_completion_is_preempted_for_an_older_request():
     assert (scheduler.num_unfinished, scheduler.block_manager.num_used) == (0, 0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 10), (1, 14), (2, 40)])
 def test_random_completions_read_their_prompts_keys_and_leak_no_block(seed, num_blocks):
     pool, next_id = Pool(num_blocks, seed), 0
@@ -220,6 +221,7 @@ def test_random_completions_read_their_prompts_keys_and_leak_no_block(seed, num_
 
 
 class TestEngine:
+    @pytest.mark.kernels
     @pytest.mark.parametrize("enable_prefix_caching", [True, False])
     def test_completions_equal_single_requests_with_their_seeds(self, enable_prefix_caching):
         engine = engine_of(enable_prefix_caching=enable_prefix_caching, budget=16)

@@ -76,6 +76,7 @@ class Sliding(Pool):
         return self.local_attention.first_visible(length - count)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("layers", [[(5, None)], [(None, 8)], [(0, None)], [(3, None), (7, 4)]])
 @pytest.mark.parametrize("num_blocks", [6, 9, 20])
 def test_random_requests_longer_than_the_pool_read_their_own_keys_and_leak_no_block(num_blocks, layers):

@@ -145,6 +145,7 @@ class TestTexts:
         same(engine.generate(prompts, params), expected)
         assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
+    @pytest.mark.kernels
     def test_correct_drafts_reduce_the_number_of_steps(self, plain, engine, oracle):
         before, after = counts_of_a_text(plain, engine, oracle, max_tokens=41, wrong=0.0)
         assert after.num_steps - before.num_steps == 1 + 8  # the prompt, and 8 of 5 tokens
@@ -187,6 +188,7 @@ class TestTexts:
         assert len(prompts[0]) == 1 + K
         same(engine.generate(prompts, max_tokens=3), plain.generate(prompts, max_tokens=3))
 
+    @pytest.mark.kernels
     def test_constrained_texts_satisfy_their_constraint_in_a_batch_with_drafts(self, plain, engine, oracle):
         form = StructuredOutputsParams(regex="(!a!b!c!d){3}")  # "!" is token 0, as padding is
         prompts = [[1, 2, 3], [4, 5]]
@@ -214,6 +216,7 @@ class TestTexts:
         assert ids == expected[0].token_ids
         assert (engine.stats.num_used_blocks, engine.has_unfinished_requests()) == (0, False)
 
+    @pytest.mark.kernels
     def test_cached_blocks_contain_accepted_tokens_only(self, plain, oracle):
         engine = engine_of(speculative=(wrong := Oracle(0.5)))
         prompts, params = [[3, 1, 4, 1, 5]], SamplingParams(max_tokens=40)

@@ -50,6 +50,7 @@ def engine():
 
 
 class TestPrecompile:
+    @pytest.mark.kernels
     def test_precompile_runs_each_executable_twice_on_empty_batches(self, monkeypatch):
         engine = engine_of(buckets=BUCKETS[1:])
         ran = runs_of(engine, monkeypatch)
@@ -60,6 +61,7 @@ class TestPrecompile:
         assert engine.warm_up() == 0
         assert len(ran) == 4  # none is new any more
 
+    @pytest.mark.kernels
     def test_precompile_runs_models_with_kv_cache_groups(self):
         from tests.serving.engine.test_kv_cache_manager import gemma3
 
@@ -72,6 +74,7 @@ class TestPrecompile:
 
 
 class TestWarmUp:
+    @pytest.mark.kernels
     def test_warm_up_uses_the_current_weights_after_training_donated_the_old_ones(self, engine):
         texts = [engine.generate(["abcdefghijkl"], max_tokens=12)[0].token_ids]
         train = lambda model: nnx.update(model, jax.tree.map(lambda x: -x, nnx.state(model)))

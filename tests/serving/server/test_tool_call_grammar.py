@@ -182,6 +182,7 @@ class TestGrammars:
         assert accepts_call("true")
         assert not accepts_call("7")
 
+    @pytest.mark.kernels
     @hypothesis.settings(max_examples=300, deadline=None)
     @hypothesis.given(
         st.lists(st.sampled_from(FRAGMENTS), max_size=9).map("".join), st.sampled_from([HERMES, LLAMA3_JSON])
