@@ -170,8 +170,7 @@ def check_groups() -> None:
         model = load(GOLDEN / "hf" / "gemma3", **mesh)
         engine = Engine(model, **sizes, buckets=buckets, check_batches=True)
         first = [result.token_ids for result in engine.generate(prompts, max_tokens=12)]
-        continued = [prompts[-1] + list(first[-1])]
-        repeated = [result.token_ids for result in engine.generate(continued, max_tokens=12)]
+        repeated = [result.token_ids for result in engine.generate(prompts[-1:], max_tokens=12)]
         forks = engine.generate(prompts[:1], SamplingParams(n=2, temperature=0.8, seed=0, max_tokens=12))
         results.append([first, repeated, [completion.token_ids for completion in forks[0].outputs]])
         blocks = [len(cache.k) for cache in engine._runner._caches]

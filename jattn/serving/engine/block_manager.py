@@ -3,7 +3,7 @@
 import array
 import collections
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import overload
 
 import numpy as np
@@ -220,8 +220,14 @@ class BlockManager:
         self.num_forks += 1
         return tuple(shared)
 
-    def free_skipped_blocks(self, request_id: int, num_tokens: int) -> None:
+    def free_skipped_blocks(self, request_id: int, num_tokens: int, kept_blocks: Container[int] = ()) -> None:
         """Free the blocks filled by a request's first tokens, because it does not read them any more.
+
+        Args:
+            request_id: Request whose blocks are freed.
+            num_tokens: Number of tokens that it does not read any more.
+            kept_blocks: Indices of the request's blocks that later requests may continue after, so that they
+                are reused after the others, but before the last blocks of finished requests.
 
         Raises:
             ValueError: If there is no such request.
@@ -229,7 +235,7 @@ class BlockManager:
         owned, num_skipped = self._owned(request_id), self._num_skipped.get(request_id, 0)
         end = min(num_tokens // self.block_size, len(owned))
         for index in reversed(range(num_skipped, end)):
-            self._drop(owned[index], is_skipped=True)
+            self._drop(owned[index], is_skipped=True, is_kept=index in kept_blocks)
             self._tables.replace(request_id, index, NULL_BLOCK)
         self._num_skipped[request_id] = max(num_skipped, end)
 
@@ -250,7 +256,7 @@ class BlockManager:
     def free_all(self) -> None:
         """Free all blocks and forget all digests, also after an interrupted change."""
         # Free blocks in order of reuse. Those in `_kept` are used last: a later request may continue after
-        # them. Those that a request has left behind its window are not, unless several requests shared them.
+        # them. Most of those that a request has left behind its window are not, unless several shared them.
         self._free = collections.OrderedDict.fromkeys(range(NULL_BLOCK + 1, self.num_blocks))
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._ref_counts = [0] * self.num_blocks
@@ -284,14 +290,15 @@ class BlockManager:
                 self._kept.pop(block, None)
                 self._ref_counts[block] += 1
 
-    def _drop(self, block: int, *, is_skipped: bool = False) -> None:
-        """Decrement the reference count of a block, and free it at 0."""
+    def _drop(self, block: int, *, is_skipped: bool = False, is_kept: bool = True) -> None:
+        """Decrement the reference count of a block, and free it at 0; see `free_skipped_blocks`."""
         self._ref_counts[block] -= 1
         if self._ref_counts[block]:
             return
-        is_cached = block in self._digests
-        if is_cached and (not is_skipped or self._num_found[block] > 1):
+        is_cached, is_shared = block in self._digests, self._num_found[block] > 1
+        if is_cached and (is_kept or is_shared):
             self._kept[block] = None
+            self._kept.move_to_end(block, last=not is_skipped or is_shared)
         else:
             self._free[block] = None
             self._free.move_to_end(block, last=is_cached)

@@ -100,10 +100,18 @@ class KVCacheGroup(NamedTuple):
         )
 
     def free_skipped_blocks(self, request: ScheduledRequest) -> None:
-        """Free a request's blocks that no later token attends to."""
+        """Free a request's blocks that no later token attends to.
+
+        The last window of the prompt stays cached for a request that repeats the prompt.
+        """
         if self.local_attention is not None:
+            size = self.manager.block_size
+            num_shared_blocks = request.num_shared_prompt_tokens // size
+            first_kept = self.local_attention.first_visible(num_shared_blocks * size) // size
             self.manager.free_skipped_blocks(
-                request.request_id, self.local_attention.first_visible(request.num_computed)
+                request.request_id,
+                self.local_attention.first_visible(request.num_computed),
+                range(first_kept, num_shared_blocks),
             )
 
     def num_fitting_tokens(self, request: ScheduledRequest, count: int) -> int:
