@@ -162,8 +162,8 @@ def start_engine(model: Any, cache_dir: str | None, *, wait: bool) -> tuple[Engi
     """
     num_files = 0 if cache_dir is None else sum(path.is_file() for path in pathlib.Path(cache_dir).rglob("*"))
     start = time.perf_counter()
-    has_80_gb = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0) < 80e9  # or less
-    engine = make_engine(model, cache_dir, num_blocks=10_000 if has_80_gb else 24_000)
+    num_bytes = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    engine = make_engine(model, cache_dir, num_blocks=24_000 if num_bytes > 80e9 else 10_000)
     engine.precompile(progress=False, wait=False)
     times: dict[str, Any] = {"kept": num_files, "ready_s": time.perf_counter() - start}
     times["executables_when_ready"] = engine.stats.num_compiles
@@ -182,9 +182,7 @@ def measure_start(model: Any, cache_dir: str | None, *, wait: bool) -> dict[str,
     return times | checked_tokens(engine, model)
 
 
-def first_minute(
-    model: Any, cache_dir: str | None, *, wait: bool = False, seconds: float = 60.0
-) -> dict[str, Any]:
+def first_minute(model: Any, cache_dir: str | None, *, wait: bool, seconds: float = 60.0) -> dict[str, Any]:
     """Serve nano-vllm's requests from the moment that the engine is ready, and again at full speed.
 
     Returns:

@@ -18,7 +18,7 @@ from jattn.runtime.decode_graphs import DecodeGraphs
 from jattn.serving.engine.block_manager import BlockManager
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.scheduler import Scheduler
-from jattn.serving.engine.step import gpu_step_sizes
+from jattn.serving.engine.step import bucket_of, gpu_step_sizes
 
 NUM_BLOCKS, MAX_BLOCKS, MAX_NUM_SEQS, MAX_BATCHED_TOKENS = 24_000, 512, 256, 8192
 
@@ -93,12 +93,7 @@ def bucket_chooser(budget: int, decode_rows: Sequence[int] | None = None) -> Cho
         decode_rows: Sizes of the buckets for decodes only; None keeps all default buckets.
     """
     buckets = [
-        Bucket(
-            max_decodes=rows,
-            max_prefills=min(MAX_NUM_SEQS, tokens),
-            max_prefill_tokens=tokens,
-            max_blocks=MAX_BLOCKS,
-        )
+        bucket_of(rows, tokens, MAX_NUM_SEQS, MAX_BLOCKS)
         for rows, tokens in gpu_step_sizes(MAX_NUM_SEQS, budget)
         if decode_rows is None or tokens or rows in decode_rows
     ]

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import functools
 import importlib
 import importlib.util
 import os
@@ -61,9 +60,9 @@ class ExecutableCache:
         """
         slots = threading.Semaphore(workers)
 
-        def compile(bucket: Bucket, future: Any, lower: Callable[[], jax.stages.Lowered]) -> None:
+        def compile(bucket: Bucket, future: Any, lowered: jax.stages.Lowered | None) -> None:
             try:
-                self._compile(bucket, future, lower)
+                self._compile(bucket, future, lambda: lower(bucket) if lowered is None else lowered)
             finally:
                 slots.release()
             on_ready()
@@ -76,13 +75,11 @@ class ExecutableCache:
                     return
                 future, is_mine = self._claim(bucket)
                 running.append(future)
-                if not is_mine:
-                    slots.release()
-                elif lowers_in_threads:
-                    pool.submit(compile, bucket, future, functools.partial(lower, bucket))
+                if is_mine:
+                    lowered = None if lowers_in_threads else self._lower(bucket, future, lower)
+                    pool.submit(compile, bucket, future, lowered)
                 else:
-                    lowered = self._lower(bucket, future, lower)
-                    pool.submit(compile, bucket, future, functools.partial(lambda result: result, lowered))
+                    slots.release()
         for future in running:
             future.result()
 

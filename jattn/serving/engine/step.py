@@ -188,16 +188,19 @@ def step_buckets(max_num_seqs: int, max_num_batched_tokens: int, max_blocks: int
         max_blocks: Number of blocks of the longest request.
     """
     sizes_of = cpu_step_sizes if jax.default_backend() == "cpu" else gpu_step_sizes
-    return [
-        Bucket(
-            max_decodes=rows,
-            max_prefills=min(max_num_seqs, tokens),
-            max_prefill_tokens=tokens,
-            max_blocks=width,
-        )
-        for width in table_widths(max_blocks)
-        for rows, tokens in sizes_of(max(max_num_seqs, 2), max_num_batched_tokens)
-    ]
+    sizes = sizes_of(max(max_num_seqs, 2), max_num_batched_tokens)
+    widths = table_widths(max_blocks)
+    return [bucket_of(*size, max_num_seqs, width) for width in widths for size in sizes]
+
+
+def bucket_of(rows: int, tokens: int, max_num_seqs: int, max_blocks: int) -> Bucket:
+    """Return the bucket with some decode rows and prefill tokens, for at most `max_num_seqs` prompts."""
+    return Bucket(
+        max_decodes=rows,
+        max_prefills=min(max_num_seqs, tokens),
+        max_prefill_tokens=tokens,
+        max_blocks=max_blocks,
+    )
 
 
 def gpu_step_sizes(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
