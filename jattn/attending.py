@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jattn.batch.metadata import BatchMetadata, region_batch, rows_from
 from jattn.cache import PackedKV, PagedCache, require_not_deleted
+from jattn.cache.spec import require_query_dtype
 from jattn.cascade import CascadeMetadata, check_causal_rows, why_not_cascade
 from jattn.implementations import differentiable_attention, mosaic_gpu, reference, xla
 from jattn.implementations.differentiable_attention import reject_gradient_over_cache
@@ -143,8 +144,7 @@ def check_attend(
         check_is_mask("mask", mask)
     shape = getattr(query, "shape", type(query).__name__)
     require(hasattr(query, "dtype"), "query", "be an array [tokens, q_heads, head_dim]", shape)
-    is_float = jnp.issubdtype(query.dtype, jnp.floating) and jnp.dtype(query.dtype).itemsize > 1
-    require(is_float, "query", "have a floating-point dtype of 16 bits or more", query.dtype)
+    require_query_dtype("query", query.dtype)
     per_head = spec.per_head(sinks, alibi_slopes)
     expected = (metadata.bucket.max_tokens, spec.num_q_heads, spec.head_dim)
     require_shape("query", query.shape, expected, "tokens of the bucket, q_heads, head_dim")

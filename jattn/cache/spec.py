@@ -119,6 +119,12 @@ def require_float_dtype(name: str, dtype: Any, hint: str = "") -> np.dtype:
     return np_dtype
 
 
+def require_query_dtype(name: str, dtype: DTypeLike) -> None:
+    """Require a dtype that queries can have, in every implementation: a float dtype of 16 bits or more."""
+    is_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+    require(is_float, name, "have a floating-point dtype of 16 bits or more", jnp.dtype(dtype))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
     """Paged KV cache of one layer.

@@ -47,8 +47,8 @@ class PagedCache:
         *,
         k: _Array,
         v: _Array,
-        k_scale: _Scale | None = None,
-        v_scale: _Scale | None = None,
+        k_scale: _Scale | float | None = None,
+        v_scale: _Scale | float | None = None,
         layout: str = "NHD",
     ) -> None:
         """Construct a cache from existing arrays.
@@ -89,7 +89,7 @@ class PagedCache:
 
     @classmethod
     def create(
-        cls, spec: CacheSpec, *, k_scale: _Scale | None = None, v_scale: _Scale | None = None
+        cls, spec: CacheSpec, *, k_scale: _Scale | float | None = None, v_scale: _Scale | float | None = None
     ) -> "PagedCache":
         """Construct a cache of zeros.
 
@@ -180,7 +180,9 @@ def _as_scale(name: str, scale: Any) -> Any:
     return scale
 
 
-def _initial_scale(name: str, spec: CacheSpec, storage: StorageFormat, scale: _Scale | None) -> _Scale | None:
+def _initial_scale(
+    name: str, spec: CacheSpec, storage: StorageFormat, scale: _Scale | float | None
+) -> _Scale | None:
     """Return the initial `k_scale` or `v_scale` of a new cache."""
     shapes, context = storage.scale_shapes(spec), f"with quantization={spec.quantization!r}"
     if scale is None:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from pallas_kernels.checks import require_positive, unsupported
+from pallas_kernels.checks import unsupported
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -42,9 +42,6 @@ class ClampedSwiGLU:
 
     alpha: float = 1.702
     limit: float = 7.0
-
-    def __post_init__(self) -> None:
-        require_positive(limit=self.limit)
 
     def __call__(self, gate: Array, up: Array) -> Array:
         """Apply the activation to the two halves of an expert's first projection."""

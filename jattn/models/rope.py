@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Float64, Int
 
 from jattn.models.rope_parameters import ROPE_TYPES, read_hf
-from pallas_kernels.checks import require, require_positive, unsupported
+from pallas_kernels.checks import require, unsupported
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,23 +78,12 @@ class Rope:
             supported = ", ".join(ROPE_TYPES)
             raise unsupported(f"rope_type {self.rope_type!r}", "not implemented", f"Supported: {supported}")
         require(self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
-        require_positive(rope_theta=self.rope_theta, factor=self.factor)
-        require_positive(original_max_position_embeddings=self.original_max_position_embeddings)
-        rule = f"be at least low_freq_factor ({self.low_freq_factor})"
-        is_valid = self.high_freq_factor >= self.low_freq_factor
-        require(is_valid, "high_freq_factor", rule, self.high_freq_factor)
-        rule = f"be at least beta_slow ({self.beta_slow})"
-        require(self.beta_fast >= self.beta_slow > 0, "beta_fast", rule, self.beta_fast)
         min_dim = 4 if self.rope_type == "dynamic" else 2
         if not (min_dim <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0):
             raise ValueError(
                 f"partial_rotary_factor={self.partial_rotary_factor} rotates {self.rotary_dim} elements of a "
                 f"head, but it must rotate an even number from {min_dim} to head_dim ({self.head_dim})."
             )
-        for name in ("short_factor", "long_factor") if self.rope_type == "longrope" else ():
-            factors, rule = getattr(self, name), f"have a positive number per pair ({self.rotary_dim // 2})"
-            is_complete = len(factors) == self.rotary_dim // 2 and min(factors) > 0
-            require(is_complete, name, rule, factors)
 
     @classmethod
     def from_hf(

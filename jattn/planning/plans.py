@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Int32
 from jattn.batch.bucket import Bucket
 from jattn.batch.metadata import BatchMetadata
 from jattn.cache import PackedKV, PagedCache
-from jattn.cache.spec import require_float_dtype
+from jattn.cache.spec import require_float_dtype, require_query_dtype
 from jattn.cascade import CascadeMetadata, build_cascade_metadata, can_cascade
 from jattn.implementations.layer_config import CacheOrSpec, LayerConfig, layer_config
 from jattn.implementations.selection import ImplementationArg, requested_implementations
@@ -262,6 +262,7 @@ def _distinct_layer_configs(
         _check_cache(metadata, spec, cache)
     if query_dtype is not None:
         query_dtype = require_float_dtype("query_dtype", query_dtype)
+        require_query_dtype("query_dtype", query_dtype)
     layers = (layer_config(spec, cache, query_dtype) for spec, cache in zip(layer_specs, caches, strict=True))
     return tuple(dict.fromkeys(layers))
 

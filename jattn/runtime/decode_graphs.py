@@ -72,6 +72,8 @@ class DecodeGraphs:
         self._step = jax.jit(functools.partial(_on_leaves, step), static_argnums=(0, 1), donate_argnums=3)
         self._graph_step, self._from_host = step, from_host
         self._layouts: dict[Bucket, TransferLayout] = {}  # of what is compiled, or being
+        self._block_sizes: dict[Bucket, int] = {}
+        self._cache_shapes: dict[Bucket, Any] = {}
         self._leaves: ParameterLeaves | None = None  # of the last step's parameters
         self._executables = ExecutableCache(compiler_options)
 
@@ -92,9 +94,10 @@ class DecodeGraphs:
             `(outputs, caches)`. The caches passed in are donated: use the returned ones.
 
         Raises:
-            ValueError: If the metadata's bucket is not one of `buckets`, the structure of the parameters has
-                changed, or the caches were donated to an earlier step.
-            TypeError: If an argument has another shape or dtype than at compilation.
+            ValueError: If the metadata's bucket is not one of `buckets`, its block_size or the caches differ
+                from those at compilation, the structure of the parameters has changed, or the caches were
+                donated to an earlier step.
+            TypeError: If another argument has another shape or dtype than at compilation.
         """
         if not isinstance(metadata, BatchMetadata):
             require(False, "metadata", "be a BatchMetadata", type(metadata).__name__)
@@ -108,6 +111,11 @@ class DecodeGraphs:
                 return self._lower(leaves.structure, leaves.values, caches, metadata, *inputs)
 
             executable = self._executables.get(bucket, lower)
+        if metadata.block_size != (block_size := self._block_sizes[bucket]):
+            raise ValueError(
+                f"The batch has block_size={metadata.block_size}, but the step was compiled for block_size="
+                f"{block_size}. Build the batch with block_size={block_size}."
+            )
         try:
             return executable(leaves.values, caches, *self._layouts[bucket].pack((metadata, *inputs)))
         except (TypeError, RuntimeError) as error:
@@ -117,6 +125,7 @@ class DecodeGraphs:
                     "outputs, caches = graphs(params, caches, metadata, ...)."
                 ) from error
             if isinstance(error, TypeError):
+                _require_same_caches(caches, self._cache_shapes[bucket])
                 raise TypeError(
                     "An argument has another shape or dtype than those for which the bucket's step was "
                     "compiled. Lay out tokens with jattn.pack_tokens(tokens, metadata.bucket), and other "
@@ -232,6 +241,7 @@ class DecodeGraphs:
                 param_shapes = jax.tree.unflatten(structure, leaf_shapes)
                 call = StepCall(self._graph_step, param_shapes, cache_shapes, step_inputs, self._from_host)
                 if (module := modules.find(call)) is not None:
+                    self._cache_shapes[bucket] = cache_shapes
                     return module.lower(*arguments, *self._layout_of(step_inputs).pack(step_inputs))
             return self._lower(structure, *arguments, *step_inputs)
 
@@ -239,12 +249,15 @@ class DecodeGraphs:
 
     def _lower(self, structure: Any, leaves: Any, caches: Any, *brought: Any) -> jax.stages.Lowered:
         layout = self._layout_of(brought)
+        self._cache_shapes[brought[0].bucket] = jax.tree.map(_abstract, caches)
         return self._step.lower(structure, layout, leaves, caches, *layout.pack(brought))
 
     def _layout_of(self, step_inputs: Sequence[Any]) -> TransferLayout:
         """Return the layout of a step's metadata and inputs, and keep it for the bucket's calls."""
         layout = TransferLayout.of(step_inputs, from_host=self._from_host)
-        self._layouts[step_inputs[0].bucket] = layout
+        metadata = step_inputs[0]
+        self._layouts[metadata.bucket] = layout
+        self._block_sizes[metadata.bucket] = metadata.block_size
         return layout
 
     def choose(
@@ -375,6 +388,25 @@ def _on_leaves(
 ) -> tuple[Any, Any]:
     """Call the step with its parameters as a flat list and the host arrays packed into one."""
     return step(jax.tree.unflatten(structure, leaves), caches, *layout.unpack(packed, unpacked))
+
+
+def _require_same_caches(caches: Any, compiled: Any) -> None:
+    """Raise ValueError if caches have another structure, shape or dtype than those of a compiled step."""
+    fix = "Pass caches like those, or create a new DecodeGraphs for other caches."
+    structure: Any = jax.tree.structure(caches)
+    compiled_structure = jax.tree.structure(compiled)
+    if structure != compiled_structure:
+        raise ValueError(
+            f"The caches are {structure}, but the step was compiled for {compiled_structure}. {fix}"
+        )
+    for (path, leaf), expected in zip(
+        jax.tree.leaves_with_path(caches), jax.tree.leaves(compiled), strict=True
+    ):
+        if (leaf.shape, leaf.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(
+                f"caches{jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}, but the step was "
+                f"compiled for {expected.dtype}{list(expected.shape)}. {fix}"
+            )
 
 
 def _size(bucket: Bucket) -> tuple[int, int, int]:

@@ -494,6 +494,11 @@ def test_scales_must_be_real_numbers(scale, actual):
         jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale)
 
 
+def test_a_scale_may_be_a_float():
+    cache = jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=0.5, v_scale=2.0)
+    assert (float(cache.k_scale), float(cache.v_scale)) == (0.5, 2.0)
+
+
 def test_a_scale_shared_by_caches_is_not_donated():
     scale = jnp.full((), 0.5, jnp.float32)
     create = lambda: jattn.PagedCache.create(spec(quantization="fp8_e4m3"), k_scale=scale, v_scale=scale)

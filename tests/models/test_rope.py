@@ -209,18 +209,6 @@ WRONG = {
         "low_freq_factor": 1,
     },
     "rope parameter long_factor must be given": {"rope_type": "longrope", "short_factor": [1.0] * 8},
-    "rope parameter factor must be a number, got '8'": {"factor": "8"},
-    "rope parameter mscale must be a number, got True": {"rope_type": "yarn", "mscale": True},
-    "rope parameter short_factor must be a list of numbers, got 8": {"short_factor": 8},
-    r"short_factor must have a positive number per pair \(8\), got \(1\.0,\)": {
-        **LONGROPE,
-        "partial_rotary_factor": 1.0,
-        "short_factor": [1],
-    },
-    r"long_factor must have a positive number per pair \(6\), got \(0\.0,": LONGROPE
-    | {"long_factor": [0] * 6},
-    "factor must be positive, got 0": {"rope_type": "linear", "factor": 0},
-    r"beta_fast must be at least beta_slow \(2\.0\), got 1\.0": YARN | {"beta_fast": 1, "beta_slow": 2},
     r"partial_rotary_factor=0\.2 rotates 3 elements of a head, .* an even number from 2 to head_dim \(16\)": {
         "partial_rotary_factor": 0.2
     },

@@ -282,6 +282,11 @@ class TestPlanInAttend:
         with pytest.raises(ValueError, match=r"\(4/2.*bfloat16 queries.* Pass query_dtype=float16 to plan\."):
             jattn.attend(jnp.zeros((1, 4, 64), jnp.float16), cache, metadata, SPEC, plan)
 
+    @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
+    def test_queries_of_less_than_16_bits_or_ints_are_rejected(self, dtype):
+        with pytest.raises(ValueError, match=f"query_dtype must .*float.*, got {jnp.dtype(dtype).name}"):
+            jattn.plan(batch([1], [9]), SPEC, CACHE, query_dtype=dtype)
+
     @pytest.mark.usefixtures("as_on_a_gpu")
     def test_cache_of_another_format_is_rejected(self, monkeypatch):
         monkeypatch.setattr(mosaic_gpu, "attend", lambda query, *_, **__: (query, None))

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 
 import jattn
-from jattn.batch.bucket import Bucket, default_buckets, row_indices
+from jattn.batch.bucket import Bucket, default_buckets, pack_tokens, row_indices
 from jattn.batch.metadata import abstract_metadata
 from jattn.runtime import decode_graphs as graphs_module
 from jattn.runtime.decode_graphs import DecodeGraphs
@@ -189,8 +189,22 @@ class TestCompiles:
     def test_another_cache_shape_is_an_error(self, compiled_graphs):
         metadata, tokens = batch([[3]], [1], [[5]], DECODES)
         other_caches = [jattn.PagedCache(k=c.k[:-1], v=c.v[:-1]) for c in new_caches()]
-        with pytest.raises(TypeError, match=r"float32\[23,4,1,8\]"):
+        message = r"caches\[0\]\.k is float32\[23, 4, 1, 8\], but .* for float32\[24, 4, 1, 8\]. Pass cach"
+        with pytest.raises(ValueError, match=message):
             compiled_graphs(PARAMS, other_caches, metadata, tokens)
+
+    def test_another_kind_of_cache_is_an_error(self, compiled_graphs):
+        metadata, tokens = batch([[3]], [1], [[5]], DECODES)
+        other_caches = [jattn.PagedCache(k=c.k, v=c.v, k_scale=1.0, v_scale=1.0) for c in new_caches()]
+        with pytest.raises(ValueError, match=r"The caches are PyTreeDef.* compiled for PyTreeDef.* Pass"):
+            compiled_graphs(PARAMS, other_caches, metadata, tokens)
+
+    def test_another_block_size_is_an_error(self, compiled_graphs):
+        metadata = jattn.build_batch_metadata([1], [1], [[5]], block_size=2 * BLOCK_SIZE, bucket=DECODES)
+        tokens = pack_tokens([[3]], DECODES)
+        message = "batch has block_size=8, but the step was compiled for block_size=4. Build the batch with"
+        with pytest.raises(ValueError, match=message):
+            compiled_graphs(PARAMS, new_caches(), metadata, tokens)
 
     def test_compiler_options_of_a_bucket_reach_xla(self):
         compiler_options_of = lambda bucket: {} if bucket.max_decodes == 1 else {"xla_of_no_such_name": True}

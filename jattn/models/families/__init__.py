@@ -7,7 +7,6 @@ A family is data: see `Family`. Families are grouped in modules by lineage. Regi
 import functools
 import importlib.metadata
 import re
-from collections.abc import Sequence
 
 from jattn.models.families import (
     bloom_mpt_falcon,
@@ -25,9 +24,6 @@ from jattn.models.families import (
     qwen,
 )
 from jattn.models.families.config_keys import (
-    class_defaults,
-    config_class,
-    config_types,
     fill_defaults,
     normalize_config,
     token_ids,
@@ -45,27 +41,6 @@ FAMILIES = {
     for module in _MODULES
     for family in vars(module).values()
     if isinstance(family, Family)
-}
-
-_LATENT = "multi-head latent attention is not supported"
-_STATES = "layers with recurrent state are not supported"
-_SHARED = "layers with shared keys and values are not supported"
-_CROSS = "cross attention is not supported"
-_BOTH = "encoder models with bidirectional attention are not supported"
-# Why a model is not supported, by a field of its configuration class or, without such a field, by model_type.
-_REASONS = {
-    _STATES: "linear_conv_kernel_dim mamba_d_state state_size ssm_state_size conv_L_cache lru_width"
-    " attention_hidden_size",
-    _LATENT: "kv_lora_rank",
-    _SHARED: "num_kv_shared_layers",
-    _CROSS: "cross_attention_layers decoder_layers num_decoder_layers",
-    _BOTH: "type_vocab_size",
-}
-_REASONS_BY_TYPE = {
-    _LATENT: "deepseek_v4 kimi_k2",
-    _STATES: "bailing_hybrid granite4_vision minimax xlstm",
-    _CROSS: "encoder_decoder moshi nllb_moe t5gemma vision_encoder_decoder",
-    _BOTH: "deberta_v2 distilbert eurobert modernbert xlm_roberta",
 }
 
 __all__ = [
@@ -111,8 +86,10 @@ def find_family(hf: Keys) -> Family:
     family = FAMILIES.get(model_type) if model_type else by_name.get(next(iter(architectures), ""))
     supported = "Supported: " + ", ".join(family.architecture for family in FAMILIES.values())
     if family is None:
-        reason = _unsupported_reason([*([model_type] if model_type else ()), *architectures])
-        raise unsupported(f"architecture {architectures or model_type}", reason, supported)
+        reason = "no model family is registered for it"
+        fix = f"{supported}. Register others with a module that --plugin or an entry point names"
+        name = f"model_type {model_type!r}" if model_type else f"architecture {', '.join(architectures)}"
+        raise unsupported(name, reason, fix)
     class_names = _classes(family.architecture, *family.other_architectures)
     if architectures and not set(class_names) & set(architectures):
         raise unsupported(
@@ -121,25 +98,6 @@ def find_family(hf: Keys) -> Family:
             "Supported: " + ", ".join(class_names),
         )
     return family
-
-
-def _unsupported_reason(names: Sequence[str]) -> str:
-    """Return why a model is not supported, by its model_type and its architectures."""
-
-    def plain(name: str) -> str:
-        return re.sub(r"(For[A-Z]\w+|Model|_text)$", "", name).replace("_", "").lower()
-
-    wanted = set(map(plain, names))
-    for reason, types in _REASONS_BY_TYPE.items():
-        if wanted & {plain(name) for name in types.split()}:
-            return reason
-    for model_type in filter(lambda name: plain(name) in wanted, config_types()):
-        text_type = getattr(config_class(model_type).sub_configs.get("text_config"), "model_type", "")
-        fields = {*class_defaults(model_type), *(class_defaults(text_type) if text_type else ())}
-        for reason, names_of_fields in _REASONS.items():
-            if fields & {*names_of_fields.split()}:
-                return reason
-    return "the model is not supported"
 
 
 def served_keys() -> set[str]:

@@ -18,7 +18,6 @@ from jattn.models.families.layer_builders import (
 )
 from jattn.models.families.tensor_mappings import QK_NORM_TENSORS, llama_tensors
 from jattn.models.specs import LayerSpec
-from pallas_kernels.checks import require_int
 
 
 # Cohere, Command-R: parallel attention and MLP, LayerNorm without bias, interleaved RoPE.
@@ -33,10 +32,7 @@ def _cohere_model(keys: Keys) -> Mapping[str, Any]:
     Source: vLLM `_get_and_verify_max_len`.
     """
     longest, scale = keys["model_max_length"], {"logit_scale": keys["logit_scale"]}
-    if longest is None:
-        return scale
-    require_int(model_max_length=longest)
-    return {**scale, "max_position_embeddings": longest}
+    return scale if longest is None else {**scale, "max_position_embeddings": longest}
 
 
 COHERE = Family(

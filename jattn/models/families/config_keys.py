@@ -1,15 +1,14 @@
-"""The keys of a config.json: types, defaults, and which are ignored or refused."""
+"""The keys of a config.json: names, defaults, and which are ignored or refused."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jattn.models.families.family import Family, Keys
 from jattn.models.loading.files import optional_module
 from jattn.models.loading.quantized_weights import check_quantization
-from pallas_kernels.checks import require, require_number, require_positive, unsupported
+from pallas_kernels.checks import require, unsupported
 
 DTYPES = ("float32", "bfloat16", "float16")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -38,28 +37,18 @@ router_aux_loss_coef router_jitter_noise seq_length transformers_version use_cac
 IGNORED_KEYS = frozenset(_IGNORED.split())
 _OFF: tuple[Any, ...] = (False, 0, "", [], {})  # values of a key that switch its feature off
 ALWAYS_ON = ("is_causal",)  # keys whose value True describes every supported model
-# Keys whose null is a value: the model does not have the feature.
+# Keys whose null is a value: the model does not have the feature. Other nulls mean the default, or false.
 NULLABLE = (
     *("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
     *("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "gegelu_limit"),
     *("mup_width_multiplier", "mup_embedding_multiplier", "dense_attention_every_n_layers"),
 )
-NULL_MEANS_DEFAULT = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq", "sliding_window_pattern")
 # Keys that would change the result, and why they are not supported.
 REFUSED = {
     "dual_chunk_attention_config": "dual chunk attention is not supported",
     **dict.fromkeys(("is_causal", "use_bidirectional_attention"), "decoders are causal"),
     "compression_config": "this format is not supported",
 }
-
-
-def config_types() -> Any:
-    """Return transformers' mapping of model_type to configuration class.
-
-    Raises:
-        ImportError: If transformers is not installed.
-    """
-    return optional_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
 
 
 @functools.cache
@@ -69,7 +58,7 @@ def config_class(model_type: str) -> Any:
     Raises:
         ImportError: If transformers is not installed, or does not have the class.
     """
-    classes = config_types()
+    classes = optional_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     if model_type not in classes:
         raise ImportError(f"transformers has no configuration of {model_type}. Install a newer version.")
     return classes[model_type]
@@ -134,25 +123,21 @@ def fill_defaults(hf: Keys, family: Family, served_keys: Collection[str] = ()) -
             would change the result in another family.
 
     Raises:
-        ValueError: If a size is invalid, or a value has the wrong type.
+        ValueError: If the width of a head is not an integer, or two names of a key have different values.
         NotImplementedError: If a key that would change the result is not read by the family, or has an
             unsupported value.
     """
-    hf, names = _rename_aliases(_flatten(hf, family), key_names(family))
-    check_types(hf)
+    hf = _rename_aliases(_flatten(hf, family), key_names(family))
     defaults = default_keys(family)
     _check_supported(hf, family, served_keys)
-    values = {key: value for key, value in hf.items() if key in defaults}
-    values = {key: value for key, value in values.items() if value is not None or not callable(defaults[key])}
-    keys = defaults | {
-        key: _convert(defaults[key], key, names.get(key, key), value) for key, value in values.items()
-    }
+    keys = dict(defaults)
+    for key in defaults.keys() & hf.keys():
+        value, default = hf[key], defaults[key]
+        if value is not None:
+            keys[key] = float(value) if type(default) is float else value
+        elif key in NULLABLE or isinstance(default, bool):
+            keys[key] = None
     keys = {key: value(keys) if callable(value) else value for key, value in keys.items()}
-    require_positive(**{key: keys[key] for key in SIZES})
-    require_number(rms_norm_eps=keys["rms_norm_eps"])
-    for key in ("num_key_value_heads", "head_dim", "query_pre_attn_scalar"):
-        if keys.get(key) is not None:
-            require_positive(**{names.get(key, key): keys[key]})
     heads = keys["num_attention_heads"]
     if keys["head_dim"] is None:
         rule = f"be a multiple of num_attention_heads ({heads}) if head_dim is not set"
@@ -163,42 +148,8 @@ def fill_defaults(hf: Keys, family: Family, served_keys: Collection[str] = ()) -
     return keys
 
 
-def _convert(default: Any, key: str, name: str, value: Any) -> Any:
-    """Convert a value to the type of its default.
-
-    Args:
-        default: Default value of the key; None = `VALUE_TYPES` checks the type.
-        key: Name of the key among all families.
-        name: Name of the key in this config.json.
-        value: Value in config.json. null is kept for `NULLABLE` keys and switches, and means the default for
-            `NULL_MEANS_DEFAULT`.
-
-    Raises:
-        ValueError: If the value does not have the default's type.
-    """
-    if value is None and key in NULL_MEANS_DEFAULT:
-        return default
-    if isinstance(default, bool):
-        require(value is None or _is_switch(value), name, "be true or false", repr(value))
-        return value
-    if default is None or (value is None and key in NULLABLE):
-        return value
-    if isinstance(default, float):
-        require(_is_number(value), name, "be a number", repr(value))
-        return float(value)
-    if isinstance(default, int):
-        is_ids = key == "eos_token_id" and are_token_ids(value)
-        require(_is_int(value) or is_ids, name, "be an int", repr(value))
-    if isinstance(default, str):
-        require(isinstance(value, str), name, "be a name", repr(value))
-    return value
-
-
 def _flatten(hf: Keys, family: Family) -> dict[str, Any]:
     """Return the keys; keys of nested dictionaries become `key.inner`."""
-    for key in family.nested_keys:
-        is_object = hf.get(key) is None or isinstance(hf[key], Mapping)
-        require(is_object, key, "be an object", repr(hf.get(key)))
     inner = {
         f"{key}.{name}": value for key in family.nested_keys for name, value in (hf.get(key) or {}).items()
     }
@@ -206,22 +157,20 @@ def _flatten(hf: Keys, family: Family) -> dict[str, Any]:
     return outer | inner
 
 
-def _rename_aliases(flat: Keys, shared_names: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Rename keys to the names that all families share, and return the config's name of each as well.
+def _rename_aliases(flat: Keys, shared_names: Mapping[str, str]) -> dict[str, Any]:
+    """Rename keys to the names that all families share.
 
     Raises:
         ValueError: If two names of one key have different values, so that their order would decide.
     """
     hf: dict[str, Any] = {}
-    names: dict[str, str] = {}
     for key, value in flat.items():
         common = shared_names.get(key, key)
-        if hf.get(common) is not None:
-            is_same = value is None or value == hf[common]
-            require(is_same, f"{names[common]} and {key}", "be equal", f"{hf[common]!r} and {value!r}")
-        else:
-            hf[common], names[common] = value, key
-    return hf, names
+        known = hf.get(common)
+        rule = f"equal the key's other name ({known!r})"
+        require(known is None or value in (None, known), key, rule, repr(value))
+        hf[common] = value if known is None else known
+    return hf
 
 
 def _check_supported(hf: Keys, family: Family, served_keys: Collection[str]) -> None:
@@ -289,95 +238,3 @@ def checkpoint_dtype(hf: Keys) -> str | None:
 def token_ids(ids: int | list[int] | None) -> tuple[int, ...]:
     """Return eos_token_id, which may be null, an int or a list, as a tuple."""
     return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def are_token_ids(ids: Any) -> bool:
-    """Return whether a value is a valid eos_token_id: an int or a list of ints."""
-    return _is_int(ids) or _is_int_list(ids)
-
-
-def check_types(hf: Keys, keys: Collection[str] | None = None) -> None:
-    """Require that the values of known keys have the right types; null is always accepted.
-
-    Args:
-        hf: Keys of config.json.
-        keys: Keys to check; None = all.
-
-    Raises:
-        ValueError: If a value has the wrong type.
-    """
-    for description, is_valid, names in VALUE_TYPES:
-        for key in names if keys is None else {*keys} & {*names}:
-            require(hf.get(key) is None or is_valid(hf[key]), key, f"be {description}", repr(hf.get(key)))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number: Python's parser accepts NaN and Infinity, unlike JSON."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def _is_switch(value: Any) -> bool:
-    """Return whether a value is a bool, or an int that transformers uses as one (Llama 4 has a 4)."""
-    return isinstance(value, int)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list_with(is_valid: Callable[[Any], bool], value: Any) -> bool:
-    """Return whether a value is a list whose entries pass a check."""
-    return isinstance(value, list | tuple) and all(map(is_valid, value))
-
-
-def _is_int_list(value: Any) -> bool:
-    return _is_list_with(_is_int, value)
-
-
-# Types of config.json values: description, check, keys.
-VALUE_TYPES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
-    (
-        "an int",
-        _is_int,
-        (
-            *SIZES,
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "original_max_position_embeddings",
-            "sliding_window",
-            "max_window_layers",
-            "bos_token_id",
-            *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
-            *("rotary_dim", "word_embed_proj_dim", "n_shared_experts", "num_ln_in_parallel_attn"),
-        ),
-    ),
-    (
-        "a number",
-        _is_number,
-        (
-            "rms_norm_eps",
-            "rope_theta",
-            "partial_rotary_factor",
-            "query_pre_attn_scalar",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
-            *("clip_qkv", "attn_config.clip_qkv", "attn_config.softmax_scale"),
-        ),
-    ),
-    ("true or false", _is_switch, ("tie_word_embeddings",)),
-    ("a name", _is_name, ("model_type", "hidden_act", "hidden_activation")),
-    ("a list of names", lambda value: _is_list_with(_is_name, value), ("architectures", "layer_types")),
-    ("a list of ints", _is_int_list, ("dummy_token_indices", "mlp_only_layers", "moe_layers")),
-    ("a list of ints", lambda value: _is_list_with(_is_switch, value), ("no_rope_layers",)),
-    (
-        "an object",
-        lambda value: isinstance(value, Mapping),
-        ("rope_scaling", "rope_parameters", "quantization_config"),
-    ),
-    ("an int or a list of ints", are_token_ids, ("eos_token_id",)),
-)

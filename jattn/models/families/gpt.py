@@ -26,8 +26,8 @@ from jattn.models.families.tensor_mappings import (
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, require_one_per_layer
-from pallas_kernels.checks import require, require_one_of, unsupported
+from jattn.models.specs import LayerSpec
+from pallas_kernels.checks import require_one_of, unsupported
 
 
 def _biased_layer(keys: Keys, **changes: Any) -> LayerSpec:
@@ -103,18 +103,9 @@ GPT_BIGCODE = dataclasses.replace(
 _GPT_NEO_KINDS = ("global", "local")
 
 
-def _gpt_neo_is_pair(value: Any) -> bool:
-    is_pair = isinstance(value, list | tuple) and len(value) == 2
-    return is_pair and isinstance(value[0], list | tuple) and isinstance(value[1], int)
-
-
 def _gpt_neo_layer(keys: Keys, layer: int) -> LayerSpec:
     attention_types = keys["attention_types"] or [[_GPT_NEO_KINDS, keys["num_hidden_layers"] // 2]]
-    are_pairs = isinstance(attention_types, list | tuple) and all(map(_gpt_neo_is_pair, attention_types))
-    rule = "be a list of pairs of layer kinds and a count"
-    require(are_pairs, "attention_types", rule, repr(attention_types)[:60])
     kinds = [kind for cycle, count in attention_types for kind in list(cycle) * count]
-    require_one_per_layer("attention_types", kinds, keys["num_hidden_layers"])
     require_one_of("attention_types", kinds[layer], _GPT_NEO_KINDS)
     window = keys["window_size"] if kinds[layer] == "local" else None
     return _biased_layer(keys, window=window, scale=1.0, qkv_bias=False)

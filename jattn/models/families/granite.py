@@ -20,15 +20,14 @@ from jattn.models.families.tensor_mappings import LLAMA_TENSORS, SINKS_TENSORS, 
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, require_one_per_layer
-from pallas_kernels.checks import require_number, require_positive, unsupported
+from jattn.models.specs import LayerSpec
+from pallas_kernels.checks import unsupported
 
 _SCALES = "embedding_multiplier logits_scaling residual_multiplier attention_multiplier"
 
 
 def _multipliers(keys: Keys) -> Mapping[str, Any]:
     """Return the multipliers of embeddings, logits, and outputs of attention and MLP."""
-    require_positive(logits_scaling=keys["logits_scaling"])
     return {
         "embedding_scale": keys["embedding_multiplier"],
         "logit_scale": 1 / keys["logits_scaling"],
@@ -121,8 +120,6 @@ def _granite_swa_rope(keys: Keys, layer: int) -> Rope | None:
     default = rope(keys)
     if bases is None:
         return default
-    require_one_per_layer("layer_rope_theta", bases, keys["num_hidden_layers"])
-    require_number(layer_rope_theta=bases[layer] or 0)
     return dataclasses.replace(default, rope_theta=float(bases[layer])) if bases[layer] else None
 
 

@@ -1,7 +1,6 @@
 """HunYuan, dense and with experts."""
 
 import dataclasses
-from typing import Any
 
 from jattn.models.families.config_keys import ROPE
 from jattn.models.families.family import Family, Keys
@@ -16,8 +15,7 @@ from jattn.models.families.tensor_mappings import (
 )
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import LayerSpec, require_one_per_layer
-from pallas_kernels.checks import require_int, require_number, require_positive
+from jattn.models.specs import LayerSpec
 
 
 # HunYuan, dense: norms of queries and keys after RoPE, whose base is scaled.
@@ -28,8 +26,6 @@ def _hunyuan_rope(keys: Keys) -> Rope:
     if not alpha or (parameters.get("rope_type") or parameters.get("type")) != "dynamic":
         return rope({**keys, "rope_parameters": parameters, "rope_scaling": None})
     theta = parameters.get("rope_theta") or keys["rope_theta"]
-    require_number(alpha=alpha, rope_theta=theta)
-    require_positive(alpha=alpha, rope_theta=theta)
     return Rope(head_dim=dim, rope_theta=float(theta * alpha ** (dim / (dim - 2))))
 
 
@@ -60,26 +56,13 @@ HUNYUAN_V1_DENSE = Family(
 
 
 # HunYuan A13B: experts and a shared expert.
+# Keys that hold one number for all layers, or one per layer.
 _HUNYUAN_MOE_LISTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_expert")
 
 
-def _hunyuan_moe_layer_value(keys: Keys, name: str, layer: int) -> Any:
-    """Return a layer's value of a key that holds one number for all layers or one per layer.
-
-    Raises:
-        ValueError: If the value is not a number, or the list does not have an entry per layer.
-    """
-    value = keys[name]
-    if isinstance(value, list):
-        require_one_per_layer(name, value, keys["num_hidden_layers"])
-        value = value[layer]
-    if value is not None or name != "moe_intermediate_size":
-        require_int(**{name: value})
-    return value
-
-
 def _hunyuan_moe_layer(keys: Keys, layer: int) -> LayerSpec:
-    layer_keys = {name: _hunyuan_moe_layer_value(keys, name, layer) for name in _HUNYUAN_MOE_LISTS}
+    values = {name: keys[name] for name in _HUNYUAN_MOE_LISTS}
+    layer_keys = {name: value[layer] if isinstance(value, list) else value for name, value in values.items()}
     size = layer_keys["moe_intermediate_size"] or keys["intermediate_size"]
     shared = gated_mlp(keys, size * layer_keys["num_shared_expert"])
     routing = Routing(scores="softmax", renormalize=True)

@@ -7,9 +7,9 @@ from jattn.masks import LocalStrided
 from jattn.models.families.family import Keys
 from jattn.models.rope import Rope
 from jattn.models.routing import Routing
-from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm, require_one_per_layer
+from jattn.models.specs import ExpertsSpec, LayerSpec, MLPSpec, NormSpec, QKNorm
 from jattn.spec import AttentionSpec
-from pallas_kernels.checks import require, require_positive, unsupported
+from pallas_kernels.checks import require, unsupported
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -100,35 +100,20 @@ def experts(keys: Keys, routing: Routing, **changes: Any) -> ExpertsSpec:
 
 
 def layer_has_rope(keys: Keys, layer: int) -> bool:
-    """Return whether a layer has a rotary embedding, by `no_rope_layers` or else `no_rope_layer_interval`.
-
-    Raises:
-        ValueError: If `no_rope_layers` does not have an entry per layer.
-    """
-    entries, count = keys["no_rope_layers"], keys["num_hidden_layers"]
+    """Return whether a layer has a rotary embedding, by `no_rope_layers` or else `no_rope_layer_interval`."""
+    entries = keys["no_rope_layers"]
     if not entries:
         return not is_nth_layer(keys, "no_rope_layer_interval", layer)
-    require(len(entries) >= count, "no_rope_layers", f"have one entry per layer ({count})", len(entries))
     return bool(entries[layer])  # despite the name, 1 means that the layer has a rotary embedding
 
 
 def is_nth_layer(keys: Keys, name: str, layer: int) -> bool:
-    """Return whether a layer's number, counted from 1, is a multiple of a key's value.
-
-    Raises:
-        ValueError: If the value is not positive.
-    """
-    require_positive(**{name: keys[name]})
+    """Return whether a layer's number, counted from 1, is a multiple of a key's value."""
     return bool((layer + 1) % keys[name] == 0)
 
 
 def window_bounds(size: int | None) -> tuple[int, int] | None:
-    """Return `AttentionSpec`'s window for a sliding window that includes the query's own token.
-
-    Raises:
-        ValueError: If `size` is not positive.
-    """
-    require(size is None or size > 0, "sliding_window", "be positive (None switches it off)", size)
+    """Return `AttentionSpec`'s window for a sliding window that includes the query's own token."""
     return None if size is None else (size - 1, 0)
 
 
@@ -160,13 +145,11 @@ def layer_type(keys: Keys, layer: int, default: str, supported: Collection[str] 
     """Return a layer's entry of `layer_types`, or the default if there is no such list.
 
     Raises:
-        ValueError: If the list does not have an entry per layer.
         NotImplementedError: If the family does not support the type.
     """
     types = keys["layer_types"]
     if types is None:
         return default
-    require_one_per_layer("layer_types", types, keys["num_hidden_layers"])
     if types[layer] not in supported:
         fix = "Supported: " + ", ".join(supported)
         raise unsupported(f"layer type {types[layer]!r}", "not implemented", fix)
@@ -201,8 +184,6 @@ def rope(
         rule = "hold one rope for all layers" if layer_type is None else f"have {layer_type!r}"
         require(layer_type in parameters, "rope_parameters", rule, sorted(parameters))
         parameters = parameters[layer_type]
-        is_object = isinstance(parameters, Mapping)
-        require(is_object, f"rope_parameters' {layer_type}", "be an object", repr(parameters))
     parameters = {**base, **_without_nulls(parameters)}
     fraction = parameters.get("partial_rotary_factor")
     if not is_partial and fraction not in (None, 1):
@@ -228,18 +209,14 @@ def rope_by_type(keys: Keys, layer_type: str, theta: float) -> Rope:
         theta: Base of the wavelengths if the type's dictionary has none.
 
     Raises:
-        ValueError: If `rope_parameters` is one dictionary for all layers, which transformers would ignore, or
-            the type's entry is not an object.
+        ValueError: If `rope_parameters` is one dictionary for all layers, which transformers would ignore.
     """
     by_type = _without_nulls(keys["rope_parameters"])
     is_for_all = not all(isinstance(value, Mapping) for value in by_type.values())
     require(
         layer_type in by_type or not is_for_all, "rope_parameters", f"have {layer_type!r}", sorted(by_type)
     )
-    entry = by_type.get(layer_type)
-    is_object = entry is None or isinstance(entry, Mapping)
-    require(is_object, f"rope_parameters' {layer_type}", "be an object", repr(entry))
-    parameters = _without_nulls(entry) or {"rope_type": "default"}
+    parameters = _without_nulls(by_type.get(layer_type)) or {"rope_type": "default"}
     if layer_type == FULL:
         parameters |= _without_nulls(keys["rope_scaling"])
     parameters.setdefault("rope_theta", theta)

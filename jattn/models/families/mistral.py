@@ -26,7 +26,6 @@ from jattn.models.families.tensor_mappings import (
 from jattn.models.loading.tensor_layouts import HFTensors
 from jattn.models.routing import Routing
 from jattn.models.specs import AttentionTemperature, LayerSpec
-from pallas_kernels.checks import require_number
 
 # Mistral: a sliding window in every layer, unless it is null.
 MISTRAL = Family(
@@ -51,7 +50,6 @@ def _ministral3(keys: Keys, layer: int) -> LayerSpec:
     parameters.pop("max_position_embeddings", None)
     rotary = rope({**keys, "rope_parameters": parameters, "rope_scaling": None})
     original: Any = parameters.get("original_max_position_embeddings", keys["max_position_embeddings"])
-    require_number(llama_4_scaling_beta=beta)
     tuned = (
         AttentionTemperature(floor_scale=float(original), attn_scale=float(beta), first=0) if beta else None
     )

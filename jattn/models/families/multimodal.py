@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jattn.models.families.config_keys import NULL_MEANS_DEFAULT, check_types, class_defaults
+from jattn.models.families.config_keys import NULLABLE, class_defaults
 from jattn.models.families.family import Keys
-from pallas_kernels.checks import require
 
 # Architecture of each supported model_type, and model_type of its text_config if that has none.
 MULTIMODAL_MODELS = {
@@ -54,17 +53,11 @@ def is_multimodal(hf: Keys) -> bool:
 
 
 def extract_text_config(hf: Keys) -> Keys:
-    """Return the config.json of a multimodal model's text model; others are returned unchanged.
-
-    Raises:
-        ValueError: If `text_config` is not an object.
-    """
+    """Return the config.json of a multimodal model's text model; others are returned unchanged."""
     text_type = _text_type(hf)
     if text_type is None:
         return hf
     text = hf.get("text_config") or {}
-    require(isinstance(text, Mapping), "text_config", "be an object", repr(text))
-    check_types(text)
     if not text and text_type in _TEXT_TYPES:
         text = {key: value for key, value in hf.items() if key not in _VISION_KEYS} | {
             "model_type": text_type
@@ -88,7 +81,7 @@ def _as_family_config(text: Keys) -> Keys:
     family_keys = _TEXT_TYPES.get(text["model_type"])
     if family_keys is None:
         return text
-    values = {key: value for key, value in text.items() if value is not None or key not in NULL_MEANS_DEFAULT}
+    values = {key: value for key, value in text.items() if value is not None or key in NULLABLE}
     defaults = class_defaults(text["model_type"]) if family_keys else {}
     defaults = {key: value for key, value in defaults.items() if value is not None}
     keys = {**defaults, **family_keys, **values}

@@ -20,7 +20,6 @@ from jattn.cache.spec import require_float_dtype
 from jattn.models.activations import Constant
 from jattn.models.config import DecoderConfig
 from jattn.models.decoder import Decoder
-from jattn.models.families.config_keys import are_token_ids
 from jattn.models.families.multimodal import extract_text_config, is_multimodal
 from jattn.models.kv_scales import KVScales, is_kv_scale
 from jattn.models.loading.checkpoint import (
@@ -54,7 +53,6 @@ from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_sha
 from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import CP, TP
 from pallas_kernels.checks import (
-    require,
     require_int,
     require_one_of,
     require_positive,
@@ -331,10 +329,8 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
 
 def _read_config(directory: pathlib.Path, tokenizer: Any | None) -> DecoderConfig:
     """Read the configuration of a folder whose tokenizer has been read; see `read_config`."""
-    hf, generation = read_json(directory / "config.json"), directory / _GENERATION_FILE
-    eos = read_json_if_exists(generation).get("eos_token_id")
-    rule = "be an int or a list of ints"
-    require(eos is None or are_token_ids(eos), f"{generation}: eos_token_id", rule, repr(eos))
+    hf = read_json(directory / "config.json")
+    eos = read_json_if_exists(directory / _GENERATION_FILE).get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
     tokenizer_eos = None if tokenizer is None else tokenizer.eos_token_id
     try:
@@ -345,5 +341,5 @@ def _read_config(directory: pathlib.Path, tokenizer: Any | None) -> DecoderConfi
             ids = [*config.eos_token_ids, tokenizer_eos]
             config = DecoderConfig.from_hf({**extract_text_config(hf), "eos_token_id": ids})
         return config
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # TypeError: a value of another type
         raise ValueError(f"{directory / 'config.json'}: {error}") from error

@@ -102,9 +102,6 @@ def test_a_letter_pattern_selects_sliding_window_layers():
     assert windows(sliding_window_pattern="LG") == [True, False, True, False, False]
     assert windows(sliding_window_pattern=2) == [True, False, True, False, True]
     assert windows(sliding_window=None, sliding_window_pattern=None) == [False] * 5
-    for pattern, message in (("LLXG", "have letters L and G, got LLXG"), (2.5, r"be an int, got 2\.5")):
-        with pytest.raises(ValueError, match=f"sliding_window_pattern must {message}"):
-            windows(sliding_window_pattern=pattern)
 
 
 IN_DOUBT = {
@@ -134,7 +131,7 @@ IN_DOUBT = {
         "rope_interleaved": True
     },
     "activation 'geglu': its MLPs are gated. Supported: 'swiglu'": {"activation": "geglu"},
-    r"rms_norm_eps and layer_norm_eps must be equal, got 1e-05 and 0\.001": {
+    r"layer_norm_eps must equal the key's other name \(1e-05\), got 0\.001": {
         "model_type": "phi",
         "layer_norm_eps": 1e-3,
     },
@@ -172,41 +169,6 @@ def test_a_byte_order_mark_is_ignored(tmp_path):
     config = read_config(write(tmp_path, mark + text, generation_config=generation))
     assert config.eos_token_ids == (7, 8)
     assert config.layers == DecoderConfig.from_hf(LLAMA).layers
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("rope_theta", "Infinity", "rope_theta must be a number, got inf"),
-        ("rms_norm_eps", "NaN", "rms_norm_eps must be a number, got nan"),
-        ("rms_norm_eps", "Infinity", "rms_norm_eps must be a number, got inf"),
-        (
-            "rope_scaling",
-            '{"type": "linear", "factor": NaN}',
-            "rope parameter factor must be a number, got nan",
-        ),
-        (
-            "rope_scaling",
-            '{"type": "linear", "factor": -Infinity}',
-            "rope parameter factor must be a number, got -inf",
-        ),
-    ],
-)
-def test_nan_and_infinity_are_refused_in_used_keys(tmp_path, key, value, message):
-    text = json.dumps(LLAMA | {key: "HERE", "initializer_range": "THERE"})
-    text = text.replace('"HERE"', value).replace('"THERE"', "NaN")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/config.json: {message}"):
-        read_config(write(tmp_path, text.encode()))
-    text = text.replace(f'"{key}": {value}', f'"{key}": {json.dumps(LLAMA.get(key))}')
-    assert read_config(write(tmp_path, text.encode())).layers == DecoderConfig.from_hf(LLAMA).layers
-
-
-@pytest.mark.parametrize("eos", ["x", [None], True, 2.0])
-def test_an_invalid_eos_token_id_is_reported_with_its_file(tmp_path, eos):
-    generation = json.dumps({"eos_token_id": eos}).encode()
-    message = rf"^{tmp_path}/generation_config.json: eos_token_id must be an int or a list of ints, got"
-    with pytest.raises(ValueError, match=message):
-        read_config(write(tmp_path, json.dumps(LLAMA).encode(), generation_config=generation))
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,6 @@ def test_missing_keys_of_text_config_get_the_defaults_of_its_class():
         assert (config.num_hidden_layers, config.num_key_value_heads, layer.rope.rope_theta) == (80, 8, 1e6)
     config, _, _ = read({"model_type": "qwen3_vl", "text_config": {"num_hidden_layers": 1}})
     assert (config.max_position_embeddings, config.head_dim) == (128000, 128)
-    with pytest.raises(ValueError, match=r"hidden_size must be an int, got None"):
-        read({"model_type": "llava", "text_config": {"hidden_size": None}})
 
 
 def test_llama4_config():
@@ -214,7 +212,6 @@ def test_keys_of_published_configs_that_change_nothing_are_ignored(name, keys):
     assert DecoderConfig.from_hf(hf_of(name) | keys).layers == DecoderConfig.from_hf(hf_of(name)).layers
 
 
-SILENT = dict.fromkeys(("layer_types", "moe_layers", "no_rope_layers"))
 WRONG = [
     (
         "phi3small",
@@ -222,37 +219,8 @@ WRONG = [
         "blocksparse_triton.* 64: it differs from blocksparse_block_size 16",
     ),
     ("phi3small", {"hidden_act": "gelu"}, "activation 'gelu': .*Supported: gegelu"),
-    ("phi3small", {"gegelu_limit": "20"}, "gegelu_limit must be a number, got '20'"),
-    ("phi3small", {"dummy_token_indices": [320]}, r"a suppressed token id must lie in \[0, 320\), got 320"),
-    ("llama4_text", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(4\), got 1"),
     ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'.*chunked_attention"),
-    ("llama4_text", {"floor_scale": 0}, r"floor_scale must be positive, got 0\.0"),
-    ("mpt", {"attn_config": {"clip_qkv": -1}}, r"clip_qkv must be positive, got -1\.0"),
-    ("gemma3_text", {"model_type": "gemma3", "text_config": 3}, "text_config must be an object, got 3"),
     ("opt", {"word_embed_proj_dim": 24}, "word_embed_proj_dim 24: .*Supported: 32"),
-    ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must have one entry per layer \(2\), got 1"),
-    *(
-        (name, SILENT | {key: 0}, f"{key} must be positive, got 0")
-        for name, key in (
-            ("qwen3_moe", "decoder_sparse_step"),
-            ("llama4_text", "interleave_moe_layer_step"),
-            ("smollm3", "no_rope_layer_interval"),
-            ("gemma3_text", "sliding_window_pattern"),
-            ("cohere2", "sliding_window_pattern"),
-            ("ernie4_5_moe", "moe_layer_interval"),
-        )
-    ),
-    ("hunyuan_v1_moe", {"moe_topk": [2]}, r"num_experts_per_tok must have one entry per layer \(2\), got 1"),
-    ("hunyuan_v1_moe", {"num_experts": [4, "8"]}, "num_experts must be an int, got '8'"),
-    ("granite", {"logits_scaling": 0}, r"logits_scaling must be positive, got 0\.0"),
-    ("granite_swa", {"layer_rope_theta": ["x"] * 2}, "layer_rope_theta must be a number, got 'x'"),
-    (
-        "gpt_neo",
-        {"attention_types": ["global"]},
-        r"attention_types must be a list of pairs.* \['global'\]",
-    ),
-    ("cohere", {"model_max_length": "128k"}, "model_max_length must be an int, got '128k'"),
-    ("bloom", {"layer_norm_epsilon": None}, "layer_norm_epsilon must be a number, got None"),
 ]
 
 

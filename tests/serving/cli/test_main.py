@@ -125,7 +125,7 @@ class TestPlugins:
         self.save_checkpoint(tmp_path / "model", "of_a_module")
         command = ["generate", "--model=model", "--max-tokens=1", "a"]
         assert main(command) == 1
-        assert "the model is not supported" in capsys.readouterr().err
+        assert "no model family is registered for it" in capsys.readouterr().err
         assert main([*command, "--plugin=cli_plugin"]) == 0
 
     def test_a_file_registers_a_family(self, tmp_path, recording_engine, capsys):
