@@ -50,8 +50,20 @@ def pad_tokens(x: jax.Array, *, axis: int = 0, extra: int = 0) -> jax.Array:
     return jnp.pad(x, [(0, missing if n == axis else 0) for n in range(x.ndim)])
 
 
-def split_tail(x: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array | None]:
-    """Split an array into what TMA can read in place and a copy of its last rows; None if there is no need.
+class TokenRows(NamedTuple):
+    """An array of tokens that TMA reads, see `split_tail`.
+
+    Attributes:
+        rows: All whole groups of 8 rows of the array.
+        tail: Copy of the last rows; None if `rows` has all rows.
+    """
+
+    rows: Ref
+    tail: Ref = None
+
+
+def split_tail(x: jax.Array, num_rows: int) -> TokenRows:
+    """Split an array into what TMA can read in place and a copy of its last rows, if that is needed.
 
     TMA fills shared memory in groups of 8 rows, and a group that exceeds the array reads past its memory.
     Without the group the array is read in place, where padding would copy it: 95 us of a step of 700 us. The
@@ -59,7 +71,7 @@ def split_tail(x: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array | None
 
     Args:
         x: Array whose first axis is the tokens.
-        num_rows: Rows per copy by TMA, a multiple of 8. Static.
+        num_rows: Maximum number of rows per copy by TMA, a multiple of 8. Static.
 
     Returns:
         All whole groups of the array, and the last `num_rows` rows of the array padded to groups.
@@ -67,12 +79,12 @@ def split_tail(x: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array | None
     num_missing = -x.shape[0] % ALIGN
     tail_start = x.shape[0] + num_missing - num_rows
     if num_missing and tail_start <= 0:
-        return pad_tokens(x), None
+        return TokenRows(pad_tokens(x))
     x = copy_if_unaligned(x)
     if not num_missing:
-        return x, None
+        return TokenRows(x)
     padding = ((0, num_missing), *[(0, 0)] * (x.ndim - 1))
-    return x[: x.shape[0] + num_missing - ALIGN], jnp.pad(x[tail_start:], padding)
+    return TokenRows(x[: x.shape[0] + num_missing - ALIGN], jnp.pad(x[tail_start:], padding))
 
 
 # ------------------------------------------------------------------------------------- heads and tiles
@@ -96,6 +108,10 @@ class HeadChunks(NamedTuple):
     def split(self, x: jax.Array) -> jax.Array:
         """Reshape [..., head_dim] to [..., num_chunks, chunk_dim] if TMA pads the chunks."""
         return x.reshape(*x.shape[:-1], self.num_chunks, self.chunk_dim) if self.is_padded else x
+
+    def split_rows(self, x: TokenRows) -> TokenRows:
+        """Apply `split` to the parts of an array."""
+        return TokenRows(self.split(x.rows), None if x.tail is None else self.split(x.tail))
 
     def gmem_index(self, chunk: int, zero: Scalar) -> Index:
         """Return the last indices of a chunk in an array that `split` returned; its size is `width`.

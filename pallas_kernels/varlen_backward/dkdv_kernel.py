@@ -74,21 +74,29 @@ from pallas_kernels.varlen_prefill.schedule import TABLE_WIDTH
 LOAD_REGISTERS, COMPUTE_REGISTERS = 24, 240
 
 
-def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
-    """Compute dk and dv with one kernel, or with two if `spec.sizes.separate_dk_dv` is True."""
+def run_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
+    """Compute dk and dv with one kernel, or with two if `spec.sizes.separate_dk_dv` is True.
+
+    Args:
+        inputs: Arrays that the kernels read.
+        spec: Static description of the call.
+        kv_tokens: Number of keys without padding.
+    """
     if not spec.sizes.separate_dk_dv:
-        return launch_dkdv(inputs, spec)
-    dk = launch_dkdv(inputs, dataclasses.replace(spec, computes=ComputedGrads(dk=True, dv=False))).dk
-    dv = launch_dkdv(inputs, dataclasses.replace(spec, computes=ComputedGrads(dk=False, dv=True))).dv
-    return DkDvOutputs(dk, dv)
+        return launch_dkdv(inputs, spec, kv_tokens)
+    only_dk = dataclasses.replace(spec, computes=ComputedGrads(dk=True, dv=False))
+    only_dv = dataclasses.replace(spec, computes=ComputedGrads(dk=False, dv=True))
+    return DkDvOutputs(
+        dk=launch_dkdv(inputs, only_dk, kv_tokens).dk, dv=launch_dkdv(inputs, only_dv, kv_tokens).dv
+    )
 
 
-def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
+def launch_dkdv(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Launch one kernel that computes the gradients in `spec.computes` and, without a dq kernel, adds dq."""
     ctas = spec.sizes.ctas or len(inputs.schedule.order)
     kernel = plgpu.kernel(
         functools.partial(dkdv_body, ctas=ctas, spec=spec),
-        out_type=(output_types(inputs, spec),),
+        out_type=(output_types(inputs, spec, kv_tokens),),
         scratch_types=(smem_types(spec), barrier_types(spec)),
         grid=(ctas,),
         grid_names=("cta",),
@@ -132,15 +140,10 @@ def dkdv_body(
         DkDvMainloop(inputs, outputs, smem, barriers, spec).run(scheduler)
 
 
-def output_types(inputs: DkDvInputs, spec: BackwardSpec) -> DkDvOutputs:
+def output_types(inputs: DkDvInputs, spec: BackwardSpec, kv_tokens: int) -> DkDvOutputs:
     """Return the types of dk and dv."""
-
-    def grad_type(x: jax.Array, is_computed: bool) -> jax.ShapeDtypeStruct | None:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_computed else None
-
-    return DkDvOutputs(
-        dk=grad_type(inputs.key, spec.computes.dk), dv=grad_type(inputs.value, spec.computes.dv)
-    )
+    grad_type = jax.ShapeDtypeStruct((kv_tokens, *inputs.key.rows.shape[1:]), spec.dtype)
+    return DkDvOutputs(*(grad_type if is_computed else None for is_computed in spec.computes))
 
 
 def smem_types(spec: BackwardSpec) -> DkDvSmem:

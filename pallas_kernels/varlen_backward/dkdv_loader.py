@@ -7,12 +7,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import PANEL
+from pallas_kernels.shared.memory import PANEL, TokenRows
 from pallas_kernels.shared.types import Barriers, Ref, Scalar
 from pallas_kernels.varlen_backward.refs import DkDvBarriers, DkDvInputs, DkDvSmem
 from pallas_kernels.varlen_backward.sizes import WARPGROUPS
 from pallas_kernels.varlen_backward.spec import BackwardSpec
 from pallas_kernels.varlen_backward.tile_scheduler import BackwardTileScheduler, BackwardWorkTile
+from pallas_kernels.varlen_prefill.loader import copy_rows
 from pallas_kernels.varlen_prefill.tile_scheduler import align_row
 
 
@@ -48,14 +49,14 @@ class DkDvLoader:
 
     def load_keys(self, work_tile: BackwardWorkTile) -> None:
         """Load a work tile's keys, its table columns and, if dk is computed, its values."""
-        full = self.barriers.kv_full
+        inputs, smem, full = self.inputs, self.smem, self.barriers.kv_full
         for wg in range(WARPGROUPS):
-            rows = pl.ds(align_row(work_tile["first_key_row"] + wg * PANEL), PANEL)
+            row = align_row(work_tile["first_key_row"] + wg * PANEL)
             for panel in range(self.spec.num_head_panels):
-                source = (rows, work_tile.kv_head, *self.spec.gmem_panel_index(panel, work_tile.row * 0))
-                plgpu.copy_gmem_to_smem(self.inputs.key.at[source], self.smem.key.at[wg, panel], full)
+                index = (work_tile.kv_head, *self.spec.gmem_panel_index(panel, work_tile.row * 0))
+                copy_rows(inputs.key, row, index, smem.key.at[wg, panel], full, num_rows=PANEL)
                 if self.spec.computes.dk:
-                    plgpu.copy_gmem_to_smem(self.inputs.value.at[source], self.smem.value.at[wg, panel], full)
+                    copy_rows(inputs.value, row, index, smem.value.at[wg, panel], full, num_rows=PANEL)
         plgpu.copy_gmem_to_smem(self.inputs.schedule.table.at[work_tile.row], self.smem.tile_columns, full)
 
     def load_head(self, work_tile: BackwardWorkTile, index: Scalar, step: Scalar) -> Scalar:
@@ -76,12 +77,12 @@ class DkDvLoader:
     def load_tile(self, work_tile: BackwardWorkTile, head: Scalar, tile: Scalar, step: Scalar) -> None:
         """Load the queries, dO and row statistics of a query tile as step `step`."""
         stages, barriers, smem = self.spec.step_stages(step), self.barriers, self.smem
-        rows = pl.ds(work_tile.query_row(tile), self.spec.sizes.tile_q)
+        row, tile_q = work_tile.query_row(tile), self.spec.sizes.tile_q
 
-        def copy_panels(source_g: Ref, to_s: Ref, full: Barriers) -> None:
+        def copy_panels(array: TokenRows, to_s: Ref, full: Barriers) -> None:
             for panel in range(self.spec.num_head_panels):
-                source = source_g.at[(rows, head, *self.spec.gmem_panel_index(panel, step * 0))]
-                plgpu.copy_gmem_to_smem(source, to_s.at[panel], full)
+                index = (head, *self.spec.gmem_panel_index(panel, step * 0))
+                copy_rows(array, row, index, to_s.at[panel], full, num_rows=tile_q)
 
         def wait_until_free(free: Barriers, num_stages: int, stage: Scalar) -> None:
             pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
@@ -94,6 +95,5 @@ class DkDvLoader:
         stage, full = stages.dout, barriers.dout_full.at[stages.dout]
         wait_until_free(barriers.dout_free, self.spec.dout_stages, stage)
         copy_panels(self.inputs.dout, smem.dout.at[stage], full)
-        plgpu.copy_gmem_to_smem(
-            self.inputs.row_stats.at[head, pl.ds(0, 2), rows], smem.stats_and_columns.at[stage], full
-        )
+        stats_g = self.inputs.row_stats.at[head, pl.ds(0, 2), pl.ds(row, tile_q)]
+        plgpu.copy_gmem_to_smem(stats_g, smem.stats_and_columns.at[stage], full)

@@ -37,8 +37,8 @@ from pallas_kernels.varlen_prefill.spec import (
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler
 
 
-def run_dq(inputs: DqInputs, spec: PrefillSpec) -> jax.Array:
-    """Launch the dq kernel, and return dq in the shape of the queries."""
+def run_dq(inputs: DqInputs, spec: PrefillSpec, num_tokens: int) -> jax.Array:
+    """Launch the dq kernel, and return dq [tokens, ...]; `num_tokens` is the number without padding."""
     head, sizes, num_values = spec.shape.head, spec.sizes, num_value_stages(spec)
     num_chunks = head.num_chunks
     # Shared memory and barriers of varlen_prefill, except for the values' stages and the dO that comes with
@@ -53,10 +53,9 @@ def run_dq(inputs: DqInputs, spec: PrefillSpec) -> jax.Array:
             num_arrivals=2 * num_chunks + 1, num_barriers=sizes.warpgroups * sizes.query_buffers
         ),
     )
-    query = inputs.attention.query
     kernel = plgpu.kernel(
         functools.partial(dq_body, spec=spec),
-        out_type=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        out_type=jax.ShapeDtypeStruct((num_tokens, *inputs.attention.query.rows.shape[1:]), spec.dtype),
         scratch_types=(DqSmem(attention_smem, dout), barriers),
         grid=(sizes.ctas,),
         grid_names=("cta",),

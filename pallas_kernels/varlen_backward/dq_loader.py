@@ -8,9 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.types import Scalar
 from pallas_kernels.varlen_backward.refs import DqInputs, DqSmem
-from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages, KvStream, PrefillLoader
+from pallas_kernels.varlen_prefill.loader import KvPipeline, KvStages, KvStream, PrefillLoader, copy_rows
 from pallas_kernels.varlen_prefill.spec import M, PrefillBarriers, PrefillSmem, PrefillSpec
 from pallas_kernels.varlen_prefill.tile_scheduler import PrefillTileScheduler, PrefillWorkTile, align_row
 
@@ -75,9 +76,10 @@ class DqLoader(PrefillLoader):
     def __init__(self, inputs: DqInputs, smem: DqSmem, barriers: PrefillBarriers, spec: PrefillSpec):
         super().__init__(inputs.attention, smem.attention, barriers, spec, 0)
         self.pipeline = DqKvPipeline(smem.attention, barriers, spec)
-        self.arrays = inputs.attention.kv.k, inputs.attention.kv.v
-        self.dout_g, self.dout_s = inputs.dout, smem.dout
-        self.out_g, self.num_output_steps = inputs.out, inputs.num_output_steps
+        kv, (keys, values) = inputs.attention.kv, self.pipeline.loaded
+        self.streams = KvStream(kv.k, keys, kv.k_tail), KvStream(kv.v, values, kv.v_tail)
+        self.dout, self.dout_s = inputs.dout, smem.dout
+        self.out, self.num_output_steps = inputs.out, inputs.num_output_steps
 
     def load_all(self, scheduler: PrefillTileScheduler) -> None:
         """Load all work tiles; the outputs of a work tile come before its keys."""
@@ -85,8 +87,8 @@ class DqLoader(PrefillLoader):
 
         def load(iteration: Scalar, step: Scalar) -> Scalar:
             work_tile, row = scheduler.read_to_registers(tile_index(iteration))
-            if self.out_g is not None:
-                self.load_outputs(work_tile, step)
+            if self.out is not None:
+                self.load_outputs(self.out, work_tile, step)
             self.load_work_tile(work_tile, row, iteration, step + self.num_output_steps)
             return step + self.num_output_steps + work_tile.num
 
@@ -96,15 +98,16 @@ class DqLoader(PrefillLoader):
             self.pipeline.drain(steps)
             self.wait_for_queries(rounds)
 
-    def load_outputs(self, work_tile: PrefillWorkTile, step: Scalar) -> None:
+    def load_outputs(self, out: TokenRows, work_tile: PrefillWorkTile, step: Scalar) -> None:
         """Load the first warpgroup's outputs into a stage of keys, the second's into one of values."""
         head = self.spec.shape.head
         for rank, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            rows = pl.ds(align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0)), M)
+            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0))
             for chunk in range(head.num_chunks):
-                source = self.out_g.at[(rows, work_tile.head, *head.gmem_index(chunk, step * 0))]
-                plgpu.copy_gmem_to_smem(source, buffers.tiles.at[stage, chunk], buffers.full.at[stage])
+                index = (work_tile.head, *head.gmem_index(chunk, step * 0))
+                to, full = buffers.tiles.at[stage, chunk], buffers.full.at[stage]
+                copy_rows(out, first_row, index, to, full, num_rows=M)
 
     def load_tile(
         self,
@@ -119,7 +122,7 @@ class DqLoader(PrefillLoader):
         for index, (buffers, stage, num) in enumerate(self.pipeline.kv_stages(step)):
             # A stage is free once all warpgroups have read the tile that it held.
             pl.when(step >= num)(functools.partial(plgpu.barrier_wait, buffers.free.at[stage]))
-            self.copy(KvStream(self.arrays[index], buffers), stage, copies)
+            self.copy(self.streams[index], stage, copies)
             if after_keys is not None and index == 0:
                 after_keys()
 
@@ -128,8 +131,8 @@ class DqLoader(PrefillLoader):
         super().load_queries(work_tile, row, iteration)
         head, buffer = self.spec.shape.head, self.queries[0].buffer(iteration)
         for rank, queries in enumerate(self.queries):
-            rows = pl.ds(align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0)), M)
+            first_row = align_row(jnp.maximum(work_tile.column("first_row") + rank * M, 0))
             for chunk in range(head.num_chunks):
-                source = self.dout_g.at[(rows, work_tile.head, *head.gmem_index(chunk, iteration * 0))]
-                to = self.dout_s.at[rank, buffer, chunk]
-                plgpu.copy_gmem_to_smem(source, to, queries.full.at[queries.barrier(buffer)])
+                index = (work_tile.head, *head.gmem_index(chunk, iteration * 0))
+                to, full = self.dout_s.at[rank, buffer, chunk], queries.full.at[queries.barrier(buffer)]
+                copy_rows(self.dout, first_row, index, to, full, num_rows=M)

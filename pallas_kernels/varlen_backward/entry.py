@@ -17,7 +17,7 @@ from pallas_kernels.checks import (
     require_built_for,
     require_shape,
 )
-from pallas_kernels.shared.memory import ALIGN, PANEL, head_chunks, pad_tokens
+from pallas_kernels.shared.memory import ALIGN, PANEL, head_chunks, pad_tokens, split_tail
 from pallas_kernels.shared.paged_kv import KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, in_log2
@@ -160,14 +160,15 @@ def varlen_backward(
         dq_rows = tokens + -tokens % ALIGN + sizes.tile_q
         dq_sum = jnp.zeros((q_heads, spec.num_head_panels, dq_rows, PANEL), jnp.float32)
 
-    def by_panels(x: Array) -> Array:
-        return spec.head.split(pad_tokens(x))
-
+    # All kernels share the tails, which are as large as the largest tile.
+    max_kv_rows = PANEL if sizes.dq_sizes is None else max(PANEL, sizes.dq_sizes.tile_kv)
+    query_rows, dout_rows = (split_tail(x, sizes.tile_q) for x in (query, grad_out))
+    key_rows, value_rows = (split_tail(x, max_kv_rows) for x in (key, value))
     inputs = DkDvInputs(
-        query=by_panels(query),
-        key=by_panels(key),
-        value=by_panels(value),
-        dout=by_panels(grad_out),
+        query=spec.head.split_rows(query_rows),
+        key=spec.head.split_rows(key_rows),
+        value=spec.head.split_rows(value_rows),
+        dout=spec.head.split_rows(dout_rows),
         row_stats=make_row_stats(out, lse, grad_out, grad_lse, spec),
         slopes=in_log2(alibi_slopes),
         schedule=DkDvScheduleRefs(schedule.table, schedule.num_valid, order, list_refs),
@@ -176,16 +177,13 @@ def varlen_backward(
     )
 
     # Run the kernels.
-    def without_padding(x: Array, like: Array) -> Array:
-        return x.reshape(-1, *like.shape[1:])[: like.shape[0]]
-
     if dq_sum is not None:
         # One kernel: dq is added up in f32 and converted afterwards.
 
         def run_fused(dq: Any) -> Any:
-            return run_dkdv(inputs._replace(dq=dq), spec)
+            return run_dkdv(inputs._replace(dq=dq), spec, kv_tokens)
 
-        outputs, dq_sum = _run_with_ref(run_fused, dq_sum, output_types(inputs, spec))
+        outputs, dq_sum = _run_with_ref(run_fused, dq_sum, output_types(inputs, spec, kv_tokens))
         dq = (dq_sum[:, :, :tokens, : spec.head.chunk_dim] * score.scale).astype(query.dtype)
         dq = dq.transpose(2, 0, 1, 3).reshape(tokens, q_heads, head_dim)
     else:
@@ -206,31 +204,29 @@ def varlen_backward(
             returns_lse=False, interpret=interpret,
         )  # fmt: skip
 
-        def by_chunks(x: Array) -> Array:
-            return head.split(pad_tokens(x))
-
+        k, v = head.split_rows(key_rows), head.split_rows(value_rows)
         attention = PrefillInputs(
-            query=by_chunks(query),
-            kv=KvRefs(by_chunks(key), by_chunks(value), None),
+            query=head.split_rows(query_rows),
+            kv=KvRefs(k.rows, v.rows, None, k_tail=k.tail, v_tail=v.tail),
             slopes=inputs.slopes,
             sinks=None,
             schedule=schedule_refs(schedule.dq_schedule, None if lists is None else lists.dq_lists),
             mask=None if mask is None else mask.dq_mask,
         )
-        dq_out = by_chunks(out) if sizes.fuses_delta else None
-        dq_inputs = DqInputs(attention, by_chunks(grad_out), inputs.row_stats, dq_out)
+        dq_out = head.split_rows(split_tail(out, sizes.tile_q)) if sizes.fuses_delta else None
+        dq_inputs = DqInputs(attention, head.split_rows(dout_rows), inputs.row_stats, dq_out)
 
         def run(row_stats: Any) -> Any:
-            return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec)
+            return run_dq(dq_inputs._replace(row_stats=row_stats), dq_spec, tokens)
 
         row_stats = inputs.row_stats
         if sizes.fuses_delta:
-            padded_dq, row_stats = _run_with_ref(run, row_stats, attention.query)
+            dq_type = jax.ShapeDtypeStruct((tokens, *attention.query.rows.shape[1:]), query.dtype)
+            dq, row_stats = _run_with_ref(run, row_stats, dq_type)
         else:
-            padded_dq = run(row_stats)
-        dq = without_padding(padded_dq, query)
-        outputs = run_dkdv(inputs._replace(row_stats=row_stats), spec)
-    return dq, without_padding(outputs.dk, key), without_padding(outputs.dv, value)
+            dq = run(row_stats)
+        outputs = run_dkdv(inputs._replace(row_stats=row_stats), spec, kv_tokens)
+    return dq.reshape(query.shape), outputs.dk.reshape(key.shape), outputs.dv.reshape(value.shape)
 
 
 def check_dq(
@@ -280,6 +276,7 @@ def make_row_stats(
         products = out.astype(jnp.float32) * grad_out.astype(jnp.float32)
         delta = jax.lax.optimization_barrier(products.sum(axis=-1)).T
         rows = [lse_log2, delta if grad_lse is None else delta - grad_lse.astype(jnp.float32)]
+    # Unlike the arrays of tokens, these small rows are padded: TMA requires a multiple of 16 bytes per row.
     return pad_tokens(jnp.stack(rows, axis=1), axis=2, extra=extra)
 
 

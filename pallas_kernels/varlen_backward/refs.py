@@ -6,6 +6,7 @@ elements of a head, or 64 rows.
 
 from typing import NamedTuple
 
+from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.types import Barriers, Ref
 from pallas_kernels.varlen_prefill import KernelMask
 from pallas_kernels.varlen_prefill import spec as prefill
@@ -37,7 +38,7 @@ class DkDvScheduleRefs(NamedTuple):
 
 
 class DkDvInputs(NamedTuple):
-    """Arrays that the dk/dv kernel reads; tokens and kv_tokens are multiples of 8.
+    """Arrays that the dk/dv kernel reads.
 
     Attributes:
         query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if TMA pads the chunks of a head.
@@ -52,10 +53,10 @@ class DkDvInputs(NamedTuple):
             None if the dq kernel computes dq.
     """
 
-    query: Ref
-    key: Ref
-    value: Ref
-    dout: Ref
+    query: TokenRows
+    key: TokenRows
+    value: TokenRows
+    dout: TokenRows
     row_stats: Ref
     slopes: Ref
     schedule: DkDvScheduleRefs
@@ -67,8 +68,8 @@ class DkDvOutputs(NamedTuple):
     """Arrays that the dk/dv kernel writes.
 
     Attributes:
-        dk: Gradient of the keys, like `key`, or None.
-        dv: Gradient of the values, like `key`, or None.
+        dk: Gradient of the keys [kv_tokens, ...], otherwise like the keys; or None.
+        dv: Gradient of the values, like `dk`, or None.
     """
 
     dk: Ref
@@ -158,9 +159,9 @@ class DqInputs(NamedTuple):
     """
 
     attention: prefill.PrefillInputs
-    dout: Ref
+    dout: TokenRows
     row_stats: Ref
-    out: Ref
+    out: TokenRows | None
 
     @property
     def num_output_steps(self) -> int:

@@ -228,7 +228,6 @@ def varlen_prefill(
 
     # Reshape the arrays, run the kernel, and combine the query tiles whose keys it split.
     scales: list[jax.Array | None] = [None, None]
-    q, query_tail = split_tail(head.split(query), sizes.warpgroup_tokens)
     k_tail, v_tail = None, None
     if tiling is None:
         k, k_tail = split_tail(head.split(key), sizes.tile_kv)
@@ -242,13 +241,12 @@ def varlen_prefill(
     work_tiles = schedule if lists is None else lists
     entries = None if lists is None else lists.entries
     inputs = PrefillInputs(
-        query=q,
+        query=split_tail(head.split(query), sizes.warpgroup_tokens),
         kv=KvRefs(k, v, block_table, scales[0], scales[1], k_tail, v_tail),
         slopes=in_log2(alibi_slopes),
         sinks=in_log2(sinks),
         schedule=PrefillScheduleRefs(work_tiles.table, work_tiles.num_valid, entries),
         mask=mask,
-        query_tail=query_tail,
     )
     fix = "Use jattn.attention or jattn.attend over a PackedKV, which take varlen_backward"
     inputs = forbid_kernel_derivative(inputs, "varlen_prefill", fix)

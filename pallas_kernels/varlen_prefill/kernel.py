@@ -82,7 +82,7 @@ from pallas_kernels.varlen_prefill.tile_scheduler import KvTile, MaskedEnds, Pre
 
 def prefill(inputs: PrefillInputs, spec: PrefillSpec, num_tokens: int) -> PrefillOutputs:
     """Run the prefill kernel; `num_tokens` is the number of tokens without padding."""
-    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.shape[1:]), spec.dtype)
+    out = jax.ShapeDtypeStruct((num_tokens, *inputs.query.rows.shape[1:]), spec.dtype)
     lse = jax.ShapeDtypeStruct((spec.shape.q_heads, num_tokens), f32) if spec.returns_lse else None
     split_outputs = split_output_types(spec) if spec.has_splits else None
     kernel = plgpu.kernel(

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.shared.dequant import QUANTIZED_LAYOUT, dequantize
-from pallas_kernels.shared.memory import BULK_COPY, store_unoptimized
+from pallas_kernels.shared.memory import BULK_COPY, TokenRows, store_unoptimized
 from pallas_kernels.shared.paged_kv import (
     COLUMNS_AT_ONCE,
     BlockTableRef,
@@ -160,24 +160,24 @@ class KvCopy(NamedTuple):
 
 
 def copy_rows(
-    rows_g: Ref, tail_g: Ref, first_row: Scalar, index: Index, to: Ref, barrier: Ref, *, num_rows: int
+    array: TokenRows, first_row: Scalar, index: Index, to: Ref, barrier: Ref, *, num_rows: int
 ) -> None:
-    """Start to copy rows of an array that `split_tail` returned, from the array or from its tail.
+    """Start to copy rows of an array from global memory, where they are in place or in the copied tail.
 
     Args:
-        rows_g: Array in global memory.
-        tail_g: Its tail, or None.
+        array: Array whose tail, if there is one, has at least `num_rows` rows.
         first_row: First row, from align_row.
         index: Index after the rows.
         to: Destination in shared memory.
         barrier: Barrier at which the copy arrives.
         num_rows: Number of rows; those past the array's end become 0.
     """
+    rows_g, tail_g = array
     source_g = rows_g.at[(pl.ds(first_row, num_rows), *index)]
     if tail_g is None:
         plgpu.copy_gmem_to_smem(source_g, to, barrier)
         return
-    tail_start = rows_g.shape[0] + ALIGN - num_rows
+    tail_start = rows_g.shape[0] + ALIGN - tail_g.shape[0]
 
     @pl.when(first_row < tail_start)
     def _() -> None:
@@ -220,7 +220,7 @@ class PrefillLoader:
     ):
         self.query, self.table, self.spec = inputs.query, inputs.schedule.table, spec
         self.pipeline, self.team = KvPipeline(smem, barriers, spec.sizes, team), team
-        self.query_tail, self.tile_kv = inputs.query_tail, spec.sizes.tile_kv
+        self.tile_kv = spec.sizes.tile_kv
         kv, (keys, values) = inputs.kv, self.pipeline.loaded
         k_scales_s, v_scales_s = None, None
         if smem.quantized is not None:
@@ -358,8 +358,8 @@ class PrefillLoader:
                 if copy.first_row is None:
                     plgpu.copy_gmem_to_smem(stream.kv_g.at[index], to, full)
                 else:
-                    tail_g, num_rows = stream.tail_g, self.tile_kv
-                    copy_rows(stream.kv_g, tail_g, copy.first_row, index, to, full, num_rows=num_rows)
+                    array, num_rows = TokenRows(stream.kv_g, stream.tail_g), self.tile_kv
+                    copy_rows(array, copy.first_row, index, to, full, num_rows=num_rows)
         if stream.scales_s is not None:
             for copy in copies:
                 source, to = stream.scales_g.at[copy.scales], stream.scales_s.at[stage, copy.rows]
@@ -379,7 +379,7 @@ class PrefillLoader:
                 for chunk in range(head_dims.num_chunks):
                     index = (head, *head_dims.gmem_index(chunk, iteration * 0))
                     to, full = queries.query.at[buffer, chunk, pl.ds(first, tokens)], queries.full.at[barrier]
-                    copy_rows(self.query, self.query_tail, first_row, index, to, full, num_rows=tokens)
+                    copy_rows(self.query, first_row, index, to, full, num_rows=tokens)
             plgpu.copy_gmem_to_smem(self.table.at[row], queries.columns.at[buffer], queries.full.at[barrier])
 
     def wait_for_queries(self, rounds: Scalar) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.shared.memory import HeadChunks, swizzled_smem
+from pallas_kernels.shared.memory import HeadChunks, TokenRows, swizzled_smem
 from pallas_kernels.shared.paged_kv import CacheTiling, KvRefs
 from pallas_kernels.shared.score import Score
 from pallas_kernels.shared.softmax import LOG2E, SplitOutputs
@@ -199,23 +199,20 @@ class PrefillInputs(NamedTuple):
     """Arrays that the kernel reads.
 
     Attributes:
-        query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if the head is chunked. The number
-            of tokens is a multiple of 8.
+        query: Queries [tokens, q_heads, head_dim], or [..., chunks, chunk] if the head is chunked.
         kv: Keys and values.
         slopes: ALiBi slopes times log2(e), f32 [q_heads], or None.
         sinks: Attention sinks times log2(e), f32 [q_heads], or None.
         schedule: Work tiles of the step.
         mask: Mask of the partial tiles of the tile lists, or None.
-        query_tail: Last rows of the queries as `split_tail` returns them, or None.
     """
 
-    query: Ref
+    query: TokenRows
     kv: KvRefs
     slopes: Ref
     sinks: Ref
     schedule: PrefillScheduleRefs
     mask: KernelMask | None
-    query_tail: Ref = None
 
 
 class PrefillOutputs(NamedTuple):

@@ -25,9 +25,8 @@ FEATURES = {
 }
 
 
-def case(head_dim, dtype, *, has_alibi=False, sizes=None, **score):
-    shape = jax.ShapeDtypeStruct
-    tokens, reqs, q_heads, kv_heads = 8192, 24, 32, 8
+def case(head_dim, dtype, *, tokens=8192, has_alibi=False, sizes=None, **score):
+    shape, reqs, q_heads, kv_heads = jax.ShapeDtypeStruct, 24, 32, 8
     query, key = (shape((tokens, heads, head_dim), dtype) for heads in (q_heads, kv_heads))
     arrays = {name: query for name in ("query", "out", "grad_out")}
     arrays |= {name: key for name in ("key", "value")}

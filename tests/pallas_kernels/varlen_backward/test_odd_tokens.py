@@ -1,0 +1,73 @@
+"""Arrays whose number of tokens is no multiple of 8 are read, and their gradients written, in place."""
+
+import math
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import jaxprs_in_params
+
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_backward import default_sizes
+from tests import aot
+from tests.pallas_kernels.varlen_backward.backward_problem import BackwardProblem, Setting
+from tests.pallas_kernels.varlen_backward.odd_aot_cases import aot_cases
+from tests.pallas_kernels.varlen_backward.test_entry import grads_of, two_blocks
+
+CASES = "tests.pallas_kernels.varlen_backward.odd_aot_cases"
+
+
+def enlarged_arrays(jaxpr):
+    """Return the shapes of all arrays that a program and its functions pad or concatenate."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("pad", "concatenate"):
+            found += [x.aval.shape for x in eqn.outvars]
+        for inner in jaxprs_in_params(eqn.params):
+            found += enlarged_arrays(inner)
+    return found
+
+
+@pytest.mark.parametrize("name", list(aot_cases()))
+def test_no_array_of_the_size_of_the_keys_is_padded_or_concatenated(name):
+    function, (arrays,) = aot_cases()[name]
+    shapes = enlarged_arrays(jax.make_jaxpr(function)(arrays).jaxpr)
+    assert shapes  # the copies of the last rows
+    assert [shape for shape in shapes if math.prod(shape) >= math.prod(arrays["key"].shape)] == []
+    assert [x.shape for x in jax.eval_shape(function, arrays)] == [
+        arrays[name].shape for name in ("query", "key", "value")
+    ]
+
+
+SEVERAL_TILES, PART_OF_A_TILE = ((147, 1, 67), (150, 4, 67)), ((33,), (17,))  # queries, keys
+
+
+@pytest.mark.parametrize(
+    ("lens", "head_dim"), [*((SEVERAL_TILES, dim) for dim in (64, 96, 128)), (PART_OF_A_TILE, 128)]
+)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_gradients_of_odd_numbers_of_tokens_equal_float64(lens, head_dim, is_deterministic):
+    """The arrays end with 3 rows of NaN, in the group of 8 rows that is read from the copy."""
+    query_lens, seq_lens = lens
+    score = Score(scale=head_dim**-0.5)
+    setting = Setting(query_lens=query_lens, seq_lens=seq_lens, score=score, head_dim=head_dim, gap=3)
+    problem = BackwardProblem(setting)
+    assert all(len(x) % 8 for x in problem.arrays.values())
+    sizes = two_blocks(default_sizes(head_dim, deterministic=is_deterministic))
+    problem.check(grads_of(problem, plgpu.InterpretGPUParams(), sizes))
+
+
+def test_backward_copies_neither_its_arrays_nor_its_gradients():
+    aot.require_plugin()
+    names = [f"d{head_dim}-dq_kernel" for head_dim in (96, 128)]
+    copied = aot.copied_bytes(CASES, names)
+    key_bytes = {name: math.prod(aot_cases()[name][1][0]["key"].shape) * 2 for name in names}
+    assert {name: num_bytes for name, num_bytes in copied.items() if num_bytes >= key_bytes[name]} == {}
+
+
+def test_mma_instructions_are_not_serialized_for_odd_numbers_of_tokens():
+    aot.require_plugin()
+    names = ["d64", "d128"]
+    reports = aot.reports(CASES, names)
+    assert [name for name in names if "serialized" in reports[name]] == []
+    assert all(kernel.spilled_bytes <= 600 for name in names for kernel in aot.kernels_in(reports[name]))
