@@ -17,7 +17,6 @@ from jattn.models.loading.safetensors_files import (
     FLOATS,
     StoredTensor,
     find_tensor_files,
-    is_same_bytes,
     read_header,
 )
 from jattn.models.loading.tensor_layouts import HFTensors
@@ -104,9 +103,11 @@ def check_tensors(
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal bit by bit."""
     if (a.shape, a.code, len(a.sources)) != (b.shape, b.code, len(b.sources)):
         return False
-    return all(map(is_same_bytes, a.sources, b.sources))
+    pairs = zip(a.sources, b.sources, strict=True)
+    return all(np.array_equal(x.view().view(np.uint8), y.view().view(np.uint8)) for x, y in pairs)
 
 
 def _is_buffer(name: str, tensor: Tensor) -> bool:

@@ -1,8 +1,6 @@
 """Placement of parameters: stored bytes go to the device, where they become parameters, or to the host."""
 
-import contextlib
 import functools
-import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from jattn.models.loading.quantized_weights import QuantizedTensor, Tensor
+from jattn.models.loading.quantized_weights import Tensor
 from jattn.models.loading.safetensors_files import StoredTensor
 from jattn.models.loading.tensor_layouts import Join
 from pallas_kernels.checks import unsupported
@@ -53,7 +51,6 @@ def read_parameter(
     put: Put = put,
     *,
     mesh_placement: "MeshPlacement | None" = None,
-    is_on_host: bool = False,
 ) -> Array:
     """Read a parameter from stored tensors and release the host memory of their pages.
 
@@ -65,17 +62,8 @@ def read_parameter(
         dtype: Dtype of the parameter.
         put: Function that copies an array to the device, without a mesh.
         mesh_placement: Placement of the parameter on a mesh; None = there is no mesh.
-        is_on_host: Whether the device is the host, so that nothing has to be copied.
-
-    Raises:
-        ValueError: If a scale of quantized weights is not finite.
     """
-    for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
-            tensor.check_scales()
-    if mesh_placement is None and is_on_host:
-        array = jax.device_put(_on_host(tensors, join, dtype), may_alias=True)
-    elif mesh_placement is None:
+    if mesh_placement is None:
         array = _read(tensors, join, dtype, put)
     elif _is_stored_as_is(tensors, join, dtype):
         array = mesh_placement.put(tensors[0].sources[0].view())
@@ -104,9 +92,6 @@ def check_host(mesh: Mesh | None) -> None:
 
 
 def _on_host(tensors: Sequence[Tensor], join: Join, dtype: np.dtype) -> np.ndarray:
-    stored = [tensor for tensor in tensors if isinstance(tensor, StoredTensor)]
-    if join.has_views and len(stored) == len(tensors):
-        return write_parameter(stored, join, dtype)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return np.asarray(_read(tensors, join, dtype, jnp.asarray))
 
@@ -139,7 +124,6 @@ def _send(source: StoredTensor, put: Put) -> tuple[Array, ...]:
         sent.append(put(piece))
         if i:
             sent[i - 1].block_until_ready()
-            source.release(pieces[i - 1])
     return tuple(sent)
 
 
@@ -170,60 +154,3 @@ def _assemble(
         arrays = list(map(concatenate, tensor_sources, tensor_shapes))
         tensors.append(arrays[0] if function is None else function(*arrays))
     return join(tensors).astype(dtype)
-
-
-_TRANSPOSED_BYTES = 1 << 22  # number of bytes that are transposed at a time, to fit a core's cache
-
-
-def write_parameter(tensors: Sequence[StoredTensor], join: Join, dtype: np.dtype) -> np.ndarray:
-    """Write a parameter on the host from stored tensors, whose pages are released as soon as they are read.
-
-    Args:
-        tensors: One or more tensors that the parameter is made of.
-        join: Conversion of the tensors to the parameter; `has_views` must be True.
-        dtype: Dtype of the parameter.
-    """
-    views = [tensor.view() for tensor in tensors]
-    parameter = _empty(join.shape, dtype)
-    pairs = join.pairs(parameter, views)
-    owners = tensors if len(tensors) == len(pairs) else [tensors[0]] * len(pairs)
-    for (target, source), tensor in zip(pairs, owners, strict=True):
-        _write(target, source, tensor)
-    return parameter
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array in newly mapped memory, with huge pages if the system supports them.
-
-    Small pages take longer to allocate than to fill.
-    """
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # the system has no huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype, num_bytes // dtype.itemsize).reshape(shape)
-
-
-def _write(target: np.ndarray, source: np.ndarray, tensor: StoredTensor) -> None:
-    """Write a view of a tensor piece by piece, in the order of the file."""
-    if 0 in source.shape:
-        return
-    if source.ndim == 0:
-        target[...] = source
-        return
-    axis = max(range(source.ndim), key=lambda i: (source.shape[i] > 1, source.strides[i]))
-    order = sorted(range(target.ndim), key=lambda i: -target.strides[i])
-    is_in_order = target.dtype == source.dtype and source.strides[order[-1]] == source.itemsize
-    count = max(1, _TRANSPOSED_BYTES // (source.nbytes // source.shape[axis]))
-    for first in range(0, source.shape[axis], count):
-        index = (slice(None),) * axis + (slice(first, first + count),)
-        piece = source[index].transpose(order)
-        target[index].transpose(order)[...] = piece if is_in_order else _transpose(piece, target.dtype)
-        tensor.release(piece)
-
-
-def _transpose(piece: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return a piece in C order and in dtype; JAX transposes and casts several times faster than NumPy."""
-    array = jax.device_put(piece, jax.local_devices(backend="cpu")[0], may_alias=False)
-    return np.asarray(array if array.dtype == dtype else array.astype(dtype))

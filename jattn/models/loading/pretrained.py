@@ -249,7 +249,6 @@ def _make_reader(
                 make_join(names, path, shape),
                 variable.dtype,
                 mesh_placement=placement,
-                is_on_host=device.platform == "cpu",
             )
 
     return read

@@ -51,14 +51,12 @@ class Layout:
             are [out, *inputs], the shape is that of out, and the result is [*out, *inputs].
         is_whole_array: Whether the parts are the stored tensors themselves, without a projection's transpose.
         is_stacked: Whether the parts of a projection are stored in one tensor, one after another.
-        has_views: Whether `split` returns views of a host array.
     """
 
     split: Callable[[Any], Sequence[Any]]
     join: Callable[[Sequence[Array], tuple[int, ...]], Array]
     is_whole_array: bool = False
     is_stacked: bool = False
-    has_views: bool = True
 
 
 def _split_heads(array: Any) -> tuple[Any, Any, Any]:
@@ -131,7 +129,6 @@ LAYOUTS = {
         lambda array: (_interleave_gate_up(array),),
         lambda parts, shape: _deinterleave_gate_up(parts[0]),
         is_whole_array=True,
-        has_views=False,
     ),
     "experts_stacked": Layout(
         lambda array: (array.reshape(len(array), -1, array.shape[-1]).swapaxes(1, 2),),
@@ -143,7 +140,6 @@ LAYOUTS = {
         lambda array: [array[:, i].reshape(-1, array.shape[-1]) for i in range(2)],
         lambda parts, shape: jnp.stack([part.reshape(shape[0], *shape[2:]) for part in parts], axis=1),
         is_whole_array=True,
-        has_views=False,
     ),
     "experts_down_below": Layout(
         lambda array: (array.reshape(-1, array.shape[-1]),),
@@ -230,34 +226,6 @@ class Join:
         if LAYOUTS[self.layout].is_whole_array:
             return self.layout == "array"
         return self.leaf not in _PROJECTION_LEAVES
-
-    @property
-    def has_views(self) -> bool:
-        """Whether a parameter on the host can be written in place (`pairs`)."""
-        return LAYOUTS[self.layout].has_views
-
-    def pairs(
-        self, parameter: np.ndarray, tensors: Sequence[np.ndarray]
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return pairs of views with equal shapes: of the parameter, and of the tensors to copy there.
-
-        Args:
-            parameter: The parameter on the host, in C order.
-            tensors: Tensors that `hf_tensor_shapes` names, in its order.
-        """
-        layout = LAYOUTS[self.layout]
-        if layout.is_whole_array:
-            targets: Sequence[Any] = layout.split(parameter)
-        elif self.is_identity:
-            targets = (parameter,)
-        else:
-            targets = layout.split(parameter)
-            # Matrices are [inputs, out], biases [out].
-            matrices = [tensor if self.is_transposed else tensor.T for tensor in tensors]
-            num_inputs = parameter.shape[0] if self.leaf == "kernel" else 1
-            ends = np.cumsum([target.size // num_inputs for target in targets])[:-1]
-            tensors = np.split(matrices[0], ends, axis=-1) if layout.is_stacked else matrices
-        return [(t, tensor.reshape(t.shape)) for t, tensor in zip(targets, tensors, strict=True)]
 
     def __call__(self, parts: Sequence[Array]) -> Array:
         """Build the parameter.

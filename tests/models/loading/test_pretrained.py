@@ -155,7 +155,7 @@ BROKEN = {
     "tokenizer.json": ["{", '{"model": 3}'],
     "tokenizer_config.json": ["{", "[]"],
     "kv_scales.safetensors": ["x" * 20],
-    "model.safetensors.index.json": ["{", "{}", '{"weight_map": {"x": 1}}'],
+    "model.safetensors.index.json": ["{", "[]"],
 }
 
 
@@ -166,7 +166,7 @@ def test_invalid_files_are_named(tmp_path, file, content):
     (tmp_path / file).write_bytes(content.encode("latin-1"))
     if file.endswith("index.json"):
         (tmp_path / "model.safetensors").unlink()
-    message = rf"{tmp_path}/{file}('s weight_map)? (must (be|hold|map) .*, got|is not a complete)"
+    message = rf"{tmp_path}/{file} (must (be|hold) .*, got|is not a complete)"
     with pytest.raises(ValueError, match=message):
         load(tmp_path, progress=False)
 

@@ -11,8 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jattn.models import Decoder, DecoderConfig, load, save
-from jattn.models.loading.quantized_weights import MXFP4, dequantize_tensors
-from jattn.models.loading.safetensors_files import read_header
+from jattn.models.loading.quantized_weights import MXFP4
 from tests.conftest import GOLDEN
 from tests.models.tiny_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
@@ -171,9 +170,6 @@ WRONG = {
     f"{PROJECTION}_scale_inv's dtype must be one of F32, BF16, F16, got U8": lambda t: t.update(
         {PROJECTION + "_scale_inv": np.full((1, 2), 127, np.uint8)}
     ),
-    f"The scales {PROJECTION}_scale_inv contain 1 NaNs or infinities": lambda t: t.update(
-        {PROJECTION + "_scale_inv": np.float32([[1, np.nan]])}
-    ),
     "tensors that its config.json does not require: model.norm.weight_scale": lambda t: t.update(
         {"model.norm.weight_scale": np.ones(1, np.float32)}
     ),
@@ -194,26 +190,6 @@ def test_float8_without_quantization_config_is_refused(tmp_path):
         del stored[name]
     with pytest.raises(ValueError, match=r"_proj.weight's dtype must be one of F32, BF16, F16, got F8_E4M3"):
         load(write(tmp_path, HF, stored), progress=False)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "scales", "message"),
-    [
-        (np.zeros((2, 3, 1, 8), np.uint8), np.zeros((2, 3, 1), np.uint8), r"x_blocks must be bytes .*1, 8\)"),
-        (np.zeros((2, 3, 1, 16), np.int8), np.zeros((2, 3, 1), np.uint8), r"x_blocks must be bytes .*got I8"),
-        (
-            np.zeros((2, 3, 1, 16), np.uint8),
-            np.zeros((2, 3, 2), np.uint8),
-            r"x_scales must have shape \(2, 3, 1\) \(an exponent per group of x_blocks\), got \(2, 3, 2\)",
-        ),
-        (np.zeros((2, 3, 1, 16), np.uint8), None, "no scale for x. Expected the tensor x_scales"),
-    ],
-)
-def test_invalid_mxfp4_tensors_are_named(tmp_path, blocks, scales, message):
-    tensors = {"x_blocks": blocks} | ({} if scales is None else {"x_scales": scales})
-    write_checkpoint(tmp_path, {}, tensors)
-    with pytest.raises(ValueError, match=message):
-        dequantize_tensors(read_header(tmp_path / "model.safetensors"), {"quant_method": "mxfp4"})
 
 
 @pytest.mark.parametrize(
@@ -243,23 +219,4 @@ def test_invalid_mxfp4_tensors_are_named(tmp_path, blocks, scales, message):
 )
 def test_unsupported_formats_are_refused_by_name(config, message):
     with pytest.raises(NotImplementedError, match=message):
-        DecoderConfig.from_hf(HF | {"quantization_config": config})
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (COMPRESSED | {"config_groups": {"g": None}}, "quantization_config's g must be an object, got None"),
-        (COMPRESSED | {"config_groups": [1]}, r"config_groups must be an object, got \[1\]"),
-        (COMPRESSED | {"config_groups": {"g": {"weights": 8}}}, "g weights must be an object, got 8"),
-        (FP8 | {"weight_block_size": "128"}, "weight_block_size must be two positive ints, got '128'"),
-        (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size must be two .*got \[128, 0\]"),
-        (
-            COMPRESSED | {"config_groups": {"g": {"weights": {"block_structure": "2xb"}}}},
-            r"g block_structure must be two positive ints, got \[2, 'b'\]",
-        ),
-    ],
-)
-def test_invalid_quantization_configs_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
         DecoderConfig.from_hf(HF | {"quantization_config": config})

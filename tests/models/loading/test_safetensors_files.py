@@ -49,24 +49,8 @@ def test_released_tensors_can_be_read_again(tmp_path):
         header[name].release()
 
 
-@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc")
-def test_a_view_may_be_released_separately(tmp_path):
-    save_file({"a": np.ones((1 << 10, 1 << 13), np.float32)}, tmp_path / "x.safetensors")  # 32 MiB
-    (tensor,) = read_header(tmp_path / "x.safetensors").values()
-
-    def resident():
-        lines = STATUS.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) / 1024
-
-    assert tensor.view().sum() == 1 << 23
-    before = resident()
-    tensor.release(tensor.view()[256:768, 5:9])
-    assert 14 < before - resident() <= 16
-    np.testing.assert_array_equal(tensor.view()[250:260], 1.0)
-
-
 def test_unsupported_dtypes_may_be_in_a_file(tmp_path):
-    header = json.dumps({"x": {"dtype": "F4", "shape": [3, 5], "data_offsets": [0, 8]}}).encode()
+    header = json.dumps({"x": {"dtype": "F4", "shape": [4, 4], "data_offsets": [0, 8]}}).encode()
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     assert read_header(tmp_path / "x.safetensors")["x"].code == "F4"
 
@@ -76,35 +60,14 @@ def entry(**changes):
 
 
 @pytest.mark.parametrize(
-    ("header", "actual"),
-    [
-        (b"", "8 bytes"),
-        (b"{", "header of 900|Expecting property name"),
-        (b"[1]", r"\[1\]"),
-        (json.dumps(entry(shape=[3])).encode(), r"x F32 \(3,\) has bytes"),
-        (json.dumps(entry(data_offsets=[0, 80], shape=[20])).encode(), "has bytes .* of"),
-        (json.dumps(entry(data_offsets=[-4, 4])).encode(), "has bytes"),
-        (json.dumps({"x": {"dtype": "F32"}}).encode(), "KeyError"),
-        (json.dumps({"x": 3}).encode(), "TypeError"),
-        (json.dumps(entry(dtype=["F32"])).encode(), r"TypeError.*x: \['F32'\] \[2\]"),
-        (json.dumps(entry(shape=["a"])).encode(), r"TypeError.*x: 'F32' \['a'\]"),
-        (json.dumps(entry(shape=[-1, -2])).encode(), r"TypeError.*x: 'F32' \[-1, -2\]"),
-    ],
+    "header",
+    [b"", b"{", b"[1]", *(json.dumps(x).encode() for x in (entry(shape=[3]), entry(data_offsets=[0, 80])))],
 )
-def test_invalid_headers_are_named(tmp_path, header, actual):
+def test_invalid_files_are_named(tmp_path, header):
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + (bytes(8) if header else b""))
-    with pytest.raises(ValueError, match=f"{path} is not a complete safetensors file: .*({actual})"):
+    with pytest.raises(ValueError, match=f"{path} is not a complete safetensors file: .* Download it again"):
         read_header(path)
-
-
-def test_a_truncated_header_is_named(tmp_path):
-    (tmp_path / "x").write_bytes((900).to_bytes(8, "little") + b"{}")
-    with pytest.raises(
-        ValueError,
-        match="x is not a complete safetensors file: it has 10 bytes, but its header should have 900",
-    ):
-        read_header(tmp_path / "x")
 
 
 LOADER = """
@@ -189,7 +152,6 @@ RIGHTS = {
     | {
         "consolidated.safetensors": STALE,
         "adapter_model.safetensors": STALE,
-        "model.fp16.safetensors": STALE,
     },
     "only_what_the_index_names": HALVES | index_of() | {"model-00003-of-00003.safetensors": STALE},
     "an_index_that_names_other_shards": HALVES | index_of(a=SHARDS[1], c=SHARDS[0]),
@@ -217,19 +179,10 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98
 PICKLE = b"PK\x03\x04"
 MISSING = {
     rf"{SHARDS[1]} does not exist \(model.safetensors.index.json names it\)": {SHARDS[0]: RIGHT} | index_of(),
-    rf"{SHARDS[1]} does not exist \({SHARDS[0]} is one of 2\)": {SHARDS[0]: RIGHT},
-    rf"{SHARDS[0]} does not exist \({SHARDS[1]} is one of 2\)": {SHARDS[1]: RIGHT},
-    "model.safetensors does not exist; pytorch_model.bin is pickled.*save_pretrained": {
+    r"model.safetensors does not exist. Convert files of another format .*save_pretrained": {
         "pytorch_model.bin": PICKLE,
-        "training_args.bin": PICKLE,
+        "adapter_model.safetensors": STALE,
     },
-    "pytorch_model-00001-of-00002.bin is pickled": {"pytorch_model-00001-of-00002.bin": PICKLE},
-    "consolidated.00.pth is pickled": {"consolidated.00.pth": PICKLE},
-    "consolidated.safetensors has Mistral's own tensor names": {"consolidated.safetensors": STALE},
-    "adapter_model.safetensors is an adapter": {"adapter_model.safetensors": STALE},
-    "x-Q4_K.gguf is llama.cpp's format": {"x-Q4_K.gguf": b"GGUF"},
-    "original/model.safetensors is in a subfolder": {"original/model.safetensors": STALE},
-    "model.safetensors does not exist.$": {"training_args.bin": PICKLE},
 }
 BROKEN = {
     "Tensor a is in two files, .* and y.safetensors": {
@@ -239,10 +192,9 @@ BROKEN = {
     "Tensor b is in two files": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
     | index_of(b="z.safetensors", c=SHARDS[1])
     | {"z.safetensors": {}},
-    rf"{INDEX}'s weight_map must map tensors to files, got \{{\}}": HALVES | {INDEX: {"weight_map": {}}},
-    r"weight_map must map tensors to files, got \{\}": HALVES | {INDEX: {"metadata": {}}},
-    "must map tensors to safetensors files, got x.bin": index_of(a="x.bin") | {"x.bin": PICKLE},
-    "is a Git LFS pointer, not a safetensors file. Run .git lfs pull": {"model.safetensors": POINTER},
+    "is not a complete safetensors file: .* in a Git checkout with .git lfs pull": {
+        "model.safetensors": POINTER
+    },
 }
 
 
