@@ -1,12 +1,8 @@
 """Message channel between the engine's process and the HTTP process."""
 
-import collections
 import contextlib
 import logging
 import os
-import pickle
-import queue
-import select
 import socket
 import threading
 from collections.abc import Callable
@@ -14,15 +10,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LOG = logging.getLogger("jattn.server")
-MAX_DIRECT_BYTES = 2**16  # A socket that accepts data has room for more than this.
 
 
 class Channel:
     """One end of a socket pair that carries pickled messages.
 
-    `post` never blocks. The posting thread sends the message if the socket has room, so that no other thread
-    has to be scheduled first; otherwise a background thread sends it. A slow receiver catches up because it
-    gets several messages at once.
+    A slow receiver catches up because it gets several messages at once.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -32,16 +25,8 @@ class Channel:
             sock: One end of a socket pair.
         """
         self._socket, self._connection = sock, Connection(os.dup(sock.fileno()))
-        self._can_read, self._can_send = select.poll(), select.poll()
-        self._can_read.register(sock, select.POLLIN)
-        self._can_send.register(sock, select.POLLOUT)
-        self._outbox: collections.deque[bytes] = collections.deque()
-        self._lock = threading.Lock()  # Guards sending and the attributes below.
-        self._is_closed = False
-        self._num_users = 1  # Users of the socket: the posting side and the reader thread.
-        self._has_unsent: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False ends the background thread.
+        self._lock = threading.Lock()  # Guards sending and closing.
         self._reader: threading.Thread | None = None
-        threading.Thread(target=self._send_in_background, name="jattn channel, out", daemon=True).start()
 
     def read(self) -> Any:
         """Block until a message arrives and return it. Use it only before `start`.
@@ -71,17 +56,15 @@ class Channel:
                     while True:
                         messages = [self.read()]
                         with contextlib.suppress(EOFError):  # The next read raises it again.
-                            while self._can_read.poll(0):
+                            while self._connection.poll():
                                 messages.append(self.read())
                         on_messages(messages)
             except Exception:
                 LOG.exception("Failed to handle a message of the other process")
             self._disconnect()
             on_disconnect()
-            self._release()
 
-        self._num_users += 1
-        self._reader = threading.Thread(target=receive, name="jattn channel, in", daemon=True)
+        self._reader = threading.Thread(target=receive, name="jattn channel", daemon=True)
         self._reader.start()
 
     def join_reader(self, seconds: float) -> None:
@@ -97,54 +80,27 @@ class Channel:
             self._reader.join(seconds)
 
     def post(self, message: Any) -> None:
-        """Send a message, after those posted before it, without blocking."""
+        """Send a message from any thread.
+
+        This blocks only while the socket is full, which the other end's reader thread soon changes.
+        """
         try:
-            self._outbox.append(pickle.dumps(message))
+            with self._lock, contextlib.suppress(OSError):  # The reader thread reports a closed end.
+                self._connection.send(message)
         except Exception:
             LOG.exception("Failed to send a message to the other process")
             self._disconnect()
-            return
-        if self._lock.acquire(blocking=False):
-            try:
-                self._send(blocks=False)
-            finally:
-                self._lock.release()
-        if self._outbox:
-            self._has_unsent.put(True)
 
     def close(self) -> None:
-        """Send the messages that have been posted, and no further ones. Blocks until they are sent."""
+        """Close the channel. Messages that have been posted still arrive."""
+        self._disconnect()
+        if threading.current_thread() is not self._reader:
+            self.join_reader(1.0)
         with self._lock:
-            self._send(blocks=True)
-            is_first, self._is_closed = not self._is_closed, True
-        if is_first:
-            self._has_unsent.put(False)
-            self._release()
-
-    def _send_in_background(self) -> None:
-        while self._has_unsent.get():
-            with self._lock:
-                self._send(blocks=True)
-
-    def _send(self, *, blocks: bool) -> None:
-        """Send the posted messages, as many as the socket has room for if the call must not block."""
-        with contextlib.suppress(OSError):  # The other end is closed, which the reader thread reports.
-            while self._outbox and not self._is_closed:
-                if not blocks and (len(self._outbox[0]) > MAX_DIRECT_BYTES or not self._can_send.poll(0)):
-                    return
-                self._connection.send_bytes(self._outbox.popleft())
-            return
-        self._outbox.clear()
+            self._connection.close()
+            self._socket.close()
 
     def _disconnect(self) -> None:
         """Shut the socket down: the readers of both ends then reach the end of the data."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _release(self) -> None:
-        """Close the socket if this was its last user."""
-        with self._lock:
-            self._num_users -= 1
-            if not self._num_users:
-                self._connection.close()
-                self._socket.close()

@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.engine_client import EngineClient
 from jattn.serving.server.app import PUBLIC_PATHS, build_app
-from jattn.serving.server.event_stream import HttpConnection
 from jattn.serving.server.http_process import HttpProcess, short_switch_interval
 from jattn.serving.server.options import ServerOptions
 from jattn.serving.server.responses import openai_types
@@ -56,7 +55,6 @@ class Server(uvicorn.Server):
             build_app(self.service, self._lifespan),
             host=options.host,
             port=options.port,
-            http=HttpConnection,
             log_level=log_level,
             lifespan="on",
             server_header=False,

@@ -1,9 +1,9 @@
 """`GET /metrics`: metrics under vLLM's names, in Prometheus' format."""
 
-import collections
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, generate_latest
+import prometheus_client
+from prometheus_client import PROCESS_COLLECTOR, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -12,9 +12,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from jattn.serving.engine.sampling_params import SamplingParams
 from jattn.serving.engine.stats import REQUEST_SECONDS, EngineStats, Histogram
 
+LABELS, ENGINE = ("model_name", "engine"), "0"
 NUM_COMPLETIONS_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 NUM_TOKENS_BUCKETS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
 ENGINE_GAUGES = {
@@ -71,8 +71,9 @@ class RequestMetrics:
     """Metrics of requests that the server records, from the clients' point of view.
 
     Attributes:
-        finish_reasons: Number of completions by finish reason.
-        num_prompt_tokens: Number of prompt tokens that have been computed.
+        registry: Registry of the metrics.
+        success: Number of completions, by finish reason.
+        num_prompt_tokens: Number of prompt tokens that have been computed, also of clients that disconnect.
         seconds: Duration of requests, in seconds.
         prompt_tokens: Number of prompt tokens per request.
         generation_tokens: Number of generated tokens per request.
@@ -81,128 +82,86 @@ class RequestMetrics:
         num_completions: Number of completions per request.
     """
 
-    def __init__(self) -> None:
-        self.finish_reasons: collections.Counter[str] = collections.Counter(
-            {"stop": 0, "length": 0, "abort": 0}
+    def __init__(self, model_name: str) -> None:
+        """Create the metrics; `model_name` is the value of their label."""
+        self.registry = CollectorRegistry(auto_describe=False)
+
+        def histogram(name: str, description: str, bounds: Sequence[float]) -> prometheus_client.Histogram:
+            metric = prometheus_client.Histogram(
+                f"vllm:{name}", description, LABELS, registry=self.registry, buckets=bounds
+            )
+            return metric.labels(model_name, ENGINE)
+
+        success = Counter(
+            "vllm:request_success",
+            "Number of completions, by finish reason.",
+            [*LABELS, "finished_reason"],
+            registry=self.registry,
         )
-        self.num_prompt_tokens = 0
-        self.seconds, self.decode_seconds = Histogram(REQUEST_SECONDS), Histogram(REQUEST_SECONDS)
-        self.prompt_tokens = Histogram(NUM_TOKENS_BUCKETS)
-        self.generation_tokens = Histogram(NUM_TOKENS_BUCKETS)
-        self.max_tokens = Histogram(NUM_TOKENS_BUCKETS)
-        self.num_completions = Histogram(NUM_COMPLETIONS_BUCKETS)
-
-    def record_finish(self, finish_reason: str) -> None:
-        """Record the end of a completion."""
-        self.finish_reasons[finish_reason] += 1
-
-    def record_prompt(self, num_prompt_tokens: int) -> None:
-        """Record that a prompt has been computed, even if its client disconnects later."""
-        self.num_prompt_tokens += num_prompt_tokens
-
-    def record_request(self, params: SamplingParams, num_prompt_tokens: int, num_generated: int) -> None:
-        """Record the sizes of a finished request.
-
-        Args:
-            params: Sampling parameters of the request.
-            num_prompt_tokens: Number of prompt tokens.
-            num_generated: Number of generated tokens of all completions.
-        """
-        self.prompt_tokens.add(float(num_prompt_tokens))
-        self.generation_tokens.add(float(num_generated))
-        if params.max_tokens is not None:
-            self.max_tokens.add(float(params.max_tokens))
-        self.num_completions.add(float(params.n))
-
-    def record_latency(self, seconds: float, decode_seconds: float) -> None:
-        """Record the duration of a finished request.
-
-        Args:
-            seconds: Duration of the request, in seconds.
-            decode_seconds: Time from the first token to the last, in seconds.
-        """
-        self.seconds.add(seconds)
-        self.decode_seconds.add(decode_seconds)
+        self.success = {
+            reason: success.labels(model_name, ENGINE, reason) for reason in ("stop", "length", "abort")
+        }
+        prompt_tokens = Counter(
+            "vllm:prompt_tokens", "Number of prompt tokens.", LABELS, registry=self.registry
+        )
+        self.num_prompt_tokens = prompt_tokens.labels(model_name, ENGINE)
+        self.seconds = histogram(
+            "e2e_request_latency_seconds", "Duration of requests, in seconds.", REQUEST_SECONDS
+        )
+        self.decode_seconds = histogram(
+            "request_decode_time_seconds",
+            "Time from a request's first token to its last, in seconds.",
+            REQUEST_SECONDS,
+        )
+        self.prompt_tokens = histogram(
+            "request_prompt_tokens", "Number of prompt tokens per request.", NUM_TOKENS_BUCKETS
+        )
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Number of generated tokens per request.", NUM_TOKENS_BUCKETS
+        )
+        self.max_tokens = histogram(
+            "request_params_max_tokens", "max_tokens parameter of requests.", NUM_TOKENS_BUCKETS
+        )
+        self.num_completions = histogram(
+            "request_params_n", "n parameter of requests.", NUM_COMPLETIONS_BUCKETS
+        )
 
 
-class MetricsCollector(Collector):
-    """Prometheus collector of the metrics at one scrape."""
+class EngineCollector(Collector):
+    """Prometheus collector of an engine's metrics at one scrape."""
 
     def __init__(
-        self,
-        model_name: str,
-        stats: EngineStats,
-        request_metrics: RequestMetrics,
-        num_waiting: int,
-        cache_config: Mapping[str, int],
+        self, model_name: str, stats: EngineStats, num_waiting: int, cache_config: Mapping[str, int]
     ) -> None:
-        self._stats, self._requests = stats, request_metrics
-        self._num_waiting, self._cache_config = num_waiting, cache_config
-        self._labels, self._label_values = ["model_name", "engine"], [model_name, "0"]
+        self._stats, self._num_waiting, self._cache_config = stats, num_waiting, cache_config
+        self._label_values = [model_name, ENGINE]
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        yield from self._engine_metrics(self._stats)
-        requests = self._requests
-        yield self._gauge(
-            "num_requests_waiting", "Number of completions that wait for KV-cache blocks.", self._num_waiting
-        )
-        yield self._counter("prompt_tokens", "Number of prompt tokens.", requests.num_prompt_tokens)
-        yield self._histogram(
-            "e2e_request_latency_seconds", "Duration of requests, in seconds.", requests.seconds
-        )
-        yield self._histogram(
-            "request_prompt_tokens", "Number of prompt tokens per request.", requests.prompt_tokens
-        )
-        yield self._histogram(
-            "request_generation_tokens",
-            "Number of generated tokens per request.",
-            requests.generation_tokens,
-        )
-        yield self._histogram(
-            "request_decode_time_seconds",
-            "Time from a request's first token to its last, in seconds.",
-            requests.decode_seconds,
-        )
-        yield self._histogram(
-            "request_params_max_tokens", "max_tokens parameter of requests.", requests.max_tokens
-        )
-        yield self._histogram("request_params_n", "n parameter of requests.", requests.num_completions)
-        success = CounterMetricFamily(
-            "vllm:request_success",
-            "Number of completions, by finish reason.",
-            labels=[*self._labels, "finished_reason"],
-        )
-        for finish_reason, count in requests.finish_reasons.items():
-            success.add_metric([*self._label_values, finish_reason], count)
-        yield success
+        for name, (description, get_value) in ENGINE_GAUGES.items():
+            yield self._gauge(name, description, get_value(self._stats))
+        for name, (description, get_value) in ENGINE_COUNTERS.items():
+            metric = CounterMetricFamily(f"vllm:{name}", description, labels=LABELS)
+            metric.add_metric(self._label_values, get_value(self._stats))
+            yield metric
+        for name, (description, get_histogram) in ENGINE_HISTOGRAMS.items():
+            yield self._histogram(name, description, get_histogram(self._stats))
+        description = "Number of completions that wait for KV-cache blocks."
+        yield self._gauge("num_requests_waiting", description, self._num_waiting)
         cache = GaugeMetricFamily(
             "vllm:cache_config_info", "Configuration of the KV cache.", labels=["engine", *self._cache_config]
         )
-        cache.add_metric(["0", *map(str, self._cache_config.values())], 1)
+        cache.add_metric([ENGINE, *map(str, self._cache_config.values())], 1)
         yield cache
         yield from PROCESS_COLLECTOR.collect()
 
-    def _engine_metrics(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, (description, get_value) in ENGINE_GAUGES.items():
-            yield self._gauge(name, description, get_value(stats))
-        for name, (description, get_value) in ENGINE_COUNTERS.items():
-            yield self._counter(name, description, get_value(stats))
-        for name, (description, get_histogram) in ENGINE_HISTOGRAMS.items():
-            yield self._histogram(name, description, get_histogram(stats))
-
     def _gauge(self, name: str, description: str, value: float | int) -> Metric:
-        metric = GaugeMetricFamily(f"vllm:{name}", description, labels=self._labels)
-        metric.add_metric(self._label_values, value)
-        return metric
-
-    def _counter(self, name: str, description: str, value: float | int) -> Metric:
-        metric = CounterMetricFamily(f"vllm:{name}", description, labels=self._labels)
+        metric = GaugeMetricFamily(f"vllm:{name}", description, labels=LABELS)
         metric.add_metric(self._label_values, value)
         return metric
 
     def _histogram(self, name: str, description: str, histogram: Histogram) -> Metric:
-        metric = HistogramMetricFamily(f"vllm:{name}", description, labels=self._labels)
+        metric = HistogramMetricFamily(f"vllm:{name}", description, labels=LABELS)
         cumulative_count, buckets = 0, []
         for bound, count in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
             cumulative_count += count
@@ -228,5 +187,5 @@ def render_metrics(
         cache_config: Configuration of the KV cache, under vLLM's names.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(model_name, stats, request_metrics, num_waiting, cache_config))
-    return generate_latest(registry)
+    registry.register(EngineCollector(model_name, stats, num_waiting, cache_config))
+    return generate_latest(registry) + generate_latest(request_metrics.registry)

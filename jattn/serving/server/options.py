@@ -26,7 +26,7 @@ class ServerOptions:
         max_queue: Maximum number of completions that wait, in addition to those that fit into a step.
             Further requests get status 429.
         max_body_bytes: Maximum size of a request body, in bytes.
-        body_seconds: Time limit for receiving a request's head, and again for its body, in seconds.
+        body_seconds: Time limit for receiving a request's body, in seconds.
         stall_seconds: Time limit for a client to accept each event of a stream, in seconds; then the stream
             is closed.
         drain_seconds: Time that running requests may take to finish at shutdown, in seconds.

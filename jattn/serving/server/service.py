@@ -62,7 +62,7 @@ class Service:
         self.tool_call_format = find_tool_call_format(options.tool_call_parser, template)
         self.reasoning_format = load_reasoning_format(options.reasoning_parser, self.tokenizer)
         self.default_sampling = default_sampling(self.info.default_sampling_params)
-        self.metrics = RequestMetrics()
+        self.metrics = RequestMetrics(self.model_name)
         self.is_ready = False
         self.num_open = 0
 
@@ -182,13 +182,18 @@ class Service:
                 num_generated += len(output.new_token_ids)
                 if first is None:
                     first = time.perf_counter()
-                    self.metrics.record_prompt(len(prompt))
+                    self.metrics.num_prompt_tokens.inc(len(prompt))
                 if output.finish_reason is not None:
-                    self.metrics.record_finish(output.finish_reason)
+                    self.metrics.success[output.finish_reason].inc()
                 yield output
         end = time.perf_counter()
-        self.metrics.record_request(params, len(prompt), num_generated)
-        self.metrics.record_latency(end - start, end - (first or end))
+        self.metrics.prompt_tokens.observe(len(prompt))
+        self.metrics.generation_tokens.observe(num_generated)
+        if params.max_tokens is not None:
+            self.metrics.max_tokens.observe(params.max_tokens)
+        self.metrics.num_completions.observe(params.n)
+        self.metrics.seconds.observe(end - start)
+        self.metrics.decode_seconds.observe(end - (first or end))
 
 
 async def merge_streams[T](streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:

@@ -1,10 +1,10 @@
-"""Time limits and the fast path of event streams."""
+"""Time limits of event streams."""
 
 import asyncio
 
 import pytest
 
-from jattn.serving.server.event_stream import WRITE_EXTENSION, EventStream
+from jattn.serving.server.event_stream import EventStream
 
 SECONDS = 0.1
 
@@ -51,29 +51,3 @@ def test_event_that_exceeds_the_time_limit_ends_the_stream(pauses):
     bodies, seconds = asyncio.run(sent(3, pauses=pauses, sends=60.0))
     assert bodies == [None]
     assert SECONDS <= seconds - pauses < 20 * SECONDS
-
-
-def test_events_use_the_fast_path_while_it_accepts_them():
-    taken, sent = [], []
-
-    async def events():
-        for number in range(4):
-            yield b"%d" % number
-
-    def write(event):
-        if event in (b"1", b"2"):  # The client is slow; `send` waits for it.
-            return False
-        taken.append(event)
-        return True
-
-    async def send(message):
-        if message["type"] == "http.response.body":
-            sent.append((message["body"], message["more_body"]))
-
-    async def receive():
-        await asyncio.sleep(60)
-
-    scope = {"type": "http", "extensions": {WRITE_EXTENSION: write}}
-    asyncio.run(EventStream(events(), send_timeout=SECONDS)(scope, receive, send))
-    assert taken == [b"0", b"3"]
-    assert sent == [(b"1", True), (b"2", True), (b"", False)]
