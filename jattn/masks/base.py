@@ -124,7 +124,7 @@ class Mask(abc.ABC):
         return Or(masks=(*_operands(self, Or), *_operands(other, Or)))
 
     def __invert__(self) -> "Mask":
-        return self.masks[0] if isinstance(self, Not) else Not(masks=(self,))
+        return Not(masks=(self,))
 
     def __bool__(self) -> bool:
         """Raise TypeError: `and` and `or` would silently return one of the two masks."""
@@ -325,20 +325,16 @@ class _Joined(Mask):
     def kernel_mask(self, tiling: KernelTiling) -> KernelMask:
         if self.is_static:
             return Formula.of(self, tiling)
-        operands = tuple(mask.kernel_mask(tiling) for mask in self.masks)
-        return (
-            Inverted(operand=operands[0])
-            if isinstance(self, Not)
-            else Joined(operands=operands, is_union=isinstance(self, Or))
-        )
+        return self.join_kernel_masks(tuple(mask.kernel_mask(tiling) for mask in self.masks))
+
+    def join_kernel_masks(self, operands: tuple[KernelMask, ...]) -> KernelMask:
+        """Return the composition of the kernel masks of `masks`."""
+        raise NotImplementedError
 
     def __post_init__(self) -> None:
         is_valid = isinstance(self.masks, tuple) and all(isinstance(mask, Mask) for mask in self.masks)
-        is_valid = is_valid and (len(self.masks) == 1 if isinstance(self, Not) else len(self.masks) > 0)
-        rule = (
-            "be a tuple of one mask (~a)" if isinstance(self, Not) else "be a tuple of masks (a & b, a | b)"
-        )
-        require(is_valid, f"{type(self).__name__}.masks", rule, repr(self.masks))
+        rule = "be a tuple of masks (a & b, a | b)"
+        require(is_valid and len(self.masks) > 0, f"{type(self).__name__}.masks", rule, repr(self.masks))
 
     @override
     def map_rows(self, function: Callable[[Any], Any]) -> Mask:
@@ -380,6 +376,10 @@ class And(_Joined):
 
     join = staticmethod(operator.and_)
 
+    @override
+    def join_kernel_masks(self, operands: tuple[KernelMask, ...]) -> KernelMask:
+        return Joined(operands=operands, is_union=False)
+
     @property
     @override
     def is_causal(self) -> bool:
@@ -402,6 +402,10 @@ class Or(_Joined):
     """The union of `masks`: pairs that are visible under at least one of them."""
 
     join = staticmethod(operator.or_)
+
+    @override
+    def join_kernel_masks(self, operands: tuple[KernelMask, ...]) -> KernelMask:
+        return Joined(operands=operands, is_union=True)
 
     @property
     @override
@@ -427,6 +431,21 @@ class Or(_Joined):
 @dataclasses.dataclass(frozen=True)
 class Not(_Joined):
     """The complement of the mask in `masks`, including pairs that lie outside its arrays."""
+
+    @override
+    def __post_init__(self) -> None:
+        is_valid = isinstance(self.masks, tuple) and all(isinstance(mask, Mask) for mask in self.masks)
+        rule = "be a tuple of one mask (~a)"
+        require(is_valid and len(self.masks) == 1, "Not.masks", rule, repr(self.masks))
+
+    @override
+    def __invert__(self) -> Mask:
+        return self.masks[0]
+
+    @override
+    def join_kernel_masks(self, operands: tuple[KernelMask, ...]) -> KernelMask:
+        (operand,) = operands
+        return Inverted(operand=operand)
 
     @property
     @override

@@ -184,33 +184,43 @@ class SlashWords(KernelMask):
 
     @override
     def load(self, tile: PairTile, row: Scalar) -> Words:
-        column_line, slash_line = (
-            lines.line_of(row, tile.head) for lines in (self.column_lines, self.slash_lines)
-        )
-        max_start = self.num_slashes + WORD_BITS - 1
-        index: tuple[Any, ...] = ()
-        column: Any = None
-        hidden: Any = None
-        if tile.has_key_rows:
-            first = jnp.clip(tile.first_key, -MAX_ROWS, self.num_columns) + MAX_ROWS
-            column = tile.load_rows(self.columns, (column_line,), first)
-            if self.hidden is not None:
-                hidden = tile.load_rows(self.hidden, (column_line,), first)
+        column_line = self.column_lines.line_of(row, tile.head)
+        slash_line = self.slash_lines.line_of(row, tile.head)
+        load_words = self._load_key_rows if tile.has_key_rows else self._load_query_rows
+        return load_words(tile, column_line, slash_line)
+
+    def _load_query_rows(self, tile: PairTile, column_line: Scalar, slash_line: Scalar) -> Words:
+        """Load the words of a tile whose rows are queries: all rows share the words of the keys."""
         words = []
         for begin in range(0, tile.shape[1], WORD_BITS):
-            if tile.has_key_rows:
-                distance = self.num_slashes - 1 - (tile.first_query + begin - tile.first_key)
-                start = jnp.clip(distance, -MAX_ROWS, max_start)
-            else:
-                key = tile.first_key + begin
-                index = column_line, jnp.clip(key, -WORD_BITS, self.num_columns) + WORD_BITS
-                start = jnp.clip(tile.first_query - key, -MAX_ROWS, max_start)
-                column = self.columns[index]
+            key = tile.first_key + begin
+            index = column_line, jnp.clip(key, -WORD_BITS, self.num_columns) + WORD_BITS
+            start = self._clip_to_slashes(tile.first_query - key)
+            column = self.columns[index]
             word = tile.load_rows(self.slashes, (slash_line,), start + MAX_ROWS)
             if self.hidden is not None:
-                word = word & ~(hidden if tile.has_key_rows else self.hidden[index])
+                word = word & ~self.hidden[index]
             words.append(word | column)
         return tuple(words)
+
+    def _load_key_rows(self, tile: PairTile, column_line: Scalar, slash_line: Scalar) -> Words:
+        """Load the words of a tile whose rows are keys: a row has one word of its key for all queries."""
+        first = jnp.clip(tile.first_key, -MAX_ROWS, self.num_columns) + MAX_ROWS
+        column = tile.load_rows(self.columns, (column_line,), first)
+        hidden = None if self.hidden is None else tile.load_rows(self.hidden, (column_line,), first)
+        words = []
+        for begin in range(0, tile.shape[1], WORD_BITS):
+            distance = tile.first_query + begin - tile.first_key
+            start = self._clip_to_slashes(self.num_slashes - 1 - distance)
+            word = tile.load_rows(self.slashes, (slash_line,), start + MAX_ROWS)
+            if hidden is not None:
+                word = word & ~hidden
+            words.append(word | column)
+        return tuple(words)
+
+    def _clip_to_slashes(self, start: Scalar) -> Scalar:
+        """Clip the index of a tile's first word of distances to the words of a padded line."""
+        return jnp.clip(start, -MAX_ROWS, self.num_slashes + WORD_BITS - 1)
 
     @override
     def visible(self, tile: PairTile, loaded: Words) -> Words:
@@ -272,13 +282,14 @@ class BlockBits(KernelMask):
 
         if self.block_q is None:
             return tile.fill_queries(word(jnp.int32(0)))
-        queries, first, ahead = tile.query_positions, floor_div(tile.first_query, self.block_q), jnp.int32(0)
+        queries, tile_block = tile.query_positions, floor_div(tile.first_query, self.block_q)
+        first_q_block = jnp.int32(0)
         if self.first_q_block is not None:
-            ahead = self.first_q_block[jnp.minimum(row, self.first_q_block.shape[0] - 1)]
-        bits = tile.fill_queries(word(first - ahead))
+            first_q_block = self.first_q_block[jnp.minimum(row, self.first_q_block.shape[0] - 1)]
+        bits = tile.fill_queries(word(tile_block - first_q_block))
         for index in range(1, (tile.num_queries + self.block_q - 2) // self.block_q + 1):
-            is_reached = queries >= (first + index) * self.block_q
-            bits = jnp.where(is_reached, word(first + index - ahead), bits)
+            is_reached = queries >= (tile_block + index) * self.block_q
+            bits = jnp.where(is_reached, word(tile_block + index - first_q_block), bits)
         return bits
 
     @override
