@@ -2,13 +2,11 @@
 
 import dataclasses
 import hashlib
-import numbers
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.typing import DTypeLike
 
 from jattn.batch.bucket import Bucket
@@ -21,7 +19,7 @@ from jattn.serving.engine.processes import ProcessGroup
 from jattn.serving.engine.proposer import NgramProposer
 from jattn.serving.engine.served_model import MEMBERS, ServedModel, attention_layers, resolve_model
 from jattn.serving.engine.step import draft_buckets, invariant_buckets, step_buckets
-from pallas_kernels.checks import require, require_int, require_positive, require_type, unsupported
+from pallas_kernels.checks import require, require_positive, unsupported
 from pallas_kernels.support import why_not_device
 
 HOST_CACHE_BYTES = 2**30  # default cache size if the device does not report its memory
@@ -98,27 +96,16 @@ class EngineConfig:
     check_batches: bool = False
 
     def __post_init__(self) -> None:
-        require_list_of_ints("skip_layers", self.skip_layers)
         resolve_kv_cache_dtype(self.kv_cache_dtype)  # Raises if it is unknown.
-        for name in ("batch_invariant", "enable_prefix_caching", "check_batches"):
-            require_type(name, getattr(self, name), bool, "True or False")
-        require_type(
-            "cascade_attention", self.cascade_attention, (bool, type(None)), "None: where it is faster"
-        )
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if (value := getattr(self, name)) is not None or name == "block_size":
-                require_int(**{name: value})
-                require_positive(**{name: value})
-        for name in ("num_blocks", "cache_bytes", "seed"):
             if (value := getattr(self, name)) is not None:
-                require_int(**{name: value})
+                require_positive(**{name: value})
         if self.num_blocks is not None:
             rule = "be at least 2 (block 0 is the null block)"
             require(self.num_blocks > 1, "num_blocks", rule, self.num_blocks)
             rule = f"be None with num_blocks={self.num_blocks}"
             require(self.cache_bytes is None, "cache_bytes", rule, self.cache_bytes)
         if self.speculative is not None:
-            require_int(num_speculative_tokens=self.num_speculative_tokens)
             require_positive(num_speculative_tokens=self.num_speculative_tokens)
         if self.batch_invariant:
             self._check_batch_invariant()
@@ -539,18 +526,3 @@ def model_options(model: Any, prefix: str = "") -> dict[str, str]:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
-
-
-def require_list_of_ints(name: str, values: Any) -> None:
-    """Check that `values` is a list, tuple or array of ints."""
-    require(is_list(values) and all(map(is_int, values)), name, "be a list of ints", repr(values))
-
-
-def is_list(value: Any) -> bool:
-    """Return whether a value is a list, tuple or array, but not text."""
-    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
-
-
-def is_int(value: Any) -> bool:
-    """Return whether a value is an int, but not a bool."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

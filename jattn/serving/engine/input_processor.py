@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jattn.serving.engine.block_manager import BlockHashes
-from jattn.serving.engine.config import ResolvedConfig, is_int, is_list, require_list_of_ints
+from jattn.serving.engine.config import ResolvedConfig
 from jattn.serving.engine.detokenizer import IncrementalDetokenizer, tokenize
 from jattn.serving.engine.logits_processors import token_masks
 from jattn.serving.engine.outputs import GenerationResult
@@ -52,21 +52,21 @@ def require_single_completions(requests: Sequence[Request], where: str) -> None:
         require(request.params.n == 1, "n", f"be 1 {where}", request.params.n)
 
 
-def per_prompt[T](
-    name: str, values: T | Sequence[T], count: int, *, is_valid_value: Callable[[Any], bool], kind: str
-) -> list[T]:
+def is_list(value: object) -> bool:
+    """Return whether a value is a list, tuple or array, but not text."""
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+
+
+def per_prompt[T](name: str, values: T | Sequence[T], count: int) -> list[T]:
     """Return one value per prompt, given one value for all prompts or a list.
 
     Raises:
-        ValueError: If the value has another type, or the list has another length.
+        ValueError: If the list has another length.
     """
-    if is_valid_value(values):
+    if not is_list(values):
         return [values] * count  # type: ignore[list-item]
-    require(is_list(values), name, f"be {kind}, or a list with one entry per prompt", repr(values))
     values_list: list[T] = list(values)  # type: ignore[arg-type]
     require(len(values_list) == count, name, f"have one entry per prompt ({count})", len(values_list))
-    for i, value in enumerate(values_list):
-        require(is_valid_value(value), f"{name}[{i}]", f"be {kind}", repr(value))
     return values_list
 
 
@@ -168,14 +168,9 @@ class InputProcessor:
         require_leader(self._processes)
         self._weights.refresh()
         require(is_list(prompts), "prompts", "be a list of prompts", repr(prompts))
-        params_list = per_prompt(
-            "sampling_params",
-            sampling_params,
-            len(prompts),
-            is_valid_value=lambda params: isinstance(params, SamplingParams),
-            kind="SamplingParams (for a number of tokens use max_tokens=)",
-        )
-        require_list_of_ints("stop_ids", stop_ids)
+        params_list = per_prompt("sampling_params", sampling_params, len(prompts))
+        for params in params_list:
+            require_type("sampling_params", params, SamplingParams, "for a number of tokens use max_tokens=")
         if len(stop_ids) or ignore_eos:  # replace() validates again, so avoid it.
             params_list = [
                 dataclasses.replace(
@@ -186,7 +181,7 @@ class InputProcessor:
                 for params in params_list
             ]
         if max_tokens is not None:
-            counts = per_prompt("max_tokens", max_tokens, len(prompts), is_valid_value=is_int, kind="an int")
+            counts = per_prompt("max_tokens", max_tokens, len(prompts))
             params_list = [
                 dataclasses.replace(params, max_tokens=int(count))
                 for params, count in zip(params_list, counts, strict=True)

@@ -4,15 +4,14 @@ import copy
 import dataclasses
 import functools
 import json
-import math
-import numbers
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jattn.serving.engine.structured_outputs import StructuredOutputsParams
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require, require_positive
 
 GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS
 NUM_SEEDS = 2**32
@@ -91,90 +90,59 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
-        self._check_kinds()
-        require(self.temperature >= 0, "temperature", "be at least 0", self.temperature)
-        require(self.temperature <= MAX_TEMPERATURE, "temperature", "be at most 1e30", self.temperature)
+        self._normalize()
+        require(0 <= self.temperature <= MAX_TEMPERATURE, "temperature", "be in [0, 1e30]", self.temperature)
         require(self.top_k is None or self.top_k >= -1, "top_k", "be at least 0 (None = off)", self.top_k)
         require(0 < self.top_p <= 1, "top_p", "be in (0, 1] (1 = off)", self.top_p)
         require(0 <= self.min_p <= 1, "min_p", "be in [0, 1] (0 = off)", self.min_p)
         require(self.seed is None or 0 <= self.seed < NUM_SEEDS, "seed", "be in [0, 2**32)", self.seed)
-        require_positive(n=self.n)
-        require(self.n <= MAX_N, "n", f"be at most {MAX_N}", self.n)
+        require(0 < self.n <= MAX_N, "n", f"be in [1, {MAX_N}]", self.n)
         if self.max_tokens is not None:
             require_positive(max_tokens=self.max_tokens)
             rule = f"be in [0, max_tokens ({self.max_tokens})]"
-            require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
+            require(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
         require(self.min_tokens >= 0, "min_tokens", "be at least 0", self.min_tokens)
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, name) <= 2, name, "be in [-2, 2] (0 = off)", getattr(self, name))
-        is_positive = 0 < self.repetition_penalty < math.inf
-        require(is_positive, "repetition_penalty", "be above 0 (1 = off)", self.repetition_penalty)
         is_in_range = 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY
         require(is_in_range, "repetition_penalty", "be in [1e-30, 1e30] (1 = off)", self.repetition_penalty)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"be in [0, {MAX_LOGPROBS}]", value)
-        has_distinct_completions = self.n == 1 or not self.is_greedy
+        for token, value in (self.logit_bias or {}).items():
+            require(-MAX_BIAS <= value <= MAX_BIAS, f"logit_bias[{token}]", "be in [-100, 100]", value)
+        require(all(self.stop or ()), "stop", "hold no empty string", self.stop)
+        require(self.allowed_token_ids != (), "allowed_token_ids", "hold at least one token id", ())
         require(
-            has_distinct_completions,
+            self.n == 1 or not self.is_greedy,
             "n",
             "be 1 with temperature 0, where all completions are the same",
             self.n,
         )
-
-    def _check_kinds(self) -> None:
-        """Check the types, and convert sequences to tuples."""
-        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        for name in ("temperature", "top_p", "min_p", *penalties):
-            require(_is_number(getattr(self, name)), name, "be a number", repr(getattr(self, name)))
-        optional = ("max_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-        specified = {name: getattr(self, name) for name in optional if getattr(self, name) is not None}
-        counts = {"min_tokens": self.min_tokens, "n": self.n, **specified}
-        require_int(**counts)
-        for name, value in counts.items():  # numpy ints could overflow
-            object.__setattr__(self, name, int(value))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            require(isinstance(getattr(self, name), bool), name, "be a bool", repr(getattr(self, name)))
-        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        are_texts = isinstance(stop, Sequence) and all([isinstance(text, str) for text in stop])
-        require(are_texts, "stop", "be a string or a list of strings", repr(self.stop))
-        require(all(stop), "stop", "hold no empty string", repr(self.stop))
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        are_ids = isinstance(ids, Sequence) and not isinstance(ids, str) and all(map(_is_int, ids))
-        require(are_ids, "stop_token_ids", "be a list of ints", repr(ids))
-        bias = self.logit_bias
-        has_token_ids = bias is None or (isinstance(bias, Mapping) and all(map(_is_int, bias)))
-        require(has_token_ids, "logit_bias", "map token ids to numbers", repr(bias))
-        for token, value in (bias or {}).items():
-            is_valid = _is_number(value) and -MAX_BIAS <= value <= MAX_BIAS
-            require(is_valid, f"logit_bias[{token}]", "be in [-100, 100]", repr(value))
-        if bias is not None:  # A copy, since the caller may modify the mapping.
-            object.__setattr__(self, "logit_bias", {int(token): value for token, value in bias.items()})
-        structured = self.structured_outputs
-        if structured is not None and not isinstance(structured, StructuredOutputsParams):
-            require(False, "structured_outputs", "be StructuredOutputsParams", repr(structured))
-        self._check_filters()
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
-
-    def _check_filters(self) -> None:
-        """Check bad_words and allowed_token_ids."""
-        words, ids = () if self.bad_words is None else self.bad_words, self.allowed_token_ids
-        # A generator is not a Collection; the words are read twice.
-        is_collection = isinstance(words, Collection) and not isinstance(words, str)
-        are_texts = is_collection and all([isinstance(word, str) and word.strip() for word in words])
-        require(are_texts, "bad_words", "be a list of words", repr(words))
-        object.__setattr__(self, "bad_words", tuple(words))
-        if ids is not None:
-            are_ids = isinstance(ids, Sequence) and not isinstance(ids, str) and all(map(_is_int, ids))
-            require(are_ids and len(ids) > 0, "allowed_token_ids", "be a list of ints", repr(ids))
-            object.__setattr__(self, "allowed_token_ids", tuple(map(int, ids)))
         if self.structured_outputs is not None:
-            for name, value in (("bad_words", words), ("allowed_token_ids", ids)):
-                if value:
+            for name in ("bad_words", "allowed_token_ids"):
+                if getattr(self, name):
                     raise ValueError(f"{name} cannot be combined with structured_outputs. Omit one of them.")
+
+    def _normalize(self) -> None:
+        """Convert numpy ints to Python's, which do not overflow, and copy sequences and mappings."""
+
+        def assign(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("max_tokens", "min_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                assign(name, operator.index(value))
+        if self.seed == -1:
+            assign("seed", None)
+        for name in ("stop", "bad_words"):
+            texts = getattr(self, name)
+            assign(name, (texts,) if isinstance(texts, str) else tuple(texts or ()))
+        assign("stop_token_ids", tuple(map(operator.index, self.stop_token_ids or ())))
+        if self.allowed_token_ids is not None:
+            assign("allowed_token_ids", tuple(map(operator.index, self.allowed_token_ids)))
+        if self.logit_bias is not None:
+            assign("logit_bias", {operator.index(token): value for token, value in self.logit_bias.items()})
 
     @property
     def is_greedy(self) -> bool:
@@ -219,14 +187,6 @@ class SamplingParams:
         return changed
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (float, int) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-
-
-def _is_int(value: Any) -> bool:  # The type check is ten times faster.
-    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
-
-
 def default_sampling_params_of(model: Any) -> SamplingParams:
     """Return the sampling parameters of a model's generation_config.json; greedy without do_sample.
 
@@ -239,15 +199,14 @@ def default_sampling_params_of(model: Any) -> SamplingParams:
     Source: vLLM `ModelConfig.get_diff_sampling_param`, which ignores do_sample.
     """
     config: dict[str, Any] = json.loads(getattr(model, "generation_config", "{}"))
-    do_sample, file = config.get("do_sample") or False, "generation_config.json"
-    require(isinstance(do_sample, bool), f"{file}: do_sample", "be true or false", do_sample)
+    do_sample = config.get("do_sample") or False
     names = ("temperature", "top_p", "top_k", "min_p") if do_sample else ()
     names = (*names, "repetition_penalty")
     values = {name: config[name] for name in names if config.get(name) is not None}
     try:
         return SamplingParams(**({"temperature": 1.0} if do_sample else {}) | values)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"generation_config.json: {error}") from error
 
 
 def describe_params(params: SamplingParams) -> str:

@@ -73,15 +73,11 @@ class StructuredOutputsParams:
             "set exactly one of json, regex, choice, grammar and json_object",
             sorted(specified),
         )
-        for name, kinds in (("json", str | Mapping), ("regex", str), ("grammar", str)):
-            value, rule = getattr(self, name), "be a string or a mapping" if name == "json" else "be a string"
-            require(value is None or isinstance(value, kinds), name, rule, repr(value))
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", json.dumps(self.json))
         if self.choice is not None:
-            are_many = isinstance(self.choice, Collection) and not isinstance(self.choice, str)
-            are_texts = are_many and all(isinstance(text, str) for text in self.choice)
-            require(are_texts and len(self.choice) > 0, "choice", "be a list of strings", repr(self.choice))
+            is_list = not isinstance(self.choice, str) and len(self.choice) > 0
+            require(is_list, "choice", "be a list of strings", repr(self.choice))
             object.__setattr__(self, "choice", tuple(self.choice))
 
     def as_llguidance(self, matcher: Any) -> str:

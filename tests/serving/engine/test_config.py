@@ -139,12 +139,9 @@ class TestEngineConfig:
         ("options", "message"),
         [
             ({"block_size": 0}, "block_size must be positive, got 0"),
-            ({"max_num_seqs": 1.5}, "max_num_seqs must be an int"),
             ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be positive"),
             ({"num_blocks": 1}, "num_blocks must be at least 2"),
             ({"num_blocks": 9, "cache_bytes": 1}, "cache_bytes must be None with num_blocks=9"),
-            ({"skip_layers": 1}, "skip_layers must be a list of ints"),
-            ({"check_batches": 1}, "check_batches must be"),
             (
                 {"speculative": "ngram", "num_speculative_tokens": 0},
                 "num_speculative_tokens must be positive",

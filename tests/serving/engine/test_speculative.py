@@ -408,7 +408,6 @@ class TestRefusals:
         [
             ({"speculative": 3}, r"speculative must be None, \"ngram\", an NgramProposer, .*, got 3\."),
             ({"num_speculative_tokens": 0}, r"num_speculative_tokens must be positive, got 0\."),
-            ({"num_speculative_tokens": 2.0}, r"num_speculative_tokens must be an int, got 2\.0\."),
             (
                 {"num_speculative_tokens": 64},
                 r"num_speculative_tokens must be less than max_num_batched_tokens \(64\), got 64\.",

@@ -117,21 +117,9 @@ class TestEngine:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("params", "message"),
-        [
-            ({"allowed_token_ids": []}, r"allowed_token_ids must be a list of ints, got \[\]"),
-            ({"allowed_token_ids": ["a"]}, r"allowed_token_ids must be a list of ints, got \['a'\]"),
-            ({"bad_words": "ab"}, "bad_words must be a list of words, got 'ab'"),
-            ({"bad_words": 5}, "bad_words must be a list of words, got 5"),
-            ({"bad_words": (word for word in ["a"])}, "bad_words must be a list of words, got <generator"),
-            ({"bad_words": [" "]}, r"bad_words must be a list of words, got \[' '\]"),
-            ({"skip_special_tokens": 1}, "skip_special_tokens must be a bool, got 1"),
-        ],
-    )
-    def test_invalid_values_are_reported(self, types_unchecked, params, message):
-        with pytest.raises(ValueError, match=message):
-            SamplingParams(**params)
+    def test_allowed_token_ids_must_not_be_empty(self):
+        with pytest.raises(ValueError, match=r"allowed_token_ids must hold at least one token id, got \(\)"):
+            SamplingParams(allowed_token_ids=[])
 
     @pytest.mark.parametrize(("name", "value"), [("allowed_token_ids", (1,)), ("bad_words", ("a",))])
     def test_structured_outputs_conflict_with_filters(self, name, value):
