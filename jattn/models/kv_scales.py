@@ -11,7 +11,7 @@ import numpy as np
 
 from jattn.cache import CacheSpec
 from jattn.models.loading.checkpoint import float_dtype
-from jattn.models.loading.files import as_path, optional_module, require_exists
+from jattn.models.loading.files import optional_module, require_exists
 from jattn.models.loading.safetensors_files import read_header
 from jattn.models.specs import require_one_per_layer
 from pallas_kernels.checks import require
@@ -85,18 +85,17 @@ class KVScales:
 
         Raises:
             FileNotFoundError: If the file does not exist.
-            ValueError: If the file is invalid, or path is not a path.
+            ValueError: If the file is invalid.
         """
-        return cls.read(read_header(require_exists(as_path("path", path))), num_layers)
+        return cls.read(read_header(require_exists(pathlib.Path(path))), num_layers)
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write a safetensors file. `load` finds it as `kv_scales.safetensors` in a checkpoint's folder.
 
         Raises:
             ImportError: If safetensors is not installed.
-            ValueError: If path is not a path.
         """
-        optional_module("safetensors.numpy").save_file(self.tensors(), as_path("path", path))
+        optional_module("safetensors.numpy").save_file(self.tensors(), pathlib.Path(path))
 
     def tensors(self) -> dict[str, np.ndarray]:
         """Return the scales by the tensor names that checkpoints use."""

@@ -3,11 +3,10 @@
 import importlib
 import json
 import logging
-import os
 import pathlib
 from typing import Any
 
-from pallas_kernels.checks import require, require_type
+from pallas_kernels.checks import require
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -48,16 +47,6 @@ def require_exists(path: pathlib.Path, reason: str = "") -> pathlib.Path:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist{reason}.")
     return path
-
-
-def as_path(name: str, value: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the path of a file or folder.
-
-    Raises:
-        ValueError: If `value` is not a path. The message calls it `name`.
-    """
-    require_type(name, value, (str, os.PathLike), "a path")
-    return pathlib.Path(value)
 
 
 def optional_module(name: str) -> Any:

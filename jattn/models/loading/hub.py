@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from jattn.models.loading.files import as_path, optional_module
+from jattn.models.loading.files import optional_module
 
 _FILES, _WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
 _OTHER_FORMATS = ("*/*.safetensors", "consolidated*")  # the same weights in other formats
@@ -25,9 +25,8 @@ def resolve_checkpoint(
     Raises:
         FileNotFoundError: If it is neither a folder nor a model on the Hub that can be downloaded.
         ImportError: If huggingface_hub is not installed.
-        ValueError: If the name is not a path.
     """
-    path = as_path("model", name)
+    path = pathlib.Path(name)
     if path.exists():
         return path
     if path.is_absolute() or len(path.parts) != 2 or ".." in path.parts:

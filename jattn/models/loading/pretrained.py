@@ -30,7 +30,6 @@ from jattn.models.loading.checkpoint import (
     rename_to_family_names,
 )
 from jattn.models.loading.files import (
-    as_path,
     optional_module,
     read_json,
     read_json_if_exists,
@@ -195,14 +194,13 @@ def load(
     Raises:
         FileNotFoundError: If a file is missing, or the Hub has no such model. The message names it.
         ValueError: If a tensor is missing, unexpected or misshapen, or a file is invalid; the message names
-            it. Or if directory is not a path, dtype is not a float dtype, or the model cannot be sharded
-            evenly.
+            it. Or if dtype is not a float dtype, or the model cannot be sharded evenly.
         NotImplementedError: If config.json or the mesh requires something that is not supported, or JAX has
             no CPU backend to assemble a mesh's parameters.
         ImportError: If a package of the extra `models` is not installed.
     """
     check_host(mesh)
-    name, directory = as_path("directory", directory).name, _resolve(directory, revision, load_format)
+    name, directory = pathlib.Path(directory).name, _resolve(directory, revision, load_format)
     tokenizer = read_tokenizer(directory)
     config = _config_on_mesh(_read_config(directory, tokenizer), mesh, cp_kv_cache_interleave_size)
     tensors = {} if load_format == "dummy" else _open_float_tensors(directory, config)
@@ -286,14 +284,14 @@ def save(model: Decoder, directory: str | pathlib.Path) -> None:
 
     Raises:
         ImportError: If safetensors is not installed.
-        ValueError: If model is not a Decoder, or directory is not a path.
+        ValueError: If model is not a Decoder.
         NotImplementedError: If the model is sharded over several processes.
     """
     require_type("model", model, Decoder, "save(model, directory)")
     if model.mesh is not None and model.mesh.is_multi_process:
         feature, reason = "save of a model over several processes", "each process has only its own shards"
         raise unsupported(feature, reason, "Load the model in one process and save it there")
-    directory = as_path("directory", directory)
+    directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {} if model.kv_scales is None else model.kv_scales.tensors()
     for path, value in nnx.to_flat_state(nnx.state(model, (nnx.Param, Constant))):
@@ -319,10 +317,10 @@ def read_config(directory: str | pathlib.Path) -> DecoderConfig:
 
     Raises:
         FileNotFoundError: If the folder or its config.json does not exist.
-        ValueError: If a file is invalid (the message names it), or directory is not a path.
+        ValueError: If a file is invalid (the message names it).
         NotImplementedError: If the model is not supported; see `DecoderConfig.from_hf`.
     """
-    directory = as_path("directory", directory)
+    directory = pathlib.Path(directory)
     return _read_config(directory, read_tokenizer(directory))
 
 

@@ -53,27 +53,9 @@ KERNEL_STEP_SIZES = StepSizes(256, 8192)  # vLLM's defaults for an H100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The keyword arguments of `Engine`, validated. `resolve` derives those that are None from the model.
+    """The keyword arguments of `Engine`, which describes them, validated.
 
-    Attributes:
-        num_blocks: Number of blocks in each layer's KV cache, including the null block.
-        cache_bytes: KV-cache memory per device, in bytes; an alternative to num_blocks.
-        block_size: Number of tokens per cache block and context-parallel rank.
-        max_num_seqs: Maximum number of requests per step.
-        max_num_batched_tokens: Maximum number of new tokens per step.
-        max_model_len: Maximum context length in tokens.
-        enable_prefix_caching: Whether requests reuse cached prefixes.
-        kv_cache_dtype: "auto" (the model's dtype), a float dtype, or a quantization of `CacheSpec`.
-        skip_layers: Indices of layers whose KV cache is not quantized.
-        speculative: Draft method: None, "ngram", an NgramProposer, a draft model, or the path of one.
-        num_speculative_tokens: Number of draft tokens per request and step.
-        cascade_attention: Whether decode steps read a shared prefix once. None: where it is faster.
-        batch_invariant: Whether results are bitwise independent of the batch and of the cache.
-        buckets: Step sizes to compile.
-        implementation: Attention implementation; see `attend`. None: as configured in the model's layers.
-        seed: Random seed of requests without a seed of their own. None: another seed in each process.
-        cache_dir: Folder of compiled executables. None: JAX's own configuration.
-        check_batches: Whether each step's metadata is validated with `jattn.check_batch`.
+    `resolve` derives those that are None from the model.
     """
 
     num_blocks: int | None = None
@@ -236,23 +218,18 @@ def resolve(config: EngineConfig, model: ServedModel, processes: ProcessGroup | 
     cascade_attention = config.cascade_attention
     if config.batch_invariant or (cascade_attention is None and jax.default_backend() != "gpu"):
         cascade_attention = False
+    derived = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "speculative": draft,
+        "cascade_attention": cascade_attention,
+        "buckets": buckets,
+    }
     return ResolvedConfig(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        kv_cache_dtype=config.kv_cache_dtype,
-        skip_layers=config.skip_layers,
-        speculative=draft,
-        num_speculative_tokens=config.num_speculative_tokens,
-        cascade_attention=cascade_attention,
-        batch_invariant=config.batch_invariant,
-        buckets=buckets,
-        implementation=config.implementation,
-        seed=config.seed,
-        check_batches=config.check_batches,
+        **vars(config) | derived,
         max_blocks=max_blocks,
         window_layers=window_layers,
         num_window_blocks=min(num_blocks, max_window_blocks),

@@ -31,8 +31,7 @@ class OutputChannel(Protocol):
         """
 
 
-@runtime_checkable
-class OutputListener(Protocol):
+class OutputListener:
     """A receiver of one request's outputs. The engine's thread owns the attributes.
 
     Attributes:
@@ -41,9 +40,11 @@ class OutputListener(Protocol):
         unfinished: Indices of the completions that are unfinished.
     """
 
-    mailbox: Any
-    request_id: int | str | None
-    unfinished: set[int]
+    def __init__(self, mailbox: OutputChannel | None, num_completions: int) -> None:
+        """Create the receiver of a request that has not been added."""
+        self.mailbox: Any = mailbox
+        self.request_id: int | str | None = None
+        self.unfinished = set(range(num_completions))
 
 
 class EngineThread:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jattn.serving.engine.engine import Engine
 from jattn.serving.engine.engine_client import EngineInfo
-from jattn.serving.engine.engine_thread import EngineThread, OutputItem
+from jattn.serving.engine.engine_thread import EngineThread, OutputItem, OutputListener
 from jattn.serving.engine.input_processor import Prompt
 from jattn.serving.engine.outputs import RequestError, RequestOutput, describe_error
 from jattn.serving.engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -74,22 +74,17 @@ def freeze_gc_heap() -> None:
     gc.freeze()
 
 
-class RemoteReader:
-    """A request whose reader is in the HTTP process.
+class RemoteReader(OutputListener):
+    """A request whose reader is in the HTTP process; the `EngineHost` is its mailbox.
 
     Attributes:
-        mailbox: Host that sends the request's outputs.
         number: Number of the request in both processes.
-        request_id: The same number once the engine has added the request; None before.
-        unfinished: Indices of the completions that are not finished.
         is_dropped: Whether the reader needs no further outputs.
     """
 
-    def __init__(self, mailbox: "EngineHost", number: int, num_completions: int) -> None:
-        self.mailbox, self.number = mailbox, number
-        self.request_id: int | str | None = None
-        self.unfinished = set(range(num_completions))
-        self.is_dropped = False
+    def __init__(self, host: "EngineHost", number: int, num_completions: int) -> None:
+        super().__init__(host, num_completions)
+        self.number, self.is_dropped = number, False
 
 
 class EngineHost:

@@ -5,7 +5,6 @@ import pathlib
 
 from jattn.serving.server.reasoning import check_reasoning_parser
 from jattn.serving.server.tool_call_formats import find_tool_call_format
-from pallas_kernels.checks import require_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,6 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.served_model_names:
             raise ValueError("served_model_names must contain at least one name.")
-        if not all(self.served_model_names):
-            raise ValueError("served_model_names must not contain an empty name.")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port must be in [0, 65535], got {self.port}.")
         if not all(self.api_keys):
@@ -62,8 +59,3 @@ class ServerOptions:
             raise ValueError(
                 f"chat_template {self.chat_template} is not a file. Pass the path of a Jinja file."
             )
-        require_positive(max_body_bytes=self.max_body_bytes)
-        require_positive(body_seconds=self.body_seconds, stall_seconds=self.stall_seconds)
-        for name in ("max_queue", "drain_seconds"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")

@@ -246,9 +246,6 @@ class TestOptions:
         [
             (["--port=99999"], r"port must be in \[0, 65535\], got 99999"),
             (["--api-key="], r"api_keys must not contain an empty key"),
-            (["--served-model-name="], r"served_model_names must not contain an empty name"),
-            (["--max-queue=-1"], "max_queue must be at least 0, got -1"),
-            (["--drain-seconds=-1"], "drain_seconds must be at least 0, got -1"),
             (["--chat-template=no/such.jinja"], "chat_template no/such.jinja is not a file"),
         ],
     )

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jattn.serving import AsyncEngine, RequestError, SamplingParams
-from jattn.serving.engine.engine_thread import EngineThread
+from jattn.serving.engine.engine_thread import EngineThread, OutputListener
 from tests.serving.engine.faults import device_fails, reading_fails
 from tests.serving.engine.test_engine_requests import MODEL, engine_of
 
@@ -208,14 +208,9 @@ class Mailbox:
         self.steps.append([reader for reader, _ in pieces])
 
 
-class OutputListener:
-    def __init__(self, mailbox):
-        self.mailbox, self.request_id, self.unfinished = mailbox, None, {0}
-
-
 def test_first_tokens_are_delivered_before_later_ones(engine):
     thread, mailbox = EngineThread(engine), Mailbox()
-    early, late = [OutputListener(mailbox) for _ in range(3)], OutputListener(mailbox)
+    early, late = [OutputListener(mailbox, 1) for _ in range(3)], OutputListener(mailbox, 1)
     for reader in early:
         thread.add(reader, "early", LONG, None)
     while len(mailbox.steps) < 4:
