@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jattn.implementations.mosaic_gpu import tile_lists
 from pallas_kernels.paged_decode import combine
 from pallas_kernels.paged_decode.span import Span
+from pallas_kernels.shared.memory import TokenRows
 from pallas_kernels.shared.paged_kv import COLUMNS_AT_ONCE, BlockTableRef
 from pallas_kernels.shared.score import Score
 from pallas_kernels.varlen_backward import dkdv_scores as backward_scores
+from pallas_kernels.varlen_backward import entry as backward_entry
 from pallas_kernels.varlen_backward import schedule as backward_schedule
 from pallas_kernels.varlen_backward import tile_lists as key_tile_lists
 from pallas_kernels.varlen_backward import tile_scheduler as backward_scheduler
@@ -160,6 +163,17 @@ def first_head_for_all(patch: pytest.MonkeyPatch) -> None:
         return [first, *(tile._replace(head=first.head) for tile in remaining)]
 
     patch.setattr(tile_scheduler, "packed_heads", mutated)
+
+
+def shifted_tail(entry: ModuleType) -> Callable[[pytest.MonkeyPatch], None]:
+    """Shift the copy of an array's last rows, which is read in place of an incomplete group of 8 rows."""
+    original = entry.split_tail
+
+    def mutated(x, num_rows):
+        rows, tail = original(x, num_rows)
+        return TokenRows(rows, None if tail is None else jnp.roll(tail, 8, axis=0))
+
+    return lambda patch: patch.setattr(entry, "split_tail", mutated)
 
 
 def scale_of_keys_for_both(patch: pytest.MonkeyPatch) -> None:
@@ -328,6 +342,9 @@ MUTATIONS = {
     "prefill-table": Mutation(
         "a request reads the blocks of the next request", prefill, blocks_of_the_next_request
     ),
+    "prefill-tail": Mutation(
+        "the copy of the last rows is one group of 8 rows off", prefill, shifted_tail(prefill_entry)
+    ),
     "prefill-kv-head": Mutation("query heads read the keys of another KV head", prefill, wider_groups),
     "split-begin": Mutation(
         "all splits but the first start one tile too late",
@@ -406,6 +423,9 @@ MUTATIONS = {
     "backward-window": Mutation("the window is one key too wide", backward_window, query_range(high=1)),
     "backward-narrow-window": Mutation(
         "the window is one key too narrow", backward_window, query_range(high=-1)
+    ),
+    "backward-tail": Mutation(
+        "the copies of the last rows are one group of 8 rows off", backward, shifted_tail(backward_entry)
     ),
     "dq-last-tile": Mutation(
         "the last KV tile of a work tile is not read",
