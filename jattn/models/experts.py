@@ -14,7 +14,7 @@ from jattn.models.activations import ClampedSwiGLU, GatedActivation
 from jattn.models.expert_matmuls import ExpertStatics, ExpertWeights, run_experts
 from jattn.models.layers import matmul_precision
 from jattn.models.routing import Routing, TopKExperts
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require
 
 
 class ExpertLinear(nnx.Module):
@@ -81,14 +81,11 @@ class Experts(nnx.Module):
                 include "mosaic_gpu".
 
         Raises:
-            ValueError: If a size is invalid, or gates_shared_expert is set without a shared expert.
+            ValueError: If a token has more experts than there are.
             NotImplementedError: If the activation is not supported.
         """
-        _check_sizes(hidden_size, intermediate_size, num_experts, experts_per_token)
-        has_required_expert = shared_expert is not None or not gates_shared_expert
-        require(
-            has_required_expert, "shared_expert", "be given where gates_shared_expert is True", shared_expert
-        )
+        rule = f"lie in [1, {num_experts}], the number of experts"
+        require(1 <= experts_per_token <= num_experts, "experts_per_token", rule, experts_per_token)
         self.experts_per_token, self.routing = experts_per_token, routing
         self.activation = GatedActivation(activation) if isinstance(activation, str) else activation
         self.precision = matmul_precision(dtype)
@@ -138,11 +135,3 @@ class Experts(nnx.Module):
             down=down.weight[...],
             down_bias=None if down.bias is None else down.bias[...],
         )
-
-
-def _check_sizes(hidden_size: int, intermediate_size: int, num_experts: int, experts_per_token: int) -> None:
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
-    require_int(**sizes, experts_per_token=experts_per_token)
-    require_positive(**sizes)
-    rule = f"lie in [1, {num_experts}], the number of experts"
-    require(1 <= experts_per_token <= num_experts, "experts_per_token", rule, experts_per_token)

@@ -32,8 +32,7 @@ class Rope:
         rope_theta: Base of the wavelengths.
         rope_type: "default"; "linear": all frequencies are divided by `factor`; "llama3" and "yarn": the low
             ones are; "dynamic": frequencies shrink with the request's length; "longrope": each is divided by
-            a separate factor; "proportional": frequencies of the full head, of which only the first are
-            used.
+            a separate factor.
         partial_rotary_factor: Fraction of a head that is rotated, its first elements.
         interleaved: Whether adjacent elements form a pair (GPT-J style), instead of elements of the head's
             two halves (GPT-NeoX style). Interleaved pairs are rotated in f32, as in Llama 4.
@@ -114,9 +113,7 @@ class Rope:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of rotated elements of a head; "proportional" rotates some of them by 0."""
-        if self.rope_type == "proportional":
-            return self.head_dim
+        """Number of rotated elements of a head."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -143,7 +140,7 @@ class Rope:
         """
         if self.rope_type == "yarn":
             return round(self.original_max_position_embeddings * self.factor)
-        return int(max_context * self.factor) if self.rope_type in ("linear", "proportional") else None
+        return int(max_context * self.factor) if self.rope_type == "linear" else None
 
     def inv_freq(self, *, is_long: bool = False) -> Float32[np.ndarray, " half"]:
         """Return the angle per token of each pair, in radians.
@@ -153,10 +150,8 @@ class Rope:
         """
         freq = _default_inv_freq(self.rope_theta, self.rotary_dim)
         context = self.original_max_position_embeddings
-        if self.rope_type in ("linear", "proportional"):
+        if self.rope_type == "linear":
             freq = freq / self.factor
-        if self.rope_type == "proportional":
-            freq = np.where(np.arange(len(freq)) < int(self.partial_rotary_factor * len(freq)), freq, 0)
         if self.rope_type == "llama3":
             bounds = (self.low_freq_factor, self.high_freq_factor)
             freq = _llama3_inv_freq(freq, self.factor, bounds, context)

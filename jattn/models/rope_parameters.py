@@ -24,7 +24,6 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": _YARN,
     "longrope": _LONGROPE,
     "llama3": _LLAMA3,
-    "proportional": ("factor",),
 }
 _ALIASES = {"su": "longrope"}
 _NUMBERS = (

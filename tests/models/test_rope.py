@@ -86,10 +86,6 @@ CASES = {
         {"type": "su", "partial_rotary_factor": 0.75, **FACTORS, "short_mscale": 1.1, "long_mscale": 1.3},
         lambda n: (longrope(n), 1.3 if n > ORIGINAL else 1.1),
     ),
-    "proportional": (
-        {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
-        lambda n: (np.where(np.arange(8) < 2, plain() / 2, 0), 1),
-    ),
 }
 
 

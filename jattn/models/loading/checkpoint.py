@@ -35,25 +35,15 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: If two files hold the same tensor and no index says which one to use, or a file is not a
-            safetensors file.
+        ValueError: If a file is not a safetensors file.
     """
     paths, weight_map = find_tensor_files(directory)
-    tensors: dict[str, StoredTensor] = {}
-    files: dict[str, pathlib.Path] = {}
-    for path in paths:
-        for name, tensor in read_header(path).items():
-            indexed_path = directory / weight_map.get(name, "")
-            if name in tensors and files[name] == indexed_path:
-                continue
-            is_unique = name not in tensors or path == indexed_path
-            if not is_unique:
-                raise ValueError(
-                    f"Tensor {name} is in two files, {files[name].name} and {path.name}. Remove one of the "
-                    "files."
-                )
-            tensors[name], files[name] = tensor, path
-    return tensors
+    return {
+        name: tensor
+        for path in paths
+        for name, tensor in read_header(path).items()
+        if directory / weight_map.get(name, path.name) == path
+    }
 
 
 def check_tensors(

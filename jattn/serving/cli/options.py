@@ -130,7 +130,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch-invariant",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="make each output bitwise independent of the other requests in the batch; slower",
     )
     _add_parallel_options(parser)
@@ -174,7 +175,8 @@ def _add_parallel_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--disable-custom-all-reduce",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="always use NCCL for all-reduce, also in steps of few tokens",
     )
 

@@ -20,7 +20,7 @@ from jattn.serving.cli.options import (
     make_engine,
     option_name,
 )
-from jattn.serving.cli.parser import VLLM_DEFAULTS, OneLineParser
+from jattn.serving.cli.parser import OneLineParser
 
 # Fields of ServerOptions that have an option of the same name.
 SERVER_OPTIONS = ("host", "port", "max_queue", "drain_seconds", "tool_call_parser", "reasoning_parser")
@@ -157,7 +157,7 @@ def expand_config(argv: Sequence[str]) -> list[str]:
     Options that the command line sets, lists included, replace those of the file.
 
     Raises:
-        ValueError: If the file is not YAML, or holds anything but options of `jattn serve`.
+        ValueError: If the file is not a YAML mapping.
         FileNotFoundError: If the file does not exist.
         ImportError: If PyYAML is not installed.
     """
@@ -173,24 +173,10 @@ def expand_config(argv: Sequence[str]) -> list[str]:
         raise ValueError(f"{parsed.config} must map option names to values, got {values!r}.")
     serve_parser: argparse.ArgumentParser = OneLineParser(prog="jattn serve")
     add_options(serve_parser)
-    defaults = vars(serve_parser.parse_args([]))
-    # A switch that is off by default has no --no- form, so `name: false` adds no argument.
-    options = {
-        name: value
-        for name, value in values.items()
-        if not (value is False and defaults.get(str(name).replace("-", "_")) is False)
-    }
-    words = [word for name, value in options.items() for word in _to_arguments(str(name), value)]
-    _, unknown = serve_parser.parse_known_args(words)
-    unknown = [word for word in unknown if word not in VLLM_DEFAULTS]
-    unknown += [word for word in words if word.startswith("--config=")]
-    if unknown:
-        raise ValueError(
-            f"{parsed.config} has entries that are not options of jattn serve: {unknown}. Remove them."
-        )
     on_command_line = {word.partition("=")[0] for word in argv}
     if serve_parser.parse_known_args(argv[1:])[0].model is not None:
         on_command_line.add("--model")
+    words = [word for name, value in values.items() for word in _to_arguments(str(name), value)]
     from_file = [word for word in words if word.partition("=")[0] not in on_command_line]
     return [argv[0], *from_file, *argv[1:]]
 
@@ -200,13 +186,8 @@ def _read_yaml(file: pathlib.Path) -> Any:
     yaml = importlib.import_module("yaml")
     try:
         return yaml.safe_load(file.read_text())
-    except UnicodeDecodeError as error:
-        message = str(error)
-    except yaml.MarkedYAMLError as error:
-        message = f"{error.problem}, in line {error.problem_mark.line + 1}"
-    except yaml.YAMLError as error:
-        message = " ".join(str(error).split())
-    raise ValueError(f"{file} is not valid YAML: {message}.")
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def _to_arguments(name: str, value: Any) -> list[str]:

@@ -11,7 +11,7 @@ from jattn.serving.engine.sampler import SamplingMetadata
 from jattn.serving.engine.scheduled_step import Step
 from jattn.serving.engine.sequence import SequenceState
 from jattn.serving.engine.step import WarmupRuns
-from pallas_kernels.checks import require, require_int, require_positive
+from pallas_kernels.checks import require
 
 
 class Proposer:
@@ -95,13 +95,10 @@ class NgramProposer(Proposer):
             prompt_lookup_max: Maximum length of an n-gram.
 
         Raises:
-            ValueError: If a length is not a positive int, or the minimum exceeds the maximum.
+            ValueError: If the minimum is not positive or exceeds the maximum.
         """
-        sizes = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
-        require_int(**sizes)
-        require_positive(**sizes)
-        rule = f"be at most prompt_lookup_max ({prompt_lookup_max})"
-        require(prompt_lookup_min <= prompt_lookup_max, "prompt_lookup_min", rule, prompt_lookup_min)
+        rule = f"be in [1, prompt_lookup_max ({prompt_lookup_max})]"
+        require(0 < prompt_lookup_min <= prompt_lookup_max, "prompt_lookup_min", rule, prompt_lookup_min)
         self.prompt_lookup_min, self.prompt_lookup_max = prompt_lookup_min, prompt_lookup_max
 
     def propose(self, token_ids: Int[np.ndarray, " tokens"], num_tokens: int) -> list[int]:

@@ -55,6 +55,7 @@ class Server(uvicorn.Server):
             build_app(self.service, self._lifespan),
             host=options.host,
             port=options.port,
+            http="h11",  # httptools does not limit the size of headers
             log_level=log_level,
             lifespan="on",
             server_header=False,

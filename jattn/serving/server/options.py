@@ -25,7 +25,6 @@ class ServerOptions:
         max_queue: Maximum number of completions that wait, in addition to those that fit into a step.
             Further requests get status 429.
         max_body_bytes: Maximum size of a request body, in bytes.
-        body_seconds: Time limit for receiving a request's body, in seconds.
         stall_seconds: Time limit for a client to accept each event of a stream, in seconds; then the stream
             is closed.
         drain_seconds: Time that running requests may take to finish at shutdown, in seconds.
@@ -42,7 +41,6 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     max_queue: int = 1024
     max_body_bytes: int = 8 * 2**20
-    body_seconds: float = 60.0
     stall_seconds: float = 60.0
     drain_seconds: int = 30
 

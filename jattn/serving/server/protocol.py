@@ -1,6 +1,5 @@
 """Request bodies: the OpenAI API's, with vLLM's extra parameters."""
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -239,16 +238,11 @@ async def read_body(request: Request, body_type: Any) -> Any:
         body_type: A Body class, or a union of them.
 
     Raises:
-        ApiError: If the body is too large (413) or is not received in time (408).
+        ApiError: If the body is too large (413).
         pydantic.ValidationError: If the body is invalid.
     """
     options: ServerOptions = request.app.state.service.options
-    try:
-        async with asyncio.timeout(options.body_seconds):
-            body = await _read_bytes(request, options.max_body_bytes)
-    except TimeoutError:
-        message = f"The request body was not received within {options.body_seconds:g} seconds."
-        raise ApiError(408, message) from None
+    body = await _read_bytes(request, options.max_body_bytes)
     return pydantic.TypeAdapter(body_type).validate_json(body)
 
 

@@ -86,14 +86,6 @@ def test_a_checkpoint_may_have_several_files(tmp_path, has_index):
         load(tmp_path, progress=False)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path):
-    tensors = random_tensors(TIED)
-    write_checkpoint(tmp_path, TIED, tensors, "a.safetensors")
-    write_checkpoint(tmp_path, TIED, {EMBEDDING: tensors[EMBEDDING]}, "b.safetensors")
-    with pytest.raises(ValueError, match=f"Tensor {EMBEDDING} is in two files, .* and b.safe"):
-        load(tmp_path, progress=False)
-
-
 def test_buffers_of_old_checkpoints_are_ignored(tmp_path):
     tensors = random_tensors(TIED)
     tensors |= {"lm_head.weight": tensors[EMBEDDING]}

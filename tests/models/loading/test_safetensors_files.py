@@ -154,7 +154,6 @@ RIGHTS = {
         "adapter_model.safetensors": STALE,
     },
     "only_what_the_index_names": HALVES | index_of() | {"model-00003-of-00003.safetensors": STALE},
-    "an_index_that_names_other_shards": HALVES | index_of(a=SHARDS[1], c=SHARDS[0]),
     "an_index_in_two_minds": {SHARDS[0]: {"a": 1.0, "b": -2.0}, SHARDS[1]: {"a": -1.0, "b": 2.0}}
     | index_of(),
     "the_second_of_two_as_the_index_says": {SHARDS[0]: {"a": -1.0}, SHARDS[1]: RIGHT} | index_of(a=SHARDS[1]),
@@ -185,13 +184,6 @@ MISSING = {
     },
 }
 BROKEN = {
-    "Tensor a is in two files, .* and y.safetensors": {
-        "x.safetensors": RIGHT,
-        "y.safetensors": {"a": 1.0},
-    },
-    "Tensor b is in two files": {SHARDS[0]: RIGHT, SHARDS[1]: RIGHT}
-    | index_of(b="z.safetensors", c=SHARDS[1])
-    | {"z.safetensors": {}},
     "is not a complete safetensors file: .* in a Git checkout with .git lfs pull": {
         "model.safetensors": POINTER
     },

@@ -55,9 +55,8 @@ def test_a_buffer_shows_a_growing_list():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"prompt_lookup_min": 0}, r"prompt_lookup_min must be positive, got 0\."),
-        ({"prompt_lookup_max": 2.0}, r"prompt_lookup_max must be an int, got 2\.0\."),
-        ({"prompt_lookup_min": 6}, r"prompt_lookup_min must be at most prompt_lookup_max \(5\), got 6\."),
+        ({"prompt_lookup_min": 0}, r"prompt_lookup_min must be in \[1, prompt_lookup_max \(5\)\], got 0\."),
+        ({"prompt_lookup_min": 6}, r"prompt_lookup_min must be in \[1, prompt_lookup_max \(5\)\], got 6\."),
     ],
 )
 def test_invalid_lengths_are_refused(types_unchecked, sizes, message):

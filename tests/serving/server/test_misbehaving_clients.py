@@ -24,7 +24,7 @@ def server(engine, tmp_path_factory):
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no systems') }}{% endif %}"
         "{{ m.content }}{% endfor %}"
     )
-    options = {"chat_template": file, "max_queue": 2, "max_body_bytes": 20_000, "body_seconds": 0.5}
+    options = {"chat_template": file, "max_queue": 2, "max_body_bytes": 20_000}
     with run_server(engine, **options) as server:
         yield server
 
