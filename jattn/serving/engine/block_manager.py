@@ -57,41 +57,24 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def block_table(self, request_id: int) -> tuple[int, ...]:
-        """Return a request's block ids: entry i holds its tokens from `i * block_size` on.
-
-        Raises:
-            ValueError: If there is no such request.
-        """
-        return tuple(self._owned(request_id))
+        """Return a request's block ids: entry i holds its tokens from `i * block_size` on."""
+        return tuple(self._tables.blocks(request_id))
 
     def block_tables(self, request_ids: Sequence[int]) -> np.ndarray:
         """Return the block ids of several requests, int32 [reqs, blocks of the longest], padded with 0."""
         return self._tables.rows(request_ids)
 
     def ref_count(self, block: int) -> int:
-        """Return the number of requests that share a block; 0 if it is free.
-
-        Raises:
-            ValueError: If there is no such block.
-        """
-        require(0 <= block < self.num_blocks, "block", f"be in [0, {self.num_blocks})", block)
+        """Return the number of requests that share a block; 0 if it is free."""
         return self._ref_counts[block]
 
     def token_capacity(self, request_id: int) -> int:
-        """Return the number of tokens that a request's blocks hold.
-
-        Raises:
-            ValueError: If there is no such request.
-        """
-        return len(self._owned(request_id)) * self.block_size
+        """Return the number of tokens that a request's blocks hold."""
+        return len(self._tables.blocks(request_id)) * self.block_size
 
     def blocks_to_extend(self, request_id: int, first: int, end: int) -> int:
-        """Return how many free blocks `extend` would use: new blocks, and copies of shared ones.
-
-        Raises:
-            ValueError: If there is no such request.
-        """
-        owned = self._owned(request_id)
+        """Return how many free blocks `extend` would use: new blocks, and copies of shared ones."""
+        owned = self._tables.blocks(request_id)
         return max(self.blocks_for(end) - len(owned), 0) + len(self._shared_in(owned, first, end))
 
     def find(self, digests: Sequence[bytes]) -> tuple[int, ...]:
@@ -123,20 +106,8 @@ class BlockManager:
                 blocks that will not be read.
 
         Raises:
-            ValueError: If the request already has blocks, too few blocks are free, or `shared` holds more
-                than num_tokens tokens. Nothing is changed then.
+            ValueError: If too few blocks are free. Nothing is changed then.
         """
-        if request_id in self._tables:
-            raise ValueError(
-                f"Request {request_id} already has blocks. Free them before you allocate new ones."
-            )
-        require(num_tokens >= 0, "num_tokens", "be at least 0", num_tokens)
-        num_shared_tokens = len(shared) * self.block_size
-        if num_shared_tokens > num_tokens:
-            raise ValueError(
-                f"shared holds {num_shared_tokens} tokens, but num_tokens is {num_tokens}. Pass fewer shared "
-                "blocks."
-            )
         num_new_blocks = self.blocks_for(num_tokens) - len(shared)
         free = self.num_free_without(shared)
         _require_free(num_new_blocks, free)
@@ -150,13 +121,8 @@ class BlockManager:
         """Cache a request's full block at `index` under the digest of its content.
 
         Does nothing if another block has this digest already, or if the request has freed the block.
-
-        Raises:
-            ValueError: If there is no such request or block.
         """
-        owned = self._owned(request_id)
-        require(0 <= index < len(owned), "index", f"be in [0, {len(owned)}), a block of the request", index)
-        block = owned[index]
+        block = self._tables.blocks(request_id)[index]
         if digest not in self._cached_blocks and block not in self._digests and block != NULL_BLOCK:
             self._cached_blocks[digest] = block
             self._digests[block] = digest
@@ -174,9 +140,9 @@ class BlockManager:
             that was shared.
 
         Raises:
-            ValueError: If there is no such request or too few blocks are free. Nothing is changed then.
+            ValueError: If too few blocks are free. Nothing is changed then.
         """
-        owned = self._owned(request_id)
+        owned = self._tables.blocks(request_id)
         shared = self._shared_in(owned, first, end)
         new_blocks = self._take(self.blocks_to_extend(request_id, first, end))
         for index in self._written(owned, first, end):
@@ -198,22 +164,9 @@ class BlockManager:
             parent_id: Request whose blocks are shared.
             child_id: Identifier of the new request.
             num_tokens: Number of shared tokens. None: all tokens that the parent's blocks hold.
-
-        Raises:
-            ValueError: If the parent does not exist, the child exists, or the parent's blocks hold fewer
-                tokens.
         """
-        owned, capacity = self._owned(parent_id), self.token_capacity(parent_id)
-        if child_id in self._tables:
-            raise ValueError(f"child_id {child_id} already has blocks. Pass the id of a new request.")
-        num_tokens = capacity if num_tokens is None else num_tokens
-        require(
-            0 <= num_tokens <= capacity,
-            "num_tokens",
-            f"be in [0, {capacity}], the tokens that the parent's blocks hold",
-            num_tokens,
-        )
-        shared = owned[: self.blocks_for(num_tokens)]
+        num_tokens = self.token_capacity(parent_id) if num_tokens is None else num_tokens
+        shared = self._tables.blocks(parent_id)[: self.blocks_for(num_tokens)]
         self._share(shared)
         self._tables.add(child_id, shared)
         self._num_skipped[child_id] = min(self._num_skipped[parent_id], len(shared))
@@ -228,11 +181,8 @@ class BlockManager:
             num_tokens: Number of tokens that it does not read any more.
             kept_blocks: Indices of the request's blocks that later requests may continue after, so that they
                 are reused after the others, but before the last blocks of finished requests.
-
-        Raises:
-            ValueError: If there is no such request.
         """
-        owned, num_skipped = self._owned(request_id), self._num_skipped.get(request_id, 0)
+        owned, num_skipped = self._tables.blocks(request_id), self._num_skipped.get(request_id, 0)
         end = min(num_tokens // self.block_size, len(owned))
         for index in reversed(range(num_skipped, end)):
             self._drop(owned[index], is_skipped=True, is_kept=index in kept_blocks)
@@ -243,11 +193,8 @@ class BlockManager:
         """Free a request's blocks.
 
         Blocks that other requests share stay allocated; cached ones can still be found.
-
-        Raises:
-            ValueError: If there is no such request.
         """
-        for block in reversed(self._owned(request_id)):
+        for block in reversed(self._tables.blocks(request_id)):
             if block != NULL_BLOCK:
                 self._drop(block)
         self._tables.remove(request_id)
@@ -267,18 +214,12 @@ class BlockManager:
         self._num_found: collections.Counter[int] = collections.Counter()  # uses of cached blocks
 
     # --------------------------------------------------------------------------------------- inside
-    def _owned(self, request_id: int) -> list[int]:
-        if request_id not in self._tables:
-            raise ValueError(f"request_id {request_id} has no blocks. Call allocate first.")
-        return self._tables.blocks(request_id)
-
     def _shared_in(self, owned: list[int], first: int, end: int) -> list[int]:
         """Return the indices of the shared blocks that hold a request's tokens `first` to `end - 1`."""
         return [index for index in self._written(owned, first, end) if self._ref_counts[owned[index]] > 1]
 
     def _written(self, owned: list[int], first: int, end: int) -> range:
         """Return the indices of the blocks that hold a request's tokens `first` to `end - 1`."""
-        require(0 <= first <= end, "first", f"be in [0, {end}]", first)
         begin = first // self.block_size
         return range(begin, min(self.blocks_for(end), len(owned)) if end > first else begin)
 

@@ -9,7 +9,7 @@ from jattn.serving.engine.config import ResolvedConfig
 from jattn.serving.engine.kv_cache_manager import KVCacheManager, LocalAttention
 from jattn.serving.engine.scheduled_step import ScheduledRequest, Step, by_arrival
 from jattn.serving.engine.step import BALANCE_TOKENS
-from pallas_kernels.checks import require, require_positive
+from pallas_kernels.checks import require_positive
 
 
 class Scheduler:
@@ -134,21 +134,12 @@ class Scheduler:
                 parent.
 
         Raises:
-            ValueError: If the identifier is in use, the request is empty or does not fit the cache, the
-                hashes have another block size, or the parent does not exist, has started, or has another
-                prompt length.
+            ValueError: If the identifier is in use, the request is empty or does not fit the cache, or the
+                parent has started or has another prompt length.
         """
         require_positive(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         if request_id in self._requests:
             raise ValueError(f"request_id {request_id} is already in use. Pass a unique id per request.")
-        if hashes is not None:
-            block_size = self.block_manager.block_size
-            require(
-                hashes.block_size == block_size,
-                "hashes.block_size",
-                f"equal block_manager.block_size ({block_size})",
-                hashes.block_size,
-            )
         num_tokens = num_prompt_tokens + max_tokens - 1
         if num_tokens > self.capacity_tokens:
             raise ValueError(
@@ -160,7 +151,6 @@ class Scheduler:
         if parent_id is None:
             self._waiting.append(request)
         else:
-            self._require_unfinished(parent_id)
             parent = self._requests[parent_id]
             request.wait_for(parent, is_begun=parent in self._forked)
         self._requests[request_id] = request
@@ -277,17 +267,7 @@ class Scheduler:
         Args:
             step: Step returned by `schedule`.
             finished: Requests that end with this step; their blocks are freed.
-
-        Raises:
-            ValueError: If a finished request has no row that samples.
         """
-        if finished:
-            sampled = set(itertools.compress(step.request_ids, step.samples))
-            if not sampled.issuperset(finished):
-                raise ValueError(
-                    f"finished contains {sorted(set(finished) - sampled)}, for which the step samples no "
-                    f"token. It samples for {sorted(sampled)}."
-                )
         self._had_prompts = step.num_decodes < len(step.request_ids)
         block_size = self.block_manager.block_size
         for request_id, count, samples in zip(step.request_ids, step.query_lens, step.samples, strict=True):
@@ -308,22 +288,13 @@ class Scheduler:
         """Record how many draft tokens of a request's last step are accepted, before the next `schedule`.
 
         Blocks allocated for rejected tokens are kept for later tokens.
-
-        Raises:
-            ValueError: If there is no such request.
         """
-        self._require_unfinished(request_id)
         request = self._requests[request_id]
         request.num_computed += num_draft_tokens
         request.num_tokens += num_draft_tokens
 
     def abort(self, request_id: int) -> None:
-        """Remove a request in any state, and free its blocks.
-
-        Raises:
-            ValueError: If there is no such request.
-        """
-        self._require_unfinished(request_id)
+        """Remove a request in any state, and free its blocks."""
         request = self._requests.pop(request_id)
         if request.parent is not None:
             request.parent.completions.remove(request)
@@ -348,12 +319,6 @@ class Scheduler:
             request.is_stale = True
 
     # --------------------------------------------------------------------------------------- inside
-    def _require_unfinished(self, request_id: int) -> None:
-        if request_id not in self._requests:
-            raise ValueError(
-                f"Request {request_id} is unknown or has finished. Pass an id that `add` received."
-            )
-
     def _fork(self, parent: ScheduledRequest) -> None:
         """Share a computed prompt's blocks, without its last token, with the completions that wait for it."""
         for request in parent.completions:

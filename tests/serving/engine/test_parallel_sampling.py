@@ -154,7 +154,6 @@ class TestScheduler:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            (lambda s: s.add(7, 10, 1, parent_id=5), r"Request 5 is unknown or has finished\."),
             (
                 lambda s: s.add(7, 9, 1, parent_id=0),
                 r"num_prompt_tokens must equal the parent's \(10\), got 9\.",

@@ -326,11 +326,6 @@ def test_a_request_that_just_fits_the_cache_finishes():
     assert (len(model.tokens[0]), scheduler.block_manager.peak_used) == (13, 3)
 
 
-def complete_unsampled(scheduler):
-    scheduler.add(1, 600, 1)
-    scheduler.update_after_start(scheduler.schedule(), finished=[1])
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -341,11 +336,6 @@ def complete_unsampled(scheduler):
         (lambda s: s.add(3, 0, 2), r"num_prompt_tokens must be positive, got 0\."),
         (lambda s: s.add(3, 2, 0), r"max_tokens must be positive, got 0\."),
         (lambda s: s.add(0, 2, 2), r"request_id 0 is already in use\."),
-        (lambda s: s.abort(5), r"Request 5 is unknown or has finished\."),
-        (
-            complete_unsampled,
-            r"finished contains \[1\], for which the step samples no token\. It samples for \[0\]\.",
-        ),
         (lambda s: Scheduler(s.block_manager, max_num_seqs=0), r"max_num_seqs must be positive, got 0\."),
         (
             lambda s: Scheduler(s.block_manager, max_num_batched_tokens=0),
