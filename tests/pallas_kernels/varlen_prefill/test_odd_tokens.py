@@ -1,11 +1,19 @@
 """Arrays whose number of tokens is no multiple of 8 are read and written in place."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import jattn
 from pallas_kernels.shared.memory import split_tail
+from pallas_kernels.shared.score import Score
+from pallas_kernels.varlen_prefill import PrefillSizes, varlen_prefill
 from tests import aot
+from tests.attention_problems import AttentionProblem, Setting
 from tests.pallas_kernels.varlen_prefill.odd_aot_cases import TOKENS, aot_cases
 
 
@@ -45,6 +53,22 @@ ENTRY %main (a: bf16[8]) -> bf16[16] {
 }
 """
     assert aot.largest_copy(text) == 32
+
+
+def test_packed_keys_and_queries_of_odd_numbers_equal_float64():
+    """One tile of queries and one of keys start where the tail does; the incomplete groups have tokens."""
+    spec = jattn.AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64)
+    problem = AttentionProblem(
+        Setting(spec=spec, query_lens=[70, 117], seq_lens=[80, 185], dtype="bfloat16", kv="no_cache")
+    )
+    assert (problem.query.shape[0], problem.kv.k.shape[0]) == (187, 270)
+    run = functools.partial(
+        varlen_prefill, score=Score(scale=spec.softmax_scale), sizes=PrefillSizes(tile_kv=64, ctas=2),
+        return_lse=True, interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
+    lens = {"query_start_loc": problem.metadata.query_start_loc, "seq_lens": problem.metadata.seq_lens}
+    kv = problem.kv
+    problem.check(*jax.jit(run)(jnp.asarray(problem.query), kv.k, kv.v, kv_start_loc=kv.kv_start_loc, **lens))
 
 
 @pytest.mark.kernels
