@@ -52,9 +52,7 @@ from jattn.models.mesh_padding import pad_to_mesh, unpad_from_mesh, unpadded_sha
 from jattn.models.sharding import check_divides, parameter_sharding
 from jattn.parallel import CP, TP
 from pallas_kernels.checks import (
-    require_int,
     require_one_of,
-    require_positive,
     require_type,
     unsupported,
 )
@@ -91,29 +89,37 @@ def load_shapes(
         NotImplementedError: If the model or the mesh is not supported.
     """
     directory = _resolve(directory, revision, load_format)
-    config = _config_on_mesh(read_config(directory), mesh, cp_kv_cache_interleave_size)
+    arguments = dtype, implementation, load_format, mesh, cp_kv_cache_interleave_size
+    return _load_abstract(directory, read_tokenizer(directory), *arguments)[0]
+
+
+def _load_abstract(
+    directory: pathlib.Path,
+    tokenizer: Any | None,
+    dtype: DTypeLike | None,
+    implementation: str | Sequence[str] | None,
+    load_format: str,
+    mesh: Mesh | None,
+    interleave: int,
+) -> tuple[Decoder, dict[str, Tensor]]:
+    """Return a decoder with abstract arrays and everything but weights, and the tensors of its weights."""
+    config = _read_config(directory, tokenizer)
+    if mesh is not None:
+        check_divides(config, mesh, interleave)
+        config = config.with_mesh(mesh.shape[TP], mesh.shape[CP])
     tensors = {} if load_format == "dummy" else _open_float_tensors(directory, config)
     model = _make_abstract_model(config, tensors, dtype, implementation)
-    model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
+    model.mesh, model.cp_kv_cache_interleave_size = mesh, interleave
     model.kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
     model.generation_config = json.dumps(read_json_if_exists(directory / _GENERATION_FILE), indent=2)
-    return model
+    model.tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
+    return model, {name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}
 
 
 def _resolve(directory: str | os.PathLike[str], revision: str | None, load_format: str) -> pathlib.Path:
     """Return the folder of a checkpoint after checking `load_format`; see `load`."""
     require_one_of("load_format", load_format, ("auto", "dummy"))
     return resolve_checkpoint(directory, revision, has_weights=load_format != "dummy")
-
-
-def _config_on_mesh(config: DecoderConfig, mesh: Mesh | None, interleave: int) -> DecoderConfig:
-    """Return the configuration for a mesh after checking that the model can be sharded over it."""
-    require_int(cp_kv_cache_interleave_size=interleave)
-    require_positive(cp_kv_cache_interleave_size=interleave)
-    if mesh is None:
-        return config
-    check_divides(config, mesh, interleave)
-    return config.with_mesh(mesh.shape[TP], mesh.shape[CP])
 
 
 def _open_float_tensors(directory: pathlib.Path, config: DecoderConfig) -> dict[str, Tensor]:
@@ -201,16 +207,13 @@ def load(
     """
     check_host(mesh)
     name, directory = pathlib.Path(directory).name, _resolve(directory, revision, load_format)
-    tokenizer = read_tokenizer(directory)
-    config = _config_on_mesh(_read_config(directory, tokenizer), mesh, cp_kv_cache_interleave_size)
-    tensors = {} if load_format == "dummy" else _open_float_tensors(directory, config)
-    graph, state = nnx.split(_make_abstract_model(config, tensors, dtype, implementation))
+    arguments = dtype, implementation, load_format, mesh, cp_kv_cache_interleave_size
+    model, tensors = _load_abstract(directory, read_tokenizer(directory), *arguments)
+    config, (graph, state) = model.config, nnx.split(model)
     flat, names = dict(nnx.to_flat_state(state)), find_tensor_mappings(config.family, tensors)
     shapes: dict[str, tuple[int, ...]] = {}
     for path, value in flat.items():
         shapes |= hf_tensor_shapes(names, path, unpadded_shape(config, path, value.shape))
-    kv_scales = _read_kv_scales(directory, tensors, config.num_hidden_layers)
-    tensors = {name: tensor for name, tensor in tensors.items() if not is_kv_scale(name)}
     if load_format == "dummy":
         read = _make_random_reader(mesh)
     else:
@@ -221,12 +224,7 @@ def load(
         for path, array in zip(flat, readers.map(read, flat, list(flat.values())), strict=True):
             flat[path] = flat[path].replace(array)
             bar.update()
-    model = nnx.merge(graph, nnx.from_flat_state(flat))
-    model.mesh, model.cp_kv_cache_interleave_size = mesh, cp_kv_cache_interleave_size
-    model.kv_scales = kv_scales
-    model.generation_config = json.dumps(read_json_if_exists(directory / _GENERATION_FILE), indent=2)
-    model.tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
-    return model
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def _make_reader(
