@@ -49,7 +49,7 @@ def check_next_request(server):
             {"prompt": "a", "temperature": -1},
             400,
             "temperature",
-            "temperature must be at least 0, got -1",
+            r"temperature must be in \[0, 1e30\], got -1",
         ),
         (
             TEXT,
