@@ -149,10 +149,10 @@ class AttentionContract:
         )
         return jax.jit(run)(**arrays, **modifiers)
 
-    # One case in six runs with the fast tests, all with `make test-kernels`.
+    # One case in twelve runs with the fast tests, all with `make test-kernels`.
     @pytest.mark.parametrize(
         "case",
-        [pytest.param(c, marks=pytest.mark.kernels if i % 6 else ()) for i, c in enumerate(CASES)],
+        [pytest.param(c, marks=pytest.mark.kernels if i % 12 else ()) for i, c in enumerate(CASES)],
         ids=case_id,
     )
     def test_attend_equals_float64_for_combinations_of_features(self, case):

@@ -272,10 +272,7 @@ class TestKernels:
         assert problem.metadata.bucket.decode_query_len > 1
         problem.check(*self.run(problem))
 
-    @pytest.mark.parametrize(
-        ("stored", "kv"),
-        [("int8_token_head", "NHD"), ("fp8_head", "HND"), ("int8_static_v", "NHD"), ("int8_k_only", "NHD")],
-    )
+    @pytest.mark.parametrize(("stored", "kv"), [("int8_static_v", "NHD"), ("fp8_head", "HND")])
     def test_prompt_over_an_8_bit_cache_equals_float64(self, stored, kv):
         problem = Problem(self.case | {"region": "chunked", "stored": stored, "kv": kv, "window": (9, None)})
         problem.check(*self.run(problem))
@@ -285,8 +282,9 @@ class TestKernels:
         problem = Problem(self.case | {"stored": stored, "query_quantization": query})
         rounded = self.run(problem)
         problem.check(*rounded)
-        problem.spec = dataclasses.replace(problem.spec, query_quantization=None)
-        assert (np.asarray(self.run(problem)[0]) != np.asarray(rounded[0])).any()
+        if query == "int8":
+            problem.spec = dataclasses.replace(problem.spec, query_quantization=None)
+            assert (np.asarray(self.run(problem)[0]) != np.asarray(rounded[0])).any()
 
     @pytest.mark.parametrize("homo_head", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_decode_under_a_mask_of_whole_blocks_uses_block_lists(self, monkeypatch, homo_head):
@@ -303,10 +301,9 @@ class TestKernels:
         problem.check(*self.run(problem))
         assert listed == [16]
 
-    @pytest.mark.parametrize("random_blocks", [0, 1])
-    def test_decode_under_big_bird_uses_block_lists(self, random_blocks):
+    def test_decode_under_big_bird_uses_block_lists(self):
         """Random blocks differ between the query heads of a KV head."""
-        sparsity = masks.BigBird(block_size=16, local_blocks=1, random_blocks=random_blocks)
+        sparsity = masks.BigBird(block_size=16, local_blocks=1, random_blocks=1)
         problem = Problem(self.case | {"region": "decode", "sinks": False, "alibi": None})
         problem.spec = dataclasses.replace(problem.spec, sparsity=sparsity)
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv)

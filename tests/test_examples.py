@@ -151,7 +151,18 @@ def test_sparsity_example_compares_and_plots_patterns(model_dir, tmp_path, capsy
     for name in "abcdefghijkl":
         (sources / f"{name}.py").write_text(f"def {name}():\n    return 0\n" * 200)
     patterns = ["dense", "window 128", "pooled blocks, mass 0.5"]
-    options = ["--windows", "1", "--tokens", "256", "--patterns", *patterns, "--data", str(sources)]
+    options = [
+        "--windows",
+        "1",
+        "--tokens",
+        "256",
+        "--timed-tokens",
+        "256",
+        "--patterns",
+        *patterns,
+        "--data",
+        str(sources),
+    ]
     main(["--model", model_dir, "--out", str(tmp_path), *options])
     rows = (tmp_path / "table.md").read_text().splitlines()[2:]
     figures = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:4] for row in rows}

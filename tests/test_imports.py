@@ -42,10 +42,15 @@ def parse(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
+def import_nodes(path):
+    """Return the import statements of a file, also those inside functions."""
+    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported_modules(path, *, top_level_only=False):
     """Yield the name of each module that a file imports."""
-    nodes = parse(path).body if top_level_only else ast.walk(parse(path))
-    for node in nodes:
+    for node in parse(path).body if top_level_only else import_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,7 +72,7 @@ def component_of(module):
 
 def imported_names(module):
     """Yield (module, name) for each import from jattn or pallas_kernels, also those inside functions."""
-    for node in ast.walk(parse(MODULES[module])):
+    for node in import_nodes(MODULES[module]):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
@@ -325,7 +330,7 @@ def test_jattn_itself_does_not_use_the_vllm_helpers():
 
 def names_from_jattn(path):
     """Yield (module, name) for each name that a file imports from a package of jattn."""
-    for node in ast.walk(parse(path)):
+    for node in import_nodes(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jattn"):
             yield from ((node.module, alias.name) for alias in node.names)
 

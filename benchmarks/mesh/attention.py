@@ -22,9 +22,6 @@ from jattn.pytree import replace
 from pallas_kernels.collectives import PeerMemory, all_reduce, make_peer_memory
 
 BLOCK_SIZE = 16
-# Attend calls that share a plan and a launch. A step of a model has one plan and one launch, too, for 32 or
-# more layers.
-CHAIN = 32
 COMBINE_TOLERANCE = 4e-2  # NCCL rounds to bf16 after each addition of ranks' outputs: 0.009 on four GPUs
 
 
@@ -46,7 +43,9 @@ class Split(NamedTuple):
     combine: str | None = None
 
 
-def measure_attention(case: DecodeCase, mesh: Mesh, *, uses_peers: bool = False) -> Iterator[dict[str, Any]]:
+def measure_attention(
+    case: DecodeCase, mesh: Mesh, chain: int, *, uses_peers: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yield a row for one device, for heads split, and for keys split with each way to combine the outputs.
 
     A row has the microseconds of an attend call in a chain of dependent calls. All results are compared with
@@ -55,6 +54,7 @@ def measure_attention(case: DecodeCase, mesh: Mesh, *, uses_peers: bool = False)
     Args:
         case: Case to measure.
         mesh: Devices.
+        chain: Number of dependent calls.
         uses_peers: Whether to measure combining through peer memory, too.
 
     Raises:
@@ -86,7 +86,7 @@ def measure_attention(case: DecodeCase, mesh: Mesh, *, uses_peers: bool = False)
         error = max_error(jnp.asarray(on_host(_chain(case, devices, split, 1)(*inputs))), expected)
         if error > (TOLERANCE if split.combine is None else COMBINE_TOLERANCE):
             raise SystemExit(f"the error of attention split by {name} is {error}. No rows are recorded.")
-        us = wall_time(_chain(case, devices, split, CHAIN), *inputs, layers=1) / CHAIN
+        us = wall_time(_chain(case, devices, split, chain), *inputs, layers=1) / chain
         one_device_us = us if one_device_us is None else one_device_us
         yield {
             "name": f"attention_{case.name}",

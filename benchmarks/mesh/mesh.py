@@ -43,6 +43,8 @@ class Sizes(NamedTuple):
         nano: Part of nano-vllm's workload.
         large: Config of a model that is too large for one device, its step, and the format of its cache.
         large_loop: Number of rounds of a decode_loop of this model.
+        chain: Number of attend calls in `attention` and `long` that share a plan and a launch. A step of a
+            model has one plan and one launch, too, for 32 or more layers.
     """
 
     attention: DecodeCase
@@ -56,6 +58,7 @@ class Sizes(NamedTuple):
     nano: NanoCase
     large: tuple[dict[str, Any], StepSize, str]
     large_loop: int
+    chain: int
 
 
 LOOP = QWEN3_8B | {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
@@ -74,6 +77,7 @@ LARGE = Sizes(
     NanoCase(QWEN3_8B, 256, 1024, (16, 32, 64, 96, 128, 160, 192, 224, 256), (512, 2048, 8192), 24_000),
     (LLAMA_70B, StepSize(64, 4096), "fp8_per_token_head"),
     16,
+    32,
 )
 TINY = QWEN3_8B | {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"head_dim": 16, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
@@ -89,6 +93,7 @@ SMALL = Sizes(
     NanoCase(TINY | {"vocab_size": 10_112, "max_position_embeddings": 512}, 4, 24, (4,), (256,), 200),
     (TINY, StepSize(3, 64), "fp8_per_token_head"),
     5,
+    2,
 )
 
 
@@ -150,8 +155,8 @@ def main(arguments: argparse.Namespace) -> None:
     steps = [size for size in sizes.steps if size.name in selected]
     sum_sizes = tuple(size for name, size in sum_names.items() if name in selected)
     measures = {
-        "attention": lambda: measure_attention(sizes.attention, mesh, uses_peers=uses_peers),
-        "long": lambda: measure_attention(sizes.long, mesh, uses_peers=uses_peers),
+        "attention": lambda: measure_attention(sizes.attention, mesh, sizes.chain, uses_peers=uses_peers),
+        "long": lambda: measure_attention(sizes.long, mesh, sizes.chain, uses_peers=uses_peers),
         "prompt": lambda: measure_prompt(sizes.prompt, mesh),
         "sums": lambda: measure_sums(sum_sizes, mesh),
         "steps": lambda: measure_steps(sizes.config, steps, layouts, sums),

@@ -130,13 +130,13 @@ def check_per_head() -> None:
     """
 
     def run(*inputs: jax.Array) -> jax.Array:
-        return attend(*inputs[:3], sinks=inputs[3], alibi_slopes=inputs[4])
+        return attend(*inputs[:3], sinks=inputs[3], alibi_slopes=inputs[4], segment_ids=IDS)
 
     inputs, cut = [*arrays(), *PER_HEAD.values()], (BOTH, BOTH, BOTH, P("heads"), P("heads"))
     step = jax.jit(jax.grad(loss_of(run), argnums=(3, 4))).lower(*place(inputs, cut)).compile()
     summed = re.findall(r"= (.*) all-reduce", step.as_text())
     assert set(re.findall(r"\w+\[.*?\]", "".join(summed))) == {"f32[2]"}, summed
-    check("sinks and slopes", run, cut, inputs=inputs, gradient_collectives=(1, 0))
+    check("sinks, slopes and ids", run, cut, inputs=inputs, gradient_collectives=(1, 0))
 
 
 def opaque(x: jax.Array) -> jax.Array:
@@ -232,8 +232,8 @@ def check_transformations() -> None:
 
 def main() -> None:
     attend_with = lambda **options: functools.partial(attend, **options)
-    check("texts", attend_with(), (TEXTS, TEXTS))
-    check("heads", attend_with(window=(5, 0)), (HEADS, HEADS))
+    check("texts", attend_with(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
+    check("heads", attend_with(mask=masks.Sinks(3) | masks.Window(left=7)), (HEADS, HEADS))
     check("both", attend_with(window=(5, 2), causal=False, soft_cap=5.0), (BOTH, BOTH))
     check("both, on eight devices", attend_with(), (BOTH, BOTH), mesh=OF_EIGHT)
     check("queries alone, each head its own keys", attend_with(), (BOTH, TEXTS), inputs=arrays(4))
@@ -246,9 +246,6 @@ def main() -> None:
         mesh=OF_HEADS,
     )
     check_per_head()
-    check("ids", attend_with(segment_ids=IDS), (BOTH, BOTH))
-    check("lengths", attend_with(mask=masks.Prefix(length=LENS), causal=False), (BOTH, BOTH))
-    check("a static mask", attend_with(mask=masks.Sinks(3) | masks.Window(left=7)), (BOTH, BOTH))
     check("blocks of each head", attend_with(mask=BLOCKS), (BOTH, BOTH))
     check("bools", attend_with(mask=SQUARE), (BOTH, BOTH))
     same = masks.MaskFunction(lambda head, query, key: (SHARED[query] == SHARED[key]) | (head == 1))

@@ -1,19 +1,16 @@
 """attention under shard_map on four CPU devices, compared with one device.
 
-Run by tests/dense/test_attention.py.
+Run by tests/dense/explicit_attention.py.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
 
-jax.config.update("jax_num_cpu_devices", 4)
-
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import jattn  # noqa: E402
+import jattn
 
 MESH = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 BY_HEAD = {"sinks": P("heads"), "alibi_slopes": P("heads")}
@@ -71,7 +68,3 @@ def main() -> None:
     check("segments", kv_heads=2, has_heads=False, has_ids=True, num_sums=0)
     check("sinks and slopes over data", kv_heads=2, has_heads=True, has_ids=False, num_sums=1)
     check("one kv head for all devices", kv_heads=1, has_heads=False, has_ids=False, num_sums=1)
-
-
-if __name__ == "__main__":
-    main()

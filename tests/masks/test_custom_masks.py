@@ -77,7 +77,8 @@ def test_gradients_of_a_users_mask_agree_between_implementations():
     )
     qkv = arrays()
     by_xla, by_reference = (
-        jax.grad(loss_of(functools.partial(run, implementation=name)))(qkv) for name in ("xla", "reference")
+        jax.jit(jax.grad(loss_of(functools.partial(run, implementation=name))))(qkv)
+        for name in ("xla", "reference")
     )
     with as_on_a_gpu() as called:
         by_kernel = jax.jit(jax.grad(loss_of(functools.partial(run, implementation="mosaic_gpu"))))(qkv)
@@ -96,22 +97,11 @@ def test_attend_with_a_users_mask_equals_the_reference():
     slots = jnp.arange(160) + 16
     cache = jattn.write_kv(cache, k, v, slots)
     mask = RANGES.slice_rows(1) | masks.Sinks(2)
-    out, lse = attend_region(
-        q[: metadata.bucket.max_tokens],
-        cache,
-        metadata,
-        spec,
-        mask=mask,
-        interpret=plgpu.InterpretGPUParams(),
-    )
-    expected, expected_lse = jattn.attend(
-        q[: metadata.bucket.max_tokens],
-        cache,
-        metadata,
-        spec,
-        mask=mask,
-        implementation="reference",
-        return_lse=True,
+    arguments = q[: metadata.bucket.max_tokens], cache, metadata
+    by_kernel = functools.partial(attend_region, spec=spec, interpret=plgpu.InterpretGPUParams())
+    by_reference = functools.partial(jattn.attend, spec=spec, implementation="reference", return_lse=True)
+    (out, lse), (expected, expected_lse) = (
+        jax.jit(run)(*arguments, mask=mask) for run in (by_kernel, by_reference)
     )
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected, np.float32), atol=2e-2)
     np.testing.assert_allclose(lse, expected_lse, atol=2e-2)

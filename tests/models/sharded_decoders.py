@@ -1,6 +1,6 @@
 """Run decoders on meshes of CPU devices and compare them with transformers and one device.
 
-Run by tests/models/test_sharding.py with the name of a check: see `main`.
+Run by tests/models/test_sharding.py with the names of checks: see `run`.
 """
 
 import functools
@@ -420,8 +420,8 @@ def check_executable(executable, bucket, config, sizes: tuple[int, int], tp: int
     assert memory.temp_size_in_bytes < 1.05 * alone.temp_size_in_bytes / tp + METADATA, (bucket, memory)
 
 
-def main() -> None:
-    if sys.argv[1] in ("families", "other families"):
+def run(check: str) -> None:
+    if check in ("families", "other_families"):
         for path in sorted((GOLDEN / "hf").glob("*/expected.npz")):
             name = path.parent.name
             heads = read_config(path.parent).num_attention_heads
@@ -429,23 +429,23 @@ def main() -> None:
             sizes = {2} if name in TWO_ONLY else {2, heads}
             for tp in sizes:
                 is_often = name in OFTEN and tp == 2
-                if heads % tp == 0 and is_often == (sys.argv[1] == "families"):
+                if heads % tp == 0 and is_often == (check == "families"):
                     check_family(name, tp)
         return
-    if sys.argv[1] == "masks":
+    if check == "masks":
         check_masks()
         check_patterns()
         return
-    if sys.argv[1] == "training":
+    if check == "training":
         check_training()
         return
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         save(one_layer_model(num_layers=2, num_attention_heads=8, num_key_value_heads=4), folder)
-        if sys.argv[1] == "replicas":
+        if check == "replicas":
             check_replicas(folder)
             return
-        if sys.argv[1] == "features":
+        if check == "features":
             for feature in sorted(FEATURES.keys() - OF_REPLICAS.keys()):
                 check_feature(folder, feature)
             check_logprobs_and_saved_files(folder)
@@ -461,4 +461,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:]:
+        run(name)

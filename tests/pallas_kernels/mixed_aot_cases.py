@@ -10,12 +10,12 @@ import jattn
 from tests.pallas_kernels.varlen_prefill.sparse_aot_cases import abstract_metadata
 
 
-def case(quantization=None):
+def case():
     """Return a mixed step whose prompts come after 128 bytes of queries and of the block table."""
     sizes = {"num_kv_heads": 1, "head_dim": 64}
     spec = jattn.AttentionSpec(num_q_heads=1, **sizes)
     bucket = jattn.Bucket(max_decodes=1, max_prefills=2, max_prefill_tokens=400, max_blocks=32)
-    cache_spec = jattn.CacheSpec(num_blocks=64, block_size=16, quantization=quantization, **sizes)
+    cache_spec = jattn.CacheSpec(num_blocks=64, block_size=16, **sizes)
     cache = jax.eval_shape(lambda: jattn.PagedCache.create(cache_spec))
     query = jax.ShapeDtypeStruct((bucket.max_tokens, 1, 64), jnp.bfloat16)
 
@@ -43,6 +43,5 @@ def aot_cases():
     """Return (function, abstract arguments) by the name of the case."""
     return {
         "a mixed step": case(),
-        "a mixed step over 8 bits": case("fp8_e4m3"),
         "training": training_case(),
     }

@@ -226,11 +226,14 @@ class TestPlanInAttend:
         self.attend(problem, plan)
 
     def test_implementation_argument_takes_precedence_over_the_plan(self, monkeypatch):
-        problem = self.problem()
+        problem = self.problem(region="decode")
         plan = jattn.plan(problem.metadata, problem.spec, problem.kv)
-        self.attend(problem, plan, implementation=("mosaic_gpu", "xla"))
+        run = lambda implementation: jax.eval_shape(
+            lambda plan: self.attend(problem, plan, implementation=implementation), plan
+        )
+        run(("mosaic_gpu", "xla"))
         monkeypatch.setattr("jattn.implementations.xla.attend", None)
-        self.attend(problem, plan, implementation="reference")
+        run("reference")
         with pytest.raises(NotImplementedError, match=r"mosaic_gpu: .*'cpu'"):
             self.attend(problem, plan, implementation="mosaic_gpu")
 

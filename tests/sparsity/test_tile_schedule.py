@@ -60,7 +60,7 @@ sizes = st.tuples(st.sampled_from([4, 16]), st.sampled_from([4, 8]))
 
 
 @pytest.mark.kernels
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(mask_rules.WHOLE, lengths, sizes)
 def test_schedule_equals_the_dense_mask_per_tile(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
@@ -69,7 +69,7 @@ def test_schedule_equals_the_dense_mask_per_tile(ruled, lens, size):
 
 
 @pytest.mark.kernels
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(mask_rules.compositions(mask_rules.WHOLE | mask_rules.vertical_slash()), lengths, sizes)
 def test_composed_masks_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
@@ -78,7 +78,7 @@ def test_composed_masks_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled,
 
 
 @pytest.mark.kernels
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(mask_rules.documents_in_any_order(), lengths, sizes)
 def test_documents_in_any_order_miss_no_visible_pair_and_mark_no_masked_tile_full(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
@@ -86,7 +86,7 @@ def test_documents_in_any_order_miss_no_visible_pair_and_mark_no_masked_tile_ful
         assert not (any_visible & ~(partial | full)).any()
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(mask_rules.documents(), lengths, sizes)
 def test_ascending_documents_have_exact_tiles(ruled, lens, size):
     for partial, full, any_visible, all_visible in compared(ruled, lens, *size):
@@ -117,7 +117,7 @@ def test_padding_after_the_documents_adds_only_its_first_tile():
 
 
 @pytest.mark.kernels
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(mask_rules.block_masks(mask_rules.MAX_LEN + 15) | mask_rules.local_strided(), lengths)
 def test_causal_block_masks_have_exact_tiles(ruled, lens):
     """The lists of a causal block pattern are exact if tiles equal blocks."""

@@ -516,7 +516,7 @@ class TestAheadOfTime:
             assert all(k.registers <= 255 for k in kernels), name
 
     def test_a_sample_of_shipped_kernels_compiles_without_spills(self):
-        self.check(list(aot_cases())[::60])
+        self.check(list(aot_cases())[::110])
 
     @pytest.mark.slow
     def test_all_shipped_kernels_compile_without_spills(self):

@@ -152,11 +152,13 @@ class TestErrors:
 
 
 def aot_cases():
-    """Return the shipped kernels: heads of models with one token, a batch and a prompt."""
+    """Return the shipped kernels: heads of models, and of one model both layouts, a batch and a prompt."""
     shape = jax.ShapeDtypeStruct
     cases = {}
     models = ((8, 4, 128), (8, 8, 64), (32, 1, 128), (4, 2, 256), (32, 1, 96), (2, 6, 80))
-    for layout, tokens, (heads, group, dim) in itertools.product(("NHD", "HND"), (8, 8192), models):
+    steps = list(itertools.product(("NHD", "HND"), (8, 8192)))
+    pairs = [(step, models[0]) for step in steps] + list(zip(steps + steps[:1], models[1:], strict=True))
+    for (layout, tokens), (heads, group, dim) in pairs:
         qkv = shape((tokens, heads, group + 2, dim), jnp.bfloat16)
         per_block = (16, heads) if layout == "NHD" else (heads, 16)
         cache, slots = shape((10_000, *per_block, dim), jnp.bfloat16), shape((tokens,), jnp.int32)

@@ -88,7 +88,7 @@ class TestContract:
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )  # fmt: skip
         with assertions.assert_no_races(num_kernels=1):
-            jax.block_until_ready(run())
+            jax.block_until_ready(jax.jit(run)())
 
     @pytest.mark.parametrize("stored", ["fp8_head", "int8_token_head"])
     def test_scales_of_the_cache_reach_the_kernel(self, stored, monkeypatch):

@@ -13,6 +13,7 @@ from jattn.serving.cli.main import main
 
 
 class TestBenchServe:
+    @pytest.mark.kernels
     def test_each_rate_is_printed_written_and_plotted(self, server, capsys, tmp_path):
         files = [f"--json={tmp_path / 'rows.json'}", f"--plot={tmp_path / 'plot.svg'}"]
         sizes = ["--num-prompts=6", "--input-len=20", "--output-len=9", "--request-rate", "50", "200"]

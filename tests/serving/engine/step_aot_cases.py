@@ -45,7 +45,6 @@ def aot_cases():
     sampling = jax.eval_shape(lambda: build_sampling_metadata([warm], num_rows=ROWS))
     draft = functools.partial(make_draft_step, num_tokens=NUM_DRAFTS)
     return {
-        "plain": case(ModelStep, 1, padded_step_tokens(1)),
         "drafts": case(ModelStep, 1 + NUM_DRAFTS, padded_step_tokens(1 + NUM_DRAFTS)),
         "cascade": case(ModelStep, 1, [*padded_step_tokens(1), None, None, ints()]),
         "draft model": case(draft, FIRST_TOKENS, [ints(ROWS * FIRST_TOKENS), sampling, ints(ROWS)]),

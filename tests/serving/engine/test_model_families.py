@@ -32,6 +32,16 @@ per_family = pytest.mark.parametrize(
 )
 
 
+def per_family_in_turn(name, values):
+    """Parametrize families and `values`; with the kernel tests, families take the values in turn."""
+    params = []
+    for i, path in enumerate(sorted(FOLDERS, key=lambda path: path.name not in (*FAST, *KERNELS))):
+        for j, value in enumerate(values):
+            marks = marks_of(path.name) if i % len(values) == j else pytest.mark.slow
+            params.append(pytest.param(path.name, value, marks=marks))
+    return pytest.mark.parametrize(("name", name), params)
+
+
 @functools.cache
 def golden(name) -> tuple[Decoder, dict]:
     folder = GOLDEN / "hf" / name
@@ -90,8 +100,7 @@ def test_prompts_in_chunks(name):
 
 
 @pytest.mark.kernels
-@per_family
-@pytest.mark.parametrize("quantization", ["int8_token_head", "fp8_e4m3"])
+@per_family_in_turn("quantization", ["int8_token_head", "fp8_e4m3"])
 def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
     model, expected = golden(name)
     prompt = expected["prompt3"].tolist()
@@ -104,8 +113,7 @@ def test_8_bit_caches_generate_nearly_optimal_tokens(name, quantization):
 
 
 @pytest.mark.kernels
-@per_family
-@pytest.mark.parametrize("draft_config", ["ngram", "model"])
+@per_family_in_turn("draft_config", ["ngram", "model"])
 def test_drafts_change_no_token(name, draft_config):
     model, expected = golden(name)
     engine = engine_of(model, speculative="ngram" if draft_config == "ngram" else model)
@@ -145,9 +153,9 @@ def test_batch_invariant_bits_equal_a_single_run(name):
         ):
             engine_of(model, batch_invariant=True, buckets=None)
         return
-    alone, crowd = (engine_of(model, batch_invariant=True, buckets=None) for _ in range(2))
-    (expected_results,) = generated(alone, expected, [2], logprobs=1)
-    _, actual, _ = generated(crowd, expected, [3, 2, 1], logprobs=1)
+    engine = engine_of(model, batch_invariant=True, buckets=None, enable_prefix_caching=False)
+    (expected_results,) = generated(engine, expected, [2], logprobs=1)
+    _, actual, _ = generated(engine, expected, [3, 2, 1], logprobs=1)
     assert actual.token_ids == expected_results.token_ids
     logprobs_of = lambda result: [logprob.logprob for table in result.logprobs for logprob in table.values()]
     assert logprobs_of(actual) == logprobs_of(expected_results)

@@ -108,7 +108,7 @@ class TestTwoProcesses:
         [
             pytest.param("leader fails", marks=pytest.mark.slow),
             "leader fails in a step",
-            "follower fails",
+            pytest.param("follower fails", marks=pytest.mark.slow),
             "follower is killed",
         ],
     )
@@ -123,7 +123,7 @@ class TestTwoProcesses:
 
 
 def tokens_of_peers(platform):
-    """Return tokens by heads and by keys, with and without peer memory, and of one device."""
+    """Return tokens by heads and by keys with peer memory, and of one device."""
     port = str(free_port())
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has a GPU's memory
     if platform == "gpu":
@@ -139,7 +139,7 @@ def tokens_of_peers(platform):
 @pytest.mark.kernels
 def test_two_processes_all_reduce_in_peer_memory():
     tokens_by_setting = tokens_of_peers("cpu")
-    assert len(tokens_by_setting) == 4
+    assert len(tokens_by_setting) == 3
     assert all(tokens == tokens_by_setting["alone"] for tokens in tokens_by_setting.values()), (
         tokens_by_setting
     )
@@ -151,7 +151,7 @@ def test_two_gpu_processes_all_reduce_in_peer_memory():
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")
     tokens_by_setting = tokens_of_peers("gpu")
-    assert len(tokens_by_setting) == 4
+    assert len(tokens_by_setting) == 3
     assert all(tokens == tokens_by_setting["alone"] for tokens in tokens_by_setting.values()), (
         tokens_by_setting
     )

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.mark.parametrize(
     ("sliding_window", "is_invariant", "is_mixed", "count"),
-    [(None, False, False, 150), (24, False, False, 100), (None, True, False, 75), (None, False, True, 50)],
+    [(None, False, False, 100), (24, False, False, 70), (None, True, False, 50), (None, False, True, 40)],
 )
 def test_random_requests_equal_single_runs(sliding_window, is_invariant, is_mixed, count):
     crowd = Crowd(7, sliding_window, is_invariant, is_mixed)

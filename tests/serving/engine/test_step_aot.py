@@ -17,5 +17,5 @@ def test_steps_with_drafts_and_cascades_run_on_kernels():
     for case in names:
         assert has(case, "paged_decode"), names
     assert has("cascade", "varlen_prefill"), names
-    assert not has("plain", "varlen_prefill"), names
+    assert not has("drafts", "varlen_prefill"), names
     assert all(kernel.spilled_bytes == 0 for kernels in kernels_by_case.values() for kernel in kernels)

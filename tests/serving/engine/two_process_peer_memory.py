@@ -29,20 +29,19 @@ from jattn.serving import Engine  # noqa: E402
 MODEL = "examples/tiny_model"
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "num_blocks": 33, "max_model_len": 64}
 PROMPTS = ["def f(", "class "]
-WAYS = (("tp", False), ("tp", True), ("cp", True))  # (sharded axis, whether peer memory is used)
+AXES = ("tp", "cp")  # of which one is sharded
 
 
 def generated(engine: Engine) -> list[list[int]]:
     return [result.token_ids for result in engine.generate(PROMPTS, max_tokens=16)]
 
 
-def tokens_of_both_processes(*, uses_peers: bool, **axes: int) -> Any:
+def tokens_of_both_processes(**axes: int) -> Any:
     """Return the tokens in process 0, and None in the other, which follows."""
     model = load(MODEL, mesh=jattn.parallel.make_mesh(**axes), dtype=jnp.bfloat16, progress=False)
-    if uses_peers:
-        reason = why_not_peer_memory(model)  # what `jattn serve` asks
-        assert reason == (None if WHERE == "gpu" else "the devices are not NVIDIA GPUs"), reason
-        use_peer_memory(model)
+    reason = why_not_peer_memory(model)  # what `jattn serve` asks
+    assert reason == (None if WHERE == "gpu" else "the devices are not NVIDIA GPUs"), reason
+    use_peer_memory(model)
     engine = Engine(model, **SIZES)
     if RANK > 0:
         engine.follow()
@@ -53,10 +52,7 @@ def tokens_of_both_processes(*, uses_peers: bool, **axes: int) -> Any:
 
 
 def main() -> None:
-    tokens = {
-        f"{axis} {uses_peers}": tokens_of_both_processes(uses_peers=uses_peers, **{axis: 2})
-        for axis, uses_peers in WAYS
-    }
+    tokens = {axis: tokens_of_both_processes(**{axis: 2}) for axis in AXES}
     if RANK == 0:
         tokens["alone"] = generated(Engine(load(MODEL, dtype=jnp.bfloat16, progress=False), **SIZES))
         print(json.dumps(tokens), flush=True)

@@ -1,5 +1,6 @@
 """Parsers of reasoning."""
 
+import functools
 import json
 import sys
 import types
@@ -64,10 +65,24 @@ def test_tool_calls_follow_the_reasoning():
         assert parser.finish_reason == "tool_calls"
 
 
+@functools.cache
+def tag_tokenizer(is_special):
+    """Return a tokenizer of bytes, with the tags of reasoning as tokens unless `is_special` is None."""
+    tokenizer = byte_tokenizer()
+    if is_special is not None:
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(["<think>", "</think>"])
+    return tokenizer
+
+
+@functools.cache
+def grammars(is_special):
+    """Return the grammars for a tokenizer with tags."""
+    return Grammars(tag_tokenizer(is_special), 320, ())
+
+
 @pytest.mark.parametrize("is_special", [False, True])
 def test_special_tags_stay_in_the_text(is_special):
-    tokenizer = byte_tokenizer()
-    (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(["<think>", "</think>"])
+    tokenizer = tag_tokenizer(is_special)
     assert load_reasoning_format("qwen3", tokenizer).keeps_special_tokens == is_special
 
 
@@ -115,14 +130,12 @@ class TestServer:
 )
 @pytest.mark.parametrize(("name", "tail"), [("qwen3", ""), ("qwen3", "<think>"), ("deepseek_r1", "")])
 def test_grammar_of_the_reasoning_allows_what_the_parser_separates(name, tail, text, is_special):
-    tokenizer = byte_tokenizer()
-    if is_special is not None:
-        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(["<think>", "</think>"])
+    tokenizer = tag_tokenizer(is_special)
     reasoning_format = load_reasoning_format(name, tokenizer)
     params = reasoning_format.constrain(tail, StructuredOutputsParams(choice=["yes"]))
     _, content, _ = read(reasoning_format.make_parser(tail, None), text)
     for ids in (tokenizer.encode(text).ids, BYTES.encode(text).ids):
-        mask = Grammars(tokenizer, 320, ()).mask(params)
+        mask = grammars(is_special).mask(params)
         accepted = all(is_allowed_next(mask, token) for token in ids)
         assert (accepted and mask._matcher.is_accepting()) == (content == "yes")
 
@@ -139,9 +152,7 @@ def test_strict_calls_behind_the_reasoning_follow_their_schema(name, tail, lead,
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     function = {"name": "h", "strict": True, "parameters": schema}
     body = {"messages": [USER], "tools": [{"type": "function", "function": function}]}
-    tokenizer = byte_tokenizer()
-    if is_special is not None:
-        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(["<think>", "</think>"])
+    tokenizer = tag_tokenizer(is_special)
     reasoning_format = load_reasoning_format(name, tokenizer)
     calling = resolve_tool_calling(
         ChatCompletionBody.model_validate(body), LLAMA3_JSON, tokenizer, reasoning_format
@@ -150,7 +161,7 @@ def test_strict_calls_behind_the_reasoning_follow_their_schema(name, tail, lead,
     for text in (lead + BAD_CALL, f"</think>{lead}{BAD_CALL}", lead + BAD_CALL.replace('"x"', "1")):
         _, _, calls = read(reasoning_format.make_parser(tail, calling.make_parser), text)
         for ids in (tokenizer.encode(text).ids, BYTES.encode(text).ids):
-            mask = Grammars(tokenizer, 320, ()).mask(params)
+            mask = grammars(is_special).mask(params)
             accepted = all(is_allowed_next(mask, token) for token in ids) and mask._matcher.is_accepting()
             assert not (accepted and calls and BAD_CALL in text), text
             assert accepted or not calls or BAD_CALL in text, text
