@@ -70,7 +70,7 @@ def allowed(case: dict) -> bool:
     return all(rules)
 
 
-CASES = covering_array(FACTORS, allowed)
+CASES = covering_array(FACTORS, allowed, tries=15)
 
 
 def case_id(case: dict) -> str:

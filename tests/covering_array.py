@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def covering_array(
-    factors: dict[str, list], allowed: Callable[[dict], bool], *, tries: int = 20, seed: int = 0
+    factors: dict[str, list], allowed: Callable[[dict], bool], *, tries: int = 60, seed: int = 0
 ) -> list[dict]:
     """Return cases over `factors` that contain each pair of values that some allowed case contains.
 

@@ -25,7 +25,6 @@ from tests.dense.explicit_attention import (
     IDS,
     LENS,
     PER_HEAD,
-    SPARSE,
     SQUARE,
     TEXTS,
     arrays,
@@ -234,8 +233,8 @@ def main() -> None:
     attend_with = lambda **options: functools.partial(attend, **options)
     check("texts", attend_with(mask=masks.Prefix(length=LENS), causal=False), (TEXTS, TEXTS))
     check("heads", attend_with(mask=masks.Sinks(3) | masks.Window(left=7)), (HEADS, HEADS))
-    check("both", attend_with(window=(5, 2), causal=False, soft_cap=5.0), (BOTH, BOTH))
-    check("both, on eight devices", attend_with(), (BOTH, BOTH), mesh=OF_EIGHT)
+    both = attend_with(window=(5, 2), causal=False, soft_cap=5.0)
+    check("both, on eight devices", both, (BOTH, BOTH), mesh=OF_EIGHT)
     check("queries alone, each head its own keys", attend_with(), (BOTH, TEXTS), inputs=arrays(4))
     check("one kv head", attend_with(), (BOTH, TEXTS), inputs=arrays(1), gradient_collectives=(1, 0))
     check(
@@ -258,7 +257,6 @@ def main() -> None:
     check("fewer queries than keys", attend_with(sinks=PER_HEAD["sinks"]), (BOTH, BOTH), inputs=fewer)
     attend_with = lambda **options: functools.partial(jattn.attention_fn, **options)
     check("Flax", attend_with(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
-    check("Flax, a pattern", attend_with(spec=SPARSE), (BOTH, BOTH))
     check_layers()
     check_transformations()
     check_single_device()

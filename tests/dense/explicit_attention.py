@@ -131,7 +131,6 @@ def main() -> None:
     check("documents", attend_with(cu_seqlens=bounds), by_head, inputs=documents, has_eager_call=True)
 
     attend_with = lambda **options: functools.partial(jattn.attention_fn, **options)
-    check("Flax", attend_with(is_causal=True, mask=SQUARE[:, :1]), (BOTH, BOTH))
     check("Flax, a bias", attend_with(bias=jnp.linspace(-1, 1, 4 * 24).reshape(4, 1, 24)), (BOTH, BOTH))
     positions = jnp.arange(24)[None] + LENS[:, None]
     positioned = attend_with(spec=SPARSE, input_positions=positions)

@@ -178,11 +178,12 @@ class TestAheadOfTime:
         assert len(merge) == name.endswith(OF_SPLITS)
         assert all(kernel.spilled_bytes == 0 for kernel in merge)
 
-    @pytest.mark.parametrize("name", ["d128-plain-packed-bfloat16", TWO_WARPGROUPS])
-    def test_plain_attention_does_not_spill(self, name):
+    def test_plain_attention_does_not_spill(self):
         aot.require_plugin()
-        kernels = aot.compile_all("tests.pallas_kernels.varlen_prefill.prefill_aot_cases", [name])[name]
-        assert [kernel.spilled_bytes for kernel in kernels] == [0] * (1 + name.endswith(OF_SPLITS))
+        names = ["d128-plain-packed-bfloat16", TWO_WARPGROUPS]
+        reports = aot.compile_all("tests.pallas_kernels.varlen_prefill.prefill_aot_cases", names)
+        for name, kernels in reports.items():
+            assert [kernel.spilled_bytes for kernel in kernels] == [0] * (1 + name.endswith(OF_SPLITS)), name
 
 
 @pytest.mark.gpu
@@ -352,8 +353,8 @@ class TestHeadsPerL2Group:
 
     def test_order_of_head_groups_does_not_change_the_bits(self, monkeypatch):
         """Of four groups, every other one takes the rows in the opposite order."""
-        draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (300, heads, 64), jnp.bfloat16)
-        args, lens = (draw(0, 4), draw(1, 4), draw(2, 4)), [33, 260]
+        draw = lambda seed, heads: jax.random.normal(jax.random.key(seed), (200, heads, 64), jnp.bfloat16)
+        args, lens = (draw(0, 4), draw(1, 4), draw(2, 4)), [33, 160]
         options = {"score": Score(scale=0.1), "sizes": PrefillSizes(tile_kv=64, ctas=1)}
         out, _ = packed(lens, lens, *args, **options)
         monkeypatch.setattr(schedule_module, "L2_BYTES", 1)

@@ -66,7 +66,7 @@ NEXT = {"prompt": "abc", "max_tokens": 2, "temperature": 0}
 # Beartype checks random elements of lists in the server's threads while the next request is drawn.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.kernels
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(requests())
 @example((CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}, "max_tokens": 1}))
 @example((TEXT, {"prompt": "\ud800", "max_tokens": 1}))
