@@ -188,8 +188,8 @@ def write_checkpoint(directory, hf, tensors, file="model.safetensors"):
 BFLOAT16 = ml_dtypes.bfloat16
 
 
-# Golden checkpoints that `make test-kernels` runs in chunks, in batches and on meshes. Of the others it runs whole
-# prompts; their other tests are slow ones.
+# Golden checkpoints that `make test-kernels` runs in chunks, in batches and on meshes. Of the others it runs
+# whole prompts; their other tests are slow ones.
 OFTEN = (
     *("bloom", "gemma3", "gpt_oss", "llama", "llama4"),
     *("phi3_longrope", "phi3small", "qwen2_moe"),

@@ -114,7 +114,7 @@ LENS = [
 
 class TestSchedule:
     @pytest.mark.parametrize("lens", LENS, ids=str)
-    @pytest.mark.parametrize("q_heads", [1, 4, 32])
+    @pytest.mark.parametrize("q_heads", [1, 32])
     def test_splits_cover_the_keys_of_a_tile_once(self, lens, q_heads):
         sizes = PrefillSizes(tile_kv=64, max_splits=16)
         schedule, rows = make_rows(*lens, q_heads=q_heads, sizes=sizes)
