@@ -54,10 +54,7 @@ class TestAgreementWithJaxNN:
             pytest.param((24, 24), True, None, marks=pytest.mark.kernels),
             pytest.param((9, 20), True, None, marks=pytest.mark.kernels),
             pytest.param((9, 20), False, (3, 2), marks=pytest.mark.kernels),
-            pytest.param((20, 9), False, (3, None), marks=pytest.mark.kernels),
-            pytest.param((9, 20), False, (None, 2), marks=pytest.mark.kernels),
-            pytest.param((9, 20), False, None, marks=pytest.mark.kernels),
-            pytest.param((20, 9), True, None, marks=pytest.mark.kernels),
+            pytest.param((20, 9), False, (None, 2), marks=pytest.mark.kernels),
             pytest.param((1, 7), True, (2, 0), marks=pytest.mark.kernels),
         ],
     )
@@ -594,7 +591,7 @@ class TestAutoMesh:
             out, lse = jattn.attention(*qkv, **per_head, **options, **how)
             return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum(), (out, lse)
 
-        for argnums in ((0, 1), 0, 1):
+        for argnums in ((0, 1), 0, 1) if "soft_cap" in options else ((0, 1),):
             step = jax.jit(jax.grad(loss, argnums, has_aux=True), static_argnums=2)
             actual, expected = (step((q, k, v), per_head, backend) for backend in ("xla", "reference"))
             jax.tree.map(functools.partial(close, atol=2e-5), actual, expected)
