@@ -199,6 +199,7 @@ class AttentionContract:
             run(jnp.asarray(problem.query), problem.kv, metadata)
         assert len(traces) == 1
 
+    @pytest.mark.kernels
     def test_vmap_equals_a_loop(self):
         problem = Problem(self.plain_case())
         kv, query = problem.kv, jnp.asarray(problem.query)
@@ -231,6 +232,7 @@ class AttentionContract:
         oracle.check(spec, step, np.float32, [0, 1, 7], out, lse)
         assert (out[7:] == 0).all()
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("sinks", [False, True])
     def test_cascade_equals_attention_without_a_shared_prefix(self, sinks):
         case = self.plain_case(dtype="float32", sinks=sinks, soft_cap=5.0, padded=True)

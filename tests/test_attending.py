@@ -425,6 +425,7 @@ class TestBatchInvariance:
 
 
 class TestMemory:
+    @pytest.mark.kernels
     def test_temporary_bytes_grow_neither_with_requests_nor_with_length(self):
         spec = jattn.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 

@@ -48,6 +48,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("rope", "window") else pytest.mark.kernels) for name in OPTIONS],

@@ -86,6 +86,7 @@ def test_a_decoder_trains_under_vmap(name, implementation):
     assert all(bool(jnp.isfinite(g).all()) and bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
 
 
+@pytest.mark.kernels
 def test_a_decoder_accepts_positions():
     model = make()
     hidden, _ = step(model, TOKENS[0], None, METADATA, METADATA.positions)

@@ -109,6 +109,7 @@ def test_batched_prompts_match_transformers(golden):
         assert golden.error(i, logits) < golden.tolerance
 
 
+@pytest.mark.kernels
 def test_greedy_decoding_in_a_batch_matches_transformers(golden):
     """Three requests decode one token per step while the prompt of a fourth is computed in chunks."""
     prompts = [golden.prompt(i) for i in PROMPTS]

@@ -111,6 +111,7 @@ class TestCompiles:
         assert graphs.num_compiles == 2
         assert compiles == []
 
+    @pytest.mark.kernels
     def test_bucket_that_was_not_precompiled_compiles_once(self):
         graphs, caches = DecodeGraphs(step, buckets=[DECODES, MIXED]), new_caches()
         for expected, bucket in ((1, DECODES), (1, DECODES), (2, MIXED), (2, MIXED)):

@@ -16,6 +16,7 @@ def made():
     return schedule(MASK, jnp.asarray([48]), **sizes)
 
 
+@pytest.mark.kernels
 def test_schedule_is_drawn_per_tile():
     np.testing.assert_array_equal(coverage_image(made())[0], [[1, 0, 0], [2, 0, 0], [2, 0, 0]])
     np.testing.assert_array_equal(coverage_image(made())[1], [[1, 0, 0], [2, 1, 0], [2, 2, 1]])
@@ -27,6 +28,7 @@ def test_mask_is_drawn_per_pair():
     assert picture[0, 19].tolist() == [2] * 16 + [0] * 4
 
 
+@pytest.mark.kernels
 def test_plot_has_one_panel_per_head():
     pytest.importorskip("matplotlib")
     for figure in (plot(MASK, 20, num_q_heads=2), plot(made())):

@@ -86,6 +86,7 @@ def test_documents_in_any_order_miss_no_visible_pair_and_mark_no_masked_tile_ful
         assert not (any_visible & ~(partial | full)).any()
 
 
+@pytest.mark.kernels
 @settings(max_examples=8)
 @given(mask_rules.documents(), lengths, sizes)
 def test_ascending_documents_have_exact_tiles(ruled, lens, size):

@@ -93,6 +93,7 @@ EXAONE_NAMES = {
 }
 
 
+@pytest.mark.kernels
 def test_exaone_matches_a_llama_with_renamed_tensors(tmp_path):
     tensors = random_tensors(LLAMA)
     renamed = {}
@@ -109,6 +110,7 @@ def test_exaone_matches_a_llama_with_renamed_tensors(tmp_path):
     assert DecoderConfig.from_hf(hf | published_names).layers == model.config.layers
 
 
+@pytest.mark.kernels
 def test_mimo_matches_a_qwen2_and_drops_its_draft_layers(tmp_path):
     hf = {**SIZES, "model_type": "qwen2"}
     tensors = random_tensors(hf)

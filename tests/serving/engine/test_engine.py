@@ -319,6 +319,7 @@ class TestSteps:
         assert engine.generate([]) == []
 
 
+@pytest.mark.kernels
 def test_streams_that_stop_close_and_preempt_each_other_match_single_runs():
     model, rng = one_layer_model(), np.random.default_rng(0)
     roomy, tight = (

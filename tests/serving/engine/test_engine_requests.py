@@ -179,6 +179,7 @@ class TestStops:
         biases |= {5: -100.0, 9: 100.0}
         assert drained(engine)[0][name, 0] == [5] * 3
 
+    @pytest.mark.kernels
     def test_numpy_ints_are_accepted(self, types_unchecked, engine):
         def results(kind):
             counts = {"max_tokens": kind(100), "min_tokens": kind(3), "top_k": kind(9), "seed": kind(5)}

@@ -210,6 +210,7 @@ class TestEngine:
                 ids.setdefault(output.request_id, []).extend(output.new_token_ids)
         assert [ids[name] for name in names] == [result.token_ids for result in expected]
 
+    @pytest.mark.kernels
     def test_a_prefix_is_found_after_its_first_blocks_were_freed(self):
         engine = engine_of(num_blocks=40, model=SLIDING, max_blocks=64)
         prompt = random.Random(2).choices(range(320), k=100)

@@ -166,6 +166,7 @@ class TestTexts:
         assert tight.stats.num_preemptions > 0
         assert tight.stats.num_accepted_tokens > 0
 
+    @pytest.mark.kernels
     def test_texts_reach_the_models_last_position(self, plain, engine, oracle):
         prompts = [[5] * 500]
         expected = plain.generate(prompts, max_tokens=100)
@@ -267,6 +268,7 @@ class TestPolicy:
         assert after.num_drafts - before.num_drafts == 1
         assert after.num_steps - before.num_steps == 60
 
+    @pytest.mark.kernels
     def test_drafting_resumes_three_tokens_after_a_lookup_becomes_right(self, plain, engine, oracle):
         prompts, params, right_from = [[1, 2, 3]], SamplingParams(max_tokens=63), 30
         expected = plain.generate(prompts, params)
@@ -360,6 +362,7 @@ class TestDraftModels:
         assert engine.stats.acceptance_rate < 0.5
         assert engine.stats.num_used_blocks == 0
 
+    @pytest.mark.kernels
     def test_draft_model_as_large_as_the_model_never_pays(self):
         engine = Engine(MODEL, num_blocks=9, max_num_seqs=2, speculative=MODEL)
         engine.generate([[1, 2, 3]], max_tokens=8)

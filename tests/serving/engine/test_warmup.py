@@ -86,6 +86,7 @@ class TestWarmUp:
         assert texts[0] == texts[2] != texts[1]
         assert engine.stats.num_failed_steps == 0
 
+    @pytest.mark.kernels
     def test_warm_up_does_not_change_caches_or_texts(self, engine):
         (expected,) = engine.generate(["abcdefghijkl"], max_tokens=12)
         names = [engine.add_request("abcdefghijkl", SamplingParams(max_tokens=12))]

@@ -76,6 +76,7 @@ class TestChat:
         assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
         assert "".join(choice["delta"].get("content", "") for choice in streamed) == text
 
+    @pytest.mark.kernels
     def test_named_function_is_called_with_arguments_of_its_schema(self, client):
         choice = {"type": "function", "function": {"name": "weather"}}
         request_body = {
@@ -99,6 +100,7 @@ class TestChat:
         assert [piece.function.name for piece in pieces if piece.function.name] == ["weather"]
         assert len(pieces) > 1
 
+    @pytest.mark.kernels
     @pytest.mark.parametrize("seed", [0, 1, 2])
     def test_arguments_are_an_object_even_without_a_schema_type(self, server, seed):
         schema = {name: value for name, value in SCHEMA.items() if name != "type"}
@@ -108,6 +110,7 @@ class TestChat:
         (call,) = choice["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) in ({"celsius": True}, {"celsius": False})
 
+    @pytest.mark.kernels
     def test_required_call_is_always_generated(self, client):
         request_body = {"model": "tiny", "messages": [USER], "tools": [TOOL], "tool_choice": "required"}
         request_body |= {"parallel_tool_calls": False, "max_tokens": 200, "seed": 1}
