@@ -45,10 +45,13 @@ def copy_blocks[Caches](caches: Caches, block_mapping: Int[Array, "pairs 2"] | n
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _copy_blocks(arrays: list[dict[str, Array]], block_mapping: Array) -> list[dict[str, Array]]:
+    return jax.tree.map(lambda array: _copy_within(array, block_mapping), arrays)
+
+
+@jax.jit  # traced and lowered once for all layers
+def _copy_within(array: Array, block_mapping: Array) -> Array:
     source, target = block_mapping[:, 0], block_mapping[:, 1]
-    return jax.tree.map(
-        lambda a: _put_blocks(a, jnp.take(a, source, axis=0, mode="clip"), source, target), arrays
-    )
+    return _put_blocks(array, jnp.take(array, source, axis=0, mode="clip"), source, target)
 
 
 def _put_blocks(array: Array, blocks: Array, source: Array, target: Array) -> Array:

@@ -183,29 +183,26 @@ class DecodeGraphs:
                 `wait`.
             serves_all: False, with wait=False, returns at once: batches without a compiled bucket must run
                 elsewhere.
-            modules: Cache that lowers steps in other processes, where context managers do not apply. None:
-                this process lowers them.
+            modules: Cache that lowers steps in other processes, where context managers do not apply. All are
+                lowered at once, and their kernels compiled before them. None: this process lowers them.
         """
         missing = [bucket for bucket in self.buckets if bucket not in self._executables.ready]
         lower = self._lower_with(params, caches, block_size, inputs, modules)
-        lowers_in_threads = modules is not None
         first = (
             missing
             if wait
             else [bucket for bucket in missing if serves_all and not _is_covered(bucket, missing)]
         )
+        remaining = [bucket for bucket in missing if bucket not in first]
+        if modules is not None:
+            self._executables.compile_groups_in_background([first, remaining], lower, progress=progress)
+            self._executables.wait_for(first)
+            return
         with progress_bar(len(first), progress) as on_ready:
-            self._executables.compile_all(
-                first,
-                lower,
-                lowers_in_threads=lowers_in_threads,
-                workers=os.cpu_count() or 1,
-                on_ready=on_ready,
-            )
-        if remaining := sorted(set(missing) - set(first), key=_usefulness):
-            self._executables.compile_in_background(
-                remaining, lower, lowers_in_threads=lowers_in_threads, progress=progress
-            )
+            self._executables.compile_all(first, lower, workers=os.cpu_count() or 1, on_ready=on_ready)
+        if remaining:
+            remaining.sort(key=_usefulness)
+            self._executables.compile_in_background(remaining, lower, progress=progress)
 
     @property
     def is_compiling(self) -> bool:

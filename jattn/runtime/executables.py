@@ -1,4 +1,10 @@
-"""Cache of executables per bucket, compiled in parallel, in the background, or on first use."""
+"""Cache of executables per bucket, compiled in parallel, in the background, or on first use.
+
+A process has a single set of LLVM options at any time. XLA and Mosaic GPU set different ones, so no kernel
+compiles while XLA generates code for another executable, and the other way round. Threads that compile
+modules with kernels therefore mostly wait for each other: 28 steps of an 8B model took 70 s on 14 threads.
+`compile_groups` compiles the kernels beforehand, and XLA finds them in Mosaic's cache.
+"""
 
 import concurrent.futures
 import contextlib
@@ -6,14 +12,19 @@ import importlib
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
 
 from jattn.batch.bucket import Bucket
 
 type Lower = Callable[[Bucket], jax.stages.Lowered]
+type Claim = tuple[Bucket, concurrent.futures.Future[jax.stages.Compiled]]
+
+KERNEL_CALL = "mosaic_gpu_v2"  # the custom call of Mosaic GPU kernels
 
 
 class ExecutableCache:
@@ -37,32 +48,27 @@ class ExecutableCache:
         """Return the executable of a bucket, compiling it here unless another thread already does."""
         future, is_mine = self._claim(bucket)
         if is_mine:
-            self._compile(bucket, future, lambda: lower(bucket))
+            with self._abandon_on_error([(bucket, future)]):
+                self._compile(bucket, future, lower(bucket))
         return future.result()
 
     def compile_all(
-        self,
-        buckets: Sequence[Bucket],
-        lower: Lower,
-        *,
-        lowers_in_threads: bool = False,
-        workers: int,
-        on_ready: Callable[[], Any],
+        self, buckets: Sequence[Bucket], lower: Lower, *, workers: int, on_ready: Callable[[], Any]
     ) -> None:
-        """Lower the buckets that no thread compiles yet, and compile them in other threads.
+        """Lower the buckets that no thread compiles yet in this thread, and compile them in other threads.
 
         Args:
             buckets: Buckets to compile.
             lower: Function that lowers a bucket.
-            lowers_in_threads: Whether each thread lowers its bucket. False: this thread lowers them all.
-            workers: Number of compiling threads; at most this many are lowered ahead.
+            workers: Number of compiling threads; at most this many buckets are lowered ahead.
             on_ready: Function to call when an executable is ready.
         """
         slots = threading.Semaphore(workers)
 
-        def compile(bucket: Bucket, future: Any, lowered: jax.stages.Lowered | None) -> None:
+        def compile(bucket: Bucket, future: Any, lowered: jax.stages.Lowered) -> None:
             try:
-                self._compile(bucket, future, lambda: lower(bucket) if lowered is None else lowered)
+                with self._abandon_on_error([(bucket, future)]):
+                    self._compile(bucket, future, lowered)
             finally:
                 slots.release()
             on_ready()
@@ -76,39 +82,67 @@ class ExecutableCache:
                 future, is_mine = self._claim(bucket)
                 running.append(future)
                 if is_mine:
-                    lowered = None if lowers_in_threads else self._lower(bucket, future, lower)
+                    with self._abandon_on_error([(bucket, future)]):
+                        lowered = lower(bucket)
                     pool.submit(compile, bucket, future, lowered)
                 else:
                     slots.release()
         for future in running:
             future.result()
 
-    def compile_in_background(
-        self, buckets: Sequence[Bucket], lower: Lower, *, lowers_in_threads: bool = False, progress: bool
+    def compile_groups(
+        self,
+        groups: Sequence[Sequence[Bucket]],
+        lower: Lower,
+        *,
+        workers: int,
+        on_ready: Callable[[], Any],
     ) -> None:
-        """Run `compile_all` in a background thread, on half of the cores.
+        """Lower all buckets in threads. Then, group by group, compile their kernels and the executables.
 
-        If this process lowers nothing, all cores but two are used.
+        Args:
+            groups: Groups of buckets, the most urgent first.
+            lower: Function that lowers a bucket. Several threads call it at a time.
+            workers: Number of threads.
+            on_ready: Function to call when an executable is ready.
         """
-        num_cores = os.cpu_count() or 2
-        workers = max(num_cores - 2 if lowers_in_threads else num_cores // 2, 1)
 
-        def run() -> None:
-            try:
-                with progress_bar(len(buckets), progress) as on_ready:
-                    self.compile_all(
-                        buckets,
-                        lower,
-                        lowers_in_threads=lowers_in_threads,
-                        workers=workers,
-                        on_ready=on_ready,
-                    )
-            except BaseException as error:
-                self.error = error
+        def compile(claim: Claim, lowered: jax.stages.Lowered) -> None:
+            self._compile(*claim, lowered)
+            on_ready()
 
-        # Not a daemon thread: a process that ends while the thread lowers would crash in JAX.
-        self._background = threading.Thread(target=run, name="jattn-compile", daemon=False)
-        self._background.start()
+        claims = [
+            [(bucket, future) for bucket in group for future, is_mine in [self._claim(bucket)] if is_mine]
+            for group in groups
+        ]
+        all_claims = [claim for group in claims for claim in group]
+        with self._abandon_on_error(all_claims), _cancelling_pool(workers) as pool:
+            lowering = {bucket: pool.submit(lower, bucket) for bucket, _ in all_claims}
+            for group in claims:
+                lowered = [_result(lowering.pop(bucket)) for bucket, _ in group]
+                compile_kernels(lowered)
+                for future in [pool.submit(compile, *job) for job in zip(group, lowered, strict=True)]:
+                    _result(future)
+
+    def compile_in_background(self, buckets: Sequence[Bucket], lower: Lower, *, progress: bool) -> None:
+        """Run `compile_all` in a background thread, on half of the cores."""
+        workers = max((os.cpu_count() or 2) // 2, 1)
+        self._start(
+            lambda on_ready: self.compile_all(buckets, lower, workers=workers, on_ready=on_ready),
+            len(buckets),
+            progress,
+        )
+
+    def compile_groups_in_background(
+        self, groups: Sequence[Sequence[Bucket]], lower: Lower, *, progress: bool
+    ) -> None:
+        """Run `compile_groups` in a background thread, on all cores but two."""
+        workers = max((os.cpu_count() or 2) - 2, 1)
+        self._start(
+            lambda on_ready: self.compile_groups(groups, lower, workers=workers, on_ready=on_ready),
+            sum(map(len, groups)),
+            progress,
+        )
 
     def wait(self) -> None:
         """Wait for background compilation; raise its error, if any."""
@@ -118,37 +152,115 @@ class ExecutableCache:
         if error is not None:
             raise error
 
+    def wait_for(self, buckets: Iterable[Bucket]) -> None:
+        """Wait until some buckets that compile in the background are ready; raise its error, if any."""
+        with self._lock:
+            futures = [self._futures[bucket] for bucket in buckets if bucket in self._futures]
+        concurrent.futures.wait(futures)
+        if any(future.exception() for future in futures):
+            self.wait()
+
     # --------------------------------------------------------------------------------------- inside
+    def _start(self, compile: Callable[[Callable[[], Any]], None], total: int, progress: bool) -> None:
+        def run() -> None:
+            try:
+                with progress_bar(total, progress) as on_ready:
+                    compile(on_ready)
+            except BaseException as error:
+                self.error = error
+
+        # Not a daemon thread: a process that ends while the thread lowers would crash in JAX.
+        self._background = threading.Thread(target=run, name="jattn-compile", daemon=False)
+        self._background.start()
+
     def _claim(self, bucket: Bucket) -> tuple[concurrent.futures.Future[jax.stages.Compiled], bool]:
         """Return the future of an executable and whether the caller must compile it."""
         with self._lock:
             is_new = bucket not in self._futures
             return self._futures.setdefault(bucket, concurrent.futures.Future()), is_new
 
-    def _lower(self, bucket: Bucket, future: Any, lower: Lower) -> jax.stages.Lowered:
-        with self._give_up_on_error(bucket, future):
-            return lower(bucket)
-
-    def _compile(self, bucket: Bucket, future: Any, lower: Callable[[], jax.stages.Lowered]) -> None:
-        with self._give_up_on_error(bucket, future):
-            self.ready[bucket] = executable = lower().compile(self._options(bucket))
-            future.set_result(executable)
+    def _compile(self, bucket: Bucket, future: Any, lowered: jax.stages.Lowered) -> None:
+        self.ready[bucket] = executable = lowered.compile(self._options(bucket))
+        future.set_result(executable)
 
     @contextlib.contextmanager
-    def _give_up_on_error(self, bucket: Bucket, future: Any) -> Iterator[None]:
-        """Pass an error to waiting threads and allow later calls to try again."""
+    def _abandon_on_error(self, claims: Sequence[Claim]) -> Iterator[None]:
+        """Pass an error to the threads that wait for unfinished claims, and let later calls try again."""
         try:
             yield
         except BaseException as error:
+            unfinished = [claim for claim in claims if not claim[1].done()]
             with self._lock:
-                del self._futures[bucket]
-            future.set_exception(error)
+                for bucket, _ in unfinished:
+                    del self._futures[bucket]
+            for _, future in unfinished:
+                future.set_exception(error)
             raise
+
+
+def compile_kernels(modules: Iterable[jax.stages.Lowered]) -> None:
+    """Compile the distinct Mosaic GPU kernels of lowered modules in parallel.
+
+    Each is compiled as the only operation of a module that never runs. XLA then finds it in the cache of
+    Mosaic, which belongs to the process, by the hash in its custom call.
+    """
+    kernels: dict[bytes, dict[str, Any]] = {}
+
+    def visit(operation: Any) -> ir.WalkResult:
+        if operation.name == "stablehlo.custom_call":
+            attributes = operation.attributes
+            if attributes["call_target_name"].value == KERNEL_CALL:
+                config = attributes["mhlo.backend_config"]
+                if (key := config["kernel_hash"].value_bytes) not in kernels:
+                    kernels[key] = {entry.name: _value(entry.attr) for entry in config}
+        return ir.WalkResult.ADVANCE
+
+    for module in modules:
+        operations: Any = module.compiler_ir("stablehlo")
+        operations.operation.walk(visit)
+    call = jax.ffi.ffi_call(KERNEL_CALL, jax.ShapeDtypeStruct((1,), jnp.float32))
+
+    def compile(kernel: dict[str, Any]) -> None:
+        jax.jit(lambda: call(**kernel)).lower().compile()
+
+    # A thread for each, because a finished kernel's thread waits for the others: XLA then generates code.
+    with _cancelling_pool(max(len(kernels), 1)) as pool:
+        for future in [pool.submit(compile, kernel) for kernel in kernels.values()]:
+            _result(future)
+
+
+def _value(attribute: Any) -> Any:
+    """Return the value of a string, number or bool of MLIR; strings as bytes."""
+    return attribute.value_bytes if isinstance(attribute, ir.StringAttr) else attribute.value
 
 
 def _is_over() -> bool:
     """Return whether the main thread has ended."""
     return not threading.main_thread().is_alive()
+
+
+def _result[T](future: concurrent.futures.Future[T]) -> T:
+    """Wait for a future's result.
+
+    Raises:
+        CancelledError: The main thread has ended.
+    """
+    while not _is_over():
+        with contextlib.suppress(TimeoutError):
+            return future.result(timeout=1)
+    raise concurrent.futures.CancelledError
+
+
+@contextlib.contextmanager
+def _cancelling_pool(workers: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Yield a thread pool, whose waiting calls an error cancels."""
+    pool = concurrent.futures.ThreadPoolExecutor(workers)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 @contextlib.contextmanager

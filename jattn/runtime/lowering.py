@@ -41,6 +41,7 @@ OPTIONS = (
 )
 KERNEL_CALLS = ("mosaic_gpu", "mosaic_gpu_v2")  # which jax.export allows only by name
 FOLDER = "jattn-modules"
+NUM_URGENT = 2  # processes for the first calls, without which nothing can run
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class ModuleCache:
             folder: Folder of the files, usually that of JAX's compilation cache. Processes may share it, and
                 whoever can write to it can run code in them. None: no files.
         """
-        self._num_processes = num_processes
+        self._num_processes, self._versions = num_processes, _versions()
         self._folder = None if folder is None else pathlib.Path(folder) / FOLDER
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes] | None] = queue.SimpleQueue()
         if not num_processes:
@@ -153,7 +154,7 @@ class ModuleCache:
             return None
         file = None
         if self._folder is not None:
-            file = self._folder / hashlib.sha256(_versions() + request).hexdigest()
+            file = self._folder / hashlib.sha256(self._versions + request).hexdigest()
         if file is not None and (module := _read(file)) is not None:
             return module
         answer = self._ask(request)
@@ -168,7 +169,7 @@ class ModuleCache:
         """Return the pickled module from a process, or the reason why there is none."""
         with self._lock:
             if self._idle.empty() and len(self._processes) < self._num_processes:
-                self._processes.append(_start())
+                self._processes.append(_start(is_urgent=len(self._processes) < NUM_URGENT))
                 self._idle.put(self._processes[-1])
         process = self._idle.get()
         answer: bytes | str = "there is no lowering process, or it has ended"
@@ -238,10 +239,13 @@ def _without_shardings(call: StepCall) -> StepCall:
 
 
 # ---------------------------------------------------------------------------------------- processes
-def _start() -> subprocess.Popen[bytes]:
-    """Start a process that lowers calls. It finds the modules that this process finds, except `__main__`."""
+def _start(*, is_urgent: bool) -> subprocess.Popen[bytes]:
+    """Start a process that lowers calls. It finds the modules that this process finds, except `__main__`.
+
+    Unless it is urgent, it leaves the cores to other processes.
+    """
     code = (
-        f"import sys; sys.path[:] = {sys.path}; "
+        f"import os, sys; os.nice({0 if is_urgent else 10}); sys.path[:] = {sys.path}; "
         "import jax; jax.config.update('jax_platforms', 'cpu'); "
         f"from {__name__} import serve; serve()"
     )

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jattn
+import jattn.cache.spec
 from pallas_kernels.cache_write import cache_write
 from tests.assertions import copies_of
 

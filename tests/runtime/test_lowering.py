@@ -88,7 +88,7 @@ class TestStepsThatThisProcessMustLower:
 
     def test_a_process_that_ends_leaves_the_steps_to_this_one(self, caplog, monkeypatch):
         command = [sys.executable, "-c", "import sys; sys.stdin.buffer.read(1)"]
-        started = lambda: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started = lambda **_: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         monkeypatch.setattr(lowering, "_start", started)
         modules = ModuleCache(1, None)
         with caplog.at_level("INFO", logger=lowering.__name__):
@@ -98,8 +98,8 @@ class TestStepsThatThisProcessMustLower:
 
     @pytest.mark.kernels
     def test_processes_end_with_the_cache(self, monkeypatch):
-        process = lowering._start()
-        monkeypatch.setattr(lowering, "_start", lambda: process)
+        process = lowering._start(is_urgent=True)
+        monkeypatch.setattr(lowering, "_start", lambda **_: process)
         modules = ModuleCache(1, None)
         modules.find(call_of(failing_step))
         assert process.poll() is None

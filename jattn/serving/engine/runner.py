@@ -53,7 +53,7 @@ from jattn.serving.engine.step import (
 from jattn.serving.engine.weights import Weights, host_tree
 
 MAX_STEPS_IN_FLIGHT = 2
-MAX_LOWERING_PROCESSES = 8
+MAX_LOWERING_PROCESSES = 16
 
 
 class StepInputs(NamedTuple):
@@ -354,8 +354,17 @@ class Runner:
     def precompile(self, progress: bool, wait: bool) -> None:
         """Compile all buckets; see `Engine.precompile`."""
         self._broadcast("precompile", False, wait)
+        sizes = {
+            bucket: (self._sampler.num_rows[bucket], bucket.decode_query_len)
+            for runs in self._runs
+            for bucket in runs.graphs.buckets
+        }
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        # What the first step needs compiles while other processes lower the steps.
+        samplers = {max(sizes.values()): pool.submit(self._sampler.compile, *max(sizes.values()))}
+        copies = [pool.submit(compiler) for compiler in self._copies.compilers(self._caches)]
         # On a mesh and on a CPU, steps are lowered in this process.
-        num_processes, modules = min((os.cpu_count() or 1) // 2, MAX_LOWERING_PROCESSES), None
+        num_processes, modules = min((os.cpu_count() or 1) - 2, MAX_LOWERING_PROCESSES), None
         devices = jax.tree.leaves(self._caches)[0].devices()
         if num_processes > 1 and jax.default_backend() == "gpu" and len(devices) == 1:
             modules = ModuleCache(num_processes, jax.config.jax_compilation_cache_dir)
@@ -372,18 +381,10 @@ class Runner:
             )
         if self._proposer is not None:
             self._proposer.precompile(progress=progress, wait=wait)
-
-        def sampler_size(bucket: Bucket) -> tuple[int, int]:
-            return self._sampler.num_rows[bucket], bucket.decode_query_len
-
-        first_sizes = {sampler_size(bucket) for runs in self._runs for bucket in runs.graphs.executables}
-        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-        compiling = [pool.submit(self._sampler.compile, *size) for size in first_sizes]
-        compiling += map(pool.submit, self._copies.compilers(self._caches))
-        all_sizes = {sampler_size(bucket) for runs in self._runs for bucket in runs.graphs.buckets}
-        for size in all_sizes - first_sizes:
-            pool.submit(self._sampler.compile, *size)
-        for future in compiling:
+        ready = {sizes[bucket] for runs in self._runs for bucket in runs.graphs.executables}
+        for size in sorted(set(sizes.values()) - set(samplers), key=lambda size: size not in ready):
+            samplers[size] = pool.submit(self._sampler.compile, *size)
+        for future in (*copies, *(samplers[size] for size in ready)):
             future.result()
         pool.shutdown(wait=wait)
 

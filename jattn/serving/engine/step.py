@@ -41,6 +41,13 @@ from pallas_kernels.checks import require_type, unsupported
 # 16, 4.55 and 4.59 for 32, 4.46 and 4.77 for 48, 4.62 and 4.97 for 64, 4.97 and 5.38 for 128, 6.47 and 6.58
 # for 256, 20.0 and 20.2 for 1024.
 CUBLAS_TOKENS = 32
+# Autotuning runs on the GPU, one executable at a time: time the five algorithms that cuBLAS ranks highest, do
+# not compare their results with each other, and keep XLA's choice of emitters for fusions.
+AUTOTUNING = {
+    "xla_gpu_autotune_level": 2,
+    "xla_gpu_autotune_max_solutions": 5,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+}
 MIN_TABLE_WIDTH = 1024  # columns: 1 MB for 256 rows, a negligible transfer
 # Number of tokens from which a step's matrix products take longer than reading the weights: the ratio of
 # 16-bit operations to bytes per second of an H200, 990e12 / 4.8e12, at less than the full rate.
@@ -122,8 +129,9 @@ def step_graphs(step: GraphStep, buckets: Iterable[Bucket]) -> DecodeGraphs:
 
 
 def _compiler_options(bucket: Bucket) -> dict[str, Any]:
-    is_gpus = jax.default_backend() == "gpu" and bucket.max_tokens >= CUBLAS_TOKENS
-    return {"xla_gpu_enable_triton_gemm": False} if is_gpus else {}
+    if jax.default_backend() != "gpu":
+        return {}
+    return AUTOTUNING | ({"xla_gpu_enable_triton_gemm": False} if bucket.max_tokens >= CUBLAS_TOKENS else {})
 
 
 def with_implementation(model: Any, implementation: str | Sequence[str] | None) -> Any:
